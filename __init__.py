@@ -1,0 +1,9 @@
+"""ToMe Nodes: token merging for Stable Diffusion in ComfyUI."""
+
+# pytest imports this file without a package, ComfyUI as a package.
+if __package__:
+    from .tome_nodes.nodes import comfy_entrypoint
+
+    WEB_DIRECTORY = "./web"
+
+    __all__ = ["WEB_DIRECTORY", "comfy_entrypoint"]

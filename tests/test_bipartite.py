@@ -1,0 +1,185 @@
+"""Bipartite matching against a float64 brute force and against tomesd itself."""
+
+import pytest
+import tomesd.merge
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from tome_nodes.config import ToMeConfig
+from tome_nodes.grid import Grid
+from tome_nodes.picks import pick_per_cell, step_key
+from tome_nodes.strategies.bipartite import BipartiteStrategy, match, split_tokens
+
+grids = st.builds(Grid, st.integers(1, 9), st.integers(1, 9))
+cell_sides = st.integers(1, 3)
+
+
+def features_of(grid, batch=2, channels=6, seed=0):
+    return torch.randn(batch, grid.tokens, channels, generator=torch.Generator().manual_seed(seed))
+
+
+def plan_of(config, features, grid, step=0):
+    strategy = BipartiteStrategy(config)
+    strategy.start_step(torch.tensor(step_key(config.seed, step)))
+    return strategy.plan(features, grid)
+
+
+def groups(plan, sample):
+    """The partition of a sample's tokens, as a set of sets."""
+    found = {}
+    for token, slot in enumerate(plan.slots[sample].tolist()):
+        found.setdefault(slot, set()).add(token)
+    return {frozenset(group) for group in found.values()}
+
+
+def brute_force_groups(features, src, dst, merges):
+    """The paper's grouping of one sample, in float64, pair by pair."""
+    features = features.double()
+    unit = features / features.norm(dim=1, keepdim=True)
+    best = []
+    for token in src:
+        similarity, owner = max((float(unit[token] @ unit[other]), other) for other in dst)
+        best.append((similarity, token, owner))
+    best.sort(reverse=True)
+    found = {token: {token} for token in (*src, *dst)}
+    for _, token, owner in best[:merges]:
+        found[owner] |= found.pop(token)
+    return {frozenset(group) for group in found.values()}
+
+
+@given(grids, cell_sides, cell_sides, st.floats(0, 0.95), st.booleans(), st.integers(0, 99))
+def test_plan_is_the_brute_force_grouping(grid, sx, sy, ratio, use_rand, seed):
+    if sx * sy == 1:
+        sx = 2
+    config = ToMeConfig(ratio=ratio, sx=sx, sy=sy, use_rand=use_rand, seed=seed)
+    features = features_of(grid, seed=seed)
+    plan = plan_of(config, features, grid)
+    cells = grid.cells(sy, sx)
+    merges = min(int(grid.tokens * ratio), grid.tokens - cells.tokens)
+    if not merges or not cells.tokens:
+        assert plan is None
+        return
+    assert plan.slot_count == grid.tokens - merges
+    picks = pick_per_cell(torch.tensor(step_key(seed, 0)), cells, sy * sx)
+    src, dst = split_tokens(grid, sy, sx, picks if use_rand else torch.zeros_like(picks))
+    for sample in range(len(features)):
+        expected = brute_force_groups(features[sample], src.tolist(), dst.tolist(), merges)
+        assert groups(plan, sample) == expected
+
+
+@given(grids, cell_sides, cell_sides, st.integers(0, 2**32))
+def test_split_has_one_dst_inside_each_whole_cell_and_every_other_token_as_src(grid, sy, sx, key):
+    cells = grid.cells(sy, sx)
+    picks = pick_per_cell(torch.tensor(key & 0xFFFFFFFF), cells, sy * sx)
+    src, dst = split_tokens(grid, sy, sx, picks)
+    assert sorted([*src.tolist(), *dst.tolist()]) == list(range(grid.tokens))
+    cell_of = [(token // grid.width // sy, token % grid.width // sx) for token in dst.tolist()]
+    assert cell_of == [
+        (row, column) for row in range(cells.height) for column in range(cells.width)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("height", "width", "sx", "sy", "ratio"),
+    [
+        (64, 64, 2, 2, 0.5),
+        (64, 64, 2, 2, 0.75),
+        (16, 24, 4, 2, 0.3),
+        (17, 23, 2, 2, 0.5),
+        (15, 10, 3, 4, 0.9),
+        (2, 2, 2, 2, 0.5),
+    ],
+)
+def test_same_tokens_and_values_as_tomesd(height, width, sx, sy, ratio, dtype):
+    grid = Grid(height, width)
+    features = features_of(grid, channels=32, seed=height).to(dtype)
+    merges = int(grid.tokens * ratio)
+    # Half precision rounds many similarities to one value, and tomesd leaves open which of them
+    # win; features in float32 keep the matching itself free of ties.
+    metric = features.float()
+    merge, unmerge = tomesd.merge.bipartite_soft_matching_random2d(
+        metric, width, height, sx, sy, merges, no_rand=True
+    )
+    plan = plan_of(ToMeConfig(ratio=ratio, sx=sx, sy=sy, use_rand=False), metric, grid)
+
+    ours, theirs = plan.merge(features), merge(features)
+    assert ours.shape == theirs.shape
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    assert_close(plan.unmerge(ours), unmerge(theirs), **tolerance)
+    # Slots are numbered differently: each of their slots must be one of ours.
+    index = torch.arange(grid.tokens).expand(2, -1)[..., None].float() + 1
+    their_index, our_index = unmerge(merge(index))[..., 0], plan.unmerge(plan.merge(index))[..., 0]
+    assert_close(our_index, their_index)
+
+
+def test_large_maps_matched_in_pieces_give_the_same_plan(monkeypatch):
+    from tome_nodes.strategies import bipartite
+
+    grid = Grid(16, 16)
+    features = features_of(grid)
+    whole = plan_of(ToMeConfig(), features, grid)
+    monkeypatch.setattr(bipartite, "_SCORES_AT_ONCE", 1000)
+    assert torch.equal(plan_of(ToMeConfig(), features, grid).slots, whole.slots)
+
+
+def test_picks_depend_on_seed_step_and_grid_only():
+    grid = Grid(16, 16)
+    features = features_of(grid, batch=2)
+
+    def slots(features=features, **keys):
+        step = keys.pop("step", 0)
+        return plan_of(ToMeConfig(**keys), features, grid, step).slots
+
+    together = slots()
+    assert torch.equal(slots(), together)
+    assert torch.equal(torch.cat([slots(features[:1]), slots(features[1:])]), together)
+    assert not torch.equal(slots(seed=1), together)
+    assert not torch.equal(slots(step=1), together)
+
+
+def test_global_generators_are_neither_read_nor_moved():
+    grid = Grid(8, 8)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = plan_of(ToMeConfig(), features_of(grid), grid).slots
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert torch.equal(plan_of(ToMeConfig(), features_of(grid), grid).slots, first)
+
+
+def test_picks_are_spread_evenly_over_cells_and_steps():
+    cells, choices = Grid(64, 64), 4
+    counts = torch.zeros(choices)
+    together = torch.zeros(choices, choices)
+    for step in range(50):
+        picks = pick_per_cell(torch.tensor(step_key(7, step)), cells, choices)
+        counts += torch.bincount(picks, minlength=choices)
+        pairs = picks[:-1] * choices + picks[1:]
+        together += torch.bincount(pairs, minlength=choices**2).view(choices, choices)
+    # Chi-square of 3 and 15 degrees of freedom: these limits are passed once in 10**6 draws.
+    assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 31
+    assert ((together - together.mean()) ** 2 / together.mean()).sum() < 56
+
+
+def test_equal_features_still_give_a_partition():
+    grid = Grid(6, 6)
+    plan = plan_of(ToMeConfig(ratio=0.5), torch.ones(1, 36, 4), grid)
+    assert plan.slots.unique().tolist() == list(range(18))
+    nothing = plan_of(ToMeConfig(ratio=0.5), torch.zeros(1, 36, 4), grid)
+    assert nothing.slots.unique().tolist() == list(range(18))
+
+
+def test_a_strategy_that_was_not_started_says_so():
+    with pytest.raises(RuntimeError, match="start_step must come before plan"):
+        BipartiteStrategy(ToMeConfig()).plan(torch.zeros(1, 16, 4), Grid(4, 4))
+
+
+def test_matching_carries_no_gradient():
+    features = features_of(Grid(4, 4)).requires_grad_()
+    src, dst = split_tokens(Grid(4, 4), 2, 2, torch.zeros(4, dtype=torch.int64))
+    plan = match(features, src, dst, 8)
+    plan.unmerge(plan.merge(features)).sum().backward()
+    assert_close(features.grad, torch.ones_like(features))

@@ -1,0 +1,107 @@
+"""Plans against a float64 brute force, over shapes, dtypes and partitions."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from tome_nodes.grid import Grid
+from tome_nodes.plan import Plan
+
+
+@st.composite
+def partitions(draw):
+    """The owner of each token, as many tokens staying in each sample."""
+    batch, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 24))
+    stay = draw(st.integers(1, tokens))
+    rows = []
+    for _ in range(batch):
+        owners = draw(st.permutations(range(tokens)))[:stay]
+        row = [
+            token if token in owners else draw(st.sampled_from(owners)) for token in range(tokens)
+        ]
+        rows.append(row)
+    return rows
+
+
+def brute_force_merge(owners, x):
+    """Mean of the tokens of each owner, owners in order; float64."""
+    x = x.double()
+    return torch.stack(
+        [
+            torch.stack(
+                [
+                    torch.stack([x[b, t] for t, o in enumerate(row) if o == owner]).mean(0)
+                    for owner in sorted(set(row))
+                ]
+            )
+            for b, row in enumerate(owners)
+        ]
+    )
+
+
+@given(partitions(), st.integers(1, 5), st.sampled_from(["float32", "float16", "bfloat16"]))
+def test_merge_is_the_mean_of_each_slot_and_unmerge_copies_it_back(owners, channels, dtype):
+    dtype = getattr(torch, dtype)
+    batch, tokens, stay = len(owners), len(owners[0]), len(set(owners[0]))
+    x = torch.randn(batch, tokens, channels, generator=torch.Generator().manual_seed(1)).to(dtype)
+    plan = Plan.from_owners(torch.tensor(owners), stay)
+    merged = plan.merge(x)
+    expected = brute_force_merge(owners, x)
+    assert merged.dtype == dtype
+    assert_close(merged.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-2 * 2**-7)
+    unmerged = plan.unmerge(merged)
+    for b, row in enumerate(owners):
+        slots = {owner: slot for slot, owner in enumerate(sorted(set(row)))}
+        for token, owner in enumerate(row):
+            assert torch.equal(unmerged[b, token], merged[b, slots[owner]])
+
+
+@given(partitions())
+def test_devices_without_a_bag_kernel_get_the_same_means(owners):
+    from tome_nodes import plan as module
+
+    x = torch.randn(len(owners), len(owners[0]), 3, generator=torch.Generator().manual_seed(2))
+    plan = Plan.from_owners(torch.tensor(owners), len(set(owners[0])))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_BAG_DEVICES", frozenset())
+        merged = plan.merge(x)
+    assert_close(merged.double(), brute_force_merge(owners, x), rtol=1e-6, atol=1e-6)
+
+
+def test_merging_a_strided_view_equals_merging_its_copy():
+    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3))
+    plan = Plan.from_owners(torch.tensor([[0, 0, 2, 2, 4], [1, 1, 2, 3, 3]]), 3)
+    view = x.transpose(0, 2).contiguous().transpose(0, 2)
+    assert not view.is_contiguous()
+    assert torch.equal(plan.merge(view), plan.merge(x))
+    merged = plan.merge(x)
+    assert torch.equal(plan.unmerge(merged.mT.contiguous().mT), plan.unmerge(merged))
+
+
+def test_fits_only_its_own_batch_and_tokens():
+    plan = Plan.from_owners(torch.tensor([[0, 0, 2, 2]]), 2)
+    assert plan.fits(torch.zeros(1, 4, 8))
+    assert not plan.fits(torch.zeros(2, 4, 8))
+    assert not plan.fits(torch.zeros(1, 5, 8))
+    assert not plan.fits(torch.zeros(4, 8))
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 5), st.sampled_from([1, 2, 4, 8]))
+def test_grid_is_within_the_levels_a_unet_reaches_by_halving(height, width, level, max_downsample):
+    latent = Grid(height, width)
+    for _ in range(level):
+        height, width = (height + 1) // 2, (width + 1) // 2
+    grid = Grid(height, width)
+    if 2**level <= max_downsample:
+        assert grid.is_within(latent, max_downsample)
+    elif min(latent.height, latent.width) > 2**level:
+        assert not grid.is_within(latent, max_downsample)
+
+
+def test_grid_raises_instead_of_guessing():
+    assert Grid.of([2, 320, 3, 5], 15) == Grid(3, 5)
+    with pytest.raises(ValueError, match="a sequence of 16 tokens is not a 3x5 feature map"):
+        Grid.of([2, 320, 3, 5], 16)

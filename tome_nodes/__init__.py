@@ -1,0 +1,1 @@
+"""Token merging for Stable Diffusion: the merge core and its hosts."""

@@ -1,0 +1,99 @@
+"""The settings of token merging: every option, its default, its range and what it means."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "ratio": (0.0, 0.95),
+        "sx": (1, 8),
+        "sy": (1, 8),
+        "seed": (0, 2**64 - 1),
+        "start_percent": (0.0, 1.0),
+        "end_percent": (0.0, 1.0),
+    }
+)
+"""Inclusive limits of the numeric options."""
+
+MAX_DOWNSAMPLE_CHOICES = ("auto", 1, 2, 4, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToMeConfig:
+    """Validated settings of one patched model; the only place that holds defaults.
+
+    The options and their meaning follow section 4 of arXiv 2303.17604 and its code, except that
+    ``max_downsample`` may be ``"auto"`` and the percent limits are additional.
+
+    Attributes:
+        ratio: share of the tokens of a feature map to merge away. One destination token in each
+            cell always stays, so the share in effect is at most :attr:`ratio_cap`.
+        max_downsample: merge where the feature map is at most this many times smaller than the
+            latent; ``"auto"`` takes the shallowest level at which the model has attention.
+        sx: width of a cell in tokens.
+        sy: height of a cell in tokens.
+        use_rand: pick the destination of each cell at random; otherwise its top left token.
+        seed: seed of the random picks.
+        merge_attn: merge the tokens that enter self-attention.
+        merge_crossattn: merge the tokens that enter cross-attention.
+        merge_mlp: merge the tokens that enter the feed-forward network.
+        start_percent: point of the sampling at which merging starts, 0 being the noisiest.
+        end_percent: point of the sampling at which merging ends.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: an option is out of range, or two of them contradict each other. The message
+            names the option, its value and what is allowed.
+    """
+
+    ratio: float = 0.5
+    max_downsample: int | Literal["auto"] = "auto"
+    sx: int = 2
+    sy: int = 2
+    use_rand: bool = True
+    seed: int = 0
+    merge_attn: bool = True
+    merge_crossattn: bool = False
+    merge_mlp: bool = False
+    start_percent: float = 0.0
+    end_percent: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name}={value!r} is not allowed: it must be true or false")
+        for name in ("sx", "sy", "seed"):
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r} is not allowed: it must be a whole number")
+        for name in ("ratio", "start_percent", "end_percent"):
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name}={value!r} is not allowed: it must be a number")
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            if math.isnan(value) or not least <= value <= most:
+                raise ValueError(
+                    f"{name}={value} is not allowed: it must be from {least} to {most}"
+                )
+        if self.max_downsample not in MAX_DOWNSAMPLE_CHOICES:
+            raise ValueError(
+                f"max_downsample={self.max_downsample!r} is not allowed: it must be one of "
+                + ", ".join(map(str, MAX_DOWNSAMPLE_CHOICES))
+            )
+        if self.sx * self.sy == 1:
+            raise ValueError(
+                "sx=1 with sy=1 is not allowed: a cell of one token has nothing to merge; "
+                "sx or sy must be at least 2"
+            )
+        if self.start_percent > self.end_percent:
+            raise ValueError(
+                f"start_percent={self.start_percent} is not allowed: it must not be greater than "
+                f"end_percent={self.end_percent}"
+            )
+
+    @property
+    def ratio_cap(self) -> float:
+        """The largest share of tokens that can merge: all but one of each cell."""
+        return 1 - 1 / (self.sx * self.sy)

@@ -1,0 +1,327 @@
+"""Attach token merging to a model of ComfyUI, and take it off again.
+
+One pair of keyed wrappers on a clone of the model does it. The outer one makes the state of a
+sampling run and drops it; the inner one puts ``forward`` overrides on the transformer blocks for
+one model evaluation and takes them off again. Weights, patch lists and the source model are not
+touched, so LoRA, saving, merging of models and other nodes' patches go on as before.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from comfy.ldm.modules.attention import SpatialTransformer
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, UNetModel
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from torch import Tensor, nn
+
+from ..config import ToMeConfig
+from ..grid import Grid
+from ..picks import step_key
+from ..plan import Plan
+from ..schedule import NoiseRange, step_index
+from ..scopes import on_merged, self_attention_on_merged
+from ..statistics import RunStatistics
+from ..strategies.bipartite import BipartiteStrategy
+
+KEY = "tome_nodes"
+"""Our name among the wrappers of a model and in its transformer options."""
+
+# The host loads the pack under the name of its folder; the log should show ours.
+log = logging.getLogger("tome_nodes")
+
+
+class Strategy(Protocol):
+    """Groups tokens; made anew for each model in each sampling run."""
+
+    def start_step(self, key: Tensor) -> None:
+        """Begin a model evaluation whose random picks hang on the scalar ``key``."""
+
+    def plan(self, features: Tensor, grid: Grid) -> Plan | None:
+        """A plan for ``[batch, tokens, channels]`` features, None where nothing would merge."""
+
+
+def attach(
+    model: ModelPatcher,
+    config: ToMeConfig,
+    make_strategy: Callable[[ToMeConfig], Strategy] = BipartiteStrategy,
+) -> ModelPatcher:
+    """A clone of ``model`` that merges tokens as ``config`` says, in place of any earlier settings.
+
+    Raises:
+        ValueError: the model is not a UNet with spatial transformers.
+    """
+    unet = _unet(model.get_model_object("diffusion_model"))
+    levels = list(_attention_levels(unet))
+    if not levels:
+        raise ValueError(
+            f"token merging needs a model with transformer blocks, and this {_class_name(unet)} "
+            "has none"
+        )
+    clone = detach(model)
+    if config.ratio > 0:
+        attachment = _Attachment(config, make_strategy, shallowest=min(levels))
+        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
+        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
+    return clone
+
+
+def detach(model: ModelPatcher) -> ModelPatcher:
+    """A clone of ``model`` without token merging."""
+    clone = model.clone()
+    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    return clone
+
+
+def _class_name(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def _unet(diffusion_model: nn.Module) -> UNetModel:
+    plain = getattr(diffusion_model, "_orig_mod", diffusion_model)
+    if not isinstance(plain, UNetModel):
+        raise ValueError(
+            f"token merging is for UNet models (Stable Diffusion 1.x, 2.x, XL and their kin), "
+            f"and this model is a {_class_name(plain)}"
+        )
+    return plain
+
+
+def _attention_levels(unet: UNetModel) -> Iterator[int]:
+    """How many times smaller than the latent each spatial transformer on the way down works."""
+    downsample = 1
+    for layer in (layer for block in unet.input_blocks for layer in block):
+        if isinstance(layer, SpatialTransformer):
+            yield downsample
+        elif isinstance(layer, Downsample) or (isinstance(layer, ResBlock) and layer.updown):
+            downsample *= 2
+    if unet.middle_block is not None and any(
+        isinstance(layer, SpatialTransformer) for layer in unet.middle_block
+    ):
+        yield downsample
+
+
+class _Attachment:
+    """The wrappers of one patched model; holds settings, no state of a run."""
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        make_strategy: Callable[[ToMeConfig], Strategy],
+        shallowest: int,
+    ):
+        self.config = config
+        self.make_strategy = make_strategy
+        self.shallowest = shallowest
+        self.max_downsample = (
+            shallowest if config.max_downsample == "auto" else config.max_downsample
+        )
+
+    def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        """Around one sampling run: the host discards its model options, and our run, at its end."""
+        run = _Run(self)
+        executor.class_obj.model_options["transformer_options"][KEY] = run
+        result = executor(*args, **kwargs)
+        run.log()
+        return result
+
+    def apply_model(
+        self,
+        executor: WrapperExecutor,
+        x: Tensor,
+        t: Tensor,
+        c_concat: Tensor | None = None,
+        c_crossattn: Tensor | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Around one model evaluation."""
+        options = {} if transformer_options is None else transformer_options
+        run: _Run | None = options.get(KEY)
+        with ExitStack() as stack:
+            if run is not None:
+                stack.enter_context(run.evaluation(executor.class_obj, x.device, options))
+            return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+
+
+class _Run:
+    """State of one sampling run."""
+
+    def __init__(self, attachment: _Attachment):
+        self.attachment = attachment
+        self.statistics = RunStatistics()
+        self._unets: dict[nn.Module, _MergedUNet] = {}
+
+    @contextmanager
+    def evaluation(
+        self, model: Any, device: torch.device, options: dict[str, Any]
+    ) -> Iterator[None]:
+        """Merge tokens in ``model``, a host's BaseModel, during one evaluation."""
+        config, statistics = self.attachment.config, self.statistics
+        schedule = options["sample_sigmas"].tolist()
+        sigma = options["sigmas"].max().item()
+        step = step_index(schedule, sigma)
+        statistics.total_steps = len(schedule) - 1
+        percent_to_sigma = model.model_sampling.percent_to_sigma
+        if sigma not in NoiseRange(
+            percent_to_sigma(config.start_percent), percent_to_sigma(config.end_percent)
+        ):
+            statistics.skipped(
+                f"start_percent={config.start_percent} to end_percent={config.end_percent} "
+                "covers no step of this run"
+            )
+            yield
+            return
+        unet = self._unets.get(model.diffusion_model)
+        if unet is None:
+            unet = _MergedUNet(model.diffusion_model, self.attachment)
+            self._unets[model.diffusion_model] = unet
+        statistics.blocks_present = len(unet.blocks)
+        key = step_key(config.seed, step)
+        with unet.installed(torch.full((), key, dtype=torch.int64, device=device)):
+            yield
+        for block in unet.blocks:
+            if block.slots_used is not None:
+                statistics.merged(step, block.name, *block.slots_used)
+            elif block.reason is not None:
+                statistics.skipped(block.reason)
+
+    def log(self) -> None:
+        """Tell in one line what was merged, or why nothing was."""
+        config, statistics = self.attachment.config, self.statistics
+        if statistics.merged_anything:
+            capped = f" capped at {config.ratio_cap:.2f}" if config.ratio > config.ratio_cap else ""
+            log.info("[ToMe] %s, ratio %.2f%s", statistics.summary(), config.ratio, capped)
+        elif statistics.most_common_reason is not None:
+            log.warning("[ToMe] nothing merged: %s", statistics.most_common_reason)
+
+
+class _MergedUNet:
+    """The overrides for the transformer blocks of one UNet, in one sampling run."""
+
+    def __init__(self, diffusion_model: nn.Module, attachment: _Attachment):
+        self.attachment = attachment
+        self.strategy = attachment.make_strategy(attachment.config)
+        self.blocks = [
+            _MergedBlock(f"{name}.{index}", block, self)
+            for name, module in diffusion_model.named_modules()
+            if isinstance(module, SpatialTransformer)
+            for index, block in enumerate(module.transformer_blocks)
+        ]
+
+    @contextmanager
+    def installed(self, key: Tensor) -> Iterator[None]:
+        """Put the overrides on for one model evaluation."""
+        self.strategy.start_step(key)
+        with ExitStack() as stack:
+            for block in self.blocks:
+                block.slots_used = block.reason = None
+                for module, forward in block.overrides:
+                    stack.enter_context(_forward_override(module, forward))
+            yield
+
+
+@contextmanager
+def _forward_override(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Let ``module`` run ``forward``; an override that another node put there comes back after."""
+    missing = object()
+    before = module.__dict__.get("forward", missing)
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is missing:
+            del module.forward
+        else:
+            module.forward = before
+
+
+class _MergedBlock:
+    """The overrides for one transformer block.
+
+    Only attribute writes leave these methods, so that torch.compile can trace them.
+
+    Attributes:
+        name: path of the block within the UNet.
+        overrides: modules and what they run instead of their ``forward``.
+        slots_used: tokens before and after, once a module of the block ran on merged tokens.
+        reason: why the block ran on all its tokens.
+    """
+
+    def __init__(self, name: str, block: nn.Module, unet: _MergedUNet):
+        config = unet.attachment.config
+        self.name = name
+        self.unet = unet
+        self.slots_used: tuple[int, int] | None = None
+        self.reason: str | None = None
+        self._plan: Plan | None = None
+        # With text as its context (x4 upscaler), attn1 is a cross-attention.
+        attend = on_merged if block.disable_self_attn else self_attention_on_merged
+        self.overrides = [(block, self._block(block.forward))]
+        if config.merge_attn:
+            self.overrides.append((block.attn1, self._module(block.attn1.forward, attend)))
+        if config.merge_crossattn and block.attn2 is not None:
+            self.overrides.append((block.attn2, self._module(block.attn2.forward, on_merged)))
+        if config.merge_mlp:
+            self.overrides.append((block.ff, self._module(block.ff.forward, on_merged)))
+
+    def _block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def block_forward(
+            x: Tensor, context: Any = None, transformer_options: dict[str, Any] | None = None
+        ) -> Tensor:
+            options = {} if transformer_options is None else transformer_options
+            self._plan = self._plan_for(x, options)
+            try:
+                return forward(x, context=context, transformer_options=options)
+            finally:
+                self._plan = None
+
+        return block_forward
+
+    def _module(
+        self, forward: Callable[..., Tensor], run_on_merged: Callable[..., Tensor]
+    ) -> Callable[..., Tensor]:
+        def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            plan = self._plan
+            if plan is None:
+                return forward(x, *args, **kwargs)
+            if kwargs.get("mask") is not None or not plan.fits(x):
+                self.reason = "another node masks the attention or changes its tokens"
+                return forward(x, *args, **kwargs)
+            self.slots_used = (x.shape[1], plan.slot_count)
+            return run_on_merged(forward, plan, x, *args, **kwargs)
+
+        return module_forward
+
+    def _plan_for(self, x: Tensor, options: dict[str, Any]) -> Plan | None:
+        """The plan of this block, None with a reason noted where it is not to merge."""
+        shape, latent_shape = options.get("activations_shape"), options.get("original_shape")
+        if (
+            shape is None
+            or latent_shape is None
+            or shape[0] != x.shape[0]
+            or shape[-2] * shape[-1] != x.shape[1]
+        ):
+            self.reason = "another node changes the tokens of the transformer blocks"
+            return None
+        grid = Grid.of(shape, x.shape[1])
+        attachment = self.unet.attachment
+        if not grid.is_within(Grid(*latent_shape[-2:]), attachment.max_downsample):
+            self.reason = (
+                f"max_downsample={attachment.max_downsample} leaves out every transformer block: "
+                f"this model's begin at {attachment.shallowest}; set it to auto"
+            )
+            return None
+        plan = self.unet.strategy.plan(x, grid)
+        if plan is None:
+            self.reason = f"{x.shape[1]} tokens are too few for ratio={attachment.config.ratio}"
+        elif not self.overrides[1:]:
+            self.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
+        else:
+            self.reason = "other nodes replace the attention of the transformer blocks"
+        return plan

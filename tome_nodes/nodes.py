@@ -1,0 +1,193 @@
+"""The nodes of the pack, as ComfyUI's editor and queue see them."""
+
+from typing import Any
+
+from comfy_api.latest import ComfyExtension, io
+
+from .config import MAX_DOWNSAMPLE_CHOICES, RANGES, ToMeConfig
+from .hosts import comfyui
+
+_DEFAULTS = ToMeConfig()
+_CATEGORY = "model/patch/unet"
+_ALIASES = ["token merging", "tomesd", "tome", "speed", "faster", "acceleration"]
+
+
+def _number(kind: type, name: str, tooltip: str, step: float, advanced: bool = False) -> io.Input:
+    least, most = RANGES[name]
+    return kind.Input(
+        name,
+        default=getattr(_DEFAULTS, name),
+        min=least,
+        max=most,
+        step=step,
+        optional=True,
+        advanced=advanced,
+        tooltip=tooltip,
+    )
+
+
+def _switch(name: str, tooltip: str, advanced: bool = False) -> io.Input:
+    return io.Boolean.Input(
+        name,
+        default=getattr(_DEFAULTS, name),
+        optional=True,
+        advanced=advanced,
+        tooltip=tooltip,
+    )
+
+
+def _config(max_downsample: str = str(_DEFAULTS.max_downsample), **settings: Any) -> ToMeConfig:
+    choices = {str(choice): choice for choice in MAX_DOWNSAMPLE_CHOICES}
+    return ToMeConfig(max_downsample=choices.get(max_downsample, max_downsample), **settings)
+
+
+class ToMePatchModel(io.ComfyNode):
+    """Patch a model so that it merges tokens while it samples."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ToMePatchModel",
+            display_name="ToMe Patch Model",
+            category=_CATEGORY,
+            description=(
+                "Makes Stable Diffusion faster and lighter by token merging: where neighbouring "
+                "image tokens are alike, the UNet works on their mean. Put it between the model "
+                "loader and the sampler. Needs no training; gains most at large image sizes."
+            ),
+            search_aliases=_ALIASES,
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="A UNet model: SD 1.x, SD 2.x, SDXL and their kin."
+                ),
+                _number(
+                    io.Float,
+                    "ratio",
+                    "Share of the tokens to merge. More is faster and changes the picture more; "
+                    "0 is exactly the unpatched model. Capped at 1 - 1/(sx*sy), which is 0.75 for "
+                    "2x2 cells: a higher ratio merges no more than that.",
+                    step=0.05,
+                ),
+                io.Combo.Input(
+                    "max_downsample",
+                    options=[str(choice) for choice in MAX_DOWNSAMPLE_CHOICES],
+                    default=str(_DEFAULTS.max_downsample),
+                    optional=True,
+                    tooltip="Merge where the feature map is at most this many times smaller than "
+                    "the latent. auto takes the largest maps at which the model has attention: "
+                    "1 for SD 1.x and 2.x, 2 for SDXL. More reaches deeper blocks: a little "
+                    "faster, and it changes the picture more.",
+                ),
+                _switch("merge_attn", "Merge in self-attention, where most of the time is saved."),
+                _switch(
+                    "merge_crossattn",
+                    "Merge in cross-attention too. Saves little and follows the prompt less well.",
+                ),
+                _switch(
+                    "merge_mlp",
+                    "Merge in the feed-forward network too. A little faster, with less detail.",
+                ),
+                _number(
+                    io.Int,
+                    "sx",
+                    "Width of a cell in tokens. One token of each cell always stays.",
+                    step=1,
+                    advanced=True,
+                ),
+                _number(
+                    io.Int,
+                    "sy",
+                    "Height of a cell in tokens. One token of each cell always stays.",
+                    step=1,
+                    advanced=True,
+                ),
+                _switch(
+                    "use_rand",
+                    "Pick the token that stays in each cell at random, anew in each step; better "
+                    "pictures. Off: always the top left one.",
+                    advanced=True,
+                ),
+                _number(
+                    io.Int,
+                    "seed",
+                    "Seed of the random picks. It is apart from the sampler's seed and does not "
+                    "move its noise.",
+                    step=1,
+                    advanced=True,
+                ),
+                _number(
+                    io.Float,
+                    "start_percent",
+                    "Point of the sampling at which merging starts; 0 is the first step.",
+                    step=0.01,
+                    advanced=True,
+                ),
+                _number(
+                    io.Float,
+                    "end_percent",
+                    "Point of the sampling at which merging ends; 1 is the last step. Ending "
+                    "early, at 0.8 say, keeps fine detail.",
+                    step=0.01,
+                    advanced=True,
+                ),
+            ],
+            outputs=[io.Model.Output(tooltip="The model with token merging.")],
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls,
+        ratio: float = _DEFAULTS.ratio,
+        sx: int = _DEFAULTS.sx,
+        sy: int = _DEFAULTS.sy,
+        start_percent: float = _DEFAULTS.start_percent,
+        end_percent: float = _DEFAULTS.end_percent,
+    ) -> bool | str:
+        """Check what the host cannot: NaN, and inputs that depend on each other.
+
+        The host leaves its own check of an input to us when it is named here, so the others are
+        not: its message for those marks the one input at fault.
+        """
+        try:
+            ToMeConfig(
+                ratio=ratio, sx=sx, sy=sy, start_percent=start_percent, end_percent=end_percent
+            )
+        except ValueError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
+        return io.NodeOutput(comfyui.attach(model, _config(**settings)))
+
+
+class ToMeRemovePatch(io.ComfyNode):
+    """Take token merging off a model."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ToMeRemovePatch",
+            display_name="ToMe Remove Patch",
+            category=_CATEGORY,
+            description="Gives the model without any token merging; all other patches stay.",
+            search_aliases=_ALIASES,
+            inputs=[io.Model.Input("model", tooltip="A model, with token merging or without.")],
+            outputs=[io.Model.Output(tooltip="The model without token merging.")],
+        )
+
+    @classmethod
+    def execute(cls, model: Any) -> io.NodeOutput:
+        return io.NodeOutput(comfyui.detach(model))
+
+
+class ToMeExtension(ComfyExtension):
+    """The pack as ComfyUI loads it."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [ToMePatchModel, ToMeRemovePatch]
+
+
+async def comfy_entrypoint() -> ToMeExtension:
+    """Called by ComfyUI once, when it loads the pack."""
+    return ToMeExtension()
