@@ -1,0 +1,64 @@
+"""Sampling with real ComfyUI models in this process, for the tests of the host."""
+
+import comfy.sample
+import torch
+
+CONTEXT_CHANNELS = {
+    "sd15": 768,
+    "sd15_inpaint": 768,
+    "sd2": 1024,
+    "sdxl": 2048,
+    "sdxl_refiner": 1280,
+    "x4_upscaler": 1024,
+    "svd": 1024,
+}
+
+
+def conditioning(channels, value, **extras):
+    """A prompt: ``[1, 77, channels]`` that varies over its tokens and channels."""
+    generator = torch.Generator().manual_seed(int(value * 1000))
+    text = torch.randn(1, 77, channels, generator=generator)
+    return [
+        [text, {"pooled_output": text.mean() + torch.randn(1, 1280, generator=generator)} | extras]
+    ]
+
+
+def sample(
+    model,
+    size=(12, 16),
+    channels=768,
+    steps=2,
+    seed=1,
+    sampler="euler",
+    scheduler="normal",
+    cfg=4.0,
+    batch=1,
+    positive=None,
+    **options,
+):
+    """Sample noise to a latent of ``size``, without any image encoder around it."""
+    empty = torch.zeros(batch, 4, *size)
+    return comfy.sample.sample(
+        model,
+        comfy.sample.prepare_noise(empty, seed),
+        steps,
+        cfg,
+        sampler,
+        scheduler,
+        positive or conditioning(channels, 0.5),
+        conditioning(channels, 0.25),
+        empty,
+        disable_pbar=True,
+        seed=seed,
+        **options,
+    )
+
+
+def relative_error(actual, expected):
+    """Norm of the difference over the norm of ``expected``."""
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def overridden(model):
+    """Names of the modules of a model that carry an override of their forward."""
+    return [name for name, module in model.model.named_modules() if "forward" in vars(module)]
