@@ -310,6 +310,33 @@ def test_a_run_without_merging_says_why_in_one_warning(load, caplog, settings, f
     assert torch.equal(merged, sample(model, channels=CONTEXT_CHANNELS[family]))
 
 
+def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, told, monkeypatch):
+    def missing(*_):
+        raise NotImplementedError("no such operation here\nand a long explanation")
+
+    monkeypatch.setattr(Plan, "merge", missing)
+    assert torch.equal(sample(attach(sd15, ToMeConfig())), sample(sd15))
+    assert told() == ["[ToMe] nothing merged: the device cpu cannot do it: no such operation here"]
+
+
+def test_text_as_context_of_self_attention_is_never_merged(load):
+    model = load("x4_upscaler")
+    block = model.model.diffusion_model.input_blocks[4][1].transformer_blocks[0]
+    assert block.disable_self_attn
+    lengths = []
+    hooks = [
+        layer.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
+        for layer in (block.attn1.to_q, block.attn1.to_k)
+    ]
+    try:
+        # A grid of 7x11 has as many tokens as the text.
+        sample(attach(model, ToMeConfig()), size=(14, 22), channels=1024, steps=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert lengths == [39, 77]
+
+
 def test_a_ratio_above_the_cap_is_told(sd15, told):
     sample(attach(sd15, ToMeConfig(ratio=0.9)), steps=1)
     assert told() == [

@@ -145,7 +145,7 @@ class _Attachment:
         run: _Run | None = options.get(KEY)
         with ExitStack() as stack:
             if run is not None:
-                stack.enter_context(run.evaluation(executor.class_obj, x.device, options))
+                stack.enter_context(run.evaluation(executor.class_obj, t, options))
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
 
@@ -156,21 +156,21 @@ class _Run:
         self.attachment = attachment
         self.statistics = RunStatistics()
         self._unets: dict[nn.Module, _MergedUNet] = {}
+        self._device_lacks: str | None = None
 
     @contextmanager
-    def evaluation(
-        self, model: Any, device: torch.device, options: dict[str, Any]
-    ) -> Iterator[None]:
-        """Merge tokens in ``model``, a host's BaseModel, during one evaluation."""
+    def evaluation(self, model: Any, t: Tensor, options: dict[str, Any]) -> Iterator[None]:
+        """Merge tokens in ``model``, a host's BaseModel, while it evaluates noise level ``t``."""
         config, statistics = self.attachment.config, self.statistics
-        schedule = options["sample_sigmas"].tolist()
-        sigma = options["sigmas"].max().item()
+        sigma = t.max().item()
+        schedule = options.get("sample_sigmas", t[:1]).tolist()
         step = step_index(schedule, sigma)
-        statistics.total_steps = len(schedule) - 1
+        statistics.total_steps = max(1, len(schedule) - 1)
         percent_to_sigma = model.model_sampling.percent_to_sigma
-        if sigma not in NoiseRange(
+        active = NoiseRange(
             percent_to_sigma(config.start_percent), percent_to_sigma(config.end_percent)
-        ):
+        )
+        if sigma not in active:
             statistics.skipped(
                 f"start_percent={config.start_percent} to end_percent={config.end_percent} "
                 "covers no step of this run"
@@ -181,9 +181,14 @@ class _Run:
         if unet is None:
             unet = _MergedUNet(model.diffusion_model, self.attachment)
             self._unets[model.diffusion_model] = unet
+            self._device_lacks = _missing_operation(t.device, model.get_dtype_inference())
+        if self._device_lacks is not None:
+            statistics.skipped(f"the device {t.device} cannot do it: {self._device_lacks}")
+            yield
+            return
         statistics.blocks_present = len(unet.blocks)
         key = step_key(config.seed, step)
-        with unet.installed(torch.full((), key, dtype=torch.int64, device=device)):
+        with unet.installed(torch.full((), key, dtype=torch.int64, device=t.device)):
             yield
         for block in unet.blocks:
             if block.slots_used is not None:
@@ -199,6 +204,19 @@ class _Run:
             log.info("[ToMe] %s, ratio %.2f%s", statistics.summary(), config.ratio, capped)
         elif statistics.most_common_reason is not None:
             log.warning("[ToMe] nothing merged: %s", statistics.most_common_reason)
+
+
+def _missing_operation(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What the device answers when it cannot run an operation of merging, None when it can."""
+    strategy = BipartiteStrategy(ToMeConfig())
+    try:
+        strategy.start_step(torch.zeros((), dtype=torch.int64, device=device))
+        features = torch.ones(1, 16, 8, dtype=dtype, device=device)
+        plan = strategy.plan(features, Grid(4, 4))
+        plan.unmerge(plan.merge(features))
+    except (NotImplementedError, RuntimeError) as error:
+        return str(error).partition("\n")[0]
+    return None
 
 
 class _MergedUNet:
