@@ -13,6 +13,9 @@ sys.path.insert(0, str(COMFYUI))
 
 from comfy.cli_args import args  # noqa: E402
 
+from tools.checkpoints import write_checkpoint  # noqa: E402
+from tools.server import ComfyServer  # noqa: E402
+
 args.cpu = True
 args.use_pytorch_cross_attention = True
 
@@ -20,8 +23,6 @@ args.use_pytorch_cross_attention = True
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """A folder of UNet files, each made when it is first asked for."""
-    from tools.checkpoints import write_checkpoint
-
     folder = tmp_path_factory.mktemp("unets")
 
     def file(family, **options):
@@ -30,3 +31,14 @@ def checkpoints(tmp_path_factory):
         return path if path.exists() else write_checkpoint(path, family, unet_only=True, **options)
 
     return file
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """A running server with this pack and the checkpoints `sd15.ckpt` and `sdxl.ckpt`."""
+    base = tmp_path_factory.mktemp("server")
+    models = base / "models" / "checkpoints"
+    write_checkpoint(models / "sd15.ckpt", "sd15", levels=1)
+    write_checkpoint(models / "sdxl.ckpt", "sdxl")
+    with ComfyServer(base) as running:
+        yield running

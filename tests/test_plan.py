@@ -101,6 +101,12 @@ def test_grid_is_within_the_levels_a_unet_reaches_by_halving(height, width, leve
         assert not grid.is_within(latent, max_downsample)
 
 
+def test_either_side_of_a_grid_can_put_it_outside():
+    assert not Grid(1, 2).is_within(Grid(1, 5), 2)
+    assert not Grid(2, 1).is_within(Grid(5, 1), 2)
+    assert Grid(1, 3).is_within(Grid(1, 5), 2)
+
+
 def test_grid_raises_instead_of_guessing():
     assert Grid.of([2, 320, 3, 5], 15) == Grid(3, 5)
     with pytest.raises(ValueError, match="a sequence of 16 tokens is not a 3x5 feature map"):

@@ -137,22 +137,28 @@ class ToMePatchModel(io.ComfyNode):
     @classmethod
     def validate_inputs(
         cls,
-        ratio: float = _DEFAULTS.ratio,
-        sx: int = _DEFAULTS.sx,
-        sy: int = _DEFAULTS.sy,
-        start_percent: float = _DEFAULTS.start_percent,
-        end_percent: float = _DEFAULTS.end_percent,
+        ratio: Any = None,
+        sx: Any = None,
+        sy: Any = None,
+        start_percent: Any = None,
+        end_percent: Any = None,
     ) -> bool | str:
         """Check what the host cannot: NaN, and inputs that depend on each other.
 
-        The host leaves its own check of an input to us when it is named here, so the others are
-        not: its message for those marks the one input at fault.
+        A value that is not known before the run, as it comes over a link, is None. The host leaves
+        its own check of an input to us when it is named here, so the others are not: its message
+        for those marks the one input at fault.
         """
+        given = {
+            "ratio": ratio,
+            "sx": sx,
+            "sy": sy,
+            "start_percent": start_percent,
+            "end_percent": end_percent,
+        }
         try:
-            ToMeConfig(
-                ratio=ratio, sx=sx, sy=sy, start_percent=start_percent, end_percent=end_percent
-            )
-        except ValueError as error:
+            ToMeConfig(**{name: value for name, value in given.items() if value is not None})
+        except (TypeError, ValueError) as error:
             return str(error)
         return True
 

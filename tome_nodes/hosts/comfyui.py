@@ -294,10 +294,7 @@ class _MergedBlock:
         ) -> Tensor:
             options = {} if transformer_options is None else transformer_options
             self._plan = self._plan_for(x, options)
-            try:
-                return forward(x, context=context, transformer_options=options)
-            finally:
-                self._plan = None
+            return forward(x, context=context, transformer_options=options)
 
         return block_forward
 
