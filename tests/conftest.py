@@ -42,3 +42,9 @@ def server(tmp_path_factory):
     write_checkpoint(models / "sdxl.ckpt", "sdxl")
     with ComfyServer(base) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def info(server):
+    """The nodes of the server, by class name."""
+    return server.get("/object_info")

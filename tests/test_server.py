@@ -79,11 +79,6 @@ def pixels(server):
     return run
 
 
-@pytest.fixture(scope="session")
-def info(server):
-    return server.get("/object_info")
-
-
 def test_the_nodes_are_listed_as_users_find_them(info):
     patch, remove = info["ToMePatchModel"], info["ToMeRemovePatch"]
     assert (patch["display_name"], remove["display_name"]) == (

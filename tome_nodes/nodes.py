@@ -12,7 +12,9 @@ _CATEGORY = "model/patch/unet"
 _ALIASES = ["token merging", "tomesd", "tome", "speed", "faster", "acceleration"]
 
 
-def _number(kind: type, name: str, tooltip: str, step: float, advanced: bool = False) -> io.Input:
+def _number(
+    kind: type, name: str, tooltip: str, step: float, advanced: bool = False, **options: Any
+) -> io.Input:
     least, most = RANGES[name]
     return kind.Input(
         name,
@@ -23,6 +25,7 @@ def _number(kind: type, name: str, tooltip: str, step: float, advanced: bool = F
         optional=True,
         advanced=advanced,
         tooltip=tooltip,
+        **options,
     )
 
 
@@ -114,6 +117,8 @@ class ToMePatchModel(io.ComfyNode):
                     "move its noise.",
                     step=1,
                     advanced=True,
+                    # Else the editor changes it after each run, and so the image.
+                    control_after_generate=False,
                 ),
                 _number(
                     io.Float,

@@ -1,0 +1,163 @@
+"""The sample workflows: complete, in step with their API format, and run by the real server."""
+
+import json
+import re
+import struct
+from io import BytesIO
+from itertools import combinations
+
+import pytest
+from PIL import Image
+
+from tools.editor import WORKFLOWS, workflow_files
+
+PACK = "tome-nodes"
+NAMES = ["tome_hires_fix", "tome_sdxl", "tome_txt2img"]
+TINY_CHECKPOINTS = {
+    "v1-5-pruned-emaonly-fp16.safetensors": ("sd15.ckpt", 64),
+    "sd_xl_base_1.0.safetensors": ("sdxl.ckpt", 128),
+}
+WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+NOTES = {"Note", "MarkdownNote"}
+TITLE_BAR = 30
+
+every_workflow = pytest.mark.parametrize("name", NAMES)
+
+
+def editor_file(name):
+    return json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def api_file(name):
+    return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def widgets(schema):
+    """The names of a node's widgets in the editor's order; None for one that is not an input.
+
+    Beside a seed, the editor puts a widget that tells how the seed changes after a run.
+    """
+    for group in ("required", "optional"):
+        for name in schema["input_order"].get(group, ()):
+            kind, options = [*schema["input"][group][name], {}][:2]
+            if isinstance(kind, list) or kind in WIDGET_TYPES:
+                yield name
+                if options.get("control_after_generate", name in ("seed", "noise_seed")):
+                    yield None
+
+
+def to_api_format(graph, info):
+    """What the queue is to be sent for a graph in the editor's format."""
+    links = {link: [str(source), output] for link, source, output, *_ in graph["links"]}
+    prompt = {}
+    for node in graph["nodes"]:
+        if node["type"] in NOTES:
+            continue
+        schema = info[node["type"]]
+        values = node.get("widgets_values", [])
+        inputs = dict(zip(widgets(schema), values, strict=True))
+        inputs.pop(None, None)
+        inputs |= {
+            slot["name"]: links[slot["link"]]
+            for slot in node["inputs"]
+            if slot.get("link") is not None
+        }
+        title = node.get("title", schema["display_name"])
+        prompt[str(node["id"])] = {
+            "inputs": inputs,
+            "class_type": node["type"],
+            "_meta": {"title": title},
+        }
+    return prompt
+
+
+def reduced(prompt):
+    """The same graph made cheap, with nothing changed but what follows.
+
+    Another checkpoint's name, the width and height of the empty latent, and two steps in each
+    sampler.
+    """
+    copy = json.loads(json.dumps(prompt))
+    nodes = list(copy.values())
+    (loader,) = (node["inputs"] for node in nodes if node["class_type"] == "CheckpointLoaderSimple")
+    loader["ckpt_name"], size = TINY_CHECKPOINTS[loader["ckpt_name"]]
+    (latent,) = (node["inputs"] for node in nodes if node["class_type"] == "EmptyLatentImage")
+    latent |= {"width": size, "height": size}
+    for node in nodes:
+        if node["class_type"] == "KSampler":
+            node["inputs"]["steps"] = 2
+    return copy
+
+
+def test_each_workflow_has_its_api_format_and_a_thumbnail():
+    assert [file.stem for file in workflow_files()] == NAMES
+    assert sorted(file.stem for file in (WORKFLOWS / "api").iterdir()) == NAMES
+    assert sorted(file.stem for file in WORKFLOWS.glob("*.jpg")) == NAMES
+
+
+@every_workflow
+def test_thumbnail_is_a_small_jpeg(name):
+    data = (WORKFLOWS / f"{name}.jpg").read_bytes()
+    with Image.open(BytesIO(data)) as image:
+        assert image.format == "JPEG"
+        assert 600 <= image.width <= 800
+    assert len(data) < 150_000
+
+
+@every_workflow
+def test_editor_file_and_api_format_are_the_same_graph(name, info):
+    assert to_api_format(editor_file(name), info) == api_file(name)
+
+
+@every_workflow
+def test_nodes_are_cores_and_ours_and_the_settings_are_explained(name, info):
+    types = {node["type"] for node in editor_file(name)["nodes"]}
+    modules = {info[kind]["python_module"] for kind in types - NOTES}
+    assert types & NOTES
+    assert modules == {"nodes", f"custom_nodes.{PACK}"}
+
+
+@every_workflow
+def test_no_node_lies_on_another_and_no_link_leads_back(name):
+    graph = editor_file(name)
+    boxes = {
+        node["id"]: (left, top - TITLE_BAR, left + width, top + height)
+        for node in graph["nodes"]
+        for (left, top), (width, height) in [(node["pos"], node["size"])]
+    }
+    for (one, a), (other, b) in combinations(boxes.items(), 2):
+        apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+        assert apart, f"nodes {one} and {other} overlap"
+    for _, source, _, target, *_ in graph["links"]:
+        assert boxes[source][0] <= boxes[target][0], f"node {target} is left of node {source}"
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "tokens", "ratio"),
+    [
+        ("tome_txt2img", 64, (64, 32), "0.50"),
+        ("tome_hires_fix", 128, (256, 103), "0.60"),
+        ("tome_sdxl", 192, (144, 58), "0.60"),
+    ],
+)
+def test_workflow_runs_to_an_image_and_merges_in_the_pass_that_has_the_node(
+    server, name, size, tokens, ratio
+):
+    read = len(server.log)
+    history = server.run(reduced(api_file(name)))
+    (png,) = server.images(history)
+    assert png.startswith(b"\x89PNG")
+    assert struct.unpack(">II", png[16:24]) == (size, size)
+    (saved,) = (image for node in history["outputs"].values() for image in node["images"])
+    assert saved["filename"].startswith(name)
+
+    (line,) = re.findall(r"\[ToMe\] .*", server.log[read:])
+    assert line.startswith("[ToMe] merged ")
+    assert "({} -> {} tokens), 2/2 steps, ratio {}".format(*tokens, ratio) in line
+
+
+def test_server_offers_the_workflows_as_templates_of_the_pack(server):
+    assert sorted(server.get("/workflow_templates")[PACK]) == NAMES
+    for name in NAMES:
+        template = server.get(f"/api/workflow_templates/{PACK}/{name}.json")
+        assert template == editor_file(name)
