@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""Try, test and check ToMe Nodes. Needs Python 3.10 or later, and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+GRACE_SECONDS = 15
+
+EPILOG = """\
+The first demo or test makes .venv, which takes some minutes and 6 GB: pinned packages and a real
+ComfyUI. Set COMFYUI_PATH to the folder of a ComfyUI of your own to use that instead. Deleting
+.venv and demo undoes everything.
+"""
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    # An older Python gets this far, and is told so.
+    if sys.version_info < (3, 10):  # noqa: UP036
+        version = ".".join(map(str, sys.version_info[:3]))
+        print(f"This is Python {version}; it has to be 3.10 or later.", file=sys.stderr)
+        return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+    from tools.errors import ToolError
+
+    parser = _parser()
+    arguments, rest = parser.parse_known_args()
+    if rest and arguments.command != "test":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        if arguments.command == "demo":
+            return demo(arguments)
+        return test(rest) if arguments.command == "test" else lint()
+    except ToolError as error:
+        print(f"\nError: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    """Run a workflow with ToMe off and on, and compare times and images."""
+    from tools import demo, environment
+
+    # A mistake in the options is told before minutes of set-up.
+    demo.read_graph(arguments)
+    environment.prepare()
+    if not environment.is_active():
+        return _call(environment.PYTHON, __file__, *sys.argv[1:])
+    demo.run(arguments)
+    return 0
+
+
+def test(pytest_arguments: list[str]) -> int:
+    """Run the tests."""
+    from tools import browser, environment
+
+    environment.prepare()
+    browser.ensure_browser()
+    chosen = [argument.partition("::")[0] for argument in pytest_arguments]
+    if not any(name.startswith("tests") and (ROOT / name).exists() for name in chosen):
+        pytest_arguments = [*pytest_arguments, "tests"]
+    return _call(environment.PYTHON, "-m", "pytest", *pytest_arguments, folder=ROOT)
+
+
+def lint() -> int:
+    """Check the code, and then its format."""
+    from tools import environment
+
+    environment.prepare_linter()
+    checks = (["check"], ["format", "--check"])
+    codes = [_call(environment.PYTHON, "-m", "ruff", *check, folder=ROOT) for check in checks]
+    return max(codes)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from tools.demo import add_arguments
+
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="dev.py", description=__doc__, epilog=EPILOG, formatter_class=raw
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, summary: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            epilog=EPILOG,
+            formatter_class=raw,
+        )
+
+    add_arguments(
+        add("demo", "run a workflow on a real ComfyUI with ToMe off and on, and compare the two")
+    )
+    add("test", "run all tests, or those that further arguments tell pytest to run")
+    add("lint", "check the code and its format with ruff")
+    return parser
+
+
+def _call(*command: str | Path, folder: Path | None = None) -> int:
+    """Run a command to its end and return its exit code; it does not outlive this process."""
+    from tools.environment import CALM_THREADS
+
+    environment = {**CALM_THREADS, "PYTHONUTF8": "1", **os.environ}
+    process = subprocess.Popen([str(part) for part in command], cwd=folder, env=environment)
+    try:
+        code = process.wait()
+        return code if code >= 0 else 128 - code
+    except KeyboardInterrupt:
+        # In a terminal the command has had the same Ctrl-C, and is cleaning up.
+        _wait(process)
+        raise
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            _wait(process)
+        if process.poll() is None:
+            process.kill()
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.wait(GRACE_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

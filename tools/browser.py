@@ -1,0 +1,98 @@
+"""Find a browser that can drive ComfyUI's front end, or install one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.environment import PYTHON, VENV
+from tools.steps import SetupError, run, succeeds
+
+PLAYWRIGHT_BROWSERS = VENV / "browsers"
+
+COMMANDS = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+    "msedge",
+)
+LOCATIONS = (
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+    "/Applications/Chromium.app/Contents/MacOS/Chromium",
+    r"C:\Program Files\Google\Chrome\Application\chrome.exe",
+    r"C:\Program Files (x86)\Microsoft\Edge\Application\msedge.exe",
+)
+
+
+def find_browser() -> Path | None:
+    """Return a Chromium or Chrome that starts: the system's, else Playwright's, else None."""
+    on_path = (shutil.which(command) for command in COMMANDS)
+    for candidate in (*on_path, *LOCATIONS):
+        if candidate and _starts(candidate):
+            return Path(candidate)
+    downloaded = _playwright_browser()
+    return downloaded if downloaded and _starts(downloaded) else None
+
+
+def ensure_browser() -> Path:
+    """Return a browser that starts, and install one first if there is none."""
+    if browser := find_browser():
+        return browser
+    failures = []
+    for step, command in _installations():
+        try:
+            run(step, command, {"PLAYWRIGHT_BROWSERS_PATH": str(PLAYWRIGHT_BROWSERS)})
+        except SetupError as failure:
+            failures.append(str(failure))
+        else:
+            if browser := find_browser():
+                return browser
+    raise SetupError(
+        "\n\n".join(failures)
+        + "\n\nThe tests drive ComfyUI's front end, and no Chromium or Chrome "
+        "that starts was found. Install one so that it is on PATH, and run this again."
+    )
+
+
+def _installations() -> list[tuple[str, Sequence[str | Path]]]:
+    steps: list[tuple[str, Sequence[str | Path]]] = [
+        ("Installing Playwright's Chromium", [PYTHON, "-m", "playwright", "install", "chromium"])
+    ]
+    if shutil.which("apt-get") and os.geteuid() == 0:
+        install = ["apt-get", "-q", "-y", "install", "--no-install-recommends", "chromium"]
+        steps += [
+            ("Refreshing the list of system packages", ["apt-get", "-q", "update"]),
+            ("Installing the system's Chromium", install),
+        ]
+    return steps
+
+
+def _starts(browser: str | Path) -> bool:
+    if not Path(browser).is_file():
+        return False
+    # Some distributions have a stand-in of this name that only says how to install the real one.
+    # On Windows, --version would open a window.
+    return os.name == "nt" or succeeds([browser, "--version"])
+
+
+def _playwright_browser() -> Path | None:
+    if not PLAYWRIGHT_BROWSERS.is_dir():
+        return None
+    question = (
+        "from playwright.sync_api import sync_playwright\n"
+        "with sync_playwright() as playwright:\n"
+        "    print(playwright.chromium.executable_path)"
+    )
+    answer = subprocess.run(
+        [str(PYTHON), "-c", question],
+        env={**os.environ, "PLAYWRIGHT_BROWSERS_PATH": str(PLAYWRIGHT_BROWSERS)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    return Path(answer) if answer else None

@@ -1,0 +1,441 @@
+"""Checkpoint files with random weights that the stock ComfyUI loaders accept.
+
+A file takes a few megabytes and about a second to write, whatever the model's size: all its
+weights are strided views of a few shared storages, which the `.ckpt` format keeps shared. The
+loader copies them into a model of the full size. The names and shapes are those of the published
+checkpoints, so the loader detects each family by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+Layout = dict[str, tuple[int, ...]]
+"""The names and shapes of a state dict."""
+
+STORAGE_ELEMENTS = 2**19
+"""Elements of each shared storage: one megabyte in half precision."""
+
+VOCABULARY = 49408
+TEXT_LENGTH = 77
+
+
+@dataclass(frozen=True)
+class UNet:
+    """The shape of a UNet, with one entry for each level in every tuple.
+
+    `text_levels` tells where attn1 attends to the text instead of the image itself.
+    """
+
+    context: int
+    multipliers: tuple[int, ...]
+    depths: tuple[int, ...]
+    text_levels: tuple[bool, ...] = (False, False, False, False)
+    middle_depth: int = 1
+    model_channels: int = 320
+    in_channels: int = 4
+    linear_projections: bool = True
+    vector_condition: int | None = None
+    class_condition: int | None = None
+    video: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """A UNet, and what else a full checkpoint of its family holds."""
+
+    unet: UNet
+    conditioner: Layout
+    truncatable: bool = False
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    family: str,
+    *,
+    levels: int | None = None,
+    full_width: bool = False,
+    unet_only: bool = False,
+    seed: int = 0,
+) -> Path:
+    """Write a checkpoint of `family` with random weights to `path`, a `.ckpt` file.
+
+    `family` is one of `FAMILIES`:
+
+    ============== ============================== ========================== ================
+    family         detected as                    loads with                 UNet parameters
+    ============== ============================== ========================== ================
+    sd15           SD15                           CheckpointLoaderSimple      66 M, 2 levels
+    sd15_inpaint   SD15, 9 input channels         CheckpointLoaderSimple      66 M, 2 levels
+    sd2            SD20                           CheckpointLoaderSimple      68 M, 2 levels
+    sdxl           Segmind_Vega, a kind of SDXL   CheckpointLoaderSimple     115 M
+    sdxl_refiner   SDXLRefiner                    CheckpointLoaderSimple     272 M
+    x4_upscaler    SD_X4Upscaler                  CheckpointLoaderSimple      76 M
+    svd            SVD_img2vid                    ImageOnlyCheckpointLoader  212 M
+    ============== ============================== ========================== ================
+
+    `levels` applies to sd15, sd15_inpaint and sd2: the first 1 to 4 levels of the real UNet,
+    2 by default. The others need the published number of levels to be recognised.
+
+    `full_width` gives each level its published channels; by default all have the first level's,
+    which is enough to be recognised and several times smaller. sd15 with 4 levels at full width
+    is the real architecture (860 M parameters).
+
+    `unet_only` leaves out the text or image encoder and the VAE: for UNETLoader, or to save the
+    time and memory of a large encoder (CLIP-G has 695 M parameters). The VAE is a TAESD.
+
+    Weights are scaled by fan-in, so activations stay finite and of order one; norms are the
+    identity and biases zero. The same arguments always give the same file content.
+    """
+    target = Path(path)
+    if target.suffix != ".ckpt":
+        raise ValueError(f"path is {str(target)!r}; its suffix must be '.ckpt'")
+    layout = _checkpoint_layout(family, levels, full_width, unet_only)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_suffix(".unfinished")
+    try:
+        torch.save({"state_dict": _random_weights(layout, seed)}, unfinished)
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return target
+
+
+def _checkpoint_layout(
+    family: str, levels: int | None, full_width: bool, unet_only: bool
+) -> Layout:
+    if family not in _FAMILIES:
+        raise ValueError(f"family is {family!r}; allowed: {', '.join(FAMILIES)}")
+    chosen = _FAMILIES[family]
+    unet = chosen.unet
+    if chosen.truncatable:
+        levels = 2 if levels is None else levels
+        if levels not in range(1, len(unet.multipliers) + 1):
+            raise ValueError(f"levels is {levels!r}; allowed: 1 to {len(unet.multipliers)}")
+        unet = replace(unet, multipliers=unet.multipliers[:levels], depths=unet.depths[:levels])
+    elif levels is not None:
+        raise ValueError(f"levels is {levels!r}; {family} has a fixed number of levels")
+    if not full_width:
+        unet = replace(unet, multipliers=(1,) * len(unet.multipliers))
+    layout = _prefixed("model.diffusion_model.", _unet_layout(unet))
+    if not unet_only:
+        layout |= _prefixed("first_stage_model.", _vae_layout()) | chosen.conditioner
+    return layout
+
+
+def _random_weights(layout: Layout, seed: int) -> dict[str, torch.Tensor]:
+    """Fill `layout`; no two weights of one shape and fan-in are the same view."""
+    generator = torch.Generator().manual_seed(seed)
+    storages: dict[int, torch.Tensor] = {}
+    weights = {}
+    for index, (name, shape) in enumerate(layout.items()):
+        if len(shape) < 2:
+            weights[name] = torch.full(shape, _constant(name), dtype=torch.float16)
+            continue
+        fan_in = math.prod(shape[1:])
+        # A view cannot be scaled, so there is one storage for each power of two.
+        exponent = round(-0.5 * math.log2(fan_in))
+        if exponent not in storages:
+            noise = torch.randn(STORAGE_ELEMENTS, generator=generator)
+            storages[exponent] = (noise * 2.0**exponent).half()
+        weights[name] = _view(storages[exponent], shape, index)
+    return weights
+
+
+def _constant(name: str) -> float:
+    """Norms are the identity and biases zero, except where an image would be out of range.
+
+    A random UNet leaves the noise as it is, which the VAE takes for latents far too large.
+    """
+    if name.startswith("first_stage_model."):
+        special = {"vae_scale": 1 / 64, "taesd_decoder.19.bias": 0.5}
+        return special.get(name.removeprefix("first_stage_model."), 0.0)
+    return float(name.endswith(".weight"))
+
+
+def _view(storage: torch.Tensor, shape: tuple[int, ...], index: int) -> torch.Tensor:
+    """The `index`-th view of `storage` with `shape`: overlapping rows, each a shift of the last."""
+    row = math.prod(shape[1:])
+    row_stride = (len(storage) - row) // (2 * shape[0]) | 1
+    span = (shape[0] - 1) * row_stride + row
+    offset = index * 7919 % (len(storage) - span + 1)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(1, len(shape))]
+    return storage.as_strided(shape, (row_stride, *strides), offset)
+
+
+def _prefixed(prefix: str, layout: Layout) -> Layout:
+    return {prefix + name: shape for name, shape in layout.items()}
+
+
+def _linear(name: str, out: int, inp: int, bias: bool = True) -> Layout:
+    return {f"{name}.weight": (out, inp)} | ({f"{name}.bias": (out,)} if bias else {})
+
+
+def _conv(name: str, out: int, inp: int, *kernel: int, bias: bool = True) -> Layout:
+    return {f"{name}.weight": (out, inp, *kernel)} | ({f"{name}.bias": (out,)} if bias else {})
+
+
+def _norm(name: str, channels: int) -> Layout:
+    return {f"{name}.weight": (channels,), f"{name}.bias": (channels,)}
+
+
+def _unet_layout(unet: UNet) -> Layout:
+    channels = unet.model_channels
+    embedding = 4 * channels
+    layout = _linear("time_embed.0", embedding, channels)
+    layout |= _linear("time_embed.2", embedding, embedding)
+    if unet.vector_condition is not None:
+        layout |= _linear("label_emb.0.0", embedding, unet.vector_condition)
+        layout |= _linear("label_emb.0.2", embedding, embedding)
+    if unet.class_condition is not None:
+        layout |= _linear("label_emb", unet.class_condition, embedding, bias=False)
+    layout |= _conv("input_blocks.0.0", channels, unet.in_channels, 3, 3)
+    layout |= _unet_blocks(unet)
+    layout |= _norm("out.0", channels)
+    # The latent has four channels whatever else the input carries.
+    return layout | _conv("out.2", 4, channels, 3, 3)
+
+
+def _unet_blocks(unet: UNet) -> Layout:
+    """Two residual blocks a level on the way down, a middle, three a level on the way up."""
+    layout: Layout = {}
+    current = unet.model_channels
+    skipped = [current]
+    last = len(unet.multipliers) - 1
+    block = 1
+    for level, (multiplier, depth) in enumerate(zip(unet.multipliers, unet.depths, strict=True)):
+        for _ in range(2):
+            out = multiplier * unet.model_channels
+            name = f"input_blocks.{block}"
+            layout |= _residual(f"{name}.0", unet, current, out)
+            layout |= _transformer(f"{name}.1", unet, out, depth, unet.text_levels[level])
+            current = out
+            skipped.append(current)
+            block += 1
+        if level != last:
+            layout |= _conv(f"input_blocks.{block}.0.op", current, current, 3, 3)
+            skipped.append(current)
+            block += 1
+    layout |= _residual("middle_block.0", unet, current, current)
+    layout |= _transformer("middle_block.1", unet, current, unet.middle_depth)
+    layout |= _residual("middle_block.2", unet, current, current)
+    block = 0
+    for level in range(last, -1, -1):
+        for position in range(3):
+            out = unet.multipliers[level] * unet.model_channels
+            name = f"output_blocks.{block}"
+            layout |= _residual(f"{name}.0", unet, current + skipped.pop(), out)
+            layout |= _transformer(
+                f"{name}.1", unet, out, unet.depths[level], unet.text_levels[level]
+            )
+            current = out
+            if level > 0 and position == 2:
+                upsample = 2 if unet.depths[level] else 1
+                layout |= _conv(f"{name}.{upsample}.conv", current, current, 3, 3)
+            block += 1
+    return layout
+
+
+def _residual(name: str, unet: UNet, inp: int, out: int) -> Layout:
+    layout = _residual_stack(name, unet, inp, out, (3, 3))
+    if inp != out:
+        layout |= _conv(f"{name}.skip_connection", out, inp, 1, 1)
+    if unet.video:
+        layout |= _residual_stack(f"{name}.time_stack", unet, out, out, (3, 1, 1))
+        layout |= {f"{name}.time_mixer.mix_factor": (1,)}
+    return layout
+
+
+def _residual_stack(name: str, unet: UNet, inp: int, out: int, kernel: tuple[int, ...]) -> Layout:
+    return (
+        _norm(f"{name}.in_layers.0", inp)
+        | _conv(f"{name}.in_layers.2", out, inp, *kernel)
+        | _linear(f"{name}.emb_layers.1", out, 4 * unet.model_channels)
+        | _norm(f"{name}.out_layers.0", out)
+        | _conv(f"{name}.out_layers.3", out, out, *kernel)
+    )
+
+
+def _transformer(name: str, unet: UNet, channels: int, depth: int, text: bool = False) -> Layout:
+    if depth == 0:
+        return {}
+    layout = _norm(f"{name}.norm", channels)
+    for projection in (f"{name}.proj_in", f"{name}.proj_out"):
+        kernel = () if unet.linear_projections else (1, 1)
+        layout |= _conv(projection, channels, channels, *kernel)
+    for index in range(depth):
+        block = f"{name}.transformer_blocks.{index}"
+        layout |= _transformer_block(block, channels, unet.context, text)
+        if unet.video:
+            layout |= _video_block(f"{name}.time_stack.{index}", channels, unet.context)
+    if unet.video:
+        layout |= _linear(f"{name}.time_pos_embed.0", 4 * channels, channels)
+        layout |= _linear(f"{name}.time_pos_embed.2", channels, 4 * channels)
+        layout |= {f"{name}.time_mixer.mix_factor": (1,)}
+    return layout
+
+
+def _transformer_block(name: str, channels: int, context: int, text: bool = False) -> Layout:
+    layout: Layout = {}
+    for attention, keys in (("attn1", context if text else channels), ("attn2", context)):
+        layout |= _linear(f"{name}.{attention}.to_q", channels, channels, bias=False)
+        layout |= _linear(f"{name}.{attention}.to_k", channels, keys, bias=False)
+        layout |= _linear(f"{name}.{attention}.to_v", channels, keys, bias=False)
+        layout |= _linear(f"{name}.{attention}.to_out.0", channels, channels)
+    layout |= _feed_forward(f"{name}.ff", channels)
+    for norm in ("norm1", "norm2", "norm3"):
+        layout |= _norm(f"{name}.{norm}", channels)
+    return layout
+
+
+def _video_block(name: str, channels: int, context: int) -> Layout:
+    return (
+        _transformer_block(name, channels, context)
+        | _norm(f"{name}.norm_in", channels)
+        | _feed_forward(f"{name}.ff_in", channels)
+    )
+
+
+def _feed_forward(name: str, channels: int) -> Layout:
+    return _linear(f"{name}.net.0.proj", 8 * channels, channels) | _linear(
+        f"{name}.net.2", channels, 4 * channels
+    )
+
+
+def _vae_layout() -> Layout:
+    """TAESD: half a megabyte of convolutions instead of the full VAE's 84 M parameters."""
+    layout: Layout = {"vae_scale": (), "vae_shift": ()}
+    layout |= _taesd_side("taesd_encoder", "i.s...s...s...o", (3, 4))
+    return layout | _taesd_side("taesd_decoder", "-i-...-s...-s...-s.o", (4, 3))
+
+
+def _taesd_side(name: str, modules: str, ends: tuple[int, int]) -> Layout:
+    """One half of the network, a character a module.
+
+    `i` and `o` are the first and last convolution, `s` one that changes the size, `.` a residual
+    block and `-` a module without weights.
+    """
+    layout: Layout = {}
+    for index, module in enumerate(modules):
+        here = f"{name}.{index}"
+        if module == "i":
+            layout |= _conv(here, 64, ends[0], 3, 3)
+        elif module == "o":
+            layout |= _conv(here, ends[1], 64, 3, 3)
+        elif module == "s":
+            layout |= _conv(here, 64, 64, 3, 3, bias=False)
+        elif module == ".":
+            for position in (0, 2, 4):
+                layout |= _conv(f"{here}.conv.{position}", 64, 64, 3, 3)
+    return layout
+
+
+def _encoder_layers(name: str, width: int, layers: int) -> Iterator[Layout]:
+    for index in range(layers):
+        layer = f"{name}.encoder.layers.{index}"
+        yield _norm(f"{layer}.layer_norm1", width) | _norm(f"{layer}.layer_norm2", width)
+        for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            yield _linear(f"{layer}.self_attn.{projection}", width, width)
+        yield _linear(f"{layer}.mlp.fc1", 4 * width, width)
+        yield _linear(f"{layer}.mlp.fc2", width, 4 * width)
+
+
+def _merged(layouts: Iterator[Layout]) -> Layout:
+    return {name: shape for layout in layouts for name, shape in layout.items()}
+
+
+def _text_encoder(prefix: str, width: int, layers: int, projection: str | None = None) -> Layout:
+    """A CLIP text model, in the names that the loader also accepts where open_clip's were used."""
+    name = f"{prefix}transformer.text_model"
+    layout = _linear(f"{name}.embeddings.token_embedding", VOCABULARY, width, bias=False)
+    layout |= _linear(f"{name}.embeddings.position_embedding", TEXT_LENGTH, width, bias=False)
+    layout |= _merged(_encoder_layers(name, width, layers))
+    layout |= _norm(f"{name}.final_layer_norm", width)
+    return layout | ({prefix + projection: (width, width)} if projection else {})
+
+
+def _image_encoder(prefix: str) -> Layout:
+    """The vision half of CLIP-H."""
+    width, patches = 1280, (224 // 14) ** 2
+    name = f"{prefix}vision_model"
+    layout: Layout = {f"{name}.embeddings.class_embedding": (width,)}
+    layout |= _conv(f"{name}.embeddings.patch_embedding", width, 3, 14, 14, bias=False)
+    layout |= _linear(f"{name}.embeddings.position_embedding", patches + 1, width, bias=False)
+    layout |= _norm(f"{name}.pre_layrnorm", width) | _norm(f"{name}.post_layernorm", width)
+    layout |= _merged(_encoder_layers(name, width, 32))
+    return layout | _linear(f"{prefix}visual_projection", 1024, width, bias=False)
+
+
+_CLIP_L = {"width": 768, "layers": 12}
+_CLIP_H = {"width": 1024, "layers": 24, "projection": "text_projection"}
+_CLIP_G = {"width": 1280, "layers": 32, "projection": "text_projection"}
+
+_SD15 = Family(
+    UNet(context=768, multipliers=(1, 2, 4, 4), depths=(1, 1, 1, 0), linear_projections=False),
+    _text_encoder("cond_stage_model.", **_CLIP_L),
+    truncatable=True,
+)
+
+_FAMILIES = {
+    "sd15": _SD15,
+    "sd15_inpaint": replace(_SD15, unet=replace(_SD15.unet, in_channels=9)),
+    "sd2": Family(
+        UNet(context=1024, multipliers=(1, 2, 4, 4), depths=(1, 1, 1, 0)),
+        _text_encoder("cond_stage_model.model.", **_CLIP_H),
+        truncatable=True,
+    ),
+    "sdxl": Family(
+        UNet(
+            context=2048,
+            multipliers=(1, 2, 4),
+            depths=(0, 1, 2),
+            middle_depth=2,
+            vector_condition=2816,
+        ),
+        _text_encoder("conditioner.embedders.0.", **_CLIP_L)
+        | _text_encoder("conditioner.embedders.1.model.", **_CLIP_G),
+    ),
+    "sdxl_refiner": Family(
+        UNet(
+            context=1280,
+            multipliers=(1, 2, 4, 4),
+            depths=(0, 4, 4, 0),
+            middle_depth=4,
+            model_channels=384,
+            vector_condition=2560,
+        ),
+        _text_encoder("conditioner.embedders.0.model.", **_CLIP_G),
+    ),
+    "x4_upscaler": Family(
+        UNet(
+            context=1024,
+            multipliers=(1, 2, 2, 4),
+            depths=(0, 1, 1, 1),
+            text_levels=(True, True, True, False),
+            model_channels=256,
+            in_channels=7,
+            class_condition=1000,
+        ),
+        _text_encoder("cond_stage_model.model.", **_CLIP_H),
+    ),
+    "svd": Family(
+        UNet(
+            context=1024,
+            multipliers=(1, 2, 4, 4),
+            depths=(1, 1, 1, 0),
+            in_channels=8,
+            vector_condition=768,
+            video=True,
+        ),
+        _image_encoder("conditioner.embedders.0.open_clip.model.visual."),
+    ),
+}
+
+FAMILIES = tuple(_FAMILIES)
+"""The families that `write_checkpoint` knows."""

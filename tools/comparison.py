@@ -1,0 +1,128 @@
+"""Run a graph on a server with ToMe off and on, and compare the two."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tools.server import ComfyServer
+from tools.workflow import Graph, Pass, as_new_run, passes, without_merging
+
+MERGED = re.compile(r"\[ToMe\] merged (?P<blocks>\d+/\d+) blocks \((?P<tokens>[^)]*)\)")
+NOTHING_MERGED = re.compile(r"\[ToMe\] (?P<reason>nothing merged: .*)")
+NOTHING = "-"
+
+
+@dataclass
+class Run:
+    """One run: the seconds of each node, what the server logged meanwhile, and the last image."""
+
+    seconds: dict[str, float]
+    logs: dict[str, str]
+    image: bytes | None
+
+
+@dataclass
+class Comparison:
+    """The runs of a graph with ToMe off, which is ratio 0, and on, which is the graph as it is."""
+
+    graph: Graph
+    off: list[Run] = field(default_factory=list)
+    on: list[Run] = field(default_factory=list)
+
+    def measure(self, server: ComfyServer, repeats: int) -> None:
+        """Run both variants `repeats` times in turn, and show the progress."""
+        variants = (("off", without_merging(self.graph), self.off), ("on", self.graph, self.on))
+        for repeat in range(repeats):
+            # Each is first in half of the turns, so that neither gains from a slow start.
+            for label, graph, runs in variants[:: -1 if repeat % 2 else 1]:
+                number = f"{label} {repeat + 1}/{repeats}"
+                # Each run needs a number of its own, or the server answers from its cache.
+                fresh = as_new_run(graph, len(self.off) + len(self.on) + 1)
+                runs.append(_run(server, fresh, number.ljust(8)))
+
+    def table(self) -> str:
+        """The comparison, a line for each sampler and one for the whole run."""
+        rows = [("pass", "size", "tokens", "blocks", "off", "on", "off/on")]
+        samplers = {sampler.node: sampler for sampler in passes(self.graph)}
+        rows += [self._row(samplers[node]) for node in self.on[0].seconds if node in samplers]
+        times = self._times(lambda run: sum(run.seconds.values()))
+        rows.append(("whole run", NOTHING, NOTHING, NOTHING, *times))
+        return _aligned(rows)
+
+    def warnings(self) -> list[str]:
+        """What the pack said instead of how much it merged."""
+        logs = "\n".join(self.on[0].logs.values())
+        return [found["reason"] for found in NOTHING_MERGED.finditer(logs)]
+
+    def _row(self, sampler: Pass) -> tuple[str, ...]:
+        size = " x ".join(map(str, sampler.size)) if sampler.size else NOTHING
+        merged = MERGED.search(self.on[0].logs[sampler.node])
+        tokens = _tokens(merged["tokens"]) if merged else NOTHING
+        blocks = merged["blocks"] if merged else NOTHING
+        times = self._times(lambda run: run.seconds[sampler.node])
+        return sampler.title, size, tokens, blocks, *times
+
+    def _times(self, seconds_of: Any) -> tuple[str, str, str]:
+        off, on = (min(map(seconds_of, runs)) for runs in (self.off, self.on))
+        return f"{off:.2f} s", f"{on:.2f} s", f"{off / on:.2f}"
+
+
+class _Watch:
+    """Shows the progress of a run, and keeps what the server logs while each node runs."""
+
+    def __init__(self, server: ComfyServer, graph: Graph, label: str) -> None:
+        self.logs: dict[str, str] = {}
+        self._server = server
+        self._titles = {sampler.node: sampler.title for sampler in passes(graph)}
+        self._label = label
+        self._node: str | None = None
+        self._logged = 0
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        data = event["data"]
+        if event["type"] == "executing":
+            self._change_node(data["node"])
+        elif event["type"] == "progress" and data["node"] in self._titles:
+            self._show(data["node"], f"step {data['value']}/{data['max']}")
+
+    def _change_node(self, node: str | None) -> None:
+        log = self._server.log
+        if self._node is not None:
+            self.logs[self._node] = log[self._logged :]
+        if self._node in self._titles:
+            self._show(self._node, "done".ljust(len("step 100/100")), end="\n")
+        self._node, self._logged = node, len(log)
+
+    def _show(self, node: str, state: str, end: str = "") -> None:
+        if sys.stdout.isatty():
+            print(f"\r{self._label} {self._titles[node]}: {state}", end=end, flush=True)
+        elif end:
+            print(f"{self._label} {self._titles[node]}: {state.rstrip()}", end=end, flush=True)
+
+
+def _run(server: ComfyServer, graph: Graph, label: str) -> Run:
+    watch = _Watch(server, graph, label)
+    history = server.run(graph, watch)
+    images = server.images(history)
+    return Run(history["seconds"], watch.logs, images[-1] if images else None)
+
+
+def _tokens(report: str) -> str:
+    """`4096 -> 2048 tokens x5, 1024 -> 512 tokens x5` without all that is the same everywhere."""
+    return ", ".join(f"{a} -> {b}" for a, b in re.findall(r"(\d+) -> (\d+)", report))
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The first column flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )

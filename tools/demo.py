@@ -1,0 +1,163 @@
+"""The demo: a workflow on a real server, with ToMe off and on.
+
+What lies beyond the standard library is imported late, because `dev.py demo --help` has to work
+before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tools import workflow
+from tools.environment import ROOT
+from tools.steps import timed
+
+FOLDER = ROOT / "demo"
+DEFAULT_WORKFLOW = ROOT / "workflows" / "api" / "tome_hires_fix.json"
+
+# What a CPU can run in a few minutes.
+CPU_SCALE = 0.75
+CPU_STEPS = 2
+
+# SD 1.5 is the real architecture in its real size, so the times are those of a real checkpoint.
+# SDXL is smaller than the real one, which would need 16 GB of memory.
+CHECKPOINTS: dict[str, dict[str, Any]] = {"sd15": {"levels": 4, "full_width": True}, "sdxl": {}}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's options to `parser`."""
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FILE",
+        help="a real checkpoint (default: one with random weights, which is made first)",
+    )
+    parser.add_argument(
+        "--workflow",
+        type=Path,
+        default=DEFAULT_WORKFLOW,
+        metavar="FILE",
+        help="a workflow in the API format that has a ToMe Patch Model node "
+        f"(default: {DEFAULT_WORKFLOW.relative_to(ROOT).as_posix()})",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)"
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="run the workflow in its own size and with all its steps on a CPU, too; this can "
+        "take an hour",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="run off and on N times in turn, and take the fastest of each (default: 1)",
+    )
+
+
+def read_graph(arguments: argparse.Namespace) -> workflow.Graph:
+    """Read the workflow that was chosen; raises if the demo cannot run with these options."""
+    graph = workflow.load_graph(arguments.workflow)
+    if not workflow.merges(graph):
+        raise workflow.WorkflowError(
+            f"{arguments.workflow} has no ToMe Patch Model node with a ratio above 0, so there is "
+            "nothing to compare. Put one before a sampler."
+        )
+    if arguments.checkpoint and not arguments.checkpoint.is_file():
+        raise workflow.WorkflowError(f"--checkpoint is {arguments.checkpoint}, which is no file.")
+    return graph
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the demo with the options of `add_arguments`."""
+    from tools.comparison import Comparison
+    from tools.server import ComfyServer
+
+    graph = read_graph(arguments)
+    checkpoint = _checkpoint(arguments.checkpoint, graph)
+    graph = workflow.with_checkpoint(graph, checkpoint.name)
+    shrink = arguments.device == "cpu" and not arguments.full
+    if shrink:
+        graph = workflow.with_steps(workflow.with_scale(graph, CPU_SCALE), CPU_STEPS)
+    _introduce(arguments, shrink)
+
+    comparison = Comparison(graph)
+    server = ComfyServer(FOLDER, device=arguments.device, arguments=_model_folder(checkpoint))
+    try:
+        with timed("Starting the server"):
+            server.start()
+        with timed("Loading the checkpoint and warming up"):
+            server.run(workflow.with_steps(workflow.with_scale(graph, 0.25), 1))
+        comparison.measure(server, arguments.repeats)
+    finally:
+        server.stop()
+
+    print(f"\n{comparison.table()}\n")
+    for warning in comparison.warnings():
+        print(f"Warning: {warning}")
+    for name, image in (("off", comparison.off[0].image), ("on", comparison.on[0].image)):
+        if image is not None:
+            file = FOLDER / f"tome_{name}.png"
+            file.write_bytes(image)
+            print(f"Image with ToMe {name}: {_short(file)}")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _checkpoint(chosen: Path | None, graph: workflow.Graph) -> Path:
+    """The checkpoint that was chosen, else one of our own that fits the graph."""
+    if chosen is not None:
+        return chosen.resolve()
+    ours = {
+        family: FOLDER / "models" / "checkpoints" / f"tome_demo_{family}.ckpt"
+        for family in CHECKPOINTS
+    }
+    for family, file in ours.items():
+        if not file.exists():
+            from tools.checkpoints import write_checkpoint
+
+            write_checkpoint(file, family, **CHECKPOINTS[family])
+    wants_sdxl = any("xl" in name.lower() for name in workflow.checkpoint_names(graph))
+    return ours["sdxl" if wants_sdxl else "sd15"]
+
+
+def _model_folder(checkpoint: Path) -> list[str]:
+    """The server's arguments to look for checkpoints in the folder of `checkpoint` as well."""
+    if checkpoint.is_relative_to(FOLDER):
+        return []
+    configuration = FOLDER / "model_folders.yaml"
+    # JSON is YAML, too.
+    folders = {"demo": {"checkpoints": str(checkpoint.parent)}}
+    FOLDER.mkdir(exist_ok=True)
+    configuration.write_text(json.dumps(folders), encoding="utf-8")
+    return [f"--extra-model-paths-config={configuration}"]
+
+
+def _short(path: Path) -> Path:
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
+def _introduce(arguments: argparse.Namespace, shrink: bool) -> None:
+    print(f"Workflow:   {_short(arguments.workflow)}")
+    if arguments.checkpoint:
+        print(f"Checkpoint: {arguments.checkpoint}")
+    else:
+        print("Checkpoint: random weights, so the images are noise; --checkpoint takes a real one")
+    if shrink:
+        print(
+            f"Device:     cpu, so {CPU_SCALE:.0%} of the width and height, and {CPU_STEPS} steps a "
+            "pass; --full runs all of it"
+        )
+    else:
+        print(f"Device:     {arguments.device}")
+    print("Off and on: the ratio of the ToMe nodes is 0, which is the plain model, or as it is\n")

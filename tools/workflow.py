@@ -1,0 +1,151 @@
+"""Read and change graphs in ComfyUI's API format: node ids to their class and inputs."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.errors import ToolError
+
+Graph = dict[str, dict[str, Any]]
+"""A graph in the API format, as the server's queue takes it."""
+
+SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced")
+LOADERS = ("CheckpointLoaderSimple", "ImageOnlyCheckpointLoader")
+PATCH = "ToMePatchModel"
+
+LATENT_PIXELS = 8
+"""Pixels that one latent pixel stands for, across and down."""
+
+
+class WorkflowError(ToolError):
+    """A workflow file that cannot be used, and what to do about it."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One sampler of a graph; `size` is its image's width and height where it can be told."""
+
+    node: str
+    title: str
+    size: tuple[int, int] | None
+
+
+def load_graph(path: Path) -> Graph:
+    """Read a workflow file in the API format."""
+    try:
+        graph = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WorkflowError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise WorkflowError(f"{path} is not a JSON file: {error}.") from error
+    if isinstance(graph, dict) and isinstance(graph.get("nodes"), list):
+        raise WorkflowError(
+            f"{path} is in the editor's format, which the server's queue does not take. Open it in "
+            "ComfyUI, choose Workflow > Export (API) in the menu, and use the file that it saves."
+        )
+    nodes = graph.values() if isinstance(graph, dict) else ()
+    if not nodes or not all(isinstance(node, dict) and "class_type" in node for node in nodes):
+        raise WorkflowError(
+            f"{path} is not a workflow in the API format: a node id with its class_type and inputs "
+            "for each node."
+        )
+    return graph
+
+
+def checkpoint_names(graph: Graph) -> list[str]:
+    """The checkpoint of each loader."""
+    return [inputs["ckpt_name"] for _, inputs in _of_class(graph, *LOADERS)]
+
+
+def with_checkpoint(graph: Graph, name: str) -> Graph:
+    """The graph with `name` in each of its checkpoint loaders."""
+    changed = copy.deepcopy(graph)
+    for _, inputs in _of_class(changed, *LOADERS):
+        inputs["ckpt_name"] = name
+    return changed
+
+
+def without_merging(graph: Graph) -> Graph:
+    """The graph with ratio 0 in each of its ToMe nodes: all stays where it is, nothing merges."""
+    changed = copy.deepcopy(graph)
+    for _, inputs in _of_class(changed, PATCH):
+        inputs["ratio"] = 0.0
+    return changed
+
+
+def merges(graph: Graph) -> bool:
+    """Whether the graph has a ToMe node that merges."""
+    return any(inputs.get("ratio", 0.5) != 0 for _, inputs in _of_class(graph, PATCH))
+
+
+def with_steps(graph: Graph, most: int) -> Graph:
+    """The graph with no more than `most` steps wherever a node counts them."""
+    changed = copy.deepcopy(graph)
+    for node in changed.values():
+        inputs = node["inputs"]
+        if isinstance(inputs.get("steps"), int) and inputs["steps"] > most:
+            shrink = most / inputs["steps"]
+            inputs["steps"] = most
+            for limit in ("start_at_step", "end_at_step"):
+                if isinstance(inputs.get(limit), int):
+                    inputs[limit] = min(most, round(inputs[limit] * shrink))
+    return changed
+
+
+def with_scale(graph: Graph, factor: float) -> Graph:
+    """The graph with `factor` times each width and height, in whole multiples of 64 pixels."""
+    changed = copy.deepcopy(graph)
+    for node in changed.values():
+        for side in ("width", "height"):
+            if isinstance(node["inputs"].get(side), int):
+                node["inputs"][side] = max(1, round(node["inputs"][side] * factor / 64)) * 64
+    return changed
+
+
+def as_new_run(graph: Graph, run: int) -> Graph:
+    """The graph with the same results, but samplers that the server has not cached.
+
+    The server passes over inputs that a node does not know, but its cache does not.
+    """
+    changed = copy.deepcopy(graph)
+    for _, inputs in _of_class(changed, *SAMPLERS):
+        inputs["tome_run"] = run
+    return changed
+
+
+def passes(graph: Graph) -> list[Pass]:
+    """The samplers of the graph, in the order of their node ids."""
+    return [
+        Pass(node, _title(graph, node), _image_size(graph, inputs.get("latent_image")))
+        for node, inputs in _of_class(graph, *SAMPLERS)
+    ]
+
+
+def _of_class(graph: Graph, *classes: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, node in graph.items():
+        if node["class_type"] in classes:
+            yield name, node["inputs"]
+
+
+def _title(graph: Graph, node: str) -> str:
+    return graph[node].get("_meta", {}).get("title") or f"{graph[node]['class_type']} {node}"
+
+
+def _image_size(graph: Graph, link: Any) -> tuple[int, int] | None:
+    """The size in pixels of the image whose latent comes through `link`."""
+    if not isinstance(link, list) or link[0] not in graph:
+        return None
+    inputs = graph[link[0]]["inputs"]
+    width, height, scale = (inputs.get(name) for name in ("width", "height", "scale_by"))
+    if isinstance(width, int) and isinstance(height, int):
+        return width, height
+    source = _image_size(graph, inputs.get("samples") or inputs.get("latent_image"))
+    if source is None or not isinstance(scale, (int, float)):
+        return source
+    across, down = (round(side / LATENT_PIXELS * scale) * LATENT_PIXELS for side in source)
+    return across, down
