@@ -202,8 +202,12 @@ class _Run:
         if statistics.merged_anything:
             capped = f" capped at {config.ratio_cap:.2f}" if config.ratio > config.ratio_cap else ""
             log.info("[ToMe] %s, ratio %.2f%s", statistics.summary(), config.ratio, capped)
-        elif statistics.most_common_reason is not None:
-            log.warning("[ToMe] nothing merged: %s", statistics.most_common_reason)
+        elif statistics.total_steps:
+            reason = statistics.most_common_reason or (
+                f"max_downsample={self.attachment.max_downsample} leaves out every transformer "
+                f"block: this model's begin at {self.attachment.shallowest}; set it to auto"
+            )
+            log.warning("[ToMe] nothing merged: %s", reason)
 
 
 def _missing_operation(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -314,7 +318,10 @@ class _MergedBlock:
         return module_forward
 
     def _plan_for(self, x: Tensor, options: dict[str, Any]) -> Plan | None:
-        """The plan of this block, None with a reason noted where it is not to merge."""
+        """The plan of this block, None where it is not to merge.
+
+        The reason is noted, but for a block of another level: that is as the settings say.
+        """
         shape, latent_shape = options.get("activations_shape"), options.get("original_shape")
         if (
             shape is None
@@ -327,10 +334,6 @@ class _MergedBlock:
         grid = Grid.of(shape, x.shape[1])
         attachment = self.unet.attachment
         if not grid.is_within(Grid(*latent_shape[-2:]), attachment.max_downsample):
-            self.reason = (
-                f"max_downsample={attachment.max_downsample} leaves out every transformer block: "
-                f"this model's begin at {attachment.shallowest}; set it to auto"
-            )
             return None
         plan = self.unet.strategy.plan(x, grid)
         if plan is None:
