@@ -22,7 +22,7 @@ def features_of(grid, batch=2, channels=6, seed=0):
 
 def plan_of(config, features, grid, step=0):
     strategy = BipartiteStrategy(config)
-    strategy.start_step(torch.tensor(step_key(config.seed, step)))
+    strategy.start_step(torch.tensor(step_key(config.seed, step)), config.ratio)
     return strategy.plan(features, grid)
 
 

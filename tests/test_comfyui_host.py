@@ -12,7 +12,7 @@ from comfy.patcher_extension import WrappersMP
 from host import CONTEXT_CHANNELS, conditioning, overridden, relative_error, sample
 from safetensors.torch import load_file
 
-from tome_nodes.config import ToMeConfig
+from tome_nodes.config import CHOICES, ToMeConfig
 from tome_nodes.hosts import comfyui
 from tome_nodes.hosts.comfyui import attach, detach
 from tome_nodes.plan import Plan
@@ -104,6 +104,140 @@ def test_each_module_can_be_merged_alone(sd15, module):
     alone = ToMeConfig(**(dict.fromkeys(ALL_MODULES, False) | {module: True}))
     error = relative_error(sample(attach(sd15, alone)), plain)
     assert 1e-4 < error < 1
+
+
+@pytest.mark.parametrize(
+    ("scope", "attn_tokens"),
+    [
+        *(("module", choice) for choice in CHOICES["attn_tokens"]),
+        ("block", "q,k,v"),
+        ("stack", "q,k,v"),
+    ],
+)
+@pytest.mark.parametrize("family", ["sd15", "sdxl", "svd"])
+def test_a_lossless_plan_reproduces_the_unpatched_model_in_every_scope(
+    load, told, family, scope, attn_tokens
+):
+    model = load(family, **({"levels": 2} if family == "sd15" else {}))
+    options = {"channels": CONTEXT_CHANNELS[family], "batch": 3 if family == "svd" else 1}
+    config = ToMeConfig(max_downsample=8, scope=scope, attn_tokens=attn_tokens)
+    expected = sample(model, steps=1, **options)
+    assert (
+        relative_error(sample(attach(model, config, Shuffle), steps=1, **options), expected) < 5e-5
+    )
+    merged, present = told()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
+    assert merged == present
+
+
+def lengths_in_first_block(model, config):
+    """How many tokens the queries, keys, text queries and feed-forward of a block work on."""
+    block = model.model.diffusion_model.input_blocks[1][1].transformer_blocks[0]
+    lengths = []
+    modules = (block.attn1.to_q, block.attn1.to_k, block.attn2.to_q, block.ff.net)
+    hooks = [
+        module.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
+        for module in modules
+    ]
+    try:
+        sample(attach(model, config), steps=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths"),
+    [
+        ({}, [96, 96, 192, 192]),
+        ({"attn_tokens": "q"}, [96, 192, 192, 192]),
+        ({"attn_tokens": "k,v"}, [192, 96, 192, 192]),
+        ({"merge_crossattn": True, "merge_mlp": True}, [96, 96, 96, 96]),
+        ({"scope": "block"}, [96, 96, 96, 96]),
+        ({"scope": "stack", "merge_attn": False}, [96, 96, 96, 96]),
+        ({"strategy": "pool"}, [48, 48, 192, 192]),
+        ({"strategy": "cluster"}, [96, 96, 192, 192]),
+        ({"strategy": "window", "ratio": 0.75}, [48, 48, 192, 192]),
+    ],
+    ids=str,
+)
+def test_what_runs_on_merged_tokens(sd15, settings, lengths):
+    assert lengths_in_first_block(sd15, ToMeConfig(**settings)) == lengths
+
+
+@pytest.mark.parametrize("scope", ["block", "stack"])
+def test_wider_scopes_fall_back_to_modules_beside_patches_that_need_all_tokens(sd15, told, scope):
+    lengths = []
+
+    def note(q, k, v, options):
+        lengths.append(q.shape[1])
+        return q, k, v
+
+    theirs = sd15.clone()
+    theirs.set_model_attn1_patch(note)
+    wide = sample(attach(theirs, ToMeConfig(scope=scope)), steps=1)
+    assert set(lengths) == {192}
+    assert told()[-1].endswith(f"{scope} scope, module scope in 6 that other nodes patch")
+    assert torch.equal(wide, sample(attach(theirs, ToMeConfig(scope="module")), steps=1))
+
+
+class Counted(BipartiteStrategy):
+    """Counts the plans that are made."""
+
+    made = 0
+
+    def plan(self, features, grid):
+        Counted.made += 1
+        return super().plan(features, grid)
+
+
+@pytest.mark.parametrize(("reuse_steps", "plans"), [(0, 11 * 4), (1, 2 * 4), (2, 2 * 2), (9, 2)])
+def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(load, reuse_steps, plans):
+    model = load("sd15", levels=2)
+    config = ToMeConfig(max_downsample=8, reuse_steps=reuse_steps)
+    Counted.made = 0
+    sample(attach(model, config, Counted), steps=4)
+    # One more is made of a few tokens, to see whether the device can.
+    assert Counted.made == plans + 1
+
+
+def test_kept_plans_are_for_one_composition_of_the_batch(sd15, monkeypatch):
+    patched = attach(sd15, ToMeConfig(reuse_steps=9), Counted)
+    monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_: 0)
+    Counted.made = 0
+    sample(patched, steps=3)
+    assert Counted.made == 2 + 1
+
+
+def test_ratio_moves_over_the_steps(sd15, told):
+    sample(attach(sd15, ToMeConfig(ratio=0.6, ratio_end=0.4)), steps=5)
+    assert told()[-1] == (
+        "[ToMe] merged 6/6 blocks (192 -> 77-116 tokens), 5/5 steps, ratio 0.60 to 0.40"
+    )
+
+
+def test_a_ratio_that_only_ends_above_zero_merges(sd15, told):
+    sample(attach(sd15, ToMeConfig(ratio=0.0, ratio_end=0.5)), steps=3)
+    assert "2/3 steps" in told()[-1]
+
+
+@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+@pytest.mark.parametrize("scope", CHOICES["scope"])
+def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(sd15, strategy, scope):
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from torch._dynamo.testing import CompileCounter
+
+    config = ToMeConfig(strategy=strategy, scope=scope, reuse_steps=1)
+    expected = sample(attach(sd15, config), steps=2)
+    compiled = attach(sd15, config)
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    try:
+        set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
+        assert relative_error(sample(compiled, steps=2), expected) < 1e-5
+        assert graphs.frame_count == 1
+    finally:
+        torch._dynamo.reset()
 
 
 def test_merged_tokens_reach_the_attention(sd15):

@@ -7,6 +7,9 @@ from playwright.sync_api import expect
 
 from tools.editor import PATIENCE_MS, WORKFLOWS, list_checkpoints, open_editor, workflow_files
 
+# The widgets that the first version of the patch node had.
+FIRST_INPUTS = 11
+
 PATCH, REMOVE = "ToMe Patch Model", "ToMe Remove Patch"
 
 TITLE_BAR = """type => {
@@ -51,6 +54,16 @@ def test_exports_of_the_opened_workflow_are_the_files(editor, file):
     # The view and the version of the editor are not part of the graph.
     del saved["extra"], before["extra"]
     assert saved == before
+
+
+@every_workflow
+def test_files_saved_before_the_later_inputs_were_added_are_the_same_graph(editor, file):
+    graph = json.loads(text_of(file))
+    (node,) = (node for node in graph["nodes"] if node["type"] == "ToMePatchModel")
+    del node["widgets_values"][FIRST_INPUTS:], node["inputs"][1 + FIRST_INPUTS :]
+    editor.open(file.name, json.dumps(graph))
+    assert editor.warnings() == []
+    assert editor.save_for_api() == text_of(WORKFLOWS / "api" / file.name)
 
 
 def test_nodes_are_found_by_searching_for_token_merging(editor):

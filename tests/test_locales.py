@@ -9,11 +9,6 @@ from tools.environment import ROOT
 NODES = ["ToMePatchModel", "ToMeRemovePatch"]
 
 
-@pytest.fixture(scope="session")
-def info(server):
-    return server.get("/object_info")
-
-
 def inputs(schema):
     return {**schema["input"].get("required", {}), **schema["input"].get("optional", {})}
 

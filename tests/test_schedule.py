@@ -2,7 +2,8 @@
 
 import pytest
 
-from tome_nodes.schedule import NoiseRange, step_index
+from tome_nodes.config import ToMeConfig
+from tome_nodes.schedule import NoiseRange, ratio_at, step_index
 from tome_nodes.statistics import RunStatistics
 
 
@@ -40,6 +41,26 @@ def test_summary_of_several_levels_names_each():
     assert statistics.summary() == (
         "merged 4/16 blocks (4096 -> 2048 tokens x1, 1024 -> 512 tokens x3), 1/4 steps"
     )
+
+
+def test_summary_of_a_changing_ratio_tells_its_range():
+    statistics = RunStatistics()
+    statistics.blocks_present = statistics.total_steps = 3
+    for step, after in enumerate((40, 50, 60)):
+        statistics.merged(step, "a", 100, after)
+    statistics.merged(0, "b", 400, 160)
+    assert statistics.summary() == (
+        "merged 2/3 blocks (400 -> 160 tokens x1, 100 -> 40-60 tokens x1), 3/3 steps"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio_end", "total", "expected"),
+    [(0.4, 3, [0.6, 0.5, 0.4]), (-1.0, 3, [0.6, 0.6, 0.6]), (0.0, 1, [0.6])],
+)
+def test_ratio_moves_to_its_end_in_equal_parts(ratio_end, total, expected):
+    config = ToMeConfig(ratio=0.6, ratio_end=ratio_end)
+    assert [ratio_at(config, step, total) for step in range(total)] == pytest.approx(expected)
 
 
 def test_the_reason_told_is_the_most_common_one():

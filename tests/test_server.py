@@ -98,6 +98,7 @@ def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
     assert list(inputs["optional"]) == [
         *("ratio", "max_downsample", "merge_attn", "merge_crossattn", "merge_mlp"),
         *("sx", "sy", "use_rand", "seed", "start_percent", "end_percent"),
+        *("strategy", "scope", "attn_tokens", "reuse_steps", "ratio_end"),
     ]
     assert set(inputs["optional"]) == {field.name for field in fields(ToMeConfig)}
     for name, (_, options) in inputs["optional"].items():
@@ -105,7 +106,7 @@ def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
         assert options["tooltip"].endswith(".")
     assert "1 - 1/(sx*sy)" in inputs["optional"]["ratio"][1]["tooltip"]
     advanced = [name for name, (_, o) in inputs["optional"].items() if o.get("advanced")]
-    assert advanced == ["sx", "sy", "use_rand", "seed", "start_percent", "end_percent"]
+    assert advanced == list(inputs["optional"])[5:]
 
 
 def test_model_alone_is_enough(server, pixels):
@@ -158,6 +159,8 @@ def test_plain_and_patched_samplers_in_one_graph(pixels):
         ({"end_percent": float("inf")}, ["end_percent=inf is not allowed"]),
         ({"max_downsample": "3"}, ["max_downsample", "'3'", "['auto', '1', '2', '4', '8']"]),
         ({"seed": -1}, ["seed", "-1", "min of 0"]),
+        ({"ratio_end": -0.5}, ["ratio_end=-0.5 is not allowed", "-1, to keep ratio"]),
+        ({"strategy": "kmeans"}, ["strategy", "'kmeans'", "['bipartite', 'window', "]),
     ],
     ids=str,
 )

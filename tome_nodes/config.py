@@ -14,11 +14,22 @@ RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
         "seed": (0, 2**64 - 1),
         "start_percent": (0.0, 1.0),
         "end_percent": (0.0, 1.0),
+        "ratio_end": (-1.0, 0.95),
+        "reuse_steps": (0, 100),
     }
 )
 """Inclusive limits of the numeric options."""
 
 MAX_DOWNSAMPLE_CHOICES = ("auto", 1, 2, 4, 8)
+
+CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "strategy": ("bipartite", "window", "pool", "cluster"),
+        "scope": ("module", "block", "stack"),
+        "attn_tokens": ("q,k,v", "q", "k,v"),
+    }
+)
+"""What the options that are words may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +53,15 @@ class ToMeConfig:
         merge_mlp: merge the tokens that enter the feed-forward network.
         start_percent: point of the sampling at which merging starts, 0 being the noisiest.
         end_percent: point of the sampling at which merging ends.
+        strategy: how tokens are grouped: ``bipartite`` is the paper's matching over the whole map;
+            ``window`` matches within windows of 8x8 tokens; ``pool`` merges whole cells without
+            looking at them; ``cluster`` groups tokens by their similarity to the mean token.
+        scope: what runs on merged tokens: the modules switched on above, each on its own; or the
+            whole transformer ``block``; or the whole ``stack`` of blocks of one level.
+        attn_tokens: which tokens of self-attention are merged, in module scope.
+        reuse_steps: 0 makes a plan for each block, as the paper does; k shares one among the
+            blocks of a level and keeps it for k steps.
+        ratio_end: ratio at the last step, to which ``ratio`` moves in equal parts; -1 keeps it.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -60,15 +80,20 @@ class ToMeConfig:
     merge_mlp: bool = False
     start_percent: float = 0.0
     end_percent: float = 1.0
+    strategy: str = "bipartite"
+    scope: str = "module"
+    attn_tokens: str = "q,k,v"
+    reuse_steps: int = 0
+    ratio_end: float = -1.0
 
     def __post_init__(self) -> None:
         for name in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r} is not allowed: it must be true or false")
-        for name in ("sx", "sy", "seed"):
+        for name in ("sx", "sy", "seed", "reuse_steps"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, int):
                 raise TypeError(f"{name}={value!r} is not allowed: it must be a whole number")
-        for name in ("ratio", "start_percent", "end_percent"):
+        for name in ("ratio", "start_percent", "end_percent", "ratio_end"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name}={value!r} is not allowed: it must be a number")
         for name, (least, most) in RANGES.items():
@@ -76,6 +101,11 @@ class ToMeConfig:
             if math.isnan(value) or not least <= value <= most:
                 raise ValueError(
                     f"{name}={value} is not allowed: it must be from {least} to {most}"
+                )
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(
+                    f"{name}={value!r} is not allowed: it must be one of {' | '.join(choices)}"
                 )
         if self.max_downsample not in MAX_DOWNSAMPLE_CHOICES:
             raise ValueError(
@@ -86,6 +116,11 @@ class ToMeConfig:
             raise ValueError(
                 "sx=1 with sy=1 is not allowed: a cell of one token has nothing to merge; "
                 "sx or sy must be at least 2"
+            )
+        if -1 < self.ratio_end < 0:
+            raise ValueError(
+                f"ratio_end={self.ratio_end} is not allowed: it must be -1, to keep ratio, "
+                "or from 0 to 0.95"
             )
         if self.start_percent > self.end_percent:
             raise ValueError(

@@ -4,7 +4,7 @@ from typing import Any
 
 from comfy_api.latest import ComfyExtension, io
 
-from .config import MAX_DOWNSAMPLE_CHOICES, RANGES, ToMeConfig
+from .config import CHOICES, MAX_DOWNSAMPLE_CHOICES, RANGES, ToMeConfig
 from .hosts import comfyui
 
 _DEFAULTS = ToMeConfig()
@@ -35,6 +35,17 @@ def _switch(name: str, tooltip: str, advanced: bool = False) -> io.Input:
         default=getattr(_DEFAULTS, name),
         optional=True,
         advanced=advanced,
+        tooltip=tooltip,
+    )
+
+
+def _choice(name: str, tooltip: str) -> io.Input:
+    return io.Combo.Input(
+        name,
+        options=list(CHOICES[name]),
+        default=getattr(_DEFAULTS, name),
+        optional=True,
+        advanced=True,
         tooltip=tooltip,
     )
 
@@ -135,6 +146,41 @@ class ToMePatchModel(io.ComfyNode):
                     step=0.01,
                     advanced=True,
                 ),
+                _choice(
+                    "strategy",
+                    "How tokens are grouped. bipartite: the paper's matching over the whole map. "
+                    "window: the same within windows of 8x8 tokens, faster at large sizes. pool: the mean of each cell, without comparing; ratio does not count. "
+                    "cluster: by likeness to the mean token, wherever in the picture.",
+                ),
+                _choice(
+                    "scope",
+                    "What runs on merged tokens. module: what the switches above say. block: each "
+                    "transformer block as a whole. stack: all blocks of a level at once, the most "
+                    "saved; for SDXL, with max_downsample 4.",
+                ),
+                _choice(
+                    "attn_tokens",
+                    "Which tokens of self-attention to merge, in module scope: all, or the queries "
+                    "only, or the keys and values only; these two save less and change the "
+                    "picture less.",
+                ),
+                _number(
+                    io.Int,
+                    "reuse_steps",
+                    "0 matches anew in each block, as the paper does. 1 matches once for all "
+                    "blocks of a level in each step, 2 in every second step, and so on: faster, "
+                    "and less exact.",
+                    step=1,
+                    advanced=True,
+                ),
+                _number(
+                    io.Float,
+                    "ratio_end",
+                    "Ratio at the last step; it moves there from ratio in equal parts. The paper "
+                    "found 0.6 falling to 0.4 better than a steady 0.5. -1 keeps ratio throughout.",
+                    step=0.05,
+                    advanced=True,
+                ),
             ],
             outputs=[io.Model.Output(tooltip="The model with token merging.")],
         )
@@ -147,6 +193,7 @@ class ToMePatchModel(io.ComfyNode):
         sy: Any = None,
         start_percent: Any = None,
         end_percent: Any = None,
+        ratio_end: Any = None,
     ) -> bool | str:
         """Check what the host cannot: NaN, and inputs that depend on each other.
 
@@ -160,6 +207,7 @@ class ToMePatchModel(io.ComfyNode):
             "sy": sy,
             "start_percent": start_percent,
             "end_percent": end_percent,
+            "ratio_end": ratio_end,
         }
         try:
             ToMeConfig(**{name: value for name, value in given.items() if value is not None})

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .config import ToMeConfig
+
 
 @dataclass(frozen=True)
 class NoiseRange:
@@ -24,3 +26,13 @@ def step_index(schedule: Sequence[float], sigma: float) -> int:
             once, at levels between those of the schedule, and some go above its first level.
     """
     return max(0, sum(level >= sigma for level in schedule[:-1]) - 1)
+
+
+def ratio_at(config: ToMeConfig, step: int, total_steps: int) -> float:
+    """The ratio of one step: from ``ratio`` at the first to ``ratio_end`` at the last, linear.
+
+    The paper (section 4.2) found 60 % falling to 40 % better than a steady 50 %.
+    """
+    if config.ratio_end < 0 or total_steps < 2:
+        return config.ratio
+    return config.ratio + (config.ratio_end - config.ratio) * step / (total_steps - 1)

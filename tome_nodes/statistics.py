@@ -9,6 +9,7 @@ class RunStatistics:
     def __init__(self) -> None:
         self.blocks_present = 0
         self.total_steps = 0
+        self.fell_back: set[str] = set()
         self._merged: dict[tuple[int, int], set[str]] = {}
         self._steps: set[int] = set()
         self._reasons: Counter[str] = Counter()
@@ -34,11 +35,21 @@ class RunStatistics:
     def summary(self) -> str:
         """Such as ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps``."""
         blocks = len(set().union(*self._merged.values()))
+        lengths = sorted({before for before, _ in self._merged}, reverse=True)
         sizes = [
-            f"{before} -> {after} tokens" + (f" x{len(names)}" if len(self._merged) > 1 else "")
-            for (before, after), names in sorted(self._merged.items(), reverse=True)
+            f"{before} -> {self._after(before)} tokens"
+            + (f" x{len(self._blocks(before))}" if len(lengths) > 1 else "")
+            for before in lengths
         ]
         return (
             f"merged {blocks}/{self.blocks_present} blocks ({', '.join(sizes)}), "
             f"{len(self._steps)}/{self.total_steps} steps"
         )
+
+    def _blocks(self, before: int) -> set[str]:
+        return set().union(*(names for size, names in self._merged.items() if size[0] == before))
+
+    def _after(self, before: int) -> str:
+        """The one length that ``before`` became, or the first and last of several."""
+        lengths = sorted(after for size, after in self._merged if size == before)
+        return str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]}-{lengths[-1]}"

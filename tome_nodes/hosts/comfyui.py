@@ -9,10 +9,11 @@ touched, so LoRA, saving, merging of models and other nodes' patches go on as be
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
-from comfy.ldm.modules.attention import SpatialTransformer
+from comfy.ldm.modules.attention import SpatialTransformer, SpatialVideoTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, UNetModel
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
@@ -22,10 +23,11 @@ from ..config import ToMeConfig
 from ..grid import Grid
 from ..picks import step_key
 from ..plan import Plan
-from ..schedule import NoiseRange, step_index
-from ..scopes import on_merged, self_attention_on_merged
+from ..schedule import NoiseRange, ratio_at, step_index
+from ..scopes import change_on_merged, on_merged, self_attention_on_merged
 from ..statistics import RunStatistics
-from ..strategies.bipartite import BipartiteStrategy
+from ..strategies import Strategy, make_strategy
+from ..strategies.pool import PoolPlan
 
 KEY = "tome_nodes"
 """Our name among the wrappers of a model and in its transformer options."""
@@ -34,20 +36,10 @@ KEY = "tome_nodes"
 log = logging.getLogger("tome_nodes")
 
 
-class Strategy(Protocol):
-    """Groups tokens; made anew for each model in each sampling run."""
-
-    def start_step(self, key: Tensor) -> None:
-        """Begin a model evaluation whose random picks hang on the scalar ``key``."""
-
-    def plan(self, features: Tensor, grid: Grid) -> Plan | None:
-        """A plan for ``[batch, tokens, channels]`` features, None where nothing would merge."""
-
-
 def attach(
     model: ModelPatcher,
     config: ToMeConfig,
-    make_strategy: Callable[[ToMeConfig], Strategy] = BipartiteStrategy,
+    make_strategy: Callable[[ToMeConfig], Strategy] = make_strategy,
 ) -> ModelPatcher:
     """A clone of ``model`` that merges tokens as ``config`` says, in place of any earlier settings.
 
@@ -62,7 +54,7 @@ def attach(
             "has none"
         )
     clone = detach(model)
-    if config.ratio > 0:
+    if max(config.ratio, config.ratio_end) > 0:
         attachment = _Attachment(config, make_strategy, shallowest=min(levels))
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
@@ -181,18 +173,25 @@ class _Run:
         if unet is None:
             unet = _MergedUNet(model.diffusion_model, self.attachment)
             self._unets[model.diffusion_model] = unet
-            self._device_lacks = _missing_operation(t.device, model.get_dtype_inference())
+            self._device_lacks = _missing_operation(
+                unet.strategy, t.device, model.get_dtype_inference()
+            )
         if self._device_lacks is not None:
             statistics.skipped(f"the device {t.device} cannot do it: {self._device_lacks}")
             yield
             return
         statistics.blocks_present = len(unet.blocks)
-        key = step_key(config.seed, step)
-        with unet.installed(torch.full((), key, dtype=torch.int64, device=t.device)):
+        ratio = ratio_at(config, step, statistics.total_steps)
+        key = torch.full((), step_key(config.seed, step), dtype=torch.int64, device=t.device)
+        unet.strategy.start_step(key, ratio)
+        unet.plans = unet.plans_for(step, options)
+        with unet.installed():
             yield
         for block in unet.blocks:
             if block.slots_used is not None:
                 statistics.merged(step, block.name, *block.slots_used)
+                if block.fell_back:
+                    statistics.fell_back.add(block.name)
             elif block.reason is not None:
                 statistics.skipped(block.reason)
 
@@ -201,7 +200,16 @@ class _Run:
         config, statistics = self.attachment.config, self.statistics
         if statistics.merged_anything:
             capped = f" capped at {config.ratio_cap:.2f}" if config.ratio > config.ratio_cap else ""
-            log.info("[ToMe] %s, ratio %.2f%s", statistics.summary(), config.ratio, capped)
+            ratio = f"{config.ratio:.2f}"
+            if config.ratio_end >= 0:
+                ratio += f" to {config.ratio_end:.2f}"
+            ways = [] if config.strategy == "bipartite" else [config.strategy]
+            ways += [] if config.scope == "module" else [f"{config.scope} scope"]
+            if statistics.fell_back:
+                ways.append(f"module scope in {len(statistics.fell_back)} that other nodes patch")
+            log.info(
+                "[ToMe] %s", ", ".join([statistics.summary(), f"ratio {ratio}{capped}", *ways])
+            )
         elif statistics.total_steps:
             reason = statistics.most_common_reason or (
                 f"max_downsample={self.attachment.max_downsample} leaves out every transformer "
@@ -210,11 +218,10 @@ class _Run:
             log.warning("[ToMe] nothing merged: %s", reason)
 
 
-def _missing_operation(device: torch.device, dtype: torch.dtype) -> str | None:
+def _missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dtype) -> str | None:
     """What the device answers when it cannot run an operation of merging, None when it can."""
-    strategy = BipartiteStrategy(ToMeConfig())
     try:
-        strategy.start_step(torch.zeros((), dtype=torch.int64, device=device))
+        strategy.start_step(torch.zeros((), dtype=torch.int64, device=device), 0.5)
         features = torch.ones(1, 16, 8, dtype=dtype, device=device)
         plan = strategy.plan(features, Grid(4, 4))
         plan.unmerge(plan.merge(features))
@@ -224,27 +231,61 @@ def _missing_operation(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class _MergedUNet:
-    """The overrides for the transformer blocks of one UNet, in one sampling run."""
+    """The overrides for the transformer blocks of one UNet, in one sampling run.
+
+    Attributes:
+        strategy: makes the plans.
+        stacks: the overrides, by spatial transformer.
+        blocks: the same, one after another.
+        plans: the plans that blocks of one level share in the present evaluation, None where
+            each block has its own.
+    """
 
     def __init__(self, diffusion_model: nn.Module, attachment: _Attachment):
         self.attachment = attachment
         self.strategy = attachment.make_strategy(attachment.config)
-        self.blocks = [
-            _MergedBlock(f"{name}.{index}", block, self)
+        self.stacks = [
+            _MergedStack(name, module, self)
             for name, module in diffusion_model.named_modules()
             if isinstance(module, SpatialTransformer)
-            for index, block in enumerate(module.transformer_blocks)
         ]
+        self.blocks = [block for stack in self.stacks for block in stack.blocks]
+        self.plans: dict[Grid, Plan | PoolPlan | None] | None = None
+        self._kept: dict[tuple[Any, ...], tuple[int, dict[Grid, Plan | PoolPlan | None]]] = {}
+
+    def plans_for(
+        self, step: int, options: dict[str, Any]
+    ) -> dict[Grid, Plan | PoolPlan | None] | None:
+        """The plans to share in this evaluation: those of an earlier step, or none so far.
+
+        A plan holds for the samples of one batch, so it is kept by what the batch is made of.
+        """
+        every = self.attachment.config.reuse_steps
+        if every == 0:
+            return None
+        window = options.get("context_window")
+        composition = (
+            *options.get("uuids", ()),
+            *options.get("cond_or_uncond", ()),
+            None if window is None else tuple(window.index_list),
+        )
+        made_in, plans = self._kept.get(composition, (-1, {}))
+        if made_in != step // every:
+            plans = {}
+            self._kept[composition] = (step // every, plans)
+        return plans
 
     @contextmanager
-    def installed(self, key: Tensor) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         """Put the overrides on for one model evaluation."""
-        self.strategy.start_step(key)
-        with ExitStack() as stack:
+        with ExitStack() as exits:
+            for stack in self.stacks:
+                stack.plan = stack.tokens = stack.merged = None
             for block in self.blocks:
                 block.slots_used = block.reason = None
+                block.fell_back = False
                 for module, forward in block.overrides:
-                    stack.enter_context(_forward_override(module, forward))
+                    exits.enter_context(_forward_override(module, forward))
             yield
 
 
@@ -263,6 +304,39 @@ def _forward_override(module: nn.Module, forward: Callable[..., Tensor]) -> Iter
             module.forward = before
 
 
+class _MergedStack:
+    """The transformer blocks of one spatial transformer, which may run as one on merged tokens.
+
+    Attributes:
+        plan: the plan under which the stack runs, from its first block to its last.
+        tokens: ``[batch, tokens, channels]`` that entered its first block.
+        merged: ``[batch, slots, channels]``, their merge.
+    """
+
+    def __init__(self, name: str, module: SpatialTransformer, unet: _MergedUNet):
+        self.unet = unet
+        # A video model runs a temporal block, which needs all tokens, after each spatial one.
+        self.runs_as_one = not isinstance(module, SpatialVideoTransformer)
+        self.plan: Plan | PoolPlan | None = None
+        self.tokens: Tensor | None = None
+        self.merged: Tensor | None = None
+        self.blocks = [
+            _MergedBlock(f"{name}.{index}", block, self)
+            for index, block in enumerate(module.transformer_blocks)
+        ]
+
+    def enter(self, plan: Plan | PoolPlan, x: Tensor) -> Tensor:
+        """Merge what enters the first block."""
+        self.plan, self.tokens, self.merged = plan, x, plan.merge(x)
+        return self.merged
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Add the change that all blocks made together to all tokens."""
+        result = self.tokens + self.plan.unmerge(y - self.merged)
+        self.plan = self.tokens = self.merged = None
+        return result
+
+
 class _MergedBlock:
     """The overrides for one transformer block.
 
@@ -271,19 +345,24 @@ class _MergedBlock:
     Attributes:
         name: path of the block within the UNet.
         overrides: modules and what they run instead of their ``forward``.
-        slots_used: tokens before and after, once a module of the block ran on merged tokens.
+        slots_used: tokens before and after, once anything of the block ran on merged tokens.
         reason: why the block ran on all its tokens.
+        fell_back: whether only its modules ran on merged tokens though a wider scope was asked for.
     """
 
-    def __init__(self, name: str, block: nn.Module, unet: _MergedUNet):
-        config = unet.attachment.config
+    def __init__(self, name: str, block: nn.Module, stack: _MergedStack):
+        config = stack.unet.attachment.config
         self.name = name
-        self.unet = unet
+        self.stack = stack
         self.slots_used: tuple[int, int] | None = None
         self.reason: str | None = None
-        self._plan: Plan | None = None
+        self.fell_back = False
+        self._plan: Plan | PoolPlan | None = None
         # With text as its context (x4 upscaler), attn1 is a cross-attention.
-        attend = on_merged if block.disable_self_attn else self_attention_on_merged
+        if block.disable_self_attn:
+            attend = on_merged
+        else:
+            attend = partial(self_attention_on_merged, attn_tokens=config.attn_tokens)
         self.overrides = [(block, self._block(block.forward))]
         if config.merge_attn:
             self.overrides.append((block.attn1, self._module(block.attn1.forward, attend)))
@@ -293,12 +372,29 @@ class _MergedBlock:
             self.overrides.append((block.ff, self._module(block.ff.forward, on_merged)))
 
     def _block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        config, stack = self.stack.unet.attachment.config, self.stack
+
         def block_forward(
             x: Tensor, context: Any = None, transformer_options: dict[str, Any] | None = None
         ) -> Tensor:
             options = {} if transformer_options is None else transformer_options
-            self._plan = self._plan_for(x, options)
-            return forward(x, context=context, transformer_options=options)
+            self._plan = None
+            if stack.plan is None:
+                plan = self._plan_for(x, options)
+                self.fell_back = config.scope != "module" and _needs_all_tokens(options)
+                if plan is None or config.scope == "module" or self.fell_back:
+                    self._plan = plan
+                    return forward(x, context=context, transformer_options=options)
+                whole_stack = config.scope == "stack" and stack.runs_as_one
+                if not whole_stack or self is not stack.blocks[0]:
+                    self.slots_used = (x.shape[1], plan.slot_count)
+                    return change_on_merged(
+                        forward, plan, x, context=context, transformer_options=options
+                    )
+                x = stack.enter(plan, x)
+            self.slots_used = (stack.tokens.shape[1], stack.plan.slot_count)
+            y = forward(x, context=context, transformer_options=options)
+            return stack.leave(y) if self is stack.blocks[-1] else y
 
         return block_forward
 
@@ -317,7 +413,7 @@ class _MergedBlock:
 
         return module_forward
 
-    def _plan_for(self, x: Tensor, options: dict[str, Any]) -> Plan | None:
+    def _plan_for(self, x: Tensor, options: dict[str, Any]) -> Plan | PoolPlan | None:
         """The plan of this block, None where it is not to merge.
 
         The reason is noted, but for a block of another level: that is as the settings say.
@@ -332,14 +428,40 @@ class _MergedBlock:
             self.reason = "another node changes the tokens of the transformer blocks"
             return None
         grid = Grid.of(shape, x.shape[1])
-        attachment = self.unet.attachment
+        attachment = self.stack.unet.attachment
+        config = attachment.config
         if not grid.is_within(Grid(*latent_shape[-2:]), attachment.max_downsample):
             return None
-        plan = self.unet.strategy.plan(x, grid)
+        plan = self._shared_plan(x, grid)
         if plan is None:
-            self.reason = f"{x.shape[1]} tokens are too few for ratio={attachment.config.ratio}"
-        elif not self.overrides[1:]:
+            self.reason = f"{x.shape[1]} tokens are too few for ratio={config.ratio}"
+        elif config.scope == "module" and not self.overrides[1:]:
             self.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
         else:
             self.reason = "other nodes replace the attention of the transformer blocks"
         return plan
+
+    def _shared_plan(self, x: Tensor, grid: Grid) -> Plan | PoolPlan | None:
+        unet = self.stack.unet
+        if unet.plans is None:
+            return unet.strategy.plan(x, grid)
+        if grid not in unet.plans:
+            unet.plans[grid] = unet.strategy.plan(x, grid)
+        return unet.plans[grid]
+
+
+_BLOCK_PATCHES = (
+    "attn1_patch",
+    "attn1_output_patch",
+    "attn2_patch",
+    "attn2_output_patch",
+    "middle_patch",
+)
+
+
+def _needs_all_tokens(options: dict[str, Any]) -> bool:
+    """Whether another node patches the inside of a transformer block, and so expects all tokens."""
+    patches, replaced = options.get("patches", {}), options.get("patches_replace", {})
+    return any(patches.get(name) for name in _BLOCK_PATCHES) or any(
+        replaced.get(name) for name in ("attn1", "attn2")
+    )

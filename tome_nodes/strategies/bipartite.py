@@ -4,50 +4,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import ToMeConfig
 from ..grid import Grid
-from ..picks import pick_per_cell
 from ..plan import Plan
+from .cells import CellStrategy, split_cells
 
 # Scores held in memory at once; a larger map is matched in several pieces.
 _SCORES_AT_ONCE = 2**24
 
 
-class BipartiteStrategy:
-    """Plans of one model in one sampling run.
+class BipartiteStrategy(CellStrategy):
+    """Each src token may merge into any dst token of the map."""
 
-    The split into src and dst tokens depends on the step and the grid only, so all blocks of a
-    level share it.
-    """
+    def split(self, grid: Grid, picks: Tensor) -> tuple[Tensor, Tensor]:
+        """See :func:`split_tokens`."""
+        return split_tokens(grid, self.config.sy, self.config.sx, picks)
 
-    def __init__(self, config: ToMeConfig):
-        self.config = config
-        self._key: Tensor | None = None
-        self._splits: dict[Grid, tuple[Tensor, Tensor]] = {}
-
-    def start_step(self, key: Tensor) -> None:
-        """Begin a model evaluation whose random picks hang on ``key``, a scalar int64 tensor."""
-        self._key = key
-        self._splits = {}
-
-    def plan(self, features: Tensor, grid: Grid) -> Plan | None:
-        """A plan for ``[batch, tokens, channels]`` features, or None where no token would merge."""
-        config = self.config
-        cells = grid.cells(config.sy, config.sx)
-        merges = min(int(grid.tokens * config.ratio), grid.tokens - cells.tokens)
-        if merges == 0 or cells.tokens == 0:
-            return None
-        if grid not in self._splits:
-            self._splits[grid] = split_tokens(grid, config.sy, config.sx, self._picks(cells))
-        src, dst = self._splits[grid]
+    def match(self, features: Tensor, src: Tensor, dst: Tensor, merges: int) -> Plan:
+        """See :func:`match`."""
         return match(features, src, dst, merges)
-
-    def _picks(self, cells: Grid) -> Tensor:
-        if self._key is None:
-            raise RuntimeError("start_step must come before plan")
-        if not self.config.use_rand:
-            return self._key.new_zeros(cells.tokens)
-        return pick_per_cell(self._key, cells, self.config.sy * self.config.sx)
 
 
 def split_tokens(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,17 +37,11 @@ def split_tokens(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, T
         ``src`` and ``dst`` token indices, int64; dst has one token for each whole cell, src has
         all the others, the rows and columns that fill no cell included.
     """
-    cells = grid.cells(sy, sx)
+    src, dst = split_cells(grid, sy, sx, picks)
+    rows, columns = dst.shape
     tokens = torch.arange(grid.tokens, device=picks.device).view(grid.height, grid.width)
-    height, width = cells.height * sy, cells.width * sx
-    by_cell = tokens[:height, :width].view(cells.height, sy, cells.width, sx)
-    by_cell = by_cell.transpose(1, 2).reshape(cells.tokens, sy * sx)
-    picks = picks[:, None]
-    others = torch.arange(sy * sx - 1, device=picks.device)
-    others = others + (others >= picks)
-    src = by_cell.gather(1, others).flatten()
-    rest = tokens[height:].flatten(), tokens[:height, width:].flatten()
-    return torch.cat([src, *rest]), by_cell.gather(1, picks).flatten()
+    below, beside = tokens[rows * sy :], tokens[: rows * sy, columns * sx :]
+    return torch.cat([src.flatten(), below.flatten(), beside.flatten()]), dst.flatten()
 
 
 @torch.no_grad()

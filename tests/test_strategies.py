@@ -1,0 +1,120 @@
+"""The strategies beside the paper's matching, each against a plain reading of its definition."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from test_bipartite import brute_force_groups, features_of, grids, groups
+from torch.testing import assert_close
+
+from tome_nodes.config import CHOICES, ToMeConfig
+from tome_nodes.grid import Grid
+from tome_nodes.picks import step_key
+from tome_nodes.plan import Plan
+from tome_nodes.strategies import make_strategy
+from tome_nodes.strategies.cluster import cluster
+from tome_nodes.strategies.pool import PoolPlan
+from tome_nodes.strategies.window import match_windows, split_windows
+
+cell_sides = st.sampled_from([1, 2, 3, 8])
+
+
+def plan_of(config, features, grid, step=0):
+    strategy = make_strategy(config)
+    strategy.start_step(torch.tensor(step_key(config.seed, step)), config.ratio)
+    return strategy.plan(features, grid)
+
+
+@given(
+    st.sampled_from(CHOICES["strategy"]),
+    grids,
+    cell_sides,
+    cell_sides,
+    st.sampled_from([0.05, 0.5, 0.75, 0.95]),
+    st.integers(1, 3),
+)
+def test_every_strategy_makes_a_partition_and_merges_means(strategy, grid, sx, sy, ratio, batch):
+    if sx * sy == 1:
+        sx = 2
+    features = features_of(grid, batch)
+    plan = plan_of(ToMeConfig(strategy=strategy, ratio=ratio, sx=sx, sy=sy), features, grid)
+    if plan is None:
+        return
+    # Copying each token's number back tells its slot, whatever the kind of plan.
+    numbers = torch.arange(plan.slot_count).float().expand(batch, -1)[..., None]
+    slots = plan.unmerge(numbers)[..., 0].long()
+    assert plan.slot_count < grid.tokens
+    for sample in slots:
+        assert sample.unique().tolist() == list(range(plan.slot_count))
+    belongs = F.one_hot(slots).mT.double()
+    means = belongs @ features.double() / belongs.sum(2, keepdim=True)
+    assert_close(plan.merge(features).double(), means, rtol=1e-5, atol=1e-5)
+
+
+@given(grids, cell_sides, cell_sides, st.integers(0, 99), st.floats(0, 1))
+def test_a_window_matches_as_the_paper_does_within_it(grid, sx, sy, seed, share):
+    if sx * sy == 1:
+        sx = 2
+    features = features_of(grid, seed=seed)
+    picks = torch.zeros(grid.cells(sy, sx).tokens, dtype=torch.int64)
+    if not len(picks):
+        return
+    src, dst = split_windows(grid, sy, sx, picks)
+    quota = max(1, int(share * src.shape[1]))
+    plan = match_windows(features, src, dst, quota)
+    assert plan.slot_count == grid.tokens - len(src) * quota
+    for sample in range(len(features)):
+        expected = set()
+        inside = set()
+        for own_src, own_dst in zip(src.tolist(), dst.tolist(), strict=True):
+            expected |= brute_force_groups(features[sample], own_src, own_dst, quota)
+            inside |= {*own_src, *own_dst}
+        expected |= {frozenset([token]) for token in set(range(grid.tokens)) - inside}
+        assert groups(plan, sample) == expected
+
+
+@pytest.mark.parametrize("height", [*range(2, 40), 52, 76, 96, 152])
+def test_windows_cover_nearly_all_of_a_map(height):
+    grid = Grid(height, 64)
+    src, dst = split_windows(grid, 2, 2, torch.zeros(grid.cells(2, 2).tokens, dtype=torch.int64))
+    tokens = torch.cat([src.flatten(), dst.flatten()])
+    assert len(tokens.unique()) == len(tokens)
+    side = len(dst[0]) ** 0.5 * 2
+    assert side <= 16
+    assert grid.tokens - len(tokens) <= 4 * grid.width
+
+
+def test_windows_of_a_usual_map_are_8_by_8_tokens():
+    grid = Grid(64, 64)
+    src, dst = split_windows(grid, 2, 2, torch.zeros(1024, dtype=torch.int64))
+    assert src.shape == (64, 48) and dst.shape == (64, 16)
+    first = sorted([*src[0].tolist(), *dst[0].tolist()])
+    assert first == [row * 64 + column for row in range(8) for column in range(8)]
+
+
+def test_window_and_global_matching_merge_as_many():
+    grid = Grid(64, 64)
+    features = features_of(grid, channels=8)
+    for ratio in (0.25, 0.5, 0.75):
+        window = plan_of(ToMeConfig(strategy="window", ratio=ratio), features, grid)
+        paper = plan_of(ToMeConfig(strategy="bipartite", ratio=ratio), features, grid)
+        assert window.slot_count == paper.slot_count
+
+
+def test_pool_is_the_mean_of_each_cell():
+    image = torch.randn(2, 5, 6, 4, generator=torch.Generator().manual_seed(1))
+    plan = PoolPlan(2, 6, 4, 2, 2)
+    merged = plan.merge(image.flatten(2).mT)
+    assert_close(merged, F.avg_pool2d(image, 2).flatten(2).mT)
+    back = F.interpolate(F.avg_pool2d(image, 2), scale_factor=2).flatten(2).mT
+    assert_close(plan.unmerge(merged), back)
+
+
+def test_clusters_are_ranks_of_similarity_to_the_mean():
+    features = torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 1.0], [1.0, 1.0]]])
+    similarity = F.cosine_similarity(features, features.mean(1, keepdim=True), dim=2)[0]
+    plan = cluster(features, 2)
+    assert isinstance(plan, Plan)
+    ranked = similarity.argsort().tolist()
+    assert groups(plan, 0) == {frozenset(ranked[:3]), frozenset(ranked[3:])}

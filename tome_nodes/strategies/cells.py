@@ -1,0 +1,78 @@
+"""What the strategies that keep one dst token in each cell share (paper, section 4.2)."""
+
+import torch
+from torch import Tensor
+
+from ..config import ToMeConfig
+from ..grid import Grid
+from ..picks import pick_per_cell
+from ..plan import Plan
+
+
+class CellStrategy:
+    """Plans of one model in one sampling run.
+
+    Which tokens are src and which dst depends on the step and the grid only, so all blocks of a
+    level share the split that a subclass makes.
+    """
+
+    def __init__(self, config: ToMeConfig):
+        self.config = config
+        self._ratio = config.ratio
+        self._key: Tensor | None = None
+        self._splits: dict[Grid, tuple[Tensor, Tensor]] = {}
+
+    def start_step(self, key: Tensor, ratio: float) -> None:
+        """Begin an evaluation at ``ratio``, its random picks keyed by a scalar int64 tensor."""
+        self._ratio = ratio
+        self._key = key
+        self._splits = {}
+
+    def plan(self, features: Tensor, grid: Grid) -> Plan | None:
+        """A plan for ``[batch, tokens, channels]`` features, or None where no token would merge."""
+        config = self.config
+        cells = grid.cells(config.sy, config.sx)
+        merges = min(int(grid.tokens * self._ratio), grid.tokens - cells.tokens)
+        if merges == 0 or cells.tokens == 0:
+            return None
+        if grid not in self._splits:
+            self._splits[grid] = self.split(grid, self._picks(cells))
+        src, dst = self._splits[grid]
+        return self.match(features, src, dst, merges)
+
+    def split(self, grid: Grid, picks: Tensor) -> tuple[Tensor, Tensor]:
+        """The src and dst tokens of a grid, given which token of each cell is its dst."""
+        raise NotImplementedError
+
+    def match(self, features: Tensor, src: Tensor, dst: Tensor, merges: int) -> Plan | None:
+        """The plan that merges ``merges`` of the src tokens."""
+        raise NotImplementedError
+
+    def _picks(self, cells: Grid) -> Tensor:
+        if self._key is None:
+            raise RuntimeError("start_step must come before plan")
+        if not self.config.use_rand:
+            return self._key.new_zeros(cells.tokens)
+        return pick_per_cell(self._key, cells, self.config.sy * self.config.sx)
+
+
+def split_cells(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:
+    """Split the tokens of each whole cell into src and dst.
+
+    Args:
+        grid: the feature map.
+        sy: height of a cell.
+        sx: width of a cell.
+        picks: ``[cells]`` int64, which token of its cell, row by row, is the dst.
+
+    Returns:
+        Token indices, int64: src ``[rows, columns, sy * sx - 1]`` and dst ``[rows, columns]``.
+    """
+    cells = grid.cells(sy, sx)
+    tokens = torch.arange(grid.tokens, device=picks.device).view(grid.height, grid.width)
+    by_cell = tokens[: cells.height * sy, : cells.width * sx]
+    by_cell = by_cell.reshape(cells.height, sy, cells.width, sx).transpose(1, 2).flatten(2)
+    picks = picks.view(cells.height, cells.width, 1)
+    others = torch.arange(sy * sx - 1, device=picks.device)
+    others = others + (others >= picks)
+    return by_cell.gather(2, others), by_cell.gather(2, picks).squeeze(2)

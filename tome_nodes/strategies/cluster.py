@@ -1,0 +1,42 @@
+"""Clusters by similarity to the mean token, as one published summary of the method describes it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import ToMeConfig
+from ..grid import Grid
+from ..plan import Plan
+
+
+class ClusterStrategy:
+    """Tokens of like similarity to the mean token merge, wherever they are in the picture."""
+
+    def __init__(self, config: ToMeConfig):
+        self.config = config
+        self._ratio = config.ratio
+
+    def start_step(self, key: Tensor, ratio: float) -> None:
+        """Begin a model evaluation at ``ratio``; clustering draws nothing at random."""
+        self._ratio = ratio
+
+    def plan(self, features: Tensor, grid: Grid) -> Plan | None:
+        """A plan for ``[batch, tokens, channels]`` features, or None where no token would merge."""
+        slots = grid.tokens - int(grid.tokens * self._ratio)
+        return cluster(features, slots) if slots < grid.tokens else None
+
+
+@torch.no_grad()
+def cluster(features: Tensor, slots: int) -> Plan:
+    """Cut the tokens, ranked by cosine similarity to their mean, into ``slots`` equal groups.
+
+    Args:
+        features: ``[batch, tokens, channels]``.
+        slots: number of groups, at most ``tokens``; their sizes differ by one at most.
+    """
+    batch, tokens, _ = features.shape
+    similarity = F.cosine_similarity(features, features.mean(1, keepdim=True), dim=2)
+    order = similarity.argsort(dim=1, stable=True)
+    group = torch.arange(tokens, device=features.device) * slots // tokens
+    groups = torch.empty_like(order).scatter_(1, order, group.expand(batch, -1))
+    return Plan.from_slots(groups, slots)

@@ -1,0 +1,69 @@
+"""Pooling: every whole cell merges into one slot, without looking at the tokens.
+
+The downsampling of ToDo (Smith et al., IJCAI 2024) as a plan. It needs neither similarities nor
+indices: merging is a mean over the cells of an image, unmerging a repetition.
+"""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import ToMeConfig
+from ..grid import Grid
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """A plan whose slots are the cells of a grid, the cut ones at its edges included.
+
+    It merges and unmerges as :class:`tome_nodes.plan.Plan` does.
+    """
+
+    batch: int
+    height: int
+    width: int
+    sy: int
+    sx: int
+
+    @property
+    def slot_count(self) -> int:
+        rows, columns = self._cells
+        return rows * columns
+
+    @property
+    def _cells(self) -> tuple[int, int]:
+        return -(-self.height // self.sy), -(-self.width // self.sx)
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether ``x`` is ``[batch, tokens, channels]`` of the plan's batch and tokens."""
+        return x.ndim == 3 and x.shape[:2] == (self.batch, self.height * self.width)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """The mean of each cell: ``[batch, tokens, channels]`` to ``[batch, slots, channels]``."""
+        image = x.mT.unflatten(2, (self.height, self.width))
+        cells = F.avg_pool2d(image, (self.sy, self.sx), ceil_mode=True, count_include_pad=False)
+        return cells.flatten(2).mT
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        """Each token's cell: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""
+        rows, columns = self._cells
+        image = y.view(self.batch, rows, 1, columns, 1, -1)
+        image = image.expand(-1, -1, self.sy, -1, self.sx, -1)
+        image = image.reshape(self.batch, rows * self.sy, columns * self.sx, -1)
+        return image[:, : self.height, : self.width].flatten(1, 2)
+
+
+class PoolStrategy:
+    """Merges whole cells; ``ratio`` only says whether to, since a cell has but one mean."""
+
+    def __init__(self, config: ToMeConfig):
+        self.config = config
+
+    def start_step(self, key: Tensor, ratio: float) -> None:
+        """Pooling draws nothing at random."""
+
+    def plan(self, features: Tensor, grid: Grid) -> PoolPlan | None:
+        """A plan for ``[batch, tokens, channels]`` features, or None where no token would merge."""
+        plan = PoolPlan(len(features), grid.height, grid.width, self.config.sy, self.config.sx)
+        return plan if plan.slot_count < grid.tokens else None
