@@ -149,8 +149,9 @@ class ToMePatchModel(io.ComfyNode):
                 _choice(
                     "strategy",
                     "How tokens are grouped. bipartite: the paper's matching over the whole map. "
-                    "window: the same within windows of 8x8 tokens, faster at large sizes. pool: the mean of each cell, without comparing; ratio does not count. "
-                    "cluster: by likeness to the mean token, wherever in the picture.",
+                    "window: the same within windows of 8x8 tokens, faster at large sizes. pool: "
+                    "the mean of each cell, without comparing; ratio does not count. cluster: by "
+                    "likeness to the mean token, wherever in the picture.",
                 ),
                 _choice(
                     "scope",

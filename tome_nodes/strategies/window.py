@@ -12,6 +12,9 @@ from ..grid import Grid
 from ..plan import Plan
 from .cells import CellStrategy, split_cells
 
+# Features that a CPU gathers at once, so that they stay in its cache; a GPU takes a map whole.
+_CPU_FEATURES_AT_ONCE = 2**20
+
 WINDOW_SIDE = 8
 """Tokens along the side of a window, where the grid allows."""
 
@@ -80,18 +83,21 @@ def match_windows(features: Tensor, src: Tensor, dst: Tensor, quota: int) -> Pla
         A plan of ``tokens - windows * quota`` slots.
     """
     batch, tokens, channels = features.shape
-    windows = len(src)
-    directions = F.normalize(features, dim=-1)
-    queries = directions.index_select(1, src.flatten()).view(batch * windows, -1, channels)
-    keys = directions.index_select(1, dst.flatten()).view(batch * windows, -1, channels)
-    similarity, nearest = torch.bmm(queries, keys.mT).max(dim=2)
-    merged = similarity.topk(quota, dim=1, sorted=False).indices
-    chosen = nearest.gather(1, merged).view(batch, windows, quota)
-    merged = merged.view(batch, windows, quota)
     owners = torch.arange(tokens, device=features.device).repeat(batch, 1)
-    owners.scatter_(
-        1,
-        src.expand(batch, -1, -1).gather(2, merged).flatten(1),
-        dst.expand(batch, -1, -1).gather(2, chosen).flatten(1),
-    )
-    return Plan.from_owners(owners, tokens - windows * quota)
+    at_once = len(src)
+    if features.device.type == "cpu":
+        at_once = max(1, _CPU_FEATURES_AT_ONCE // (batch * channels * src.shape[1]))
+    for own_src, own_dst in zip(src.split(at_once), dst.split(at_once), strict=True):
+        queries, keys = (
+            F.normalize(features.index_select(1, own.flatten()), dim=2).unflatten(1, own.shape)
+            for own in (own_src, own_dst)
+        )
+        similarity, nearest = (queries @ keys.mT).max(dim=3)
+        merged = similarity.topk(quota, dim=2, sorted=False).indices
+        chosen = nearest.gather(2, merged)
+        owners.scatter_(
+            1,
+            own_src.expand(batch, -1, -1).gather(2, merged).flatten(1),
+            own_dst.expand(batch, -1, -1).gather(2, chosen).flatten(1),
+        )
+    return Plan.from_owners(owners, tokens - len(src) * quota)
