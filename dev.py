@@ -34,11 +34,13 @@ def main() -> int:
 
     parser = _parser()
     arguments, rest = parser.parse_known_args()
-    if rest and arguments.command != "test":
+    if rest and arguments.command not in ("test", "bench"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         if arguments.command == "demo":
             return demo(arguments)
+        if arguments.command == "bench":
+            return bench(rest)
         return test(rest) if arguments.command == "test" else lint()
     except ToolError as error:
         print(f"\nError: {error}", file=sys.stderr)
@@ -70,6 +72,14 @@ def test(pytest_arguments: list[str]) -> int:
     if not any(name.startswith("tests") and (ROOT / name).exists() for name in chosen):
         pytest_arguments = [*pytest_arguments, "tests"]
     return _call(environment.PYTHON, "-m", "pytest", *pytest_arguments, folder=ROOT)
+
+
+def bench(arguments: list[str]) -> int:
+    """Measure what merging costs and saves."""
+    from tools import environment
+
+    environment.prepare()
+    return _call(environment.PYTHON, "-m", "benchmarks", *arguments, folder=ROOT)
 
 
 def lint() -> int:
@@ -104,6 +114,11 @@ def _parser() -> argparse.ArgumentParser:
         add("demo", "run a workflow on a real ComfyUI with ToMe off and on, and compare the two")
     )
     add("test", "run all tests, or those that further arguments tell pytest to run")
+    add(
+        "bench",
+        "measure all methods against the unpatched model; further arguments: --quick, --device, "
+        "--model, --size, --batch, --ratio, --repeats",
+    )
     add("lint", "check the code and its format with ruff")
     return parser
 
