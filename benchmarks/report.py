@@ -66,40 +66,38 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Speed-up against resolution, and against the difference from the unpatched model."""
+    """For each model, speed-up against resolution, and against the difference from unpatched."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (by_size, by_error) = pyplot.subplots(1, 2, figsize=(15, 6), layout="constrained")
-    last = result["runs"][-1]
-    colours = pyplot.colormaps["tab20"]
-    for index, name in enumerate(last["methods"]):
-        runs = [run for run in result["runs"] if run["model"] == last["model"]]
-        by_size.plot(
-            [run["size"] for run in runs],
-            [speed_up(run, name) for run in runs],
-            "--" if name.startswith("ideal") else "-o",
-            label=name,
-            color=colours(index),
-        )
-        if not name.startswith("ideal"):
-            by_error.plot(
-                last["methods"][name]["error"], speed_up(last, name), "o", color=colours(index)
-            )
-            by_error.annotate(
-                name, (last["methods"][name]["error"], speed_up(last, name)), fontsize=8
-            )
-    by_size.set(xlabel="side of the picture, pixels", ylabel="times faster than unpatched")
-    by_size.set_title(last["model"])
-    by_size.legend(fontsize=7)
-    by_error.set(
-        xlabel="difference from the unpatched model, random weights",
-        ylabel="times faster than unpatched",
-        title=f"{last['model']}, {last['size']}x{last['size']}",
+    models = list(dict.fromkeys(run["model"] for run in result["runs"]))
+    figure, rows = pyplot.subplots(
+        len(models), 2, figsize=(15, 6 * len(models)), squeeze=False, layout="constrained"
     )
-    for axes in (by_size, by_error):
-        axes.grid(alpha=0.3)
+    colours = pyplot.colormaps["tab20"]
+    for model, (by_size, by_error) in zip(models, rows, strict=True):
+        runs = [run for run in result["runs"] if run["model"] == model]
+        largest = runs[-1]
+        sizes = [run["size"] for run in runs]
+        for index, name in enumerate(largest["methods"]):
+            gains = [speed_up(run, name) for run in runs]
+            style = "--s" if name.startswith("ideal") else "-o"
+            by_size.plot(sizes, gains, style, label=name, color=colours(index))
+            error = largest["methods"][name]["error"]
+            by_error.plot(error, gains[-1], style[-1], color=colours(index))
+            by_error.annotate(name, (error, gains[-1]), fontsize=8, rotation=20)
+        by_size.set(title=model, xlabel="side of the picture, pixels", xticks=sizes)
+        by_size.legend(fontsize=7)
+        by_error.set(
+            title=f"{model}, {sizes[-1]}x{sizes[-1]}",
+            xlabel="difference from the unpatched model, random weights",
+        )
+        for axes in (by_size, by_error):
+            axes.set_ylabel("times faster than unpatched")
+            axes.margins(0.15)
+            axes.grid(alpha=0.3)
     figure.suptitle(f"{result['command']}, {result['date']}")
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=80)
+    pyplot.close(figure)
