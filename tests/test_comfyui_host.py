@@ -596,6 +596,21 @@ def test_weights_that_stay_offloaded_work_under_the_patch(checkpoints):
         patched.detach()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+def test_half_precision_merges_as_many_tokens_to_a_like_result(checkpoints, told, dtype, strategy):
+    path = str(checkpoints("sd15", levels=1))
+    model = comfy.sd.load_diffusion_model(path, model_options={"dtype": dtype})
+    # On a CPU the host would compute in float32.
+    model.model.manual_cast_dtype = None
+    assert model.model.get_dtype_inference() == dtype
+    plain = sample(model, steps=1)
+    error = relative_error(sample(attach(model, ToMeConfig(strategy=strategy)), steps=1), plain)
+    assert 1e-3 < error < 0.5
+    slots = 48 if strategy == "pool" else 96
+    assert told()[-1].startswith(f"[ToMe] merged 6/6 blocks (192 -> {slots} tokens), 1/1 steps")
+
+
 def test_a_deep_clone_merges_in_its_own_weights(checkpoints, told):
     model = comfy.sd.load_diffusion_model(str(checkpoints("sd15", levels=1)))
     patched = attach(model, ToMeConfig())
