@@ -204,9 +204,18 @@ def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(load, reus
 def test_kept_plans_are_for_one_composition_of_the_batch(sd15, monkeypatch):
     patched = attach(sd15, ToMeConfig(reuse_steps=9), Counted)
     monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_: 0)
+    two_prompts = conditioning(768, 0.5) + conditioning(768, 0.75)
     Counted.made = 0
-    sample(patched, steps=3)
-    assert Counted.made == 2 + 1
+    sample(patched, steps=3, positive=two_prompts)
+    # Each prompt is evaluated alone: two positive, one negative, and the one of a few tokens.
+    assert Counted.made == 3 + 1
+
+
+def test_a_stack_of_one_block_is_that_block(sd15):
+    block, stack = (
+        sample(attach(sd15, ToMeConfig(scope=scope)), steps=1) for scope in ("block", "stack")
+    )
+    assert torch.equal(block, stack)
 
 
 def test_ratio_moves_over_the_steps(sd15, told):
