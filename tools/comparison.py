@@ -53,6 +53,11 @@ class Comparison:
         rows.append(("whole run", NOTHING, NOTHING, NOTHING, *times))
         return _aligned(rows)
 
+    def has_plain_pass(self) -> bool:
+        """Whether a sampler merged nothing even with ToMe on."""
+        logs = self.on[0].logs
+        return any(not MERGED.search(logs[sampler.node]) for sampler in passes(self.graph))
+
     def warnings(self) -> list[str]:
         """What the pack said instead of how much it merged."""
         logs = "\n".join(self.on[0].logs.values())

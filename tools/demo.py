@@ -99,6 +99,8 @@ def run(arguments: argparse.Namespace) -> None:
         server.stop()
 
     print(f"\n{comparison.table()}\n")
+    if comparison.has_plain_pass():
+        print("A pass without tokens does the same work off and on: it shows the machine's noise.")
     for warning in comparison.warnings():
         print(f"Warning: {warning}")
     for name, image in (("off", comparison.off[0].image), ("on", comparison.on[0].image)):

@@ -15,7 +15,7 @@ import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
 
-from tools.steps import NetworkError, SetupError, run, succeeds, timed
+from tools.steps import FetchError, SetupError, run, succeeds, timed
 
 ROOT = Path(__file__).resolve().parent.parent
 """The repository's root."""
@@ -169,8 +169,7 @@ def _install(step: str, *arguments: str) -> None:
     UNFINISHED.touch()
     try:
         run(step, command)
-    except NetworkError:
-        # pip has everything at hand before it changes anything.
+    except FetchError:
         UNFINISHED.unlink()
         raise
     UNFINISHED.unlink()

@@ -26,13 +26,16 @@ NETWORK_SYMPTOMS = (
     "getaddrinfo",
 )
 
+NO_PACKAGE = "No matching distribution found"
+DISK_FULL = ("No space left on device", "not enough space on the disk")
+
 
 class SetupError(ToolError):
     """What kept the set-up from being completed, and what to do about it."""
 
 
-class NetworkError(SetupError):
-    """The set-up needed something from the network and could not get it."""
+class FetchError(SetupError):
+    """Something could not be fetched; nothing was changed yet."""
 
 
 def run(
@@ -46,7 +49,8 @@ def run(
             return
         log.seek(0)
         output = log.read().strip()
-    failure = NetworkError if _has(output, NETWORK_SYMPTOMS) else SetupError
+    failed_to_fetch = _has(output, (*NETWORK_SYMPTOMS, NO_PACKAGE)) and not _has(output, DISK_FULL)
+    failure = FetchError if failed_to_fetch else SetupError
     raise failure(f"{output}\n\n{step}: failed with exit code {status}. {_advice(output)}")
 
 
@@ -109,18 +113,19 @@ def _run_logged(
 
 
 def _advice(output: str) -> str:
+    if _has(output, DISK_FULL):
+        return "The disk is full: free some space and run this again."
     if _has(output, NETWORK_SYMPTOMS):
         return (
             "The network could not be reached: check the connection and the proxy settings, "
             "and run this again."
         )
-    if _has(output, ("No space left on device", "not enough space on the disk")):
-        return "The disk is full: free some space and run this again."
-    if _has(output, ("No matching distribution found",)):
+    if _has(output, (NO_PACKAGE,)):
         version = ".".join(map(str, sys.version_info[:3]))
         return (
-            f"Perhaps a package does not support Python {version} on this system: delete .venv "
-            "and run this with another Python, 3.10 or later."
+            "Either the package index could not be reached, so check the network and pip's "
+            f"settings; or the package does not support Python {version} on this system, so "
+            "delete .venv and run this with another Python, 3.10 or later."
         )
     return "The reason is above; mend it and run this again."
 
