@@ -44,7 +44,7 @@ def change_on_merged(
         ``[batch, tokens, channels]``.
     """
     merged = plan.merge(x)
-    return x + plan.unmerge(block(merged, *args, **kwargs) - merged)
+    return plan.add_change(x, merged, block(merged, *args, **kwargs))
 
 
 def self_attention_on_merged(

@@ -332,7 +332,7 @@ class _MergedStack:
 
     def leave(self, y: Tensor) -> Tensor:
         """Add the change that all blocks made together to all tokens."""
-        result = self.tokens + self.plan.unmerge(y - self.merged)
+        result = self.plan.add_change(self.tokens, self.merged, y)
         self.plan = self.tokens = self.merged = None
         return result
 

@@ -53,6 +53,10 @@ class PoolPlan:
         image = image.reshape(self.batch, rows * self.sy, columns * self.sx, -1)
         return image[:, : self.height, : self.width].flatten(1, 2)
 
+    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """``x + unmerge(after - before)``: tokens, and what their slots went through."""
+        return x + self.unmerge(after - before)
+
 
 class PoolStrategy:
     """Merges whole cells; ``ratio`` only says whether to, since a cell has but one mean."""
