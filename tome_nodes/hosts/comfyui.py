@@ -7,8 +7,10 @@ touched, so LoRA, saving, merging of models and other nodes' patches go on as be
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +23,10 @@ from torch import Tensor, nn
 
 from ..config import ToMeConfig
 from ..grid import Grid
+from ..ops import resolve
 from ..picks import step_key
 from ..plan import Plan
-from ..schedule import NoiseRange, ratio_at, step_index
+from ..schedule import NoiseRange, least_tokens, ratio_at, step_index
 from ..scopes import change_on_merged, on_merged, self_attention_on_merged
 from ..statistics import RunStatistics
 from ..strategies import Strategy, make_strategy
@@ -47,7 +50,7 @@ def attach(
         ValueError: the model is not a UNet with spatial transformers.
     """
     unet = _unet(model.get_model_object("diffusion_model"))
-    levels = list(_attention_levels(unet))
+    levels = _blocks_by_level(unet)
     if not levels:
         raise ValueError(
             f"token merging needs a model with transformer blocks, and this {_class_name(unet)} "
@@ -55,7 +58,7 @@ def attach(
         )
     clone = detach(model)
     if max(config.ratio, config.ratio_end) > 0:
-        attachment = _Attachment(config, make_strategy, shallowest=min(levels))
+        attachment = _Attachment(config, make_strategy, levels)
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
     return clone
@@ -83,18 +86,17 @@ def _unet(diffusion_model: nn.Module) -> UNetModel:
     return plain
 
 
-def _attention_levels(unet: UNetModel) -> Iterator[int]:
-    """How many times smaller than the latent each spatial transformer on the way down works."""
+def _blocks_by_level(unet: UNetModel) -> dict[int, int]:
+    """Transformer blocks on the way down and in the middle, by how much smaller than the latent."""
+    blocks: Counter[int] = Counter()
     downsample = 1
-    for layer in (layer for block in unet.input_blocks for layer in block):
-        if isinstance(layer, SpatialTransformer):
-            yield downsample
-        elif isinstance(layer, Downsample) or (isinstance(layer, ResBlock) and layer.updown):
-            downsample *= 2
-    if unet.middle_block is not None and any(
-        isinstance(layer, SpatialTransformer) for layer in unet.middle_block
-    ):
-        yield downsample
+    for block in [*unet.input_blocks, unet.middle_block or ()]:
+        for layer in block:
+            if isinstance(layer, SpatialTransformer):
+                blocks[downsample] += len(layer.transformer_blocks)
+            elif isinstance(layer, Downsample) or (isinstance(layer, ResBlock) and layer.updown):
+                downsample *= 2
+    return dict(blocks)
 
 
 class _Attachment:
@@ -104,14 +106,20 @@ class _Attachment:
         self,
         config: ToMeConfig,
         make_strategy: Callable[[ToMeConfig], Strategy],
-        shallowest: int,
+        blocks_by_level: dict[int, int],
     ):
         self.config = config
         self.make_strategy = make_strategy
-        self.shallowest = shallowest
-        self.max_downsample = (
-            shallowest if config.max_downsample == "auto" else config.max_downsample
-        )
+        self.shallowest = min(blocks_by_level)
+        if config.max_downsample != "auto":
+            self.max_downsample = config.max_downsample
+        elif config.scope == "module":
+            self.max_downsample = self.shallowest
+        else:
+            # Whole blocks are worth merging where most of them are: in SDXL, one level deeper.
+            self.max_downsample = min(
+                blocks_by_level, key=lambda level: (-blocks_by_level[level], level)
+            )
 
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Around one sampling run: the host discards its model options, and our run, at its end."""
@@ -149,6 +157,8 @@ class _Run:
         self.statistics = RunStatistics()
         self._unets: dict[nn.Module, _MergedUNet] = {}
         self._device_lacks: str | None = None
+        self._backend: str | None = None
+        self._no_triton: str | None = None
 
     @contextmanager
     def evaluation(self, model: Any, t: Tensor, options: dict[str, Any]) -> Iterator[None]:
@@ -171,11 +181,10 @@ class _Run:
             return
         unet = self._unets.get(model.diffusion_model)
         if unet is None:
-            unet = _MergedUNet(model.diffusion_model, self.attachment)
+            strategy = self._usable_strategy(t.device, model.get_dtype_inference())
+            least = least_tokens(config, t.device.type, self._backend)
+            unet = _MergedUNet(model.diffusion_model, self.attachment, strategy, least)
             self._unets[model.diffusion_model] = unet
-            self._device_lacks = _missing_operation(
-                unet.strategy, t.device, model.get_dtype_inference()
-            )
         if self._device_lacks is not None:
             statistics.skipped(f"the device {t.device} cannot do it: {self._device_lacks}")
             yield
@@ -195,6 +204,18 @@ class _Run:
             elif block.reason is not None:
                 statistics.skipped(block.reason)
 
+    def _usable_strategy(self, device: torch.device, dtype: torch.dtype) -> Strategy:
+        """The strategy on the backend that works on the device."""
+        config, make = self.attachment.config, self.attachment.make_strategy
+        self._backend, self._no_triton = resolve(config.backend, device, dtype)
+        strategy = make(replace(config, backend=self._backend))
+        self._device_lacks = _missing_operation(strategy, device, dtype)
+        if self._device_lacks is not None and self._backend == "triton":
+            self._backend, self._no_triton = "torch", self._device_lacks
+            strategy = make(replace(config, backend="torch"))
+            self._device_lacks = _missing_operation(strategy, device, dtype)
+        return strategy
+
     def log(self) -> None:
         """Tell in one line what was merged, or why nothing was."""
         config, statistics = self.attachment.config, self.statistics
@@ -205,6 +226,10 @@ class _Run:
                 ratio += f" to {config.ratio_end:.2f}"
             ways = [] if config.strategy == "bipartite" else [config.strategy]
             ways += [] if config.scope == "module" else [f"{config.scope} scope"]
+            if self._backend == "triton":
+                ways.append("triton")
+            elif self._no_triton is not None:
+                ways.append(f"torch as Triton cannot be used ({self._no_triton})")
             if statistics.fell_back:
                 ways.append(f"module scope in {len(statistics.fell_back)} that other nodes patch")
             log.info(
@@ -220,13 +245,17 @@ class _Run:
 
 def _missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dtype) -> str | None:
     """What the device answers when it cannot run an operation of merging, None when it can."""
+    grid = Grid(16, 16)
     try:
         strategy.start_step(torch.zeros((), dtype=torch.int64, device=device), 0.5)
-        features = torch.ones(1, 16, 8, dtype=dtype, device=device)
-        plan = strategy.plan(features, Grid(4, 4))
-        plan.unmerge(plan.merge(features))
-    except (NotImplementedError, RuntimeError) as error:
-        return str(error).partition("\n")[0]
+        features = torch.ones(1, grid.tokens, 8, dtype=dtype, device=device)
+        plan = strategy.plan(features, grid)
+        merged = plan.merge(features)
+        plan.unmerge(merged)
+        plan.add_change(features, merged, merged)
+    except Exception as error:
+        # A kernel's compiler fails in ways of its own: no C compiler, say.
+        return str(error).partition("\n")[0] or type(error).__name__
     return None
 
 
@@ -235,15 +264,23 @@ class _MergedUNet:
 
     Attributes:
         strategy: makes the plans.
+        least_tokens: what a feature map must have to be merged.
         stacks: the overrides, by spatial transformer.
         blocks: the same, one after another.
         plans: the plans that blocks of one level share in the present evaluation, None where
             each block has its own.
     """
 
-    def __init__(self, diffusion_model: nn.Module, attachment: _Attachment):
+    def __init__(
+        self,
+        diffusion_model: nn.Module,
+        attachment: _Attachment,
+        strategy: Strategy,
+        least_tokens: int,
+    ):
         self.attachment = attachment
-        self.strategy = attachment.make_strategy(attachment.config)
+        self.strategy = strategy
+        self.least_tokens = least_tokens
         self.stacks = [
             _MergedStack(name, module, self)
             for name, module in diffusion_model.named_modules()
@@ -431,6 +468,11 @@ class _MergedBlock:
         attachment = self.stack.unet.attachment
         config = attachment.config
         if not grid.is_within(Grid(*latent_shape[-2:]), attachment.max_downsample):
+            return None
+        least = self.stack.unet.least_tokens
+        if grid.tokens < least:
+            automatic = "" if config.min_tokens else ", which is where it pays here (min_tokens=0)"
+            self.reason = f"{grid.tokens} tokens are fewer than {least}{automatic}"
             return None
         plan = self._shared_plan(x, grid)
         if plan is None:

@@ -62,8 +62,8 @@ def match_windows(
 
     Programs are windows, then pieces of the tokens that fill no window, by samples. A window is
     ``HIGH`` by ``WIDE`` cells of ``SY`` by ``SX`` tokens, padded to ``TOKENS`` tokens and ``CELLS``
-    cells; ``CHANNELS`` of ``ALL_CHANNELS`` channels are loaded at once. All windows merge ``quota`` tokens, so where a
-    window's slots and members begin is known without looking at the others.
+    cells; ``CHANNELS`` of ``ALL_CHANNELS`` channels are loaded at once. All windows merge ``quota``
+    tokens, so where a window's slots and members begin is known without looking at the others.
     """
     ACROSS: tl.constexpr = WIDE * SX
     INSIDE: tl.constexpr = HIGH * SY * ACROSS
@@ -172,9 +172,7 @@ def match_windows(
     in_earlier_slot = inside[None, :] & (owner[None, :] < owner[:, None])
     start = tl.sum(in_earlier_slot.to(tl.int32), axis=1)
     in_slot_before = (
-        inside[None, :]
-        & (owner[None, :] == owner[:, None])
-        & (place[None, :] < place[:, None])
+        inside[None, :] & (owner[None, :] == owner[:, None]) & (place[None, :] < place[:, None])
     )
     member = start + tl.sum(in_slot_before.to(tl.int32), axis=1)
 
@@ -260,9 +258,9 @@ def add_change(
     mask = is_token[:, None] & (channel < channels)[None, :]
     slot = tl.load(rows + token, mask=is_token, other=0)[:, None] * channels + channel[None, :]
     own = token // tokens * stride_sample + token % tokens * stride_token
-    value = tl.load(
-        x + own[:, None] + channel[None, :] * stride_channel, mask=mask, other=0.0
-    ).to(tl.float32)
+    value = tl.load(x + own[:, None] + channel[None, :] * stride_channel, mask=mask, other=0.0).to(
+        tl.float32
+    )
     value += tl.load(after + slot, mask=mask, other=0.0).to(tl.float32)
     value -= tl.load(before + slot, mask=mask, other=0.0).to(tl.float32)
     tl.store(

@@ -40,7 +40,7 @@ class CellStrategy:
         return self.match(features, grid, merges)
 
     def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
-        """The plan that merges ``merges`` of the src tokens, None where it cannot be done evenly."""
+        """The plan that merges ``merges`` src tokens, None where it comes to nothing."""
         raise NotImplementedError
 
     def split(self, grid: Grid, picks: Tensor) -> tuple[Tensor, Tensor]:
