@@ -1,7 +1,6 @@
 """The attach to real ComfyUI models: what merges, what is left alone, what is left behind."""
 
 import gc
-import logging
 import weakref
 
 import comfy.model_management
@@ -29,32 +28,6 @@ class Shuffle(BipartiteStrategy):
         generator = torch.Generator().manual_seed(grid.tokens)
         order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
         return Plan.from_slots(torch.stack(order), grid.tokens)
-
-
-@pytest.fixture(scope="module")
-def load(checkpoints):
-    """Models by family, loaded once."""
-    models = {}
-
-    def loaded(family, **options):
-        path = str(checkpoints(family, **options))
-        if path not in models:
-            models[path] = comfy.sd.load_diffusion_model(path)
-        return models[path]
-
-    return loaded
-
-
-@pytest.fixture
-def sd15(load):
-    return load("sd15", levels=1)
-
-
-@pytest.fixture
-def told(caplog):
-    """The messages of the pack so far."""
-    caplog.set_level(logging.INFO, logger="tome_nodes")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "tome_nodes"]
 
 
 @pytest.mark.parametrize("family", CONTEXT_CHANNELS)

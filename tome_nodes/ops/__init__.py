@@ -20,12 +20,12 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str
     """
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return "torch", None
-    if device.type != "cuda":
-        return "torch", f"its kernels need a CUDA or ROCm device, and the model is on {device}"
     try:
         from . import fused
     except ImportError as error:
         return "torch", str(error)
+    if not fused.runs_on(device):
+        return "torch", f"its kernels need a CUDA or ROCm device, and the model is on {device}"
     if dtype not in fused.DTYPES:
         return "torch", f"its kernels do not work on {dtype}"
     if torch.is_grad_enabled():

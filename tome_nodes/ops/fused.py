@@ -5,6 +5,7 @@ Importing this module needs Triton; :func:`tome_nodes.ops.choose` says whether i
 """
 
 import torch
+import triton
 from torch import Tensor
 
 from . import kernels
@@ -17,6 +18,11 @@ DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 # Rows and channels of one program: 16 bytes a thread in half precision, whole cache lines.
 _ROWS, _CHANNELS, _WARPS = 8, 64, 2
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels run there: on CUDA and ROCm, and on a CPU in Triton's interpreter."""
+    return device.type == "cuda" or (device.type == "cpu" and triton.knobs.runtime.interpret)
 
 
 def _require(x: Tensor, name: str) -> None:
