@@ -25,7 +25,7 @@ def _scramble(bits):
 def _pick(stream, cell, CHOICES: tl.constexpr, RANDOM: tl.constexpr):
     """:func:`tome_nodes.picks.pick_per_cell` for some cells, 0 where picks are not random."""
     if RANDOM:
-        bits = _scramble(stream + cell.to(tl.uint32))
+        bits = _scramble(stream + cell.to(tl.uint32) + 1)
         return ((bits.to(tl.uint64) * CHOICES) >> 32).to(tl.int32)
     else:
         return cell * 0
@@ -143,14 +143,13 @@ def match_windows(
         token_norm += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
         dst_norm += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
     similarity = products / tl.sqrt(tl.maximum(dst_norm, 1e-24))[:, None]
+    similarity = similarity / tl.sqrt(tl.maximum(token_norm, 1e-24))[None, :]
     # What is not a number comes last of the src, so that the quota holds whatever the features.
     similarity = tl.where(similarity == similarity, similarity, -2.0)
     similarity = tl.where(is_cell[:, None], similarity, float("-inf"))
     best, nearest = tl.max(similarity, axis=0, return_indices=True)
-    best = best / tl.sqrt(tl.maximum(token_norm, 1e-24))
 
     is_src = inside & (is_dst == 0)
-    best = tl.where(best == best, best, -2.0)
     best = tl.where(is_src, best, float("-inf"))
     ahead = (best[None, :] > best[:, None]) | (
         (best[None, :] == best[:, None]) & (place[None, :] < place[:, None])
@@ -169,11 +168,9 @@ def match_windows(
     stays = inside & (merged == 0)
     before = stays[None, :] & (place[None, :] < owner[:, None])
     slot = tl.sum(before.to(tl.int32), axis=1)
-    in_earlier_slot = inside[None, :] & (owner[None, :] < owner[:, None])
+    in_earlier_slot = owner[None, :] < owner[:, None]
     start = tl.sum(in_earlier_slot.to(tl.int32), axis=1)
-    in_slot_before = (
-        inside[None, :] & (owner[None, :] == owner[:, None]) & (place[None, :] < place[:, None])
-    )
+    in_slot_before = (owner[None, :] == owner[:, None]) & (place[None, :] < place[:, None])
     member = start + tl.sum(in_slot_before.to(tl.int32), axis=1)
 
     window_slot = first_slot + program * (INSIDE - quota)
