@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +24,10 @@ from ..config import ToMeConfig
 from ..grid import Grid
 from ..ops import resolve
 from ..picks import step_key
-from ..plan import Plan
 from ..schedule import NoiseRange, least_tokens, ratio_at, step_index
-from ..scopes import change_on_merged, on_merged, self_attention_on_merged
 from ..statistics import RunStatistics
 from ..strategies import Strategy, make_strategy
-from ..strategies.pool import PoolPlan
+from .blocks import MergedBlock, MergedUNet, missing_operation
 
 KEY = "tome_nodes"
 """Our name among the wrappers of a model and in its transformer options."""
@@ -121,6 +118,20 @@ class _Attachment:
                 blocks_by_level, key=lambda level: (-blocks_by_level[level], level)
             )
 
+    def merged(
+        self, diffusion_model: nn.Module, strategy: Strategy, least_tokens: int
+    ) -> MergedUNet:
+        """The overrides for a UNet, which may be a deep clone of the one attached to."""
+        # A video model runs a temporal block, which needs all tokens, after each spatial one.
+        transformers = [
+            (name, module, not isinstance(module, SpatialVideoTransformer))
+            for name, module in diffusion_model.named_modules()
+            if isinstance(module, SpatialTransformer)
+        ]
+        return MergedUNet(
+            self.config, strategy, self.max_downsample, least_tokens, _Block, transformers
+        )
+
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Around one sampling run: the host discards its model options, and our run, at its end."""
         run = _Run(self)
@@ -155,7 +166,7 @@ class _Run:
     def __init__(self, attachment: _Attachment):
         self.attachment = attachment
         self.statistics = RunStatistics()
-        self._unets: dict[nn.Module, _MergedUNet] = {}
+        self._unets: dict[nn.Module, MergedUNet] = {}
         self._device_lacks: str | None = None
         self._backend: str | None = None
         self._no_triton: str | None = None
@@ -183,37 +194,30 @@ class _Run:
         if unet is None:
             strategy = self._usable_strategy(t.device, model.get_dtype_inference())
             least = least_tokens(config, t.device.type, self._backend)
-            unet = _MergedUNet(model.diffusion_model, self.attachment, strategy, least)
+            unet = self.attachment.merged(model.diffusion_model, strategy, least)
             self._unets[model.diffusion_model] = unet
         if self._device_lacks is not None:
             statistics.skipped(f"the device {t.device} cannot do it: {self._device_lacks}")
             yield
             return
-        statistics.blocks_present = len(unet.blocks)
         ratio = ratio_at(config, step, statistics.total_steps)
         key = torch.full((), step_key(config.seed, step), dtype=torch.int64, device=t.device)
         unet.strategy.start_step(key, ratio)
-        unet.plans = unet.plans_for(step, options)
+        unet.plans = unet.plans_for(step, _composition(options))
         with unet.installed():
             yield
-        for block in unet.blocks:
-            if block.slots_used is not None:
-                statistics.merged(step, block.name, *block.slots_used)
-                if block.fell_back:
-                    statistics.fell_back.add(block.name)
-            elif block.reason is not None:
-                statistics.skipped(block.reason)
+        unet.note(statistics, step)
 
     def _usable_strategy(self, device: torch.device, dtype: torch.dtype) -> Strategy:
         """The strategy on the backend that works on the device."""
         config, make = self.attachment.config, self.attachment.make_strategy
         self._backend, self._no_triton = resolve(config.backend, device, dtype)
         strategy = make(replace(config, backend=self._backend))
-        self._device_lacks = _missing_operation(strategy, device, dtype)
+        self._device_lacks = missing_operation(strategy, device, dtype)
         if self._device_lacks is not None and self._backend == "triton":
             self._backend, self._no_triton = "torch", self._device_lacks
             strategy = make(replace(config, backend="torch"))
-            self._device_lacks = _missing_operation(strategy, device, dtype)
+            self._device_lacks = missing_operation(strategy, device, dtype)
         return strategy
 
     def log(self) -> None:
@@ -243,255 +247,6 @@ class _Run:
             log.warning("[ToMe] nothing merged: %s", reason)
 
 
-def _missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What the device answers when it cannot run an operation of merging, None when it can."""
-    grid = Grid(16, 16)
-    try:
-        strategy.start_step(torch.zeros((), dtype=torch.int64, device=device), 0.5)
-        features = torch.ones(1, grid.tokens, 8, dtype=dtype, device=device)
-        plan = strategy.plan(features, grid)
-        merged = plan.merge(features)
-        plan.unmerge(merged)
-        plan.add_change(features, merged, merged)
-    except Exception as error:
-        # A kernel's compiler fails in ways of its own: no C compiler, say.
-        return str(error).partition("\n")[0] or type(error).__name__
-    return None
-
-
-class _MergedUNet:
-    """The overrides for the transformer blocks of one UNet, in one sampling run.
-
-    Attributes:
-        strategy: makes the plans.
-        least_tokens: what a feature map must have to be merged.
-        stacks: the overrides, by spatial transformer.
-        blocks: the same, one after another.
-        plans: the plans that blocks of one level share in the present evaluation, None where
-            each block has its own.
-    """
-
-    def __init__(
-        self,
-        diffusion_model: nn.Module,
-        attachment: _Attachment,
-        strategy: Strategy,
-        least_tokens: int,
-    ):
-        self.attachment = attachment
-        self.strategy = strategy
-        self.least_tokens = least_tokens
-        self.stacks = [
-            _MergedStack(name, module, self)
-            for name, module in diffusion_model.named_modules()
-            if isinstance(module, SpatialTransformer)
-        ]
-        self.blocks = [block for stack in self.stacks for block in stack.blocks]
-        self.plans: dict[Grid, Plan | PoolPlan | None] | None = None
-        self._kept: dict[tuple[Any, ...], tuple[int, dict[Grid, Plan | PoolPlan | None]]] = {}
-
-    def plans_for(
-        self, step: int, options: dict[str, Any]
-    ) -> dict[Grid, Plan | PoolPlan | None] | None:
-        """The plans to share in this evaluation: those of an earlier step, or none so far.
-
-        A plan holds for the samples of one batch, so it is kept by what the batch is made of.
-        """
-        every = self.attachment.config.reuse_steps
-        if every == 0:
-            return None
-        window = options.get("context_window")
-        composition = (
-            *options.get("uuids", ()),
-            *options.get("cond_or_uncond", ()),
-            None if window is None else tuple(window.index_list),
-        )
-        made_in, plans = self._kept.get(composition, (-1, {}))
-        if made_in != step // every:
-            plans = {}
-            self._kept[composition] = (step // every, plans)
-        return plans
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Put the overrides on for one model evaluation."""
-        with ExitStack() as exits:
-            for stack in self.stacks:
-                stack.plan = stack.tokens = stack.merged = None
-            for block in self.blocks:
-                block.slots_used = block.reason = None
-                block.fell_back = False
-                for module, forward in block.overrides:
-                    exits.enter_context(_forward_override(module, forward))
-            yield
-
-
-@contextmanager
-def _forward_override(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Let ``module`` run ``forward``; an override that another node put there comes back after."""
-    missing = object()
-    before = module.__dict__.get("forward", missing)
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is missing:
-            del module.forward
-        else:
-            module.forward = before
-
-
-class _MergedStack:
-    """The transformer blocks of one spatial transformer, which may run as one on merged tokens.
-
-    Attributes:
-        plan: the plan under which the stack runs, from its first block to its last.
-        tokens: ``[batch, tokens, channels]`` that entered its first block.
-        merged: ``[batch, slots, channels]``, their merge.
-    """
-
-    def __init__(self, name: str, module: SpatialTransformer, unet: _MergedUNet):
-        self.unet = unet
-        # A video model runs a temporal block, which needs all tokens, after each spatial one.
-        self.runs_as_one = not isinstance(module, SpatialVideoTransformer)
-        self.plan: Plan | PoolPlan | None = None
-        self.tokens: Tensor | None = None
-        self.merged: Tensor | None = None
-        self.blocks = [
-            _MergedBlock(f"{name}.{index}", block, self)
-            for index, block in enumerate(module.transformer_blocks)
-        ]
-
-    def enter(self, plan: Plan | PoolPlan, x: Tensor) -> Tensor:
-        """Merge what enters the first block."""
-        self.plan, self.tokens, self.merged = plan, x, plan.merge(x)
-        return self.merged
-
-    def leave(self, y: Tensor) -> Tensor:
-        """Add the change that all blocks made together to all tokens."""
-        result = self.plan.add_change(self.tokens, self.merged, y)
-        self.plan = self.tokens = self.merged = None
-        return result
-
-
-class _MergedBlock:
-    """The overrides for one transformer block.
-
-    Only attribute writes leave these methods, so that torch.compile can trace them.
-
-    Attributes:
-        name: path of the block within the UNet.
-        overrides: modules and what they run instead of their ``forward``.
-        slots_used: tokens before and after, once anything of the block ran on merged tokens.
-        reason: why the block ran on all its tokens.
-        fell_back: whether only its modules ran on merged tokens though a wider scope was asked for.
-    """
-
-    def __init__(self, name: str, block: nn.Module, stack: _MergedStack):
-        config = stack.unet.attachment.config
-        self.name = name
-        self.stack = stack
-        self.slots_used: tuple[int, int] | None = None
-        self.reason: str | None = None
-        self.fell_back = False
-        self._plan: Plan | PoolPlan | None = None
-        # With text as its context (x4 upscaler), attn1 is a cross-attention.
-        if block.disable_self_attn:
-            attend = on_merged
-        else:
-            attend = partial(self_attention_on_merged, attn_tokens=config.attn_tokens)
-        self.overrides = [(block, self._block(block.forward))]
-        if config.merge_attn:
-            self.overrides.append((block.attn1, self._module(block.attn1.forward, attend)))
-        if config.merge_crossattn and block.attn2 is not None:
-            self.overrides.append((block.attn2, self._module(block.attn2.forward, on_merged)))
-        if config.merge_mlp:
-            self.overrides.append((block.ff, self._module(block.ff.forward, on_merged)))
-
-    def _block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        config, stack = self.stack.unet.attachment.config, self.stack
-
-        def block_forward(
-            x: Tensor, context: Any = None, transformer_options: dict[str, Any] | None = None
-        ) -> Tensor:
-            options = {} if transformer_options is None else transformer_options
-            self._plan = None
-            if stack.plan is None:
-                plan = self._plan_for(x, options)
-                self.fell_back = config.scope != "module" and _needs_all_tokens(options)
-                if plan is None or config.scope == "module" or self.fell_back:
-                    self._plan = plan
-                    return forward(x, context=context, transformer_options=options)
-                whole_stack = config.scope == "stack" and stack.runs_as_one
-                if not whole_stack or self is not stack.blocks[0]:
-                    self.slots_used = (x.shape[1], plan.slot_count)
-                    return change_on_merged(
-                        forward, plan, x, context=context, transformer_options=options
-                    )
-                x = stack.enter(plan, x)
-            self.slots_used = (stack.tokens.shape[1], stack.plan.slot_count)
-            y = forward(x, context=context, transformer_options=options)
-            return stack.leave(y) if self is stack.blocks[-1] else y
-
-        return block_forward
-
-    def _module(
-        self, forward: Callable[..., Tensor], run_on_merged: Callable[..., Tensor]
-    ) -> Callable[..., Tensor]:
-        def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            plan = self._plan
-            if plan is None:
-                return forward(x, *args, **kwargs)
-            if kwargs.get("mask") is not None or not plan.fits(x):
-                self.reason = "another node masks the attention or changes its tokens"
-                return forward(x, *args, **kwargs)
-            self.slots_used = (x.shape[1], plan.slot_count)
-            return run_on_merged(forward, plan, x, *args, **kwargs)
-
-        return module_forward
-
-    def _plan_for(self, x: Tensor, options: dict[str, Any]) -> Plan | PoolPlan | None:
-        """The plan of this block, None where it is not to merge.
-
-        The reason is noted, but for a block of another level: that is as the settings say.
-        """
-        shape, latent_shape = options.get("activations_shape"), options.get("original_shape")
-        if (
-            shape is None
-            or latent_shape is None
-            or shape[0] != x.shape[0]
-            or shape[-2] * shape[-1] != x.shape[1]
-        ):
-            self.reason = "another node changes the tokens of the transformer blocks"
-            return None
-        grid = Grid.of(shape, x.shape[1])
-        attachment = self.stack.unet.attachment
-        config = attachment.config
-        if not grid.is_within(Grid(*latent_shape[-2:]), attachment.max_downsample):
-            return None
-        least = self.stack.unet.least_tokens
-        if grid.tokens < least:
-            automatic = "" if config.min_tokens else ", which is where it pays here (min_tokens=0)"
-            self.reason = f"{grid.tokens} tokens are fewer than {least}{automatic}"
-            return None
-        plan = self._shared_plan(x, grid)
-        if plan is None:
-            self.reason = f"{x.shape[1]} tokens are too few for ratio={config.ratio}"
-        elif config.scope == "module" and not self.overrides[1:]:
-            self.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
-        else:
-            self.reason = "other nodes replace the attention of the transformer blocks"
-        return plan
-
-    def _shared_plan(self, x: Tensor, grid: Grid) -> Plan | PoolPlan | None:
-        unet = self.stack.unet
-        if unet.plans is None:
-            return unet.strategy.plan(x, grid)
-        if grid not in unet.plans:
-            unet.plans[grid] = unet.strategy.plan(x, grid)
-        return unet.plans[grid]
-
-
 _BLOCK_PATCHES = (
     "attn1_patch",
     "attn1_output_patch",
@@ -501,9 +256,50 @@ _BLOCK_PATCHES = (
 )
 
 
-def _needs_all_tokens(options: dict[str, Any]) -> bool:
-    """Whether another node patches the inside of a transformer block, and so expects all tokens."""
-    patches, replaced = options.get("patches", {}), options.get("patches_replace", {})
-    return any(patches.get(name) for name in _BLOCK_PATCHES) or any(
-        replaced.get(name) for name in ("attn1", "attn2")
+class _Block(MergedBlock):
+    """What is ComfyUI's own about a transformer block."""
+
+    tokens_changed = "another node changes the tokens of the transformer blocks"
+    attention_masked = "another node masks the attention or changes its tokens"
+    attention_replaced = "other nodes replace the attention of the transformer blocks"
+
+    def attends_to_text(self, block: nn.Module) -> bool:
+        # The x4 upscaler's blocks do.
+        return block.disable_self_attn
+
+    def grids(
+        self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] | None = None
+    ) -> tuple[Grid, Grid] | None:
+        options = {} if transformer_options is None else transformer_options
+        shape, latent_shape = options.get("activations_shape"), options.get("original_shape")
+        if (
+            shape is None
+            or latent_shape is None
+            or shape[0] != x.shape[0]
+            or shape[-2] * shape[-1] != x.shape[1]
+        ):
+            return None
+        return Grid.of(shape, x.shape[1]), Grid(*latent_shape[-2:])
+
+    def needs_all_tokens(
+        self, context: Any = None, transformer_options: dict[str, Any] | None = None
+    ) -> bool:
+        """Whether another node patches the inside of the block."""
+        options = {} if transformer_options is None else transformer_options
+        patches, replaced = options.get("patches", {}), options.get("patches_replace", {})
+        return any(patches.get(name) for name in _BLOCK_PATCHES) or any(
+            replaced.get(name) for name in ("attn1", "attn2")
+        )
+
+    def is_masked(self, kwargs: dict[str, Any]) -> bool:
+        return kwargs.get("mask") is not None
+
+
+def _composition(options: dict[str, Any]) -> tuple[Any, ...]:
+    """What the batch of an evaluation is made of."""
+    window = options.get("context_window")
+    return (
+        *options.get("uuids", ()),
+        *options.get("cond_or_uncond", ()),
+        None if window is None else tuple(window.index_list),
     )

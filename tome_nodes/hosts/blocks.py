@@ -1,0 +1,314 @@
+"""Run the transformer blocks of a UNet on merged tokens, whichever program the UNet belongs to.
+
+A host finds the blocks, tells in a subclass of :class:`MergedBlock` which grid is behind their
+tokens, and puts the overrides on for one model evaluation at a time.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ToMeConfig
+from ..grid import Grid
+from ..plan import Plan
+from ..scopes import change_on_merged, on_merged, self_attention_on_merged
+from ..statistics import RunStatistics
+from ..strategies import Strategy
+from ..strategies.pool import PoolPlan
+
+Plans = dict[Grid, Plan | PoolPlan | None]
+"""Plans that the blocks of one level share."""
+
+
+def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What the device answers when it cannot run an operation of merging, None when it can."""
+    grid = Grid(16, 16)
+    try:
+        strategy.start_step(torch.zeros((), dtype=torch.int64, device=device), 0.5)
+        features = torch.ones(1, grid.tokens, 8, dtype=dtype, device=device)
+        plan = strategy.plan(features, grid)
+        merged = plan.merge(features)
+        plan.unmerge(merged)
+        plan.add_change(features, merged, merged)
+    except Exception as error:
+        # A kernel's compiler fails in ways of its own: no C compiler, say.
+        return str(error).partition("\n")[0] or type(error).__name__
+    return None
+
+
+class MergedUNet:
+    """The overrides for the transformer blocks of one UNet, in one sampling run.
+
+    Attributes:
+        config: the settings.
+        strategy: makes the plans.
+        max_downsample: the level down to which blocks merge, ``auto`` resolved.
+        least_tokens: what a feature map must have to be merged.
+        stacks: the overrides, by spatial transformer.
+        blocks: the same, one after another.
+        plans: the plans that blocks of one level share in the present evaluation, None where
+            each block has its own.
+    """
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        strategy: Strategy,
+        max_downsample: int,
+        least_tokens: int,
+        block_class: "type[MergedBlock]",
+        transformers: Iterable[tuple[str, nn.Module, bool]],
+    ):
+        """Prepare the overrides.
+
+        Args:
+            config: see above.
+            strategy: see above.
+            max_downsample: see above.
+            least_tokens: see above.
+            block_class: what the host knows of its blocks.
+            transformers: name of each spatial transformer, the module, and whether nothing else
+                runs between its ``transformer_blocks``, so that they may run as one.
+        """
+        self.config = config
+        self.strategy = strategy
+        self.max_downsample = max_downsample
+        self.least_tokens = least_tokens
+        self.stacks = [
+            MergedStack(name, module, runs_as_one, self, block_class)
+            for name, module, runs_as_one in transformers
+        ]
+        self.blocks = [block for stack in self.stacks for block in stack.blocks]
+        self.plans: Plans | None = None
+        self._kept: dict[Hashable, tuple[int, Plans]] = {}
+
+    def plans_for(self, step: int, composition: Hashable) -> Plans | None:
+        """The plans to share in this evaluation: those of an earlier step, or none so far.
+
+        A plan holds for the samples of one batch, so it is kept by what the batch is made of.
+        """
+        every = self.config.reuse_steps
+        if every == 0:
+            return None
+        made_in, plans = self._kept.get(composition, (-1, {}))
+        if made_in != step // every:
+            plans = {}
+            self._kept[composition] = (step // every, plans)
+        return plans
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Put the overrides on for one model evaluation."""
+        with ExitStack() as exits:
+            for stack in self.stacks:
+                stack.plan = stack.tokens = stack.merged = None
+            for block in self.blocks:
+                block.slots_used = block.reason = None
+                block.fell_back = False
+                for module, forward in block.overrides:
+                    exits.enter_context(_forward_override(module, forward))
+            yield
+
+    def note(self, statistics: RunStatistics, step: int) -> None:
+        """Add to the statistics of a run what the blocks did in the last evaluation."""
+        statistics.blocks_present = len(self.blocks)
+        for block in self.blocks:
+            if block.slots_used is not None:
+                statistics.merged(step, block.name, *block.slots_used)
+                if block.fell_back:
+                    statistics.fell_back.add(block.name)
+            elif block.reason is not None:
+                statistics.skipped(block.reason)
+
+
+@contextmanager
+def _forward_override(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Let ``module`` run ``forward``; an override that other code put there comes back after."""
+    missing = object()
+    before = module.__dict__.get("forward", missing)
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is missing:
+            del module.forward
+        else:
+            module.forward = before
+
+
+class MergedStack:
+    """The transformer blocks of one spatial transformer, which may run as one on merged tokens.
+
+    Attributes:
+        runs_as_one: whether nothing else runs between its blocks.
+        plan: the plan under which the stack runs, from its first block to its last.
+        tokens: ``[batch, tokens, channels]`` that entered its first block.
+        merged: ``[batch, slots, channels]``, their merge.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        runs_as_one: bool,
+        unet: MergedUNet,
+        block_class: "type[MergedBlock]",
+    ):
+        self.unet = unet
+        self.runs_as_one = runs_as_one
+        self.plan: Plan | PoolPlan | None = None
+        self.tokens: Tensor | None = None
+        self.merged: Tensor | None = None
+        self.blocks = [
+            block_class(f"{name}.{index}", block, self)
+            for index, block in enumerate(module.transformer_blocks)
+        ]
+
+    def enter(self, plan: Plan | PoolPlan, x: Tensor) -> Tensor:
+        """Merge what enters the first block."""
+        self.plan, self.tokens, self.merged = plan, x, plan.merge(x)
+        return self.merged
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Add the change that all blocks made together to all tokens."""
+        result = self.plan.add_change(self.tokens, self.merged, y)
+        self.plan = self.tokens = self.merged = None
+        return result
+
+
+class MergedBlock:
+    """The overrides for one transformer block; a host's subclass knows how the block is called.
+
+    Only attribute writes leave these methods, so that torch.compile can trace them.
+
+    Attributes:
+        name: path of the block within the UNet.
+        overrides: modules and what they run instead of their ``forward``.
+        slots_used: tokens before and after, once anything of the block ran on merged tokens.
+        reason: why the block ran on all its tokens.
+        fell_back: whether only its modules ran on merged tokens though a wider scope was asked for.
+    """
+
+    tokens_changed: str
+    """The reason to tell where the tokens of a block are not the grid's."""
+
+    attention_masked: str
+    """The reason to tell where the attention is masked, or called with other tokens."""
+
+    attention_replaced: str
+    """The reason to tell where the modules of a block were not called."""
+
+    def __init__(self, name: str, block: nn.Module, stack: MergedStack):
+        config = stack.unet.config
+        self.name = name
+        self.stack = stack
+        self.slots_used: tuple[int, int] | None = None
+        self.reason: str | None = None
+        self.fell_back = False
+        self._plan: Plan | PoolPlan | None = None
+        if self.attends_to_text(block):
+            attend = on_merged
+        else:
+            attend = partial(self_attention_on_merged, attn_tokens=config.attn_tokens)
+        self.overrides = [(block, self._block(block.forward))]
+        if config.merge_attn:
+            self.overrides.append((block.attn1, self._module(block.attn1.forward, attend)))
+        if config.merge_crossattn and block.attn2 is not None:
+            self.overrides.append((block.attn2, self._module(block.attn2.forward, on_merged)))
+        if config.merge_mlp:
+            self.overrides.append((block.ff, self._module(block.ff.forward, on_merged)))
+
+    def attends_to_text(self, block: nn.Module) -> bool:
+        """Whether ``attn1`` of the block is a cross-attention."""
+        raise NotImplementedError
+
+    def grids(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Grid, Grid] | None:
+        """The grids of ``x`` and of the latent, from what the block was called with.
+
+        None where ``x``, ``[batch, tokens, channels]``, is not a feature map of the batch.
+        """
+        raise NotImplementedError
+
+    def needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether something in the block, called with these arguments, expects all tokens."""
+        raise NotImplementedError
+
+    def is_masked(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a module of the block is called with a mask over its tokens."""
+        raise NotImplementedError
+
+    def _block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        config, stack = self.stack.unet.config, self.stack
+
+        def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            self._plan = None
+            if stack.plan is None:
+                plan = self._plan_for(x, *args, **kwargs)
+                self.fell_back = config.scope != "module" and self.needs_all_tokens(*args, **kwargs)
+                if plan is None or config.scope == "module" or self.fell_back:
+                    self._plan = plan
+                    return forward(x, *args, **kwargs)
+                whole_stack = config.scope == "stack" and stack.runs_as_one
+                if not whole_stack or self is not stack.blocks[0]:
+                    self.slots_used = (x.shape[1], plan.slot_count)
+                    return change_on_merged(forward, plan, x, *args, **kwargs)
+                x = stack.enter(plan, x)
+            self.slots_used = (stack.tokens.shape[1], stack.plan.slot_count)
+            y = forward(x, *args, **kwargs)
+            return stack.leave(y) if self is stack.blocks[-1] else y
+
+        return block_forward
+
+    def _module(
+        self, forward: Callable[..., Tensor], run_on_merged: Callable[..., Tensor]
+    ) -> Callable[..., Tensor]:
+        def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            plan = self._plan
+            if plan is None:
+                return forward(x, *args, **kwargs)
+            if self.is_masked(kwargs) or not plan.fits(x):
+                self.reason = self.attention_masked
+                return forward(x, *args, **kwargs)
+            self.slots_used = (x.shape[1], plan.slot_count)
+            return run_on_merged(forward, plan, x, *args, **kwargs)
+
+        return module_forward
+
+    def _plan_for(self, x: Tensor, *args: Any, **kwargs: Any) -> Plan | PoolPlan | None:
+        """The plan of this block, None where it is not to merge.
+
+        The reason is noted, but for a block of another level: that is as the settings say.
+        """
+        grids = self.grids(x, *args, **kwargs)
+        if grids is None:
+            self.reason = self.tokens_changed
+            return None
+        grid, latent = grids
+        unet = self.stack.unet
+        config = unet.config
+        if not grid.is_within(latent, unet.max_downsample):
+            return None
+        if grid.tokens < unet.least_tokens:
+            automatic = "" if config.min_tokens else ", which is where it pays here (min_tokens=0)"
+            self.reason = f"{grid.tokens} tokens are fewer than {unet.least_tokens}{automatic}"
+            return None
+        plan = self._shared_plan(x, grid)
+        if plan is None:
+            self.reason = f"{x.shape[1]} tokens are too few for ratio={config.ratio}"
+        elif config.scope == "module" and not self.overrides[1:]:
+            self.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
+        else:
+            self.reason = self.attention_replaced
+        return plan
+
+    def _shared_plan(self, x: Tensor, grid: Grid) -> Plan | PoolPlan | None:
+        unet = self.stack.unet
+        if unet.plans is None:
+            return unet.strategy.plan(x, grid)
+        if grid not in unet.plans:
+            unet.plans[grid] = unet.strategy.plan(x, grid)
+        return unet.plans[grid]
