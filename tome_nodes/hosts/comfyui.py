@@ -22,9 +22,9 @@ from ..config import ToMeConfig
 from ..grid import Grid
 from ..picks import step_key
 from ..schedule import NoiseRange, ratio_at, step_index
-from ..statistics import RunStatistics
+from ..statistics import RunStatistics, settings_in_words
 from ..strategies import Strategy, make_strategy
-from .blocks import MergedBlock, MergedUNet, missing_operation
+from .blocks import MergedBlock, MergedStack, MergedUNet, missing_operation
 
 KEY = "tome_nodes"
 """Our name among the wrappers of a model and in its transformer options."""
@@ -112,14 +112,13 @@ class _Attachment:
 
     def merged(self, diffusion_model: nn.Module) -> MergedUNet:
         """The overrides for a UNet, which may be a deep clone of the one attached to."""
-        # A video model runs a temporal block, which needs all tokens, after each spatial one.
         transformers = [
-            (name, module, not isinstance(module, SpatialVideoTransformer))
+            (name, module)
             for name, module in diffusion_model.named_modules()
             if isinstance(module, SpatialTransformer)
         ]
         strategy = self.make_strategy(self.config)
-        return MergedUNet(self.config, strategy, self.max_downsample, _Block, transformers)
+        return MergedUNet(self.config, strategy, self.max_downsample, _Stack, transformers)
 
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Around one sampling run: the host discards its model options, and our run, at its end."""
@@ -200,17 +199,10 @@ class _Run:
         """Tell in one line what was merged, or why nothing was."""
         config, statistics = self.attachment.config, self.statistics
         if statistics.merged_anything:
-            capped = f" capped at {config.ratio_cap:.2f}" if config.ratio > config.ratio_cap else ""
-            ratio = f"{config.ratio:.2f}"
-            if config.ratio_end >= 0:
-                ratio += f" to {config.ratio_end:.2f}"
-            ways = [] if config.strategy == "bipartite" else [config.strategy]
-            ways += [] if config.scope == "module" else [f"{config.scope} scope"]
+            words = [statistics.summary(), *settings_in_words(config)]
             if statistics.fell_back:
-                ways.append(f"module scope in {len(statistics.fell_back)} that other nodes patch")
-            log.info(
-                "[ToMe] %s", ", ".join([statistics.summary(), f"ratio {ratio}{capped}", *ways])
-            )
+                words.append(f"module scope in {len(statistics.fell_back)} that other nodes patch")
+            log.info("[ToMe] %s", ", ".join(words))
         elif statistics.total_steps:
             reason = statistics.most_common_reason or (
                 f"max_downsample={self.attachment.max_downsample} leaves out every transformer "
@@ -265,6 +257,17 @@ class _Block(MergedBlock):
 
     def is_masked(self, kwargs: dict[str, Any]) -> bool:
         return kwargs.get("mask") is not None
+
+
+class _Stack(MergedStack):
+    """What is ComfyUI's own about a spatial transformer."""
+
+    block_class = _Block
+
+    @property
+    def runs_as_one(self) -> bool:
+        # A video model runs a temporal block, which needs all tokens, after each spatial one.
+        return not isinstance(self.module, SpatialVideoTransformer)
 
 
 def _composition(options: dict[str, Any]) -> tuple[Any, ...]:
