@@ -433,7 +433,9 @@ def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, told, monkeypatch
 
     monkeypatch.setattr(Plan, "merge", missing)
     assert torch.equal(sample(attach(sd15, merging())), sample(sd15))
-    assert told() == ["[ToMe] nothing merged: the device cpu cannot do it: no such operation here"]
+    assert told() == [
+        "[ToMe] nothing merged: the device cpu cannot do it: NotImplementedError: no such operation here"
+    ]
 
 
 def test_text_as_context_of_self_attention_is_never_merged(load):

@@ -1,1 +1,5 @@
 """Token merging for Stable Diffusion: the merge core and its hosts."""
+
+from .patch import apply_patch, remove_patch
+
+__all__ = ["apply_patch", "remove_patch"]

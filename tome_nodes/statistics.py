@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+from .config import ToMeConfig
+
 
 class RunStatistics:
     """Counts of one sampling run."""
@@ -34,6 +36,10 @@ class RunStatistics:
 
     def summary(self) -> str:
         """Such as ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps``."""
+        return f"{self.merged_blocks()}, {len(self._steps)}/{self.total_steps} steps"
+
+    def merged_blocks(self) -> str:
+        """Such as ``merged 5/16 blocks (4096 -> 2048 tokens)``."""
         blocks = len(set().union(*self._merged.values()))
         lengths = sorted({before for before, _ in self._merged}, reverse=True)
         sizes = [
@@ -41,10 +47,7 @@ class RunStatistics:
             + (f" x{len(self._blocks(before))}" if len(lengths) > 1 else "")
             for before in lengths
         ]
-        return (
-            f"merged {blocks}/{self.blocks_present} blocks ({', '.join(sizes)}), "
-            f"{len(self._steps)}/{self.total_steps} steps"
-        )
+        return f"merged {blocks}/{self.blocks_present} blocks ({', '.join(sizes)})"
 
     def _blocks(self, before: int) -> set[str]:
         return set().union(*(names for size, names in self._merged.items() if size[0] == before))
@@ -53,3 +56,17 @@ class RunStatistics:
         """The one length that ``before`` became, or the first and last of several."""
         lengths = sorted(after for size, after in self._merged if size == before)
         return str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]}-{lengths[-1]}"
+
+
+def settings_in_words(config: ToMeConfig) -> list[str]:
+    """What a report tells of the settings, such as ``["ratio 0.90 capped at 0.75", "window"]``."""
+    scope = [] if config.scope == "module" else [f"{config.scope} scope"]
+    if config.strategy == "pool":
+        return [f"pool of {config.sy}x{config.sx} cells", *scope]
+    ratio = f"ratio {config.ratio:.2f}"
+    if config.ratio_end >= 0:
+        ratio += f" to {config.ratio_end:.2f}"
+    if config.strategy != "cluster" and max(config.ratio, config.ratio_end) > config.ratio_cap:
+        ratio += f" capped at {config.ratio_cap:.2f}"
+    strategy = [] if config.strategy == "bipartite" else [config.strategy]
+    return [ratio, *strategy, *scope]

@@ -1,7 +1,8 @@
 """Run the transformer blocks of a UNet on merged tokens, whichever program the UNet belongs to.
 
-A host finds the blocks, tells in a subclass of :class:`MergedBlock` which grid is behind their
-tokens, and puts the overrides on for one model evaluation at a time.
+A host finds the spatial transformers, tells in subclasses of :class:`MergedStack` and
+:class:`MergedBlock` what is its own about them, and puts the overrides on for one model evaluation
+at a time.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -9,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..config import ToMeConfig
@@ -17,27 +17,11 @@ from ..grid import Grid
 from ..plan import Plan
 from ..scopes import change_on_merged, on_merged, self_attention_on_merged
 from ..statistics import RunStatistics
-from ..strategies import Strategy
 from ..strategies.pool import PoolPlan
+from .engine import Engine
 
 Plans = dict[Grid, Plan | PoolPlan | None]
 """Plans that the blocks of one level share."""
-
-
-def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What the device answers when it cannot run an operation of merging, None when it can."""
-    grid = Grid(16, 16)
-    try:
-        strategy.start_step(torch.zeros((), dtype=torch.int64, device=device), 0.5)
-        features = torch.ones(1, grid.tokens, 8, dtype=dtype, device=device)
-        plan = strategy.plan(features, grid)
-        merged = plan.merge(features)
-        plan.unmerge(merged)
-        plan.add_change(features, merged, merged)
-    except Exception as error:
-        # A kernel's compiler fails in ways of its own: no C compiler, say.
-        return str(error).partition("\n")[0] or type(error).__name__
-    return None
 
 
 class MergedUNet:
@@ -45,46 +29,45 @@ class MergedUNet:
 
     Attributes:
         config: the settings.
-        strategy: makes the plans.
+        engine: makes the plans of the present evaluation.
         max_downsample: the level down to which blocks merge, ``auto`` resolved.
-        least_tokens: what a feature map must have to be merged.
+        ratio: of the present step.
         stacks: the overrides, by spatial transformer.
         blocks: the same, one after another.
         plans: the plans that blocks of one level share in the present evaluation, None where
             each block has its own.
     """
 
+    engine: Engine
+
     def __init__(
         self,
         config: ToMeConfig,
-        strategy: Strategy,
         max_downsample: int,
-        least_tokens: int,
-        block_class: "type[MergedBlock]",
-        transformers: Iterable[tuple[str, nn.Module, bool]],
+        stack_class: "type[MergedStack]",
+        transformers: Iterable[tuple[str, nn.Module]],
     ):
         """Prepare the overrides.
 
         Args:
             config: see above.
-            strategy: see above.
             max_downsample: see above.
-            least_tokens: see above.
-            block_class: what the host knows of its blocks.
-            transformers: name of each spatial transformer, the module, and whether nothing else
-                runs between its ``transformer_blocks``, so that they may run as one.
+            stack_class: what the host knows of its spatial transformers.
+            transformers: the spatial transformers by name.
         """
         self.config = config
-        self.strategy = strategy
         self.max_downsample = max_downsample
-        self.least_tokens = least_tokens
-        self.stacks = [
-            MergedStack(name, module, runs_as_one, self, block_class)
-            for name, module, runs_as_one in transformers
-        ]
+        self.ratio = config.ratio
+        self.stacks = [stack_class(name, module, self) for name, module in transformers]
         self.blocks = [block for stack in self.stacks for block in stack.blocks]
         self.plans: Plans | None = None
         self._kept: dict[Hashable, tuple[int, Plans]] = {}
+
+    def start_step(self, engine: Engine, key: Tensor, ratio: float) -> None:
+        """Begin an evaluation at ``ratio``, its random picks keyed by a scalar int64 tensor."""
+        self.engine = engine
+        self.ratio = ratio
+        engine.strategy.start_step(key, ratio)
 
     def plans_for(self, step: int, composition: Hashable) -> Plans | None:
         """The plans to share in this evaluation: those of an earlier step, or none so far.
@@ -100,16 +83,30 @@ class MergedUNet:
             self._kept[composition] = (step // every, plans)
         return plans
 
+    def why_no_plan(self, grid: Grid) -> str:
+        """What to tell where a strategy has made no plan."""
+        config = self.config
+        if self.ratio == 0:
+            return "the ratio is 0 at every step that could merge"
+        if config.strategy != "cluster" and grid.cells(config.sy, config.sx).tokens == 0:
+            return (
+                f"a feature map of {grid.height}x{grid.width} tokens holds no cell of "
+                f"sy={config.sy} by sx={config.sx}"
+            )
+        return f"{grid.tokens} tokens are too few for ratio={self.ratio:g}"
+
+    def forget_plans(self) -> None:
+        """Keep no plan of an earlier step: another sampling run begins."""
+        self._kept.clear()
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Put the overrides on for one model evaluation."""
         with ExitStack() as exits:
             for stack in self.stacks:
-                stack.plan = stack.tokens = stack.merged = None
-            for block in self.blocks:
-                block.slots_used = block.reason = None
-                block.fell_back = False
-                for module, forward in block.overrides:
+                stack.begin()
+                exits.callback(stack.end)
+                for module, forward in stack.overrides():
                     exits.enter_context(_forward_override(module, forward))
             yield
 
@@ -144,29 +141,44 @@ class MergedStack:
     """The transformer blocks of one spatial transformer, which may run as one on merged tokens.
 
     Attributes:
-        runs_as_one: whether nothing else runs between its blocks.
+        module: the spatial transformer.
         plan: the plan under which the stack runs, from its first block to its last.
         tokens: ``[batch, tokens, channels]`` that entered its first block.
         merged: ``[batch, slots, channels]``, their merge.
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        runs_as_one: bool,
-        unet: MergedUNet,
-        block_class: "type[MergedBlock]",
-    ):
+    block_class: "type[MergedBlock]"
+    """What the host knows of its blocks."""
+
+    runs_as_one = True
+    """Whether nothing else runs between the blocks."""
+
+    def __init__(self, name: str, module: nn.Module, unet: MergedUNet):
+        self.module = module
         self.unet = unet
-        self.runs_as_one = runs_as_one
         self.plan: Plan | PoolPlan | None = None
         self.tokens: Tensor | None = None
         self.merged: Tensor | None = None
         self.blocks = [
-            block_class(f"{name}.{index}", block, self)
+            self.block_class(f"{name}.{index}", index, block, self)
             for index, block in enumerate(module.transformer_blocks)
         ]
+
+    def begin(self) -> None:
+        """Forget what was noted of the last evaluation."""
+        for block in self.blocks:
+            block.slots_used = block.reason = None
+            block.fell_back = False
+
+    def end(self) -> None:
+        """Let go of the tensors of an evaluation."""
+        self.plan = self.tokens = self.merged = None
+        for block in self.blocks:
+            block.plan = None
+
+    def overrides(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        """Modules, and what each of them is to run instead of its ``forward``."""
+        return [override for block in self.blocks for override in block.overrides()]
 
     def enter(self, plan: Plan | PoolPlan, x: Tensor) -> Tensor:
         """Merge what enters the first block."""
@@ -187,7 +199,9 @@ class MergedBlock:
 
     Attributes:
         name: path of the block within the UNet.
-        overrides: modules and what they run instead of their ``forward``.
+        index: its place in the stack.
+        module: the block.
+        plan: the plan under which its modules run.
         slots_used: tokens before and after, once anything of the block ran on merged tokens.
         reason: why the block ran on all its tokens.
         fell_back: whether only its modules ran on merged tokens though a wider scope was asked for.
@@ -202,29 +216,41 @@ class MergedBlock:
     attention_replaced: str
     """The reason to tell where the modules of a block were not called."""
 
-    def __init__(self, name: str, block: nn.Module, stack: MergedStack):
-        config = stack.unet.config
+    def __init__(self, name: str, index: int, block: nn.Module, stack: MergedStack):
         self.name = name
+        self.index = index
         self.stack = stack
+        self.plan: Plan | PoolPlan | None = None
         self.slots_used: tuple[int, int] | None = None
         self.reason: str | None = None
         self.fell_back = False
-        self._plan: Plan | PoolPlan | None = None
-        if self.attends_to_text(block):
-            attend = on_merged
-        else:
-            attend = partial(self_attention_on_merged, attn_tokens=config.attn_tokens)
-        self.overrides = [(block, self._block(block.forward))]
+        self.module = block
+
+    def overrides(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        """The block and its modules, and what each of them is to run instead of its ``forward``."""
+        config, block = self.stack.unet.config, self.module
+        overrides = [(block, self._run_block(block.forward))]
         if config.merge_attn:
-            self.overrides.append((block.attn1, self._module(block.attn1.forward, attend)))
+            attention = block.attn1.forward
+            if self.attends_to_text(block):
+                attend = on_merged
+            else:
+                attention = self.self_attention(attention)
+                attend = partial(self_attention_on_merged, attn_tokens=config.attn_tokens)
+            overrides.append((block.attn1, self._run_module(attention, attend)))
         if config.merge_crossattn and block.attn2 is not None:
-            self.overrides.append((block.attn2, self._module(block.attn2.forward, on_merged)))
+            overrides.append((block.attn2, self._run_module(block.attn2.forward, on_merged)))
         if config.merge_mlp:
-            self.overrides.append((block.ff, self._module(block.ff.forward, on_merged)))
+            overrides.append((block.ff, self._run_module(block.ff.forward, on_merged)))
+        return overrides
 
     def attends_to_text(self, block: nn.Module) -> bool:
         """Whether ``attn1`` of the block is a cross-attention."""
         raise NotImplementedError
+
+    def self_attention(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``."""
+        return forward
 
     def grids(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Grid, Grid] | None:
         """The grids of ``x`` and of the latent, from what the block was called with.
@@ -241,19 +267,24 @@ class MergedBlock:
         """Whether a module of the block is called with a mask over its tokens."""
         raise NotImplementedError
 
-    def _block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _run_block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         config, stack = self.stack.unet.config, self.stack
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            self._plan = None
+            self.plan = None
             if stack.plan is None:
                 plan = self._plan_for(x, *args, **kwargs)
                 self.fell_back = config.scope != "module" and self.needs_all_tokens(*args, **kwargs)
                 if plan is None or config.scope == "module" or self.fell_back:
-                    self._plan = plan
+                    self.plan = plan
                     return forward(x, *args, **kwargs)
-                whole_stack = config.scope == "stack" and stack.runs_as_one
-                if not whole_stack or self is not stack.blocks[0]:
+                first_of_stack = (
+                    config.scope == "stack"
+                    and self.index == 0
+                    and stack.runs_as_one
+                    and not any(block.needs_all_tokens(*args, **kwargs) for block in stack.blocks)
+                )
+                if not first_of_stack:
                     self.slots_used = (x.shape[1], plan.slot_count)
                     return change_on_merged(forward, plan, x, *args, **kwargs)
                 x = stack.enter(plan, x)
@@ -263,11 +294,11 @@ class MergedBlock:
 
         return block_forward
 
-    def _module(
+    def _run_module(
         self, forward: Callable[..., Tensor], run_on_merged: Callable[..., Tensor]
     ) -> Callable[..., Tensor]:
         def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            plan = self._plan
+            plan = self.plan
             if plan is None:
                 return forward(x, *args, **kwargs)
             if self.is_masked(kwargs) or not plan.fits(x):
@@ -292,14 +323,17 @@ class MergedBlock:
         config = unet.config
         if not grid.is_within(latent, unet.max_downsample):
             return None
-        if grid.tokens < unet.least_tokens:
+        least = unet.engine.least_tokens
+        if grid.tokens < least:
             automatic = "" if config.min_tokens else ", which is where it pays here (min_tokens=0)"
-            self.reason = f"{grid.tokens} tokens are fewer than {unet.least_tokens}{automatic}"
+            self.reason = f"{grid.tokens} tokens are fewer than {least}{automatic}"
             return None
         plan = self._shared_plan(x, grid)
         if plan is None:
-            self.reason = f"{x.shape[1]} tokens are too few for ratio={config.ratio}"
-        elif config.scope == "module" and not self.overrides[1:]:
+            self.reason = unet.why_no_plan(grid)
+        elif config.scope == "module" and not (
+            config.merge_attn or config.merge_crossattn or config.merge_mlp
+        ):
             self.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
         else:
             self.reason = self.attention_replaced
@@ -307,8 +341,10 @@ class MergedBlock:
 
     def _shared_plan(self, x: Tensor, grid: Grid) -> Plan | PoolPlan | None:
         unet = self.stack.unet
+        strategy = unet.engine.strategy
         if unet.plans is None:
-            return unet.strategy.plan(x, grid)
-        if grid not in unet.plans:
-            unet.plans[grid] = unet.strategy.plan(x, grid)
+            return strategy.plan(x, grid)
+        kept = unet.plans.get(grid)
+        if grid not in unet.plans or (kept is not None and not kept.fits(x)):
+            unet.plans[grid] = strategy.plan(x, grid)
         return unet.plans[grid]

@@ -8,10 +8,11 @@ touched, so LoRA, saving, merging of models and other nodes' patches go on as be
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from comfy.ldm.modules.attention import SpatialTransformer, SpatialVideoTransformer
@@ -22,12 +23,12 @@ from torch import Tensor, nn
 
 from ..config import ToMeConfig
 from ..grid import Grid
-from ..ops import resolve
 from ..picks import step_key
-from ..schedule import NoiseRange, least_tokens, ratio_at, step_index
-from ..statistics import RunStatistics
+from ..schedule import NoiseRange, ratio_at, step_index
+from ..statistics import RunStatistics, settings_in_words
 from ..strategies import Strategy, make_strategy
-from .blocks import MergedBlock, MergedUNet, missing_operation
+from .blocks import MergedBlock, MergedStack, MergedUNet
+from .engine import Engine, make_engine
 
 KEY = "tome_nodes"
 """Our name among the wrappers of a model and in its transformer options."""
@@ -118,19 +119,14 @@ class _Attachment:
                 blocks_by_level, key=lambda level: (-blocks_by_level[level], level)
             )
 
-    def merged(
-        self, diffusion_model: nn.Module, strategy: Strategy, least_tokens: int
-    ) -> MergedUNet:
+    def merged(self, diffusion_model: nn.Module) -> MergedUNet:
         """The overrides for a UNet, which may be a deep clone of the one attached to."""
-        # A video model runs a temporal block, which needs all tokens, after each spatial one.
         transformers = [
-            (name, module, not isinstance(module, SpatialVideoTransformer))
+            (name, module)
             for name, module in diffusion_model.named_modules()
             if isinstance(module, SpatialTransformer)
         ]
-        return MergedUNet(
-            self.config, strategy, self.max_downsample, least_tokens, _Block, transformers
-        )
+        return MergedUNet(self.config, self.max_downsample, _Stack, transformers)
 
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Around one sampling run: the host discards its model options, and our run, at its end."""
@@ -166,19 +162,20 @@ class _Run:
     def __init__(self, attachment: _Attachment):
         self.attachment = attachment
         self.statistics = RunStatistics()
-        self._unets: dict[nn.Module, MergedUNet] = {}
-        self._device_lacks: str | None = None
-        self._backend: str | None = None
-        self._no_triton: str | None = None
+        self._unets: dict[nn.Module, tuple[MergedUNet, Engine]] = {}
+        self._schedule: list[float] | None = None
+        self._sigma: float | None = None
+        self._calls: Counter[Hashable] = Counter()
 
     @contextmanager
     def evaluation(self, model: Any, t: Tensor, options: dict[str, Any]) -> Iterator[None]:
         """Merge tokens in ``model``, a host's BaseModel, while it evaluates noise level ``t``."""
         config, statistics = self.attachment.config, self.statistics
         sigma = t.max().item()
-        schedule = options.get("sample_sigmas", t[:1]).tolist()
-        step = step_index(schedule, sigma)
-        statistics.total_steps = max(1, len(schedule) - 1)
+        if self._schedule is None:
+            self._schedule = options.get("sample_sigmas", t[:1]).tolist()
+            statistics.total_steps = max(1, len(self._schedule) - 1)
+        step = step_index(self._schedule, sigma)
         percent_to_sigma = model.model_sampling.percent_to_sigma
         active = NoiseRange(
             percent_to_sigma(config.start_percent), percent_to_sigma(config.end_percent)
@@ -190,61 +187,71 @@ class _Run:
             )
             yield
             return
-        unet = self._unets.get(model.diffusion_model)
-        if unet is None:
-            strategy = self._usable_strategy(t.device, model.get_dtype_inference())
-            least = least_tokens(config, t.device.type, self._backend)
-            unet = self.attachment.merged(model.diffusion_model, strategy, least)
-            self._unets[model.diffusion_model] = unet
-        if self._device_lacks is not None:
-            statistics.skipped(f"the device {t.device} cannot do it: {self._device_lacks}")
+        unet, engine = self._parts(model, t.device)
+        if engine.lacks is not None:
+            statistics.skipped(f"the device {t.device} cannot do it: {engine.lacks}")
             yield
             return
         ratio = ratio_at(config, step, statistics.total_steps)
         key = torch.full((), step_key(config.seed, step), dtype=torch.int64, device=t.device)
-        unet.strategy.start_step(key, ratio)
-        unet.plans = unet.plans_for(step, _composition(options))
-        with unet.installed():
-            yield
-        unet.note(statistics, step)
+        composition = self._composition(options, sigma)
+        with _lock_of(model.diffusion_model):
+            unet.start_step(engine, key, ratio)
+            unet.plans = unet.plans_for(step, composition)
+            with unet.installed():
+                yield
+            unet.note(statistics, step)
 
-    def _usable_strategy(self, device: torch.device, dtype: torch.dtype) -> Strategy:
-        """The strategy on the backend that works on the device."""
-        config, make = self.attachment.config, self.attachment.make_strategy
-        self._backend, self._no_triton = resolve(config.backend, device, dtype)
-        strategy = make(replace(config, backend=self._backend))
-        self._device_lacks = missing_operation(strategy, device, dtype)
-        if self._device_lacks is not None and self._backend == "triton":
-            self._backend, self._no_triton = "torch", self._device_lacks
-            strategy = make(replace(config, backend="torch"))
-            self._device_lacks = missing_operation(strategy, device, dtype)
-        return strategy
+    def _parts(self, model: Any, device: torch.device) -> tuple[MergedUNet, Engine]:
+        """The overrides for a model and what they run on, made when it is first evaluated."""
+        unet = model.diffusion_model
+        if unet not in self._unets:
+            config, make_strategy = self.attachment.config, self.attachment.make_strategy
+            engine = make_engine(config, make_strategy, device, model.get_dtype_inference())
+            self._unets[unet] = self.attachment.merged(unet), engine
+        return self._unets[unet]
+
+    def _composition(self, options: dict[str, Any], sigma: float) -> Hashable:
+        """What the batch of an evaluation is made of, as far as one can tell from outside.
+
+        Tiles of a picture tell nothing of themselves, but come in the same order in each step.
+        """
+        window = options.get("context_window")
+        composition = (
+            *options.get("uuids", ()),
+            *options.get("cond_or_uncond", ()),
+            None if window is None else tuple(window.index_list),
+        )
+        if sigma != self._sigma:
+            self._sigma = sigma
+            self._calls.clear()
+        self._calls[composition] += 1
+        return composition, self._calls[composition]
 
     def log(self) -> None:
         """Tell in one line what was merged, or why nothing was."""
         config, statistics = self.attachment.config, self.statistics
         if statistics.merged_anything:
-            capped = f" capped at {config.ratio_cap:.2f}" if config.ratio > config.ratio_cap else ""
-            ratio = f"{config.ratio:.2f}"
-            if config.ratio_end >= 0:
-                ratio += f" to {config.ratio_end:.2f}"
-            ways = [] if config.strategy == "bipartite" else [config.strategy]
-            ways += [] if config.scope == "module" else [f"{config.scope} scope"]
-            if self._backend == "triton":
-                ways.append("triton")
-            elif self._no_triton is not None:
-                ways.append(f"torch as Triton cannot be used ({self._no_triton})")
+            words = [statistics.summary(), *settings_in_words(config)]
+            _, engine = next(iter(self._unets.values()))
+            words += engine.in_words()
             if statistics.fell_back:
-                ways.append(f"module scope in {len(statistics.fell_back)} that other nodes patch")
-            log.info(
-                "[ToMe] %s", ", ".join([statistics.summary(), f"ratio {ratio}{capped}", *ways])
-            )
+                words.append(f"module scope in {len(statistics.fell_back)} that other nodes patch")
+            log.info("[ToMe] %s", ", ".join(words))
         elif statistics.total_steps:
             reason = statistics.most_common_reason or (
                 f"max_downsample={self.attachment.max_downsample} leaves out every transformer "
                 f"block: this model's begin at {self.attachment.shallowest}; set it to auto"
             )
             log.warning("[ToMe] nothing merged: %s", reason)
+
+
+_locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+
+
+def _lock_of(diffusion_model: nn.Module) -> RLock:
+    """Held while the overrides are on a UNet, so that two threads take them off in order."""
+    return _locks.setdefault(diffusion_model, RLock())
 
 
 _BLOCK_PATCHES = (
@@ -284,22 +291,26 @@ class _Block(MergedBlock):
     def needs_all_tokens(
         self, context: Any = None, transformer_options: dict[str, Any] | None = None
     ) -> bool:
-        """Whether another node patches the inside of the block."""
+        """Whether another node patches the inside of the block, or of all blocks."""
         options = {} if transformer_options is None else transformer_options
         patches, replaced = options.get("patches", {}), options.get("patches_replace", {})
+        spatial_transformer = tuple(options.get("block", ()))
         return any(patches.get(name) for name in _BLOCK_PATCHES) or any(
-            replaced.get(name) for name in ("attn1", "attn2")
+            name in replaced.get(attention, {})
+            for attention in ("attn1", "attn2")
+            for name in (spatial_transformer, (*spatial_transformer, self.index))
         )
 
     def is_masked(self, kwargs: dict[str, Any]) -> bool:
         return kwargs.get("mask") is not None
 
 
-def _composition(options: dict[str, Any]) -> tuple[Any, ...]:
-    """What the batch of an evaluation is made of."""
-    window = options.get("context_window")
-    return (
-        *options.get("uuids", ()),
-        *options.get("cond_or_uncond", ()),
-        None if window is None else tuple(window.index_list),
-    )
+class _Stack(MergedStack):
+    """What is ComfyUI's own about a spatial transformer."""
+
+    block_class = _Block
+
+    @property
+    def runs_as_one(self) -> bool:
+        # A video model runs a temporal block, which needs all tokens, after each spatial one.
+        return not isinstance(self.module, SpatialVideoTransformer)

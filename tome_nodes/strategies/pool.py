@@ -63,11 +63,15 @@ class PoolStrategy:
 
     def __init__(self, config: ToMeConfig):
         self.config = config
+        self._ratio = config.ratio
 
     def start_step(self, key: Tensor, ratio: float) -> None:
-        """Pooling draws nothing at random."""
+        """Begin an evaluation at ``ratio``; pooling draws nothing at random."""
+        self._ratio = ratio
 
     def plan(self, features: Tensor, grid: Grid) -> PoolPlan | None:
         """A plan for ``[batch, tokens, channels]`` features, or None where no token would merge."""
+        if self._ratio == 0:
+            return None
         plan = PoolPlan(len(features), grid.height, grid.width, self.config.sy, self.config.sx)
         return plan if plan.slot_count < grid.tokens else None

@@ -1,0 +1,69 @@
+"""Find what to merge in a UNet of the diffusers library."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from diffusers import Transformer2DModel, UNet2DConditionModel
+from torch import nn
+
+from .hooked import Attachment, HookedBlock, HookedStack
+
+
+class DiffusersBlock(HookedBlock):
+    """A ``BasicTransformerBlock``."""
+
+    context_name = "encoder_hidden_states"
+    # The masks of IP-Adapter are scaled to the number of queries as if those were a picture.
+    mask_names = ("attention_mask", "ip_adapter_masks")
+
+    def attends_to_text(self, block: nn.Module) -> bool:
+        return block.only_cross_attention
+
+    def needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the feed-forward runs in chunks of a set size, or the attention is masked."""
+        chunked = self.module._chunk_size is not None
+        return chunked or self.is_masked(kwargs.get("cross_attention_kwargs") or {})
+
+
+class DiffusersStack(HookedStack):
+    """A ``Transformer2DModel``."""
+
+    block_class = DiffusersBlock
+
+
+class DiffusersAttachment(Attachment):
+    """Hooks for a ``UNet2DConditionModel``."""
+
+    stack_class = DiffusersStack
+
+    @staticmethod
+    def transformers(unet: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in unet.named_modules():
+            if isinstance(module, Transformer2DModel):
+                yield name, module
+
+    @staticmethod
+    def levels(unet: nn.Module) -> Iterator[int]:
+        blocks = [*enumerate(unet.down_blocks), (len(unet.down_blocks) - 1, unet.mid_block)]
+        for level, block in blocks:
+            for module in () if block is None else block.modules():
+                if isinstance(module, Transformer2DModel):
+                    yield 2**level
+
+    @staticmethod
+    def recomputes(unet: nn.Module) -> bool:
+        return torch.is_grad_enabled() and unet.is_gradient_checkpointing
+
+
+def find_unet(model: object) -> tuple[UNet2DConditionModel, int | None] | None:
+    """The UNet of a pipeline, or the model itself, and the pipeline's number of noise levels.
+
+    None where there is no such UNet.
+    """
+    unet = getattr(model, "unet", model)
+    unet = getattr(unet, "_orig_mod", unet)
+    if not isinstance(unet, UNet2DConditionModel):
+        return None
+    scheduler_config = getattr(getattr(model, "scheduler", None), "config", {})
+    return unet, scheduler_config.get("num_train_timesteps")

@@ -1,0 +1,122 @@
+"""One call for any Stable Diffusion model in Python: put token merging on, take it off."""
+
+import sys
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .config import ToMeConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .hosts.hooked import Attachment
+
+Model = TypeVar("Model")
+
+_TIMESTEPS = 1000
+
+
+def apply_patch(
+    model: Model,
+    ratio: float = 0.5,
+    max_downsample: int | str = 1,
+    sx: int = 2,
+    sy: int = 2,
+    use_rand: bool = True,
+    merge_attn: bool = True,
+    merge_crossattn: bool = False,
+    merge_mlp: bool = False,
+    **options: Any,
+) -> Model:
+    """Merge tokens in a model, in place, from its next call on.
+
+    The named options have the names, order, defaults and meaning of those of ``tomesd`` 0.1.3, the
+    reference code of arXiv 2303.17604, so ``import tome_nodes as tomesd`` runs a script made for
+    it. Applying again replaces all settings. The global random generators are not touched.
+
+    Args:
+        model: a pipeline of diffusers, its ``UNet2DConditionModel``, a model of latent-diffusion
+            (with a UNet at ``model.model.diffusion_model``), or its UNet; a compiled one as well.
+            Its input is ``[batch, channels, height, width]``, any batch, size, dtype and device.
+        ratio: share of the tokens of a feature map to merge away, 0 to 0.95.
+        max_downsample: merge where the feature map is at most this many times smaller than the
+            latent: 1, 2, 4 or 8. ``"auto"`` takes the shallowest level that has attention, which
+            is 2 in SDXL; 1 merges nothing there.
+        sx: width of a cell in tokens; one token of each cell always stays.
+        sy: height of a cell in tokens.
+        use_rand: pick the token that stays at random, anew at each timestep.
+        merge_attn: merge the tokens that enter self-attention.
+        merge_crossattn: merge the tokens that enter cross-attention.
+        merge_mlp: merge the tokens that enter the feed-forward network.
+        options: the other options of :class:`tome_nodes.config.ToMeConfig`, with its defaults.
+            Percents and the way to ``ratio_end`` are shares of the noise levels of training, which
+            the UNet's timestep counts down, not of the steps of a run.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: the model is none of these, an option is not known, or has the wrong type.
+        ValueError: an option is out of range. Nothing has changed then.
+    """
+    known = [field.name for field in fields(ToMeConfig)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise TypeError(
+            f"apply_patch has no option {', '.join(unknown)}; it has {', '.join(known)}"
+        )
+    config = ToMeConfig(
+        ratio=ratio,
+        max_downsample=max_downsample,
+        sx=sx,
+        sy=sy,
+        use_rand=use_rand,
+        merge_attn=merge_attn,
+        merge_crossattn=merge_crossattn,
+        merge_mlp=merge_mlp,
+        **options,
+    )
+    unet, timesteps, attachment_class = _find_unet(model)
+    attachment_class(config, timesteps).attach(unet)
+    return model
+
+
+def remove_patch(model: Model) -> Model:
+    """Take token merging off a model, which is then as it was before :func:`apply_patch`.
+
+    Args:
+        model: as for :func:`apply_patch`, patched or not.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: the model is none that could be patched.
+    """
+    from .hosts.hooked import detach
+
+    unet, _, _ = _find_unet(model)
+    detach(unet)
+    return model
+
+
+def _find_unet(model: object) -> "tuple[nn.Module, int, type[Attachment]]":
+    """The UNet of a model, how many noise levels it was trained on, and how to attach to it."""
+    # Whoever has a model of diffusers has imported it.
+    if "diffusers" in sys.modules:
+        from .hosts import diffusers
+
+        if (found := diffusers.find_unet(model)) is not None:
+            unet, timesteps = found
+            return unet, timesteps or _TIMESTEPS, diffusers.DiffusersAttachment
+
+    from .hosts import ldm
+
+    if (found := ldm.find_unet(model)) is not None:
+        unet, timesteps = found
+        return unet, timesteps or _TIMESTEPS, ldm.LdmAttachment
+    raise TypeError(
+        "token merging needs a diffusers pipeline with a UNet2DConditionModel, such a UNet, or a "
+        "latent-diffusion model with a UNet at model.model.diffusion_model; this is a "
+        f"{type(model).__name__}"
+    )
