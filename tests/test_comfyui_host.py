@@ -1,6 +1,7 @@
 """The attach to real ComfyUI models: what merges, what is left alone, what is left behind."""
 
 import gc
+import re
 import weakref
 
 import comfy.model_management
@@ -8,7 +9,15 @@ import comfy.sd
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from host import CONTEXT_CHANNELS, conditioning, merging, overridden, relative_error, sample
+from host import (
+    CONTEXT_CHANNELS,
+    Shuffle,
+    conditioning,
+    merging,
+    overridden,
+    relative_error,
+    sample,
+)
 from safetensors.torch import load_file
 
 from tome_nodes.config import CHOICES
@@ -20,16 +29,6 @@ from tome_nodes.strategies.bipartite import BipartiteStrategy
 ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
 
 
-class Shuffle(BipartiteStrategy):
-    """Draws real plans, then hands out a lossless one: each token a slot of its own, shuffled."""
-
-    def plan(self, features, grid):
-        super().plan(features, grid)
-        generator = torch.Generator().manual_seed(grid.tokens)
-        order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
-        return Plan.from_slots(torch.stack(order), grid.tokens)
-
-
 @pytest.mark.parametrize("family", CONTEXT_CHANNELS)
 def test_a_lossless_plan_reproduces_the_unpatched_model(load, told, family):
     model = load(family, **({"levels": 2} if family in ("sd15", "sd15_inpaint", "sd2") else {}))
@@ -39,6 +38,11 @@ def test_a_lossless_plan_reproduces_the_unpatched_model(load, told, family):
     assert relative_error(sample(patched, **options), expected) < 5e-5
     merged, present = told()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
     assert merged == present
+    # Counted from the weights' names, as the list of overrides is not.
+    spatial = re.compile(r"(.*\.transformer_blocks\.\d+)\.attn2\.to_q\.weight")
+    assert int(present) == len(
+        [*filter(spatial.fullmatch, model.model.diffusion_model.state_dict())]
+    )
     assert overridden(model) == []
 
 
@@ -434,7 +438,8 @@ def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, told, monkeypatch
     monkeypatch.setattr(Plan, "merge", missing)
     assert torch.equal(sample(attach(sd15, merging())), sample(sd15))
     assert told() == [
-        "[ToMe] nothing merged: the device cpu cannot do it: NotImplementedError: no such operation here"
+        "[ToMe] nothing merged: the device cpu cannot do it: "
+        "NotImplementedError: no such operation here"
     ]
 
 
