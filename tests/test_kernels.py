@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from test_bipartite import brute_force_groups, features_of, groups
 from test_plan import brute_force_merge, partitions
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not made for this system")
 
@@ -194,6 +195,40 @@ def test_a_model_gives_the_same_with_kernels(sd15, told, strategy, scope):
     actual = sample(attach(sd15, merging(backend="triton", **options)), **small)
     assert relative_error(actual, expected) < 1e-5
     assert told()[-1].endswith(", triton") and "triton" not in told()[-2]
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that launch something: all but views and mere allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aliases = any(result.alias_info is not None for result in function._schema.returns)
+        self.count += not (aliases or function._schema.name.startswith("aten::empty"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("scope", "reuse_steps"), [("module", 0), ("module", 1), ("stack", 1)])
+def test_launches_per_merged_block(sd15, scope, reuse_steps):
+    """In place of a GPU's profiler: in steady state, what a further step launches."""
+
+    def launches_of_a_step(model):
+        counts = []
+        for steps in (1, 2):
+            with Launches() as launches:
+                sample(model, size=(8, 8), steps=steps)
+            counts.append(launches.count)
+        return counts[1] - counts[0]
+
+    config = merging(strategy="window", scope=scope, reuse_steps=reuse_steps, backend="triton")
+    more = launches_of_a_step(attach(sd15, config)) - launches_of_a_step(sd15)
+    blocks = 6
+    matches = 1 if reuse_steps else blocks
+    # The greatest noise level, its way to the host, and the key of the random picks.
+    per_step = 3
+    assert more == matches + blocks * len(["merge", "unmerge"]) + per_step
 
 
 def test_torch_compile_keeps_one_graph_with_kernels(sd15):
