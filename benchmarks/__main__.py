@@ -40,6 +40,9 @@ def main() -> int:
     host_arguments.cpu = arguments.device == "cpu"
     host_arguments.use_pytorch_cross_attention = True
     bench = Bench(arguments)
+    if arguments.forecast:
+        bench.foretell()
+        return 0
     try:
         bench.run()
     finally:
@@ -65,6 +68,9 @@ def _arguments() -> argparse.Namespace:
         "--methods",
         choices=("all", "headline"),
         help="headline, what the summary needs, or all; headline if --quick, else all",
+    )
+    parser.add_argument(
+        "--forecast", action="store_true", help="only count the FLOPs, and write forecast.md"
     )
     parser.add_argument("--repeats", type=int, help="timed rounds; 3, on a GPU 10")
     parser.add_argument(
@@ -108,6 +114,7 @@ class Bench:
         self.device = torch.device(arguments.device)
         self.start = time.monotonic()
         self.all_right = True
+        self.sizes = sorted(arguments.size or (QUICK_SIZES if arguments.quick else SIZES))
         # A check needs little; on a GPU it is to be like what is timed.
         self.check_size = 512 if arguments.device == "cuda" else 64 if arguments.quick else 128
         self.result: dict[str, Any] = {
@@ -144,27 +151,13 @@ class Bench:
 
     def measure(self, name: str, available: float | None) -> None:
         """Check all methods on one model, and time them at all sizes that fit into the time."""
-        from benchmarks.forecast import affordable, forecast, total_seconds
-        from benchmarks.measure import Stopwatch, Subject
-        from benchmarks.methods import methods
-        from benchmarks.models import REDUCED, SHAPES, load
+        from benchmarks.forecast import affordable, total_seconds
+        from benchmarks.measure import Stopwatch
 
         began = time.monotonic()
         arguments = self.arguments
-        shape = (REDUCED if arguments.quick else SHAPES)[name]
-        sizes = arguments.size or (QUICK_SIZES if arguments.quick else SIZES)
         say(f"\n{name}: loading and checking")
-        model = load(shape, self.device)
-
-        def subject_of(size: int, batch: int = 1) -> Subject:
-            return Subject(model, shape.context_channels, size, batch)
-
-        every = [
-            each
-            for each in methods(arguments.ratio, shape.max_downsample)
-            if arguments.methods == "all" or each.headline
-        ]
-        foretold = forecast(subject_of, [each for each in every if each.family == "ideal"])
+        shape, model, every, foretold, subject_of = self.prepare(name)
         subject = subject_of(self.check_size)
         right, refused, launches = self.check(subject, every)
         counts = {"all": len(right), "headline": sum(each.headline for each in right)}
@@ -172,7 +165,7 @@ class Bench:
         subject.run(subject.model, watch)
         seconds_per_flop = watch.seconds / foretold.unpatched(self.check_size)
         for batch in arguments.batch:
-            for size in sorted(sizes):
+            for size in self.sizes:
                 subject = subject_of(size, batch)
                 expected = seconds_per_flop * foretold.unpatched(size) * batch
                 left = None if available is None else available - (time.monotonic() - began)
@@ -202,11 +195,7 @@ class Bench:
                     "size": size,
                     "batch": 2 * batch,
                     "dtype": str(model.model.get_dtype_inference()).removeprefix("torch."),
-                    "forecast": {
-                        each: foretold.speed_up(each, size)
-                        for each in foretold.flops
-                        if each != "unpatched"
-                    },
+                    "forecast": foretold.speed_ups(size),
                 }
                 run["refused"] = refused | run["refused"]
                 for each, count in launches.items():
@@ -215,6 +204,41 @@ class Bench:
                 self.keep(run)
                 plain = run["methods"]["unpatched"]["seconds"]
                 seconds_per_flop = min(plain) / (foretold.unpatched(size) * batch)
+
+    def prepare(self, name: str) -> tuple[Any, ...]:
+        """Shape, model, its methods, their forecast, and what makes inputs of any size."""
+        from benchmarks.forecast import forecast
+        from benchmarks.measure import Subject
+        from benchmarks.methods import methods
+        from benchmarks.models import REDUCED, SHAPES, load
+
+        shape = (REDUCED if self.arguments.quick else SHAPES)[name]
+        model = load(shape, self.device)
+
+        def subject_of(size: int, batch: int = 1) -> Subject:
+            return Subject(model, shape.context_channels, size, batch)
+
+        every = [
+            each
+            for each in methods(self.arguments.ratio, shape.max_downsample)
+            if self.arguments.methods == "all" or each.headline
+        ]
+        foretold = forecast(subject_of, [each for each in every if each.family == "ideal"])
+        return shape, model, every, foretold, subject_of
+
+    def foretell(self) -> None:
+        """Show and write what FLOPs allow, without timing anything."""
+        from benchmarks.report import forecast_table
+
+        forecasts = {}
+        for name in self.arguments.model:
+            foretold = self.prepare(name)[3]
+            forecasts[name] = {size: foretold.speed_ups(size) for size in self.sizes}
+        text = forecast_table(forecasts)
+        say(text)
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        head = f"# Forecast: `{self.result['command']}`\n\nRatio {self.arguments.ratio}.\n\n"
+        (RESULTS / "forecast.md").write_text(head + text + "\n", encoding="utf-8")
 
     def check(self, subject: Any, every: list[Any]) -> tuple[list[Any], dict[str, str], dict]:
         """The methods that are right, why the others are not, and what the right ones launch."""

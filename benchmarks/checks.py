@@ -57,6 +57,8 @@ def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> 
     strategy = method.make_strategy(config)
     strategy.start_step(torch.zeros((), dtype=torch.int64, device=device), config.ratio)
     plan = strategy.plan(features, grid)
+    if plan is None:
+        raise WrongOutput(f"it makes no plan for {grid.height}x{grid.width} tokens")
     numbers = torch.arange(plan.slot_count, device=device).float()
     slots = plan.unmerge(numbers.expand(2, -1)[..., None].contiguous())[..., 0].round().long()
     counts = torch.stack([torch.bincount(each, minlength=plan.slot_count) for each in slots])

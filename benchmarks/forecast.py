@@ -19,9 +19,10 @@ class Forecast:
 
     flops: Mapping[str, Callable[[int], float]]
 
-    def speed_up(self, name: str, size: int) -> float:
-        """Times fewer FLOPs than unpatched, for a square picture."""
-        return self.unpatched(size) / self.flops[name](size * size)
+    def speed_ups(self, size: int) -> dict[str, float]:
+        """By method, times fewer FLOPs than unpatched, for a square picture."""
+        names = [name for name in self.flops if name != "unpatched"]
+        return {name: self.unpatched(size) / self.flops[name](size * size) for name in names}
 
     def unpatched(self, size: int) -> float:
         """FLOPs of the unpatched model, for a square picture."""
@@ -39,7 +40,7 @@ def forecast(subject_of: Callable[[int], Subject], methods: Sequence[Method]) ->
         subject = subject_of(side)
         patched = {each.name: each.patch(subject.model) for each in methods}
         for name, model in {"unpatched": subject.model, **patched}.items():
-            counter = FlopCounterMode(display=False, custom_mapping=_UNLISTED)
+            counter = FlopCounterMode(display=False, custom_mapping=UNLISTED)
             subject.run(model, counter)
             points.setdefault(name, {})[side * side] = counter.get_total_flops()
     return Forecast({name: parabola(values) for name, values in points.items()})
@@ -65,8 +66,8 @@ def _cpu_attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, 
     return sdpa_flop_count(query, key, value)
 
 
-# PyTorch's counter does not know the fused attention of the CPU.
-_UNLISTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention_flops}
+UNLISTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention_flops}
+"""What PyTorch's counter does not know: the fused attention of the CPU."""
 
 
 def affordable(

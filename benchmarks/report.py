@@ -3,7 +3,7 @@
 Works on the dictionaries of a results file alone, so old results can be shown anew.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any
 
@@ -138,6 +138,19 @@ def stage_table(run: Run) -> str:
     head = ["seconds in", *next(iter(split.values()), {})]
     rows = [[name, *(f"{value:.4f}" for value in each.values())] for name, each in split.items()]
     return _grid(head, rows) if rows else ""
+
+
+def forecast_table(forecasts: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str:
+    """The speed-ups that FLOPs allow, by model, size and ideal."""
+    names = list(
+        dict.fromkeys(n for model in forecasts.values() for at in model.values() for n in at)
+    )
+    rows = [
+        [f"{model} {size}x{size}", *(f"{at[name]:.2f}" for name in names)]
+        for model, sizes in forecasts.items()
+        for size, at in sizes.items()
+    ]
+    return _grid(["times fewer FLOPs", *names], rows)
 
 
 def slope_table(result: dict[str, Any]) -> str:
