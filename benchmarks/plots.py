@@ -105,7 +105,7 @@ def _fidelity(axes: Any, run: Run) -> None:
     for family in dict.fromkeys(row["family"] for row in rows.values()):
         axes.plot([], [], linestyle="", **LOOKS[family], label=family)
     axes.set(xlabel="relative difference from the unpatched model (random weights: a proxy)")
-    axes.legend(loc="lower right", fontsize=9)
+    axes.legend(loc="upper left", fontsize=9)
     _finish(axes, ends, bold=front)
 
 

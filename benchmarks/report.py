@@ -112,7 +112,7 @@ def table(run: Run) -> str:
     rows = []
     for name, row in run["methods"].items():
         low, middle, high = spread(row["seconds"])
-        share = efficiency(run, name)
+        share = None if name == row.get("ideal") else efficiency(run, name)
         foretold = run["forecast"].get(row.get("ideal"))
         launches = row.get("launches_per_block")
         rows.append(
