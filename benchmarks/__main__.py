@@ -209,7 +209,7 @@ class Bench:
         """Shape, model, its methods, their forecast, and what makes inputs of any size."""
         from benchmarks.forecast import forecast
         from benchmarks.measure import Subject
-        from benchmarks.methods import methods
+        from benchmarks.methods import backend_variants, methods
         from benchmarks.models import REDUCED, SHAPES, load
 
         shape = (REDUCED if self.arguments.quick else SHAPES)[name]
@@ -218,9 +218,10 @@ class Bench:
         def subject_of(size: int, batch: int = 1) -> Subject:
             return Subject(model, shape.context_channels, size, batch)
 
+        variants = backend_variants(self.device)
         every = [
             each
-            for each in methods(self.arguments.ratio, shape.max_downsample)
+            for each in methods(self.arguments.ratio, shape.max_downsample, variants)
             if self.arguments.methods == "all" or each.headline
         ]
         foretold = forecast(subject_of, [each for each in every if each.family == "ideal"])

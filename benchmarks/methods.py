@@ -12,7 +12,7 @@ from comfy_extras import nodes_hypertile, nodes_tomesd
 from tomesd.merge import bipartite_soft_matching_random2d
 from torch import Tensor
 
-from tome_nodes.config import ToMeConfig
+from tome_nodes.config import CHOICES, ToMeConfig
 from tome_nodes.grid import Grid
 from tome_nodes.hosts.comfyui import attach
 from tome_nodes.plan import Plan
@@ -167,6 +167,13 @@ class LosslessStrategy:
         return Plan.from_slots(torch.stack(order).to(features.device), grid.tokens)
 
 
+def backend_variants(device: torch.device) -> dict[str, dict[str, Any]]:
+    """The backends to compare, as ``variants`` of :func:`methods`; on a CPU there is but one."""
+    if device.type == "cpu" or "backend" not in CHOICES:
+        return {"": {}}
+    return {"": {"backend": "triton"}, " on torch": {"backend": "torch"}}
+
+
 def methods(
     ratio: float,
     max_downsample: int | str,
@@ -239,7 +246,7 @@ def methods(
             "ours",
             fast | settings | dict(variant),
             ideal=f"ideal {scope}",
-            headline=scope != "all",
+            headline=scope != "all" and not suffix,
         )
         for suffix, variant in variants.items()
         for scope, settings in scopes.items()

@@ -124,7 +124,7 @@ def test_a_results_file_shows_everything():
 
 def test_plots_are_drawn_for_one_size_and_for_several(tmp_path):
     larger = SLOW | {"size": 1024}
-    for runs in ([SLOW], [SLOW, larger], [SLOW, larger | {"batch": 4}]):
+    for runs in ([SLOW], [SLOW, larger]):
         path = tmp_path / f"{len(runs)}.png"
         plots.draw(result(*runs), path)
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -179,6 +179,13 @@ def subject(model):
 @pytest.fixture(scope="module")
 def expected(subject):
     return checks.unpatched_output(subject)
+
+
+def test_what_an_ideal_is_to_be_compared_with_comes_after_it():
+    seen = set()
+    for method in methods(0.5, "auto"):
+        seen.add(method.name)
+        assert method.ideal is None or method.ideal in seen
 
 
 @pytest.mark.parametrize("method", methods(0.5, "auto"), ids=lambda method: method.name)
@@ -268,17 +275,25 @@ def test_outputs_that_are_no_numbers_or_too_far_away_are_refused():
         checks.check_distance(1.1, None)
 
 
+def test_variants_measure_each_scope_of_ours_again():
+    names = [each.name for each in methods(0.5, 1, {"": {}, " in cells of 4": {"sx": 4}})]
+    assert len(names) == len(set(names))
+    for scope in ("attn", "all", "block", "stack"):
+        assert f"ours window {scope}" in names
+        assert f"ours window {scope} in cells of 4" in names
+
+
 def test_flops_at_three_sizes_tell_those_at_a_fourth(model):
     (ideal,) = [each for each in methods(0.5, "auto") if each.name == "ideal block"]
     foretold = forecast(lambda size: Subject(model, 768, size, 1), [ideal])
-    large = Subject(model, 768, 256, 1)
+    other = Subject(model, 768, 96, 1)
     flops = []
-    for patched in (large.model, ideal.patch(large.model)):
+    for patched in (other.model, ideal.patch(other.model)):
         counter = FlopCounterMode(display=False, custom_mapping=UNLISTED)
-        large.run(patched, counter)
+        other.run(patched, counter)
         flops.append(counter.get_total_flops())
-    assert foretold.unpatched(256) == pytest.approx(flops[0])
-    assert foretold.speed_ups(256) == {"ideal block": pytest.approx(flops[0] / flops[1])}
+    assert foretold.unpatched(96) == pytest.approx(flops[0])
+    assert foretold.speed_ups(96) == {"ideal block": pytest.approx(flops[0] / flops[1])}
 
 
 def test_the_flops_of_attention_grow_with_the_square_of_its_tokens(model):
