@@ -1,11 +1,14 @@
 """The parts of the benchmark that are no measurement: its arithmetic and its checks."""
 
+import json
+
 import comfy.sd
 import pytest
 import torch
 from host import relative_error
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import __main__ as command
 from benchmarks import checks, plots, report
 from benchmarks.forecast import UNLISTED, affordable, forecast, parabola
 from benchmarks.measure import Launches, PeakMemory, StageClock, Subject, interleaved
@@ -283,9 +286,17 @@ def test_variants_measure_each_scope_of_ours_again():
         assert f"ours window {scope} in cells of 4" in names
 
 
-def test_flops_at_three_sizes_tell_those_at_a_fourth(model):
-    (ideal,) = [each for each in methods(0.5, "auto") if each.name == "ideal block"]
-    foretold = forecast(lambda size: Subject(model, 768, size, 1), [ideal])
+@pytest.fixture(scope="module")
+def ideal():
+    return next(each for each in methods(0.5, "auto") if each.name == "ideal block")
+
+
+@pytest.fixture(scope="module")
+def foretold(model, ideal):
+    return forecast(lambda size: Subject(model, 768, size, 1), [ideal])
+
+
+def test_flops_at_three_sizes_tell_those_at_a_fourth(model, ideal, foretold):
     other = Subject(model, 768, 96, 1)
     flops = []
     for patched in (other.model, ideal.patch(other.model)):
@@ -296,8 +307,7 @@ def test_flops_at_three_sizes_tell_those_at_a_fourth(model):
     assert foretold.speed_ups(96) == {"ideal block": pytest.approx(flops[0] / flops[1])}
 
 
-def test_the_flops_of_attention_grow_with_the_square_of_its_tokens(model):
-    foretold = forecast(lambda size: Subject(model, 768, size, 1), [])
+def test_the_flops_of_attention_grow_with_the_square_of_its_tokens(foretold):
     attention = 6 * 2 * 4 * 320  # blocks, samples, two products, channels
     tokens = [(size // 8) ** 2 for size in (512, 1024, 2048)]
     small, middle, large = (foretold.unpatched(size) for size in (512, 1024, 2048))
@@ -334,3 +344,50 @@ def test_stages_add_up_and_are_counted_in_every_scope(subject, expected):
         assert torch.equal(output, plain)
         assert list(clock.seconds) == ["matching", "merge", "unmerge", "model"]
         assert min(clock.seconds.values()) > 0
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """A call of the benchmark that writes elsewhere."""
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["bench", "--quick", "--name", "here"])
+    return command.Bench(command._arguments())
+
+
+def test_a_wrong_method_is_named_and_the_others_go_on(bench, subject, capsys):
+    (good,) = [each for each in methods(0.5, "auto") if each.name == "ours window block"]
+    right, refused, launches = bench.check(subject, [wrong(OffByOne), good])
+    assert right == [good]
+    assert list(refused) == ["wrong"] and "differ from the means" in refused["wrong"]
+    assert list(launches) == ["ours window block"]
+    assert 0 < launches["ours window block"] < 100
+    assert "ERROR: wrong is not timed: its plan merges" in capsys.readouterr().out
+    assert bench.finish() == 1
+
+
+def test_a_comparison_is_written_as_soon_as_it_is_made(bench, subject, tmp_path, capsys):
+    names = ("ideal block", "core TomePatchModel", "tomesd all", "ours window block")
+    chosen = [each for each in methods(0.5, "auto") if each.name in names]
+    run = bench.compare(subject, chosen, 2)
+    assert list(run["methods"]) == ["unpatched", *names]
+    assert all(len(row["seconds"]) == 2 for row in run["methods"].values())
+    assert all(row["peak_bytes"] > 0 for row in run["methods"].values())
+    assert run["methods"]["ours window block"]["merged"] == "6/6"
+    assert 0 < run["methods"]["ours window block"]["error"] < 1
+    details = {"model": "sd15", "note": "", "size": 64, "batch": 2, "dtype": "float32"}
+    bench.keep(run | details | {"forecast": {}})
+    assert json.loads((tmp_path / "here.json").read_text())["runs"] == bench.result["runs"]
+    assert report.table(bench.result["runs"][0]) in (tmp_path / "here.md").read_text()
+    assert bench.finish() == 0
+    assert capsys.readouterr().out.splitlines()[-1] == report.summary(bench.result)
+    assert bench.device == CPU
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--size", "500"], ["--ratio", "0.6"], ["--batch", "0"], ["--model", "flux"]]
+)
+def test_what_cannot_be_measured_is_refused(arguments, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench", *arguments])
+    with pytest.raises(SystemExit):
+        command._arguments()
+    assert f"{arguments[0]}" in capsys.readouterr().err
