@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from contextlib import nullcontext, suppress
@@ -36,6 +37,8 @@ RATIOS = (0.5, 0.75)
 
 def main() -> int:
     """Run the benchmark that the command line asks for."""
+    # What there is by then is still drawn.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments = _arguments()
     host_arguments.cpu = arguments.device == "cpu"
     host_arguments.use_pytorch_cross_attention = True

@@ -1,5 +1,6 @@
 """Plots of a results file."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,22 @@ def pareto(points: dict[str, tuple[float, float]]) -> list[str]:
         if not front or points[name][1] > points[front[-1]][1]:
             front.append(name)
     return front
+
+
+def spaced(values: Sequence[float], step: float) -> list[float]:
+    """The rising ``values`` moved as little as it takes to lie at least ``step`` apart."""
+    # With the steps taken off, values that rise too slowly are those that fall: each run of them
+    # goes to its mean.
+    runs: list[tuple[float, int]] = []
+    for index, value in enumerate(values):
+        mean, count = value - index * step, 1
+        while runs and runs[-1][0] >= mean:
+            other, others = runs.pop()
+            mean = (mean * count + other * others) / (count + others)
+            count += others
+        runs.append((mean, count))
+    means = [mean for mean, count in runs for _ in range(count)]
+    return [mean + index * step for index, mean in enumerate(means)]
 
 
 def _lines(axes: Any, runs: list[Run]) -> None:
@@ -121,14 +138,7 @@ def _finish(
     low, high = axes.get_ylim()
     step = (high - low) / 26
     names = sorted(ends, key=lambda name: ends[name][1])
-    heights: list[float] = []
-    for name in names:
-        heights.append(max(ends[name][1], heights[-1] + step if heights else low))
-    # Where the column runs over the top, move its upper part down.
-    limit = high
-    for index in reversed(range(len(heights))):
-        heights[index] = min(heights[index], limit)
-        limit = heights[index] - step
+    heights = spaced([ends[name][1] for name in names], step)
     to_axes = axes.transData + axes.transAxes.inverted()
     for name, height in zip(names, heights, strict=True):
         x, y, colour = ends[name]
@@ -142,5 +152,5 @@ def _finish(
             color=colour,
             weight="bold" if name in (bold or ()) else "normal",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "alpha": 0.25, "linewidth": 0.8},
+            arrowprops={"arrowstyle": "-", "color": colour, "alpha": 0.4, "linewidth": 0.8},
         )

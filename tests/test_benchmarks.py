@@ -138,6 +138,12 @@ def test_the_front_is_what_nothing_beats_in_both():
     assert plots.pareto(points) == ["a", "b", "d"]
 
 
+def test_labels_keep_their_distance_and_stay_near_their_points():
+    assert plots.spaced([1, 5, 9], 2) == [1, 5, 9]
+    assert plots.spaced([4, 4, 4, 20], 2) == pytest.approx([2, 4, 6, 20])
+    assert plots.spaced([0, 9, 9, 10], 1) == pytest.approx([0, 28 / 3 - 1, 28 / 3, 28 / 3 + 1])
+
+
 @pytest.mark.parametrize("power", [0, 1, 2, 1.5])
 def test_the_slope_is_the_power_of_growth(power):
     assert log_log_slope({n: 3e-5 * n**power for n in (1024, 4096, 16384)}) == pytest.approx(power)
