@@ -31,7 +31,7 @@ from comfy.cli_args import args as host_arguments  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ("sd15", "sdxl")
 SIZES = [512, 768, 1024, 1536, 2048]
-QUICK_SIZES = [256]
+QUICK_SIZES = {"sd15": [256], "sdxl": [320]}
 RATIOS = (0.5, 0.75)
 
 
@@ -117,7 +117,6 @@ class Bench:
         self.device = torch.device(arguments.device)
         self.start = time.monotonic()
         self.all_right = True
-        self.sizes = sorted(arguments.size or (QUICK_SIZES if arguments.quick else SIZES))
         # A check needs little; on a GPU it is to be like what is timed.
         self.check_size = 512 if arguments.device == "cuda" else 64 if arguments.quick else 128
         self.result: dict[str, Any] = {
@@ -168,7 +167,7 @@ class Bench:
         subject.run(subject.model, watch)
         seconds_per_flop = watch.seconds / foretold.unpatched(self.check_size)
         for batch in arguments.batch:
-            for size in self.sizes:
+            for size in self.sizes(name):
                 subject = subject_of(size, batch)
                 expected = seconds_per_flop * foretold.unpatched(size) * batch
                 left = None if available is None else available - (time.monotonic() - began)
@@ -208,6 +207,10 @@ class Bench:
                 plain = run["methods"]["unpatched"]["seconds"]
                 seconds_per_flop = min(plain) / (foretold.unpatched(size) * batch)
 
+    def sizes(self, name: str) -> list[int]:
+        """The sides of the pictures to measure a model at, the smallest first."""
+        return sorted(self.arguments.size or (QUICK_SIZES[name] if self.arguments.quick else SIZES))
+
     def prepare(self, name: str) -> tuple[Any, ...]:
         """Shape, model, its methods, their forecast, and what makes inputs of any size."""
         from benchmarks.forecast import forecast
@@ -237,7 +240,7 @@ class Bench:
         forecasts = {}
         for name in self.arguments.model:
             foretold = self.prepare(name)[3]
-            forecasts[name] = {size: foretold.speed_ups(size) for size in self.sizes}
+            forecasts[name] = {size: foretold.speed_ups(size) for size in self.sizes(name)}
         text = forecast_table(forecasts)
         say(text)
         RESULTS.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 from benchmarks.measure import Launches, Subject, merged_blocks
 from benchmarks.methods import HostMethod, Method
 from tome_nodes.grid import Grid
+from tome_nodes.hosts.engine import make_engine
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative error that the order of the sums may cause through a whole model, by precision."""
@@ -49,12 +50,18 @@ def check_wiring(method: Method, subject: Subject, expected: Tensor) -> None:
         )
 
 
+@torch.no_grad()
 def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> None:
     """A plan must be a partition of the tokens, merge their means and copy them back."""
     config, grid = method.always().config, PLAN_GRID
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(2, grid.tokens, 64, generator=generator).to(device, dtype)
-    strategy = method.make_strategy(config)
+    engine = make_engine(config, method.make_strategy, device, dtype)
+    if engine.lacks is not None:
+        raise WrongOutput(f"the device cannot run it: {engine.lacks}")
+    if config.backend not in ("auto", engine.backend):
+        raise WrongOutput(f"it cannot run on {config.backend}: {engine.no_triton}")
+    strategy = engine.strategy
     strategy.start_step(torch.zeros((), dtype=torch.int64, device=device), config.ratio)
     plan = strategy.plan(features, grid)
     if plan is None:

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import comfy.sample
@@ -177,7 +178,9 @@ class _TimedStrategy:
 
 
 class _TimedPlan:
-    """Any kind of plan; its methods belong to the stage that their name begins with."""
+    """Any kind of plan."""
+
+    _STAGES = MappingProxyType({"merge": "merge", "unmerge": "unmerge", "add_change": "unmerge"})
 
     def __init__(self, plan: Any, clock: StageClock):
         self._plan = plan
@@ -185,7 +188,7 @@ class _TimedPlan:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._plan, name)
-        stage = next((each for each in ("merge", "unmerge") if name.startswith(each)), None)
+        stage = self._STAGES.get(name)
         if stage is None:
             return value
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -12,16 +12,17 @@ from comfy_extras import nodes_hypertile, nodes_tomesd
 from tomesd.merge import bipartite_soft_matching_random2d
 from torch import Tensor
 
-from tome_nodes.config import CHOICES, ToMeConfig
+from tome_nodes.config import ToMeConfig
 from tome_nodes.grid import Grid
 from tome_nodes.hosts.comfyui import attach
+from tome_nodes.ops import reference
 from tome_nodes.plan import Plan
 from tome_nodes.strategies import Strategy, make_strategy
 
 Wrap = Callable[[Strategy], Strategy]
 
-ALWAYS = {"min_tokens": 1} if "min_tokens" in {each.name for each in fields(ToMeConfig)} else {}
-"""Settings with which even the small maps of a check are merged."""
+ALWAYS = {"min_tokens": 1}
+"""Settings with which maps of any size are merged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,9 @@ class CallablePlan:
     def fits(self, x: Tensor) -> bool:
         return x.shape[:2] == self.shape
 
+    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        return x + self.unmerge(after - before)
+
 
 class TomesdStrategy:
     """The reference implementation's own functions, on our host."""
@@ -163,13 +167,14 @@ class LosslessStrategy:
         if self.strategy.plan(features, grid) is None:
             return None
         generator = torch.Generator().manual_seed(grid.tokens)
-        order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
-        return Plan.from_slots(torch.stack(order).to(features.device), grid.tokens)
+        order = torch.stack([torch.randperm(grid.tokens, generator=generator) for _ in features])
+        ops = getattr(self.strategy, "ops", reference)
+        return Plan.from_slots(order.to(features.device), grid.tokens, ops)
 
 
 def backend_variants(device: torch.device) -> dict[str, dict[str, Any]]:
     """The backends to compare, as ``variants`` of :func:`methods`; on a CPU there is but one."""
-    if device.type == "cpu" or "backend" not in CHOICES:
+    if device.type == "cpu":
         return {"": {}}
     return {"": {"backend": "triton"}, " on torch": {"backend": "torch"}}
 
@@ -204,7 +209,7 @@ def methods(
         on_host(
             f"ideal {scope}",
             "ideal",
-            levels | settings,
+            levels | ALWAYS | settings,
             make_strategy=IdealStrategy,
             ideal=f"ideal {scope}",
             headline=scope != "all",
@@ -224,14 +229,14 @@ def methods(
             on_host(
                 f"tomesd {scope}",
                 "peer",
-                levels | scopes[scope],
+                levels | ALWAYS | scopes[scope],
                 make_strategy=TomesdStrategy,
                 ideal=f"ideal {scope}",
                 headline=True,
             )
             for scope in ("attn", "all")
         ),
-        on_host("ToDo", "peer", {"strategy": "pool", "attn_tokens": "k,v", **levels}),
+        on_host("ToDo", "peer", {"strategy": "pool", "attn_tokens": "k,v", **levels, **ALWAYS}),
         NodeMethod(
             name="HyperTile",
             family="peer",

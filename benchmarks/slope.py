@@ -10,6 +10,7 @@ import torch
 from benchmarks.measure import Stopwatch, interleaved
 from tome_nodes.config import ToMeConfig
 from tome_nodes.grid import Grid
+from tome_nodes.hosts.engine import make_engine
 from tome_nodes.strategies import make_strategy
 
 SIDES = (32, 64, 128, 256)
@@ -19,6 +20,7 @@ CHANNELS = 320
 REPEATS = 5
 
 
+@torch.no_grad()
 def matching_seconds(device: torch.device) -> dict[str, dict[int, float]]:
     """Seconds by number of tokens, the best of some runs, of these:
 
@@ -39,7 +41,8 @@ def matching_seconds(device: torch.device) -> dict[str, dict[int, float]]:
     for side, features in sizes.items():
         grid = Grid(side, side)
         for name in ("window", "cluster"):
-            strategy = make_strategy(ToMeConfig(strategy=name))
+            config = ToMeConfig(strategy=name)
+            strategy = make_engine(config, make_strategy, device, features.dtype).strategy
             strategy.start_step(key, 0.5)
             runs[name, side] = partial(timed, strategy.plan, features, grid)
             if name == "window":
