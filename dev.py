@@ -116,8 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     add("test", "run all tests, or those that further arguments tell pytest to run")
     add(
         "bench",
-        "measure all methods against the unpatched model; further arguments: --quick, --device, "
-        "--model, --size, --batch, --ratio, --repeats",
+        "measure all methods against the unpatched model; further arguments: --quick, --forecast, "
+        "--device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, --name",
     )
     add("lint", "check the code and its format with ruff")
     return parser
