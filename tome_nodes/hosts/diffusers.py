@@ -7,7 +7,7 @@ import torch
 from diffusers import Transformer2DModel, UNet2DConditionModel
 from torch import nn
 
-from .hooked import Attachment, HookedBlock, HookedStack
+from .hooked import RECOMPUTED, Attachment, HookedBlock, HookedStack
 
 
 class DiffusersBlock(HookedBlock):
@@ -51,9 +51,17 @@ class DiffusersAttachment(Attachment):
                 if isinstance(module, Transformer2DModel):
                     yield 2**level
 
-    @staticmethod
-    def recomputes(unet: nn.Module) -> bool:
-        return torch.is_grad_enabled() and unet.is_gradient_checkpointing
+    def obstacle(self, unet: nn.Module) -> str | None:
+        if torch.is_grad_enabled() and unet.is_gradient_checkpointing:
+            return RECOMPUTED
+        if self.config.attn_tokens != "q,k,v" and any(
+            getattr(module, "fused_projections", False) for module in unet.modules()
+        ):
+            return (
+                f"attn_tokens={self.config.attn_tokens} takes other queries than keys, which fused "
+                "projections cannot"
+            )
+        return None
 
 
 def find_unet(model: object) -> tuple[UNet2DConditionModel, int | None] | None:

@@ -31,6 +31,9 @@ log = logging.getLogger("tome_nodes")
 # Calls at one timestep whose plans are kept for the next step; pipelines that tile make many.
 _CALLS_KEPT = 64
 
+RECOMPUTED = "gradient checkpointing runs the transformer blocks again outside of the UNet's call"
+"""The obstacle that a model may be to compute gradients by running blocks a second time."""
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 
@@ -119,7 +122,7 @@ class Attachment:
         make_strategy: Callable[[ToMeConfig], Strategy] = make_strategy,
     ):
         self._settings = (config, timesteps, make_strategy)
-        self._config = config
+        self.config = config
         self._timesteps = timesteps
         self._strategy = make_strategy(config)
         self._merged: HookedUNet | None = None
@@ -145,9 +148,8 @@ class Attachment:
         """How many times smaller than the latent each of them works, but for the way up."""
         raise NotImplementedError
 
-    @staticmethod
-    def recomputes(unet: nn.Module) -> bool:
-        """Whether blocks will run a second time, after the call, to compute gradients."""
+    def obstacle(self, unet: nn.Module) -> str | None:
+        """Why tokens cannot be merged in the UNet as it is now, None if they can."""
         raise NotImplementedError
 
     def attach(self, unet: nn.Module) -> None:
@@ -158,7 +160,7 @@ class Attachment:
         """
         self._merged = self._blocks_of(unet)
         detach(unet)
-        if max(self._config.ratio, self._config.ratio_end) > 0:
+        if max(self.config.ratio, self.config.ratio_end) > 0:
             unet.register_forward_pre_hook(self.before_call, with_kwargs=True)
             unet.register_forward_hook(self.after_call, always_call=True)
 
@@ -185,7 +187,7 @@ class Attachment:
         self._begin_step(timestep, device)
         self._merged.latent = Grid(*sample.shape[-2:])
         self._shape = sample.shape
-        if self._config.reuse_steps == 0:
+        if self.config.reuse_steps == 0:
             self._merged.plans = None
         elif self._call < _CALLS_KEPT:
             self._merged.plans = self._merged.plans_for(self._step, (self._call, sample.shape))
@@ -215,9 +217,9 @@ class Attachment:
                 f"{type(unet).__name__} has none"
             )
         self._shallowest = min(levels)
-        limit = self._config.max_downsample
+        limit = self.config.max_downsample
         return HookedUNet(
-            self._config,
+            self.config,
             self._strategy,
             self._shallowest if limit == "auto" else limit,
             self.stack_class,
@@ -238,7 +240,7 @@ class Attachment:
 
     def _active_range(self) -> NoiseRange:
         """The timesteps between ``start_percent`` and ``end_percent``; 0 and 1 leave none out."""
-        start, end = self._config.start_percent, self._config.end_percent
+        start, end = self.config.start_percent, self.config.end_percent
         noisiest = self._timesteps - 1
         return NoiseRange(
             math.inf if start == 0 else (1 - start) * noisiest,
@@ -247,8 +249,8 @@ class Attachment:
 
     def _obstacle(self, unet: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why tokens cannot be merged in this call."""
-        if self.recomputes(unet):
-            return "gradient checkpointing runs the transformer blocks again outside of the UNet"
+        if (obstacle := self.obstacle(unet)) is not None:
+            return obstacle
         key = device, dtype
         if key not in self._device_lacks:
             self._device_lacks[key] = missing_operation(self._strategy, device, dtype)
@@ -257,24 +259,24 @@ class Attachment:
 
     def _begin_step(self, timestep: float, device: torch.device) -> None:
         (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
-        key = torch.full((), step_key(self._config.seed, bits), dtype=torch.int64, device=device)
+        key = torch.full((), step_key(self.config.seed, bits), dtype=torch.int64, device=device)
         noisiest = self._timesteps - 1
         progress = noisiest - min(max(timestep, 0), noisiest)
-        self._strategy.start_step(key, ratio_at(self._config, progress, self._timesteps))
+        self._strategy.start_step(key, ratio_at(self.config, progress, self._timesteps))
 
     def _tell(self, statistics: RunStatistics) -> None:
         """Tell what a call merged, once for each size; or why it did not, once for each reason."""
         if statistics.merged_anything:
             if self._shape not in self._told:
                 self._told.add(self._shape)
-                words = [statistics.merged_blocks(), *settings_in_words(self._config)]
+                words = [statistics.merged_blocks(), *settings_in_words(self.config)]
                 if statistics.fell_back:
                     words.append(f"module scope in {len(statistics.fell_back)}")
                 log.info("[ToMe] %s", ", ".join(words))
         else:
             self._warn(
                 statistics.most_common_reason
-                or f"max_downsample={self._config.max_downsample} leaves out every transformer "
+                or f"max_downsample={self.config.max_downsample} leaves out every transformer "
                 f"block: this model's begin at {self._shallowest}; set it to auto"
             )
 

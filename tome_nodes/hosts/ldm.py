@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .hooked import Attachment, HookedBlock, HookedStack
+from .hooked import RECOMPUTED, Attachment, HookedBlock, HookedStack
 
 
 class LdmBlock(HookedBlock):
@@ -60,11 +60,12 @@ class LdmAttachment(Attachment):
             elif type(layer).__name__ == "Downsample" or getattr(layer, "updown", False):
                 downsample *= 2
 
-    @staticmethod
-    def recomputes(unet: nn.Module) -> bool:
-        return torch.is_grad_enabled() and any(
+    def obstacle(self, unet: nn.Module) -> str | None:
+        if torch.is_grad_enabled() and any(
             getattr(module, "checkpoint", False) for module in unet.modules()
-        )
+        ):
+            return RECOMPUTED
+        return None
 
 
 def find_unet(model: object) -> tuple[nn.Module, int | None] | None:
