@@ -223,7 +223,7 @@ def ip_adapter(unet):
             hidden = unet.get_submodule(name.removesuffix(".processor")).inner_dim
             number = 1 + len(layers)
             for projection in ("k", "v"):
-                weight = torch.randn(hidden, TEXT_CHANNELS, generator=generator)
+                weight = torch.randn(hidden, TEXT_CHANNELS, generator=generator) / 6
                 layers[f"{number}.to_{projection}_ip.weight"] = weight
         assert isinstance(processor, AttnProcessor2_0)
     projection = ImageProjection(16, TEXT_CHANNELS, num_image_text_embeds=4).state_dict()
