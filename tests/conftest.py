@@ -1,15 +1,21 @@
 """The real ComfyUI, in this process and as a server."""
 
+import logging
 import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 COMFYUI = Path(os.environ.get("COMFYUI_PATH") or ROOT / ".venv" / "ComfyUI")
 
 sys.path.insert(0, str(COMFYUI))
+
+# Without a GPU, the kernels run in Triton's interpreter; it must be known before they are loaded.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from comfy.cli_args import args  # noqa: E402
 
@@ -31,6 +37,34 @@ def checkpoints(tmp_path_factory):
         return path if path.exists() else write_checkpoint(path, family, unet_only=True, **options)
 
     return file
+
+
+@pytest.fixture(scope="session")
+def load(checkpoints):
+    """Models by family, loaded once."""
+    import comfy.sd
+
+    models = {}
+
+    def loaded(family, **options):
+        path = str(checkpoints(family, **options))
+        if path not in models:
+            models[path] = comfy.sd.load_diffusion_model(path)
+        return models[path]
+
+    return loaded
+
+
+@pytest.fixture
+def sd15(load):
+    return load("sd15", levels=1)
+
+
+@pytest.fixture
+def told(caplog):
+    """The messages of the pack so far."""
+    caplog.set_level(logging.INFO, logger="tome_nodes")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "tome_nodes"]
 
 
 @pytest.fixture(scope="session")

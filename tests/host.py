@@ -3,6 +3,8 @@
 import comfy.sample
 import torch
 
+from tome_nodes.config import ToMeConfig
+
 CONTEXT_CHANNELS = {
     "sd15": 768,
     "sd15_inpaint": 768,
@@ -21,6 +23,11 @@ def conditioning(channels, value, **extras):
     return [
         [text, {"pooled_output": text.mean() + torch.randn(1, 1280, generator=generator)} | extras]
     ]
+
+
+def merging(**options):
+    """Settings that merge the small feature maps of the tests, too."""
+    return ToMeConfig(min_tokens=1, **options)
 
 
 def sample(

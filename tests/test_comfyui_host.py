@@ -1,7 +1,7 @@
 """The attach to real ComfyUI models: what merges, what is left alone, what is left behind."""
 
 import gc
-import logging
+import re
 import weakref
 
 import comfy.model_management
@@ -9,10 +9,18 @@ import comfy.sd
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from host import CONTEXT_CHANNELS, conditioning, overridden, relative_error, sample
+from host import (
+    CONTEXT_CHANNELS,
+    Shuffle,
+    conditioning,
+    merging,
+    overridden,
+    relative_error,
+    sample,
+)
 from safetensors.torch import load_file
 
-from tome_nodes.config import CHOICES, ToMeConfig
+from tome_nodes.config import CHOICES
 from tome_nodes.hosts import comfyui
 from tome_nodes.hosts.comfyui import attach, detach
 from tome_nodes.plan import Plan
@@ -21,51 +29,20 @@ from tome_nodes.strategies.bipartite import BipartiteStrategy
 ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
 
 
-class Shuffle(BipartiteStrategy):
-    """Draws real plans, then hands out a lossless one: each token a slot of its own, shuffled."""
-
-    def plan(self, features, grid):
-        super().plan(features, grid)
-        generator = torch.Generator().manual_seed(grid.tokens)
-        order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
-        return Plan.from_slots(torch.stack(order), grid.tokens)
-
-
-@pytest.fixture(scope="module")
-def load(checkpoints):
-    """Models by family, loaded once."""
-    models = {}
-
-    def loaded(family, **options):
-        path = str(checkpoints(family, **options))
-        if path not in models:
-            models[path] = comfy.sd.load_diffusion_model(path)
-        return models[path]
-
-    return loaded
-
-
-@pytest.fixture
-def sd15(load):
-    return load("sd15", levels=1)
-
-
-@pytest.fixture
-def told(caplog):
-    """The messages of the pack so far."""
-    caplog.set_level(logging.INFO, logger="tome_nodes")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "tome_nodes"]
-
-
 @pytest.mark.parametrize("family", CONTEXT_CHANNELS)
 def test_a_lossless_plan_reproduces_the_unpatched_model(load, told, family):
     model = load(family, **({"levels": 2} if family in ("sd15", "sd15_inpaint", "sd2") else {}))
     options = {"channels": CONTEXT_CHANNELS[family], "batch": 3 if family == "svd" else 1}
-    patched = attach(model, ToMeConfig(max_downsample=8, **ALL_MODULES), Shuffle)
+    patched = attach(model, merging(max_downsample=8, **ALL_MODULES), Shuffle)
     expected = sample(model, **options)
     assert relative_error(sample(patched, **options), expected) < 5e-5
     merged, present = told()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
     assert merged == present
+    # Counted from the weights' names, as the list of overrides is not.
+    spatial = re.compile(r"(.*\.transformer_blocks\.\d+)\.attn2\.to_q\.weight")
+    assert int(present) == len(
+        [*filter(spatial.fullmatch, model.model.diffusion_model.state_dict())]
+    )
     assert overridden(model) == []
 
 
@@ -81,17 +58,17 @@ def test_a_lossless_plan_reproduces_the_unpatched_model(load, told, family):
 def test_auto_takes_the_shallowest_level_with_attention(load, told, family, options, level, blocks):
     channels = CONTEXT_CHANNELS[family]
     model = load(family, **options)
-    automatic = sample(attach(model, ToMeConfig()), channels=channels, steps=1)
+    automatic = sample(attach(model, merging()), channels=channels, steps=1)
     tokens = (12 // level) * (16 // level)
     assert told()[-1].startswith(
         f"[ToMe] merged {blocks} blocks ({tokens} -> {tokens // 2} tokens)"
     )
-    fixed = sample(attach(model, ToMeConfig(max_downsample=level)), channels=channels, steps=1)
+    fixed = sample(attach(model, merging(max_downsample=level)), channels=channels, steps=1)
     assert torch.equal(automatic, fixed)
 
 
 def test_deeper_levels_join_up_to_max_downsample(load, told):
-    sample(attach(load("sd15", levels=2), ToMeConfig(max_downsample=8)), steps=1)
+    sample(attach(load("sd15", levels=2), merging(max_downsample=8)), steps=1)
     assert told() == [
         "[ToMe] merged 11/11 blocks (192 -> 96 tokens x5, 48 -> 24 tokens x6), 1/1 steps, "
         "ratio 0.50"
@@ -101,7 +78,7 @@ def test_deeper_levels_join_up_to_max_downsample(load, told):
 @pytest.mark.parametrize("module", ALL_MODULES)
 def test_each_module_can_be_merged_alone(sd15, module):
     plain = sample(sd15)
-    alone = ToMeConfig(**(dict.fromkeys(ALL_MODULES, False) | {module: True}))
+    alone = merging(**(dict.fromkeys(ALL_MODULES, False) | {module: True}))
     error = relative_error(sample(attach(sd15, alone)), plain)
     assert 1e-4 < error < 1
 
@@ -120,7 +97,7 @@ def test_a_lossless_plan_reproduces_the_unpatched_model_in_every_scope(
 ):
     model = load(family, **({"levels": 2} if family == "sd15" else {}))
     options = {"channels": CONTEXT_CHANNELS[family], "batch": 3 if family == "svd" else 1}
-    config = ToMeConfig(max_downsample=8, scope=scope, attn_tokens=attn_tokens)
+    config = merging(max_downsample=8, scope=scope, attn_tokens=attn_tokens)
     expected = sample(model, steps=1, **options)
     assert (
         relative_error(sample(attach(model, config, Shuffle), steps=1, **options), expected) < 5e-5
@@ -162,7 +139,7 @@ def lengths_in_first_block(model, config):
     ids=str,
 )
 def test_what_runs_on_merged_tokens(sd15, settings, lengths):
-    assert lengths_in_first_block(sd15, ToMeConfig(**settings)) == lengths
+    assert lengths_in_first_block(sd15, merging(**settings)) == lengths
 
 
 @pytest.mark.parametrize("scope", ["block", "stack"])
@@ -175,10 +152,10 @@ def test_wider_scopes_fall_back_to_modules_beside_patches_that_need_all_tokens(s
 
     theirs = sd15.clone()
     theirs.set_model_attn1_patch(note)
-    wide = sample(attach(theirs, ToMeConfig(scope=scope)), steps=1)
+    wide = sample(attach(theirs, merging(scope=scope)), steps=1)
     assert set(lengths) == {192}
     assert told()[-1].endswith(f"{scope} scope, module scope in 6 that other nodes patch")
-    assert torch.equal(wide, sample(attach(theirs, ToMeConfig(scope="module")), steps=1))
+    assert torch.equal(wide, sample(attach(theirs, merging(scope="module")), steps=1))
 
 
 class Counted(BipartiteStrategy):
@@ -194,7 +171,7 @@ class Counted(BipartiteStrategy):
 @pytest.mark.parametrize(("reuse_steps", "plans"), [(0, 11 * 4), (1, 2 * 4), (2, 2 * 2), (9, 2)])
 def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(load, reuse_steps, plans):
     model = load("sd15", levels=2)
-    config = ToMeConfig(max_downsample=8, reuse_steps=reuse_steps)
+    config = merging(max_downsample=8, reuse_steps=reuse_steps)
     Counted.made = 0
     sample(attach(model, config, Counted), steps=4)
     # One more is made of a few tokens, to see whether the device can.
@@ -202,7 +179,7 @@ def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(load, reus
 
 
 def test_kept_plans_are_for_one_composition_of_the_batch(sd15, monkeypatch):
-    patched = attach(sd15, ToMeConfig(reuse_steps=9), Counted)
+    patched = attach(sd15, merging(reuse_steps=9), Counted)
     monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_: 0)
     two_prompts = conditioning(768, 0.5) + conditioning(768, 0.75)
     Counted.made = 0
@@ -213,20 +190,20 @@ def test_kept_plans_are_for_one_composition_of_the_batch(sd15, monkeypatch):
 
 def test_a_stack_of_one_block_is_that_block(sd15):
     block, stack = (
-        sample(attach(sd15, ToMeConfig(scope=scope)), steps=1) for scope in ("block", "stack")
+        sample(attach(sd15, merging(scope=scope)), steps=1) for scope in ("block", "stack")
     )
     assert torch.equal(block, stack)
 
 
 def test_ratio_moves_over_the_steps(sd15, told):
-    sample(attach(sd15, ToMeConfig(ratio=0.6, ratio_end=0.4)), steps=5)
+    sample(attach(sd15, merging(ratio=0.6, ratio_end=0.4)), steps=5)
     assert told()[-1] == (
         "[ToMe] merged 6/6 blocks (192 -> 77-116 tokens), 5/5 steps, ratio 0.60 to 0.40"
     )
 
 
 def test_a_ratio_that_only_ends_above_zero_merges(sd15, told):
-    sample(attach(sd15, ToMeConfig(ratio=0.0, ratio_end=0.5)), steps=3)
+    sample(attach(sd15, merging(ratio=0.0, ratio_end=0.5)), steps=3)
     assert "2/3 steps" in told()[-1]
 
 
@@ -236,7 +213,7 @@ def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(sd15, strate
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from torch._dynamo.testing import CompileCounter
 
-    config = ToMeConfig(strategy=strategy, scope=scope, reuse_steps=1)
+    config = merging(strategy=strategy, scope=scope, reuse_steps=1)
     expected = sample(attach(sd15, config), steps=2)
     compiled = attach(sd15, config)
     graphs = CompileCounter()
@@ -256,34 +233,34 @@ def test_merged_tokens_reach_the_attention(sd15):
         lambda _, inputs, __: lengths.append(inputs[0].shape)
     )
     try:
-        sample(attach(sd15, ToMeConfig(ratio=0.75)), steps=1)
+        sample(attach(sd15, merging(ratio=0.75)), steps=1)
     finally:
         hook.remove()
     assert lengths == [(2, 48, 320)]
 
 
 def test_ratio_zero_is_the_unpatched_model(sd15, told):
-    patched = attach(sd15, ToMeConfig(ratio=0.0))
+    patched = attach(sd15, merging(ratio=0.0))
     assert patched.get_all_wrappers(WrappersMP.APPLY_MODEL) == []
     assert torch.equal(sample(patched), sample(sd15))
     assert told() == []
 
 
 def test_patching_again_replaces_the_settings(sd15):
-    once = attach(sd15, ToMeConfig(ratio=0.3))
-    twice = attach(attach(sd15, ToMeConfig(ratio=0.7)), ToMeConfig(ratio=0.3))
+    once = attach(sd15, merging(ratio=0.3))
+    twice = attach(attach(sd15, merging(ratio=0.7)), merging(ratio=0.3))
     assert len(twice.get_all_wrappers(WrappersMP.APPLY_MODEL)) == 1
     assert torch.equal(sample(twice), sample(once))
 
 
 def test_removing_the_patch_gives_the_unpatched_model(sd15):
-    assert torch.equal(sample(detach(attach(sd15, ToMeConfig()))), sample(sd15))
+    assert torch.equal(sample(detach(attach(sd15, merging()))), sample(sd15))
 
 
 def test_detaching_keeps_the_wrappers_of_others(sd15):
     theirs = sd15.clone()
     theirs.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "other", lambda run, *args: run(*args))
-    restored = detach(attach(theirs, ToMeConfig()))
+    restored = detach(attach(theirs, merging()))
     assert restored.get_all_wrappers(WrappersMP.APPLY_MODEL) == theirs.get_all_wrappers(
         WrappersMP.APPLY_MODEL
     )
@@ -291,7 +268,7 @@ def test_detaching_keeps_the_wrappers_of_others(sd15):
 
 def test_patched_and_plain_models_share_weights_but_not_the_patch(sd15):
     before = sample(sd15)
-    patched = attach(sd15, ToMeConfig())
+    patched = attach(sd15, merging())
     first = sample(patched)
     assert torch.equal(sample(sd15), before)
     assert torch.equal(sample(patched), first)
@@ -303,7 +280,7 @@ def test_patched_and_plain_models_share_weights_but_not_the_patch(sd15):
 )
 def test_a_run_that_fails_leaves_nothing_behind(sd15, failure):
     before = sample(sd15)
-    patched = attach(sd15, ToMeConfig())
+    patched = attach(sd15, merging())
     target = sd15.model.diffusion_model.output_blocks[0][1].transformer_blocks[0].attn2.to_q
 
     def fail(*_):
@@ -328,7 +305,7 @@ def test_the_state_of_a_run_is_dropped_with_it(sd15, monkeypatch):
             runs.append(weakref.ref(self))
 
     monkeypatch.setattr(comfyui, "_Run", Watched)
-    patched = attach(sd15, ToMeConfig())
+    patched = attach(sd15, merging())
     sample(patched)
     sample(patched)
     gc.collect()
@@ -345,7 +322,7 @@ def test_an_override_of_another_node_is_run_and_comes_back(sd15):
 
     attention.forward = theirs
     try:
-        sample(attach(sd15, ToMeConfig()), steps=1)
+        sample(attach(sd15, merging()), steps=1)
         assert vars(attention)["forward"] is theirs
     finally:
         del attention.forward
@@ -353,22 +330,22 @@ def test_an_override_of_another_node_is_run_and_comes_back(sd15):
 
 
 def test_same_seed_same_image_and_another_seed_another(sd15):
-    first = sample(attach(sd15, ToMeConfig(seed=5)))
-    assert torch.equal(sample(attach(sd15, ToMeConfig(seed=5))), first)
-    assert not torch.equal(sample(attach(sd15, ToMeConfig(seed=6))), first)
+    first = sample(attach(sd15, merging(seed=5)))
+    assert torch.equal(sample(attach(sd15, merging(seed=5))), first)
+    assert not torch.equal(sample(attach(sd15, merging(seed=6))), first)
 
 
 @pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_sde", "ddim", "heun", "uni_pc"])
 def test_the_noise_of_the_sampler_stays_as_it_was(sd15, sampler):
     plain = sample(sd15, steps=3, sampler=sampler)
     noise_state = torch.get_rng_state()
-    lossless = sample(attach(sd15, ToMeConfig(), Shuffle), steps=3, sampler=sampler)
+    lossless = sample(attach(sd15, merging(), Shuffle), steps=3, sampler=sampler)
     assert torch.equal(torch.get_rng_state(), noise_state)
     assert relative_error(lossless, plain) < 1e-4
 
 
 def test_cond_and_uncond_merge_alike_in_one_batch_or_two(sd15, monkeypatch):
-    patched = attach(sd15, ToMeConfig())
+    patched = attach(sd15, merging())
     batches = []
     hook = sd15.model.diffusion_model.register_forward_pre_hook(
         lambda _, inputs: batches.append(len(inputs[0]))
@@ -386,15 +363,15 @@ def test_cond_and_uncond_merge_alike_in_one_batch_or_two(sd15, monkeypatch):
 @pytest.mark.parametrize("size", [(7, 9), (13, 16), (1, 24), (33, 5)], ids=str)
 def test_odd_sizes(load, told, size):
     model = load("sd15", levels=2)
-    patched = attach(model, ToMeConfig(max_downsample=2, **ALL_MODULES))
+    patched = attach(model, merging(max_downsample=2, **ALL_MODULES))
     assert sample(patched, size=size, steps=1).isfinite().all()
-    lossless = attach(model, ToMeConfig(max_downsample=8, **ALL_MODULES), Shuffle)
+    lossless = attach(model, merging(max_downsample=8, **ALL_MODULES), Shuffle)
     plain = sample(model, size=size, steps=1)
     assert relative_error(sample(lossless, size=size, steps=1), plain) < 1e-5
 
 
 def test_a_second_sampler_at_another_size_starts_afresh(sd15, told):
-    patched = attach(sd15, ToMeConfig())
+    patched = attach(sd15, merging())
     small = sample(patched, size=(8, 8))
     sample(patched, size=(12, 20))
     assert torch.equal(sample(patched, size=(8, 8)), small)
@@ -416,7 +393,7 @@ def test_a_second_sampler_at_another_size_starts_afresh(sd15, told):
     ids=str,
 )
 def test_percent_limits_choose_the_steps(sd15, told, limits, steps):
-    sample(attach(sd15, ToMeConfig(**limits)), steps=4, scheduler="sgm_uniform")
+    sample(attach(sd15, merging(**limits)), steps=4, scheduler="sgm_uniform")
     assert f", {steps} steps," in told()[-1]
 
 
@@ -445,7 +422,7 @@ def test_percent_limits_choose_the_steps(sd15, told, limits, steps):
 def test_a_run_without_merging_says_why_in_one_warning(load, caplog, settings, family, reason):
     # Two levels: what the settings leave out anyway must not pass for the reason.
     model = load(family, **({"levels": 2} if family == "sd15" else {}))
-    patched = attach(model, ToMeConfig(**settings))
+    patched = attach(model, merging(**settings))
     merged = sample(patched, channels=CONTEXT_CHANNELS[family])
     ours = [record for record in caplog.records if record.name == "tome_nodes"]
     assert [(record.levelname, record.getMessage()) for record in ours] == [
@@ -459,8 +436,11 @@ def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, told, monkeypatch
         raise NotImplementedError("no such operation here\nand a long explanation")
 
     monkeypatch.setattr(Plan, "merge", missing)
-    assert torch.equal(sample(attach(sd15, ToMeConfig())), sample(sd15))
-    assert told() == ["[ToMe] nothing merged: the device cpu cannot do it: no such operation here"]
+    assert torch.equal(sample(attach(sd15, merging())), sample(sd15))
+    assert told() == [
+        "[ToMe] nothing merged: the device cpu cannot do it: "
+        "NotImplementedError: no such operation here"
+    ]
 
 
 def test_text_as_context_of_self_attention_is_never_merged(load):
@@ -474,7 +454,7 @@ def test_text_as_context_of_self_attention_is_never_merged(load):
     ]
     try:
         # A grid of 7x11 has as many tokens as the text.
-        sample(attach(model, ToMeConfig()), size=(14, 22), channels=1024, steps=1)
+        sample(attach(model, merging()), size=(14, 22), channels=1024, steps=1)
     finally:
         for hook in hooks:
             hook.remove()
@@ -482,7 +462,7 @@ def test_text_as_context_of_self_attention_is_never_merged(load):
 
 
 def test_a_ratio_above_the_cap_is_told(sd15, told):
-    sample(attach(sd15, ToMeConfig(ratio=0.9)), steps=1)
+    sample(attach(sd15, merging(ratio=0.9)), steps=1)
     assert told() == [
         "[ToMe] merged 6/6 blocks (192 -> 48 tokens), 1/1 steps, ratio 0.90 capped at 0.75"
     ]
@@ -492,7 +472,7 @@ def test_steps_aside_where_another_node_replaces_the_attention(sd15, told):
     theirs = sd15.clone()
     for block in ("input", 1), ("input", 2), ("middle", 0), *(("output", i) for i in range(3)):
         theirs.set_model_attn1_replace(lambda q, k, v, options: v, *block)
-    both = attach(theirs, ToMeConfig())
+    both = attach(theirs, merging())
     assert torch.equal(sample(both), sample(theirs))
     assert told() == [
         "[ToMe] nothing merged: other nodes replace the attention of the transformer blocks"
@@ -508,16 +488,16 @@ def test_other_patches_see_every_token_and_may_add_keys(sd15):
 
     theirs = sd15.clone()
     theirs.set_model_attn1_patch(add_keys)
-    lossless = sample(attach(theirs, ToMeConfig(), Shuffle), steps=1)
+    lossless = sample(attach(theirs, merging(), Shuffle), steps=1)
     assert set(lengths) == {192}
     assert relative_error(lossless, sample(theirs, steps=1)) < 1e-5
-    assert sample(attach(theirs, ToMeConfig()), steps=1).isfinite().all()
+    assert sample(attach(theirs, merging()), steps=1).isfinite().all()
 
 
 def test_patches_that_keep_the_tokens_have_their_keys_merged_too(sd15):
     theirs = sd15.clone()
     theirs.set_model_attn1_patch(lambda q, k, v, options: (q, k * 1.5, v * 0.5))
-    lossless = sample(attach(theirs, ToMeConfig(), Shuffle), steps=1)
+    lossless = sample(attach(theirs, merging(), Shuffle), steps=1)
     assert relative_error(lossless, sample(theirs, steps=1)) < 1e-5
     lengths = []
     attention = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1
@@ -525,7 +505,7 @@ def test_patches_that_keep_the_tokens_have_their_keys_merged_too(sd15):
         lambda _, inputs, __: lengths.append(inputs[0].shape[1])
     )
     try:
-        sample(attach(theirs, ToMeConfig()), steps=1)
+        sample(attach(theirs, merging()), steps=1)
     finally:
         hook.remove()
     assert lengths == [96]
@@ -538,7 +518,7 @@ def test_steps_aside_where_another_node_changes_the_batch(sd15, told):
     theirs = sd15.clone()
     theirs.set_model_attn2_patch(couple)
     theirs.set_model_attn2_output_patch(lambda n, options: n[: len(n) // 2])
-    alone = ToMeConfig(merge_attn=False, merge_crossattn=True)
+    alone = merging(merge_attn=False, merge_crossattn=True)
     assert torch.equal(sample(attach(theirs, alone)), sample(theirs))
     assert told() == [
         "[ToMe] nothing merged: another node masks the attention or changes its tokens"
@@ -547,7 +527,7 @@ def test_steps_aside_where_another_node_changes_the_batch(sd15, told):
 
 def test_area_conditioning_merges_each_area_on_its_own_grid(sd15, told):
     positive = conditioning(768, 0.5) + conditioning(768, 0.75, area=(6, 16, 0, 0), strength=1.0)
-    sample(attach(sd15, ToMeConfig()), positive=positive, steps=1)
+    sample(attach(sd15, merging()), positive=positive, steps=1)
     assert "(192 -> 96 tokens x6, 96 -> 48 tokens x6)" in told()[-1]
 
 
@@ -558,10 +538,8 @@ def test_lora_weights_apply_under_the_patch(sd15):
     assert with_lora.add_patches({key: ("diff", (difference,))}) == [key]
     expected = sample(with_lora, steps=1)
     assert relative_error(expected, sample(sd15, steps=1)) > 1e-4
-    assert (
-        relative_error(sample(attach(with_lora, ToMeConfig(), Shuffle), steps=1), expected) < 1e-5
-    )
-    late = attach(sd15, ToMeConfig(), Shuffle).clone()
+    assert relative_error(sample(attach(with_lora, merging(), Shuffle), steps=1), expected) < 1e-5
+    late = attach(sd15, merging(), Shuffle).clone()
     late.add_patches({key: ("diff", (difference,))})
     assert relative_error(sample(late, steps=1), expected) < 1e-5
 
@@ -571,7 +549,7 @@ def test_merged_models_keep_the_patch_of_the_first(sd15, load, told):
 
     other = load("sd15", levels=1, seed=2)
     (plain,) = ModelMergeSimple().merge(sd15, other, 0.5)
-    (patched,) = ModelMergeSimple().merge(attach(sd15, ToMeConfig(), Shuffle), other, 0.5)
+    (patched,) = ModelMergeSimple().merge(attach(sd15, merging(), Shuffle), other, 0.5)
     expected = sample(plain, steps=1)
     assert relative_error(expected, sample(sd15, steps=1)) > 1e-3
     assert relative_error(sample(patched, steps=1), expected) < 1e-5
@@ -582,7 +560,7 @@ def test_saved_weights_are_those_of_the_source(sd15, tmp_path):
     from comfy_extras.nodes_model_merging import save_checkpoint
 
     saved = []
-    for name, model in ("plain", sd15), ("patched", attach(sd15, ToMeConfig())):
+    for name, model in ("plain", sd15), ("patched", attach(sd15, merging())):
         sample(model, steps=1)
         save_checkpoint(model, filename_prefix=name, output_dir=str(tmp_path))
         saved.append(load_file(tmp_path / f"{name}_00001_.safetensors"))
@@ -594,7 +572,7 @@ def test_saved_weights_are_those_of_the_source(sd15, tmp_path):
 def test_weights_that_stay_offloaded_work_under_the_patch(checkpoints):
     model = comfy.sd.load_diffusion_model(str(checkpoints("sd15", levels=1)))
     expected = sample(model, steps=1)
-    patched = attach(model, ToMeConfig(), Shuffle)
+    patched = attach(model, merging(), Shuffle)
     patched.unpatch_model(patched.offload_device)
     patched.load(patched.load_device, lowvram_model_memory=1)
     try:
@@ -614,7 +592,7 @@ def test_half_precision_merges_as_many_tokens_to_a_like_result(checkpoints, told
     model.model.manual_cast_dtype = None
     assert model.model.get_dtype_inference() == dtype
     plain = sample(model, steps=1)
-    error = relative_error(sample(attach(model, ToMeConfig(strategy=strategy)), steps=1), plain)
+    error = relative_error(sample(attach(model, merging(strategy=strategy)), steps=1), plain)
     assert 1e-3 < error < 0.5
     slots = 48 if strategy == "pool" else 96
     assert told()[-1].startswith(f"[ToMe] merged 6/6 blocks (192 -> {slots} tokens), 1/1 steps")
@@ -622,7 +600,7 @@ def test_half_precision_merges_as_many_tokens_to_a_like_result(checkpoints, told
 
 def test_a_deep_clone_merges_in_its_own_weights(checkpoints, told):
     model = comfy.sd.load_diffusion_model(str(checkpoints("sd15", levels=1)))
-    patched = attach(model, ToMeConfig())
+    patched = attach(model, merging())
     expected = sample(patched, steps=1)
     deep = patched.deepclone_multigpu()
     assert deep.model is not patched.model
@@ -635,7 +613,7 @@ def test_torch_compile_keeps_one_graph_over_steps_and_runs(sd15):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from torch._dynamo.testing import CompileCounter
 
-    config = ToMeConfig(**ALL_MODULES)
+    config = merging(**ALL_MODULES)
     expected = sample(attach(sd15, config), steps=3)
     plain = sample(sd15, steps=3)
     compiled = sd15.clone()
@@ -680,4 +658,4 @@ def test_models_that_are_not_unets_are_refused_by_name():
     device = torch.device("cpu")
     model = comfy.model_patcher.ModelPatcher(flux.get_model({}, device=device), device, device)
     with pytest.raises(ValueError, match=r"is for UNet models .* and this model is a Flux$"):
-        attach(model, ToMeConfig())
+        attach(model, merging())

@@ -35,6 +35,7 @@ TOKENS = 12 * 16
 ROUNDING = 5e-5
 EVERYTHING = {
     "max_downsample": 8,
+    "min_tokens": 1,
     "merge_attn": True,
     "merge_crossattn": True,
     "merge_mlp": True,

@@ -13,13 +13,12 @@ from comfy_extras import (
     nodes_sag,
     nodes_tomesd,
 )
-from host import relative_error, sample
+from host import merging, relative_error, sample
 from test_comfyui_host import Shuffle
 
-from tome_nodes.config import ToMeConfig
 from tome_nodes.hosts.comfyui import attach
 
-EVERYTHING = ToMeConfig(
+EVERYTHING = merging(
     max_downsample=8, merge_attn=True, merge_crossattn=True, merge_mlp=True, use_rand=True
 )
 

@@ -60,12 +60,12 @@ def test_merge_is_the_mean_of_each_slot_and_unmerge_copies_it_back(owners, chann
 
 @given(partitions())
 def test_devices_without_a_bag_kernel_get_the_same_means(owners):
-    from tome_nodes import plan as module
+    from tome_nodes.ops import reference
 
     x = torch.randn(len(owners), len(owners[0]), 3, generator=torch.Generator().manual_seed(2))
     plan = Plan.from_owners(torch.tensor(owners), len(set(owners[0])))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_BAG_DEVICES", frozenset())
+        patch.setattr(reference, "_BAG_DEVICES", frozenset())
         merged = plan.merge(x)
     assert_close(merged.double(), brute_force_merge(owners, x), rtol=1e-6, atol=1e-6)
 

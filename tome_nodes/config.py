@@ -16,6 +16,7 @@ RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
         "end_percent": (0.0, 1.0),
         "ratio_end": (-1.0, 0.95),
         "reuse_steps": (0, 100),
+        "min_tokens": (0, 2**20),
     }
 )
 """Inclusive limits of the numeric options."""
@@ -27,6 +28,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "strategy": ("bipartite", "window", "pool", "cluster"),
         "scope": ("module", "block", "stack"),
         "attn_tokens": ("q,k,v", "q", "k,v"),
+        "backend": ("auto", "torch", "triton"),
     }
 )
 """What the options that are words may be."""
@@ -62,6 +64,10 @@ class ToMeConfig:
         reuse_steps: 0 makes a plan for each block, as the paper does; k shares one among the
             blocks of a level and keeps it for k steps.
         ratio_end: ratio at the last step, to which ``ratio`` moves in equal parts; -1 keeps it.
+        min_tokens: merge feature maps of at least this many tokens; 0 is where merging pays, as
+            :func:`tome_nodes.schedule.least_tokens` has it.
+        backend: what merging runs on: ``torch``, or ``triton`` kernels; ``auto`` takes Triton
+            where it can be had.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -85,12 +91,14 @@ class ToMeConfig:
     attn_tokens: str = "q,k,v"
     reuse_steps: int = 0
     ratio_end: float = -1.0
+    min_tokens: int = 0
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r} is not allowed: it must be true or false")
-        for name in ("sx", "sy", "seed", "reuse_steps"):
+        for name in ("sx", "sy", "seed", "reuse_steps", "min_tokens"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, int):
                 raise TypeError(f"{name}={value!r} is not allowed: it must be a whole number")
         for name in ("ratio", "start_percent", "end_percent", "ratio_end"):

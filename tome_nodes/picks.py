@@ -14,7 +14,8 @@ from .grid import Grid
 
 _MASK = 0xFFFFFFFF
 # Odd, and below 2**31 so that a product with a 32-bit value stays within a signed 64-bit one.
-_MULTIPLIERS = (0x7C3A95D3, 0x5D1B6E4B, 0x6A09E667)
+MULTIPLIERS = (0x7C3A95D3, 0x5D1B6E4B, 0x6A09E667)
+"""Of the three rounds of the hash."""
 
 Bits = TypeVar("Bits", int, Tensor)
 
@@ -43,6 +44,6 @@ def pick_per_cell(key: Tensor, cells: Grid, choices: int) -> Tensor:
 
 def _scramble(bits: Bits) -> Bits:
     """Mix a 32-bit value so that each input bit moves every output bit."""
-    for multiplier in _MULTIPLIERS:
+    for multiplier in MULTIPLIERS:
         bits = ((bits ^ (bits >> 16)) * multiplier) & _MASK
     return bits ^ (bits >> 15)

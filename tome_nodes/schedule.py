@@ -28,6 +28,28 @@ def step_index(schedule: Sequence[float], sigma: float) -> int:
     return max(0, sum(level >= sigma for level in schedule[:-1]) - 1)
 
 
+def least_tokens(config: ToMeConfig, device_type: str, backend: str) -> int:
+    """The smallest feature map to merge, in tokens.
+
+    ``min_tokens``, or where that is 0 the size from which merging is not slower. On a CPU it was
+    measured (benchmarks/README.md). On a GPU it is arithmetic only: the time of a few launches,
+    or of a few dozen where matching is not one kernel, against that of the attention or of the
+    block which they shorten.
+
+    Args:
+        config: the settings.
+        device_type: such as ``cpu`` or ``cuda``.
+        backend: ``torch`` or ``triton``.
+    """
+    if config.min_tokens:
+        return config.min_tokens
+    if device_type == "cpu":
+        return 256
+    if config.scope != "module":
+        return 1024
+    return 2048 if backend == "triton" and config.strategy == "window" else 4096
+
+
 def ratio_at(config: ToMeConfig, step: int, total_steps: int) -> float:
     """The ratio of one step: from ``ratio`` at the first to ``ratio_end`` at the last, linear.
 

@@ -44,7 +44,7 @@ def change_on_merged(
         ``[batch, tokens, channels]``.
     """
     merged = plan.merge(x)
-    return x + plan.unmerge(block(merged, *args, **kwargs) - merged)
+    return plan.add_change(x, merged, block(merged, *args, **kwargs))
 
 
 def self_attention_on_merged(
@@ -69,13 +69,14 @@ def self_attention_on_merged(
 
     Returns:
         ``[batch, tokens, channels]``. Where other code gave keys or values that are not the grid,
-        only the queries are merged.
+        they are not merged.
     """
+    foreign = not all(source is None or plan.fits(source) for source in (context, value))
+    if foreign and attn_tokens == "k,v":
+        return attention(x, context=context, value=value, **kwargs)
     if attn_tokens == "q" and context is None:
         context = x
-    if attn_tokens == "q" or not all(
-        source is None or plan.fits(source) for source in (context, value)
-    ):
+    if foreign or attn_tokens == "q":
         return on_merged(attention, plan, x, context=context, value=value, **kwargs)
     merged = plan.merge(x)
     keys = merged if context is None or context is x else plan.merge(context)

@@ -60,11 +60,13 @@ class RunStatistics:
 
 def settings_in_words(config: ToMeConfig) -> list[str]:
     """What a report tells of the settings, such as ``["ratio 0.90 capped at 0.75", "window"]``."""
+    scope = [] if config.scope == "module" else [f"{config.scope} scope"]
+    if config.strategy == "pool":
+        return [f"pool of {config.sy}x{config.sx} cells", *scope]
     ratio = f"ratio {config.ratio:.2f}"
     if config.ratio_end >= 0:
         ratio += f" to {config.ratio_end:.2f}"
-    if config.ratio > config.ratio_cap:
+    if config.strategy != "cluster" and max(config.ratio, config.ratio_end) > config.ratio_cap:
         ratio += f" capped at {config.ratio_cap:.2f}"
     strategy = [] if config.strategy == "bipartite" else [config.strategy]
-    scope = [] if config.scope == "module" else [f"{config.scope} scope"]
     return [ratio, *strategy, *scope]

@@ -5,12 +5,11 @@ A host finds the spatial transformers, tells in subclasses of :class:`MergedStac
 at a time.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..config import ToMeConfig
@@ -18,23 +17,26 @@ from ..grid import Grid
 from ..plan import Plan
 from ..scopes import change_on_merged, on_merged, self_attention_on_merged
 from ..statistics import RunStatistics
-from ..strategies import Strategy
 from ..strategies.pool import PoolPlan
+from .engine import Engine
 
 Plans = dict[Grid, Plan | PoolPlan | None]
 """Plans that the blocks of one level share."""
 
 
-def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What the device answers when it cannot run an operation of merging, None when it can."""
-    try:
-        strategy.start_step(torch.zeros((), dtype=torch.int64, device=device), 0.5)
-        features = torch.ones(1, 16, 8, dtype=dtype, device=device)
-        plan = strategy.plan(features, Grid(4, 4))
-        plan.unmerge(plan.merge(features))
-    except (NotImplementedError, RuntimeError) as error:
-        return str(error).partition("\n")[0]
-    return None
+def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int:
+    """How many times smaller than the latent a feature map may be to be merged.
+
+    Args:
+        config: the settings.
+        blocks_by_level: transformer blocks of a UNet by how many times smaller they work.
+    """
+    if config.max_downsample != "auto":
+        return config.max_downsample
+    if config.scope == "module":
+        return min(blocks_by_level)
+    # Whole blocks are worth merging where most of them are: in SDXL, one level deeper.
+    return min(blocks_by_level, key=lambda level: (-blocks_by_level[level], level))
 
 
 class MergedUNet:
@@ -42,18 +44,20 @@ class MergedUNet:
 
     Attributes:
         config: the settings.
-        strategy: makes the plans.
+        engine: makes the plans of the present evaluation.
         max_downsample: the level down to which blocks merge, ``auto`` resolved.
+        ratio: of the present step.
         stacks: the overrides, by spatial transformer.
         blocks: the same, one after another.
         plans: the plans that blocks of one level share in the present evaluation, None where
             each block has its own.
     """
 
+    engine: Engine
+
     def __init__(
         self,
         config: ToMeConfig,
-        strategy: Strategy,
         max_downsample: int,
         stack_class: "type[MergedStack]",
         transformers: Iterable[tuple[str, nn.Module]],
@@ -62,18 +66,23 @@ class MergedUNet:
 
         Args:
             config: see above.
-            strategy: see above.
             max_downsample: see above.
             stack_class: what the host knows of its spatial transformers.
             transformers: the spatial transformers by name.
         """
         self.config = config
-        self.strategy = strategy
         self.max_downsample = max_downsample
+        self.ratio = config.ratio
         self.stacks = [stack_class(name, module, self) for name, module in transformers]
         self.blocks = [block for stack in self.stacks for block in stack.blocks]
         self.plans: Plans | None = None
         self._kept: dict[Hashable, tuple[int, Plans]] = {}
+
+    def start_step(self, engine: Engine, key: Tensor, ratio: float) -> None:
+        """Begin an evaluation at ``ratio``, its random picks keyed by a scalar int64 tensor."""
+        self.engine = engine
+        self.ratio = ratio
+        engine.strategy.start_step(key, ratio)
 
     def plans_for(self, step: int, composition: Hashable) -> Plans | None:
         """The plans to share in this evaluation: those of an earlier step, or none so far.
@@ -88,6 +97,18 @@ class MergedUNet:
             plans = {}
             self._kept[composition] = (step // every, plans)
         return plans
+
+    def why_no_plan(self, grid: Grid) -> str:
+        """What to tell where a strategy has made no plan."""
+        config = self.config
+        if self.ratio == 0:
+            return "the ratio is 0 at every step that could merge"
+        if config.strategy != "cluster" and grid.cells(config.sy, config.sx).tokens == 0:
+            return (
+                f"a feature map of {grid.height}x{grid.width} tokens holds no cell of "
+                f"sy={config.sy} by sx={config.sx}"
+            )
+        return f"{grid.tokens} tokens are too few for ratio={self.ratio:g}"
 
     def forget_plans(self) -> None:
         """Keep no plan of an earlier step: another sampling run begins."""
@@ -154,7 +175,7 @@ class MergedStack:
         self.tokens: Tensor | None = None
         self.merged: Tensor | None = None
         self.blocks = [
-            self.block_class(f"{name}.{index}", block, self)
+            self.block_class(f"{name}.{index}", index, block, self)
             for index, block in enumerate(module.transformer_blocks)
         ]
 
@@ -181,7 +202,7 @@ class MergedStack:
 
     def leave(self, y: Tensor) -> Tensor:
         """Add the change that all blocks made together to all tokens."""
-        result = self.tokens + self.plan.unmerge(y - self.merged)
+        result = self.plan.add_change(self.tokens, self.merged, y)
         self.plan = self.tokens = self.merged = None
         return result
 
@@ -193,6 +214,7 @@ class MergedBlock:
 
     Attributes:
         name: path of the block within the UNet.
+        index: its place in the stack.
         module: the block.
         plan: the plan under which its modules run.
         slots_used: tokens before and after, once anything of the block ran on merged tokens.
@@ -209,8 +231,9 @@ class MergedBlock:
     attention_replaced: str
     """The reason to tell where the modules of a block were not called."""
 
-    def __init__(self, name: str, block: nn.Module, stack: MergedStack):
+    def __init__(self, name: str, index: int, block: nn.Module, stack: MergedStack):
         self.name = name
+        self.index = index
         self.stack = stack
         self.plan: Plan | PoolPlan | None = None
         self.slots_used: tuple[int, int] | None = None
@@ -270,8 +293,13 @@ class MergedBlock:
                 if plan is None or config.scope == "module" or self.fell_back:
                     self.plan = plan
                     return forward(x, *args, **kwargs)
-                whole_stack = config.scope == "stack" and stack.runs_as_one
-                if not whole_stack or self is not stack.blocks[0]:
+                first_of_stack = (
+                    config.scope == "stack"
+                    and self.index == 0
+                    and stack.runs_as_one
+                    and not any(block.needs_all_tokens(*args, **kwargs) for block in stack.blocks)
+                )
+                if not first_of_stack:
                     self.slots_used = (x.shape[1], plan.slot_count)
                     return change_on_merged(forward, plan, x, *args, **kwargs)
                 x = stack.enter(plan, x)
@@ -310,9 +338,14 @@ class MergedBlock:
         config = unet.config
         if not grid.is_within(latent, unet.max_downsample):
             return None
+        least = unet.engine.least_tokens
+        if grid.tokens < least:
+            automatic = "" if config.min_tokens else ", which is where it pays here (min_tokens=0)"
+            self.reason = f"{grid.tokens} tokens are fewer than {least}{automatic}"
+            return None
         plan = self._shared_plan(x, grid)
         if plan is None:
-            self.reason = f"{x.shape[1]} tokens are too few for ratio={config.ratio}"
+            self.reason = unet.why_no_plan(grid)
         elif config.scope == "module" and not (
             config.merge_attn or config.merge_crossattn or config.merge_mlp
         ):
@@ -323,8 +356,10 @@ class MergedBlock:
 
     def _shared_plan(self, x: Tensor, grid: Grid) -> Plan | PoolPlan | None:
         unet = self.stack.unet
+        strategy = unet.engine.strategy
         if unet.plans is None:
-            return unet.strategy.plan(x, grid)
-        if grid not in unet.plans:
-            unet.plans[grid] = unet.strategy.plan(x, grid)
+            return strategy.plan(x, grid)
+        kept = unet.plans.get(grid)
+        if grid not in unet.plans or (kept is not None and not kept.fits(x)):
+            unet.plans[grid] = strategy.plan(x, grid)
         return unet.plans[grid]

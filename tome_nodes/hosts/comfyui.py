@@ -7,9 +7,12 @@ touched, so LoRA, saving, merging of models and other nodes' patches go on as be
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from comfy.ldm.modules.attention import SpatialTransformer, SpatialVideoTransformer
@@ -24,7 +27,8 @@ from ..picks import step_key
 from ..schedule import NoiseRange, ratio_at, step_index
 from ..statistics import RunStatistics, settings_in_words
 from ..strategies import Strategy, make_strategy
-from .blocks import MergedBlock, MergedStack, MergedUNet, missing_operation
+from .blocks import MergedBlock, MergedStack, MergedUNet, deepest_level
+from .engine import Engine, make_engine
 
 KEY = "tome_nodes"
 """Our name among the wrappers of a model and in its transformer options."""
@@ -44,7 +48,7 @@ def attach(
         ValueError: the model is not a UNet with spatial transformers.
     """
     unet = _unet(model.get_model_object("diffusion_model"))
-    levels = list(_attention_levels(unet))
+    levels = _blocks_by_level(unet)
     if not levels:
         raise ValueError(
             f"token merging needs a model with transformer blocks, and this {_class_name(unet)} "
@@ -52,7 +56,7 @@ def attach(
         )
     clone = detach(model)
     if max(config.ratio, config.ratio_end) > 0:
-        attachment = _Attachment(config, make_strategy, shallowest=min(levels))
+        attachment = _Attachment(config, make_strategy, levels)
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
     return clone
@@ -80,18 +84,17 @@ def _unet(diffusion_model: nn.Module) -> UNetModel:
     return plain
 
 
-def _attention_levels(unet: UNetModel) -> Iterator[int]:
-    """How many times smaller than the latent each spatial transformer on the way down works."""
+def _blocks_by_level(unet: UNetModel) -> dict[int, int]:
+    """Transformer blocks on the way down and in the middle, by how much smaller than the latent."""
+    blocks: Counter[int] = Counter()
     downsample = 1
-    for layer in (layer for block in unet.input_blocks for layer in block):
-        if isinstance(layer, SpatialTransformer):
-            yield downsample
-        elif isinstance(layer, Downsample) or (isinstance(layer, ResBlock) and layer.updown):
-            downsample *= 2
-    if unet.middle_block is not None and any(
-        isinstance(layer, SpatialTransformer) for layer in unet.middle_block
-    ):
-        yield downsample
+    for block in [*unet.input_blocks, unet.middle_block or ()]:
+        for layer in block:
+            if isinstance(layer, SpatialTransformer):
+                blocks[downsample] += len(layer.transformer_blocks)
+            elif isinstance(layer, Downsample) or (isinstance(layer, ResBlock) and layer.updown):
+                downsample *= 2
+    return dict(blocks)
 
 
 class _Attachment:
@@ -101,14 +104,12 @@ class _Attachment:
         self,
         config: ToMeConfig,
         make_strategy: Callable[[ToMeConfig], Strategy],
-        shallowest: int,
+        blocks_by_level: dict[int, int],
     ):
         self.config = config
         self.make_strategy = make_strategy
-        self.shallowest = shallowest
-        self.max_downsample = (
-            shallowest if config.max_downsample == "auto" else config.max_downsample
-        )
+        self.shallowest = min(blocks_by_level)
+        self.max_downsample = deepest_level(config, blocks_by_level)
 
     def merged(self, diffusion_model: nn.Module) -> MergedUNet:
         """The overrides for a UNet, which may be a deep clone of the one attached to."""
@@ -117,8 +118,7 @@ class _Attachment:
             for name, module in diffusion_model.named_modules()
             if isinstance(module, SpatialTransformer)
         ]
-        strategy = self.make_strategy(self.config)
-        return MergedUNet(self.config, strategy, self.max_downsample, _Stack, transformers)
+        return MergedUNet(self.config, self.max_downsample, _Stack, transformers)
 
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Around one sampling run: the host discards its model options, and our run, at its end."""
@@ -154,17 +154,20 @@ class _Run:
     def __init__(self, attachment: _Attachment):
         self.attachment = attachment
         self.statistics = RunStatistics()
-        self._unets: dict[nn.Module, MergedUNet] = {}
-        self._device_lacks: str | None = None
+        self._unets: dict[nn.Module, tuple[MergedUNet, Engine]] = {}
+        self._schedule: list[float] | None = None
+        self._sigma: float | None = None
+        self._calls: Counter[Hashable] = Counter()
 
     @contextmanager
     def evaluation(self, model: Any, t: Tensor, options: dict[str, Any]) -> Iterator[None]:
         """Merge tokens in ``model``, a host's BaseModel, while it evaluates noise level ``t``."""
         config, statistics = self.attachment.config, self.statistics
         sigma = t.max().item()
-        schedule = options.get("sample_sigmas", t[:1]).tolist()
-        step = step_index(schedule, sigma)
-        statistics.total_steps = max(1, len(schedule) - 1)
+        if self._schedule is None:
+            self._schedule = options.get("sample_sigmas", t[:1]).tolist()
+            statistics.total_steps = max(1, len(self._schedule) - 1)
+        step = step_index(self._schedule, sigma)
         percent_to_sigma = model.model_sampling.percent_to_sigma
         active = NoiseRange(
             percent_to_sigma(config.start_percent), percent_to_sigma(config.end_percent)
@@ -176,30 +179,54 @@ class _Run:
             )
             yield
             return
-        unet = self._unets.get(model.diffusion_model)
-        if unet is None:
-            unet = self.attachment.merged(model.diffusion_model)
-            self._unets[model.diffusion_model] = unet
-            self._device_lacks = missing_operation(
-                unet.strategy, t.device, model.get_dtype_inference()
-            )
-        if self._device_lacks is not None:
-            statistics.skipped(f"the device {t.device} cannot do it: {self._device_lacks}")
+        unet, engine = self._parts(model, t.device)
+        if engine.lacks is not None:
+            statistics.skipped(f"the device {t.device} cannot do it: {engine.lacks}")
             yield
             return
         ratio = ratio_at(config, step, statistics.total_steps)
         key = torch.full((), step_key(config.seed, step), dtype=torch.int64, device=t.device)
-        unet.strategy.start_step(key, ratio)
-        unet.plans = unet.plans_for(step, _composition(options))
-        with unet.installed():
-            yield
-        unet.note(statistics, step)
+        composition = self._composition(options, sigma)
+        with _lock_of(model.diffusion_model):
+            unet.start_step(engine, key, ratio)
+            unet.plans = unet.plans_for(step, composition)
+            with unet.installed():
+                yield
+            unet.note(statistics, step)
+
+    def _parts(self, model: Any, device: torch.device) -> tuple[MergedUNet, Engine]:
+        """The overrides for a model and what they run on, made when it is first evaluated."""
+        unet = model.diffusion_model
+        if unet not in self._unets:
+            config, make_strategy = self.attachment.config, self.attachment.make_strategy
+            engine = make_engine(config, make_strategy, device, model.get_dtype_inference())
+            self._unets[unet] = self.attachment.merged(unet), engine
+        return self._unets[unet]
+
+    def _composition(self, options: dict[str, Any], sigma: float) -> Hashable:
+        """What the batch of an evaluation is made of, as far as one can tell from outside.
+
+        Tiles of a picture tell nothing of themselves, but come in the same order in each step.
+        """
+        window = options.get("context_window")
+        composition = (
+            *options.get("uuids", ()),
+            *options.get("cond_or_uncond", ()),
+            None if window is None else tuple(window.index_list),
+        )
+        if sigma != self._sigma:
+            self._sigma = sigma
+            self._calls.clear()
+        self._calls[composition] += 1
+        return composition, self._calls[composition]
 
     def log(self) -> None:
         """Tell in one line what was merged, or why nothing was."""
         config, statistics = self.attachment.config, self.statistics
         if statistics.merged_anything:
             words = [statistics.summary(), *settings_in_words(config)]
+            _, engine = next(iter(self._unets.values()))
+            words += engine.in_words()
             if statistics.fell_back:
                 words.append(f"module scope in {len(statistics.fell_back)} that other nodes patch")
             log.info("[ToMe] %s", ", ".join(words))
@@ -209,6 +236,14 @@ class _Run:
                 f"block: this model's begin at {self.attachment.shallowest}; set it to auto"
             )
             log.warning("[ToMe] nothing merged: %s", reason)
+
+
+_locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+
+
+def _lock_of(diffusion_model: nn.Module) -> RLock:
+    """Held while the overrides are on a UNet, so that two threads take them off in order."""
+    return _locks.setdefault(diffusion_model, RLock())
 
 
 _BLOCK_PATCHES = (
@@ -248,11 +283,14 @@ class _Block(MergedBlock):
     def needs_all_tokens(
         self, context: Any = None, transformer_options: dict[str, Any] | None = None
     ) -> bool:
-        """Whether another node patches the inside of the block."""
+        """Whether another node patches the inside of the block, or of all blocks."""
         options = {} if transformer_options is None else transformer_options
         patches, replaced = options.get("patches", {}), options.get("patches_replace", {})
+        spatial_transformer = tuple(options.get("block", ()))
         return any(patches.get(name) for name in _BLOCK_PATCHES) or any(
-            replaced.get(name) for name in ("attn1", "attn2")
+            name in replaced.get(attention, {})
+            for attention in ("attn1", "attn2")
+            for name in (spatial_transformer, (*spatial_transformer, self.index))
         )
 
     def is_masked(self, kwargs: dict[str, Any]) -> bool:
@@ -268,13 +306,3 @@ class _Stack(MergedStack):
     def runs_as_one(self) -> bool:
         # A video model runs a temporal block, which needs all tokens, after each spatial one.
         return not isinstance(self.module, SpatialVideoTransformer)
-
-
-def _composition(options: dict[str, Any]) -> tuple[Any, ...]:
-    """What the batch of an evaluation is made of."""
-    window = options.get("context_window")
-    return (
-        *options.get("uuids", ()),
-        *options.get("cond_or_uncond", ()),
-        None if window is None else tuple(window.index_list),
-    )

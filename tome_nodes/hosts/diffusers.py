@@ -1,5 +1,6 @@
 """Find what to merge in a UNet of the diffusers library."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,12 +45,14 @@ class DiffusersAttachment(Attachment):
                 yield name, module
 
     @staticmethod
-    def levels(unet: nn.Module) -> Iterator[int]:
-        blocks = [*enumerate(unet.down_blocks), (len(unet.down_blocks) - 1, unet.mid_block)]
-        for level, block in blocks:
-            for module in () if block is None else block.modules():
+    def blocks_by_level(unet: nn.Module) -> Counter[int]:
+        blocks: Counter[int] = Counter()
+        way_down = [*enumerate(unet.down_blocks), (len(unet.down_blocks) - 1, unet.mid_block)]
+        for level, part in way_down:
+            for module in () if part is None else part.modules():
                 if isinstance(module, Transformer2DModel):
-                    yield 2**level
+                    blocks[2**level] += len(module.transformer_blocks)
+        return blocks
 
     def obstacle(self, unet: nn.Module) -> str | None:
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:

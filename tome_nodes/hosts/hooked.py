@@ -11,7 +11,7 @@ import inspect
 import logging
 import math
 import struct
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,7 +24,8 @@ from ..picks import step_key
 from ..schedule import NoiseRange, ratio_at
 from ..statistics import RunStatistics, settings_in_words
 from ..strategies import Strategy, make_strategy
-from .blocks import MergedBlock, MergedStack, MergedUNet, missing_operation
+from .blocks import MergedBlock, MergedStack, MergedUNet, deepest_level
+from .engine import Engine, make_engine
 
 log = logging.getLogger("tome_nodes")
 
@@ -123,8 +124,8 @@ class Attachment:
     ):
         self._settings = (config, timesteps, make_strategy)
         self.config = config
+        self._make_strategy = make_strategy
         self._timesteps = timesteps
-        self._strategy = make_strategy(config)
         self._merged: HookedUNet | None = None
         self._shallowest = 0
         self._overrides = ExitStack()
@@ -132,7 +133,7 @@ class Attachment:
         self._timestep = math.nan
         self._step = 0
         self._call = 0
-        self._device_lacks: dict[tuple[torch.device, torch.dtype], str | None] = {}
+        self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
         self._told: set[Hashable] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -144,8 +145,8 @@ class Attachment:
         raise NotImplementedError
 
     @staticmethod
-    def levels(unet: nn.Module) -> Iterable[int]:
-        """How many times smaller than the latent each of them works, but for the way up."""
+    def blocks_by_level(unet: nn.Module) -> Mapping[int, int]:
+        """Transformer blocks, but for the way up, by how much smaller than the latent they work."""
         raise NotImplementedError
 
     def obstacle(self, unet: nn.Module) -> str | None:
@@ -180,11 +181,12 @@ class Attachment:
         if timestep not in self._active_range():
             return
         device = _execution_device(unet, sample)
-        reason = self._obstacle(unet, device, sample.dtype)
+        engine = self._engine(device, sample.dtype)
+        reason = self._obstacle(unet, device, engine)
         if reason is not None:
             self._warn(reason)
             return
-        self._begin_step(timestep, device)
+        self._begin_step(timestep, device, engine)
         self._merged.latent = Grid(*sample.shape[-2:])
         self._shape = sample.shape
         if self.config.reuse_steps == 0:
@@ -210,21 +212,15 @@ class Attachment:
         self._shape = None
 
     def _blocks_of(self, unet: nn.Module) -> HookedUNet:
-        levels = list(self.levels(unet))
+        levels = self.blocks_by_level(unet)
         if not levels:
             raise TypeError(
                 f"token merging needs a model with transformer blocks, and this "
                 f"{type(unet).__name__} has none"
             )
         self._shallowest = min(levels)
-        limit = self.config.max_downsample
-        return HookedUNet(
-            self.config,
-            self._strategy,
-            self._shallowest if limit == "auto" else limit,
-            self.stack_class,
-            self.transformers(unet),
-        )
+        deepest = deepest_level(self.config, levels)
+        return HookedUNet(self.config, deepest, self.stack_class, self.transformers(unet))
 
     def _follow(self, timestep: float) -> None:
         """Count the steps of a run, and the calls of a step."""
@@ -247,22 +243,25 @@ class Attachment:
             -math.inf if end == 1 else (1 - end) * noisiest,
         )
 
-    def _obstacle(self, unet: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
+    def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
+        key = device, dtype
+        if key not in self._engines:
+            self._engines[key] = make_engine(self.config, self._make_strategy, device, dtype)
+        return self._engines[key]
+
+    def _obstacle(self, unet: nn.Module, device: torch.device, engine: Engine) -> str | None:
         """Why tokens cannot be merged in this call."""
         if (obstacle := self.obstacle(unet)) is not None:
             return obstacle
-        key = device, dtype
-        if key not in self._device_lacks:
-            self._device_lacks[key] = missing_operation(self._strategy, device, dtype)
-        lacks = self._device_lacks[key]
-        return None if lacks is None else f"the device {device} cannot do it: {lacks}"
+        return None if engine.lacks is None else f"the device {device} cannot do it: {engine.lacks}"
 
-    def _begin_step(self, timestep: float, device: torch.device) -> None:
+    def _begin_step(self, timestep: float, device: torch.device, engine: Engine) -> None:
         (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
         key = torch.full((), step_key(self.config.seed, bits), dtype=torch.int64, device=device)
         noisiest = self._timesteps - 1
         progress = noisiest - min(max(timestep, 0), noisiest)
-        self._strategy.start_step(key, ratio_at(self.config, progress, self._timesteps))
+        ratio = ratio_at(self.config, progress, self._timesteps)
+        self._merged.start_step(engine, key, ratio)
 
     def _tell(self, statistics: RunStatistics) -> None:
         """Tell what a call merged, once for each size; or why it did not, once for each reason."""
@@ -270,6 +269,7 @@ class Attachment:
             if self._shape not in self._told:
                 self._told.add(self._shape)
                 words = [statistics.merged_blocks(), *settings_in_words(self.config)]
+                words += self._merged.engine.in_words()
                 if statistics.fell_back:
                     words.append(f"module scope in {len(statistics.fell_back)}")
                 log.info("[ToMe] %s", ", ".join(words))

@@ -1,10 +1,13 @@
 """Bipartite soft matching, the grouping of the paper (arXiv 2303.17604, section 4.1)."""
 
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..grid import Grid
+from ..ops import reference
 from ..plan import Plan
 from .cells import CellStrategy, split_cells
 
@@ -19,9 +22,9 @@ class BipartiteStrategy(CellStrategy):
         """See :func:`split_tokens`."""
         return split_tokens(grid, self.config.sy, self.config.sx, picks)
 
-    def match(self, features: Tensor, src: Tensor, dst: Tensor, merges: int) -> Plan:
+    def match(self, features: Tensor, grid: Grid, merges: int) -> Plan:
         """See :func:`match`."""
-        return match(features, src, dst, merges)
+        return match(features, *self.split_of(grid), merges, self.ops)
 
 
 def split_tokens(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +48,9 @@ def split_tokens(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, T
 
 
 @torch.no_grad()
-def match(features: Tensor, src: Tensor, dst: Tensor, merges: int) -> Plan:
+def match(
+    features: Tensor, src: Tensor, dst: Tensor, merges: int, ops: ModuleType = reference
+) -> Plan:
     """Merge the ``merges`` src tokens that are most alike to their best dst into it.
 
     Args:
@@ -53,6 +58,7 @@ def match(features: Tensor, src: Tensor, dst: Tensor, merges: int) -> Plan:
         src: token indices, int64; none of them in ``dst``.
         dst: token indices, int64, at least one.
         merges: how many src tokens of each sample merge, at most ``len(src)``.
+        ops: what the plan merges and unmerges with.
 
     Returns:
         A plan of ``tokens - merges`` slots.
@@ -63,7 +69,7 @@ def match(features: Tensor, src: Tensor, dst: Tensor, merges: int) -> Plan:
     merged = similarity.topk(merges, dim=1, sorted=False).indices
     owners = torch.arange(tokens, device=features.device).repeat(batch, 1)
     owners.scatter_(1, src[merged], dst[nearest.gather(1, merged)])
-    return Plan.from_owners(owners, tokens - merges)
+    return Plan.from_owners(owners, tokens - merges, ops)
 
 
 def _nearest(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..config import ToMeConfig
 from ..grid import Grid
+from ..ops import operations
 from ..picks import pick_per_cell
 from ..plan import Plan
 
@@ -18,6 +19,7 @@ class CellStrategy:
 
     def __init__(self, config: ToMeConfig):
         self.config = config
+        self.ops = operations(config.backend)
         self._ratio = config.ratio
         self._key: Tensor | None = None
         self._splits: dict[Grid, tuple[Tensor, Tensor]] = {}
@@ -35,25 +37,33 @@ class CellStrategy:
         merges = min(int(grid.tokens * self._ratio), grid.tokens - cells.tokens)
         if merges == 0 or cells.tokens == 0:
             return None
-        if grid not in self._splits:
-            self._splits[grid] = self.split(grid, self._picks(cells))
-        src, dst = self._splits[grid]
-        return self.match(features, src, dst, merges)
+        return self.match(features, grid, merges)
+
+    def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
+        """The plan that merges ``merges`` src tokens, None where it comes to nothing."""
+        raise NotImplementedError
 
     def split(self, grid: Grid, picks: Tensor) -> tuple[Tensor, Tensor]:
         """The src and dst tokens of a grid, given which token of each cell is its dst."""
         raise NotImplementedError
 
-    def match(self, features: Tensor, src: Tensor, dst: Tensor, merges: int) -> Plan | None:
-        """The plan that merges ``merges`` of the src tokens."""
-        raise NotImplementedError
-
-    def _picks(self, cells: Grid) -> Tensor:
+    @property
+    def key(self) -> Tensor:
+        """What the random picks of this step are keyed by, a scalar int64 tensor."""
         if self._key is None:
             raise RuntimeError("start_step must come before plan")
-        if not self.config.use_rand:
-            return self._key.new_zeros(cells.tokens)
-        return pick_per_cell(self._key, cells, self.config.sy * self.config.sx)
+        return self._key
+
+    def split_of(self, grid: Grid) -> tuple[Tensor, Tensor]:
+        """The split of this step, made once for all blocks."""
+        if grid not in self._splits:
+            cells = grid.cells(self.config.sy, self.config.sx)
+            if self.config.use_rand:
+                picks = pick_per_cell(self.key, cells, self.config.sy * self.config.sx)
+            else:
+                picks = self.key.new_zeros(cells.tokens)
+            self._splits[grid] = self.split(grid, picks)
+        return self._splits[grid]
 
 
 def split_cells(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,17 +53,25 @@ class PoolPlan:
         image = image.reshape(self.batch, rows * self.sy, columns * self.sx, -1)
         return image[:, : self.height, : self.width].flatten(1, 2)
 
+    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """``x + unmerge(after - before)``: tokens, and what their slots went through."""
+        return x + self.unmerge(after - before)
+
 
 class PoolStrategy:
     """Merges whole cells; ``ratio`` only says whether to, since a cell has but one mean."""
 
     def __init__(self, config: ToMeConfig):
         self.config = config
+        self._ratio = config.ratio
 
     def start_step(self, key: Tensor, ratio: float) -> None:
-        """Pooling draws nothing at random."""
+        """Begin an evaluation at ``ratio``; pooling draws nothing at random."""
+        self._ratio = ratio
 
     def plan(self, features: Tensor, grid: Grid) -> PoolPlan | None:
         """A plan for ``[batch, tokens, channels]`` features, or None where no token would merge."""
+        if self._ratio == 0:
+            return None
         plan = PoolPlan(len(features), grid.height, grid.width, self.config.sy, self.config.sx)
         return plan if plan.slot_count < grid.tokens else None

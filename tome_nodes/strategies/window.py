@@ -26,11 +26,22 @@ class WindowStrategy(CellStrategy):
         """See :func:`split_windows`."""
         return split_windows(grid, self.config.sy, self.config.sx, picks)
 
-    def match(self, features: Tensor, src: Tensor, dst: Tensor, merges: int) -> Plan | None:
+    def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
         """See :func:`match_windows`; the merges are shared out evenly, rounded to the nearest."""
-        windows, candidates = src.shape
-        quota = min(candidates, (merges + windows // 2) // windows)
-        return match_windows(features, src, dst, quota) if quota else None
+        sy, sx = self.config.sy, self.config.sx
+        high, wide = window_cells(grid, sy, sx)
+        cells = grid.cells(sy, sx)
+        windows = (cells.height // high) * (cells.width // wide)
+        quota = min(high * wide * (sy * sx - 1), (merges + windows // 2) // windows)
+        if quota == 0:
+            return None
+        if self.config.backend == "triton":
+            key = self.key if self.config.use_rand else None
+            parts = self.ops.match_windows(
+                features, key, grid.height, grid.width, sy, sx, high, wide, quota
+            )
+            return Plan(*parts, grid.tokens - windows * quota, self.ops)
+        return match_windows(features, *self.split_of(grid), quota)
 
 
 def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +60,7 @@ def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, 
     """
     src, dst = split_cells(grid, sy, sx, picks)
     rows, columns = dst.shape
-    high, wide = _window_cells(rows, sy), _window_cells(columns, sx)
+    high, wide = window_cells(grid, sy, sx)
 
     def by_window(tokens: Tensor) -> Tensor:
         tokens = tokens[: rows // high * high, : columns // wide * wide]
@@ -59,8 +70,16 @@ def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, 
     return by_window(src), by_window(dst)
 
 
-def _window_cells(cells: int, side: int) -> int:
-    """Cells along the side of a window: near ``WINDOW_SIDE`` tokens, with few cells left over."""
+def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
+    """Height and width of the windows of a grid in cells of ``sy`` by ``sx`` tokens.
+
+    Near ``WINDOW_SIDE`` tokens, such that few cells fill no window; the grid has at least one.
+    """
+    cells = grid.cells(sy, sx)
+    return _cells_along(cells.height, sy), _cells_along(cells.width, sx)
+
+
+def _cells_along(cells: int, side: int) -> int:
     usual = max(1, WINDOW_SIDE // side)
     best = min(usual, cells)
     for choice in range(max(1, usual - 1), min(cells, 2 * usual - 1) + 1):

@@ -1,0 +1,179 @@
+"""The operations of a plan as Triton kernels, one launch each.
+
+Registered as operators of torch, with shapes for tracing, so that torch.compile keeps one graph.
+Importing this module needs Triton; :func:`tome_nodes.ops.choose` says whether it can be had.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from . import kernels
+from .reference import unmerge
+
+__all__ = ["add_change", "match_windows", "merge", "unmerge"]
+
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""What the kernels can add up and compare in float32."""
+
+# Rows and channels of one program: 16 bytes a thread in half precision, whole cache lines.
+_ROWS, _CHANNELS, _WARPS = 8, 64, 2
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels run there: on CUDA and ROCm, and on a CPU in Triton's interpreter."""
+    return device.type == "cuda" or (device.type == "cpu" and triton.knobs.runtime.interpret)
+
+
+def _require(x: Tensor, name: str) -> None:
+    if x.ndim != 3 or x.dtype not in DTYPES:
+        raise ValueError(
+            f"{name} is {tuple(x.shape)} of {x.dtype}: it must be [batch, tokens, channels] of "
+            "float32, float16 or bfloat16"
+        )
+
+
+def _padded(count: int) -> int:
+    """The next power of two that a matrix product of Triton can take."""
+    return max(16, 1 << (count - 1).bit_length())
+
+
+@torch.library.custom_op("tome_nodes::match_windows", mutates_args=())
+def match_windows(
+    features: Tensor,
+    key: Tensor | None,
+    height: int,
+    width: int,
+    sy: int,
+    sx: int,
+    high: int,
+    wide: int,
+    quota: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In each window, merge the ``quota`` src tokens that are most alike to their best dst into it.
+
+    The same grouping as :func:`tome_nodes.strategies.window.match_windows` with the picks of
+    :func:`tome_nodes.picks.pick_per_cell`; slots follow each other window by window.
+
+    Args:
+        features: ``[batch, height * width, channels]``, any strides, compared by cosine similarity.
+        key: scalar int64 of the random picks, None for the top left token of each cell.
+        height: of the grid, in tokens.
+        width: of the grid, in tokens.
+        sy: height of a cell in tokens.
+        sx: width of a cell in tokens.
+        high: height of a window in cells.
+        wide: width of a window in cells.
+        quota: merges in each window, at most its tokens less its cells.
+
+    Returns:
+        ``rows [batch, tokens]``, ``members [batch * tokens]`` and ``starts [batch * slots]``, all
+        int64, as :class:`tome_nodes.plan.Plan` has them.
+    """
+    _require(features, "features")
+    batch, tokens, channels = features.shape
+    down, across = height // sy // high, width // sx // wide
+    inside = high * sy * wide * sx
+    block = _padded(inside)
+    rows = torch.empty(batch, tokens, dtype=torch.int64, device=features.device)
+    members = torch.empty(batch * tokens, dtype=torch.int64, device=features.device)
+    slots = tokens - down * across * quota
+    starts = torch.empty(batch * slots, dtype=torch.int64, device=features.device)
+    left_over = -(-(tokens - down * across * inside) // block)
+    with torch.cuda.device_of(features):
+        kernels.match_windows[(down * across + left_over, batch)](
+            features,
+            key,
+            rows,
+            members,
+            starts,
+            *features.stride(),
+            tokens,
+            width,
+            height // sy,
+            width // sx,
+            down,
+            across,
+            quota,
+            SY=sy,
+            SX=sx,
+            HIGH=high,
+            WIDE=wide,
+            RANDOM=key is not None,
+            TOKENS=block,
+            CELLS=_padded(high * wide),
+            ALL_CHANNELS=channels,
+            CHANNELS=64 if block <= 64 else 32,
+            num_warps=4 if block <= 64 else 8,
+        )
+    return rows, members, starts
+
+
+@match_windows.register_fake
+def _(features, key, height, width, sy, sx, high, wide, quota):
+    batch, tokens, _ = features.shape
+    slots = tokens - (height // sy // high) * (width // sx // wide) * quota
+    return (
+        features.new_empty(batch, tokens, dtype=torch.int64),
+        features.new_empty(batch * tokens, dtype=torch.int64),
+        features.new_empty(batch * slots, dtype=torch.int64),
+    )
+
+
+@torch.library.custom_op("tome_nodes::merge", mutates_args=())
+def merge(x: Tensor, rows: Tensor, members: Tensor, starts: Tensor) -> Tensor:
+    """The mean of each slot; see :func:`tome_nodes.ops.reference.merge`."""
+    _require(x, "x")
+    batch, tokens, channels = x.shape
+    slots = len(starts)
+    means = torch.empty(batch, slots // batch, channels, dtype=x.dtype, device=x.device)
+    with torch.cuda.device_of(x):
+        kernels.merge[(-(-slots // _ROWS), -(-channels // _CHANNELS))](
+            x,
+            members,
+            starts,
+            means,
+            *x.stride(),
+            tokens,
+            channels,
+            slots,
+            len(members),
+            SLOTS=_ROWS,
+            CHANNELS=_CHANNELS,
+            num_warps=_WARPS,
+        )
+    return means
+
+
+@merge.register_fake
+def _(x, rows, members, starts):
+    return x.new_empty(x.shape[0], starts.shape[0] // x.shape[0], x.shape[2])
+
+
+@torch.library.custom_op("tome_nodes::add_change", mutates_args=())
+def add_change(x: Tensor, before: Tensor, after: Tensor, rows: Tensor) -> Tensor:
+    """``x`` and the change of its slots; see :func:`tome_nodes.ops.reference.add_change`."""
+    _require(x, "x")
+    batch, tokens, channels = x.shape
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    with torch.cuda.device_of(x):
+        kernels.add_change[(-(-batch * tokens // _ROWS), -(-channels // _CHANNELS))](
+            x,
+            before.contiguous(),
+            after.contiguous(),
+            rows,
+            result,
+            *x.stride(),
+            tokens,
+            channels,
+            batch * tokens,
+            TOKENS=_ROWS,
+            CHANNELS=_CHANNELS,
+            num_warps=_WARPS,
+        )
+    return result
+
+
+@add_change.register_fake
+def _(x, before, after, rows):
+    return x.new_empty(x.shape)

@@ -1,0 +1,60 @@
+"""The operations of a plan in plain torch, for any device.
+
+A plan's arrays count tokens and slots over the whole batch: sample b's tokens are ``b * tokens``
+and on, its slots ``b * slots`` and on.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Devices whose embedding_bag sums each slot in a fixed order, without atomics.
+_BAG_DEVICES = frozenset({"cpu", "cuda", "xpu"})
+
+
+def merge(x: Tensor, rows: Tensor, members: Tensor, starts: Tensor) -> Tensor:
+    """The mean of each slot.
+
+    Args:
+        x: ``[batch, tokens, channels]``, any strides.
+        rows: ``[batch, tokens]`` int64, the slot of each token.
+        members: ``[batch * tokens]`` int64, tokens slot by slot.
+        starts: ``[batch * slots]`` int64, where each slot begins in ``members``.
+
+    Returns:
+        ``[batch, slots, channels]`` of the dtype of ``x``, added up in float32 at least.
+    """
+    batch, _, channels = x.shape
+    tokens = x.reshape(-1, channels)
+    if x.device.type in _BAG_DEVICES:
+        means = F.embedding_bag(members, tokens, starts, mode="mean")
+    else:
+        sums = tokens.new_zeros(len(starts), channels, dtype=torch.float32)
+        sizes = torch.diff(starts, append=starts.new_tensor([len(members)]))
+        sums.index_add_(0, rows.flatten(), tokens.float())
+        means = (sums / sizes[:, None]).to(x.dtype)
+    return means.view(batch, -1, channels)
+
+
+def unmerge(y: Tensor, rows: Tensor) -> Tensor:
+    """Each token's slot: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``.
+
+    ``rows`` is ``[batch, tokens]`` int64, the slot of each token.
+    """
+    channels = y.shape[2]
+    return y.reshape(-1, channels).index_select(0, rows.flatten()).view(*rows.shape, channels)
+
+
+def add_change(x: Tensor, before: Tensor, after: Tensor, rows: Tensor) -> Tensor:
+    """``x`` and what changed in the slot of each token.
+
+    Args:
+        x: ``[batch, tokens, channels]``, any strides.
+        before: ``[batch, slots, channels]`` of the same dtype.
+        after: the same, some change later.
+        rows: ``[batch, tokens]`` int64, the slot of each token.
+
+    Returns:
+        ``[batch, tokens, channels]``, ``x + unmerge(after - before)``.
+    """
+    return x + unmerge(after - before, rows)
