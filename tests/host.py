@@ -4,6 +4,8 @@ import comfy.sample
 import torch
 
 from tome_nodes.config import ToMeConfig
+from tome_nodes.plan import Plan
+from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 CONTEXT_CHANNELS = {
     "sd15": 768,
@@ -16,6 +18,16 @@ CONTEXT_CHANNELS = {
 }
 
 
+class Shuffle(BipartiteStrategy):
+    """Draws real plans, then hands out a lossless one: each token a slot of its own, shuffled."""
+
+    def plan(self, features, grid):
+        super().plan(features, grid)
+        generator = torch.Generator().manual_seed(grid.tokens)
+        order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
+        return Plan.from_slots(torch.stack(order), grid.tokens)
+
+
 def conditioning(channels, value, **extras):
     """A prompt: ``[1, 77, channels]`` that varies over its tokens and channels."""
     generator = torch.Generator().manual_seed(int(value * 1000))
@@ -25,9 +37,9 @@ def conditioning(channels, value, **extras):
     ]
 
 
-def merging(**options):
+def merging(min_tokens=1, **options):
     """Settings that merge the small feature maps of the tests, too."""
-    return ToMeConfig(min_tokens=1, **options)
+    return ToMeConfig(min_tokens=min_tokens, **options)
 
 
 def sample(

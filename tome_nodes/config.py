@@ -45,7 +45,8 @@ class ToMeConfig:
         ratio: share of the tokens of a feature map to merge away. One destination token in each
             cell always stays, so the share in effect is at most :attr:`ratio_cap`.
         max_downsample: merge where the feature map is at most this many times smaller than the
-            latent; ``"auto"`` takes the shallowest level at which the model has attention.
+            latent; ``"auto"`` takes the shallowest level at which the model has attention, and in
+            scope ``block`` and ``stack`` all down to the one that has most blocks.
         sx: width of a cell in tokens.
         sy: height of a cell in tokens.
         use_rand: pick the destination of each cell at random; otherwise its top left token.

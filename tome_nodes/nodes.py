@@ -88,9 +88,10 @@ class ToMePatchModel(io.ComfyNode):
                     default=str(_DEFAULTS.max_downsample),
                     optional=True,
                     tooltip="Merge where the feature map is at most this many times smaller than "
-                    "the latent. auto takes the largest maps at which the model has attention: "
-                    "1 for SD 1.x and 2.x, 2 for SDXL. More reaches deeper blocks: a little "
-                    "faster, and it changes the picture more.",
+                    "the latent. auto takes the largest maps at which the model has attention, 1 "
+                    "for SD 1.x and 2.x and 2 for SDXL; in scope block and stack it reaches "
+                    "down to where most blocks are, 4 for SDXL. More: a little faster, and it "
+                    "changes the picture more.",
                 ),
                 _switch("merge_attn", "Merge in self-attention, where most of the time is saved."),
                 _switch(
@@ -157,7 +158,7 @@ class ToMePatchModel(io.ComfyNode):
                     "scope",
                     "What runs on merged tokens. module: what the switches above say. block: each "
                     "transformer block as a whole. stack: all blocks of a level at once, the most "
-                    "saved; for SDXL, with max_downsample 4.",
+                    "saved, and what makes SDXL faster.",
                 ),
                 _choice(
                     "attn_tokens",
@@ -181,6 +182,19 @@ class ToMePatchModel(io.ComfyNode):
                     "found 0.6 falling to 0.4 better than a steady 0.5. -1 keeps ratio throughout.",
                     step=0.05,
                     advanced=True,
+                ),
+                _number(
+                    io.Int,
+                    "min_tokens",
+                    "Merge only feature maps of at least this many tokens. 0 leaves out those "
+                    "that would not get faster.",
+                    step=1,
+                    advanced=True,
+                ),
+                _choice(
+                    "backend",
+                    "What merging runs on. auto: Triton kernels on NVIDIA and AMD GPUs where "
+                    "Triton is installed, plain torch elsewhere.",
                 ),
             ],
             outputs=[io.Model.Output(tooltip="The model with token merging.")],

@@ -1,0 +1,245 @@
+"""Beside code that splits, tiles, patches or overrides what the host evaluates."""
+
+import threading
+
+import pytest
+import torch
+from comfy.patcher_extension import WrappersMP
+from host import Shuffle, conditioning, merging, overridden, relative_error, sample
+
+from tome_nodes.config import CHOICES
+from tome_nodes.hosts.comfyui import _BLOCK_PATCHES, _Attachment, _lock_of, attach
+from tome_nodes.statistics import settings_in_words
+from tome_nodes.strategies.bipartite import BipartiteStrategy
+
+scopes = pytest.mark.parametrize("scope", CHOICES["scope"])
+
+
+class Counted(BipartiteStrategy):
+    """Counts the plans made; one more is made of a few tokens, to see whether the device can."""
+
+    made = 0
+
+    def plan(self, features, grid):
+        Counted.made += 1
+        return super().plan(features, grid)
+
+
+def in_parts(model, parts_of):
+    """The model, each evaluation of which is done in parts of its batch or of its picture."""
+
+    def evaluate(apply, arguments):
+        x, t, extras = arguments["input"], arguments["timestep"], arguments["c"]
+        pieces, dimension = parts_of(x)
+        results, first = [], 0
+        for piece in pieces:
+            rows = slice(first, first + len(piece)) if dimension == 0 else slice(None)
+            first += len(piece)
+            own = {
+                name: value[rows] if torch.is_tensor(value) and len(value) == len(x) else value
+                for name, value in extras.items()
+            }
+            results.append(apply(piece, t[rows], **own))
+        return torch.cat(results, dimension)
+
+    clone = model.clone()
+    clone.set_model_unet_function_wrapper(evaluate)
+    return clone
+
+
+@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+@pytest.mark.parametrize(("sx", "sy"), [(8, 8), (1, 8), (8, 1), (5, 3)])
+def test_cells_of_every_size_merge(sd15, told, strategy, sx, sy):
+    merged = sample(attach(sd15, merging(strategy=strategy, sx=sx, sy=sy)), steps=1, size=(16, 17))
+    assert merged.isfinite().all()
+    assert told()[-1].startswith("[ToMe] merged 6/6 blocks (272 -> ")
+
+
+@scopes
+def test_shared_plans_are_not_for_other_parts_of_a_batch(sd15, scope):
+    theirs = in_parts(sd15, lambda x: (x.split(3), 0))
+    expected = sample(theirs, batch=2, steps=2)
+    patched = attach(theirs, merging(scope=scope, reuse_steps=2), Shuffle)
+    assert relative_error(sample(patched, batch=2, steps=2), expected) < 1e-5
+
+
+def test_shared_plans_are_for_one_tile(sd15):
+    theirs = in_parts(sd15, lambda x: (x.split(6, dim=2), 2))
+    patched = attach(theirs, merging(reuse_steps=4), Counted)
+    Counted.made = 0
+    sample(patched, steps=4)
+    assert Counted.made == 2 + 1
+
+
+@scopes
+def test_a_replaced_attention_takes_only_its_own_block_out_of_wide_scopes(sd15, told, scope):
+    theirs = sd15.clone()
+    theirs.set_model_attn1_replace(lambda q, k, v, options: v, "middle", 0)
+    expected = sample(theirs, steps=1)
+    config = merging(scope=scope, merge_mlp=True)
+    assert relative_error(sample(attach(theirs, config, Shuffle), steps=1), expected) < 1e-5
+    assert told()[-1].startswith("[ToMe] merged 6/6 blocks")
+    assert ("module scope in 1 that other nodes patch" in told()[-1]) == (scope != "module")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_replaced_attention_takes_its_stack_out_of_stack_scope(load, told, index):
+    model = load("sdxl")
+    number, stack = next(
+        (number, block[1])
+        for number, block in enumerate(model.model.diffusion_model.input_blocks)
+        if len(block) > 1 and len(getattr(block[1], "transformer_blocks", ())) > 1
+    )
+    assert len(stack.transformer_blocks) > index
+    theirs = model.clone()
+    # The name that the host prefers has the place of the block in its stack.
+    theirs.set_model_attn2_replace(lambda q, k, v, options: q, "input", number, index)
+    options = {"channels": 2048, "steps": 1}
+    expected = sample(theirs, **options)
+    patched = attach(theirs, merging(scope="stack", merge_mlp=True), Shuffle)
+    assert relative_error(sample(patched, **options), expected) < 5e-5
+    assert "module scope in 1 that other nodes patch" in told()[-1]
+
+
+@pytest.mark.parametrize("scope", ["block", "stack"])
+@pytest.mark.parametrize("name", _BLOCK_PATCHES)
+def test_patches_of_the_inside_of_blocks_see_all_tokens(sd15, told, name, scope):
+    seen = set()
+
+    def patch(*arguments):
+        seen.add(arguments[0].shape[1])
+        return arguments[:3] if len(arguments) == 4 else arguments[0]
+
+    theirs = sd15.clone()
+    theirs.set_model_patch(patch, name)
+    sample(attach(theirs, merging(scope=scope)), steps=1)
+    assert seen == {192}
+    assert "module scope in 6 that other nodes patch" in told()[-1]
+
+
+def test_keys_and_values_of_other_nodes_are_left_alone_and_queries_too(sd15):
+    lengths = []
+    attention = sd15.model.diffusion_model.middle_block[1].transformer_blocks[0].attn1
+    hook = attention.to_q.register_forward_hook(
+        lambda _, inputs, __: lengths.append(inputs[0].shape[1])
+    )
+    theirs = sd15.clone()
+    theirs.set_model_attn1_patch(
+        lambda n, context, value, options: (n, torch.cat([n, n], 1), torch.cat([n, n], 1))
+    )
+    try:
+        sample(attach(theirs, merging(attn_tokens="k,v")), steps=1)
+    finally:
+        hook.remove()
+    assert lengths == [192]
+
+
+def test_an_override_that_another_node_takes_off_again_is_not_called_later(sd15):
+    attention = sd15.model.diffusion_model.middle_block[1].transformer_blocks[0].attn1
+    evaluation, called = 0, []
+
+    def theirs(executor, *args, **kwargs):
+        nonlocal evaluation
+        evaluation += 1
+        if evaluation > 1:
+            return executor(*args, **kwargs)
+        plain = attention.forward
+
+        def forward(x, *args, **kwargs):
+            called.append(evaluation)
+            return plain(x, *args, **kwargs)
+
+        attention.forward = forward
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            del attention.forward
+
+    outside = sd15.clone()
+    outside.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "theirs", theirs)
+    sample(attach(outside, merging()), steps=3)
+    assert called == [1]
+    assert overridden(sd15) == []
+
+
+def test_another_thread_waits_for_the_overrides_of_an_evaluation(sd15):
+    free = []
+
+    def try_lock():
+        lock = _lock_of(sd15.model.diffusion_model)
+        free.append(lock.acquire(blocking=False))
+        if free[-1]:
+            lock.release()
+
+    def look(*_):
+        thread = threading.Thread(target=try_lock)
+        thread.start()
+        thread.join()
+
+    hook = sd15.model.diffusion_model.middle_block[1].register_forward_hook(look)
+    try:
+        sample(attach(sd15, merging()), steps=1)
+        sample(sd15, steps=1)
+    finally:
+        hook.remove()
+    assert free == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ratio": 0.9}, ["ratio 0.90 capped at 0.75"]),
+        ({"ratio": 0.5, "ratio_end": 0.9}, ["ratio 0.50 to 0.90 capped at 0.75"]),
+        ({"strategy": "cluster", "ratio": 0.9}, ["ratio 0.90", "cluster"]),
+        ({"strategy": "pool", "ratio": 0.9, "sx": 3}, ["pool of 2x3 cells"]),
+        ({"strategy": "window", "scope": "stack"}, ["ratio 0.50", "window", "stack scope"]),
+    ],
+)
+def test_settings_are_told_as_they_take_effect(options, words):
+    assert settings_in_words(merging(**options)) == words
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "reason"),
+    [
+        ({}, (1, 48), "a feature map of 1x48 tokens holds no cell of sy=2 by sx=2"),
+        ({"ratio": 0.01}, (6, 8), "48 tokens are too few for ratio=0.01"),
+        ({"ratio": 0.0, "ratio_end": 0.5}, (6, 8), "the ratio is 0 at every step that could merge"),
+        ({"min_tokens": 49}, (6, 8), "48 tokens are fewer than 49"),
+        (
+            {"min_tokens": 0},
+            (6, 8),
+            "48 tokens are fewer than 256, which is where it pays here (min_tokens=0)",
+        ),
+    ],
+)
+def test_the_reason_for_nothing_merged_is_the_real_one(sd15, told, options, size, reason):
+    config = merging(**{"min_tokens": 1, **options})
+    sample(attach(sd15, config), size=size, steps=1)
+    assert told() == [f"[ToMe] nothing merged: {reason}"]
+
+
+def test_pool_follows_the_ratio_to_zero(sd15, told):
+    config = merging(strategy="pool", ratio_end=0.0)
+    sample(attach(sd15, config), steps=3)
+    assert "2/3 steps" in told()[-1]
+
+
+@pytest.mark.parametrize(
+    ("family", "scope", "blocks"),
+    [("sdxl", "module", "5/17"), ("sdxl", "block", "17/17"), ("sdxl", "stack", "17/17")],
+)
+def test_wide_scopes_reach_down_to_where_most_blocks_are(load, told, family, scope, blocks):
+    sample(attach(load(family), merging(scope=scope)), channels=2048, steps=1)
+    assert told()[-1].startswith(f"[ToMe] merged {blocks} blocks")
+
+
+def test_of_levels_with_as_many_blocks_the_shallowest_is_enough():
+    stable_diffusion_1 = {1: 2, 2: 2, 4: 2, 8: 1}
+    assert _Attachment(merging(scope="stack"), None, stable_diffusion_1).max_downsample == 1
+
+
+def test_two_prompts_in_areas_merge(sd15, told):
+    area = conditioning(768, 0.5, area=(6, 8, 0, 0), strength=1.0)
+    sample(attach(sd15, merging(reuse_steps=2)), positive=conditioning(768, 0.3) + area, steps=2)
+    assert "2/2 steps" in told()[-1]
