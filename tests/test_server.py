@@ -31,7 +31,7 @@ def txt2img(model=PLAIN, nodes=None, steps=2, seed=1):
         },
         "latent": {
             "class_type": "EmptyLatentImage",
-            "inputs": {"width": 128, "height": 96, "batch_size": 1},
+            "inputs": {"width": 128, "height": 128, "batch_size": 1},
         },
         "sampler": {
             "class_type": "KSampler",
@@ -111,7 +111,7 @@ def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
 
 def test_model_alone_is_enough(server, pixels):
     assert pixels(with_patch()) == pixels(with_patch(ratio=0.5, max_downsample="auto"))
-    assert "[ToMe] merged 6/6 blocks (192 -> 96 tokens), 2/2 steps, ratio 0.50" in server.log
+    assert "[ToMe] merged 6/6 blocks (256 -> 128 tokens), 2/2 steps, ratio 0.50" in server.log
 
 
 def test_same_seed_same_image_after_the_server_forgot_the_first(server, pixels):
