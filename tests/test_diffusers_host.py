@@ -408,6 +408,35 @@ def test_kept_plans_are_for_one_call_of_a_step(unet):
     assert Counted.made == 2 + 1
 
 
+def test_plans_are_kept_for_so_many_calls_of_a_step(unet):
+    config = ToMeConfig(min_tokens=1, reuse_steps=9)
+    DiffusersAttachment(config, 1000, Counted).attach(unet)
+    Counted.made = 0
+    for timestep in 900, 600:
+        for _ in range(66):
+            call(unet, timestep, grid=(4, 4))
+    assert Counted.made == 64 + 2 * 2 + 1
+
+
+def test_steps_aside_where_other_code_changes_the_tokens(unet, told):
+    expected = call(unet)
+    tome_nodes.apply_patch(unet, max_downsample=8)
+    for block in unet.modules():
+        if isinstance(block, BasicTransformerBlock):
+            # As if a token of its own went through the block.
+            block.register_forward_pre_hook(
+                lambda _, arguments: (torch.cat([arguments[0], arguments[0][:, :1]], 1),)
+            )
+            block.register_forward_hook(lambda _, __, output: output[:, :-1])
+    changed = call(unet)
+    tome_nodes.remove_patch(unet)
+    assert torch.equal(call(unet), changed)
+    assert relative_error(changed, expected) > 1e-6
+    assert told() == [
+        "[ToMe] nothing merged: other code changes the tokens of the transformer blocks"
+    ]
+
+
 def test_timesteps_of_any_kind(unet):
     tome_nodes.apply_patch(unet)
     results = [
@@ -428,19 +457,20 @@ def test_picks_depend_on_seed_and_timestep(unet):
     first = result(seed=5)
     assert torch.equal(result(seed=5), first)
     assert not torch.equal(result(seed=6), first)
-    plan_of = []
+    splits = []
 
     class Noted(BipartiteStrategy):
-        def plan(self, features, grid):
-            made = super().plan(features, grid)
-            plan_of.append(made.slots)
-            return made
+        def split(self, grid, picks):
+            splits.append(picks)
+            return super().split(grid, picks)
 
     DiffusersAttachment(ToMeConfig(min_tokens=1), 1000, Noted).attach(unet)
-    call(unet, 500)
-    call(unet, 500.5)
-    _, a, *_ = plan_of
-    assert any(not torch.equal(a, b) for b in plan_of[len(plan_of) // 2 + 1 :])
+    for timestep in 500, 500.5, 500:
+        call(unet, timestep)
+    # Another is made to see whether the device can.
+    _, first, second, third = splits
+    assert torch.equal(first, third)
+    assert not torch.equal(first, second)
 
 
 def test_applying_again_replaces_the_settings(unet):
