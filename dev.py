@@ -78,8 +78,12 @@ def bench(arguments: list[str]) -> int:
     """Measure what merging costs and saves."""
     from tools import environment
 
+    modules = {"comfyui": "benchmarks", "diffusers": "benchmarks.diffusers_host"}
+    parser = argparse.ArgumentParser(prog="dev.py bench", add_help=False)
+    parser.add_argument("--host", choices=modules, default="comfyui")
+    chosen, rest = parser.parse_known_args(arguments)
     environment.prepare()
-    return _call(environment.PYTHON, "-m", "benchmarks", *arguments, folder=ROOT)
+    return _call(environment.PYTHON, "-m", modules[chosen.host], *rest, folder=ROOT)
 
 
 def lint() -> int:
@@ -116,7 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     add("test", "run all tests, or those that further arguments tell pytest to run")
     add(
         "bench",
-        "measure all methods against the unpatched model; further arguments: --quick, --forecast, "
+        "measure all methods against the unpatched model; further arguments: --host, --quick, "
+        "--forecast, "
         "--device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, --name",
     )
     add("lint", "check the code and its format with ruff")

@@ -5,7 +5,7 @@ A host finds the spatial transformers, tells in subclasses of :class:`MergedStac
 at a time.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,21 @@ from .engine import Engine
 
 Plans = dict[Grid, Plan | PoolPlan | None]
 """Plans that the blocks of one level share."""
+
+
+def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int:
+    """How many times smaller than the latent a feature map may be to be merged.
+
+    Args:
+        config: the settings.
+        blocks_by_level: transformer blocks of a UNet by how many times smaller they work.
+    """
+    if config.max_downsample != "auto":
+        return config.max_downsample
+    if config.scope == "module":
+        return min(blocks_by_level)
+    # Whole blocks are worth merging where most of them are: in SDXL, one level deeper.
+    return min(blocks_by_level, key=lambda level: (-blocks_by_level[level], level))
 
 
 class MergedUNet:
@@ -107,7 +122,10 @@ class MergedUNet:
                 stack.begin()
                 exits.callback(stack.end)
                 for module, forward in stack.overrides():
-                    exits.enter_context(_forward_override(module, forward))
+                    # The setter of modules takes its time, and SDXL has hundreds of these.
+                    attributes = vars(module)
+                    exits.callback(_restore_forward, attributes, attributes.get("forward"))
+                    attributes["forward"] = forward
             yield
 
     def note(self, statistics: RunStatistics, step: int) -> None:
@@ -122,19 +140,12 @@ class MergedUNet:
                 statistics.skipped(block.reason)
 
 
-@contextmanager
-def _forward_override(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Let ``module`` run ``forward``; an override that other code put there comes back after."""
-    missing = object()
-    before = module.__dict__.get("forward", missing)
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is missing:
-            del module.forward
-        else:
-            module.forward = before
+def _restore_forward(attributes: dict[str, Any], before: Callable[..., Any] | None) -> None:
+    """Take an override off a module; one that other code put there before comes back."""
+    if before is None:
+        del attributes["forward"]
+    else:
+        attributes["forward"] = before
 
 
 class MergedStack:

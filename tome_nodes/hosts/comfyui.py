@@ -27,7 +27,7 @@ from ..picks import step_key
 from ..schedule import NoiseRange, ratio_at, step_index
 from ..statistics import RunStatistics, settings_in_words
 from ..strategies import Strategy, make_strategy
-from .blocks import MergedBlock, MergedStack, MergedUNet
+from .blocks import MergedBlock, MergedStack, MergedUNet, deepest_level
 from .engine import Engine, make_engine
 
 KEY = "tome_nodes"
@@ -109,15 +109,7 @@ class _Attachment:
         self.config = config
         self.make_strategy = make_strategy
         self.shallowest = min(blocks_by_level)
-        if config.max_downsample != "auto":
-            self.max_downsample = config.max_downsample
-        elif config.scope == "module":
-            self.max_downsample = self.shallowest
-        else:
-            # Whole blocks are worth merging where most of them are: in SDXL, one level deeper.
-            self.max_downsample = min(
-                blocks_by_level, key=lambda level: (-blocks_by_level[level], level)
-            )
+        self.max_downsample = deepest_level(config, blocks_by_level)
 
     def merged(self, diffusion_model: nn.Module) -> MergedUNet:
         """The overrides for a UNet, which may be a deep clone of the one attached to."""

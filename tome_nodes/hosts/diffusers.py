@@ -1,5 +1,6 @@
 """Find what to merge in a UNet of the diffusers library."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from diffusers import Transformer2DModel, UNet2DConditionModel
 from torch import nn
 
-from .hooked import Attachment, HookedBlock, HookedStack
+from .hooked import RECOMPUTED, Attachment, HookedBlock, HookedStack
 
 
 class DiffusersBlock(HookedBlock):
@@ -44,16 +45,26 @@ class DiffusersAttachment(Attachment):
                 yield name, module
 
     @staticmethod
-    def levels(unet: nn.Module) -> Iterator[int]:
-        blocks = [*enumerate(unet.down_blocks), (len(unet.down_blocks) - 1, unet.mid_block)]
-        for level, block in blocks:
-            for module in () if block is None else block.modules():
+    def blocks_by_level(unet: nn.Module) -> Counter[int]:
+        blocks: Counter[int] = Counter()
+        way_down = [*enumerate(unet.down_blocks), (len(unet.down_blocks) - 1, unet.mid_block)]
+        for level, part in way_down:
+            for module in () if part is None else part.modules():
                 if isinstance(module, Transformer2DModel):
-                    yield 2**level
+                    blocks[2**level] += len(module.transformer_blocks)
+        return blocks
 
-    @staticmethod
-    def recomputes(unet: nn.Module) -> bool:
-        return torch.is_grad_enabled() and unet.is_gradient_checkpointing
+    def obstacle(self, unet: nn.Module) -> str | None:
+        if torch.is_grad_enabled() and unet.is_gradient_checkpointing:
+            return RECOMPUTED
+        if self.config.attn_tokens != "q,k,v" and any(
+            getattr(module, "fused_projections", False) for module in unet.modules()
+        ):
+            return (
+                f"attn_tokens={self.config.attn_tokens} takes other queries than keys, which fused "
+                "projections cannot"
+            )
+        return None
 
 
 def find_unet(model: object) -> tuple[UNet2DConditionModel, int | None] | None:
