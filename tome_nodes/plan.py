@@ -64,6 +64,13 @@ class Plan:
         end = self.starts.new_full((1,), len(self.members))
         return torch.diff(self.starts, append=end).view(len(self.rows), self.slot_count)
 
+    def log_sizes(self, like: Tensor) -> Tensor | None:
+        """The logarithm of how many tokens each slot holds, None where all hold as many.
+
+        ``[batch, slots]`` of the dtype of ``like``.
+        """
+        return self.sizes.log().to(like.dtype)
+
     def fits(self, x: Tensor) -> bool:
         """Whether ``x`` is ``[batch, tokens, channels]`` of the plan's batch and tokens."""
         return x.ndim == 3 and x.shape[:2] == self.rows.shape

@@ -159,7 +159,7 @@ class Attachment:
         """
         self._merged = self._blocks_of(unet)
         detach(unet)
-        if max(self._config.ratio, self._config.ratio_end) > 0:
+        if not self._config.merges_nothing:
             unet.register_forward_pre_hook(self.before_call, with_kwargs=True)
             unet.register_forward_hook(self.after_call, always_call=True)
 
