@@ -96,11 +96,11 @@ class _Settings(BASE):
 
 
 class _Denoiser(BaseModel):
-    """Takes the crop from the conditioning, where its key is ``crop``."""
+    """Takes a crop for each sample from the conditioning, where their key is ``crops``."""
 
     def concat_cond(self, **kwargs: Any) -> Tensor:
         """See :func:`place`; the host appends it to the noisy pixels."""
-        return place(kwargs["crop"])[None].to(kwargs["device"])
+        return torch.stack([place(crop) for crop in kwargs["crops"]]).to(kwargs["device"])
 
 
 def load() -> ModelPatcher:
@@ -246,7 +246,7 @@ class Trainer:
     def step(self) -> tuple[int, float]:
         """One update; returns the side of the crops and the loss."""
         full = torch.rand((), generator=self.data.generator).item() < self.full_share
-        side, size = (SIDE, 4) if full else (SIDE // 2, 16)
+        side, size = (SIDE, 2) if full else (SIDE // 2, 8)
         pixels, places, prompts = self.data.batch(size, side)
         times = torch.rand(size, generator=self.data.generator)
         times = ((torch.arange(size) + times) * len(self.sigmas) / size).long()

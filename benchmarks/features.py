@@ -5,8 +5,8 @@ and keys are scaled until the attention is about as wide as that of a trained mo
 changes is measured at two places: what self-attention adds to the tokens, and what the block does.
 """
 
-import copy
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,11 +28,11 @@ from benchmarks.photos import PHOTOS, photo
 
 CHANNELS, HEADS, CONTEXT_CHANNELS = 320, 8, 768
 SIDE = 64
-NOISE_LEVELS = (0.0, 0.25, 0.5, 1.0)
+NOISE_LEVELS = (0.0, 0.5, 1.0)
 """Strength of the noise relative to that of the photo."""
 
 KEYS_IN_USE = 0.1
-"""Share of the keys over which attention spreads: the perplexity of its weights over their number."""
+"""Share of the keys over which attention spreads, by the perplexity of its weights."""
 
 
 class OneBlock(UNetModel):
@@ -56,6 +56,7 @@ class OneBlock(UNetModel):
         self.output_blocks = nn.ModuleList()
         self.features = torch.zeros(())
         self.added: dict[str, Tensor] = {}
+        self.seconds = 0.0
 
     def forward(
         self,
@@ -70,7 +71,9 @@ class OneBlock(UNetModel):
         options["original_shape"] = list(x.shape)
         options["activations_shape"] = list(self.features.shape)
         options["block"] = ("input", 0)
+        start = time.perf_counter()
         self.transformer(self.features, context.expand(len(x), -1, -1), options)
+        self.seconds = time.perf_counter() - start
         return torch.zeros_like(x)
 
     @contextmanager
@@ -130,20 +133,27 @@ class FeatureJudge:
             model, comfy.model_management.get_torch_device(), torch.device("cpu")
         )
         self.prompt = torch.randn(1, 77, CONTEXT_CHANNELS, generator=generator)
-        # A stand-in for the layers before: two random convolutions that keep what they were given.
-        first = torch.randn(CHANNELS, 4, 3, 3, generator=generator) / 6
-        second = torch.randn(CHANNELS, CHANNELS, 3, 3, generator=generator) / 54
+
+        def convolution(inputs: int) -> Tensor:
+            """Random, but the taps of a filter have much in common, as those of trained ones do."""
+            filters = torch.randn(CHANNELS, inputs, 1, 1, generator=generator)
+            return filters * (1 + torch.randn(CHANNELS, inputs, 3, 3, generator=generator))
+
+        # A stand-in for the layers before: two convolutions and what they were given.
+        first, second = convolution(4), convolution(CHANNELS)
         pixels = torch.stack([photo(name, SIDE)[:, :SIDE, :SIDE] for name in PHOTOS])
         latent = torch.cat([pixels, pixels.mean(1, keepdim=True)], 1)
         latent = (latent - latent.mean((2, 3), keepdim=True)) / latent.std()
         noise = torch.randn(latent.shape, generator=generator)
-        self.latent_of = lambda level: (latent + level * noise) / math.sqrt(1 + level**2)
         self.features = {}
         for level in NOISE_LEVELS:
             noisy = (latent + level * noise) / math.sqrt(1 + level**2)
             wide = F.conv2d(noisy, first, padding=1)
-            self.features[level] = wide + F.conv2d(F.silu(wide), second, padding=1)
+            wide = wide / wide.std()
+            deep = F.conv2d(F.silu(wide), second, padding=1)
+            self.features[level] = wide + deep / deep.std()
         self._calibrate()
+        self._expected = {level: self.added(self.model, level) for level in NOISE_LEVELS}
 
     def added(self, patched: ModelPatcher, level: float) -> dict[str, Tensor]:
         """What the block adds at a noise level, by place."""
@@ -156,12 +166,15 @@ class FeatureJudge:
                 disable_pbar=True,
                 seed=0,
             )
-        return copy.copy(self.unet.added)
+        return dict(self.unet.added)
+
+    def seconds(self, patched: ModelPatcher) -> float:
+        """How long the block takes at the middle noise level."""
+        self.added(patched, NOISE_LEVELS[1])
+        return self.unet.seconds
 
     def errors(self, patched: ModelPatcher) -> dict[float, dict[str, float]]:
         """Norm of what a method changes over that of what the block adds, by level and place."""
-        if not hasattr(self, "_expected"):
-            self._expected = {level: self.added(self.model, level) for level in NOISE_LEVELS}
         result = {}
         for level, expected in self._expected.items():
             actual = self.added(patched, level)

@@ -73,7 +73,8 @@ class ToMeConfig:
         kv_ratio: share of the keys and values of self-attention to merge, in module scope; -1 is
             ``ratio``. Both shares come from one matching, the smaller one being its better part.
         proportional_attn: let a merged key weigh in self-attention as much as the tokens it stands
-            for: the logarithm of their number is added to its logits (Bolya et al., ICLR 2023).
+            for: the logarithm of their number is added to its logits (Bolya et al., ICLR 2023),
+            and it keeps their length. Off is the attention of the paper.
 
     Raises:
         TypeError: an option has the wrong type.

@@ -219,6 +219,9 @@ class MergedBlock:
     attention_replaced: str
     """The reason to tell where the modules of a block were not called."""
 
+    takes_values = False
+    """Whether self-attention can be given values that are not its keys."""
+
     def __init__(self, name: str, index: int, block: nn.Module, stack: MergedStack):
         self.name = name
         self.index = index
@@ -283,9 +286,15 @@ class MergedBlock:
         self.unweighted = "this host has no way to weigh them"
         return kwargs
 
-    def _weigh(self, kwargs: dict[str, Any], plan: AnyPlan, keys: Tensor) -> dict[str, Any]:
-        log_sizes = plan.log_sizes(keys)
+    def _weigh_slots(self, kwargs: dict[str, Any], plan: AnyPlan, slots: Tensor) -> dict[str, Any]:
+        log_sizes = plan.log_sizes(slots)
         return kwargs if log_sizes is None else self.weigh_keys(kwargs, log_sizes)
+
+    def _weigh(
+        self, kwargs: dict[str, Any], plan: AnyPlan, x: Tensor, means: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        keys = plan.merge_keys(x, means) if self.takes_values else means
+        return keys, self._weigh_slots(kwargs, plan, means)
 
     def _run_block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         config, stack = self.stack.unet.config, self.stack
@@ -333,13 +342,14 @@ class MergedBlock:
 
     def _run_self_attention(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         config = self.stack.unet.config
-        weigh = self._weigh if config.proportional_attn else None
+        proportional = config.proportional_attn
+        weigh = self._weigh if proportional else None
         merges_queries, merges_keys = "q" in config.attn_tokens, "k,v" in config.attn_tokens
 
         def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self.outer_plan is not None:
-                if weigh is not None:
-                    kwargs = weigh(kwargs, self.outer_plan, x)
+                if proportional:
+                    kwargs = self._weigh_slots(kwargs, self.outer_plan, x)
                 return forward(x, *args, **kwargs)
             queries = self.plan if config.merge_attn and merges_queries else None
             keys = self.keys_plan if config.merge_attn and merges_keys else None

@@ -13,6 +13,9 @@ from torch import Tensor
 from ..config import ToMeConfig
 from ..grid import Grid
 
+NEAREST_SHARE = 0.75
+"""Share of the nearest token in a pooled key; `benchmarks/FIDELITY.md` has what others gave."""
+
 
 @dataclass(frozen=True)
 class PoolPlan:
@@ -58,6 +61,18 @@ class PoolPlan:
         image = x.mT.unflatten(2, (self.height, self.width))
         cells = F.avg_pool2d(image, (self.sy, self.sx), ceil_mode=True, count_include_pad=False)
         return cells.flatten(2).mT
+
+    def merge_keys(self, x: Tensor, means: Tensor) -> Tensor:
+        """The top left token of each cell, blended with the cell's mean.
+
+        One token is as sharp as the tokens are, and the mean knows them all (BiGain, CVPR 2026).
+
+        Args:
+            x: ``[batch, tokens, channels]``.
+            means: what :meth:`merge` makes of it.
+        """
+        nearest = x.unflatten(1, (self.height, self.width))[:, :: self.sy, :: self.sx]
+        return means.lerp(nearest.flatten(1, 2), NEAREST_SHARE)
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Each token's cell: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""
