@@ -74,7 +74,9 @@ class PictureJudge:
         figures = {
             "error": (pictures - self.expected).square().mean().sqrt().item(),
             "psnr": statistics.mean(
-                peak_signal_noise_ratio(plain, ours, data_range=1) if (plain != ours).any() else 99.0
+                peak_signal_noise_ratio(plain, ours, data_range=1)
+                if (plain != ours).any()
+                else 99.0
                 for ours, plain in pairs
             ),
             "ssim": statistics.mean(
