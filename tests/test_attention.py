@@ -109,6 +109,20 @@ def test_the_override_of_another_node_comes_first():
     assert options == {"optimized_attention_override": theirs}
 
 
+def test_the_log_tells_where_keys_cannot_be_weighed(sd15, told):
+    other = sd15.clone()
+    options = other.model_options["transformer_options"]
+    options["optimized_attention_override"] = lambda func, *args, **kwargs: (
+        attention.attention_basic(*args, **kwargs)
+    )
+    unweighed = sample(attach(other, merging()))
+    assert told()[-1].endswith(
+        "merged keys weigh as one token (another node replaces the attention function)"
+    )
+    assert relative_error(unweighed, sample(attach(sd15, merging()))) > 0.01
+    assert told()[-1].endswith("ratio 0.50")
+
+
 def in_equal_cells(model):
     """Make what enters the transformer blocks equal within each 2x2 cell; returns the hooks."""
 
