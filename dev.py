@@ -79,6 +79,9 @@ def bench(arguments: list[str]) -> int:
     from tools import environment
 
     environment.prepare()
+    if "--fidelity" in arguments:
+        rest = [argument for argument in arguments if argument != "--fidelity"]
+        return _call(environment.PYTHON, "-m", "benchmarks.fidelity", *rest, folder=ROOT)
     return _call(environment.PYTHON, "-m", "benchmarks", *arguments, folder=ROOT)
 
 
@@ -117,7 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "bench",
         "measure all methods against the unpatched model; further arguments: --quick, --device, "
-        "--model, --size, --batch, --ratio, --repeats",
+        "--model, --size, --batch, --ratio, --repeats; with --fidelity, how much each changes: "
+        "--quick, --only, --steps, --seeds, --repeats",
     )
     add("lint", "check the code and its format with ruff")
     return parser

@@ -79,18 +79,21 @@ class Plan:
         """The mean of each slot: ``[batch, tokens, channels]`` to ``[batch, slots, channels]``."""
         return self.ops.merge(x, self.rows, self.members, self.starts)
 
-    def merge_keys(self, x: Tensor, means: Tensor) -> Tensor:
-        """The mean of each slot, as long as its tokens are on average.
+    def merge_keys(self, x: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+        """What keys and what values are made of: means, for keys as long as their tokens are.
 
-        A mean is shorter than what it is made of, and a shorter key is attended to less sharply
-        (Kim et al., ToFu, WACV 2024). Values must not be stretched.
+        A mean is shorter than what it is the mean of, and a shorter key is attended to less
+        sharply (Kim et al., ToFu, WACV 2024). Values stretched so would be farther off.
 
         Args:
             x: ``[batch, tokens, channels]``.
             means: what :meth:`merge` makes of it.
+
+        Returns:
+            Two ``[batch, slots, channels]``.
         """
         lengths = self.merge(x.norm(dim=2, keepdim=True))
-        return means * (lengths / means.norm(dim=2, keepdim=True).clamp_min(1e-6))
+        return means * (lengths / means.norm(dim=2, keepdim=True).clamp_min(1e-6)), means
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Each token's slot: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""

@@ -54,7 +54,7 @@ def self_attention_on_merged(
     x: Tensor,
     context: Tensor | None = None,
     value: Tensor | None = None,
-    weigh: Callable[..., tuple[Tensor, dict[str, Any]]] | None = None,
+    weigh: Callable[..., tuple[Tensor, Tensor, dict[str, Any]]] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Run self-attention on merged tokens (paper, section 4).
@@ -66,9 +66,10 @@ def self_attention_on_merged(
         x: ``[batch, tokens, channels]``, the source of the queries.
         context: source of the keys, ``x`` if None.
         value: source of the values, the source of the keys if None.
-        weigh: given ``kwargs``, the plan of the keys, their source and its merge, the keys to use
-            and the keyword arguments with which the attention counts each of them as often as the
-            tokens it stands for. None is the paper's attention: keys are means and count once.
+        weigh: given ``kwargs``, the plan of the keys, their source and its merge, the sources of
+            keys and values to use, and the keyword arguments with which the attention counts each
+            key as often as the tokens it stands for. None is the paper's attention: keys are means
+            and count once.
         kwargs: passed on.
 
     Returns:
@@ -87,8 +88,9 @@ def self_attention_on_merged(
     else:
         tokens = x if own_keys else context
         context = merged if own_keys and keys is queries else keys.merge(tokens)
-        value = context if own_values else keys.merge(value)
+        own_value = context
         if weigh is not None:
-            context, kwargs = weigh(kwargs, keys, tokens, context)
+            context, own_value, kwargs = weigh(kwargs, keys, tokens, context)
+        value = own_value if own_values else keys.merge(value)
     result = attention(merged, context=context, value=value, **kwargs)
     return result if queries is None else queries.unmerge(result)

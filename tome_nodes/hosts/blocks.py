@@ -292,9 +292,11 @@ class MergedBlock:
 
     def _weigh(
         self, kwargs: dict[str, Any], plan: AnyPlan, x: Tensor, means: Tensor
-    ) -> tuple[Tensor, dict[str, Any]]:
-        keys = plan.merge_keys(x, means) if self.takes_values else means
-        return keys, self._weigh_slots(kwargs, plan, means)
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        keys, values = plan.merge_keys(x, means)
+        if not self.takes_values:
+            keys = values
+        return keys, values, self._weigh_slots(kwargs, plan, means)
 
     def _run_block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         config, stack = self.stack.unet.config, self.stack

@@ -14,7 +14,7 @@ from ..config import ToMeConfig
 from ..grid import Grid
 
 NEAREST_SHARE = 0.75
-"""Share of the nearest token in a pooled key; `benchmarks/FIDELITY.md` has what others gave."""
+"""Share of one token in pooled keys and values; `benchmarks/FIDELITY.md` has what others gave."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,21 @@ class PoolPlan:
         cells = F.avg_pool2d(image, (self.sy, self.sx), ceil_mode=True, count_include_pad=False)
         return cells.flatten(2).mT
 
-    def merge_keys(self, x: Tensor, means: Tensor) -> Tensor:
-        """The top left token of each cell, blended with the cell's mean.
+    def merge_keys(self, x: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+        """What keys and what values are made of: the top left token of each cell, and some mean.
 
         One token is as sharp as the tokens are, and the mean knows them all (BiGain, CVPR 2026).
 
         Args:
             x: ``[batch, tokens, channels]``.
             means: what :meth:`merge` makes of it.
+
+        Returns:
+            Two ``[batch, slots, channels]``, the same one twice.
         """
         nearest = x.unflatten(1, (self.height, self.width))[:, :: self.sy, :: self.sx]
-        return means.lerp(nearest.flatten(1, 2), NEAREST_SHARE)
+        blend = means.lerp(nearest.flatten(1, 2), NEAREST_SHARE)
+        return blend, blend
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Each token's cell: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""
