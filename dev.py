@@ -81,9 +81,11 @@ def bench(arguments: list[str]) -> int:
     modules = {"comfyui": "benchmarks", "diffusers": "benchmarks.diffusers_host"}
     parser = argparse.ArgumentParser(prog="dev.py bench", add_help=False)
     parser.add_argument("--host", choices=modules, default="comfyui")
+    parser.add_argument("--fidelity", action="store_true")
     chosen, rest = parser.parse_known_args(arguments)
+    module = "benchmarks.fidelity" if chosen.fidelity else modules[chosen.host]
     environment.prepare()
-    return _call(environment.PYTHON, "-m", modules[chosen.host], *rest, folder=ROOT)
+    return _call(environment.PYTHON, "-m", module, *rest, folder=ROOT)
 
 
 def lint() -> int:
@@ -121,8 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "bench",
         "measure all methods against the unpatched model; further arguments: --host, --quick, "
-        "--forecast, "
-        "--device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, --name",
+        "--forecast, --device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, "
+        "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds",
     )
     add("lint", "check the code and its format with ruff")
     return parser

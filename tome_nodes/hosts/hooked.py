@@ -161,7 +161,7 @@ class Attachment:
         """
         self._merged = self._blocks_of(unet)
         detach(unet)
-        if max(self.config.ratio, self.config.ratio_end) > 0:
+        if not self.config.merges_nothing:
             unet.register_forward_pre_hook(self.before_call, with_kwargs=True)
             unet.register_forward_hook(self.after_call, always_call=True)
 
