@@ -25,7 +25,7 @@ def _scramble(bits):
 def _pick(stream, cell, CHOICES: tl.constexpr, RANDOM: tl.constexpr):
     """:func:`tome_nodes.picks.pick_per_cell` for some cells, 0 where picks are not random."""
     if RANDOM:
-        bits = _scramble(stream + cell.to(tl.uint32) + 1)
+        bits = _scramble(stream + cell.to(tl.uint32))
         return ((bits.to(tl.uint64) * CHOICES) >> 32).to(tl.int32)
     else:
         return cell * 0
