@@ -60,13 +60,14 @@ def plot(result: dict[str, Any], path: Path) -> None:
     """Error against time for both judges; the lower left is best."""
     figure, axes = plt.subplots(1, 2, figsize=(15, 6.5))
     panels: list[tuple[Any, str, dict[str, tuple[float, float]]]] = []
+    axes = list(axes)
     if "features" in result:
         middle = list(next(iter(result["features"].values()))["errors"])[1]
         points = {
             name: (row["time"], row["errors"][middle]["block"])
             for name, row in result["features"].items()
         }
-        panels.append((axes[0], f"update of one block, noise {middle}", points))
+        panels.append((axes[len(panels)], f"update of one block, noise {middle}", points))
     if "pictures" in result:
         plain = result["pictures"]["plain"]["seconds"]
         points = {
@@ -74,22 +75,44 @@ def plot(result: dict[str, Any], path: Path) -> None:
             for name, row in result["pictures"].items()
             if name != "plain"
         }
-        panels.append((axes[1], "pictures of the trained denoiser", points))
+        panels.append((axes[len(panels)], "pictures of the trained denoiser", points))
     for axis, title, points in panels:
         front = _front(points)
         axis.plot(*zip(*(points[name] for name in front), strict=True), color="0.8", zorder=0)
-        for name, (time, error) in points.items():
-            own = name.startswith("ours")
-            axis.scatter(time, error, color="tab:blue" if own else "tab:red", s=25)
-            axis.annotate(
-                name, (time, error), fontsize=7, xytext=(4, 3), textcoords="offset points"
-            )
-        axis.set(title=title, xlabel="time, unpatched = 1", ylabel="error against unpatched")
+        for name, point in points.items():
+            axis.scatter(*point, color="tab:blue" if name.startswith("ours") else "tab:red", s=25)
         axis.set_yscale("log")
+        axis.margins(x=0.25, y=0.1)
+        axis.set(title=title, xlabel="time, unpatched = 1", ylabel="error against unpatched")
         axis.grid(alpha=0.3)
+    for axis in axes[len(panels) :]:
+        axis.remove()
     figure.tight_layout()
+    for axis, _, points in panels:
+        _label(axis, points)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _label(axis: Any, points: dict[str, tuple[float, float]]) -> None:
+    """Write the names beside the points, from below, each above those that it would cover."""
+    placed: list[tuple[float, float]] = []
+    wide, high = 190, 12
+    for name, point in sorted(points.items(), key=lambda item: item[1][1]):
+        x, y = axis.transData.transform(point)
+        at = y - high / 2
+        for other_x, other_y in sorted(placed, key=lambda place: place[1]):
+            if abs(x - other_x) < wide and abs(at - other_y) < high:
+                at = other_y + high
+        placed.append((x, at))
+        axis.annotate(
+            name,
+            point,
+            fontsize=7,
+            xytext=(8, (at - y) * 72 / axis.figure.dpi),
+            textcoords="offset points",
+            arrowprops={"arrowstyle": "-", "color": "0.7", "lw": 0.5},
+        )
 
 
 def _front(points: dict[str, tuple[float, float]]) -> list[str]:
