@@ -33,6 +33,9 @@ class CallablePlan:
     def fits(self, x: Tensor) -> bool:
         return x.shape[:2] == self.shape
 
+    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        return x + self.unmerge(after - before)
+
 
 class TomesdStrategy:
     """The reference implementation's own functions, on our host."""

@@ -62,7 +62,7 @@ def test_a_window_matches_as_the_paper_does_within_it(grid, sx, sy, seed, share)
         return
     src, dst = split_windows(grid, sy, sx, picks)
     quota = max(1, int(share * src.shape[1]))
-    plan = match_windows(features, src, dst, quota)
+    (plan,) = match_windows(features, src, dst, [quota])
     assert plan.slot_count == grid.tokens - len(src) * quota
     for sample in range(len(features)):
         expected = set()

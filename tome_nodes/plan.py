@@ -64,6 +64,13 @@ class Plan:
         end = self.starts.new_full((1,), len(self.members))
         return torch.diff(self.starts, append=end).view(len(self.rows), self.slot_count)
 
+    def log_sizes(self, like: Tensor) -> Tensor | None:
+        """The logarithm of how many tokens each slot holds, None where all hold as many.
+
+        ``[batch, slots]`` of the dtype of ``like``.
+        """
+        return self.sizes.log().to(like.dtype)
+
     def fits(self, x: Tensor) -> bool:
         """Whether ``x`` is ``[batch, tokens, channels]`` of the plan's batch and tokens."""
         return x.ndim == 3 and x.shape[:2] == self.rows.shape
@@ -71,6 +78,19 @@ class Plan:
     def merge(self, x: Tensor) -> Tensor:
         """The mean of each slot: ``[batch, tokens, channels]`` to ``[batch, slots, channels]``."""
         return self.ops.merge(x, self.rows, self.members, self.starts)
+
+    def merge_keys(self, x: Tensor, means: Tensor) -> Tensor:
+        """The mean of each slot, as long as its tokens are on average.
+
+        A mean is shorter than what it is made of, and a shorter key is attended to less sharply
+        (Kim et al., ToFu, WACV 2024). Values must not be stretched.
+
+        Args:
+            x: ``[batch, tokens, channels]``.
+            means: what :meth:`merge` makes of it.
+        """
+        lengths = self.merge(x.norm(dim=2, keepdim=True))
+        return means * (lengths / means.norm(dim=2, keepdim=True).clamp_min(1e-6))
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Each token's slot: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""

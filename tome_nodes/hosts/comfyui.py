@@ -27,6 +27,7 @@ from ..picks import step_key
 from ..schedule import NoiseRange, ratio_at, step_index
 from ..statistics import RunStatistics, settings_in_words
 from ..strategies import Strategy, make_strategy
+from .attention import weigh_attention
 from .blocks import MergedBlock, MergedStack, MergedUNet, deepest_level
 from .engine import Engine, make_engine
 
@@ -55,7 +56,7 @@ def attach(
             "has none"
         )
     clone = detach(model)
-    if max(config.ratio, config.ratio_end) > 0:
+    if not config.merges_nothing:
         attachment = _Attachment(config, make_strategy, levels)
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
@@ -229,6 +230,10 @@ class _Run:
             words += engine.in_words()
             if statistics.fell_back:
                 words.append(f"module scope in {len(statistics.fell_back)} that other nodes patch")
+            words += [
+                f"merged keys weigh as one token ({reason})"
+                for reason in sorted(statistics.unweighted)
+            ]
             log.info("[ToMe] %s", ", ".join(words))
         elif statistics.total_steps:
             reason = statistics.most_common_reason or (
@@ -261,6 +266,8 @@ class _Block(MergedBlock):
     tokens_changed = "another node changes the tokens of the transformer blocks"
     attention_masked = "another node masks the attention or changes its tokens"
     attention_replaced = "other nodes replace the attention of the transformer blocks"
+
+    takes_values = True
 
     def attends_to_text(self, block: nn.Module) -> bool:
         # The x4 upscaler's blocks do.
@@ -295,6 +302,15 @@ class _Block(MergedBlock):
 
     def is_masked(self, kwargs: dict[str, Any]) -> bool:
         return kwargs.get("mask") is not None
+
+    def weigh_keys(self, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
+        self.unweighted = "another node replaces the attention function"
+        options = kwargs.get("transformer_options") or {}
+        weighed = weigh_attention(options, log_sizes, self._note_unweighted)
+        return kwargs | {"transformer_options": weighed}
+
+    def _note_unweighted(self, reason: str | None) -> None:
+        self.unweighted = reason
 
 
 class _Stack(MergedStack):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from diffusers import Transformer2DModel, UNet2DConditionModel
-from torch import nn
+from torch import Tensor, nn
 
 from .hooked import RECOMPUTED, Attachment, HookedBlock, HookedStack
 
@@ -20,6 +20,9 @@ class DiffusersBlock(HookedBlock):
 
     def attends_to_text(self, block: nn.Module) -> bool:
         return block.only_cross_attention
+
+    def weigh_keys(self, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
+        return kwargs | {"attention_mask": log_sizes[:, None]}
 
     def needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the feed-forward runs in chunks of a set size, or the attention is masked."""
@@ -57,13 +60,9 @@ class DiffusersAttachment(Attachment):
     def obstacle(self, unet: nn.Module) -> str | None:
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:
             return RECOMPUTED
-        if self.config.attn_tokens != "q,k,v" and any(
-            getattr(module, "fused_projections", False) for module in unet.modules()
-        ):
-            return (
-                f"attn_tokens={self.config.attn_tokens} takes other queries than keys, which fused "
-                "projections cannot"
-            )
+        fused = any(getattr(module, "fused_projections", False) for module in unet.modules())
+        if fused and (self.config.attn_tokens != "q,k,v" or self.config.kv_ratio >= 0):
+            return "fused projections need attn_tokens=q,k,v and kv_ratio=-1"
         return None
 
 

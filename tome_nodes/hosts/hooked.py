@@ -161,7 +161,7 @@ class Attachment:
         """
         self._merged = self._blocks_of(unet)
         detach(unet)
-        if max(self.config.ratio, self.config.ratio_end) > 0:
+        if not self.config.merges_nothing:
             unet.register_forward_pre_hook(self.before_call, with_kwargs=True)
             unet.register_forward_hook(self.after_call, always_call=True)
 
@@ -272,6 +272,10 @@ class Attachment:
                 words += self._merged.engine.in_words()
                 if statistics.fell_back:
                     words.append(f"module scope in {len(statistics.fell_back)}")
+                words += [
+                    f"merged keys weigh as one token ({reason})"
+                    for reason in sorted(statistics.unweighted)
+                ]
                 log.info("[ToMe] %s", ", ".join(words))
         else:
             self._warn(
