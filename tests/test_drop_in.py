@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import fields
@@ -67,8 +68,11 @@ def run(code, *arguments):
 def test_the_same_images_as_with_tomesd(tmp_path, monkeypatch):
     ours, theirs = tmp_path / "ours.pt", tmp_path / "theirs.pt"
     run(SCRIPT.format(library="tome_nodes"), ours)
-    monkeypatch.setattr(sys, "argv", ["script", str(theirs)])
-    exec(SCRIPT.format(library="tomesd"), {})
+    monkeypatch.setattr(sys, "argv", ["script.py", str(theirs)])
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(library="tomesd"), encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+    runpy.run_path(str(script))
     plain, *images = torch.load(ours)
     for actual, expected in zip([plain, *images], torch.load(theirs), strict=True):
         assert relative_error(actual, expected) < 5e-5
