@@ -25,7 +25,7 @@ from pipelines import CASES, GRID, TEXT_CHANNELS, call, inputs, make_unet
 
 import tome_nodes
 from tome_nodes.config import CHOICES, ToMeConfig
-from tome_nodes.hosts.diffusers import DiffusersAttachment
+from tome_nodes.hosts.diffusers import DiffusersAttachment, DiffusersBlock
 from tome_nodes.plan import Plan
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
@@ -288,15 +288,42 @@ def test_ip_adapter(unet, told):
     assert told()[-1].endswith("block scope, module scope in 7")
 
 
-def test_queries_alone_cannot_be_merged_before_fused_projections(unet, told):
+@pytest.mark.parametrize("options", [{"attn_tokens": "q"}, {"kv_ratio": 0.75}], ids=str)
+def test_queries_and_keys_cannot_differ_before_fused_projections(unet, told, options):
     expected = call(unet)
     unet.fuse_qkv_projections()
-    tome_nodes.apply_patch(unet, attn_tokens="q")
+    tome_nodes.apply_patch(unet, **options)
     assert relative_error(call(unet), expected) < ROUNDING
     assert told() == [
-        "[ToMe] nothing merged: attn_tokens=q takes other queries than keys, which fused "
-        "projections cannot"
+        "[ToMe] nothing merged: fused projections need attn_tokens=q,k,v and kv_ratio=-1"
     ]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["default", "eager", "sliced"])
+def test_a_weighed_key_counts_as_often_as_the_tokens_it_stands_for(unet, name):
+    PROCESSORS[name](unet)
+    attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    generator = torch.Generator().manual_seed(1)
+    queries, keys = (torch.randn(2, n, 32, generator=generator) for n in (9, 5))
+    sizes = torch.tensor([3, 1, 4, 1, 2])
+    block = DiffusersBlock("", 0, attention, None)
+    weighed = block.weigh_keys({}, sizes.log().expand(2, -1))
+    repeated = keys.repeat_interleave(sizes, dim=1)
+    expected = attention(queries, encoder_hidden_states=repeated)
+    actual = attention(queries, encoder_hidden_states=keys, **weighed)
+    assert relative_error(actual, expected) < ROUNDING
+    assert relative_error(attention(queries, encoder_hidden_states=keys), expected) > 1e-2
+
+
+@pytest.mark.parametrize("scope", CHOICES["scope"])
+def test_weighing_keys_comes_to_the_output(unet, told, scope):
+    results = []
+    for proportional_attn in False, True:
+        tome_nodes.apply_patch(unet, scope=scope, proportional_attn=proportional_attn)
+        results.append(call(unet))
+    assert relative_error(*results) > 1e-4
+    assert not any("weigh as one token" in line for line in told())
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])

@@ -264,6 +264,15 @@ def test_equal_to_tomesd_on_blocks_of_version_1():
     assert relative_error(plain, ours) > 1e-3
 
 
+def test_attention_that_cannot_weigh_its_keys_is_told(told):
+    model = make_model()
+    tome_nodes.apply_patch(model)
+    as_tomesd = call(model)
+    tome_nodes.apply_patch(model, proportional_attn=True)
+    assert torch.equal(call(model), as_tomesd)
+    assert ["weigh as one token" in line for line in told()] == [False, True]
+
+
 def test_text_as_context_of_self_attention_is_never_merged():
     model = make_model("x4_upscaler")
     block = model.model.diffusion_model.input_blocks[1][1].transformer_blocks[0]

@@ -16,7 +16,7 @@ Model = TypeVar("Model")
 _TIMESTEPS = 1000
 
 # What tomesd always does where we have an option.
-_AS_TOMESD = {"min_tokens": 1}
+_AS_TOMESD = {"min_tokens": 1, "proportional_attn": False}
 
 
 def apply_patch(
@@ -52,9 +52,10 @@ def apply_patch(
         merge_crossattn: merge the tokens that enter cross-attention.
         merge_mlp: merge the tokens that enter the feed-forward network.
         options: the other options of :class:`tome_nodes.config.ToMeConfig`, with its defaults, but
-            for ``min_tokens``, which is 1: as in tomesd, feature maps of any size merge. Percents
-            and the way to ``ratio_end`` are shares of the noise levels of training, which the
-            UNet's timestep counts down, not of the steps of a run.
+            for ``min_tokens``, which is 1, and ``proportional_attn``, which is off: as in tomesd,
+            feature maps of any size merge, and a merged key weighs as one token. Percents and the
+            way to ``ratio_end`` are shares of the noise levels of training, which the UNet's
+            timestep counts down, not of the steps of a run.
 
     Returns:
         The same model.

@@ -60,13 +60,9 @@ class DiffusersAttachment(Attachment):
     def obstacle(self, unet: nn.Module) -> str | None:
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:
             return RECOMPUTED
-        if self.config.attn_tokens != "q,k,v" and any(
-            getattr(module, "fused_projections", False) for module in unet.modules()
-        ):
-            return (
-                f"attn_tokens={self.config.attn_tokens} takes other queries than keys, which fused "
-                "projections cannot"
-            )
+        fused = any(getattr(module, "fused_projections", False) for module in unet.modules())
+        if fused and (self.config.attn_tokens != "q,k,v" or self.config.kv_ratio >= 0):
+            return "fused projections need attn_tokens=q,k,v and kv_ratio=-1"
         return None
 
 

@@ -272,6 +272,10 @@ class Attachment:
                 words += self._merged.engine.in_words()
                 if statistics.fell_back:
                     words.append(f"module scope in {len(statistics.fell_back)}")
+                words += [
+                    f"merged keys weigh as one token ({reason})"
+                    for reason in sorted(statistics.unweighted)
+                ]
                 log.info("[ToMe] %s", ", ".join(words))
         else:
             self._warn(
