@@ -230,9 +230,6 @@ class MergedBlock:
     attention_replaced: str
     """The reason to tell where the modules of a block were not called."""
 
-    takes_values = False
-    """Whether self-attention can be given values that are not its keys."""
-
     def __init__(self, name: str, index: int, block: nn.Module, stack: MergedStack):
         self.name = name
         self.index = index
@@ -267,7 +264,10 @@ class MergedBlock:
         raise NotImplementedError
 
     def self_attention(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``."""
+        """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``.
+
+        A host whose attention has one source of keys and values takes the one for values.
+        """
         return forward
 
     def grids(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Grid, Grid] | None:
@@ -292,22 +292,14 @@ class MergedBlock:
 
         Args:
             kwargs: the keyword arguments otherwise.
-            log_sizes: ``[batch, keys]``.
+            log_sizes: ``[batch, keys]`` of the dtype of the tokens.
         """
         self.unweighted = "this host has no way to weigh them"
         return kwargs
 
-    def _weigh_slots(self, kwargs: dict[str, Any], plan: AnyPlan, slots: Tensor) -> dict[str, Any]:
-        log_sizes = plan.log_sizes(slots)
-        return kwargs if log_sizes is None else self.weigh_keys(kwargs, log_sizes)
-
-    def _weigh(
-        self, kwargs: dict[str, Any], plan: AnyPlan, x: Tensor, means: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        keys, values = plan.merge_keys(x, means)
-        if not self.takes_values:
-            keys = values
-        return keys, values, self._weigh_slots(kwargs, plan, means)
+    def _weigh(self, plan: AnyPlan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        log_sizes = plan.log_sizes
+        return kwargs if log_sizes is None else self.weigh_keys(kwargs, log_sizes.to(x.dtype))
 
     def _run_block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         config, stack = self.stack.unet.config, self.stack
@@ -362,7 +354,7 @@ class MergedBlock:
         def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self.outer_plan is not None:
                 if proportional:
-                    kwargs = self._weigh_slots(kwargs, self.outer_plan, x)
+                    kwargs = self._weigh(self.outer_plan, x, kwargs)
                 return forward(x, *args, **kwargs)
             queries = self.plan if config.merge_attn and merges_queries else None
             keys = self.keys_plan if config.merge_attn and merges_keys else None

@@ -267,8 +267,6 @@ class _Block(MergedBlock):
     attention_masked = "another node masks the attention or changes its tokens"
     attention_replaced = "other nodes replace the attention of the transformer blocks"
 
-    takes_values = True
-
     def attends_to_text(self, block: nn.Module) -> bool:
         # The x4 upscaler's blocks do.
         return block.disable_self_attn
