@@ -24,7 +24,7 @@ from comfy.cli_args import args as host_arguments  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
-DEFAULT, KV75 = "ours k,v 0.5", "ours k,v 0.75"
+DEFAULT, KV75 = "ours balanced 0.5", "ours balanced 0.75"
 
 
 def main() -> None:
@@ -81,6 +81,7 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
     from benchmarks.methods import CallablePlan, TomesdStrategy
     from tome_nodes.config import ToMeConfig
     from tome_nodes.hosts.comfyui import attach
+    from tome_nodes.presets import settings_of
 
     class ToDoStrategy:
         """Keys and values of the top left token of each 2x2 cell, as ToDo takes them."""
@@ -105,7 +106,10 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
 
     def ours(other: Callable[[ToMeConfig], Any] | None = None, /, **settings: Any) -> Any:
         own = {} if other is None else {"make_strategy": other}
-        return partial(attach, config=ToMeConfig(min_tokens=1, **settings), **own)
+        return partial(attach, config=ToMeConfig(**{**settings, "min_tokens": 1}), **own)
+
+    def preset(name: str, ratio: float = 0.5) -> Any:
+        return ours(**settings_of(name, {"ratio": ratio}))
 
     def node(module: ModuleType, **inputs: Any) -> Callable[[Any], Any]:
         async def nodes() -> list[Any]:
@@ -128,19 +132,23 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
         "ours q,k,v 0.5": ours(),
         "ours q,k,v 0.5, window": ours(**window),
         "ours q,k,v 0.75, window": ours(ratio=0.75, **window),
-        "ours q 0.5, k,v 0.75, window": ours(kv_ratio=0.75, **window),
+        "ours q 0.25, k,v 0.5, window": ours(ratio=0.25, kv_ratio=0.5, **window),
         "ours k,v 0.5, unweighted": ours(**keys, **as_published),
-        DEFAULT: ours(**keys),
-        "ours k,v 0.5, window": ours(**keys, **window),
-        KV75: ours(ratio=0.75, **keys),
-        "ours k,v 0.75, window": ours(ratio=0.75, **keys, **window),
         "ours k,v pooled 0.75": ours(ratio=0.75, strategy="pool", **keys),
-        "ours block 0.5, window": ours(scope="block", **window),
-        "ours k,v 0.75 to 0.5": ours(ratio=0.75, ratio_end=0.5, **keys),
+        "ours quality 0.5": preset("quality"),
+        "ours quality 0.75": preset("quality", 0.75),
+        DEFAULT: preset("balanced"),
+        KV75: preset("balanced", 0.75),
+        "ours balanced 0.5, one plan": ours(reuse_steps=1, **keys, **window),
+        "ours balanced 0.5, MLP too": ours(merge_mlp=True, **keys, **window),
+        "ours fast 0.5": preset("fast"),
+        "ours fast 0.7 to 0.3": ours(
+            ratio=0.7, ratio_end=0.3, scope="stack", reuse_steps=1, **window
+        ),
     }
 
 
-ONLY_OVER_STEPS = frozenset({"ours k,v 0.75 to 0.5"})
+ONLY_OVER_STEPS = frozenset({"ours fast 0.7 to 0.3", "ours balanced 0.5, one plan"})
 """Methods whose settings differ from those of another only over a whole sampling run."""
 
 

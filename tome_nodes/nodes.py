@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .config import CHOICES, MAX_DOWNSAMPLE_CHOICES, RANGES, ToMeConfig
 from .hosts import comfyui
+from .presets import CUSTOM, PRESETS, settings_of
 
 _DEFAULTS = ToMeConfig()
 _CATEGORY = "model/patch/unet"
@@ -50,9 +51,15 @@ def _choice(name: str, tooltip: str) -> io.Input:
     )
 
 
-def _config(max_downsample: str = str(_DEFAULTS.max_downsample), **settings: Any) -> ToMeConfig:
+def _config(
+    # Not the default of the input: a file from before there were presets says none.
+    preset: str = CUSTOM,
+    max_downsample: str = str(_DEFAULTS.max_downsample),
+    **settings: Any,
+) -> ToMeConfig:
     choices = {str(choice): choice for choice in MAX_DOWNSAMPLE_CHOICES}
-    return ToMeConfig(max_downsample=choices.get(max_downsample, max_downsample), **settings)
+    settings["max_downsample"] = choices.get(max_downsample, max_downsample)
+    return ToMeConfig(**settings_of(preset, settings))
 
 
 class ToMePatchModel(io.ComfyNode):
@@ -81,6 +88,17 @@ class ToMePatchModel(io.ComfyNode):
                     "0 is exactly the unpatched model. Capped at 1 - 1/(sx*sy), which is 0.75 for "
                     "2x2 cells: a higher ratio merges no more than that.",
                     step=0.05,
+                ),
+                io.Combo.Input(
+                    "preset",
+                    options=[*PRESETS, CUSTOM],
+                    default="balanced",
+                    optional=True,
+                    tooltip="How to merge. quality: keys and values only, matched over the whole "
+                    "map. balanced: the same within windows, faster at large sizes. fast: whole "
+                    "blocks on merged tokens; what to take for SDXL. paper: as tomesd does it. "
+                    "custom: as the inputs below say, which count for nothing otherwise, but for "
+                    "seed, start_percent, end_percent and backend.",
                 ),
                 io.Combo.Input(
                     "max_downsample",
