@@ -7,11 +7,10 @@ benchmarks/results/, so an interrupted run loses only what it was at.
 import argparse
 import json
 import os
-import platform
 import signal
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -133,6 +132,8 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace):
         import torch
+
+        from benchmarks.machine import machine
 
         self.arguments = arguments
         self.device = torch.device(arguments.device)
@@ -397,28 +398,6 @@ def say(text: str) -> None:
 def minutes(seconds: float) -> str:
     """A rough time in words."""
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What the figures were taken on."""
-    import torch
-
-    processor = platform.processor() or platform.machine()
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                processor = line.partition(":")[2].strip()
-                break
-    accelerator = torch.cuda.get_device_name() if device == "cuda" else None
-    threads = torch.get_num_threads()
-    return {
-        "description": accelerator or f"{threads} threads of an {processor}, no GPU",
-        "processor": processor,
-        "threads": threads,
-        "accelerator": accelerator,
-        "torch": torch.__version__,
-        "system": platform.system(),
-    }
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ python3 dev.py bench --fidelity [--quick] [--steps 12] [--seeds 1] [--only featu
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Mapping
 from datetime import date
@@ -34,8 +35,10 @@ def main() -> None:
     host_arguments.use_pytorch_cross_attention = True
 
     from benchmarks import fidelity_report
+    from benchmarks.machine import machine
 
     result: dict[str, Any] = {
+        "machine": machine(arguments.device)["description"],
         "date": date.today().isoformat(),
         "command": "python3 dev.py bench --fidelity " + " ".join(sys.argv[1:]),
     }
@@ -43,26 +46,30 @@ def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     if path.exists():
         result = json.loads(path.read_text(encoding="utf-8")) | result
+    repeats = 2 if arguments.quick else arguments.repeats
     if "features" in arguments.only:
-        result["features"] = judge_features(2 if arguments.quick else arguments.repeats)
+        result["features"] = judge_features(repeats)
         result["bias"] = bias_costs(3 if arguments.quick else 15)
         print(fidelity_report.features_table(result["features"]), flush=True)
     if "pictures" in arguments.only:
         result["pictures"], pictures = judge_pictures(
-            3 if arguments.quick else arguments.steps, arguments.seeds
+            3 if arguments.quick else arguments.steps, arguments.seeds, repeats
         )
         print(fidelity_report.pictures_table(result["pictures"]), flush=True)
         fidelity_report.strips(pictures, RESULTS / "fidelity-strips.png")
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     fidelity_report.plot(result, RESULTS / "fidelity.png")
-    print(fidelity_report.summary(result, DEFAULT, KV75, TOMESD, TODO))
+    summary = fidelity_report.summary(result, DEFAULT, KV75, TOMESD, TODO)
+    text = fidelity_report.markdown(result, summary)
+    (RESULTS / "fidelity.md").write_text(text, encoding="utf-8")
+    print(summary)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --fidelity", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few repeats and sampling steps")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of the block")
+    parser.add_argument("--repeats", type=int, default=5, help="timed rounds")
     parser.add_argument("--steps", type=int, default=12, help="sampling steps of a picture")
     parser.add_argument("--seeds", type=int, default=1, help="pictures of each photo")
     judges = ("features", "pictures")
@@ -169,26 +176,41 @@ def judge_features(repeats: int) -> dict[str, Any]:
         for name, levels in errors.items():
             if not all(places["block"] > 0 for places in levels.values()):
                 raise ValueError(f"{name} changed nothing")
-        seconds: dict[str, list[float]] = {}
-        for _ in range(repeats):
-            for name, each in {"plain": judge.model, **patched}.items():
-                seconds.setdefault(name, []).append(judge.seconds(each))
-    best = {name: min(values) for name, values in seconds.items()}
-    return {name: {"errors": errors[name], "time": best[name] / best["plain"]} for name in patched}
+        shares = time_shares(judge.seconds, {"plain": judge.model, **patched}, repeats)
+    return {name: {"errors": errors[name], "time": shares[name]} for name in patched}
 
 
-def judge_pictures(steps: int, seeds: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def time_shares(
+    seconds: Callable[[Any], float], models: Mapping[str, Any], repeats: int
+) -> dict[str, float]:
+    """Time over that of ``plain``: the median over the rounds, each by its own plain run."""
+    from benchmarks.measure import interleaved
+
+    runs = {name: (lambda model=model: seconds(model)) for name, model in models.items()}
+    taken = interleaved(runs, repeats)
+    shares = {
+        name: [own / plain for own, plain in zip(each, taken["plain"], strict=True)]
+        for name, each in taken.items()
+    }
+    return {name: statistics.median(each) for name, each in shares.items()}
+
+
+def judge_pictures(steps: int, seeds: int, repeats: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Figures of every method, and its pictures, with those of the plain model first."""
     from benchmarks.pictures import PictureJudge
 
     judge = PictureJudge(steps, seeds)
     plain, pictures = judge.measure(judge.model)
     figures, shown = {"plain": plain}, {"plain": pictures}
-    for name, patch in methods().items():
-        figures[name], shown[name] = judge.measure(patch(judge.model))
+    patched = {name: patch(judge.model) for name, patch in methods().items()}
+    for name, model in patched.items():
+        figures[name], shown[name] = judge.measure(model)
         if figures[name]["error"] == 0:
             raise ValueError(f"{name} changed nothing")
         print(f"  {name}: {figures[name]['error']:.4f}", flush=True)
+    shares = time_shares(judge.seconds, {"plain": judge.model, **patched}, repeats)
+    for name, share in shares.items():
+        figures[name]["time"] = share
     return figures, shown
 
 

@@ -32,7 +32,7 @@ def test_custom_decides_nothing():
 
 
 def test_an_unknown_preset_is_named():
-    with pytest.raises(ValueError, match="preset='best' is not allowed: it must be one of .*fast"):
+    with pytest.raises(ValueError, match=r"preset='best' is not allowed: it must be one of .*fast"):
         settings_of("best", {})
 
 
@@ -61,8 +61,9 @@ def test_presets_are_ordered_by_likeness(sd15):
 
 
 def test_apply_patch_takes_a_preset():
-    import tome_nodes
     from pipelines import make_unet
+
+    import tome_nodes
 
     unet = make_unet("one_level")
     with pytest.raises(ValueError, match="preset='best'"):
