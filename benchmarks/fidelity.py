@@ -222,6 +222,7 @@ def bias_costs(repeats: int) -> dict[str, float]:
     from comfy.ldm.modules.attention import optimized_attention
 
     from tome_nodes.hosts.attention import weigh_attention
+    from tome_nodes.ops import reference
 
     costs = {}
     for keys in (2048, 4096):
@@ -230,7 +231,11 @@ def bias_costs(repeats: int) -> dict[str, float]:
         best = {"plain": float("inf"), "weighed": float("inf")}
         for _ in range(repeats):
             for name in best:
-                options = weigh_attention({}, sizes, lambda _: None) if name == "weighed" else {}
+                options = (
+                    weigh_attention({}, sizes, reference, lambda _: None)
+                    if name == "weighed"
+                    else {}
+                )
                 start = time.perf_counter()
                 optimized_attention(q, k, v, 8, transformer_options=options)
                 best[name] = min(best[name], time.perf_counter() - start)
