@@ -1,16 +1,35 @@
 """The pack in ComfyUI's real front end, in a headless browser."""
 
 import json
+import re
 
 import pytest
 from playwright.sync_api import expect
 
-from tools.editor import PATIENCE_MS, WORKFLOWS, list_checkpoints, open_editor, workflow_files
+from tools.editor import (
+    HAS_NODES,
+    PATIENCE_MS,
+    WORKFLOWS,
+    list_checkpoints,
+    open_browser,
+    open_editor,
+    workflow_files,
+)
+from tools.workflow import PATCH as PATCH_TYPE
 
 # The widgets that the first version of the patch node had.
 FIRST_INPUTS = 11
 
 PATCH, REMOVE = "ToMe Patch Model", "ToMe Remove Patch"
+NODES_2 = {"Comfy.VueNodes.Enabled": True}
+
+# Where the graph without our node has room for it, and the corner to look at it from.
+ROOM, CORNER = (520, 15), (-20, -90)
+
+IMAGE_IS_SHOWN = """() => {
+    const [image] = app.rootGraph.nodes.find(node => node.type === 'SaveImage').imgs ?? []
+    return image?.naturalWidth
+}"""
 
 TITLE_BAR = """type => {
     const node = app.rootGraph.nodes.find(node => node.type === type)
@@ -21,15 +40,75 @@ every_workflow = pytest.mark.parametrize("file", workflow_files(), ids=lambda fi
 
 
 @pytest.fixture(scope="module")
-def editor(server):
+def browser(server):
     list_checkpoints(server)
     expect.set_options(timeout=PATIENCE_MS)
-    with open_editor(server) as editor:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def editor(browser, server):
+    """An editor for tests that only open files in it."""
+    with open_editor(browser, server) as editor:
+        yield editor
+
+
+@pytest.fixture(params=[{}, NODES_2], ids=["classic", "nodes_2"])
+def fresh_editor(request, browser, server):
+    """An editor in a fresh profile, in the classic design and in that called Nodes 2.0."""
+    with open_editor(browser, server, request.param) as editor:
+        yield editor
+
+
+@pytest.fixture
+def nodes_2_editor(browser, server):
+    with open_editor(browser, server, NODES_2) as editor:
         yield editor
 
 
 def text_of(file):
     return file.read_text(encoding="utf-8")
+
+
+def small_graph(**settings):
+    """The text to image workflow, for a small checkpoint, with these values in its nodes."""
+    graph = json.loads(text_of(WORKFLOWS / "tome_txt2img.json"))
+    nodes = {node["type"]: node for node in graph["nodes"]}
+    nodes["CheckpointLoaderSimple"]["widgets_values"] = ["sd15.ckpt"]
+    nodes["EmptyLatentImage"]["widgets_values"] = [64, 64, 1]
+    nodes["KSampler"]["widgets_values"][2] = 2
+    exported = json.loads(text_of(WORKFLOWS / "api" / "tome_txt2img.json")).values()
+    (inputs,) = (node["inputs"] for node in exported if node["class_type"] == PATCH_TYPE)
+    names = [name for name in inputs if name != "model"]
+    for name, value in settings.items():
+        nodes[PATCH_TYPE]["widgets_values"][names.index(name)] = value
+    return graph
+
+
+def without_patch(graph):
+    """The graph without our node and its two links."""
+    (patch,) = (node for node in graph["nodes"] if node["type"] == PATCH_TYPE)
+    graph["nodes"].remove(patch)
+    gone = [link[0] for link in graph["links"] if patch["id"] in (link[1], link[3])]
+    graph["links"] = [link for link in graph["links"] if link[0] not in gone]
+    for node in graph["nodes"]:
+        for slot in node["inputs"]:
+            slot["link"] = None if slot["link"] in gone else slot["link"]
+        for slot in node["outputs"]:
+            slot["links"] = [link for link in slot["links"] or () if link not in gone]
+    return graph
+
+
+def api_graph(editor):
+    """The graph as it would be queued: a class and its inputs for each node id."""
+    nodes = json.loads(editor.save_for_api()).items()
+    return {number: (node["class_type"], node["inputs"]) for number, node in nodes}
+
+
+def patch_inputs(editor):
+    (inputs,) = (inputs for kind, inputs in api_graph(editor).values() if kind == PATCH_TYPE)
+    return inputs
 
 
 @every_workflow
@@ -66,17 +145,154 @@ def test_files_saved_before_the_later_inputs_were_added_are_the_same_graph(edito
     assert editor.save_for_api() == text_of(WORKFLOWS / "api" / file.name)
 
 
-def test_nodes_are_found_by_searching_for_token_merging(editor):
-    page = editor.page
-    editor.open("blank.json", json.dumps({"version": 0.4, "nodes": [], "links": []}))
+def search(editor, text):
     # A double click on the canvas opens it too, but the editor gives that 300 ms to happen.
     editor.execute("Workspace.SearchBox.Toggle")
-    page.get_by_role("combobox", name="Add a node").fill("token merging")
-    results = page.get_by_test_id("result-item")
+    editor.page.get_by_role("combobox", name="Add a node").fill(text)
+    return editor.page.get_by_test_id("result-item")
+
+
+def test_nodes_are_found_by_searching_for_token_merging(editor):
+    editor.clear()
+    results = search(editor, "token merging")
     for name in PATCH, REMOVE:
         expect(results.filter(has_text=name)).to_be_visible()
-    page.keyboard.press("Escape")
+    editor.page.keyboard.press("Escape")
     expect(results).to_have_count(0)
+
+
+def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, server):
+    editor = fresh_editor
+    editor.open("plain.json", json.dumps(without_patch(small_graph(min_tokens=1))))
+    editor.look_at(*CORNER)
+    search(editor, "token merging").filter(has_text=PATCH).click()
+    editor.click(*ROOM)
+    editor.connect("CheckpointLoaderSimple", "MODEL", PATCH_TYPE, "model")
+    editor.connect(PATCH_TYPE, "MODEL", "KSampler", "model")
+    graph = api_graph(editor)
+    (sampler,) = (inputs for kind, inputs in graph.values() if kind == "KSampler")
+    kind, inputs = graph[sampler["model"][0]]
+    assert kind == PATCH_TYPE
+    assert graph[inputs["model"][0]][0] == "CheckpointLoaderSimple"
+
+    read = len(server.log)
+    editor.run()
+    editor.page.wait_for_function(IMAGE_IS_SHOWN)
+    assert editor.page.evaluate(IMAGE_IS_SHOWN) == 64
+    assert re.search(r"\[ToMe\] .*2/2 steps|\[ToMe\] nothing merged", server.log[read:])
+    assert editor.warnings() == editor.errors == []
+
+
+def test_widgets_change_with_the_mouse(editor):
+    editor.open("small.json", json.dumps(small_graph()))
+    editor.look_at(*CORNER)
+    before = patch_inputs(editor)
+    for name in "ratio", "max_downsample", "merge_mlp", "sx", "strategy", "proportional_attn":
+        editor.step_up(PATCH_TYPE, name)
+    assert patch_inputs(editor) == before | {
+        "ratio": 0.55,
+        "max_downsample": "1",
+        "merge_mlp": True,
+        "sx": 3,
+        "strategy": "window",
+        "proportional_attn": False,
+    }
+
+
+def test_widgets_change_with_the_mouse_in_nodes_2(nodes_2_editor):
+    editor = nodes_2_editor
+    editor.open("small.json", json.dumps(small_graph()))
+    before = patch_inputs(editor)
+    node = editor.node(PATCH_TYPE)
+    widgets = node.get_by_test_id("node-widget")
+    widgets.filter(has=editor.page.get_by_label("ratio", exact=True)).get_by_test_id(
+        "increment"
+    ).click()
+    node.get_by_label("merge_mlp").click()
+    node.get_by_label("max_downsample").click()
+    editor.page.get_by_role("option", name="1", exact=True).click()
+    assert patch_inputs(editor) == before | {
+        "ratio": 0.55,
+        "max_downsample": "1",
+        "merge_mlp": True,
+    }
+
+
+def test_advanced_inputs_fold(nodes_2_editor, info):
+    editor = nodes_2_editor
+    editor.open("small.json", json.dumps(small_graph()))
+    options = info[PATCH_TYPE]["input"]["optional"].items()
+    plain = [name for name, (_, option) in options if not option.get("advanced")]
+    names = editor.node(PATCH_TYPE).get_by_test_id("widget-layout-field-label")
+    expect(names).to_have_text(plain)
+    editor.node(PATCH_TYPE).get_by_text("Show advanced inputs").click()
+    expect(names).to_have_text([name for name, _ in options])
+    editor.node(PATCH_TYPE).get_by_text("Hide advanced inputs").click()
+    expect(names).to_have_text(plain)
+
+
+def test_workflow_is_the_same_after_saving_and_loading_the_page_anew(fresh_editor, server):
+    editor = fresh_editor
+    editor.open("mine.json", json.dumps(small_graph(ratio=0.35, strategy="window", sy=4)))
+    before = api_graph(editor)
+    with editor.page.expect_response("**/api/userdata/**") as saved:
+        editor.page.keyboard.press("Control+s")
+        editor.page.get_by_role("button", name="Confirm").click()
+    assert saved.value.ok
+    editor.go_to(server.url)
+    assert api_graph(editor) == before
+    assert patch_inputs(editor)["ratio"] == 0.35
+
+
+def test_shared_file_is_the_same_graph_in_another_profile(fresh_editor, browser, server):
+    fresh_editor.open("mine.json", json.dumps(small_graph(ratio=0.35, strategy="window", sy=4)))
+    shared = fresh_editor.save()
+    with open_editor(browser, server) as other:
+        other.drop("shared.json", "application/json", shared.encode())
+        assert api_graph(other) == api_graph(fresh_editor)
+        assert other.warnings() == other.errors == []
+
+
+def test_generated_image_brings_its_workflow_back(editor, server):
+    editor.open("small.json", json.dumps(small_graph(ratio=0.45, seed=7)))
+    before = api_graph(editor)
+    with editor.page.expect_response("**/api/prompt") as queued:
+        editor.run()
+    editor.page.wait_for_function(IMAGE_IS_SHOWN)
+    number = queued.value.json()["prompt_id"]
+    (png,) = server.images(server.get(f"/history/{number}")[number])
+    editor.drop("picture.png", "image/png", png)
+    assert api_graph(editor) == before
+    assert patch_inputs(editor)["ratio"] == 0.45
+
+
+def test_each_template_opens_from_the_template_browser(fresh_editor):
+    editor = fresh_editor
+    for file in workflow_files():
+        editor.clear()
+        editor.execute("Comfy.BrowseTemplates")
+        templates = editor.page.get_by_role("dialog")
+        templates.get_by_text("tome-nodes", exact=True).click()
+        template = templates.get_by_test_id(f"template-workflow-{file.stem}")
+        expect(template.get_by_role("img")).to_have_js_property("naturalWidth", 800)
+        template.click()
+        expect(templates).to_have_count(0)
+        editor.page.wait_for_function(HAS_NODES)
+        expected = json.loads(text_of(WORKFLOWS / "api" / file.name))
+        assert json.loads(editor.save_for_api()) == expected
+        assert editor.warnings() == editor.errors == []
+
+
+def test_bad_value_shows_our_sentence(fresh_editor):
+    editor = fresh_editor
+    editor.open("bad.json", json.dumps(small_graph(sx=1, sy=1)))
+    editor.run()
+    editor.page.get_by_role("button", name="View details").click()
+    editor.page.get_by_role("button", name=f"Info for {PATCH} - sx").click()
+    sentence = "sx=1 with sy=1 is not allowed: a cell of one token has nothing to merge"
+    expect(editor.page.get_by_text(sentence)).to_be_visible()
+    marked = "() => app.rootGraph.nodes.filter(node => node.has_errors).map(node => node.type)"
+    assert editor.page.evaluate(marked) == [PATCH_TYPE]
 
 
 def test_help_page_is_shown(editor):

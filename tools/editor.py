@@ -9,12 +9,14 @@ inputs; the files can be edited in any ComfyUI.
 
 from __future__ import annotations
 
+import base64
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from playwright.sync_api import ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, sync_playwright
 
 from tools.browser import find_browser
 from tools.environment import ROOT
@@ -24,9 +26,13 @@ from tools.steps import SetupError
 WORKFLOWS = ROOT / "workflows"
 CHECKPOINTS = ("v1-5-pruned-emaonly-fp16.safetensors", "sd_xl_base_1.0.safetensors")
 
-# No news, no question for a file name, no mini map, and text at every zoom. A new user who follows
-# a link to a template is shown that alone; others also get a default workflow with its warnings.
+# No news, no question for a file name, no mini map, no side panel, and text at every zoom. A new
+# user who follows a link to a template is shown that alone; others also get a default workflow with
+# its warnings. The server keeps what one profile sets, so what any sets is here.
 SETTINGS = {
+    "Comfy.Locale": "en",
+    "Comfy.VueNodes.Enabled": False,
+    "Comfy.RightSidePanel.IsOpen": False,
     "Comfy.TutorialCompleted": False,
     "Comfy.Notification.ShowVersionUpdates": False,
     "Comfy.PromptFilename": False,
@@ -47,9 +53,37 @@ THUMBNAIL_WIDTH = 800
 THUMBNAIL_CORNER = {"x": 100, "y": 110}
 
 IS_READY = "() => window.app?.vueAppReady && !window.app.extensionManager.spinner"
+LOOK = """([x, y, scale]) => {
+    app.canvas.ds.scale = scale
+    app.canvas.ds.offset = [x, y]
+    app.canvas.draw(true, true)
+}"""
 TWO_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 OPEN = """([name, text]) =>
     app.handleFile(new File([text], name, { type: 'application/json' }))"""
+AT = """([x, y]) => {
+    const [left, top] = app.canvas.ds.convertOffsetToCanvas([x, y])
+    const canvas = app.canvas.canvas.getBoundingClientRect()
+    return [left + canvas.x, top + canvas.y]
+}"""
+SLOT = """([type, side, name]) => {
+    const node = app.rootGraph.nodes.find(node => node.type === type)
+    const index = node[side].findIndex(slot => slot.name === name)
+    return [...(side === 'inputs' ? node.getInputPos(index) : node.getOutputPos(index))]
+}"""
+WIDGET = """([type, name]) => {
+    const node = app.rootGraph.nodes.find(node => node.type === type)
+    const widget = node.widgets.find(widget => widget.name === name)
+    return [node.pos[0] + node.size[0] - 25, node.pos[1] + widget.y + 10]
+}"""
+TRANSFER = """([name, type, data]) => {
+    const bytes = Uint8Array.from(atob(data), character => character.charCodeAt(0))
+    const transfer = new DataTransfer()
+    transfer.items.add(new File([bytes], name, { type }))
+    return transfer
+}"""
+HAS_NODES = "() => app.rootGraph.nodes.length > 0 && !app.extensionManager.spinner"
+BLANK = '{"version": 0.4, "nodes": [], "links": []}'
 ZOOM = """([{ x, y }, width]) => {
     const margin = 20
     const items = [...app.rootGraph.nodes, ...app.rootGraph.groups]
@@ -84,6 +118,64 @@ class Editor:
         """Open a workflow file of this name and text, as File > Open does."""
         self.errors.clear()
         self.page.evaluate(OPEN, [name, text])
+        self.page.evaluate(TWO_FRAMES)
+
+    def clear(self) -> None:
+        """Open an empty workflow."""
+        self.open("blank.json", BLANK)
+
+    def drop(self, name: str, kind: str, data: bytes) -> None:
+        """Drop a file of this media type onto the empty canvas; returns once its graph is open."""
+        self.clear()
+        file = [name, kind, base64.b64encode(data).decode()]
+        transfer = self.page.evaluate_handle(TRANSFER, file)
+        self.page.locator("#graph-canvas").dispatch_event("drop", {"dataTransfer": transfer})
+        self.page.wait_for_function(HAS_NODES)
+        self.page.evaluate(TWO_FRAMES)
+
+    def look_at(self, left: float, top: float, scale: float = 1) -> None:
+        """Put this point of the graph into the upper left corner of the free part of the page."""
+        x, y = THUMBNAIL_CORNER["x"] / scale, THUMBNAIL_CORNER["y"] / scale
+        self.page.evaluate(LOOK, [x - left, y - top, scale])
+        self.page.evaluate(TWO_FRAMES)
+
+    def click(self, x: float, y: float) -> None:
+        """Click this point of the graph."""
+        at = self.page.evaluate(AT, [x, y])
+        self.page.mouse.move(*at)
+        self.page.evaluate(TWO_FRAMES)
+        self.page.mouse.click(*at)
+        self.page.evaluate(TWO_FRAMES)
+
+    def connect(self, source: str, output: str, target: str, name: str) -> None:
+        """Drag a link from an output to an input of the first nodes of these types."""
+        start = self.page.evaluate(SLOT, [source, "outputs", output])
+        end = self.page.evaluate(SLOT, [target, "inputs", name])
+        self.page.mouse.move(*self.page.evaluate(AT, start))
+        self.page.mouse.down()
+        self.page.mouse.move(*self.page.evaluate(AT, end), steps=5)
+        self.page.mouse.up()
+        self.page.evaluate(TWO_FRAMES)
+
+    def step_up(self, kind: str, name: str) -> None:
+        """Click the right end of a widget: a number grows, a choice moves on, a switch flips."""
+        self.click(*self.page.evaluate(WIDGET, [kind, name]))
+
+    def node(self, kind: str) -> Locator:
+        """The first node of this type where nodes are part of the page, as in Nodes 2.0."""
+        number = self.page.evaluate(
+            "type => app.rootGraph.nodes.find(node => node.type === type).id", kind
+        )
+        return self.page.locator(f"[data-node-id='{number}']")
+
+    def run(self) -> None:
+        """Press the button that queues the graph."""
+        self.page.get_by_role("button", name="Run", exact=True).click()
+
+    def go_to(self, address: str) -> None:
+        """Load this page of the server; returns once the editor is ready."""
+        self.page.goto(address)
+        self.page.wait_for_function(IS_READY)
         self.page.evaluate(TWO_FRAMES)
 
     def warnings(self) -> list[str]:
@@ -122,23 +214,28 @@ class Editor:
 
 
 @contextmanager
-def open_editor(server: ComfyServer) -> Iterator[Editor]:
-    """The editor of a running server, in a browser of its own that reaches nothing else."""
+def open_browser() -> Iterator[Browser]:
+    """A browser that reaches nothing but this machine."""
     executable = find_browser()
     if executable is None:
         raise SetupError("No Chromium or Chrome that starts was found: install one on PATH.")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS)
-        context = browser.new_context(viewport=VIEWPORT)
-        context.set_default_timeout(PATIENCE_MS)
-        context.request.post(f"{server.url}/settings", data=SETTINGS)
-        page = context.new_page()
-        editor = Editor(page)
-        page.goto(f"{server.url}/?template={workflow_files()[0].stem}&source=tome-nodes")
-        page.wait_for_function(IS_READY)
-        page.evaluate(TWO_FRAMES)
-        yield editor
+        yield browser
         browser.close()
+
+
+@contextmanager
+def open_editor(
+    browser: Browser, server: ComfyServer, settings: dict[str, Any] | None = None
+) -> Iterator[Editor]:
+    """The editor of a running server in a fresh profile, with these settings besides the usual."""
+    with browser.new_context(viewport=VIEWPORT) as context:
+        context.set_default_timeout(PATIENCE_MS)
+        context.request.post(f"{server.url}/settings", data=SETTINGS | (settings or {}))
+        editor = Editor(context.new_page())
+        editor.go_to(f"{server.url}/?template={workflow_files()[0].stem}&source=tome-nodes")
+        yield editor
 
 
 def workflow_files() -> list[Path]:
@@ -156,7 +253,7 @@ def main() -> None:
     """Save all sample workflows anew."""
     with tempfile.TemporaryDirectory() as base, ComfyServer(base) as server:
         list_checkpoints(server)
-        with open_editor(server) as editor:
+        with open_browser() as browser, open_editor(browser, server) as editor:
             for file in workflow_files():
                 editor.open(file.name, file.read_text(encoding="utf-8"))
                 if problems := editor.warnings() + editor.errors:
