@@ -69,7 +69,12 @@ AT = """([x, y]) => {
 SLOT = """([type, side, name]) => {
     const node = app.rootGraph.nodes.find(node => node.type === type)
     const index = node[side].findIndex(slot => slot.name === name)
-    return [...(side === 'inputs' ? node.getInputPos(index) : node.getOutputPos(index))]
+    const isInput = side === 'inputs'
+    return {
+        key: `${node.id}-${isInput ? 'in' : 'out'}-${index}`,
+        at: [...(isInput ? node.getInputPos(index) : node.getOutputPos(index))],
+        isElement: app.extensionManager.setting.get('Comfy.VueNodes.Enabled'),
+    }
 }"""
 WIDGET = """([type, name]) => {
     const node = app.rootGraph.nodes.find(node => node.type === type)
@@ -111,6 +116,7 @@ class Editor:
     def __init__(self, page: Page) -> None:
         self.page = page
         self.errors: list[str] = []
+        self._search_box = page.get_by_role("combobox", name="Add a node")
         page.on("console", self._note)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
 
@@ -147,13 +153,25 @@ class Editor:
         self.page.mouse.click(*at)
         self.page.evaluate(TWO_FRAMES)
 
+    def search(self, text: str) -> Locator:
+        """Search the nodes for this text; returns the results."""
+        # A double click on the canvas opens it too, but the editor gives that 300 ms to happen.
+        self.execute("Workspace.SearchBox.Toggle")
+        self._search_box.fill(text)
+        return self.page.get_by_test_id("result-item")
+
+    def place(self, x: float, y: float) -> None:
+        """Put the node that was chosen in the search, and hangs on the mouse, at this point."""
+        self._search_box.wait_for(state="detached")
+        self.page.wait_for_function("() => app.canvas.state.ghostNodeId !== null")
+        self.click(x, y)
+        self.page.wait_for_function("() => app.canvas.state.ghostNodeId === null")
+
     def connect(self, source: str, output: str, target: str, name: str) -> None:
         """Drag a link from an output to an input of the first nodes of these types."""
-        start = self.page.evaluate(SLOT, [source, "outputs", output])
-        end = self.page.evaluate(SLOT, [target, "inputs", name])
-        self.page.mouse.move(*self.page.evaluate(AT, start))
+        self._move_to_slot(source, "outputs", output)
         self.page.mouse.down()
-        self.page.mouse.move(*self.page.evaluate(AT, end), steps=5)
+        self._move_to_slot(target, "inputs", name)
         self.page.mouse.up()
         self.page.evaluate(TWO_FRAMES)
 
@@ -170,7 +188,7 @@ class Editor:
 
     def run(self) -> None:
         """Press the button that queues the graph."""
-        self.page.get_by_role("button", name="Run", exact=True).click()
+        self.page.get_by_test_id("queue-button").click()
 
     def go_to(self, address: str) -> None:
         """Load this page of the server; returns once the editor is ready."""
@@ -202,6 +220,14 @@ class Editor:
     def execute(self, command: str) -> None:
         """Execute a command of the editor's menus, by its id."""
         self.page.evaluate("id => app.extensionManager.command.execute(id)", command)
+
+    def _move_to_slot(self, kind: str, side: str, name: str) -> None:
+        slot = self.page.evaluate(SLOT, [kind, side, name])
+        if slot["isElement"]:
+            dot = self.page.locator(f"[data-slot-key='{slot['key']}']")
+            self.page.get_by_test_id("slot-connection-dot").filter(has=dot).hover()
+        else:
+            self.page.mouse.move(*self.page.evaluate(AT, slot["at"]), steps=5)
 
     def _export(self, command: str) -> str:
         with self.page.expect_download() as download:
