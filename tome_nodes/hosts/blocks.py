@@ -107,13 +107,23 @@ class MergedUNet:
                 stack.begin()
                 exits.callback(stack.end)
                 for module, forward in stack.overrides():
-                    exits.enter_context(_forward_override(module, forward))
+                    exits.enter_context(forward_override(module, forward))
             yield
+
+    def in_words(self) -> str:
+        """What the last evaluation merged, such as ``5/16 blocks, 4096→2048 tokens``."""
+        merged = [block.slots_used for block in self.blocks if block.slots_used is not None]
+        if not merged:
+            return "all tokens"
+        sizes = ", ".join(f"{before}→{after}" for before, after in sorted({*merged})[::-1])
+        return f"{len(merged)}/{len(self.blocks)} blocks, {sizes} tokens"
 
     def note(self, statistics: RunStatistics, step: int) -> None:
         """Add to the statistics of a run what the blocks did in the last evaluation."""
         statistics.blocks_present = len(self.blocks)
         for block in self.blocks:
+            if block.made_plan is not None:
+                statistics.planned(block.made_plan)
             if block.slots_used is not None:
                 statistics.merged(step, block.name, *block.slots_used)
                 if block.fell_back:
@@ -123,7 +133,7 @@ class MergedUNet:
 
 
 @contextmanager
-def _forward_override(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+def forward_override(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
     """Let ``module`` run ``forward``; an override that other code put there comes back after."""
     missing = object()
     before = module.__dict__.get("forward", missing)
@@ -167,7 +177,7 @@ class MergedStack:
     def begin(self) -> None:
         """Forget what was noted of the last evaluation."""
         for block in self.blocks:
-            block.slots_used = block.reason = None
+            block.tokens = block.slots_used = block.made_plan = block.reason = None
             block.fell_back = False
 
     def end(self) -> None:
@@ -202,6 +212,8 @@ class MergedBlock:
         index: its place in the stack.
         module: the block.
         plan: the plan under which its modules run.
+        tokens: how many entered the block, merged by an earlier one or not.
+        made_plan: whether it made the plan that it had, or had that of another block or step.
         slots_used: tokens before and after, once anything of the block ran on merged tokens.
         reason: why the block ran on all its tokens.
         fell_back: whether only its modules ran on merged tokens though a wider scope was asked for.
@@ -221,6 +233,8 @@ class MergedBlock:
         self.index = index
         self.stack = stack
         self.plan: Plan | PoolPlan | None = None
+        self.tokens: int | None = None
+        self.made_plan: bool | None = None
         self.slots_used: tuple[int, int] | None = None
         self.reason: str | None = None
         self.fell_back = False
@@ -272,6 +286,7 @@ class MergedBlock:
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             self.plan = None
+            self.tokens = x.shape[1]
             if stack.plan is None:
                 plan = self._plan_for(x, *args, **kwargs)
                 self.fell_back = config.scope != "module" and self.needs_all_tokens(*args, **kwargs)
@@ -343,8 +358,12 @@ class MergedBlock:
         unet = self.stack.unet
         strategy = unet.engine.strategy
         if unet.plans is None:
-            return strategy.plan(x, grid)
+            plan = strategy.plan(x, grid)
+            self.made_plan = None if plan is None else True
+            return plan
         kept = unet.plans.get(grid)
-        if grid not in unet.plans or (kept is not None and not kept.fits(x)):
+        makes = grid not in unet.plans or (kept is not None and not kept.fits(x))
+        if makes:
             unet.plans[grid] = strategy.plan(x, grid)
+        self.made_plan = None if unet.plans[grid] is None else makes
         return unet.plans[grid]
