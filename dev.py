@@ -78,8 +78,14 @@ def bench(arguments: list[str]) -> int:
     """Measure what merging costs and saves."""
     from tools import environment
 
+    modules = {"comfyui": "benchmarks", "diffusers": "benchmarks.diffusers_host"}
+    parser = argparse.ArgumentParser(prog="dev.py bench", add_help=False)
+    parser.add_argument("--host", choices=modules, default="comfyui")
+    parser.add_argument("--fidelity", action="store_true")
+    chosen, rest = parser.parse_known_args(arguments)
+    module = "benchmarks.fidelity" if chosen.fidelity else modules[chosen.host]
     environment.prepare()
-    return _call(environment.PYTHON, "-m", "benchmarks", *arguments, folder=ROOT)
+    return _call(environment.PYTHON, "-m", module, *rest, folder=ROOT)
 
 
 def lint() -> int:
@@ -116,8 +122,9 @@ def _parser() -> argparse.ArgumentParser:
     add("test", "run all tests, or those that further arguments tell pytest to run")
     add(
         "bench",
-        "measure all methods against the unpatched model; further arguments: --quick, --device, "
-        "--model, --size, --batch, --ratio, --repeats",
+        "measure all methods against the unpatched model; further arguments: --host, --quick, "
+        "--forecast, --device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, "
+        "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds",
     )
     add("lint", "check the code and its format with ruff")
     return parser

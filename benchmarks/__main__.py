@@ -1,15 +1,17 @@
-"""Compare the methods on real UNet shapes: a table, JSON and plots.
+"""Compare the methods on real UNet shapes: tables, JSON and plots.
 
-python3 dev.py bench [--quick] [--device cuda] [--model sd15 sdxl] [--size 512 1024]
+Every method is checked before it is timed. Results are written after each model and size, to
+benchmarks/results/, so an interrupted run loses only what it was at.
 """
 
 import argparse
 import json
-import math
+import os
 import platform
+import signal
 import sys
-import tempfile
 import time
+from contextlib import nullcontext, suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -21,178 +23,380 @@ from tools.environment import comfyui_directory  # noqa: E402
 
 sys.path.insert(0, str(comfyui_directory()))
 
+# On a machine without a GPU, the profiler would tell so as an error.
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+
 from comfy.cli_args import args as host_arguments  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-CONTEXT_CHANNELS = {"sd15": 768, "sdxl": 2048}
-SLOPE_SIDES = (32, 64, 128, 256)
+MODELS = ("sd15", "sdxl")
+SIZES = [512, 768, 1024, 1536, 2048]
+QUICK_SIZES = {"sd15": [256], "sdxl": [320]}
+RATIOS = (0.5, 0.75)
 
 
-def main() -> None:
+def main() -> int:
     """Run the benchmark that the command line asks for."""
+    # What there is by then is still drawn.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments = _arguments()
     host_arguments.cpu = arguments.device == "cpu"
     host_arguments.use_pytorch_cross_attention = True
-
-    import torch
-
-    from benchmarks import report
-
-    slope, matching = matching_slope(torch.device(arguments.device))
-    print(f"matching, window: log-log slope {slope:.2f} from 1024 to 65536 tokens", flush=True)
-    runs = []
-    for model in arguments.model:
-        for size in arguments.size:
-            runs.append(compare(model, size, arguments))
-            print(report.table(runs[-1]), flush=True)
-    result = {
-        "date": date.today().isoformat(),
-        "machine": machine(arguments.device),
-        "command": "python3 dev.py bench " + " ".join(sys.argv[1:]),
-        "matching_ms": matching,
-        "slope": slope,
-        "runs": runs,
-    }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    name = f"{'quick' if arguments.quick else 'full'}-{arguments.device}"
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    report.plot(result, RESULTS / f"{name}.png")
-    print(report.summary(result))
+    bench = Bench(arguments)
+    if arguments.forecast:
+        bench.foretell()
+        return 0
+    try:
+        bench.run()
+    finally:
+        bench.write(with_plot=True)
+    return bench.finish()
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one level of SD 1.5, a small SDXL")
+    parser.add_argument("--quick", action="store_true", help="small models, about a minute")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--model", nargs="+", choices=CONTEXT_CHANNELS, default=[*CONTEXT_CHANNELS])
-    parser.add_argument("--size", nargs="+", type=int, help="sides of the pictures, in pixels")
-    parser.add_argument("--batch", type=int, default=1, help="pictures at once; CFG doubles them")
-    parser.add_argument("--ratio", type=float, default=0.5)
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each method")
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument(
+        "--size", nargs="+", type=int, help="sides of the pictures, in pixels: multiples of 64"
+    )
+    parser.add_argument(
+        "--batch", nargs="+", type=int, default=[1], help="pictures at once; CFG doubles them"
+    )
+    parser.add_argument(
+        "--ratio", type=float, choices=RATIOS, default=0.5, help="those that an ideal can have"
+    )
+    parser.add_argument(
+        "--methods",
+        choices=("all", "headline"),
+        help="headline, what the summary needs, or all; headline if --quick, else all",
+    )
+    parser.add_argument(
+        "--forecast", action="store_true", help="only count the FLOPs, and write forecast.md"
+    )
+    parser.add_argument("--repeats", type=int, help="timed rounds; 3, on a GPU 10")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="leave out what does not fit into this time; 15 on a CPU, any time on a GPU",
+    )
+    parser.add_argument("--name", help="of the files of results; quick-cpu, full-cuda and the like")
     arguments = parser.parse_args()
-    if arguments.size is None:
-        arguments.size = [384] if arguments.quick else [512, 768, 1024, 1536, 2048]
+    for size in arguments.size or ():
+        if size < 64 or size % 64:
+            parser.error(f"--size {size} is not allowed: it must be a multiple of 64")
+    for name in ("batch", "repeats"):
+        if min(_listed(getattr(arguments, name)), default=1) < 1:
+            parser.error(f"--{name} is not allowed to be below 1")
+    arguments.methods = arguments.methods or ("headline" if arguments.quick else "all")
+    on_gpu = arguments.device == "cuda"
+    arguments.name = arguments.name or ("quick-" if arguments.quick else "full-") + arguments.device
+    arguments.repeats = arguments.repeats or (10 if on_gpu else 3)
+    if arguments.minutes is None and not (on_gpu or arguments.quick):
+        arguments.minutes = 15.0
     return arguments
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+class Bench:
+    """One call of the benchmark.
+
+    Attributes:
+        result: what the results file holds.
+        all_right: whether every method passed its checks so far.
+    """
+
+    def __init__(self, arguments: argparse.Namespace):
+        import torch
+
+        self.arguments = arguments
+        self.device = torch.device(arguments.device)
+        self.start = time.monotonic()
+        self.all_right = True
+        # A check needs little; on a GPU it is to be like what is timed.
+        self.check_size = 512 if arguments.device == "cuda" else 64 if arguments.quick else 128
+        self.result: dict[str, Any] = {
+            "name": arguments.name,
+            "date": date.today().isoformat(),
+            "machine": machine(arguments.device),
+            "command": " ".join(["python3 dev.py bench", *sys.argv[1:]]),
+            "ratio": arguments.ratio,
+            "matching_seconds": {},
+            "slopes": {},
+            "runs": [],
+            "left_out": [],
+        }
+
+    def run(self) -> None:
+        """Measure all that is asked for."""
+        from benchmarks.report import slope_table
+        from benchmarks.slope import log_log_slope, matching_seconds
+
+        say(f"{self.result['machine']['description']}. Matching alone, 1,024 to 65,536 tokens:")
+        times = matching_seconds(self.device)
+        self.result["slopes"] = {name: log_log_slope(points) for name, points in times.items()}
+        self.result["matching_seconds"] = {
+            name: {str(tokens): value for tokens, value in points.items()}
+            for name, points in times.items()
+        }
+        say(slope_table(self.result))
+        for index, model in enumerate(self.arguments.model):
+            available = None
+            if self.arguments.minutes is not None:
+                left = 60 * self.arguments.minutes - (time.monotonic() - self.start)
+                available = left / (len(self.arguments.model) - index)
+            self.measure(model, available)
+
+    def measure(self, name: str, available: float | None) -> None:
+        """Check all methods on one model, and time them at all sizes that fit into the time."""
+        from benchmarks.forecast import affordable, total_seconds
+        from benchmarks.measure import Stopwatch
+
+        began = time.monotonic()
+        arguments = self.arguments
+        say(f"\n{name}: loading and checking")
+        shape, model, every, foretold, subject_of = self.prepare(name)
+        subject = subject_of(self.check_size)
+        right, refused, launches = self.check(subject, every)
+        counts = {"all": len(right), "headline": sum(each.headline for each in right)}
+        watch = Stopwatch(self.device)
+        subject.run(subject.model, watch)
+        seconds_per_flop = watch.seconds / foretold.unpatched(self.check_size)
+        for batch in arguments.batch:
+            for size in self.sizes(name):
+                subject = subject_of(size, batch)
+                expected = seconds_per_flop * foretold.unpatched(size) * batch
+                left = None if available is None else available - (time.monotonic() - began)
+                choice = affordable(expected, counts, arguments.repeats, left)
+                title = f"{name} {size}x{size}, batch {2 * batch}"
+                if choice is None:
+                    least = minutes(total_seconds(expected, counts["headline"], 1))
+                    self.leave_out(f"{title} takes {least} at least; --minutes gives it time")
+                    continue
+                selection, repeats = choice
+                chosen = [each for each in right if selection == "all" or each.headline]
+                if len(chosen) < len(right):
+                    names = ", ".join(each.name for each in right if each not in chosen)
+                    self.leave_out(f"{title} without {names}; --minutes gives them time")
+                say(
+                    f"\n{title}: {len(chosen)} methods, {repeats} rounds, about "
+                    + minutes(total_seconds(expected, len(chosen), repeats))
+                )
+                try:
+                    run = self.compare(subject, chosen, repeats)
+                except RuntimeError as error:
+                    self.leave_out(f"{title}: {error}")
+                    continue
+                run |= {
+                    "model": name,
+                    "note": shape.note,
+                    "size": size,
+                    "batch": 2 * batch,
+                    "dtype": str(model.model.get_dtype_inference()).removeprefix("torch."),
+                    "forecast": foretold.speed_ups(size),
+                }
+                run["refused"] = refused | run["refused"]
+                for each, count in launches.items():
+                    if each in run["methods"]:
+                        run["methods"][each]["launches_per_block"] = count
+                self.keep(run)
+                plain = run["methods"]["unpatched"]["seconds"]
+                seconds_per_flop = min(plain) / (foretold.unpatched(size) * batch)
+
+    def sizes(self, name: str) -> list[int]:
+        """The sides of the pictures to measure a model at, the smallest first."""
+        return sorted(self.arguments.size or (QUICK_SIZES[name] if self.arguments.quick else SIZES))
+
+    def prepare(self, name: str) -> tuple[Any, ...]:
+        """Shape, model, its methods, their forecast, and what makes inputs of any size."""
+        from benchmarks.forecast import forecast
+        from benchmarks.measure import Subject
+        from benchmarks.methods import backend_variants, methods
+        from benchmarks.models import REDUCED, SHAPES, load
+
+        shape = (REDUCED if self.arguments.quick else SHAPES)[name]
+        model = load(shape, self.device)
+
+        def subject_of(size: int, batch: int = 1) -> Subject:
+            return Subject(model, shape.context_channels, size, batch)
+
+        variants = backend_variants(self.device)
+        every = [
+            each
+            for each in methods(self.arguments.ratio, shape.max_downsample, variants)
+            if self.arguments.methods == "all" or each.headline
+        ]
+        foretold = forecast(subject_of, [each for each in every if each.family == "ideal"])
+        return shape, model, every, foretold, subject_of
+
+    def foretell(self) -> None:
+        """Show and write what FLOPs allow, without timing anything."""
+        from benchmarks.report import forecast_table
+
+        forecasts = {}
+        for name in self.arguments.model:
+            foretold = self.prepare(name)[3]
+            forecasts[name] = {size: foretold.speed_ups(size) for size in self.sizes(name)}
+        text = forecast_table(forecasts)
+        say(text)
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        head = f"# Forecast: `{self.result['command']}`\n\nRatio {self.arguments.ratio}.\n\n"
+        (RESULTS / "forecast.md").write_text(head + text + "\n", encoding="utf-8")
+
+    def check(self, subject: Any, every: list[Any]) -> tuple[list[Any], dict[str, str], dict]:
+        """The methods that are right, why the others are not, and what the right ones launch."""
+        from benchmarks import checks
+        from benchmarks.methods import HostMethod
+
+        dtype = subject.model.model.get_dtype_inference()
+        expected = checks.unpatched_output(subject)
+        unpatched = checks.launches_unpatched(subject)
+        right, refused, launches = [], {}, {}
+        for method in every:
+            try:
+                checks.check_wiring(method, subject, expected)
+                if isinstance(method, HostMethod):
+                    checks.check_plan(method, self.device, dtype)
+                    launches[method.name] = checks.launches_per_block(method, subject, unpatched)
+                right.append(method)
+            # Whatever a method does wrong, the others are still to be measured.
+            except Exception as error:
+                refused[method.name] = self.refuse(method.name, error)
+        return right, refused, launches
+
+    def compare(self, subject: Any, chosen: list[Any], repeats: int) -> dict[str, Any]:
+        """Look at each method once, then time all of them in turn."""
+        from benchmarks import checks
+        from benchmarks.measure import PeakMemory, StageClock, interleaved, merged_blocks
+        from benchmarks.methods import HostMethod
+
+        memory = PeakMemory(self.device)
+        (expected,) = subject.run(subject.model, memory)
+        rows = {"unpatched": {"family": "unpatched", "error": 0.0, "peak_bytes": memory.bytes}}
+        patched, refused = {"unpatched": subject.model}, {}
+        for index, method in enumerate(chosen):
+            began = time.monotonic()
+            try:
+                model, memory = method.patch(subject.model), PeakMemory(self.device)
+                with merged_blocks() as blocks:
+                    (output,) = subject.run(model, memory)
+                error = checks.difference(output, expected)
+                ideal = rows.get(method.ideal, {}).get("error")
+                checks.check_distance(error, None if method.family == "ideal" else ideal)
+            except Exception as error:
+                refused[method.name] = self.refuse(method.name, error)
+                continue
+            patched[method.name] = model
+            rows[method.name] = {
+                "family": method.family,
+                "ideal": method.ideal,
+                "error": error,
+                "peak_bytes": memory.bytes,
+            }
+            if isinstance(method, HostMethod):
+                merged = "{}/{}".format(*blocks[0]) if blocks else "none"
+                rows[method.name]["merged"] = merged
+            say(f"  {index + 1}/{len(chosen)} {method.name}: {time.monotonic() - began:.1f} s")
+        began = time.monotonic()
+
+        def after_round(done: int) -> None:
+            left = (time.monotonic() - began) / done * (repeats - done)
+            say(f"  round {done} of {repeats}" + (f", {minutes(left)} left" if left else ""))
+
+        runs = {name: (lambda model=model: subject.time(model)) for name, model in patched.items()}
+        for name, seconds in interleaved(runs, repeats, after_round).items():
+            rows[name]["seconds"] = seconds
+        for method in chosen:
+            if method.family == "ours" and method.name in rows and isinstance(method, HostMethod):
+                clock = StageClock(self.device)
+                before = [nullcontext()] if self.device.type == "cuda" else []
+                subject.run(method.patch(subject.model, clock.wrap), *before, clock)
+                rows[method.name]["stages"] = clock.seconds
+        return {"repeats": repeats, "methods": rows, "refused": refused}
+
+    def keep(self, run: dict[str, Any]) -> None:
+        """Show and write what one comparison gave."""
+        from benchmarks import report
+
+        self.result["runs"].append(run)
+        self.write()
+        say("\n" + report.table(run))
+        if split := report.stage_table(run):
+            say("\n" + split)
+
+    def refuse(self, name: str, error: Exception) -> str:
+        """Tell that a method is not timed, and return why."""
+        self.all_right = False
+        why = str(error) if type(error).__name__ == "WrongOutput" else f"{error!r}"
+        say(f"  ERROR: {name} is not timed: {why}")
+        return why
+
+    def leave_out(self, why: str) -> None:
+        """Tell and note what is not measured."""
+        say(f"  left out: {why}")
+        self.result["left_out"].append(why)
+
+    def write(self, with_plot: bool = False) -> None:
+        """Write what there is so far."""
+        from benchmarks import plots, report
+
+        if not self.result["runs"]:
+            return
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        files = {suffix: RESULTS / f"{self.arguments.name}.{suffix}" for suffix in EXTENSIONS}
+        files["json"].write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+        files["md"].write_text(report.markdown(self.result, files["png"].name), encoding="utf-8")
+        if with_plot:
+            plots.draw(self.result, files["png"])
+
+    def finish(self) -> int:
+        """Say in one line what came out; the exit code tells whether any method was wrong."""
+        from benchmarks.report import summary
+
+        took = minutes(time.monotonic() - self.start)
+        say(f"\n{took}; results: benchmarks/results/{self.arguments.name}.{{json,md,png}}")
+        say(summary(self.result))
+        return int(not self.all_right)
+
+
+EXTENSIONS = ("json", "md", "png")
+
+
+def say(text: str) -> None:
+    """Print at once, so that a log shows how far a run is."""
+    print(text, flush=True)
+
+
+def minutes(seconds: float) -> str:
+    """A rough time in words."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def machine(device: str) -> dict[str, Any]:
     """What the figures were taken on."""
     import torch
 
+    processor = platform.processor() or platform.machine()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                processor = line.partition(":")[2].strip()
+                break
+    accelerator = torch.cuda.get_device_name() if device == "cuda" else None
+    threads = torch.get_num_threads()
     return {
-        "processor": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "accelerator": torch.cuda.get_device_name() if device == "cuda" else None,
+        "description": accelerator or f"{threads} threads of an {processor}, no GPU",
+        "processor": processor,
+        "threads": threads,
+        "accelerator": accelerator,
         "torch": torch.__version__,
         "system": platform.system(),
     }
 
 
-def matching_slope(device: Any) -> tuple[float, dict[int, float]]:
-    """How the time of window matching grows with the tokens: its log-log slope, and the times."""
-    import torch
-
-    from benchmarks.measure import interleaved
-    from tome_nodes.config import ToMeConfig
-    from tome_nodes.grid import Grid
-    from tome_nodes.strategies import make_strategy
-
-    strategy = make_strategy(ToMeConfig(strategy="window"))
-    strategy.start_step(torch.zeros((), dtype=torch.int64, device=device), 0.5)
-
-    def run(side: int) -> float:
-        features = torch.randn(2, side * side, 320, device=device)
-        strategy.plan(features, Grid(side, side))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        strategy.plan(features, Grid(side, side))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    seconds = interleaved({side: (lambda side=side: run(side)) for side in SLOPE_SIDES}, 5)
-    best = {side * side: min(values) for side, values in seconds.items()}
-    x, y = [math.log(tokens) for tokens in best], [math.log(value) for value in best.values()]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum(
-        (a - mean_x) ** 2 for a in x
-    )
-    return slope, {tokens: value * 1000 for tokens, value in best.items()}
-
-
-def compare(family: str, size: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All methods on one model and size; raises before timing one that gives a wrong output."""
-    import comfy.sd
-    import torch
-
-    from benchmarks.measure import (
-        Subject,
-        difference,
-        interleaved,
-        launches,
-        merged_blocks,
-        spread,
-        stages,
-    )
-    from benchmarks.methods import ideal_of, methods
-    from tome_nodes.strategies.cells import CellStrategy
-    from tools.checkpoints import write_checkpoint
-
-    options: dict[str, Any] = {"full_width": not arguments.quick}
-    if family == "sd15":
-        options["levels"] = 1 if arguments.quick else 4
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_checkpoint(Path(folder) / "unet.ckpt", family, unet_only=True, **options)
-        model = comfy.sd.load_diffusion_model(str(path))
-    subject = Subject(model, CONTEXT_CHANNELS[family], size, arguments.batch)
-    expected = subject.evaluate(subject.model)
-    deepest = 4 if family == "sdxl" else "auto"
-    patched = {
-        name: patch(subject.model) for name, patch in methods(arguments.ratio, deepest).items()
-    }
-    errors = {name: difference(subject.evaluate(each), expected) for name, each in patched.items()}
-    for name, error in errors.items():
-        if error >= 1:
-            raise ValueError(f"{name} gives a wrong output: it differs by {error:.2f}")
-    device = model.load_device
-    seconds = interleaved(
-        {
-            name: (lambda each=each: subject.time(each))
-            for name, each in {"unpatched": subject.model, **patched}.items()
-        },
-        arguments.repeats,
-    )
-    with stages([CellStrategy], device) as split:
-        split["model"] = subject.time(patched["ours window attn"])
-    plain_launches = launches(lambda: subject.evaluate(subject.model), device)
-    with merged_blocks() as blocks:
-        subject.evaluate(patched["ours window attn"])
-    rows = {
-        name: {"seconds": spread(values), "error": errors.get(name, 0.0)}
-        for name, values in seconds.items()
-    }
-    for name in rows:
-        if ideal_of(name):
-            more = launches(lambda name=name: subject.evaluate(patched[name]), device)
-            rows[name]["launches_per_block"] = (more - plain_launches) / blocks[0]
-    memory = None
-    if device.type == "cuda":
-        memory = {}
-        for name, each in {"unpatched": subject.model, **patched}.items():
-            torch.cuda.reset_peak_memory_stats(device)
-            subject.evaluate(each)
-            memory[name] = torch.cuda.max_memory_allocated(device)
-    return {
-        "model": family + (" (reduced)" if arguments.quick else ""),
-        "size": size,
-        "batch": 2 * arguments.batch,
-        "ratio": arguments.ratio,
-        "stages_window_attn": split,
-        "peak_memory_bytes": memory,
-        "methods": rows,
-    }
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

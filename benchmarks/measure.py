@@ -1,12 +1,13 @@
-"""Time model evaluations, check them first, and count what they launch."""
+"""Evaluate models, and what to put around an evaluation: clocks, counters, a memory meter."""
 
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from statistics import median, quantiles
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import comfy.sample
 import torch
@@ -14,37 +15,27 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
 
-from tome_nodes.plan import Plan
+from tome_nodes.grid import Grid
+from tome_nodes.strategies import Strategy
 
-
-class Clock:
-    """Seconds of each model evaluation, taken around all other wrappers."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.seconds: list[float] = []
-
-    def wrapper(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-        self._settle()
-        start = time.perf_counter()
-        result = executor(*args, **kwargs)
-        self._settle()
-        self.seconds.append(time.perf_counter() - start)
-        return result
-
-    def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+Instrument = AbstractContextManager[Any]
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Subject:
-    """A model with an input of one size to evaluate it on."""
+    """A model with an input of one size to evaluate it on.
+
+    Attributes:
+        model: the unpatched model; what is patched must be a clone of it.
+    """
 
     def __init__(self, model: ModelPatcher, context_channels: int, size: int, batch: int):
-        self.clock = Clock(model.load_device)
+        self.device = model.load_device
         self.model = model.clone()
         # First among the wrappers, so that what the methods add is inside.
-        self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "benchmark", self.clock.wrapper)
+        self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "benchmark", self._evaluation)
+        self._instruments: list[Instrument] = []
+        self._outputs: list[Tensor] = []
         generator = torch.Generator().manual_seed(0)
         self._noise = torch.randn(batch, 4, size // 8, size // 8, generator=generator)
         self._prompts = [
@@ -57,101 +48,193 @@ class Subject:
             for _ in range(2)
         ]
 
-    def evaluate(self, patched: ModelPatcher) -> Tensor:
-        """Denoise in one step, cond and uncond in one batch."""
-        latent = torch.zeros_like(self._noise)
-        return comfy.sample.sample(
+    def run(self, patched: ModelPatcher, *instruments: Instrument) -> list[Tensor]:
+        """Sample with one evaluation, cond and uncond in one batch, within each instrument.
+
+        Returns:
+            What the model gave in each evaluation.
+
+        Raises:
+            RuntimeError: the host had too little memory to evaluate the batch in one piece.
+        """
+        self._instruments, self._outputs = list(instruments), []
+        comfy.sample.sample(
             patched,
             self._noise,
-            1,
+            len(instruments),
             4.0,
             "euler",
             "normal",
             *self._prompts,
-            latent,
+            torch.zeros_like(self._noise),
             disable_pbar=True,
             seed=0,
         )
+        return self._outputs
 
     def time(self, patched: ModelPatcher) -> float:
-        """Seconds of one evaluation."""
-        self.clock.seconds.clear()
-        self.evaluate(patched)
-        (seconds,) = self.clock.seconds
-        return seconds
+        """Seconds of one evaluation.
+
+        On a GPU it follows another in the same sampling run, as most evaluations do. On a CPU,
+        where that would double the wait, it is the first one, which also makes the state of the
+        run; that takes about a millisecond.
+        """
+        watch = Stopwatch(self.device)
+        before = [nullcontext()] if self.device.type == "cuda" else []
+        self.run(patched, *before, watch)
+        return watch.seconds
+
+    def _evaluation(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        if len(self._outputs) == len(self._instruments):
+            raise RuntimeError("too little memory: the host evaluates the batch in pieces")
+        with self._instruments[len(self._outputs)]:
+            result = executor(*args, **kwargs)
+        self._outputs.append(result)
+        return result
 
 
-def difference(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of ``expected``; raises where that is no number."""
-    if actual.shape != expected.shape or not actual.isfinite().all():
-        raise ValueError(f"wrong output: shape {tuple(actual.shape)}, or not finite")
-    return ((actual - expected).norm() / expected.norm()).item()
+class Stopwatch:
+    """Time between entry and exit, by CUDA events on a GPU; may be entered many times."""
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def __enter__(self) -> "Stopwatch":
+        self._mark()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """The sum over all entries; waits for the GPU, so ask when all is over."""
+        pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
+        if not self._on_gpu:
+            return sum(end - start for start, end in pairs)
+        torch.cuda.synchronize()
+        return sum(start.elapsed_time(end) for start, end in pairs) / 1000
 
 
-def interleaved(runs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Call all runs in turn, ``repeats`` times, so that noise falls on all of them alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            seconds[name].append(run())
-    return seconds
+class StageClock:
+    """Splits an evaluation's time into matching, merge, unmerge and the model itself.
+
+    Put :meth:`wrap` around the strategy, and the clock around an evaluation.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._on = False
+        self._whole = Stopwatch(device)
+        self._parts: dict[str, Stopwatch] = defaultdict(lambda: Stopwatch(device))
+
+    def __enter__(self) -> "StageClock":
+        self._on = True
+        self._whole.__enter__()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._whole.__exit__(*details)
+        self._on = False
+
+    def wrap(self, strategy: Strategy) -> Strategy:
+        """The strategy, its plans and what they do timed."""
+        return _TimedStrategy(strategy, self)
+
+    def part(self, stage: str) -> Instrument:
+        """A clock for one call that belongs to a stage."""
+        return self._parts[stage] if self._on else nullcontext()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds of each stage."""
+        stages = ("matching", "merge", "unmerge")
+        parts = {stage: self._parts[stage].seconds for stage in stages}
+        return {**parts, "model": self._whole.seconds - sum(parts.values())}
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, _, high = quantiles(values, n=4) if len(values) > 1 else values * 3
-    return {"median": median(values), "low": low, "high": high}
+class _TimedStrategy:
+    def __init__(self, strategy: Strategy, clock: StageClock):
+        self._strategy = strategy
+        self._clock = clock
+
+    def start_step(self, key: Tensor, ratio: float) -> None:
+        with self._clock.part("matching"):
+            self._strategy.start_step(key, ratio)
+
+    def plan(self, features: Tensor, grid: Grid) -> Any:
+        with self._clock.part("matching"):
+            plan = self._strategy.plan(features, grid)
+        return None if plan is None else _TimedPlan(plan, self._clock)
 
 
-@contextmanager
-def stages(strategy_classes: list[type], device: torch.device) -> Iterator[dict[str, float]]:
-    """Collect the seconds spent in matching, merge and unmerge; slows the run, so time it apart."""
-    totals = {"matching": 0.0, "merge": 0.0, "unmerge": 0.0}
+class _TimedPlan:
+    """Any kind of plan."""
 
-    def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            totals[stage] += time.perf_counter() - start
-            return result
+    _STAGES = MappingProxyType(
+        {"merge": "merge", "merge_qkv": "merge", "unmerge": "unmerge", "add_change": "unmerge"}
+    )
 
-        return call
+    def __init__(self, plan: Any, clock: StageClock):
+        self._plan = plan
+        self._clock = clock
 
-    changes = [(owner, "plan", "matching") for owner in strategy_classes]
-    changes += [(Plan, "merge", "merge"), (Plan, "unmerge", "unmerge")]
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    try:
-        for (owner, name, stage), (_, _, original) in zip(changes, originals, strict=True):
-            setattr(owner, name, timed(stage, original))
-        yield totals
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._plan, name)
+        stage = self._STAGES.get(name)
+        if stage is None:
+            return value
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self._clock.part(stage):
+                return value(*args, **kwargs)
+
+        return timed
 
 
-@contextmanager
-def merged_blocks() -> Iterator[list[int]]:
-    """Collect from our log how many blocks each sampling run merged."""
-    counts: list[int] = []
-    log = logging.getLogger("tome_nodes")
+class PeakMemory:
+    """The most bytes of tensors at one time, over those there were at entry."""
 
-    def note(record: logging.LogRecord) -> bool:
-        if found := re.search(r"merged (\d+)/", record.getMessage()):
-            counts.append(int(found[1]))
-        return True
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.bytes = 0
 
-    level = log.level
-    log.addFilter(note)
-    log.setLevel(logging.INFO)
-    try:
-        yield counts
-    finally:
-        log.setLevel(level)
-        log.removeFilter(note)
+    def __enter__(self) -> "PeakMemory":
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        else:
+            self._profiler = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU],
+                profile_memory=True,
+                acc_events=True,
+            )
+            self._profiler.__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        if self._device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+            return
+        self._profiler.__exit__(*details)
+        # The allocator's own records; the profiler's public events are sums over operators.
+        events = self._profiler.profiler.kineto_results.events()
+        changes = [
+            (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+        ]
+        held = 0
+        for _, change in sorted(changes, key=lambda each: each[0]):
+            held += change
+            self.bytes = max(self.bytes, held)
 
 
 # Operators that only look at memory in another way.
@@ -165,16 +248,72 @@ VIEWS = frozenset(
 )
 
 
-def launches(run: Callable[[], Any], device: torch.device) -> int:
-    """Kernels that a run launches on a GPU; on a CPU, operators called but for views."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
-        run()
-    if device.type == "cuda":
-        return sum(event.device_type.name == "CUDA" for event in profiler.events())
-    return sum(
-        event.name.startswith("aten::") and event.name not in VIEWS and event.cpu_parent is None
-        for event in profiler.events()
-    )
+class Launches:
+    """Kernels launched on a GPU; on a CPU, operators called but for views."""
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._on_gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        self.count = 0
+
+    def __enter__(self) -> "Launches":
+        self._profiler.__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        self._profiler.__exit__(*details)
+        if self._on_gpu:
+            self.count = sum(event.device_type.name == "CUDA" for event in self._profiler.events())
+        else:
+            self.count = sum(
+                event.name.startswith("aten::")
+                and event.name not in VIEWS
+                and event.cpu_parent is None
+                for event in self._profiler.events()
+            )
+
+
+@contextmanager
+def merged_blocks() -> Iterator[list[tuple[int, int]]]:
+    """Collect how many blocks each sampling run merged, and of how many, from the log's lines.
+
+    The log does not show them meanwhile.
+    """
+    counts: list[tuple[int, int]] = []
+    log = logging.getLogger("tome_nodes")
+
+    def note(record: logging.LogRecord) -> bool:
+        if found := re.search(r"merged (\d+)/(\d+)", record.getMessage()):
+            counts.append((int(found[1]), int(found[2])))
+        return not found
+
+    level = log.level
+    log.addFilter(note)
+    log.setLevel(logging.INFO)
+    try:
+        yield counts
+    finally:
+        log.setLevel(level)
+        log.removeFilter(note)
+
+
+def interleaved(
+    runs: dict[Key, Callable[[], float]],
+    repeats: int,
+    after_round: Callable[[int], None] = lambda _: None,
+) -> dict[Key, list[float]]:
+    """Call all runs in turn, ``repeats`` times, so that noise falls on all of them alike.
+
+    Every other round goes backwards, so that a steady drift falls on all of them alike too.
+    """
+    results: dict[Key, list[float]] = {name: [] for name in runs}
+    for done in range(repeats):
+        for name in list(runs)[:: -1 if done % 2 else 1]:
+            results[name].append(runs[name]())
+        after_round(done + 1)
+    return results

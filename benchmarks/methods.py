@@ -1,9 +1,8 @@
 """The methods to compare: each makes a patched clone of a ComfyUI model."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -16,9 +15,83 @@ from torch import Tensor
 from tome_nodes.config import ToMeConfig
 from tome_nodes.grid import Grid
 from tome_nodes.hosts.comfyui import attach
-from tome_nodes.strategies import make_strategy
+from tome_nodes.ops import reference
+from tome_nodes.plan import Plan
+from tome_nodes.strategies import Strategy, make_strategy
 
-Patch = Callable[[ModelPatcher], ModelPatcher]
+Wrap = Callable[[Strategy], Strategy]
+
+ALWAYS = {"min_tokens": 1}
+"""Settings with which maps of any size are merged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Something to measure.
+
+    Attributes:
+        name: as tables show it.
+        family: ``ideal``, ``peer`` or ``ours``.
+        ideal: name of the ideal that runs the same modules on merged tokens; None where none does.
+        headline: whether to measure it where there is little time.
+    """
+
+    name: str
+    family: str
+    ideal: str | None = None
+    headline: bool = False
+
+    def patch(self, model: ModelPatcher) -> ModelPatcher:
+        """A clone that runs this method."""
+        raise NotImplementedError
+
+    def lossless(self, model: ModelPatcher) -> ModelPatcher:
+        """A clone that runs this method's code and must not change what the model computes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMethod(Method):
+    """A strategy on our host."""
+
+    config: ToMeConfig
+    make_strategy: Callable[[ToMeConfig], Strategy] = make_strategy
+
+    def patch(self, model: ModelPatcher, wrap: Wrap | None = None) -> ModelPatcher:
+        """``wrap`` puts something around the strategy."""
+        return self._attach(model, self.config, wrap or (lambda strategy: strategy))
+
+    def lossless(self, model: ModelPatcher) -> ModelPatcher:
+        return self._attach(model, replace(self.config, **ALWAYS), LosslessStrategy)
+
+    def always(self) -> "HostMethod":
+        """The same on maps of any size."""
+        return replace(self, config=replace(self.config, **ALWAYS))
+
+    def _attach(self, model: ModelPatcher, config: ToMeConfig, wrap: Wrap) -> ModelPatcher:
+        return attach(model, config, lambda config: wrap(self.make_strategy(config)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeMethod(Method):
+    """A node of ComfyUI's own."""
+
+    module: ModuleType
+    inputs: dict[str, Any]
+    lossless_inputs: dict[str, Any] = field(default_factory=dict)
+
+    def patch(self, model: ModelPatcher) -> ModelPatcher:
+        return self._execute(model, self.inputs)
+
+    def lossless(self, model: ModelPatcher) -> ModelPatcher:
+        return self._execute(model, self.inputs | self.lossless_inputs)
+
+    def _execute(self, model: ModelPatcher, inputs: dict[str, Any]) -> ModelPatcher:
+        async def nodes() -> list[Any]:
+            return await (await self.module.comfy_entrypoint()).get_node_list()
+
+        (node,) = asyncio.run(nodes())
+        return node.EXECUTE_NORMALIZED(model=model, **inputs)[0]
 
 
 @dataclass(frozen=True)
@@ -29,9 +102,16 @@ class CallablePlan:
     shape: tuple[int, int]
     merge: Callable[[Tensor], Tensor]
     unmerge: Callable[[Tensor], Tensor]
+    log_sizes: None = None
+
+    def merge_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (self.merge(x),) * 3
 
     def fits(self, x: Tensor) -> bool:
         return x.shape[:2] == self.shape
+
+    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        return x + self.unmerge(after - before)
 
 
 class TomesdStrategy:
@@ -39,9 +119,11 @@ class TomesdStrategy:
 
     def __init__(self, config: ToMeConfig):
         self.config = config
+        self.generator: torch.Generator | None = None
 
     def start_step(self, key: Tensor, ratio: float) -> None:
-        self.generator = torch.Generator(device=key.device).manual_seed(0)
+        if self.generator is None:
+            self.generator = torch.Generator(device=key.device).manual_seed(0)
 
     def plan(self, features: Tensor, grid: Grid) -> CallablePlan:
         merges = int(grid.tokens * self.config.ratio)
@@ -76,56 +158,112 @@ class IdealStrategy:
         return CallablePlan(slots, (batch, tokens), lambda x: x[:, :: self.stride], unmerge)
 
 
-def core_node(module: ModuleType, name: str, **inputs: Any) -> Patch:
-    """A node of ComfyUI's own, as a method."""
+class LosslessStrategy:
+    """Merges where another strategy does, by a plan that loses nothing: the tokens are shuffled."""
 
-    async def nodes() -> dict[str, Any]:
-        extension = await module.comfy_entrypoint()
-        return {node.GET_SCHEMA().node_id: node for node in await extension.get_node_list()}
+    def __init__(self, strategy: Strategy):
+        self.strategy = strategy
 
-    node = asyncio.run(nodes())[name]
-    return lambda model: node.EXECUTE_NORMALIZED(model=model, **inputs)[0]
+    def start_step(self, key: Tensor, ratio: float) -> None:
+        self.strategy.start_step(key, ratio)
+
+    def plan(self, features: Tensor, grid: Grid) -> Plan | None:
+        if self.strategy.plan(features, grid) is None:
+            return None
+        generator = torch.Generator().manual_seed(grid.tokens)
+        order = torch.stack([torch.randperm(grid.tokens, generator=generator) for _ in features])
+        ops = getattr(self.strategy, "ops", reference)
+        return Plan.from_slots(order.to(features.device), grid.tokens, ops)
 
 
-def ours(make_strategy: Callable[[ToMeConfig], Any] = make_strategy, **settings: Any) -> Patch:
-    """Our node with these settings, or another strategy on our host."""
-    return partial(attach, config=ToMeConfig(**settings), make_strategy=make_strategy)
+def backend_variants(device: torch.device) -> dict[str, dict[str, Any]]:
+    """The backends to compare, as ``variants`` of :func:`methods`; on a CPU there is but one."""
+    if device.type == "cpu":
+        return {"": {}}
+    return {"": {"backend": "triton"}, " on torch": {"backend": "torch"}}
 
 
-def methods(ratio: float, max_downsample: int | str) -> dict[str, Patch]:
-    """All methods by name; the ideals first, which the others' efficiency is measured by."""
+def methods(
+    ratio: float,
+    max_downsample: int | str,
+    variants: Mapping[str, Mapping[str, Any]] = {"": {}},
+) -> list[Method]:
+    """All methods; the ideals first, by which the others' efficiency is measured.
+
+    Args:
+        ratio: share of the tokens to merge, in every method that has such a setting.
+        max_downsample: the levels at which all but the nodes of ComfyUI's own merge.
+        variants: further settings in which to measure each scope of ours, by what to add to its
+            name.
+    """
     levels = {"ratio": ratio, "max_downsample": max_downsample}
-    modules = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
+    every_module = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
     fast = {"strategy": "window", "reuse_steps": 1, **levels}
-    return {
-        "ideal attn": ours(IdealStrategy, **levels),
-        "ideal block": ours(IdealStrategy, scope="block", **levels),
-        "ideal stack": ours(IdealStrategy, scope="stack", **levels),
-        "core TomePatchModel": core_node(nodes_tomesd, "TomePatchModel", ratio=ratio),
-        "tomesd attn": ours(TomesdStrategy, **levels),
-        "tomesd all": ours(TomesdStrategy, **levels, **modules),
-        "ToDo": ours(strategy="pool", attn_tokens="k,v", **levels),
-        "HyperTile": core_node(
-            nodes_hypertile,
-            "HyperTile",
-            tile_size=256,
-            swap_size=2,
-            max_depth=0,
-            scale_depth=False,
-        ),
-        "ours bipartite attn": ours(**levels),
-        "ours window attn": ours(**fast),
-        "ours window k,v": ours(**fast, attn_tokens="k,v"),
-        "ours window all": ours(**fast, **modules),
-        "ours pool attn": ours(**fast | {"strategy": "pool"}),
-        "ours cluster attn": ours(**fast | {"strategy": "cluster"}),
-        "ours window block": ours(**fast, scope="block"),
-        "ours window stack": ours(**fast, scope="stack"),
+    scopes = {
+        "attn": {},
+        "all": every_module,
+        "block": {"scope": "block"},
+        "stack": {"scope": "stack"},
     }
 
+    def on_host(name: str, family: str, config: dict[str, Any], **details: Any) -> HostMethod:
+        return HostMethod(name=name, family=family, config=ToMeConfig(**config), **details)
 
-def ideal_of(name: str) -> str | None:
-    """The ideal that a method of ours is measured by, None for the others."""
-    if not name.startswith("ours window ") or name.endswith(("k,v", "all")):
-        return None
-    return f"ideal {name.rsplit(' ', 1)[1]}"
+    ideals = [
+        on_host(
+            f"ideal {scope}",
+            "ideal",
+            levels | ALWAYS | settings,
+            make_strategy=IdealStrategy,
+            ideal=f"ideal {scope}",
+            headline=scope != "all",
+        )
+        for scope, settings in scopes.items()
+    ]
+    peers = [
+        NodeMethod(
+            name="core TomePatchModel",
+            family="peer",
+            headline=True,
+            module=nodes_tomesd,
+            inputs={"ratio": ratio},
+            lossless_inputs={"ratio": 0.0},
+        ),
+        *(
+            on_host(
+                f"tomesd {scope}",
+                "peer",
+                levels | ALWAYS | scopes[scope],
+                make_strategy=TomesdStrategy,
+                ideal=f"ideal {scope}",
+                headline=True,
+            )
+            for scope in ("attn", "all")
+        ),
+        on_host("ToDo", "peer", {"strategy": "pool", "attn_tokens": "k,v", **levels, **ALWAYS}),
+        NodeMethod(
+            name="HyperTile",
+            family="peer",
+            module=nodes_hypertile,
+            inputs={"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False},
+            lossless_inputs={"tile_size": 2048},
+        ),
+    ]
+    own = [
+        on_host(
+            f"ours window {scope}{suffix}",
+            "ours",
+            fast | settings | dict(variant),
+            ideal=f"ideal {scope}",
+            headline=scope != "all" and not suffix,
+        )
+        for suffix, variant in variants.items()
+        for scope, settings in scopes.items()
+    ]
+    others = [
+        on_host("ours bipartite attn", "ours", levels, ideal="ideal attn"),
+        on_host("ours window k,v", "ours", fast | {"attn_tokens": "k,v"}),
+        on_host("ours pool attn", "ours", fast | {"strategy": "pool"}),
+        on_host("ours cluster attn", "ours", fast | {"strategy": "cluster"}, ideal="ideal attn"),
+    ]
+    return [*ideals, *peers, *own, *others]

@@ -1,103 +1,195 @@
-"""Show the results: a table, plots, and one line."""
+"""Show results: figures derived from what was measured, tables, and one line.
 
-from pathlib import Path
+Works on the dictionaries of a results file alone, so old results can be shown anew.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import median, quantiles
 from typing import Any
 
-from benchmarks.methods import ideal_of
+Run = dict[str, Any]
+"""The comparison of one model at one size and batch."""
+
+LINEAR = ("window",)
+"""The strategies whose matching is to grow with the number of tokens, not its square."""
 
 WORTH_SAVING = 0.05
-"""Where the ideal saves a smaller share of the time, its efficiency is noise."""
+"""Where the ideal saves a smaller share of the time, a share of that is noise."""
 
 
-def speed_up(run: dict[str, Any], name: str) -> float:
-    """Times faster than unpatched, by medians of one run."""
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, median(values), high
+
+
+def share_of_time(run: Run, name: str) -> float:
+    """Time over that of unpatched: the median over the rounds, each by its own unpatched run."""
     rows = run["methods"]
-    return rows["unpatched"]["seconds"]["median"] / rows[name]["seconds"]["median"]
+    pairs = zip(rows[name]["seconds"], rows["unpatched"]["seconds"], strict=True)
+    return median(own / plain for own, plain in pairs)
 
 
-def efficiency(run: dict[str, Any], name: str) -> float | None:
-    """The share of the ideal's saving that a method saves, None where there is little to save."""
-    ideal = ideal_of(name)
-    if ideal is None:
+def speed_up(run: Run, name: str) -> float:
+    """Times faster than unpatched."""
+    return 1 / share_of_time(run, name)
+
+
+def efficiency(run: Run, name: str) -> float | None:
+    """The share of its ideal's saving that a method saves; None where there is little to save."""
+    ideal = run["methods"][name].get("ideal")
+    if ideal not in run["methods"]:
         return None
-    rows = run["methods"]
-    plain, own, best = (rows[each]["seconds"]["median"] for each in ("unpatched", name, ideal))
-    return (plain - own) / (plain - best) if plain - best >= WORTH_SAVING * plain else None
+    saved = 1 - share_of_time(run, ideal)
+    return (1 - share_of_time(run, name)) / saved if saved >= WORTH_SAVING else None
 
 
-def table(run: dict[str, Any]) -> str:
-    """One row for each method."""
-    head = f"{run['model']}, {run['size']}x{run['size']}, batch {run['batch']}"
-    columns = (
-        f"{'seconds':>9}{'quartiles':>18}{'times':>7}{'effic.':>8}{'error':>8}{'l./block':>10}"
-    )
-    lines = [f"\n{head}, ratio {run['ratio']}", f"{'method':22}{columns}"]
-    for name, row in run["methods"].items():
-        seconds, share = row["seconds"], efficiency(run, name)
-        lines.append(
-            f"{name:22}{seconds['median']:9.3f}"
-            f"{seconds['low']:10.3f}-{seconds['high']:<7.3f}{speed_up(run, name):7.2f}"
-            f"{'' if share is None else format(share, '.2f'):>8}{row['error']:8.3f}"
-            + (f"{row['launches_per_block']:10.1f}" if "launches_per_block" in row else "")
-        )
-    stages = ", ".join(f"{stage} {value:.3f}" for stage, value in run["stages_window_attn"].items())
-    return "\n".join([*lines, f"seconds by stage, ours window attn: {stages}"])
+def best_of_ours(run: Run) -> str | None:
+    """Our fastest method among those that are measured by an ideal."""
+    own = [
+        name
+        for name, row in run["methods"].items()
+        if row["family"] == "ours" and row.get("ideal") in run["methods"]
+    ]
+    return min(own, key=lambda name: share_of_time(run, name), default=None)
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The worst case over all runs, with the best scope of ours in each."""
-    efficiencies, gains, over_tomesd, over_core, launches = [], [], [], [], []
+    """The worst case over all runs, with our best scope in each; ``none`` where nothing tells."""
+    worst: dict[str, list[float | None]] = {
+        name: [] for name in ("efficiency", "vs_unpatched", "vs_tomesd", "vs_core", "launches")
+    }
     for run in result["runs"]:
-        own = [name for name in run["methods"] if ideal_of(name)]
-        shares = [share for name in own if (share := efficiency(run, name)) is not None]
-        if shares:
-            efficiencies.append(max(shares))
-        best = max(own, key=lambda name: speed_up(run, name))
-        gains.append(speed_up(run, best))
-        over_tomesd.append(gains[-1] / speed_up(run, "tomesd all"))
-        over_core.append(gains[-1] / speed_up(run, "core TomePatchModel"))
-        launches.append(run["methods"][best]["launches_per_block"])
-    least = f"{min(efficiencies):.2f}" if efficiencies else "none"
-    return (
-        f"summary: efficiency={least} slope={result['slope']:.2f} "
-        f"vs_unpatched={min(gains):.2f} vs_tomesd={min(over_tomesd):.2f} "
-        f"vs_core={min(over_core):.2f} launches={max(launches):.1f}"
+        best = best_of_ours(run)
+        if best is None:
+            continue
+        gain = speed_up(run, best)
+        peers = {name: speed_up(run, name) for name in run["methods"] if _is_peer(run, name)}
+        tomesd = [value for name, value in peers.items() if name.startswith("tomesd")]
+        core = [value for name, value in peers.items() if name.startswith("core")]
+        worst["efficiency"].append(efficiency(run, best))
+        worst["vs_unpatched"].append(gain)
+        worst["vs_tomesd"].append(gain / max(tomesd) if tomesd else None)
+        worst["vs_core"].append(gain / max(core) if core else None)
+        worst["launches"].append(run["methods"][best].get("launches_per_block"))
+
+    def shown(name: str, choose: Any, digits: int) -> str:
+        values = [value for value in worst[name] if value is not None]
+        return f"{name}={choose(values):.{digits}f}" if values else f"{name}=none"
+
+    slopes = [result["slopes"][name] for name in LINEAR if name in result["slopes"]]
+    return " ".join(
+        [
+            "summary:",
+            shown("efficiency", min, 2),
+            f"slope={max(slopes):.2f}" if slopes else "slope=none",
+            shown("vs_unpatched", min, 2),
+            shown("vs_tomesd", min, 2),
+            shown("vs_core", min, 2),
+            shown("launches", max, 1),
+        ]
     )
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """For each model, speed-up against resolution, and against the difference from unpatched."""
-    import matplotlib
+def _is_peer(run: Run, name: str) -> bool:
+    return run["methods"][name]["family"] == "peer"
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    models = list(dict.fromkeys(run["model"] for run in result["runs"]))
-    figure, rows = pyplot.subplots(
-        len(models), 2, figsize=(15, 6 * len(models)), squeeze=False, layout="constrained"
-    )
-    colours = pyplot.colormaps["tab20"]
-    for model, (by_size, by_error) in zip(models, rows, strict=True):
-        runs = [run for run in result["runs"] if run["model"] == model]
-        largest = runs[-1]
-        sizes = [run["size"] for run in runs]
-        for index, name in enumerate(largest["methods"]):
-            gains = [speed_up(run, name) for run in runs]
-            style = "--s" if name.startswith("ideal") else "-o"
-            by_size.plot(sizes, gains, style, label=name, color=colours(index))
-            error = largest["methods"][name]["error"]
-            by_error.plot(error, gains[-1], style[-1], color=colours(index))
-            by_error.annotate(name, (error, gains[-1]), fontsize=8, rotation=20)
-        by_size.set(title=model, xlabel="side of the picture, pixels", xticks=sizes)
-        by_size.legend(fontsize=7)
-        by_error.set(
-            title=f"{model}, {sizes[-1]}x{sizes[-1]}",
-            xlabel="difference from the unpatched model, random weights",
+def title(run: Run) -> str:
+    """Such as ``sd15, 512x512, batch 2``."""
+    note = f" ({run['note']})" if run["note"] else ""
+    return f"{run['model']}{note}, {run['size']}x{run['size']}, batch {run['batch']}"
+
+
+def table(run: Run) -> str:
+    """One row for each method; Markdown that reads well as it stands."""
+    head = [
+        *("method", "seconds", "quartiles", "times faster", "by FLOPs", "efficiency"),
+        *("error", "peak MB", "merged", "launches"),
+    ]
+    rows = []
+    for name, row in run["methods"].items():
+        low, middle, high = spread(row["seconds"])
+        share = None if name == row.get("ideal") else efficiency(run, name)
+        foretold = run["forecast"].get(row.get("ideal"))
+        launches = row.get("launches_per_block")
+        rows.append(
+            [
+                name,
+                f"{middle:.4g}",
+                f"{low:.4g}-{high:.4g}",
+                f"{speed_up(run, name):.2f}",
+                "" if foretold is None else f"{foretold:.2f}",
+                "" if share is None else f"{share:.2f}",
+                f"{row['error']:.3f}",
+                f"{row['peak_bytes'] / 1e6:.0f}",
+                row.get("merged", ""),
+                "" if launches is None else f"{launches:.1f}",
+            ]
         )
-        for axes in (by_size, by_error):
-            axes.set_ylabel("times faster than unpatched")
-            axes.margins(0.15)
-            axes.grid(alpha=0.3)
-    figure.suptitle(f"{result['command']}, {result['date']}")
-    figure.savefig(path, dpi=80)
-    pyplot.close(figure)
+    return _grid(head, rows)
+
+
+def stage_table(run: Run) -> str:
+    """Where the time of an evaluation goes, one row for each method that was split."""
+    split = {name: row["stages"] for name, row in run["methods"].items() if "stages" in row}
+    head = ["seconds in", *next(iter(split.values()), {})]
+    rows = [[name, *(f"{value:.4f}" for value in each.values())] for name, each in split.items()]
+    return _grid(head, rows) if rows else ""
+
+
+def forecast_table(forecasts: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str:
+    """The speed-ups that FLOPs allow, by model, size and ideal."""
+    names = list(
+        dict.fromkeys(n for model in forecasts.values() for at in model.values() for n in at)
+    )
+    rows = [
+        [f"{model} {size}x{size}", *(f"{at[name]:.2f}" for name in names)]
+        for model, sizes in forecasts.items()
+        for size, at in sizes.items()
+    ]
+    return _grid(["times fewer FLOPs", *names], rows)
+
+
+def slope_table(result: dict[str, Any]) -> str:
+    """Milliseconds of matching, a merge and an unmerge, by tokens."""
+    times = result["matching_seconds"]
+    tokens = list(next(iter(times.values()), {}))
+    rows = [
+        [name, *(f"{values[each] * 1000:.2f}" for each in tokens), f"{result['slopes'][name]:.2f}"]
+        for name, values in times.items()
+    ]
+    return _grid(["ms at tokens", *tokens, "slope"], rows) if rows else ""
+
+
+def markdown(result: dict[str, Any], picture: str) -> str:
+    """All of a results file, for people."""
+    machine = result["machine"]
+    parts = [
+        f"# {result['name']}: `{result['command']}`",
+        f"{machine['description']}, {result['date']}; torch {machine['torch']}. Ratio "
+        f"{result['ratio']}. How to read this: [README](../README.md).",
+        f"`{summary(result)}`",
+        slope_table(result),
+    ]
+    for run in result["runs"]:
+        rounds = f"{run['dtype']}, timed rounds: {run['repeats']}."
+        refused = "".join(f"\n\nNot timed: {name}: {why}" for name, why in run["refused"].items())
+        parts += [f"## {title(run)}", rounds + refused, table(run), stage_table(run)]
+    parts += [f"Left out: {why}" for why in result["left_out"]]
+    parts.append(f"![Speed-up by resolution and by fidelity]({picture})" if result["runs"] else "")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns, the first to the left and the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        return "| " + " | ".join([cells[0].ljust(widths[0]), *padded[1:]]) + " |"
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([line(head), line(rule), *map(line, rows)])

@@ -135,6 +135,11 @@ def lengths_in_first_block(model, config):
         ({"strategy": "pool"}, [48, 48, 192, 192]),
         ({"strategy": "cluster"}, [96, 96, 192, 192]),
         ({"strategy": "window", "ratio": 0.75}, [48, 48, 192, 192]),
+        ({"ratio": 0.25, "kv_ratio": 0.75, "merge_mlp": True}, [144, 48, 192, 144]),
+        ({"ratio": 0.75, "kv_ratio": 0.25}, [48, 144, 192, 192]),
+        ({"ratio": 0.0, "kv_ratio": 0.5, "merge_mlp": True}, [192, 96, 192, 192]),
+        ({"kv_ratio": 0.0}, [96, 192, 192, 192]),
+        ({"kv_ratio": 0.75, "scope": "block"}, [96, 96, 96, 96]),
     ],
     ids=str,
 )

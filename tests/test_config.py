@@ -50,6 +50,7 @@ def test_numbers_that_are_not_finite_are_refused(name, value):
             "start_percent=0.8 is not allowed: it must not be greater than end_percent=0.2",
         ),
         ({"ratio_end": -0.5}, r"ratio_end=-0\.5 is not allowed: it must be -1, to keep ratio"),
+        ({"kv_ratio": -0.5}, r"kv_ratio=-0\.5 is not allowed: it must be -1, to keep ratio"),
         ({"strategy": "kmeans"}, r"strategy='kmeans' is not allowed: .* bipartite \| window"),
         ({"scope": None}, r"scope=None is not allowed: .* module \| block \| stack"),
         ({"attn_tokens": "v"}, r"attn_tokens='v' is not allowed: .* q,k,v \| q \| k,v"),

@@ -99,6 +99,7 @@ def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
         *("ratio", "max_downsample", "merge_attn", "merge_crossattn", "merge_mlp"),
         *("sx", "sy", "use_rand", "seed", "start_percent", "end_percent"),
         *("strategy", "scope", "attn_tokens", "reuse_steps", "ratio_end", "min_tokens", "backend"),
+        *("kv_ratio", "proportional_attn"),
     ]
     assert set(inputs["optional"]) == {field.name for field in fields(ToMeConfig)}
     for name, (_, options) in inputs["optional"].items():

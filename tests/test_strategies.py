@@ -62,7 +62,7 @@ def test_a_window_matches_as_the_paper_does_within_it(grid, sx, sy, seed, share)
         return
     src, dst = split_windows(grid, sy, sx, picks)
     quota = max(1, int(share * src.shape[1]))
-    plan = match_windows(features, src, dst, quota)
+    (plan,) = match_windows(features, src, dst, [quota])
     assert plan.slot_count == grid.tokens - len(src) * quota
     for sample in range(len(features)):
         expected = set()
@@ -104,7 +104,7 @@ def test_window_and_global_matching_merge_as_many():
 
 def test_pool_is_the_mean_of_each_cell():
     image = torch.randn(2, 5, 6, 4, generator=torch.Generator().manual_seed(1))
-    plan = PoolPlan(2, 6, 4, 2, 2)
+    plan = PoolPlan(2, 6, 4, 2, 2, torch.device("cpu"))
     merged = plan.merge(image.flatten(2).mT)
     assert_close(merged, F.avg_pool2d(image, 2).flatten(2).mT)
     back = F.interpolate(F.avg_pool2d(image, 2), scale_factor=2).flatten(2).mT
@@ -118,3 +118,37 @@ def test_clusters_are_ranks_of_similarity_to_the_mean():
     assert isinstance(plan, Plan)
     ranked = similarity.argsort().tolist()
     assert groups(plan, 0) == {frozenset(ranked[:3]), frozenset(ranked[3:])}
+
+
+@given(
+    st.sampled_from(["bipartite", "window"]),
+    grids,
+    st.sampled_from([(0.2, 0.6), (0.75, 0.3), (0.5, 0.5), (0.0, 0.5), (0.5, 0.0)]),
+    st.integers(0, 99),
+)
+def test_two_ratios_come_from_one_matching(strategy, grid, ratios, seed):
+    config = ToMeConfig(strategy=strategy, ratio=ratios[0], kv_ratio=ratios[1])
+    made = make_strategy(config)
+    made.start_step(torch.tensor(step_key(0, 0)), config.ratio)
+    features = features_of(grid, seed=seed)
+    plans = made.plans(features, grid)
+    for plan, ratio in zip(plans, ratios, strict=True):
+        alone = plan_of(ToMeConfig(strategy=strategy, ratio=ratio), features, grid)
+        assert (plan is None) == (alone is None)
+        for sample in range(2) if plan else ():
+            assert groups(plan, sample) == groups(alone, sample)
+    if None not in plans:
+        finer, coarser = sorted(plans, key=lambda plan: -plan.slot_count)
+        for sample in range(2):
+            whole = groups(coarser, sample)
+            assert all(any(part <= group for group in whole) for part in groups(finer, sample))
+
+
+@pytest.mark.parametrize("strategy", ["pool", "cluster"])
+def test_the_other_strategies_take_a_ratio_for_keys_too(strategy):
+    grid = Grid(8, 8)
+    made = make_strategy(ToMeConfig(strategy=strategy, ratio=0.5, kv_ratio=0.75))
+    made.start_step(torch.zeros((), dtype=torch.int64), 0.0)
+    queries, keys = made.plans(features_of(grid), grid)
+    assert queries is None
+    assert keys.slot_count == 16

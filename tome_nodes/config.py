@@ -17,6 +17,7 @@ RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
         "ratio_end": (-1.0, 0.95),
         "reuse_steps": (0, 100),
         "min_tokens": (0, 2**20),
+        "kv_ratio": (-1.0, 0.95),
     }
 )
 """Inclusive limits of the numeric options."""
@@ -69,6 +70,11 @@ class ToMeConfig:
             :func:`tome_nodes.schedule.least_tokens` has it.
         backend: what merging runs on: ``torch``, or ``triton`` kernels; ``auto`` takes Triton
             where it can be had.
+        kv_ratio: share of the keys and values of self-attention to merge, in module scope; -1 is
+            ``ratio``. Both shares come from one matching, the smaller one being its better part.
+        proportional_attn: let a merged key weigh in self-attention as much as the tokens it stands
+            for: the logarithm of their number is added to its logits (Bolya et al., ICLR 2023),
+            and it keeps their length. Off is the attention of the paper.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -94,15 +100,20 @@ class ToMeConfig:
     ratio_end: float = -1.0
     min_tokens: int = 0
     backend: str = "auto"
+    kv_ratio: float = -1.0
+    proportional_attn: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"):
+        for name in (
+            *("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"),
+            "proportional_attn",
+        ):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r} is not allowed: it must be true or false")
         for name in ("sx", "sy", "seed", "reuse_steps", "min_tokens"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, int):
                 raise TypeError(f"{name}={value!r} is not allowed: it must be a whole number")
-        for name in ("ratio", "start_percent", "end_percent", "ratio_end"):
+        for name in ("ratio", "start_percent", "end_percent", "ratio_end", "kv_ratio"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name}={value!r} is not allowed: it must be a number")
         for name, (least, most) in RANGES.items():
@@ -126,16 +137,22 @@ class ToMeConfig:
                 "sx=1 with sy=1 is not allowed: a cell of one token has nothing to merge; "
                 "sx or sy must be at least 2"
             )
-        if -1 < self.ratio_end < 0:
-            raise ValueError(
-                f"ratio_end={self.ratio_end} is not allowed: it must be -1, to keep ratio, "
-                "or from 0 to 0.95"
-            )
+        for name in ("ratio_end", "kv_ratio"):
+            if -1 < (value := getattr(self, name)) < 0:
+                raise ValueError(
+                    f"{name}={value} is not allowed: it must be -1, to keep ratio, "
+                    "or from 0 to 0.95"
+                )
         if self.start_percent > self.end_percent:
             raise ValueError(
                 f"start_percent={self.start_percent} is not allowed: it must not be greater than "
                 f"end_percent={self.end_percent}"
             )
+
+    @property
+    def merges_nothing(self) -> bool:
+        """Whether every ratio is 0."""
+        return max(self.ratio, self.ratio_end, self.kv_ratio) <= 0
 
     @property
     def ratio_cap(self) -> float:

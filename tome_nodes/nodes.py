@@ -196,6 +196,23 @@ class ToMePatchModel(io.ComfyNode):
                     "What merging runs on. auto: Triton kernels on NVIDIA and AMD GPUs where "
                     "Triton is installed, plain torch elsewhere.",
                 ),
+                _number(
+                    io.Float,
+                    "kv_ratio",
+                    "Share of the keys and values of self-attention to merge, apart from the "
+                    "queries; module scope only. Merging keys costs far less likeness than merging "
+                    "queries: ratio 0 with kv_ratio 0.75 is a gentle way to be fast. -1 takes "
+                    "ratio for them too.",
+                    step=0.05,
+                    advanced=True,
+                ),
+                _switch(
+                    "proportional_attn",
+                    "Let a merged token weigh in self-attention as much as the tokens it stands "
+                    "for, which keeps the picture much closer at no cost in time. Off: the "
+                    "attention of the paper.",
+                    advanced=True,
+                ),
             ],
             outputs=[io.Model.Output(tooltip="The model with token merging.")],
         )
@@ -209,6 +226,7 @@ class ToMePatchModel(io.ComfyNode):
         start_percent: Any = None,
         end_percent: Any = None,
         ratio_end: Any = None,
+        kv_ratio: Any = None,
     ) -> bool | str:
         """Check what the host cannot: NaN, and inputs that depend on each other.
 
@@ -223,6 +241,7 @@ class ToMePatchModel(io.ComfyNode):
             "start_percent": start_percent,
             "end_percent": end_percent,
             "ratio_end": ratio_end,
+            "kv_ratio": kv_ratio,
         }
         try:
             ToMeConfig(**{name: value for name, value in given.items() if value is not None})

@@ -15,6 +15,9 @@ Model = TypeVar("Model")
 
 _TIMESTEPS = 1000
 
+# What tomesd always does where we have an option.
+_AS_TOMESD = {"min_tokens": 1, "proportional_attn": False}
+
 
 def apply_patch(
     model: Model,
@@ -48,9 +51,11 @@ def apply_patch(
         merge_attn: merge the tokens that enter self-attention.
         merge_crossattn: merge the tokens that enter cross-attention.
         merge_mlp: merge the tokens that enter the feed-forward network.
-        options: the other options of :class:`tome_nodes.config.ToMeConfig`, with its defaults.
-            Percents and the way to ``ratio_end`` are shares of the noise levels of training, which
-            the UNet's timestep counts down, not of the steps of a run.
+        options: the other options of :class:`tome_nodes.config.ToMeConfig`, with its defaults, but
+            for ``min_tokens``, which is 1, and ``proportional_attn``, which is off: as in tomesd,
+            feature maps of any size merge, and a merged key weighs as one token. Percents and the
+            way to ``ratio_end`` are shares of the noise levels of training, which the UNet's
+            timestep counts down, not of the steps of a run.
 
     Returns:
         The same model.
@@ -74,7 +79,7 @@ def apply_patch(
         merge_attn=merge_attn,
         merge_crossattn=merge_crossattn,
         merge_mlp=merge_mlp,
-        **options,
+        **{**_AS_TOMESD, **options},
     )
     unet, timesteps, attachment_class = _find_unet(model)
     attachment_class(config, timesteps).attach(unet)

@@ -45,7 +45,9 @@ def merge_map(slots: np.ndarray, picture: np.ndarray | None = None) -> np.ndarra
     else:
         image = _fitted(picture, slots.shape, scale)
         tokens = image.reshape(slots.shape[0], scale, slots.shape[1], scale, 3).mean((1, 3))
-        sums = [np.bincount(slots.ravel(), channel.ravel()) for channel in np.moveaxis(tokens, 2, 0)]
+        sums = [
+            np.bincount(slots.ravel(), channel.ravel()) for channel in np.moveaxis(tokens, 2, 0)
+        ]
         means = (np.stack(sums, axis=1) / np.maximum(sizes, 1)[:, None])[slots]
         image = np.where(_enlarged(merged, scale)[..., None], _enlarged(means, scale), image)
     return _with_outlines(image, slots, merged, scale).round().astype(np.uint8)
@@ -66,7 +68,9 @@ def heat_map(share: np.ndarray, picture: np.ndarray | None = None) -> np.ndarray
     return image.round().astype(np.uint8)
 
 
-def captioned(image: np.ndarray, title: str, lines: Sequence[str], scale: bool = False) -> np.ndarray:
+def captioned(
+    image: np.ndarray, title: str, lines: Sequence[str], scale: bool = False
+) -> np.ndarray:
     """An image with a title and lines of text above it; with ``scale``, the key of a heat map."""
     height, width = image.shape[:2]
     top = _MARGIN + 34 + 24 * len(lines) + 14

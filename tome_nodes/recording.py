@@ -122,10 +122,7 @@ class Recorder:
         return Recording(
             self._latent,
             {key: slots.cpu().numpy() for key, slots in self._slots.items()},
-            {
-                key: BlockStep(*tokens, spans[key] if key in spans else None)
-                for key, tokens in self._tokens.items()
-            },
+            {key: BlockStep(*tokens, spans.get(key)) for key, tokens in self._tokens.items()},
             seconds,
             {name: spans[name] for name in (MATCHING, MERGING, UNMERGING)} if measured else None,
         )

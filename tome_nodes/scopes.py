@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .plan import Plan
+from .strategies import AnyPlan
 
 
 def on_merged(
-    module: Callable[..., Tensor], plan: Plan, x: Tensor, *args: Any, **kwargs: Any
+    module: Callable[..., Tensor], plan: AnyPlan, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Run a module whose only grid tokens are ``x``: cross-attention or a feed-forward network.
 
@@ -27,7 +27,7 @@ def on_merged(
 
 
 def change_on_merged(
-    block: Callable[..., Tensor], plan: Plan, x: Tensor, *args: Any, **kwargs: Any
+    block: Callable[..., Tensor], plan: AnyPlan, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Run a residual block on merged tokens and add its change to all tokens.
 
@@ -49,38 +49,52 @@ def change_on_merged(
 
 def self_attention_on_merged(
     attention: Callable[..., Tensor],
-    plan: Plan,
+    queries: AnyPlan | None,
+    keys: AnyPlan | None,
     x: Tensor,
     context: Tensor | None = None,
     value: Tensor | None = None,
-    attn_tokens: str = "q,k,v",
+    weigh: Callable[[AnyPlan, Tensor, dict[str, Any]], dict[str, Any]] | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Run self-attention with queries, keys and values merged by the same plan (paper, section 4).
+    """Run self-attention on merged tokens (paper, section 4).
 
     Args:
         attention: called with ``x``, ``context`` and ``value`` as the host's attention is.
-        plan: a plan that fits ``x``.
+        queries: a plan that fits ``x``; None leaves the queries as they are.
+        keys: the same for keys and values.
         x: ``[batch, tokens, channels]``, the source of the queries.
         context: source of the keys, ``x`` if None.
         value: source of the values, the source of the keys if None.
-        attn_tokens: which of them to merge: ``q,k,v``, ``q`` or ``k,v``.
+        weigh: given the plan of the keys, their source and ``kwargs``, the keyword arguments with
+            which the attention counts each key as often as the tokens it stands for. None is the
+            paper's attention: keys are means and count once.
         kwargs: passed on.
 
     Returns:
         ``[batch, tokens, channels]``. Where other code gave keys or values that are not the grid,
         they are not merged.
     """
-    foreign = not all(source is None or plan.fits(source) for source in (context, value))
-    if foreign and attn_tokens == "k,v":
-        return attention(x, context=context, value=value, **kwargs)
-    if attn_tokens == "q" and context is None:
-        context = x
-    if foreign or attn_tokens == "q":
-        return on_merged(attention, plan, x, context=context, value=value, **kwargs)
-    merged = plan.merge(x)
-    keys = merged if context is None or context is x else plan.merge(context)
-    values = keys if value is None or value is context else plan.merge(value)
-    if attn_tokens == "k,v":
-        return attention(x, context=keys, value=values, **kwargs)
-    return plan.unmerge(attention(merged, context=keys, value=values, **kwargs))
+    if keys is not None and not all(
+        source is None or keys.fits(source) for source in (context, value)
+    ):
+        keys = None
+    own_keys = context is None or context is x
+    own_values = value is None or value is context
+    tokens = x if own_keys else context
+    merged = x if queries is None else None
+    if keys is None:
+        context = tokens
+    else:
+        if weigh is None:
+            means = context = values = keys.merge(tokens)
+        else:
+            means, context, values = keys.merge_qkv(tokens)
+            kwargs = weigh(keys, tokens, kwargs)
+        value = values if own_values else keys.merge(value)
+        if own_keys and keys is queries:
+            merged = means
+    if merged is None:
+        merged = queries.merge(x)
+    result = attention(merged, context=context, value=value, **kwargs)
+    return result if queries is None else queries.unmerge(result)

@@ -12,6 +12,7 @@ class RunStatistics:
         blocks_present: transformer blocks of the model.
         total_steps: of the run.
         fell_back: blocks that ran in module scope though a wider one was asked for.
+        unweighted: why merged keys weighed as one token each.
         plans_made: how many plans were made.
         plans_reused: how often a block ran under the plan of another block or step.
     """
@@ -20,6 +21,7 @@ class RunStatistics:
         self.blocks_present = 0
         self.total_steps = 0
         self.fell_back: set[str] = set()
+        self.unweighted: set[str] = set()
         self.plans_made = 0
         self.plans_reused = 0
         self._merged: dict[tuple[int, int], set[str]] = {}
@@ -96,10 +98,11 @@ def settings_in_words(config: ToMeConfig) -> list[str]:
     scope = [] if config.scope == "module" else [f"{config.scope} scope"]
     if config.strategy == "pool":
         return [f"pool of {config.sy}x{config.sx} cells", *scope]
+    kv_ratio = [] if config.kv_ratio < 0 else [f"kv_ratio {config.kv_ratio:.2f}"]
     ratio = f"ratio {config.ratio:.2f}"
     if config.ratio_end >= 0:
         ratio += f" to {config.ratio_end:.2f}"
     if config.strategy != "cluster" and max(config.ratio, config.ratio_end) > config.ratio_cap:
         ratio += f" capped at {config.ratio_cap:.2f}"
     strategy = [] if config.strategy == "bipartite" else [config.strategy]
-    return [ratio, *strategy, *scope]
+    return [ratio, *kv_ratio, *strategy, *scope]

@@ -75,6 +75,7 @@ def write_checkpoint(
     sd15_inpaint   SD15, 9 input channels         CheckpointLoaderSimple      66 M, 2 levels
     sd2            SD20                           CheckpointLoaderSimple      68 M, 2 levels
     sdxl           Segmind_Vega, a kind of SDXL   CheckpointLoaderSimple     115 M
+    sdxl_base      SDXL                           CheckpointLoaderSimple     441 M
     sdxl_refiner   SDXLRefiner                    CheckpointLoaderSimple     272 M
     x4_upscaler    SD_X4Upscaler                  CheckpointLoaderSimple      76 M
     svd            SVD_img2vid                    ImageOnlyCheckpointLoader  212 M
@@ -85,7 +86,7 @@ def write_checkpoint(
 
     `full_width` gives each level its published channels; by default all have the first level's,
     which is enough to be recognised and several times smaller. sd15 with 4 levels at full width
-    is the real architecture (860 M parameters).
+    is the real architecture (860 M parameters), and so is sdxl_base (2.6 G parameters).
 
     `unet_only` leaves out the text or image encoder and the VAE: for UNETLoader, or to save the
     time and memory of a large encoder (CLIP-G has 695 M parameters). The VAE is a TAESD.
@@ -382,6 +383,18 @@ _SD15 = Family(
     truncatable=True,
 )
 
+_SDXL = Family(
+    UNet(
+        context=2048,
+        multipliers=(1, 2, 4),
+        depths=(0, 1, 2),
+        middle_depth=2,
+        vector_condition=2816,
+    ),
+    _text_encoder("conditioner.embedders.0.", **_CLIP_L)
+    | _text_encoder("conditioner.embedders.1.model.", **_CLIP_G),
+)
+
 _FAMILIES = {
     "sd15": _SD15,
     "sd15_inpaint": replace(_SD15, unet=replace(_SD15.unet, in_channels=9)),
@@ -390,17 +403,8 @@ _FAMILIES = {
         _text_encoder("cond_stage_model.model.", **_CLIP_H),
         truncatable=True,
     ),
-    "sdxl": Family(
-        UNet(
-            context=2048,
-            multipliers=(1, 2, 4),
-            depths=(0, 1, 2),
-            middle_depth=2,
-            vector_condition=2816,
-        ),
-        _text_encoder("conditioner.embedders.0.", **_CLIP_L)
-        | _text_encoder("conditioner.embedders.1.model.", **_CLIP_G),
-    ),
+    "sdxl": _SDXL,
+    "sdxl_base": replace(_SDXL, unet=replace(_SDXL.unet, depths=(0, 2, 10), middle_depth=10)),
     "sdxl_refiner": Family(
         UNet(
             context=1280,

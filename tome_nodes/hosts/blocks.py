@@ -5,23 +5,36 @@ A host finds the spatial transformers, tells in subclasses of :class:`MergedStac
 at a time.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..config import ToMeConfig
 from ..grid import Grid
-from ..plan import Plan
 from ..scopes import change_on_merged, on_merged, self_attention_on_merged
 from ..statistics import RunStatistics
-from ..strategies.pool import PoolPlan
+from ..strategies import AnyPlan
 from .engine import Engine
 
-Plans = dict[Grid, Plan | PoolPlan | None]
-"""Plans that the blocks of one level share."""
+Plans = dict[Grid, tuple[AnyPlan | None, AnyPlan | None]]
+"""Plans that the blocks of one level share: of all tokens, and of keys and values."""
+
+
+def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int:
+    """How many times smaller than the latent a feature map may be to be merged.
+
+    Args:
+        config: the settings.
+        blocks_by_level: transformer blocks of a UNet by how many times smaller they work.
+    """
+    if config.max_downsample != "auto":
+        return config.max_downsample
+    if config.scope == "module":
+        return min(blocks_by_level)
+    # Whole blocks are worth merging where most of them are: in SDXL, one level deeper.
+    return min(blocks_by_level, key=lambda level: (-blocks_by_level[level], level))
 
 
 class MergedUNet:
@@ -107,7 +120,10 @@ class MergedUNet:
                 stack.begin()
                 exits.callback(stack.end)
                 for module, forward in stack.overrides():
-                    exits.enter_context(forward_override(module, forward))
+                    # The setter of modules takes its time, and SDXL has hundreds of these.
+                    attributes = vars(module)
+                    exits.callback(_restore_forward, attributes, attributes.get("forward"))
+                    attributes["forward"] = forward
             yield
 
     def in_words(self) -> str:
@@ -126,25 +142,20 @@ class MergedUNet:
                 statistics.planned(block.made_plan)
             if block.slots_used is not None:
                 statistics.merged(step, block.name, *block.slots_used)
+                if block.unweighted is not None:
+                    statistics.unweighted.add(block.unweighted)
                 if block.fell_back:
                     statistics.fell_back.add(block.name)
             elif block.reason is not None:
                 statistics.skipped(block.reason)
 
 
-@contextmanager
-def forward_override(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Let ``module`` run ``forward``; an override that other code put there comes back after."""
-    missing = object()
-    before = module.__dict__.get("forward", missing)
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is missing:
-            del module.forward
-        else:
-            module.forward = before
+def _restore_forward(attributes: dict[str, Any], before: Callable[..., Any] | None) -> None:
+    """Take an override off a module; one that other code put there before comes back."""
+    if before is None:
+        del attributes["forward"]
+    else:
+        attributes["forward"] = before
 
 
 class MergedStack:
@@ -166,7 +177,7 @@ class MergedStack:
     def __init__(self, name: str, module: nn.Module, unet: MergedUNet):
         self.module = module
         self.unet = unet
-        self.plan: Plan | PoolPlan | None = None
+        self.plan: AnyPlan | None = None
         self.tokens: Tensor | None = None
         self.merged: Tensor | None = None
         self.blocks = [
@@ -177,20 +188,21 @@ class MergedStack:
     def begin(self) -> None:
         """Forget what was noted of the last evaluation."""
         for block in self.blocks:
-            block.tokens = block.slots_used = block.made_plan = block.reason = None
+            block.tokens = block.slots_used = block.made_plan = None
+            block.reason = block.unweighted = None
             block.fell_back = False
 
     def end(self) -> None:
         """Let go of the tensors of an evaluation."""
         self.plan = self.tokens = self.merged = None
         for block in self.blocks:
-            block.plan = None
+            block.plan = block.keys_plan = block.outer_plan = None
 
     def overrides(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
         """Modules, and what each of them is to run instead of its ``forward``."""
         return [override for block in self.blocks for override in block.overrides()]
 
-    def enter(self, plan: Plan | PoolPlan, x: Tensor) -> Tensor:
+    def enter(self, plan: AnyPlan, x: Tensor) -> Tensor:
         """Merge what enters the first block."""
         self.plan, self.tokens, self.merged = plan, x, plan.merge(x)
         return self.merged
@@ -212,11 +224,14 @@ class MergedBlock:
         index: its place in the stack.
         module: the block.
         plan: the plan under which its modules run.
-        tokens: how many entered the block, merged by an earlier one or not.
+        keys_plan: the same for the keys and values of its self-attention.
+        outer_plan: the plan whose slots are the tokens that the block runs on as a whole.
         made_plan: whether it made the plan that it had, or had that of another block or step.
+        tokens: how many entered the block, merged by an earlier one or not.
         slots_used: tokens before and after, once anything of the block ran on merged tokens.
         reason: why the block ran on all its tokens.
         fell_back: whether only its modules ran on merged tokens though a wider scope was asked for.
+        unweighted: why merged keys weighed as one token each.
     """
 
     tokens_changed: str
@@ -232,9 +247,12 @@ class MergedBlock:
         self.name = name
         self.index = index
         self.stack = stack
-        self.plan: Plan | PoolPlan | None = None
-        self.tokens: int | None = None
+        self.plan: AnyPlan | None = None
+        self.keys_plan: AnyPlan | None = None
+        self.outer_plan: AnyPlan | None = None
         self.made_plan: bool | None = None
+        self.tokens: int | None = None
+        self.unweighted: str | None = None
         self.slots_used: tuple[int, int] | None = None
         self.reason: str | None = None
         self.fell_back = False
@@ -244,14 +262,12 @@ class MergedBlock:
         """The block and its modules, and what each of them is to run instead of its ``forward``."""
         config, block = self.stack.unet.config, self.module
         overrides = [(block, self._run_block(block.forward))]
-        if config.merge_attn:
-            attention = block.attn1.forward
-            if self.attends_to_text(block):
-                attend = on_merged
-            else:
-                attention = self.self_attention(attention)
-                attend = partial(self_attention_on_merged, attn_tokens=config.attn_tokens)
-            overrides.append((block.attn1, self._run_module(attention, attend)))
+        if self.attends_to_text(block):
+            if config.merge_attn:
+                overrides.append((block.attn1, self._run_module(block.attn1.forward, on_merged)))
+        elif config.merge_attn or config.scope != "module":
+            attention = self.self_attention(block.attn1.forward)
+            overrides.append((block.attn1, self._run_self_attention(attention)))
         if config.merge_crossattn and block.attn2 is not None:
             overrides.append((block.attn2, self._run_module(block.attn2.forward, on_merged)))
         if config.merge_mlp:
@@ -263,7 +279,10 @@ class MergedBlock:
         raise NotImplementedError
 
     def self_attention(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``."""
+        """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``.
+
+        A host whose attention has one source of keys and values takes the one for values.
+        """
         return forward
 
     def grids(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Grid, Grid] | None:
@@ -281,17 +300,33 @@ class MergedBlock:
         """Whether a module of the block is called with a mask over its tokens."""
         raise NotImplementedError
 
+    def weigh_keys(self, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
+        """The keyword arguments of a self-attention that add ``log_sizes`` to its logits.
+
+        Where the host's attention cannot, they are those given, and ``unweighted`` says why.
+
+        Args:
+            kwargs: the keyword arguments otherwise.
+            log_sizes: ``[batch, keys]`` of the dtype of the tokens.
+        """
+        self.unweighted = "this host has no way to weigh them"
+        return kwargs
+
+    def _weigh(self, plan: AnyPlan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        log_sizes = plan.log_sizes
+        return kwargs if log_sizes is None else self.weigh_keys(kwargs, log_sizes.to(x.dtype))
+
     def _run_block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         config, stack = self.stack.unet.config, self.stack
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            self.plan = None
+            self.plan = self.keys_plan = self.outer_plan = None
             self.tokens = x.shape[1]
             if stack.plan is None:
-                plan = self._plan_for(x, *args, **kwargs)
+                plan, keys_plan = self._plans_for(x, *args, **kwargs)
                 self.fell_back = config.scope != "module" and self.needs_all_tokens(*args, **kwargs)
                 if plan is None or config.scope == "module" or self.fell_back:
-                    self.plan = plan
+                    self.plan, self.keys_plan = plan, keys_plan
                     return forward(x, *args, **kwargs)
                 first_of_stack = (
                     config.scope == "stack"
@@ -301,9 +336,13 @@ class MergedBlock:
                 )
                 if not first_of_stack:
                     self.slots_used = (x.shape[1], plan.slot_count)
+                    self.outer_plan = plan
                     return change_on_merged(forward, plan, x, *args, **kwargs)
                 x = stack.enter(plan, x)
+            else:
+                self.made_plan = False
             self.slots_used = (stack.tokens.shape[1], stack.plan.slot_count)
+            self.outer_plan = stack.plan
             y = forward(x, *args, **kwargs)
             return stack.leave(y) if self is stack.blocks[-1] else y
 
@@ -324,27 +363,54 @@ class MergedBlock:
 
         return module_forward
 
-    def _plan_for(self, x: Tensor, *args: Any, **kwargs: Any) -> Plan | PoolPlan | None:
-        """The plan of this block, None where it is not to merge.
+    def _run_self_attention(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        config = self.stack.unet.config
+        proportional = config.proportional_attn
+        weigh = self._weigh if proportional else None
+        merges_queries, merges_keys = "q" in config.attn_tokens, "k,v" in config.attn_tokens
+
+        def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if self.outer_plan is not None:
+                if proportional:
+                    kwargs = self._weigh(self.outer_plan, x, kwargs)
+                return forward(x, *args, **kwargs)
+            queries = self.plan if config.merge_attn and merges_queries else None
+            keys = self.keys_plan if config.merge_attn and merges_keys else None
+            plan = keys if queries is None else queries
+            if plan is None:
+                return forward(x, *args, **kwargs)
+            if self.is_masked(kwargs) or not plan.fits(x):
+                self.reason = self.attention_masked
+                return forward(x, *args, **kwargs)
+            self.slots_used = (x.shape[1], plan.slot_count)
+            return self_attention_on_merged(forward, queries, keys, x, *args, weigh=weigh, **kwargs)
+
+        return attention_forward
+
+    def _plans_for(
+        self, x: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[AnyPlan | None, AnyPlan | None]:
+        """The plans of this block, of all tokens and of keys, None where it is not to merge.
 
         The reason is noted, but for a block of another level: that is as the settings say.
         """
         grids = self.grids(x, *args, **kwargs)
         if grids is None:
             self.reason = self.tokens_changed
-            return None
+            return None, None
         grid, latent = grids
         unet = self.stack.unet
         config = unet.config
         if not grid.is_within(latent, unet.max_downsample):
-            return None
+            return None, None
         least = unet.engine.least_tokens
         if grid.tokens < least:
             automatic = "" if config.min_tokens else ", which is where it pays here (min_tokens=0)"
             self.reason = f"{grid.tokens} tokens are fewer than {least}{automatic}"
-            return None
-        plan = self._shared_plan(x, grid)
-        if plan is None:
+            return None, None
+        plans = self._shared_plans(x, grid)
+        if plans == (None, None):
+            self.made_plan = None
             self.reason = unet.why_no_plan(grid)
         elif config.scope == "module" and not (
             config.merge_attn or config.merge_crossattn or config.merge_mlp
@@ -352,18 +418,23 @@ class MergedBlock:
             self.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
         else:
             self.reason = self.attention_replaced
-        return plan
+        return plans
 
-    def _shared_plan(self, x: Tensor, grid: Grid) -> Plan | PoolPlan | None:
+    def _shared_plans(self, x: Tensor, grid: Grid) -> tuple[AnyPlan | None, AnyPlan | None]:
         unet = self.stack.unet
-        strategy = unet.engine.strategy
         if unet.plans is None:
-            plan = strategy.plan(x, grid)
-            self.made_plan = None if plan is None else True
-            return plan
-        kept = unet.plans.get(grid)
-        makes = grid not in unet.plans or (kept is not None and not kept.fits(x))
-        if makes:
-            unet.plans[grid] = strategy.plan(x, grid)
-        self.made_plan = None if unet.plans[grid] is None else makes
+            return self._make_plans(x, grid)
+        kept = unet.plans.get(grid, ())
+        if grid in unet.plans and all(plan is None or plan.fits(x) for plan in kept):
+            self.made_plan = False
+        else:
+            unet.plans[grid] = self._make_plans(x, grid)
         return unet.plans[grid]
+
+    def _make_plans(self, x: Tensor, grid: Grid) -> tuple[AnyPlan | None, AnyPlan | None]:
+        strategy, config = self.stack.unet.engine.strategy, self.stack.unet.config
+        self.made_plan = True
+        if config.kv_ratio >= 0 and config.scope == "module":
+            return strategy.plans(x, grid)
+        plan = strategy.plan(x, grid)
+        return plan, plan

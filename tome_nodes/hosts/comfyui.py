@@ -29,7 +29,8 @@ from ..recording import Recorder, Recording
 from ..schedule import NoiseRange, ratio_at, step_index
 from ..statistics import RunStatistics, settings_in_words
 from ..strategies import Strategy, make_strategy
-from .blocks import MergedBlock, MergedStack, MergedUNet, forward_override
+from .attention import weigh_attention
+from .blocks import MergedBlock, MergedStack, MergedUNet, deepest_level
 from .engine import Engine, make_engine
 
 KEY = "tome_nodes"
@@ -87,7 +88,7 @@ def attach(
             "has none"
         )
     clone = detach(model)
-    if max(config.ratio, config.ratio_end) > 0:
+    if not config.merges_nothing:
         attachment = _Attachment(config, make_strategy, levels, on_step)
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
@@ -170,15 +171,7 @@ class _Attachment:
         self.records = False
         self.last_run: LastRun | None = None
         self.shallowest = min(blocks_by_level)
-        if config.max_downsample != "auto":
-            self.max_downsample = config.max_downsample
-        elif config.scope == "module":
-            self.max_downsample = self.shallowest
-        else:
-            # Whole blocks are worth merging where most of them are: in SDXL, one level deeper.
-            self.max_downsample = min(
-                blocks_by_level, key=lambda level: (-blocks_by_level[level], level)
-            )
+        self.max_downsample = deepest_level(config, blocks_by_level)
 
     def merged(self, diffusion_model: nn.Module) -> MergedUNet:
         """The overrides for a UNet, which may be a deep clone of the one attached to."""
@@ -278,7 +271,7 @@ class _Run:
         """Around what is to be recorded of an evaluation."""
         if self._recorder is None:
             return nullcontext()
-        return self._recorder.evaluation(step, unet.blocks, forward_override)
+        return self._recorder.evaluation(step, unet.blocks)
 
     def _tell(self, step: int, words: str) -> None:
         """Tell whoever follows the run what happened in a step, once."""
@@ -324,6 +317,10 @@ class _Run:
             words += engine.in_words()
             if statistics.fell_back:
                 words.append(f"module scope in {len(statistics.fell_back)} that other nodes patch")
+            words += [
+                f"merged keys weigh as one token ({reason})"
+                for reason in sorted(statistics.unweighted)
+            ]
             log.info("[ToMe] %s", ", ".join(words))
         elif statistics.total_steps:
             log.warning("[ToMe] nothing merged: %s", self._obstacle())
@@ -407,6 +404,15 @@ class _Block(MergedBlock):
 
     def is_masked(self, kwargs: dict[str, Any]) -> bool:
         return kwargs.get("mask") is not None
+
+    def weigh_keys(self, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
+        self.unweighted = "another node replaces the attention function"
+        options = kwargs.get("transformer_options") or {}
+        weighed = weigh_attention(options, log_sizes, self._note_unweighted)
+        return kwargs | {"transformer_options": weighed}
+
+    def _note_unweighted(self, reason: str | None) -> None:
+        self.unweighted = reason
 
 
 class _Stack(MergedStack):

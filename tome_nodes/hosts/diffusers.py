@@ -1,13 +1,14 @@
 """Find what to merge in a UNet of the diffusers library."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from diffusers import Transformer2DModel, UNet2DConditionModel
-from torch import nn
+from torch import Tensor, nn
 
-from .hooked import Attachment, HookedBlock, HookedStack
+from .hooked import RECOMPUTED, Attachment, HookedBlock, HookedStack
 
 
 class DiffusersBlock(HookedBlock):
@@ -19,6 +20,9 @@ class DiffusersBlock(HookedBlock):
 
     def attends_to_text(self, block: nn.Module) -> bool:
         return block.only_cross_attention
+
+    def weigh_keys(self, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
+        return kwargs | {"attention_mask": log_sizes[:, None]}
 
     def needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the feed-forward runs in chunks of a set size, or the attention is masked."""
@@ -44,16 +48,22 @@ class DiffusersAttachment(Attachment):
                 yield name, module
 
     @staticmethod
-    def levels(unet: nn.Module) -> Iterator[int]:
-        blocks = [*enumerate(unet.down_blocks), (len(unet.down_blocks) - 1, unet.mid_block)]
-        for level, block in blocks:
-            for module in () if block is None else block.modules():
+    def blocks_by_level(unet: nn.Module) -> Counter[int]:
+        blocks: Counter[int] = Counter()
+        way_down = [*enumerate(unet.down_blocks), (len(unet.down_blocks) - 1, unet.mid_block)]
+        for level, part in way_down:
+            for module in () if part is None else part.modules():
                 if isinstance(module, Transformer2DModel):
-                    yield 2**level
+                    blocks[2**level] += len(module.transformer_blocks)
+        return blocks
 
-    @staticmethod
-    def recomputes(unet: nn.Module) -> bool:
-        return torch.is_grad_enabled() and unet.is_gradient_checkpointing
+    def obstacle(self, unet: nn.Module) -> str | None:
+        if torch.is_grad_enabled() and unet.is_gradient_checkpointing:
+            return RECOMPUTED
+        fused = any(getattr(module, "fused_projections", False) for module in unet.modules())
+        if fused and (self.config.attn_tokens != "q,k,v" or self.config.kv_ratio >= 0):
+            return "fused projections need attn_tokens=q,k,v and kv_ratio=-1"
+        return None
 
 
 def find_unet(model: object) -> tuple[UNet2DConditionModel, int | None] | None:

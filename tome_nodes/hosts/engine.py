@@ -72,7 +72,8 @@ def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dty
         strategy.start_step(torch.zeros((), dtype=torch.int64, device=device), 0.5)
         features = torch.ones(1, grid.tokens, 8, dtype=dtype, device=device)
         plan = strategy.plan(features, grid)
-        merged = plan.merge(features)
+        merged, *_ = plan.merge_qkv(features)
+        plan.merge(features)
         plan.unmerge(merged)
         plan.add_change(features, merged, merged)
     except torch.OutOfMemoryError:

@@ -11,7 +11,7 @@ import inspect
 import logging
 import math
 import struct
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,13 +24,16 @@ from ..picks import step_key
 from ..schedule import NoiseRange, ratio_at
 from ..statistics import RunStatistics, settings_in_words
 from ..strategies import Strategy, make_strategy
-from .blocks import MergedBlock, MergedStack, MergedUNet
+from .blocks import MergedBlock, MergedStack, MergedUNet, deepest_level
 from .engine import Engine, make_engine
 
 log = logging.getLogger("tome_nodes")
 
 # Calls at one timestep whose plans are kept for the next step; pipelines that tile make many.
 _CALLS_KEPT = 64
+
+RECOMPUTED = "gradient checkpointing runs the transformer blocks again outside of the UNet's call"
+"""The obstacle that a model may be to compute gradients by running blocks a second time."""
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -84,8 +87,9 @@ class HookedBlock(MergedBlock):
         def attention(
             x: Tensor, context: Tensor | None = None, value: Tensor | None = None, **kwargs: Any
         ) -> Tensor:
-            if context is not None and context is not x:
-                kwargs[name] = context
+            source = context if value is None else value
+            if source is not None and source is not x:
+                kwargs[name] = source
             return forward(x, **kwargs)
 
         return attention
@@ -120,7 +124,7 @@ class Attachment:
         make_strategy: Callable[[ToMeConfig], Strategy] = make_strategy,
     ):
         self._settings = (config, timesteps, make_strategy)
-        self._config = config
+        self.config = config
         self._make_strategy = make_strategy
         self._timesteps = timesteps
         self._merged: HookedUNet | None = None
@@ -142,13 +146,12 @@ class Attachment:
         raise NotImplementedError
 
     @staticmethod
-    def levels(unet: nn.Module) -> Iterable[int]:
-        """How many times smaller than the latent each of them works, but for the way up."""
+    def blocks_by_level(unet: nn.Module) -> Mapping[int, int]:
+        """Transformer blocks, but for the way up, by how much smaller than the latent they work."""
         raise NotImplementedError
 
-    @staticmethod
-    def recomputes(unet: nn.Module) -> bool:
-        """Whether blocks will run a second time, after the call, to compute gradients."""
+    def obstacle(self, unet: nn.Module) -> str | None:
+        """Why tokens cannot be merged in the UNet as it is now, None if they can."""
         raise NotImplementedError
 
     def attach(self, unet: nn.Module) -> None:
@@ -159,7 +162,7 @@ class Attachment:
         """
         self._merged = self._blocks_of(unet)
         detach(unet)
-        if max(self._config.ratio, self._config.ratio_end) > 0:
+        if not self.config.merges_nothing:
             unet.register_forward_pre_hook(self.before_call, with_kwargs=True)
             unet.register_forward_hook(self.after_call, always_call=True)
 
@@ -187,7 +190,7 @@ class Attachment:
         self._begin_step(timestep, device, engine)
         self._merged.latent = Grid(*sample.shape[-2:])
         self._shape = sample.shape
-        if self._config.reuse_steps == 0:
+        if self.config.reuse_steps == 0:
             self._merged.plans = None
         elif self._call < _CALLS_KEPT:
             self._merged.plans = self._merged.plans_for(self._step, (self._call, sample.shape))
@@ -210,20 +213,15 @@ class Attachment:
         self._shape = None
 
     def _blocks_of(self, unet: nn.Module) -> HookedUNet:
-        levels = list(self.levels(unet))
+        levels = self.blocks_by_level(unet)
         if not levels:
             raise TypeError(
                 f"token merging needs a model with transformer blocks, and this "
                 f"{type(unet).__name__} has none"
             )
         self._shallowest = min(levels)
-        limit = self._config.max_downsample
-        return HookedUNet(
-            self._config,
-            self._shallowest if limit == "auto" else limit,
-            self.stack_class,
-            self.transformers(unet),
-        )
+        deepest = deepest_level(self.config, levels)
+        return HookedUNet(self.config, deepest, self.stack_class, self.transformers(unet))
 
     def _follow(self, timestep: float) -> None:
         """Count the steps of a run, and the calls of a step."""
@@ -239,7 +237,7 @@ class Attachment:
 
     def _active_range(self) -> NoiseRange:
         """The timesteps between ``start_percent`` and ``end_percent``; 0 and 1 leave none out."""
-        start, end = self._config.start_percent, self._config.end_percent
+        start, end = self.config.start_percent, self.config.end_percent
         noisiest = self._timesteps - 1
         return NoiseRange(
             math.inf if start == 0 else (1 - start) * noisiest,
@@ -249,21 +247,21 @@ class Attachment:
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         key = device, dtype
         if key not in self._engines:
-            self._engines[key] = make_engine(self._config, self._make_strategy, device, dtype)
+            self._engines[key] = make_engine(self.config, self._make_strategy, device, dtype)
         return self._engines[key]
 
     def _obstacle(self, unet: nn.Module, device: torch.device, engine: Engine) -> str | None:
         """Why tokens cannot be merged in this call."""
-        if self.recomputes(unet):
-            return "gradient checkpointing runs the transformer blocks again outside of the UNet"
+        if (obstacle := self.obstacle(unet)) is not None:
+            return obstacle
         return None if engine.lacks is None else f"the device {device} cannot do it: {engine.lacks}"
 
     def _begin_step(self, timestep: float, device: torch.device, engine: Engine) -> None:
         (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
-        key = torch.full((), step_key(self._config.seed, bits), dtype=torch.int64, device=device)
+        key = torch.full((), step_key(self.config.seed, bits), dtype=torch.int64, device=device)
         noisiest = self._timesteps - 1
         progress = noisiest - min(max(timestep, 0), noisiest)
-        ratio = ratio_at(self._config, progress, self._timesteps)
+        ratio = ratio_at(self.config, progress, self._timesteps)
         self._merged.start_step(engine, key, ratio)
 
     def _tell(self, statistics: RunStatistics) -> None:
@@ -271,14 +269,19 @@ class Attachment:
         if statistics.merged_anything:
             if self._shape not in self._told:
                 self._told.add(self._shape)
-                words = [statistics.merged_blocks(), *settings_in_words(self._config)]
+                words = [statistics.merged_blocks(), *settings_in_words(self.config)]
+                words += self._merged.engine.in_words()
                 if statistics.fell_back:
                     words.append(f"module scope in {len(statistics.fell_back)}")
+                words += [
+                    f"merged keys weigh as one token ({reason})"
+                    for reason in sorted(statistics.unweighted)
+                ]
                 log.info("[ToMe] %s", ", ".join(words))
         else:
             self._warn(
                 statistics.most_common_reason
-                or f"max_downsample={self._config.max_downsample} leaves out every transformer "
+                or f"max_downsample={self.config.max_downsample} leaves out every transformer "
                 f"block: this model's begin at {self._shallowest}; set it to auto"
             )
 

@@ -4,13 +4,14 @@ Their modules are known by their shape, not their class, since each code base ca
 a spatial transformer holds ``transformer_blocks``, and these ``attn1``, ``attn2`` and ``ff``.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from .hooked import Attachment, HookedBlock, HookedStack
+from .hooked import RECOMPUTED, Attachment, HookedBlock, HookedStack
 
 
 class LdmBlock(HookedBlock):
@@ -50,21 +51,23 @@ class LdmAttachment(Attachment):
                 yield name, module
 
     @staticmethod
-    def levels(unet: nn.Module) -> Iterator[int]:
+    def blocks_by_level(unet: nn.Module) -> Counter[int]:
+        blocks: Counter[int] = Counter()
         downsample = 1
-        for layer in (
-            layer for block in [*unet.input_blocks, unet.middle_block] for layer in block
-        ):
-            if _is_transformer(layer):
-                yield downsample
-            elif type(layer).__name__ == "Downsample" or getattr(layer, "updown", False):
-                downsample *= 2
+        for part in [*unet.input_blocks, unet.middle_block or ()]:
+            for layer in part:
+                if _is_transformer(layer):
+                    blocks[downsample] += len(layer.transformer_blocks)
+                elif type(layer).__name__ == "Downsample" or getattr(layer, "updown", False):
+                    downsample *= 2
+        return blocks
 
-    @staticmethod
-    def recomputes(unet: nn.Module) -> bool:
-        return torch.is_grad_enabled() and any(
+    def obstacle(self, unet: nn.Module) -> str | None:
+        if torch.is_grad_enabled() and any(
             getattr(module, "checkpoint", False) for module in unet.modules()
-        )
+        ):
+            return RECOMPUTED
+        return None
 
 
 def find_unet(model: object) -> tuple[nn.Module, int | None] | None:

@@ -14,6 +14,8 @@ from .cluster import ClusterStrategy
 from .pool import PoolPlan, PoolStrategy
 from .window import WindowStrategy
 
+AnyPlan = Plan | PoolPlan
+
 
 class Strategy(Protocol):
     """Groups tokens; made anew for each model in each sampling run."""
@@ -21,8 +23,14 @@ class Strategy(Protocol):
     def start_step(self, key: Tensor, ratio: float) -> None:
         """Begin an evaluation at ``ratio``, its random picks keyed by a scalar int64 tensor."""
 
-    def plan(self, features: Tensor, grid: Grid) -> Plan | PoolPlan | None:
+    def plan(self, features: Tensor, grid: Grid) -> AnyPlan | None:
         """A plan for ``[batch, tokens, channels]`` features, None where nothing would merge."""
+
+    def plans(self, features: Tensor, grid: Grid) -> tuple[AnyPlan | None, AnyPlan | None]:
+        """Plans at the ratio of the step and at ``kv_ratio``, from one matching.
+
+        Asked for where ``kv_ratio`` is not -1.
+        """
 
 
 STRATEGIES: Mapping[str, Callable[[ToMeConfig], Strategy]] = MappingProxyType(

@@ -22,7 +22,7 @@ class BipartiteStrategy(CellStrategy):
         """See :func:`split_tokens`."""
         return split_tokens(grid, self.config.sy, self.config.sx, picks)
 
-    def match(self, features: Tensor, grid: Grid, merges: int) -> Plan:
+    def match(self, features: Tensor, grid: Grid, merges: list[int]) -> list[Plan | None]:
         """See :func:`match`."""
         return match(features, *self.split_of(grid), merges, self.ops)
 
@@ -49,27 +49,35 @@ def split_tokens(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, T
 
 @torch.no_grad()
 def match(
-    features: Tensor, src: Tensor, dst: Tensor, merges: int, ops: ModuleType = reference
-) -> Plan:
-    """Merge the ``merges`` src tokens that are most alike to their best dst into it.
+    features: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    merges: list[int],
+    ops: ModuleType = reference,
+) -> list[Plan]:
+    """Merge the src tokens that are most alike to their best dst into it.
 
     Args:
         features: ``[batch, tokens, channels]``, compared by cosine similarity.
         src: token indices, int64; none of them in ``dst``.
         dst: token indices, int64, at least one.
-        merges: how many src tokens of each sample merge, at most ``len(src)``.
-        ops: what the plan merges and unmerges with.
+        merges: for each plan, how many src tokens of each sample merge, at most ``len(src)``.
+        ops: what the plans merge and unmerge with.
 
     Returns:
-        A plan of ``tokens - merges`` slots.
+        Plans of ``tokens - merges`` slots; what merges in one merges in those that merge more.
     """
     batch, tokens, _ = features.shape
     directions = F.normalize(features, dim=-1)
     similarity, nearest = _nearest(directions.index_select(1, src), directions.index_select(1, dst))
-    merged = similarity.topk(merges, dim=1, sorted=False).indices
-    owners = torch.arange(tokens, device=features.device).repeat(batch, 1)
-    owners.scatter_(1, src[merged], dst[nearest.gather(1, merged)])
-    return Plan.from_owners(owners, tokens - merges, ops)
+    best = similarity.topk(max(merges), dim=1, sorted=len(merges) > 1).indices
+    plans = []
+    for count in merges:
+        merged = best[:, :count]
+        owners = torch.arange(tokens, device=features.device).repeat(batch, 1)
+        owners.scatter_(1, src[merged], dst[nearest.gather(1, merged)])
+        plans.append(Plan.from_owners(owners, tokens - count, ops))
+    return plans
 
 
 def _nearest(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,15 +32,30 @@ class CellStrategy:
 
     def plan(self, features: Tensor, grid: Grid) -> Plan | None:
         """A plan for ``[batch, tokens, channels]`` features, or None where no token would merge."""
-        config = self.config
-        cells = grid.cells(config.sy, config.sx)
-        merges = min(int(grid.tokens * self._ratio), grid.tokens - cells.tokens)
-        if merges == 0 or cells.tokens == 0:
-            return None
-        return self.match(features, grid, merges)
+        return self._plans(features, grid, self._ratio)[0]
 
-    def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
-        """The plan that merges ``merges`` src tokens, None where it comes to nothing."""
+    def plans(self, features: Tensor, grid: Grid) -> tuple[Plan | None, Plan | None]:
+        """Plans at the ratio of the step and at ``kv_ratio``, from one matching.
+
+        Src tokens that merge under the smaller ratio merge into the same dst under the other.
+        """
+        queries, keys = self._plans(features, grid, self._ratio, self.config.kv_ratio)
+        return queries, keys
+
+    def _plans(self, features: Tensor, grid: Grid, *ratios: float) -> list[Plan | None]:
+        cells = grid.cells(self.config.sy, self.config.sx)
+        if cells.tokens == 0:
+            return [None] * len(ratios)
+        most = grid.tokens - cells.tokens
+        merges = [min(int(grid.tokens * ratio), most) for ratio in ratios]
+        distinct = sorted(set(merges) - {0})
+        if not distinct:
+            return [None] * len(ratios)
+        made = dict(zip(distinct, self.match(features, grid, distinct), strict=True))
+        return [made.get(count) for count in merges]
+
+    def match(self, features: Tensor, grid: Grid, merges: list[int]) -> list[Plan | None]:
+        """Plans that merge so many src tokens, None where it comes to nothing."""
         raise NotImplementedError
 
     def split(self, grid: Grid, picks: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,14 @@ class ClusterStrategy:
 
     def plan(self, features: Tensor, grid: Grid) -> Plan | None:
         """A plan for ``[batch, tokens, channels]`` features, or None where no token would merge."""
-        slots = grid.tokens - int(grid.tokens * self._ratio)
+        return self._plan(features, grid, self._ratio)
+
+    def plans(self, features: Tensor, grid: Grid) -> tuple[Plan | None, Plan | None]:
+        """Plans at ``ratio`` and at ``kv_ratio``."""
+        return self.plan(features, grid), self._plan(features, grid, self.config.kv_ratio)
+
+    def _plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
+        slots = grid.tokens - int(grid.tokens * ratio)
         return cluster(features, slots, self.ops) if slots < grid.tokens else None
 
 

@@ -6,11 +6,15 @@ indices: merging is a mean over the cells of an image, unmerging a repetition.
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import ToMeConfig
 from ..grid import Grid
+
+NEAREST_SHARE = 0.75
+"""Share of one token in pooled keys and values; `benchmarks/FIDELITY.md` has what others gave."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class PoolPlan:
     width: int
     sy: int
     sx: int
+    device: torch.device
 
     @property
     def slot_count(self) -> int:
@@ -35,6 +40,20 @@ class PoolPlan:
     def _cells(self) -> tuple[int, int]:
         return -(-self.height // self.sy), -(-self.width // self.sx)
 
+    @property
+    def log_sizes(self) -> Tensor | None:
+        """The logarithm of how many tokens each slot holds, None where all hold as many.
+
+        ``[batch, slots]`` float32.
+        """
+        if self.height % self.sy == 0 and self.width % self.sx == 0:
+            return None
+        ones = torch.ones(1, 1, self.height, self.width, device=self.device)
+        whole = F.avg_pool2d(
+            ones, (self.sy, self.sx), ceil_mode=True, count_include_pad=False, divisor_override=1
+        )
+        return whole.log().flatten(1).expand(self.batch, -1)
+
     def fits(self, x: Tensor) -> bool:
         """Whether ``x`` is ``[batch, tokens, channels]`` of the plan's batch and tokens."""
         return x.ndim == 3 and x.shape[:2] == (self.batch, self.height * self.width)
@@ -44,6 +63,19 @@ class PoolPlan:
         image = x.mT.unflatten(2, (self.height, self.width))
         cells = F.avg_pool2d(image, (self.sy, self.sx), ceil_mode=True, count_include_pad=False)
         return cells.flatten(2).mT
+
+    def merge_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What queries, keys and values are made of: means, leaning on one token but for queries.
+
+        The top left token of a cell is as sharp as all are, and the mean knows them all (BiGain,
+        CVPR 2026).
+
+        ``[batch, tokens, channels]`` to three ``[batch, slots, channels]``.
+        """
+        means = self.merge(x)
+        nearest = x.unflatten(1, (self.height, self.width))[:, :: self.sy, :: self.sx]
+        blend = means.lerp(nearest.flatten(1, 2), NEAREST_SHARE)
+        return means, blend, blend
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Each token's cell: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""
@@ -59,7 +91,7 @@ class PoolPlan:
 
 
 class PoolStrategy:
-    """Merges whole cells; ``ratio`` only says whether to, since a cell has but one mean."""
+    """Merges whole cells; a ratio only says whether to, since a cell has but one mean."""
 
     def __init__(self, config: ToMeConfig):
         self.config = config
@@ -71,7 +103,14 @@ class PoolStrategy:
 
     def plan(self, features: Tensor, grid: Grid) -> PoolPlan | None:
         """A plan for ``[batch, tokens, channels]`` features, or None where no token would merge."""
-        if self._ratio == 0:
-            return None
-        plan = PoolPlan(len(features), grid.height, grid.width, self.config.sy, self.config.sx)
+        return self._plan(features, grid) if self._ratio else None
+
+    def plans(self, features: Tensor, grid: Grid) -> tuple[PoolPlan | None, PoolPlan | None]:
+        """Plans at the ratio of the step and at ``kv_ratio``."""
+        keys = self._plan(features, grid) if self.config.kv_ratio else None
+        return self.plan(features, grid), keys
+
+    def _plan(self, features: Tensor, grid: Grid) -> PoolPlan | None:
+        cell = self.config.sy, self.config.sx
+        plan = PoolPlan(len(features), grid.height, grid.width, *cell, features.device)
         return plan if plan.slot_count < grid.tokens else None

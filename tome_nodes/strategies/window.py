@@ -26,22 +26,32 @@ class WindowStrategy(CellStrategy):
         """See :func:`split_windows`."""
         return split_windows(grid, self.config.sy, self.config.sx, picks)
 
-    def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
+    def match(self, features: Tensor, grid: Grid, merges: list[int]) -> list[Plan | None]:
         """See :func:`match_windows`; the merges are shared out evenly, rounded to the nearest."""
         sy, sx = self.config.sy, self.config.sx
         high, wide = window_cells(grid, sy, sx)
         cells = grid.cells(sy, sx)
         windows = (cells.height // high) * (cells.width // wide)
-        quota = min(high * wide * (sy * sx - 1), (merges + windows // 2) // windows)
-        if quota == 0:
-            return None
+        most = high * wide * (sy * sx - 1)
+        quotas = [min(most, (count + windows // 2) // windows) for count in merges]
+        distinct = sorted(set(quotas) - {0})
+        if not distinct:
+            return [None] * len(quotas)
         if self.config.backend == "triton":
             key = self.key if self.config.use_rand else None
-            parts = self.ops.match_windows(
-                features, key, grid.height, grid.width, sy, sx, high, wide, quota
-            )
-            return Plan(*parts, grid.tokens - windows * quota, self.ops)
-        return match_windows(features, *self.split_of(grid), quota)
+            shape = (grid.height, grid.width, sy, sx, high, wide)
+            plans = [
+                Plan(
+                    *self.ops.match_windows(features, key, *shape, quota),
+                    grid.tokens - windows * quota,
+                    self.ops,
+                )
+                for quota in distinct
+            ]
+        else:
+            plans = match_windows(features, *self.split_of(grid), distinct)
+        made = dict(zip(distinct, plans, strict=True))
+        return [made.get(quota) for quota in quotas]
 
 
 def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,20 +99,22 @@ def _cells_along(cells: int, side: int) -> int:
 
 
 @torch.no_grad()
-def match_windows(features: Tensor, src: Tensor, dst: Tensor, quota: int) -> Plan:
-    """In each window, merge the ``quota`` src tokens that are most alike to their best dst into it.
+def match_windows(features: Tensor, src: Tensor, dst: Tensor, quotas: list[int]) -> list[Plan]:
+    """In each window, merge the src tokens that are most alike to their best dst into it.
 
     Args:
         features: ``[batch, tokens, channels]``, compared by cosine similarity.
         src: ``[windows, candidates]`` token indices, int64.
         dst: ``[windows, kept]`` token indices, int64.
-        quota: merges in each window, from 1 to ``candidates``.
+        quotas: for each plan, the merges in each window, from 1 to ``candidates``.
 
     Returns:
-        A plan of ``tokens - windows * quota`` slots.
+        Plans of ``tokens - windows * quota`` slots; what merges in one merges in those that merge
+        more.
     """
     batch, tokens, channels = features.shape
-    owners = torch.arange(tokens, device=features.device).repeat(batch, 1)
+    itself = torch.arange(tokens, device=features.device)
+    owners = [itself.repeat(batch, 1) for _ in quotas]
     at_once = len(src)
     if features.device.type == "cpu":
         at_once = max(1, _CPU_FEATURES_AT_ONCE // (batch * channels * src.shape[1]))
@@ -112,11 +124,16 @@ def match_windows(features: Tensor, src: Tensor, dst: Tensor, quota: int) -> Pla
             for own in (own_src, own_dst)
         )
         similarity, nearest = (queries @ keys.mT).max(dim=3)
-        merged = similarity.topk(quota, dim=2, sorted=False).indices
-        chosen = nearest.gather(2, merged)
-        owners.scatter_(
-            1,
-            own_src.expand(batch, -1, -1).gather(2, merged).flatten(1),
-            own_dst.expand(batch, -1, -1).gather(2, chosen).flatten(1),
-        )
-    return Plan.from_owners(owners, tokens - len(src) * quota)
+        best = similarity.topk(max(quotas), dim=2, sorted=len(quotas) > 1).indices
+        for own_owners, quota in zip(owners, quotas, strict=True):
+            merged = best[:, :, :quota]
+            chosen = nearest.gather(2, merged)
+            own_owners.scatter_(
+                1,
+                own_src.expand(batch, -1, -1).gather(2, merged).flatten(1),
+                own_dst.expand(batch, -1, -1).gather(2, chosen).flatten(1),
+            )
+    return [
+        Plan.from_owners(own, tokens - len(src) * quota)
+        for own, quota in zip(owners, quotas, strict=True)
+    ]

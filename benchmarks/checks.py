@@ -1,0 +1,117 @@
+"""What a method has to show before it is timed."""
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from benchmarks.measure import Launches, Subject, merged_blocks
+from benchmarks.methods import HostMethod, Method
+from tome_nodes.grid import Grid
+from tome_nodes.hosts.engine import make_engine
+
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Relative error that the order of the sums may cause through a whole model, by precision."""
+
+PLAN_GRID = Grid(32, 48)
+FARTHEST = 1.5
+"""How much farther from the unpatched model than its ideal, which drops tokens blindly, a method
+may be."""
+
+
+class WrongOutput(ValueError):
+    """A method does not compute what it should."""
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of ``expected``; raises where that is no number."""
+    if actual.shape != expected.shape:
+        raise WrongOutput(f"its output is {tuple(actual.shape)}, not {tuple(expected.shape)}")
+    if not actual.isfinite().all():
+        raise WrongOutput("its output is not finite")
+    expected = expected.float()
+    return ((actual.float() - expected).norm() / expected.norm()).item()
+
+
+def check_wiring(method: Method, subject: Subject, expected: Tensor) -> None:
+    """The method, its plans replaced by ones that lose nothing, must compute what the model does.
+
+    For our host those are shuffles of the tokens; ComfyUI's nodes get settings that change nothing.
+    """
+    with merged_blocks() as blocks:
+        (actual,) = subject.run(method.lossless(subject.model), _nothing())
+    if isinstance(method, HostMethod) and not blocks:
+        raise WrongOutput("it merged no block of a small picture")
+    error = difference(actual, expected)
+    allowed = TOLERANCES[subject.model.model.get_dtype_inference()]
+    if error > allowed:
+        raise WrongOutput(
+            f"with plans that lose nothing it differs from the unpatched model by {error:.2g}; "
+            f"allowed: {allowed:.2g}"
+        )
+
+
+@torch.no_grad()
+def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> None:
+    """A plan must be a partition of the tokens, merge their means and copy them back."""
+    config, grid = method.always().config, PLAN_GRID
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(2, grid.tokens, 64, generator=generator).to(device, dtype)
+    engine = make_engine(config, method.make_strategy, device, dtype)
+    if engine.lacks is not None:
+        raise WrongOutput(f"the device cannot run it: {engine.lacks}")
+    if config.backend not in ("auto", engine.backend):
+        raise WrongOutput(f"it cannot run on {config.backend}: {engine.no_triton}")
+    strategy = engine.strategy
+    strategy.start_step(torch.zeros((), dtype=torch.int64, device=device), config.ratio)
+    plan = strategy.plan(features, grid)
+    if plan is None:
+        raise WrongOutput(f"it makes no plan for {grid.height}x{grid.width} tokens")
+    numbers = torch.arange(plan.slot_count, device=device).float()
+    slots = plan.unmerge(numbers.expand(2, -1)[..., None].contiguous())[..., 0].round().long()
+    counts = torch.stack([torch.bincount(each, minlength=plan.slot_count) for each in slots])
+    if counts.shape != (2, plan.slot_count) or (counts == 0).any():
+        raise WrongOutput(f"its plan has {plan.slot_count} slots, and not all of them hold a token")
+    most = grid.tokens - int(grid.tokens * config.ratio)
+    if abs(plan.slot_count - most) > 0.02 * grid.tokens and config.strategy != "pool":
+        raise WrongOutput(f"its plan has {plan.slot_count} slots; ratio={config.ratio} asks {most}")
+    if method.family == "ideal":
+        return
+    sums = torch.zeros(2, plan.slot_count, 64, dtype=torch.float64, device=device)
+    sums.scatter_add_(1, slots[..., None].expand(-1, -1, 64), features.double())
+    error = difference(plan.merge(features).double(), sums / counts[..., None])
+    if error > TOLERANCES[dtype]:
+        raise WrongOutput(f"its plan merges to values that differ from the means by {error:.2g}")
+
+
+def check_distance(error: float, ideal_error: float | None) -> None:
+    """What a method computes may not be farther from the unpatched model than it has to be."""
+    farthest = 1.0 if ideal_error is None else min(1.0, FARTHEST * ideal_error)
+    if not error < farthest:
+        raise WrongOutput(
+            f"it differs from the unpatched model by {error:.3f}; allowed: {farthest:.3f}"
+        )
+
+
+def launches_per_block(method: HostMethod, subject: Subject, unpatched: int) -> float:
+    """Launches more than unpatched for each merged block, in the second step of a sampling run."""
+    counter = Launches(subject.device)
+    with merged_blocks() as blocks:
+        subject.run(method.always().patch(subject.model), _nothing(), counter)
+    return (counter.count - unpatched) / blocks[0][0]
+
+
+def launches_unpatched(subject: Subject) -> int:
+    """Launches of the unpatched model in the second step of a sampling run."""
+    counter = Launches(subject.device)
+    subject.run(subject.model, _nothing(), counter)
+    return counter.count
+
+
+def unpatched_output(subject: Subject, model: ModelPatcher | None = None) -> Tensor:
+    """What the unpatched model computes."""
+    (output,) = subject.run(model or subject.model, _nothing())
+    return output
+
+
+def _nothing() -> torch.no_grad:
+    return torch.no_grad()

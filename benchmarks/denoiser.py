@@ -1,0 +1,326 @@
+"""A small trained denoiser to judge pictures by: ComfyUI's own UNet on crops of a few photos.
+
+It has the layout of SD 1.5 in small: self-attention over all 64x64 = 4096 tokens at the top level,
+cross-attention to a prompt, guidance by leaving the prompt out, SD's noise schedule, predicted
+velocities. Pixels take the place of latents. The prompt names the photo; further input channels, as
+an inpainting model has them, tell where in the photo the crop lies.
+
+    python -m benchmarks.denoiser --minutes 90      train, or go on training
+
+It may be stopped at any time, and goes on where it stood. Every few minutes the averaged weights
+are saved to `benchmarks/denoiser.safetensors`.
+"""
+
+import argparse
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.environment import comfyui_directory  # noqa: E402
+
+if str(comfyui_directory()) not in sys.path:
+    sys.path.insert(0, str(comfyui_directory()))
+
+from comfy.cli_args import args as host_arguments  # noqa: E402
+
+if __name__ == "__main__":
+    host_arguments.cpu = True
+    host_arguments.use_pytorch_cross_attention = True
+
+import comfy.latent_formats  # noqa: E402
+import comfy.ops  # noqa: E402
+import torch  # noqa: E402
+from comfy.ldm.modules.attention import SpatialTransformer  # noqa: E402
+from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock, UNetModel  # noqa: E402
+from comfy.model_base import BaseModel, ModelType  # noqa: E402
+from comfy.model_patcher import ModelPatcher  # noqa: E402
+from comfy.model_sampling import ModelSamplingDiscrete  # noqa: E402
+from comfy.supported_models_base import BASE  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from benchmarks.photos import Crop, photo  # noqa: E402
+
+WEIGHTS = Path(__file__).with_name("denoiser.safetensors")
+STATE = ROOT / "demo" / "denoiser-training.pt"
+
+NAMES = ("astronaut", "chelsea", "coffee", "china", "flower")
+SHORT_SIDE = 80
+SIDE = 64
+CONTEXT_SHAPE = (8, 64)
+"""Tokens and channels of a prompt."""
+PLACE_CHANNELS = 16
+MEAN, DEVIATION = 0.45, 0.27
+"""What makes the pixels of the photos have mean 0 and variance 1, about."""
+
+HELD_OUT = 8
+"""Crops whose top or left is a multiple of this are not trained on."""
+
+UNET: dict[str, Any] = {
+    "image_size": SIDE,
+    "in_channels": 3 + PLACE_CHANNELS,
+    "out_channels": 3,
+    "model_channels": 64,
+    "num_res_blocks": [1, 1, 1],
+    "channel_mult": (1, 2, 2),
+    "num_head_channels": 32,
+    "use_spatial_transformer": True,
+    "use_linear_in_transformer": True,
+    "transformer_depth": [1, 1, 0],
+    "transformer_depth_middle": 1,
+    "transformer_depth_output": [1, 1, 1, 1, 0, 0],
+    "context_dim": CONTEXT_SHAPE[1],
+    "legacy": False,
+}
+
+
+class Pixels(comfy.latent_formats.LatentFormat):
+    """Pixels of mean 0 and variance 1 in place of latents; nothing is to be decoded."""
+
+    latent_channels = 3
+
+
+class _Settings(BASE):
+    """What the host asks of a model's description."""
+
+    latent_format = Pixels
+    memory_usage_factor = 1.0
+    unet_extra_config: dict[str, Any] = {}  # noqa: RUF012
+
+
+class _Denoiser(BaseModel):
+    """Takes a crop for each sample from the conditioning, where their key is ``crops``."""
+
+    def concat_cond(self, **kwargs: Any) -> Tensor:
+        """See :func:`place`; the host appends it to the noisy pixels."""
+        return torch.stack([place(crop) for crop in kwargs["crops"]]).to(kwargs["device"])
+
+
+def load() -> ModelPatcher:
+    """The trained denoiser as a model of ComfyUI; its output is what :func:`to_pixels` takes."""
+    settings = _Settings({**UNET, "dtype": torch.float32})
+    model = _Denoiser(settings, ModelType.V_PREDICTION)
+    weights = {name: value.float() for name, value in load_file(WEIGHTS).items()}
+    model.diffusion_model.load_state_dict(weights)
+    cpu = torch.device("cpu")
+    return ModelPatcher(model, load_device=host_device(), offload_device=cpu)
+
+
+def host_device() -> torch.device:
+    """Where the host runs models."""
+    return comfy.model_management.get_torch_device()
+
+
+def to_pixels(latent: Tensor) -> Tensor:
+    """``[batch, 3, height, width]`` pixels from 0 to 1."""
+    return (latent * DEVIATION + MEAN).clamp(0, 1)
+
+
+def from_pixels(pixels: Tensor) -> Tensor:
+    """The inverse of :func:`to_pixels`."""
+    return (pixels - MEAN) / DEVIATION
+
+
+def prompt(name: str | None) -> Tensor:
+    """``[8, 64]``, the tokens of a photo; None is no prompt."""
+    if name is None:
+        return torch.zeros(CONTEXT_SHAPE)
+    generator = torch.Generator().manual_seed(NAMES.index(name))
+    return torch.randn(CONTEXT_SHAPE, generator=generator)
+
+
+def place(crop: Crop) -> Tensor:
+    """``[16, side, side]``: waves over the photo, four lengths down and across."""
+    waves = []
+    for start in (crop.top, crop.left):
+        pixels = torch.arange(start, start + crop.side) + 0.5
+        phases = pixels * math.pi / SHORT_SIDE * 2.0 ** torch.arange(4)[:, None]
+        waves.append(torch.cat([phases.sin(), phases.cos()]))
+    down, across = waves
+    shape = (-1, crop.side, crop.side)
+    return torch.cat([down[:, :, None].expand(shape), across[:, None, :].expand(shape)])
+
+
+def is_held_out(top: int, left: int) -> bool:
+    """Whether the crops of full side at this place are kept from training."""
+    return top % HELD_OUT == 0 or left % HELD_OUT == 0
+
+
+class Data:
+    """Random crops of the photos, their places and prompts."""
+
+    def __init__(self, seed: int):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.photos = {name: from_pixels(photo(name, SHORT_SIDE)) for name in NAMES}
+
+    def batch(self, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Pixels, places and prompts of ``size`` crops; a tenth of the prompts is left out."""
+        crops = [self._crop(side) for _ in range(size)]
+        pixels = torch.stack([crop.of(self.photos[crop.photo]) for crop in crops])
+        kept = torch.rand(size, generator=self.generator) >= 0.1
+        chosen = zip(crops, kept.tolist(), strict=True)
+        prompts = torch.stack([prompt(crop.photo if keep else None) for crop, keep in chosen])
+        return pixels, torch.stack([place(crop) for crop in crops]), prompts
+
+    def _crop(self, side: int) -> Crop:
+        name = NAMES[self._below(len(NAMES))]
+        height, width = self.photos[name].shape[1:]
+        while True:
+            top, left = self._below(height - side + 1), self._below(width - side + 1)
+            if side < SIDE or not is_held_out(top, left):
+                return Crop(name, top, left, side)
+
+    def _below(self, limit: int) -> int:
+        return int(torch.randint(limit, (), generator=self.generator))
+
+
+def held_out_crops(count: int) -> list[Crop]:
+    """Crops of full side that were not trained on, spread over the photos."""
+    photos = {name: photo(name, SHORT_SIDE) for name in NAMES}
+    places = {
+        name: [
+            (top, left)
+            for top in range(pixels.shape[1] - SIDE + 1)
+            for left in range(pixels.shape[2] - SIDE + 1)
+            if is_held_out(top, left)
+        ]
+        for name, pixels in photos.items()
+    }
+    generator = torch.Generator().manual_seed(0)
+    crops = []
+    for index in range(count):
+        name = NAMES[index % len(NAMES)]
+        place = int(torch.randint(len(places[name]), (), generator=generator))
+        crops.append(Crop(name, *places[name][place], SIDE))
+    return crops
+
+
+def new_unet() -> UNetModel:
+    """An untrained UNet; the host's layers come without initial weights."""
+    unet = UNetModel(**UNET, dtype=torch.float32, operations=comfy.ops.disable_weight_init)
+    for module in unet.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.GroupNorm | nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+    # Every branch begins as nothing, so that the deep network trains at once.
+    for module in unet.modules():
+        if isinstance(module, ResBlock):
+            nn.init.zeros_(module.out_layers[-1].weight)
+        elif isinstance(module, SpatialTransformer):
+            nn.init.zeros_(module.proj_out.weight)
+    nn.init.zeros_(unet.out[-1].weight)
+    return unet.requires_grad_(True)
+
+
+class Trainer:
+    """The state of a training: weights, their average, the optimiser."""
+
+    def __init__(self, rate: float, full_share: float):
+        self.unet = new_unet().to(memory_format=torch.channels_last)
+        self.average = {name: value.clone() for name, value in self.unet.state_dict().items()}
+        self.optimizer = torch.optim.AdamW(
+            self.unet.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0
+        )
+        self.rate = rate
+        self.full_share = full_share
+        self.steps = 0
+        self.sigmas = ModelSamplingDiscrete().sigmas
+        if STATE.exists():
+            state = torch.load(STATE, weights_only=True)
+            self.unet.load_state_dict(state["unet"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.average, self.steps = state["average"], state["steps"]
+        self.data = Data(seed=self.steps)
+
+    def step(self) -> tuple[int, float]:
+        """One update; returns the side of the crops and the loss."""
+        full = torch.rand((), generator=self.data.generator).item() < self.full_share
+        side, size = (SIDE, 2) if full else (SIDE // 2, 8)
+        pixels, places, prompts = self.data.batch(size, side)
+        times = torch.rand(size, generator=self.data.generator)
+        times = ((torch.arange(size) + times) * len(self.sigmas) / size).long()
+        sigma = self.sigmas[times].view(-1, 1, 1, 1)
+        noise = torch.randn(pixels.shape, generator=self.data.generator)
+        size_of_input = (sigma**2 + 1).sqrt()
+        target = (noise - sigma * pixels) / size_of_input
+        inputs = torch.cat([(pixels + sigma * noise) / size_of_input, places], dim=1)
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * min(1.0, (self.steps + 1) / 50)
+        loss = (self.unet(inputs, times, context=prompts) - target).square().mean()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.unet.parameters(), 1.0)
+        self.optimizer.step()
+        self.steps += 1
+        keep = min(0.999, self.steps / (self.steps + 10))
+        for name, value in self.unet.state_dict().items():
+            self.average[name].lerp_(value, 1 - keep)
+        return side, loss.item()
+
+    def save(self) -> None:
+        """Write the state and the averaged weights; a file is whole or not there."""
+        STATE.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "unet": self.unet.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "average": self.average,
+            "steps": self.steps,
+        }
+        unfinished = STATE.with_suffix(".part")
+        torch.save(state, unfinished)
+        os.replace(unfinished, STATE)
+        halves = {name: value.half().contiguous() for name, value in self.average.items()}
+        unfinished = WEIGHTS.with_suffix(".part")
+        save_file(halves, unfinished, metadata={"steps": str(self.steps)})
+        os.replace(unfinished, WEIGHTS)
+
+
+def main() -> None:
+    """Train until the time is up or the process is asked to stop."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.denoiser", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=90)
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
+    parser.add_argument(
+        "--full-share", type=float, default=0.5, help="share of steps on crops of full side"
+    )
+    arguments = parser.parse_args()
+    stop = False
+
+    def ask_to_stop(*_: Any) -> None:
+        nonlocal stop
+        stop = True
+
+    signal.signal(signal.SIGTERM, ask_to_stop)
+    signal.signal(signal.SIGINT, ask_to_stop)
+    trainer = Trainer(arguments.rate, arguments.full_share)
+    start = saved = time.monotonic()
+    losses: dict[int, list[float]] = {SIDE: [], SIDE // 2: []}
+    while not stop and time.monotonic() - start < 60 * arguments.minutes:
+        side, loss = trainer.step()
+        losses[side].append(loss)
+        if trainer.steps % 20 == 0:
+            means = "  ".join(f"{s}: {sum(v) / max(1, len(v)):.4f}" for s, v in losses.items())
+            minutes = (time.monotonic() - start) / 60
+            print(f"{minutes:6.1f} min  step {trainer.steps}  loss {means}", flush=True)
+            losses = {SIDE: [], SIDE // 2: []}
+        if time.monotonic() - saved > 180:
+            trainer.save()
+            saved = time.monotonic()
+    trainer.save()
+    print(f"saved {WEIGHTS} after {trainer.steps} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main()

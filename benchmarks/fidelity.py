@@ -1,0 +1,212 @@
+"""Error against time saved, by two judges: features in one block, and pictures of a denoiser.
+
+python3 dev.py bench --fidelity [--quick] [--steps 12] [--seeds 1] [--only features pictures]
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.environment import comfyui_directory  # noqa: E402
+
+if str(comfyui_directory()) not in sys.path:
+    sys.path.insert(0, str(comfyui_directory()))
+
+from comfy.cli_args import args as host_arguments  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
+DEFAULT, KV75 = "ours k,v 0.5", "ours k,v 0.75"
+
+
+def main() -> None:
+    """Run the judges that the command line asks for."""
+    arguments = _arguments()
+    host_arguments.cpu = arguments.device == "cpu"
+    host_arguments.use_pytorch_cross_attention = True
+
+    from benchmarks import fidelity_report
+
+    result: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "command": "python3 dev.py bench --fidelity " + " ".join(sys.argv[1:]),
+    }
+    path = RESULTS / "fidelity.json"
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        result = json.loads(path.read_text(encoding="utf-8")) | result
+    if "features" in arguments.only:
+        result["features"] = judge_features(2 if arguments.quick else arguments.repeats)
+        result["bias"] = bias_costs(3 if arguments.quick else 15)
+        print(fidelity_report.features_table(result["features"]), flush=True)
+    if "pictures" in arguments.only:
+        result["pictures"], pictures = judge_pictures(
+            3 if arguments.quick else arguments.steps, arguments.seeds
+        )
+        print(fidelity_report.pictures_table(result["pictures"]), flush=True)
+        fidelity_report.strips(pictures, RESULTS / "fidelity-strips.png")
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    fidelity_report.plot(result, RESULTS / "fidelity.png")
+    print(fidelity_report.summary(result, DEFAULT, KV75, TOMESD, TODO))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dev.py bench --fidelity", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few repeats and sampling steps")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of the block")
+    parser.add_argument("--steps", type=int, default=12, help="sampling steps of a picture")
+    parser.add_argument("--seeds", type=int, default=1, help="pictures of each photo")
+    judges = ("features", "pictures")
+    parser.add_argument("--only", nargs="+", choices=judges, default=judges)
+    return parser.parse_args()
+
+
+def methods() -> Mapping[str, Callable[[Any], Any]]:
+    """What patches a model, by name; a share in a name is that of the tokens merged."""
+    import asyncio
+    from functools import partial
+
+    import torch
+    from comfy_extras import nodes_hypertile, nodes_tomesd
+
+    from benchmarks.methods import CallablePlan, TomesdStrategy
+    from tome_nodes.config import ToMeConfig
+    from tome_nodes.hosts.comfyui import attach
+
+    class ToDoStrategy:
+        """Keys and values of the top left token of each 2x2 cell, as ToDo takes them."""
+
+        def __init__(self, config: ToMeConfig):
+            pass
+
+        def start_step(self, key: torch.Tensor, ratio: float) -> None:
+            """Nothing is drawn."""
+
+        def plan(self, features: torch.Tensor, grid: Any) -> CallablePlan:
+            def merge(x: torch.Tensor) -> torch.Tensor:
+                return x.unflatten(1, (grid.height, grid.width))[:, ::2, ::2].flatten(1, 2)
+
+            def unmerge(y: torch.Tensor) -> torch.Tensor:
+                image = y.unflatten(1, (-(-grid.height // 2), -(-grid.width // 2)))
+                image = image.repeat_interleave(2, 1).repeat_interleave(2, 2)
+                return image[:, : grid.height, : grid.width].flatten(1, 2)
+
+            slots = -(-grid.height // 2) * -(-grid.width // 2)
+            return CallablePlan(slots, features.shape[:2], merge, unmerge)
+
+    def ours(other: Callable[[ToMeConfig], Any] | None = None, /, **settings: Any) -> Any:
+        own = {} if other is None else {"make_strategy": other}
+        return partial(attach, config=ToMeConfig(min_tokens=1, **settings), **own)
+
+    def node(module: ModuleType, **inputs: Any) -> Callable[[Any], Any]:
+        async def nodes() -> list[Any]:
+            return await (await module.comfy_entrypoint()).get_node_list()
+
+        (own,) = asyncio.run(nodes())
+        return lambda model: own.EXECUTE_NORMALIZED(model=model, **inputs)[0]
+
+    as_published = {"proportional_attn": False}
+    keys = {"attn_tokens": "k,v"}
+    window = {"strategy": "window"}
+    return {
+        TOMESD: ours(TomesdStrategy, **as_published),
+        "core q 0.5": node(nodes_tomesd, ratio=0.5),
+        TODO: ours(ToDoStrategy, ratio=0.75, **keys, **as_published),
+        "HyperTile": node(
+            nodes_hypertile, tile_size=256, swap_size=2, max_depth=0, scale_depth=False
+        ),
+        "ours q,k,v 0.5, unweighted": ours(**as_published),
+        "ours q,k,v 0.5": ours(),
+        "ours q,k,v 0.5, window": ours(**window),
+        "ours q,k,v 0.75, window": ours(ratio=0.75, **window),
+        "ours q 0.5, k,v 0.75, window": ours(kv_ratio=0.75, **window),
+        "ours k,v 0.5, unweighted": ours(**keys, **as_published),
+        DEFAULT: ours(**keys),
+        "ours k,v 0.5, window": ours(**keys, **window),
+        KV75: ours(ratio=0.75, **keys),
+        "ours k,v 0.75, window": ours(ratio=0.75, **keys, **window),
+        "ours k,v pooled 0.75": ours(ratio=0.75, strategy="pool", **keys),
+        "ours block 0.5, window": ours(scope="block", **window),
+        "ours k,v 0.75 to 0.5": ours(ratio=0.75, ratio_end=0.5, **keys),
+    }
+
+
+ONLY_OVER_STEPS = frozenset({"ours k,v 0.75 to 0.5"})
+"""Methods whose settings differ from those of another only over a whole sampling run."""
+
+
+def judge_features(repeats: int) -> dict[str, Any]:
+    """Errors of every method at every noise level, and its time as a share of the plain block's."""
+    import torch
+
+    from benchmarks.features import FeatureJudge
+
+    with torch.no_grad():
+        judge = FeatureJudge()
+        patched = {
+            name: patch(judge.model)
+            for name, patch in methods().items()
+            if name not in ONLY_OVER_STEPS
+        }
+        errors = {name: judge.errors(each) for name, each in patched.items()}
+        for name, levels in errors.items():
+            if not all(places["block"] > 0 for places in levels.values()):
+                raise ValueError(f"{name} changed nothing")
+        seconds: dict[str, list[float]] = {}
+        for _ in range(repeats):
+            for name, each in {"plain": judge.model, **patched}.items():
+                seconds.setdefault(name, []).append(judge.seconds(each))
+    best = {name: min(values) for name, values in seconds.items()}
+    return {name: {"errors": errors[name], "time": best[name] / best["plain"]} for name in patched}
+
+
+def judge_pictures(steps: int, seeds: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Figures of every method, and its pictures, with those of the plain model first."""
+    from benchmarks.pictures import PictureJudge
+
+    judge = PictureJudge(steps, seeds)
+    plain, pictures = judge.measure(judge.model)
+    figures, shown = {"plain": plain}, {"plain": pictures}
+    for name, patch in methods().items():
+        figures[name], shown[name] = judge.measure(patch(judge.model))
+        if figures[name]["error"] == 0:
+            raise ValueError(f"{name} changed nothing")
+        print(f"  {name}: {figures[name]['error']:.4f}", flush=True)
+    return figures, shown
+
+
+def bias_costs(repeats: int) -> dict[str, float]:
+    """Time of attention with weighed keys over that without, by number of keys; 8 heads of 40."""
+    import time
+
+    import torch
+    from comfy.ldm.modules.attention import optimized_attention
+
+    from tome_nodes.hosts.attention import weigh_attention
+
+    costs = {}
+    for keys in (2048, 4096):
+        q, k, v = (torch.randn(1, tokens, 320) for tokens in (4096, keys, keys))
+        sizes = torch.randint(1, 5, (1, keys)).log()
+        best = {"plain": float("inf"), "weighed": float("inf")}
+        for _ in range(repeats):
+            for name in best:
+                options = weigh_attention({}, sizes, lambda _: None) if name == "weighed" else {}
+                start = time.perf_counter()
+                optimized_attention(q, k, v, 8, transformer_options=options)
+                best[name] = min(best[name], time.perf_counter() - start)
+        costs[str(keys)] = best["weighed"] / best["plain"] - 1
+    return costs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Tables, plots and strips of what the judges of fidelity found."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+
+
+def features_table(features: dict[str, Any]) -> str:
+    """Errors of attention and of the block by noise level, and the time of the block."""
+    levels = list(next(iter(features.values()))["errors"])
+    places = ("attention", "block")
+    head = "".join(f"{place[:5]} {level:<5}" for place in places for level in levels)
+    lines = [f"{'one block':<32}{head}time"]
+    for name, row in features.items():
+        cells = "".join(
+            f"{row['errors'][level][place]:<11.4f}"
+            if place in row["errors"][level]
+            else f"{'-':<11}"
+            for place in places
+            for level in levels
+        )
+        lines.append(f"{name:<32}{cells}{row['time']:.2f}")
+    return "\n".join(lines)
+
+
+def pictures_table(pictures: dict[str, Any]) -> str:
+    """Figures of the pictures, and the time of an evaluation."""
+    columns = ("error", "psnr", "ssim", "spectrum", "distance")
+    lines = [f"{'pictures':<32}" + "".join(f"{column:<10}" for column in columns) + "time"]
+    for name, row in pictures.items():
+        cells = "".join(f"{row[column]:<10.4f}" for column in columns)
+        lines.append(f"{name:<32}{cells}{row['seconds'] / pictures['plain']['seconds']:.2f}")
+    return "\n".join(lines)
+
+
+def strips(pictures: dict[str, Tensor], path: Path) -> None:
+    """One row of pictures for each method, the plain model's first."""
+    scale, label = 2, 190
+    side = scale * next(iter(pictures.values())).shape[-1]
+    count = min(10, len(next(iter(pictures.values()))))
+    sheet = Image.new("RGB", (label + count * side, len(pictures) * side), "white")
+    draw = ImageDraw.Draw(sheet)
+    for row, (name, batch) in enumerate(pictures.items()):
+        draw.text((4, row * side + side // 2), name, fill="black")
+        for column, picture in enumerate(batch[:count]):
+            pixels = (picture.permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)
+            tile = Image.fromarray(pixels).resize((side, side), Image.Resampling.NEAREST)
+            sheet.paste(tile, (label + column * side, row * side))
+    sheet.save(path)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Error against time for both judges; the lower left is best."""
+    figure, axes = plt.subplots(1, 2, figsize=(15, 6.5))
+    panels: list[tuple[Any, str, dict[str, tuple[float, float]]]] = []
+    axes = list(axes)
+    if "features" in result:
+        middle = list(next(iter(result["features"].values()))["errors"])[1]
+        points = {
+            name: (row["time"], row["errors"][middle]["block"])
+            for name, row in result["features"].items()
+        }
+        panels.append((axes[len(panels)], f"update of one block, noise {middle}", points))
+    if "pictures" in result:
+        plain = result["pictures"]["plain"]["seconds"]
+        points = {
+            name: (row["seconds"] / plain, row["error"])
+            for name, row in result["pictures"].items()
+            if name != "plain"
+        }
+        panels.append((axes[len(panels)], "pictures of the trained denoiser", points))
+    for axis, title, points in panels:
+        front = _front(points)
+        axis.plot(*zip(*(points[name] for name in front), strict=True), color="0.8", zorder=0)
+        for name, point in points.items():
+            axis.scatter(*point, color="tab:blue" if name.startswith("ours") else "tab:red", s=25)
+        axis.set_yscale("log")
+        axis.margins(x=0.25, y=0.1)
+        axis.set(title=title, xlabel="time, unpatched = 1", ylabel="error against unpatched")
+        axis.grid(alpha=0.3)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    figure.tight_layout()
+    for axis, _, points in panels:
+        _label(axis, points)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _label(axis: Any, points: dict[str, tuple[float, float]]) -> None:
+    """Write the names beside the points, from below, each above those that it would cover."""
+    placed: list[tuple[float, float]] = []
+    wide, high = 190, 12
+    for name, point in sorted(points.items(), key=lambda item: item[1][1]):
+        x, y = axis.transData.transform(point)
+        at = y - high / 2
+        for other_x, other_y in sorted(placed, key=lambda place: place[1]):
+            if abs(x - other_x) < wide and abs(at - other_y) < high:
+                at = other_y + high
+        placed.append((x, at))
+        axis.annotate(
+            name,
+            point,
+            fontsize=7,
+            xytext=(8, (at - y) * 72 / axis.figure.dpi),
+            textcoords="offset points",
+            arrowprops={"arrowstyle": "-", "color": "0.7", "lw": 0.5},
+        )
+
+
+def _front(points: dict[str, tuple[float, float]]) -> list[str]:
+    """The names that no other point beats in both time and error, by time."""
+    front: list[str] = []
+    for name in sorted(points, key=lambda name: points[name]):
+        if not front or points[name][1] < points[front[-1]][1]:
+            front.append(name)
+    return front
+
+
+def summary(result: dict[str, Any], default: str, kv75: str, tomesd: str, todo: str) -> str:
+    """The last line of the run; over noise levels and judges, the worst case."""
+    words = []
+    features, pictures = result.get("features"), result.get("pictures")
+
+    def attention(name: str, other: str) -> float:
+        return max(
+            features[name]["errors"][level]["attention"]
+            / features[other]["errors"][level]["attention"]
+            for level in features[name]["errors"]
+        )
+
+    def picture(name: str, other: str) -> float:
+        return pictures[name]["error"] / pictures[other]["error"]
+
+    if features:
+        words.append(f"attn_error_vs_tomesd={attention(default, tomesd):.2f}")
+    if pictures:
+        words.append(f"image_error_vs_tomesd={picture(default, tomesd):.2f}")
+    against_todo = ([attention(kv75, todo)] if features else []) + (
+        [picture(kv75, todo)] if pictures else []
+    )
+    words.append(f"kv75_error_vs_todo={max(against_todo):.2f}")
+    if "bias" in result:
+        words.append(f"bias_cost={max(result['bias'].values()):.3f}")
+    return "summary: " + " ".join(words)

@@ -1,0 +1,91 @@
+"""The models to measure: the published shapes with random weights."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import comfy.model_detection
+import comfy.sd
+import comfy.utils
+import torch
+from comfy.ldm.modules.attention import SpatialTransformer
+from comfy.model_patcher import ModelPatcher
+from torch import nn
+
+from tools.checkpoints import write_checkpoint
+
+PREFIX = "model.diffusion_model."
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model is made of.
+
+    Attributes:
+        family: name of the checkpoint's family.
+        options: further arguments of :func:`tools.checkpoints.write_checkpoint`.
+        context_channels: channels of its text tokens.
+        max_downsample: the levels at which methods merge. SD 1.5 takes the usual one level. SDXL
+            has none there, and most of its blocks are at 4.
+        note: what is not as published, for the reader of a table.
+    """
+
+    family: str
+    options: dict[str, Any]
+    context_channels: int
+    max_downsample: int | str
+    note: str = ""
+
+
+SHAPES = {
+    "sd15": Shape("sd15", {"levels": 4, "full_width": True}, 768, "auto"),
+    "sdxl": Shape("sdxl_base", {"full_width": True}, 2048, 4),
+}
+"""The published UNets."""
+
+REDUCED = {
+    "sd15": Shape("sd15", {"levels": 1}, 768, "auto", "first level only"),
+    "sdxl": Shape("sdxl", {}, 2048, 2, "320 channels throughout, depths 0, 1, 2"),
+}
+"""Small kin of them, for ``--quick``, merged at the level that has tokens enough at small sizes."""
+
+
+def load(shape: Shape, device: torch.device) -> ModelPatcher:
+    """A model of this shape, as ComfyUI loads it.
+
+    On a CPU the blocks of a deep stack share one set of weights, so that SDXL takes 3 GB instead
+    of 10. An evaluation still does all the work of the full model: it reads every weight as often,
+    and the weights of one block, 140 MB, are too large for a cache to keep for the next.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(
+            Path(folder) / "unet.ckpt", shape.family, unet_only=True, **shape.options
+        )
+        if device.type == "cpu":
+            return _load_with_shared_weights(path, device)
+        return comfy.sd.load_diffusion_model(str(path))
+
+
+def _load_with_shared_weights(path: Path, device: torch.device) -> ModelPatcher:
+    weights = comfy.utils.state_dict_prefix_replace(
+        comfy.utils.load_torch_file(str(path)), {PREFIX: ""}, filter_keys=True
+    )
+    config = comfy.model_detection.model_config_from_unet(weights, "")
+    config.set_inference_dtype(torch.float32, None, device=device)
+    # Weights are allocated here but no memory is touched before they are loaded.
+    model = config.get_model(weights, "", device=device)
+    for module in model.diffusion_model.modules():
+        if isinstance(module, SpatialTransformer) and len(module.transformer_blocks) > 2:
+            _share_weights(module.transformer_blocks)
+    model.load_model_weights(weights, "")
+    return ModelPatcher(model, load_device=device, offload_device=device)
+
+
+def _share_weights(blocks: nn.ModuleList) -> None:
+    """Let all blocks use the parameters of the first."""
+    first = dict(blocks[0].named_modules())
+    for block in blocks[1:]:
+        for name, module in block.named_modules():
+            for parameter in list(module._parameters):
+                module._parameters[parameter] = first[name]._parameters[parameter]

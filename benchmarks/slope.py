@@ -1,0 +1,64 @@
+"""How the cost of matching grows with the number of tokens."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.measure import Stopwatch, interleaved
+from tome_nodes.config import ToMeConfig
+from tome_nodes.grid import Grid
+from tome_nodes.hosts.engine import make_engine
+from tome_nodes.strategies import make_strategy
+
+SIDES = (32, 64, 128, 256)
+"""Sides of the maps, in tokens: 1,024 to 65,536 of them."""
+
+CHANNELS = 320
+REPEATS = 5
+
+
+@torch.no_grad()
+def matching_seconds(device: torch.device) -> dict[str, dict[int, float]]:
+    """Seconds by number of tokens, the best of some runs, of these:
+
+    matching by the strategies whose cost is not to grow with the square of the tokens, and one
+    merge and one unmerge of the window strategy's plan. Two samples in single precision.
+    """
+    sizes = {side: torch.randn(2, side * side, CHANNELS, device=device) for side in SIDES}
+    key = torch.zeros((), dtype=torch.int64, device=device)
+
+    def timed(function: Callable[..., Any], *arguments: Any) -> float:
+        function(*arguments)
+        watch = Stopwatch(device)
+        with watch:
+            function(*arguments)
+        return watch.seconds
+
+    runs = {}
+    for side, features in sizes.items():
+        grid = Grid(side, side)
+        for name in ("window", "cluster"):
+            config = ToMeConfig(strategy=name)
+            strategy = make_engine(config, make_strategy, device, features.dtype).strategy
+            strategy.start_step(key, 0.5)
+            runs[name, side] = partial(timed, strategy.plan, features, grid)
+            if name == "window":
+                plan = strategy.plan(features, grid)
+                runs["merge", side] = partial(timed, plan.merge, features)
+                runs["unmerge", side] = partial(timed, plan.unmerge, plan.merge(features))
+    best: dict[str, dict[int, float]] = {}
+    for (name, side), seconds in interleaved(runs, REPEATS).items():
+        best.setdefault(name, {})[side * side] = min(seconds)
+    return best
+
+
+def log_log_slope(points: Mapping[int, float]) -> float:
+    """Slope of the least-squares line through the logarithms: 1 is linear, 2 quadratic growth."""
+    x = [math.log(each) for each in points]
+    y = [math.log(each) for each in points.values()]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    rise = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return rise / sum((a - mean_x) ** 2 for a in x)

@@ -1,0 +1,211 @@
+"""Pipelines of diffusers with small random weights, for the tests of that host."""
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    ControlNetModel,
+    DDIMScheduler,
+    EulerAncestralDiscreteScheduler,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+
+TEXT_CHANNELS = 32
+HEIGHT, WIDTH = 96, 128
+GRID = (HEIGHT // 8, WIDTH // 8)
+
+_SD = {
+    "block_out_channels": (32, 64, 64),
+    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+    "attention_head_dim": 4,
+}
+_UNETS = {
+    "one_level": {
+        "block_out_channels": (32, 64),
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "mid_block_type": None,
+        "attention_head_dim": 4,
+    },
+    "sd15": _SD,
+    "sd21": {**_SD, "use_linear_projection": True, "attention_head_dim": (2, 4, 4)},
+    "sd15_inpaint": {**_SD, "in_channels": 9},
+    "sdxl": {
+        "block_out_channels": (32, 64, 64),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "attention_head_dim": (2, 4, 4),
+        "transformer_layers_per_block": (1, 2, 3),
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 6 * 8 + TEXT_CHANNELS,
+    },
+}
+
+
+def make_unet(family="sd15", **options):
+    """A UNet of a family, the same each time, that changes its input a good deal."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        unet = UNet2DConditionModel(
+            **{
+                "sample_size": 64,
+                "in_channels": 4,
+                "layers_per_block": 1,
+                "cross_attention_dim": TEXT_CHANNELS,
+                "norm_num_groups": 8,
+                **_UNETS[family],
+                **options,
+            }
+        )
+        for name, parameter in unet.named_parameters():
+            if name.endswith(("to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight")):
+                parameter.data *= 3
+    return unet.eval()
+
+
+def inputs(unet, batch=2, grid=GRID, seed=0):
+    """What the UNet is called with, but for the timestep."""
+    generator = torch.Generator().manual_seed(seed)
+    arguments = {
+        "sample": torch.randn(batch, unet.config.in_channels, *grid, generator=generator),
+        "encoder_hidden_states": torch.randn(batch, 7, TEXT_CHANNELS, generator=generator),
+    }
+    if unet.config.addition_embed_type == "text_time":
+        arguments["added_cond_kwargs"] = {
+            "text_embeds": torch.randn(batch, TEXT_CHANNELS, generator=generator),
+            "time_ids": torch.tensor([[HEIGHT, WIDTH, 0, 0, HEIGHT, WIDTH]]).repeat(batch, 1),
+        }
+    return arguments
+
+
+@torch.no_grad()
+def call(unet, timestep=500, **options):
+    """One evaluation of a UNet, which may be compiled."""
+    arguments = inputs(getattr(unet, "_orig_mod", unet), **options)
+    return unet(arguments.pop("sample"), torch.tensor(timestep), **arguments).sample
+
+
+def _make_vae():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoencoderKL(
+            block_out_channels=(8, 8, 8, 8),
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            latent_channels=4,
+            norm_num_groups=4,
+        ).eval()
+
+
+def _text(batch, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, 7, TEXT_CHANNELS, generator=generator)
+
+
+class Case:
+    """A pipeline and how to run it; its text encoders are left out, and their output given."""
+
+    def __init__(self, pipeline, **arguments):
+        self.pipeline = pipeline
+        self.arguments = arguments
+        pipeline.set_progress_bar_config(disable=True)
+
+    def __call__(self, steps=2, batch=1, guidance_scale=4.0, seed=0, **options):
+        text = {
+            "prompt_embeds": _text(batch, 1),
+            "negative_prompt_embeds": _text(batch, 2),
+        }
+        if isinstance(self.pipeline, StableDiffusionXLPipeline | StableDiffusionXLImg2ImgPipeline):
+            text |= {f"pooled_{name}": value.mean(1) for name, value in text.items()} | {
+                "negative_pooled_prompt_embeds": text["negative_prompt_embeds"].mean(1)
+            }
+            del text["pooled_negative_prompt_embeds"]
+        return self.pipeline(
+            **text,
+            **{**self.arguments, **options},
+            num_inference_steps=steps,
+            guidance_scale=guidance_scale,
+            generator=torch.Generator().manual_seed(seed),
+            output_type="latent",
+        ).images
+
+
+def picture(channels=3, seed=5):
+    """``[1, channels, HEIGHT, WIDTH]`` from 0 to 1."""
+    return torch.rand(1, channels, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def _parts(family, **scheduler_options):
+    return {
+        "unet": make_unet(family),
+        "vae": _make_vae(),
+        "text_encoder": None,
+        "tokenizer": None,
+        "scheduler": DDIMScheduler(clip_sample=False, steps_offset=1, **scheduler_options),
+    }
+
+
+_NO_CHECKER = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+_SIZE = {"height": HEIGHT, "width": WIDTH}
+_SECOND_ENCODER = {"text_encoder_2": None, "tokenizer_2": None, "add_watermarker": False}
+
+
+def sd15():
+    return Case(StableDiffusionPipeline(**_parts("sd15"), **_NO_CHECKER), **_SIZE)
+
+
+def sd15_ancestral():
+    """With a scheduler that adds noise in each step."""
+    parts = _parts("sd15") | {"scheduler": EulerAncestralDiscreteScheduler(steps_offset=1)}
+    return Case(StableDiffusionPipeline(**parts, **_NO_CHECKER), **_SIZE)
+
+
+def sd21():
+    parts = _parts("sd21", prediction_type="v_prediction")
+    return Case(StableDiffusionPipeline(**parts, **_NO_CHECKER), **_SIZE)
+
+
+def sdxl():
+    return Case(StableDiffusionXLPipeline(**_parts("sdxl"), **_SECOND_ENCODER), **_SIZE)
+
+
+def sd15_img2img():
+    pipeline = StableDiffusionImg2ImgPipeline(**_parts("sd15"), **_NO_CHECKER)
+    return Case(pipeline, image=picture(), strength=1.0)
+
+
+def sdxl_img2img():
+    pipeline = StableDiffusionXLImg2ImgPipeline(**_parts("sdxl"), **_SECOND_ENCODER)
+    return Case(pipeline, image=picture(), strength=1.0)
+
+
+def sd15_inpaint():
+    pipeline = StableDiffusionInpaintPipeline(**_parts("sd15_inpaint"), **_NO_CHECKER)
+    mask = (picture(channels=1, seed=6) > 0.5).float()
+    return Case(pipeline, image=picture(), mask_image=mask, **_SIZE)
+
+
+def sd15_controlnet():
+    parts = _parts("sd15")
+    controlnet = ControlNetModel.from_unet(parts["unet"]).eval()
+    for layer in (*controlnet.controlnet_down_blocks, controlnet.controlnet_mid_block):
+        torch.nn.init.eye_(layer.weight.data[:, :, 0, 0])
+    pipeline = StableDiffusionControlNetPipeline(**parts, controlnet=controlnet, **_NO_CHECKER)
+    return Case(pipeline, image=picture(), **_SIZE)
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        *(sd15, sd15_ancestral, sd21, sdxl),
+        *(sd15_img2img, sdxl_img2img, sd15_inpaint, sd15_controlnet),
+    )
+}

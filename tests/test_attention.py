@@ -1,0 +1,167 @@
+"""Merged keys that weigh as much as the tokens they stand for, through ComfyUI's attention."""
+
+import pytest
+import torch
+from comfy.ldm.modules import attention
+from comfy.ldm.modules.attention import BasicTransformerBlock
+from host import merging, relative_error, sample
+from torch.testing import assert_close
+
+from tome_nodes.hosts.attention import weigh_attention
+from tome_nodes.hosts.comfyui import attach
+
+BATCH, HEADS = 2, 4
+
+
+def tensors(channels, queries, keys, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(BATCH, tokens, HEADS * channels, generator=generator).to(dtype)
+        for tokens in (queries, keys, keys)
+    ] + [torch.randint(1, 9, (BATCH, keys), generator=generator)]
+
+
+def attention_to_repeated(q, k, v, sizes):
+    """Brute force in float64: every key and value as often as its size says."""
+    samples = []
+    for sample_q, sample_k, sample_v, times in zip(q, k, v, sizes, strict=True):
+        keys, values = (x.double().repeat_interleave(times, 0) for x in (sample_k, sample_v))
+        heads = [
+            torch.softmax(head_q @ head_k.T / head_q.shape[1] ** 0.5, 1) @ head_v
+            for head_q, head_k, head_v in zip(
+                *(x.double().chunk(HEADS, 1) for x in (sample_q, keys, values)), strict=True
+            )
+        ]
+        samples.append(torch.cat(heads, 1))
+    return torch.stack(samples)
+
+
+def weighed(function, q, k, v, sizes, notes, options=None, **kwargs):
+    log_sizes = sizes.log().to(q.dtype)
+    options = weigh_attention(options or {}, log_sizes, notes.append)
+    return function(q, k, v, HEADS, transformer_options=options, **kwargs)
+
+
+@pytest.mark.parametrize("channels", [40, 64, 80])
+@pytest.mark.parametrize(
+    "function",
+    [
+        attention.attention_basic,
+        attention.attention_split,
+        attention.attention_sub_quad,
+        attention.attention_pytorch,
+        # Not installed here, it runs on the host's own fallback, with the channels that it gets.
+        attention.attention_flash,
+    ],
+)
+def test_weighed_keys_are_repeated_keys(function, channels):
+    q, k, v, sizes = tensors(channels, 37, 29)
+    expected = attention_to_repeated(q, k, v, sizes)
+    notes = []
+    assert_close(weighed(function, q, k, v, sizes, notes).double(), expected, atol=1e-5, rtol=1e-5)
+    assert notes == [None]
+    plain = function(q, k, v, HEADS)
+    assert relative_error(plain.double(), expected) > 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("function", [attention.attention_pytorch, attention.attention_flash])
+def test_half_precision(function, dtype):
+    q, k, v, sizes = tensors(40, 37, 29, dtype)
+    actual = weighed(function, q, k, v, sizes, [])
+    assert actual.dtype == dtype
+    error = relative_error(actual.double(), attention_to_repeated(q, k, v, sizes))
+    assert error < (2e-3 if dtype == torch.float16 else 1e-2)
+
+
+def test_the_scale_that_a_caller_asks_for_is_kept():
+    q, k, v, sizes = tensors(40, 37, 29)
+    expected = attention_to_repeated(2 * q, k, v, sizes)
+    for function in (attention.attention_pytorch, attention.attention_flash):
+        actual = weighed(function, q, k, v, sizes, [], scale=2 / 40**0.5)
+        assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_unknown_attention_runs_as_it_is():
+    q, k, v, sizes = tensors(40, 37, 29)
+
+    @attention.wrap_attn
+    def attention_of_the_future(q, k, v, heads, mask=None, **kwargs):
+        assert mask is None
+        return attention.attention_basic(q, k, v, heads)
+
+    notes = []
+    actual = weighed(attention_of_the_future, q, k, v, sizes, notes)
+    assert torch.equal(actual, attention.attention_basic(q, k, v, HEADS))
+    assert notes == ["attention_of_the_future takes no weights"]
+
+
+def test_the_override_of_another_node_comes_first():
+    q, k, v, sizes = tensors(40, 37, 29)
+
+    def theirs(func, q, k, v, heads, **kwargs):
+        return 3 * func(2 * q, k, v, heads, **kwargs)
+
+    options = {"optimized_attention_override": theirs}
+    actual = weighed(attention.attention_pytorch, q, k, v, sizes, [], options)
+    expected = 3 * attention_to_repeated(2 * q, k, v, sizes)
+    assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+    assert options == {"optimized_attention_override": theirs}
+
+
+def test_the_log_tells_where_keys_cannot_be_weighed(sd15, told):
+    other = sd15.clone()
+    options = other.model_options["transformer_options"]
+    options["optimized_attention_override"] = lambda func, *args, **kwargs: (
+        attention.attention_basic(*args, **kwargs)
+    )
+    unweighed = sample(attach(other, merging()))
+    assert told()[-1].endswith(
+        "merged keys weigh as one token (another node replaces the attention function)"
+    )
+    assert relative_error(unweighed, sample(attach(sd15, merging()))) > 0.01
+    assert told()[-1].endswith("ratio 0.50")
+
+
+def in_equal_cells(model):
+    """Make what enters the transformer blocks equal within each 2x2 cell; returns the hooks."""
+
+    def level(module, args, kwargs):
+        x, options = args[0], kwargs["transformer_options"]
+        image = x.mT.unflatten(2, tuple(options["activations_shape"][-2:]))
+        if x.shape[1] == image.shape[2] * image.shape[3]:
+            cells = image[:, :, ::2, ::2]
+            image = cells.repeat_interleave(2, 2).repeat_interleave(2, 3)
+        return (image.flatten(2).mT, *args[1:]), kwargs
+
+    unet = model.model.diffusion_model
+    modules = [module for module in unet.modules() if isinstance(module, BasicTransformerBlock)]
+    return [module.register_forward_pre_hook(level, with_kwargs=True) for module in modules]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"strategy": "window"},
+        {"attn_tokens": "k,v"},
+        {"merge_mlp": True, "merge_crossattn": True, "ratio": 0.4, "kv_ratio": 0.6},
+        {"ratio": 0.0, "kv_ratio": 0.6},
+        {"scope": "block"},
+        {"scope": "block", "merge_attn": False},
+        {"scope": "stack"},
+    ],
+    ids=str,
+)
+def test_merging_equal_tokens_changes_nothing(sd15, settings):
+    hooks = in_equal_cells(sd15)
+    try:
+        expected = sample(sd15)
+        error = relative_error(sample(attach(sd15, merging(**settings))), expected)
+        unweighed = merging(**settings, proportional_attn=False)
+        error_unweighed = relative_error(sample(attach(sd15, unweighed)), expected)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert error < 5e-5
+    assert error_unweighed > 20 * error

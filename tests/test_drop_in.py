@@ -1,0 +1,102 @@
+"""A script made for tomesd, with nothing but its import changed, in a process of its own."""
+
+import inspect
+import os
+import runpy
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import tomesd
+import torch
+
+import tome_nodes
+from tome_nodes.config import ToMeConfig
+
+ROOT = Path(__file__).parents[1]
+
+SCRIPT = """
+import sys
+import torch
+from diffusers import StableDiffusionPipeline
+import {library} as tomesd
+
+sys.path.insert(0, "tests")
+from pipelines import sd15
+
+pipe = sd15().pipeline
+assert isinstance(pipe, StableDiffusionPipeline)
+
+def image(**options):
+    return pipe(
+        prompt_embeds=torch.linspace(-1, 1, 7 * 32).view(1, 7, 32),
+        negative_prompt_embeds=torch.zeros(1, 7, 32),
+        height=96,
+        width=128,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(0),
+        output_type="latent",
+    ).images
+
+plain = image()
+tomesd.apply_patch(pipe, 0.5, use_rand=False)
+merged = image()
+tomesd.apply_patch(pipe.unet, ratio=0.7, sx=4, sy=4, max_downsample=2, use_rand=False,
+                   merge_attn=True, merge_crossattn=True, merge_mlp=True)
+more = image()
+tomesd.remove_patch(pipe)
+assert torch.equal(image(), plain)
+torch.save([plain, merged, more], sys.argv[1])
+assert "{library}" == "tomesd" or not {{"comfy", "comfy_api", "ldm"}} & set(sys.modules)
+"""
+
+
+def relative_error(actual, expected):
+    """Norm of the difference over the norm of ``expected``."""
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def run(code, *arguments):
+    # The folder of the repository must not be on the path as a package itself.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
+
+
+def test_the_same_images_as_with_tomesd(tmp_path, monkeypatch):
+    ours, theirs = tmp_path / "ours.pt", tmp_path / "theirs.pt"
+    run(SCRIPT.format(library="tome_nodes"), ours)
+    monkeypatch.setattr(sys, "argv", ["script.py", str(theirs)])
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(library="tomesd"), encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+    runpy.run_path(str(script))
+    plain, *images = torch.load(ours)
+    for actual, expected in zip([plain, *images], torch.load(theirs), strict=True):
+        assert relative_error(actual, expected) < 5e-5
+    assert all(relative_error(image, plain) > 1e-3 for image in images)
+
+
+def test_importing_the_package_imports_no_host_and_no_backend():
+    heavy = ("comfy", "diffusers", "ldm", "torch", "triton")
+    run(f"import sys, tome_nodes; assert not set(sys.modules) & {set(heavy)}")
+
+
+def test_names_order_and_defaults_are_those_of_tomesd():
+    theirs = inspect.signature(tomesd.apply_patch).parameters
+    ours = inspect.signature(tome_nodes.apply_patch).parameters
+    assert [*ours][: len(theirs)] == [*theirs]
+    assert all(ours[name].default == theirs[name].default for name in theirs)
+    assert [*ours][len(theirs) :] == ["options"]
+    assert [*inspect.signature(tome_nodes.remove_patch).parameters] == ["model"]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(ToMeConfig)])
+def test_every_option_is_taken_by_keyword(name):
+    from pipelines import make_unet
+
+    value = getattr(ToMeConfig(), name)
+    unet = make_unet("one_level")
+    assert tome_nodes.apply_patch(unet, **{name: value}) is unet

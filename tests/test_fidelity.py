@@ -1,0 +1,119 @@
+"""The judges of fidelity: they measure what they say, and find no error in unpatched models."""
+
+import sys
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from conftest import ROOT
+from host import merging
+
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import denoiser, features, fidelity_report, photos, pictures
+from tome_nodes.hosts.comfyui import attach
+
+
+def test_all_photos_come_with_the_packages():
+    for name in photos.PHOTOS:
+        pixels = photos.photo(name, 32)
+        assert min(pixels.shape[1:]) == 32
+        assert 0 <= pixels.min() < 0.2 < 0.8 < pixels.max() <= 1
+
+
+def test_held_out_crops_are_not_trained_on():
+    held_out = denoiser.held_out_crops(50)
+    assert {crop.photo for crop in held_out} == set(denoiser.NAMES)
+    data = denoiser.Data(seed=0)
+    trained = [data._crop(denoiser.SIDE) for _ in range(500)]
+    assert not set(held_out) & set(trained)
+    assert all(denoiser.is_held_out(crop.top, crop.left) for crop in held_out)
+
+
+def test_frechet_distance_is_that_of_the_matrix_root():
+    generator = np.random.default_rng(0)
+    first = generator.normal(size=(200, 5)) @ generator.normal(size=(5, 5))
+    second = generator.normal(size=(300, 5)) @ generator.normal(size=(5, 5)) + 1
+    one, two = np.cov(first, rowvar=False), np.cov(second, rowvar=False)
+    expected = ((first.mean(0) - second.mean(0)) ** 2).sum()
+    expected += np.trace(one + two - 2 * scipy.linalg.sqrtm(one @ two).real)
+    assert pictures.frechet_distance(first, second) == pytest.approx(expected)
+    assert pictures.frechet_distance(first, first) == pytest.approx(0, abs=1e-9)
+
+
+def test_the_spectrum_peaks_at_the_frequency_of_a_wave():
+    wave = torch.sin(torch.arange(64) * 2 * torch.pi * 8 / 64).expand(1, 3, 64, 64)
+    assert pictures._spectrum(wave).argmax() == 8 - 1
+
+
+def test_the_judge_of_features_finds_no_error_in_the_plain_block(monkeypatch):
+    monkeypatch.setattr(features, "SIDE", 16)
+    monkeypatch.setattr(features, "PHOTOS", {"chelsea": photos.PHOTOS["chelsea"]})
+    with torch.no_grad():
+        judge = features.FeatureJudge()
+        for errors in judge.errors(judge.model).values():
+            assert errors == {"attention": 0, "block": 0}
+        for errors in judge.errors(attach(judge.model, merging())).values():
+            assert 0 < errors["attention"] < 1
+        for errors in judge.errors(attach(judge.model, merging(scope="block"))).values():
+            assert list(errors) == ["block"]
+
+
+@pytest.fixture
+def trainer(monkeypatch, tmp_path):
+    """What starts a training of small crops, in a folder of its own."""
+    monkeypatch.setattr(denoiser, "STATE", tmp_path / "state" / "training.pt")
+    monkeypatch.setattr(denoiser, "WEIGHTS", tmp_path / "denoiser.safetensors")
+    monkeypatch.setattr(denoiser, "SIDE", 32)
+    return lambda: denoiser.Trainer(rate=1e-3, full_share=0.5)
+
+
+def test_training_goes_on_where_it_stood(trainer):
+    first = trainer()
+    side, loss = first.step()
+    assert side in (16, 32)
+    assert 0.5 < loss < 2
+    first.save()
+    second = trainer()
+    assert second.steps == 1
+    for name, value in second.average.items():
+        assert torch.equal(value, first.average[name])
+
+
+def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(trainer):
+    made = trainer()
+    for parameter in made.unet.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    made.average = made.unet.state_dict()
+    made.save()
+    judge = pictures.PictureJudge(steps=2, seeds=1)
+    plain, shown = judge.measure(judge.model)
+    assert shown.shape == (5, 3, 32, 32)
+    assert (plain["error"], plain["ssim"], plain["spectrum"]) == (0, 1, 0)
+    merged, _ = judge.measure(attach(judge.model, merging()))
+    assert 0 < merged["error"] < 1
+    assert plain["psnr"] == merged["psnr"] == pictures.MOST_PSNR
+    assert len(judge.seconds) == 2
+
+
+def test_the_front_holds_what_nothing_beats_in_time_and_error():
+    points = {"slow": (0.9, 0.1), "fast": (0.5, 0.4), "beaten": (0.8, 0.5), "best": (0.6, 0.2)}
+    assert fidelity_report._front(points) == ["fast", "best", "slow"]
+
+
+def test_the_summary_takes_the_worst_noise_level_and_judge():
+    def block(*errors):
+        levels = zip("abc", errors, strict=False)
+        return {"errors": {level: {"attention": error} for level, error in levels}, "time": 1}
+
+    result = {
+        "features": {"ours": block(1, 3), "theirs": block(2, 4), "kv": block(2, 1)},
+        "pictures": {name: {"error": error} for name, error in (("ours", 1), ("theirs", 5))},
+        "bias": {"2048": 0.01, "4096": -0.02},
+    }
+    result["pictures"]["kv"] = {"error": 2}
+    assert fidelity_report.summary(result, "ours", "kv", "theirs", "theirs") == (
+        "summary: attn_error_vs_tomesd=0.75 image_error_vs_tomesd=0.20 kv75_error_vs_todo=1.00 "
+        "bias_cost=0.010"
+    )
