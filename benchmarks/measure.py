@@ -180,7 +180,9 @@ class _TimedStrategy:
 class _TimedPlan:
     """Any kind of plan."""
 
-    _STAGES = MappingProxyType({"merge": "merge", "unmerge": "unmerge", "add_change": "unmerge"})
+    _STAGES = MappingProxyType(
+        {"merge": "merge", "merge_qkv": "merge", "unmerge": "unmerge", "add_change": "unmerge"}
+    )
 
     def __init__(self, plan: Any, clock: StageClock):
         self._plan = plan

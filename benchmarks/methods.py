@@ -102,6 +102,10 @@ class CallablePlan:
     shape: tuple[int, int]
     merge: Callable[[Tensor], Tensor]
     unmerge: Callable[[Tensor], Tensor]
+    log_sizes: None = None
+
+    def merge_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (self.merge(x),) * 3
 
     def fits(self, x: Tensor) -> bool:
         return x.shape[:2] == self.shape

@@ -265,8 +265,9 @@ def test_a_method_that_merges_nothing_is_refused(subject, expected):
 
 @pytest.mark.parametrize("scope", ["module", "block", "stack"])
 def test_wrong_wiring_is_refused_in_every_scope(scope, subject, expected, monkeypatch):
-    merge = Plan.merge
+    merge, merge_qkv = Plan.merge, Plan.merge_qkv
     monkeypatch.setattr(Plan, "merge", lambda self, x: merge(self, x) * 1.01)
+    monkeypatch.setattr(Plan, "merge_qkv", lambda self, x: [y * 1.01 for y in merge_qkv(self, x)])
     with pytest.raises(checks.WrongOutput, match="plans that lose nothing"):
         checks.check_wiring(wrong(WindowStrategy, scope=scope), subject, expected)
 

@@ -114,6 +114,7 @@ def assert_is_whole(plan):
     again = Plan.from_slots(plan.slots, plan.slot_count)
     for name in ("rows", "members", "starts"):
         assert torch.equal(getattr(plan, name), getattr(again, name)), name
+    assert_close(plan.log_sizes, again.log_sizes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -163,6 +164,22 @@ def test_merge_and_added_change(owners, channels, dtype):
     assert_close(result.double().cpu(), expected, **close)
 
 
+@settings(max_examples=25, deadline=None)
+@given(partitions(), st.integers(1, 70), st.sampled_from(DTYPES))
+def test_merged_keys_are_means_as_long_as_their_tokens(owners, channels, dtype):
+    generator = torch.Generator().manual_seed(2)
+    plan = Plan.from_owners(torch.tensor(owners, device=DEVICE), len(set(owners[0])), fused)
+    x = torch.randn(*plan.rows.shape, channels, generator=generator).to(dtype)
+    queries, keys, values = plan.merge_qkv(surrounded(x).to(DEVICE))
+    assert keys.dtype == dtype and values is queries
+    close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-5}
+    means = brute_force_merge(owners, x)
+    assert_close(values.double().cpu(), means, **close)
+    lengths = brute_force_merge(owners, x.double().norm(dim=2, keepdim=True))
+    expected = means * lengths / means.norm(dim=2, keepdim=True)
+    assert_close(keys.double().cpu(), expected, **close)
+
+
 def test_wrong_input_is_named():
     plan = Plan.from_owners(torch.tensor([[0, 0, 2]], device=DEVICE), 2, fused)
     with pytest.raises(ValueError, match=r"x is \(1, 3, 4\) of torch.float64: it must be"):
@@ -173,13 +190,15 @@ def test_operators_are_registered_as_torch_wants_them():
     grid = Grid(8, 16)
     features = features_of(grid).to(DEVICE)
     key = torch.tensor(7, device=DEVICE)
-    rows, members, starts = window = fused.match_windows(features, key, 8, 16, 2, 2, 4, 4, 20)
+    window = fused.match_windows(features, key, 8, 16, 2, 2, 4, 4, 20)
+    rows, members, starts, log_sizes = window
     merged = fused.merge(features, rows, members, starts)
-    assert merged.shape == (2, 128 - 2 * 20, 6) and len(window) == 3
+    assert merged.shape == (2, 128 - 2 * 20, 6) and log_sizes.shape == merged.shape[:2]
     for operator, arguments in (
         (fused.match_windows, (features, key, 8, 16, 2, 2, 4, 4, 20)),
         (fused.match_windows, (features, None, 8, 16, 2, 2, 4, 4, 20)),
         (fused.merge, (features, rows, members, starts)),
+        (fused.merge_keys, (features, rows, members, starts)),
         (fused.add_change, (features, merged, 2 * merged, rows)),
     ):
         checks = torch.library.opcheck(operator, arguments)
@@ -314,6 +333,7 @@ from tome_nodes.ops import kernels
 
 def compile(kernel, tokens, indices, **constants):
     types = {**dict.fromkeys(tokens, f"*{dtype}"), **dict.fromkeys(indices, "*i64")}
+    types["log_sizes"] = "*fp32"
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
@@ -330,6 +350,9 @@ for architecture in (80, 90):
         compile(kernels.match_windows, ["features"], ["key", *plan], RANDOM=True, **window)
         compile(kernels.match_windows, ["features"], plan, key=None, RANDOM=False, **window)
         compile(kernels.merge, ["x", "means"], plan, SLOTS=8, CHANNELS=64)
+        for channels in (320, 1280):
+            padded = dict(ALL_CHANNELS=channels, CHANNELS=512 if channels == 320 else 2048)
+            compile(kernels.merge_keys, ["x", "means", "keys"], plan, SLOTS=2, **padded)
         changed = ["x", "before", "after", "result"]
         compile(kernels.add_change, changed, plan, TOKENS=8, CHANNELS=64)
 """
@@ -348,5 +371,5 @@ def test_kernels_compile_for_gpus_that_are_not_there(tmp_path):
         f"{architecture} {dtype} {kernel} True"
         for architecture in (80, 90)
         for dtype in ("fp16", "bf16", "fp32")
-        for kernel in ("match_windows", "match_windows", "merge", "add_change")
+        for kernel in (*["match_windows"] * 2, "merge", *["merge_keys"] * 2, "add_change")
     ]

@@ -6,7 +6,7 @@ import pytest
 
 from tools.environment import ROOT
 
-NODES = ["ToMePatchModel", "ToMeRemovePatch"]
+NODES = ["ToMePatchModel", "ToMeRemovePatch", "ToMeReport"]
 
 
 def inputs(schema):

@@ -118,9 +118,9 @@ def test_grid_raises_instead_of_guessing():
 def test_merged_keys_are_as_long_as_their_tokens_on_average():
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
     plan = Plan.from_owners(torch.tensor([[0, 0, 2, 2], [0, 1, 1, 0]]), 2)
-    means = plan.merge(x)
-    keys, values = plan.merge_keys(x, means)
+    means, keys, values = plan.merge_qkv(x)
     assert values is means
+    assert torch.equal(means, plan.merge(x))
     assert_close(F.normalize(keys, dim=2), F.normalize(means, dim=2))
     lengths = x.norm(dim=2)
     expected = [[lengths[0, :2].mean(), lengths[0, 2:].mean()]]
@@ -129,16 +129,17 @@ def test_merged_keys_are_as_long_as_their_tokens_on_average():
 
 
 def test_slots_of_pooling_differ_in_size_only_where_cells_are_cut():
-    like = torch.zeros(1)
-    assert PoolPlan(2, 4, 6, 2, 2).log_sizes(like) is None
-    plan = PoolPlan(2, 3, 5, 2, 2)
-    assert_close(plan.log_sizes(like).exp(), torch.tensor([[4.0, 4, 2, 2, 2, 1]]).expand(2, -1))
+    cpu = torch.device("cpu")
+    assert PoolPlan(2, 4, 6, 2, 2, cpu).log_sizes is None
+    plan = PoolPlan(2, 3, 5, 2, 2, cpu)
+    assert_close(plan.log_sizes.exp(), torch.tensor([[4.0, 4, 2, 2, 2, 1]]).expand(2, -1))
 
 
 def test_a_pooled_key_is_mostly_the_first_token_of_its_cell():
     x = torch.arange(16.0).view(1, 16, 1)
-    plan = PoolPlan(1, 4, 4, 2, 2)
-    means = plan.merge(x)
+    plan = PoolPlan(1, 4, 4, 2, 2, torch.device("cpu"))
+    means, keys, values = plan.merge_qkv(x)
+    assert torch.equal(means, plan.merge(x))
     expected = 0.75 * torch.tensor([0.0, 2, 8, 10]) + 0.25 * means.flatten()
-    for merged in plan.merge_keys(x, means):
+    for merged in (keys, values):
         assert_close(merged.flatten(), expected)

@@ -104,7 +104,7 @@ def test_window_and_global_matching_merge_as_many():
 
 def test_pool_is_the_mean_of_each_cell():
     image = torch.randn(2, 5, 6, 4, generator=torch.Generator().manual_seed(1))
-    plan = PoolPlan(2, 6, 4, 2, 2)
+    plan = PoolPlan(2, 6, 4, 2, 2, torch.device("cpu"))
     merged = plan.merge(image.flatten(2).mT)
     assert_close(merged, F.avg_pool2d(image, 2).flatten(2).mT)
     back = F.interpolate(F.avg_pool2d(image, 2), scale_factor=2).flatten(2).mT

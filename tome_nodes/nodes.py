@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .config import CHOICES, MAX_DOWNSAMPLE_CHOICES, RANGES, ToMeConfig
 from .hosts import comfyui
+from .report import VIEWS
 
 _DEFAULTS = ToMeConfig()
 _CATEGORY = "model/patch/unet"
@@ -215,6 +216,7 @@ class ToMePatchModel(io.ComfyNode):
                 ),
             ],
             outputs=[io.Model.Output(tooltip="The model with token merging.")],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -274,11 +276,90 @@ class ToMeRemovePatch(io.ComfyNode):
         return io.NodeOutput(comfyui.detach(model))
 
 
+class ToMeReport(io.ComfyNode):
+    """Show what token merging did in a sampling run."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ToMeReport",
+            display_name="ToMe Report",
+            category=_CATEGORY,
+            description=(
+                "Shows what token merging did in a sampling run: which parts of the picture were "
+                "merged, how many tokens each block ran on, how long it took, and what to change "
+                "where it gained nothing."
+            ),
+            search_aliases=[*_ALIASES, "statistics", "merge map", "heat map"],
+            is_output_node=True,
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="The model that the sampler got, from ToMe Patch Model."
+                ),
+                io.Latent.Input(
+                    "samples", tooltip="What the sampler made; the report is made after it."
+                ),
+                io.Image.Input(
+                    "image",
+                    optional=True,
+                    tooltip="The decoded picture, to draw under the maps.",
+                ),
+                io.Combo.Input(
+                    "view",
+                    options=list(VIEWS),
+                    default=VIEWS[0],
+                    optional=True,
+                    tooltip="merge map: each group of merged tokens in one colour, in one step. "
+                    "heat map: how often each place was merged over all steps. chart: tokens and "
+                    "time of each block in each step.",
+                ),
+                io.Int.Input(
+                    "level",
+                    default=-1,
+                    min=-1,
+                    max=64,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Which feature maps to show in the maps: those that are this many "
+                    "times smaller than the latent, such as 1, 2 or 4. -1 shows the largest that "
+                    "were merged.",
+                ),
+                io.Int.Input(
+                    "step",
+                    default=-1,
+                    min=-1,
+                    max=10000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Which step to show in the merge map; 1 is the first. -1 shows the "
+                    "last that merged.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output(tooltip="The map or the chart."),
+                io.String.Output(tooltip="The report in words."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        samples: Any,
+        image: Any = None,
+        view: str = VIEWS[0],
+        level: int = -1,
+        step: int = -1,
+    ) -> io.NodeOutput:
+        raise NotImplementedError("in work")
+
+
 class ToMeExtension(ComfyExtension):
     """The pack as ComfyUI loads it."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [ToMePatchModel, ToMeRemovePatch]
+        return [ToMePatchModel, ToMeRemovePatch, ToMeReport]
 
 
 async def comfy_entrypoint() -> ToMeExtension:

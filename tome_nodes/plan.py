@@ -17,6 +17,7 @@ class Plan:
         rows: ``[batch, tokens]`` int64, the slot of each token counted over the whole batch.
         members: ``[batch * tokens]`` int64, tokens counted over the whole batch, slot by slot.
         starts: ``[batch * slots]`` int64, where each slot begins in ``members``.
+        log_sizes: ``[batch, slots]`` float32, the logarithm of how many tokens each slot holds.
         slot_count: number of slots M of a sample.
         ops: :mod:`tome_nodes.ops.reference` or :mod:`tome_nodes.ops.fused`.
     """
@@ -24,6 +25,7 @@ class Plan:
     rows: Tensor
     members: Tensor
     starts: Tensor
+    log_sizes: Tensor
     slot_count: int
     ops: ModuleType = reference
 
@@ -40,7 +42,9 @@ class Plan:
         starts = torch.searchsorted(
             sorted_rows, torch.arange(batch * slot_count, device=slots.device)
         )
-        return cls(rows, members, starts, slot_count, ops)
+        sizes = torch.diff(starts, append=starts.new_full((1,), len(members)))
+        log_sizes = sizes.log().view(batch, slot_count)
+        return cls(rows, members, starts, log_sizes, slot_count, ops)
 
     @classmethod
     def from_owners(cls, owners: Tensor, slot_count: int, ops: ModuleType = reference) -> "Plan":
@@ -58,19 +62,6 @@ class Plan:
         batch = torch.arange(len(self.rows), device=self.rows.device)
         return self.rows - batch[:, None] * self.slot_count
 
-    @property
-    def sizes(self) -> Tensor:
-        """How many tokens each slot holds, ``[batch, slots]`` int64."""
-        end = self.starts.new_full((1,), len(self.members))
-        return torch.diff(self.starts, append=end).view(len(self.rows), self.slot_count)
-
-    def log_sizes(self, like: Tensor) -> Tensor | None:
-        """The logarithm of how many tokens each slot holds, None where all hold as many.
-
-        ``[batch, slots]`` of the dtype of ``like``.
-        """
-        return self.sizes.log().to(like.dtype)
-
     def fits(self, x: Tensor) -> bool:
         """Whether ``x`` is ``[batch, tokens, channels]`` of the plan's batch and tokens."""
         return x.ndim == 3 and x.shape[:2] == self.rows.shape
@@ -79,21 +70,16 @@ class Plan:
         """The mean of each slot: ``[batch, tokens, channels]`` to ``[batch, slots, channels]``."""
         return self.ops.merge(x, self.rows, self.members, self.starts)
 
-    def merge_keys(self, x: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
-        """What keys and what values are made of: means, for keys as long as their tokens are.
+    def merge_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What queries, keys and values are made of: means, for keys as long as their tokens are.
 
         A mean is shorter than what it is the mean of, and a shorter key is attended to less
         sharply (Kim et al., ToFu, WACV 2024). Values stretched so would be farther off.
 
-        Args:
-            x: ``[batch, tokens, channels]``.
-            means: what :meth:`merge` makes of it.
-
-        Returns:
-            Two ``[batch, slots, channels]``.
+        ``[batch, tokens, channels]`` to three ``[batch, slots, channels]``.
         """
-        lengths = self.merge(x.norm(dim=2, keepdim=True))
-        return means * (lengths / means.norm(dim=2, keepdim=True).clamp_min(1e-6)), means
+        means, keys = self.ops.merge_keys(x, self.rows, self.members, self.starts)
+        return means, keys, means
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Each token's slot: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""

@@ -54,7 +54,7 @@ def self_attention_on_merged(
     x: Tensor,
     context: Tensor | None = None,
     value: Tensor | None = None,
-    weigh: Callable[..., tuple[Tensor, Tensor, dict[str, Any]]] | None = None,
+    weigh: Callable[[AnyPlan, Tensor, dict[str, Any]], dict[str, Any]] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Run self-attention on merged tokens (paper, section 4).
@@ -66,10 +66,9 @@ def self_attention_on_merged(
         x: ``[batch, tokens, channels]``, the source of the queries.
         context: source of the keys, ``x`` if None.
         value: source of the values, the source of the keys if None.
-        weigh: given ``kwargs``, the plan of the keys, their source and its merge, the sources of
-            keys and values to use, and the keyword arguments with which the attention counts each
-            key as often as the tokens it stands for. None is the paper's attention: keys are means
-            and count once.
+        weigh: given the plan of the keys, their source and ``kwargs``, the keyword arguments with
+            which the attention counts each key as often as the tokens it stands for. None is the
+            paper's attention: keys are means and count once.
         kwargs: passed on.
 
     Returns:
@@ -80,17 +79,22 @@ def self_attention_on_merged(
         source is None or keys.fits(source) for source in (context, value)
     ):
         keys = None
-    merged = x if queries is None else queries.merge(x)
     own_keys = context is None or context is x
     own_values = value is None or value is context
+    tokens = x if own_keys else context
+    merged = x if queries is None else None
     if keys is None:
-        context = x if own_keys else context
+        context = tokens
     else:
-        tokens = x if own_keys else context
-        context = merged if own_keys and keys is queries else keys.merge(tokens)
-        own_value = context
-        if weigh is not None:
-            context, own_value, kwargs = weigh(kwargs, keys, tokens, context)
-        value = own_value if own_values else keys.merge(value)
+        if weigh is None:
+            means = context = values = keys.merge(tokens)
+        else:
+            means, context, values = keys.merge_qkv(tokens)
+            kwargs = weigh(keys, tokens, kwargs)
+        value = values if own_values else keys.merge(value)
+        if own_keys and keys is queries:
+            merged = means
+    if merged is None:
+        merged = queries.merge(x)
     result = attention(merged, context=context, value=value, **kwargs)
     return result if queries is None else queries.unmerge(result)

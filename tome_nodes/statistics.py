@@ -6,13 +6,24 @@ from .config import ToMeConfig
 
 
 class RunStatistics:
-    """Counts of one sampling run."""
+    """Counts of one sampling run.
+
+    Attributes:
+        blocks_present: transformer blocks of the model.
+        total_steps: of the run.
+        fell_back: blocks that ran in module scope though a wider one was asked for.
+        unweighted: why merged keys weighed as one token each.
+        plans_made: how many plans were made.
+        plans_reused: how often a block ran under the plan of another block or step.
+    """
 
     def __init__(self) -> None:
         self.blocks_present = 0
         self.total_steps = 0
         self.fell_back: set[str] = set()
         self.unweighted: set[str] = set()
+        self.plans_made = 0
+        self.plans_reused = 0
         self._merged: dict[tuple[int, int], set[str]] = {}
         self._steps: set[int] = set()
         self._reasons: Counter[str] = Counter()
@@ -22,9 +33,25 @@ class RunStatistics:
         self._merged.setdefault((before, after), set()).add(block)
         self._steps.add(step)
 
+    def planned(self, made: bool) -> None:
+        """Note that a block had a plan, which it made or got from another block or step."""
+        if made:
+            self.plans_made += 1
+        else:
+            self.plans_reused += 1
+
     def skipped(self, reason: str) -> None:
         """Note why a block, or a whole step, ran on all its tokens."""
         self._reasons[reason] += 1
+
+    @property
+    def merged_steps(self) -> int:
+        """In how many steps anything merged."""
+        return len(self._steps)
+
+    @property
+    def merged_block_count(self) -> int:
+        return len(set().union(*self._merged.values()))
 
     @property
     def merged_anything(self) -> bool:
@@ -41,14 +68,21 @@ class RunStatistics:
 
     def merged_blocks(self) -> str:
         """Such as ``merged 5/16 blocks (4096 -> 2048 tokens)``."""
-        blocks = len(set().union(*self._merged.values()))
-        lengths = sorted({before for before, _ in self._merged}, reverse=True)
-        sizes = [
+        blocks = f"{self.merged_block_count}/{self.blocks_present} blocks"
+        return f"merged {blocks} ({self.sizes_in_words()})"
+
+    def sizes_in_words(self) -> str:
+        """Such as ``4096 -> 2048 tokens x5, 1024 -> 512 tokens x6``."""
+        return ", ".join(
             f"{before} -> {self._after(before)} tokens"
-            + (f" x{len(self._blocks(before))}" if len(lengths) > 1 else "")
-            for before in lengths
-        ]
-        return f"merged {blocks}/{self.blocks_present} blocks ({', '.join(sizes)})"
+            + (f" x{len(self._blocks(before))}" if len(self.lengths) > 1 else "")
+            for before in self.lengths
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        """The numbers of tokens that were merged, from the most to the least."""
+        return sorted({before for before, _ in self._merged}, reverse=True)
 
     def _blocks(self, before: int) -> set[str]:
         return set().union(*(names for size, names in self._merged.items() if size[0] == before))

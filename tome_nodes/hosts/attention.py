@@ -31,7 +31,7 @@ def weigh_attention(options: dict[str, Any], log_sizes: Tensor, note: Note) -> d
 
     Args:
         options: the transformer options otherwise; another node's override in them stays in effect.
-        log_sizes: ``[batch, keys]``.
+        log_sizes: ``[batch, keys]`` of the dtype of queries and keys.
         note: told None once the logits were weighed, or why they could not be.
     """
     theirs = options.get(_OVERRIDE)

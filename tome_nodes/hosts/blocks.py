@@ -126,10 +126,20 @@ class MergedUNet:
                     attributes["forward"] = forward
             yield
 
+    def in_words(self) -> str:
+        """What the last evaluation merged, such as ``5/16 blocks, 4096→2048 tokens``."""
+        merged = [block.slots_used for block in self.blocks if block.slots_used is not None]
+        if not merged:
+            return "all tokens"
+        sizes = ", ".join(f"{before}→{after}" for before, after in sorted({*merged})[::-1])
+        return f"{len(merged)}/{len(self.blocks)} blocks, {sizes} tokens"
+
     def note(self, statistics: RunStatistics, step: int) -> None:
         """Add to the statistics of a run what the blocks did in the last evaluation."""
         statistics.blocks_present = len(self.blocks)
         for block in self.blocks:
+            if block.made_plan is not None:
+                statistics.planned(block.made_plan)
             if block.slots_used is not None:
                 statistics.merged(step, block.name, *block.slots_used)
                 if block.unweighted is not None:
@@ -178,7 +188,8 @@ class MergedStack:
     def begin(self) -> None:
         """Forget what was noted of the last evaluation."""
         for block in self.blocks:
-            block.slots_used = block.reason = block.unweighted = None
+            block.tokens = block.slots_used = block.made_plan = None
+            block.reason = block.unweighted = None
             block.fell_back = False
 
     def end(self) -> None:
@@ -215,6 +226,8 @@ class MergedBlock:
         plan: the plan under which its modules run.
         keys_plan: the same for the keys and values of its self-attention.
         outer_plan: the plan whose slots are the tokens that the block runs on as a whole.
+        made_plan: whether it made the plan that it had, or had that of another block or step.
+        tokens: how many entered the block, merged by an earlier one or not.
         slots_used: tokens before and after, once anything of the block ran on merged tokens.
         reason: why the block ran on all its tokens.
         fell_back: whether only its modules ran on merged tokens though a wider scope was asked for.
@@ -230,9 +243,6 @@ class MergedBlock:
     attention_replaced: str
     """The reason to tell where the modules of a block were not called."""
 
-    takes_values = False
-    """Whether self-attention can be given values that are not its keys."""
-
     def __init__(self, name: str, index: int, block: nn.Module, stack: MergedStack):
         self.name = name
         self.index = index
@@ -240,6 +250,8 @@ class MergedBlock:
         self.plan: AnyPlan | None = None
         self.keys_plan: AnyPlan | None = None
         self.outer_plan: AnyPlan | None = None
+        self.made_plan: bool | None = None
+        self.tokens: int | None = None
         self.unweighted: str | None = None
         self.slots_used: tuple[int, int] | None = None
         self.reason: str | None = None
@@ -267,7 +279,10 @@ class MergedBlock:
         raise NotImplementedError
 
     def self_attention(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``."""
+        """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``.
+
+        A host whose attention has one source of keys and values takes the one for values.
+        """
         return forward
 
     def grids(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Grid, Grid] | None:
@@ -292,28 +307,21 @@ class MergedBlock:
 
         Args:
             kwargs: the keyword arguments otherwise.
-            log_sizes: ``[batch, keys]``.
+            log_sizes: ``[batch, keys]`` of the dtype of the tokens.
         """
         self.unweighted = "this host has no way to weigh them"
         return kwargs
 
-    def _weigh_slots(self, kwargs: dict[str, Any], plan: AnyPlan, slots: Tensor) -> dict[str, Any]:
-        log_sizes = plan.log_sizes(slots)
-        return kwargs if log_sizes is None else self.weigh_keys(kwargs, log_sizes)
-
-    def _weigh(
-        self, kwargs: dict[str, Any], plan: AnyPlan, x: Tensor, means: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        keys, values = plan.merge_keys(x, means)
-        if not self.takes_values:
-            keys = values
-        return keys, values, self._weigh_slots(kwargs, plan, means)
+    def _weigh(self, plan: AnyPlan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        log_sizes = plan.log_sizes
+        return kwargs if log_sizes is None else self.weigh_keys(kwargs, log_sizes.to(x.dtype))
 
     def _run_block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         config, stack = self.stack.unet.config, self.stack
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             self.plan = self.keys_plan = self.outer_plan = None
+            self.tokens = x.shape[1]
             if stack.plan is None:
                 plan, keys_plan = self._plans_for(x, *args, **kwargs)
                 self.fell_back = config.scope != "module" and self.needs_all_tokens(*args, **kwargs)
@@ -331,6 +339,8 @@ class MergedBlock:
                     self.outer_plan = plan
                     return change_on_merged(forward, plan, x, *args, **kwargs)
                 x = stack.enter(plan, x)
+            else:
+                self.made_plan = False
             self.slots_used = (stack.tokens.shape[1], stack.plan.slot_count)
             self.outer_plan = stack.plan
             y = forward(x, *args, **kwargs)
@@ -362,7 +372,7 @@ class MergedBlock:
         def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self.outer_plan is not None:
                 if proportional:
-                    kwargs = self._weigh_slots(kwargs, self.outer_plan, x)
+                    kwargs = self._weigh(self.outer_plan, x, kwargs)
                 return forward(x, *args, **kwargs)
             queries = self.plan if config.merge_attn and merges_queries else None
             keys = self.keys_plan if config.merge_attn and merges_keys else None
@@ -400,6 +410,7 @@ class MergedBlock:
             return None, None
         plans = self._shared_plans(x, grid)
         if plans == (None, None):
+            self.made_plan = None
             self.reason = unet.why_no_plan(grid)
         elif config.scope == "module" and not (
             config.merge_attn or config.merge_crossattn or config.merge_mlp
@@ -414,12 +425,15 @@ class MergedBlock:
         if unet.plans is None:
             return self._make_plans(x, grid)
         kept = unet.plans.get(grid, ())
-        if grid not in unet.plans or not all(plan is None or plan.fits(x) for plan in kept):
+        if grid in unet.plans and all(plan is None or plan.fits(x) for plan in kept):
+            self.made_plan = False
+        else:
             unet.plans[grid] = self._make_plans(x, grid)
         return unet.plans[grid]
 
     def _make_plans(self, x: Tensor, grid: Grid) -> tuple[AnyPlan | None, AnyPlan | None]:
         strategy, config = self.stack.unet.engine.strategy, self.stack.unet.config
+        self.made_plan = True
         if config.kv_ratio >= 0 and config.scope == "module":
             return strategy.plans(x, grid)
         plan = strategy.plan(x, grid)

@@ -9,7 +9,8 @@ touched, so LoRA, saving, merging of models and other nodes' patches go on as be
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from ..config import ToMeConfig
 from ..grid import Grid
 from ..picks import step_key
+from ..recording import Recorder, Recording
 from ..schedule import NoiseRange, ratio_at, step_index
 from ..statistics import RunStatistics, settings_in_words
 from ..strategies import Strategy, make_strategy
@@ -38,12 +40,42 @@ KEY = "tome_nodes"
 log = logging.getLogger("tome_nodes")
 
 
+@dataclass(frozen=True)
+class LastRun:
+    """The last sampling run of a patched model.
+
+    Attributes:
+        model: the kind of model, as the host calls it.
+        config: the settings.
+        statistics: what was merged.
+        obstacle: why nothing was merged, None if something was.
+        backend: such as ``torch``; None if it did not come to that.
+        pays_from: tokens of a feature map from which merging pays, by estimate.
+        recording: the details, None if no report was wanted when the run began.
+    """
+
+    model: str
+    config: ToMeConfig
+    statistics: RunStatistics
+    obstacle: str | None
+    backend: str | None
+    pays_from: int | None
+    recording: Recording | None
+
+
 def attach(
     model: ModelPatcher,
     config: ToMeConfig,
     make_strategy: Callable[[ToMeConfig], Strategy] = make_strategy,
+    on_step: Callable[[str], None] | None = None,
 ) -> ModelPatcher:
     """A clone of ``model`` that merges tokens as ``config`` says, in place of any earlier settings.
+
+    Args:
+        model: stays as it is.
+        config: the settings.
+        make_strategy: makes the strategy of each run.
+        on_step: is told in each step what was merged, in a few words.
 
     Raises:
         ValueError: the model is not a UNet with spatial transformers.
@@ -57,10 +89,30 @@ def attach(
         )
     clone = detach(model)
     if not config.merges_nothing:
-        attachment = _Attachment(config, make_strategy, levels)
+        attachment = _Attachment(config, make_strategy, levels, on_step)
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
     return clone
+
+
+def is_attached(model: ModelPatcher) -> bool:
+    """Whether a model merges tokens."""
+    return _attachment(model) is not None
+
+
+def last_run(model: ModelPatcher) -> LastRun | None:
+    """The last run of a model that merges tokens, or of a clone of it; None before the first."""
+    return _attachment(model).last_run
+
+
+def record(model: ModelPatcher) -> None:
+    """Have the next runs of a model that merges tokens recorded in detail."""
+    _attachment(model).records = True
+
+
+def _attachment(model: ModelPatcher) -> "_Attachment | None":
+    wrappers = model.get_wrappers(WrappersMP.OUTER_SAMPLE, KEY)
+    return wrappers[0].__self__ if wrappers else None
 
 
 def detach(model: ModelPatcher) -> ModelPatcher:
@@ -99,16 +151,25 @@ def _blocks_by_level(unet: UNetModel) -> dict[int, int]:
 
 
 class _Attachment:
-    """The wrappers of one patched model; holds settings, no state of a run."""
+    """The wrappers of one patched model.
+
+    Attributes:
+        records: whether to record runs in detail.
+        last_run: what came of the last run; all else of a run is dropped with it.
+    """
 
     def __init__(
         self,
         config: ToMeConfig,
         make_strategy: Callable[[ToMeConfig], Strategy],
         blocks_by_level: dict[int, int],
+        on_step: Callable[[str], None] | None,
     ):
         self.config = config
         self.make_strategy = make_strategy
+        self.on_step = on_step
+        self.records = False
+        self.last_run: LastRun | None = None
         self.shallowest = min(blocks_by_level)
         self.max_downsample = deepest_level(config, blocks_by_level)
 
@@ -123,10 +184,13 @@ class _Attachment:
 
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Around one sampling run: the host discards its model options, and our run, at its end."""
+        self.last_run = None
         run = _Run(self)
-        executor.class_obj.model_options["transformer_options"][KEY] = run
+        guider = executor.class_obj
+        guider.model_options["transformer_options"][KEY] = run
         result = executor(*args, **kwargs)
         run.log()
+        self.last_run = run.summary(type(guider.model_patcher.model.model_config).__name__)
         return result
 
     def apply_model(
@@ -145,7 +209,7 @@ class _Attachment:
         run: _Run | None = options.get(KEY)
         with ExitStack() as stack:
             if run is not None:
-                stack.enter_context(run.evaluation(executor.class_obj, t, options))
+                stack.enter_context(run.evaluation(executor.class_obj, x, t, options))
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
 
@@ -155,19 +219,25 @@ class _Run:
     def __init__(self, attachment: _Attachment):
         self.attachment = attachment
         self.statistics = RunStatistics()
+        self._recorder: Recorder | None = None
+        self._told_step: int | None = None
         self._unets: dict[nn.Module, tuple[MergedUNet, Engine]] = {}
         self._schedule: list[float] | None = None
         self._sigma: float | None = None
         self._calls: Counter[Hashable] = Counter()
 
     @contextmanager
-    def evaluation(self, model: Any, t: Tensor, options: dict[str, Any]) -> Iterator[None]:
+    def evaluation(
+        self, model: Any, x: Tensor, t: Tensor, options: dict[str, Any]
+    ) -> Iterator[None]:
         """Merge tokens in ``model``, a host's BaseModel, while it evaluates noise level ``t``."""
         config, statistics = self.attachment.config, self.statistics
         sigma = t.max().item()
         if self._schedule is None:
             self._schedule = options.get("sample_sigmas", t[:1]).tolist()
             statistics.total_steps = max(1, len(self._schedule) - 1)
+            if self.attachment.records:
+                self._recorder = Recorder(Grid(*x.shape[-2:]), t.device)
         step = step_index(self._schedule, sigma)
         percent_to_sigma = model.model_sampling.percent_to_sigma
         active = NoiseRange(
@@ -178,6 +248,7 @@ class _Run:
                 f"start_percent={config.start_percent} to end_percent={config.end_percent} "
                 "covers no step of this run"
             )
+            self._tell(step, "all tokens")
             yield
             return
         unet, engine = self._parts(model, t.device)
@@ -191,9 +262,23 @@ class _Run:
         with _lock_of(model.diffusion_model):
             unet.start_step(engine, key, ratio)
             unet.plans = unet.plans_for(step, composition)
-            with unet.installed():
+            with unet.installed(), self._recording(unet, step):
                 yield
             unet.note(statistics, step)
+        self._tell(step, unet.in_words())
+
+    def _recording(self, unet: MergedUNet, step: int) -> AbstractContextManager[None]:
+        """Around what is to be recorded of an evaluation."""
+        if self._recorder is None:
+            return nullcontext()
+        return self._recorder.evaluation(step, unet.blocks)
+
+    def _tell(self, step: int, words: str) -> None:
+        """Tell whoever follows the run what happened in a step, once."""
+        on_step = self.attachment.on_step
+        if on_step is not None and step != self._told_step:
+            self._told_step = step
+            on_step(f"{words}, step {step + 1}/{self.statistics.total_steps}")
 
     def _parts(self, model: Any, device: torch.device) -> tuple[MergedUNet, Engine]:
         """The overrides for a model and what they run on, made when it is first evaluated."""
@@ -201,6 +286,8 @@ class _Run:
         if unet not in self._unets:
             config, make_strategy = self.attachment.config, self.attachment.make_strategy
             engine = make_engine(config, make_strategy, device, model.get_dtype_inference())
+            if self._recorder is not None:
+                engine = replace(engine, strategy=self._recorder.watched(engine.strategy))
             self._unets[unet] = self.attachment.merged(unet), engine
         return self._unets[unet]
 
@@ -236,11 +323,28 @@ class _Run:
             ]
             log.info("[ToMe] %s", ", ".join(words))
         elif statistics.total_steps:
-            reason = statistics.most_common_reason or (
-                f"max_downsample={self.attachment.max_downsample} leaves out every transformer "
-                f"block: this model's begin at {self.attachment.shallowest}; set it to auto"
-            )
-            log.warning("[ToMe] nothing merged: %s", reason)
+            log.warning("[ToMe] nothing merged: %s", self._obstacle())
+
+    def summary(self, model: str) -> LastRun:
+        """What is kept of the run, of a kind of ``model``."""
+        config, statistics = self.attachment.config, self.statistics
+        engine = next((engine for _, engine in self._unets.values()), None)
+        return LastRun(
+            model,
+            config,
+            statistics,
+            None if statistics.merged_anything else self._obstacle(),
+            engine and engine.backend,
+            engine and engine.pays_from,
+            self._recorder and self._recorder.finish(),
+        )
+
+    def _obstacle(self) -> str:
+        """Why nothing was merged."""
+        return self.statistics.most_common_reason or (
+            f"max_downsample={self.attachment.max_downsample} leaves out every transformer "
+            f"block: this model's begin at {self.attachment.shallowest}; set it to auto"
+        )
 
 
 _locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
@@ -266,8 +370,6 @@ class _Block(MergedBlock):
     tokens_changed = "another node changes the tokens of the transformer blocks"
     attention_masked = "another node masks the attention or changes its tokens"
     attention_replaced = "other nodes replace the attention of the transformer blocks"
-
-    takes_values = True
 
     def attends_to_text(self, block: nn.Module) -> bool:
         # The x4 upscaler's blocks do.

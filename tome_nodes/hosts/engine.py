@@ -19,6 +19,7 @@ class Engine:
     Attributes:
         strategy: makes the plans.
         least_tokens: what a feature map must have to be merged.
+        pays_from: what it must have for merging to pay, whatever the settings ask for.
         backend: ``torch`` or ``triton``.
         no_triton: why it is not Triton, where that could be expected.
         lacks: what the device answers since it cannot merge at all, None where it can.
@@ -26,6 +27,7 @@ class Engine:
 
     strategy: Strategy
     least_tokens: int
+    pays_from: int
     backend: str
     no_triton: str | None
     lacks: str | None
@@ -58,7 +60,8 @@ def make_engine(
         strategy = make_strategy(replace(config, backend=backend))
         lacks = missing_operation(strategy, device, dtype)
     least = least_tokens(config, device.type, backend)
-    return Engine(strategy, least, backend, no_triton, lacks)
+    pays_from = least_tokens(replace(config, min_tokens=0), device.type, backend)
+    return Engine(strategy, least, pays_from, backend, no_triton, lacks)
 
 
 def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -69,7 +72,8 @@ def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dty
         strategy.start_step(torch.zeros((), dtype=torch.int64, device=device), 0.5)
         features = torch.ones(1, grid.tokens, 8, dtype=dtype, device=device)
         plan = strategy.plan(features, grid)
-        merged = plan.merge(features)
+        merged, *_ = plan.merge_qkv(features)
+        plan.merge(features)
         plan.unmerge(merged)
         plan.add_change(features, merged, merged)
     except torch.OutOfMemoryError:

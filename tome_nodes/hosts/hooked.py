@@ -87,8 +87,9 @@ class HookedBlock(MergedBlock):
         def attention(
             x: Tensor, context: Tensor | None = None, value: Tensor | None = None, **kwargs: Any
         ) -> Tensor:
-            if context is not None and context is not x:
-                kwargs[name] = context
+            source = context if value is None else value
+            if source is not None and source is not x:
+                kwargs[name] = source
             return forward(x, **kwargs)
 
         return attention

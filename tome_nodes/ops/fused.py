@@ -11,13 +11,16 @@ from torch import Tensor
 from . import kernels
 from .reference import unmerge
 
-__all__ = ["add_change", "match_windows", "merge", "unmerge"]
+__all__ = ["add_change", "match_windows", "merge", "merge_keys", "unmerge"]
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """What the kernels can add up and compare in float32."""
 
 # Rows and channels of one program: 16 bytes a thread in half precision, whole cache lines.
 _ROWS, _CHANNELS, _WARPS = 8, 64, 2
+
+# Values of a program that holds all channels of its slots: 32 float32 registers a thread.
+_KEY_VALUES = 4096
 
 
 def runs_on(device: torch.device) -> bool:
@@ -49,7 +52,7 @@ def match_windows(
     high: int,
     wide: int,
     quota: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """In each window, merge the ``quota`` src tokens that are most alike to their best dst into it.
 
     The same grouping as :func:`tome_nodes.strategies.window.match_windows` with the picks of
@@ -67,8 +70,8 @@ def match_windows(
         quota: merges in each window, at most its tokens less its cells.
 
     Returns:
-        ``rows [batch, tokens]``, ``members [batch * tokens]`` and ``starts [batch * slots]``, all
-        int64, as :class:`tome_nodes.plan.Plan` has them.
+        ``rows``, ``members``, ``starts`` and ``log_sizes``, as :class:`tome_nodes.plan.Plan` has
+        them.
     """
     _require(features, "features")
     batch, tokens, channels = features.shape
@@ -79,6 +82,7 @@ def match_windows(
     members = torch.empty(batch * tokens, dtype=torch.int64, device=features.device)
     slots = tokens - down * across * quota
     starts = torch.empty(batch * slots, dtype=torch.int64, device=features.device)
+    log_sizes = torch.empty(batch, slots, dtype=torch.float32, device=features.device)
     left_over = -(-(tokens - down * across * inside) // block)
     with torch.cuda.device_of(features):
         kernels.match_windows[(down * across + left_over, batch)](
@@ -87,6 +91,7 @@ def match_windows(
             rows,
             members,
             starts,
+            log_sizes,
             *features.stride(),
             tokens,
             width,
@@ -106,7 +111,7 @@ def match_windows(
             CHANNELS=64 if block <= 64 else 32,
             num_warps=4 if block <= 64 else 8,
         )
-    return rows, members, starts
+    return rows, members, starts, log_sizes
 
 
 @match_windows.register_fake
@@ -117,6 +122,7 @@ def _(features, key, height, width, sy, sx, high, wide, quota):
         features.new_empty(batch, tokens, dtype=torch.int64),
         features.new_empty(batch * tokens, dtype=torch.int64),
         features.new_empty(batch * slots, dtype=torch.int64),
+        features.new_empty(batch, slots, dtype=torch.float32),
     )
 
 
@@ -148,6 +154,41 @@ def merge(x: Tensor, rows: Tensor, members: Tensor, starts: Tensor) -> Tensor:
 @merge.register_fake
 def _(x, rows, members, starts):
     return x.new_empty(x.shape[0], starts.shape[0] // x.shape[0], x.shape[2])
+
+
+@torch.library.custom_op("tome_nodes::merge_keys", mutates_args=())
+def merge_keys(x: Tensor, rows: Tensor, members: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of each slot, and it stretched; see :func:`tome_nodes.ops.reference.merge_keys`."""
+    _require(x, "x")
+    batch, tokens, channels = x.shape
+    slots = len(starts)
+    shape = batch, slots // batch, channels
+    means, keys = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    padded = _padded(channels)
+    at_once = max(1, _KEY_VALUES // padded)
+    with torch.cuda.device_of(x):
+        kernels.merge_keys[(-(-slots // at_once),)](
+            x,
+            members,
+            starts,
+            means,
+            keys,
+            *x.stride(),
+            tokens,
+            slots,
+            len(members),
+            SLOTS=at_once,
+            ALL_CHANNELS=channels,
+            CHANNELS=padded,
+            num_warps=4,
+        )
+    return means, keys
+
+
+@merge_keys.register_fake
+def _(x, rows, members, starts):
+    shape = x.shape[0], starts.shape[0] // x.shape[0], x.shape[2]
+    return x.new_empty(shape), x.new_empty(shape)
 
 
 @torch.library.custom_op("tome_nodes::add_change", mutates_args=())

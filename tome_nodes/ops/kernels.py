@@ -38,6 +38,7 @@ def match_windows(
     rows,
     members,
     starts,
+    log_sizes,
     stride_sample,
     stride_token,
     stride_channel,
@@ -94,6 +95,7 @@ def match_windows(
         tl.store(rows + first_token + token, slot, mask=left)
         tl.store(members + member, first_token + token, mask=left)
         tl.store(starts + slot, member, mask=left)
+        tl.store(log_sizes + slot, tl.zeros((TOKENS,), tl.float32), mask=left)
         return
 
     window_row = program // windows_across
@@ -170,14 +172,16 @@ def match_windows(
     slot = tl.sum(before.to(tl.int32), axis=1)
     in_earlier_slot = owner[None, :] < owner[:, None]
     start = tl.sum(in_earlier_slot.to(tl.int32), axis=1)
-    in_slot_before = (owner[None, :] == owner[:, None]) & (place[None, :] < place[:, None])
-    member = start + tl.sum(in_slot_before.to(tl.int32), axis=1)
+    in_slot = owner[None, :] == owner[:, None]
+    member = start + tl.sum((in_slot & (place[None, :] < place[:, None])).to(tl.int32), axis=1)
+    size = tl.sum(in_slot.to(tl.int32), axis=1)
 
     window_slot = first_slot + program * (INSIDE - quota)
     window_member = first_token + program * INSIDE
     tl.store(rows + first_token + token, window_slot + slot, mask=inside)
     tl.store(members + window_member + member, first_token + token, mask=inside)
     tl.store(starts + window_slot + slot, window_member + start, mask=stays)
+    tl.store(log_sizes + window_slot + slot, tl.log(size.to(tl.float32)), mask=stays)
 
 
 @triton.jit
@@ -227,6 +231,60 @@ def merge(
         mean.to(means.dtype.element_ty),
         mask=is_slot[:, None] & is_channel[None, :],
     )
+
+
+@triton.jit
+def merge_keys(
+    x,
+    members,
+    starts,
+    means,
+    keys,
+    stride_sample,
+    stride_token,
+    stride_channel,
+    tokens,
+    slots,
+    all_tokens,
+    SLOTS: tl.constexpr,
+    ALL_CHANNELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """The mean of ``SLOTS`` slots, and the same stretched to the mean length of its tokens.
+
+    ``ALL_CHANNELS`` are padded to ``CHANNELS``, since a length is that of all of them.
+    """
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    channel = tl.arange(0, CHANNELS)
+    is_slot = slot < slots
+    is_channel = channel < ALL_CHANNELS
+    start = tl.load(starts + slot, mask=is_slot, other=0)
+    end = tl.load(starts + slot + 1, mask=slot + 1 < slots, other=all_tokens)
+    size = tl.where(is_slot, end - start, 0)
+    total = tl.zeros((SLOTS, CHANNELS), tl.float32)
+    lengths = tl.zeros((SLOTS,), tl.float32)
+    most = tl.max(size)
+    index = most * 0
+    while index < most:
+        is_member = index < size
+        member = tl.load(members + start + index, mask=is_member, other=0)
+        token = member // tokens * stride_sample + member % tokens * stride_token
+        value = tl.load(
+            x + token[:, None] + channel[None, :] * stride_channel,
+            mask=is_member[:, None] & is_channel[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        total += value
+        lengths += tl.sqrt(tl.sum(value * value, axis=1))
+        index += 1
+    count = tl.maximum(size, 1).to(tl.float32)
+    mean = total / count[:, None]
+    length = tl.maximum(tl.sqrt(tl.sum(mean * mean, axis=1)), 1e-6)
+    place = slot.to(tl.int64)[:, None] * ALL_CHANNELS + channel[None, :]
+    mask = is_slot[:, None] & is_channel[None, :]
+    tl.store(means + place, mean.to(means.dtype.element_ty), mask=mask)
+    key = mean * (lengths / count / length)[:, None]
+    tl.store(keys + place, key.to(keys.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -36,6 +36,16 @@ def merge(x: Tensor, rows: Tensor, members: Tensor, starts: Tensor) -> Tensor:
     return means.view(batch, -1, channels)
 
 
+def merge_keys(x: Tensor, rows: Tensor, members: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of each slot, and the same stretched to the mean length of its tokens.
+
+    It takes what :func:`merge` takes, and gives two of what that gives.
+    """
+    means = merge(x, rows, members, starts)
+    lengths = merge(x.norm(dim=2, keepdim=True), rows, members, starts)
+    return means, means * (lengths / means.norm(dim=2, keepdim=True).clamp_min(1e-6))
+
+
 def unmerge(y: Tensor, rows: Tensor) -> Tensor:
     """Each token's slot: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``.
 

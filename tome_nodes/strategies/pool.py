@@ -29,6 +29,7 @@ class PoolPlan:
     width: int
     sy: int
     sx: int
+    device: torch.device
 
     @property
     def slot_count(self) -> int:
@@ -39,18 +40,19 @@ class PoolPlan:
     def _cells(self) -> tuple[int, int]:
         return -(-self.height // self.sy), -(-self.width // self.sx)
 
-    def log_sizes(self, like: Tensor) -> Tensor | None:
+    @property
+    def log_sizes(self) -> Tensor | None:
         """The logarithm of how many tokens each slot holds, None where all hold as many.
 
-        ``[batch, slots]`` of the dtype and on the device of ``like``.
+        ``[batch, slots]`` float32.
         """
         if self.height % self.sy == 0 and self.width % self.sx == 0:
             return None
-        ones = like.new_ones(1, 1, self.height, self.width, dtype=torch.float32)
+        ones = torch.ones(1, 1, self.height, self.width, device=self.device)
         whole = F.avg_pool2d(
             ones, (self.sy, self.sx), ceil_mode=True, count_include_pad=False, divisor_override=1
         )
-        return whole.log().to(like.dtype).flatten(1).expand(self.batch, -1)
+        return whole.log().flatten(1).expand(self.batch, -1)
 
     def fits(self, x: Tensor) -> bool:
         """Whether ``x`` is ``[batch, tokens, channels]`` of the plan's batch and tokens."""
@@ -62,21 +64,18 @@ class PoolPlan:
         cells = F.avg_pool2d(image, (self.sy, self.sx), ceil_mode=True, count_include_pad=False)
         return cells.flatten(2).mT
 
-    def merge_keys(self, x: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
-        """What keys and what values are made of: the top left token of each cell, and some mean.
+    def merge_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What queries, keys and values are made of: means, leaning on one token but for queries.
 
-        One token is as sharp as the tokens are, and the mean knows them all (BiGain, CVPR 2026).
+        The top left token of a cell is as sharp as all are, and the mean knows them all (BiGain,
+        CVPR 2026).
 
-        Args:
-            x: ``[batch, tokens, channels]``.
-            means: what :meth:`merge` makes of it.
-
-        Returns:
-            Two ``[batch, slots, channels]``, the same one twice.
+        ``[batch, tokens, channels]`` to three ``[batch, slots, channels]``.
         """
+        means = self.merge(x)
         nearest = x.unflatten(1, (self.height, self.width))[:, :: self.sy, :: self.sx]
         blend = means.lerp(nearest.flatten(1, 2), NEAREST_SHARE)
-        return blend, blend
+        return means, blend, blend
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Each token's cell: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""
@@ -112,5 +111,6 @@ class PoolStrategy:
         return self.plan(features, grid), keys
 
     def _plan(self, features: Tensor, grid: Grid) -> PoolPlan | None:
-        plan = PoolPlan(len(features), grid.height, grid.width, self.config.sy, self.config.sx)
+        cell = self.config.sy, self.config.sx
+        plan = PoolPlan(len(features), grid.height, grid.width, *cell, features.device)
         return plan if plan.slot_count < grid.tokens else None
