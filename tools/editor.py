@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image, ImageDraw
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, sync_playwright
 
 from tools.browser import find_browser
@@ -24,7 +26,14 @@ from tools.server import HOST, ComfyServer
 from tools.steps import SetupError
 
 WORKFLOWS = ROOT / "workflows"
-CHECKPOINTS = ("v1-5-pruned-emaonly-fp16.safetensors", "sd_xl_base_1.0.safetensors")
+MODELS = (
+    "checkpoints/v1-5-pruned-emaonly-fp16.safetensors",
+    "checkpoints/sd_xl_base_1.0.safetensors",
+    "controlnet/control_v11p_sd15_canny_fp16.safetensors",
+)
+
+# A file of this name is in the input folder of every new ComfyUI; here it is our own picture.
+INPUT = "input/example.png"
 
 # No news, no question for a file name, no mini map, no side panel, and text at every zoom. A new
 # user who follows a link to a template is shown that alone; others also get a default workflow with
@@ -269,16 +278,40 @@ def workflow_files() -> list[Path]:
     return sorted(WORKFLOWS.glob("*.json"))
 
 
-def list_checkpoints(server: ComfyServer) -> None:
-    """Have the server list the workflows' checkpoints, without content, so that none is missed."""
-    for name in CHECKPOINTS:
-        (server.base / "models" / "checkpoints" / name).touch()
+def offer_files(server: ComfyServer) -> None:
+    """Have the server list the workflows' models, without content, and their input picture."""
+    for name in MODELS:
+        file = server.base / "models" / name
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    _seascape(768).save(server.base / INPUT)
+
+
+def _seascape(side: int) -> Image.Image:
+    """A picture with a smooth sky, hard edges and small waves."""
+    down, across = np.mgrid[0:side, 0:side] / side
+    dusk = np.stack([40 + 210 * down, 60 + 110 * down, 150 - 30 * down], axis=-1)
+    waves = 20 * np.sin(60 * down**3 * 6 + 3 * np.sin(25 * across))
+    water = np.stack([30 + waves, 80 + waves, 110 + waves], axis=-1)
+    picture = np.where(down[..., None] < 0.6, dusk, water)
+    draw = ImageDraw.Draw(image := Image.fromarray(picture.astype(np.uint8)))
+    shapes = {
+        "#ffe9a8": [(0.50, 0.20), (0.0, 0.05), (0.0, 0.22)],
+        "#4a4038": [(0.30, 0.75), (0.45, 0.55), (0.62, 0.57), (0.80, 0.78)],
+        "#f4efe4": [(0.46, 0.58), (0.485, 0.24), (0.555, 0.24), (0.58, 0.58)],
+        "#b8352c": [(0.47, 0.46), (0.477, 0.36), (0.563, 0.36), (0.57, 0.46)],
+        "#2b2a33": [(0.475, 0.17), (0.52, 0.11), (0.565, 0.17)],
+        "#ffd34d": [(0.49, 0.24), (0.49, 0.17), (0.55, 0.17), (0.55, 0.24)],
+    }
+    for colour, corners in shapes.items():
+        draw.polygon([(x * side, y * side) for x, y in corners], fill=colour)
+    return image
 
 
 def main() -> None:
     """Save all sample workflows anew."""
     with tempfile.TemporaryDirectory() as base, ComfyServer(base) as server:
-        list_checkpoints(server)
+        offer_files(server)
         with open_browser() as browser, open_editor(browser, server) as editor:
             for file in workflow_files():
                 editor.open(file.name, file.read_text(encoding="utf-8"))
