@@ -27,6 +27,14 @@ args.cpu = True
 args.use_pytorch_cross_attention = True
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--pictures",
+        action="store_true",
+        help="have the editor's tests save the pictures that the help pages and the README show",
+    )
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """A folder of UNet files, each made when it is first asked for."""

@@ -2,9 +2,11 @@
 
 import json
 import re
+from io import BytesIO
 from itertools import count
 
 import pytest
+from PIL import Image
 from playwright.sync_api import expect
 
 from tools.editor import (
@@ -15,12 +17,15 @@ from tools.editor import (
     open_editor,
     workflow_files,
 )
+from tools.environment import ROOT
 from tools.workflow import PATCH as PATCH_TYPE
 
 # The widgets that the first version of the patch node had.
 FIRST_INPUTS = 11
 
 PATCH, REMOVE = "ToMe Patch Model", "ToMe Remove Patch"
+REMOVE_TYPE = "ToMeRemovePatch"
+BLUEPRINT = "ToMe hires fix"
 NODES_2 = {"Comfy.VueNodes.Enabled": True}
 
 # Where the graph without our node has room for it, and the corner to look at it from.
@@ -67,6 +72,24 @@ def fresh_editor(request, browser, server):
 def nodes_2_editor(browser, server):
     with open_editor(browser, server, NODES_2) as editor:
         yield editor
+
+
+@pytest.fixture
+def picture(pytestconfig):
+    """Take the picture of this name of an editor's page; kept only on request.
+
+    `box` is its left and upper edge, its width and its height.
+    """
+
+    def take(editor, name, box):
+        clip = dict(zip(("x", "y", "width", "height"), box, strict=True))
+        data = editor.page.screenshot(type="jpeg", quality=85, clip=clip)
+        with Image.open(BytesIO(data)) as image:
+            assert len(set(image.getdata())) > 100, f"there is nothing to see in {name}"
+        if pytestconfig.getoption("pictures"):
+            (ROOT / "web" / "docs" / f"{name}.jpg").write_bytes(data)
+
+    return take
 
 
 def text_of(file):
@@ -148,11 +171,12 @@ def test_files_saved_before_the_later_inputs_were_added_are_the_same_graph(edito
     assert editor.save_for_api() == text_of(WORKFLOWS / "api" / file.name)
 
 
-def test_nodes_are_found_by_searching_for_token_merging(editor):
+def test_nodes_are_found_by_searching_for_token_merging(editor, picture):
     editor.clear()
     results = editor.search("token merging")
     for name in PATCH, REMOVE:
         expect(results.filter(has_text=name)).to_be_visible()
+    picture(editor, "search", (300, 100, 1000, 620))
     editor.page.keyboard.press("Escape")
     expect(results).to_have_count(0)
 
@@ -214,7 +238,7 @@ def test_widgets_change_with_the_mouse_in_nodes_2(nodes_2_editor):
     }
 
 
-def test_advanced_inputs_fold(nodes_2_editor, info):
+def test_advanced_inputs_fold(nodes_2_editor, info, picture):
     editor = nodes_2_editor
     editor.open("small.json", json.dumps(small_graph()))
     options = info[PATCH_TYPE]["input"]["optional"].items()
@@ -223,6 +247,9 @@ def test_advanced_inputs_fold(nodes_2_editor, info):
     expect(names).to_have_text(plain)
     editor.node(PATCH_TYPE).get_by_text("Show advanced inputs").click()
     expect(names).to_have_text([name for name, _ in options])
+    editor.page.get_by_role("button", name="Toggle properties panel").click()
+    editor.look_at(*CORNER)
+    picture(editor, "ToMePatchModel", (100, 90, 1440, 700))
     editor.node(PATCH_TYPE).get_by_text("Hide advanced inputs").click()
     expect(names).to_have_text(plain)
 
@@ -282,7 +309,7 @@ def test_each_template_opens_from_the_template_browser(fresh_editor):
         assert editor.warnings() == editor.errors == []
 
 
-def test_bad_value_shows_our_sentence(fresh_editor):
+def test_bad_value_shows_our_sentence(fresh_editor, picture):
     editor = fresh_editor
     editor.open("bad.json", json.dumps(small_graph(sx=1, sy=1)))
     editor.run()
@@ -290,8 +317,57 @@ def test_bad_value_shows_our_sentence(fresh_editor):
     editor.page.get_by_role("button", name=f"Info for {PATCH} - sx").click()
     sentence = "sx=1 with sy=1 is not allowed: a cell of one token has nothing to merge"
     expect(editor.page.get_by_text(sentence)).to_be_visible()
+    picture(editor, "refused", (240, 40, 1360, 640))
     marked = "() => app.rootGraph.nodes.filter(node => node.has_errors).map(node => node.type)"
     assert editor.page.evaluate(marked) == [PATCH_TYPE]
+
+
+def test_removed_patch_is_wired_with_the_mouse(editor, picture):
+    editor.open("small.json", json.dumps(small_graph()))
+    editor.look_at(*CORNER)
+    editor.search("remove patch").filter(has_text=REMOVE).click()
+    editor.place(850, 350)
+    editor.connect(PATCH_TYPE, "MODEL", REMOVE_TYPE, "model")
+    editor.connect(REMOVE_TYPE, "MODEL", "KSampler", "model")
+    picture(editor, "ToMeRemovePatch", (100, 90, 1440, 700))
+    graph = api_graph(editor)
+    (sampler,) = (inputs for kind, inputs in graph.values() if kind == "KSampler")
+    kind, inputs = graph[sampler["model"][0]]
+    assert kind == REMOVE_TYPE
+    assert graph[inputs["model"][0]][0] == PATCH_TYPE
+
+
+def test_blueprint_is_placed_wired_and_run(fresh_editor):
+    editor = fresh_editor
+    editor.open("plain.json", json.dumps(small_graph()))
+    editor.look_at(*CORNER, scale=0.75)
+    editor.search(BLUEPRINT).filter(has_text=BLUEPRINT).first.click()
+    editor.place(1200, 560)
+    placed = editor.page.evaluate("() => app.rootGraph.nodes.find(node => node.subgraph).type")
+    editor.connect("CheckpointLoaderSimple", "MODEL", placed, "model")
+    editor.connect("CLIPTextEncode", "CONDITIONING", placed, "positive")
+    editor.connect("CLIPTextEncode", "CONDITIONING", placed, "negative")
+    editor.connect("KSampler", "LATENT", placed, "samples")
+    editor.connect("CheckpointLoaderSimple", "VAE", placed, "vae")
+    editor.connect(placed, "IMAGE", "SaveImage", "images")
+    ratios = [inputs["ratio"] for kind, inputs in api_graph(editor).values() if kind == PATCH_TYPE]
+    assert sorted(ratios) == [0.5, 0.6]
+    editor.run()
+    editor.page.wait_for_function(IMAGE_IS_SHOWN)
+    assert editor.page.evaluate(IMAGE_IS_SHOWN) == 128
+    assert editor.warnings() == editor.errors == []
+
+
+def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(browser, server):
+    chinese = json.loads(text_of(ROOT / "locales" / "zh" / "nodeDefs.json"))
+    with open_editor(browser, server, NODES_2 | {"Comfy.Locale": "zh"}) as editor:
+        editor.open("small.json", json.dumps(small_graph()))
+        node = editor.node(PATCH_TYPE)
+        expect(node).to_contain_text(chinese[PATCH_TYPE]["display_name"])
+        ratio = chinese[PATCH_TYPE]["inputs"]["ratio"]
+        label = node.get_by_text(ratio["name"], exact=True)
+        label.hover()
+        expect(editor.page.get_by_role("tooltip")).to_contain_text(ratio["tooltip"])
 
 
 def test_help_page_is_shown(editor):
@@ -303,3 +379,4 @@ def test_help_page_is_shown(editor):
     shown = page.locator(".node-help-content")
     expect(shown.get_by_role("heading", name=PATCH)).to_be_visible()
     expect(shown.get_by_role("row").filter(has_text="max_downsample").first).to_be_visible()
+    expect(shown.get_by_role("img")).not_to_have_js_property("naturalWidth", 0)

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 from PIL import Image
 
-from tools.editor import WORKFLOWS, workflow_files
+from tools.editor import WORKFLOWS, blueprint_files, workflow_files
 
 PACK = "tome-nodes"
 NAMES = [
@@ -177,3 +177,15 @@ def test_server_offers_the_workflows_as_templates_of_the_pack(server):
     for name in NAMES:
         template = server.get(f"/api/workflow_templates/{PACK}/{name}.json")
         assert template == editor_file(name)
+
+
+def test_server_offers_the_blueprint_of_the_pack(server):
+    offered = server.get("/global_subgraphs")
+    ours = {
+        number: entry["name"]
+        for number, entry in offered.items()
+        if entry["info"]["node_pack"] == f"custom_nodes.{PACK}"
+    }
+    assert list(ours.values()) == [file.stem for file in blueprint_files()]
+    (number,), (file,) = ours, blueprint_files()
+    assert server.get(f"/global_subgraphs/{number}")["data"] == file.read_text(encoding="utf-8")

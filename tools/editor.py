@@ -2,9 +2,9 @@
 
     python -m tools.editor
 
-opens each file of `workflows/` in the editor and saves it again, with its API format in
-`workflows/api/` and its thumbnail beside it. Run it after a change of a workflow or of the nodes'
-inputs; the files can be edited in any ComfyUI.
+opens each file of `workflows/` and `subgraphs/` in the editor and saves it again, a workflow with
+its API format in `workflows/api/` and its thumbnail beside it. Run it after a change of a workflow
+or of the nodes' inputs; the files can be edited in any ComfyUI.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tools.server import HOST, ComfyServer
 from tools.steps import SetupError
 
 WORKFLOWS = ROOT / "workflows"
+BLUEPRINTS = ROOT / "subgraphs"
 MODELS = (
     "checkpoints/v1-5-pruned-emaonly-fp16.safetensors",
     "checkpoints/sd_xl_base_1.0.safetensors",
@@ -269,13 +270,18 @@ def open_editor(
         context.set_default_timeout(PATIENCE_MS)
         context.request.post(f"{server.url}/settings", data=SETTINGS | (settings or {}))
         editor = Editor(context.new_page())
-        editor.go_to(f"{server.url}/?template={workflow_files()[0].stem}&source=tome-nodes")
+        editor.go_to(f"{server.url}/?template=tome_txt2img&source=tome-nodes")
         yield editor
 
 
 def workflow_files() -> list[Path]:
     """The sample workflows in the editor's format."""
     return sorted(WORKFLOWS.glob("*.json"))
+
+
+def blueprint_files() -> list[Path]:
+    """The subgraph blueprints."""
+    return sorted(BLUEPRINTS.glob("*.json"))
 
 
 def offer_files(server: ComfyServer) -> None:
@@ -309,20 +315,22 @@ def _seascape(side: int) -> Image.Image:
 
 
 def main() -> None:
-    """Save all sample workflows anew."""
+    """Save all sample workflows and blueprints anew."""
     with tempfile.TemporaryDirectory() as base, ComfyServer(base) as server:
         offer_files(server)
         with open_browser() as browser, open_editor(browser, server) as editor:
-            for file in workflow_files():
+            for file in [*workflow_files(), *blueprint_files()]:
                 editor.open(file.name, file.read_text(encoding="utf-8"))
                 if problems := editor.warnings() + editor.errors:
                     raise RuntimeError(f"{file.name}: {'; '.join(problems)}")
                 file.write_text(editor.save(), encoding="utf-8")
+                print(f"saved {file.relative_to(ROOT)}")
+                if file.parent == BLUEPRINTS:
+                    continue
                 (file.parent / "api" / file.name).write_text(
                     editor.save_for_api(), encoding="utf-8"
                 )
                 file.with_suffix(".jpg").write_bytes(editor.picture())
-                print(f"saved {file.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
