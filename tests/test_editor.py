@@ -96,19 +96,26 @@ def text_of(file):
     return file.read_text(encoding="utf-8")
 
 
-def small_graph(**settings):
-    """The text to image workflow, for a small checkpoint, with these values in its nodes."""
+def sample_graph(**settings):
+    """The text to image workflow, with these values in our node."""
     graph = json.loads(text_of(WORKFLOWS / "tome_txt2img.json"))
+    exported = json.loads(text_of(WORKFLOWS / "api" / "tome_txt2img.json")).values()
+    (inputs,) = (node["inputs"] for node in exported if node["class_type"] == PATCH_TYPE)
+    names = [name for name in inputs if name != "model"]
+    (patch,) = (node for node in graph["nodes"] if node["type"] == PATCH_TYPE)
+    for name, value in settings.items():
+        patch["widgets_values"][names.index(name)] = value
+    return graph
+
+
+def small_graph(**settings):
+    """The same for a small checkpoint, to be run."""
+    graph = sample_graph(**settings)
     nodes = {node["type"]: node for node in graph["nodes"]}
     nodes["CheckpointLoaderSimple"]["widgets_values"] = ["sd15.ckpt"]
     nodes["EmptyLatentImage"]["widgets_values"] = [64, 64, 1]
     nodes["KSampler"]["widgets_values"][0] = next(sampler_seeds)
     nodes["KSampler"]["widgets_values"][2] = 2
-    exported = json.loads(text_of(WORKFLOWS / "api" / "tome_txt2img.json")).values()
-    (inputs,) = (node["inputs"] for node in exported if node["class_type"] == PATCH_TYPE)
-    names = [name for name in inputs if name != "model"]
-    for name, value in settings.items():
-        nodes[PATCH_TYPE]["widgets_values"][names.index(name)] = value
     return graph
 
 
@@ -176,7 +183,7 @@ def test_nodes_are_found_by_searching_for_token_merging(editor, picture):
     results = editor.search("token merging")
     for name in PATCH, REMOVE:
         expect(results.filter(has_text=name)).to_be_visible()
-    picture(editor, "search", (300, 100, 1000, 620))
+    picture(editor, "search", (345, 115, 900, 300))
     editor.page.keyboard.press("Escape")
     expect(results).to_have_count(0)
 
@@ -240,16 +247,15 @@ def test_widgets_change_with_the_mouse_in_nodes_2(nodes_2_editor):
 
 def test_advanced_inputs_fold(nodes_2_editor, info, picture):
     editor = nodes_2_editor
-    editor.open("small.json", json.dumps(small_graph()))
+    editor.open("small.json", json.dumps(sample_graph()))
     options = info[PATCH_TYPE]["input"]["optional"].items()
     plain = [name for name, (_, option) in options if not option.get("advanced")]
     names = editor.node(PATCH_TYPE).get_by_test_id("widget-layout-field-label")
     expect(names).to_have_text(plain)
     editor.node(PATCH_TYPE).get_by_text("Show advanced inputs").click()
     expect(names).to_have_text([name for name, _ in options])
-    editor.page.get_by_role("button", name="Toggle properties panel").click()
     editor.look_at(*CORNER)
-    picture(editor, "ToMePatchModel", (100, 90, 1440, 700))
+    picture(editor, "ToMePatchModel", (100, 60, 1080, 780))
     editor.node(PATCH_TYPE).get_by_text("Hide advanced inputs").click()
     expect(names).to_have_text(plain)
 
@@ -311,7 +317,7 @@ def test_each_template_opens_from_the_template_browser(fresh_editor):
 
 def test_bad_value_shows_our_sentence(fresh_editor, picture):
     editor = fresh_editor
-    editor.open("bad.json", json.dumps(small_graph(sx=1, sy=1)))
+    editor.open("bad.json", json.dumps(sample_graph(sx=1, sy=1)))
     editor.run()
     editor.page.get_by_role("button", name="View details").click()
     editor.page.get_by_role("button", name=f"Info for {PATCH} - sx").click()
@@ -323,13 +329,13 @@ def test_bad_value_shows_our_sentence(fresh_editor, picture):
 
 
 def test_removed_patch_is_wired_with_the_mouse(editor, picture):
-    editor.open("small.json", json.dumps(small_graph()))
+    editor.open("small.json", json.dumps(sample_graph()))
     editor.look_at(*CORNER)
     editor.search("remove patch").filter(has_text=REMOVE).click()
     editor.place(850, 350)
     editor.connect(PATCH_TYPE, "MODEL", REMOVE_TYPE, "model")
     editor.connect(REMOVE_TYPE, "MODEL", "KSampler", "model")
-    picture(editor, "ToMeRemovePatch", (100, 90, 1440, 700))
+    picture(editor, "ToMeRemovePatch", (100, 60, 1440, 780))
     graph = api_graph(editor)
     (sampler,) = (inputs for kind, inputs in graph.values() if kind == "KSampler")
     kind, inputs = graph[sampler["model"][0]]
