@@ -66,6 +66,14 @@ class RunStatistics:
         """Such as ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps``."""
         return f"{self.merged_blocks()}, {len(self._steps)}/{self.total_steps} steps"
 
+    def deviations(self) -> list[str]:
+        """What went otherwise than the settings say, in a few words each."""
+        fell_back = [f"module scope in {len(self.fell_back)} that are patched"]
+        return [
+            *(fell_back if self.fell_back else ()),
+            *(f"merged keys weigh as one token ({reason})" for reason in sorted(self.unweighted)),
+        ]
+
     def merged_blocks(self) -> str:
         """Such as ``merged 5/16 blocks (4096 -> 2048 tokens)``."""
         blocks = f"{self.merged_block_count}/{self.blocks_present} blocks"
