@@ -142,13 +142,15 @@ class Recorder:
         for block in blocks:
             if block.tokens is None:
                 continue
-            used = block.slots_used or (block.tokens, block.tokens)
-            self._tokens[block.name, self.step] = used
-            place = self.step, block.grid
-            if block.slots_used is not None and block.grid and place not in self._slots:
+            before, after = block.slots_used or (block.tokens, block.tokens)
+            self._tokens[block.name, self.step] = before, after
+            if block.slots_used is None or block.grid is None:
+                continue
+            place = self.step, Grid(*block.grid)
+            if place not in self._slots:
                 plans = block.outer_plan, block.plan, block.keys_plan
-                plan = next(plan for plan in plans if plan and plan.slot_count == used[1])
-                self._slots[place] = plan.slots[0].view(block.grid.height, block.grid.width)
+                plan = next(plan for plan in plans if plan and plan.slot_count == after)
+                self._slots[place] = plan.slots[0].view(block.grid)
 
     def finish(self) -> Recording:
         """What was noted, as plain numbers."""

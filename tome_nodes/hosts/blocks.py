@@ -141,6 +141,7 @@ class MergedUNet:
         """Add to the statistics of a run what the blocks did in the last evaluation."""
         statistics.blocks_present = len(self.blocks)
         for block in self.blocks:
+            statistics.largest_map = max(statistics.largest_map, block.tokens or 0)
             if block.made_plan is not None:
                 statistics.planned(block.made_plan)
             if block.slots_used is not None:
@@ -230,7 +231,7 @@ class MergedBlock:
         keys_plan: the same for the keys and values of its self-attention.
         outer_plan: the plan whose slots are the tokens that the block runs on as a whole.
         made_plan: whether it made the plan that it had, or had that of another block or step.
-        grid: of the tokens that it made or got a plan for.
+        grid: height and width of what it made or got a plan for, in tokens.
         tokens: how many entered the block, merged by an earlier one or not.
         slots_used: tokens before and after, once anything of the block ran on merged tokens.
         reason: why the block ran on all its tokens.
@@ -255,7 +256,7 @@ class MergedBlock:
         self.keys_plan: AnyPlan | None = None
         self.outer_plan: AnyPlan | None = None
         self.made_plan: bool | None = None
-        self.grid: Grid | None = None
+        self.grid: tuple[int, int] | None = None
         self.tokens: int | None = None
         self.unweighted: str | None = None
         self.slots_used: tuple[int, int] | None = None
@@ -430,7 +431,8 @@ class MergedBlock:
 
     def _shared_plans(self, x: Tensor, grid: Grid) -> tuple[AnyPlan | None, AnyPlan | None]:
         unet = self.stack.unet
-        self.grid = grid
+        # torch.compile does not let a frozen dataclass out of what it traces.
+        self.grid = grid.height, grid.width
         if unet.plans is None:
             return self._make_plans(x, grid)
         kept = unet.plans.get(grid, ())
