@@ -74,6 +74,8 @@ class ToMePatchModel(io.ComfyNode):
                 "loader and the sampler. Needs no training; gains most at large image sizes."
             ),
             search_aliases=_ALIASES,
+            # Each tells of its own runs, also where another has the same inputs.
+            not_idempotent=True,
             inputs=[
                 io.Model.Input(
                     "model", tooltip="A UNet model: SD 1.x, SD 2.x, SDXL and their kin."
@@ -219,8 +221,6 @@ class ToMePatchModel(io.ComfyNode):
                 ),
             ],
             outputs=[io.Model.Output(tooltip="The model with token merging.")],
-            # Else nodes of equal inputs would be one to the host, and so be told of as one.
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -301,6 +301,7 @@ class ToMeReport(io.ComfyNode):
             ),
             search_aliases=[*_ALIASES, "statistics", "merge map", "heat map"],
             is_output_node=True,
+            not_idempotent=True,
             inputs=[
                 io.Model.Input(
                     "model", tooltip="The model that the sampler got, from ToMe Patch Model."
@@ -348,7 +349,6 @@ class ToMeReport(io.ComfyNode):
                 io.Image.Output(tooltip="The map or the chart."),
                 io.String.Output(tooltip="The report in words."),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
