@@ -7,7 +7,8 @@ from host import merging, relative_error, sample
 
 from tome_nodes.config import CHOICES
 from tome_nodes.grid import Grid
-from tome_nodes.hosts.comfyui import attach, is_attached, last_run, record
+from tome_nodes.hosts.comfyui import attach, is_attached, last_run
+from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 
@@ -23,10 +24,9 @@ class Kept(BipartiteStrategy):
         return plan
 
 
-def recorded(model, steps=2, make_strategy=None, **settings):
+def recorded(model, steps=2, make_strategy=make_strategy, **settings):
     """The last run of a model that was sampled under our eyes, and its samples."""
-    patched = attach(model, merging(**settings), *([make_strategy] if make_strategy else []))
-    record(patched)
+    patched = attach(model, merging(**settings), make_strategy, wants_details=lambda: True)
     samples = sample(patched, steps=steps)
     return last_run(patched), samples
 
@@ -51,7 +51,7 @@ def test_the_groups_are_those_of_the_plans(sd15):
     assert [*run.recording.slots] == [(0, Grid(12, 16)), (1, Grid(12, 16))]
     assert len(Kept.plans) == 6 * 2
     for slots, plan in zip(run.recording.slots.values(), Kept.plans[::6], strict=True):
-        assert np.array_equal(slots, plan.slots[0].numpy())
+        assert np.array_equal(slots, plan.slots[0].view(12, 16).numpy())
     assert run.recording.levels == {1: Grid(12, 16)}
 
 
@@ -104,8 +104,7 @@ def test_steps_that_do_not_merge_are_not_in_the_record(sd15):
 
 
 def test_a_run_that_fails_leaves_no_record(sd15):
-    patched = attach(sd15, merging())
-    record(patched)
+    patched = attach(sd15, merging(), wants_details=lambda: True)
     sample(patched)
 
     def fail(*_):
@@ -125,8 +124,7 @@ def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15):
     from torch._dynamo.testing import CompileCounter
 
     expected = sample(attach(sd15, merging()))
-    compiled = attach(sd15, merging())
-    record(compiled)
+    compiled = attach(sd15, merging(), wants_details=lambda: True)
     graphs = CompileCounter()
     torch._dynamo.reset()
     try:

@@ -1,11 +1,14 @@
 """The nodes of the pack, as ComfyUI's editor and queue see them."""
 
+from functools import partial
 from typing import Any
 
-from comfy_api.latest import ComfyExtension, io
+import torch
+from comfy_api.latest import ComfyExtension, io, ui
 
+from . import report
 from .config import CHOICES, MAX_DOWNSAMPLE_CHOICES, RANGES, ToMeConfig
-from .hosts import comfyui
+from .hosts import comfyui, workflow
 from .report import VIEWS
 
 _DEFAULTS = ToMeConfig()
@@ -71,6 +74,8 @@ class ToMePatchModel(io.ComfyNode):
                 "loader and the sampler. Needs no training; gains most at large image sizes."
             ),
             search_aliases=_ALIASES,
+            # Each tells of its own runs, also where another has the same inputs.
+            not_idempotent=True,
             inputs=[
                 io.Model.Input(
                     "model", tooltip="A UNet model: SD 1.x, SD 2.x, SDXL and their kin."
@@ -216,7 +221,6 @@ class ToMePatchModel(io.ComfyNode):
                 ),
             ],
             outputs=[io.Model.Output(tooltip="The model with token merging.")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -253,7 +257,12 @@ class ToMePatchModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
-        return io.NodeOutput(comfyui.attach(model, _config(**settings)))
+        node = workflow.running_node()
+        watchers = node and {
+            "on_step": partial(workflow.show_text, node),
+            "wants_details": partial(workflow.feeds, node, "ToMeReport", "model"),
+        }
+        return io.NodeOutput(comfyui.attach(model, _config(**settings), **(watchers or {})))
 
 
 class ToMeRemovePatch(io.ComfyNode):
@@ -292,6 +301,7 @@ class ToMeReport(io.ComfyNode):
             ),
             search_aliases=[*_ALIASES, "statistics", "merge map", "heat map"],
             is_output_node=True,
+            not_idempotent=True,
             inputs=[
                 io.Model.Input(
                     "model", tooltip="The model that the sampler got, from ToMe Patch Model."
@@ -339,7 +349,6 @@ class ToMeReport(io.ComfyNode):
                 io.Image.Output(tooltip="The map or the chart."),
                 io.String.Output(tooltip="The report in words."),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -352,7 +361,18 @@ class ToMeReport(io.ComfyNode):
         level: int = -1,
         step: int = -1,
     ) -> io.NodeOutput:
-        raise NotImplementedError("in work")
+        if not comfyui.is_attached(model):
+            shown = report.notice(*report.NOT_MERGING)
+        elif (run := comfyui.last_run(model, workflow.origins("samples"))) is None:
+            shown = report.notice(*report.NO_RUN)
+        else:
+            picture = None if image is None else image[0].float().cpu().numpy()
+            shown = report.report_of(run, view, level, step, picture)
+        if (node := workflow.running_node()) is not None:
+            workflow.show_text(node, shown.text)
+        drawn = torch.from_numpy(shown.picture).float()[None] / 255
+        on_node = ui.PreviewImage(drawn, cls=cls).as_dict() | ui.PreviewText(shown.text).as_dict()
+        return io.NodeOutput(drawn, shown.text, ui=on_node)
 
 
 class ToMeExtension(ComfyExtension):

@@ -1,24 +1,27 @@
 """What one sampling run does in detail: which tokens merged in each step, and how long it took.
 
-A recorder stands between the blocks and the strategy of a run, and only of a run that a report is
-wanted of. All it keeps is copied from the device once, when the run is over.
+A recorder watches only a run that a report is wanted of. Nothing waits for the device before the
+run is over; then all is copied from it at once.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .config import ToMeConfig
 from .grid import Grid
-from .plan import Plan
-from .strategies import Strategy
-from .strategies.pool import PoolPlan
+from .statistics import RunStatistics
+from .strategies import AnyPlan, Strategy
+
+if TYPE_CHECKING:
+    from .hosts.blocks import MergedBlock
 
 MATCHING, MERGING, UNMERGING = "matching", "merging", "unmerging"
 
@@ -45,7 +48,7 @@ class Recording:
     Attributes:
         latent: the grid of the latent.
         slots: by step and feature map, the slot of each token in the first sample of the batch,
-            ``[tokens]`` int32, in the block that merged first.
+            ``[height, width]`` int64, in the block that merged first.
         blocks: what each block did in each step, by its name and the step.
         seconds: from the first evaluation of the model to the end of the run.
         overhead: seconds of ``matching``, ``merging`` and ``unmerging`` in them, None where they
@@ -71,87 +74,104 @@ class Recording:
         return max(1, round((self.latent.tokens / grid.tokens) ** 0.5))
 
 
+@dataclass(frozen=True)
+class LastRun:
+    """What is kept of the last sampling run of a patched model.
+
+    Attributes:
+        model: the kind of model, as the host calls it.
+        config: the settings.
+        statistics: what was merged.
+        obstacle: why nothing was merged, None if something was.
+        backend: such as ``torch``, with the reason where it is not Triton; None if it did not come
+            to that.
+        pays_from: tokens of a feature map from which merging pays, by estimate.
+        shallowest: how many times smaller than the latent the largest feature map with attention
+            is.
+        recording: the details, None if no report was wanted when the run began.
+    """
+
+    model: str
+    config: ToMeConfig
+    statistics: RunStatistics
+    obstacle: str | None
+    backend: str | None
+    pays_from: int | None
+    shallowest: int
+    recording: Recording | None
+
+
 class Recorder:
-    """Notes what a run does while it goes on."""
+    """Notes what a run does while it goes on.
+
+    Attributes:
+        step: the present step of the run.
+    """
 
     def __init__(self, latent: Grid, device: torch.device):
         """Begin with the first evaluation of a model, for ``latent`` on ``device``."""
+        self.step = 0
         self._latent = latent
         self._clock = _Clock(device)
         self._started = time.perf_counter()
-        self._step = 0
         self._slots: dict[tuple[int, Grid], Tensor] = {}
         self._tokens: dict[tuple[str, int], tuple[int, int]] = {}
-        self._spans: list[tuple[str | tuple[str, int], Any, Any]] = []
+        self._spans: list[tuple[str, int, Any, Any]] = []
 
     def watched(self, strategy: Strategy) -> Strategy:
         """A strategy that makes the same plans under our eyes."""
         return _WatchedStrategy(strategy, self)
 
-    @contextmanager
-    def evaluation(
-        self, step: int, blocks: Iterable[Any], override: Callable[..., Any]
-    ) -> Iterator[None]:
-        """Note one model evaluation in ``step``.
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, whose time counts as that of ``name``, where it can be measured."""
 
-        Args:
-            step: which step of the run.
-            blocks: :class:`tome_nodes.hosts.blocks.MergedBlock`, whose overrides are on.
-            override: context manager that lets a module run another forward.
-        """
-        self._step = step
-        with ExitStack() as exits:
-            for block in blocks:
-                timed = self._timed(block.module.forward, (block.name, step))
-                exits.enter_context(override(block.module, timed))
-            yield
+        @wraps(function)
+        def timed_function(*args: Any, **kwargs: Any) -> Any:
+            # What is traced runs once, and not when the model does.
+            if torch.compiler.is_compiling() or not self._clock.tells:
+                return function(*args, **kwargs)
+            start = self._clock.now()
+            result = function(*args, **kwargs)
+            self._spans.append((name, self.step, start, self._clock.now()))
+            return result
+
+        return timed_function
+
+    def note(self, blocks: "Iterable[MergedBlock]") -> None:
+        """Note what blocks did in an evaluation that is just over."""
         for block in blocks:
-            if block.slots_used is not None:
-                self._tokens[block.name, step] = block.slots_used
-            elif block.tokens is not None:
-                self._tokens[block.name, step] = (block.tokens, block.tokens)
+            if block.tokens is None:
+                continue
+            before, after = block.slots_used or (block.tokens, block.tokens)
+            self._tokens[block.name, self.step] = before, after
+            if block.slots_used is None or block.grid is None:
+                continue
+            place = self.step, Grid(*block.grid)
+            if place not in self._slots:
+                plans = block.outer_plan, block.plan, block.keys_plan
+                plan = next(plan for plan in plans if plan and plan.slot_count == after)
+                self._slots[place] = plan.slots[0].view(block.grid)
 
     def finish(self) -> Recording:
         """What was noted, as plain numbers."""
         self._clock.wait()
         seconds = time.perf_counter() - self._started
-        spans: Counter[str | tuple[str, int]] = Counter()
-        for name, start, end in self._spans:
-            spans[name] += self._clock.between(start, end)
-        measured = bool(spans)
+        by_name: Counter[str] = Counter()
+        by_step: Counter[tuple[str, int]] = Counter()
+        for name, step, start, end in self._spans:
+            span = self._clock.between(start, end)
+            by_name[name] += span
+            by_step[name, step] += span
         return Recording(
             self._latent,
-            {key: slots.cpu().numpy() for key, slots in self._slots.items()},
-            {key: BlockStep(*tokens, spans.get(key)) for key, tokens in self._tokens.items()},
+            {place: slots.cpu().numpy() for place, slots in self._slots.items()},
+            {
+                place: BlockStep(*tokens, by_step.get(place))
+                for place, tokens in self._tokens.items()
+            },
             seconds,
-            {name: spans[name] for name in (MATCHING, MERGING, UNMERGING)} if measured else None,
+            {name: by_name[name] for name in (MATCHING, MERGING, UNMERGING)} if by_name else None,
         )
-
-    @contextmanager
-    def span(self, name: str | tuple[str, int]) -> Iterator[None]:
-        """Note how long something takes; nothing if that cannot be measured on the device."""
-        start = self._clock.now()
-        yield
-        if start is not None:
-            self._spans.append((name, start, self._clock.now()))
-
-    def merged(self, plan: Plan | PoolPlan, grid: Grid, x: Tensor) -> None:
-        """Note the groups of a plan for ``x``, the first time that ``grid`` merges in a step."""
-        if (self._step, grid) not in self._slots:
-            numbers = torch.arange(plan.slot_count, dtype=torch.float32, device=x.device)
-            slots = plan.unmerge(numbers[:, None].repeat(len(x), 1, 1))
-            self._slots[self._step, grid] = slots[0, :, 0].int()
-
-    def _timed(
-        self, forward: Callable[..., Tensor], name: tuple[str, int]
-    ) -> Callable[..., Tensor]:
-        def timed_forward(*args: Any, **kwargs: Any) -> Tensor:
-            if torch.compiler.is_compiling():
-                return forward(*args, **kwargs)
-            with self.span(name):
-                return forward(*args, **kwargs)
-
-        return timed_forward
 
 
 class _Clock:
@@ -160,11 +180,11 @@ class _Clock:
     def __init__(self, device: torch.device):
         self._device = device
         self._has_events = device.type == "cuda"
-        self._tells = self._has_events or device.type == "cpu"
+        self.tells = self._has_events or device.type == "cpu"
 
     def now(self) -> Any:
         if not self._has_events:
-            return time.perf_counter() if self._tells else None
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -179,40 +199,32 @@ class _Clock:
 
 class _WatchedStrategy:
     def __init__(self, strategy: Strategy, recorder: Recorder):
-        self._strategy = strategy
+        self.start_step = strategy.start_step
+        self._plan = recorder.timed(MATCHING, strategy.plan)
+        self._plans = recorder.timed(MATCHING, strategy.plans)
         self._recorder = recorder
 
-    def start_step(self, key: Tensor, ratio: float) -> None:
-        self._strategy.start_step(key, ratio)
-
     def plan(self, features: Tensor, grid: Grid) -> Any:
-        # What is traced runs once, and not when the model does.
-        if torch.compiler.is_compiling():
-            return self._strategy.plan(features, grid)
-        with self._recorder.span(MATCHING):
-            plan = self._strategy.plan(features, grid)
-        return None if plan is None else _WatchedPlan(plan, grid, self._recorder)
+        return self._watched(self._plan(features, grid))
+
+    def plans(self, features: Tensor, grid: Grid) -> tuple[Any, Any]:
+        plan, keys_plan = self._plans(features, grid)
+        watched = self._watched(plan)
+        return watched, watched if keys_plan is plan else self._watched(keys_plan)
+
+    def _watched(self, plan: AnyPlan | None) -> Any:
+        if plan is None or torch.compiler.is_compiling():
+            return plan
+        return _WatchedPlan(plan, self._recorder)
 
 
 class _WatchedPlan:
-    def __init__(self, plan: Plan | PoolPlan, grid: Grid, recorder: Recorder):
+    def __init__(self, plan: AnyPlan, recorder: Recorder):
         self._plan = plan
-        self._grid = grid
-        self._recorder = recorder
+        self.merge = recorder.timed(MERGING, plan.merge)
+        self.merge_qkv = recorder.timed(MERGING, plan.merge_qkv)
+        self.unmerge = recorder.timed(UNMERGING, plan.unmerge)
+        self.add_change = recorder.timed(UNMERGING, plan.add_change)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plan, name)
-
-    def merge(self, x: Tensor) -> Tensor:
-        with self._recorder.span(MERGING):
-            merged = self._plan.merge(x)
-        self._recorder.merged(self._plan, self._grid, x)
-        return merged
-
-    def unmerge(self, y: Tensor) -> Tensor:
-        with self._recorder.span(UNMERGING):
-            return self._plan.unmerge(y)
-
-    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
-        with self._recorder.span(UNMERGING):
-            return self._plan.add_change(x, before, after)

@@ -11,6 +11,7 @@ class RunStatistics:
     Attributes:
         blocks_present: transformer blocks of the model.
         total_steps: of the run.
+        largest_map: tokens of the largest feature map that entered a transformer block.
         fell_back: blocks that ran in module scope though a wider one was asked for.
         unweighted: why merged keys weighed as one token each.
         plans_made: how many plans were made.
@@ -20,6 +21,7 @@ class RunStatistics:
     def __init__(self) -> None:
         self.blocks_present = 0
         self.total_steps = 0
+        self.largest_map = 0
         self.fell_back: set[str] = set()
         self.unweighted: set[str] = set()
         self.plans_made = 0
@@ -66,6 +68,14 @@ class RunStatistics:
         """Such as ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps``."""
         return f"{self.merged_blocks()}, {len(self._steps)}/{self.total_steps} steps"
 
+    def deviations(self) -> list[str]:
+        """What went otherwise than the settings say, in a few words each."""
+        fell_back = [f"module scope in {len(self.fell_back)} that are patched"]
+        return [
+            *(fell_back if self.fell_back else ()),
+            *(f"merged keys weigh as one token ({reason})" for reason in sorted(self.unweighted)),
+        ]
+
     def merged_blocks(self) -> str:
         """Such as ``merged 5/16 blocks (4096 -> 2048 tokens)``."""
         blocks = f"{self.merged_block_count}/{self.blocks_present} blocks"
@@ -93,9 +103,14 @@ class RunStatistics:
         return str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]}-{lengths[-1]}"
 
 
-def settings_in_words(config: ToMeConfig) -> list[str]:
-    """What a report tells of the settings, such as ``["ratio 0.90 capped at 0.75", "window"]``."""
-    scope = [] if config.scope == "module" else [f"{config.scope} scope"]
+def settings_in_words(config: ToMeConfig, defaults: bool = False) -> list[str]:
+    """What a report tells of the settings, such as ``["ratio 0.90 capped at 0.75", "window"]``.
+
+    Args:
+        config: the settings.
+        defaults: whether to tell of strategy and scope even where they are the default.
+    """
+    scope = [] if config.scope == "module" and not defaults else [f"{config.scope} scope"]
     if config.strategy == "pool":
         return [f"pool of {config.sy}x{config.sx} cells", *scope]
     kv_ratio = [] if config.kv_ratio < 0 else [f"kv_ratio {config.kv_ratio:.2f}"]
@@ -104,5 +119,5 @@ def settings_in_words(config: ToMeConfig) -> list[str]:
         ratio += f" to {config.ratio_end:.2f}"
     if config.strategy != "cluster" and max(config.ratio, config.ratio_end) > config.ratio_cap:
         ratio += f" capped at {config.ratio_cap:.2f}"
-    strategy = [] if config.strategy == "bipartite" else [config.strategy]
+    strategy = [] if config.strategy == "bipartite" and not defaults else [config.strategy]
     return [ratio, *kv_ratio, *strategy, *scope]

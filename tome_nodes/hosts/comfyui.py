@@ -8,9 +8,9 @@ touched, so LoRA, saving, merging of models and other nodes' patches go on as be
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from ..config import ToMeConfig
 from ..grid import Grid
 from ..picks import step_key
-from ..recording import Recorder, Recording
+from ..recording import LastRun, Recorder
 from ..schedule import NoiseRange, ratio_at, step_index
 from ..statistics import RunStatistics, settings_in_words
 from ..strategies import Strategy, make_strategy
+from . import workflow
 from .attention import weigh_attention
 from .blocks import MergedBlock, MergedStack, MergedUNet, deepest_level
 from .engine import Engine, make_engine
@@ -40,34 +41,12 @@ KEY = "tome_nodes"
 log = logging.getLogger("tome_nodes")
 
 
-@dataclass(frozen=True)
-class LastRun:
-    """The last sampling run of a patched model.
-
-    Attributes:
-        model: the kind of model, as the host calls it.
-        config: the settings.
-        statistics: what was merged.
-        obstacle: why nothing was merged, None if something was.
-        backend: such as ``torch``; None if it did not come to that.
-        pays_from: tokens of a feature map from which merging pays, by estimate.
-        recording: the details, None if no report was wanted when the run began.
-    """
-
-    model: str
-    config: ToMeConfig
-    statistics: RunStatistics
-    obstacle: str | None
-    backend: str | None
-    pays_from: int | None
-    recording: Recording | None
-
-
 def attach(
     model: ModelPatcher,
     config: ToMeConfig,
     make_strategy: Callable[[ToMeConfig], Strategy] = make_strategy,
     on_step: Callable[[str], None] | None = None,
+    wants_details: Callable[[], bool] | None = None,
 ) -> ModelPatcher:
     """A clone of ``model`` that merges tokens as ``config`` says, in place of any earlier settings.
 
@@ -76,6 +55,7 @@ def attach(
         config: the settings.
         make_strategy: makes the strategy of each run.
         on_step: is told in each step what was merged, in a few words.
+        wants_details: is asked at the start of each run whether to record it in detail.
 
     Raises:
         ValueError: the model is not a UNet with spatial transformers.
@@ -89,7 +69,7 @@ def attach(
         )
     clone = detach(model)
     if not config.merges_nothing:
-        attachment = _Attachment(config, make_strategy, levels, on_step)
+        attachment = _Attachment(config, make_strategy, levels, on_step, wants_details)
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
     return clone
@@ -100,14 +80,16 @@ def is_attached(model: ModelPatcher) -> bool:
     return _attachment(model) is not None
 
 
-def last_run(model: ModelPatcher) -> LastRun | None:
-    """The last run of a model that merges tokens, or of a clone of it; None before the first."""
-    return _attachment(model).last_run
+def last_run(model: ModelPatcher, samplers: Set[str] | None = None) -> LastRun | None:
+    """The last run of a model that merges tokens, or of a clone of it; None if there was none.
 
-
-def record(model: ModelPatcher) -> None:
-    """Have the next runs of a model that merges tokens recorded in detail."""
-    _attachment(model).records = True
+    Args:
+        model: as :func:`attach` made it.
+        samplers: the nodes one of which must have run it, None where that does not matter.
+    """
+    runs = _attachment(model).runs
+    matching = [run for node, run in runs.items() if samplers is None or node in samplers]
+    return matching[-1] if matching else None
 
 
 def _attachment(model: ModelPatcher) -> "_Attachment | None":
@@ -154,8 +136,8 @@ class _Attachment:
     """The wrappers of one patched model.
 
     Attributes:
-        records: whether to record runs in detail.
-        last_run: what came of the last run; all else of a run is dropped with it.
+        runs: what came of the last run of each node that samples, in the order in which they
+            ended; all else of a run is dropped with it.
     """
 
     def __init__(
@@ -164,12 +146,13 @@ class _Attachment:
         make_strategy: Callable[[ToMeConfig], Strategy],
         blocks_by_level: dict[int, int],
         on_step: Callable[[str], None] | None,
+        wants_details: Callable[[], bool] | None,
     ):
         self.config = config
         self.make_strategy = make_strategy
         self.on_step = on_step
-        self.records = False
-        self.last_run: LastRun | None = None
+        self.wants_details = wants_details
+        self.runs: dict[str | None, LastRun] = {}
         self.shallowest = min(blocks_by_level)
         self.max_downsample = deepest_level(config, blocks_by_level)
 
@@ -184,13 +167,14 @@ class _Attachment:
 
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Around one sampling run: the host discards its model options, and our run, at its end."""
-        self.last_run = None
+        sampler = workflow.running_node()
+        self.runs.pop(sampler, None)
         run = _Run(self)
         guider = executor.class_obj
         guider.model_options["transformer_options"][KEY] = run
         result = executor(*args, **kwargs)
         run.log()
-        self.last_run = run.summary(type(guider.model_patcher.model.model_config).__name__)
+        self.runs[sampler] = run.summary(type(guider.model_patcher.model.model_config).__name__)
         return result
 
     def apply_model(
@@ -236,7 +220,8 @@ class _Run:
         if self._schedule is None:
             self._schedule = options.get("sample_sigmas", t[:1]).tolist()
             statistics.total_steps = max(1, len(self._schedule) - 1)
-            if self.attachment.records:
+            wants_details = self.attachment.wants_details
+            if wants_details is not None and wants_details():
                 self._recorder = Recorder(Grid(*x.shape[-2:]), t.device)
         step = step_index(self._schedule, sigma)
         percent_to_sigma = model.model_sampling.percent_to_sigma
@@ -256,22 +241,20 @@ class _Run:
             statistics.skipped(f"the device {t.device} cannot do it: {engine.lacks}")
             yield
             return
+        if self._recorder is not None:
+            self._recorder.step = step
         ratio = ratio_at(config, step, statistics.total_steps)
         key = torch.full((), step_key(config.seed, step), dtype=torch.int64, device=t.device)
         composition = self._composition(options, sigma)
         with _lock_of(model.diffusion_model):
             unet.start_step(engine, key, ratio)
             unet.plans = unet.plans_for(step, composition)
-            with unet.installed(), self._recording(unet, step):
+            with unet.installed():
                 yield
+                if self._recorder is not None:
+                    self._recorder.note(unet.blocks)
             unet.note(statistics, step)
         self._tell(step, unet.in_words())
-
-    def _recording(self, unet: MergedUNet, step: int) -> AbstractContextManager[None]:
-        """Around what is to be recorded of an evaluation."""
-        if self._recorder is None:
-            return nullcontext()
-        return self._recorder.evaluation(step, unet.blocks)
 
     def _tell(self, step: int, words: str) -> None:
         """Tell whoever follows the run what happened in a step, once."""
@@ -286,9 +269,11 @@ class _Run:
         if unet not in self._unets:
             config, make_strategy = self.attachment.config, self.attachment.make_strategy
             engine = make_engine(config, make_strategy, device, model.get_dtype_inference())
+            merged = self.attachment.merged(unet)
             if self._recorder is not None:
                 engine = replace(engine, strategy=self._recorder.watched(engine.strategy))
-            self._unets[unet] = self.attachment.merged(unet), engine
+                merged.recorder = self._recorder
+            self._unets[unet] = merged, engine
         return self._unets[unet]
 
     def _composition(self, options: dict[str, Any], sigma: float) -> Hashable:
@@ -314,13 +299,7 @@ class _Run:
         if statistics.merged_anything:
             words = [statistics.summary(), *settings_in_words(config)]
             _, engine = next(iter(self._unets.values()))
-            words += engine.in_words()
-            if statistics.fell_back:
-                words.append(f"module scope in {len(statistics.fell_back)} that other nodes patch")
-            words += [
-                f"merged keys weigh as one token ({reason})"
-                for reason in sorted(statistics.unweighted)
-            ]
+            words += engine.in_words() + statistics.deviations()
             log.info("[ToMe] %s", ", ".join(words))
         elif statistics.total_steps:
             log.warning("[ToMe] nothing merged: %s", self._obstacle())
@@ -334,8 +313,9 @@ class _Run:
             config,
             statistics,
             None if statistics.merged_anything else self._obstacle(),
-            engine and engine.backend,
+            engine and (*engine.in_words(), engine.backend)[0],
             engine and engine.pays_from,
+            self.attachment.shallowest,
             self._recorder and self._recorder.finish(),
         )
 
