@@ -19,11 +19,20 @@ if not torch.cuda.is_available():
 
 from comfy.cli_args import args  # noqa: E402
 
-from tools.checkpoints import write_checkpoint  # noqa: E402
+from tools.checkpoints import write_checkpoint, write_controlnet  # noqa: E402
+from tools.editor import offer_files  # noqa: E402
 from tools.server import ComfyServer  # noqa: E402
 
 args.cpu = True
 args.use_pytorch_cross_attention = True
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--pictures",
+        action="store_true",
+        help="have the editor's tests save the pictures that the help pages and the README show",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -69,12 +78,17 @@ def told(caplog):
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """A running server with this pack and the checkpoints `sd15.ckpt` and `sdxl.ckpt`."""
+    """A running server with this pack, and what its graphs need.
+
+    The checkpoints `sd15.ckpt` and `sdxl.ckpt`, the ControlNet `canny.ckpt`, and for the editor the
+    names of the sample workflows' models.
+    """
     base = tmp_path_factory.mktemp("server")
-    models = base / "models" / "checkpoints"
-    write_checkpoint(models / "sd15.ckpt", "sd15", levels=1)
-    write_checkpoint(models / "sdxl.ckpt", "sdxl")
+    write_checkpoint(base / "models/checkpoints/sd15.ckpt", "sd15", levels=1)
+    write_checkpoint(base / "models/checkpoints/sdxl.ckpt", "sdxl")
+    write_controlnet(base / "models/controlnet/canny.ckpt", levels=1)
     with ComfyServer(base) as running:
+        offer_files(running)
         yield running
 
 

@@ -159,7 +159,7 @@ def test_wider_scopes_fall_back_to_modules_beside_patches_that_need_all_tokens(s
     theirs.set_model_attn1_patch(note)
     wide = sample(attach(theirs, merging(scope=scope)), steps=1)
     assert set(lengths) == {192}
-    assert told()[-1].endswith(f"{scope} scope, module scope in 6 that other nodes patch")
+    assert told()[-1].endswith(f"{scope} scope, module scope in 6 that are patched")
     assert torch.equal(wide, sample(attach(theirs, merging(scope="module")), steps=1))
 
 

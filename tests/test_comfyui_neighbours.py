@@ -79,7 +79,7 @@ def test_a_replaced_attention_takes_only_its_own_block_out_of_wide_scopes(sd15, 
     config = merging(scope=scope, merge_mlp=True)
     assert relative_error(sample(attach(theirs, config, Shuffle), steps=1), expected) < 1e-5
     assert told()[-1].startswith("[ToMe] merged 6/6 blocks")
-    assert ("module scope in 1 that other nodes patch" in told()[-1]) == (scope != "module")
+    assert ("module scope in 1 that are patched" in told()[-1]) == (scope != "module")
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -98,7 +98,7 @@ def test_a_replaced_attention_takes_its_stack_out_of_stack_scope(load, told, ind
     expected = sample(theirs, **options)
     patched = attach(theirs, merging(scope="stack", merge_mlp=True), Shuffle)
     assert relative_error(sample(patched, **options), expected) < 5e-5
-    assert "module scope in 1 that other nodes patch" in told()[-1]
+    assert "module scope in 1 that are patched" in told()[-1]
 
 
 @pytest.mark.parametrize("scope", ["block", "stack"])
@@ -114,7 +114,7 @@ def test_patches_of_the_inside_of_blocks_see_all_tokens(sd15, told, name, scope)
     theirs.set_model_patch(patch, name)
     sample(attach(theirs, merging(scope=scope)), steps=1)
     assert seen == {192}
-    assert "module scope in 6 that other nodes patch" in told()[-1]
+    assert "module scope in 6 that are patched" in told()[-1]
 
 
 def test_keys_and_values_of_other_nodes_are_left_alone_and_queries_too(sd15):

@@ -285,7 +285,7 @@ def test_ip_adapter(unet, told):
     for options in {}, {"scope": "block"}:
         shuffle(unet, **options)
         assert relative_error(unet(**arguments).sample, expected) < ROUNDING
-    assert told()[-1].endswith("block scope, module scope in 7")
+    assert told()[-1].endswith("block scope, module scope in 7 that are patched")
 
 
 @pytest.mark.parametrize("options", [{"attn_tokens": "q"}, {"kv_ratio": 0.75}], ids=str)
@@ -695,7 +695,7 @@ def test_a_feed_forward_in_chunks(unet, told, dim):
     assert relative_error(call(unet), expected) < ROUNDING
     tome_nodes.apply_patch(unet, scope="stack", merge_mlp=True)
     assert call(unet).isfinite().all()
-    assert told()[-1].endswith("stack scope, module scope in 3")
+    assert told()[-1].endswith("stack scope, module scope in 3 that are patched")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -1,16 +1,43 @@
 """The pack in ComfyUI's real front end, in a headless browser."""
 
 import json
+import re
+from io import BytesIO
+from itertools import count
 
 import pytest
+from PIL import Image
 from playwright.sync_api import expect
 
-from tools.editor import PATIENCE_MS, WORKFLOWS, list_checkpoints, open_editor, workflow_files
+from tools.editor import (
+    HAS_NODES,
+    PATIENCE_MS,
+    WORKFLOWS,
+    open_browser,
+    open_editor,
+    workflow_files,
+)
+from tools.environment import ROOT
+from tools.workflow import PATCH as PATCH_TYPE
 
 # The widgets that the first version of the patch node had.
 FIRST_INPUTS = 11
 
 PATCH, REMOVE = "ToMe Patch Model", "ToMe Remove Patch"
+REMOVE_TYPE = "ToMeRemovePatch"
+BLUEPRINT = "ToMe hires fix"
+NODES_2 = {"Comfy.VueNodes.Enabled": True}
+
+# Where the graph without our node has room for it, and the corner to look at it from.
+ROOM, CORNER = (520, 15), (-20, -90)
+
+# Of a graph that it has run before, the server runs nothing again.
+sampler_seeds = count()
+
+IMAGE_IS_SHOWN = """() => {
+    const [image] = app.rootGraph.nodes.find(node => node.type === 'SaveImage').imgs ?? []
+    return image?.naturalWidth
+}"""
 
 TITLE_BAR = """type => {
     const node = app.rootGraph.nodes.find(node => node.type === type)
@@ -21,15 +48,100 @@ every_workflow = pytest.mark.parametrize("file", workflow_files(), ids=lambda fi
 
 
 @pytest.fixture(scope="module")
-def editor(server):
-    list_checkpoints(server)
+def browser():
     expect.set_options(timeout=PATIENCE_MS)
-    with open_editor(server) as editor:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def editor(browser, server):
+    """An editor for tests that only open files in it."""
+    with open_editor(browser, server) as editor:
         yield editor
+
+
+@pytest.fixture(params=[{}, NODES_2], ids=["classic", "nodes_2"])
+def fresh_editor(request, browser, server):
+    """An editor in a fresh profile, in the classic design and in that called Nodes 2.0."""
+    with open_editor(browser, server, request.param) as editor:
+        yield editor
+
+
+@pytest.fixture
+def nodes_2_editor(browser, server):
+    with open_editor(browser, server, NODES_2) as editor:
+        yield editor
+
+
+@pytest.fixture
+def picture(pytestconfig):
+    """Take the picture of this name of an editor's page; kept only on request.
+
+    `box` is its left and upper edge, its width and its height.
+    """
+
+    def take(editor, name, box):
+        clip = dict(zip(("x", "y", "width", "height"), box, strict=True))
+        data = editor.page.screenshot(type="jpeg", quality=85, clip=clip)
+        with Image.open(BytesIO(data)) as image:
+            assert len(set(image.getdata())) > 100, f"there is nothing to see in {name}"
+        if pytestconfig.getoption("pictures"):
+            (ROOT / "web" / "docs" / f"{name}.jpg").write_bytes(data)
+
+    return take
 
 
 def text_of(file):
     return file.read_text(encoding="utf-8")
+
+
+def sample_graph(**settings):
+    """The text to image workflow, with these values in our node."""
+    graph = json.loads(text_of(WORKFLOWS / "tome_txt2img.json"))
+    exported = json.loads(text_of(WORKFLOWS / "api" / "tome_txt2img.json")).values()
+    (inputs,) = (node["inputs"] for node in exported if node["class_type"] == PATCH_TYPE)
+    names = [name for name in inputs if name != "model"]
+    (patch,) = (node for node in graph["nodes"] if node["type"] == PATCH_TYPE)
+    for name, value in settings.items():
+        patch["widgets_values"][names.index(name)] = value
+    return graph
+
+
+def small_graph(**settings):
+    """The same for a small checkpoint, to be run."""
+    graph = sample_graph(**settings)
+    nodes = {node["type"]: node for node in graph["nodes"]}
+    nodes["CheckpointLoaderSimple"]["widgets_values"] = ["sd15.ckpt"]
+    nodes["EmptyLatentImage"]["widgets_values"] = [64, 64, 1]
+    nodes["KSampler"]["widgets_values"][0] = next(sampler_seeds)
+    nodes["KSampler"]["widgets_values"][2] = 2
+    return graph
+
+
+def without_patch(graph):
+    """The graph without our node and its two links."""
+    (patch,) = (node for node in graph["nodes"] if node["type"] == PATCH_TYPE)
+    graph["nodes"].remove(patch)
+    gone = [link[0] for link in graph["links"] if patch["id"] in (link[1], link[3])]
+    graph["links"] = [link for link in graph["links"] if link[0] not in gone]
+    for node in graph["nodes"]:
+        for slot in node["inputs"]:
+            slot["link"] = None if slot["link"] in gone else slot["link"]
+        for slot in node["outputs"]:
+            slot["links"] = [link for link in slot["links"] or () if link not in gone]
+    return graph
+
+
+def api_graph(editor):
+    """The graph as it would be queued: a class and its inputs for each node id."""
+    nodes = json.loads(editor.save_for_api()).items()
+    return {number: (node["class_type"], node["inputs"]) for number, node in nodes}
+
+
+def patch_inputs(editor):
+    (inputs,) = (inputs for kind, inputs in api_graph(editor).values() if kind == PATCH_TYPE)
+    return inputs
 
 
 @every_workflow
@@ -87,17 +199,202 @@ def test_inputs_that_a_preset_decides_are_greyed_out(editor):
     assert editor.errors == []
 
 
-def test_nodes_are_found_by_searching_for_token_merging(editor):
-    page = editor.page
-    editor.open("blank.json", json.dumps({"version": 0.4, "nodes": [], "links": []}))
-    # A double click on the canvas opens it too, but the editor gives that 300 ms to happen.
-    editor.execute("Workspace.SearchBox.Toggle")
-    page.get_by_role("combobox", name="Add a node").fill("token merging")
-    results = page.get_by_test_id("result-item")
+def test_nodes_are_found_by_searching_for_token_merging(editor, picture):
+    editor.clear()
+    results = editor.search("token merging")
     for name in PATCH, REMOVE:
         expect(results.filter(has_text=name)).to_be_visible()
-    page.keyboard.press("Escape")
+    picture(editor, "search", (345, 115, 900, 300))
+    editor.page.keyboard.press("Escape")
     expect(results).to_have_count(0)
+
+
+def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, server):
+    editor = fresh_editor
+    editor.open("plain.json", json.dumps(without_patch(small_graph())))
+    editor.look_at(*CORNER)
+    editor.search("token merging").filter(has_text=PATCH).click()
+    editor.place(*ROOM)
+    editor.connect("CheckpointLoaderSimple", "MODEL", PATCH_TYPE, "model")
+    editor.connect(PATCH_TYPE, "MODEL", "KSampler", "model")
+    graph = api_graph(editor)
+    (sampler,) = (inputs for kind, inputs in graph.values() if kind == "KSampler")
+    kind, inputs = graph[sampler["model"][0]]
+    assert kind == PATCH_TYPE
+    assert graph[inputs["model"][0]][0] == "CheckpointLoaderSimple"
+
+    read = len(server.log)
+    editor.run()
+    editor.page.wait_for_function(IMAGE_IS_SHOWN)
+    assert editor.page.evaluate(IMAGE_IS_SHOWN) == 64
+    assert re.search(r"\[ToMe\] .*2/2 steps|\[ToMe\] nothing merged", server.log[read:])
+    assert editor.warnings() == editor.errors == []
+
+
+def test_widgets_change_with_the_mouse(editor):
+    editor.open("small.json", json.dumps(small_graph()))
+    editor.look_at(*CORNER)
+    before = patch_inputs(editor)
+    for name in "ratio", "max_downsample", "merge_mlp", "sx", "strategy", "proportional_attn":
+        editor.step_up(PATCH_TYPE, name)
+    assert patch_inputs(editor) == before | {
+        "ratio": 0.55,
+        "max_downsample": "1",
+        "merge_mlp": True,
+        "sx": 3,
+        "strategy": "window",
+        "proportional_attn": False,
+    }
+
+
+def test_widgets_change_with_the_mouse_in_nodes_2(nodes_2_editor):
+    editor = nodes_2_editor
+    editor.open("small.json", json.dumps(small_graph()))
+    before = patch_inputs(editor)
+    node = editor.node(PATCH_TYPE)
+    widgets = node.get_by_test_id("node-widget")
+    widgets.filter(has=editor.page.get_by_label("ratio", exact=True)).get_by_test_id(
+        "increment"
+    ).click()
+    node.get_by_label("merge_mlp").click()
+    node.get_by_label("max_downsample").click()
+    editor.page.get_by_role("option", name="1", exact=True).click()
+    assert patch_inputs(editor) == before | {
+        "ratio": 0.55,
+        "max_downsample": "1",
+        "merge_mlp": True,
+    }
+
+
+def test_advanced_inputs_fold(nodes_2_editor, info, picture):
+    editor = nodes_2_editor
+    editor.open("small.json", json.dumps(sample_graph()))
+    options = info[PATCH_TYPE]["input"]["optional"].items()
+    plain = [name for name, (_, option) in options if not option.get("advanced")]
+    names = editor.node(PATCH_TYPE).get_by_test_id("widget-layout-field-label")
+    expect(names).to_have_text(plain)
+    editor.node(PATCH_TYPE).get_by_text("Show advanced inputs").click()
+    expect(names).to_have_text([name for name, _ in options])
+    editor.look_at(*CORNER)
+    picture(editor, "ToMePatchModel", (100, 60, 1080, 780))
+    editor.node(PATCH_TYPE).get_by_text("Hide advanced inputs").click()
+    expect(names).to_have_text(plain)
+
+
+def test_workflow_is_the_same_after_saving_and_loading_the_page_anew(fresh_editor, server, request):
+    editor = fresh_editor
+    # The server keeps what other profiles have saved.
+    editor.open(
+        f"{request.node.name}.json", json.dumps(small_graph(ratio=0.35, strategy="window", sy=4))
+    )
+    before = api_graph(editor)
+    with editor.page.expect_response("**/api/userdata/**") as saved:
+        editor.page.keyboard.press("Control+s")
+        editor.page.get_by_role("button", name="Confirm").click()
+    assert saved.value.ok
+    editor.go_to(server.url)
+    assert api_graph(editor) == before
+    assert patch_inputs(editor)["ratio"] == 0.35
+
+
+def test_shared_file_is_the_same_graph_in_another_profile(fresh_editor, browser, server):
+    fresh_editor.open("mine.json", json.dumps(small_graph(ratio=0.35, strategy="window", sy=4)))
+    shared = fresh_editor.save()
+    with open_editor(browser, server) as other:
+        other.drop("shared.json", "application/json", shared.encode())
+        assert api_graph(other) == api_graph(fresh_editor)
+        assert other.warnings() == other.errors == []
+
+
+def test_generated_image_brings_its_workflow_back(editor, server):
+    editor.open("small.json", json.dumps(small_graph(ratio=0.45, seed=7)))
+    before = api_graph(editor)
+    with editor.page.expect_response("**/api/prompt") as queued:
+        editor.run()
+    editor.page.wait_for_function(IMAGE_IS_SHOWN)
+    number = queued.value.json()["prompt_id"]
+    (png,) = server.images(server.get(f"/history/{number}")[number])
+    editor.drop("picture.png", "image/png", png)
+    assert api_graph(editor) == before
+    assert patch_inputs(editor)["ratio"] == 0.45
+
+
+def test_each_template_opens_from_the_template_browser(fresh_editor):
+    editor = fresh_editor
+    for file in workflow_files():
+        editor.clear()
+        editor.execute("Comfy.BrowseTemplates")
+        templates = editor.page.get_by_role("dialog")
+        templates.get_by_text("tome-nodes", exact=True).click()
+        template = templates.get_by_test_id(f"template-workflow-{file.stem}")
+        expect(template.get_by_role("img")).to_have_js_property("naturalWidth", 800)
+        template.click()
+        expect(templates).to_have_count(0)
+        editor.page.wait_for_function(HAS_NODES)
+        expected = json.loads(text_of(WORKFLOWS / "api" / file.name))
+        assert json.loads(editor.save_for_api()) == expected
+        assert editor.warnings() == editor.errors == []
+
+
+def test_bad_value_shows_our_sentence(fresh_editor, picture):
+    editor = fresh_editor
+    editor.open("bad.json", json.dumps(sample_graph(sx=1, sy=1)))
+    editor.run()
+    editor.page.get_by_role("button", name="View details").click()
+    editor.page.get_by_role("button", name=f"Info for {PATCH} - sx").click()
+    sentence = "sx=1 with sy=1 is not allowed: a cell of one token has nothing to merge"
+    expect(editor.page.get_by_text(sentence)).to_be_visible()
+    picture(editor, "refused", (240, 40, 1360, 640))
+    marked = "() => app.rootGraph.nodes.filter(node => node.has_errors).map(node => node.type)"
+    assert editor.page.evaluate(marked) == [PATCH_TYPE]
+
+
+def test_removed_patch_is_wired_with_the_mouse(editor, picture):
+    editor.open("small.json", json.dumps(sample_graph()))
+    editor.look_at(*CORNER)
+    editor.search("remove patch").filter(has_text=REMOVE).click()
+    editor.place(850, 350)
+    editor.connect(PATCH_TYPE, "MODEL", REMOVE_TYPE, "model")
+    editor.connect(REMOVE_TYPE, "MODEL", "KSampler", "model")
+    picture(editor, "ToMeRemovePatch", (100, 60, 1440, 780))
+    graph = api_graph(editor)
+    (sampler,) = (inputs for kind, inputs in graph.values() if kind == "KSampler")
+    kind, inputs = graph[sampler["model"][0]]
+    assert kind == REMOVE_TYPE
+    assert graph[inputs["model"][0]][0] == PATCH_TYPE
+
+
+def test_blueprint_is_placed_wired_and_run(fresh_editor):
+    editor = fresh_editor
+    editor.open("plain.json", json.dumps(small_graph()))
+    editor.look_at(*CORNER, scale=0.75)
+    editor.search(BLUEPRINT).filter(has_text=BLUEPRINT).first.click()
+    editor.place(1200, 560)
+    placed = editor.page.evaluate("() => app.rootGraph.nodes.find(node => node.subgraph).type")
+    editor.connect("CheckpointLoaderSimple", "MODEL", placed, "model")
+    editor.connect("CLIPTextEncode", "CONDITIONING", placed, "positive")
+    editor.connect("CLIPTextEncode", "CONDITIONING", placed, "negative")
+    editor.connect("KSampler", "LATENT", placed, "samples")
+    editor.connect("CheckpointLoaderSimple", "VAE", placed, "vae")
+    editor.connect(placed, "IMAGE", "SaveImage", "images")
+    ratios = [inputs["ratio"] for kind, inputs in api_graph(editor).values() if kind == PATCH_TYPE]
+    assert sorted(ratios) == [0.5, 0.6]
+    editor.run()
+    editor.page.wait_for_function(IMAGE_IS_SHOWN)
+    assert editor.page.evaluate(IMAGE_IS_SHOWN) == 128
+    assert editor.warnings() == editor.errors == []
+
+
+def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(browser, server):
+    chinese = json.loads(text_of(ROOT / "locales" / "zh" / "nodeDefs.json"))
+    with open_editor(browser, server, NODES_2 | {"Comfy.Locale": "zh"}) as editor:
+        editor.open("small.json", json.dumps(small_graph()))
+        node = editor.node(PATCH_TYPE)
+        expect(node).to_contain_text(chinese[PATCH_TYPE]["display_name"])
+        ratio = chinese[PATCH_TYPE]["inputs"]["ratio"]
+        label = node.get_by_text(ratio["name"], exact=True)
+        label.hover()
+        expect(editor.page.get_by_role("tooltip")).to_contain_text(ratio["tooltip"])
 
 
 def test_help_page_is_shown(editor):
@@ -109,3 +406,4 @@ def test_help_page_is_shown(editor):
     shown = page.locator(".node-help-content")
     expect(shown.get_by_role("heading", name=PATCH)).to_be_visible()
     expect(shown.get_by_role("row").filter(has_text="max_downsample").first).to_be_visible()
+    expect(shown.get_by_role("img")).not_to_have_js_property("naturalWidth", 0)

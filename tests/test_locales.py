@@ -1,12 +1,15 @@
 """What users read of the nodes: translations and help pages tell what the schema says."""
 
+import json
 import re
 
 import pytest
+from PIL import Image
 
 from tools.environment import ROOT
 
-NODES = ["ToMePatchModel", "ToMeRemovePatch"]
+NODES = ["ToMePatchModel", "ToMeRemovePatch", "ToMeReport"]
+LANGUAGES = ["de", "es", "fr", "ja", "ko", "ru", "zh"]
 
 
 def inputs(schema):
@@ -42,6 +45,48 @@ def test_locale_texts_hold_no_character_that_the_editor_would_interpret():
     assert not re.search(r"[@|{}]", "".join(texts))
 
 
+def texts(node):
+    """The texts of a locale file's node by their path in it."""
+    if isinstance(node, str):
+        return {(): node}
+    return {(key, *path): text for key in node for path, text in texts(node[key]).items()}
+
+
+def locale_file(language):
+    return json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
+
+
+def test_every_language_has_a_file():
+    assert sorted(folder.name for folder in (ROOT / "locales").iterdir()) == sorted(
+        ["en", *LANGUAGES]
+    )
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_translation_has_all_texts_of_the_english_one_and_no_other(server, language):
+    english, translated = texts(locale_file("en")), texts(locale_file(language))
+    assert translated.keys() == english.keys()
+    for path, text in translated.items():
+        assert text.strip() == text != ""
+        assert not re.search(r"[@|{}]", text), path
+        if path[-1] in ("tooltip", "description"):
+            assert text != english[path]
+            assert text[-1] in ".。", path
+    assert server.get("/i18n")[language]["nodeDefs"] == locale_file(language)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_translation_keeps_numbers_values_and_formulas(language):
+    english, translated = texts(locale_file("en")), texts(locale_file(language))
+    for path, text in english.items():
+        kept = re.findall(
+            r"\d+(?:[.x]\d+)?|\b(?:bipartite|window|pool|cluster|heat map)(?=:)", text
+        )
+        there = translated[path].replace(",", ".")
+        if path[-1] == "tooltip":
+            assert [part for part in kept if part not in there] == [], path
+
+
 def shown(default):
     if isinstance(default, bool):
         return "on" if default else "off"
@@ -61,4 +106,15 @@ def test_help_page_tells_every_input_with_its_default(info, node):
 
 
 def test_every_help_page_belongs_to_a_node():
-    assert sorted(page.stem for page in (ROOT / "web" / "docs").iterdir()) == NODES
+    assert sorted(page.stem for page in (ROOT / "web" / "docs").glob("*.md")) == NODES
+
+
+@pytest.mark.parametrize("file", ["README.md", *(f"web/docs/{node}.md" for node in NODES)])
+def test_every_picture_that_a_text_shows_is_there(file):
+    page = (ROOT / file).read_text(encoding="utf-8")
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page)
+    for picture in pictures:
+        with Image.open((ROOT / file).parent / picture) as image:
+            assert image.format == "JPEG"
+            assert image.width >= 600
+    assert pictures

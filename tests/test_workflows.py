@@ -9,14 +9,20 @@ from itertools import combinations
 import pytest
 from PIL import Image
 
-from tools.editor import WORKFLOWS, workflow_files
+from tools.editor import WORKFLOWS, blueprint_files, workflow_files
 
 PACK = "tome-nodes"
-NAMES = ["tome_hires_fix", "tome_sdxl", "tome_txt2img"]
-TINY_CHECKPOINTS = {
-    "v1-5-pruned-emaonly-fp16.safetensors": ("sd15.ckpt", 128),
-    "sd_xl_base_1.0.safetensors": ("sdxl.ckpt", 192),
+NAMES = [
+    *("tome_compare", "tome_controlnet", "tome_hires_fix"),
+    *("tome_img2img", "tome_sdxl", "tome_txt2img"),
+]
+TINY_MODELS = {
+    "v1-5-pruned-emaonly-fp16.safetensors": "sd15.ckpt",
+    "sd_xl_base_1.0.safetensors": "sdxl.ckpt",
+    "control_v11p_sd15_canny_fp16.safetensors": "canny.ckpt",
 }
+TINY_SIZES = {"sd15.ckpt": 128, "sdxl.ckpt": 192}
+SIZED = {"EmptyLatentImage", "ImageScale"}
 WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 NOTES = {"Note", "MarkdownNote"}
 TITLE_BAR = 30
@@ -35,7 +41,8 @@ def api_file(name):
 def widgets(schema):
     """The names of a node's widgets in the editor's order; None for one that is not an input.
 
-    Beside a seed, the editor puts a widget that tells how the seed changes after a run.
+    Beside a seed, the editor puts a widget that tells how the seed changes after a run, and beside
+    the name of a picture a button that uploads one.
     """
     for group in ("required", "optional"):
         for name in schema["input_order"].get(group, ()):
@@ -43,6 +50,8 @@ def widgets(schema):
             if isinstance(kind, list) or kind in WIDGET_TYPES:
                 yield name
                 if options.get("control_after_generate", name in ("seed", "noise_seed")):
+                    yield None
+                if options.get("image_upload"):
                     yield None
 
 
@@ -74,15 +83,16 @@ def to_api_format(graph, info):
 def reduced(prompt):
     """The same graph made cheap, with nothing changed but what follows.
 
-    Another checkpoint's name, the width and height of the empty latent, and two steps in each
-    sampler.
+    Other models' names, the width and height, and two steps in each sampler.
     """
     copy = json.loads(json.dumps(prompt))
     nodes = list(copy.values())
+    for node in nodes:
+        for name in node["inputs"].keys() & {"ckpt_name", "control_net_name"}:
+            node["inputs"][name] = TINY_MODELS[node["inputs"][name]]
     (loader,) = (node["inputs"] for node in nodes if node["class_type"] == "CheckpointLoaderSimple")
-    loader["ckpt_name"], size = TINY_CHECKPOINTS[loader["ckpt_name"]]
-    (latent,) = (node["inputs"] for node in nodes if node["class_type"] == "EmptyLatentImage")
-    latent |= {"width": size, "height": size}
+    (sized,) = (node["inputs"] for node in nodes if node["class_type"] in SIZED)
+    sized["width"] = sized["height"] = TINY_SIZES[loader["ckpt_name"]]
     for node in nodes:
         if node["class_type"] == "KSampler":
             node["inputs"]["steps"] = 2
@@ -114,7 +124,8 @@ def test_nodes_are_cores_and_ours_and_the_settings_are_explained(name, info):
     types = {node["type"] for node in editor_file(name)["nodes"]}
     modules = {info[kind]["python_module"] for kind in types - NOTES}
     assert types & NOTES
-    assert modules == {"nodes", f"custom_nodes.{PACK}"}
+    others = {module for module in modules if not module.startswith("comfy_extras.")}
+    assert others == {"nodes", f"custom_nodes.{PACK}"}
 
 
 @every_workflow
@@ -135,6 +146,8 @@ def test_no_node_lies_on_another_and_no_link_leads_back(name):
 @pytest.mark.parametrize(
     ("name", "size", "tokens", "ratio"),
     [
+        ("tome_controlnet", 128, (256, 128), "0.50"),
+        ("tome_img2img", 128, (256, 128), "0.50"),
         ("tome_txt2img", 128, (256, 128), "0.50"),
         # 16 windows of 64 tokens, of which 38 merge.
         ("tome_hires_fix", 256, (1024, 1024 - 16 * 38), "0.60"),
@@ -162,3 +175,15 @@ def test_server_offers_the_workflows_as_templates_of_the_pack(server):
     for name in NAMES:
         template = server.get(f"/api/workflow_templates/{PACK}/{name}.json")
         assert template == editor_file(name)
+
+
+def test_server_offers_the_blueprint_of_the_pack(server):
+    offered = server.get("/global_subgraphs")
+    ours = {
+        number: entry["name"]
+        for number, entry in offered.items()
+        if entry["info"]["node_pack"] == f"custom_nodes.{PACK}"
+    }
+    assert list(ours.values()) == [file.stem for file in blueprint_files()]
+    (number,), (file,) = ours, blueprint_files()
+    assert server.get(f"/global_subgraphs/{number}")["data"] == file.read_text(encoding="utf-8")

@@ -1,12 +1,16 @@
 """The nodes of the pack, as ComfyUI's editor and queue see them."""
 
+from functools import partial
 from typing import Any
 
-from comfy_api.latest import ComfyExtension, io
+import torch
+from comfy_api.latest import ComfyExtension, io, ui
 
+from . import report
 from .config import CHOICES, MAX_DOWNSAMPLE_CHOICES, RANGES, ToMeConfig
-from .hosts import comfyui
+from .hosts import comfyui, workflow
 from .presets import CUSTOM, PRESETS, settings_of
+from .report import VIEWS
 
 _DEFAULTS = ToMeConfig()
 _CATEGORY = "model/patch/unet"
@@ -77,6 +81,8 @@ class ToMePatchModel(io.ComfyNode):
                 "loader and the sampler. Needs no training; gains most at large image sizes."
             ),
             search_aliases=_ALIASES,
+            # Each tells of its own runs, also where another has the same inputs.
+            not_idempotent=True,
             inputs=[
                 io.Model.Input(
                     "model", tooltip="A UNet model: SD 1.x, SD 2.x, SDXL and their kin."
@@ -269,7 +275,12 @@ class ToMePatchModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
-        return io.NodeOutput(comfyui.attach(model, _config(**settings)))
+        node = workflow.running_node()
+        watchers = node and {
+            "on_step": partial(workflow.show_text, node),
+            "wants_details": partial(workflow.feeds, node, "ToMeReport", "model"),
+        }
+        return io.NodeOutput(comfyui.attach(model, _config(**settings), **(watchers or {})))
 
 
 class ToMeRemovePatch(io.ComfyNode):
@@ -292,11 +303,101 @@ class ToMeRemovePatch(io.ComfyNode):
         return io.NodeOutput(comfyui.detach(model))
 
 
+class ToMeReport(io.ComfyNode):
+    """Show what token merging did in a sampling run."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ToMeReport",
+            display_name="ToMe Report",
+            category=_CATEGORY,
+            description=(
+                "Shows what token merging did in a sampling run: which parts of the picture were "
+                "merged, how many tokens each block ran on, how long it took, and what to change "
+                "where it gained nothing."
+            ),
+            search_aliases=[*_ALIASES, "statistics", "merge map", "heat map"],
+            is_output_node=True,
+            not_idempotent=True,
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="The model that the sampler got, from ToMe Patch Model."
+                ),
+                io.Latent.Input(
+                    "samples", tooltip="What the sampler made; the report is made after it."
+                ),
+                io.Image.Input(
+                    "image",
+                    optional=True,
+                    tooltip="The decoded picture, to draw under the maps.",
+                ),
+                io.Combo.Input(
+                    "view",
+                    options=list(VIEWS),
+                    default=VIEWS[0],
+                    optional=True,
+                    tooltip="merge map: each group of merged tokens in one colour, in one step. "
+                    "heat map: how often each place was merged over all steps. chart: tokens and "
+                    "time of each block in each step.",
+                ),
+                io.Int.Input(
+                    "level",
+                    default=-1,
+                    min=-1,
+                    max=64,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Which feature maps to show in the maps: those that are this many "
+                    "times smaller than the latent, such as 1, 2 or 4. -1 shows the largest that "
+                    "were merged.",
+                ),
+                io.Int.Input(
+                    "step",
+                    default=-1,
+                    min=-1,
+                    max=10000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Which step to show in the merge map; 1 is the first. -1 shows the "
+                    "last that merged.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output(tooltip="The map or the chart."),
+                io.String.Output(tooltip="The report in words."),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        samples: Any,
+        image: Any = None,
+        view: str = VIEWS[0],
+        level: int = -1,
+        step: int = -1,
+    ) -> io.NodeOutput:
+        if not comfyui.is_attached(model):
+            shown = report.notice(*report.NOT_MERGING)
+        elif (run := comfyui.last_run(model, workflow.origins("samples"))) is None:
+            shown = report.notice(*report.NO_RUN)
+        else:
+            picture = None if image is None else image[0].float().cpu().numpy()
+            shown = report.report_of(run, view, level, step, picture)
+        if (node := workflow.running_node()) is not None:
+            workflow.show_text(node, shown.text)
+        drawn = torch.from_numpy(shown.picture).float()[None] / 255
+        on_node = ui.PreviewImage(drawn, cls=cls).as_dict() | ui.PreviewText(shown.text).as_dict()
+        return io.NodeOutput(drawn, shown.text, ui=on_node)
+
+
 class ToMeExtension(ComfyExtension):
     """The pack as ComfyUI loads it."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [ToMePatchModel, ToMeRemovePatch]
+        return [ToMePatchModel, ToMeRemovePatch, ToMeReport]
 
 
 async def comfy_entrypoint() -> ToMeExtension:

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -94,10 +95,28 @@ def write_checkpoint(
     Weights are scaled by fan-in, so activations stay finite and of order one; norms are the
     identity and biases zero. The same arguments always give the same file content.
     """
+    return _write(path, _checkpoint_layout(family, levels, full_width, unet_only), seed)
+
+
+def write_controlnet(path: str | os.PathLike[str], *, levels: int = 2, seed: int = 0) -> Path:
+    """Write a ControlNet with random weights for `sd15` of as many levels; for ControlNetLoader."""
+    unet = _family_unet("sd15", levels, full_width=False)
+    encoder = ("time_embed.", "input_blocks.", "middle_block.")
+    layout = {name: shape for name, shape in _unet_layout(unet).items() if name.startswith(encoder)}
+    channels = unet.model_channels
+    hints = (3, 16, 16, 32, 32, 96, 96, 256, channels)
+    for index, (inp, out) in enumerate(pairwise(hints)):
+        layout |= _conv(f"input_hint_block.{2 * index}", out, inp, 3, 3)
+    blocks = {name.split(".")[1] for name in layout if name.startswith("input_blocks.")}
+    for block in sorted(blocks, key=int):
+        layout |= _conv(f"zero_convs.{block}.0", channels, channels, 1, 1)
+    return _write(path, layout | _conv("middle_block_out.0", channels, channels, 1, 1), seed)
+
+
+def _write(path: str | os.PathLike[str], layout: Layout, seed: int) -> Path:
     target = Path(path)
     if target.suffix != ".ckpt":
         raise ValueError(f"path is {str(target)!r}; its suffix must be '.ckpt'")
-    layout = _checkpoint_layout(family, levels, full_width, unet_only)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_suffix(".unfinished")
     try:
@@ -111,6 +130,14 @@ def write_checkpoint(
 def _checkpoint_layout(
     family: str, levels: int | None, full_width: bool, unet_only: bool
 ) -> Layout:
+    unet = _family_unet(family, levels, full_width)
+    layout = _prefixed("model.diffusion_model.", _unet_layout(unet))
+    if not unet_only:
+        layout |= _prefixed("first_stage_model.", _vae_layout()) | _FAMILIES[family].conditioner
+    return layout
+
+
+def _family_unet(family: str, levels: int | None, full_width: bool) -> UNet:
     if family not in _FAMILIES:
         raise ValueError(f"family is {family!r}; allowed: {', '.join(FAMILIES)}")
     chosen = _FAMILIES[family]
@@ -122,12 +149,9 @@ def _checkpoint_layout(
         unet = replace(unet, multipliers=unet.multipliers[:levels], depths=unet.depths[:levels])
     elif levels is not None:
         raise ValueError(f"levels is {levels!r}; {family} has a fixed number of levels")
-    if not full_width:
-        unet = replace(unet, multipliers=(1,) * len(unet.multipliers))
-    layout = _prefixed("model.diffusion_model.", _unet_layout(unet))
-    if not unet_only:
-        layout |= _prefixed("first_stage_model.", _vae_layout()) | chosen.conditioner
-    return layout
+    if full_width:
+        return unet
+    return replace(unet, multipliers=(1,) * len(unet.multipliers))
 
 
 def _random_weights(layout: Layout, seed: int) -> dict[str, torch.Tensor]:

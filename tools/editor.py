@@ -2,19 +2,23 @@
 
     python -m tools.editor
 
-opens each file of `workflows/` in the editor and saves it again, with its API format in
-`workflows/api/` and its thumbnail beside it. Run it after a change of a workflow or of the nodes'
-inputs; the files can be edited in any ComfyUI.
+opens each file of `workflows/` and `subgraphs/` in the editor and saves it again, a workflow with
+its API format in `workflows/api/` and its thumbnail beside it. Run it after a change of a workflow
+or of the nodes' inputs; the files can be edited in any ComfyUI.
 """
 
 from __future__ import annotations
 
+import base64
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from playwright.sync_api import ConsoleMessage, Page, sync_playwright
+import numpy as np
+from PIL import Image, ImageDraw
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, sync_playwright
 
 from tools.browser import find_browser
 from tools.environment import ROOT
@@ -22,11 +26,23 @@ from tools.server import HOST, ComfyServer
 from tools.steps import SetupError
 
 WORKFLOWS = ROOT / "workflows"
-CHECKPOINTS = ("v1-5-pruned-emaonly-fp16.safetensors", "sd_xl_base_1.0.safetensors")
+BLUEPRINTS = ROOT / "subgraphs"
+MODELS = (
+    "checkpoints/v1-5-pruned-emaonly-fp16.safetensors",
+    "checkpoints/sd_xl_base_1.0.safetensors",
+    "controlnet/control_v11p_sd15_canny_fp16.safetensors",
+)
 
-# No news, no question for a file name, no mini map, and text at every zoom. A new user who follows
-# a link to a template is shown that alone; others also get a default workflow with its warnings.
+# A file of this name is in the input folder of every new ComfyUI; here it is our own picture.
+INPUT = "input/example.png"
+
+# No news, no question for a file name, no mini map, no side panel, and text at every zoom. A new
+# user who follows a link to a template is shown that alone; others also get a default workflow with
+# its warnings. The server keeps what one profile sets, so what any sets is here.
 SETTINGS = {
+    "Comfy.Locale": "en",
+    "Comfy.VueNodes.Enabled": False,
+    "Comfy.RightSidePanel.IsOpen": False,
     "Comfy.TutorialCompleted": False,
     "Comfy.Notification.ShowVersionUpdates": False,
     "Comfy.PromptFilename": False,
@@ -47,9 +63,42 @@ THUMBNAIL_WIDTH = 800
 THUMBNAIL_CORNER = {"x": 100, "y": 110}
 
 IS_READY = "() => window.app?.vueAppReady && !window.app.extensionManager.spinner"
+LOOK = """([x, y, scale]) => {
+    app.canvas.ds.scale = scale
+    app.canvas.ds.offset = [x, y]
+    app.canvas.draw(true, true)
+}"""
 TWO_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 OPEN = """([name, text]) =>
     app.handleFile(new File([text], name, { type: 'application/json' }))"""
+AT = """([x, y]) => {
+    const [left, top] = app.canvas.ds.convertOffsetToCanvas([x, y])
+    const canvas = app.canvas.canvas.getBoundingClientRect()
+    return [left + canvas.x, top + canvas.y]
+}"""
+SLOT = """([type, side, name]) => {
+    const node = app.rootGraph.nodes.find(node => node.type === type)
+    const index = node[side].findIndex(slot => slot.name === name)
+    const isInput = side === 'inputs'
+    return {
+        key: `${node.id}-${isInput ? 'in' : 'out'}-${index}`,
+        at: [...(isInput ? node.getInputPos(index) : node.getOutputPos(index))],
+        isElement: app.extensionManager.setting.get('Comfy.VueNodes.Enabled'),
+    }
+}"""
+WIDGET = """([type, name]) => {
+    const node = app.rootGraph.nodes.find(node => node.type === type)
+    const widget = node.widgets.find(widget => widget.name === name)
+    return [node.pos[0] + node.size[0] - 25, node.pos[1] + widget.y + 10]
+}"""
+TRANSFER = """([name, type, data]) => {
+    const bytes = Uint8Array.from(atob(data), character => character.charCodeAt(0))
+    const transfer = new DataTransfer()
+    transfer.items.add(new File([bytes], name, { type }))
+    return transfer
+}"""
+HAS_NODES = "() => app.rootGraph.nodes.length > 0 && !app.extensionManager.spinner"
+BLANK = '{"version": 0.4, "nodes": [], "links": []}'
 ZOOM = """([{ x, y }, width]) => {
     const margin = 20
     const items = [...app.rootGraph.nodes, ...app.rootGraph.groups]
@@ -77,6 +126,7 @@ class Editor:
     def __init__(self, page: Page) -> None:
         self.page = page
         self.errors: list[str] = []
+        self._search_box = page.get_by_role("combobox", name="Add a node")
         page.on("console", self._note)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
 
@@ -84,6 +134,76 @@ class Editor:
         """Open a workflow file of this name and text, as File > Open does."""
         self.errors.clear()
         self.page.evaluate(OPEN, [name, text])
+        self.page.evaluate(TWO_FRAMES)
+
+    def clear(self) -> None:
+        """Open an empty workflow."""
+        self.open("blank.json", BLANK)
+
+    def drop(self, name: str, kind: str, data: bytes) -> None:
+        """Drop a file of this media type onto the empty canvas; returns once its graph is open."""
+        self.clear()
+        file = [name, kind, base64.b64encode(data).decode()]
+        transfer = self.page.evaluate_handle(TRANSFER, file)
+        self.page.locator("#graph-canvas").dispatch_event("drop", {"dataTransfer": transfer})
+        self.page.wait_for_function(HAS_NODES)
+        self.page.evaluate(TWO_FRAMES)
+
+    def look_at(self, left: float, top: float, scale: float = 1) -> None:
+        """Put this point of the graph into the upper left corner of the free part of the page."""
+        x, y = THUMBNAIL_CORNER["x"] / scale, THUMBNAIL_CORNER["y"] / scale
+        self.page.evaluate(LOOK, [x - left, y - top, scale])
+        self.page.evaluate(TWO_FRAMES)
+
+    def click(self, x: float, y: float) -> None:
+        """Click this point of the graph."""
+        at = self.page.evaluate(AT, [x, y])
+        self.page.mouse.move(*at)
+        self.page.evaluate(TWO_FRAMES)
+        self.page.mouse.click(*at)
+        self.page.evaluate(TWO_FRAMES)
+
+    def search(self, text: str) -> Locator:
+        """Search the nodes for this text; returns the results."""
+        # A double click on the canvas opens it too, but the editor gives that 300 ms to happen.
+        self.execute("Workspace.SearchBox.Toggle")
+        self._search_box.fill(text)
+        return self.page.get_by_test_id("result-item")
+
+    def place(self, x: float, y: float) -> None:
+        """Put the node that was chosen in the search, and hangs on the mouse, at this point."""
+        self._search_box.wait_for(state="detached")
+        self.page.wait_for_function("() => app.canvas.state.ghostNodeId !== null")
+        self.click(x, y)
+        self.page.wait_for_function("() => app.canvas.state.ghostNodeId === null")
+
+    def connect(self, source: str, output: str, target: str, name: str) -> None:
+        """Drag a link from an output to an input of the first nodes of these types."""
+        self._move_to_slot(source, "outputs", output)
+        self.page.mouse.down()
+        self._move_to_slot(target, "inputs", name)
+        self.page.mouse.up()
+        self.page.evaluate(TWO_FRAMES)
+
+    def step_up(self, kind: str, name: str) -> None:
+        """Click the right end of a widget: a number grows, a choice moves on, a switch flips."""
+        self.click(*self.page.evaluate(WIDGET, [kind, name]))
+
+    def node(self, kind: str) -> Locator:
+        """The first node of this type where nodes are part of the page, as in Nodes 2.0."""
+        number = self.page.evaluate(
+            "type => app.rootGraph.nodes.find(node => node.type === type).id", kind
+        )
+        return self.page.locator(f"[data-node-id='{number}']")
+
+    def run(self) -> None:
+        """Press the button that queues the graph."""
+        self.page.get_by_test_id("queue-button").click()
+
+    def go_to(self, address: str) -> None:
+        """Load this page of the server; returns once the editor is ready."""
+        self.page.goto(address)
+        self.page.wait_for_function(IS_READY)
         self.page.evaluate(TWO_FRAMES)
 
     def warnings(self) -> list[str]:
@@ -111,6 +231,14 @@ class Editor:
         """Execute a command of the editor's menus, by its id."""
         self.page.evaluate("id => app.extensionManager.command.execute(id)", command)
 
+    def _move_to_slot(self, kind: str, side: str, name: str) -> None:
+        slot = self.page.evaluate(SLOT, [kind, side, name])
+        if slot["isElement"]:
+            dot = self.page.locator(f"[data-slot-key='{slot['key']}']")
+            self.page.get_by_test_id("slot-connection-dot").filter(has=dot).hover()
+        else:
+            self.page.mouse.move(*self.page.evaluate(AT, slot["at"]), steps=5)
+
     def _export(self, command: str) -> str:
         with self.page.expect_download() as download:
             self.execute(command)
@@ -122,23 +250,28 @@ class Editor:
 
 
 @contextmanager
-def open_editor(server: ComfyServer) -> Iterator[Editor]:
-    """The editor of a running server, in a browser of its own that reaches nothing else."""
+def open_browser() -> Iterator[Browser]:
+    """A browser that reaches nothing but this machine."""
     executable = find_browser()
     if executable is None:
         raise SetupError("No Chromium or Chrome that starts was found: install one on PATH.")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS)
-        context = browser.new_context(viewport=VIEWPORT)
-        context.set_default_timeout(PATIENCE_MS)
-        context.request.post(f"{server.url}/settings", data=SETTINGS)
-        page = context.new_page()
-        editor = Editor(page)
-        page.goto(f"{server.url}/?template={workflow_files()[0].stem}&source=tome-nodes")
-        page.wait_for_function(IS_READY)
-        page.evaluate(TWO_FRAMES)
-        yield editor
+        yield browser
         browser.close()
+
+
+@contextmanager
+def open_editor(
+    browser: Browser, server: ComfyServer, settings: dict[str, Any] | None = None
+) -> Iterator[Editor]:
+    """The editor of a running server in a fresh profile, with these settings besides the usual."""
+    with browser.new_context(viewport=VIEWPORT) as context:
+        context.set_default_timeout(PATIENCE_MS)
+        context.request.post(f"{server.url}/settings", data=SETTINGS | (settings or {}))
+        editor = Editor(context.new_page())
+        editor.go_to(f"{server.url}/?template=tome_txt2img&source=tome-nodes")
+        yield editor
 
 
 def workflow_files() -> list[Path]:
@@ -146,27 +279,58 @@ def workflow_files() -> list[Path]:
     return sorted(WORKFLOWS.glob("*.json"))
 
 
-def list_checkpoints(server: ComfyServer) -> None:
-    """Have the server list the workflows' checkpoints, without content, so that none is missed."""
-    for name in CHECKPOINTS:
-        (server.base / "models" / "checkpoints" / name).touch()
+def blueprint_files() -> list[Path]:
+    """The subgraph blueprints."""
+    return sorted(BLUEPRINTS.glob("*.json"))
+
+
+def offer_files(server: ComfyServer) -> None:
+    """Have the server list the workflows' models, without content, and their input picture."""
+    for name in MODELS:
+        file = server.base / "models" / name
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    _seascape(768).save(server.base / INPUT)
+
+
+def _seascape(side: int) -> Image.Image:
+    """A picture with a smooth sky, hard edges and small waves."""
+    down, across = np.mgrid[0:side, 0:side] / side
+    dusk = np.stack([40 + 210 * down, 60 + 110 * down, 150 - 30 * down], axis=-1)
+    waves = 20 * np.sin(60 * down**3 * 6 + 3 * np.sin(25 * across))
+    water = np.stack([30 + waves, 80 + waves, 110 + waves], axis=-1)
+    picture = np.where(down[..., None] < 0.6, dusk, water)
+    draw = ImageDraw.Draw(image := Image.fromarray(picture.astype(np.uint8)))
+    shapes = {
+        "#ffe9a8": [(0.50, 0.20), (0.0, 0.05), (0.0, 0.22)],
+        "#4a4038": [(0.30, 0.75), (0.45, 0.55), (0.62, 0.57), (0.80, 0.78)],
+        "#f4efe4": [(0.46, 0.58), (0.485, 0.24), (0.555, 0.24), (0.58, 0.58)],
+        "#b8352c": [(0.47, 0.46), (0.477, 0.36), (0.563, 0.36), (0.57, 0.46)],
+        "#2b2a33": [(0.475, 0.17), (0.52, 0.11), (0.565, 0.17)],
+        "#ffd34d": [(0.49, 0.24), (0.49, 0.17), (0.55, 0.17), (0.55, 0.24)],
+    }
+    for colour, corners in shapes.items():
+        draw.polygon([(x * side, y * side) for x, y in corners], fill=colour)
+    return image
 
 
 def main() -> None:
-    """Save all sample workflows anew."""
+    """Save all sample workflows and blueprints anew."""
     with tempfile.TemporaryDirectory() as base, ComfyServer(base) as server:
-        list_checkpoints(server)
-        with open_editor(server) as editor:
-            for file in workflow_files():
+        offer_files(server)
+        with open_browser() as browser, open_editor(browser, server) as editor:
+            for file in [*workflow_files(), *blueprint_files()]:
                 editor.open(file.name, file.read_text(encoding="utf-8"))
                 if problems := editor.warnings() + editor.errors:
                     raise RuntimeError(f"{file.name}: {'; '.join(problems)}")
                 file.write_text(editor.save(), encoding="utf-8")
+                print(f"saved {file.relative_to(ROOT)}")
+                if file.parent == BLUEPRINTS:
+                    continue
                 (file.parent / "api" / file.name).write_text(
                     editor.save_for_api(), encoding="utf-8"
                 )
                 file.with_suffix(".jpg").write_bytes(editor.picture())
-                print(f"saved {file.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ HOST = "127.0.0.1"
 TETHER = Path(__file__).with_name("tether.py")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 LOG_TAIL_LINES = 40
+TEXT_ON_NODE = 3
 STOP_SECONDS = 10
 
 # Left alone, ComfyUI takes a slower attention on a CPU than on a GPU, which would flatter merging.
@@ -176,7 +178,8 @@ class ComfyServer:
 
         The entry has one more key, `seconds`: the time of each node that was executed, by its id,
         in the order of execution. `on_event` is called with each event of this run as it comes,
-        such as `{"type": "progress", "data": {"node": "3", "value": 1, "max": 20, ...}}`.
+        such as `{"type": "progress", "data": {"node": "3", "value": 1, "max": 20, ...}}`; a text to
+        show on a node comes as `{"type": "progress_text", "data": {"node": "3", "text": "..."}}`.
 
         Raises `PromptRejected` if the server finds the graph invalid, `ExecutionFailed` if a node
         raises or the run is interrupted, and `ServerError` if the server dies or says nothing for
@@ -202,11 +205,11 @@ class ComfyServer:
         """Return the image files that a run saved, in the order of its history entry."""
         outputs = history["outputs"].values()
         images = (image for output in outputs for image in output.get("images", ()))
-        return [
-            self._request(f"/view?{urllib.parse.urlencode(image)}")
-            for image in images
-            if image["type"] == "output"
-        ]
+        return [self.view(image) for image in images if image["type"] == "output"]
+
+    def view(self, image: dict[str, str]) -> bytes:
+        """Return an image file by its entry in the history."""
+        return self._request(f"/view?{urllib.parse.urlencode(image)}")
 
     def _follow(
         self,
@@ -219,6 +222,8 @@ class ComfyServer:
         while True:
             message = connection.recv()
             if isinstance(message, bytes):
+                if on_event and (event := _text_on_node(message)):
+                    on_event(event)
                 continue
             now = time.perf_counter()
             if not message:
@@ -274,6 +279,15 @@ class ComfyServer:
     def _log_tail(self) -> str:
         lines = self.log.splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"The end of {self.log_file}:", *lines])
+
+
+def _text_on_node(message: bytes) -> Event | None:
+    """The event of a text to show on a node, None for other binary messages."""
+    kind, length = struct.unpack_from(">II", message)
+    if kind != TEXT_ON_NODE:
+        return None
+    node, text = message[8 : 8 + length], message[8 + length :]
+    return {"type": "progress_text", "data": {"node": node.decode(), "text": text.decode()}}
 
 
 def _environment() -> dict[str, str]:

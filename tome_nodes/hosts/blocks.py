@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..config import ToMeConfig
 from ..grid import Grid
+from ..recording import Recorder
 from ..scopes import change_on_merged, on_merged, self_attention_on_merged
 from ..statistics import RunStatistics
 from ..strategies import AnyPlan
@@ -49,6 +50,7 @@ class MergedUNet:
         blocks: the same, one after another.
         plans: the plans that blocks of one level share in the present evaluation, None where
             each block has its own.
+        recorder: notes what the blocks do in detail, None where nobody wants to know.
     """
 
     engine: Engine
@@ -74,6 +76,7 @@ class MergedUNet:
         self.stacks = [stack_class(name, module, self) for name, module in transformers]
         self.blocks = [block for stack in self.stacks for block in stack.blocks]
         self.plans: Plans | None = None
+        self.recorder: Recorder | None = None
         self._kept: dict[Hashable, tuple[int, Plans]] = {}
 
     def start_step(self, engine: Engine, key: Tensor, ratio: float) -> None:
@@ -126,10 +129,21 @@ class MergedUNet:
                     attributes["forward"] = forward
             yield
 
+    def in_words(self) -> str:
+        """What the last evaluation merged, such as ``5/16 blocks, 4096→2048 tokens``."""
+        merged = [block.slots_used for block in self.blocks if block.slots_used is not None]
+        if not merged:
+            return "all tokens"
+        sizes = ", ".join(f"{before}→{after}" for before, after in sorted({*merged})[::-1])
+        return f"{len(merged)}/{len(self.blocks)} blocks, {sizes} tokens"
+
     def note(self, statistics: RunStatistics, step: int) -> None:
         """Add to the statistics of a run what the blocks did in the last evaluation."""
         statistics.blocks_present = len(self.blocks)
         for block in self.blocks:
+            statistics.largest_map = max(statistics.largest_map, block.tokens or 0)
+            if block.made_plan is not None:
+                statistics.planned(block.made_plan)
             if block.slots_used is not None:
                 statistics.merged(step, block.name, *block.slots_used)
                 if block.unweighted is not None:
@@ -178,7 +192,8 @@ class MergedStack:
     def begin(self) -> None:
         """Forget what was noted of the last evaluation."""
         for block in self.blocks:
-            block.slots_used = block.reason = block.unweighted = None
+            block.grid = block.tokens = block.slots_used = block.made_plan = None
+            block.reason = block.unweighted = None
             block.fell_back = False
 
     def end(self) -> None:
@@ -215,6 +230,9 @@ class MergedBlock:
         plan: the plan under which its modules run.
         keys_plan: the same for the keys and values of its self-attention.
         outer_plan: the plan whose slots are the tokens that the block runs on as a whole.
+        made_plan: whether it made the plan that it had, or had that of another block or step.
+        grid: height and width of what it made or got a plan for, in tokens.
+        tokens: how many entered the block, merged by an earlier one or not.
         slots_used: tokens before and after, once anything of the block ran on merged tokens.
         reason: why the block ran on all its tokens.
         fell_back: whether only its modules ran on merged tokens though a wider scope was asked for.
@@ -237,6 +255,9 @@ class MergedBlock:
         self.plan: AnyPlan | None = None
         self.keys_plan: AnyPlan | None = None
         self.outer_plan: AnyPlan | None = None
+        self.made_plan: bool | None = None
+        self.grid: tuple[int, int] | None = None
+        self.tokens: int | None = None
         self.unweighted: str | None = None
         self.slots_used: tuple[int, int] | None = None
         self.reason: str | None = None
@@ -245,8 +266,11 @@ class MergedBlock:
 
     def overrides(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
         """The block and its modules, and what each of them is to run instead of its ``forward``."""
-        config, block = self.stack.unet.config, self.module
-        overrides = [(block, self._run_block(block.forward))]
+        unet, block = self.stack.unet, self.module
+        config, run_block = unet.config, self._run_block(block.forward)
+        if unet.recorder is not None:
+            run_block = unet.recorder.timed(self.name, run_block)
+        overrides = [(block, run_block)]
         if self.attends_to_text(block):
             if config.merge_attn:
                 overrides.append((block.attn1, self._run_module(block.attn1.forward, on_merged)))
@@ -306,6 +330,7 @@ class MergedBlock:
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             self.plan = self.keys_plan = self.outer_plan = None
+            self.tokens = x.shape[1]
             if stack.plan is None:
                 plan, keys_plan = self._plans_for(x, *args, **kwargs)
                 self.fell_back = config.scope != "module" and self.needs_all_tokens(*args, **kwargs)
@@ -323,6 +348,8 @@ class MergedBlock:
                     self.outer_plan = plan
                     return change_on_merged(forward, plan, x, *args, **kwargs)
                 x = stack.enter(plan, x)
+            else:
+                self.made_plan = False
             self.slots_used = (stack.tokens.shape[1], stack.plan.slot_count)
             self.outer_plan = stack.plan
             y = forward(x, *args, **kwargs)
@@ -392,6 +419,7 @@ class MergedBlock:
             return None, None
         plans = self._shared_plans(x, grid)
         if plans == (None, None):
+            self.made_plan = None
             self.reason = unet.why_no_plan(grid)
         elif config.scope == "module" and not (
             config.merge_attn or config.merge_crossattn or config.merge_mlp
@@ -403,15 +431,20 @@ class MergedBlock:
 
     def _shared_plans(self, x: Tensor, grid: Grid) -> tuple[AnyPlan | None, AnyPlan | None]:
         unet = self.stack.unet
+        # torch.compile does not let a frozen dataclass out of what it traces.
+        self.grid = grid.height, grid.width
         if unet.plans is None:
             return self._make_plans(x, grid)
         kept = unet.plans.get(grid, ())
-        if grid not in unet.plans or not all(plan is None or plan.fits(x) for plan in kept):
+        if grid in unet.plans and all(plan is None or plan.fits(x) for plan in kept):
+            self.made_plan = False
+        else:
             unet.plans[grid] = self._make_plans(x, grid)
         return unet.plans[grid]
 
     def _make_plans(self, x: Tensor, grid: Grid) -> tuple[AnyPlan | None, AnyPlan | None]:
         strategy, config = self.stack.unet.engine.strategy, self.stack.unet.config
+        self.made_plan = True
         if config.kv_ratio >= 0 and config.scope == "module":
             return strategy.plans(x, grid)
         plan = strategy.plan(x, grid)

@@ -8,8 +8,9 @@ touched, so LoRA, saving, merging of models and other nodes' patches go on as be
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,9 +25,11 @@ from torch import Tensor, nn
 from ..config import ToMeConfig
 from ..grid import Grid
 from ..picks import step_key
+from ..recording import LastRun, Recorder
 from ..schedule import NoiseRange, ratio_at, step_index
 from ..statistics import RunStatistics, settings_in_words
 from ..strategies import Strategy, make_strategy
+from . import workflow
 from .attention import weigh_attention
 from .blocks import MergedBlock, MergedStack, MergedUNet, deepest_level
 from .engine import Engine, make_engine
@@ -42,8 +45,17 @@ def attach(
     model: ModelPatcher,
     config: ToMeConfig,
     make_strategy: Callable[[ToMeConfig], Strategy] = make_strategy,
+    on_step: Callable[[str], None] | None = None,
+    wants_details: Callable[[], bool] | None = None,
 ) -> ModelPatcher:
     """A clone of ``model`` that merges tokens as ``config`` says, in place of any earlier settings.
+
+    Args:
+        model: stays as it is.
+        config: the settings.
+        make_strategy: makes the strategy of each run.
+        on_step: is told in each step what was merged, in a few words.
+        wants_details: is asked at the start of each run whether to record it in detail.
 
     Raises:
         ValueError: the model is not a UNet with spatial transformers.
@@ -57,10 +69,32 @@ def attach(
         )
     clone = detach(model)
     if not config.merges_nothing:
-        attachment = _Attachment(config, make_strategy, levels)
+        attachment = _Attachment(config, make_strategy, levels, on_step, wants_details)
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
     return clone
+
+
+def is_attached(model: ModelPatcher) -> bool:
+    """Whether a model merges tokens."""
+    return _attachment(model) is not None
+
+
+def last_run(model: ModelPatcher, samplers: Set[str] | None = None) -> LastRun | None:
+    """The last run of a model that merges tokens, or of a clone of it; None if there was none.
+
+    Args:
+        model: as :func:`attach` made it.
+        samplers: the nodes one of which must have run it, None where that does not matter.
+    """
+    runs = _attachment(model).runs
+    matching = [run for node, run in runs.items() if samplers is None or node in samplers]
+    return matching[-1] if matching else None
+
+
+def _attachment(model: ModelPatcher) -> "_Attachment | None":
+    wrappers = model.get_wrappers(WrappersMP.OUTER_SAMPLE, KEY)
+    return wrappers[0].__self__ if wrappers else None
 
 
 def detach(model: ModelPatcher) -> ModelPatcher:
@@ -99,16 +133,26 @@ def _blocks_by_level(unet: UNetModel) -> dict[int, int]:
 
 
 class _Attachment:
-    """The wrappers of one patched model; holds settings, no state of a run."""
+    """The wrappers of one patched model.
+
+    Attributes:
+        runs: what came of the last run of each node that samples, in the order in which they
+            ended; all else of a run is dropped with it.
+    """
 
     def __init__(
         self,
         config: ToMeConfig,
         make_strategy: Callable[[ToMeConfig], Strategy],
         blocks_by_level: dict[int, int],
+        on_step: Callable[[str], None] | None,
+        wants_details: Callable[[], bool] | None,
     ):
         self.config = config
         self.make_strategy = make_strategy
+        self.on_step = on_step
+        self.wants_details = wants_details
+        self.runs: dict[str | None, LastRun] = {}
         self.shallowest = min(blocks_by_level)
         self.max_downsample = deepest_level(config, blocks_by_level)
 
@@ -123,10 +167,14 @@ class _Attachment:
 
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Around one sampling run: the host discards its model options, and our run, at its end."""
+        sampler = workflow.running_node()
+        self.runs.pop(sampler, None)
         run = _Run(self)
-        executor.class_obj.model_options["transformer_options"][KEY] = run
+        guider = executor.class_obj
+        guider.model_options["transformer_options"][KEY] = run
         result = executor(*args, **kwargs)
         run.log()
+        self.runs[sampler] = run.summary(type(guider.model_patcher.model.model_config).__name__)
         return result
 
     def apply_model(
@@ -145,7 +193,7 @@ class _Attachment:
         run: _Run | None = options.get(KEY)
         with ExitStack() as stack:
             if run is not None:
-                stack.enter_context(run.evaluation(executor.class_obj, t, options))
+                stack.enter_context(run.evaluation(executor.class_obj, x, t, options))
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
 
@@ -155,19 +203,26 @@ class _Run:
     def __init__(self, attachment: _Attachment):
         self.attachment = attachment
         self.statistics = RunStatistics()
+        self._recorder: Recorder | None = None
+        self._told_step: int | None = None
         self._unets: dict[nn.Module, tuple[MergedUNet, Engine]] = {}
         self._schedule: list[float] | None = None
         self._sigma: float | None = None
         self._calls: Counter[Hashable] = Counter()
 
     @contextmanager
-    def evaluation(self, model: Any, t: Tensor, options: dict[str, Any]) -> Iterator[None]:
+    def evaluation(
+        self, model: Any, x: Tensor, t: Tensor, options: dict[str, Any]
+    ) -> Iterator[None]:
         """Merge tokens in ``model``, a host's BaseModel, while it evaluates noise level ``t``."""
         config, statistics = self.attachment.config, self.statistics
         sigma = t.max().item()
         if self._schedule is None:
             self._schedule = options.get("sample_sigmas", t[:1]).tolist()
             statistics.total_steps = max(1, len(self._schedule) - 1)
+            wants_details = self.attachment.wants_details
+            if wants_details is not None and wants_details():
+                self._recorder = Recorder(Grid(*x.shape[-2:]), t.device)
         step = step_index(self._schedule, sigma)
         percent_to_sigma = model.model_sampling.percent_to_sigma
         active = NoiseRange(
@@ -178,6 +233,7 @@ class _Run:
                 f"start_percent={config.start_percent} to end_percent={config.end_percent} "
                 "covers no step of this run"
             )
+            self._tell(step, "all tokens")
             yield
             return
         unet, engine = self._parts(model, t.device)
@@ -185,6 +241,8 @@ class _Run:
             statistics.skipped(f"the device {t.device} cannot do it: {engine.lacks}")
             yield
             return
+        if self._recorder is not None:
+            self._recorder.step = step
         ratio = ratio_at(config, step, statistics.total_steps)
         key = torch.full((), step_key(config.seed, step), dtype=torch.int64, device=t.device)
         composition = self._composition(options, sigma)
@@ -193,7 +251,17 @@ class _Run:
             unet.plans = unet.plans_for(step, composition)
             with unet.installed():
                 yield
+                if self._recorder is not None:
+                    self._recorder.note(unet.blocks)
             unet.note(statistics, step)
+        self._tell(step, unet.in_words())
+
+    def _tell(self, step: int, words: str) -> None:
+        """Tell whoever follows the run what happened in a step, once."""
+        on_step = self.attachment.on_step
+        if on_step is not None and step != self._told_step:
+            self._told_step = step
+            on_step(f"{words}, step {step + 1}/{self.statistics.total_steps}")
 
     def _parts(self, model: Any, device: torch.device) -> tuple[MergedUNet, Engine]:
         """The overrides for a model and what they run on, made when it is first evaluated."""
@@ -201,7 +269,11 @@ class _Run:
         if unet not in self._unets:
             config, make_strategy = self.attachment.config, self.attachment.make_strategy
             engine = make_engine(config, make_strategy, device, model.get_dtype_inference())
-            self._unets[unet] = self.attachment.merged(unet), engine
+            merged = self.attachment.merged(unet)
+            if self._recorder is not None:
+                engine = replace(engine, strategy=self._recorder.watched(engine.strategy))
+                merged.recorder = self._recorder
+            self._unets[unet] = merged, engine
         return self._unets[unet]
 
     def _composition(self, options: dict[str, Any], sigma: float) -> Hashable:
@@ -227,20 +299,32 @@ class _Run:
         if statistics.merged_anything:
             words = [statistics.summary(), *settings_in_words(config)]
             _, engine = next(iter(self._unets.values()))
-            words += engine.in_words()
-            if statistics.fell_back:
-                words.append(f"module scope in {len(statistics.fell_back)} that other nodes patch")
-            words += [
-                f"merged keys weigh as one token ({reason})"
-                for reason in sorted(statistics.unweighted)
-            ]
+            words += engine.in_words() + statistics.deviations()
             log.info("[ToMe] %s", ", ".join(words))
         elif statistics.total_steps:
-            reason = statistics.most_common_reason or (
-                f"max_downsample={self.attachment.max_downsample} leaves out every transformer "
-                f"block: this model's begin at {self.attachment.shallowest}; set it to auto"
-            )
-            log.warning("[ToMe] nothing merged: %s", reason)
+            log.warning("[ToMe] nothing merged: %s", self._obstacle())
+
+    def summary(self, model: str) -> LastRun:
+        """What is kept of the run, of a kind of ``model``."""
+        config, statistics = self.attachment.config, self.statistics
+        engine = next((engine for _, engine in self._unets.values()), None)
+        return LastRun(
+            model,
+            config,
+            statistics,
+            None if statistics.merged_anything else self._obstacle(),
+            engine and (*engine.in_words(), engine.backend)[0],
+            engine and engine.pays_from,
+            self.attachment.shallowest,
+            self._recorder and self._recorder.finish(),
+        )
+
+    def _obstacle(self) -> str:
+        """Why nothing was merged."""
+        return self.statistics.most_common_reason or (
+            f"max_downsample={self.attachment.max_downsample} leaves out every transformer "
+            f"block: this model's begin at {self.attachment.shallowest}; set it to auto"
+        )
 
 
 _locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()

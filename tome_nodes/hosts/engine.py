@@ -20,6 +20,7 @@ class Engine:
     Attributes:
         strategy: makes the plans.
         least_tokens: what a feature map must have to be merged.
+        pays_from: what it must have for merging to pay, whatever the settings ask for.
         backend: ``torch`` or ``triton``.
         ops: the operations of the backend.
         no_triton: why it is not Triton, where that could be expected.
@@ -28,6 +29,7 @@ class Engine:
 
     strategy: Strategy
     least_tokens: int
+    pays_from: int
     backend: str
     ops: ModuleType
     no_triton: str | None
@@ -61,7 +63,9 @@ def make_engine(
         strategy = make_strategy(replace(config, backend=backend))
         lacks = missing_operation(strategy, operations(backend), device, dtype)
     least = least_tokens(config, device.type, backend)
-    return Engine(strategy, least, backend, operations(backend), no_triton, lacks)
+    pays_from = least_tokens(replace(config, min_tokens=0), device.type, backend)
+    ops = operations(backend)
+    return Engine(strategy, least, pays_from, backend, ops, no_triton, lacks)
 
 
 def missing_operation(

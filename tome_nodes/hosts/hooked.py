@@ -271,12 +271,7 @@ class Attachment:
                 self._told.add(self._shape)
                 words = [statistics.merged_blocks(), *settings_in_words(self.config)]
                 words += self._merged.engine.in_words()
-                if statistics.fell_back:
-                    words.append(f"module scope in {len(statistics.fell_back)}")
-                words += [
-                    f"merged keys weigh as one token ({reason})"
-                    for reason in sorted(statistics.unweighted)
-                ]
+                words += statistics.deviations()
                 log.info("[ToMe] %s", ", ".join(words))
         else:
             self._warn(

@@ -54,6 +54,14 @@ class PoolPlan:
         )
         return whole.log().flatten(1).expand(self.batch, -1)
 
+    @property
+    def slots(self) -> Tensor:
+        """The slot of each token, ``[batch, tokens]`` int64, from 0 to ``slot_count - 1``."""
+        rows = torch.arange(self.height, device=self.device) // self.sy
+        columns = torch.arange(self.width, device=self.device) // self.sx
+        slots = rows[:, None] * self._cells[1] + columns
+        return slots.flatten().expand(self.batch, -1)
+
     def fits(self, x: Tensor) -> bool:
         """Whether ``x`` is ``[batch, tokens, channels]`` of the plan's batch and tokens."""
         return x.ndim == 3 and x.shape[:2] == (self.batch, self.height * self.width)

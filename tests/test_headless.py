@@ -1,0 +1,135 @@
+"""The README's commands for use without the editor, as they stand, against the real server."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tools.environment import ROOT
+from tools.workflow import PATCH, load_graph
+
+USUAL_ADDRESS = re.compile(r"127\.0\.0\.1(:| --port )8188")
+GRAPH = Path("workflows", "api", "tome_txt2img.json")
+RATIO_OF_THE_FILE, RATIO_OF_THE_SCRIPT = "0.50", "0.40"
+
+needs_curl = pytest.mark.skipif(
+    shutil.which("curl") is None and "CI" not in os.environ, reason="there is no curl here"
+)
+
+
+@pytest.fixture
+def snippets(server):
+    """The README's commands in a language, with the server's address for the usual one."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Without the editor\n")[2].partition("\n## ")[0]
+    section = USUAL_ADDRESS.sub(rf"127.0.0.1\g<1>{server.port}", section)
+    return lambda language: re.findall(
+        rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL
+    )
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A folder with the sample graph where the README has it, made small."""
+    graph = load_graph(ROOT / GRAPH)
+    small = {"ckpt_name": "sd15.ckpt", "width": 64, "height": 64, "steps": 2}
+    for node in graph.values():
+        node["inputs"] |= {name: small[name] for name in small.keys() & node["inputs"].keys()}
+        if node["class_type"] == PATCH:
+            node["inputs"]["min_tokens"] = 1
+        if node["class_type"] == "KSampler":
+            # Else the server has the images of the last run in its cache, and saves none.
+            node["inputs"]["clone"] = tmp_path.name
+    (tmp_path / GRAPH).parent.mkdir(parents=True)
+    (tmp_path / GRAPH).write_text(json.dumps(graph), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def run(clone):
+    """Run a command in the clone and return what it prints."""
+
+    def output_of(*command):
+        environment = {
+            **os.environ,
+            **{"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])},
+            **{"HOME": str(clone), "DO_NOT_TRACK": "1", "no_proxy": "127.0.0.1"},
+        }
+        done = subprocess.run(
+            command,
+            cwd=clone,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return output_of
+
+
+@pytest.fixture
+def merged(server):
+    """The lines that the pack has written since the test began."""
+    read = len(server.log)
+    return lambda: re.findall(r"\[ToMe\] merged .* ratio (\S+)", server.log[read:])
+
+
+def is_the_picture(data):
+    with Image.open(BytesIO(data)) as image:
+        return image.format == "PNG" and image.size == (64, 64)
+
+
+@needs_curl
+def test_curl_queues_the_graph_and_gets_its_image(server, snippets, clone, run, merged):
+    queue, fetch, _ = snippets("sh")
+    queued = json.loads(run("sh", "-c", queue))
+    assert queued["node_errors"] == {}
+    # The queue is first in, first out: when this has run, so has the other.
+    server.run({"1": {"class_type": "PreviewAny", "inputs": {"source": queued["prompt_id"]}}})
+    (entry,) = server.get(f"/history/{queued['prompt_id']}").values()
+    (image,) = (image for output in entry["outputs"].values() for image in output["images"])
+    assert entry["status"]["status_str"] == "success"
+    assert merged() == [RATIO_OF_THE_FILE]
+
+    history = run("sh", "-c", fetch.replace("tome_txt2img_00001_.png", image["filename"]))
+    assert len(json.loads(history)) == 1
+    assert is_the_picture((clone / "tome.png").read_bytes())
+
+
+@needs_curl
+def test_curl_is_told_what_is_not_allowed(snippets, clone, run):
+    graph = load_graph(clone / GRAPH)
+    (patch,) = (node["inputs"] for node in graph.values() if node["class_type"] == PATCH)
+    patch["ratio"] = 2
+    (clone / GRAPH).write_text(json.dumps(graph), encoding="utf-8")
+    answer = run("sh", "-c", snippets("sh")[0])
+    assert "ratio=2.0 is not allowed: it must be from 0.0 to 0.95" in answer
+
+
+def test_python_script_sets_a_ratio_and_saves_the_image(snippets, clone, run, merged):
+    (script,) = snippets("python")
+    assert re.findall(r"^(?:import|from) (\w+)", script, re.MULTILINE) == [
+        *("json", "time", "pathlib", "urllib", "urllib")
+    ]
+    saved = run(sys.executable, "-c", script).split()
+    assert saved[0] == "saved"
+    assert is_the_picture((clone / saved[1]).read_bytes())
+    assert merged() == [RATIO_OF_THE_SCRIPT]
+
+
+def test_comfy_cli_runs_the_graph_and_tells_where_the_image_is(server, snippets, run, merged):
+    (command,) = (snippet for snippet in snippets("sh") if snippet.startswith("comfy "))
+    answer = json.loads(run(*command.split()))
+    assert answer["data"]["status"] == "completed"
+    (address,) = answer["data"]["outputs"]
+    assert address.startswith(f"{server.url}/view?filename=tome_txt2img_")
+    assert merged() == [RATIO_OF_THE_FILE]

@@ -1,0 +1,150 @@
+"""What is kept of a run: counts always, the details where a report is wanted."""
+
+import numpy as np
+import pytest
+import torch
+from host import merging, relative_error, sample
+
+from tome_nodes.config import CHOICES
+from tome_nodes.grid import Grid
+from tome_nodes.hosts.comfyui import attach, is_attached, last_run
+from tome_nodes.strategies import make_strategy
+from tome_nodes.strategies.bipartite import BipartiteStrategy
+
+
+class Kept(BipartiteStrategy):
+    """Keeps each plan that it makes for a feature map of the model."""
+
+    plans: list = []  # noqa: RUF012
+
+    def plan(self, features, grid):
+        plan = super().plan(features, grid)
+        if grid == Grid(12, 16):
+            Kept.plans.append(plan)
+        return plan
+
+
+def recorded(model, steps=2, make_strategy=make_strategy, **settings):
+    """The last run of a model that was sampled under our eyes, and its samples."""
+    patched = attach(model, merging(**settings), make_strategy, wants_details=lambda: True)
+    samples = sample(patched, steps=steps)
+    return last_run(patched), samples
+
+
+def test_without_a_report_only_counts_are_kept(sd15):
+    patched = attach(sd15, merging(reuse_steps=2))
+    assert is_attached(patched) and not is_attached(sd15)
+    assert last_run(patched) is None
+    sample(patched, steps=3)
+    run = last_run(patched.clone())
+    assert run.recording is None
+    assert (run.model, run.backend, run.obstacle) == ("SD15", "torch", None)
+    assert run.statistics.merged_block_count == run.statistics.blocks_present == 6
+    assert run.statistics.merged_steps == run.statistics.total_steps == 3
+    assert (run.statistics.plans_made, run.statistics.plans_reused) == (2, 6 * 3 - 2)
+    assert run.pays_from == 256
+
+
+def test_the_groups_are_those_of_the_plans(sd15):
+    Kept.plans = []
+    run, _ = recorded(sd15, make_strategy=Kept)
+    assert [*run.recording.slots] == [(0, Grid(12, 16)), (1, Grid(12, 16))]
+    assert len(Kept.plans) == 6 * 2
+    for slots, plan in zip(run.recording.slots.values(), Kept.plans[::6], strict=True):
+        assert np.array_equal(slots, plan.slots[0].view(12, 16).numpy())
+    assert run.recording.levels == {1: Grid(12, 16)}
+
+
+def test_groups_under_a_kept_plan_are_told_in_each_step(sd15):
+    run, _ = recorded(sd15, steps=3, reuse_steps=3)
+    first, second, third = run.recording.slots.values()
+    assert np.array_equal(first, second) and np.array_equal(first, third)
+
+
+@pytest.mark.parametrize("scope", CHOICES["scope"])
+@pytest.mark.parametrize("strategy", ["window", "pool"])
+def test_recording_changes_no_sample(sd15, scope, strategy):
+    settings = {"scope": scope, "strategy": strategy}
+    run, samples = recorded(sd15, **settings)
+    assert torch.equal(samples, sample(attach(sd15, merging(**settings))))
+    after = 48 if strategy == "pool" else 96
+    assert {(b.before, b.after) for b in run.recording.blocks.values()} == {(192, after)}
+    assert len(np.unique(next(iter(run.recording.slots.values())))) == after
+
+
+def test_times_add_up(load):
+    model = load("sd15", levels=2)
+    run, _ = recorded(model, steps=2)
+    recording = run.recording
+    assert len(recording.blocks) == 11 * 2
+    merged = [block for block in recording.blocks.values() if block.after < block.before]
+    assert len(merged) == 5 * 2
+    in_blocks = sum(block.seconds for block in recording.blocks.values())
+    assert 0 < in_blocks < recording.seconds
+    # Matching, merging and unmerging happen within the blocks that merge.
+    assert all(seconds > 0 for seconds in recording.overhead.values())
+    assert sum(recording.overhead.values()) < sum(block.seconds for block in merged)
+
+
+def test_levels_are_told_from_the_shallowest(load):
+    run, _ = recorded(load("sd15", levels=2), steps=1, max_downsample=8)
+    assert list(run.recording.levels.items()) == [(1, Grid(12, 16)), (2, Grid(6, 8))]
+
+
+def test_a_run_without_merging_tells_why(sd15):
+    run, _ = recorded(sd15, merge_attn=False)
+    assert run.obstacle == "merge_attn, merge_crossattn and merge_mlp are all off"
+    assert run.recording.slots == {}
+    assert {(b.before, b.after) for b in run.recording.blocks.values()} == {(192, 192)}
+
+
+def test_steps_that_do_not_merge_are_not_in_the_record(sd15):
+    run, _ = recorded(sd15, steps=4, end_percent=0.5)
+    assert [step for step, _ in run.recording.slots] == [0, 1]
+
+
+def test_a_run_that_fails_leaves_no_record(sd15):
+    patched = attach(sd15, merging(), wants_details=lambda: True)
+    sample(patched)
+
+    def fail(*_):
+        raise RuntimeError("on purpose")
+
+    hook = sd15.model.diffusion_model.out.register_forward_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            sample(patched)
+    finally:
+        hook.remove()
+    assert last_run(patched) is None
+
+
+def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15):
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from torch._dynamo.testing import CompileCounter
+
+    expected = sample(attach(sd15, merging()))
+    compiled = attach(sd15, merging(), wants_details=lambda: True)
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    try:
+        set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
+        assert relative_error(sample(compiled), expected) < 1e-5
+        assert graphs.frame_count == 1
+    finally:
+        torch._dynamo.reset()
+    recording = last_run(compiled).recording
+    assert recording.overhead is None
+    assert {block.seconds for block in recording.blocks.values()} == {None}
+    assert {(b.before, b.after) for b in recording.blocks.values()} == {(192, 96)}
+
+
+def test_each_step_is_told_once(load):
+    told = []
+    model = load("sd15", levels=2)
+    patched = attach(model, merging(max_downsample=8, end_percent=0.5), on_step=told.append)
+    sample(patched, steps=2, sampler="heun", scheduler="sgm_uniform")
+    assert told == [
+        "11/11 blocks, 192→96, 48→24 tokens, step 1/2",
+        "all tokens, step 2/2",
+    ]

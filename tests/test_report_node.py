@@ -1,0 +1,207 @@
+"""ToMe Report through the real server: what it shows, when, and of which run."""
+
+import re
+from copy import deepcopy
+from io import BytesIO
+
+import pytest
+from PIL import Image
+from test_server import PLAIN, patch, txt2img
+
+TOME = ["tome", 0]
+TEXT = "progress_text"
+
+
+def report(model=TOME, samples="sampler", **inputs):
+    return {
+        "class_type": "ToMeReport",
+        "inputs": {"model": model, "samples": [samples, 0], **inputs},
+    }
+
+
+def with_report(settings=None, seed=1, steps=2, side=128, batch=1, **inputs):
+    """A graph that samples with a patched model and reports on it."""
+    nodes = {"tome": patch(**(settings or {})), "report": report(**inputs)}
+    graph = txt2img(TOME, nodes, seed=seed, steps=steps)
+    graph["latent"]["inputs"] = {"width": side, "height": side, "batch_size": batch}
+    return graph
+
+
+def without(graph, *names):
+    return {name: node for name, node in graph.items() if name not in names}
+
+
+def second_sampler(graph, name, **inputs):
+    graph[name] = deepcopy(graph["sampler"])
+    graph[name]["inputs"] |= inputs
+
+
+@pytest.fixture
+def shown(server):
+    """What the report nodes of a graph show: by node, the text and the picture."""
+
+    def run(graph, **options):
+        outputs = server.run(graph, **options)["outputs"]
+        return {
+            node: (output["text"][0], Image.open(BytesIO(server.view(output["images"][0]))))
+            for node, output in outputs.items()
+            if {"text", "images"} <= output.keys()
+        }
+
+    return run
+
+
+def test_the_node_is_listed_as_users_find_it(info):
+    node = info["ToMeReport"]
+    assert node["display_name"] == "ToMe Report"
+    assert node["output_node"]
+    assert node["output"] == ["IMAGE", "STRING"]
+    assert {"token merging", "merge map"} <= set(node["search_aliases"])
+    assert list(node["input"]["required"]) == ["model", "samples"]
+    optional = node["input"]["optional"]
+    assert list(optional) == ["image", "view", "level", "step"]
+    assert [name for name, (_, o) in optional.items() if o.get("advanced")] == ["level", "step"]
+
+
+def test_the_text_tells_what_the_run_did(shown):
+    lines = shown(with_report(seed=11))["report"][0].splitlines()
+    assert lines[:6] == [
+        "Model: SD15",
+        "Merged: 6 of 6 blocks, 256 -> 128 tokens",
+        "Steps: merged in 2 of 2",
+        "Plans: 12 made, 0 reused",
+        "Settings: ratio 0.50, bipartite, module scope",
+        "Backend: torch",
+    ]
+    assert re.fullmatch(
+        r"Time: matching \S+ m?s, merging \S+ m?s, unmerging \S+ m?s, together \S+ % of the run's "
+        r"\S+ m?s",
+        lines[6],
+    )
+
+
+def test_each_view_of_one_run_is_another_picture(server, shown):
+    graph = with_report(seed=12, batch=2, image=["decode", 0])
+    graph["heat"] = report(view="heat map")
+    graph["chart"] = report(view="chart")
+    graph["first"] = report(step=1)
+    graph["nowhere"] = report(level=4)
+    graph["never"] = report(step=3)
+    graph["save_report"] = {
+        "class_type": "SaveImage",
+        "inputs": {"images": ["heat", 0], "filename_prefix": "report"},
+    }
+    graph["text"] = {"class_type": "PreviewAny", "inputs": {"source": ["heat", 1]}}
+    views = shown(graph)
+    texts = {text for text, _ in views.values()}
+    assert len(texts) == 1
+    pictures = {name: picture.tobytes() for name, (_, picture) in views.items()}
+    assert len({*pictures.values()}) == len(pictures)
+    assert views["nowhere"][1].width == views["never"][1].width == 800
+
+    sampler_ran = []
+    graph["report"]["inputs"]["view"] = "chart"
+    views = shown(graph, on_event=lambda event: sampler_ran.append(event["data"].get("node")))
+    assert "report" in sampler_ran and "sampler" not in sampler_ran
+    assert views["report"][1].tobytes() == pictures["chart"]
+
+
+def test_a_report_that_comes_after_the_run_has_counts_and_tells_how_to_get_the_rest(shown):
+    graph = with_report(seed=13)
+    assert shown(without(graph, "report")) == {}
+    told, card = shown(graph)["report"]
+    assert "Merged: 6 of 6 blocks" in told
+    assert "Details: maps and times were not recorded" in told
+    assert card.width == 800
+
+    # The patch node is not executed again for these; the sampler is.
+    assert "Time: matching" in shown(with_report(seed=14))["report"][0]
+    assert shown(without(with_report(seed=15), "report")) == {}
+    assert "Details: " in shown(with_report(seed=15))["report"][0]
+
+
+@pytest.mark.parametrize("model", [PLAIN, TOME], ids=["no patch", "ratio 0"])
+def test_a_model_that_does_not_merge_is_told_so(shown, model):
+    graph = with_report({"ratio": 0.0}, model=model)
+    told, card = shown(graph)["report"]
+    assert told.startswith("This model has no token merging.\nHint: connect the model")
+    assert card.width == 800
+
+
+def test_samples_that_another_model_made_are_told_of(shown):
+    graph = with_report(seed=16, samples="plain")
+    second_sampler(graph, "plain", model=PLAIN)
+    told, _ = shown(graph)["report"]
+    assert told.startswith("No run of this model is known that made these samples.\nHint: ")
+
+
+def test_each_report_tells_of_the_run_and_the_patch_it_is_connected_to(shown):
+    graph = with_report(seed=17)
+    second_sampler(graph, "second", steps=3, latent_image=["sampler", 0], denoise=0.5)
+    graph["second_report"] = report(samples="second")
+    graph["same"] = patch()
+    graph["less"] = {
+        "class_type": "FreeU_V2",
+        "inputs": {"model": ["least", 0], "b1": 1.3, "b2": 1.4, "s1": 0.9, "s2": 0.2},
+    }
+    graph["least"] = patch(ratio=0.25)
+    for name in "same", "less":
+        second_sampler(graph, f"{name}_sampler", model=[name, 0])
+        graph[f"{name}_report"] = report(["least" if name == "less" else name, 0])
+        graph[f"{name}_report"]["inputs"]["samples"] = [f"{name}_sampler", 0]
+        graph[f"{name}_keep"] = report([name, 0], f"{name}_sampler", view="chart")
+    lines = []
+    views = shown(graph, on_event=lambda e: lines.append(e) if e["type"] == TEXT else None)
+    texts = {name: text for name, (text, _) in views.items()}
+    assert "Steps: merged in 2 of 2" in texts["report"]
+    assert "Steps: merged in 3 of 3" in texts["second_report"]
+    for name in "same_report", "same_keep":
+        assert "256 -> 128 tokens" in texts[name]
+    for name in "less_report", "less_keep":
+        assert "256 -> 192 tokens" in texts[name]
+    assert all("Time: matching" in text for text in texts.values())
+    told_on = {line["data"]["node"] for line in lines}
+    assert told_on == {"tome", "same", "least", *texts}
+
+
+def test_a_line_on_the_patch_node_tells_each_step_once(server):
+    lines = []
+    graph = with_report(seed=18, steps=3)
+    # How the editor names a node within a subgraph.
+    graph["4:7"] = graph.pop("tome")
+    graph["report"]["inputs"]["model"] = graph["sampler"]["inputs"]["model"] = ["4:7", 0]
+    server.run(graph, on_event=lambda e: lines.append(e["data"]) if e["type"] == TEXT else None)
+    report_text = lines.pop()
+    assert lines == [
+        {"node": "4:7", "text": f"6/6 blocks, 256→128 tokens, step {step}/3"} for step in (1, 2, 3)
+    ]
+    assert report_text["node"] == "report"
+    assert report_text["text"].startswith("Model: SD15\nMerged: 6 of 6 blocks")
+
+
+def test_a_graph_that_no_editor_queued_is_reported_on(server, shown):
+    prompt_id = server.post("/prompt", {"prompt": with_report(seed=19)})["prompt_id"]
+    # The queue is served in turn.
+    shown(with_report(seed=20))
+    entry = server.get(f"/history/{prompt_id}")[prompt_id]
+    assert entry["status"]["status_str"] == "success"
+    assert "Time: matching" in entry["outputs"]["report"]["text"][0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "side", "parts"),
+    [
+        ({}, 64, ["Nothing merged: 64 tokens are fewer than 256", "2.0 times as wide and high."]),
+        ({"min_tokens": 1}, 64, ["Merged: 6 of 6", "too few to gain", "set min_tokens to 0"]),
+        ({"merge_attn": False}, 128, ["merge_attn, merge_crossattn and merge_mlp are all off"]),
+        ({"start_percent": 1.0}, 128, ["Nothing merged: start_percent=1.0 to end_percent=1.0"]),
+        ({"ratio": 0.9}, 128, ["ratio 0.90 capped at 0.75", "Hint: cells of 2x2 tokens merge no"]),
+    ],
+    ids=["too few tokens", "below break-even", "all off", "no step", "capped"],
+)
+@pytest.mark.parametrize("view", ["merge map", "chart"])
+def test_settings_that_gain_nothing_are_told_why(shown, settings, side, parts, view):
+    told, _ = shown(with_report(settings, side=side, view=view))["report"]
+    for part in parts:
+        assert part in told
+    assert told.count("Hint: ") <= 1

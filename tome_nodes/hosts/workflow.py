@@ -1,0 +1,59 @@
+"""The workflow that ComfyUI executes at present: who runs, who feeds whom, and what to show on it.
+
+A node that makes further nodes while it runs stands for them: it is what the user sees.
+"""
+
+from collections.abc import Set
+
+from comfy_execution.graph import DynamicPrompt
+from comfy_execution.graph_utils import is_link
+from comfy_execution.progress import get_progress_state
+from comfy_execution.utils import get_executing_context
+
+
+def running_node() -> str | None:
+    """The node that runs at present, None outside of a workflow."""
+    context = get_executing_context()
+    return None if context is None else _workflow().get_real_node_id(context.node_id)
+
+
+def origins(input_name: str) -> Set[str] | None:
+    """All nodes that an input of the running node comes from, None outside of a workflow."""
+    context = get_executing_context()
+    return None if context is None else _upstream(context.node_id, input_name)
+
+
+def feeds(node: str, class_type: str, input_name: str) -> bool:
+    """Whether anything that ``node`` puts out comes to an input of a node of ``class_type``."""
+    workflow = _workflow()
+    return any(
+        workflow.get_node(reader)["class_type"] == class_type
+        and node in _upstream(reader, input_name)
+        for reader in workflow.all_node_ids()
+    )
+
+
+def show_text(node: str, text: str) -> None:
+    """Show a text on a node in the editor that queued the workflow, if one did."""
+    # Without a server there is no reason to load it.
+    from server import PromptServer
+
+    server = getattr(PromptServer, "instance", None)
+    if server is not None and server.client_id is not None:
+        server.send_progress_text(text, node, server.client_id)
+
+
+def _workflow() -> DynamicPrompt:
+    return get_progress_state().dynprompt
+
+
+def _upstream(node: str, input_name: str) -> Set[str]:
+    workflow = _workflow()
+    links = [workflow.get_node(node)["inputs"].get(input_name)]
+    seen = set()
+    while links:
+        link = links.pop()
+        if is_link(link) and link[0] not in seen and workflow.has_node(link[0]):
+            seen.add(link[0])
+            links += workflow.get_node(link[0])["inputs"].values()
+    return {workflow.get_real_node_id(source) for source in seen}

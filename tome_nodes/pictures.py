@@ -1,0 +1,273 @@
+"""Pictures of what merged: arrays in, images out.
+
+An image is ``[height, width, 3]`` uint8. The font that comes with PIL knows ASCII only.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+PAPER = (22, 24, 29)
+FAINT = (44, 48, 57)
+MUTED = (150, 156, 168)
+INK = (238, 240, 244)
+WARM = (246, 142, 60)
+COOL = (72, 214, 190)
+
+# From nothing to everything: night blue, violet, red, orange, pale yellow.
+_RAMP = np.array([(18, 22, 54), (84, 30, 120), (186, 54, 96), WARM, (252, 240, 170)])
+
+_LONG_SIDE = 1024
+_MARGIN = 20
+_TITLE, _TEXT, _SMALL = 26, 17, 14
+
+
+def colours_of(share: np.ndarray) -> np.ndarray:
+    """Colours for numbers from 0 to 1: ``[...]`` float to ``[..., 3]`` float, 0 to 255."""
+    place = np.clip(share, 0, 1) * (len(_RAMP) - 1)
+    stops = np.arange(len(_RAMP))
+    return np.stack([np.interp(place, stops, channel) for channel in _RAMP.T], axis=-1)
+
+
+def merged_tokens(slots: np.ndarray) -> np.ndarray:
+    """Which tokens share their slot with another: ``[height, width]`` int to bool."""
+    return (np.bincount(slots.ravel()) > 1)[slots]
+
+
+def merge_map(slots: np.ndarray, picture: np.ndarray | None = None) -> np.ndarray:
+    """Each group of merged tokens in one colour, with its outline.
+
+    Args:
+        slots: ``[height, width]`` int, the slot of each token.
+        picture: ``[height, width, channels]`` float from 0 to 1, of any size. Groups then have the
+            mean of its colours, and tokens that merged with no other show it as it is. Without it,
+            groups are told apart by colours of no meaning, and other tokens are dark.
+    """
+    scale = _scale(*slots.shape)
+    merged = merged_tokens(slots)
+    if picture is None:
+        colours = np.where(merged[..., None], _palette(slots.max() + 1)[slots], FAINT)
+        image = _enlarged(colours, scale)
+    else:
+        image = _fitted(picture, slots.shape, scale)
+        tokens = image.reshape(slots.shape[0], scale, slots.shape[1], scale, 3).mean((1, 3))
+        sums = [
+            np.bincount(slots.ravel(), channel.ravel()) for channel in tokens.transpose(2, 0, 1)
+        ]
+        means = (np.stack(sums, axis=1) / np.bincount(slots.ravel())[:, None])[slots]
+        image = np.where(_enlarged(merged, scale)[..., None], _enlarged(means, scale), image)
+    groups = _enlarged(np.where(merged, slots, -1), scale)
+    outline = np.zeros(groups.shape, bool)
+    outline[1:] |= groups[1:] != groups[:-1]
+    outline[:, 1:] |= groups[:, 1:] != groups[:, :-1]
+    return np.where(outline[..., None], 0.3 * image, image).round().astype(np.uint8)
+
+
+def heat_map(share: np.ndarray, picture: np.ndarray | None = None) -> np.ndarray:
+    """How often each place was merged.
+
+    Args:
+        share: ``[height, width]`` float from 0, never, to 1, in every step.
+        picture: as for :func:`merge_map`; it shines through in grey.
+    """
+    scale = _scale(*share.shape)
+    image = _enlarged(colours_of(share), scale)
+    if picture is not None:
+        grey = _fitted(picture, share.shape, scale).mean(2, keepdims=True)
+        image = image * (0.65 + 0.35 * grey / 255)
+    return image.round().astype(np.uint8)
+
+
+def captioned(image: np.ndarray, title: str, lines: Sequence[str], key: bool = False) -> np.ndarray:
+    """An image with a title and lines of text above it; with ``key``, that of a heat map below."""
+    height, width = image.shape[:2]
+    top = _MARGIN + 40 + 26 * len(lines) + 8
+    texts = [_width(title, _TITLE), *(_width(line, _TEXT) for line in lines), 440 * key]
+    total = max(width, *texts) + 2 * _MARGIN
+    canvas, draw = _canvas(total, top + height + (54 if key else _MARGIN))
+    draw.text((_MARGIN, _MARGIN - 4), title, INK, _font(_TITLE))
+    for index, line in enumerate(lines):
+        draw.text((_MARGIN, _MARGIN + 38 + 26 * index), line, MUTED, _font(_TEXT))
+    canvas.paste(Image.fromarray(image), (_MARGIN, top))
+    if key:
+        _ramp_key(canvas, draw, (_MARGIN, top + height + 20), "in no step", "in every step")
+    return np.asarray(canvas)
+
+
+def card(title: str, lines: Sequence[str]) -> np.ndarray:
+    """A card of text, where there is nothing else to show; a line that is a hint stands out."""
+    wrapped = [_wrapped(line, _TEXT, 720) for line in lines]
+    height = 96 + sum(26 * len(parts) + 10 for parts in wrapped)
+    canvas, draw = _canvas(800, height + 20)
+    draw.rectangle((0, 0, 8, height + 20), WARM)
+    draw.text((40, 32), title, INK, _font(_TITLE))
+    y = 88
+    for parts in wrapped:
+        for part in parts:
+            draw.text((40, y), part, INK if parts[0].startswith("Hint") else MUTED, _font(_TEXT))
+            y += 26
+        y += 10
+    return np.asarray(canvas)
+
+
+def chart(
+    names: Sequence[str],
+    steps: Sequence[int],
+    before: np.ndarray,
+    after: np.ndarray,
+    seconds: np.ndarray | None,
+) -> np.ndarray:
+    """What each block did in each step: tokens before and after, and the time it took.
+
+    Args:
+        names: of the blocks, one a row.
+        steps: numbers of the steps, one a column.
+        before: ``[blocks, steps]``, tokens that entered; NaN where a block did not run.
+        after: the same, tokens that it ran on.
+        seconds: the same, None where they could not be measured.
+    """
+    row = int(np.clip(840 // len(names), 14, 28))
+    column = int(np.clip(320 // len(steps), 3, 40))
+    size = min(16, row - 1)
+    panel = max(column * len(steps), 240)
+    sizes = [_sizes_in_words(*pair) for pair in zip(before, after, strict=True)]
+    inks = [INK if " to " in size else MUTED for size in sizes]
+
+    kept_x = _MARGIN + max(_width(name, size) for name in names) + 16
+    sizes_x = kept_x + panel + 16
+    time_x = sizes_x + max(_width(text, size) for text in [*sizes, "tokens"]) + 2 * _MARGIN
+    bars_x = time_x + panel + 16
+    top = 70
+    bottom = top + row * len(names)
+    width = time_x - _MARGIN if seconds is None else bars_x + 190
+    canvas, draw = _canvas(width, bottom + 60)
+
+    def column_of_texts(x: int, title: str, texts: Sequence[str]) -> None:
+        draw.text((x, top - 48), title, INK, _font(_TEXT))
+        for index, (text, ink) in enumerate(zip(texts, inks, strict=True)):
+            draw.text((x, top + row * index + row // 2 - 1), text, ink, _font(size), "lm")
+
+    def panel_of_cells(x: int, title: str, colours: np.ndarray) -> None:
+        draw.text((x, top - 48), title, INK, _font(_TEXT))
+        draw.text((x, top - 22), f"step {steps[0]}", MUTED, _font(_SMALL))
+        if column * len(steps) > 100:
+            draw.text((x + column * len(steps), top - 22), str(steps[-1]), MUTED, _font(14), "ra")
+        gap = 1 if column > 5 else 0
+        for (y, step), _ in np.ndenumerate(colours[..., 0]):
+            corner = x + column * step, top + row * y
+            end = corner[0] + column - 1 - gap, corner[1] + row - 2
+            draw.rectangle((*corner, *end), tuple(colours[y, step].round().astype(int)))
+
+    column_of_texts(_MARGIN, "block", names)
+    kept = np.divide(after, before, out=np.full(before.shape, np.nan), where=before > 0)
+    panel_of_cells(kept_x, "tokens kept", _kept_colours(kept))
+    column_of_texts(sizes_x, "tokens", sizes)
+    _kept_key(draw, (kept_x, bottom + 24))
+    if seconds is not None:
+        most, ran = np.nanmax(seconds), ~np.isnan(seconds)
+        means = np.where(ran, seconds, 0).sum(1) / np.maximum(ran.sum(1), 1)
+        colours = np.where(ran[..., None], colours_of(np.nan_to_num(seconds) / most), PAPER)
+        panel_of_cells(time_x, "time", colours)
+        _ramp_key(canvas, draw, (time_x, bottom + 24), "0", f"{1000 * most:.3g} ms")
+        draw.text((bars_x, top - 48), "mean, ms", INK, _font(_TEXT))
+        for index, (mean, ink) in enumerate(zip(means, inks, strict=True)):
+            y = top + row * index
+            end = bars_x + round(110 * mean / means.max())
+            draw.rectangle((bars_x, y + 3, end, y + row - 5), WARM if ink == INK else MUTED)
+            draw.text((end + 8, y + row // 2 - 1), f"{1000 * mean:.3g}", ink, _font(size), "lm")
+    return np.asarray(canvas)
+
+
+def _kept_colours(kept: np.ndarray) -> np.ndarray:
+    """Colours for the share of tokens kept: dark where all are, brighter the more merged."""
+    merged = np.nan_to_num(1 - kept)[..., None]
+    bright = 0.1 + 0.9 * merged
+    colours = np.where(merged > 0, (1 - bright) * FAINT + bright * COOL, FAINT)
+    return np.where(np.isnan(kept)[..., None], PAPER, colours)
+
+
+def _kept_key(draw: ImageDraw.ImageDraw, corner: tuple[int, int]) -> None:
+    x, y = corner
+    shares = np.array([1.0, 0.75, 0.5, 0.25])
+    for share, colour in zip(shares, _kept_colours(shares).round().astype(int), strict=True):
+        text = f"{share:.0%}"
+        draw.rectangle((x, y, x + 14, y + 14), tuple(colour))
+        draw.text((x + 20, y + 7), text, MUTED, _font(_SMALL), "lm")
+        x += 34 + _width(text, _SMALL)
+
+
+def _ramp_key(
+    canvas: Image.Image,
+    draw: ImageDraw.ImageDraw,
+    corner: tuple[int, int],
+    least: str,
+    most: str,
+    length: int = 130,
+) -> None:
+    x, y = corner
+    draw.text((x, y + 7), least, MUTED, _font(_SMALL), "lm")
+    x += _width(least, _SMALL) + 8
+    ramp = colours_of(np.linspace(0, 1, length)[None].repeat(14, 0)).round().astype(np.uint8)
+    canvas.paste(Image.fromarray(ramp), (x, y))
+    draw.text((x + length + 8, y + 7), most, MUTED, _font(_SMALL), "lm")
+
+
+def _sizes_in_words(before: np.ndarray, after: np.ndarray) -> str:
+    """Such as ``4096 to 2048``, or ``4096`` where nothing merged."""
+    entered, merged = np.nanmax(before), after[after < before]
+    if not merged.size:
+        return f"{entered:.0f}"
+    least, most = merged.min(), merged.max()
+    return f"{entered:.0f} to {least:.0f}" + (f"-{most:.0f}" if most > least else "")
+
+
+def _palette(count: int) -> np.ndarray:
+    """Colours that are told apart, ``[count, 3]`` float: hues in the golden ratio."""
+    hue = (np.arange(count) * 0.618034 % 1)[:, None]
+    light = (0.62 + 0.3 * (np.arange(count) * 0.754878 % 1))[:, None]
+    wheel = np.clip(np.abs((hue * 6 + np.array([[0, 4, 2]])) % 6 - 3) - 1, 0, 1)
+    return 255 * light * (1 - 0.55 * (1 - wheel))
+
+
+def _scale(height: int, width: int) -> int:
+    """How many pixels wide to show a token."""
+    return int(np.clip(round(_LONG_SIDE / max(height, width)), 4, 64))
+
+
+def _enlarged(tokens: np.ndarray, scale: int) -> np.ndarray:
+    return tokens.repeat(scale, 0).repeat(scale, 1)
+
+
+def _fitted(picture: np.ndarray, tokens: tuple[int, ...], scale: int) -> np.ndarray:
+    """A picture in the size of a map, ``[height, width, 3]`` float, 0 to 255."""
+    bytes_of_it = (np.clip(np.nan_to_num(picture), 0, 1) * 255).round().astype(np.uint8)
+    image = Image.fromarray(bytes_of_it.squeeze(2) if picture.shape[2] == 1 else bytes_of_it)
+    size = tokens[1] * scale, tokens[0] * scale
+    return np.asarray(image.convert("RGB").resize(size, Image.Resampling.LANCZOS), float)
+
+
+def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    canvas = Image.new("RGB", (width, height), PAPER)
+    return canvas, ImageDraw.Draw(canvas)
+
+
+@cache
+def _font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
+    return ImageFont.load_default(size)
+
+
+def _width(text: str, size: int) -> int:
+    return int(_font(size).getlength(text)) + 1
+
+
+def _wrapped(text: str, size: int, width: int) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and _width(longer, size) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
