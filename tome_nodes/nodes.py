@@ -101,10 +101,11 @@ class ToMePatchModel(io.ComfyNode):
                     default="balanced",
                     optional=True,
                     tooltip="How to merge. quality: keys and values only, matched over the whole "
-                    "map. balanced: the same within windows, faster at large sizes. fast: whole "
-                    "blocks on merged tokens; what to take for SDXL. paper: as tomesd does it. "
-                    "custom: as the inputs below say, which count for nothing otherwise, but for "
-                    "seed, start_percent, end_percent and backend.",
+                    "map; changes the picture least. balanced: the same, matched within windows, "
+                    "faster at large sizes. fast: whole transformer blocks; saves most, changes "
+                    "most, and is what SDXL needs. paper: as tomesd does it. custom: as the inputs "
+                    "below say; under the other presets only seed, start_percent, end_percent and "
+                    "backend of them count.",
                 ),
                 io.Combo.Input(
                     "max_downsample",
