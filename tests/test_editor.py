@@ -12,6 +12,7 @@ from playwright.sync_api import expect
 from tools.editor import (
     HAS_NODES,
     PATIENCE_MS,
+    TWO_FRAMES,
     WORKFLOWS,
     open_browser,
     open_editor,
@@ -24,18 +25,33 @@ from tools.workflow import PATCH as PATCH_TYPE
 FIRST_INPUTS = 11
 
 PATCH, REMOVE = "ToMe Patch Model", "ToMe Remove Patch"
-REMOVE_TYPE = "ToMeRemovePatch"
+REMOVE_TYPE, REPORT_TYPE = "ToMeRemovePatch", "ToMeReport"
 BLUEPRINT = "ToMe hires fix"
 NODES_2 = {"Comfy.VueNodes.Enabled": True}
 
 # Where the graph without our node has room for it, and the corner to look at it from.
 ROOM, CORNER = (520, 15), (-20, -90)
 
+MODEL_SLOT = {"name": "MODEL", "type": "MODEL", "links": []}
+
 # Of a graph that it has run before, the server runs nothing again.
 sampler_seeds = count()
 
 IMAGE_IS_SHOWN = """() => {
     const [image] = app.rootGraph.nodes.find(node => node.type === 'SaveImage').imgs ?? []
+    return image?.naturalWidth
+}"""
+
+NOTE_LIVE_LINES = """() => {
+    window.liveLines = []
+    app.api.addEventListener('progress_text', event => window.liveLines.push(event.detail.text))
+}"""
+TEXT_IS_SHOWN = """type => {
+    const node = app.rootGraph.nodes.find(node => node.type === type)
+    return node.widgets.find(widget => widget.name === '$$node-text-preview')?.value
+}"""
+REPORT_IS_SHOWN = """() => {
+    const [image] = app.rootGraph.nodes.find(node => node.type === 'ToMeReport').imgs ?? []
     return image?.naturalWidth
 }"""
 
@@ -85,7 +101,7 @@ def picture(pytestconfig):
         clip = dict(zip(("x", "y", "width", "height"), box, strict=True))
         data = editor.page.screenshot(type="jpeg", quality=85, clip=clip)
         with Image.open(BytesIO(data)) as image:
-            assert len(set(image.getdata())) > 100, f"there is nothing to see in {name}"
+            assert image.getcolors(100) is None, f"there is nothing to see in {name}"
         if pytestconfig.getoption("pictures"):
             (ROOT / "web" / "docs" / f"{name}.jpg").write_bytes(data)
 
@@ -96,9 +112,9 @@ def text_of(file):
     return file.read_text(encoding="utf-8")
 
 
-def sample_graph(**settings):
-    """The text to image workflow, with these values in our node."""
-    graph = json.loads(text_of(WORKFLOWS / "tome_txt2img.json"))
+def sample_graph(name="tome_txt2img", **settings):
+    """This sample workflow, the text to image one by default, with these values in our node."""
+    graph = json.loads(text_of(WORKFLOWS / f"{name}.json"))
     exported = json.loads(text_of(WORKFLOWS / "api" / "tome_txt2img.json")).values()
     (inputs,) = (node["inputs"] for node in exported if node["class_type"] == PATCH_TYPE)
     names = [name for name in inputs if name != "model"]
@@ -108,14 +124,17 @@ def sample_graph(**settings):
     return graph
 
 
-def small_graph(**settings):
+def small_graph(name="tome_txt2img", side=64, **settings):
     """The same for a small checkpoint, to be run."""
-    graph = sample_graph(**settings)
-    nodes = {node["type"]: node for node in graph["nodes"]}
-    nodes["CheckpointLoaderSimple"]["widgets_values"] = ["sd15.ckpt"]
-    nodes["EmptyLatentImage"]["widgets_values"] = [64, 64, 1]
-    nodes["KSampler"]["widgets_values"][0] = next(sampler_seeds)
-    nodes["KSampler"]["widgets_values"][2] = 2
+    graph = sample_graph(name, **settings)
+    for node in graph["nodes"]:
+        values = node["widgets_values"]
+        if node["type"] == "CheckpointLoaderSimple":
+            values[:] = ["sd15.ckpt"]
+        elif node["type"] == "EmptyLatentImage":
+            values[:2] = [side, side]
+        elif node["type"] == "KSampler":
+            values[0], values[2] = next(sampler_seeds), 2
     return graph
 
 
@@ -349,19 +368,39 @@ def test_bad_value_shows_our_sentence(fresh_editor, picture):
     assert editor.page.evaluate(marked) == [PATCH_TYPE]
 
 
-def test_removed_patch_is_wired_with_the_mouse(editor, picture):
-    editor.open("small.json", json.dumps(sample_graph()))
+def test_model_without_the_patch_goes_to_a_sampler(editor, picture):
+    graph = sample_graph()
+    slots = {"inputs": [{"name": "model", "type": "MODEL", "link": None}], "outputs": [MODEL_SLOT]}
+    place = {"id": 20, "type": REMOVE_TYPE, "pos": [720, 340], "size": [260, 46]}
+    graph["nodes"].append(place | slots)
+    editor.open("removed.json", json.dumps(graph))
     editor.look_at(*CORNER)
-    editor.search("remove patch").filter(has_text=REMOVE).click()
-    editor.place(850, 350)
     editor.connect(PATCH_TYPE, "MODEL", REMOVE_TYPE, "model")
     editor.connect(REMOVE_TYPE, "MODEL", "KSampler", "model")
     picture(editor, "ToMeRemovePatch", (100, 60, 1440, 780))
-    graph = api_graph(editor)
-    (sampler,) = (inputs for kind, inputs in graph.values() if kind == "KSampler")
-    kind, inputs = graph[sampler["model"][0]]
+    api = api_graph(editor)
+    (sampler,) = (inputs for kind, inputs in api.values() if kind == "KSampler")
+    kind, inputs = api[sampler["model"][0]]
     assert kind == REMOVE_TYPE
-    assert graph[inputs["model"][0]][0] == PATCH_TYPE
+    assert api[inputs["model"][0]][0] == PATCH_TYPE
+
+
+def test_live_line_and_report_are_shown(fresh_editor, picture):
+    editor = fresh_editor
+    graph = small_graph("tome_compare", side=256, min_tokens=1)
+    editor.open("compare.json", json.dumps(graph))
+    editor.page.evaluate(NOTE_LIVE_LINES)
+    editor.run()
+    editor.page.wait_for_function(TEXT_IS_SHOWN, arg=REPORT_TYPE)
+    assert "6/6 blocks, 1024→512 tokens, step 2/2" in editor.page.evaluate("() => window.liveLines")
+    assert re.search("6/6 blocks", editor.page.evaluate(TEXT_IS_SHOWN, PATCH_TYPE))
+    text = editor.page.evaluate(TEXT_IS_SHOWN, REPORT_TYPE)
+    assert text.startswith("Model: SD15\nMerged: 6 of 6 blocks")
+    editor.page.wait_for_function(REPORT_IS_SHOWN)
+    editor.page.evaluate(TWO_FRAMES)
+    editor.look_at(1020, -85)
+    picture(editor, "ToMeReport", (100, 90, 1440, 850))
+    assert editor.warnings() == editor.errors == []
 
 
 def test_blueprint_is_placed_wired_and_run(fresh_editor):
