@@ -72,6 +72,46 @@ def test_recording_changes_no_sample(sd15, scope, strategy):
     assert len(np.unique(next(iter(run.recording.slots.values())))) == after
 
 
+@pytest.mark.parametrize(
+    ("settings", "after"),
+    [
+        ({"ratio": 0.0, "kv_ratio": 0.75}, 48),
+        ({"ratio": 0.25, "kv_ratio": 0.75}, 144),
+        ({"ratio": 0.25, "kv_ratio": 0.75, "attn_tokens": "k,v"}, 48),
+        ({"ratio": 0.25, "kv_ratio": 0.75, "attn_tokens": "k,v", "merge_mlp": True}, 144),
+    ],
+    ids=str,
+)
+def test_of_two_plans_the_one_that_counts_is_recorded(sd15, settings, after):
+    run, _ = recorded(sd15, steps=1, **settings)
+    assert {(b.before, b.after) for b in run.recording.blocks.values()} == {(192, after)}
+    (slots,) = run.recording.slots.values()
+    assert len(np.unique(slots)) == after
+
+
+def test_whether_to_record_is_asked_anew_at_the_start_of_each_run(sd15):
+    answers = [True, False, True]
+    patched = attach(sd15, merging(), wants_details=lambda: answers.pop(0))
+    for left, recorded in ((2, True), (1, False), (0, True)):
+        sample(patched)
+        assert len(answers) == left
+        assert (last_run(patched).recording is not None) == recorded
+
+
+def test_what_is_kept_holds_no_tensor(sd15):
+    import gc
+
+    run, _ = recorded(sd15)
+    seen, to_see = set(), [run]
+    while to_see:
+        thing = to_see.pop()
+        assert not isinstance(thing, torch.Tensor)
+        if id(thing) not in seen and not isinstance(thing, type):
+            seen.add(id(thing))
+            to_see += gc.get_referents(thing)
+    assert id(run.recording) in seen
+
+
 def test_times_add_up(load):
     model = load("sd15", levels=2)
     run, _ = recorded(model, steps=2)

@@ -170,13 +170,13 @@ def chart(
         means = np.where(ran, seconds, 0).sum(1) / np.maximum(ran.sum(1), 1)
         colours = np.where(ran[..., None], colours_of(np.nan_to_num(seconds) / most), PAPER)
         panel_of_cells(time_x, "time", colours)
-        _ramp_key(canvas, draw, (time_x, bottom + 24), "0", f"{1000 * most:.3g} ms")
+        _ramp_key(canvas, draw, (time_x, bottom + 24), "0", f"{_milliseconds(most)} ms")
         draw.text((bars_x, top - 48), "mean, ms", INK, _font(_TEXT))
         for index, (mean, ink) in enumerate(zip(means, inks, strict=True)):
             y = top + row * index
             end = bars_x + round(110 * mean / means.max())
             draw.rectangle((bars_x, y + 3, end, y + row - 5), WARM if ink == INK else MUTED)
-            draw.text((end + 8, y + row // 2 - 1), f"{1000 * mean:.3g}", ink, _font(size), "lm")
+            draw.text((end + 8, y + row // 2 - 1), _milliseconds(mean), ink, _font(size), "lm")
     return np.asarray(canvas)
 
 
@@ -212,6 +212,10 @@ def _ramp_key(
     ramp = colours_of(np.linspace(0, 1, length)[None].repeat(14, 0)).round().astype(np.uint8)
     canvas.paste(Image.fromarray(ramp), (x, y))
     draw.text((x + length + 8, y + 7), most, MUTED, _font(_SMALL), "lm")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}" if seconds < 0.1 else f"{1000 * seconds:.0f}"
 
 
 def _sizes_in_words(before: np.ndarray, after: np.ndarray) -> str:

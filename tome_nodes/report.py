@@ -144,6 +144,8 @@ def _times_in_words(recording: Recording | None) -> str:
 
 
 def _seconds(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:.0f} s"
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
 
 

@@ -1,0 +1,148 @@
+"""What a report says of a run, and what it draws."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from host import merging, sample
+
+from tome_nodes import pictures
+from tome_nodes.hosts.comfyui import attach, last_run
+from tome_nodes.report import VIEWS, hint_for, in_words, report_of
+
+
+def run_of(model, steps=2, details=True, size=(16, 16), **settings):
+    patched = attach(model, merging(**settings), wants_details=lambda: details)
+    sample(patched, steps=steps, size=size)
+    return last_run(patched)
+
+
+@pytest.fixture(scope="module")
+def run(load):
+    """Three steps at two levels, the last of them without merging."""
+    return run_of(load("sd15", levels=2), steps=3, max_downsample=2, end_percent=0.6)
+
+
+def with_settings(run, **settings):
+    return replace(run, config=replace(run.config, **settings))
+
+
+def test_the_words_count_blocks_tokens_steps_and_plans(run):
+    assert in_words(run)[:6] == [
+        "Model: SD15",
+        "Merged: 11 of 11 blocks, 256 -> 128 tokens x5, 64 -> 32 tokens x6",
+        "Steps: merged in 2 of 3",
+        "Plans: 22 made, 0 reused",
+        "Settings: ratio 0.50, bipartite, module scope",
+        "Backend: torch",
+    ]
+
+
+def test_the_times_are_those_of_the_recording(run):
+    overhead = {"matching": 0.0204, "merging": 0.5, "unmerging": 0.2}
+    timed = replace(run, recording=replace(run.recording, seconds=7.204, overhead=overhead))
+    assert in_words(timed)[6] == (
+        "Time: matching 20.4 ms, merging 0.5 s, unmerging 0.2 s, together 10.0 % of the run's 7.2 s"
+    )
+    untimed = replace(run, recording=replace(run.recording, seconds=7.204, overhead=None))
+    assert in_words(untimed)[6].startswith("Time: 7.2 s; what merging took of it cannot be")
+
+
+def test_shared_plans_are_counted_as_reused(sd15):
+    run = run_of(sd15, steps=4, reuse_steps=2, scope="stack", strategy="window")
+    words = in_words(run)
+    assert "Plans: 2 made, 22 reused" in words
+    assert "Settings: ratio 0.50, window, stack scope" in words
+
+
+def test_maps_are_of_the_level_and_step_asked_for(run):
+    level_1, level_2 = run.recording.levels.values()
+    assert (level_1.height, level_2.height) == (16, 8)
+
+    for level, grid, step in ((-1, level_1, -1), (1, level_1, 1), (2, level_2, 2)):
+        slots = run.recording.slots[{-1: 1, 1: 0, 2: 1}[step], grid]
+        expected = pictures.merge_map(slots)
+        height, width = expected.shape[:2]
+        drawn = report_of(run, "merge map", level, step).picture
+        assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
+
+
+def test_the_heat_map_counts_merged_steps_out_of_all(run):
+    grid = run.recording.levels[1]
+    merged = [pictures.merged_tokens(run.recording.slots[step, grid]) for step in (0, 1)]
+    drawn = report_of(run, "heat map").picture
+    expected = pictures.heat_map((merged[0].astype(float) + merged[1]) / 3)
+    top = drawn.shape[0] - 1024 - 54
+    assert np.array_equal(drawn[top : top + 1024, 20 : 20 + 1024], expected)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_text_is_the_same_in_each_view(run, view):
+    assert report_of(run, view).text == "\n".join(in_words(run))
+
+
+def test_what_was_not_merged_is_told_on_a_card(run, monkeypatch):
+    cards = []
+    monkeypatch.setattr(pictures, "card", lambda *texts: cards.append(texts))
+    report_of(run, level=4)
+    report_of(run, step=3)
+    report_of(run, step=0)
+    assert cards == [
+        ("Nothing merged at level 4", ["Hint: set level to 1 or 2, or to -1."]),
+        ("Nothing merged in step 3", ["Hint: set step to 1 or 2, or to -1."]),
+        ("Nothing merged in step 0", ["Hint: set step to 1 or 2, or to -1."]),
+    ]
+
+
+def test_without_details_the_counts_are_told_and_how_to_get_the_rest(sd15):
+    words = in_words(run_of(sd15, details=False))
+    assert "Merged: 6 of 6 blocks, 256 -> 128 tokens" in words
+    assert words[-1].startswith("Details: maps and times were not recorded")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, None),
+        ({"strategy": "window", "reuse_steps": 1}, None),
+        ({"ratio": 0.9}, "cells of 2x2 tokens merge no more than 0.75; a larger sx or sy merges"),
+        ({"ratio": 0.9, "strategy": "pool"}, None),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_do_more_gets_a_hint(run, settings, expected):
+    quick = replace(run.recording, overhead=dict.fromkeys(run.recording.overhead, 0.0))
+    hint = hint_for(with_settings(replace(run, recording=quick), **settings))
+    assert hint == expected if expected is None else hint.startswith(expected)
+
+
+def test_dear_matching_gets_a_hint_unless_it_is_the_cheapest(run):
+    slow = replace(run.recording, seconds=1.0, overhead={"matching": 0.2})
+    run = replace(run, recording=slow)
+    assert hint_for(run).startswith("matching takes much of the time; strategy window")
+    assert hint_for(with_settings(run, strategy="window", reuse_steps=1)) is None
+
+
+def test_models_whose_time_is_elsewhere_get_a_hint(run):
+    deeper = replace(run, shallowest=2, recording=None)
+    assert "scope stack saves most" in hint_for(deeper)
+    for better in ({"scope": "stack"}, {"merge_mlp": True}):
+        assert hint_for(with_settings(deeper, **better)) is None
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 100])
+def test_too_few_tokens_get_a_hint_by_how_much(sd15, min_tokens):
+    run = run_of(sd15, size=(8, 8), min_tokens=min_tokens)
+    hint = hint_for(run)
+    assert hint.startswith("64 tokens are too few to gain anything; merging pays from about 256")
+    assert "Make the picture 2.0 times as wide and high" in hint
+    assert hint.endswith("min_tokens to 0 to leave small maps alone.") == (min_tokens > 0)
+    assert (run.obstacle is None) == (min_tokens == 1)
+
+
+def test_a_run_that_no_step_of_which_may_merge_says_so(sd15):
+    run = run_of(sd15, start_percent=1.0)
+    for view in VIEWS:
+        told = report_of(run, view).text.splitlines()
+        assert told[1].startswith("Nothing merged: start_percent=1.0 to end_percent=1.0 covers no")
+        assert not any(line.startswith(("Hint", "Details", "Time")) for line in told)
