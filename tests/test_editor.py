@@ -50,10 +50,9 @@ TEXT_IS_SHOWN = """type => {
     const node = app.rootGraph.nodes.find(node => node.type === type)
     return node.widgets.find(widget => widget.name === '$$node-text-preview')?.value
 }"""
-REPORT_IS_SHOWN = """() => {
-    const [image] = app.rootGraph.nodes.find(node => node.type === 'ToMeReport').imgs ?? []
-    return image?.naturalWidth
-}"""
+ALL_IMAGES_ARE_SHOWN = """() => app.rootGraph.nodes
+    .filter(node => ['SaveImage', 'ToMeReport'].includes(node.type))
+    .every(node => node.imgs?.[0]?.naturalWidth)"""
 
 TITLE_BAR = """type => {
     const node = app.rootGraph.nodes.find(node => node.type === type)
@@ -396,10 +395,10 @@ def test_live_line_and_report_are_shown(fresh_editor, picture):
     assert re.search("6/6 blocks", editor.page.evaluate(TEXT_IS_SHOWN, PATCH_TYPE))
     text = editor.page.evaluate(TEXT_IS_SHOWN, REPORT_TYPE)
     assert text.startswith("Model: SD15\nMerged: 6 of 6 blocks")
-    editor.page.wait_for_function(REPORT_IS_SHOWN)
+    editor.page.wait_for_function(ALL_IMAGES_ARE_SHOWN)
     editor.page.evaluate(TWO_FRAMES)
-    editor.look_at(1020, -85)
-    picture(editor, "ToMeReport", (100, 90, 1440, 850))
+    editor.look_at(1020, 595)
+    picture(editor, "ToMeReport", (100, 110, 950, 700))
     assert editor.warnings() == editor.errors == []
 
 
