@@ -82,13 +82,13 @@ class PictureJudge:
         figures = {
             "error": (pictures - self.expected).square().mean().sqrt().item(),
             "psnr": statistics.mean(
-                peak_signal_noise_ratio(plain, ours, data_range=1)
+                float(peak_signal_noise_ratio(plain, ours, data_range=1))
                 if np.abs(plain - ours).max() > 1e-4
                 else MOST_PSNR
                 for ours, plain in pairs
             ),
             "ssim": statistics.mean(
-                structural_similarity(plain, ours, channel_axis=2, data_range=1)
+                float(structural_similarity(plain, ours, channel_axis=2, data_range=1))
                 for ours, plain in pairs
             ),
             "spectrum": (_spectrum(pictures) - _spectrum(self.expected)).abs().mean().item(),

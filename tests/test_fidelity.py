@@ -1,5 +1,6 @@
 """The judges of fidelity: they measure what they say, and find no error in unpatched models."""
 
+import json
 import sys
 
 import numpy as np
@@ -92,6 +93,7 @@ def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(trainer):
     assert shown.shape == (5, 3, 32, 32)
     assert (plain["error"], plain["ssim"], plain["spectrum"]) == (0, 1, 0)
     merged, _ = judge.measure(attach(judge.model, merging()))
+    assert json.loads(json.dumps(merged)) == merged
     assert 0 < merged["error"] < 1
     assert plain["psnr"] == merged["psnr"] == pictures.MOST_PSNR
     assert judge.seconds(judge.model) > 0
