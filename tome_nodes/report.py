@@ -115,17 +115,10 @@ def hint_for(run: LastRun) -> str | None:
             "a larger sx or sy merges more."
         )
     times = run.recording and run.recording.overhead
-    if (
-        times
-        and times["matching"] > _MUCH * run.recording.seconds
-        and (config.strategy != "window" or config.reuse_steps == 0)
-    ):
-        return "matching takes much of the time; strategy window and reuse_steps 1 take less."
+    if times and times["matching"] > _MUCH * run.recording.seconds and config.strategy != "window":
+        return "matching takes much of the time; presets balanced and fast match within windows."
     if run.shallowest > 1 and config.scope == "module" and not config.merge_mlp:
-        return (
-            "little of this model's time is in self-attention; scope stack saves most, and "
-            "merge_mlp some."
-        )
+        return "little of this model's time is in self-attention; preset fast saves most."
     return None
 
 
