@@ -7,11 +7,10 @@ benchmarks/results/, so an interrupted run loses only what it was at.
 import argparse
 import json
 import os
-import platform
 import signal
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -69,8 +68,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--methods",
-        choices=("all", "headline"),
-        help="headline, what the summary needs, or all; headline if --quick, else all",
+        nargs="+",
+        help="headline, what the summary needs, or all, or some by their names in the tables, with "
+        "the ideals that they are compared with; headline if --quick, else all",
     )
     parser.add_argument(
         "--forecast", action="store_true", help="only count the FLOPs, and write forecast.md"
@@ -89,7 +89,7 @@ def _arguments() -> argparse.Namespace:
     for name in ("batch", "repeats"):
         if min(_listed(getattr(arguments, name)), default=1) < 1:
             parser.error(f"--{name} is not allowed to be below 1")
-    arguments.methods = arguments.methods or ("headline" if arguments.quick else "all")
+    arguments.methods = arguments.methods or ["headline" if arguments.quick else "all"]
     on_gpu = arguments.device == "cuda"
     arguments.name = arguments.name or ("quick-" if arguments.quick else "full-") + arguments.device
     arguments.repeats = arguments.repeats or (10 if on_gpu else 3)
@@ -102,6 +102,26 @@ def _listed(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
+def chosen_methods(every: list[Any], names: list[str]) -> list[Any]:
+    """The methods that ``--methods`` names, in their order, and the ideals that they need.
+
+    Raises:
+        SystemExit: there is no method of a name.
+    """
+    if names == ["all"]:
+        return every
+    if names == ["headline"]:
+        return [each for each in every if each.headline]
+    known = {each.name: each for each in every}
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(
+            f"--methods: there is no {', '.join(unknown)}; it may be all, headline, or of "
+            + ", ".join(known)
+        )
+    wanted = {*names, *(known[name].ideal for name in names)}
+    return [each for each in every if each.name in wanted]
+
+
 class Bench:
     """One call of the benchmark.
 
@@ -112,6 +132,8 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace):
         import torch
+
+        from benchmarks.machine import machine
 
         self.arguments = arguments
         self.device = torch.device(arguments.device)
@@ -162,10 +184,15 @@ class Bench:
         shape, model, every, foretold, subject_of = self.prepare(name)
         subject = subject_of(self.check_size)
         right, refused, launches = self.check(subject, every)
-        counts = {"all": len(right), "headline": sum(each.headline for each in right)}
+        counts = {"all": len(right)}
+        if arguments.methods == ["all"]:
+            counts["headline"] = sum(each.headline for each in right)
         watch = Stopwatch(self.device)
+        # A smaller map would mostly tell how long it takes to read the weights.
+        smallest = self.sizes(name)[0]
+        subject = subject_of(smallest)
         subject.run(subject.model, watch)
-        seconds_per_flop = watch.seconds / foretold.unpatched(self.check_size)
+        seconds_per_flop = watch.seconds / foretold.unpatched(smallest)
         for batch in arguments.batch:
             for size in self.sizes(name):
                 subject = subject_of(size, batch)
@@ -174,7 +201,7 @@ class Bench:
                 choice = affordable(expected, counts, arguments.repeats, left)
                 title = f"{name} {size}x{size}, batch {2 * batch}"
                 if choice is None:
-                    least = minutes(total_seconds(expected, counts["headline"], 1))
+                    least = minutes(total_seconds(expected, min(counts.values()), 1))
                     self.leave_out(f"{title} takes {least} at least; --minutes gives it time")
                     continue
                 selection, repeats = choice
@@ -225,11 +252,8 @@ class Bench:
             return Subject(model, shape.context_channels, size, batch)
 
         variants = backend_variants(self.device)
-        every = [
-            each
-            for each in methods(self.arguments.ratio, shape.max_downsample, variants)
-            if self.arguments.methods == "all" or each.headline
-        ]
+        every = methods(self.arguments.ratio, shape.max_downsample, variants)
+        every = chosen_methods(every, self.arguments.methods)
         foretold = forecast(subject_of, [each for each in every if each.family == "ideal"])
         return shape, model, every, foretold, subject_of
 
@@ -374,28 +398,6 @@ def say(text: str) -> None:
 def minutes(seconds: float) -> str:
     """A rough time in words."""
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What the figures were taken on."""
-    import torch
-
-    processor = platform.processor() or platform.machine()
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                processor = line.partition(":")[2].strip()
-                break
-    accelerator = torch.cuda.get_device_name() if device == "cuda" else None
-    threads = torch.get_num_threads()
-    return {
-        "description": accelerator or f"{threads} threads of an {processor}, no GPU",
-        "processor": processor,
-        "threads": threads,
-        "accelerator": accelerator,
-        "torch": torch.__version__,
-        "system": platform.system(),
-    }
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python3 dev.py bench --host diffusers [--device cuda] [--model sd15 sdxl] [--siz
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
 import tome_nodes
+from benchmarks.machine import machine
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -69,13 +69,7 @@ def main() -> None:
     result = {
         "date": date.today().isoformat(),
         "command": "python3 dev.py bench --host diffusers " + " ".join(sys.argv[1:]),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "accelerator": torch.cuda.get_device_name() if arguments.device == "cuda" else None,
-            "torch": torch.__version__,
-            "diffusers": diffusers.__version__,
-        },
+        "machine": {**machine(arguments.device), "diffusers": diffusers.__version__},
         "runs": runs,
     }
     RESULTS.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ python3 dev.py bench --fidelity [--quick] [--steps 12] [--seeds 1] [--only featu
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Mapping
 from datetime import date
@@ -24,7 +25,7 @@ from comfy.cli_args import args as host_arguments  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
-DEFAULT, KV75 = "ours k,v 0.5", "ours k,v 0.75"
+DEFAULT, KV75 = "ours balanced 0.5", "ours balanced 0.75"
 
 
 def main() -> None:
@@ -34,8 +35,10 @@ def main() -> None:
     host_arguments.use_pytorch_cross_attention = True
 
     from benchmarks import fidelity_report
+    from benchmarks.machine import machine
 
     result: dict[str, Any] = {
+        "machine": machine(arguments.device)["description"],
         "date": date.today().isoformat(),
         "command": "python3 dev.py bench --fidelity " + " ".join(sys.argv[1:]),
     }
@@ -43,26 +46,30 @@ def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     if path.exists():
         result = json.loads(path.read_text(encoding="utf-8")) | result
+    repeats = 2 if arguments.quick else arguments.repeats
     if "features" in arguments.only:
-        result["features"] = judge_features(2 if arguments.quick else arguments.repeats)
+        result["features"] = judge_features(repeats)
         result["bias"] = bias_costs(3 if arguments.quick else 15)
         print(fidelity_report.features_table(result["features"]), flush=True)
     if "pictures" in arguments.only:
         result["pictures"], pictures = judge_pictures(
-            3 if arguments.quick else arguments.steps, arguments.seeds
+            3 if arguments.quick else arguments.steps, arguments.seeds, repeats
         )
         print(fidelity_report.pictures_table(result["pictures"]), flush=True)
         fidelity_report.strips(pictures, RESULTS / "fidelity-strips.png")
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     fidelity_report.plot(result, RESULTS / "fidelity.png")
-    print(fidelity_report.summary(result, DEFAULT, KV75, TOMESD, TODO))
+    summary = fidelity_report.summary(result, DEFAULT, KV75, TOMESD, TODO)
+    text = fidelity_report.markdown(result, summary)
+    (RESULTS / "fidelity.md").write_text(text, encoding="utf-8")
+    print(summary)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --fidelity", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few repeats and sampling steps")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of the block")
+    parser.add_argument("--repeats", type=int, default=5, help="timed rounds")
     parser.add_argument("--steps", type=int, default=12, help="sampling steps of a picture")
     parser.add_argument("--seeds", type=int, default=1, help="pictures of each photo")
     judges = ("features", "pictures")
@@ -81,6 +88,7 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
     from benchmarks.methods import CallablePlan, TomesdStrategy
     from tome_nodes.config import ToMeConfig
     from tome_nodes.hosts.comfyui import attach
+    from tome_nodes.presets import settings_of
 
     class ToDoStrategy:
         """Keys and values of the top left token of each 2x2 cell, as ToDo takes them."""
@@ -105,7 +113,10 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
 
     def ours(other: Callable[[ToMeConfig], Any] | None = None, /, **settings: Any) -> Any:
         own = {} if other is None else {"make_strategy": other}
-        return partial(attach, config=ToMeConfig(min_tokens=1, **settings), **own)
+        return partial(attach, config=ToMeConfig(**{**settings, "min_tokens": 1}), **own)
+
+    def preset(name: str, ratio: float = 0.5) -> Any:
+        return ours(**settings_of(name, {"ratio": ratio}))
 
     def node(module: ModuleType, **inputs: Any) -> Callable[[Any], Any]:
         async def nodes() -> list[Any]:
@@ -128,19 +139,23 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
         "ours q,k,v 0.5": ours(),
         "ours q,k,v 0.5, window": ours(**window),
         "ours q,k,v 0.75, window": ours(ratio=0.75, **window),
-        "ours q 0.5, k,v 0.75, window": ours(kv_ratio=0.75, **window),
+        "ours q 0.25, k,v 0.5, window": ours(ratio=0.25, kv_ratio=0.5, **window),
         "ours k,v 0.5, unweighted": ours(**keys, **as_published),
-        DEFAULT: ours(**keys),
-        "ours k,v 0.5, window": ours(**keys, **window),
-        KV75: ours(ratio=0.75, **keys),
-        "ours k,v 0.75, window": ours(ratio=0.75, **keys, **window),
         "ours k,v pooled 0.75": ours(ratio=0.75, strategy="pool", **keys),
-        "ours block 0.5, window": ours(scope="block", **window),
-        "ours k,v 0.75 to 0.5": ours(ratio=0.75, ratio_end=0.5, **keys),
+        "ours quality 0.5": preset("quality"),
+        "ours quality 0.75": preset("quality", 0.75),
+        DEFAULT: preset("balanced"),
+        KV75: preset("balanced", 0.75),
+        "ours balanced 0.5, one plan": ours(reuse_steps=1, **keys, **window),
+        "ours balanced 0.5, MLP too": ours(merge_mlp=True, **keys, **window),
+        "ours fast 0.5": preset("fast"),
+        "ours fast 0.7 to 0.3": ours(
+            ratio=0.7, ratio_end=0.3, scope="stack", reuse_steps=1, **window
+        ),
     }
 
 
-ONLY_OVER_STEPS = frozenset({"ours k,v 0.75 to 0.5"})
+ONLY_OVER_STEPS = frozenset({"ours fast 0.7 to 0.3", "ours balanced 0.5, one plan"})
 """Methods whose settings differ from those of another only over a whole sampling run."""
 
 
@@ -161,26 +176,41 @@ def judge_features(repeats: int) -> dict[str, Any]:
         for name, levels in errors.items():
             if not all(places["block"] > 0 for places in levels.values()):
                 raise ValueError(f"{name} changed nothing")
-        seconds: dict[str, list[float]] = {}
-        for _ in range(repeats):
-            for name, each in {"plain": judge.model, **patched}.items():
-                seconds.setdefault(name, []).append(judge.seconds(each))
-    best = {name: min(values) for name, values in seconds.items()}
-    return {name: {"errors": errors[name], "time": best[name] / best["plain"]} for name in patched}
+        shares = time_shares(judge.seconds, {"plain": judge.model, **patched}, repeats)
+    return {name: {"errors": errors[name], "time": shares[name]} for name in patched}
 
 
-def judge_pictures(steps: int, seeds: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def time_shares(
+    seconds: Callable[[Any], float], models: Mapping[str, Any], repeats: int
+) -> dict[str, float]:
+    """Time over that of ``plain``: the median over the rounds, each by its own plain run."""
+    from benchmarks.measure import interleaved
+
+    runs = {name: (lambda model=model: seconds(model)) for name, model in models.items()}
+    taken = interleaved(runs, repeats)
+    shares = {
+        name: [own / plain for own, plain in zip(each, taken["plain"], strict=True)]
+        for name, each in taken.items()
+    }
+    return {name: statistics.median(each) for name, each in shares.items()}
+
+
+def judge_pictures(steps: int, seeds: int, repeats: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Figures of every method, and its pictures, with those of the plain model first."""
     from benchmarks.pictures import PictureJudge
 
     judge = PictureJudge(steps, seeds)
     plain, pictures = judge.measure(judge.model)
     figures, shown = {"plain": plain}, {"plain": pictures}
-    for name, patch in methods().items():
-        figures[name], shown[name] = judge.measure(patch(judge.model))
+    patched = {name: patch(judge.model) for name, patch in methods().items()}
+    for name, model in patched.items():
+        figures[name], shown[name] = judge.measure(model)
         if figures[name]["error"] == 0:
             raise ValueError(f"{name} changed nothing")
         print(f"  {name}: {figures[name]['error']:.4f}", flush=True)
+    shares = time_shares(judge.seconds, {"plain": judge.model, **patched}, repeats)
+    for name, share in shares.items():
+        figures[name]["time"] = share
     return figures, shown
 
 
@@ -192,6 +222,7 @@ def bias_costs(repeats: int) -> dict[str, float]:
     from comfy.ldm.modules.attention import optimized_attention
 
     from tome_nodes.hosts.attention import weigh_attention
+    from tome_nodes.ops import reference
 
     costs = {}
     for keys in (2048, 4096):
@@ -200,7 +231,11 @@ def bias_costs(repeats: int) -> dict[str, float]:
         best = {"plain": float("inf"), "weighed": float("inf")}
         for _ in range(repeats):
             for name in best:
-                options = weigh_attention({}, sizes, lambda _: None) if name == "weighed" else {}
+                options = (
+                    weigh_attention({}, sizes, reference, lambda _: None)
+                    if name == "weighed"
+                    else {}
+                )
                 start = time.perf_counter()
                 optimized_attention(q, k, v, 8, transformer_options=options)
                 best[name] = min(best[name], time.perf_counter() - start)

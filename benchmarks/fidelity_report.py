@@ -8,6 +8,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from benchmarks.report import grid
+
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
@@ -15,29 +17,46 @@ from matplotlib import pyplot as plt
 def features_table(features: dict[str, Any]) -> str:
     """Errors of attention and of the block by noise level, and the time of the block."""
     levels = list(next(iter(features.values()))["errors"])
-    places = ("attention", "block")
-    head = "".join(f"{place[:5]} {level:<5}" for place in places for level in levels)
-    lines = [f"{'one block':<32}{head}time"]
-    for name, row in features.items():
-        cells = "".join(
-            f"{row['errors'][level][place]:<11.4f}"
-            if place in row["errors"][level]
-            else f"{'-':<11}"
-            for place in places
-            for level in levels
-        )
-        lines.append(f"{name:<32}{cells}{row['time']:.2f}")
-    return "\n".join(lines)
+    columns = [(place, level) for place in ("attention", "block") for level in levels]
+    rows = [
+        [
+            name,
+            *(
+                f"{row['errors'][level][place]:.4f}" if place in row["errors"][level] else ""
+                for place, level in columns
+            ),
+            f"{row['time']:.2f}",
+        ]
+        for name, row in features.items()
+    ]
+    return grid(["one block", *(f"{place} {level}" for place, level in columns), "time"], rows)
 
 
 def pictures_table(pictures: dict[str, Any]) -> str:
     """Figures of the pictures, and the time of an evaluation."""
     columns = ("error", "psnr", "ssim", "spectrum", "distance")
-    lines = [f"{'pictures':<32}" + "".join(f"{column:<10}" for column in columns) + "time"]
-    for name, row in pictures.items():
-        cells = "".join(f"{row[column]:<10.4f}" for column in columns)
-        lines.append(f"{name:<32}{cells}{row['seconds'] / pictures['plain']['seconds']:.2f}")
-    return "\n".join(lines)
+    rows = [
+        [name, *(f"{row[column]:.4f}" for column in columns), f"{row['time']:.2f}"]
+        for name, row in pictures.items()
+    ]
+    return grid(["pictures", *columns, "time"], rows)
+
+
+def markdown(result: dict[str, Any], summary: str) -> str:
+    """The tables as a page."""
+    parts = [
+        f"# fidelity: `{result['command']}`",
+        f"{result['machine']}, {result['date']}. How to read this: [FIDELITY](../FIDELITY.md).",
+        f"`{summary}`",
+    ]
+    if "features" in result:
+        parts.append(features_table(result["features"]))
+    if "pictures" in result:
+        parts.append(pictures_table(result["pictures"]))
+    parts.append("![Error against time](fidelity.png)")
+    if "pictures" in result:
+        parts.append("![Pictures of every method](fidelity-strips.png)")
+    return "\n\n".join(parts) + "\n"
 
 
 def strips(pictures: dict[str, Tensor], path: Path) -> None:
@@ -69,9 +88,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         }
         panels.append((axes[len(panels)], f"update of one block, noise {middle}", points))
     if "pictures" in result:
-        plain = result["pictures"]["plain"]["seconds"]
         points = {
-            name: (row["seconds"] / plain, row["error"])
+            name: (row["time"], row["error"])
             for name, row in result["pictures"].items()
             if name != "plain"
         }

@@ -27,7 +27,7 @@ class PictureJudge:
     def __init__(self, steps: int, seeds: int):
         self.steps = steps
         self.crops = denoiser.held_out_crops(len(denoiser.NAMES) * seeds)
-        self.seconds: list[float] = []
+        self._taken: list[float] = []
         self.model = denoiser.load()
         # First among the wrappers, so that what the methods add is inside.
         self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "judge", self._clock)
@@ -39,32 +39,38 @@ class PictureJudge:
     def _clock(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         result = executor(*args, **kwargs)
-        self.seconds.append(time.perf_counter() - start)
+        self._taken.append(time.perf_counter() - start)
         return result
 
     def pictures(self, patched: ModelPatcher) -> Tensor:
         """``[pictures, 3, 64, 64]`` from 0 to 1, a few seeds for each photo."""
         batches = []
-        self.seconds.clear()
         for seed, first in enumerate(range(0, len(self.crops), len(denoiser.NAMES))):
-            crops = self.crops[first : first + len(denoiser.NAMES)]
-            empty = torch.zeros(len(crops), 3, denoiser.SIDE, denoiser.SIDE)
-            batches.append(
-                comfy.sample.sample(
-                    patched,
-                    comfy.sample.prepare_noise(empty, seed),
-                    self.steps,
-                    GUIDANCE,
-                    "dpmpp_2m",
-                    "karras",
-                    _conditioning(crops, with_prompt=True),
-                    _conditioning(crops, with_prompt=False),
-                    empty,
-                    disable_pbar=True,
-                    seed=seed,
-                )
-            )
+            batches.append(self._sample(patched, first, self.steps, seed))
         return denoiser.to_pixels(torch.cat(batches))
+
+    def _sample(self, patched: ModelPatcher, first: int, steps: int, seed: int = 0) -> Tensor:
+        crops = self.crops[first : first + len(denoiser.NAMES)]
+        empty = torch.zeros(len(crops), 3, denoiser.SIDE, denoiser.SIDE)
+        return comfy.sample.sample(
+            patched,
+            comfy.sample.prepare_noise(empty, seed),
+            steps,
+            GUIDANCE,
+            "dpmpp_2m",
+            "karras",
+            _conditioning(crops, with_prompt=True),
+            _conditioning(crops, with_prompt=False),
+            empty,
+            disable_pbar=True,
+            seed=seed,
+        )
+
+    def seconds(self, patched: ModelPatcher) -> float:
+        """How long an evaluation takes, cond and uncond of a picture of each photo."""
+        self._taken.clear()
+        self._sample(patched, 0, 1)
+        return self._taken[0]
 
     def measure(self, patched: ModelPatcher) -> tuple[dict[str, float], Tensor]:
         """Figures of a method by name, and its pictures."""
@@ -87,7 +93,6 @@ class PictureJudge:
             ),
             "spectrum": (_spectrum(pictures) - _spectrum(self.expected)).abs().mean().item(),
             "distance": frechet_distance(_features(pictures), _features(self.real)),
-            "seconds": statistics.median(self.seconds),
         }
         return figures, pictures
 

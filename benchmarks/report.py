@@ -129,7 +129,7 @@ def table(run: Run) -> str:
                 "" if launches is None else f"{launches:.1f}",
             ]
         )
-    return _grid(head, rows)
+    return grid(head, rows)
 
 
 def stage_table(run: Run) -> str:
@@ -137,7 +137,7 @@ def stage_table(run: Run) -> str:
     split = {name: row["stages"] for name, row in run["methods"].items() if "stages" in row}
     head = ["seconds in", *next(iter(split.values()), {})]
     rows = [[name, *(f"{value:.4f}" for value in each.values())] for name, each in split.items()]
-    return _grid(head, rows) if rows else ""
+    return grid(head, rows) if rows else ""
 
 
 def forecast_table(forecasts: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str:
@@ -150,7 +150,7 @@ def forecast_table(forecasts: Mapping[str, Mapping[int, Mapping[str, float]]]) -
         for model, sizes in forecasts.items()
         for size, at in sizes.items()
     ]
-    return _grid(["times fewer FLOPs", *names], rows)
+    return grid(["times fewer FLOPs", *names], rows)
 
 
 def slope_table(result: dict[str, Any]) -> str:
@@ -161,7 +161,7 @@ def slope_table(result: dict[str, Any]) -> str:
         [name, *(f"{values[each] * 1000:.2f}" for each in tokens), f"{result['slopes'][name]:.2f}"]
         for name, values in times.items()
     ]
-    return _grid(["ms at tokens", *tokens, "slope"], rows) if rows else ""
+    return grid(["ms at tokens", *tokens, "slope"], rows) if rows else ""
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:
@@ -183,7 +183,7 @@ def markdown(result: dict[str, Any], picture: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with aligned columns, the first to the left and the others to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
 

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from tome_nodes.hosts.attention import weigh_attention
 from tome_nodes.hosts.comfyui import attach
+from tome_nodes.ops import reference
 
 BATCH, HEADS = 2, 4
 
@@ -36,9 +37,9 @@ def attention_to_repeated(q, k, v, sizes):
     return torch.stack(samples)
 
 
-def weighed(function, q, k, v, sizes, notes, options=None, **kwargs):
+def weighed(function, q, k, v, sizes, notes, options=None, ops=reference, **kwargs):
     log_sizes = sizes.log().to(q.dtype)
-    options = weigh_attention(options or {}, log_sizes, notes.append)
+    options = weigh_attention(options or {}, log_sizes, ops, notes.append)
     return function(q, k, v, HEADS, transformer_options=options, **kwargs)
 
 

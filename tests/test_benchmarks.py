@@ -400,3 +400,15 @@ def test_what_cannot_be_measured_is_refused(arguments, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command._arguments()
     assert f"{arguments[0]}" in capsys.readouterr().err
+
+
+def test_methods_are_chosen_by_name_with_their_ideals():
+    chosen_methods = command.chosen_methods
+    every = methods(0.5, "auto")
+    assert chosen_methods(every, ["all"]) == every
+    headline = chosen_methods(every, ["headline"])
+    assert 0 < len(headline) < len(every) and all(each.headline for each in headline)
+    names = [each.name for each in chosen_methods(every, ["ours window k,v", "tomesd all"])]
+    assert names == ["ideal all", "tomesd all", "ours window k,v"]
+    with pytest.raises(SystemExit, match="there is no tomes; it may be all, headline, or of ideal"):
+        chosen_methods(every, ["tomes"])

@@ -89,7 +89,7 @@ def test_names_order_and_defaults_are_those_of_tomesd():
     ours = inspect.signature(tome_nodes.apply_patch).parameters
     assert [*ours][: len(theirs)] == [*theirs]
     assert all(ours[name].default == theirs[name].default for name in theirs)
-    assert [*ours][len(theirs) :] == ["options"]
+    assert [*ours][len(theirs) :] == ["preset", "options"]
     assert [*inspect.signature(tome_nodes.remove_patch).parameters] == ["model"]
 
 

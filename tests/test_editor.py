@@ -60,10 +60,31 @@ def test_exports_of_the_opened_workflow_are_the_files(editor, file):
 def test_files_saved_before_the_later_inputs_were_added_are_the_same_graph(editor, file):
     graph = json.loads(text_of(file))
     (node,) = (node for node in graph["nodes"] if node["type"] == "ToMePatchModel")
-    del node["widgets_values"][FIRST_INPUTS:], node["inputs"][1 + FIRST_INPUTS :]
+    # The preset came after them, and is the second widget.
+    del node["widgets_values"][1]
+    del node["widgets_values"][FIRST_INPUTS:], node["inputs"][1:]
     editor.open(file.name, json.dumps(graph))
     assert editor.warnings() == []
-    assert editor.save_for_api() == text_of(WORKFLOWS / "api" / file.name)
+    expected = json.loads(text_of(WORKFLOWS / "api" / file.name))
+    expected[str(node["id"])]["inputs"]["preset"] = "custom"
+    assert json.loads(editor.save_for_api()) == expected
+
+
+def test_inputs_that_a_preset_decides_are_greyed_out(editor):
+    disabled = """preset => {
+        const node = app.rootGraph.nodes.find(node => node.type === 'ToMePatchModel')
+        const widget = node.widgets.find(widget => widget.name === 'preset')
+        if (preset) widget.setValue(preset, { e: {}, node, canvas: app.canvas })
+        return node.widgets.filter(widget => widget.disabled).map(widget => widget.name)
+    }"""
+    editor.open("tome_txt2img.json", text_of(WORKFLOWS / "tome_txt2img.json"))
+    page = editor.page
+    free = {"ratio", "preset", "seed", "start_percent", "end_percent", "backend"}
+    decided = set(page.evaluate(disabled, None))
+    assert "scope" in decided and not decided & free
+    assert page.evaluate(disabled, "custom") == []
+    assert set(page.evaluate(disabled, "fast")) == decided
+    assert editor.errors == []
 
 
 def test_nodes_are_found_by_searching_for_token_merging(editor):

@@ -21,7 +21,7 @@ from host import merging, relative_error, sample
 from tome_nodes.config import ToMeConfig
 from tome_nodes.grid import Grid
 from tome_nodes.hosts.comfyui import attach
-from tome_nodes.ops import fused, resolve
+from tome_nodes.ops import fused, reference, resolve
 from tome_nodes.picks import pick_per_cell, step_key
 from tome_nodes.plan import Plan
 from tome_nodes.strategies import make_strategy
@@ -180,6 +180,37 @@ def test_merged_keys_are_means_as_long_as_their_tokens(owners, channels, dtype):
     assert_close(keys.double().cpu(), expected, **close)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "channels"), [(1, 5), (3, 40), (2, 64)])
+def test_heads_are_widened_as_in_the_reference(heads, channels, dtype):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        surrounded(torch.randn(2, tokens, heads * channels, generator=generator).to(dtype))
+        for tokens in (13, 7, 7)
+    )
+    log_sizes = torch.randn(2, 7, generator=generator).to(dtype)
+    arguments = [x.to(DEVICE) for x in (q, k, v, log_sizes)], (heads, 1.25, 3.5)
+    expected = reference.widen(*arguments[0], *arguments[1])
+    for actual, whole in zip(fused.widen(*arguments[0], *arguments[1]), expected, strict=True):
+        assert actual.dtype == dtype
+        assert_close(actual, whole)
+
+
+def test_weighed_attention_launches_two_kernels_more():
+    from comfy.ldm.modules.attention import attention_flash
+
+    from tome_nodes.hosts.attention import weigh_attention
+
+    q, k, v = (torch.randn(1, tokens, 80, device=DEVICE) for tokens in (16, 8, 8))
+    options = weigh_attention({}, torch.zeros(1, 8, device=DEVICE), fused, lambda _: None)
+    counts = []
+    for more in ({}, {"transformer_options": options}):
+        with Launches() as launches:
+            attention_flash(q, k, v, 2, **more)
+        counts.append(launches.count)
+    assert counts[1] - counts[0] == len(["widen", "copy of the channels that count"])
+
+
 def test_wrong_input_is_named():
     plan = Plan.from_owners(torch.tensor([[0, 0, 2]], device=DEVICE), 2, fused)
     with pytest.raises(ValueError, match=r"x is \(1, 3, 4\) of torch.float64: it must be"):
@@ -200,6 +231,7 @@ def test_operators_are_registered_as_torch_wants_them():
         (fused.merge, (features, rows, members, starts)),
         (fused.merge_keys, (features, rows, members, starts)),
         (fused.add_change, (features, merged, 2 * merged, rows)),
+        (fused.widen, (features, merged, merged, log_sizes, 2, 1.5, 2.0)),
     ):
         checks = torch.library.opcheck(operator, arguments)
         assert set(checks.values()) == {"SUCCESS"}
@@ -225,7 +257,8 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         aliases = any(result.alias_info is not None for result in function._schema.returns)
-        self.count += not (aliases or function._schema.name.startswith("aten::empty"))
+        views = ("aten::empty", "aten::_unsafe_view")
+        self.count += not (aliases or function._schema.name.startswith(views))
         return function(*args, **(kwargs or {}))
 
 
@@ -332,8 +365,8 @@ from triton.compiler import ASTSource
 from tome_nodes.ops import kernels
 
 def compile(kernel, tokens, indices, **constants):
-    types = {**dict.fromkeys(tokens, f"*{dtype}"), **dict.fromkeys(indices, "*i64")}
-    types["log_sizes"] = "*fp32"
+    types = {"log_sizes": "*fp32", "scale": "fp32", "constant": "fp32"}
+    types |= {**dict.fromkeys(tokens, f"*{dtype}"), **dict.fromkeys(indices, "*i64")}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
@@ -355,6 +388,9 @@ for architecture in (80, 90):
             compile(kernels.merge_keys, ["x", "means", "keys"], plan, SLOTS=2, **padded)
         changed = ["x", "before", "after", "result"]
         compile(kernels.add_change, changed, plan, TOKENS=8, CHANNELS=64)
+        heads = dict(CHANNELS=40, WIDE=48, PADDED=64)
+        wide = [*"qkv", "wide_q", "wide_k", "wide_v", "log_sizes"]
+        compile(kernels.widen, wide, [], ROWS=8, **heads)
 """
 
 
@@ -371,5 +407,5 @@ def test_kernels_compile_for_gpus_that_are_not_there(tmp_path):
         f"{architecture} {dtype} {kernel} True"
         for architecture in (80, 90)
         for dtype in ("fp16", "bf16", "fp32")
-        for kernel in (*["match_windows"] * 2, "merge", *["merge_keys"] * 2, "add_change")
+        for kernel in (*["match_windows"] * 2, "merge", *["merge_keys"] * 2, "add_change", "widen")
     ]

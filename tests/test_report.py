@@ -119,13 +119,13 @@ def test_a_setting_that_cannot_do_more_gets_a_hint(run, settings, expected):
 def test_dear_matching_gets_a_hint_unless_it_is_the_cheapest(run):
     slow = replace(run.recording, seconds=1.0, overhead={"matching": 0.2})
     run = replace(run, recording=slow)
-    assert hint_for(run).startswith("matching takes much of the time; strategy window")
+    assert hint_for(run).startswith("matching takes much of the time; preset fast, or strategy")
     assert hint_for(with_settings(run, strategy="window", reuse_steps=1)) is None
 
 
 def test_models_whose_time_is_elsewhere_get_a_hint(run):
     deeper = replace(run, shallowest=2, recording=None)
-    assert "scope stack saves most" in hint_for(deeper)
+    assert "scope stack, saves most" in hint_for(deeper)
     for better in ({"scope": "stack"}, {"merge_mlp": True}):
         assert hint_for(with_settings(deeper, **better)) is None
 

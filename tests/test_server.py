@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from tome_nodes.config import ToMeConfig
+from tome_nodes.presets import PRESETS
 from tools.server import ExecutionFailed, PromptRejected
 
 PLAIN = ["loader", 0]
@@ -96,18 +97,20 @@ def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
     inputs = info["ToMePatchModel"]["input"]
     assert list(inputs["required"]) == ["model"]
     assert list(inputs["optional"]) == [
-        *("ratio", "max_downsample", "merge_attn", "merge_crossattn", "merge_mlp"),
+        *("ratio", "preset", "max_downsample", "merge_attn", "merge_crossattn", "merge_mlp"),
         *("sx", "sy", "use_rand", "seed", "start_percent", "end_percent"),
         *("strategy", "scope", "attn_tokens", "reuse_steps", "ratio_end", "min_tokens", "backend"),
         *("kv_ratio", "proportional_attn"),
     ]
-    assert set(inputs["optional"]) == {field.name for field in fields(ToMeConfig)}
+    assert set(inputs["optional"]) == {field.name for field in fields(ToMeConfig)} | {"preset"}
     for name, (_, options) in inputs["optional"].items():
-        assert options["default"] == getattr(ToMeConfig(), name)
+        default = "balanced" if name == "preset" else getattr(ToMeConfig(), name)
+        assert options["default"] == default
         assert options["tooltip"].endswith(".")
+    assert inputs["optional"]["preset"][1]["options"] == [*PRESETS, "custom"]
     assert "1 - 1/(sx*sy)" in inputs["optional"]["ratio"][1]["tooltip"]
     advanced = [name for name, (_, o) in inputs["optional"].items() if o.get("advanced")]
-    assert advanced == list(inputs["optional"])[5:]
+    assert advanced == list(inputs["optional"])[6:]
 
 
 def test_model_alone_is_enough(server, pixels):

@@ -9,6 +9,7 @@ from comfy_api.latest import ComfyExtension, io, ui
 from . import report
 from .config import CHOICES, MAX_DOWNSAMPLE_CHOICES, RANGES, ToMeConfig
 from .hosts import comfyui, workflow
+from .presets import CUSTOM, PRESETS, settings_of
 from .report import VIEWS
 
 _DEFAULTS = ToMeConfig()
@@ -54,9 +55,15 @@ def _choice(name: str, tooltip: str) -> io.Input:
     )
 
 
-def _config(max_downsample: str = str(_DEFAULTS.max_downsample), **settings: Any) -> ToMeConfig:
+def _config(
+    # Not the default of the input: a file from before there were presets says none.
+    preset: str = CUSTOM,
+    max_downsample: str = str(_DEFAULTS.max_downsample),
+    **settings: Any,
+) -> ToMeConfig:
     choices = {str(choice): choice for choice in MAX_DOWNSAMPLE_CHOICES}
-    return ToMeConfig(max_downsample=choices.get(max_downsample, max_downsample), **settings)
+    settings["max_downsample"] = choices.get(max_downsample, max_downsample)
+    return ToMeConfig(**settings_of(preset, settings))
 
 
 class ToMePatchModel(io.ComfyNode):
@@ -87,6 +94,17 @@ class ToMePatchModel(io.ComfyNode):
                     "0 is exactly the unpatched model. Capped at 1 - 1/(sx*sy), which is 0.75 for "
                     "2x2 cells: a higher ratio merges no more than that.",
                     step=0.05,
+                ),
+                io.Combo.Input(
+                    "preset",
+                    options=[*PRESETS, CUSTOM],
+                    default="balanced",
+                    optional=True,
+                    tooltip="How to merge. quality: keys and values only, matched over the whole "
+                    "map. balanced: the same within windows, faster at large sizes. fast: whole "
+                    "blocks on merged tokens; what to take for SDXL. paper: as tomesd does it. "
+                    "custom: as the inputs below say, which count for nothing otherwise, but for "
+                    "seed, start_percent, end_percent and backend.",
                 ),
                 io.Combo.Input(
                     "max_downsample",
@@ -258,11 +276,13 @@ class ToMePatchModel(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
         node = workflow.running_node()
-        watchers = node and {
-            "on_step": partial(workflow.show_text, node),
-            "wants_details": partial(workflow.feeds, node, "ToMeReport", "model"),
-        }
-        return io.NodeOutput(comfyui.attach(model, _config(**settings), **(watchers or {})))
+        in_workflow = {}
+        if node is not None:
+            in_workflow = {
+                "on_step": partial(workflow.show_text, node),
+                "wants_details": partial(workflow.feeds, node, "ToMeReport", "model"),
+            }
+        return io.NodeOutput(comfyui.attach(model, _config(**settings), **in_workflow))
 
 
 class ToMeRemovePatch(io.ComfyNode):

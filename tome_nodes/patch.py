@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .config import ToMeConfig
+from .presets import CUSTOM, settings_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +30,8 @@ def apply_patch(
     merge_attn: bool = True,
     merge_crossattn: bool = False,
     merge_mlp: bool = False,
+    *,
+    preset: str = CUSTOM,
     **options: Any,
 ) -> Model:
     """Merge tokens in a model, in place, from its next call on.
@@ -51,6 +54,8 @@ def apply_patch(
         merge_attn: merge the tokens that enter self-attention.
         merge_crossattn: merge the tokens that enter cross-attention.
         merge_mlp: merge the tokens that enter the feed-forward network.
+        preset: one of :data:`tome_nodes.presets.PRESETS` decides all options that are not free in
+            it, whatever is given for them; ``custom`` none.
         options: the other options of :class:`tome_nodes.config.ToMeConfig`, with its defaults, but
             for ``min_tokens``, which is 1, and ``proportional_attn``, which is off: as in tomesd,
             feature maps of any size merge, and a merged key weighs as one token. Percents and the
@@ -68,19 +73,21 @@ def apply_patch(
     unknown = [name for name in options if name not in known]
     if unknown:
         raise TypeError(
-            f"apply_patch has no option {', '.join(unknown)}; it has {', '.join(known)}"
+            f"apply_patch has no option {', '.join(unknown)}; it has {', '.join(known)}, preset"
         )
-    config = ToMeConfig(
-        ratio=ratio,
-        max_downsample=max_downsample,
-        sx=sx,
-        sy=sy,
-        use_rand=use_rand,
-        merge_attn=merge_attn,
-        merge_crossattn=merge_crossattn,
-        merge_mlp=merge_mlp,
-        **{**_AS_TOMESD, **options},
-    )
+    settings = {
+        "ratio": ratio,
+        "max_downsample": max_downsample,
+        "sx": sx,
+        "sy": sy,
+        "use_rand": use_rand,
+        "merge_attn": merge_attn,
+        "merge_crossattn": merge_crossattn,
+        "merge_mlp": merge_mlp,
+        **_AS_TOMESD,
+        **options,
+    }
+    config = ToMeConfig(**settings_of(preset, settings))
     unet, timesteps, attachment_class = _find_unet(model)
     attachment_class(config, timesteps).attach(unet)
     return model

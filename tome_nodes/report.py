@@ -120,11 +120,14 @@ def hint_for(run: LastRun) -> str | None:
         and times["matching"] > _MUCH * run.recording.seconds
         and (config.strategy != "window" or config.reuse_steps == 0)
     ):
-        return "matching takes much of the time; strategy window and reuse_steps 1 take less."
+        return (
+            "matching takes much of the time; preset fast, or strategy window with reuse_steps 1, "
+            "takes less."
+        )
     if run.shallowest > 1 and config.scope == "module" and not config.merge_mlp:
         return (
-            "little of this model's time is in self-attention; scope stack saves most, and "
-            "merge_mlp some."
+            "little of this model's time is in self-attention; preset fast, or scope stack, saves "
+            "most, and merge_mlp some."
         )
     return None
 

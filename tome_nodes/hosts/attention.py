@@ -8,10 +8,12 @@ first and may do what it likes.
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
+
+from ..ops.reference import FURTHER
 
 _OVERRIDE = "optimized_attention_override"
 
@@ -20,24 +22,24 @@ _TAKE_BIAS = frozenset({"attention_basic", "attention_split", "attention_sub_qua
 # Those that have no bias, or leave their fast path for one.
 _TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})
 
-# Head dimensions are to be multiples of this for the fast path.
-_CHANNELS = 8
-
 Note = Callable[[str | None], None]
 
 
-def weigh_attention(options: dict[str, Any], log_sizes: Tensor, note: Note) -> dict[str, Any]:
+def weigh_attention(
+    options: dict[str, Any], log_sizes: Tensor, ops: ModuleType, note: Note
+) -> dict[str, Any]:
     """Transformer options under which an attention adds ``log_sizes`` to its logits.
 
     Args:
         options: the transformer options otherwise; another node's override in them stays in effect.
         log_sizes: ``[batch, keys]`` of the dtype of queries and keys.
+        ops: the operations of the backend.
         note: told None once the logits were weighed, or why they could not be.
     """
     theirs = options.get(_OVERRIDE)
 
     def override(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        weighed = partial(_weighed, func, log_sizes, note)
+        weighed = partial(_weighed, func, log_sizes, ops, note)
         if theirs is None:
             return weighed(*args, **kwargs)
         return theirs(weighed, *args, **kwargs)
@@ -48,6 +50,7 @@ def weigh_attention(options: dict[str, Any], log_sizes: Tensor, note: Note) -> d
 def _weighed(
     func: Callable[..., Tensor],
     log_sizes: Tensor,
+    ops: ModuleType,
     note: Note,
     q: Tensor,
     k: Tensor,
@@ -66,7 +69,7 @@ def _weighed(
         note("another node changes how the attention is called")
     elif fused:
         note(None)
-        return _in_channels(func, log_sizes, q, k, v, heads, **kwargs)
+        return _in_channels(func, log_sizes, ops, q, k, v, heads, **kwargs)
     elif name in _TAKE_BIAS or name == "attention_pytorch":
         note(None)
         return func(q, k, v, heads, mask=log_sizes[:, None, None], **kwargs)
@@ -78,6 +81,7 @@ def _weighed(
 def _in_channels(
     func: Callable[..., Tensor],
     log_sizes: Tensor,
+    ops: ModuleType,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -87,23 +91,15 @@ def _in_channels(
 ) -> Tensor:
     """Attention whose logits gain ``log_sizes`` through further channels of queries and keys.
 
-    One more channel holds a constant in the queries and ``log_sizes`` in the keys; it is padded
-    with zeros in the keys. Queries are scaled such that ``func``, which divides the logits by the
-    root of the head dimension, divides them by that of the head dimension as it was.
+    Queries are scaled such that ``func``, which divides the logits by the root of the head
+    dimension, divides them by that of the head dimension as it was.
     """
     channels = q.shape[2] // heads
-    wider = channels + _CHANNELS
-    q, k, v = (x.unflatten(2, (heads, channels)) for x in (q, k, v))
-    scale = (wider / channels) ** 0.5
+    wider = channels + FURTHER
     if "scale" in kwargs:
-        constant, scale = 1 / kwargs["scale"], 1.0
+        scale, constant = 1.0, 1 / kwargs["scale"]
     else:
-        constant = wider**0.5
-    logs = log_sizes[:, :, None, None].expand(-1, -1, heads, 1)
-    q = F.pad(q * scale, (0, _CHANNELS), value=constant)
-    k = F.pad(k, (0, _CHANNELS))
-    k[..., channels : channels + 1] = logs
-    v = F.pad(v, (0, _CHANNELS))
-    out = func(q.flatten(2), k.flatten(2), v.flatten(2), heads, **kwargs)
-    out = out.unflatten(2, (heads, wider))[..., :channels]
+        scale, constant = (wider / channels) ** 0.5, wider**0.5
+    q, k, v = ops.widen(q, k, v, log_sizes, heads, scale, constant)
+    out = func(q, k, v, heads, **kwargs).unflatten(2, (heads, wider))[..., :channels]
     return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)

@@ -388,7 +388,8 @@ class _Block(MergedBlock):
     def weigh_keys(self, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
         self.unweighted = "another node replaces the attention function"
         options = kwargs.get("transformer_options") or {}
-        weighed = weigh_attention(options, log_sizes, self._note_unweighted)
+        ops = self.stack.unet.engine.ops
+        weighed = weigh_attention(options, log_sizes, ops, self._note_unweighted)
         return kwargs | {"transformer_options": weighed}
 
     def _note_unweighted(self, reason: str | None) -> None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 
 from ..config import ToMeConfig
 from ..grid import Grid
-from ..ops import resolve
+from ..ops import operations, resolve
 from ..schedule import least_tokens
 from ..strategies import Strategy
 
@@ -21,6 +22,7 @@ class Engine:
         least_tokens: what a feature map must have to be merged.
         pays_from: what it must have for merging to pay, whatever the settings ask for.
         backend: ``torch`` or ``triton``.
+        ops: the operations of the backend.
         no_triton: why it is not Triton, where that could be expected.
         lacks: what the device answers since it cannot merge at all, None where it can.
     """
@@ -29,6 +31,7 @@ class Engine:
     least_tokens: int
     pays_from: int
     backend: str
+    ops: ModuleType
     no_triton: str | None
     lacks: str | None
 
@@ -54,17 +57,19 @@ def make_engine(
     """
     backend, no_triton = resolve(config.backend, device, dtype)
     strategy = make_strategy(replace(config, backend=backend))
-    lacks = missing_operation(strategy, device, dtype)
+    lacks = missing_operation(strategy, operations(backend), device, dtype)
     if lacks is not None and backend == "triton":
         backend, no_triton = "torch", lacks
         strategy = make_strategy(replace(config, backend=backend))
-        lacks = missing_operation(strategy, device, dtype)
+        lacks = missing_operation(strategy, operations(backend), device, dtype)
     least = least_tokens(config, device.type, backend)
     pays_from = least_tokens(replace(config, min_tokens=0), device.type, backend)
-    return Engine(strategy, least, pays_from, backend, no_triton, lacks)
+    return Engine(strategy, least, pays_from, backend, operations(backend), no_triton, lacks)
 
 
-def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dtype) -> str | None:
+def missing_operation(
+    strategy: Strategy, ops: ModuleType, device: torch.device, dtype: torch.dtype
+) -> str | None:
     """What the device answers when it cannot run an operation of merging, None when it can."""
     # The largest cells are 8 tokens high and wide.
     grid = Grid(16, 16)
@@ -76,6 +81,7 @@ def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dty
         plan.merge(features)
         plan.unmerge(merged)
         plan.add_change(features, merged, merged)
+        ops.widen(features, merged, merged, merged[:, :, 0], 1, 1.0, 1.0)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -9,9 +9,9 @@ import triton
 from torch import Tensor
 
 from . import kernels
-from .reference import unmerge
+from .reference import FURTHER, unmerge
 
-__all__ = ["add_change", "match_windows", "merge", "merge_keys", "unmerge"]
+__all__ = ["add_change", "match_windows", "merge", "merge_keys", "unmerge", "widen"]
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """What the kernels can add up and compare in float32."""
@@ -218,3 +218,43 @@ def add_change(x: Tensor, before: Tensor, after: Tensor, rows: Tensor) -> Tensor
 @add_change.register_fake
 def _(x, before, after, rows):
     return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("tome_nodes::widen", mutates_args=())
+def widen(
+    q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, heads: int, scale: float, constant: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads with further channels; see :func:`tome_nodes.ops.reference.widen`."""
+    for x, name in ((q, "q"), (k, "k"), (v, "v")):
+        _require(x, name)
+    channels = q.shape[2] // heads
+    wide = channels + FURTHER
+    results = tuple(
+        torch.empty(*x.shape[:2], heads * wide, dtype=x.dtype, device=x.device) for x in (q, k, v)
+    )
+    rows = [x.shape[0] * x.shape[1] for x in (q, k)]
+    blocks = [-(-count // _ROWS) for count in rows]
+    with torch.cuda.device_of(q):
+        kernels.widen[(blocks[0] + 2 * blocks[1], heads)](
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            log_sizes.contiguous(),
+            *results,
+            *rows,
+            *blocks,
+            heads,
+            scale,
+            constant,
+            ROWS=_ROWS,
+            CHANNELS=channels,
+            WIDE=wide,
+            PADDED=_padded(wide),
+            num_warps=_WARPS,
+        )
+    return results
+
+
+@widen.register_fake
+def _(q, k, v, log_sizes, heads, scale, constant):
+    return tuple(x.new_empty(*x.shape[:2], x.shape[2] + heads * FURTHER) for x in (q, k, v))

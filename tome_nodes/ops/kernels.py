@@ -323,3 +323,62 @@ def add_change(
         value.to(result.dtype.element_ty),
         mask=mask,
     )
+
+
+@triton.jit
+def widen(
+    q,
+    k,
+    v,
+    log_sizes,
+    wide_q,
+    wide_k,
+    wide_v,
+    query_rows,
+    key_rows,
+    query_blocks,
+    key_blocks,
+    heads,
+    scale,
+    constant,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """``ROWS`` tokens of one head of queries, keys or values, with ``WIDE`` channels, not fewer.
+
+    Programs are blocks of queries, then of keys, then of values, by heads; all are contiguous.
+    """
+    program = tl.program_id(0)
+    head = tl.program_id(1)
+    channel = tl.arange(0, PADDED)
+    own = channel < CHANNELS
+    lane = tl.arange(0, ROWS)
+    if program < query_blocks:
+        row = (program * ROWS + lane).to(tl.int64)
+        is_row = row < query_rows
+        place = (row * heads + head)[:, None]
+        mask = is_row[:, None] & own[None, :]
+        x = tl.load(q + place * CHANNELS + channel[None, :], mask=mask, other=0.0)
+        x = tl.where(own[None, :], x.to(tl.float32) * scale, constant).to(wide_q.dtype.element_ty)
+        mask = is_row[:, None] & (channel < WIDE)[None, :]
+        tl.store(wide_q + place * WIDE + channel[None, :], x, mask=mask)
+    elif program < query_blocks + key_blocks:
+        row = ((program - query_blocks) * ROWS + lane).to(tl.int64)
+        is_row = row < key_rows
+        place = (row * heads + head)[:, None]
+        mask = is_row[:, None] & own[None, :]
+        x = tl.load(k + place * CHANNELS + channel[None, :], mask=mask, other=0.0)
+        logs = tl.load(log_sizes + row, mask=is_row, other=0.0)
+        x = tl.where(channel[None, :] == CHANNELS, logs[:, None], x)
+        mask = is_row[:, None] & (channel < WIDE)[None, :]
+        tl.store(wide_k + place * WIDE + channel[None, :], x, mask=mask)
+    else:
+        row = ((program - query_blocks - key_blocks) * ROWS + lane).to(tl.int64)
+        is_row = row < key_rows
+        place = (row * heads + head)[:, None]
+        mask = is_row[:, None] & own[None, :]
+        x = tl.load(v + place * CHANNELS + channel[None, :], mask=mask, other=0.0)
+        mask = is_row[:, None] & (channel < WIDE)[None, :]
+        tl.store(wide_v + place * WIDE + channel[None, :], x, mask=mask)

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FURTHER = 8
+"""Channels that :func:`widen` adds: attention's fast path wants heads of a multiple of this."""
+
 # Devices whose embedding_bag sums each slot in a fixed order, without atomics.
 _BAG_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 
@@ -68,3 +71,28 @@ def add_change(x: Tensor, before: Tensor, after: Tensor, rows: Tensor) -> Tensor
         ``[batch, tokens, channels]``, ``x + unmerge(after - before)``.
     """
     return x + unmerge(after - before, rows)
+
+
+def widen(
+    q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, heads: int, scale: float, constant: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads with further channels through which each logit gains ``constant`` times a log size.
+
+    Args:
+        q: ``[batch, queries, heads * channels]``; scaled by ``scale``, ``constant`` in the further
+            channels.
+        k: ``[batch, keys, heads * channels]``; ``log_sizes`` in the first further channel.
+        v: the same; the further channels are 0.
+        log_sizes: ``[batch, keys]`` of the dtype of ``k``.
+        heads: number of heads.
+        scale: for the channels of the queries.
+        constant: see ``q``.
+
+    Returns:
+        The three with :data:`FURTHER` more channels in each head.
+    """
+    q, k, v = (x.unflatten(2, (heads, -1)) for x in (q, k, v))
+    logs = log_sizes[:, :, None, None].expand(-1, -1, heads, 1)
+    q = F.pad(q * scale, (0, FURTHER), value=constant)
+    k = F.pad(torch.cat([k, logs], 3), (0, FURTHER - 1))
+    return q.flatten(2), k.flatten(2), F.pad(v, (0, FURTHER)).flatten(2)

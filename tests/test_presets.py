@@ -1,0 +1,71 @@
+"""Presets: what each decides, and what it leaves to the other inputs."""
+
+import pytest
+from host import relative_error, sample
+
+from tome_nodes.config import ToMeConfig
+from tome_nodes.hosts.comfyui import attach
+from tome_nodes.nodes import ToMePatchModel
+from tome_nodes.presets import CUSTOM, PRESETS, settings_of
+
+SIZE = {"size": (16, 16), "steps": 2}
+"""A map of 256 tokens, which is enough to pay on a CPU."""
+
+
+def patched(model, **inputs):
+    return ToMePatchModel.execute(model, **inputs)[0]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_decides_all_but_what_is_free(preset):
+    free = {"ratio": 0.3, "seed": 7, "start_percent": 0.1, "end_percent": 0.9, "backend": "torch"}
+    others = {"scope": "block", "strategy": "cluster", "sx": 5, "merge_mlp": True, "kv_ratio": 0.1}
+    config = ToMeConfig(**settings_of(preset, {**free, **others}))
+    assert config == ToMeConfig(**free, **PRESETS[preset])
+    for name, value in others.items():
+        assert getattr(config, name) != value
+
+
+def test_custom_decides_nothing():
+    given = {"ratio": 0.3, "scope": "block"}
+    assert settings_of(CUSTOM, given) == given
+
+
+def test_an_unknown_preset_is_named():
+    with pytest.raises(ValueError, match=r"preset='best' is not allowed: it must be one of .*fast"):
+        settings_of("best", {})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_node_runs_the_preset(sd15, preset):
+    expected = sample(attach(sd15, ToMeConfig(ratio=0.4, **PRESETS[preset])), **SIZE)
+    actual = sample(patched(sd15, ratio=0.4, preset=preset, sx=8, merge_mlp=True), **SIZE)
+    assert relative_error(actual, expected) == 0
+    plain = sample(patched(sd15, ratio=0.4, sx=8, merge_mlp=True), **SIZE)
+    assert relative_error(actual, plain) > 1e-3
+
+
+def test_a_graph_from_before_there_were_presets_counts_its_inputs(sd15):
+    settings = {"ratio": 0.6, "scope": "block", "merge_mlp": True}
+    expected = sample(attach(sd15, ToMeConfig(**settings)), **SIZE)
+    assert relative_error(sample(patched(sd15, **settings), **SIZE), expected) == 0
+
+
+def test_presets_are_ordered_by_likeness(sd15):
+    plain = sample(sd15, **SIZE)
+    errors = {
+        preset: relative_error(sample(patched(sd15, preset=preset), **SIZE), plain)
+        for preset in PRESETS
+    }
+    assert 0 < errors["quality"] < errors["balanced"] < errors["paper"] < errors["fast"]
+
+
+def test_apply_patch_takes_a_preset():
+    from pipelines import make_unet
+
+    import tome_nodes
+
+    unet = make_unet("one_level")
+    with pytest.raises(ValueError, match="preset='best'"):
+        tome_nodes.apply_patch(unet, preset="best")
+    assert tome_nodes.apply_patch(unet, preset="fast", scope="module") is unet
