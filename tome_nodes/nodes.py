@@ -277,11 +277,13 @@ class ToMePatchModel(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
         node = workflow.running_node()
-        watchers = node and {
-            "on_step": partial(workflow.show_text, node),
-            "wants_details": partial(workflow.feeds, node, "ToMeReport", "model"),
-        }
-        return io.NodeOutput(comfyui.attach(model, _config(**settings), **(watchers or {})))
+        in_workflow = {}
+        if node is not None:
+            in_workflow = {
+                "on_step": partial(workflow.show_text, node),
+                "wants_details": partial(workflow.feeds, node, "ToMeReport", "model"),
+            }
+        return io.NodeOutput(comfyui.attach(model, _config(**settings), **in_workflow))
 
 
 class ToMeRemovePatch(io.ComfyNode):
