@@ -149,14 +149,11 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
         "ours balanced 0.5, one plan": ours(reuse_steps=1, **keys, **window),
         "ours balanced 0.5, MLP too": ours(merge_mlp=True, **keys, **window),
         "ours fast 0.5": preset("fast"),
-        "ours fast 0.7 to 0.3": ours(
-            ratio=0.7, ratio_end=0.3, scope="stack", reuse_steps=1, **window
-        ),
     }
 
 
-ONLY_OVER_STEPS = frozenset({"ours fast 0.7 to 0.3", "ours balanced 0.5, one plan"})
-"""Methods whose settings differ from those of another only over a whole sampling run."""
+ONLY_OF_BLOCKS = frozenset({"ours balanced 0.5, one plan"})
+"""Methods that differ from another only in a model of several blocks."""
 
 
 def judge_features(repeats: int) -> dict[str, Any]:
@@ -170,7 +167,7 @@ def judge_features(repeats: int) -> dict[str, Any]:
         patched = {
             name: patch(judge.model)
             for name, patch in methods().items()
-            if name not in ONLY_OVER_STEPS
+            if name not in ONLY_OF_BLOCKS
         }
         errors = {name: judge.errors(each) for name, each in patched.items()}
         for name, levels in errors.items():
