@@ -250,7 +250,7 @@ def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, server):
 
 
 def test_widgets_change_with_the_mouse(editor):
-    editor.open("small.json", json.dumps(small_graph()))
+    editor.open("small.json", json.dumps(small_graph(preset="custom")))
     editor.look_at(*CORNER)
     before = patch_inputs(editor)
     for name in "ratio", "max_downsample", "merge_mlp", "sx", "strategy", "proportional_attn":
@@ -267,7 +267,7 @@ def test_widgets_change_with_the_mouse(editor):
 
 def test_widgets_change_with_the_mouse_in_nodes_2(nodes_2_editor):
     editor = nodes_2_editor
-    editor.open("small.json", json.dumps(small_graph()))
+    editor.open("small.json", json.dumps(small_graph(preset="custom")))
     before = patch_inputs(editor)
     node = editor.node(PATCH_TYPE)
     widgets = node.get_by_test_id("node-widget")
