@@ -145,8 +145,8 @@ class _Attachment:
         config: ToMeConfig,
         make_strategy: Callable[[ToMeConfig], Strategy],
         blocks_by_level: dict[int, int],
-        on_step: Callable[[str], None] | None,
-        wants_details: Callable[[], bool] | None,
+        on_step: Callable[[str], None] | None = None,
+        wants_details: Callable[[], bool] | None = None,
     ):
         self.config = config
         self.make_strategy = make_strategy
