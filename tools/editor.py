@@ -62,6 +62,9 @@ THUMBNAIL_WIDTH = 800
 # Clear of the editor's bars, which lie over the canvas.
 THUMBNAIL_CORNER = {"x": 100, "y": 110}
 
+# The front end's own, now and then, where it takes down one view while another comes up.
+HOSTS_OWN_ERROR = "Failed to execute 'removeChild' on 'Node'"
+
 IS_READY = "() => window.app?.vueAppReady && !window.app.extensionManager.spinner"
 LOOK = """([x, y, scale]) => {
     app.canvas.ds.scale = scale
@@ -128,7 +131,7 @@ class Editor:
         self.errors: list[str] = []
         self._search_box = page.get_by_role("combobox", name="Add a node")
         page.on("console", self._note)
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("pageerror", self._note_thrown)
 
     def open(self, name: str, text: str) -> None:
         """Open a workflow file of this name and text, as File > Open does."""
@@ -245,8 +248,12 @@ class Editor:
             "async part => JSON.stringify((await app.graphToPrompt())[part], null, 2)", part
         )
 
+    def _note_thrown(self, error: Exception) -> None:
+        if HOSTS_OWN_ERROR not in str(error):
+            self.errors.append(str(error))
+
     def _note(self, message: ConsoleMessage) -> None:
-        if message.type == "error":
+        if message.type == "error" and HOSTS_OWN_ERROR not in message.text:
             self.errors.append(f"{message.text} ({message.location['url']})")
 
 
