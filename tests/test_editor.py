@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 from PIL import Image
-from playwright.sync_api import expect
+from playwright.sync_api import TimeoutError, expect
 
 from tools.editor import (
     HAS_NODES,
@@ -162,6 +162,14 @@ def patch_inputs(editor):
     return inputs
 
 
+def width_of_image(editor):
+    """Of the saved image in pixels, once it is shown."""
+    try:
+        return editor.page.wait_for_function(IMAGE_IS_SHOWN).json_value()
+    except TimeoutError as error:
+        raise AssertionError([*editor.warnings(), *editor.errors]) from error
+
+
 @every_workflow
 def test_workflow_opens_without_a_warning_or_an_error(editor, file):
     editor.open(file.name, text_of(file))
@@ -243,8 +251,7 @@ def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, server):
 
     read = len(server.log)
     editor.run()
-    editor.page.wait_for_function(IMAGE_IS_SHOWN)
-    assert editor.page.evaluate(IMAGE_IS_SHOWN) == 64
+    assert width_of_image(editor) == 64
     assert re.search(r"\[ToMe\] .*2/2 steps|\[ToMe\] nothing merged", server.log[read:])
     assert editor.warnings() == editor.errors == []
 
@@ -329,7 +336,7 @@ def test_generated_image_brings_its_workflow_back(editor, server):
     before = api_graph(editor)
     with editor.page.expect_response("**/api/prompt") as queued:
         editor.run()
-    editor.page.wait_for_function(IMAGE_IS_SHOWN)
+    assert width_of_image(editor) == 64
     number = queued.value.json()["prompt_id"]
     (png,) = server.images(server.get(f"/history/{number}")[number])
     editor.drop("picture.png", "image/png", png)
@@ -418,8 +425,7 @@ def test_blueprint_is_placed_wired_and_run(fresh_editor):
     ratios = [inputs["ratio"] for kind, inputs in api_graph(editor).values() if kind == PATCH_TYPE]
     assert sorted(ratios) == [0.5, 0.6]
     editor.run()
-    editor.page.wait_for_function(IMAGE_IS_SHOWN)
-    assert editor.page.evaluate(IMAGE_IS_SHOWN) == 128
+    assert width_of_image(editor) == 128
     assert editor.warnings() == editor.errors == []
 
 

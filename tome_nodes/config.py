@@ -104,10 +104,8 @@ class ToMeConfig:
     proportional_attn: bool = True
 
     def __post_init__(self) -> None:
-        for name in (
-            *("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"),
-            "proportional_attn",
-        ):
+        switches = ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp", "proportional_attn")
+        for name in switches:
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r} is not allowed: it must be true or false")
         for name in ("sx", "sy", "seed", "reuse_steps", "min_tokens"):

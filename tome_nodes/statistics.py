@@ -59,10 +59,19 @@ class RunStatistics:
     def merged_anything(self) -> bool:
         return bool(self._merged)
 
-    @property
-    def most_common_reason(self) -> str | None:
-        """The reason noted most often, None when there is none."""
-        return self._reasons.most_common(1)[0][0] if self._reasons else None
+    def obstacle(self, max_downsample: int, shallowest: int) -> str:
+        """Why nothing was merged: the reason noted most often, or that no level was to merge.
+
+        Args:
+            max_downsample: how many times smaller than the latent a merged level may be.
+            shallowest: how many times smaller the largest level of the model is.
+        """
+        if self._reasons:
+            return self._reasons.most_common(1)[0][0]
+        return (
+            f"max_downsample={max_downsample} leaves out every transformer block: this model's "
+            f"begin at {shallowest}; set it to auto"
+        )
 
     def summary(self) -> str:
         """Such as ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps``."""

@@ -36,9 +36,10 @@ MODELS = (
 # A file of this name is in the input folder of every new ComfyUI; here it is our own picture.
 INPUT = "input/example.png"
 
-# No news, no question for a file name, no mini map, no side panel, and text at every zoom. A new
-# user who follows a link to a template is shown that alone; others also get a default workflow with
-# its warnings. The server keeps what one profile sets, so what any sets is here.
+# No news, no question for a file name, no mini map, no side panel, text at every zoom, and a graph
+# that stays where it is while a link is dragged near an edge. A new user who follows a link to a
+# template is shown that alone; others also get a default workflow with its warnings. The server
+# keeps what one profile sets, so what any sets is here.
 SETTINGS = {
     "Comfy.Locale": "en",
     "Comfy.VueNodes.Enabled": False,
@@ -48,6 +49,7 @@ SETTINGS = {
     "Comfy.PromptFilename": False,
     "Comfy.Minimap.Visible": False,
     "LiteGraph.Canvas.MinFontSizeForLOD": 0,
+    "Comfy.Graph.AutoPanSpeed": 0,
 }
 
 ARGUMENTS = [
@@ -88,6 +90,13 @@ SLOT = """([type, side, name]) => {
         at: [...(isInput ? node.getInputPos(index) : node.getOutputPos(index))],
         isElement: app.extensionManager.setting.get('Comfy.VueNodes.Enabled'),
     }
+}"""
+IS_LINKED = """([source, output, target, name]) => {
+    const { nodes, links } = app.rootGraph
+    const { inputs } = nodes.find(node => node.type === target)
+    const { origin_id, origin_slot } = links.get(inputs.find(slot => slot.name === name).link) ?? {}
+    const origin = nodes.find(node => node.id === origin_id)
+    return origin?.type === source && origin.outputs[origin_slot].name === output
 }"""
 WIDGET = """([type, name]) => {
     const node = app.rootGraph.nodes.find(node => node.type === type)
@@ -186,7 +195,7 @@ class Editor:
         self.page.mouse.down()
         self._move_to_slot(target, "inputs", name)
         self.page.mouse.up()
-        self.page.evaluate(TWO_FRAMES)
+        self.page.wait_for_function(IS_LINKED, arg=[source, output, target, name])
 
     def step_up(self, kind: str, name: str) -> None:
         """Click the right end of a widget: a number grows, a choice moves on, a switch flips."""

@@ -17,8 +17,10 @@ from ..ops.reference import FURTHER
 
 _OVERRIDE = "optimized_attention_override"
 
-# Attention functions of the host that add a bias at no cost.
-_TAKE_BIAS = frozenset({"attention_basic", "attention_split", "attention_sub_quad"})
+# Attention functions of the host that add a bias at little cost.
+_TAKE_BIAS = frozenset(
+    {"attention_basic", "attention_split", "attention_sub_quad", "attention_pytorch"}
+)
 # Those that have no bias, or leave their fast path for one.
 _TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})
 
@@ -70,7 +72,7 @@ def _weighed(
     elif fused:
         note(None)
         return _in_channels(func, log_sizes, ops, q, k, v, heads, **kwargs)
-    elif name in _TAKE_BIAS or name == "attention_pytorch":
+    elif name in _TAKE_BIAS:
         note(None)
         return func(q, k, v, heads, mask=log_sizes[:, None, None], **kwargs)
     else:

@@ -325,6 +325,14 @@ class MergedBlock:
         log_sizes = plan.log_sizes
         return kwargs if log_sizes is None else self.weigh_keys(kwargs, log_sizes.to(x.dtype))
 
+    def _takes(self, plan: AnyPlan, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether a module called with ``x`` can run under the plan; noted either way."""
+        if self.is_masked(kwargs) or not plan.fits(x):
+            self.reason = self.attention_masked
+            return False
+        self.slots_used = (x.shape[1], plan.slot_count)
+        return True
+
     def _run_block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         config, stack = self.stack.unet.config, self.stack
 
@@ -364,10 +372,8 @@ class MergedBlock:
             plan = self.plan
             if plan is None:
                 return forward(x, *args, **kwargs)
-            if self.is_masked(kwargs) or not plan.fits(x):
-                self.reason = self.attention_masked
+            if not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)
-            self.slots_used = (x.shape[1], plan.slot_count)
             return run_on_merged(forward, plan, x, *args, **kwargs)
 
         return module_forward
@@ -388,10 +394,8 @@ class MergedBlock:
             plan = keys if queries is None else queries
             if plan is None:
                 return forward(x, *args, **kwargs)
-            if self.is_masked(kwargs) or not plan.fits(x):
-                self.reason = self.attention_masked
+            if not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)
-            self.slots_used = (x.shape[1], plan.slot_count)
             return self_attention_on_merged(forward, queries, keys, x, *args, weigh=weigh, **kwargs)
 
         return attention_forward

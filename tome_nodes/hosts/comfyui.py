@@ -233,7 +233,7 @@ class _Run:
                 f"start_percent={config.start_percent} to end_percent={config.end_percent} "
                 "covers no step of this run"
             )
-            self._tell(step, "all tokens")
+            self._tell(step, lambda: "all tokens")
             yield
             return
         unet, engine = self._parts(model, t.device)
@@ -254,14 +254,14 @@ class _Run:
                 if self._recorder is not None:
                     self._recorder.note(unet.blocks)
             unet.note(statistics, step)
-        self._tell(step, unet.in_words())
+        self._tell(step, unet.in_words)
 
-    def _tell(self, step: int, words: str) -> None:
+    def _tell(self, step: int, words: Callable[[], str]) -> None:
         """Tell whoever follows the run what happened in a step, once."""
         on_step = self.attachment.on_step
         if on_step is not None and step != self._told_step:
             self._told_step = step
-            on_step(f"{words}, step {step + 1}/{self.statistics.total_steps}")
+            on_step(f"{words()}, step {step + 1}/{self.statistics.total_steps}")
 
     def _parts(self, model: Any, device: torch.device) -> tuple[MergedUNet, Engine]:
         """The overrides for a model and what they run on, made when it is first evaluated."""
@@ -321,10 +321,8 @@ class _Run:
 
     def _obstacle(self) -> str:
         """Why nothing was merged."""
-        return self.statistics.most_common_reason or (
-            f"max_downsample={self.attachment.max_downsample} leaves out every transformer "
-            f"block: this model's begin at {self.attachment.shallowest}; set it to auto"
-        )
+        attachment = self.attachment
+        return self.statistics.obstacle(attachment.max_downsample, attachment.shallowest)
 
 
 _locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()

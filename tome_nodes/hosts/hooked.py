@@ -274,11 +274,7 @@ class Attachment:
                 words += statistics.deviations()
                 log.info("[ToMe] %s", ", ".join(words))
         else:
-            self._warn(
-                statistics.most_common_reason
-                or f"max_downsample={self.config.max_downsample} leaves out every transformer "
-                f"block: this model's begin at {self._shallowest}; set it to auto"
-            )
+            self._warn(statistics.obstacle(self._merged.max_downsample, self._shallowest))
 
     def _warn(self, reason: str) -> None:
         if reason not in self._told:

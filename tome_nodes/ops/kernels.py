@@ -185,6 +185,42 @@ def match_windows(
 
 
 @triton.jit
+def _extent(starts, slot, is_slot, slots, all_tokens):
+    """Where the members of some slots begin, and how many there are; none where there is no slot.
+
+    ``slots`` and ``all_tokens`` count over the whole batch.
+    """
+    start = tl.load(starts + slot, mask=is_slot, other=0)
+    end = tl.load(starts + slot + 1, mask=slot + 1 < slots, other=all_tokens)
+    return start, tl.where(is_slot, end - start, 0)
+
+
+@triton.jit
+def _member(
+    x,
+    members,
+    start,
+    size,
+    index,
+    channel,
+    is_channel,
+    stride_sample,
+    stride_token,
+    stride_channel,
+    tokens,
+):
+    """The token that is member ``index`` of each slot, in float32, and 0 of a shorter slot."""
+    is_member = index < size
+    member = tl.load(members + start + index, mask=is_member, other=0)
+    token = member // tokens * stride_sample + member % tokens * stride_token
+    return tl.load(
+        x + token[:, None] + channel[None, :] * stride_channel,
+        mask=is_member[:, None] & is_channel[None, :],
+        other=0.0,
+    ).to(tl.float32)
+
+
+@triton.jit
 def merge(
     x,
     members,
@@ -208,22 +244,25 @@ def merge(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_slot = slot < slots
     is_channel = channel < channels
-    start = tl.load(starts + slot, mask=is_slot, other=0)
-    end = tl.load(starts + slot + 1, mask=slot + 1 < slots, other=all_tokens)
-    size = tl.where(is_slot, end - start, 0)
+    start, size = _extent(starts, slot, is_slot, slots, all_tokens)
     total = tl.zeros((SLOTS, CHANNELS), tl.float32)
     # Not a range: the interpreter of Triton 3.6 takes no bound of one from a tensor.
     most = tl.max(size)
     index = most * 0
     while index < most:
-        is_member = index < size
-        member = tl.load(members + start + index, mask=is_member, other=0)
-        token = member // tokens * stride_sample + member % tokens * stride_token
-        total += tl.load(
-            x + token[:, None] + channel[None, :] * stride_channel,
-            mask=is_member[:, None] & is_channel[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        total += _member(
+            x,
+            members,
+            start,
+            size,
+            index,
+            channel,
+            is_channel,
+            stride_sample,
+            stride_token,
+            stride_channel,
+            tokens,
+        )
         index += 1
     mean = total / tl.maximum(size, 1).to(tl.float32)[:, None]
     tl.store(
@@ -258,22 +297,25 @@ def merge_keys(
     channel = tl.arange(0, CHANNELS)
     is_slot = slot < slots
     is_channel = channel < ALL_CHANNELS
-    start = tl.load(starts + slot, mask=is_slot, other=0)
-    end = tl.load(starts + slot + 1, mask=slot + 1 < slots, other=all_tokens)
-    size = tl.where(is_slot, end - start, 0)
+    start, size = _extent(starts, slot, is_slot, slots, all_tokens)
     total = tl.zeros((SLOTS, CHANNELS), tl.float32)
     lengths = tl.zeros((SLOTS,), tl.float32)
     most = tl.max(size)
     index = most * 0
     while index < most:
-        is_member = index < size
-        member = tl.load(members + start + index, mask=is_member, other=0)
-        token = member // tokens * stride_sample + member % tokens * stride_token
-        value = tl.load(
-            x + token[:, None] + channel[None, :] * stride_channel,
-            mask=is_member[:, None] & is_channel[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        value = _member(
+            x,
+            members,
+            start,
+            size,
+            index,
+            channel,
+            is_channel,
+            stride_sample,
+            stride_token,
+            stride_channel,
+            tokens,
+        )
         total += value
         lengths += tl.sqrt(tl.sum(value * value, axis=1))
         index += 1
@@ -326,6 +368,21 @@ def add_change(
 
 
 @triton.jit
+def _head(x, row, rows, head, heads, channel, CHANNELS: tl.constexpr):
+    """The channels of one head in some rows of a contiguous ``x``, 0 in all beyond them."""
+    place = (row.to(tl.int64) * heads + head)[:, None] * CHANNELS + channel
+    return tl.load(x + place, mask=(row < rows)[:, None] & (channel < CHANNELS), other=0.0)
+
+
+@triton.jit
+def _store_head(x, value, row, rows, head, heads, channel, CHANNELS: tl.constexpr):
+    """Store what :func:`_head` would load."""
+    place = (row.to(tl.int64) * heads + head)[:, None] * CHANNELS + channel
+    mask = (row < rows)[:, None] & (channel < CHANNELS)
+    tl.store(x + place, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def widen(
     q,
     k,
@@ -352,33 +409,20 @@ def widen(
     """
     program = tl.program_id(0)
     head = tl.program_id(1)
-    channel = tl.arange(0, PADDED)
-    own = channel < CHANNELS
+    channel = tl.arange(0, PADDED)[None, :]
     lane = tl.arange(0, ROWS)
     if program < query_blocks:
-        row = (program * ROWS + lane).to(tl.int64)
-        is_row = row < query_rows
-        place = (row * heads + head)[:, None]
-        mask = is_row[:, None] & own[None, :]
-        x = tl.load(q + place * CHANNELS + channel[None, :], mask=mask, other=0.0)
-        x = tl.where(own[None, :], x.to(tl.float32) * scale, constant).to(wide_q.dtype.element_ty)
-        mask = is_row[:, None] & (channel < WIDE)[None, :]
-        tl.store(wide_q + place * WIDE + channel[None, :], x, mask=mask)
+        row = program * ROWS + lane
+        x = _head(q, row, query_rows, head, heads, channel, CHANNELS).to(tl.float32) * scale
+        x = tl.where(channel < CHANNELS, x, constant)
+        _store_head(wide_q, x, row, query_rows, head, heads, channel, WIDE)
     elif program < query_blocks + key_blocks:
-        row = ((program - query_blocks) * ROWS + lane).to(tl.int64)
-        is_row = row < key_rows
-        place = (row * heads + head)[:, None]
-        mask = is_row[:, None] & own[None, :]
-        x = tl.load(k + place * CHANNELS + channel[None, :], mask=mask, other=0.0)
-        logs = tl.load(log_sizes + row, mask=is_row, other=0.0)
-        x = tl.where(channel[None, :] == CHANNELS, logs[:, None], x)
-        mask = is_row[:, None] & (channel < WIDE)[None, :]
-        tl.store(wide_k + place * WIDE + channel[None, :], x, mask=mask)
+        row = (program - query_blocks) * ROWS + lane
+        x = _head(k, row, key_rows, head, heads, channel, CHANNELS)
+        logs = tl.load(log_sizes + row, mask=row < key_rows, other=0.0)
+        x = tl.where(channel == CHANNELS, logs[:, None], x)
+        _store_head(wide_k, x, row, key_rows, head, heads, channel, WIDE)
     else:
-        row = ((program - query_blocks - key_blocks) * ROWS + lane).to(tl.int64)
-        is_row = row < key_rows
-        place = (row * heads + head)[:, None]
-        mask = is_row[:, None] & own[None, :]
-        x = tl.load(v + place * CHANNELS + channel[None, :], mask=mask, other=0.0)
-        mask = is_row[:, None] & (channel < WIDE)[None, :]
-        tl.store(wide_v + place * WIDE + channel[None, :], x, mask=mask)
+        row = (program - query_blocks - key_blocks) * ROWS + lane
+        x = _head(v, row, key_rows, head, heads, channel, CHANNELS)
+        _store_head(wide_v, x, row, key_rows, head, heads, channel, WIDE)
