@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -295,8 +294,9 @@ class Bench:
     def compare(self, subject: Any, chosen: list[Any], repeats: int) -> dict[str, Any]:
         """Look at each method once, then time all of them in turn."""
         from benchmarks import checks
-        from benchmarks.measure import PeakMemory, StageClock, interleaved, merged_blocks
+        from benchmarks.measure import PeakMemory, merged_blocks
         from benchmarks.methods import HostMethod
+        from benchmarks.rounds import interleaved
 
         memory = PeakMemory(self.device)
         (expected,) = subject.run(subject.model, memory)
@@ -336,10 +336,7 @@ class Bench:
             rows[name]["seconds"] = seconds
         for method in chosen:
             if method.family == "ours" and method.name in rows and isinstance(method, HostMethod):
-                clock = StageClock(self.device)
-                before = [nullcontext()] if self.device.type == "cuda" else []
-                subject.run(method.patch(subject.model, clock.wrap), *before, clock)
-                rows[method.name]["stages"] = clock.seconds
+                rows[method.name]["stages"] = subject.stages(method.patch)
         return {"repeats": repeats, "methods": rows, "refused": refused}
 
     def keep(self, run: dict[str, Any]) -> None:

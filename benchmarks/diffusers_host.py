@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 
 import tome_nodes
 from benchmarks.machine import machine
+from benchmarks.report import grid, speed_up
+from benchmarks.rounds import interleaved
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -159,15 +162,15 @@ def compare(
     # In half precision, ties between similarities are broken at will.
     if sample.dtype == torch.float32 and apart > 1e-3:
         raise ValueError(f"ours differs from tomesd by {apart:.1e} on {model} at {size}")
-    times: dict[str, list[float]] = {name: [] for name in outputs}
-    # In turn, so that what else the machine does falls on all of them alike.
-    for _ in range(arguments.repeats):
-        times["unpatched"].append(seconds())
-        for name, patch in PATCHES.items():
-            with _patched(unet, patch, arguments.ratio, level):
-                if device.type == "cuda":
-                    call()
-                times[name].append(seconds())
+
+    def patched_seconds(patch: Callable[[nn.Module, float, int], Any]) -> float:
+        with _patched(unet, patch, arguments.ratio, level):
+            if device.type == "cuda":
+                call()
+            return seconds()
+
+    runs = {name: partial(patched_seconds, patch) for name, patch in PATCHES.items()}
+    times = interleaved({"unpatched": seconds, **runs}, arguments.repeats)
     return {
         "model": model,
         "size": size,
@@ -182,17 +185,19 @@ def compare(
 
 def table(run: Mapping[str, Any]) -> str:
     """The figures of one model and size, in Markdown."""
-    lines = [
-        f"\n{run['model']} {run['size']}x{run['size']}, batch {run['batch']}, "
-        f"ratio {run['ratio']}\n",
-        "| method | seconds | unpatched / method | output error |",
-        "|---|---|---|---|",
+    title = (
+        f"{run['model']} {run['size']}x{run['size']}, batch {run['batch']}, ratio {run['ratio']}"
+    )
+    rows = [
+        [
+            name,
+            f"{median(row['seconds']):.3f}",
+            f"{speed_up(run, name):.2f}",
+            f"{row['error']:.3f}",
+        ]
+        for name, row in run["methods"].items()
     ]
-    plain = median(run["methods"]["unpatched"]["seconds"])
-    for name, row in run["methods"].items():
-        taken = median(row["seconds"])
-        lines.append(f"| {name} | {taken:.3f} | {plain / taken:.2f} | {row['error']:.3f} |")
-    return "\n".join(lines)
+    return f"\n{title}\n\n" + grid(["method", "seconds", "times faster", "output error"], rows)
 
 
 @contextmanager

@@ -181,7 +181,7 @@ def time_shares(
     seconds: Callable[[Any], float], models: Mapping[str, Any], repeats: int
 ) -> dict[str, float]:
     """Time over that of ``plain``: the median over the rounds, each by its own plain run."""
-    from benchmarks.measure import interleaved
+    from benchmarks.rounds import interleaved
 
     runs = {name: (lambda model=model: seconds(model)) for name, model in models.items()}
     taken = interleaved(runs, repeats)
@@ -214,10 +214,12 @@ def judge_pictures(steps: int, seeds: int, repeats: int) -> tuple[dict[str, Any]
 def bias_costs(repeats: int) -> dict[str, float]:
     """Time of attention with weighed keys over that without, by number of keys; 8 heads of 40."""
     import time
+    from functools import partial
 
     import torch
     from comfy.ldm.modules.attention import optimized_attention
 
+    from benchmarks.rounds import interleaved
     from tome_nodes.hosts.attention import weigh_attention
     from tome_nodes.ops import reference
 
@@ -225,18 +227,15 @@ def bias_costs(repeats: int) -> dict[str, float]:
     for keys in (2048, 4096):
         q, k, v = (torch.randn(1, tokens, 320) for tokens in (4096, keys, keys))
         sizes = torch.randint(1, 5, (1, keys)).log()
-        best = {"plain": float("inf"), "weighed": float("inf")}
-        for _ in range(repeats):
-            for name in best:
-                options = (
-                    weigh_attention({}, sizes, reference, lambda _: None)
-                    if name == "weighed"
-                    else {}
-                )
-                start = time.perf_counter()
-                optimized_attention(q, k, v, 8, transformer_options=options)
-                best[name] = min(best[name], time.perf_counter() - start)
-        costs[str(keys)] = best["weighed"] / best["plain"] - 1
+        options = {"plain": {}, "weighed": weigh_attention({}, sizes, reference, lambda _: None)}
+
+        def seconds(name: str, q=q, k=k, v=v, options=options) -> float:
+            start = time.perf_counter()
+            optimized_attention(q, k, v, 8, transformer_options=options[name])
+            return time.perf_counter() - start
+
+        times = interleaved({name: partial(seconds, name) for name in options}, repeats)
+        costs[str(keys)] = min(times["weighed"]) / min(times["plain"]) - 1
     return costs
 
 

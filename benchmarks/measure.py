@@ -3,11 +3,9 @@
 import logging
 import re
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import comfy.sample
 import torch
@@ -16,10 +14,11 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
 
 from tome_nodes.grid import Grid
+from tome_nodes.recording import Recorder
 from tome_nodes.strategies import Strategy
 
 Instrument = AbstractContextManager[Any]
-Key = TypeVar("Key", bound=Hashable)
+Wrap = Callable[[Strategy], Strategy]
 
 
 class Subject:
@@ -37,6 +36,7 @@ class Subject:
         self._instruments: list[Instrument] = []
         self._outputs: list[Tensor] = []
         generator = torch.Generator().manual_seed(0)
+        self._grid = Grid(size // 8, size // 8)
         self._noise = torch.randn(batch, 4, size // 8, size // 8, generator=generator)
         self._prompts = [
             [
@@ -84,6 +84,18 @@ class Subject:
         self.run(patched, *before, watch)
         return watch.seconds
 
+    def stages(self, patch: Callable[[ModelPatcher, Wrap], ModelPatcher]) -> dict[str, float]:
+        """Seconds of one evaluation in matching, merging and unmerging, and in the model itself.
+
+        Args:
+            patch: patches a model with a strategy in the given wrapping.
+        """
+        recorder = Recorder(self._grid, self.device)
+        watch = Stopwatch(self.device)
+        self.run(patch(self.model, recorder.watched), watch)
+        parts = recorder.finish().overhead
+        return {**parts, "model": watch.seconds - sum(parts.values())}
+
     def _evaluation(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         if len(self._outputs) == len(self._instruments):
             raise RuntimeError("too little memory: the host evaluates the batch in pieces")
@@ -123,82 +135,6 @@ class Stopwatch:
             return sum(end - start for start, end in pairs)
         torch.cuda.synchronize()
         return sum(start.elapsed_time(end) for start, end in pairs) / 1000
-
-
-class StageClock:
-    """Splits an evaluation's time into matching, merge, unmerge and the model itself.
-
-    Put :meth:`wrap` around the strategy, and the clock around an evaluation.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._on = False
-        self._whole = Stopwatch(device)
-        self._parts: dict[str, Stopwatch] = defaultdict(lambda: Stopwatch(device))
-
-    def __enter__(self) -> "StageClock":
-        self._on = True
-        self._whole.__enter__()
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._whole.__exit__(*details)
-        self._on = False
-
-    def wrap(self, strategy: Strategy) -> Strategy:
-        """The strategy, its plans and what they do timed."""
-        return _TimedStrategy(strategy, self)
-
-    def part(self, stage: str) -> Instrument:
-        """A clock for one call that belongs to a stage."""
-        return self._parts[stage] if self._on else nullcontext()
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """The seconds of each stage."""
-        stages = ("matching", "merge", "unmerge")
-        parts = {stage: self._parts[stage].seconds for stage in stages}
-        return {**parts, "model": self._whole.seconds - sum(parts.values())}
-
-
-class _TimedStrategy:
-    def __init__(self, strategy: Strategy, clock: StageClock):
-        self._strategy = strategy
-        self._clock = clock
-
-    def start_step(self, key: Tensor, ratio: float) -> None:
-        with self._clock.part("matching"):
-            self._strategy.start_step(key, ratio)
-
-    def plan(self, features: Tensor, grid: Grid) -> Any:
-        with self._clock.part("matching"):
-            plan = self._strategy.plan(features, grid)
-        return None if plan is None else _TimedPlan(plan, self._clock)
-
-
-class _TimedPlan:
-    """Any kind of plan."""
-
-    _STAGES = MappingProxyType(
-        {"merge": "merge", "merge_qkv": "merge", "unmerge": "unmerge", "add_change": "unmerge"}
-    )
-
-    def __init__(self, plan: Any, clock: StageClock):
-        self._plan = plan
-        self._clock = clock
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._plan, name)
-        stage = self._STAGES.get(name)
-        if stage is None:
-            return value
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self._clock.part(stage):
-                return value(*args, **kwargs)
-
-        return timed
 
 
 class PeakMemory:
@@ -300,20 +236,3 @@ def merged_blocks() -> Iterator[list[tuple[int, int]]]:
     finally:
         log.setLevel(level)
         log.removeFilter(note)
-
-
-def interleaved(
-    runs: dict[Key, Callable[[], float]],
-    repeats: int,
-    after_round: Callable[[int], None] = lambda _: None,
-) -> dict[Key, list[float]]:
-    """Call all runs in turn, ``repeats`` times, so that noise falls on all of them alike.
-
-    Every other round goes backwards, so that a steady drift falls on all of them alike too.
-    """
-    results: dict[Key, list[float]] = {name: [] for name in runs}
-    for done in range(repeats):
-        for name in list(runs)[:: -1 if done % 2 else 1]:
-            results[name].append(runs[name]())
-        after_round(done + 1)
-    return results

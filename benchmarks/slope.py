@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import Stopwatch, interleaved
+from benchmarks.measure import Stopwatch
+from benchmarks.rounds import interleaved
 from tome_nodes.config import ToMeConfig
 from tome_nodes.grid import Grid
 from tome_nodes.hosts.engine import make_engine

@@ -4,8 +4,6 @@ import comfy.sample
 import torch
 
 from tome_nodes.config import ToMeConfig
-from tome_nodes.plan import Plan
-from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 CONTEXT_CHANNELS = {
     "sd15": 768,
@@ -16,16 +14,6 @@ CONTEXT_CHANNELS = {
     "x4_upscaler": 1024,
     "svd": 1024,
 }
-
-
-class Shuffle(BipartiteStrategy):
-    """Draws real plans, then hands out a lossless one: each token a slot of its own, shuffled."""
-
-    def plan(self, features, grid):
-        super().plan(features, grid)
-        generator = torch.Generator().manual_seed(grid.tokens)
-        order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
-        return Plan.from_slots(torch.stack(order), grid.tokens)
 
 
 def conditioning(channels, value, **extras):
@@ -71,11 +59,6 @@ def sample(
         seed=seed,
         **options,
     )
-
-
-def relative_error(actual, expected):
-    """Norm of the difference over the norm of ``expected``."""
-    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def overridden(model):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from comfy.ldm.modules import attention
 from comfy.ldm.modules.attention import BasicTransformerBlock
-from host import merging, relative_error, sample
+from common import relative_error
+from host import merging, sample
 from torch.testing import assert_close
 
 from tome_nodes.hosts.attention import weigh_attention

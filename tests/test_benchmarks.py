@@ -6,16 +6,17 @@ from dataclasses import replace
 import comfy.sd
 import pytest
 import torch
-from host import relative_error
+from common import relative_error
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import __main__ as command
 from benchmarks import checks, plots, report
 from benchmarks.forecast import UNLISTED, affordable, forecast, parabola
-from benchmarks.measure import Launches, PeakMemory, StageClock, Subject, interleaved
+from benchmarks.measure import Launches, PeakMemory, Subject
 from benchmarks.methods import HostMethod, methods
+from benchmarks.rounds import interleaved
 from benchmarks.slope import log_log_slope
-from tome_nodes.config import ToMeConfig
+from tome_nodes.config import CHOICES, ToMeConfig
 from tome_nodes.plan import Plan
 from tome_nodes.strategies.window import WindowStrategy
 
@@ -343,15 +344,13 @@ def test_launches_are_operators_but_for_views():
     assert counter.count == 3
 
 
-def test_stages_add_up_and_are_counted_in_every_scope(subject, expected):
-    for scope in ("module", "block", "stack"):
-        method = wrong(WindowStrategy, scope=scope)
-        clock = StageClock(CPU)
-        (output,) = subject.run(method.patch(subject.model, clock.wrap), clock)
-        (plain,) = subject.run(method.patch(subject.model), torch.no_grad())
-        assert torch.equal(output, plain)
-        assert list(clock.seconds) == ["matching", "merge", "unmerge", "model"]
-        assert min(clock.seconds.values()) > 0
+@pytest.mark.parametrize(
+    "options", [*({"scope": each} for each in CHOICES["scope"]), {"kv_ratio": 0.7}]
+)
+def test_stages_are_told_apart(subject, options):
+    seconds = subject.stages(wrong(WindowStrategy, **options).patch)
+    assert list(seconds) == ["matching", "merging", "unmerging", "model"]
+    assert min(seconds.values()) > 0
 
 
 @pytest.fixture

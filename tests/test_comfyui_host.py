@@ -9,15 +9,8 @@ import comfy.sd
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from host import (
-    CONTEXT_CHANNELS,
-    Shuffle,
-    conditioning,
-    merging,
-    overridden,
-    relative_error,
-    sample,
-)
+from common import Shuffle, relative_error
+from host import CONTEXT_CHANNELS, conditioning, merging, overridden, sample
 from safetensors.torch import load_file
 
 from tome_nodes.config import CHOICES

@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from host import Shuffle, conditioning, merging, overridden, relative_error, sample
+from common import Shuffle, relative_error
+from host import conditioning, merging, overridden, sample
 
 from tome_nodes.config import CHOICES
 from tome_nodes.hosts.comfyui import _BLOCK_PATCHES, _Attachment, _lock_of, attach

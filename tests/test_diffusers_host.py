@@ -10,6 +10,7 @@ import pipelines
 import pytest
 import tomesd
 import torch
+from common import EVERYTHING, TOMESD_OPTIONS, Shuffle, relative_error
 from diffusers import AutoencoderKL, UNet2DModel
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import (
@@ -29,36 +30,14 @@ from tome_nodes.hosts.diffusers import DiffusersAttachment, DiffusersBlock
 from tome_nodes.plan import Plan
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
-EVERYTHING = {
-    "max_downsample": 8,
-    "min_tokens": 1,
-    "merge_attn": True,
-    "merge_crossattn": True,
-    "merge_mlp": True,
-}
 # Of float32 in these models, whose weights make rounding grow.
 ROUNDING = 5e-5
 TOKENS = GRID[0] * GRID[1]
 
 
-class Shuffle(BipartiteStrategy):
-    """Draws real plans, then hands out a lossless one: each token a slot of its own, shuffled."""
-
-    def plan(self, features, grid):
-        super().plan(features, grid)
-        generator = torch.Generator().manual_seed(grid.tokens)
-        order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
-        return Plan.from_slots(torch.stack(order), grid.tokens)
-
-
 def shuffle(unet, **options):
     """Attach the lossless plan to a UNet."""
     DiffusersAttachment(ToMeConfig(**{**EVERYTHING, **options}), 1000, Shuffle).attach(unet)
-
-
-def relative_error(actual, expected):
-    """Norm of the difference over the norm of ``expected``."""
-    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def attributes(model):
@@ -171,17 +150,7 @@ shared_unet = functools.cache(make_unet)
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.fixed_dictionaries(
-        {
-            "ratio": st.floats(0.02, 0.9),
-            "max_downsample": st.sampled_from([1, 2]),
-            "sx": st.integers(2, 4),
-            "sy": st.integers(1, 4),
-            "merge_attn": st.booleans(),
-            "merge_crossattn": st.booleans(),
-            "merge_mlp": st.booleans(),
-        }
-    ),
+    TOMESD_OPTIONS,
     st.sampled_from(["sd15", "sd21", "sdxl"]),
     st.integers(1, 3),
     st.tuples(st.integers(8, 15), st.integers(8, 15)),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tomesd
 import torch
+from common import relative_error
 
 import tome_nodes
 from tome_nodes.config import ToMeConfig
@@ -51,11 +52,6 @@ assert torch.equal(image(), plain)
 torch.save([plain, merged, more], sys.argv[1])
 assert "{library}" == "tomesd" or not {{"comfy", "comfy_api", "ldm"}} & set(sys.modules)
 """
-
-
-def relative_error(actual, expected):
-    """Norm of the difference over the norm of ``expected``."""
-    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def run(code, *arguments):

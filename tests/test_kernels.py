@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not made for this system")
 
-from host import merging, relative_error, sample
+from common import relative_error
+from host import merging, sample
 
 from tome_nodes.config import ToMeConfig
 from tome_nodes.grid import Grid

@@ -9,6 +9,7 @@ import logging
 import pytest
 import tomesd
 import torch
+from common import EVERYTHING, TOMESD_OPTIONS, Shuffle, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ldm.models.diffusion.ddim import DDIMSampler
@@ -21,8 +22,6 @@ from torch import nn
 import tome_nodes
 from tome_nodes.config import CHOICES, ToMeConfig
 from tome_nodes.hosts.ldm import LdmAttachment
-from tome_nodes.plan import Plan
-from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 pytestmark = pytest.mark.filterwarnings(
     # ldm is of 2022.
@@ -33,23 +32,6 @@ TEXT_CHANNELS = 32
 GRID = (12, 16)
 TOKENS = 12 * 16
 ROUNDING = 5e-5
-EVERYTHING = {
-    "max_downsample": 8,
-    "min_tokens": 1,
-    "merge_attn": True,
-    "merge_crossattn": True,
-    "merge_mlp": True,
-}
-
-
-class Shuffle(BipartiteStrategy):
-    """Draws real plans, then hands out a lossless one: each token a slot of its own, shuffled."""
-
-    def plan(self, features, grid):
-        super().plan(features, grid)
-        generator = torch.Generator().manual_seed(grid.tokens)
-        order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
-        return Plan.from_slots(torch.stack(order), grid.tokens)
 
 
 class BlockOfVersion1(BasicTransformerBlock):
@@ -158,11 +140,6 @@ def run(model, sampler, steps=4):
     return latent
 
 
-def relative_error(actual, expected):
-    """Norm of the difference over the norm of ``expected``."""
-    return ((actual - expected).norm() / expected.norm()).item()
-
-
 def shuffle(model, **options):
     """Attach the lossless plan to a model."""
     config = ToMeConfig(**{**EVERYTHING, **options})
@@ -224,17 +201,7 @@ shared_model = functools.cache(make_model)
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.fixed_dictionaries(
-        {
-            "ratio": st.floats(0.02, 0.9),
-            "max_downsample": st.sampled_from([1, 2]),
-            "sx": st.integers(2, 4),
-            "sy": st.integers(1, 4),
-            "merge_attn": st.booleans(),
-            "merge_crossattn": st.booleans(),
-            "merge_mlp": st.booleans(),
-        }
-    ),
+    TOMESD_OPTIONS,
     # tomesd gives blocks of the first version the switch they lack, and never takes it off.
     st.sampled_from(["sd2", "x4_upscaler"]),
     st.integers(1, 3),

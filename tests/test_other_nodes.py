@@ -13,14 +13,13 @@ from comfy_extras import (
     nodes_sag,
     nodes_tomesd,
 )
-from host import merging, relative_error, sample
-from test_comfyui_host import Shuffle
+from common import EVERYTHING, Shuffle, relative_error
+from host import sample
 
+from tome_nodes.config import ToMeConfig
 from tome_nodes.hosts.comfyui import attach
 
-EVERYTHING = merging(
-    max_downsample=8, merge_attn=True, merge_crossattn=True, merge_mlp=True, use_rand=True
-)
+CONFIG = ToMeConfig(**EVERYTHING)
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +75,9 @@ def test_lossless_beside(model, caplog, name, order):
     node = core_node(module, name)
     theirs = run(node, model, **inputs)
     if order == "ours first":
-        both = run(node, attach(model, EVERYTHING, Shuffle), **inputs)
+        both = run(node, attach(model, CONFIG, Shuffle), **inputs)
     else:
-        both = attach(theirs, EVERYTHING, Shuffle)
+        both = attach(theirs, CONFIG, Shuffle)
     size = (16, 16)
     # HyperTile and the core's own token merging draw from the global generator.
     torch.manual_seed(5)
@@ -93,5 +92,5 @@ def test_lossless_beside(model, caplog, name, order):
 @pytest.mark.parametrize("name", CASES)
 def test_real_merging_runs_beside(model, name):
     module, inputs = CASES[name]
-    both = attach(run(core_node(module, name), model, **inputs), EVERYTHING)
+    both = attach(run(core_node(module, name), model, **inputs), CONFIG)
     assert sample(both, size=(16, 16)).isfinite().all()

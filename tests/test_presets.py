@@ -1,7 +1,8 @@
 """Presets: what each decides, and what it leaves to the other inputs."""
 
 import pytest
-from host import relative_error, sample
+from common import relative_error
+from host import sample
 
 from tome_nodes.config import ToMeConfig
 from tome_nodes.hosts.comfyui import attach

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from host import merging, relative_error, sample
+from common import relative_error
+from host import merging, sample
 
 from tome_nodes.config import CHOICES
 from tome_nodes.grid import Grid

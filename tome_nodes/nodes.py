@@ -9,7 +9,7 @@ from comfy_api.latest import ComfyExtension, io, ui
 from . import report
 from .config import CHOICES, MAX_DOWNSAMPLE_CHOICES, RANGES, ToMeConfig
 from .hosts import comfyui, workflow
-from .presets import CUSTOM, PRESETS, settings_of
+from .presets import CUSTOM, FREE, PRESETS, settings_of
 from .report import VIEWS
 
 _DEFAULTS = ToMeConfig()
@@ -100,6 +100,8 @@ class ToMePatchModel(io.ComfyNode):
                     options=[*PRESETS, CUSTOM],
                     default="balanced",
                     optional=True,
+                    # For web/js/preset.js.
+                    extra_dict={"custom": CUSTOM, "free": [*FREE]},
                     tooltip="How to merge. quality: keys and values only, matched over the whole "
                     "map; changes the picture least. balanced: the same, matched within windows, "
                     "faster at large sizes. fast: whole transformer blocks; saves most, changes "
@@ -234,7 +236,7 @@ class ToMePatchModel(io.ComfyNode):
                 _switch(
                     "proportional_attn",
                     "Let a merged token weigh in self-attention as much as the tokens it stands "
-                    "for, which keeps the picture much closer at no cost in time. Off: the "
+                    "for, which keeps the picture much closer and takes hardly any time. Off: the "
                     "attention of the paper.",
                     advanced=True,
                 ),

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-_FREE = frozenset({"ratio", "seed", "start_percent", "end_percent", "backend"})
+FREE = ("ratio", "seed", "start_percent", "end_percent", "backend")
+"""The options that no preset decides."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -17,7 +18,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "paper": {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
     }
 )
-"""The options that each sets; all others but the free ones have their defaults."""
+"""The options that each sets; all others but those in :data:`FREE` have their defaults."""
 
 CUSTOM = "custom"
 """The name of no preset: every option is as given."""
@@ -39,5 +40,5 @@ def settings_of(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"preset={preset!r} is not allowed: it must be one of {[*PRESETS, CUSTOM]}"
         )
-    free = {name: value for name, value in given.items() if name in _FREE}
+    free = {name: value for name, value in given.items() if name in FREE}
     return {**free, **PRESETS[preset]}

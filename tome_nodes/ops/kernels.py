@@ -379,7 +379,7 @@ def _store_head(x, value, row, rows, head, heads, channel, CHANNELS: tl.constexp
     """Store what :func:`_head` would load."""
     place = (row.to(tl.int64) * heads + head)[:, None] * CHANNELS + channel
     mask = (row < rows)[:, None] & (channel < CHANNELS)
-    tl.store(x + place, value.to(x.dtype.element_ty), mask=mask)
+    tl.store(x + place, value, mask=mask)
 
 
 @triton.jit
@@ -414,7 +414,7 @@ def widen(
     if program < query_blocks:
         row = program * ROWS + lane
         x = _head(q, row, query_rows, head, heads, channel, CHANNELS).to(tl.float32) * scale
-        x = tl.where(channel < CHANNELS, x, constant)
+        x = tl.where(channel < CHANNELS, x, constant).to(wide_q.dtype.element_ty)
         _store_head(wide_q, x, row, query_rows, head, heads, channel, WIDE)
     elif program < query_blocks + key_blocks:
         row = (program - query_blocks) * ROWS + lane

@@ -1,11 +1,9 @@
 import { app } from "../../../scripts/app.js";
 
 const NODE = "ToMePatchModel";
-const CUSTOM = "custom";
-// What counts under every preset; the server's tome_nodes/presets.py decides.
-const FREE = new Set(["ratio", "preset", "seed", "start_percent", "end_percent", "backend"]);
-
-let presets = [];
+// As tome_nodes/presets.py has them: all presets, the one that decides nothing, and the inputs that
+// none decides.
+let presets, custom, free;
 
 function* allNodes(graph) {
   yield* graph?.nodes ?? [];
@@ -16,14 +14,15 @@ app.registerExtension({
   name: "ToMeNodes.Preset",
 
   beforeRegisterNodeDef(_, definition) {
-    if (definition.name === NODE) presets = definition.input.optional.preset[1].options;
+    if (definition.name !== NODE) return;
+    ({ options: presets, custom, free } = definition.input.optional.preset[1]);
   },
 
   // Widgets are saved by their place: a file from before there were presets lacks the second.
   beforeConfigureGraph(graph) {
     for (const { type, widgets_values: values } of allNodes(graph)) {
       if (type === NODE && Array.isArray(values) && values.length > 1 && !presets.includes(values[1]))
-        values.splice(1, 0, CUSTOM);
+        values.splice(1, 0, custom);
     }
   },
 
@@ -32,7 +31,8 @@ app.registerExtension({
     const preset = node.widgets.find((widget) => widget.name === "preset");
     const show = () => {
       for (const widget of node.widgets)
-        if (!FREE.has(widget.name)) widget.disabled = preset.value !== CUSTOM;
+        if (widget !== preset && !free.includes(widget.name))
+          widget.disabled = preset.value !== custom;
     };
     const { callback } = preset;
     preset.callback = function (...values) {

@@ -1,0 +1,23 @@
+"""Take measurements in turn."""
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def interleaved(
+    runs: Mapping[Key, Callable[[], float]],
+    repeats: int,
+    after_round: Callable[[int], None] = lambda _: None,
+) -> dict[Key, list[float]]:
+    """Call all runs in turn, ``repeats`` times, so that noise falls on all of them alike.
+
+    Every other round goes backwards, so that a steady drift falls on all of them alike too.
+    """
+    results: dict[Key, list[float]] = {name: [] for name in runs}
+    for done in range(repeats):
+        for name in list(runs)[:: -1 if done % 2 else 1]:
+            results[name].append(runs[name]())
+        after_round(done + 1)
+    return results

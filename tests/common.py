@@ -1,0 +1,44 @@
+"""What the tests of all hosts share."""
+
+import torch
+from hypothesis import strategies as st
+
+from tome_nodes.plan import Plan
+from tome_nodes.strategies.bipartite import BipartiteStrategy
+
+EVERYTHING = {
+    "max_downsample": 8,
+    "min_tokens": 1,
+    "merge_attn": True,
+    "merge_crossattn": True,
+    "merge_mlp": True,
+}
+"""Options under which every module of every block merges."""
+
+TOMESD_OPTIONS = st.fixed_dictionaries(
+    {
+        "ratio": st.floats(0.02, 0.9),
+        "max_downsample": st.sampled_from([1, 2]),
+        "sx": st.integers(2, 4),
+        "sy": st.integers(1, 4),
+        "merge_attn": st.booleans(),
+        "merge_crossattn": st.booleans(),
+        "merge_mlp": st.booleans(),
+    }
+)
+"""Options of tomesd's, but for the random picks."""
+
+
+class Shuffle(BipartiteStrategy):
+    """Draws real plans, then hands out a lossless one: each token a slot of its own, shuffled."""
+
+    def plan(self, features, grid):
+        super().plan(features, grid)
+        generator = torch.Generator().manual_seed(grid.tokens)
+        order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
+        return Plan.from_slots(torch.stack(order), grid.tokens)
+
+
+def relative_error(actual, expected):
+    """Norm of the difference over the norm of ``expected``."""
+    return ((actual - expected).norm() / expected.norm()).item()
