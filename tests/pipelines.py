@@ -74,13 +74,17 @@ def make_unet(family="sd15", **options):
 def inputs(unet, batch=2, grid=GRID, seed=0):
     """What the UNet is called with, but for the timestep."""
     generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape):
+        return torch.randn(batch, *shape, generator=generator).to(unet.dtype)
+
     arguments = {
-        "sample": torch.randn(batch, unet.config.in_channels, *grid, generator=generator),
-        "encoder_hidden_states": torch.randn(batch, 7, TEXT_CHANNELS, generator=generator),
+        "sample": noise(unet.config.in_channels, *grid),
+        "encoder_hidden_states": noise(7, TEXT_CHANNELS),
     }
     if unet.config.addition_embed_type == "text_time":
         arguments["added_cond_kwargs"] = {
-            "text_embeds": torch.randn(batch, TEXT_CHANNELS, generator=generator),
+            "text_embeds": noise(TEXT_CHANNELS),
             "time_ids": torch.tensor([[HEIGHT, WIDTH, 0, 0, HEIGHT, WIDTH]]).repeat(batch, 1),
         }
     return arguments

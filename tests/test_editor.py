@@ -401,7 +401,7 @@ def test_live_line_and_report_are_shown(fresh_editor, picture):
     assert "6/6 blocks, 1024→512 tokens, step 2/2" in editor.page.evaluate("() => window.liveLines")
     assert re.search("6/6 blocks", editor.page.evaluate(TEXT_IS_SHOWN, PATCH_TYPE))
     text = editor.page.evaluate(TEXT_IS_SHOWN, REPORT_TYPE)
-    assert text.startswith("Model: SD15\nMerged: 6 of 6 blocks")
+    assert text.startswith("Model: SD15  \nMerged: 6 of 6 blocks")
     editor.page.wait_for_function(ALL_IMAGES_ARE_SHOWN)
     editor.page.evaluate(TWO_FRAMES)
     editor.look_at(1020, 595)

@@ -176,7 +176,7 @@ def test_a_line_on_the_patch_node_tells_each_step_once(server):
         {"node": "4:7", "text": f"6/6 blocks, 256→128 tokens, step {step}/3"} for step in (1, 2, 3)
     ]
     assert report_text["node"] == "report"
-    assert report_text["text"].startswith("Model: SD15\nMerged: 6 of 6 blocks")
+    assert report_text["text"].startswith("Model: SD15  \nMerged: 6 of 6 blocks")
 
 
 def test_a_graph_that_no_editor_queued_is_reported_on(server, shown):

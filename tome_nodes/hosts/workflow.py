@@ -40,7 +40,8 @@ def show_text(node: str, text: str) -> None:
 
     server = getattr(PromptServer, "instance", None)
     if server is not None and server.client_id is not None:
-        server.send_progress_text(text, node, server.client_id)
+        # Nodes 2.0 reads it as Markdown, where two blanks keep the end of a line.
+        server.send_progress_text(text.replace("\n", "  \n"), node, server.client_id)
 
 
 def _workflow() -> DynamicPrompt:
