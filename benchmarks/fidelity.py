@@ -145,6 +145,7 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
         "ours quality 0.5": preset("quality"),
         "ours quality 0.75": preset("quality", 0.75),
         DEFAULT: preset("balanced"),
+        "ours balanced 0.55": preset("balanced", 0.55),
         KV75: preset("balanced", 0.75),
         "ours balanced 0.5, one plan": ours(reuse_steps=1, **keys, **window),
         "ours balanced 0.5, MLP too": ours(merge_mlp=True, **keys, **window),

@@ -13,7 +13,7 @@ from ..plan import Plan
 from .cells import CellStrategy, split_cells
 
 # Features that a CPU gathers at once, so that they stay in its cache; a GPU takes a map whole.
-_CPU_FEATURES_AT_ONCE = 2**20
+_CPU_FEATURES_AT_ONCE = 2**19
 
 WINDOW_SIDE = 8
 """Tokens along the side of a window, where the grid allows."""
@@ -118,12 +118,16 @@ def match_windows(features: Tensor, src: Tensor, dst: Tensor, quotas: list[int])
     at_once = len(src)
     if features.device.type == "cpu":
         at_once = max(1, _CPU_FEATURES_AT_ONCE // (batch * channels * src.shape[1]))
+    rows = features.reshape(-1, channels)
+    first = torch.arange(batch, device=features.device)[:, None, None] * tokens
     for own_src, own_dst in zip(src.split(at_once), dst.split(at_once), strict=True):
         queries, keys = (
-            F.normalize(features.index_select(1, own.flatten()), dim=2).unflatten(1, own.shape)
+            rows.index_select(0, (first + own).flatten()).view(batch, *own.shape, channels)
             for own in (own_src, own_dst)
         )
-        similarity, nearest = (queries @ keys.mT).max(dim=3)
+        # The length of a src does not change which dst is its nearest.
+        products, nearest = (queries @ F.normalize(keys, dim=3).mT).max(dim=3)
+        similarity = products / queries.norm(dim=3).clamp_min(1e-12)
         best = similarity.topk(max(quotas), dim=2, sorted=len(quotas) > 1).indices
         for own_owners, quota in zip(owners, quotas, strict=True):
             merged = best[:, :, :quota]
