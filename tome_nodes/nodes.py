@@ -102,12 +102,14 @@ class ToMePatchModel(io.ComfyNode):
                     optional=True,
                     # For web/js/preset.js.
                     extra_dict={"custom": CUSTOM, "free": [*FREE]},
-                    tooltip="How to merge. quality: keys and values only, matched over the whole "
-                    "map; changes the picture least. balanced: the same, matched within windows, "
-                    "faster at large sizes. fast: whole transformer blocks; saves most, changes "
-                    "most, and is what SDXL needs. paper: as tomesd does it. custom: as the inputs "
-                    "below say; under the other presets only seed, start_percent, end_percent and "
-                    "backend of them count.",
+                    tooltip="How to merge. quality (0.8; 0.06): keys and values only, matched over "
+                    "the whole map; changes the picture least. balanced (0.75; 0.08): the same, "
+                    "matched within windows, faster at large sizes. fast (0.55; 1.4): whole "
+                    "transformer blocks; saves most, changes most, and is what SDXL needs. "
+                    "paper (0.7; 1): as tomesd does it. custom: as the inputs below say; under "
+                    "the other presets only seed, start_percent, end_percent and backend of "
+                    "them count. In brackets: time (plain model 1) and change of the picture "
+                    "(paper 1) at ratio 0.5, measured with a small model on a CPU.",
                 ),
                 io.Combo.Input(
                     "max_downsample",
