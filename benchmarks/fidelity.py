@@ -5,7 +5,6 @@ python3 dev.py bench --fidelity [--quick] [--steps 12] [--seeds 1] [--only featu
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable, Mapping
 from datetime import date
@@ -175,22 +174,24 @@ def judge_features(repeats: int) -> dict[str, Any]:
             if not all(places["block"] > 0 for places in levels.values()):
                 raise ValueError(f"{name} changed nothing")
         shares = time_shares(judge.seconds, {"plain": judge.model, **patched}, repeats)
-    return {name: {"errors": errors[name], "time": shares[name]} for name in patched}
+    return {name: {"errors": errors[name], **shares[name]} for name in patched}
 
 
 def time_shares(
     seconds: Callable[[Any], float], models: Mapping[str, Any], repeats: int
-) -> dict[str, float]:
-    """Time over that of ``plain``: the median over the rounds, each by its own plain run."""
+) -> dict[str, dict[str, Any]]:
+    """Time over that of ``plain`` in the same round: its median and quartiles over the rounds."""
+    from benchmarks.report import spread
     from benchmarks.rounds import interleaved
 
     runs = {name: (lambda model=model: seconds(model)) for name, model in models.items()}
     taken = interleaved(runs, repeats)
-    shares = {
-        name: [own / plain for own, plain in zip(each, taken["plain"], strict=True)]
-        for name, each in taken.items()
-    }
-    return {name: statistics.median(each) for name, each in shares.items()}
+    shares = {}
+    for name, each in taken.items():
+        ratios = [own / plain for own, plain in zip(each, taken["plain"], strict=True)]
+        low, median, high = spread(ratios)
+        shares[name] = {"time": median, "quartiles": [low, high]}
+    return shares
 
 
 def judge_pictures(steps: int, seeds: int, repeats: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -208,7 +209,7 @@ def judge_pictures(steps: int, seeds: int, repeats: int) -> tuple[dict[str, Any]
         print(f"  {name}: {figures[name]['error']:.4f}", flush=True)
     shares = time_shares(judge.seconds, {"plain": judge.model, **patched}, repeats)
     for name, share in shares.items():
-        figures[name]["time"] = share
+        figures[name] |= share
     return figures, shown
 
 

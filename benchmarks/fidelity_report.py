@@ -1,5 +1,6 @@
 """Tables, plots and strips of what the judges of fidelity found."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from benchmarks.report import grid
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
+TIME = ("time", "quartiles")
+
 
 def features_table(features: dict[str, Any]) -> str:
     """Errors of attention and of the block by noise level, and the time of the block."""
@@ -25,21 +28,26 @@ def features_table(features: dict[str, Any]) -> str:
                 f"{row['errors'][level][place]:.4f}" if place in row["errors"][level] else ""
                 for place, level in columns
             ),
-            f"{row['time']:.2f}",
+            *_time(row),
         ]
         for name, row in features.items()
     ]
-    return grid(["one block", *(f"{place} {level}" for place, level in columns), "time"], rows)
+    return grid(["one block", *(f"{place} {level}" for place, level in columns), *TIME], rows)
 
 
 def pictures_table(pictures: dict[str, Any]) -> str:
     """Figures of the pictures, and the time of an evaluation."""
     columns = ("error", "psnr", "ssim", "spectrum", "distance")
     rows = [
-        [name, *(f"{row[column]:.4f}" for column in columns), f"{row['time']:.2f}"]
+        [name, *(f"{row[column]:.4f}" for column in columns), *_time(row)]
         for name, row in pictures.items()
     ]
-    return grid(["pictures", *columns, "time"], rows)
+    return grid(["pictures", *columns, *TIME], rows)
+
+
+def _time(row: Mapping[str, Any]) -> list[str]:
+    low, high = row["quartiles"]
+    return [f"{row['time']:.2f}", f"{low:.2f}-{high:.2f}"]
 
 
 def markdown(result: dict[str, Any], summary: str) -> str:

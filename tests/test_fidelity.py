@@ -122,16 +122,22 @@ def test_the_summary_takes_the_worst_noise_level_and_judge():
 
 
 def test_the_page_tells_of_both_judges():
-    row = {"errors": {"0.5": {"attention": 0.25, "block": 0.5}}, "time": 0.75}
+    row = {
+        "errors": {"0.5": {"attention": 0.25, "block": 0.5}},
+        "time": 0.75,
+        "quartiles": [0.5, 1],
+    }
     figures = dict.fromkeys(("error", "psnr", "ssim", "spectrum", "distance"), 0.125)
     result = {
         "command": "bench",
         "machine": "paper",
         "date": "2026-01-02",
         "features": {"ours": row},
-        "pictures": {"plain": {**figures, "time": 1.0}},
+        "pictures": {"plain": {**figures, "time": 1.0, "quartiles": [1, 1]}},
     }
     page = fidelity_report.markdown(result, "summary: all=well")
     assert "paper, 2026-01-02" in page and "`summary: all=well`" in page
-    assert "| ours      |        0.2500 |    0.5000 | 0.75 |" in page
-    assert "| plain    | 0.1250 | 0.1250 | 0.1250 |   0.1250 |   0.1250 | 1.00 |" in page
+    assert "| ours      |        0.2500 |    0.5000 | 0.75 | 0.50-1.00 |" in page
+    assert (
+        "| plain    | 0.1250 | 0.1250 | 0.1250 |   0.1250 |   0.1250 | 1.00 | 1.00-1.00 |" in page
+    )
