@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
 COMFYUI = Path(os.environ.get("COMFYUI_PATH") or ROOT / ".venv" / "ComfyUI")
@@ -22,6 +23,10 @@ from comfy.cli_args import args  # noqa: E402
 from tools.checkpoints import write_checkpoint, write_controlnet  # noqa: E402
 from tools.editor import offer_files  # noqa: E402
 from tools.server import ComfyServer  # noqa: E402
+
+# How long an example takes is the machine's business.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 args.cpu = True
 args.use_pytorch_cross_attention = True

@@ -151,7 +151,7 @@ def exact_unet(family):
     return make_unet(family).double()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     TOMESD_OPTIONS,
     st.sampled_from(["sd15", "sd21", "sdxl"]),

@@ -80,7 +80,7 @@ def window_plan(features, grid, step=0, **options):
     return strategy.plan(features.to(DEVICE), grid)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.builds(Grid, st.integers(1, 20), st.integers(1, 20)),
     st.sampled_from([(2, 2), (1, 2), (3, 2), (2, 3), (8, 8), (1, 8)]),
@@ -145,7 +145,7 @@ def test_matching_makes_a_plan_of_any_features(value):
     assert all(len(row.unique()) == plan.slot_count for row in plan.slots)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(partitions(), st.integers(1, 70), st.sampled_from(DTYPES))
 def test_merge_and_added_change(owners, channels, dtype):
     generator = torch.Generator().manual_seed(1)
@@ -165,7 +165,7 @@ def test_merge_and_added_change(owners, channels, dtype):
     assert_close(result.double().cpu(), expected, **close)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(partitions(), st.integers(1, 70), st.sampled_from(DTYPES))
 def test_merged_keys_are_means_as_long_as_their_tokens(owners, channels, dtype):
     generator = torch.Generator().manual_seed(2)

@@ -212,7 +212,7 @@ def exact_model(family):
     return model
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     TOMESD_OPTIONS,
     # tomesd gives blocks of the first version the switch they lack, and never takes it off.
