@@ -36,7 +36,6 @@ class Subject:
         self._instruments: list[Instrument] = []
         self._outputs: list[Tensor] = []
         generator = torch.Generator().manual_seed(0)
-        self._grid = Grid(size // 8, size // 8)
         self._noise = torch.randn(batch, 4, size // 8, size // 8, generator=generator)
         self._prompts = [
             [
@@ -90,7 +89,7 @@ class Subject:
         Args:
             patch: patches a model with a strategy in the given wrapping.
         """
-        recorder = Recorder(self._grid, self.device)
+        recorder = Recorder(Grid(*self._noise.shape[-2:]), self.device)
         watch = Stopwatch(self.device)
         self.run(patch(self.model, recorder.watched), watch)
         parts = recorder.finish().overhead

@@ -1,8 +1,10 @@
 """What the tests of all hosts share."""
 
+import tomesd
 import torch
 from hypothesis import strategies as st
 
+import tome_nodes
 from tome_nodes.plan import Plan
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
@@ -37,6 +39,16 @@ class Shuffle(BipartiteStrategy):
         generator = torch.Generator().manual_seed(grid.tokens)
         order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
         return Plan.from_slots(torch.stack(order), grid.tokens)
+
+
+def theirs_and_ours(model, call, options):
+    """What ``call`` gives with tomesd's patch on a model and with ours, without random picks."""
+    outputs = []
+    for library in (tomesd, tome_nodes):
+        library.apply_patch(model, use_rand=False, **options)
+        outputs.append(call(model))
+        library.remove_patch(model)
+    return outputs
 
 
 def relative_error(actual, expected):

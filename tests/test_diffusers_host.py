@@ -10,7 +10,7 @@ import pipelines
 import pytest
 import tomesd
 import torch
-from common import EVERYTHING, TOMESD_OPTIONS, Shuffle, relative_error
+from common import EVERYTHING, TOMESD_OPTIONS, Shuffle, relative_error, theirs_and_ours
 from diffusers import AutoencoderKL, UNet2DModel
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import (
@@ -160,12 +160,8 @@ def exact_unet(family):
 )
 def test_equal_to_tomesd_for_each_of_its_options(options, family, batch, grid):
     unet = exact_unet(family)
-    tomesd.apply_patch(unet, use_rand=False, **options)
-    theirs = call(unet, batch=batch, grid=grid)
-    tomesd.remove_patch(unet)
-    tome_nodes.apply_patch(unet, use_rand=False, **options)
-    ours = call(unet, batch=batch, grid=grid)
-    tome_nodes.remove_patch(unet)
+    evaluate = functools.partial(call, batch=batch, grid=grid)
+    theirs, ours = theirs_and_ours(unet, evaluate, options)
     assert relative_error(ours, theirs) < 1e-10
 
 

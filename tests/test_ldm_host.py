@@ -10,7 +10,7 @@ import ldm.modules.attention
 import pytest
 import tomesd
 import torch
-from common import EVERYTHING, TOMESD_OPTIONS, Shuffle, relative_error
+from common import EVERYTHING, TOMESD_OPTIONS, Shuffle, relative_error, theirs_and_ours
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ldm.models.diffusion.ddim import DDIMSampler
@@ -227,12 +227,8 @@ def test_equal_to_tomesd_for_each_of_its_options(options, family, batch, halves)
     with pytest.MonkeyPatch.context() as patch:
         # By default, its attention computes in float32 whatever it is given.
         patch.setattr(ldm.modules.attention, "_ATTN_PRECISION", "as given")
-        tomesd.apply_patch(model, use_rand=False, **options)
-        theirs = call(model, batch=batch, grid=grid)
-        tomesd.remove_patch(model)
-        tome_nodes.apply_patch(model, use_rand=False, **options)
-        ours = call(model, batch=batch, grid=grid)
-        tome_nodes.remove_patch(model)
+        evaluate = functools.partial(call, batch=batch, grid=grid)
+        theirs, ours = theirs_and_ours(model, evaluate, options)
     assert relative_error(ours, theirs) < 1e-10
 
 
