@@ -24,7 +24,7 @@ from comfy.cli_args import args as host_arguments  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
-DEFAULT, KV75 = "ours balanced 0.5", "ours balanced 0.75"
+DEFAULT, KV75 = "ours balanced 0.5", "ours k,v 0.75, window 4x2"
 
 
 def main() -> None:
@@ -127,6 +127,8 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
     as_published = {"proportional_attn": False}
     keys = {"attn_tokens": "k,v"}
     window = {"strategy": "window"}
+    wide = {**keys, **window, "sx": 4}
+    balanced = settings_of("balanced", {"ratio": 0.5})
     return {
         TOMESD: ours(TomesdStrategy, **as_published),
         "core q 0.5": node(nodes_tomesd, ratio=0.5),
@@ -140,14 +142,18 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
         "ours q,k,v 0.75, window": ours(ratio=0.75, **window),
         "ours q 0.25, k,v 0.5, window": ours(ratio=0.25, kv_ratio=0.5, **window),
         "ours k,v 0.5, unweighted": ours(**keys, **as_published),
+        "ours k,v 0.5": ours(**keys),
+        "ours k,v 0.75": ours(ratio=0.75, **keys),
         "ours k,v pooled 0.75": ours(ratio=0.75, strategy="pool", **keys),
+        "ours k,v 0.5, window 4x2": ours(**wide),
+        KV75: ours(ratio=0.75, **wide),
+        "ours k,v 0.78, window 4x2": ours(ratio=0.78, **wide),
         "ours quality 0.5": preset("quality"),
         "ours quality 0.75": preset("quality", 0.75),
         DEFAULT: preset("balanced"),
-        "ours balanced 0.55": preset("balanced", 0.55),
-        KV75: preset("balanced", 0.75),
-        "ours balanced 0.5, one plan": ours(reuse_steps=1, **keys, **window),
-        "ours balanced 0.5, MLP too": ours(merge_mlp=True, **keys, **window),
+        "ours balanced 0.75": preset("balanced", 0.75),
+        "ours balanced 0.5, one plan": ours(**balanced | {"reuse_steps": 1}),
+        "ours balanced 0.5, MLP too": ours(**balanced | {"merge_mlp": True}),
         "ours fast 0.5": preset("fast"),
     }
 

@@ -82,8 +82,8 @@ def window_plan(features, grid, step=0, **options):
 
 @settings(max_examples=25)
 @given(
-    st.builds(Grid, st.integers(1, 20), st.integers(1, 20)),
-    st.sampled_from([(2, 2), (1, 2), (3, 2), (2, 3), (8, 8), (1, 8)]),
+    st.builds(Grid, st.integers(1, 40), st.integers(1, 20)),
+    st.sampled_from([(2, 2), (2, 4), (1, 2), (3, 2), (2, 3), (8, 8), (1, 8)]),
     st.sampled_from([0.05, 0.5, 0.75, 0.95]),
     st.booleans(),
     st.integers(0, 9),
@@ -378,7 +378,7 @@ def compile(kernel, tokens, indices, **constants):
     print(architecture, dtype, kernel.fn.__name__, len(binary.asm["cubin"]) > 0)
 
 plan = ["rows", "members", "starts"]
-window = dict(SY=2, SX=2, HIGH=4, WIDE=4, TOKENS=64, CELLS=16, ALL_CHANNELS=320, CHANNELS=64)
+window = dict(SY=2, SX=4, HIGH=8, WIDE=4, TOKENS=256, CELLS=32, ALL_CHANNELS=320, CHANNELS=32)
 for architecture in (80, 90):
     for dtype in ("fp16", "bf16", "fp32"):
         compile(kernels.match_windows, ["features"], ["key", *plan], RANDOM=True, **window)

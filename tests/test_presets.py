@@ -3,14 +3,20 @@
 import pytest
 from common import relative_error
 from host import sample
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tome_nodes.config import ToMeConfig
 from tome_nodes.hosts.comfyui import attach
 from tome_nodes.nodes import ToMePatchModel
-from tome_nodes.presets import CUSTOM, PRESETS, settings_of
+from tome_nodes.presets import AS_FAST, CUSTOM, PRESETS, keys_to_merge, settings_of
 
 SIZE = {"size": (16, 16), "steps": 2}
 """A map of 256 tokens, which is enough to pay on a CPU."""
+
+
+def ratio_of(preset, ratio):
+    return keys_to_merge(ratio) if preset in AS_FAST else ratio
 
 
 def patched(model, **inputs):
@@ -22,7 +28,8 @@ def test_a_preset_decides_all_but_what_is_free(preset):
     free = {"ratio": 0.3, "seed": 7, "start_percent": 0.1, "end_percent": 0.9, "backend": "torch"}
     others = {"scope": "block", "strategy": "cluster", "sx": 5, "merge_mlp": True, "kv_ratio": 0.1}
     config = ToMeConfig(**settings_of(preset, {**free, **others}))
-    assert config == ToMeConfig(**free, **PRESETS[preset])
+    expected = {**free, "ratio": ratio_of(preset, 0.3), **PRESETS[preset]}
+    assert config == ToMeConfig(**expected)
     for name, value in others.items():
         assert getattr(config, name) != value
 
@@ -38,8 +45,30 @@ def test_an_unknown_preset_is_named():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    ("ratio", "error", "told"),
+    [(1.2, ValueError, "ratio=1.2 is not"), (float("nan"), ValueError, "ratio=nan is not"),
+     ("0.5", TypeError, "ratio='0.5' is not")],
+)  # fmt: skip
+def test_a_wrong_ratio_is_told_as_it_was_given(preset, ratio, error, told):
+    with pytest.raises(error, match=told):
+        settings_of(preset, {"ratio": ratio})
+
+
+@given(st.integers(0, 95))
+def test_keys_to_merge_are_more_than_the_ratio(percent):
+    ratio = percent / 100
+    keys = keys_to_merge(ratio)
+    assert ratio <= keys <= 0.95
+    ToMeConfig(ratio=keys)
+    # As much attention as with fewer queries and keys, or more, by the queries that stay.
+    assert (1 - ratio) ** 2 <= 1 - keys or keys == 0.95
+
+
+@pytest.mark.parametrize("preset", PRESETS)
 def test_the_node_runs_the_preset(sd15, preset):
-    expected = sample(attach(sd15, ToMeConfig(ratio=0.4, **PRESETS[preset])), **SIZE)
+    config = ToMeConfig(ratio=ratio_of(preset, 0.4), **PRESETS[preset])
+    expected = sample(attach(sd15, config), **SIZE)
     actual = sample(patched(sd15, ratio=0.4, preset=preset, sx=8, merge_mlp=True), **SIZE)
     assert relative_error(actual, expected) == 0
     plain = sample(patched(sd15, ratio=0.4, sx=8, merge_mlp=True), **SIZE)

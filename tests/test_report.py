@@ -119,7 +119,7 @@ def test_a_setting_that_cannot_do_more_gets_a_hint(run, settings, expected):
 def test_dear_matching_gets_a_hint_unless_it_is_the_cheapest(run):
     slow = replace(run.recording, seconds=1.0, overhead={"matching": 0.2})
     run = replace(run, recording=slow)
-    assert hint_for(run).startswith("matching takes much of the time; presets balanced")
+    assert hint_for(run).startswith("matching takes much of the time; all presets")
     assert hint_for(with_settings(run, strategy="window", reuse_steps=1)) is None
 
 

@@ -74,23 +74,30 @@ def test_a_window_matches_as_the_paper_does_within_it(grid, sx, sy, seed, share)
         assert groups(plan, sample) == expected
 
 
-@pytest.mark.parametrize("height", [*range(2, 40), 52, 76, 96, 152])
-def test_windows_cover_nearly_all_of_a_map(height):
+@given(st.integers(2, 160), cell_sides, cell_sides)
+def test_windows_cover_nearly_all_of_a_map(height, sy, sx):
     grid = Grid(height, 64)
-    src, dst = split_windows(grid, 2, 2, torch.zeros(grid.cells(2, 2).tokens, dtype=torch.int64))
+    cells = grid.cells(sy, sx)
+    if not cells.tokens:
+        return
+    src, dst = split_windows(grid, sy, sx, torch.zeros(cells.tokens, dtype=torch.int64))
     tokens = torch.cat([src.flatten(), dst.flatten()])
     assert len(tokens.unique()) == len(tokens)
-    side = len(dst[0]) ** 0.5 * 2
-    assert side <= 16
-    assert grid.tokens - len(tokens) <= 4 * grid.width
+    assert src.shape[1] + dst.shape[1] <= 16 * 16
+    covered = len(tokens) / (cells.tokens * sy * sx)
+    assert covered > 0.7
+    if height % 16 == 0 and 8 % sy == 8 % sx == 0:
+        assert covered == 1
 
 
-def test_windows_of_a_usual_map_are_8_by_8_tokens():
+@pytest.mark.parametrize(("sy", "sx"), [(2, 2), (2, 4), (8, 8)])
+def test_windows_of_a_usual_map_are_16_by_16_tokens(sy, sx):
     grid = Grid(64, 64)
-    src, dst = split_windows(grid, 2, 2, torch.zeros(1024, dtype=torch.int64))
-    assert src.shape == (64, 48) and dst.shape == (64, 16)
+    cells = 256 // (sy * sx)
+    src, dst = split_windows(grid, sy, sx, torch.zeros(16 * cells, dtype=torch.int64))
+    assert src.shape == (16, 256 - cells) and dst.shape == (16, cells)
     first = sorted([*src[0].tolist(), *dst[0].tolist()])
-    assert first == [row * 64 + column for row in range(8) for column in range(8)]
+    assert first == [row * 64 + column for row in range(16) for column in range(16)]
 
 
 def test_window_and_global_matching_merge_as_many():

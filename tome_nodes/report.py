@@ -116,7 +116,7 @@ def hint_for(run: LastRun) -> str | None:
         )
     times = run.recording and run.recording.overhead
     if times and times["matching"] > _MUCH * run.recording.seconds and config.strategy != "window":
-        return "matching takes much of the time; presets balanced and fast match within windows."
+        return "matching takes much of the time; all presets but paper match within windows."
     if run.shallowest > 1 and config.scope == "module" and not config.merge_mlp:
         return "little of this model's time is in self-attention; preset fast saves most."
     return None

@@ -129,6 +129,6 @@ def settings_in_words(config: ToMeConfig, defaults: bool = False) -> list[str]:
     if config.strategy != "cluster" and max(config.ratio, config.ratio_end) > config.ratio_cap:
         ratio += f" capped at {config.ratio_cap:.2f}"
     strategy = [] if config.strategy == "bipartite" and not defaults else [config.strategy]
-    part = config.scope == "module" and config.attn_tokens != "q,k,v"
-    tokens = [f"{config.attn_tokens} of self-attention"] if part else []
-    return [ratio, *kv_ratio, *tokens, *strategy, *scope]
+    if config.scope == "module" and config.attn_tokens != "q,k,v":
+        ratio += f" of {config.attn_tokens} in self-attention"
+    return [ratio, *kv_ratio, *strategy, *scope]

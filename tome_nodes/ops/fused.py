@@ -19,6 +19,9 @@ DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # Rows and channels of one program: 16 bytes a thread in half precision, whole cache lines.
 _ROWS, _CHANNELS, _WARPS = 8, 64, 2
 
+# Pairs of token and cell that a warp matches: 32 registers a thread for each thing known of them.
+_PAIRS_OF_A_WARP = 1024
+
 # Values of a program that holds all channels of its slots: 32 float32 registers a thread.
 _KEY_VALUES = 4096
 
@@ -77,7 +80,7 @@ def match_windows(
     batch, tokens, channels = features.shape
     down, across = height // sy // high, width // sx // wide
     inside = high * sy * wide * sx
-    block = _padded(inside)
+    block, cells = _padded(inside), _padded(high * wide)
     rows = torch.empty(batch, tokens, dtype=torch.int64, device=features.device)
     members = torch.empty(batch * tokens, dtype=torch.int64, device=features.device)
     slots = tokens - down * across * quota
@@ -106,10 +109,10 @@ def match_windows(
             WIDE=wide,
             RANDOM=key is not None,
             TOKENS=block,
-            CELLS=_padded(high * wide),
+            CELLS=cells,
             ALL_CHANNELS=channels,
             CHANNELS=64 if block <= 64 else 32,
-            num_warps=4 if block <= 64 else 8,
+            num_warps=min(16, max(4, block * cells // _PAIRS_OF_A_WARP)),
         )
     return rows, members, starts, log_sizes
 

@@ -32,6 +32,25 @@ def _pick(stream, cell, CHOICES: tl.constexpr, RANDOM: tl.constexpr):
 
 
 @triton.jit
+def _order(x):
+    """An int32 for each float32, ordered as they are; there must be no NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _greatest_reached(order, quota):
+    """The greatest int32 that ``quota`` of ``order`` reach, found bit by bit."""
+    enough = tl.sum((order >= 0).to(tl.int32)) >= quota
+    greatest = tl.where(enough, 0, -0x80000000).to(tl.int32)
+    for index in range(31):
+        candidate = greatest + (1 << (30 - index))
+        enough = tl.sum((order >= candidate).to(tl.int32)) >= quota
+        greatest = tl.where(enough, candidate, greatest)
+    return greatest
+
+
+@triton.jit
 def match_windows(
     features,
     key,
@@ -152,36 +171,36 @@ def match_windows(
     best, nearest = tl.max(similarity, axis=0, return_indices=True)
 
     is_src = inside & (is_dst == 0)
-    best = tl.where(is_src, best, float("-inf"))
-    ahead = (best[None, :] > best[:, None]) | (
-        (best[None, :] == best[:, None]) & (place[None, :] < place[:, None])
-    )
-    rank = tl.sum(ahead.to(tl.int32), axis=1)
-    merged = is_src & (rank < quota)
+    order = _order(tl.where(is_src, best, float("-inf")))
+    least = _greatest_reached(order, quota)
+    # Of those that are as alike as the last one to merge, the first ones merge.
+    level = order == least
+    ahead = quota - tl.sum((order > least).to(tl.int32))
+    merged = is_src & ((order > least) | (level & (tl.cumsum(level.to(tl.int32), 0) <= ahead)))
 
-    near_row = nearest // WIDE
-    near_column = nearest % WIDE
-    near_cell = (window_row * HIGH + near_row) * cells_across + window_column * WIDE + near_column
-    near_pick = _pick(stream, near_cell, SY * SX, RANDOM)
-    near = (near_row * SY + near_pick // SX) * ACROSS + near_column * SX + near_pick % SX
-    owner = tl.where(merged, near, place)
-
-    # Slots and members in the order of the owners.
-    stays = inside & (merged == 0)
-    before = stays[None, :] & (place[None, :] < owner[:, None])
-    slot = tl.sum(before.to(tl.int32), axis=1)
-    in_earlier_slot = owner[None, :] < owner[:, None]
-    start = tl.sum(in_earlier_slot.to(tl.int32), axis=1)
-    in_slot = owner[None, :] == owner[:, None]
-    member = start + tl.sum((in_slot & (place[None, :] < place[:, None])).to(tl.int32), axis=1)
-    size = tl.sum(in_slot.to(tl.int32), axis=1)
+    # Slots and members in the order of the owners, which are the tokens that stay.
+    stays = (inside & (merged == 0)).to(tl.int32)
+    absorbed = ((nearest[None, :] == cell_place[:, None]) & merged[None, :]).to(tl.int32)
+    own = ((dst[:, None] == place[None, :]) & is_cell[:, None]).to(tl.int32)
+    group = absorbed + own
+    size = stays + tl.sum(own * tl.sum(absorbed, axis=1)[:, None], axis=0)
+    earlier = (place[None, :] < dst[:, None]).to(tl.int32)
+    slot_of_cell = tl.sum(earlier * stays[None, :], axis=1)
+    start_of_cell = tl.sum(earlier * size[None, :], axis=1)
+    slot = tl.sum(absorbed * slot_of_cell[:, None], axis=0)
+    slot = tl.where(merged, slot, tl.cumsum(stays, 0) - stays)
+    start = tl.sum(absorbed * start_of_cell[:, None], axis=0)
+    start = tl.where(merged, start, tl.cumsum(size, 0) - size)
+    member = start + tl.sum(group * (tl.cumsum(group, 1) - group), axis=0)
 
     window_slot = first_slot + program * (INSIDE - quota)
     window_member = first_token + program * INSIDE
     tl.store(rows + first_token + token, window_slot + slot, mask=inside)
     tl.store(members + window_member + member, first_token + token, mask=inside)
-    tl.store(starts + window_slot + slot, window_member + start, mask=stays)
-    tl.store(log_sizes + window_slot + slot, tl.log(size.to(tl.float32)), mask=stays)
+    tl.store(starts + window_slot + slot, window_member + start, mask=stays != 0)
+    tl.store(
+        log_sizes + window_slot + slot, tl.log(tl.maximum(size, 1).to(tl.float32)), mask=stays != 0
+    )
 
 
 @triton.jit

@@ -13,10 +13,13 @@ from ..plan import Plan
 from .cells import CellStrategy, split_cells
 
 # Features that a CPU gathers at once, so that they stay in its cache; a GPU takes a map whole.
-_CPU_FEATURES_AT_ONCE = 2**19
+_CPU_FEATURES_AT_ONCE = 2**20
 
-WINDOW_SIDE = 8
-"""Tokens along the side of a window, where the grid allows."""
+WINDOW_SIDE = 16
+"""Most tokens along the side of a window."""
+
+# Most cells along it, which is what a program of a GPU has room for.
+_CELLS_ALONG = 8
 
 
 class WindowStrategy(CellStrategy):
@@ -83,16 +86,16 @@ def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, 
 def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
     """Height and width of the windows of a grid in cells of ``sy`` by ``sx`` tokens.
 
-    Near ``WINDOW_SIDE`` tokens, such that few cells fill no window; the grid has at least one.
+    As large as may be or little more than half of that, such that few cells fill no window; the
+    grid has at least one cell.
     """
     cells = grid.cells(sy, sx)
     return _cells_along(cells.height, sy), _cells_along(cells.width, sx)
 
 
 def _cells_along(cells: int, side: int) -> int:
-    usual = max(1, WINDOW_SIDE // side)
-    best = min(usual, cells)
-    for choice in range(max(1, usual - 1), min(cells, 2 * usual - 1) + 1):
+    most = best = min(cells, _CELLS_ALONG, WINDOW_SIDE // side)
+    for choice in range(most - 1, most // 2, -1):
         if cells % choice < cells % best:
             best = choice
     return best
