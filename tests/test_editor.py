@@ -363,7 +363,7 @@ def test_each_template_opens_from_the_template_browser(fresh_editor):
 
 def test_bad_value_shows_our_sentence(fresh_editor, picture):
     editor = fresh_editor
-    editor.open("bad.json", json.dumps(sample_graph(sx=1, sy=1)))
+    editor.open("bad.json", json.dumps(sample_graph(preset="custom", sx=1, sy=1)))
     editor.run()
     editor.page.get_by_role("button", name="View details").click()
     editor.page.get_by_role("button", name=f"Info for {PATCH} - sx").click()

@@ -99,6 +99,16 @@ def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(trainer):
     assert judge.seconds(judge.model) > 0
 
 
+def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
+    assert denoiser.WEIGHTS.stat().st_size < 12e6
+    judge = pictures.PictureJudge(steps=4, seeds=1)
+    whole = {name: photos.photo(name, denoiser.SHORT_SIDE) for name in denoiser.NAMES}
+    asked = torch.stack([crop.of(whole[crop.photo]) for crop in judge.crops])
+    distances = (judge.expected[:, None] - asked).square().mean((2, 3, 4)).sqrt()
+    assert distances.argmin(1).tolist() == [*range(len(asked))]
+    assert distances.diagonal().max() < 0.1
+
+
 def test_the_front_holds_what_nothing_beats_in_time_and_error():
     points = {"slow": (0.9, 0.1), "fast": (0.5, 0.4), "beaten": (0.8, 0.5), "best": (0.6, 0.2)}
     assert fidelity_report._front(points) == ["fast", "best", "slow"]

@@ -90,6 +90,15 @@ def test_presets_are_ordered_by_likeness(sd15):
     assert 0 < errors["quality"] < errors["balanced"] < errors["paper"] < errors["fast"]
 
 
+def test_what_does_not_count_is_not_refused():
+    wrong = {"sx": 1, "sy": 1, "kv_ratio": 7.0}
+    assert ToMePatchModel.validate_inputs(preset="balanced", **wrong) is True
+    assert "kv_ratio=7.0" in ToMePatchModel.validate_inputs(preset="custom", **wrong)
+    assert "kv_ratio=7.0" in ToMePatchModel.validate_inputs(**wrong)
+    assert "ratio=2" in ToMePatchModel.validate_inputs(preset="balanced", ratio=2.0)
+    assert "preset='best'" in ToMePatchModel.validate_inputs(preset="best")
+
+
 def test_apply_patch_takes_a_preset():
     from pipelines import make_unet
 

@@ -58,7 +58,7 @@ class ToMeConfig:
         start_percent: point of the sampling at which merging starts, 0 being the noisiest.
         end_percent: point of the sampling at which merging ends.
         strategy: how tokens are grouped: ``bipartite`` is the paper's matching over the whole map;
-            ``window`` matches within windows of 8x8 tokens; ``pool`` merges whole cells without
+            ``window`` matches within windows of 16x16 tokens; ``pool`` merges whole cells without
             looking at them; ``cluster`` groups tokens by their similarity to the mean token.
         scope: what runs on merged tokens: the modules switched on above, each on its own; or the
             whole transformer ``block``; or the whole ``stack`` of blocks of one level.

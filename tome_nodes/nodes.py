@@ -91,8 +91,8 @@ class ToMePatchModel(io.ComfyNode):
                     io.Float,
                     "ratio",
                     "Share of the tokens to merge. More is faster and changes the picture more; "
-                    "0 is exactly the unpatched model. Capped at 1 - 1/(sx*sy), which is 0.75 for "
-                    "2x2 cells: a higher ratio merges no more than that.",
+                    "0 is exactly the unpatched model. One token of each cell (sx by sy) always "
+                    "stays, so above 0.75 hardly more merges.",
                     step=0.05,
                 ),
                 io.Combo.Input(
@@ -102,11 +102,11 @@ class ToMePatchModel(io.ComfyNode):
                     optional=True,
                     # For web/js/preset.js.
                     extra_dict={"custom": CUSTOM, "free": [*FREE]},
-                    tooltip="How to merge. quality (0.8; 0.06): keys and values only, matched over "
-                    "the whole map; changes the picture least. balanced (0.75; 0.08): the same, "
-                    "matched within windows, faster at large sizes. fast (0.55; 1.4): whole "
+                    tooltip="How to merge. quality (0.75; 0.07): keys and values only; changes the "
+                    "picture least. balanced (0.7; 0.12): the same, but merges more of them, 63 "
+                    "% at ratio 0.5, to be as fast as paper. fast (0.55; 1.35): whole "
                     "transformer blocks; saves most, changes most, and is what SDXL needs. "
-                    "paper (0.7; 1): as tomesd does it. custom: as the inputs below say; under "
+                    "paper (0.65; 1): as tomesd does it. custom: as the inputs below say; under "
                     "the other presets only seed, start_percent, end_percent and backend of "
                     "them count. In brackets: time (plain model 1) and change of the picture "
                     "(paper 1) at ratio 0.5, measured with a small model on a CPU.",
@@ -179,7 +179,7 @@ class ToMePatchModel(io.ComfyNode):
                 _choice(
                     "strategy",
                     "How tokens are grouped. bipartite: the paper's matching over the whole map. "
-                    "window: the same within windows of 8x8 tokens, faster at large sizes. pool: "
+                    "window: the same within windows of 16x16 tokens, faster at large sizes. pool: "
                     "the mean of each cell, without comparing; ratio does not count. cluster: by "
                     "likeness to the mean token, wherever in the picture.",
                 ),
@@ -249,6 +249,7 @@ class ToMePatchModel(io.ComfyNode):
     @classmethod
     def validate_inputs(
         cls,
+        preset: Any = None,
         ratio: Any = None,
         sx: Any = None,
         sy: Any = None,
@@ -257,7 +258,7 @@ class ToMePatchModel(io.ComfyNode):
         ratio_end: Any = None,
         kv_ratio: Any = None,
     ) -> bool | str:
-        """Check what the host cannot: NaN, and inputs that depend on each other.
+        """Check what the host cannot: NaN, and inputs that depend on each other or do not count.
 
         A value that is not known before the run, as it comes over a link, is None. The host leaves
         its own check of an input to us when it is named here, so the others are not: its message
@@ -272,8 +273,9 @@ class ToMePatchModel(io.ComfyNode):
             "ratio_end": ratio_end,
             "kv_ratio": kv_ratio,
         }
+        known = {name: value for name, value in given.items() if value is not None}
         try:
-            ToMeConfig(**{name: value for name, value in given.items() if value is not None})
+            ToMeConfig(**settings_of(CUSTOM if preset is None else preset, known))
         except (TypeError, ValueError) as error:
             return str(error)
         return True

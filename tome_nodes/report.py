@@ -112,7 +112,7 @@ def hint_for(run: LastRun) -> str | None:
     if config.strategy in ("bipartite", "window") and config.ratio > config.ratio_cap:
         return (
             f"cells of {config.sx}x{config.sy} tokens merge no more than {config.ratio_cap:.2f}; "
-            "a larger sx or sy merges more."
+            "under preset custom, a larger sx or sy merges more."
         )
     times = run.recording and run.recording.overhead
     if times and times["matching"] > _MUCH * run.recording.seconds and config.strategy != "window":

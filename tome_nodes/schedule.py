@@ -46,7 +46,7 @@ def least_tokens(config: ToMeConfig, device_type: str, backend: str) -> int:
     if device_type == "cpu":
         return 256
     if config.scope != "module":
-        return 1024
+        return 768
     return 2048 if backend == "triton" and config.strategy == "window" else 4096
 
 

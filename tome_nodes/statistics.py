@@ -70,7 +70,7 @@ class RunStatistics:
             return self._reasons.most_common(1)[0][0]
         return (
             f"max_downsample={max_downsample} leaves out every transformer block: this model's "
-            f"begin at {shallowest}; set it to auto"
+            f"begin at {shallowest}; set it to auto, or take preset fast"
         )
 
     def summary(self) -> str:
