@@ -146,11 +146,11 @@ def test_no_node_lies_on_another_and_no_link_leads_back(name):
 @pytest.mark.parametrize(
     ("name", "size", "tokens", "ratio"),
     [
-        ("tome_controlnet", 128, (256, 128), "0.50"),
-        ("tome_img2img", 128, (256, 128), "0.50"),
-        ("tome_txt2img", 128, (256, 128), "0.50"),
-        # 16 windows of 64 tokens, of which 38 merge.
-        ("tome_hires_fix", 256, (1024, 1024 - 16 * 38), "0.60"),
+        ("tome_controlnet", 128, (256, 94), "0.63"),
+        ("tome_img2img", 128, (256, 94), "0.63"),
+        ("tome_txt2img", 128, (256, 94), "0.63"),
+        # 4 windows of 256 tokens, of which 188 merge.
+        ("tome_hires_fix", 256, (1024, 1024 - 4 * 188), "0.74"),
         ("tome_sdxl", 288, (324, 162), "0.50"),
     ],
 )
