@@ -407,7 +407,7 @@ def test_percent_limits_choose_the_steps(sd15, told, limits, steps):
             {"max_downsample": 1},
             "sdxl",
             "max_downsample=1 leaves out every transformer block: this model's begin at 2; "
-            "set it to auto",
+            "set it to auto, or take preset fast",
         ),
         ({"ratio": 0.004}, "sd15", "192 tokens are too few for ratio=0.004"),
         (

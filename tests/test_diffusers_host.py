@@ -700,7 +700,7 @@ def test_what_was_merged_is_told_once_for_each_size(told):
             "sdxl",
             {},
             "max_downsample=1 leaves out every transformer block: this model's begin at 2; "
-            "set it to auto",
+            "set it to auto, or take preset fast",
         ),
         ("sd15", {"ratio": 0.004}, "192 tokens are too few for ratio=0.004"),
         (

@@ -91,8 +91,8 @@ class ToMePatchModel(io.ComfyNode):
                     io.Float,
                     "ratio",
                     "Share of the tokens to merge. More is faster and changes the picture more; "
-                    "0 is exactly the unpatched model. One token of each cell (sx by sy) always "
-                    "stays, so above 0.75 hardly more merges.",
+                    "0 is exactly the unpatched model. One token of each cell always stays, so "
+                    "at most 1 - 1/(sx*sy) merges: above 0.75 hardly more.",
                     step=0.05,
                 ),
                 io.Combo.Input(
