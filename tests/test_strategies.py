@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_bipartite import brute_force_groups, features_of, grids, groups
 from torch.testing import assert_close
@@ -75,6 +75,7 @@ def test_a_window_matches_as_the_paper_does_within_it(grid, sx, sy, seed, share)
 
 
 @given(st.integers(2, 160), cell_sides, cell_sides)
+@example(24, 8, 1)
 def test_windows_cover_nearly_all_of_a_map(height, sy, sx):
     grid = Grid(height, 64)
     cells = grid.cells(sy, sx)
@@ -85,7 +86,7 @@ def test_windows_cover_nearly_all_of_a_map(height, sy, sx):
     assert len(tokens.unique()) == len(tokens)
     assert src.shape[1] + dst.shape[1] <= 16 * 16
     covered = len(tokens) / (cells.tokens * sy * sx)
-    assert covered > 0.7
+    assert covered >= (7 / 8) ** 2
     if height % 16 == 0 and 8 % sy == 8 % sx == 0:
         assert covered == 1
 

@@ -86,19 +86,18 @@ def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, 
 def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
     """Height and width of the windows of a grid in cells of ``sy`` by ``sx`` tokens.
 
-    As large as may be or little more than half of that, such that few cells fill no window; the
-    grid has at least one cell.
+    The largest of which an eighth of the cells at most, down or across, fill none; the grid has at
+    least one cell.
     """
     cells = grid.cells(sy, sx)
     return _cells_along(cells.height, sy), _cells_along(cells.width, sx)
 
 
 def _cells_along(cells: int, side: int) -> int:
-    most = best = min(cells, _CELLS_ALONG, WINDOW_SIDE // side)
-    for choice in range(most - 1, most // 2, -1):
-        if cells % choice < cells % best:
-            best = choice
-    return best
+    choice = min(cells, _CELLS_ALONG, WINDOW_SIDE // side)
+    while 8 * (cells % choice) > cells:
+        choice -= 1
+    return choice
 
 
 @torch.no_grad()
