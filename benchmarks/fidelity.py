@@ -114,8 +114,8 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
         own = {} if other is None else {"make_strategy": other}
         return partial(attach, config=ToMeConfig(**{**settings, "min_tokens": 1}), **own)
 
-    def preset(name: str, ratio: float = 0.5) -> Any:
-        return ours(**settings_of(name, {"ratio": ratio}))
+    def preset(name: str, ratio: float = 0.5, **others: Any) -> Any:
+        return ours(**settings_of(name, {"ratio": ratio}), **others)
 
     def node(module: ModuleType, **inputs: Any) -> Callable[[Any], Any]:
         async def nodes() -> list[Any]:
@@ -128,7 +128,6 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
     keys = {"attn_tokens": "k,v"}
     window = {"strategy": "window"}
     wide = {**keys, **window, "sx": 4}
-    balanced = settings_of("balanced", {"ratio": 0.5})
     return {
         TOMESD: ours(TomesdStrategy, **as_published),
         "core q 0.5": node(nodes_tomesd, ratio=0.5),
@@ -152,8 +151,8 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
         "ours quality 0.75": preset("quality", 0.75),
         DEFAULT: preset("balanced"),
         "ours balanced 0.75": preset("balanced", 0.75),
-        "ours balanced 0.5, one plan": ours(**balanced | {"reuse_steps": 1}),
-        "ours balanced 0.5, MLP too": ours(**balanced | {"merge_mlp": True}),
+        "ours balanced 0.5, one plan": preset("balanced", reuse_steps=1),
+        "ours balanced 0.5, MLP too": preset("balanced", merge_mlp=True),
         "ours fast 0.5": preset("fast"),
     }
 

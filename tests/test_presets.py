@@ -47,9 +47,12 @@ def test_an_unknown_preset_is_named():
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(
     ("ratio", "error", "told"),
-    [(1.2, ValueError, "ratio=1.2 is not"), (float("nan"), ValueError, "ratio=nan is not"),
-     ("0.5", TypeError, "ratio='0.5' is not")],
-)  # fmt: skip
+    [
+        (1.2, ValueError, "ratio=1.2 is not"),
+        (float("nan"), ValueError, "ratio=nan is not"),
+        ("0.5", TypeError, "ratio='0.5' is not"),
+    ],
+)
 def test_a_wrong_ratio_is_told_as_it_was_given(preset, ratio, error, told):
     with pytest.raises(error, match=told):
         settings_of(preset, {"ratio": ratio})

@@ -51,6 +51,18 @@ def _greatest_reached(order, quota):
 
 
 @triton.jit
+def _before_owner(count, earlier, absorbed, merged):
+    """The sum of ``count`` over the places before the one that each token merges into or stays at.
+
+    ``earlier`` and ``absorbed`` are cells by places: which are before the dst of a cell, and which
+    merge into it.
+    """
+    of_cell = tl.sum(earlier * count[None, :], axis=1)
+    of_merged = tl.sum(absorbed * of_cell[:, None], axis=0)
+    return tl.where(merged, of_merged, tl.cumsum(count, 0) - count)
+
+
+@triton.jit
 def match_windows(
     features,
     key,
@@ -179,28 +191,24 @@ def match_windows(
     merged = is_src & ((order > least) | (level & (tl.cumsum(level.to(tl.int32), 0) <= ahead)))
 
     # Slots and members in the order of the owners, which are the tokens that stay.
-    stays = (inside & (merged == 0)).to(tl.int32)
+    stays = inside & (merged == 0)
+    slots_here = stays.to(tl.int32)
     absorbed = ((nearest[None, :] == cell_place[:, None]) & merged[None, :]).to(tl.int32)
     own = ((dst[:, None] == place[None, :]) & is_cell[:, None]).to(tl.int32)
     group = absorbed + own
-    size = stays + tl.sum(own * tl.sum(absorbed, axis=1)[:, None], axis=0)
+    size = slots_here + tl.sum(own * tl.sum(absorbed, axis=1)[:, None], axis=0)
     earlier = (place[None, :] < dst[:, None]).to(tl.int32)
-    slot_of_cell = tl.sum(earlier * stays[None, :], axis=1)
-    start_of_cell = tl.sum(earlier * size[None, :], axis=1)
-    slot = tl.sum(absorbed * slot_of_cell[:, None], axis=0)
-    slot = tl.where(merged, slot, tl.cumsum(stays, 0) - stays)
-    start = tl.sum(absorbed * start_of_cell[:, None], axis=0)
-    start = tl.where(merged, start, tl.cumsum(size, 0) - size)
+    slot = _before_owner(slots_here, earlier, absorbed, merged)
+    start = _before_owner(size, earlier, absorbed, merged)
     member = start + tl.sum(group * (tl.cumsum(group, 1) - group), axis=0)
 
     window_slot = first_slot + program * (INSIDE - quota)
     window_member = first_token + program * INSIDE
     tl.store(rows + first_token + token, window_slot + slot, mask=inside)
     tl.store(members + window_member + member, first_token + token, mask=inside)
-    tl.store(starts + window_slot + slot, window_member + start, mask=stays != 0)
-    tl.store(
-        log_sizes + window_slot + slot, tl.log(tl.maximum(size, 1).to(tl.float32)), mask=stays != 0
-    )
+    tl.store(starts + window_slot + slot, window_member + start, mask=stays)
+    logarithm = tl.log(tl.maximum(size, 1).to(tl.float32))
+    tl.store(log_sizes + window_slot + slot, logarithm, mask=stays)
 
 
 @triton.jit
