@@ -1,35 +1,19 @@
-"""The real ComfyUI, in this process and as a server."""
+"""What every test needs, and nothing that needs ComfyUI before a test asks for it."""
 
 import logging
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
-ROOT = Path(__file__).parents[1]
-COMFYUI = Path(os.environ.get("COMFYUI_PATH") or ROOT / ".venv" / "ComfyUI")
-
-sys.path.insert(0, str(COMFYUI))
-
 # Without a GPU, the kernels run in Triton's interpreter; it must be known before they are loaded.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from comfy.cli_args import args  # noqa: E402
-
-from tools.checkpoints import write_checkpoint, write_controlnet  # noqa: E402
-from tools.editor import offer_files  # noqa: E402
-from tools.server import ComfyServer  # noqa: E402
-
 # How long an example takes is the machine's business.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
-
-args.cpu = True
-args.use_pytorch_cross_attention = True
 
 
 def pytest_addoption(parser):
@@ -40,9 +24,18 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.fixture
+def told(caplog):
+    """The messages of the pack so far."""
+    caplog.set_level(logging.INFO, logger="tome_nodes")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "tome_nodes"]
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """A folder of UNet files, each made when it is first asked for."""
+    from tools.checkpoints import write_checkpoint
+
     folder = tmp_path_factory.mktemp("unets")
 
     def file(family, **options):
@@ -74,13 +67,6 @@ def sd15(load):
     return load("sd15", levels=1)
 
 
-@pytest.fixture
-def told(caplog):
-    """The messages of the pack so far."""
-    caplog.set_level(logging.INFO, logger="tome_nodes")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "tome_nodes"]
-
-
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """A running server with this pack, and what its graphs need.
@@ -88,6 +74,10 @@ def server(tmp_path_factory):
     The checkpoints `sd15.ckpt` and `sdxl.ckpt`, the ControlNet `canny.ckpt`, and for the editor the
     names of the sample workflows' models.
     """
+    from tools.checkpoints import write_checkpoint, write_controlnet
+    from tools.editor import offer_files
+    from tools.server import ComfyServer
+
     base = tmp_path_factory.mktemp("server")
     write_checkpoint(base / "models/checkpoints/sd15.ckpt", "sd15", levels=1)
     write_checkpoint(base / "models/checkpoints/sdxl.ckpt", "sdxl")

@@ -16,7 +16,7 @@ from common import relative_error
 import tome_nodes
 from tome_nodes.config import ToMeConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import sys
@@ -24,7 +24,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 import {library} as tomesd
 
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/hosts")
 from pipelines import sd15
 
 pipe = sd15().pipeline

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import io
-import logging
 
 import ldm.modules.attention
 import pytest
@@ -154,13 +153,6 @@ def attributes(model):
         (type(module), {name: repr(value) for name, value in vars(module).items()})
         for module in model.modules()
     ]
-
-
-@pytest.fixture
-def told(caplog):
-    """The messages of the package so far."""
-    caplog.set_level(logging.INFO, logger="tome_nodes")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "tome_nodes"]
 
 
 @pytest.mark.parametrize(

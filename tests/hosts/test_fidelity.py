@@ -1,16 +1,12 @@
 """The judges of fidelity: they measure what they say, and find no error in unpatched models."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from conftest import ROOT
 from host import merging
-
-sys.path.insert(0, str(ROOT))
 
 from benchmarks import denoiser, features, fidelity_report, photos, pictures
 from tome_nodes.hosts.comfyui import attach

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import logging
 import pickle
 
 import accelerate
@@ -51,13 +50,6 @@ def attributes(model):
 @pytest.fixture
 def unet():
     return make_unet()
-
-
-@pytest.fixture
-def told(caplog):
-    """The messages of the package so far."""
-    caplog.set_level(logging.INFO, logger="tome_nodes")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "tome_nodes"]
 
 
 def merged_blocks(line):

@@ -1,0 +1,17 @@
+"""Put the real ComfyUI on the path and tell it how to run, before anything imports it.
+
+Importing this is enough. The tests that need ComfyUI do it in the conftest of their folder.
+"""
+
+import sys
+
+import torch
+
+from tools.environment import comfyui_directory
+
+sys.path.insert(0, str(comfyui_directory()))
+
+from comfy.cli_args import args
+
+args.cpu = not torch.cuda.is_available()
+args.use_pytorch_cross_attention = True

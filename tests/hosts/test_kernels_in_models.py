@@ -1,0 +1,107 @@
+"""Models that merge with the Triton kernels: on a GPU if there is one, else interpreted."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="Triton is not made for this system")
+
+from common import relative_error
+from host import merging, sample
+
+from tome_nodes.hosts.comfyui import attach
+from tome_nodes.ops import fused
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that launch something: all but views and mere allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aliases = any(result.alias_info is not None for result in function._schema.returns)
+        views = ("aten::empty", "aten::_unsafe_view")
+        self.count += not (aliases or function._schema.name.startswith(views))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scope", ["module", "block", "stack"])
+@pytest.mark.parametrize("strategy", ["bipartite", "window"])
+def test_a_model_gives_the_same_with_kernels(sd15, told, strategy, scope):
+    options = {"strategy": strategy, "scope": scope, "merge_mlp": True}
+    small = {"size": (8, 10), "steps": 1}
+    expected = sample(attach(sd15, merging(backend="torch", **options)), **small)
+    actual = sample(attach(sd15, merging(backend="triton", **options)), **small)
+    assert relative_error(actual, expected) < 1e-5
+    assert told()[-1].endswith(", triton") and "triton" not in told()[-2]
+
+
+def test_weighed_attention_launches_two_kernels_more():
+    from comfy.ldm.modules.attention import attention_flash
+
+    from tome_nodes.hosts.attention import weigh_attention
+
+    q, k, v = (torch.randn(1, tokens, 80, device=DEVICE) for tokens in (16, 8, 8))
+    options = weigh_attention({}, torch.zeros(1, 8, device=DEVICE), fused, lambda _: None)
+    counts = []
+    for more in ({}, {"transformer_options": options}):
+        with Launches() as launches:
+            attention_flash(q, k, v, 2, **more)
+        counts.append(launches.count)
+    assert counts[1] - counts[0] == len(["widen", "copy of the channels that count"])
+
+
+@pytest.mark.parametrize(("scope", "reuse_steps"), [("module", 0), ("module", 1), ("stack", 1)])
+def test_launches_per_merged_block(sd15, scope, reuse_steps):
+    """In place of a GPU's profiler: in steady state, what a further step launches."""
+
+    def launches_of_a_step(model):
+        counts = []
+        for steps in (1, 2):
+            with Launches() as launches:
+                sample(model, size=(8, 8), steps=steps)
+            counts.append(launches.count)
+        return counts[1] - counts[0]
+
+    config = merging(strategy="window", scope=scope, reuse_steps=reuse_steps, backend="triton")
+    more = launches_of_a_step(attach(sd15, config)) - launches_of_a_step(sd15)
+    blocks = 6
+    matches = 1 if reuse_steps else blocks
+    # The greatest noise level, its way to the host, and the key of the random picks.
+    per_step = 3
+    assert more == matches + blocks * len(["merge", "unmerge"]) + per_step
+
+
+def test_torch_compile_keeps_one_graph_with_kernels(sd15):
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from torch._dynamo.testing import CompileCounter
+
+    config = merging(strategy="window", scope="stack", backend="triton")
+    small = {"size": (8, 8), "steps": 2}
+    expected = sample(attach(sd15, config), **small)
+    compiled = attach(sd15, config)
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    try:
+        set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
+        assert relative_error(sample(compiled, **small), expected) < 1e-5
+        assert graphs.frame_count == 1
+    finally:
+        torch._dynamo.reset()
+
+
+def test_a_kernel_that_fails_gives_way_to_torch_before_the_run(sd15, told, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("Failed to find C compiler\nand more")
+
+    monkeypatch.setattr(fused, "merge", broken)
+    small = {"size": (8, 8), "steps": 1}
+    plain = sample(attach(sd15, merging(backend="torch")), **small)
+    assert torch.equal(sample(attach(sd15, merging(backend="triton")), **small), plain)
+    assert told()[-1].endswith(
+        ", torch as Triton cannot be used (RuntimeError: Failed to find C compiler)"
+    )
