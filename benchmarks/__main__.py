@@ -336,7 +336,7 @@ class Bench:
             rows[name]["seconds"] = seconds
         for method in chosen:
             if method.family == "ours" and method.name in rows and isinstance(method, HostMethod):
-                rows[method.name]["stages"] = subject.stages(method.patch)
+                rows[method.name]["stages"] = subject.stages(method.recorded(subject.model))
         return {"repeats": repeats, "methods": rows, "refused": refused}
 
     def keep(self, run: dict[str, Any]) -> None:

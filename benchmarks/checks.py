@@ -6,8 +6,8 @@ from torch import Tensor
 
 from benchmarks.measure import Launches, Subject, merged_blocks
 from benchmarks.methods import HostMethod, Method
-from tome_nodes.grid import Grid
-from tome_nodes.hosts.engine import make_engine
+from tome_nodes.core.engine import make_engine
+from tome_nodes.core.grid import Grid
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative error that the order of the sums may cause through a whole model, by precision."""
@@ -62,8 +62,8 @@ def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> 
     if config.backend not in ("auto", engine.backend):
         raise WrongOutput(f"it cannot run on {config.backend}: {engine.no_triton}")
     strategy = engine.strategy
-    strategy.start_step(torch.zeros((), dtype=torch.int64, device=device), config.ratio)
-    plan = strategy.plan(features, grid)
+    strategy.begin(torch.zeros((), dtype=torch.int64, device=device))
+    plan = strategy.plan(features, grid, config.ratio)
     if plan is None:
         raise WrongOutput(f"it makes no plan for {grid.height}x{grid.width} tokens")
     numbers = torch.arange(plan.slot_count, device=device).float()
@@ -72,7 +72,7 @@ def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> 
     if counts.shape != (2, plan.slot_count) or (counts == 0).any():
         raise WrongOutput(f"its plan has {plan.slot_count} slots, and not all of them hold a token")
     most = grid.tokens - int(grid.tokens * config.ratio)
-    if abs(plan.slot_count - most) > 0.02 * grid.tokens and config.strategy != "pool":
+    if abs(plan.slot_count - most) > 0.02 * grid.tokens and strategy.follows_ratio:
         raise WrongOutput(f"its plan has {plan.slot_count} slots; ratio={config.ratio} asks {most}")
     if method.family == "ideal":
         return

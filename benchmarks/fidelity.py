@@ -81,36 +81,15 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
     import asyncio
     from functools import partial
 
-    import torch
     from comfy_extras import nodes_hypertile, nodes_tomesd
 
-    from benchmarks.methods import CallablePlan, TomesdStrategy
+    from benchmarks.methods import ToDoStrategy, TomesdStrategy
     from tome_nodes.config import ToMeConfig
-    from tome_nodes.hosts.comfyui import attach
+    from tome_nodes.core.engine import MakeStrategy
+    from tome_nodes.hosts.comfyui.attachment import attach
     from tome_nodes.presets import settings_of
 
-    class ToDoStrategy:
-        """Keys and values of the top left token of each 2x2 cell, as ToDo takes them."""
-
-        def __init__(self, config: ToMeConfig):
-            pass
-
-        def start_step(self, key: torch.Tensor, ratio: float) -> None:
-            """Nothing is drawn."""
-
-        def plan(self, features: torch.Tensor, grid: Any) -> CallablePlan:
-            def merge(x: torch.Tensor) -> torch.Tensor:
-                return x.unflatten(1, (grid.height, grid.width))[:, ::2, ::2].flatten(1, 2)
-
-            def unmerge(y: torch.Tensor) -> torch.Tensor:
-                image = y.unflatten(1, (-(-grid.height // 2), -(-grid.width // 2)))
-                image = image.repeat_interleave(2, 1).repeat_interleave(2, 2)
-                return image[:, : grid.height, : grid.width].flatten(1, 2)
-
-            slots = -(-grid.height // 2) * -(-grid.width // 2)
-            return CallablePlan(slots, features.shape[:2], merge, unmerge)
-
-    def ours(other: Callable[[ToMeConfig], Any] | None = None, /, **settings: Any) -> Any:
+    def ours(other: MakeStrategy | None = None, /, **settings: Any) -> Any:
         own = {} if other is None else {"make_strategy": other}
         return partial(attach, config=ToMeConfig(**{**settings, "min_tokens": 1}), **own)
 
@@ -227,7 +206,7 @@ def bias_costs(repeats: int) -> dict[str, float]:
     from comfy.ldm.modules.attention import optimized_attention
 
     from benchmarks.rounds import interleaved
-    from tome_nodes.hosts.attention import weigh_attention
+    from tome_nodes.hosts.comfyui.attention import weigh_attention
     from tome_nodes.ops import reference
 
     costs = {}

@@ -3,7 +3,7 @@
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,12 +13,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
 
-from tome_nodes.grid import Grid
-from tome_nodes.recording import Recorder
-from tome_nodes.strategies import Strategy
+from tome_nodes.hosts.comfyui.attachment import last_run
 
 Instrument = AbstractContextManager[Any]
-Wrap = Callable[[Strategy], Strategy]
 
 
 class Subject:
@@ -83,16 +80,18 @@ class Subject:
         self.run(patched, *before, watch)
         return watch.seconds
 
-    def stages(self, patch: Callable[[ModelPatcher, Wrap], ModelPatcher]) -> dict[str, float]:
+    def stages(self, recorded: ModelPatcher) -> dict[str, float]:
         """Seconds of one evaluation in matching, merging and unmerging, and in the model itself.
 
         Args:
-            patch: patches a model with a strategy in the given wrapping.
+            recorded: a patched clone that records its runs.
         """
-        recorder = Recorder(Grid(*self._noise.shape[-2:]), self.device)
         watch = Stopwatch(self.device)
-        self.run(patch(self.model, recorder.watched), watch)
-        parts = recorder.finish().overhead
+        self.run(recorded, watch)
+        run = last_run(recorded)
+        if run is None or run.recording is None or run.recording.overhead is None:
+            raise RuntimeError("nothing was recorded of the run")
+        parts = run.recording.overhead
         return {**parts, "model": watch.seconds - sum(parts.values())}
 
     def _evaluation(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """The methods to compare: each makes a patched clone of a ComfyUI model."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -12,14 +12,15 @@ from comfy_extras import nodes_hypertile, nodes_tomesd
 from tomesd.merge import bipartite_soft_matching_random2d
 from torch import Tensor
 
+from benchmarks.lossless import lossless
 from tome_nodes.config import ToMeConfig
-from tome_nodes.grid import Grid
-from tome_nodes.hosts.comfyui import attach
-from tome_nodes.ops import reference
-from tome_nodes.plan import Plan
-from tome_nodes.strategies import Strategy, make_strategy
-
-Wrap = Callable[[Strategy], Strategy]
+from tome_nodes.core.engine import MakeStrategy
+from tome_nodes.core.grid import Grid
+from tome_nodes.core.plan import Plan
+from tome_nodes.core.strategy import Strategy
+from tome_nodes.hosts.comfyui.attachment import attach
+from tome_nodes.ops import Operations
+from tome_nodes.strategies import make_strategy
 
 ALWAYS = {"min_tokens": 1}
 """Settings with which maps of any size are merged."""
@@ -55,21 +56,21 @@ class HostMethod(Method):
     """A strategy on our host."""
 
     config: ToMeConfig
-    make_strategy: Callable[[ToMeConfig], Strategy] = make_strategy
+    make_strategy: MakeStrategy = make_strategy
 
-    def patch(self, model: ModelPatcher, wrap: Wrap | None = None) -> ModelPatcher:
-        """``wrap`` puts something around the strategy."""
-        return self._attach(model, self.config, wrap or (lambda strategy: strategy))
+    def patch(self, model: ModelPatcher) -> ModelPatcher:
+        return attach(model, self.config, self.make_strategy)
+
+    def recorded(self, model: ModelPatcher) -> ModelPatcher:
+        """A clone that runs this method and records each run in detail."""
+        return attach(model, self.config, self.make_strategy, wants_details=lambda: True)
 
     def lossless(self, model: ModelPatcher) -> ModelPatcher:
-        return self._attach(model, replace(self.config, **ALWAYS), LosslessStrategy)
+        return attach(model, self.always().config, lossless(self.make_strategy))
 
     def always(self) -> "HostMethod":
         """The same on maps of any size."""
         return replace(self, config=replace(self.config, **ALWAYS))
-
-    def _attach(self, model: ModelPatcher, config: ToMeConfig, wrap: Wrap) -> ModelPatcher:
-        return attach(model, config, lambda config: wrap(self.make_strategy(config)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,39 +95,58 @@ class NodeMethod(Method):
         return node.EXECUTE_NORMALIZED(model=model, **inputs)[0]
 
 
-@dataclass(frozen=True)
-class CallablePlan:
-    """A plan made of two functions."""
+@dataclass(frozen=True, eq=False)
+class CallablePlan(Plan):
+    """A plan made of two functions, whose merged keys all weigh alike."""
 
     slot_count: int
     shape: tuple[int, int]
-    merge: Callable[[Tensor], Tensor]
-    unmerge: Callable[[Tensor], Tensor]
-    log_sizes: None = None
+    merging: Callable[[Tensor], Tensor]
+    unmerging: Callable[[Tensor], Tensor]
 
-    def merge_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return (self.merge(x),) * 3
+    def slots(self) -> Tensor:
+        numbers = torch.arange(self.slot_count).float().expand(self.shape[0], -1)
+        return self.unmerging(numbers[..., None].contiguous())[..., 0].round().long()
+
+    def is_even(self) -> bool:
+        return True
 
     def fits(self, x: Tensor) -> bool:
         return x.shape[:2] == self.shape
 
-    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
-        return x + self.unmerge(after - before)
+    def merge(self, x: Tensor) -> Tensor:
+        return self.merging(x)
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        return self.unmerging(y)
 
 
-class TomesdStrategy:
+class CallableStrategy(Strategy):
+    """Makes a :class:`CallablePlan` for each ratio, a matching for each."""
+
+    uses_cells = False
+
+    def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
+        return [self.callable_plan(features, grid, ratio) if ratio else None for ratio in ratios]
+
+    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
+        """The plan for one ratio above 0."""
+        raise NotImplementedError
+
+
+class TomesdStrategy(CallableStrategy):
     """The reference implementation's own functions, on our host."""
 
-    def __init__(self, config: ToMeConfig):
-        self.config = config
+    def __init__(self, config: ToMeConfig, ops: Operations):
+        super().__init__(config, ops)
         self.generator: torch.Generator | None = None
 
-    def start_step(self, key: Tensor, ratio: float) -> None:
+    def begin(self, key: Tensor) -> None:
         if self.generator is None:
             self.generator = torch.Generator(device=key.device).manual_seed(0)
 
-    def plan(self, features: Tensor, grid: Grid) -> CallablePlan:
-        merges = int(grid.tokens * self.config.ratio)
+    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
+        merges = int(grid.tokens * ratio)
         merge, unmerge = bipartite_soft_matching_random2d(
             features,
             grid.width,
@@ -136,44 +156,43 @@ class TomesdStrategy:
             merges,
             generator=self.generator,
         )
-        return CallablePlan(grid.tokens - merges, features.shape[:2], merge, unmerge)
+        return CallablePlan(grid.tokens - merges, _shape(features), merge, unmerge)
 
 
-class IdealStrategy:
+class IdealStrategy(CallableStrategy):
     """Merging at no cost: a fixed stride of the tokens stays, and one expand restores the rest."""
 
-    def __init__(self, config: ToMeConfig):
-        self.stride = round(1 / (1 - config.ratio))
-
-    def start_step(self, key: Tensor, ratio: float) -> None:
-        """Nothing is drawn."""
-
-    def plan(self, features: Tensor, grid: Grid) -> CallablePlan:
-        batch, tokens, _ = features.shape
-        slots = -(-tokens // self.stride)
+    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
+        stride = round(1 / (1 - ratio))
 
         def unmerge(y: Tensor) -> Tensor:
-            return y[:, :, None].expand(-1, -1, self.stride, -1).flatten(1, 2)[:, :tokens]
+            return y[:, :, None].expand(-1, -1, stride, -1).flatten(1, 2)[:, : grid.tokens]
 
-        return CallablePlan(slots, (batch, tokens), lambda x: x[:, :: self.stride], unmerge)
+        slots = -(-grid.tokens // stride)
+        return CallablePlan(slots, _shape(features), lambda x: x[:, ::stride], unmerge)
 
 
-class LosslessStrategy:
-    """Merges where another strategy does, by a plan that loses nothing: the tokens are shuffled."""
+class ToDoStrategy(CallableStrategy):
+    """The top left token of each 2x2 cell, as ToDo takes it for keys and values."""
 
-    def __init__(self, strategy: Strategy):
-        self.strategy = strategy
+    follows_ratio = False
 
-    def start_step(self, key: Tensor, ratio: float) -> None:
-        self.strategy.start_step(key, ratio)
+    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
+        rows, columns = -(-grid.height // 2), -(-grid.width // 2)
 
-    def plan(self, features: Tensor, grid: Grid) -> Plan | None:
-        if self.strategy.plan(features, grid) is None:
-            return None
-        generator = torch.Generator().manual_seed(grid.tokens)
-        order = torch.stack([torch.randperm(grid.tokens, generator=generator) for _ in features])
-        ops = getattr(self.strategy, "ops", reference)
-        return Plan.from_slots(order.to(features.device), grid.tokens, ops)
+        def merge(x: Tensor) -> Tensor:
+            return x.unflatten(1, (grid.height, grid.width))[:, ::2, ::2].flatten(1, 2)
+
+        def unmerge(y: Tensor) -> Tensor:
+            image = y.unflatten(1, (rows, columns))
+            image = image.repeat_interleave(2, 1).repeat_interleave(2, 2)
+            return image[:, : grid.height, : grid.width].flatten(1, 2)
+
+        return CallablePlan(rows * columns, _shape(features), merge, unmerge)
+
+
+def _shape(features: Tensor) -> tuple[int, int]:
+    return features.shape[0], features.shape[1]
 
 
 def backend_variants(device: torch.device) -> dict[str, dict[str, Any]]:

@@ -10,8 +10,8 @@ import torch
 from benchmarks.measure import Stopwatch
 from benchmarks.rounds import interleaved
 from tome_nodes.config import ToMeConfig
-from tome_nodes.grid import Grid
-from tome_nodes.hosts.engine import make_engine
+from tome_nodes.core.engine import make_engine
+from tome_nodes.core.grid import Grid
 from tome_nodes.strategies import make_strategy
 
 SIDES = (32, 64, 128, 256)
@@ -44,10 +44,10 @@ def matching_seconds(device: torch.device) -> dict[str, dict[int, float]]:
         for name in ("window", "cluster"):
             config = ToMeConfig(strategy=name)
             strategy = make_engine(config, make_strategy, device, features.dtype).strategy
-            strategy.start_step(key, 0.5)
-            runs[name, side] = partial(timed, strategy.plan, features, grid)
+            strategy.begin(key)
+            runs[name, side] = partial(timed, strategy.plan, features, grid, 0.5)
             if name == "window":
-                plan = strategy.plan(features, grid)
+                plan = strategy.plan(features, grid, 0.5)
                 runs["merge", side] = partial(timed, plan.merge, features)
                 runs["unmerge", side] = partial(timed, plan.unmerge, plan.merge(features))
     best: dict[str, dict[int, float]] = {}

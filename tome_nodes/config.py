@@ -44,7 +44,7 @@ class ToMeConfig:
 
     Attributes:
         ratio: share of the tokens of a feature map to merge away. One destination token in each
-            cell always stays, so the share in effect is at most :attr:`ratio_cap`.
+            cell always stays, so the share in effect is at most ``1 - 1 / (sx * sy)``.
         max_downsample: merge where the feature map is at most this many times smaller than the
             latent; ``"auto"`` takes the shallowest level at which the model has attention, and in
             scope ``block`` and ``stack`` all down to the one that has most blocks.
@@ -66,8 +66,8 @@ class ToMeConfig:
         reuse_steps: 0 makes a plan for each block, as the paper does; k shares one among the
             blocks of a level and keeps it for k steps.
         ratio_end: ratio at the last step, to which ``ratio`` moves in equal parts; -1 keeps it.
-        min_tokens: merge feature maps of at least this many tokens; 0 is where merging pays, as
-            :func:`tome_nodes.schedule.least_tokens` has it.
+        min_tokens: merge feature maps of at least this many tokens; 0 is where it is worth it, as
+            each strategy has it.
         backend: what merging runs on: ``torch``, or ``triton`` kernels; ``auto`` takes Triton
             where it can be had.
         kv_ratio: share of the keys and values of self-attention to merge, in module scope; -1 is
@@ -151,8 +151,3 @@ class ToMeConfig:
     def merges_nothing(self) -> bool:
         """Whether every ratio is 0."""
         return max(self.ratio, self.ratio_end, self.kv_ratio) <= 0
-
-    @property
-    def ratio_cap(self) -> float:
-        """The largest share of tokens that can merge: all but one of each cell."""
-        return 1 - 1 / (self.sx * self.sy)

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from comfy_api.latest import ComfyExtension, io, ui
 
-from . import report
 from .config import CHOICES, MAX_DOWNSAMPLE_CHOICES, RANGES, ToMeConfig
-from .hosts import comfyui, workflow
+from .hosts.comfyui import attachment, graph
 from .presets import CUSTOM, FREE, PRESETS, settings_of
-from .report import VIEWS
+from .report import pages
+from .report.pages import VIEWS
 
 _DEFAULTS = ToMeConfig()
 _CATEGORY = "model/patch/unet"
@@ -282,14 +282,14 @@ class ToMePatchModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
-        node = workflow.running_node()
+        node = graph.running_node()
         in_workflow = {}
         if node is not None:
             in_workflow = {
-                "on_step": partial(workflow.show_text, node),
-                "wants_details": partial(workflow.feeds, node, "ToMeReport", "model"),
+                "on_step": partial(graph.show_text, node),
+                "wants_details": partial(graph.feeds, node, "ToMeReport", "model"),
             }
-        return io.NodeOutput(comfyui.attach(model, _config(**settings), **in_workflow))
+        return io.NodeOutput(attachment.attach(model, _config(**settings), **in_workflow))
 
 
 class ToMeRemovePatch(io.ComfyNode):
@@ -309,7 +309,7 @@ class ToMeRemovePatch(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any) -> io.NodeOutput:
-        return io.NodeOutput(comfyui.detach(model))
+        return io.NodeOutput(attachment.detach(model))
 
 
 class ToMeReport(io.ComfyNode):
@@ -388,15 +388,15 @@ class ToMeReport(io.ComfyNode):
         level: int = -1,
         step: int = -1,
     ) -> io.NodeOutput:
-        if not comfyui.is_attached(model):
-            shown = report.notice(*report.NOT_MERGING)
-        elif (run := comfyui.last_run(model, workflow.origins("samples"))) is None:
-            shown = report.notice(*report.NO_RUN)
+        if not attachment.is_attached(model):
+            shown = pages.notice(*pages.NOT_MERGING)
+        elif (run := attachment.last_run(model, graph.origins("samples"))) is None:
+            shown = pages.notice(*pages.NO_RUN)
         else:
             picture = None if image is None else image[0].float().cpu().numpy()
-            shown = report.report_of(run, view, level, step, picture)
-        if (node := workflow.running_node()) is not None:
-            workflow.show_text(node, shown.text)
+            shown = pages.report_of(run, view, level, step, picture)
+        if (node := graph.running_node()) is not None:
+            graph.show_text(node, shown.text)
         drawn = torch.from_numpy(shown.picture).float()[None] / 255
         on_node = ui.PreviewImage(drawn, cls=cls).as_dict() | ui.PreviewText(shown.text).as_dict()
         return io.NodeOutput(drawn, shown.text, ui=on_node)

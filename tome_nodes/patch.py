@@ -2,15 +2,10 @@
 
 import sys
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from .config import ToMeConfig
 from .presets import CUSTOM, settings_of
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from .hosts.hooked import Attachment
 
 Model = TypeVar("Model")
 
@@ -88,8 +83,10 @@ def apply_patch(
         **options,
     }
     config = ToMeConfig(**settings_of(preset, settings))
-    unet, timesteps, attachment_class = _find_unet(model)
-    attachment_class(config, timesteps).attach(unet)
+    from .hosts.pytorch.hooks import Attachment
+
+    unet, timesteps, family = _find_unet(model)
+    Attachment(config, family, timesteps).attach(unet)
     return model
 
 
@@ -105,28 +102,27 @@ def remove_patch(model: Model) -> Model:
     Raises:
         TypeError: the model is none that could be patched.
     """
-    from .hosts.hooked import detach
+    from .hosts.pytorch.hooks import detach
 
     unet, _, _ = _find_unet(model)
     detach(unet)
     return model
 
 
-def _find_unet(model: object) -> "tuple[nn.Module, int, type[Attachment]]":
-    """The UNet of a model, how many noise levels it was trained on, and how to attach to it."""
+def _find_unet(model: object) -> tuple[Any, int, Any]:
+    """The UNet of a model, how many noise levels it was trained on, and its family."""
+    from .hosts.pytorch.ldm_unet import LdmUNet
+
+    families = [LdmUNet()]
     # Whoever has a model of diffusers has imported it.
     if "diffusers" in sys.modules:
-        from .hosts import diffusers
+        from .hosts.pytorch.diffusers_unet import DiffusersUNet
 
-        if (found := diffusers.find_unet(model)) is not None:
+        families.insert(0, DiffusersUNet())
+    for family in families:
+        if (found := family.find(model)) is not None:
             unet, timesteps = found
-            return unet, timesteps or _TIMESTEPS, diffusers.DiffusersAttachment
-
-    from .hosts import ldm
-
-    if (found := ldm.find_unet(model)) is not None:
-        unet, timesteps = found
-        return unet, timesteps or _TIMESTEPS, ldm.LdmAttachment
+            return unet, timesteps or _TIMESTEPS, family
     raise TypeError(
         "token merging needs a diffusers pipeline with a UNet2DConditionModel, such a UNet, or a "
         "latent-diffusion model with a UNet at model.model.diffusion_model; this is a "

@@ -4,6 +4,7 @@ A preset says how to merge; how much, when and with which seed stay free.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -12,21 +13,46 @@ from .config import RANGES, ToMeConfig
 FREE = ("ratio", "seed", "start_percent", "end_percent", "backend")
 """The options that no preset decides."""
 
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "quality": {"strategy": "window", "attn_tokens": "k,v"},
-        "balanced": {"strategy": "window", "attn_tokens": "k,v", "sx": 4},
-        "fast": {"strategy": "window", "scope": "stack", "reuse_steps": 1},
-        "paper": {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
-    }
-)
-"""The options that each sets; all others but those in :data:`FREE` have their defaults."""
-
 CUSTOM = "custom"
 """The name of no preset: every option is as given."""
 
-AS_FAST = frozenset({"balanced"})
-"""The presets whose ratio is that of the paper which takes as long; see :func:`keys_to_merge`."""
+
+@dataclass(frozen=True)
+class Preset:
+    """How to merge.
+
+    Attributes:
+        options: those that it sets; all others except those in :data:`FREE` have their defaults.
+        takes_time_of_ratio: whether a ratio stands for the time that the paper's method takes at
+            it, and the keys and values that come to that time merge; see :func:`keys_to_merge`.
+    """
+
+    options: Mapping[str, Any]
+    takes_time_of_ratio: bool = False
+
+    def settings(self, free: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of :class:`tome_nodes.config.ToMeConfig` that it stands for.
+
+        Args:
+            free: options of those in :data:`FREE`, valid ones.
+        """
+        settings = {**free, **self.options}
+        if self.takes_time_of_ratio:
+            settings["ratio"] = keys_to_merge(ToMeConfig(**free).ratio)
+        return settings
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "quality": Preset({"strategy": "window", "attn_tokens": "k,v"}),
+        "balanced": Preset(
+            {"strategy": "window", "attn_tokens": "k,v", "sx": 4}, takes_time_of_ratio=True
+        ),
+        "fast": Preset({"strategy": "window", "scope": "stack", "reuse_steps": 1}),
+        "paper": Preset({"max_downsample": 1, "min_tokens": 1, "proportional_attn": False}),
+    }
+)
+"""The presets by name."""
 
 # Measured, see `benchmarks/FIDELITY.md`; by the count of products it would be 1.5.
 _POWER = 1.45
@@ -51,10 +77,8 @@ def settings_of(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
         )
     free = {name: value for name, value in given.items() if name in FREE}
     # An error is to tell the ratio as it was given.
-    ratio = ToMeConfig(**free).ratio
-    if preset in AS_FAST:
-        free["ratio"] = keys_to_merge(ratio)
-    return {**free, **PRESETS[preset]}
+    ToMeConfig(**free)
+    return PRESETS[preset].settings(free)
 
 
 def keys_to_merge(ratio: float) -> float:

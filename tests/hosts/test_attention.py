@@ -8,8 +8,8 @@ from common import relative_error
 from host import merging, sample
 from torch.testing import assert_close
 
-from tome_nodes.hosts.attention import weigh_attention
-from tome_nodes.hosts.comfyui import attach
+from tome_nodes.hosts.comfyui.attachment import attach
+from tome_nodes.hosts.comfyui.attention import weigh_attention
 from tome_nodes.ops import reference
 
 BATCH, HEADS = 2, 4

@@ -17,7 +17,7 @@ from benchmarks.methods import HostMethod, methods
 from benchmarks.rounds import interleaved
 from benchmarks.slope import log_log_slope
 from tome_nodes.config import CHOICES, ToMeConfig
-from tome_nodes.plan import Plan
+from tome_nodes.core.plan import SlotPlan
 from tome_nodes.strategies.window import WindowStrategy
 
 CPU = torch.device("cpu")
@@ -216,33 +216,33 @@ def wrong(strategy, **settings):
 class OffByOne(WindowStrategy):
     """Takes the mean of the tokens next to those of a slot."""
 
-    def plan(self, features, grid):
-        plan = super().plan(features, grid)
-        members = (plan.members + 1) % (features.shape[0] * grid.tokens)
-        return replace(plan, members=members)
+    def plans(self, features, grid, ratios):
+        tokens = features.shape[0] * grid.tokens
+        plans = super().plans(features, grid, ratios)
+        return [replace(plan, order=(plan.order + 1) % tokens) for plan in plans]
 
 
 class TooMany(WindowStrategy):
     """Merges more tokens than it is asked to."""
 
-    def plan(self, features, grid):
-        self._ratio = 0.7
-        return super().plan(features, grid)
+    def plans(self, features, grid, ratios):
+        return super().plans(features, grid, [0.7 for _ in ratios])
 
 
 class EmptySlot(WindowStrategy):
     """Has a slot without a token."""
 
-    def plan(self, features, grid):
-        plan = super().plan(features, grid)
-        return Plan.from_slots(plan.slots, plan.slot_count + 1)
+    def plans(self, features, grid, ratios):
+        plans = super().plans(features, grid, ratios)
+        return [SlotPlan.from_slots(plan.slots(), plan.slot_count + 1) for plan in plans]
 
 
 class Nothing(WindowStrategy):
     """Merges on no map of a model."""
 
-    def plan(self, features, grid):
-        return super().plan(features, grid) if features.shape[2] < 64 else None
+    def plans(self, features, grid, ratios):
+        plans = super().plans(features, grid, ratios)
+        return plans if features.shape[2] < 64 else [None for _ in plans]
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,11 @@ def test_a_method_that_merges_nothing_is_refused(subject, expected):
 
 @pytest.mark.parametrize("scope", ["module", "block", "stack"])
 def test_wrong_wiring_is_refused_in_every_scope(scope, subject, expected, monkeypatch):
-    merge, merge_qkv = Plan.merge, Plan.merge_qkv
-    monkeypatch.setattr(Plan, "merge", lambda self, x: merge(self, x) * 1.01)
-    monkeypatch.setattr(Plan, "merge_qkv", lambda self, x: [y * 1.01 for y in merge_qkv(self, x)])
+    merge, merge_inputs = SlotPlan.merge, SlotPlan.merge_inputs
+    monkeypatch.setattr(SlotPlan, "merge", lambda self, x: merge(self, x) * 1.01)
+    monkeypatch.setattr(
+        SlotPlan, "merge_inputs", lambda self, x: [y * 1.01 for y in merge_inputs(self, x)]
+    )
     with pytest.raises(checks.WrongOutput, match="plans that lose nothing"):
         checks.check_wiring(wrong(WindowStrategy, scope=scope), subject, expected)
 

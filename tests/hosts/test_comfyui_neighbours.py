@@ -5,25 +5,16 @@ import threading
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from common import Shuffle, relative_error
+from common import Counted, Shuffle, relative_error
 from host import conditioning, merging, overridden, sample
 
 from tome_nodes.config import CHOICES
-from tome_nodes.hosts.comfyui import _BLOCK_PATCHES, _Attachment, _lock_of, attach
-from tome_nodes.statistics import settings_in_words
-from tome_nodes.strategies.bipartite import BipartiteStrategy
+from tome_nodes.core.run import lock_of
+from tome_nodes.core.site import deepest_level
+from tome_nodes.hosts.comfyui.attachment import attach
+from tome_nodes.hosts.comfyui.unet import BLOCK_PATCHES
 
 scopes = pytest.mark.parametrize("scope", CHOICES["scope"])
-
-
-class Counted(BipartiteStrategy):
-    """Counts the plans made; one more is made of a few tokens, to see whether the device can."""
-
-    made = 0
-
-    def plan(self, features, grid):
-        Counted.made += 1
-        return super().plan(features, grid)
 
 
 def in_parts(model, parts_of):
@@ -103,7 +94,7 @@ def test_a_replaced_attention_takes_its_stack_out_of_stack_scope(load, told, ind
 
 
 @pytest.mark.parametrize("scope", ["block", "stack"])
-@pytest.mark.parametrize("name", _BLOCK_PATCHES)
+@pytest.mark.parametrize("name", BLOCK_PATCHES)
 def test_patches_of_the_inside_of_blocks_see_all_tokens(sd15, told, name, scope):
     seen = set()
 
@@ -167,7 +158,7 @@ def test_another_thread_waits_for_the_overrides_of_an_evaluation(sd15):
     free = []
 
     def try_lock():
-        lock = _lock_of(sd15.model.diffusion_model)
+        lock = lock_of(sd15.model.diffusion_model)
         free.append(lock.acquire(blocking=False))
         if free[-1]:
             lock.release()
@@ -197,7 +188,7 @@ def test_another_thread_waits_for_the_overrides_of_an_evaluation(sd15):
     ],
 )
 def test_settings_are_told_as_they_take_effect(options, words):
-    assert settings_in_words(merging(**options)) == words
+    assert words.settings(merging(**options)) == words
 
 
 @pytest.mark.parametrize(
@@ -237,7 +228,7 @@ def test_wide_scopes_reach_down_to_where_most_blocks_are(load, told, family, sco
 
 def test_of_levels_with_as_many_blocks_the_shallowest_is_enough():
     stable_diffusion_1 = {1: 2, 2: 2, 4: 2, 8: 1}
-    assert _Attachment(merging(scope="stack"), None, stable_diffusion_1).max_downsample == 1
+    assert deepest_level(merging(scope="stack"), stable_diffusion_1) == 1
 
 
 def test_two_prompts_in_areas_merge(sd15, told):

@@ -9,7 +9,7 @@ import torch
 from host import merging
 
 from benchmarks import denoiser, features, fidelity_report, photos, pictures
-from tome_nodes.hosts.comfyui import attach
+from tome_nodes.hosts.comfyui.attachment import attach
 
 
 def test_all_photos_come_with_the_packages():

@@ -17,7 +17,7 @@ from common import EVERYTHING, Shuffle, relative_error
 from host import sample
 
 from tome_nodes.config import ToMeConfig
-from tome_nodes.hosts.comfyui import attach
+from tome_nodes.hosts.comfyui.attachment import attach
 
 CONFIG = ToMeConfig(**EVERYTHING)
 

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tome_nodes.config import ToMeConfig
-from tome_nodes.hosts.comfyui import attach
+from tome_nodes.hosts.comfyui.attachment import attach
 from tome_nodes.nodes import ToMePatchModel
-from tome_nodes.presets import AS_FAST, CUSTOM, PRESETS, keys_to_merge, settings_of
+from tome_nodes.presets import CUSTOM, PRESETS, keys_to_merge, settings_of
 
 SIZE = {"size": (16, 16), "steps": 2}
 """A map of 256 tokens, which is enough to pay on a CPU."""
 
 
 def ratio_of(preset, ratio):
-    return keys_to_merge(ratio) if preset in AS_FAST else ratio
+    return keys_to_merge(ratio) if PRESETS[preset].takes_time_of_ratio else ratio
 
 
 def patched(model, **inputs):
@@ -28,7 +28,7 @@ def test_a_preset_decides_all_but_what_is_free(preset):
     free = {"ratio": 0.3, "seed": 7, "start_percent": 0.1, "end_percent": 0.9, "backend": "torch"}
     others = {"scope": "block", "strategy": "cluster", "sx": 5, "merge_mlp": True, "kv_ratio": 0.1}
     config = ToMeConfig(**settings_of(preset, {**free, **others}))
-    expected = {**free, "ratio": ratio_of(preset, 0.3), **PRESETS[preset]}
+    expected = {**free, "ratio": ratio_of(preset, 0.3), **PRESETS[preset].options}
     assert config == ToMeConfig(**expected)
     for name, value in others.items():
         assert getattr(config, name) != value
@@ -70,7 +70,7 @@ def test_keys_to_merge_are_more_than_the_ratio(percent):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_node_runs_the_preset(sd15, preset):
-    config = ToMeConfig(ratio=ratio_of(preset, 0.4), **PRESETS[preset])
+    config = ToMeConfig(ratio=ratio_of(preset, 0.4), **PRESETS[preset].options)
     expected = sample(attach(sd15, config), **SIZE)
     actual = sample(patched(sd15, ratio=0.4, preset=preset, sx=8, merge_mlp=True), **SIZE)
     assert relative_error(actual, expected) == 0

@@ -7,8 +7,8 @@ from common import relative_error
 from host import merging, sample
 
 from tome_nodes.config import CHOICES
-from tome_nodes.grid import Grid
-from tome_nodes.hosts.comfyui import attach, is_attached, last_run
+from tome_nodes.core.grid import Grid
+from tome_nodes.hosts.comfyui.attachment import attach, is_attached, last_run
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
@@ -16,13 +16,13 @@ from tome_nodes.strategies.bipartite import BipartiteStrategy
 class Kept(BipartiteStrategy):
     """Keeps each plan that it makes for a feature map of the model."""
 
-    plans: list = []  # noqa: RUF012
+    made: list = []  # noqa: RUF012
 
-    def plan(self, features, grid):
-        plan = super().plan(features, grid)
+    def plans(self, features, grid, ratios):
+        plans = super().plans(features, grid, ratios)
         if grid == Grid(12, 16):
-            Kept.plans.append(plan)
-        return plan
+            Kept.made += plans
+        return plans
 
 
 def recorded(model, steps=2, make_strategy=make_strategy, **settings):
@@ -40,19 +40,19 @@ def test_without_a_report_only_counts_are_kept(sd15):
     run = last_run(patched.clone())
     assert run.recording is None
     assert (run.model, run.backend, run.obstacle) == ("SD15", "torch", None)
-    assert run.statistics.merged_block_count == run.statistics.blocks_present == 6
-    assert run.statistics.merged_steps == run.statistics.total_steps == 3
-    assert (run.statistics.plans_made, run.statistics.plans_reused) == (2, 6 * 3 - 2)
-    assert run.pays_from == 256
+    assert run.counts.merged_blocks == run.counts.blocks_present == 6
+    assert run.counts.merged_steps == run.counts.total_steps == 3
+    assert (run.counts.plans_made, run.counts.plans_reused) == (2, 6 * 3 - 2)
+    assert run.worth_from == 256
 
 
 def test_the_groups_are_those_of_the_plans(sd15):
-    Kept.plans = []
+    Kept.made = []
     run, _ = recorded(sd15, make_strategy=Kept)
     assert [*run.recording.slots] == [(0, Grid(12, 16)), (1, Grid(12, 16))]
-    assert len(Kept.plans) == 6 * 2
-    for slots, plan in zip(run.recording.slots.values(), Kept.plans[::6], strict=True):
-        assert np.array_equal(slots, plan.slots[0].view(12, 16).numpy())
+    assert len(Kept.made) == 6 * 2
+    for slots, plan in zip(run.recording.slots.values(), Kept.made[::6], strict=True):
+        assert np.array_equal(slots, plan.slots()[0].view(12, 16).numpy())
     assert run.recording.levels == {1: Grid(12, 16)}
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from host import merging, sample
 
-from tome_nodes import pictures
-from tome_nodes.hosts.comfyui import attach, last_run
-from tome_nodes.report import VIEWS, hint_for, in_words, report_of
+from tome_nodes.hosts.comfyui.attachment import attach, last_run
+from tome_nodes.report import drawing
+from tome_nodes.report.pages import VIEWS, hint_for, in_words, report_of
 
 
 def run_of(model, steps=2, details=True, size=(16, 16), **settings):
@@ -61,7 +61,7 @@ def test_maps_are_of_the_level_and_step_asked_for(run):
 
     for level, grid, step in ((-1, level_1, -1), (1, level_1, 1), (2, level_2, 2)):
         slots = run.recording.slots[{-1: 1, 1: 0, 2: 1}[step], grid]
-        expected = pictures.merge_map(slots)
+        expected = drawing.merge_map(slots)
         height, width = expected.shape[:2]
         drawn = report_of(run, "merge map", level, step).picture
         assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
@@ -69,9 +69,9 @@ def test_maps_are_of_the_level_and_step_asked_for(run):
 
 def test_the_heat_map_counts_merged_steps_out_of_all(run):
     grid = run.recording.levels[1]
-    merged = [pictures.merged_tokens(run.recording.slots[step, grid]) for step in (0, 1)]
+    merged = [drawing.merged_tokens(run.recording.slots[step, grid]) for step in (0, 1)]
     drawn = report_of(run, "heat map").picture
-    expected = pictures.heat_map((merged[0].astype(float) + merged[1]) / 3)
+    expected = drawing.heat_map((merged[0].astype(float) + merged[1]) / 3)
     top = drawn.shape[0] - 1024 - 54
     assert np.array_equal(drawn[top : top + 1024, 20 : 20 + 1024], expected)
 
@@ -83,7 +83,7 @@ def test_the_text_is_the_same_in_each_view(run, view):
 
 def test_what_was_not_merged_is_told_on_a_card(run, monkeypatch):
     cards = []
-    monkeypatch.setattr(pictures, "card", lambda *texts: cards.append(texts))
+    monkeypatch.setattr(drawing, "card", lambda *texts: cards.append(texts))
     report_of(run, level=4)
     report_of(run, step=3)
     report_of(run, step=0)

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tome_nodes.config import ToMeConfig
-from tome_nodes.grid import Grid
-from tome_nodes.picks import pick_per_cell, step_key
+from tome_nodes.core.grid import Grid
+from tome_nodes.core.picks import pick_per_cell, step_key
+from tome_nodes.ops import reference
 from tome_nodes.strategies.bipartite import BipartiteStrategy, match, split_tokens
 
 grids = st.builds(Grid, st.integers(1, 9), st.integers(1, 9))
@@ -21,15 +22,15 @@ def features_of(grid, batch=2, channels=6, seed=0):
 
 
 def plan_of(config, features, grid, step=0):
-    strategy = BipartiteStrategy(config)
-    strategy.start_step(torch.tensor(step_key(config.seed, step)), config.ratio)
-    return strategy.plan(features, grid)
+    strategy = BipartiteStrategy(config, reference)
+    strategy.begin(torch.tensor(step_key(config.seed, step)))
+    return strategy.plan(features, grid, config.ratio)
 
 
 def groups(plan, sample):
     """The partition of a sample's tokens, as a set of sets."""
     found = {}
-    for token, slot in enumerate(plan.slots[sample].tolist()):
+    for token, slot in enumerate(plan.slots()[sample].tolist()):
         found.setdefault(slot, set()).add(token)
     return {frozenset(group) for group in found.values()}
 
@@ -122,7 +123,7 @@ def test_large_maps_matched_in_pieces_give_the_same_plan(monkeypatch):
     features = features_of(grid)
     whole = plan_of(ToMeConfig(), features, grid)
     monkeypatch.setattr(bipartite, "_SCORES_AT_ONCE", 1000)
-    assert torch.equal(plan_of(ToMeConfig(), features, grid).slots, whole.slots)
+    assert torch.equal(plan_of(ToMeConfig(), features, grid).slots(), whole.slots())
 
 
 def test_picks_depend_on_seed_step_and_grid_only():
@@ -131,7 +132,7 @@ def test_picks_depend_on_seed_step_and_grid_only():
 
     def slots(features=features, **keys):
         step = keys.pop("step", 0)
-        return plan_of(ToMeConfig(**keys), features, grid, step).slots
+        return plan_of(ToMeConfig(**keys), features, grid, step).slots()
 
     together = slots()
     assert torch.equal(slots(), together)
@@ -144,10 +145,10 @@ def test_global_generators_are_neither_read_nor_moved():
     grid = Grid(8, 8)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = plan_of(ToMeConfig(), features_of(grid), grid).slots
+    first = plan_of(ToMeConfig(), features_of(grid), grid).slots()
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    assert torch.equal(plan_of(ToMeConfig(), features_of(grid), grid).slots, first)
+    assert torch.equal(plan_of(ToMeConfig(), features_of(grid), grid).slots(), first)
 
 
 def test_picks_are_spread_evenly_over_cells_and_steps():
@@ -167,14 +168,14 @@ def test_picks_are_spread_evenly_over_cells_and_steps():
 def test_equal_features_still_give_a_partition():
     grid = Grid(6, 6)
     plan = plan_of(ToMeConfig(ratio=0.5), torch.ones(1, 36, 4), grid)
-    assert plan.slots.unique().tolist() == list(range(18))
+    assert plan.slots().unique().tolist() == list(range(18))
     nothing = plan_of(ToMeConfig(ratio=0.5), torch.zeros(1, 36, 4), grid)
-    assert nothing.slots.unique().tolist() == list(range(18))
+    assert nothing.slots().unique().tolist() == list(range(18))
 
 
 def test_a_strategy_that_was_not_started_says_so():
-    with pytest.raises(RuntimeError, match="start_step must come before plan"):
-        BipartiteStrategy(ToMeConfig()).plan(torch.zeros(1, 16, 4), Grid(4, 4))
+    with pytest.raises(RuntimeError, match="begin must come before plans"):
+        BipartiteStrategy(ToMeConfig(), reference).plan(torch.zeros(1, 16, 4), Grid(4, 4), 0.5)
 
 
 def test_matching_carries_no_gradient():

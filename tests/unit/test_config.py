@@ -70,8 +70,3 @@ def test_contradictions_are_refused_in_a_sentence(settings, sentence):
 def test_wrong_types_are_refused(name, value):
     with pytest.raises(TypeError, match=f"^{name}={value!r} is not allowed"):
         ToMeConfig(**{name: value})
-
-
-def test_ratio_cap_leaves_one_token_of_each_cell():
-    assert ToMeConfig(sx=2, sy=2).ratio_cap == 0.75
-    assert ToMeConfig(sx=1, sy=2).ratio_cap == 0.5

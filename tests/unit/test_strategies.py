@@ -9,10 +9,11 @@ from test_bipartite import brute_force_groups, features_of, grids, groups
 from torch.testing import assert_close
 
 from tome_nodes.config import CHOICES, ToMeConfig
-from tome_nodes.grid import Grid
-from tome_nodes.picks import step_key
-from tome_nodes.plan import Plan
-from tome_nodes.strategies import make_strategy
+from tome_nodes.core.grid import Grid
+from tome_nodes.core.picks import step_key
+from tome_nodes.core.plan import SlotPlan
+from tome_nodes.ops import reference
+from tome_nodes.strategies import make_strategy, strategy_class
 from tome_nodes.strategies.cluster import cluster
 from tome_nodes.strategies.pool import PoolPlan
 from tome_nodes.strategies.window import match_windows, split_windows
@@ -21,9 +22,9 @@ cell_sides = st.sampled_from([1, 2, 3, 8])
 
 
 def plan_of(config, features, grid, step=0):
-    strategy = make_strategy(config)
-    strategy.start_step(torch.tensor(step_key(config.seed, step)), config.ratio)
-    return strategy.plan(features, grid)
+    strategy = make_strategy(config, reference)
+    strategy.begin(torch.tensor(step_key(config.seed, step)))
+    return strategy.plan(features, grid, config.ratio)
 
 
 @given(
@@ -112,7 +113,7 @@ def test_window_and_global_matching_merge_as_many():
 
 def test_pool_is_the_mean_of_each_cell():
     image = torch.randn(2, 5, 6, 4, generator=torch.Generator().manual_seed(1))
-    plan = PoolPlan(2, 6, 4, 2, 2, torch.device("cpu"))
+    plan = PoolPlan.of(2, Grid(6, 4), 2, 2, torch.device("cpu"))
     merged = plan.merge(image.flatten(2).mT)
     assert_close(merged, F.avg_pool2d(image, 2).flatten(2).mT)
     back = F.interpolate(F.avg_pool2d(image, 2), scale_factor=2).flatten(2).mT
@@ -123,7 +124,7 @@ def test_clusters_are_ranks_of_similarity_to_the_mean():
     features = torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 1.0], [1.0, 1.0]]])
     similarity = F.cosine_similarity(features, features.mean(1, keepdim=True), dim=2)[0]
     plan = cluster(features, 2)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, SlotPlan)
     ranked = similarity.argsort().tolist()
     assert groups(plan, 0) == {frozenset(ranked[:3]), frozenset(ranked[3:])}
 
@@ -135,11 +136,10 @@ def test_clusters_are_ranks_of_similarity_to_the_mean():
     st.integers(0, 99),
 )
 def test_two_ratios_come_from_one_matching(strategy, grid, ratios, seed):
-    config = ToMeConfig(strategy=strategy, ratio=ratios[0], kv_ratio=ratios[1])
-    made = make_strategy(config)
-    made.start_step(torch.tensor(step_key(0, 0)), config.ratio)
+    made = make_strategy(ToMeConfig(strategy=strategy), reference)
+    made.begin(torch.tensor(step_key(0, 0)))
     features = features_of(grid, seed=seed)
-    plans = made.plans(features, grid)
+    plans = made.plans(features, grid, ratios)
     for plan, ratio in zip(plans, ratios, strict=True):
         alone = plan_of(ToMeConfig(strategy=strategy, ratio=ratio), features, grid)
         assert (plan is None) == (alone is None)
@@ -155,8 +155,20 @@ def test_two_ratios_come_from_one_matching(strategy, grid, ratios, seed):
 @pytest.mark.parametrize("strategy", ["pool", "cluster"])
 def test_the_other_strategies_take_a_ratio_for_keys_too(strategy):
     grid = Grid(8, 8)
-    made = make_strategy(ToMeConfig(strategy=strategy, ratio=0.5, kv_ratio=0.75))
-    made.start_step(torch.zeros((), dtype=torch.int64), 0.0)
-    queries, keys = made.plans(features_of(grid), grid)
+    made = make_strategy(ToMeConfig(strategy=strategy), reference)
+    queries, keys = made.plans(features_of(grid), grid, [0.0, 0.75])
     assert queries is None
     assert keys.slot_count == 16
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cap"), [("bipartite", 0.75), ("window", 0.75), ("pool", 0.75), ("cluster", 1.0)]
+)
+def test_one_token_of_each_cell_always_stays(strategy, cap):
+    config = ToMeConfig(strategy=strategy, ratio=0.95)
+    assert strategy_class(config).ratio_cap(config) == cap
+    plan = plan_of(config, features_of(Grid(8, 8)), Grid(8, 8))
+    assert 1 - plan.slot_count / 64 <= cap
+    assert strategy_class(ToMeConfig(strategy=strategy, sx=4)).ratio_cap(
+        ToMeConfig(strategy=strategy, sx=4)
+    ) == (1.0 if cap == 1 else 0.875)

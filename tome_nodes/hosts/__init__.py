@@ -1,1 +1,1 @@
-"""Where merging is attached: one module for each program that runs the models."""
+"""The programs that run the models: how merging is attached to each, and taken off again."""

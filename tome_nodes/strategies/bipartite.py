@@ -1,14 +1,12 @@
 """Bipartite soft matching, the grouping of the paper (arXiv 2303.17604, section 4.1)."""
 
-from types import ModuleType
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..grid import Grid
-from ..ops import reference
-from ..plan import Plan
+from ..core.grid import Grid
+from ..core.plan import SlotPlan
+from ..ops import Operations, reference
 from .cells import CellStrategy, split_cells
 
 # Scores held in memory at once; a larger map is matched in several pieces.
@@ -18,11 +16,13 @@ _SCORES_AT_ONCE = 2**24
 class BipartiteStrategy(CellStrategy):
     """Each src token may merge into any dst token of the map."""
 
+    compares_afar = True
+
     def split(self, grid: Grid, picks: Tensor) -> tuple[Tensor, Tensor]:
         """See :func:`split_tokens`."""
         return split_tokens(grid, self.config.sy, self.config.sx, picks)
 
-    def match(self, features: Tensor, grid: Grid, merges: list[int]) -> list[Plan | None]:
+    def match(self, features: Tensor, grid: Grid, merges: list[int]) -> list[SlotPlan]:
         """See :func:`match`."""
         return match(features, *self.split_of(grid), merges, self.ops)
 
@@ -53,8 +53,8 @@ def match(
     src: Tensor,
     dst: Tensor,
     merges: list[int],
-    ops: ModuleType = reference,
-) -> list[Plan]:
+    ops: Operations = reference,
+) -> list[SlotPlan]:
     """Merge the src tokens that are most alike to their best dst into it.
 
     Args:
@@ -76,7 +76,7 @@ def match(
         merged = best[:, :count]
         owners = torch.arange(tokens, device=features.device).repeat(batch, 1)
         owners.scatter_(1, src[merged], dst[nearest.gather(1, merged)])
-        plans.append(Plan.from_owners(owners, tokens - count, ops))
+        plans.append(SlotPlan.from_owners(owners, tokens - count, ops))
     return plans
 
 

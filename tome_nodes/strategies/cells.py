@@ -1,48 +1,35 @@
 """What the strategies that keep one dst token in each cell share (paper, section 4.2)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..config import ToMeConfig
-from ..grid import Grid
-from ..ops import operations
-from ..picks import pick_per_cell
-from ..plan import Plan
+from ..core.grid import Grid
+from ..core.picks import pick_per_cell
+from ..core.plan import Plan
+from ..core.strategy import Strategy
+from ..ops import Operations
 
 
-class CellStrategy:
-    """Plans of one model in one sampling run.
+class CellStrategy(Strategy):
+    """Merges src tokens into the dst tokens of cells.
 
     Which tokens are src and which dst depends on the step and the grid only, so all blocks of a
     level share the split that a subclass makes.
     """
 
-    def __init__(self, config: ToMeConfig):
-        self.config = config
-        self.ops = operations(config.backend)
-        self._ratio = config.ratio
+    def __init__(self, config: ToMeConfig, ops: Operations):
+        super().__init__(config, ops)
         self._key: Tensor | None = None
         self._splits: dict[Grid, tuple[Tensor, Tensor]] = {}
 
-    def start_step(self, key: Tensor, ratio: float) -> None:
-        """Begin an evaluation at ``ratio``, its random picks keyed by a scalar int64 tensor."""
-        self._ratio = ratio
+    def begin(self, key: Tensor) -> None:
         self._key = key
         self._splits = {}
 
-    def plan(self, features: Tensor, grid: Grid) -> Plan | None:
-        """A plan for ``[batch, tokens, channels]`` features, or None where no token would merge."""
-        return self._plans(features, grid, self._ratio)[0]
-
-    def plans(self, features: Tensor, grid: Grid) -> tuple[Plan | None, Plan | None]:
-        """Plans at the ratio of the step and at ``kv_ratio``, from one matching.
-
-        Src tokens that merge under the smaller ratio merge into the same dst under the other.
-        """
-        queries, keys = self._plans(features, grid, self._ratio, self.config.kv_ratio)
-        return queries, keys
-
-    def _plans(self, features: Tensor, grid: Grid, *ratios: float) -> list[Plan | None]:
+    def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
         cells = grid.cells(self.config.sy, self.config.sx)
         if cells.tokens == 0:
             return [None] * len(ratios)
@@ -54,7 +41,7 @@ class CellStrategy:
         made = dict(zip(distinct, self.match(features, grid, distinct), strict=True))
         return [made.get(count) for count in merges]
 
-    def match(self, features: Tensor, grid: Grid, merges: list[int]) -> list[Plan | None]:
+    def match(self, features: Tensor, grid: Grid, merges: list[int]) -> Sequence[Plan | None]:
         """Plans that merge so many src tokens, None where it comes to nothing."""
         raise NotImplementedError
 
@@ -66,7 +53,7 @@ class CellStrategy:
     def key(self) -> Tensor:
         """What the random picks of this step are keyed by, a scalar int64 tensor."""
         if self._key is None:
-            raise RuntimeError("start_step must come before plan")
+            raise RuntimeError("begin must come before plans")
         return self._key
 
     def split_of(self, grid: Grid) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,14 @@ The cost grows with N instead of N squared, and every shape is static. Each wind
 number of tokens, which keeps the plan of one part of the picture apart from the others.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..grid import Grid
-from ..plan import Plan
+from ..core.grid import Grid
+from ..core.plan import Plan, SlotPlan
 from .cells import CellStrategy, split_cells
 
 # Features that a CPU gathers at once, so that they stay in its cache; a GPU takes a map whole.
@@ -25,11 +27,14 @@ _CELLS_ALONG = 8
 class WindowStrategy(CellStrategy):
     """Each src token may merge into a dst token of its window."""
 
+    # Matching is one kernel.
+    least_tokens_with_kernels = 2048
+
     def split(self, grid: Grid, picks: Tensor) -> tuple[Tensor, Tensor]:
         """See :func:`split_windows`."""
         return split_windows(grid, self.config.sy, self.config.sx, picks)
 
-    def match(self, features: Tensor, grid: Grid, merges: list[int]) -> list[Plan | None]:
+    def match(self, features: Tensor, grid: Grid, merges: list[int]) -> Sequence[Plan | None]:
         """See :func:`match_windows`; the merges are shared out evenly, rounded to the nearest."""
         sy, sx = self.config.sy, self.config.sx
         high, wide = window_cells(grid, sy, sx)
@@ -40,12 +45,14 @@ class WindowStrategy(CellStrategy):
         distinct = sorted(set(quotas) - {0})
         if not distinct:
             return [None] * len(quotas)
-        if self.config.backend == "triton":
+        if self.ops.NAME == "triton":
+            from ..ops import kernels
+
             key = self.key if self.config.use_rand else None
             shape = (grid.height, grid.width, sy, sx, high, wide)
             plans = [
-                Plan(
-                    *self.ops.match_windows(features, key, *shape, quota),
+                SlotPlan(
+                    *kernels.match_windows(features, key, *shape, quota),
                     grid.tokens - windows * quota,
                     self.ops,
                 )
@@ -101,7 +108,7 @@ def _cells_along(cells: int, side: int) -> int:
 
 
 @torch.no_grad()
-def match_windows(features: Tensor, src: Tensor, dst: Tensor, quotas: list[int]) -> list[Plan]:
+def match_windows(features: Tensor, src: Tensor, dst: Tensor, quotas: list[int]) -> list[SlotPlan]:
     """In each window, merge the src tokens that are most alike to their best dst into it.
 
     Args:
@@ -140,6 +147,6 @@ def match_windows(features: Tensor, src: Tensor, dst: Tensor, quotas: list[int])
                 own_dst.expand(batch, -1, -1).gather(2, chosen).flatten(1),
             )
     return [
-        Plan.from_owners(own, tokens - len(src) * quota)
+        SlotPlan.from_owners(own, tokens - len(src) * quota)
         for own, quota in zip(owners, quotas, strict=True)
     ]

@@ -1,0 +1,44 @@
+"""Plans that lose nothing: a model under one must give what the unpatched model gives."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tome_nodes.config import ToMeConfig
+from tome_nodes.core.engine import MakeStrategy
+from tome_nodes.core.grid import Grid
+from tome_nodes.core.plan import Plan, SlotPlan
+from tome_nodes.core.strategy import Strategy
+from tome_nodes.ops import Operations
+
+
+class LosslessStrategy(Strategy):
+    """Merges where another strategy does, each token into a slot of its own: they are shuffled."""
+
+    def __init__(self, strategy: Strategy):
+        super().__init__(strategy.config, strategy.ops)
+        self.strategy = strategy
+
+    def begin(self, key: Tensor) -> None:
+        self.strategy.begin(key)
+
+    def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
+        generator = torch.Generator().manual_seed(grid.tokens)
+
+        def shuffled() -> Plan:
+            order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
+            slots = torch.stack(order).to(features.device)
+            return SlotPlan.from_slots(slots, grid.tokens, self.ops)
+
+        made = self.strategy.plans(features, grid, ratios)
+        return [None if plan is None else shuffled() for plan in made]
+
+
+def lossless(make_strategy: MakeStrategy) -> MakeStrategy:
+    """What makes the lossless kin of the strategies that ``make_strategy`` makes."""
+
+    def make(config: ToMeConfig, ops: Operations) -> Strategy:
+        return LosslessStrategy(make_strategy(config, ops))
+
+    return make

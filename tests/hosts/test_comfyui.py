@@ -1,0 +1,648 @@
+"""The attach to real ComfyUI models: what merges, what is left alone, what is left behind."""
+
+import gc
+import re
+import weakref
+
+import comfy.model_management
+import comfy.sd
+import pytest
+import torch
+from comfy.patcher_extension import WrappersMP
+from common import Counted, Shuffle, relative_error
+from host import CONTEXT_CHANNELS, conditioning, merging, overridden, sample
+from safetensors.torch import load_file
+
+from tome_nodes.config import CHOICES
+from tome_nodes.core.plan import SlotPlan
+from tome_nodes.hosts.comfyui import attachment
+from tome_nodes.hosts.comfyui.attachment import attach, detach
+
+ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
+
+
+@pytest.mark.parametrize("family", CONTEXT_CHANNELS)
+def test_a_lossless_plan_reproduces_the_unpatched_model(load, told, family):
+    model = load(family, **({"levels": 2} if family in ("sd15", "sd15_inpaint", "sd2") else {}))
+    options = {"channels": CONTEXT_CHANNELS[family], "batch": 3 if family == "svd" else 1}
+    patched = attach(model, merging(max_downsample=8, **ALL_MODULES), Shuffle)
+    expected = sample(model, **options)
+    assert relative_error(sample(patched, **options), expected) < 5e-5
+    merged, present = told()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
+    assert merged == present
+    # Counted from the weights' names, as the list of overrides is not.
+    spatial = re.compile(r"(.*\.transformer_blocks\.\d+)\.attn2\.to_q\.weight")
+    assert int(present) == len(
+        [*filter(spatial.fullmatch, model.model.diffusion_model.state_dict())]
+    )
+    assert overridden(model) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "level", "blocks"),
+    [
+        ("sd15", {"levels": 2}, 1, "5/11"),
+        ("sd2", {"levels": 2}, 1, "5/11"),
+        ("sdxl", {}, 2, "5/17"),
+        ("sdxl_refiner", {}, 2, "20/44"),
+    ],
+)
+def test_auto_takes_the_shallowest_level_with_attention(load, told, family, options, level, blocks):
+    channels = CONTEXT_CHANNELS[family]
+    model = load(family, **options)
+    automatic = sample(attach(model, merging()), channels=channels, steps=1)
+    tokens = (12 // level) * (16 // level)
+    assert told()[-1].startswith(
+        f"[ToMe] merged {blocks} blocks ({tokens} -> {tokens // 2} tokens)"
+    )
+    fixed = sample(attach(model, merging(max_downsample=level)), channels=channels, steps=1)
+    assert torch.equal(automatic, fixed)
+
+
+def test_deeper_levels_join_up_to_max_downsample(load, told):
+    sample(attach(load("sd15", levels=2), merging(max_downsample=8)), steps=1)
+    assert told() == [
+        "[ToMe] merged 11/11 blocks (192 -> 96 tokens x5, 48 -> 24 tokens x6), 1/1 steps, "
+        "ratio 0.50"
+    ]
+
+
+@pytest.mark.parametrize("module", ALL_MODULES)
+def test_each_module_can_be_merged_alone(sd15, module):
+    plain = sample(sd15)
+    alone = merging(**(dict.fromkeys(ALL_MODULES, False) | {module: True}))
+    error = relative_error(sample(attach(sd15, alone)), plain)
+    assert 1e-4 < error < 1
+
+
+@pytest.mark.parametrize(
+    ("scope", "attn_tokens"),
+    [
+        *(("module", choice) for choice in CHOICES["attn_tokens"]),
+        ("block", "q,k,v"),
+        ("stack", "q,k,v"),
+    ],
+)
+@pytest.mark.parametrize("family", ["sd15", "sdxl", "svd"])
+def test_a_lossless_plan_reproduces_the_unpatched_model_in_every_scope(
+    load, told, family, scope, attn_tokens
+):
+    model = load(family, **({"levels": 2} if family == "sd15" else {}))
+    options = {"channels": CONTEXT_CHANNELS[family], "batch": 3 if family == "svd" else 1}
+    config = merging(max_downsample=8, scope=scope, attn_tokens=attn_tokens)
+    expected = sample(model, steps=1, **options)
+    assert (
+        relative_error(sample(attach(model, config, Shuffle), steps=1, **options), expected) < 5e-5
+    )
+    merged, present = told()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
+    assert merged == present
+
+
+def lengths_in_first_block(model, config):
+    """How many tokens the queries, keys, text queries and feed-forward of a block work on."""
+    block = model.model.diffusion_model.input_blocks[1][1].transformer_blocks[0]
+    lengths = []
+    modules = (block.attn1.to_q, block.attn1.to_k, block.attn2.to_q, block.ff.net)
+    hooks = [
+        module.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
+        for module in modules
+    ]
+    try:
+        sample(attach(model, config), steps=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths"),
+    [
+        ({}, [96, 96, 192, 192]),
+        ({"attn_tokens": "q"}, [96, 192, 192, 192]),
+        ({"attn_tokens": "k,v"}, [192, 96, 192, 192]),
+        ({"merge_crossattn": True, "merge_mlp": True}, [96, 96, 96, 96]),
+        ({"scope": "block"}, [96, 96, 96, 96]),
+        ({"scope": "stack", "merge_attn": False}, [96, 96, 96, 96]),
+        ({"strategy": "pool"}, [48, 48, 192, 192]),
+        ({"strategy": "cluster"}, [96, 96, 192, 192]),
+        ({"strategy": "window", "ratio": 0.75}, [48, 48, 192, 192]),
+        ({"ratio": 0.25, "kv_ratio": 0.75, "merge_mlp": True}, [144, 48, 192, 144]),
+        ({"ratio": 0.75, "kv_ratio": 0.25}, [48, 144, 192, 192]),
+        ({"ratio": 0.0, "kv_ratio": 0.5, "merge_mlp": True}, [192, 96, 192, 192]),
+        ({"kv_ratio": 0.0}, [96, 192, 192, 192]),
+        ({"kv_ratio": 0.75, "scope": "block"}, [96, 96, 96, 96]),
+    ],
+    ids=str,
+)
+def test_what_runs_on_merged_tokens(sd15, settings, lengths):
+    assert lengths_in_first_block(sd15, merging(**settings)) == lengths
+
+
+@pytest.mark.parametrize("scope", ["block", "stack"])
+def test_wider_scopes_fall_back_to_modules_beside_patches_that_need_all_tokens(sd15, told, scope):
+    lengths = []
+
+    def note(q, k, v, options):
+        lengths.append(q.shape[1])
+        return q, k, v
+
+    theirs = sd15.clone()
+    theirs.set_model_attn1_patch(note)
+    wide = sample(attach(theirs, merging(scope=scope)), steps=1)
+    assert set(lengths) == {192}
+    assert told()[-1].endswith(f"{scope} scope, module scope in 6 that are patched")
+    assert torch.equal(wide, sample(attach(theirs, merging(scope="module")), steps=1))
+
+
+@pytest.mark.parametrize(("reuse_steps", "plans"), [(0, 11 * 4), (1, 2 * 4), (2, 2 * 2), (9, 2)])
+def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(load, reuse_steps, plans):
+    model = load("sd15", levels=2)
+    config = merging(max_downsample=8, reuse_steps=reuse_steps)
+    Counted.made = 0
+    sample(attach(model, config, Counted), steps=4)
+    # One more is made of a few tokens, to see whether the device can.
+    assert Counted.made == plans + 1
+
+
+def test_kept_plans_are_for_one_composition_of_the_batch(sd15, monkeypatch):
+    patched = attach(sd15, merging(reuse_steps=9), Counted)
+    monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_: 0)
+    two_prompts = conditioning(768, 0.5) + conditioning(768, 0.75)
+    Counted.made = 0
+    sample(patched, steps=3, positive=two_prompts)
+    # Each prompt is evaluated alone: two positive, one negative, and the one of a few tokens.
+    assert Counted.made == 3 + 1
+
+
+def test_a_stack_of_one_block_is_that_block(sd15):
+    block, stack = (
+        sample(attach(sd15, merging(scope=scope)), steps=1) for scope in ("block", "stack")
+    )
+    assert torch.equal(block, stack)
+
+
+def test_ratio_moves_over_the_steps(sd15, told):
+    sample(attach(sd15, merging(ratio=0.6, ratio_end=0.4)), steps=5)
+    assert told()[-1] == (
+        "[ToMe] merged 6/6 blocks (192 -> 77-116 tokens), 5/5 steps, ratio 0.60 to 0.40"
+    )
+
+
+def test_a_ratio_that_only_ends_above_zero_merges(sd15, told):
+    sample(attach(sd15, merging(ratio=0.0, ratio_end=0.5)), steps=3)
+    assert "2/3 steps" in told()[-1]
+
+
+@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+@pytest.mark.parametrize("scope", CHOICES["scope"])
+def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(sd15, strategy, scope):
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from torch._dynamo.testing import CompileCounter
+
+    config = merging(strategy=strategy, scope=scope, reuse_steps=1)
+    expected = sample(attach(sd15, config), steps=2)
+    compiled = attach(sd15, config)
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    try:
+        set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
+        assert relative_error(sample(compiled, steps=2), expected) < 1e-5
+        assert graphs.frame_count == 1
+    finally:
+        torch._dynamo.reset()
+
+
+def test_merged_tokens_reach_the_attention(sd15):
+    lengths = []
+    attention = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1
+    hook = attention.to_q.register_forward_hook(
+        lambda _, inputs, __: lengths.append(inputs[0].shape)
+    )
+    try:
+        sample(attach(sd15, merging(ratio=0.75)), steps=1)
+    finally:
+        hook.remove()
+    assert lengths == [(2, 48, 320)]
+
+
+def test_ratio_zero_is_the_unpatched_model(sd15, told):
+    patched = attach(sd15, merging(ratio=0.0))
+    assert patched.get_all_wrappers(WrappersMP.APPLY_MODEL) == []
+    assert torch.equal(sample(patched), sample(sd15))
+    assert told() == []
+
+
+def test_patching_again_replaces_the_settings(sd15):
+    once = attach(sd15, merging(ratio=0.3))
+    twice = attach(attach(sd15, merging(ratio=0.7)), merging(ratio=0.3))
+    assert len(twice.get_all_wrappers(WrappersMP.APPLY_MODEL)) == 1
+    assert torch.equal(sample(twice), sample(once))
+
+
+def test_removing_the_patch_gives_the_unpatched_model(sd15):
+    assert torch.equal(sample(detach(attach(sd15, merging()))), sample(sd15))
+
+
+def test_detaching_keeps_the_wrappers_of_others(sd15):
+    theirs = sd15.clone()
+    theirs.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "other", lambda run, *args: run(*args))
+    restored = detach(attach(theirs, merging()))
+    assert restored.get_all_wrappers(WrappersMP.APPLY_MODEL) == theirs.get_all_wrappers(
+        WrappersMP.APPLY_MODEL
+    )
+
+
+def test_patched_and_plain_models_share_weights_but_not_the_patch(sd15):
+    before = sample(sd15)
+    patched = attach(sd15, merging())
+    first = sample(patched)
+    assert torch.equal(sample(sd15), before)
+    assert torch.equal(sample(patched), first)
+    assert not torch.equal(first, before)
+
+
+@pytest.mark.parametrize(
+    "failure", [RuntimeError, comfy.model_management.InterruptProcessingException]
+)
+def test_a_run_that_fails_leaves_nothing_behind(sd15, failure):
+    before = sample(sd15)
+    patched = attach(sd15, merging())
+    target = sd15.model.diffusion_model.output_blocks[0][1].transformer_blocks[0].attn2.to_q
+
+    def fail(*_):
+        raise failure("on purpose")
+
+    hook = target.register_forward_hook(fail)
+    try:
+        with pytest.raises(failure, match="on purpose"):
+            sample(patched)
+    finally:
+        hook.remove()
+    assert overridden(sd15) == []
+    assert torch.equal(sample(sd15), before)
+
+
+def test_the_state_of_a_run_is_dropped_with_it(sd15, monkeypatch):
+    runs = []
+
+    class Watched(attachment._SamplingRun):
+        def __init__(self, patched):
+            super().__init__(patched)
+            runs.append(weakref.ref(self))
+
+    monkeypatch.setattr(attachment, "_SamplingRun", Watched)
+    patched = attach(sd15, merging())
+    sample(patched)
+    sample(patched)
+    gc.collect()
+    assert [run() for run in runs] == [None, None]
+
+
+def test_an_override_of_another_node_is_run_and_comes_back(sd15):
+    attention = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1
+    lengths = []
+
+    def theirs(x, **kwargs):
+        lengths.append(x.shape[1])
+        return type(attention).forward(attention, x, **kwargs)
+
+    attention.forward = theirs
+    try:
+        sample(attach(sd15, merging()), steps=1)
+        assert vars(attention)["forward"] is theirs
+    finally:
+        del attention.forward
+    assert lengths == [96]
+
+
+def test_same_seed_same_image_and_another_seed_another(sd15):
+    first = sample(attach(sd15, merging(seed=5)))
+    assert torch.equal(sample(attach(sd15, merging(seed=5))), first)
+    assert not torch.equal(sample(attach(sd15, merging(seed=6))), first)
+
+
+@pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_sde", "ddim", "heun", "uni_pc"])
+def test_the_noise_of_the_sampler_stays_as_it_was(sd15, sampler):
+    plain = sample(sd15, steps=3, sampler=sampler)
+    noise_state = torch.get_rng_state()
+    lossless = sample(attach(sd15, merging(), Shuffle), steps=3, sampler=sampler)
+    assert torch.equal(torch.get_rng_state(), noise_state)
+    assert relative_error(lossless, plain) < 1e-4
+
+
+def test_cond_and_uncond_merge_alike_in_one_batch_or_two(sd15, monkeypatch):
+    patched = attach(sd15, merging())
+    batches = []
+    hook = sd15.model.diffusion_model.register_forward_pre_hook(
+        lambda _, inputs: batches.append(len(inputs[0]))
+    )
+    try:
+        together = sample(patched)
+        monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_: 0)
+        apart = sample(patched)
+    finally:
+        hook.remove()
+    assert batches == [2, 2, 1, 1, 1, 1]
+    assert relative_error(apart, together) < 1e-4
+
+
+@pytest.mark.parametrize("size", [(7, 9), (13, 16), (1, 24), (33, 5)], ids=str)
+def test_odd_sizes(load, told, size):
+    model = load("sd15", levels=2)
+    patched = attach(model, merging(max_downsample=2, **ALL_MODULES))
+    assert sample(patched, size=size, steps=1).isfinite().all()
+    lossless = attach(model, merging(max_downsample=8, **ALL_MODULES), Shuffle)
+    plain = sample(model, size=size, steps=1)
+    assert relative_error(sample(lossless, size=size, steps=1), plain) < 1e-5
+
+
+def test_a_second_sampler_at_another_size_starts_afresh(sd15, told):
+    patched = attach(sd15, merging())
+    small = sample(patched, size=(8, 8))
+    sample(patched, size=(12, 20))
+    assert torch.equal(sample(patched, size=(8, 8)), small)
+    assert [line.split(" tokens")[0].split("(")[1] for line in told()] == [
+        "64 -> 32",
+        "240 -> 120",
+        "64 -> 32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [
+        ({"end_percent": 0.5}, "2/4"),
+        ({"start_percent": 0.5}, "2/4"),
+        ({"start_percent": 0.2, "end_percent": 0.6}, "2/4"),
+        ({}, "4/4"),
+    ],
+    ids=str,
+)
+def test_percent_limits_choose_the_steps(sd15, told, limits, steps):
+    sample(attach(sd15, merging(**limits)), steps=4, scheduler="sgm_uniform")
+    assert f", {steps} steps," in told()[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "family", "reason"),
+    [
+        (
+            {"start_percent": 0.5, "end_percent": 0.5},
+            "sd15",
+            "start_percent=0.5 to end_percent=0.5 covers no step of this run",
+        ),
+        (
+            {"max_downsample": 1},
+            "sdxl",
+            "max_downsample=1 leaves out every transformer block: this model's begin at 2; "
+            "set it to auto, or take preset fast",
+        ),
+        ({"ratio": 0.004}, "sd15", "192 tokens are too few for ratio=0.004"),
+        (
+            {"merge_attn": False},
+            "sd15",
+            "merge_attn, merge_crossattn and merge_mlp are all off",
+        ),
+    ],
+)
+def test_a_run_without_merging_says_why_in_one_warning(load, caplog, settings, family, reason):
+    # Two levels: what the settings leave out anyway must not pass for the reason.
+    model = load(family, **({"levels": 2} if family == "sd15" else {}))
+    patched = attach(model, merging(**settings))
+    merged = sample(patched, channels=CONTEXT_CHANNELS[family])
+    ours = [record for record in caplog.records if record.name == "tome_nodes"]
+    assert [(record.levelname, record.getMessage()) for record in ours] == [
+        ("WARNING", f"[ToMe] nothing merged: {reason}")
+    ]
+    assert torch.equal(merged, sample(model, channels=CONTEXT_CHANNELS[family]))
+
+
+def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, told, monkeypatch):
+    def missing(*_):
+        raise NotImplementedError("no such operation here\nand a long explanation")
+
+    monkeypatch.setattr(SlotPlan, "merge", missing)
+    assert torch.equal(sample(attach(sd15, merging())), sample(sd15))
+    assert told() == [
+        "[ToMe] nothing merged: the device cpu cannot do it: "
+        "NotImplementedError: no such operation here"
+    ]
+
+
+def test_text_as_context_of_self_attention_is_never_merged(load):
+    model = load("x4_upscaler")
+    block = model.model.diffusion_model.input_blocks[4][1].transformer_blocks[0]
+    assert block.disable_self_attn
+    lengths = []
+    hooks = [
+        layer.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
+        for layer in (block.attn1.to_q, block.attn1.to_k)
+    ]
+    try:
+        # A grid of 7x11 has as many tokens as the text.
+        sample(attach(model, merging()), size=(14, 22), channels=1024, steps=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert lengths == [39, 77]
+
+
+def test_a_ratio_above_the_cap_is_told(sd15, told):
+    sample(attach(sd15, merging(ratio=0.9)), steps=1)
+    assert told() == [
+        "[ToMe] merged 6/6 blocks (192 -> 48 tokens), 1/1 steps, ratio 0.90 capped at 0.75"
+    ]
+
+
+def test_steps_aside_where_another_node_replaces_the_attention(sd15, told):
+    theirs = sd15.clone()
+    for block in ("input", 1), ("input", 2), ("middle", 0), *(("output", i) for i in range(3)):
+        theirs.set_model_attn1_replace(lambda q, k, v, options: v, *block)
+    both = attach(theirs, merging())
+    assert torch.equal(sample(both), sample(theirs))
+    assert told() == [
+        "[ToMe] nothing merged: other nodes replace the attention of the transformer blocks"
+    ]
+
+
+def test_other_patches_see_every_token_and_may_add_keys(sd15):
+    lengths = []
+
+    def add_keys(q, k, v, options):
+        lengths.append(q.shape[1])
+        return q, torch.cat([k, k[:, :10]], 1), torch.cat([v, v[:, :10]], 1)
+
+    theirs = sd15.clone()
+    theirs.set_model_attn1_patch(add_keys)
+    lossless = sample(attach(theirs, merging(), Shuffle), steps=1)
+    assert set(lengths) == {192}
+    assert relative_error(lossless, sample(theirs, steps=1)) < 1e-5
+    assert sample(attach(theirs, merging()), steps=1).isfinite().all()
+
+
+def test_patches_that_keep_the_tokens_have_their_keys_merged_too(sd15):
+    theirs = sd15.clone()
+    theirs.set_model_attn1_patch(lambda q, k, v, options: (q, k * 1.5, v * 0.5))
+    lossless = sample(attach(theirs, merging(), Shuffle), steps=1)
+    assert relative_error(lossless, sample(theirs, steps=1)) < 1e-5
+    lengths = []
+    attention = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1
+    hook = attention.to_k.register_forward_hook(
+        lambda _, inputs, __: lengths.append(inputs[0].shape[1])
+    )
+    try:
+        sample(attach(theirs, merging()), steps=1)
+    finally:
+        hook.remove()
+    assert lengths == [96]
+
+
+def test_steps_aside_where_another_node_changes_the_batch(sd15, told):
+    def couple(q, k, v, options):
+        return q.repeat(2, 1, 1), k.repeat(2, 1, 1), v.repeat(2, 1, 1)
+
+    theirs = sd15.clone()
+    theirs.set_model_attn2_patch(couple)
+    theirs.set_model_attn2_output_patch(lambda n, options: n[: len(n) // 2])
+    alone = merging(merge_attn=False, merge_crossattn=True)
+    assert torch.equal(sample(attach(theirs, alone)), sample(theirs))
+    assert told() == [
+        "[ToMe] nothing merged: another node masks the attention or changes its tokens"
+    ]
+
+
+def test_area_conditioning_merges_each_area_on_its_own_grid(sd15, told):
+    positive = conditioning(768, 0.5) + conditioning(768, 0.75, area=(6, 16, 0, 0), strength=1.0)
+    sample(attach(sd15, merging()), positive=positive, steps=1)
+    assert "(192 -> 96 tokens x6, 96 -> 48 tokens x6)" in told()[-1]
+
+
+def test_lora_weights_apply_under_the_patch(sd15):
+    key = "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.weight"
+    difference = torch.randn(320, 320, generator=torch.Generator().manual_seed(3)) / 10
+    with_lora = sd15.clone()
+    assert with_lora.add_patches({key: ("diff", (difference,))}) == [key]
+    expected = sample(with_lora, steps=1)
+    assert relative_error(expected, sample(sd15, steps=1)) > 1e-4
+    assert relative_error(sample(attach(with_lora, merging(), Shuffle), steps=1), expected) < 1e-5
+    late = attach(sd15, merging(), Shuffle).clone()
+    late.add_patches({key: ("diff", (difference,))})
+    assert relative_error(sample(late, steps=1), expected) < 1e-5
+
+
+def test_merged_models_keep_the_patch_of_the_first(sd15, load, told):
+    from comfy_extras.nodes_model_merging import ModelMergeSimple
+
+    other = load("sd15", levels=1, seed=2)
+    (plain,) = ModelMergeSimple().merge(sd15, other, 0.5)
+    (patched,) = ModelMergeSimple().merge(attach(sd15, merging(), Shuffle), other, 0.5)
+    expected = sample(plain, steps=1)
+    assert relative_error(expected, sample(sd15, steps=1)) > 1e-3
+    assert relative_error(sample(patched, steps=1), expected) < 1e-5
+    assert told()[-1].startswith("[ToMe] merged 6/6 blocks")
+
+
+def test_saved_weights_are_those_of_the_source(sd15, tmp_path):
+    from comfy_extras.nodes_model_merging import save_checkpoint
+
+    saved = []
+    for name, model in ("plain", sd15), ("patched", attach(sd15, merging())):
+        sample(model, steps=1)
+        save_checkpoint(model, filename_prefix=name, output_dir=str(tmp_path))
+        saved.append(load_file(tmp_path / f"{name}_00001_.safetensors"))
+    plain, patched = saved
+    assert list(patched) == list(plain)
+    assert all(torch.equal(patched[name], plain[name]) for name in plain)
+
+
+def test_weights_that_stay_offloaded_work_under_the_patch(checkpoints):
+    model = comfy.sd.load_diffusion_model(str(checkpoints("sd15", levels=1)))
+    expected = sample(model, steps=1)
+    patched = attach(model, merging(), Shuffle)
+    patched.unpatch_model(patched.offload_device)
+    patched.load(patched.load_device, lowvram_model_memory=1)
+    try:
+        offloaded = [m for m in model.model.modules() if getattr(m, "comfy_cast_weights", False)]
+        assert offloaded
+        assert relative_error(sample(patched, steps=1), expected) < 1e-5
+    finally:
+        patched.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+def test_half_precision_merges_as_many_tokens_to_a_like_result(checkpoints, told, dtype, strategy):
+    path = str(checkpoints("sd15", levels=1))
+    model = comfy.sd.load_diffusion_model(path, model_options={"dtype": dtype})
+    # On a CPU the host would compute in float32.
+    model.model.manual_cast_dtype = None
+    assert model.model.get_dtype_inference() == dtype
+    plain = sample(model, steps=1)
+    error = relative_error(sample(attach(model, merging(strategy=strategy)), steps=1), plain)
+    assert 1e-3 < error < 0.5
+    slots = 48 if strategy == "pool" else 96
+    assert told()[-1].startswith(f"[ToMe] merged 6/6 blocks (192 -> {slots} tokens), 1/1 steps")
+
+
+def test_a_deep_clone_merges_in_its_own_weights(checkpoints, told):
+    model = comfy.sd.load_diffusion_model(str(checkpoints("sd15", levels=1)))
+    patched = attach(model, merging())
+    expected = sample(patched, steps=1)
+    deep = patched.deepclone_multigpu()
+    assert deep.model is not patched.model
+    assert torch.equal(sample(deep, steps=1), expected)
+    assert told()[0] == told()[1]
+    assert overridden(deep) == overridden(model) == []
+
+
+def test_torch_compile_keeps_one_graph_over_steps_and_runs(sd15):
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from torch._dynamo.testing import CompileCounter
+
+    config = merging(**ALL_MODULES)
+    expected = sample(attach(sd15, config), steps=3)
+    plain = sample(sd15, steps=3)
+    compiled = sd15.clone()
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    try:
+        set_torch_compile_wrapper(compiled, backend=graphs)
+        assert relative_error(sample(compiled, steps=3), plain) < 1e-5
+        for _ in range(2):
+            assert relative_error(sample(attach(compiled, config), steps=3), expected) < 1e-5
+        assert graphs.frame_count == 2
+        assert relative_error(sample(compiled, steps=3), plain) < 1e-5
+        assert graphs.frame_count == 2
+    finally:
+        torch._dynamo.reset()
+
+
+def test_models_that_are_not_unets_are_refused_by_name():
+    import comfy.supported_models
+
+    flux = comfy.supported_models.Flux(
+        {
+            "image_model": "flux",
+            "in_channels": 4,
+            "out_channels": 4,
+            "vec_in_dim": 16,
+            "context_in_dim": 16,
+            "hidden_size": 32,
+            "mlp_ratio": 1.0,
+            "num_heads": 2,
+            "depth": 1,
+            "depth_single_blocks": 1,
+            "axes_dim": [4, 6, 6],
+            "theta": 10000,
+            "patch_size": 2,
+            "qkv_bias": True,
+            "guidance_embed": False,
+            "txt_ids_dims": [],
+        }
+    )
+    flux.set_inference_dtype(torch.float32, None)
+    device = torch.device("cpu")
+    model = comfy.model_patcher.ModelPatcher(flux.get_model({}, device=device), device, device)
+    with pytest.raises(ValueError, match=r"is for UNet models .* and this model is a Flux$"):
+        attach(model, merging())

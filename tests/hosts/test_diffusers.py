@@ -1,0 +1,775 @@
+"""The attach to real diffusers pipelines: what merges, what is left alone, what is left behind."""
+
+import copy
+import functools
+import pickle
+
+import accelerate
+import pipelines
+import pytest
+import tomesd
+import torch
+from common import EVERYTHING, TOMESD_OPTIONS, Counted, Shuffle, relative_error, theirs_and_ours
+from diffusers import AutoencoderKL, UNet2DModel
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.attention_processor import (
+    AttnProcessor,
+    AttnProcessor2_0,
+    IPAdapterAttnProcessor,
+    SlicedAttnProcessor,
+)
+from diffusers.models.embeddings import ImageProjection
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import CASES, GRID, TEXT_CHANNELS, call, inputs, make_unet
+
+import tome_nodes
+from tome_nodes.config import CHOICES, ToMeConfig
+from tome_nodes.core.plan import SlotPlan
+from tome_nodes.hosts.pytorch.diffusers_unet import DiffusersBlock, DiffusersUNet
+from tome_nodes.hosts.pytorch.hooks import Attachment
+from tome_nodes.strategies.bipartite import BipartiteStrategy
+
+# Of float32 in these models, whose weights make rounding grow.
+ROUNDING = 5e-5
+TOKENS = GRID[0] * GRID[1]
+
+
+def shuffle(unet, **options):
+    """Attach the lossless plan to a UNet."""
+    config = ToMeConfig(**{**EVERYTHING, **options})
+    Attachment(config, DiffusersUNet(), 1000, Shuffle).attach(unet)
+
+
+def attributes(model):
+    """All that the modules of a model hold, hooks included, but for the order of the hooks."""
+    return [
+        (type(module), {name: repr(value) for name, value in vars(module).items()})
+        for module in model.modules()
+    ]
+
+
+@pytest.fixture
+def unet():
+    return make_unet()
+
+
+def merged_blocks(line):
+    merged, present = line.removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
+    return int(merged), int(present)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_lossless_plan_reproduces_every_pipeline(name, told):
+    case = CASES[name]()
+    expected = case()
+    shuffle(case.pipeline.unet)
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    assert relative_error(case(), expected) < ROUNDING
+    assert torch.equal(torch.get_rng_state(), state)
+    merged, present = merged_blocks(told()[-1])
+    assert merged == present > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_merging_changes_every_pipeline_and_removing_it_restores_it_bit_for_bit(name):
+    case = CASES[name]()
+    before, expected = attributes(case.pipeline.unet), case()
+    state = torch.get_rng_state()
+    assert tome_nodes.apply_patch(case.pipeline, max_downsample="auto") is case.pipeline
+    merged = case()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert merged.isfinite().all()
+    assert relative_error(merged, expected) > 1e-3
+    assert torch.equal(case(), merged)
+    assert tome_nodes.remove_patch(case.pipeline) is case.pipeline
+    assert attributes(case.pipeline.unet) == before
+    assert torch.equal(case(), expected)
+
+
+@pytest.mark.parametrize(
+    ("scope", "attn_tokens"),
+    [
+        *(("module", choice) for choice in CHOICES["attn_tokens"]),
+        ("block", "q,k,v"),
+        ("stack", "q,k,v"),
+    ],
+)
+@pytest.mark.parametrize("family", ["sd15", "sd21", "sdxl"])
+def test_a_lossless_plan_reproduces_the_unet_in_every_scope(family, scope, attn_tokens, told):
+    unet = make_unet(family)
+    expected = call(unet)
+    shuffle(unet, scope=scope, attn_tokens=attn_tokens)
+    assert relative_error(call(unet), expected) < ROUNDING
+    merged, present = merged_blocks(told()[-1])
+    assert merged == present
+
+
+def lengths_in_first_block(unet, **options):
+    """How many tokens the queries, keys, text queries and feed-forward of a block work on."""
+    block = unet.down_blocks[0].attentions[0].transformer_blocks[0]
+    lengths = []
+    hooks = [
+        module.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
+        for module in (block.attn1.to_q, block.attn1.to_k, block.attn2.to_q, block.ff.net[0])
+    ]
+    tome_nodes.apply_patch(unet, **options)
+    call(unet)
+    for hook in hooks:
+        hook.remove()
+    return [length / TOKENS for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        ({}, [0.5, 0.5, 1, 1]),
+        ({"attn_tokens": "q"}, [0.5, 1, 1, 1]),
+        ({"attn_tokens": "k,v"}, [1, 0.5, 1, 1]),
+        ({"merge_attn": False, "merge_crossattn": True}, [1, 1, 0.5, 1]),
+        ({"merge_attn": False, "merge_mlp": True}, [1, 1, 1, 0.5]),
+        ({"scope": "block"}, [0.5, 0.5, 0.5, 0.5]),
+        ({"scope": "stack", "ratio": 0.75}, [0.25, 0.25, 0.25, 0.25]),
+        ({"strategy": "pool"}, [0.25, 0.25, 1, 1]),
+    ],
+    ids=str,
+)
+def test_what_runs_on_merged_tokens(unet, options, shares):
+    assert lengths_in_first_block(unet, **options) == shares
+
+
+@functools.cache
+def exact_unet(family):
+    """A UNet in which no two similarities are as good as equal."""
+    return make_unet(family).double()
+
+
+@settings(max_examples=40)
+@given(
+    TOMESD_OPTIONS,
+    st.sampled_from(["sd15", "sd21", "sdxl"]),
+    st.integers(1, 3),
+    st.tuples(st.integers(8, 15), st.integers(8, 15)),
+)
+def test_equal_to_tomesd_for_each_of_its_options(options, family, batch, grid):
+    unet = exact_unet(family)
+    evaluate = functools.partial(call, batch=batch, grid=grid)
+    theirs, ours = theirs_and_ours(unet, evaluate, options)
+    assert relative_error(ours, theirs) < 1e-10
+
+
+def test_equality_with_tomesd_is_not_that_of_doing_nothing(unet):
+    plain = call(unet)
+    tome_nodes.apply_patch(unet, use_rand=False)
+    assert relative_error(call(unet), plain) > 1e-3
+
+
+def test_random_picks_merge_as_many_tokens_as_tomesd_does(unet):
+    shares = lengths_in_first_block(unet, use_rand=True, ratio=0.7)
+    tome_nodes.remove_patch(unet)
+    tokens = []
+    tomesd.apply_patch(unet, ratio=0.7)
+    hook = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1.to_q
+    handle = hook.register_forward_hook(lambda _, inputs, __: tokens.append(inputs[0].shape[1]))
+    call(unet)
+    handle.remove()
+    assert shares[0] == tokens[0] / TOKENS
+
+
+def ip_adapter(unet):
+    """Give a UNet the layers of an IP-Adapter with random weights."""
+    generator = torch.Generator().manual_seed(3)
+    layers = {}
+    for name, processor in unet.attn_processors.items():
+        if name.endswith("attn2.processor"):
+            hidden = unet.get_submodule(name.removesuffix(".processor")).inner_dim
+            number = 1 + len(layers)
+            for projection in ("k", "v"):
+                weight = torch.randn(hidden, TEXT_CHANNELS, generator=generator) / 6
+                layers[f"{number}.to_{projection}_ip.weight"] = weight
+        assert isinstance(processor, AttnProcessor2_0)
+    projection = ImageProjection(16, TEXT_CHANNELS, num_image_text_embeds=4).state_dict()
+    weights = {
+        "image_proj": {
+            "proj.weight": projection["image_embeds.weight"],
+            "proj.bias": projection["image_embeds.bias"],
+            "norm.weight": projection["norm.weight"],
+            "norm.bias": projection["norm.bias"],
+        },
+        "ip_adapter": layers,
+    }
+    unet._load_ip_adapter_weights([weights])
+
+
+PROCESSORS = {
+    "default": lambda unet: None,
+    "eager": lambda unet: unet.set_attn_processor(AttnProcessor()),
+    "sliced": lambda unet: unet.set_attn_processor(SlicedAttnProcessor(2)),
+    "fused": lambda unet: unet.fuse_qkv_projections(),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_attention_processors(unet, name, when):
+    expected = call(unet)
+    if when == "after":
+        shuffle(unet)
+    PROCESSORS[name](unet)
+    if when == "before":
+        shuffle(unet)
+    assert relative_error(call(unet), expected) < ROUNDING
+    tome_nodes.apply_patch(unet)
+    assert relative_error(call(unet), expected) > 1e-3
+
+
+@torch.no_grad()
+def test_ip_adapter(unet, told):
+    arguments = inputs(unet) | {"timestep": torch.tensor(500)}
+    without = unet(**arguments).sample
+    ip_adapter(unet)
+    assert any(isinstance(p, IPAdapterAttnProcessor) for p in unet.attn_processors.values()) or any(
+        type(p).__name__.startswith("IPAdapter") for p in unet.attn_processors.values()
+    )
+    generator = torch.Generator().manual_seed(4)
+    images = [torch.randn(2, 1, 16, generator=generator)]
+    arguments["added_cond_kwargs"] = {"image_embeds": images}
+    expected = unet(**arguments).sample
+    assert relative_error(expected, without) > 1e-3
+    shuffle(unet)
+    assert relative_error(unet(**arguments).sample, expected) < ROUNDING
+    shuffle(unet, scope="stack")
+    assert relative_error(unet(**arguments).sample, expected) < ROUNDING
+    # Its masks are of the picture's size, so what they cover keeps all tokens.
+    arguments["cross_attention_kwargs"] = {"ip_adapter_masks": [torch.ones(1, 1, 96, 128)]}
+    expected = unet(**arguments).sample
+    for options in {}, {"scope": "block"}:
+        shuffle(unet, **options)
+        assert relative_error(unet(**arguments).sample, expected) < ROUNDING
+    assert told()[-1].endswith("block scope, module scope in 7 that are patched")
+
+
+@pytest.mark.parametrize("options", [{"attn_tokens": "q"}, {"kv_ratio": 0.75}], ids=str)
+def test_queries_and_keys_cannot_differ_before_fused_projections(unet, told, options):
+    expected = call(unet)
+    unet.fuse_qkv_projections()
+    tome_nodes.apply_patch(unet, **options)
+    assert relative_error(call(unet), expected) < ROUNDING
+    assert told() == [
+        "[ToMe] nothing merged: fused projections need attn_tokens=q,k,v and kv_ratio=-1"
+    ]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["default", "eager", "sliced"])
+def test_a_weighed_key_counts_as_often_as_the_tokens_it_stands_for(unet, name):
+    PROCESSORS[name](unet)
+    attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    generator = torch.Generator().manual_seed(1)
+    queries, keys = (torch.randn(2, n, 32, generator=generator) for n in (9, 5))
+    sizes = torch.tensor([3, 1, 4, 1, 2])
+    block = DiffusersBlock("", 0, attention, None)
+    weighed = block.weigh_keys({}, sizes.log().expand(2, -1))
+    repeated = keys.repeat_interleave(sizes, dim=1)
+    expected = attention(queries, encoder_hidden_states=repeated)
+    actual = attention(queries, encoder_hidden_states=keys, **weighed)
+    assert relative_error(actual, expected) < ROUNDING
+    assert relative_error(attention(queries, encoder_hidden_states=keys), expected) > 1e-2
+
+
+@pytest.mark.parametrize("scope", CHOICES["scope"])
+def test_weighing_keys_comes_to_the_output(unet, told, scope):
+    results = []
+    for proportional_attn in False, True:
+        tome_nodes.apply_patch(unet, scope=scope, proportional_attn=proportional_attn)
+        results.append(call(unet))
+    assert relative_error(*results) > 1e-4
+    assert not any("weigh as one token" in line for line in told())
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_batches_with_and_without_guidance(batch, guidance_scale):
+    case = CASES["sd15"]()
+    expected = case(batch=batch, guidance_scale=guidance_scale)
+    shuffle(case.pipeline.unet)
+    actual = case(batch=batch, guidance_scale=guidance_scale)
+    assert relative_error(actual, expected) < ROUNDING
+    tome_nodes.apply_patch(case.pipeline)
+    assert case(batch=batch, guidance_scale=guidance_scale).isfinite().all()
+
+
+@torch.no_grad()
+def test_samples_merge_alike_in_one_batch_or_alone(unet):
+    tome_nodes.apply_patch(unet)
+    arguments, timestep = inputs(unet), torch.tensor(500)
+    together = unet(**arguments, timestep=timestep).sample
+    alone = [
+        unet(timestep=timestep, **{name: x[i : i + 1] for name, x in arguments.items()}).sample
+        for i in range(2)
+    ]
+    assert relative_error(torch.cat(alone), together) < ROUNDING
+
+
+@pytest.mark.parametrize("grid", [(7, 9), (13, 16), (1, 24), (33, 5)], ids=str)
+def test_odd_sizes(unet, grid):
+    expected = call(unet, grid=grid)
+    shuffle(unet)
+    assert relative_error(call(unet, grid=grid), expected) < ROUNDING
+    tome_nodes.apply_patch(unet, **EVERYTHING)
+    assert call(unet, grid=grid).isfinite().all()
+
+
+def test_a_pipeline_at_an_odd_size():
+    case = CASES["sd15"]()
+    expected = case(height=72, width=104)
+    shuffle(case.pipeline.unet)
+    assert relative_error(case(height=72, width=104), expected) < ROUNDING
+
+
+def steps_with_merging(case, steps, **options):
+    """The tokens of the first self-attention in each step of a pipeline."""
+    tome_nodes.apply_patch(case.pipeline, **options)
+    tokens = []
+    layer = case.pipeline.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1.to_q
+    hook = layer.register_forward_hook(lambda _, inputs, __: tokens.append(inputs[0].shape[1]))
+    case(steps=steps)
+    hook.remove()
+    return [count / TOKENS for count in tokens]
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        # The four steps are at the timesteps 751, 501, 251 and 1 of 1000.
+        ({"end_percent": 0.4}, [0.5, 1, 1, 1]),
+        ({"end_percent": 0.6}, [0.5, 0.5, 1, 1]),
+        ({"start_percent": 0.6}, [1, 1, 0.5, 0.5]),
+        ({"start_percent": 0.3, "end_percent": 0.7}, [1, 0.5, 1, 1]),
+        ({"start_percent": 0.0, "end_percent": 1.0}, [0.5] * 4),
+        ({"start_percent": 0.1, "end_percent": 0.1}, [1] * 4),
+    ],
+    ids=str,
+)
+def test_percent_limits_are_shares_of_the_noise_levels(options, shares):
+    case = CASES["sd15"]()
+    assert steps_with_merging(case, 4, **options) == shares
+    assert case.pipeline.scheduler.timesteps.tolist() == [751, 501, 251, 1]
+
+
+def test_ratio_falls_with_the_noise_levels():
+    shares = steps_with_merging(CASES["sd15"](), 4, ratio=0.6, ratio_end=0.2)
+    expected = [1 - (0.2 + 0.4 * t / 999) for t in (751, 501, 251, 1)]
+    assert shares == pytest.approx(expected, abs=1 / TOKENS)
+
+
+@pytest.mark.parametrize(("reuse_steps", "plans"), [(0, 7 * 4), (1, 3 * 4), (2, 3 * 2), (9, 3)])
+def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(reuse_steps, plans):
+    case = CASES["sd15"]()
+    config = ToMeConfig(max_downsample=8, min_tokens=1, reuse_steps=reuse_steps)
+    Attachment(config, DiffusersUNet(), 1000, Counted).attach(case.pipeline.unet)
+    Counted.made = 0
+    case(steps=4)
+    # One more is made of a few tokens, to see whether the device can.
+    assert Counted.made == plans + 1
+    case(steps=4, seed=1)
+    assert Counted.made == 2 * plans + 1
+
+
+def test_kept_plans_are_for_one_call_of_a_step(unet):
+    config = ToMeConfig(min_tokens=1, reuse_steps=9)
+    Attachment(config, DiffusersUNet(), 1000, Counted).attach(unet)
+    Counted.made = 0
+    for timestep in 900, 600, 300:
+        for seed in 0, 1:
+            call(unet, timestep, seed=seed)
+    assert Counted.made == 2 + 1
+
+
+def test_plans_are_kept_for_so_many_calls_of_a_step(unet):
+    config = ToMeConfig(min_tokens=1, reuse_steps=9)
+    Attachment(config, DiffusersUNet(), 1000, Counted).attach(unet)
+    Counted.made = 0
+    for timestep in 900, 600:
+        for _ in range(66):
+            call(unet, timestep, grid=(4, 4))
+    assert Counted.made == 64 + 2 * 2 + 1
+
+
+def test_steps_aside_where_other_code_changes_the_tokens(unet, told):
+    expected = call(unet)
+    tome_nodes.apply_patch(unet, max_downsample=8)
+    for block in unet.modules():
+        if isinstance(block, BasicTransformerBlock):
+            # As if a token of its own went through the block.
+            block.register_forward_pre_hook(
+                lambda _, arguments: (torch.cat([arguments[0], arguments[0][:, :1]], 1),)
+            )
+            block.register_forward_hook(lambda _, __, output: output[:, :-1])
+    changed = call(unet)
+    tome_nodes.remove_patch(unet)
+    assert torch.equal(call(unet), changed)
+    assert relative_error(changed, expected) > 1e-6
+    assert told() == [
+        "[ToMe] nothing merged: other code changes the tokens of the transformer blocks"
+    ]
+
+
+def test_timesteps_of_any_kind(unet):
+    tome_nodes.apply_patch(unet)
+    results = [
+        unet(timestep=timestep, **inputs(unet)).sample
+        for timestep in (500, 500.0, torch.tensor(500), torch.tensor([500, 500]))
+    ]
+    assert all(torch.allclose(result, results[0], atol=1e-5) for result in results)
+    arguments = inputs(unet)
+    sample, text = arguments["sample"], arguments["encoder_hidden_states"]
+    assert torch.equal(unet(sample, 500, text).sample, results[0])
+
+
+def test_picks_depend_on_seed_and_timestep(unet):
+    def result(timestep=500, **options):
+        tome_nodes.apply_patch(unet, **options)
+        return call(unet, timestep)
+
+    first = result(seed=5)
+    assert torch.equal(result(seed=5), first)
+    assert not torch.equal(result(seed=6), first)
+    splits = []
+
+    class Noted(BipartiteStrategy):
+        def split(self, grid, picks):
+            splits.append(picks)
+            return super().split(grid, picks)
+
+    Attachment(ToMeConfig(min_tokens=1), DiffusersUNet(), 1000, Noted).attach(unet)
+    for timestep in 500, 500.5, 500:
+        call(unet, timestep)
+    # Another is made to see whether the device can.
+    _, first, second, third = splits
+    assert torch.equal(first, third)
+    assert not torch.equal(first, second)
+
+
+def test_applying_again_replaces_the_settings(unet):
+    tome_nodes.apply_patch(unet, ratio=0.3)
+    once = call(unet)
+    tome_nodes.apply_patch(unet, ratio=0.7, merge_mlp=True)
+    tome_nodes.apply_patch(unet, ratio=0.3)
+    assert len(unet._forward_pre_hooks) == len(unet._forward_hooks) == 1
+    assert torch.equal(call(unet), once)
+
+
+def test_ratio_zero_is_the_unpatched_unet(unet):
+    before = attributes(unet)
+    tome_nodes.apply_patch(unet, ratio=0.0)
+    assert attributes(unet) == before
+
+
+def test_hooks_of_others_stay(unet):
+    calls = []
+    handle = unet.register_forward_pre_hook(lambda *_: calls.append("before"))
+    tome_nodes.apply_patch(unet)
+    unet.register_forward_hook(lambda *_: calls.append("after"))
+    tome_nodes.remove_patch(unet)
+    call(unet)
+    assert calls == ["before", "after"]
+    handle.remove()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda unet: pickle.loads(pickle.dumps(unet))])
+def test_a_copy_merges_in_its_own_weights(unet, copied):
+    tome_nodes.apply_patch(unet, merge_mlp=True)
+    expected = call(unet)
+    other = copied(unet)
+    assert torch.equal(call(other), expected)
+    for parameter in unet.parameters():
+        parameter.data.zero_()
+    assert torch.equal(call(other), expected)
+    tome_nodes.remove_patch(other)
+    assert not torch.equal(call(other), expected)
+    assert not other._forward_pre_hooks
+    assert unet._forward_pre_hooks
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+def test_a_call_that_fails_leaves_nothing_behind(unet, failure):
+    before, expected = attributes(unet), call(unet)
+
+    def fail(*_):
+        raise failure("on purpose")
+
+    hook = unet.mid_block.attentions[0].transformer_blocks[0].ff.register_forward_hook(fail)
+    tome_nodes.apply_patch(unet, **EVERYTHING)
+    with pytest.raises(failure, match="on purpose"):
+        call(unet)
+    hook.remove()
+    merged = call(unet)
+    tome_nodes.apply_patch(unet, **EVERYTHING)
+    assert torch.equal(call(unet), merged)
+    hook = unet.mid_block.attentions[0].transformer_blocks[0].ff.register_forward_hook(fail)
+    with pytest.raises(failure, match="on purpose"):
+        call(unet)
+    hook.remove()
+    tome_nodes.remove_patch(unet)
+    assert attributes(unet) == before
+    assert torch.equal(call(unet), expected)
+
+
+def test_an_override_of_other_code_is_run_and_comes_back(unet):
+    attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    lengths = []
+    tome_nodes.apply_patch(unet)
+
+    def theirs(hidden_states, **kwargs):
+        lengths.append(hidden_states.shape[1])
+        return type(attention).forward(attention, hidden_states, **kwargs)
+
+    attention.forward = theirs
+    call(unet)
+    assert vars(attention)["forward"] is theirs
+    assert lengths == [TOKENS // 2]
+
+
+@pytest.mark.parametrize("order", ["patch first", "offload first"])
+@pytest.mark.parametrize("offload", ["model", "sequential"])
+def test_offloading(unet, offload, order):
+    """With accelerate's own hooks; the device that runs is the CPU as well here."""
+    expected = call(unet)
+    weights = {name: value.clone() for name, value in unet.state_dict().items()}
+
+    def begin_offload():
+        if offload == "model":
+            accelerate.cpu_offload_with_hook(unet, "cpu")
+        else:
+            accelerate.cpu_offload(unet, "cpu", offload_buffers=True)
+
+    if order == "patch first":
+        shuffle(unet)
+        begin_offload()
+    else:
+        begin_offload()
+        shuffle(unet)
+    if offload == "sequential":
+        assert {parameter.device.type for parameter in unet.parameters()} == {"meta"}
+    assert relative_error(call(unet), expected) < ROUNDING
+    tome_nodes.apply_patch(unet)
+    assert relative_error(call(unet), expected) > 1e-3
+    tome_nodes.remove_patch(unet)
+    assert torch.equal(call(unet), expected)
+    accelerate.hooks.remove_hook_from_module(unet, recurse=True)
+    assert torch.equal(call(unet), expected)
+    assert all(torch.equal(unet.state_dict()[name], value) for name, value in weights.items())
+
+
+def compile_whole(unet, **options):
+    return torch.compile(unet, **options)
+
+
+def compile_in_place(unet, **options):
+    unet.compile(**options)
+    return unet
+
+
+def compile_blocks(unet, **options):
+    unet.compile_repeated_blocks(**options)
+    return unet
+
+
+@pytest.mark.parametrize(
+    ("compiled", "options"),
+    [
+        (compile_whole, {"merge_crossattn": True, "merge_mlp": True}),
+        (compile_in_place, {}),
+        (compile_blocks, {"scope": "stack", "strategy": "window", "reuse_steps": 2}),
+    ],
+    ids=["whole", "in place", "blocks"],
+)
+def test_torch_compile_makes_whole_graphs_once(compiled, options):
+    from torch._dynamo.testing import CompileCounter
+
+    unet, graphs = make_unet("one_level"), CompileCounter()
+    plain = call(unet)
+    tome_nodes.apply_patch(unet, **options)
+    expected = [call(unet, timestep) for timestep in (900, 600, 300)]
+    torch._dynamo.reset()
+    try:
+        fast = compiled(unet, backend=graphs, fullgraph=True)
+        tome_nodes.apply_patch(fast, **options)
+        for timestep, result in zip((900, 600, 300), expected, strict=True):
+            assert relative_error(call(fast, timestep), result) < ROUNDING
+        made = graphs.frame_count
+        tome_nodes.apply_patch(fast, **options)
+        for timestep, result in zip((900, 600, 300), expected, strict=True):
+            assert relative_error(call(fast, timestep), result) < ROUNDING
+        assert graphs.frame_count == made > 0
+        tome_nodes.remove_patch(fast)
+        assert relative_error(call(fast, 500), plain) < ROUNDING
+    finally:
+        torch._dynamo.reset()
+
+
+def test_gradients_flow_through_merged_tokens(unet):
+    tome_nodes.apply_patch(unet, **EVERYTHING)
+    result = unet(timestep=torch.tensor(500), **inputs(unet)).sample
+    result.square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in unet.parameters())
+
+
+def test_gradient_checkpointing_is_left_alone(unet, told):
+    def gradients():
+        unet.zero_grad()
+        unet(timestep=torch.tensor(500), **inputs(unet)).sample.square().mean().backward()
+        return [parameter.grad.clone() for parameter in unet.parameters()]
+
+    unet.train()
+    unet.enable_gradient_checkpointing()
+    expected = gradients()
+    tome_nodes.apply_patch(unet)
+    assert all(map(torch.equal, gradients(), expected))
+    assert told() == [
+        "[ToMe] nothing merged: gradient checkpointing runs the transformer blocks again outside "
+        "of the UNet's call"
+    ]
+    assert call(unet) is not None
+    assert told()[-1].startswith("[ToMe] merged 3/7 blocks")
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_feed_forward_in_chunks(unet, told, dim):
+    expected = call(unet)
+    for block in unet.modules():
+        if isinstance(block, BasicTransformerBlock):
+            block.set_chunk_feed_forward(1, dim)
+    assert relative_error(call(unet), expected) < ROUNDING
+    shuffle(unet, scope="block")
+    assert relative_error(call(unet), expected) < ROUNDING
+    tome_nodes.apply_patch(unet, scope="stack", merge_mlp=True)
+    assert call(unet).isfinite().all()
+    assert told()[-1].endswith("stack scope, module scope in 3 that are patched")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+def test_half_precision(dtype, strategy, told):
+    unet = make_unet().to(dtype)
+    arguments = {name: value.to(dtype) for name, value in inputs(unet).items()}
+    with torch.no_grad():
+        plain = unet(timestep=torch.tensor(500), **arguments).sample
+        tome_nodes.apply_patch(unet, strategy=strategy)
+        merged = unet(timestep=torch.tensor(500), **arguments).sample
+    assert merged.dtype == dtype
+    assert 1e-3 < relative_error(merged.float(), plain.float()) < 1
+    assert told()[-1].startswith("[ToMe] merged 3/7 blocks")
+
+
+def test_what_was_merged_is_told_once_for_each_size(told):
+    case = CASES["sd15"]()
+    tome_nodes.apply_patch(case.pipeline, ratio=0.9, scope="block", strategy="window")
+    case()
+    case()
+    assert told() == [
+        "[ToMe] merged 3/7 blocks (192 -> 48 tokens), ratio 0.90 capped at 0.75, window, "
+        "block scope"
+    ]
+    case(height=64, width=64)
+    assert len(told()) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        (
+            "sdxl",
+            {},
+            "max_downsample=1 leaves out every transformer block: this model's begin at 2; "
+            "set it to auto, or take preset fast",
+        ),
+        ("sd15", {"ratio": 0.004}, "192 tokens are too few for ratio=0.004"),
+        (
+            "sd15",
+            {"merge_attn": False},
+            "merge_attn, merge_crossattn and merge_mlp are all off",
+        ),
+    ],
+)
+def test_a_call_without_merging_says_why_in_one_warning(caplog, family, options, reason):
+    unet = make_unet(family)
+    expected = call(unet)
+    tome_nodes.apply_patch(unet, **options)
+    assert torch.equal(call(unet), expected)
+    call(unet, timestep=400)
+    ours = [record for record in caplog.records if record.name == "tome_nodes"]
+    assert [(record.levelname, record.getMessage()) for record in ours] == [
+        ("WARNING", f"[ToMe] nothing merged: {reason}")
+    ]
+
+
+def test_steps_aside_on_a_device_that_lacks_an_operation(unet, told, monkeypatch):
+    def missing(*_):
+        raise NotImplementedError("no such operation here\nand a long explanation")
+
+    expected = call(unet)
+    monkeypatch.setattr(SlotPlan, "merge", missing)
+    tome_nodes.apply_patch(unet)
+    assert torch.equal(call(unet), expected)
+    assert told() == [
+        "[ToMe] nothing merged: the device cpu cannot do it: "
+        "NotImplementedError: no such operation here"
+    ]
+
+
+def test_blocks_that_attend_to_text_only_have_their_queries_merged(told):
+    unet = make_unet(only_cross_attention=True)
+    expected = call(unet)
+    shuffle(unet)
+    assert relative_error(call(unet), expected) < ROUNDING
+    tome_nodes.apply_patch(unet)
+    assert call(unet).isfinite().all()
+    assert told()[-1].startswith("[ToMe] merged 3/7 blocks")
+
+
+def test_other_models_are_refused_by_name():
+    vae = AutoencoderKL(norm_num_groups=4, block_out_channels=(8,))
+    unconditional = UNet2DModel(
+        block_out_channels=(8,),
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+        norm_num_groups=4,
+    )
+    for model in vae, unconditional, object(), None, "stable-diffusion-v1-5":
+        for patch in tome_nodes.apply_patch, tome_nodes.remove_patch:
+            with pytest.raises(TypeError, match=f"this is a {type(model).__name__}$"):
+                patch(model)
+
+
+def test_a_unet_without_transformer_blocks_is_refused():
+    unet = make_unet(
+        down_block_types=("DownBlock2D",) * 3,
+        up_block_types=("UpBlock2D",) * 3,
+        mid_block_type=None,
+    )
+    with pytest.raises(TypeError, match="needs a model with transformer blocks"):
+        tome_nodes.apply_patch(unet)
+
+
+def test_a_bad_option_changes_nothing(unet):
+    tome_nodes.apply_patch(unet, ratio=0.3)
+    before = call(unet)
+    with pytest.raises(TypeError, match=r"has no option rate; it has ratio, max_downsample, sx"):
+        tome_nodes.apply_patch(unet, rate=0.5)
+    with pytest.raises(ValueError, match=r"ratio=1\.5 is not allowed"):
+        tome_nodes.apply_patch(unet, ratio=1.5)
+    with pytest.raises(ValueError, match="max_downsample=3 is not allowed"):
+        tome_nodes.apply_patch(unet, max_downsample=3)
+    assert torch.equal(call(unet), before)
+
+
+def test_a_pipeline_with_a_compiled_unet_is_known():
+    case = pipelines.sd15()
+    case.pipeline.unet = torch.compile(case.pipeline.unet, backend="eager")
+    tome_nodes.apply_patch(case.pipeline)
+    assert len(case.pipeline.unet._orig_mod._forward_pre_hooks) == 1
+    tome_nodes.remove_patch(case.pipeline)
+    assert not case.pipeline.unet._orig_mod._forward_pre_hooks

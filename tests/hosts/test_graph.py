@@ -1,0 +1,86 @@
+"""Who feeds whom in the workflow that runs, also where nodes make nodes."""
+
+import pytest
+from comfy_execution.graph import DynamicPrompt
+from comfy_execution.progress import reset_progress_state
+from comfy_execution.utils import CurrentNodeContext
+
+from tome_nodes.hosts.comfyui import graph
+
+
+def node(class_type, **links):
+    return {"class_type": class_type, "inputs": links}
+
+
+GRAPH = {
+    "loader": node("Loader"),
+    "tome": node("ToMePatchModel", model=["loader", 0], ratio=0.5),
+    "lora": node("Lora", model=["tome", 0]),
+    "sampler": node("KSampler", model=["lora", 0], seed=3),
+    "other": node("KSampler", model=["loader", 0]),
+    "report": node("ToMeReport", model=["lora", 0], samples=["sampler", 0], view="chart"),
+    "idle": node("ToMePatchModel", model=["loader", 0]),
+}
+
+
+@pytest.fixture
+def prompt():
+    """The graph as ComfyUI holds it while it runs."""
+    prompt = DynamicPrompt(dict(GRAPH))
+    reset_progress_state("a prompt", prompt)
+    yield prompt
+    reset_progress_state("", DynamicPrompt({}))
+
+
+def running(node):
+    return CurrentNodeContext("a prompt", node)
+
+
+def test_outside_of_a_workflow_nobody_runs():
+    assert graph.running_node() is None
+    assert graph.origins("samples") is None
+    assert not graph.feeds("tome", "ToMeReport", "model")
+
+
+def test_the_running_node_and_what_its_inputs_come_from(prompt):
+    with running("report"):
+        assert graph.running_node() == "report"
+        assert graph.origins("samples") == {"sampler", "lora", "tome", "loader"}
+        assert graph.origins("model") == {"lora", "tome", "loader"}
+        assert graph.origins("view") == graph.origins("image") == set()
+
+
+def test_a_report_hangs_on_what_its_model_comes_from(prompt):
+    assert graph.feeds("tome", "ToMeReport", "model")
+    assert not graph.feeds("idle", "ToMeReport", "model")
+    assert not graph.feeds("tome", "ToMeReport", "image")
+    assert graph.feeds("other", "ToMeReport", "samples") is False
+
+
+def test_a_node_stands_for_those_that_it_makes(prompt):
+    prompt.original_prompt["group"] = node("Group", model=["tome", 0])
+    prompt.original_prompt["outside"] = node("ToMeReport", model=["group", 0])
+    inside = {
+        "group.patch": node("ToMePatchModel", model=["tome", 0]),
+        "group.sampler": node("KSampler", model=["group.patch", 0]),
+        "group.report": node("ToMeReport", model=["group.patch", 0], samples=["group.sampler", 0]),
+    }
+    for name, made in inside.items():
+        prompt.add_ephemeral_node(name, made, "group", "group")
+    with running("group.patch"):
+        assert graph.running_node() == "group"
+    assert graph.feeds("group", "ToMeReport", "model")
+    with running("group.report"):
+        assert graph.origins("samples") == {"group", "tome", "loader"}
+
+
+def test_links_to_nowhere_and_in_circles_end(prompt):
+    prompt.original_prompt["report"] = node("ToMeReport", model=["gone", 0], samples=["sampler", 0])
+    prompt.original_prompt["loader"] = node("Loader", model=["lora", 0])
+    assert not graph.feeds("tome", "ToMeReport", "model")
+    with running("report"):
+        assert graph.origins("samples") == {"sampler", "lora", "tome", "loader"}
+
+
+def test_no_text_is_sent_where_there_is_no_server(prompt):
+    assert graph.show_text("tome", "5/16 blocks") is None

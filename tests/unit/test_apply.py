@@ -1,0 +1,24 @@
+"""What runs on merged tokens, on modules small enough to follow."""
+
+import torch
+from torch.testing import assert_close
+
+from tome_nodes.core.apply import block_on_merged, module_on_merged
+from tome_nodes.core.plan import SlotPlan
+
+PLAN = SlotPlan.from_owners(torch.tensor([[0, 0, 2, 2], [0, 1, 1, 0]]), 2)
+X = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_module_that_changes_nothing_leaves_the_means():
+    assert torch.equal(module_on_merged(lambda m: m, PLAN, X), PLAN.unmerge(PLAN.merge(X)))
+
+
+def test_a_block_that_changes_nothing_leaves_every_token_as_it_was():
+    assert torch.equal(block_on_merged(lambda m: m, PLAN, X), X)
+
+
+def test_the_change_of_a_block_is_added_to_every_token_of_a_slot():
+    change = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]).expand(2, 2, 3)
+    expected = X + PLAN.unmerge(change)
+    assert_close(block_on_merged(lambda m: m + change, PLAN, X), expected)

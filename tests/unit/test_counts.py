@@ -1,0 +1,98 @@
+"""What a run counts of its evaluations, and the lines that tell it."""
+
+import pytest
+import torch
+
+from tome_nodes.config import ToMeConfig
+from tome_nodes.core.observer import Evaluated, Outcome
+from tome_nodes.core.plan import KeptPlan
+from tome_nodes.report import words
+from tome_nodes.report.counts import Counts
+
+
+def merged(block, before, after, **more):
+    plan = KeptPlan(1, after, torch.device("cpu"))
+    return Outcome(block, before, after, plan, **more)
+
+
+def left_alone(block, tokens, reason=None):
+    return Outcome(block, tokens, tokens, reason=reason)
+
+
+def counts_of(*evaluations, total_steps=0, blocks=16):
+    """Counts of evaluations, each given by its step and its outcomes."""
+    counts = Counts(total_steps)
+    for step, outcomes in evaluations:
+        counts.evaluated(Evaluated(step, blocks, outcomes))
+    return counts
+
+
+def line(counts, config=None, backend=()):
+    return words.log_line(counts, config or ToMeConfig(), [*backend])
+
+
+def test_a_line_of_one_level():
+    outcomes = [merged(block, 4096, 2048) for block in "abc"]
+    counts = counts_of((0, outcomes), (1, outcomes), total_steps=2)
+    assert counts.merged_anything
+    assert line(counts) == "merged 3/16 blocks (4096 -> 2048 tokens), 2/2 steps, ratio 0.50"
+
+
+def test_a_line_of_several_levels_names_each():
+    outcomes = [*(merged(block, 1024, 512) for block in "abc"), merged("d", 4096, 2048)]
+    counts = counts_of((0, outcomes), total_steps=4)
+    assert line(counts, backend=["triton"]) == (
+        "merged 4/16 blocks (4096 -> 2048 tokens x1, 1024 -> 512 tokens x3), 1/4 steps, "
+        "ratio 0.50, triton"
+    )
+
+
+def test_a_line_of_a_changing_ratio_tells_its_range():
+    evaluations = [(step, [merged("a", 100, after)]) for step, after in enumerate((40, 50, 60))]
+    counts = counts_of(*evaluations, (0, [merged("b", 400, 160)]), total_steps=3, blocks=3)
+    assert line(counts, ToMeConfig(ratio=0.6, ratio_end=0.4)) == (
+        "merged 2/3 blocks (400 -> 160 tokens x1, 100 -> 40-60 tokens x1), 3/3 steps, "
+        "ratio 0.60 to 0.40"
+    )
+
+
+def test_what_went_otherwise_is_told_once():
+    outcomes = [merged(block, 64, 32, fell_back=True, unweighted="so it is") for block in "ab"]
+    counts = counts_of((0, outcomes), (1, outcomes))
+    assert line(counts, ToMeConfig(scope="stack")).endswith(
+        "stack scope, module scope in 2 that are patched, merged keys weigh as one token (so it is)"
+    )
+
+
+def test_plans_are_counted_where_blocks_had_one():
+    outcomes = [
+        merged("a", 64, 32, made_plan=True),
+        merged("b", 64, 32, made_plan=False),
+        left_alone("c", 16),
+    ]
+    counts = counts_of((0, outcomes), (1, outcomes))
+    assert (counts.plans_made, counts.plans_reused) == (2, 2)
+    assert counts.largest_grid == 64
+
+
+def test_the_reason_told_is_the_most_common_one():
+    counts = counts_of((0, [left_alone("a", 64, "few")]))
+    assert words.obstacle(Counts(), 1, 2).startswith("max_downsample=1 leaves out every")
+    for _ in range(2):
+        counts.evaluated(Evaluated(1, 1, reason="many"))
+    assert words.obstacle(counts, 1, 2) == "many"
+    assert not counts.merged_anything
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ([left_alone("a", 64)], "all tokens, step 3/9"),
+        (
+            [merged("a", 64, 32), merged("b", 256, 64), merged("c", 64, 32), left_alone("d", 16)],
+            "3/4 blocks, 256→64, 64→32 tokens, step 3/9",
+        ),
+    ],
+)
+def test_the_live_line_tells_one_step(outcomes, expected):
+    assert words.live_line(Evaluated(2, 4, outcomes), 9) == expected

@@ -1,0 +1,102 @@
+"""Pictures in a sequence: each merges within itself, and all else stays."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from tome_nodes.core.grid import Grid
+from tome_nodes.core.layout import Layout, Span
+from tome_nodes.core.plan import SlotPlan, plans_of_sequence
+from tome_nodes.core.site import key_of_layout, layout_of_key
+
+GRID = Grid(2, 3)
+
+
+@st.composite
+def layouts(draw):
+    """Up to three pictures with text before, between and behind them."""
+    spans, place = [], draw(st.integers(0, 3))
+    for _ in range(draw(st.integers(1, 3))):
+        span = Span(place, Grid(draw(st.integers(1, 3)), draw(st.integers(1, 4))))
+        spans.append(span)
+        place = span.stop + draw(st.integers(0, 3))
+    return Layout(place, tuple(spans))
+
+
+def halves(features, grid):
+    """Two plans of a picture: tokens in pairs, and in quarters of it; None for a single token."""
+    if grid.tokens < 2:
+        return [None, None]
+
+    def plan(slots):
+        return SlotPlan.from_slots(
+            (torch.arange(grid.tokens) % slots).expand(len(features), -1), slots
+        )
+
+    return [plan(max(1, grid.tokens // 2)), plan(max(1, grid.tokens // 4))]
+
+
+def brute_force_merge(plan, x):
+    """Means over the slots that a plan names, in float64."""
+    slots = plan.slots()
+    return torch.stack(
+        [
+            torch.stack([own[slot == each].mean(0) for each in range(plan.slot_count)])
+            for own, slot in zip(x.double(), slots, strict=True)
+        ]
+    )
+
+
+@given(layouts(), st.integers(1, 2))
+def test_pictures_merge_and_everything_else_is_kept(layout, batch):
+    x = torch.randn(batch, layout.length, 4, generator=torch.Generator().manual_seed(0))
+    plans = plans_of_sequence(layout, x, halves)
+    merging = [span for span in layout.spans if span.grid.tokens > 1]
+    if not merging:
+        assert plans == [None, None]
+        return
+    for plan, share in zip(plans, (2, 4), strict=True):
+        kept = layout.length - sum(span.grid.tokens for span in merging)
+        slots = [max(1, span.grid.tokens // share) for span in merging]
+        assert plan.slot_count == kept + sum(slots)
+        assert plan.fits(x) and not plan.fits(x[:, 1:])
+        assert [each.unique().tolist() for each in plan.slots()] == [
+            list(range(plan.slot_count))
+        ] * batch
+        merged = plan.merge(x)
+        assert_close(merged.double(), brute_force_merge(plan, x), rtol=1e-5, atol=1e-6)
+        unmerged = plan.unmerge(merged)
+        in_picture = torch.zeros(layout.length, dtype=torch.bool)
+        for span in merging:
+            in_picture[span.start : span.stop] = True
+        assert torch.equal(unmerged[:, ~in_picture], x[:, ~in_picture])
+        sizes = torch.stack([torch.bincount(each) for each in plan.slots()])
+        assert_close(plan.log_sizes().exp(), sizes.float())
+        means, keys, values = plan.merge_inputs(x)
+        assert torch.equal(means, merged) and torch.equal(values, merged)
+        assert keys.shape == merged.shape
+        keys, values = plan.merge_keys_and_values(x, 2 * x, heads=2)
+        assert torch.equal(values, plan.merge(2 * x))
+        lengths = brute_force_merge(plan, x.unflatten(2, (2, -1)).norm(dim=3))
+        assert_close(keys.unflatten(2, (2, -1)).norm(dim=3).double(), lengths, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sequence_that_is_one_picture_has_the_plan_of_the_picture():
+    x = torch.randn(1, 6, 2)
+    plans = plans_of_sequence(Layout.filled_by(GRID), x, halves)
+    assert all(isinstance(plan, SlotPlan) for plan in plans)
+
+
+@given(layouts())
+def test_a_layout_as_numbers_is_the_same_layout(layout):
+    assert layout_of_key(key_of_layout(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("length", "starts"), [(11, (0, 6)), (12, (0, 5)), (12, (-1, 6)), (5, (0,)), (20, (8, 0))]
+)
+def test_pictures_that_overlap_or_stick_out_are_refused(length, starts):
+    with pytest.raises(ValueError, match=r"a picture of 2x3 tokens from -?\d+ on does not fit"):
+        Layout(length, tuple(Span(start, GRID) for start in starts))

@@ -1,0 +1,1 @@
+"""How tokens merge and when, whichever program the model belongs to."""

@@ -1,0 +1,101 @@
+"""Run a module or a block on merged tokens: it is called on the slots of a plan."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .plan import Plan
+
+
+def module_on_merged(
+    module: Callable[..., Tensor], plan: Plan, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run a module whose only merged tokens are ``x``: cross-attention or a feed-forward network.
+
+    Args:
+        module: maps ``[batch, slots, channels]`` to ``[batch, slots, channels]``.
+        plan: a plan that fits ``x``.
+        x: ``[batch, tokens, channels]``.
+        args: passed on.
+        kwargs: passed on.
+
+    Returns:
+        ``[batch, tokens, channels]``.
+    """
+    return plan.unmerge(module(plan.merge(x), *args, **kwargs))
+
+
+def block_on_merged(
+    block: Callable[..., Tensor], plan: Plan, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run a residual block on merged tokens and add its change to all tokens.
+
+    The change, not the result, is unmerged, so what ``x`` holds beyond the mean of its slot stays.
+
+    Args:
+        block: maps ``[batch, slots, channels]`` to ``[batch, slots, channels]``.
+        plan: a plan that fits ``x``.
+        x: ``[batch, tokens, channels]``.
+        args: passed on.
+        kwargs: passed on.
+
+    Returns:
+        ``[batch, tokens, channels]``.
+    """
+    merged = plan.merge(x)
+    return plan.add_change(x, merged, block(merged, *args, **kwargs))
+
+
+def attention_on_merged(
+    attention: Callable[..., Tensor],
+    queries: Plan | None,
+    keys: Plan | None,
+    x: Tensor,
+    context: Tensor | None = None,
+    value: Tensor | None = None,
+    weigh: Callable[[Plan, Tensor, dict[str, Any]], dict[str, Any]] | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Run self-attention on merged tokens, which are merged before its projections (section 4).
+
+    Args:
+        attention: called with ``x``, ``context`` and ``value`` as the host's attention is.
+        queries: a plan that fits ``x``; None leaves the queries as they are.
+        keys: the same for keys and values.
+        x: ``[batch, tokens, channels]``, the source of the queries.
+        context: source of the keys, ``x`` if None.
+        value: source of the values, the source of the keys if None.
+        weigh: given the plan of the keys, their source and ``kwargs``, the keyword arguments with
+            which the attention counts each key as often as the tokens it stands for. None is the
+            paper's attention: keys are means and count once.
+        kwargs: passed on.
+
+    Returns:
+        ``[batch, tokens, channels]``. Where other code gave keys or values that are not the grid,
+        they are not merged.
+    """
+    if keys is not None and not all(
+        source is None or keys.fits(source) for source in (context, value)
+    ):
+        keys = None
+    own_keys = context is None or context is x
+    own_values = value is None or value is context
+    tokens = x if context is None else context
+    merged = x if queries is None else None
+    if keys is None:
+        context = tokens
+    else:
+        if weigh is None:
+            means = context = values = keys.merge(tokens)
+        else:
+            means, context, values = keys.merge_inputs(tokens)
+            kwargs = weigh(keys, tokens, kwargs)
+        value = values if value is None or own_values else keys.merge(value)
+        if own_keys and keys is queries:
+            merged = means
+    if merged is None:
+        assert queries is not None
+        merged = queries.merge(x)
+    result = attention(merged, context=context, value=value, **kwargs)
+    return result if queries is None else queries.unmerge(result)

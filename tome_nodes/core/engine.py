@@ -1,0 +1,108 @@
+"""What merging runs on where the model is: the strategy, on a backend that works there."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..config import ToMeConfig
+from ..ops import Operations, operations, resolve
+from .grid import Grid
+from .strategy import PlansOf, Strategy
+
+MakeStrategy = Callable[[ToMeConfig, Operations], Strategy]
+"""Makes the strategy of some settings, to run on some operations."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A strategy that was tried on a device.
+
+    Attributes:
+        strategy: groups the tokens.
+        plans_of: its plans, perhaps watched.
+        least_tokens: what a grid must have to be merged.
+        worth_from: what it must have for merging to be worth it, whatever the settings ask for.
+        no_triton: why it is not Triton, where that could be expected.
+        lacks: what the device answers since it cannot merge at all, None where it can.
+    """
+
+    strategy: Strategy
+    plans_of: PlansOf
+    least_tokens: int
+    worth_from: int
+    no_triton: str | None
+    lacks: str | None
+
+    @property
+    def backend(self) -> str:
+        """``torch`` or ``triton``."""
+        return self.strategy.ops.NAME
+
+    def in_words(self) -> list[str]:
+        """What a report tells of it: nothing where it is as everybody expects."""
+        if self.backend == "triton":
+            return ["triton"]
+        if self.no_triton is not None:
+            return [f"torch as Triton cannot be used ({self.no_triton})"]
+        return []
+
+
+def make_engine(
+    config: ToMeConfig, make_strategy: MakeStrategy, device: torch.device, dtype: torch.dtype
+) -> Engine:
+    """The engine of a config for tokens of one device and dtype.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for a small plan.
+    """
+    backend, no_triton = resolve(config.backend, device, dtype)
+    strategy = make_strategy(config, operations(backend))
+    lacks = missing_operation(strategy, device, dtype)
+    if lacks is not None and backend == "triton":
+        backend, no_triton = "torch", lacks
+        strategy = make_strategy(config, operations(backend))
+        lacks = missing_operation(strategy, device, dtype)
+    worth_from = _worth_from(config, strategy, device)
+    least_tokens = config.min_tokens or worth_from
+    return Engine(strategy, strategy.plans, least_tokens, worth_from, no_triton, lacks)
+
+
+def _worth_from(config: ToMeConfig, strategy: Strategy, device: torch.device) -> int:
+    """The smallest grid, in tokens, that merging does not slow down.
+
+    On a CPU it was measured (benchmarks/README.md). On a GPU it is arithmetic only: the time of a
+    few launches, or of a few dozen where matching is not one kernel, against that of the attention
+    or of the block which they shorten.
+    """
+    if device.type == "cpu":
+        return 256
+    if config.scope != "module":
+        return 768
+    if strategy.ops.NAME == "triton":
+        return strategy.least_tokens_with_kernels
+    return strategy.least_tokens
+
+
+def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What the device answers when it cannot run an operation of merging, None when it can."""
+    # The largest cells are 8 tokens high and wide.
+    grid = Grid(16, 16)
+    try:
+        strategy.begin(torch.zeros((), dtype=torch.int64, device=device))
+        features = torch.ones(1, grid.tokens, 8, dtype=dtype, device=device)
+        plan = strategy.plan(features, grid, 0.5)
+        if plan is None:
+            return None
+        merged, *_ = plan.merge_inputs(features)
+        plan.merge_keys_and_values(features, features, 1)
+        plan.unmerge(merged)
+        plan.add_change(features, merged, merged)
+        strategy.ops.widen(features, merged, merged, merged[:, :, 0], 1, 1.0, 1.0)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # The compilers of kernels fail in ways of their own.
+        first_line = str(error).partition("\n")[0]
+        return f"{type(error).__name__}: {first_line}"
+    return None

@@ -1,0 +1,267 @@
+"""A plan: the partition of N tokens into M slots, with merge and unmerge."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops import Operations, reference
+from .grid import Grid
+from .layout import Layout
+
+
+class Plan:
+    """A partition of the tokens of each sample into slots; every slot holds at least one token.
+
+    Attributes:
+        slot_count: number of slots M of a sample.
+    """
+
+    slot_count: int
+
+    def slots(self) -> Tensor:
+        """The slot of each token, ``[batch, tokens]`` int64, from 0 to ``slot_count - 1``."""
+        raise NotImplementedError
+
+    def log_sizes(self) -> Tensor:
+        """The logarithm of how many tokens each slot holds, ``[batch, slots]`` float32."""
+        raise NotImplementedError
+
+    def is_even(self) -> bool:
+        """Whether all slots are known to hold as many tokens."""
+        return False
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether ``x`` is ``[batch, tokens, channels]`` of the plan's batch and tokens."""
+        raise NotImplementedError
+
+    def merge(self, x: Tensor) -> Tensor:
+        """The mean of each slot: ``[batch, tokens, channels]`` to ``[batch, slots, channels]``."""
+        raise NotImplementedError
+
+    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What queries, keys and values are to be projected from.
+
+        ``[batch, tokens, channels]`` to three ``[batch, slots, channels]``. The first is the mean.
+        """
+        means = self.merge(x)
+        return means, means, means
+
+    def merge_keys_and_values(self, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, ``[batch, tokens, heads * channels]``, of the slots."""
+        return self.merge(k), self.merge(v)
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        """Each token's slot: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""
+        raise NotImplementedError
+
+    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """``x + unmerge(after - before)``: tokens, and what their slots went through."""
+        return x + self.unmerge(after - before)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotPlan(Plan):
+    """A plan that holds the slot of each token.
+
+    Attributes:
+        slot_of_token: ``[batch, tokens]`` int64, slots counted over the whole batch.
+        order: ``[batch * tokens]`` int64, tokens counted over the whole batch, slot by slot.
+        offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
+        log_size_of_slot: ``[batch, slots]`` float32.
+        slot_count: see :class:`Plan`.
+        ops: what it merges and unmerges with.
+    """
+
+    slot_of_token: Tensor
+    order: Tensor
+    offsets: Tensor
+    log_size_of_slot: Tensor
+    slot_count: int
+    ops: Operations = reference
+
+    @classmethod
+    def from_slots(cls, slots: Tensor, slot_count: int, ops: Operations = reference) -> "SlotPlan":
+        """Build a plan from the slot of each token, ``[batch, tokens]`` int64.
+
+        Every slot must hold at least one token; this is not checked, since looking at the values
+        would make a GPU wait.
+        """
+        batch = slots.shape[0]
+        slot_of_token = slots + torch.arange(batch, device=slots.device)[:, None] * slot_count
+        in_order, order = slot_of_token.flatten().sort(stable=True)
+        offsets = torch.searchsorted(
+            in_order, torch.arange(batch * slot_count, device=slots.device)
+        )
+        sizes = torch.diff(offsets, append=offsets.new_full((1,), len(order)))
+        log_size_of_slot = sizes.log().view(batch, slot_count)
+        return cls(slot_of_token, order, offsets, log_size_of_slot, slot_count, ops)
+
+    @classmethod
+    def from_owners(
+        cls, owners: Tensor, slot_count: int, ops: Operations = reference
+    ) -> "SlotPlan":
+        """Build a plan from the token that each token merges into, ``[batch, tokens]`` int64.
+
+        A token that stays owns itself, and owners stay. ``slot_count`` is the number of tokens
+        that stay, the same in each sample. Slots keep the order of their owners.
+        """
+        stays = owners == torch.arange(owners.shape[1], device=owners.device)
+        return cls.from_slots((stays.cumsum(1) - 1).gather(1, owners), slot_count, ops)
+
+    def slots(self) -> Tensor:
+        batch = torch.arange(len(self.slot_of_token), device=self.slot_of_token.device)
+        return self.slot_of_token - batch[:, None] * self.slot_count
+
+    def log_sizes(self) -> Tensor:
+        return self.log_size_of_slot
+
+    def fits(self, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[:2] == self.slot_of_token.shape
+
+    def merge(self, x: Tensor) -> Tensor:
+        return self.ops.merge(x, self.slot_of_token, self.order, self.offsets)
+
+    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Means, those for keys as long as their tokens are.
+
+        A mean is shorter than what it is the mean of, and a shorter key is attended to less
+        sharply (Kim et al., ToFu, WACV 2024). Values stretched so would be farther off.
+        """
+        means, keys = self.ops.merge_keys(x, self.slot_of_token, self.order, self.offsets)
+        return means, keys, means
+
+    def merge_keys_and_values(self, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        """Means, those of keys in each head as long as the keys of their tokens are."""
+        _, keys = self.ops.merge_keys(k, self.slot_of_token, self.order, self.offsets, heads)
+        return keys, self.merge(v)
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        return self.ops.unmerge(y, self.slot_of_token)
+
+    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        return self.ops.add_change(x, before, after, self.slot_of_token)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptPlan(Plan):
+    """A plan that merges nothing: each token is its slot."""
+
+    batch: int
+    slot_count: int
+    device: torch.device
+
+    def slots(self) -> Tensor:
+        return torch.arange(self.slot_count, device=self.device).expand(self.batch, -1)
+
+    def log_sizes(self) -> Tensor:
+        return torch.zeros(self.batch, self.slot_count, device=self.device)
+
+    def is_even(self) -> bool:
+        return True
+
+    def fits(self, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[:2] == (self.batch, self.slot_count)
+
+    def merge(self, x: Tensor) -> Tensor:
+        return x
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        return y
+
+
+@dataclass(frozen=True, eq=False)
+class SequencePlan(Plan):
+    """Plans of the parts of a sequence, one after another; slots follow each other likewise.
+
+    Attributes:
+        batch: number of samples.
+        lengths: tokens of each part.
+        parts: the plan of each part.
+        slot_count: see :class:`Plan`.
+    """
+
+    batch: int
+    lengths: tuple[int, ...]
+    parts: tuple[Plan, ...]
+    slot_count: int
+
+    @classmethod
+    def of(cls, batch: int, parts: Sequence[tuple[int, Plan]]) -> "SequencePlan":
+        """A plan for ``batch`` samples of parts, each given by its tokens and its plan."""
+        lengths, plans = zip(*parts, strict=True)
+        return cls(batch, lengths, plans, sum(plan.slot_count for plan in plans))
+
+    def slots(self) -> Tensor:
+        slots, first = [], 0
+        for plan in self.parts:
+            slots.append(plan.slots() + first)
+            first += plan.slot_count
+        return torch.cat(slots, 1)
+
+    def log_sizes(self) -> Tensor:
+        return torch.cat([plan.log_sizes() for plan in self.parts], 1)
+
+    def fits(self, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[:2] == (self.batch, sum(self.lengths))
+
+    def merge(self, x: Tensor) -> Tensor:
+        return torch.cat([plan.merge(part) for plan, part in self._split(x)], 1)
+
+    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        merged = [plan.merge_inputs(part) for plan, part in self._split(x)]
+        queries, keys, values = (torch.cat(each, 1) for each in zip(*merged, strict=True))
+        return queries, keys, values
+
+    def merge_keys_and_values(self, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        merged = [
+            plan.merge_keys_and_values(own_k, own_v, heads)
+            for (plan, own_k), (_, own_v) in zip(self._split(k), self._split(v), strict=True)
+        ]
+        keys, values = (torch.cat(each, 1) for each in zip(*merged, strict=True))
+        return keys, values
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        parts = y.split([plan.slot_count for plan in self.parts], 1)
+        unmerged = [plan.unmerge(part) for plan, part in zip(self.parts, parts, strict=True)]
+        return torch.cat(unmerged, 1)
+
+    def _split(self, x: Tensor) -> list[tuple[Plan, Tensor]]:
+        return list(zip(self.parts, x.split(list(self.lengths), 1), strict=True))
+
+
+def plans_of_sequence(
+    layout: Layout, features: Tensor, plans_of: Callable[[Tensor, Grid], list[Plan | None]]
+) -> list[Plan | None]:
+    """Plans of a sequence: each of its pictures merges within itself, all else is kept.
+
+    Args:
+        layout: where the pictures are, at least one.
+        features: ``[batch, tokens, channels]`` of the whole sequence.
+        plans_of: makes plans of a picture, as many for each; None where nothing would merge.
+
+    Returns:
+        As many plans of the sequence; None where none of its pictures merges.
+    """
+    if layout.is_filled:
+        return plans_of(features, layout.spans[0].grid)
+    made = [plans_of(features[:, span.start : span.stop], span.grid) for span in layout.spans]
+    return [_joined(layout, features, plans) for plans in zip(*made, strict=True)]
+
+
+def _joined(layout: Layout, features: Tensor, plans: Sequence[Plan | None]) -> Plan | None:
+    batch, device = len(features), features.device
+    parts: list[tuple[int, Plan]] = []
+    done = 0
+    for span, plan in zip(layout.spans, plans, strict=True):
+        if plan is not None:
+            if span.start > done:
+                parts.append((span.start - done, KeptPlan(batch, span.start - done, device)))
+            parts.append((span.grid.tokens, plan))
+            done = span.stop
+    if not parts:
+        return None
+    if layout.length > done:
+        parts.append((layout.length - done, KeptPlan(batch, layout.length - done, device)))
+    return SequencePlan.of(batch, parts)

@@ -1,0 +1,142 @@
+"""The protocol of every model evaluation, whichever host it belongs to.
+
+Is it in range, what does merging run on, at which ratio and with which picks, which plans are kept
+from an earlier step; then the overrides go on, the model runs, they come off, and whoever follows
+the run is told what happened.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import RLock
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from ..config import ToMeConfig
+from .engine import Engine, MakeStrategy, make_engine
+from .grid import Grid
+from .observer import Evaluated, Observer, Outcome
+from .picks import step_key
+from .schedule import Moment, ratio_at
+from .site import Evaluation, Family, ModelSites, SharedPlans
+
+# Parts of a step whose plans are kept for the next step; samplers that tile make many.
+_PARTS_KEPT = 64
+
+
+class Run:
+    """The evaluations of one model in one sampling run.
+
+    Attributes:
+        sites: the blocks of the model.
+        engine: what merging runs on, None before the first evaluation that may merge.
+    """
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        family: Family,
+        model: nn.Module,
+        make_strategy: MakeStrategy,
+        observers: Sequence[Observer] = (),
+    ):
+        self.sites = ModelSites(config, family, model, observers)
+        self.engine: Engine | None = None
+        self._config = config
+        self._model = model
+        self._make_strategy = make_strategy
+        self._observers = observers
+        self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
+        self._kept: dict[object, tuple[int, SharedPlans]] = {}
+
+    def restart(self) -> None:
+        """Keep no plan of an earlier step: another sampling run begins."""
+        self._kept.clear()
+
+    @contextmanager
+    def evaluation(
+        self,
+        moment: Moment,
+        latent: Grid,
+        device: torch.device,
+        dtype: torch.dtype,
+        obstacle: str | None = None,
+    ) -> Iterator[None]:
+        """Merge tokens in the model while it is evaluated.
+
+        Observers are told what it did, except where it raised.
+
+        Args:
+            moment: where the evaluation is in its run.
+            latent: the grid of the latent, or of the part of it that is evaluated.
+            device: on which the blocks will run.
+            dtype: of their tokens.
+            obstacle: why the host has the model left alone in this evaluation, None if it has not.
+        """
+        with lock_of(self._model):
+            engine = None
+            if not moment.is_active:
+                obstacle = (
+                    f"start_percent={self._config.start_percent} to "
+                    f"end_percent={self._config.end_percent} covers no step of this run"
+                )
+            elif obstacle is None:
+                engine = self.engine = self._engine(device, dtype)
+                if engine.lacks is not None:
+                    obstacle = f"the device {device} cannot do it: {engine.lacks}"
+            outcomes: Sequence[Outcome] = ()
+            if engine is None or obstacle is not None:
+                yield
+            else:
+                with self.sites.installed(self._begin(moment, latent, engine, device)):
+                    yield
+                    outcomes = self.sites.outcomes()
+        result = Evaluated(
+            moment.step, len(self.sites.blocks), outcomes, obstacle, moment.is_active
+        )
+        for observer in self._observers:
+            observer.evaluated(result)
+
+    def _begin(
+        self, moment: Moment, latent: Grid, engine: Engine, device: torch.device
+    ) -> Evaluation:
+        key = step_key(self._config.seed, moment.picks)
+        engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
+        for observer in self._observers:
+            observer.begins(moment.step)
+        ratio = ratio_at(self._config, moment.progress)
+        return Evaluation(engine, ratio, latent, self._plans_for(moment))
+
+    def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
+        place = device, dtype
+        if place not in self._engines:
+            engine = make_engine(self._config, self._make_strategy, device, dtype)
+            for observer in self._observers:
+                engine = replace(engine, plans_of=observer.watched(engine.plans_of))
+            self._engines[place] = engine
+        return self._engines[place]
+
+    def _plans_for(self, moment: Moment) -> SharedPlans | None:
+        """The plans to share in this evaluation: those of an earlier step, or none so far.
+
+        A plan holds for the samples of one batch, so it is kept by what the batch is made of.
+        """
+        every = self._config.reuse_steps
+        if every == 0:
+            return None
+        made_in, plans = self._kept.get(moment.part, (-1, {}))
+        if made_in != moment.step // every:
+            plans = {}
+            if moment.part in self._kept or len(self._kept) < _PARTS_KEPT:
+                self._kept[moment.part] = (moment.step // every, plans)
+        return plans
+
+
+_locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+
+
+def lock_of(model: nn.Module) -> RLock:
+    """Held while the overrides are on a model, so that two threads take them off in order."""
+    return _locks.setdefault(model, RLock())

@@ -1,0 +1,1 @@
+"""ComfyUI: one keyed pair of wrappers on a clone of its model."""

@@ -1,0 +1,293 @@
+"""Attach token merging to a model of ComfyUI, and take it off again.
+
+One pair of keyed wrappers on a clone of the model does it. The outer one makes the state of a
+sampling run and drops it; the inner one puts ``forward`` overrides on the transformer blocks for
+one model evaluation and takes them off again. Weights, patch lists and the source model are not
+touched, so LoRA, saving, merging of models and other nodes' patches go on as before.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Set
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from torch import Tensor, nn
+
+from ...config import ToMeConfig
+from ...core.engine import MakeStrategy
+from ...core.grid import Grid
+from ...core.observer import Evaluated, Observer
+from ...core.run import Run
+from ...core.schedule import Moment, NoiseRange, step_index
+from ...report import words
+from ...report.counts import Counts
+from ...report.last_run import LastRun
+from ...report.recorder import Recorder
+from ...strategies import make_strategy
+from . import graph
+from .families import family_of
+from .family import ComfyFamily
+
+KEY = "tome_nodes"
+"""Our name among the wrappers of a model and in its transformer options."""
+
+# The host loads the pack under the name of its folder; the log should show ours.
+log = logging.getLogger("tome_nodes")
+
+
+def attach(
+    model: ModelPatcher,
+    config: ToMeConfig,
+    make_strategy: MakeStrategy = make_strategy,
+    on_step: Callable[[str], None] | None = None,
+    wants_details: Callable[[], bool] | None = None,
+) -> ModelPatcher:
+    """A clone of ``model`` that merges tokens as ``config`` says, in place of any earlier settings.
+
+    Args:
+        model: stays as it is.
+        config: the settings.
+        make_strategy: makes the strategy of each run.
+        on_step: is told in each step what was merged, in a few words.
+        wants_details: is asked at the start of each run whether to record it in detail.
+
+    Raises:
+        ValueError: the model is of no family that can merge tokens.
+    """
+    family = family_of(_uncompiled(model.get_model_object("diffusion_model")))
+    clone = detach(model)
+    if not config.merges_nothing:
+        attachment = _Attachment(config, family, make_strategy, on_step, wants_details)
+        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
+        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
+    return clone
+
+
+def is_attached(model: ModelPatcher) -> bool:
+    """Whether a model merges tokens."""
+    return _attachment(model) is not None
+
+
+def last_run(model: ModelPatcher, samplers: Set[str] | None = None) -> LastRun | None:
+    """The last run of a model that merges tokens, or of a clone of it; None if there was none.
+
+    Args:
+        model: as :func:`attach` made it, or another, which has none.
+        samplers: the nodes one of which must have run it, None where that does not matter.
+    """
+    attachment = _attachment(model)
+    runs = {} if attachment is None else attachment.runs
+    matching = [run for node, run in runs.items() if samplers is None or node in samplers]
+    return matching[-1] if matching else None
+
+
+def _attachment(model: ModelPatcher) -> "_Attachment | None":
+    wrappers = model.get_wrappers(WrappersMP.OUTER_SAMPLE, KEY)
+    return wrappers[0].__self__ if wrappers else None
+
+
+def detach(model: ModelPatcher) -> ModelPatcher:
+    """A clone of ``model`` without token merging."""
+    clone = model.clone()
+    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    return clone
+
+
+def _uncompiled(diffusion_model: nn.Module) -> nn.Module:
+    return getattr(diffusion_model, "_orig_mod", diffusion_model)
+
+
+class _Attachment:
+    """The wrappers of one patched model.
+
+    Attributes:
+        runs: what came of the last run of each node that samples, in the order in which they
+            ended; all else of a run is dropped with it.
+    """
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        family: ComfyFamily,
+        make_strategy: MakeStrategy,
+        on_step: Callable[[str], None] | None,
+        wants_details: Callable[[], bool] | None,
+    ):
+        self.config = config
+        self.family = family
+        self.make_strategy = make_strategy
+        self.on_step = on_step
+        self.wants_details = wants_details
+        self.runs: dict[str | None, LastRun] = {}
+
+    def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        """Around one sampling run: the host discards its model options, and our run, at its end."""
+        sampler = graph.running_node()
+        self.runs.pop(sampler, None)
+        run = _SamplingRun(self)
+        guider = executor.class_obj
+        guider.model_options["transformer_options"][KEY] = run
+        result = executor(*args, **kwargs)
+        run.log()
+        last = run.summary(type(guider.model_patcher.model.model_config).__name__)
+        if last is not None:
+            self.runs[sampler] = last
+        return result
+
+    def apply_model(
+        self,
+        executor: WrapperExecutor,
+        x: Tensor,
+        t: Tensor,
+        c_concat: Tensor | None = None,
+        c_crossattn: Tensor | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Around one model evaluation."""
+        options = {} if transformer_options is None else transformer_options
+        run: _SamplingRun | None = options.get(KEY)
+        with ExitStack() as stack:
+            if run is not None:
+                stack.enter_context(run.evaluation(executor.class_obj, x, t, options))
+            return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+
+
+class _LiveLine(Observer):
+    """Tells whoever follows the run what happened in a step, once."""
+
+    def __init__(self, on_step: Callable[[str], None], total_steps: int):
+        self._on_step = on_step
+        self._total_steps = total_steps
+        self._step: int | None = None
+
+    def evaluated(self, result: Evaluated) -> None:
+        if result.step != self._step:
+            self._step = result.step
+            self._on_step(words.live_line(result, self._total_steps))
+
+
+class _Following:
+    """Those who follow a sampling run, from its first evaluation on."""
+
+    def __init__(self, attachment: _Attachment, total_steps: int, latent: Grid, t: Tensor):
+        self.counts = Counts(total_steps)
+        self.recorder: Recorder | None = None
+        self.observers: list[Observer] = [self.counts]
+        if attachment.on_step is not None:
+            self.observers.append(_LiveLine(attachment.on_step, total_steps))
+        if attachment.wants_details is not None and attachment.wants_details():
+            self.recorder = Recorder(latent, t.device)
+            self.observers.append(self.recorder)
+
+
+class _SamplingRun:
+    """State of one sampling run, which may evaluate a model and deep clones of it."""
+
+    def __init__(self, attachment: _Attachment):
+        self._attachment = attachment
+        self._config = attachment.config
+        self._runs: dict[nn.Module, Run] = {}
+        self._following: _Following | None = None
+        self._schedule: list[float] = []
+        self._sigma: float | None = None
+        self._calls: Counter[Hashable] = Counter()
+
+    @contextmanager
+    def evaluation(
+        self, model: Any, x: Tensor, t: Tensor, options: dict[str, Any]
+    ) -> Iterator[None]:
+        """Merge tokens in ``model``, a host's BaseModel, while it evaluates noise level ``t``."""
+        sigma = t.max().item()
+        latent = Grid(*x.shape[-2:])
+        if self._following is None:
+            self._schedule = options.get("sample_sigmas", t[:1]).tolist()
+            total_steps = max(1, len(self._schedule) - 1)
+            self._following = _Following(self._attachment, total_steps, latent, t)
+        moment = self._moment(model, sigma, options)
+        run = self._run_of(_uncompiled(model.diffusion_model), self._following)
+        with run.evaluation(moment, latent, t.device, model.get_dtype_inference()):
+            yield
+
+    def _moment(self, model: Any, sigma: float, options: dict[str, Any]) -> Moment:
+        step = step_index(self._schedule, sigma)
+        last_step = len(self._schedule) - 2
+        return Moment(
+            step=step,
+            progress=step / last_step if last_step > 0 else 0.0,
+            picks=step,
+            part=self._part(options, sigma),
+            is_active=sigma in NoiseRange.of(self._config, model.model_sampling.percent_to_sigma),
+        )
+
+    def _run_of(self, diffusion_model: nn.Module, following: _Following) -> Run:
+        if diffusion_model not in self._runs:
+            attachment = self._attachment
+            self._runs[diffusion_model] = Run(
+                attachment.config,
+                attachment.family,
+                diffusion_model,
+                attachment.make_strategy,
+                following.observers,
+            )
+        return self._runs[diffusion_model]
+
+    def _part(self, options: dict[str, Any], sigma: float) -> Hashable:
+        """What the batch of an evaluation is made of, as far as one can tell from outside.
+
+        Tiles of a picture tell nothing of themselves, but come in the same order in each step.
+        """
+        window = options.get("context_window")
+        composition = (
+            *options.get("uuids", ()),
+            *options.get("cond_or_uncond", ()),
+            None if window is None else tuple(window.index_list),
+        )
+        if sigma != self._sigma:
+            self._sigma = sigma
+            self._calls.clear()
+        self._calls[composition] += 1
+        return composition, self._calls[composition]
+
+    def log(self) -> None:
+        """Tell in one line what was merged, or why nothing was."""
+        if self._following is None:
+            return
+        counts = self._following.counts
+        if counts.merged_anything:
+            engine = self._first_run.engine
+            backend = [] if engine is None else engine.in_words()
+            log.info("[ToMe] %s", words.log_line(counts, self._config, backend))
+        else:
+            log.warning("[ToMe] nothing merged: %s", self._obstacle(counts))
+
+    def summary(self, model: str) -> LastRun | None:
+        """What is kept of the run, of a kind of ``model``; None if nothing was evaluated."""
+        if self._following is None:
+            return None
+        counts, recorder = self._following.counts, self._following.recorder
+        engine = self._first_run.engine
+        return LastRun(
+            model,
+            self._config,
+            counts,
+            None if counts.merged_anything else self._obstacle(counts),
+            None if engine is None else (*engine.in_words(), engine.backend)[0],
+            None if engine is None else engine.worth_from,
+            self._first_run.sites.shallowest,
+            None if recorder is None else recorder.finish(),
+        )
+
+    @property
+    def _first_run(self) -> Run:
+        return next(iter(self._runs.values()))
+
+    def _obstacle(self, counts: Counts) -> str:
+        """Why nothing was merged."""
+        sites = self._first_run.sites
+        return words.obstacle(counts, sites.max_downsample, sites.shallowest)

@@ -1,0 +1,93 @@
+"""What is ComfyUI's own about the transformer blocks of its UNets."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from comfy.ldm.modules.attention import SpatialTransformer, SpatialVideoTransformer
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
+from torch import Tensor, nn
+
+from ...core.grid import Grid
+from ...core.layout import Layout
+from ...core.site import Part, StackSite
+from .family import ComfyBlock, ComfyFamily
+
+BLOCK_PATCHES = (
+    "attn1_patch",
+    "attn1_output_patch",
+    "attn2_patch",
+    "attn2_output_patch",
+    "middle_patch",
+)
+"""Patches of other nodes that see the tokens inside a block."""
+
+
+class UNetBlock(ComfyBlock):
+    """A ``BasicTransformerBlock``: its tokens are one feature map."""
+
+    def parts(self) -> Sequence[Part]:
+        block = self.module
+        # Where it attends to text in place of itself, as in the x4 upscaler, only queries merge.
+        parts = [Part(block.attn1, "merge_attn", attends_to_itself=not block.disable_self_attn)]
+        if block.attn2 is not None:
+            parts.append(Part(block.attn2, "merge_crossattn"))
+        return [*parts, Part(block.ff, "merge_mlp")]
+
+    def layout(
+        self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] | None = None
+    ) -> Layout | None:
+        shape = (transformer_options or {}).get("activations_shape")
+        if shape is None or shape[0] != x.shape[0] or shape[-2] * shape[-1] != x.shape[1]:
+            return None
+        return Layout.filled_by(Grid(*shape[-2:]))
+
+    def needs_all_tokens(
+        self, context: Any = None, transformer_options: dict[str, Any] | None = None
+    ) -> bool:
+        """Whether another node patches the inside of the block, or of all blocks."""
+        options = {} if transformer_options is None else transformer_options
+        patches, replaced = options.get("patches", {}), options.get("patches_replace", {})
+        spatial_transformer = tuple(options.get("block", ()))
+        return any(patches.get(name) for name in BLOCK_PATCHES) or any(
+            name in replaced.get(attention, {})
+            for attention in ("attn1", "attn2")
+            for name in (spatial_transformer, (*spatial_transformer, self.index))
+        )
+
+
+class UNetStack(StackSite):
+    """A ``SpatialTransformer``."""
+
+    block_class = UNetBlock
+
+    @property
+    def runs_as_one(self) -> bool:
+        # A video model runs a temporal block, which needs all tokens, after each spatial one.
+        return not isinstance(self.module, SpatialVideoTransformer)
+
+
+class UNet(ComfyFamily):
+    """``UNetModel``: Stable Diffusion 1.x, 2.x, XL and their kin."""
+
+    model_class = "comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel"
+    stack_class = UNetStack
+
+    def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
+        for name, module in model.named_modules():
+            if isinstance(module, SpatialTransformer):
+                yield name, module, module.transformer_blocks
+
+    def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
+        """Those on the way down and in the middle."""
+        blocks: Counter[int] = Counter()
+        downsample = 1
+        for part in [*model.input_blocks, model.middle_block or ()]:
+            for layer in part:
+                if isinstance(layer, SpatialTransformer):
+                    blocks[downsample] += len(layer.transformer_blocks)
+                elif isinstance(layer, Downsample) or (
+                    isinstance(layer, ResBlock) and layer.updown
+                ):
+                    downsample *= 2
+        return blocks

@@ -1,0 +1,75 @@
+"""What is the diffusers library's own about its UNets."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from diffusers import Transformer2DModel, UNet2DConditionModel
+from torch import Tensor, nn
+
+from ...config import ToMeConfig
+from .hooks import RECOMPUTED, HookedBlock, HookedFamily, HookedStack
+
+
+class DiffusersBlock(HookedBlock):
+    """A ``BasicTransformerBlock``."""
+
+    context_name = "encoder_hidden_states"
+    # The masks of IP-Adapter are scaled to the number of queries as if those were a picture.
+    mask_names = ("attention_mask", "ip_adapter_masks")
+
+    def attends_to_text(self) -> bool:
+        return self.module.only_cross_attention
+
+    def weigh_keys(self, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
+        return kwargs | {"attention_mask": log_sizes[:, None]}
+
+    def needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the feed-forward runs in chunks of a set size, or the attention is masked."""
+        chunked = self.module._chunk_size is not None
+        return chunked or self.is_masked(kwargs.get("cross_attention_kwargs") or {})
+
+
+class DiffusersStack(HookedStack):
+    """A ``Transformer2DModel``."""
+
+    block_class = DiffusersBlock
+
+
+class DiffusersUNet(HookedFamily):
+    """``UNet2DConditionModel``."""
+
+    stack_class = DiffusersStack
+
+    def find(self, model: object) -> tuple[nn.Module, int | None] | None:
+        """The UNet of a pipeline, or the model itself."""
+        unet = getattr(model, "unet", model)
+        unet = getattr(unet, "_orig_mod", unet)
+        if not isinstance(unet, UNet2DConditionModel):
+            return None
+        scheduler_config = getattr(getattr(model, "scheduler", None), "config", {})
+        return unet, scheduler_config.get("num_train_timesteps")
+
+    def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
+        for name, module in model.named_modules():
+            if isinstance(module, Transformer2DModel):
+                yield name, module, module.transformer_blocks
+
+    def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
+        """Those on the way down and in the middle."""
+        blocks: Counter[int] = Counter()
+        way_down = [*enumerate(model.down_blocks), (len(model.down_blocks) - 1, model.mid_block)]
+        for level, part in way_down:
+            for module in () if part is None else part.modules():
+                if isinstance(module, Transformer2DModel):
+                    blocks[2**level] += len(module.transformer_blocks)
+        return blocks
+
+    def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
+        if torch.is_grad_enabled() and unet.is_gradient_checkpointing:
+            return RECOMPUTED
+        fused = any(getattr(module, "fused_projections", False) for module in unet.modules())
+        if fused and (config.attn_tokens != "q,k,v" or config.kv_ratio >= 0):
+            return "fused projections need attn_tokens=q,k,v and kv_ratio=-1"
+        return None

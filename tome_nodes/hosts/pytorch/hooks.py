@@ -1,0 +1,322 @@
+"""Attach token merging to a UNet that is called as a PyTorch module, and take it off again.
+
+What the diffusers and latent-diffusion hosts share. A pair of hooks on the UNet does it: the one
+before a call puts the overrides on the transformer blocks, the one after takes them off again.
+Between calls the UNet carries nothing but the hooks, so copying, offloading, LoRA and saving go on
+as before, and torch.compile, which runs the hooks of the module it is given outside of its graph,
+finds the same code in each call.
+"""
+
+import inspect
+import logging
+import math
+import struct
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
+from threading import local
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...config import ToMeConfig
+from ...core.engine import MakeStrategy
+from ...core.grid import Grid
+from ...core.layout import Layout
+from ...core.observer import Evaluated, Observer
+from ...core.run import Run
+from ...core.schedule import Moment, NoiseRange
+from ...core.site import BlockSite, Family, Override, Part, StackSite
+from ...report import words
+from ...report.counts import Counts
+from ...strategies import make_strategy
+
+log = logging.getLogger("tome_nodes")
+
+RECOMPUTED = "gradient checkpointing runs the transformer blocks again outside of the UNet's call"
+"""The obstacle that a model may be to compute gradients by running blocks a second time."""
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+class HookedStack(StackSite):
+    """A spatial transformer, called with the feature map itself.
+
+    Attributes:
+        shape: ``[batch, channels, height, width]`` of the feature map in the present call.
+    """
+
+    shape: torch.Size | None = None
+
+    def overrides(self) -> list[Override]:
+        forward = self.module.forward
+
+        def transformer_forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.shape = x.shape
+            return forward(x, *args, **kwargs)
+
+        return [(self.module, transformer_forward), *super().overrides()]
+
+
+class HookedBlock(BlockSite):
+    """A transformer block of a :class:`HookedStack`: its tokens are one feature map."""
+
+    tokens_changed = "other code changes the tokens of the transformer blocks"
+    attention_masked = "other code masks the attention or changes its tokens"
+    attention_replaced = "other code replaces the attention of the transformer blocks"
+
+    stack: HookedStack
+
+    context_name: ClassVar[str]
+    """The keyword argument of the attention that is the source of keys and values."""
+
+    mask_names: ClassVar[tuple[str, ...]]
+    """Keyword arguments of the attention that hold a mask over its tokens."""
+
+    def parts(self) -> list[Part]:
+        block = self.module
+        attends_to_itself = not self.attends_to_text()
+        parts = [Part(block.attn1, "merge_attn", attends_to_itself)]
+        if block.attn2 is not None:
+            parts.append(Part(block.attn2, "merge_crossattn"))
+        return [*parts, Part(block.ff, "merge_mlp")]
+
+    def attends_to_text(self) -> bool:
+        """Whether ``attn1`` of the block is a cross-attention."""
+        raise NotImplementedError
+
+    def self_attention(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        name = self.context_name
+
+        def attention(
+            x: Tensor, context: Tensor | None = None, value: Tensor | None = None, **kwargs: Any
+        ) -> Tensor:
+            source = context if value is None else value
+            if source is not None and source is not x:
+                kwargs[name] = source
+            return forward(x, **kwargs)
+
+        return attention
+
+    def layout(self, x: Tensor, *args: Any, **kwargs: Any) -> Layout | None:
+        shape = self.stack.shape
+        if shape is None or shape[0] != x.shape[0] or shape[-2] * shape[-1] != x.shape[1]:
+            return None
+        return Layout.filled_by(Grid(*shape[-2:]))
+
+    def is_masked(self, kwargs: Mapping[str, Any]) -> bool:
+        return any(kwargs.get(name) is not None for name in self.mask_names)
+
+
+class HookedFamily(Family):
+    """A class of UNets that are called as modules."""
+
+    def find(self, model: object) -> tuple[nn.Module, int | None] | None:
+        """The UNet of a model, and the model's number of noise levels, None where it tells none.
+
+        None where there is no such UNet.
+        """
+        raise NotImplementedError
+
+    def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
+        """Why tokens cannot be merged in the UNet as it is now, None if they can."""
+        raise NotImplementedError
+
+
+class Attachment:
+    """The hooks of one patched UNet.
+
+    A copy of the UNet gets a copy of this that has the settings and finds its own blocks. Each
+    thread that calls the UNet is on a sampling run of its own.
+    """
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        family: HookedFamily,
+        timesteps: int,
+        make_strategy: MakeStrategy = make_strategy,
+    ):
+        """Prepare the hooks.
+
+        Args:
+            config: the settings.
+            family: of the UNet.
+            timesteps: the noise levels that the model was trained on.
+            make_strategy: makes the strategy.
+        """
+        self._settings = (config, family, timesteps, make_strategy)
+        self._of_thread = local()
+        self._told: set[Hashable] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._settings
+
+    def attach(self, unet: nn.Module) -> None:
+        """Merge tokens in each call of a UNet, in place of any earlier settings.
+
+        Raises:
+            TypeError: the UNet has no transformer blocks.
+        """
+        config, family, *_ = self._settings
+        if not family.blocks_by_level(unet):
+            raise TypeError(
+                f"token merging needs a model with transformer blocks, and this "
+                f"{type(unet).__name__} has none"
+            )
+        detach(unet)
+        if not config.merges_nothing:
+            unet.register_forward_pre_hook(self.before_call, with_kwargs=True)
+            unet.register_forward_hook(self.after_call, always_call=True)
+
+    @torch.compiler.disable
+    def before_call(self, unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put the overrides on, if this call is to merge."""
+        sample, timestep = _first_two_arguments(unet, args, kwargs)
+        if sample is None or timestep is None:
+            self.end_call()
+            return
+        calls = getattr(self._of_thread, "calls", None)
+        if calls is None:
+            calls = self._of_thread.calls = _Calls(*self._settings, unet, self._told)
+        calls.begin(sample, timestep)
+
+    @torch.compiler.disable
+    def after_call(self, unet: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Take the overrides off, and tell what the first call of a kind merged."""
+        self.end_call(completed=output is not None)
+
+    def end_call(self, completed: bool = False) -> None:
+        """Take the overrides off."""
+        calls = getattr(self._of_thread, "calls", None)
+        if calls is not None:
+            calls.end(completed)
+
+
+class _Calls(Observer):
+    """The calls of a UNet in one thread, and where the sampling is.
+
+    The call itself tells that: its second argument, the timestep, falls from the number of noise
+    levels the model was trained on to 0. That is also how far ``ratio`` is on its way to
+    ``ratio_end``. A new run begins where the timestep is larger than in the call before.
+    """
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        family: HookedFamily,
+        timesteps: int,
+        make_strategy: MakeStrategy,
+        unet: nn.Module,
+        told: set[Hashable],
+    ):
+        self._config = config
+        self._family = family
+        self._noisiest = timesteps - 1
+        self._unet = unet
+        self._told = told
+        self._run = Run(config, family, unet, make_strategy, [self])
+        self._exits = ExitStack()
+        self._shape: torch.Size | None = None
+        self._timestep = math.nan
+        self._step = 0
+        self._call = 0
+
+    def begin(self, sample: Tensor, timestep: Tensor | float) -> None:
+        """Begin a call."""
+        # A call that a keyboard interrupt ended has not come to its second hook.
+        self.end(completed=False)
+        noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
+        self._follow(noise)
+        self._shape = sample.shape
+        evaluation = self._run.evaluation(
+            self._moment(noise, sample.shape),
+            Grid(*sample.shape[-2:]),
+            _execution_device(self._unet, sample),
+            sample.dtype,
+            self._family.obstacle(self._unet, self._config),
+        )
+        self._exits.enter_context(evaluation)
+
+    def end(self, completed: bool) -> None:
+        """End a call; what one did that was not completed is not told."""
+        if completed:
+            self._exits.close()
+        else:
+            self._exits.__exit__(InterruptedError, InterruptedError(), None)
+
+    def evaluated(self, result: Evaluated) -> None:
+        """Tell what merged, once for each size; or why nothing did, once for each reason."""
+        if not result.is_active:
+            return
+        counts = Counts()
+        counts.evaluated(result)
+        if not counts.merged_anything:
+            sites = self._run.sites
+            reason = words.obstacle(counts, sites.max_downsample, sites.shallowest)
+            if self._is_new(reason):
+                log.warning("[ToMe] nothing merged: %s", reason)
+        elif self._is_new(self._shape):
+            backend = [] if self._run.engine is None else self._run.engine.in_words()
+            log.info("[ToMe] %s", words.log_line(counts, self._config, backend))
+
+    def _is_new(self, what: Hashable) -> bool:
+        is_new = what not in self._told
+        self._told.add(what)
+        return is_new
+
+    def _follow(self, timestep: float) -> None:
+        """Count the steps of a run, and the calls of a step."""
+        if timestep == self._timestep:
+            self._call += 1
+        elif timestep < self._timestep:
+            self._step += 1
+            self._call = 0
+        else:
+            self._step = self._call = 0
+            self._run.restart()
+        self._timestep = timestep
+
+    def _moment(self, timestep: float, shape: torch.Size) -> Moment:
+        (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
+        done = self._noisiest - min(max(timestep, 0), self._noisiest)
+        return Moment(
+            step=self._step,
+            progress=done / self._noisiest if self._noisiest > 0 else 0.0,
+            picks=bits,
+            part=(self._call, shape),
+            is_active=timestep in NoiseRange.of(self._config, self._noise_at),
+        )
+
+    def _noise_at(self, percent: float) -> float:
+        """The timestep at a percent of the sampling; 0 and 1 leave none out."""
+        if percent == 0:
+            return math.inf
+        return -math.inf if percent == 1 else (1 - percent) * self._noisiest
+
+
+def detach(unet: nn.Module) -> None:
+    """Take off the hooks, and the overrides where a call was interrupted."""
+    for name in _HOOKS:
+        for key, hook in list(getattr(unet, name).items()):
+            attachment = getattr(hook, "__self__", None)
+            if isinstance(attachment, Attachment):
+                attachment.end_call()
+                for each in (*_HOOKS, *_HOOK_FLAGS):
+                    getattr(unet, each).pop(key, None)
+
+
+def _first_two_arguments(
+    unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The sample and the timestep of a call, by place or by name; None where there is none."""
+    names = list(inspect.signature(unet.forward).parameters)[:2]
+    first, second = [*args[:2], *(kwargs.get(name) for name in names[len(args) :])]
+    return first, second
+
+
+def _execution_device(unet: nn.Module, sample: Tensor) -> torch.device:
+    """Where the blocks will run: offloaded weights and inputs may be elsewhere before the call."""
+    device = getattr(getattr(unet, "_hf_hook", None), "execution_device", None)
+    return sample.device if device is None else torch.device(device)

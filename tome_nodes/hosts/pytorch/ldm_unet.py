@@ -1,0 +1,87 @@
+"""What is latent-diffusion's own, and its descendants', about their UNets.
+
+Their modules are known by their shape, not their class, since each code base carries its own copy:
+a spatial transformer holds ``transformer_blocks``, and these ``attn1``, ``attn2`` and ``ff``.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config import ToMeConfig
+from .hooks import RECOMPUTED, HookedBlock, HookedFamily, HookedStack
+
+
+class LdmBlock(HookedBlock):
+    """A ``BasicTransformerBlock``."""
+
+    context_name = "context"
+    mask_names = ("mask",)
+
+    def attends_to_text(self) -> bool:
+        # Blocks of Stable Diffusion 1 have no such switch.
+        return getattr(self.module, "disable_self_attn", False)
+
+    def needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+
+class LdmStack(HookedStack):
+    """A ``SpatialTransformer``."""
+
+    block_class = LdmBlock
+
+    @property
+    def runs_as_one(self) -> bool:
+        # Video models run a temporal block, which needs all tokens, after each spatial one.
+        return not hasattr(self.module, "time_stack")
+
+
+class LdmUNet(HookedFamily):
+    """``UNetModel``."""
+
+    stack_class = LdmStack
+
+    def find(self, model: object) -> tuple[nn.Module, int | None] | None:
+        """The UNet at ``model.model.diffusion_model``, or higher, or the model itself."""
+        inner = getattr(model, "model", model)
+        unet = getattr(inner, "diffusion_model", inner)
+        unet = getattr(unet, "_orig_mod", unet)
+        parts = ("input_blocks", "middle_block", "output_blocks")
+        if not (isinstance(unet, nn.Module) and all(hasattr(unet, name) for name in parts)):
+            return None
+        return unet, getattr(model, "num_timesteps", None)
+
+    def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
+        for name, module in model.named_modules():
+            if _is_transformer(module):
+                yield name, module, module.transformer_blocks
+
+    def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
+        """Those on the way down and in the middle."""
+        blocks: Counter[int] = Counter()
+        downsample = 1
+        for part in [*model.input_blocks, model.middle_block or ()]:
+            for layer in part:
+                if _is_transformer(layer):
+                    blocks[downsample] += len(layer.transformer_blocks)
+                elif type(layer).__name__ == "Downsample" or getattr(layer, "updown", False):
+                    downsample *= 2
+        return blocks
+
+    def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
+        if torch.is_grad_enabled() and any(
+            getattr(module, "checkpoint", False) for module in unet.modules()
+        ):
+            return RECOMPUTED
+        return None
+
+
+def _is_transformer(module: nn.Module) -> bool:
+    blocks = getattr(module, "transformer_blocks", None)
+    return isinstance(blocks, nn.ModuleList) and all(
+        hasattr(block, name) for block in blocks for name in ("attn1", "attn2", "ff")
+    )

@@ -1,0 +1,85 @@
+"""What one sampling run merged, counted."""
+
+from collections import Counter
+
+from ..core.observer import Evaluated, Observer
+
+
+class Counts(Observer):
+    """Counts of the evaluations of a model.
+
+    Attributes:
+        total_steps: of the run, 0 where the host does not know them.
+        blocks_present: blocks of the model.
+        largest_grid: tokens of the largest feature map that entered a block.
+        fell_back: blocks that ran in module scope though a wider one was asked for.
+        unweighted: why merged keys weighed as one token each.
+        plans_made: how many plans were made.
+        plans_reused: how often a block ran under the plan of another block or step.
+    """
+
+    def __init__(self, total_steps: int = 0):
+        self.total_steps = total_steps
+        self.blocks_present = 0
+        self.largest_grid = 0
+        self.fell_back: set[str] = set()
+        self.unweighted: set[str] = set()
+        self.plans_made = 0
+        self.plans_reused = 0
+        self._blocks: dict[tuple[int, int], set[str]] = {}
+        self._steps: set[int] = set()
+        self._reasons: Counter[str] = Counter()
+
+    def evaluated(self, result: Evaluated) -> None:
+        """Add what an evaluation did."""
+        self.blocks_present = result.blocks
+        if result.reason is not None:
+            self._reasons[result.reason] += 1
+        for outcome in result.outcomes:
+            self.largest_grid = max(self.largest_grid, outcome.before)
+            self.plans_made += outcome.made_plan is True
+            self.plans_reused += outcome.made_plan is False
+            if outcome.plan is not None:
+                size = outcome.before, outcome.after
+                self._blocks.setdefault(size, set()).add(outcome.block)
+                self._steps.add(result.step)
+            elif outcome.reason is not None:
+                self._reasons[outcome.reason] += 1
+            if outcome.unweighted is not None:
+                self.unweighted.add(outcome.unweighted)
+            if outcome.fell_back:
+                self.fell_back.add(outcome.block)
+
+    @property
+    def merged_steps(self) -> int:
+        """In how many steps anything merged."""
+        return len(self._steps)
+
+    @property
+    def merged_blocks(self) -> int:
+        """How many blocks merged in any step."""
+        return len(set().union(*self._blocks.values()))
+
+    @property
+    def merged_anything(self) -> bool:
+        return bool(self._blocks)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The numbers of tokens that were merged, from the most to the least."""
+        return sorted({before for before, _ in self._blocks}, reverse=True)
+
+    def blocks_of(self, before: int) -> int:
+        """How many blocks merged so many tokens."""
+        return len(
+            set().union(*(names for size, names in self._blocks.items() if size[0] == before))
+        )
+
+    def lengths_after(self, before: int) -> list[int]:
+        """The numbers of tokens that ``before`` became, from the least to the most."""
+        return sorted(after for size, after in self._blocks if size == before)
+
+    @property
+    def most_common_reason(self) -> str | None:
+        """Why blocks, or whole evaluations, ran on all their tokens, None where none is known."""
+        return self._reasons.most_common(1)[0][0] if self._reasons else None

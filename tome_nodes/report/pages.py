@@ -1,0 +1,213 @@
+"""The report of a sampling run: its text, and the picture of a view."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..strategies import strategy_class
+from . import drawing, words
+from .last_run import LastRun
+from .recorder import MATCHING, Recording
+
+VIEWS = ("merge map", "heat map", "chart")
+"""What to draw."""
+
+# A share of the run from which matching is worth a hint.
+_MUCH = 0.1
+
+
+@dataclass(frozen=True)
+class Report:
+    """A picture, ``[height, width, 3]`` uint8, and a text."""
+
+    picture: np.ndarray
+    text: str
+
+
+NOT_MERGING = (
+    "No token merging",
+    "This model has no token merging.",
+    "Hint: connect the model that comes out of ToMe Patch Model, with a ratio above 0.",
+)
+NO_RUN = (
+    "No run to report",
+    "No run of this model is known that made these samples.",
+    "Hint: connect the model that goes into the sampler, and the samples that come out of it. If "
+    "they are connected so, sample once more, with another seed say.",
+)
+
+
+def notice(title: str, *sentences: str) -> Report:
+    """The report of why there is nothing to report."""
+    return Report(drawing.card(title, sentences), "\n".join(sentences))
+
+
+def report_of(
+    run: LastRun,
+    view: str = VIEWS[0],
+    level: int = -1,
+    step: int = -1,
+    picture: np.ndarray | None = None,
+) -> Report:
+    """The report of a run.
+
+    Args:
+        run: what was kept of it.
+        view: one of :data:`VIEWS`. Where the run has nothing to show in it, the picture says why.
+        level: which feature maps to draw, by how many times smaller than the latent; -1 is the
+            largest.
+        step: which step to draw, counted from 1; -1 is the last that merged.
+        picture: ``[height, width, channels]`` float from 0 to 1, to draw under a map.
+    """
+    lines = in_words(run)
+    recording = run.recording
+    if run.obstacle is not None:
+        drawn = drawing.card("Nothing merged", lines)
+    elif recording is None:
+        drawn = drawing.card("Token merging", lines)
+    elif view == "chart":
+        drawn = _chart(recording)
+    else:
+        drawn = _map(run, recording, view, level, step, picture)
+    return Report(drawn, "\n".join(lines))
+
+
+def in_words(run: LastRun) -> list[str]:
+    """The report of a run, line by line."""
+    counts, recording = run.counts, run.recording
+    lines = [f"Model: {run.model}"]
+    if run.obstacle is None:
+        lines += [
+            f"Merged: {counts.merged_blocks} of {counts.blocks_present} blocks, "
+            + words.sizes(counts),
+            f"Steps: merged in {counts.merged_steps} of {counts.total_steps}",
+            f"Plans: {counts.plans_made} made, {counts.plans_reused} reused",
+        ]
+    else:
+        lines += [f"Nothing merged: {run.obstacle}"]
+    lines += [f"Settings: {', '.join(words.settings(run.config, defaults=True))}"]
+    if run.backend is not None:
+        lines += [f"Backend: {run.backend}"]
+    lines += [f"Note: {deviation}" for deviation in words.deviations(counts)]
+    if run.obstacle is None:
+        lines += [_times_in_words(recording)]
+    hint = hint_for(run)
+    return lines if hint is None else [*lines, f"Hint: {hint}"]
+
+
+def hint_for(run: LastRun) -> str | None:
+    """What to change where the settings gain nothing, or less than they could."""
+    config, counts, strategy = run.config, run.counts, strategy_class(run.config)
+    largest = max(counts.lengths, default=counts.largest_grid)
+    if run.worth_from and 0 < largest < run.worth_from:
+        longer = (run.worth_from / largest) ** 0.5
+        return (
+            f"{largest} tokens are too few to gain anything; merging pays from about "
+            f"{run.worth_from} here. Make the picture {longer:.1f} times as wide and high"
+            + (", or set min_tokens to 0 to leave small maps alone." if config.min_tokens else ".")
+        )
+    if run.obstacle is not None:
+        return None
+    cap = strategy.ratio_cap(config)
+    if strategy.follows_ratio and config.ratio > cap:
+        return (
+            f"cells of {config.sx}x{config.sy} tokens merge no more than {cap:.2f}; "
+            "under preset custom, a larger sx or sy merges more."
+        )
+    recording = run.recording
+    if (
+        strategy.compares_afar
+        and recording is not None
+        and recording.overhead is not None
+        and recording.overhead[MATCHING] > _MUCH * recording.seconds
+    ):
+        return "matching takes much of the time; all presets but paper match within windows."
+    if run.shallowest > 1 and config.scope == "module" and not config.merge_mlp:
+        return "little of this model's time is in self-attention; preset fast saves most."
+    return None
+
+
+def _times_in_words(recording: Recording | None) -> str:
+    if recording is None:
+        return (
+            "Details: maps and times were not recorded, as no report was connected when the model "
+            "sampled. Change the seed and run again to get them."
+        )
+    run = _seconds(recording.seconds)
+    if recording.overhead is None:
+        return f"Time: {run}; what merging took of it cannot be measured in a model like this"
+    parts = ", ".join(f"{name} {_seconds(spent)}" for name, spent in recording.overhead.items())
+    share = 100 * sum(recording.overhead.values()) / recording.seconds
+    return f"Time: {parts}, together {share:.1f} % of the run's {run}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
+
+
+def _map(
+    run: LastRun,
+    recording: Recording,
+    view: str,
+    level: int,
+    step: int,
+    picture: np.ndarray | None,
+) -> np.ndarray:
+    levels = recording.levels
+    if level == -1:
+        level = next(iter(levels))
+    if level not in levels:
+        merged = _listed(levels)
+        return drawing.card(
+            f"Nothing merged at level {level}", [f"Hint: set level to {merged}, or to -1."]
+        )
+    grid = levels[level]
+    place = f"level {level}, {grid.width} x {grid.height} tokens"
+    slots = {at: slots for (at, of), slots in recording.slots.items() if of == grid}
+    total = run.counts.total_steps
+    if view == "heat map":
+        share = sum(drawing.merged_tokens(groups) for groups in slots.values()) / total
+        image = drawing.heat_map(share, picture)
+        merged = f"merged in {len(slots)} of {total} steps"
+        return drawing.captioned(image, "Heat map", [place, merged], key=True)
+    step = max(slots) if step == -1 else step - 1
+    if step not in slots:
+        merged = _listed([at + 1 for at in slots])
+        return drawing.card(
+            f"Nothing merged in step {step + 1}", [f"Hint: set step to {merged}, or to -1."]
+        )
+    groups = int(slots[step].max()) + 1
+    return drawing.captioned(
+        drawing.merge_map(slots[step], picture),
+        "Merge map",
+        [place, f"step {step + 1} of {total}, {grid.tokens} tokens in {groups} groups"],
+    )
+
+
+def _chart(recording: Recording) -> np.ndarray:
+    names = list(dict.fromkeys(name for name, _ in recording.blocks))
+    steps = sorted({step for _, step in recording.blocks})
+    before, after, seconds = np.full((3, len(names), len(steps)), np.nan)
+    for (name, step), block in recording.blocks.items():
+        place = names.index(name), steps.index(step)
+        before[place], after[place] = block.before, block.after
+        if block.seconds is not None:
+            seconds[place] = block.seconds
+    return drawing.chart(
+        [name.replace(".transformer_blocks", "") for name in names],
+        [step + 1 for step in steps],
+        before,
+        after,
+        None if np.isnan(seconds).all() else seconds,
+    )
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    """Such as ``1 or 2``, or ``1 to 20`` where all between are there."""
+    numbers = sorted(numbers)
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return " or ".join(map(str, numbers))

@@ -1,0 +1,213 @@
+"""What one sampling run does in detail: which tokens merged in each step, and how long it took.
+
+A recorder watches only a run that a report is wanted of. Nothing waits for the device before the
+run is over; then all is copied from it at once.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.grid import Grid
+from ..core.observer import Evaluated, Function, Observer
+from ..core.plan import Plan
+from ..core.strategy import PlansOf
+
+MATCHING, MERGING, UNMERGING = "matching", "merging", "unmerging"
+
+
+@dataclass(frozen=True)
+class BlockStep:
+    """A transformer block in one step.
+
+    Attributes:
+        before: tokens that entered it.
+        after: tokens that it, or modules in it, ran on.
+        seconds: that it took, None where it could not be measured.
+    """
+
+    before: int
+    after: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A whole run.
+
+    Attributes:
+        latent: the grid of the latent.
+        slots: by step and feature map, the slot of each token in the first sample of the batch,
+            ``[height, width]`` int64, in the block that merged first.
+        blocks: what each block did in each step, by its name and the step.
+        seconds: from the first evaluation of the model to the end of the run.
+        overhead: seconds of ``matching``, ``merging`` and ``unmerging`` in them, None where they
+            could not be measured: in a compiled model, and on devices without a clock of ours.
+    """
+
+    latent: Grid
+    slots: Mapping[tuple[int, Grid], np.ndarray]
+    blocks: Mapping[tuple[str, int], BlockStep]
+    seconds: float
+    overhead: Mapping[str, float] | None
+
+    @property
+    def levels(self) -> dict[int, Grid]:
+        """The feature maps that merged, by how many times smaller than the latent, in order."""
+        grids = {grid for _, grid in self.slots}
+        # Where two maps round to one level, as areas of a picture may, the largest stands for it.
+        by_size = sorted(grids, key=lambda grid: grid.tokens)
+        levels = {self._level(grid): grid for grid in by_size}
+        return dict(sorted(levels.items()))
+
+    def _level(self, grid: Grid) -> int:
+        return max(1, round((self.latent.tokens / grid.tokens) ** 0.5))
+
+
+class Recorder(Observer):
+    """Notes what a run does while it goes on."""
+
+    def __init__(self, latent: Grid, device: torch.device):
+        """Begin with the first evaluation of a model, for ``latent`` on ``device``."""
+        self._step = 0
+        self._latent = latent
+        self._clock = _Clock(device)
+        self._started = time.perf_counter()
+        self._slots: dict[tuple[int, Grid], Tensor] = {}
+        self._tokens: dict[tuple[str, int], tuple[int, int]] = {}
+        self._timings: list[tuple[str, int, Any, Any]] = []
+
+    def watched(self, plans_of: PlansOf) -> PlansOf:
+        def watched_plans_of(
+            features: Tensor, grid: Grid, ratios: Sequence[float]
+        ) -> list[Plan | None]:
+            if torch.compiler.is_compiling():
+                return plans_of(features, grid, ratios)
+            plans = self.time(MATCHING, plans_of, features, grid, ratios)
+            watched = {id(plan): _WatchedPlan(plan, self) for plan in plans if plan is not None}
+            return [watched.get(id(plan)) for plan in plans]
+
+        return watched_plans_of
+
+    def timed(self, block: str, forward: Function) -> Function:
+        @wraps(forward)
+        def timed_forward(*args: Any, **kwargs: Any) -> Any:
+            return self.time(block, forward, *args, **kwargs)
+
+        return cast(Function, timed_forward)
+
+    def time(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function returns; its time, if it can be measured, counts as that of ``name``."""
+        # What is traced runs once, and not when the model does.
+        if torch.compiler.is_compiling() or not self._clock.tells:
+            return function(*args, **kwargs)
+        start = self._clock.now()
+        result = function(*args, **kwargs)
+        self._timings.append((name, self._step, start, self._clock.now()))
+        return result
+
+    def begins(self, step: int) -> None:
+        self._step = step
+
+    def evaluated(self, result: Evaluated) -> None:
+        for outcome in result.outcomes:
+            self._tokens[outcome.block, result.step] = outcome.before, outcome.after
+            if outcome.plan is None or outcome.layout is None:
+                continue
+            for span in outcome.layout.spans:
+                place = result.step, span.grid
+                if place not in self._slots:
+                    slots = outcome.plan.slots()[0, span.start : span.stop]
+                    self._slots[place] = slots.view(span.grid.height, span.grid.width)
+
+    def finish(self) -> Recording:
+        """What was noted, as plain numbers."""
+        self._clock.wait()
+        seconds = time.perf_counter() - self._started
+        by_name: Counter[str] = Counter()
+        by_step: Counter[tuple[str, int]] = Counter()
+        for name, step, start, end in self._timings:
+            taken = self._clock.between(start, end)
+            by_name[name] += taken
+            by_step[name, step] += taken
+        return Recording(
+            self._latent,
+            {place: _counted_from_0(slots.cpu().numpy()) for place, slots in self._slots.items()},
+            {
+                place: BlockStep(*tokens, by_step.get(place))
+                for place, tokens in self._tokens.items()
+            },
+            seconds,
+            {name: by_name[name] for name in (MATCHING, MERGING, UNMERGING)} if by_name else None,
+        )
+
+
+def _counted_from_0(slots: np.ndarray) -> np.ndarray:
+    """Slots of one picture, whose numbers begin behind those of what stands before it."""
+    return slots - slots.min()
+
+
+class _Clock:
+    """Tells time on a device without making it wait."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._has_events = device.type == "cuda"
+        self.tells = self._has_events or device.type == "cpu"
+
+    def now(self) -> Any:
+        if not self._has_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self) -> None:
+        if self._has_events:
+            torch.cuda.synchronize(self._device)
+
+    def between(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) / 1000 if self._has_events else end - start
+
+
+class _WatchedPlan(Plan):
+    """A plan whose merging and unmerging a recorder times."""
+
+    def __init__(self, plan: Plan, recorder: Recorder):
+        self.slot_count = plan.slot_count
+        self._plan = plan
+        self._time = recorder.time
+
+    def slots(self) -> Tensor:
+        return self._plan.slots()
+
+    def log_sizes(self) -> Tensor:
+        return self._plan.log_sizes()
+
+    def is_even(self) -> bool:
+        return self._plan.is_even()
+
+    def fits(self, x: Tensor) -> bool:
+        return self._plan.fits(x)
+
+    def merge(self, x: Tensor) -> Tensor:
+        return self._time(MERGING, self._plan.merge, x)
+
+    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._time(MERGING, self._plan.merge_inputs, x)
+
+    def merge_keys_and_values(self, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        return self._time(MERGING, self._plan.merge_keys_and_values, k, v, heads)
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        return self._time(UNMERGING, self._plan.unmerge, y)
+
+    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        return self._time(UNMERGING, self._plan.add_change, x, before, after)

@@ -1,0 +1,96 @@
+"""What is told of a run, in words: the log line, the live line, and what a report begins with."""
+
+from ..config import ToMeConfig
+from ..core.observer import Evaluated
+from ..strategies import strategy_class
+from .counts import Counts
+
+
+def log_line(counts: Counts, config: ToMeConfig, backend: list[str]) -> str:
+    """What a run, or the first call of a kind, merged.
+
+    Such as ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``.
+
+    Args:
+        counts: of the run.
+        config: the settings.
+        backend: what it ran on, as :meth:`tome_nodes.core.engine.Engine.in_words` tells it.
+    """
+    merged = f"merged {counts.merged_blocks}/{counts.blocks_present} blocks ({sizes(counts)})"
+    steps = [f"{counts.merged_steps}/{counts.total_steps} steps"] if counts.total_steps else []
+    return ", ".join([merged, *steps, *settings(config), *backend, *deviations(counts)])
+
+
+def live_line(result: Evaluated, total_steps: int) -> str:
+    """What one evaluation merged, such as ``5/16 blocks, 4096→2048 tokens, step 3/20``."""
+    return f"{_evaluation(result)}, step {result.step + 1}/{total_steps}"
+
+
+def _evaluation(result: Evaluated) -> str:
+    merged = {(outcome.before, outcome.after) for outcome in result.merged}
+    if not merged:
+        return "all tokens"
+    lengths = ", ".join(f"{before}→{after}" for before, after in sorted(merged, reverse=True))
+    return f"{len(result.merged)}/{result.blocks} blocks, {lengths} tokens"
+
+
+def sizes(counts: Counts) -> str:
+    """Such as ``4096 -> 2048 tokens x5, 1024 -> 512 tokens x6``."""
+    several = len(counts.lengths) > 1
+    return ", ".join(
+        f"{before} -> {_span(counts.lengths_after(before))} tokens"
+        + (f" x{counts.blocks_of(before)}" if several else "")
+        for before in counts.lengths
+    )
+
+
+def _span(lengths: list[int]) -> str:
+    """The one length, or the first and last of several."""
+    return str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]}-{lengths[-1]}"
+
+
+def deviations(counts: Counts) -> list[str]:
+    """What went otherwise than the settings say, in a few words each."""
+    fell_back = [f"module scope in {len(counts.fell_back)} that are patched"]
+    return [
+        *(fell_back if counts.fell_back else ()),
+        *(f"merged keys weigh as one token ({reason})" for reason in sorted(counts.unweighted)),
+    ]
+
+
+def obstacle(counts: Counts, max_downsample: int, shallowest: int) -> str:
+    """Why nothing was merged: the reason noted most often, or that no level was to merge.
+
+    Args:
+        counts: of a run that merged nothing.
+        max_downsample: how many times smaller than the latent a merged level may be.
+        shallowest: how many times smaller the largest level of the model is.
+    """
+    return counts.most_common_reason or (
+        f"max_downsample={max_downsample} leaves out every transformer block: this model's "
+        f"begin at {shallowest}; set it to auto, or take preset fast"
+    )
+
+
+def settings(config: ToMeConfig, defaults: bool = False) -> list[str]:
+    """What a report tells of the settings, such as ``["ratio 0.90 capped at 0.75", "window"]``.
+
+    Args:
+        config: the settings.
+        defaults: whether to tell of strategy and scope even where they are the default.
+    """
+    strategy = strategy_class(config)
+    scope = [] if config.scope == "module" and not defaults else [f"{config.scope} scope"]
+    if not strategy.follows_ratio:
+        return [f"{config.strategy} of {config.sy}x{config.sx} cells", *scope]
+    ratio = f"ratio {config.ratio:.2f}"
+    if config.ratio_end >= 0:
+        ratio += f" to {config.ratio_end:.2f}"
+    cap = strategy.ratio_cap(config)
+    if max(config.ratio, config.ratio_end) > cap:
+        ratio += f" capped at {cap:.2f}"
+    if config.scope == "module" and config.attn_tokens != "q,k,v":
+        ratio += f" of {config.attn_tokens} in self-attention"
+    kv_ratio = [] if config.kv_ratio < 0 else [f"kv_ratio {config.kv_ratio:.2f}"]
+    is_default = config.strategy == ToMeConfig.strategy and not defaults
+    return [ratio, *kv_ratio, *([] if is_default else [config.strategy]), *scope]
