@@ -17,11 +17,11 @@ from tome_nodes.grid import Grid
 from tome_nodes.hosts.comfyui import attach
 from tome_nodes.ops import reference
 from tome_nodes.plan import Plan
-from tome_nodes.strategies import Strategy, make_strategy
+from tome_nodes.strategies import AnyPlan, Strategy, make_strategy
 
 Wrap = Callable[[Strategy], Strategy]
 
-ALWAYS = {"min_tokens": 1}
+ALWAYS: dict[str, Any] = {"min_tokens": 1}
 """Settings with which maps of any size are merged."""
 
 
@@ -99,7 +99,7 @@ class CallablePlan:
     """A plan made of two functions."""
 
     slot_count: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     merge: Callable[[Tensor], Tensor]
     unmerge: Callable[[Tensor], Tensor]
     log_sizes: None = None
@@ -168,7 +168,14 @@ class LosslessStrategy:
         self.strategy.start_step(key, ratio)
 
     def plan(self, features: Tensor, grid: Grid) -> Plan | None:
-        if self.strategy.plan(features, grid) is None:
+        return self._shuffle(self.strategy.plan(features, grid), features, grid)
+
+    def plans(self, features: Tensor, grid: Grid) -> tuple[Plan | None, Plan | None]:
+        plan, keys_plan = self.strategy.plans(features, grid)
+        return self._shuffle(plan, features, grid), self._shuffle(keys_plan, features, grid)
+
+    def _shuffle(self, plan: AnyPlan | None, features: Tensor, grid: Grid) -> Plan | None:
+        if plan is None:
             return None
         generator = torch.Generator().manual_seed(grid.tokens)
         order = torch.stack([torch.randperm(grid.tokens, generator=generator) for _ in features])
@@ -196,10 +203,10 @@ def methods(
         variants: further settings in which to measure each scope of ours, by what to add to its
             name.
     """
-    levels = {"ratio": ratio, "max_downsample": max_downsample}
+    levels: dict[str, Any] = {"ratio": ratio, "max_downsample": max_downsample}
     every_module = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
     fast = {"strategy": "window", "reuse_steps": 1, **levels}
-    scopes = {
+    scopes: dict[str, dict[str, Any]] = {
         "attn": {},
         "all": every_module,
         "block": {"scope": "block"},
