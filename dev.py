@@ -92,11 +92,11 @@ def bench(arguments: list[str]) -> int:
 
 
 def lint() -> int:
-    """Check the code and its format."""
+    """Check the code, its format and its types."""
     from tools import environment
 
     environment.prepare_light()
-    checks = (["ruff", "check"], ["ruff", "format", "--check"])
+    checks = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
     codes = [_call(environment.PYTHON, "-m", *check, folder=ROOT) for check in checks]
     return max(codes)
 
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         "--forecast, --device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, "
         "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds",
     )
-    add("lint", "check the code and its format with ruff")
+    add("lint", "check the code and its format with ruff, and its types with mypy")
     return parser
 
 
