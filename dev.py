@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parent
 GRACE_SECONDS = 15
 
 EPILOG = """\
-The first demo or test makes .venv, which takes some minutes and 6 GB: pinned packages and a real
-ComfyUI. Set COMFYUI_PATH to the folder of a ComfyUI of your own to use that instead. Deleting
-.venv and demo undoes everything.
+The first demo, bench or test makes .venv, which takes some minutes and 6 GB: pinned packages and a
+real ComfyUI. Set COMFYUI_PATH to the folder of a ComfyUI of your own to use that instead. What
+needs only PyTorch, lint and tests/unit, leaves out ComfyUI and the browser. Deleting .venv and demo
+undoes everything.
 """
 
 
@@ -64,12 +65,14 @@ def demo(arguments: argparse.Namespace) -> int:
 
 def test(pytest_arguments: list[str]) -> int:
     """Run the tests."""
-    from tools import browser, environment
+    from tools import browser, environment, lanes
 
-    environment.prepare()
-    browser.ensure_browser()
-    chosen = [argument.partition("::")[0] for argument in pytest_arguments]
-    if not any(name.startswith("tests") and (ROOT / name).exists() for name in chosen):
+    if lanes.needs_comfyui(pytest_arguments):
+        environment.prepare()
+        browser.ensure_browser()
+    else:
+        environment.prepare_light()
+    if not lanes.chosen_paths(pytest_arguments):
         pytest_arguments = [*pytest_arguments, "tests"]
     return _call(environment.PYTHON, "-m", "pytest", *pytest_arguments, folder=ROOT)
 
@@ -89,12 +92,12 @@ def bench(arguments: list[str]) -> int:
 
 
 def lint() -> int:
-    """Check the code, and then its format."""
+    """Check the code, its format and its types."""
     from tools import environment
 
-    environment.prepare_linter()
-    checks = (["check"], ["format", "--check"])
-    codes = [_call(environment.PYTHON, "-m", "ruff", *check, folder=ROOT) for check in checks]
+    environment.prepare_light()
+    checks = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
+    codes = [_call(environment.PYTHON, "-m", *check, folder=ROOT) for check in checks]
     return max(codes)
 
 
@@ -119,14 +122,17 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(
         add("demo", "run a workflow on a real ComfyUI with ToMe off and on, and compare the two")
     )
-    add("test", "run all tests, or those that further arguments tell pytest to run")
+    add(
+        "test",
+        "run all tests, or those that further arguments tell pytest to run, such as tests/unit",
+    )
     add(
         "bench",
         "measure all methods against the unpatched model; further arguments: --host, --quick, "
         "--forecast, --device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, "
         "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds",
     )
-    add("lint", "check the code and its format with ruff")
+    add("lint", "check the code and its format with ruff, and its types with mypy")
     return parser
 
 

@@ -270,7 +270,9 @@ class Bench:
         head = f"# Forecast: `{self.result['command']}`\n\nRatio {self.arguments.ratio}.\n\n"
         (RESULTS / "forecast.md").write_text(head + text + "\n", encoding="utf-8")
 
-    def check(self, subject: Any, every: list[Any]) -> tuple[list[Any], dict[str, str], dict]:
+    def check(
+        self, subject: Any, every: list[Any]
+    ) -> tuple[list[Any], dict[str, str], dict[str, Any]]:
         """The methods that are right, why the others are not, and what the right ones launch."""
         from benchmarks import checks
         from benchmarks.methods import HostMethod
@@ -300,7 +302,9 @@ class Bench:
 
         memory = PeakMemory(self.device)
         (expected,) = subject.run(subject.model, memory)
-        rows = {"unpatched": {"family": "unpatched", "error": 0.0, "peak_bytes": memory.bytes}}
+        rows: dict[str, dict[str, Any]] = {
+            "unpatched": {"family": "unpatched", "error": 0.0, "peak_bytes": memory.bytes}
+        }
         patched, refused = {"unpatched": subject.model}, {}
         for index, method in enumerate(chosen):
             began = time.monotonic()

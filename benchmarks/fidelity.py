@@ -90,7 +90,7 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
     from tome_nodes.presets import settings_of
 
     def ours(other: MakeStrategy | None = None, /, **settings: Any) -> Any:
-        own = {} if other is None else {"make_strategy": other}
+        own: dict[str, Any] = {} if other is None else {"make_strategy": other}
         return partial(attach, config=ToMeConfig(**{**settings, "min_tokens": 1}), **own)
 
     def preset(name: str, ratio: float = 0.5, **others: Any) -> Any:
@@ -209,18 +209,18 @@ def bias_costs(repeats: int) -> dict[str, float]:
     from tome_nodes.hosts.comfyui.attention import weigh_attention
     from tome_nodes.ops import reference
 
+    def seconds(qkv: tuple[torch.Tensor, ...], options: dict[str, Any]) -> float:
+        start = time.perf_counter()
+        optimized_attention(*qkv, 8, transformer_options=options)
+        return time.perf_counter() - start
+
     costs = {}
     for keys in (2048, 4096):
         q, k, v = (torch.randn(1, tokens, 320) for tokens in (4096, keys, keys))
         sizes = torch.randint(1, 5, (1, keys)).log()
         options = {"plain": {}, "weighed": weigh_attention({}, sizes, reference, lambda _: None)}
-
-        def seconds(name: str, q=q, k=k, v=v, options=options) -> float:
-            start = time.perf_counter()
-            optimized_attention(q, k, v, 8, transformer_options=options[name])
-            return time.perf_counter() - start
-
-        times = interleaved({name: partial(seconds, name) for name in options}, repeats)
+        runs = {name: partial(seconds, (q, k, v), each) for name, each in options.items()}
+        times = interleaved(runs, repeats)
         costs[str(keys)] = min(times["weighed"]) / min(times["plain"]) - 1
     return costs
 

@@ -153,7 +153,7 @@ def _front(points: dict[str, tuple[float, float]]) -> list[str]:
 def summary(result: dict[str, Any], default: str, kv75: str, tomesd: str, todo: str) -> str:
     """The last line of the run; over noise levels and judges, the worst case."""
     words = []
-    features, pictures = result.get("features"), result.get("pictures")
+    features, pictures = result.get("features", {}), result.get("pictures", {})
 
     def attention(name: str, other: str) -> float:
         return max(

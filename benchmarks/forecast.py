@@ -62,7 +62,9 @@ def parabola(points: Mapping[int, float]) -> Callable[[int], float]:
     return value
 
 
-def _cpu_attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_, **__) -> int:
+def _cpu_attention_flops(
+    query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object
+) -> int:
     return sdpa_flop_count(query, key, value)
 
 

@@ -160,8 +160,10 @@ class PeakMemory:
             self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
             return
         self._profiler.__exit__(*details)
-        # The allocator's own records; the profiler's public events are sums over operators.
-        events = self._profiler.profiler.kineto_results.events()
+        # The allocator's own records; the profiler's public events are sums over operators. Torch
+        # has no complete types of them.
+        internals: Any = self._profiler.profiler
+        events = internals.kineto_results.events()
         changes = [
             (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
         ]

@@ -22,7 +22,7 @@ from tome_nodes.hosts.comfyui.attachment import attach
 from tome_nodes.ops import Operations
 from tome_nodes.strategies import make_strategy
 
-ALWAYS = {"min_tokens": 1}
+ALWAYS: dict[str, Any] = {"min_tokens": 1}
 """Settings with which maps of any size are merged."""
 
 
@@ -100,7 +100,7 @@ class CallablePlan(Plan):
     """A plan made of two functions, whose merged keys all weigh alike."""
 
     slot_count: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     merging: Callable[[Tensor], Tensor]
     unmerging: Callable[[Tensor], Tensor]
 
@@ -215,10 +215,10 @@ def methods(
         variants: further settings in which to measure each scope of ours, by what to add to its
             name.
     """
-    levels = {"ratio": ratio, "max_downsample": max_downsample}
+    levels: dict[str, Any] = {"ratio": ratio, "max_downsample": max_downsample}
     every_module = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
     fast = {"strategy": "window", "reuse_steps": 1, **levels}
-    scopes = {
+    scopes: dict[str, dict[str, Any]] = {
         "attn": {},
         "all": every_module,
         "block": {"scope": "block"},

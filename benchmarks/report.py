@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any
 
-Run = dict[str, Any]
+Run = Mapping[str, Any]
 """The comparison of one model at one size and batch."""
 
 LINEAR = ("window",)

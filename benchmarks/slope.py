@@ -48,6 +48,7 @@ def matching_seconds(device: torch.device) -> dict[str, dict[int, float]]:
             runs[name, side] = partial(timed, strategy.plan, features, grid, 0.5)
             if name == "window":
                 plan = strategy.plan(features, grid, 0.5)
+                assert plan is not None, "half of any of these maps merges"
                 runs["merge", side] = partial(timed, plan.merge, features)
                 runs["unmerge", side] = partial(timed, plan.unmerge, plan.merge(features))
     best: dict[str, dict[int, float]] = {}

