@@ -18,7 +18,7 @@ _ALIASES = ["token merging", "tomesd", "tome", "speed", "faster", "acceleration"
 
 
 def _number(
-    kind: type, name: str, tooltip: str, step: float, advanced: bool = False, **options: Any
+    kind: Any, name: str, tooltip: str, step: float, advanced: bool = False, **options: Any
 ) -> io.Input:
     least, most = RANGES[name]
     return kind.Input(
@@ -283,7 +283,7 @@ class ToMePatchModel(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
         node = graph.running_node()
-        in_workflow = {}
+        in_workflow: dict[str, Any] = {}
         if node is not None:
             in_workflow = {
                 "on_step": partial(graph.show_text, node),

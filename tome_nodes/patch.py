@@ -111,9 +111,10 @@ def remove_patch(model: Model) -> Model:
 
 def _find_unet(model: object) -> tuple[Any, int, Any]:
     """The UNet of a model, how many noise levels it was trained on, and its family."""
+    from .hosts.pytorch.hooks import HookedFamily
     from .hosts.pytorch.ldm_unet import LdmUNet
 
-    families = [LdmUNet()]
+    families: list[HookedFamily] = [LdmUNet()]
     # Whoever has a model of diffusers has imported it.
     if "diffusers" in sys.modules:
         from .hosts.pytorch.diffusers_unet import DiffusersUNet

@@ -51,10 +51,10 @@ def attention_on_merged(
     attention: Callable[..., Tensor],
     queries: Plan | None,
     keys: Plan | None,
+    weigh: Callable[[Plan, Tensor, dict[str, Any]], dict[str, Any]] | None,
     x: Tensor,
     context: Tensor | None = None,
     value: Tensor | None = None,
-    weigh: Callable[[Plan, Tensor, dict[str, Any]], dict[str, Any]] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Run self-attention on merged tokens, which are merged before its projections (section 4).
@@ -63,12 +63,12 @@ def attention_on_merged(
         attention: called with ``x``, ``context`` and ``value`` as the host's attention is.
         queries: a plan that fits ``x``; None leaves the queries as they are.
         keys: the same for keys and values.
-        x: ``[batch, tokens, channels]``, the source of the queries.
-        context: source of the keys, ``x`` if None.
-        value: source of the values, the source of the keys if None.
         weigh: given the plan of the keys, their source and ``kwargs``, the keyword arguments with
             which the attention counts each key as often as the tokens it stands for. None is the
             paper's attention: keys are means and count once.
+        x: ``[batch, tokens, channels]``, the source of the queries.
+        context: source of the keys, ``x`` if None.
+        value: source of the values, the source of the keys if None.
         kwargs: passed on.
 
     Returns:

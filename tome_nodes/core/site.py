@@ -91,11 +91,12 @@ class BlockSite:
     def __init__(self, name: str, index: int, module: nn.Module, stack: "StackSite"):
         self.name = name
         self.index = index
-        self.module = module
+        # The names of its modules are its family's business.
+        self.module: Any = module
         self.stack = stack
-        self.begin()
+        self.forget()
 
-    def begin(self) -> None:
+    def forget(self) -> None:
         """Forget what was noted of the last evaluation."""
         self._plan: Plan | None = None
         self._keys_plan: Plan | None = None
@@ -313,7 +314,7 @@ class BlockSite:
             plan = keys if queries is None else queries
             if plan is None or not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)
-            return attention_on_merged(forward, queries, keys, x, *args, weigh=weigh, **kwargs)
+            return attention_on_merged(forward, queries, keys, weigh, x, *args, **kwargs)
 
         return attention_forward
 
@@ -425,11 +426,13 @@ class StackSite:
     ):
         self.module = module
         self.sites = sites
+        self.plan: Plan | None = None
+        self.tokens: Tensor | None = None
+        self._merged: Tensor | None = None
         self.blocks = [
             self.block_class(f"{name}.{index}", index, block, self)
             for index, block in enumerate(blocks)
         ]
-        self.end()
 
     @property
     def runs_as_one(self) -> bool:
@@ -450,8 +453,9 @@ class StackSite:
 
     def enter(self, plan: Plan, x: Tensor) -> Tensor:
         """Merge what enters the first block."""
-        self.plan, self.tokens, self._merged = plan, x, plan.merge(x)
-        return self._merged
+        merged = plan.merge(x)
+        self.plan, self.tokens, self._merged = plan, x, merged
+        return merged
 
     def leave(self, y: Tensor) -> Tensor:
         """Add the change that all blocks made together to all tokens."""
@@ -462,11 +466,9 @@ class StackSite:
 
     def end(self) -> None:
         """Let go of the tensors of an evaluation."""
-        self.plan: Plan | None = None
-        self.tokens: Tensor | None = None
-        self._merged: Tensor | None = None
+        self.plan = self.tokens = self._merged = None
         for block in self.blocks:
-            block.begin()
+            block.forget()
 
 
 class Family:

@@ -169,10 +169,11 @@ def _map(
     slots = {at: slots for (at, of), slots in recording.slots.items() if of == grid}
     total = run.counts.total_steps
     if view == "heat map":
-        share = sum(drawing.merged_tokens(groups) for groups in slots.values()) / total
+        in_steps = [drawing.merged_tokens(groups) for groups in slots.values()]
+        share = np.sum(in_steps, axis=0) / total
         image = drawing.heat_map(share, picture)
-        merged = f"merged in {len(slots)} of {total} steps"
-        return drawing.captioned(image, "Heat map", [place, merged], key=True)
+        steps = f"merged in {len(slots)} of {total} steps"
+        return drawing.captioned(image, "Heat map", [place, steps], key=True)
     step = max(slots) if step == -1 else step - 1
     if step not in slots:
         merged = _listed([at + 1 for at in slots])

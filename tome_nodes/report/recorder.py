@@ -5,7 +5,6 @@ run is over; then all is copied from it at once.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -131,12 +130,13 @@ class Recorder(Observer):
         """What was noted, as plain numbers."""
         self._clock.wait()
         seconds = time.perf_counter() - self._started
-        by_name: Counter[str] = Counter()
-        by_step: Counter[tuple[str, int]] = Counter()
+        by_name: dict[str, float] = dict.fromkeys((MATCHING, MERGING, UNMERGING), 0.0)
+        by_step: dict[tuple[str, int], float] = {}
         for name, step, start, end in self._timings:
             taken = self._clock.between(start, end)
-            by_name[name] += taken
-            by_step[name, step] += taken
+            if name in by_name:
+                by_name[name] += taken
+            by_step[name, step] = by_step.get((name, step), 0.0) + taken
         return Recording(
             self._latent,
             {place: _counted_from_0(slots.cpu().numpy()) for place, slots in self._slots.items()},
@@ -145,7 +145,7 @@ class Recorder(Observer):
                 for place, tokens in self._tokens.items()
             },
             seconds,
-            {name: by_name[name] for name in (MATCHING, MERGING, UNMERGING)} if by_name else None,
+            by_name if self._timings else None,
         )
 
 

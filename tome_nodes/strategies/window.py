@@ -50,14 +50,13 @@ class WindowStrategy(CellStrategy):
 
             key = self.key if self.config.use_rand else None
             shape = (grid.height, grid.width, sy, sx, high, wide)
-            plans = [
-                SlotPlan(
-                    *kernels.match_windows(features, key, *shape, quota),
-                    grid.tokens - windows * quota,
-                    self.ops,
+            plans = []
+            for quota in distinct:
+                slot_of_token, order, offsets, log_sizes = kernels.match_windows(
+                    features, key, *shape, quota
                 )
-                for quota in distinct
-            ]
+                slots = grid.tokens - windows * quota
+                plans.append(SlotPlan(slot_of_token, order, offsets, log_sizes, slots, self.ops))
         else:
             plans = match_windows(features, *self.split_of(grid), distinct)
         made = dict(zip(distinct, plans, strict=True))

@@ -78,7 +78,7 @@ class UNet(ComfyFamily):
             if isinstance(module, SpatialTransformer):
                 yield name, module, module.transformer_blocks
 
-    def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
+    def blocks_by_level(self, model: Any) -> Mapping[int, int]:
         """Those on the way down and in the middle."""
         blocks: Counter[int] = Counter()
         downsample = 1

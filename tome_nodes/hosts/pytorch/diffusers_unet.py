@@ -26,9 +26,10 @@ class DiffusersBlock(HookedBlock):
         return kwargs | {"attention_mask": log_sizes[:, None]}
 
     def needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether the feed-forward runs in chunks of a set size, or the attention is masked."""
+        """Whether the feed-forward runs in chunks of a set size, or an attention is masked."""
         chunked = self.module._chunk_size is not None
-        return chunked or self.is_masked(kwargs.get("cross_attention_kwargs") or {})
+        of_attention = kwargs.get("cross_attention_kwargs") or {}
+        return chunked or self.is_masked(kwargs) or self.is_masked(of_attention)
 
 
 class DiffusersStack(HookedStack):
@@ -56,7 +57,7 @@ class DiffusersUNet(HookedFamily):
             if isinstance(module, Transformer2DModel):
                 yield name, module, module.transformer_blocks
 
-    def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
+    def blocks_by_level(self, model: Any) -> Mapping[int, int]:
         """Those on the way down and in the middle."""
         blocks: Counter[int] = Counter()
         way_down = [*enumerate(model.down_blocks), (len(model.down_blocks) - 1, model.mid_block)]

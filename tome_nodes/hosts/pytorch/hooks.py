@@ -312,8 +312,8 @@ def _first_two_arguments(
 ) -> tuple[Any, Any]:
     """The sample and the timestep of a call, by place or by name; None where there is none."""
     names = list(inspect.signature(unet.forward).parameters)[:2]
-    first, second = [*args[:2], *(kwargs.get(name) for name in names[len(args) :])]
-    return first, second
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return given.get(names[0]), given.get(names[1])
 
 
 def _execution_device(unet: nn.Module, sample: Tensor) -> torch.device:

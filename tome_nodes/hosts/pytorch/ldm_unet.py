@@ -60,7 +60,7 @@ class LdmUNet(HookedFamily):
             if _is_transformer(module):
                 yield name, module, module.transformer_blocks
 
-    def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
+    def blocks_by_level(self, model: Any) -> Mapping[int, int]:
         """Those on the way down and in the middle."""
         blocks: Counter[int] = Counter()
         downsample = 1
