@@ -347,13 +347,23 @@ def test_cond_and_uncond_merge_alike_in_one_batch_or_two(sd15, monkeypatch):
     assert relative_error(apart, together) < 1e-4
 
 
-@pytest.mark.parametrize("size", [(7, 9), (13, 16), (1, 24), (33, 5)], ids=str)
-def test_odd_sizes(load, told, size):
+@pytest.mark.parametrize(
+    ("size", "line"),
+    [
+        ((7, 9), "merged 11/11 blocks (63 -> 32 tokens x5, 20 -> 10 tokens x6), "),
+        ((13, 16), "merged 11/11 blocks (208 -> 104 tokens x5, 56 -> 28 tokens x6), "),
+        ((1, 24), "nothing merged: a feature map of 1x12 tokens holds no cell of sy=2 by sx=2"),
+        ((33, 5), "merged 11/11 blocks (165 -> 83 tokens x5, 51 -> 26 tokens x6), "),
+    ],
+    ids=str,
+)
+def test_odd_sizes(load, told, size, line):
     model = load("sd15", levels=2)
-    patched = attach(model, merging(max_downsample=2, **ALL_MODULES))
-    assert sample(patched, size=size, steps=1).isfinite().all()
-    lossless = attach(model, merging(max_downsample=8, **ALL_MODULES), Shuffle)
     plain = sample(model, size=size, steps=1)
+    patched = attach(model, merging(max_downsample=2, **ALL_MODULES))
+    assert relative_error(sample(patched, size=size, steps=1), plain) < 1
+    assert told()[-1].startswith(f"[ToMe] {line}")
+    lossless = attach(model, merging(max_downsample=8, **ALL_MODULES), Shuffle)
     assert relative_error(sample(lossless, size=size, steps=1), plain) < 1e-5
 
 
@@ -475,10 +485,11 @@ def test_other_patches_see_every_token_and_may_add_keys(sd15):
 
     theirs = sd15.clone()
     theirs.set_model_attn1_patch(add_keys)
+    plain = sample(theirs, steps=1)
     lossless = sample(attach(theirs, merging(), Shuffle), steps=1)
+    assert relative_error(lossless, plain) < 1e-5
+    assert 1e-3 < relative_error(sample(attach(theirs, merging()), steps=1), plain) < 1
     assert set(lengths) == {192}
-    assert relative_error(lossless, sample(theirs, steps=1)) < 1e-5
-    assert sample(attach(theirs, merging()), steps=1).isfinite().all()
 
 
 def test_patches_that_keep_the_tokens_have_their_keys_merged_too(sd15):

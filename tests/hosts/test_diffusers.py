@@ -297,7 +297,8 @@ def test_batches_with_and_without_guidance(batch, guidance_scale):
     actual = case(batch=batch, guidance_scale=guidance_scale)
     assert relative_error(actual, expected) < ROUNDING
     tome_nodes.apply_patch(case.pipeline)
-    assert case(batch=batch, guidance_scale=guidance_scale).isfinite().all()
+    merged = case(batch=batch, guidance_scale=guidance_scale)
+    assert 1e-3 < relative_error(merged, expected) < 1
 
 
 @torch.no_grad()
@@ -312,13 +313,30 @@ def test_samples_merge_alike_in_one_batch_or_alone(unet):
     assert relative_error(torch.cat(alone), together) < ROUNDING
 
 
-@pytest.mark.parametrize("grid", [(7, 9), (13, 16), (1, 24), (33, 5)], ids=str)
-def test_odd_sizes(unet, grid):
+@pytest.mark.parametrize(
+    ("grid", "line"),
+    [
+        ((7, 9), "merged 7/7 blocks (63 -> 32 tokens x3, 20 -> 10 tokens x3, 6 -> 3 tokens x1), "),
+        (
+            (13, 16),
+            "merged 7/7 blocks (208 -> 104 tokens x3, 56 -> 28 tokens x3, 16 -> 8 tokens x1), ",
+        ),
+        ((1, 24), "nothing merged: a feature map of 1x24 tokens holds no cell of sy=2 by sx=2"),
+        (
+            (33, 5),
+            "merged 7/7 blocks (165 -> 83 tokens x3, 51 -> 26 tokens x3, 18 -> 9 tokens x1), ",
+        ),
+    ],
+    ids=str,
+)
+def test_odd_sizes(unet, told, grid, line):
     expected = call(unet, grid=grid)
     shuffle(unet)
     assert relative_error(call(unet, grid=grid), expected) < ROUNDING
     tome_nodes.apply_patch(unet, **EVERYTHING)
-    assert call(unet, grid=grid).isfinite().all()
+    error = relative_error(call(unet, grid=grid), expected)
+    assert (error > 1e-3) == line.startswith("merged")
+    assert told()[-1].startswith(f"[ToMe] {line}")
 
 
 def test_a_pipeline_at_an_odd_size():
@@ -610,11 +628,23 @@ def test_torch_compile_makes_whole_graphs_once(compiled, options):
         torch._dynamo.reset()
 
 
-def test_gradients_flow_through_merged_tokens(unet):
+def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
+    unet = unet.double()
     tome_nodes.apply_patch(unet, **EVERYTHING)
-    result = unet(timestep=torch.tensor(500), **inputs(unet)).sample
-    result.square().mean().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in unet.parameters())
+    arguments = inputs(unet)
+    sample = arguments.pop("sample").requires_grad_()
+
+    def loss(x):
+        return unet(x, torch.tensor(500), **arguments).sample.square().mean()
+
+    loss(sample).backward()
+    assert all(p.grad is not None and p.grad.any() for p in unet.parameters())
+    generator = torch.Generator().manual_seed(1)
+    # So short a way that no token merges into another.
+    way = 1e-6 * torch.randn(sample.shape, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        difference = (loss(sample + way) - loss(sample - way)) / 2
+    assert difference.item() == pytest.approx((sample.grad * way).sum().item(), rel=1e-4)
 
 
 def test_gradient_checkpointing_is_left_alone(unet, told):
@@ -632,7 +662,7 @@ def test_gradient_checkpointing_is_left_alone(unet, told):
         "[ToMe] nothing merged: gradient checkpointing runs the transformer blocks again outside "
         "of the UNet's call"
     ]
-    assert call(unet) is not None
+    call(unet)
     assert told()[-1].startswith("[ToMe] merged 3/7 blocks")
 
 
@@ -646,7 +676,7 @@ def test_a_feed_forward_in_chunks(unet, told, dim):
     shuffle(unet, scope="block")
     assert relative_error(call(unet), expected) < ROUNDING
     tome_nodes.apply_patch(unet, scope="stack", merge_mlp=True)
-    assert call(unet).isfinite().all()
+    assert 1e-3 < relative_error(call(unet), expected) < 1
     assert told()[-1].endswith("stack scope, module scope in 3 that are patched")
 
 
@@ -725,8 +755,7 @@ def test_blocks_that_attend_to_text_only_have_their_queries_merged(told):
     expected = call(unet)
     shuffle(unet)
     assert relative_error(call(unet), expected) < ROUNDING
-    tome_nodes.apply_patch(unet)
-    assert call(unet).isfinite().all()
+    assert lengths_in_first_block(unet) == [0.5, 7 / TOKENS, 1, 1]
     assert told()[-1].startswith("[ToMe] merged 3/7 blocks")
 
 

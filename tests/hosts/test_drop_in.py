@@ -8,7 +8,6 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
 import tomesd
 import torch
 from common import relative_error
@@ -89,10 +88,46 @@ def test_names_order_and_defaults_are_those_of_tomesd():
     assert [*inspect.signature(tome_nodes.remove_patch).parameters] == ["model"]
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(ToMeConfig)])
-def test_every_option_is_taken_by_keyword(name):
-    from pipelines import make_unet
+NOT_THE_DEFAULT = {
+    "ratio": 0.25,
+    "max_downsample": 2,
+    "sx": 4,
+    "sy": 4,
+    "use_rand": False,
+    "seed": 7,
+    "merge_attn": False,
+    "merge_crossattn": True,
+    "merge_mlp": True,
+    "start_percent": 0.9,
+    "end_percent": 0.1,
+    "strategy": "pool",
+    "scope": "block",
+    "attn_tokens": "k,v",
+    "reuse_steps": 1,
+    "ratio_end": 0.1,
+    "min_tokens": 1000,
+    "kv_ratio": 0.75,
+    "proportional_attn": True,
+}
+"""Values that each change what a UNet gives, half way through the noise levels."""
 
-    value = getattr(ToMeConfig(), name)
+
+def test_every_option_has_an_effect_by_keyword():
+    from pipelines import call, make_unet
+
+    assert {*NOT_THE_DEFAULT, "backend"} == {field.name for field in fields(ToMeConfig)}
+    unet = make_unet()
+    default = call(tome_nodes.apply_patch(unet))
+    for name, value in NOT_THE_DEFAULT.items():
+        tome_nodes.apply_patch(unet, **{name: value})
+        assert relative_error(call(unet), default) > 1e-4, name
+
+
+def test_a_backend_is_taken_by_keyword(told):
+    from pipelines import call, make_unet
+
     unet = make_unet("one_level")
-    assert tome_nodes.apply_patch(unet, **{name: value}) is unet
+    for backend in "torch", "triton":
+        call(tome_nodes.apply_patch(unet, backend=backend))
+    # Where it cannot be had, that is told.
+    assert ["triton" in line.lower() for line in told()] == [False, True]

@@ -1,9 +1,12 @@
 """Who feeds whom in the workflow that runs, also where nodes make nodes."""
 
+from unittest.mock import call, create_autospec
+
 import pytest
 from comfy_execution.graph import DynamicPrompt
 from comfy_execution.progress import reset_progress_state
 from comfy_execution.utils import CurrentNodeContext
+from server import PromptServer
 
 from tome_nodes.hosts.comfyui import graph
 
@@ -82,5 +85,15 @@ def test_links_to_nowhere_and_in_circles_end(prompt):
         assert graph.origins("samples") == {"sampler", "lora", "tome", "loader"}
 
 
-def test_no_text_is_sent_where_there_is_no_server(prompt):
-    assert graph.show_text("tome", "5/16 blocks") is None
+def test_text_is_sent_only_where_an_editor_queued_the_workflow(monkeypatch):
+    monkeypatch.delattr(PromptServer, "instance", raising=False)
+    graph.show_text("tome", "no server")
+    server = create_autospec(PromptServer, instance=True, client_id=None)
+    monkeypatch.setattr(PromptServer, "instance", server, raising=False)
+    graph.show_text("tome", "no editor")
+    assert server.mock_calls == []
+    server.client_id = "editor"
+    graph.show_text("tome", "5/16 blocks\nstep 1/2")
+    assert server.mock_calls == [
+        call.send_progress_text("5/16 blocks  \nstep 1/2", "tome", "editor")
+    ]

@@ -90,7 +90,14 @@ def test_lossless_beside(model, caplog, name, order):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_real_merging_runs_beside(model, name):
+def test_real_merging_beside_changes_the_result_reproducibly(model, told, name):
     module, inputs = CASES[name]
-    both = attach(run(core_node(module, name), model, **inputs), CONFIG)
-    assert sample(both, size=(16, 16)).isfinite().all()
+    theirs = run(core_node(module, name), model, **inputs)
+    samples = []
+    for each in theirs, attach(theirs, CONFIG), attach(theirs, CONFIG):
+        torch.manual_seed(5)
+        samples.append(sample(each, size=(16, 16)))
+    expected, merged, again = samples
+    assert 1e-3 < relative_error(merged, expected) < 1
+    assert torch.equal(again, merged)
+    assert told()[-1].startswith("[ToMe] merged 11/11 blocks (")

@@ -60,6 +60,7 @@ def test_the_node_is_listed_as_users_find_it(info):
     assert list(node["input"]["required"]) == ["model", "samples"]
     optional = node["input"]["optional"]
     assert list(optional) == ["image", "view", "level", "step"]
+    assert optional["view"][1]["options"] == ["merge map", "heat map", "chart"]
     assert [name for name, (_, o) in optional.items() if o.get("advanced")] == ["level", "step"]
 
 

@@ -71,14 +71,19 @@ def test_plan_is_the_brute_force_grouping(grid, sx, sy, ratio, use_rand, seed):
 
 
 @given(grids, cell_sides, cell_sides, st.integers(0, 2**32))
-def test_split_has_one_dst_inside_each_whole_cell_and_every_other_token_as_src(grid, sy, sx, key):
+def test_split_has_the_pick_of_each_whole_cell_as_dst_and_all_others_as_src(grid, sy, sx, key):
     cells = grid.cells(sy, sx)
     picks = pick_per_cell(torch.tensor(key & 0xFFFFFFFF), cells, sy * sx)
     src, dst = split_tokens(grid, sy, sx, picks)
     assert sorted([*src.tolist(), *dst.tolist()]) == list(range(grid.tokens))
-    cell_of = [(token // grid.width // sy, token % grid.width // sx) for token in dst.tolist()]
-    assert cell_of == [
-        (row, column) for row in range(cells.height) for column in range(cells.width)
+    corners = [
+        row * sy * grid.width + column * sx
+        for row in range(grid.height // sy)
+        for column in range(grid.width // sx)
+    ]
+    assert dst.tolist() == [
+        corner + pick // sx * grid.width + pick % sx
+        for corner, pick in zip(corners, picks.tolist(), strict=True)
     ]
 
 

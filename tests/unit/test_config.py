@@ -7,13 +7,61 @@ import pytest
 
 from tome_nodes.config import RANGES, ToMeConfig
 
+LIMITS = {
+    "ratio": (0.0, 0.95),
+    "sx": (1, 8),
+    "sy": (1, 8),
+    "seed": (0, 2**64 - 1),
+    "start_percent": (0.0, 1.0),
+    "end_percent": (0.0, 1.0),
+    "ratio_end": (-1.0, 0.95),
+    "reuse_steps": (0, 100),
+    "min_tokens": (0, 2**20),
+    "kv_ratio": (-1.0, 0.95),
+}
 
-def test_defaults_are_those_of_the_paper_but_for_the_automatic_level():
-    config = ToMeConfig()
-    assert (config.ratio, config.sx, config.sy, config.use_rand) == (0.5, 2, 2, True)
-    assert (config.merge_attn, config.merge_crossattn, config.merge_mlp) == (True, False, False)
-    assert config.max_downsample == "auto"
-    assert (config.start_percent, config.end_percent, config.seed) == (0.0, 1.0, 0)
+WRONG_TYPES = {
+    **dict.fromkeys(("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"), (1, "yes")),
+    "proportional_attn": (0, None),
+    **dict.fromkeys(("sx", "sy", "seed", "reuse_steps", "min_tokens"), (2.0, True)),
+    **dict.fromkeys(("ratio", "start_percent", "end_percent"), ("0.5", True)),
+    **dict.fromkeys(("ratio_end", "kv_ratio"), ("0.5", False)),
+}
+
+
+def test_defaults_are_those_of_the_paper_but_for_level_size_and_weight():
+    paper = {
+        "ratio": 0.5,
+        "sx": 2,
+        "sy": 2,
+        "use_rand": True,
+        "merge_attn": True,
+        "merge_crossattn": False,
+        "merge_mlp": False,
+    }
+    as_if_there_were_none = {
+        "seed": 0,
+        "start_percent": 0.0,
+        "end_percent": 1.0,
+        "strategy": "bipartite",
+        "scope": "module",
+        "attn_tokens": "q,k,v",
+        "reuse_steps": 0,
+        "ratio_end": -1.0,
+        "backend": "auto",
+        "kv_ratio": -1.0,
+    }
+    ours = {"max_downsample": "auto", "min_tokens": 0, "proportional_attn": True}
+    assert dataclasses.asdict(ToMeConfig()) == paper | as_if_there_were_none | ours
+
+
+def test_every_number_has_limits_and_every_switch_and_number_a_type():
+    defaults = dataclasses.asdict(ToMeConfig())
+    words = {"max_downsample", "strategy", "scope", "attn_tokens", "backend"}
+    switches = {name for name, value in defaults.items() if isinstance(value, bool)}
+    assert LIMITS == RANGES
+    assert defaults.keys() == LIMITS.keys() | switches | words
+    assert defaults.keys() == WRONG_TYPES.keys() | words
 
 
 def test_config_cannot_change():
@@ -21,9 +69,9 @@ def test_config_cannot_change():
         ToMeConfig().ratio = 0.7
 
 
-@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("name", LIMITS)
 def test_limits_are_allowed_and_values_beyond_them_are_named(name):
-    least, most = RANGES[name]
+    least, most = LIMITS[name]
     other = {"sx": {"sy": 2}, "sy": {"sx": 2}, "start_percent": {"end_percent": 1.0}}.get(name, {})
     other = {"start_percent": 0.0} if name == "end_percent" else other
     step = 1 if isinstance(most, int) else 0.01
@@ -34,7 +82,7 @@ def test_limits_are_allowed_and_values_beyond_them_are_named(name):
             ToMeConfig(**{name: value}, **other)
 
 
-@pytest.mark.parametrize("name", ["ratio", "start_percent", "end_percent"])
+@pytest.mark.parametrize("name", ["ratio", "start_percent", "end_percent", "ratio_end", "kv_ratio"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_are_refused(name, value):
     with pytest.raises(ValueError, match=f"^{name}={value} is not allowed"):
@@ -51,7 +99,11 @@ def test_numbers_that_are_not_finite_are_refused(name, value):
         ),
         ({"ratio_end": -0.5}, r"ratio_end=-0\.5 is not allowed: it must be -1, to keep ratio"),
         ({"kv_ratio": -0.5}, r"kv_ratio=-0\.5 is not allowed: it must be -1, to keep ratio"),
-        ({"strategy": "kmeans"}, r"strategy='kmeans' is not allowed: .* bipartite \| window"),
+        (
+            {"strategy": "kmeans"},
+            r"strategy='kmeans' is not allowed: .* bipartite \| window \| pool \| cluster$",
+        ),
+        ({"backend": "cuda"}, r"backend='cuda' is not allowed: .* auto \| torch \| triton$"),
         ({"scope": None}, r"scope=None is not allowed: .* module \| block \| stack"),
         ({"attn_tokens": "v"}, r"attn_tokens='v' is not allowed: .* q,k,v \| q \| k,v"),
         ({"max_downsample": 3}, "max_downsample=3 is not allowed: .* auto, 1, 2, 4, 8"),
@@ -64,8 +116,7 @@ def test_contradictions_are_refused_in_a_sentence(settings, sentence):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("use_rand", 1), ("merge_attn", "yes"), ("sx", 2.0), ("seed", True), ("ratio", "0.5")],
+    ("name", "value"), [(name, value) for name in WRONG_TYPES for value in WRONG_TYPES[name]]
 )
 def test_wrong_types_are_refused(name, value):
     with pytest.raises(TypeError, match=f"^{name}={value!r} is not allowed"):
