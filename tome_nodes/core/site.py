@@ -506,6 +506,7 @@ class ModelSites:
 
     Attributes:
         config: the settings.
+        model: the model itself.
         shallowest: how many times smaller than the latent the largest grid with blocks is.
         max_downsample: the same of the smallest grid that merges, ``auto`` resolved.
         stacks: those of the model.
@@ -524,6 +525,7 @@ class ModelSites:
     ):
         levels = family.blocks_by_level(model)
         self.config = config
+        self.model: Any = model
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
         self.observers = observers
