@@ -154,7 +154,7 @@ class Bench:
 
     def run(self) -> None:
         """Measure all that is asked for."""
-        from benchmarks.report import slope_table
+        from benchmarks.figures import slope_table
         from benchmarks.slope import log_log_slope, matching_seconds
 
         say(f"{self.result['machine']['description']}. Matching alone, 1,024 to 65,536 tokens:")
@@ -258,7 +258,7 @@ class Bench:
 
     def foretell(self) -> None:
         """Show and write what FLOPs allow, without timing anything."""
-        from benchmarks.report import forecast_table
+        from benchmarks.figures import forecast_table
 
         forecasts = {}
         for name in self.arguments.model:
@@ -345,12 +345,12 @@ class Bench:
 
     def keep(self, run: dict[str, Any]) -> None:
         """Show and write what one comparison gave."""
-        from benchmarks import report
+        from benchmarks import figures
 
         self.result["runs"].append(run)
         self.write()
-        say("\n" + report.table(run))
-        if split := report.stage_table(run):
+        say("\n" + figures.table(run))
+        if split := figures.stage_table(run):
             say("\n" + split)
 
     def refuse(self, name: str, error: Exception) -> str:
@@ -367,20 +367,20 @@ class Bench:
 
     def write(self, with_plot: bool = False) -> None:
         """Write what there is so far."""
-        from benchmarks import plots, report
+        from benchmarks import figures, plots
 
         if not self.result["runs"]:
             return
         RESULTS.mkdir(parents=True, exist_ok=True)
         files = {suffix: RESULTS / f"{self.arguments.name}.{suffix}" for suffix in EXTENSIONS}
         files["json"].write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
-        files["md"].write_text(report.markdown(self.result, files["png"].name), encoding="utf-8")
+        files["md"].write_text(figures.markdown(self.result, files["png"].name), encoding="utf-8")
         if with_plot:
             plots.draw(self.result, files["png"])
 
     def finish(self) -> int:
         """Say in one line what came out; the exit code tells whether any method was wrong."""
-        from benchmarks.report import summary
+        from benchmarks.figures import summary
 
         took = minutes(time.monotonic() - self.start)
         say(f"\n{took}; results: benchmarks/results/{self.arguments.name}.{{json,md,png}}")

@@ -23,8 +23,8 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
 import tome_nodes
+from benchmarks.figures import grid, speed_up
 from benchmarks.machine import machine
-from benchmarks.report import grid, speed_up
 from benchmarks.rounds import interleaved
 
 RESULTS = Path(__file__).parent / "results"

@@ -33,7 +33,7 @@ def main() -> None:
     host_arguments.cpu = arguments.device == "cpu"
     host_arguments.use_pytorch_cross_attention = True
 
-    from benchmarks import fidelity_report
+    from benchmarks import fidelity_figures
     from benchmarks.machine import machine
 
     result: dict[str, Any] = {
@@ -49,17 +49,17 @@ def main() -> None:
     if "features" in arguments.only:
         result["features"] = judge_features(repeats)
         result["bias"] = bias_costs(3 if arguments.quick else 15)
-        print(fidelity_report.features_table(result["features"]), flush=True)
+        print(fidelity_figures.features_table(result["features"]), flush=True)
     if "pictures" in arguments.only:
         result["pictures"], pictures = judge_pictures(
             3 if arguments.quick else arguments.steps, arguments.seeds, repeats
         )
-        print(fidelity_report.pictures_table(result["pictures"]), flush=True)
-        fidelity_report.strips(pictures, RESULTS / "fidelity-strips.png")
+        print(fidelity_figures.pictures_table(result["pictures"]), flush=True)
+        fidelity_figures.strips(pictures, RESULTS / "fidelity-strips.png")
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    fidelity_report.plot(result, RESULTS / "fidelity.png")
-    summary = fidelity_report.summary(result, DEFAULT, KV75, TOMESD, TODO)
-    text = fidelity_report.markdown(result, summary)
+    fidelity_figures.plot(result, RESULTS / "fidelity.png")
+    summary = fidelity_figures.summary(result, DEFAULT, KV75, TOMESD, TODO)
+    text = fidelity_figures.markdown(result, summary)
     (RESULTS / "fidelity.md").write_text(text, encoding="utf-8")
     print(summary)
 
@@ -165,7 +165,7 @@ def time_shares(
     seconds: Callable[[Any], float], models: Mapping[str, Any], repeats: int
 ) -> dict[str, dict[str, Any]]:
     """Time over that of ``plain`` in the same round: its median and quartiles over the rounds."""
-    from benchmarks.report import spread
+    from benchmarks.figures import spread
     from benchmarks.rounds import interleaved
 
     runs = {name: (lambda model=model: seconds(model)) for name, model in models.items()}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Run, speed_up
+from benchmarks.figures import Run, speed_up
 
 LOOKS = {
     "unpatched": {"color": "black", "marker": "x"},

@@ -10,7 +10,7 @@ from common import relative_error
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import __main__ as command
-from benchmarks import checks, plots, report
+from benchmarks import checks, figures, plots
 from benchmarks.forecast import UNLISTED, affordable, forecast, parabola
 from benchmarks.measure import Launches, PeakMemory, Subject
 from benchmarks.methods import HostMethod, methods
@@ -84,27 +84,27 @@ def test_shares_are_taken_within_a_round():
     rounds = run(
         unpatched=row("unpatched", 1.0, 10.0, 1.0), ours=row("ours", 0.5, 5.0, 0.8, ideal=None)
     )
-    assert report.share_of_time(rounds, "ours") == 0.5
-    assert report.speed_up(rounds, "ours") == 2
+    assert figures.share_of_time(rounds, "ours") == 0.5
+    assert figures.speed_up(rounds, "ours") == 2
 
 
 def test_efficiency_is_the_share_of_the_ideal_saving():
-    assert report.efficiency(SLOW, "ours window block") == pytest.approx(0.8)
-    assert report.efficiency(SLOW, "ours window attn") == pytest.approx(0.8)
-    assert report.efficiency(SLOW, "core TomePatchModel") is None
-    assert report.efficiency(NO_GAIN, "ours window block") is None
+    assert figures.efficiency(SLOW, "ours window block") == pytest.approx(0.8)
+    assert figures.efficiency(SLOW, "ours window attn") == pytest.approx(0.8)
+    assert figures.efficiency(SLOW, "core TomePatchModel") is None
+    assert figures.efficiency(NO_GAIN, "ours window block") is None
 
 
 def test_the_summary_is_the_worst_run_with_the_best_scope_in_each():
-    assert report.summary(result(SLOW)) == (
+    assert figures.summary(result(SLOW)) == (
         "summary: efficiency=0.80 slope=1.02 vs_unpatched=1.67 vs_tomesd=1.25 vs_core=1.33 "
         "launches=2.0"
     )
-    assert report.summary(result(SLOW, NO_GAIN)) == (
+    assert figures.summary(result(SLOW, NO_GAIN)) == (
         "summary: efficiency=0.80 slope=1.02 vs_unpatched=0.80 vs_tomesd=1.25 vs_core=1.33 "
         "launches=9.0"
     )
-    assert report.summary(result()) == (
+    assert figures.summary(result()) == (
         "summary: efficiency=none slope=1.02 vs_unpatched=none vs_tomesd=none vs_core=none "
         "launches=none"
     )
@@ -113,17 +113,17 @@ def test_the_summary_is_the_worst_run_with_the_best_scope_in_each():
 def test_a_results_file_shows_everything():
     shown = result(SLOW | {"refused": {"tomesd stack": "it is wrong"}})
     shown["left_out"] = ["2048x2048: too long"]
-    text = report.markdown(shown, "hand.png")
+    text = figures.markdown(shown, "hand.png")
     for part in (
         "| ours window block   |",
         "1.67",
         "Not timed: tomesd stack: it is wrong",
         "Left out: 2048x2048: too long",
         "(hand.png)",
-        report.summary(shown),
+        figures.summary(shown),
     ):
         assert part in text
-    lines = report.table(SLOW).splitlines()
+    lines = figures.table(SLOW).splitlines()
     assert len({len(line) for line in lines}) == 1
 
 
@@ -387,9 +387,9 @@ def test_a_comparison_is_written_as_soon_as_it_is_made(bench, model, tmp_path, c
     details = {"model": "sd15", "note": "", "size": 128, "batch": 2, "dtype": "float32"}
     bench.keep(run | details | {"forecast": {}})
     assert json.loads((tmp_path / "here.json").read_text())["runs"] == bench.result["runs"]
-    assert report.table(bench.result["runs"][0]) in (tmp_path / "here.md").read_text()
+    assert figures.table(bench.result["runs"][0]) in (tmp_path / "here.md").read_text()
     assert bench.finish() == 0
-    assert capsys.readouterr().out.splitlines()[-1] == report.summary(bench.result)
+    assert capsys.readouterr().out.splitlines()[-1] == figures.summary(bench.result)
     assert bench.device == CPU
 
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import accelerate
 import pipelines
@@ -286,6 +287,19 @@ def test_weighing_keys_comes_to_the_output(unet, told, scope):
         results.append(call(unet))
     assert relative_error(*results) > 1e-4
     assert not any("weigh as one token" in line for line in told())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scope", CHOICES["scope"])
+def test_a_mask_over_the_picture_keeps_all_tokens(told, scope):
+    unet = make_unet("one_level")
+    mask = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(2)) > 0.3
+    arguments = inputs(unet) | {"timestep": torch.tensor(500), "attention_mask": mask}
+    expected = unet(**arguments).sample
+    assert relative_error(expected, call(unet)) > 1e-3
+    tome_nodes.apply_patch(unet, scope=scope)
+    assert torch.equal(unet(**arguments).sample, expected)
+    assert told() == ["[ToMe] nothing merged: other code masks the attention or changes its tokens"]
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
@@ -579,6 +593,23 @@ def test_offloading(unet, offload, order):
     accelerate.hooks.remove_hook_from_module(unet, recurse=True)
     assert torch.equal(call(unet), expected)
     assert all(torch.equal(unet.state_dict()[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("options", [{}, {"scope": "stack", "reuse_steps": 3}], ids=str)
+def test_threads_on_one_unet_take_turns_and_each_follows_its_own_run(unet, options):
+    tome_nodes.apply_patch(unet, **options)
+    runs = {seed: (900 - 10 * seed, 600, 300) for seed in range(3)}
+
+    def run(seed):
+        return [call(unet, timestep, seed=seed) for timestep in runs[seed]]
+
+    alone = {seed: run(seed) for seed in runs}
+    with ThreadPoolExecutor(len(runs)) as pool:
+        together = dict(zip(runs, pool.map(run, runs), strict=True))
+    for seed, results in alone.items():
+        assert all(map(torch.equal, together[seed], results))
+    tome_nodes.remove_patch(unet)
+    assert not any("forward" in vars(module) for module in unet.modules())
 
 
 def compile_whole(unet, **options):

@@ -96,9 +96,7 @@ def model():
 def sample(model, size=(16, 24), steps=2):
     empty = torch.zeros(1, 16, *size)
     generator = torch.Generator().manual_seed(5)
-    prompts = [
-        [[torch.randn(1, TEXT, TEXT_CHANNELS, generator=generator), {}]] for _ in range(2)
-    ]
+    prompts = [[[torch.randn(1, TEXT, TEXT_CHANNELS, generator=generator), {}]] for _ in range(2)]
     noise = comfy.sample.prepare_noise(empty, 1)
     return comfy.sample.sample(
         model, noise, steps, 4.0, "euler", "simple", *prompts, empty, disable_pbar=True, seed=1

@@ -8,7 +8,7 @@ import scipy.linalg
 import torch
 from host import merging
 
-from benchmarks import denoiser, features, fidelity_report, photos, pictures
+from benchmarks import denoiser, features, fidelity_figures, photos, pictures
 from tome_nodes.hosts.comfyui.attachment import attach
 
 
@@ -106,7 +106,7 @@ def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
 
 def test_the_front_holds_what_nothing_beats_in_time_and_error():
     points = {"slow": (0.9, 0.1), "fast": (0.5, 0.4), "beaten": (0.8, 0.5), "best": (0.6, 0.2)}
-    assert fidelity_report._front(points) == ["fast", "best", "slow"]
+    assert fidelity_figures._front(points) == ["fast", "best", "slow"]
 
 
 def test_the_summary_takes_the_worst_noise_level_and_judge():
@@ -120,7 +120,7 @@ def test_the_summary_takes_the_worst_noise_level_and_judge():
         "bias": {"2048": 0.01, "4096": -0.02},
     }
     result["pictures"]["kv"] = {"error": 2}
-    assert fidelity_report.summary(result, "ours", "kv", "theirs", "theirs") == (
+    assert fidelity_figures.summary(result, "ours", "kv", "theirs", "theirs") == (
         "summary: attn_error_vs_tomesd=0.75 image_error_vs_tomesd=0.20 kv75_error_vs_todo=1.00 "
         "bias_cost=0.010"
     )
@@ -140,7 +140,7 @@ def test_the_page_tells_of_both_judges():
         "features": {"ours": row},
         "pictures": {"plain": {**figures, "time": 1.0, "quartiles": [1, 1]}},
     }
-    page = fidelity_report.markdown(result, "summary: all=well")
+    page = fidelity_figures.markdown(result, "summary: all=well")
     assert "paper, 2026-01-02" in page and "`summary: all=well`" in page
     assert "| ours      |        0.2500 |    0.5000 | 0.75 | 0.50-1.00 |" in page
     assert (

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from benchmarks.report import grid
+from benchmarks.figures import grid
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt

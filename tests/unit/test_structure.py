@@ -1,0 +1,112 @@
+"""Imports run one way, and what belongs to one place stands there only."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tome_nodes.config import CHOICES
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "tome_nodes"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+LAYERS = {
+    "config": set(),
+    "ops": set(),
+    "presets": {"config"},
+    "core": {"config", "ops"},
+    "strategies": {"config", "ops", "core"},
+    "report": {"config", "core", "strategies"},
+    "hosts": {"config", "ops", "core", "strategies", "report"},
+    "patch": {"config", "presets", "hosts"},
+    "nodes": {"config", "presets", "hosts", "report"},
+    "__init__": {"patch"},
+}
+"""What each part of the package may import of the others."""
+
+
+def name_of(file):
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+MODULES = {name_of(file): file for file in FILES}
+
+
+def imports_of(name):
+    """The modules of the package that one imports anywhere in its text, in functions too."""
+    file = MODULES[name]
+    here = [] if name == "__init__" else name.split(".")
+    if file.name != "__init__.py":
+        here = here[:-1]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = here[: len(here) + 1 - node.level]
+            base += node.module.split(".") if node.module else []
+            for alias in node.names:
+                inner = ".".join([*base, alias.name])
+                yield inner if inner in MODULES else ".".join(base)
+
+
+def imported_libraries(file):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def test_no_module_imports_in_a_circle():
+    graph = {name: set(imports_of(name)) - {name} for name in MODULES}
+    assert "core.run" in graph["hosts.comfyui.attachment"]
+    assert set(TopologicalSorter(graph).static_order()) >= set(graph)
+
+
+def test_each_part_imports_only_what_lies_below_it():
+    for name in MODULES:
+        part = name.partition(".")[0]
+        others = {other.partition(".")[0] for other in imports_of(name)} - {part}
+        assert others <= LAYERS[part], name
+
+
+def test_nothing_is_imported_for_the_type_checker_alone():
+    for file in FILES:
+        assert "TYPE_CHECKING" not in file.read_text(encoding="utf-8"), file
+
+
+def test_only_a_host_knows_its_libraries():
+    hosts = {
+        "comfy": {"hosts.comfyui"},
+        "comfy_execution": {"hosts.comfyui"},
+        "server": {"hosts.comfyui"},
+        "comfy_api": {"nodes"},
+        "diffusers": {"hosts.pytorch"},
+        "triton": {"ops.kernels"},
+    }
+    seen = set()
+    for name, file in MODULES.items():
+        for library in imported_libraries(file):
+            if library in hosts:
+                seen.add(library)
+                assert name.startswith(tuple(hosts[library])), f"{name} imports {library}"
+            else:
+                expected = {"numpy", "torch", "PIL"}
+                assert library in expected | STANDARD, f"{name} imports {library}"
+    assert seen == hosts.keys()
+
+
+STANDARD = {
+    *("collections", "contextlib", "dataclasses", "functools", "inspect", "logging", "math"),
+    *("struct", "sys", "threading", "time", "types", "typing", "weakref"),
+}
+
+
+@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+def test_a_strategy_is_named_only_where_it_is_chosen(strategy):
+    for name, file in MODULES.items():
+        if name in ("config", "presets", "strategies", f"strategies.{strategy}"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            assert not (isinstance(node, ast.Constant) and node.value == strategy), name
