@@ -10,7 +10,6 @@ from common import Counted, Shuffle, relative_error
 from host import conditioning, merging, overridden, sample
 
 from tome_nodes.config import CHOICES
-from tome_nodes.core.site import deepest_level
 from tome_nodes.hosts.comfyui.attachment import attach
 
 scopes = pytest.mark.parametrize("scope", CHOICES["scope"])
@@ -211,20 +210,6 @@ def test_another_thread_waits_for_the_overrides_of_an_evaluation(sd15):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"ratio": 0.9}, ["ratio 0.90 capped at 0.75"]),
-        ({"ratio": 0.5, "ratio_end": 0.9}, ["ratio 0.50 to 0.90 capped at 0.75"]),
-        ({"strategy": "cluster", "ratio": 0.9}, ["ratio 0.90", "cluster"]),
-        ({"strategy": "pool", "ratio": 0.9, "sx": 3}, ["pool of 2x3 cells"]),
-        ({"strategy": "window", "scope": "stack"}, ["ratio 0.50", "window", "stack scope"]),
-    ],
-)
-def test_settings_are_told_as_they_take_effect(options, words):
-    assert words.settings(merging(**options)) == words
-
-
-@pytest.mark.parametrize(
     ("options", "size", "reason"),
     [
         ({}, (1, 48), "a feature map of 1x48 tokens holds no cell of sy=2 by sx=2"),
@@ -257,11 +242,6 @@ def test_pool_follows_the_ratio_to_zero(sd15, told):
 def test_wide_scopes_reach_down_to_where_most_blocks_are(load, told, family, scope, blocks):
     sample(attach(load(family), merging(scope=scope)), channels=2048, steps=1)
     assert told()[-1].startswith(f"[ToMe] merged {blocks} blocks")
-
-
-def test_of_levels_with_as_many_blocks_the_shallowest_is_enough():
-    stable_diffusion_1 = {1: 2, 2: 2, 4: 2, 8: 1}
-    assert deepest_level(merging(scope="stack"), stable_diffusion_1) == 1
 
 
 def test_two_prompts_in_areas_merge(sd15, told):

@@ -96,3 +96,17 @@ def test_the_reason_told_is_the_most_common_one():
 )
 def test_the_live_line_tells_one_step(outcomes, expected):
     assert words.live_line(Evaluated(2, 4, outcomes), 9) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"ratio": 0.9}, ["ratio 0.90 capped at 0.75"]),
+        ({"ratio": 0.5, "ratio_end": 0.9}, ["ratio 0.50 to 0.90 capped at 0.75"]),
+        ({"strategy": "cluster", "ratio": 0.9}, ["ratio 0.90", "cluster"]),
+        ({"strategy": "pool", "ratio": 0.9, "sx": 3}, ["pool of 2x3 cells"]),
+        ({"strategy": "window", "scope": "stack"}, ["ratio 0.50", "window", "stack scope"]),
+    ],
+)
+def test_settings_are_told_as_they_take_effect(options, expected):
+    assert words.settings(ToMeConfig(**options)) == expected

@@ -4,6 +4,7 @@ import pytest
 
 from tome_nodes.config import ToMeConfig
 from tome_nodes.core.schedule import NoiseRange, ratio_at, step_index
+from tome_nodes.core.site import deepest_level
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,8 @@ def test_noise_range_of_settings_is_that_of_the_model():
 def test_ratio_moves_to_its_end_in_a_straight_line(ratio_end, expected):
     config = ToMeConfig(ratio=0.6, ratio_end=ratio_end)
     assert [ratio_at(config, progress) for progress in (0.0, 0.5, 1.0)] == pytest.approx(expected)
+
+
+def test_of_levels_with_as_many_blocks_the_shallowest_is_enough():
+    stable_diffusion_1 = {1: 2, 2: 2, 4: 2, 8: 1}
+    assert deepest_level(ToMeConfig(scope="stack"), stable_diffusion_1) == 1
