@@ -26,6 +26,9 @@ _TAKE_BIAS = frozenset(
 # Those that have no bias, or leave their fast path for one.
 _TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})
 
+REPLACED = "another node replaces the attention function"
+"""Why keys are not weighed where nothing more is heard of it."""
+
 Note = Callable[[str | None], None]
 
 
@@ -73,7 +76,8 @@ def merge_attention(options: dict[str, Any], merges: MergesCalls) -> dict[str, A
             keys, values, log_sizes = merged
             k, v = _like(keys, k, by_head), _like(values, v, by_head)
             if log_sizes is not None:
-                func = _weighing(func, log_sizes, merges.ops, merges.note_unweighted)
+                merges.note_unweighted(REPLACED)
+                func = partial(_weighed, func, log_sizes, merges.ops, merges.note_unweighted)
         if theirs is None:
             return func(q, k, v, heads, mask=mask, **kwargs)
         return theirs(func, q, k, v, heads, mask=mask, **kwargs)
@@ -95,20 +99,12 @@ def weigh_attention(
     theirs = options.get(_OVERRIDE)
 
     def override(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        weighed = _weighing(func, log_sizes, ops, note)
+        weighed = partial(_weighed, func, log_sizes, ops, note)
         if theirs is None:
             return weighed(*args, **kwargs)
         return theirs(weighed, *args, **kwargs)
 
     return options | {_OVERRIDE: override}
-
-
-def _weighing(
-    func: Callable[..., Tensor], log_sizes: Tensor, ops: Operations, note: Note
-) -> Callable[..., Tensor]:
-    # So it stays, unless what is given here is called.
-    note("another node replaces the attention function")
-    return partial(_weighed, func, log_sizes, ops, note)
 
 
 def _flat(x: Tensor, by_head: bool) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ...core.site import BlockSite, Family
-from .attention import merge_attention, weigh_attention
+from .attention import REPLACED, merge_attention, weigh_attention
 
 
 class ComfyBlock(BlockSite):
@@ -20,6 +20,7 @@ class ComfyBlock(BlockSite):
         return kwargs.get("mask") is not None
 
     def weigh_keys(self, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
+        self.note_unweighted(REPLACED)
         options = kwargs.get("transformer_options") or {}
         weighed = weigh_attention(options, log_sizes, self.ops, self.note_unweighted)
         return kwargs | {"transformer_options": weighed}
