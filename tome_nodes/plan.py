@@ -19,7 +19,7 @@ class Plan:
         starts: ``[batch * slots]`` int64, where each slot begins in ``members``.
         log_sizes: ``[batch, slots]`` float32, the logarithm of how many tokens each slot holds.
         slot_count: number of slots M of a sample.
-        ops: :mod:`tome_nodes.ops.reference` or :mod:`tome_nodes.ops.fused`.
+        ops: :mod:`tome_nodes.ops.reference` or :mod:`tome_nodes.ops.kernels`.
     """
 
     rows: Tensor

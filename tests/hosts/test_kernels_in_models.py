@@ -10,7 +10,7 @@ from common import relative_error
 from host import merging, sample
 
 from tome_nodes.hosts.comfyui import attach
-from tome_nodes.ops import fused
+from tome_nodes.ops import kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -46,7 +46,7 @@ def test_weighed_attention_launches_two_kernels_more():
     from tome_nodes.hosts.attention import weigh_attention
 
     q, k, v = (torch.randn(1, tokens, 80, device=DEVICE) for tokens in (16, 8, 8))
-    options = weigh_attention({}, torch.zeros(1, 8, device=DEVICE), fused, lambda _: None)
+    options = weigh_attention({}, torch.zeros(1, 8, device=DEVICE), kernels, lambda _: None)
     counts = []
     for more in ({}, {"transformer_options": options}):
         with Launches() as launches:
@@ -98,7 +98,7 @@ def test_a_kernel_that_fails_gives_way_to_torch_before_the_run(sd15, told, monke
     def broken(*_):
         raise RuntimeError("Failed to find C compiler\nand more")
 
-    monkeypatch.setattr(fused, "merge", broken)
+    monkeypatch.setattr(kernels, "merge", broken)
     small = {"size": (8, 8), "steps": 1}
     plain = sample(attach(sd15, merging(backend="torch")), **small)
     assert torch.equal(sample(attach(sd15, merging(backend="triton")), **small), plain)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+NAME = "torch"
+
 FURTHER = 8
 """Channels that :func:`widen` adds: attention's fast path wants heads of a multiple of this."""
 
@@ -15,14 +17,14 @@ FURTHER = 8
 _BAG_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 
 
-def merge(x: Tensor, rows: Tensor, members: Tensor, starts: Tensor) -> Tensor:
+def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
     """The mean of each slot.
 
     Args:
         x: ``[batch, tokens, channels]``, any strides.
-        rows: ``[batch, tokens]`` int64, the slot of each token.
-        members: ``[batch * tokens]`` int64, tokens slot by slot.
-        starts: ``[batch * slots]`` int64, where each slot begins in ``members``.
+        slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
+        order: ``[batch * tokens]`` int64, tokens slot by slot.
+        offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
 
     Returns:
         ``[batch, slots, channels]`` of the dtype of ``x``, added up in float32 at least.
@@ -30,47 +32,60 @@ def merge(x: Tensor, rows: Tensor, members: Tensor, starts: Tensor) -> Tensor:
     batch, _, channels = x.shape
     tokens = x.reshape(-1, channels)
     if x.device.type in _BAG_DEVICES:
-        means = F.embedding_bag(members, tokens, starts, mode="mean")
+        means = F.embedding_bag(order, tokens, offsets, mode="mean")
     else:
-        sums = tokens.new_zeros(len(starts), channels, dtype=torch.float32)
-        sizes = torch.diff(starts, append=starts.new_tensor([len(members)]))
-        sums.index_add_(0, rows.flatten(), tokens.float())
+        sums = tokens.new_zeros(len(offsets), channels, dtype=torch.float32)
+        sizes = torch.diff(offsets, append=offsets.new_tensor([len(order)]))
+        sums.index_add_(0, slot_of_token.flatten(), tokens.float())
         means = (sums / sizes[:, None]).to(x.dtype)
     return means.view(batch, -1, channels)
 
 
-def merge_keys(x: Tensor, rows: Tensor, members: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each slot, and the same stretched to the mean length of its tokens.
+def merge_keys(
+    x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor, heads: int = 1
+) -> tuple[Tensor, Tensor]:
+    """The mean of each slot, and the same stretched to the mean length of its tokens, per head.
 
-    It takes what :func:`merge` takes, and gives two of what that gives.
+    Args:
+        x: ``[batch, tokens, heads * head_channels]``, any strides.
+        slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
+        order: ``[batch * tokens]`` int64, tokens slot by slot.
+        offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
+        heads: number of heads, each of which is stretched by itself.
+
+    Returns:
+        Two ``[batch, slots, heads * head_channels]`` of the dtype of ``x``, as of :func:`merge`.
     """
-    means = merge(x, rows, members, starts)
-    lengths = merge(x.norm(dim=2, keepdim=True), rows, members, starts)
-    return means, means * (lengths / means.norm(dim=2, keepdim=True).clamp_min(1e-6))
+    means = merge(x, slot_of_token, order, offsets)
+    lengths = x.unflatten(2, (heads, -1)).norm(dim=3)
+    lengths = merge(lengths, slot_of_token, order, offsets)
+    by_head = means.unflatten(2, (heads, -1))
+    stretch = lengths / by_head.norm(dim=3).clamp_min(1e-6)
+    return means, (by_head * stretch[..., None]).flatten(2)
 
 
-def unmerge(y: Tensor, rows: Tensor) -> Tensor:
+def unmerge(y: Tensor, slot_of_token: Tensor) -> Tensor:
     """Each token's slot: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``.
 
-    ``rows`` is ``[batch, tokens]`` int64, the slot of each token.
+    ``slot_of_token`` is ``[batch, tokens]`` int64, the slot of each token.
     """
-    channels = y.shape[2]
-    return y.reshape(-1, channels).index_select(0, rows.flatten()).view(*rows.shape, channels)
+    slots = y.reshape(-1, y.shape[2])
+    return slots.index_select(0, slot_of_token.flatten()).view(*slot_of_token.shape, -1)
 
 
-def add_change(x: Tensor, before: Tensor, after: Tensor, rows: Tensor) -> Tensor:
+def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) -> Tensor:
     """``x`` and what changed in the slot of each token.
 
     Args:
         x: ``[batch, tokens, channels]``, any strides.
         before: ``[batch, slots, channels]`` of the same dtype.
         after: the same, some change later.
-        rows: ``[batch, tokens]`` int64, the slot of each token.
+        slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
 
     Returns:
         ``[batch, tokens, channels]``, ``x + unmerge(after - before)``.
     """
-    return x + unmerge(after - before, rows)
+    return x + unmerge(after - before, slot_of_token)
 
 
 def widen(

@@ -1,0 +1,65 @@
+"""The operations that a backend offers, and those in plain torch against float64 brute force."""
+
+import inspect
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_plan import brute_force_merge, partitions
+from torch.testing import assert_close
+
+from tome_nodes.ops import Operations, operations, reference
+from tome_nodes.plan import Plan
+
+HEADS = (1, 2, 5)
+OPERATIONS = sorted(
+    name
+    for name, value in vars(Operations).items()
+    if inspect.isfunction(value) and not name.startswith("_")
+)
+
+
+def parameters_of(name):
+    """The names of an operation's parameters, each with its default or the lack of one."""
+    parameters = inspect.signature(getattr(Operations, name)).parameters
+    return {key: value.default for key, value in parameters.items() if key != "self"}
+
+
+def brute_force_keys(owners, x, heads):
+    """Means as long as the tokens of their owner are on average, head by head; float64."""
+    pieces = []
+    for head in x.double().chunk(heads, dim=2):
+        means = brute_force_merge(owners, head)
+        lengths = brute_force_merge(owners, head.norm(dim=2, keepdim=True))
+        pieces.append(means * lengths / means.norm(dim=2, keepdim=True))
+    return torch.cat(pieces, 2)
+
+
+def test_plain_torch_offers_what_a_backend_must():
+    assert OPERATIONS == ["add_change", "merge", "merge_keys", "unmerge", "widen"]
+    for name in OPERATIONS:
+        parameters = inspect.signature(getattr(reference, name)).parameters
+        assert {key: value.default for key, value in parameters.items()} == parameters_of(name)
+
+
+def test_a_backend_is_known_by_its_name():
+    assert operations("torch") is reference and reference.NAME == "torch"
+
+
+@given(
+    partitions(),
+    st.sampled_from(HEADS),
+    st.integers(1, 17),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+)
+def test_each_head_of_a_key_is_as_long_as_those_of_its_tokens(owners, heads, channels, dtype):
+    generator = torch.Generator().manual_seed(4)
+    plan = Plan.from_owners(torch.tensor(owners), len(set(owners[0])))
+    x = torch.randn(*plan.rows.shape, heads * channels, generator=generator).to(dtype)
+    means, keys = reference.merge_keys(x, plan.rows, plan.members, plan.starts, heads)
+    assert torch.equal(means, plan.merge(x)) and keys.dtype == dtype
+    # Means and lengths are rounded before they are multiplied.
+    close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-5}
+    assert_close(keys.double(), brute_force_keys(owners, x, heads), **close)
+    if heads == 1:
+        assert torch.equal(keys, plan.merge_qkv(x)[1])

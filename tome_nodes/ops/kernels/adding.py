@@ -1,0 +1,87 @@
+"""Tokens, and what changed in the slot of each."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .shared import BLOCK_CHANNELS, BLOCK_ROWS, BLOCK_WARPS, require_tokens, strides
+
+
+@triton.jit
+def add_change_kernel(
+    x,
+    before,
+    after,
+    slot_of_token,
+    result,
+    stride_sample,
+    stride_token,
+    stride_channel,
+    tokens,
+    channels,
+    all_tokens,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """``x`` and the change of its slots, for ``TOKENS`` tokens in ``CHANNELS`` channels.
+
+    Programs are blocks of tokens by blocks of channels. ``before``, ``after`` and ``result`` are
+    contiguous; ``all_tokens`` counts over the whole batch, ``tokens`` in one sample.
+    """
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    is_token = token < all_tokens
+    mask = is_token[:, None] & (channel < channels)[None, :]
+    slot = tl.load(slot_of_token + token, mask=is_token, other=0)
+    change = slot[:, None] * channels + channel[None, :]
+    own = token // tokens * stride_sample + token % tokens * stride_token
+    value = tl.load(x + own[:, None] + channel[None, :] * stride_channel, mask=mask, other=0.0).to(
+        tl.float32
+    )
+    value += tl.load(after + change, mask=mask, other=0.0).to(tl.float32)
+    value -= tl.load(before + change, mask=mask, other=0.0).to(tl.float32)
+    tl.store(
+        result + token[:, None] * channels + channel[None, :],
+        value.to(result.dtype.element_ty),
+        mask=mask,
+    )
+
+
+@torch.library.custom_op("tome_nodes::add_change", mutates_args=())
+def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) -> Tensor:
+    """``x`` and the change of its slots; see :func:`tome_nodes.ops.reference.add_change`.
+
+    Args:
+        x: ``[batch, tokens, channels]`` of float32, float16 or bfloat16, any strides.
+        before: ``[batch, slots, channels]`` of the same dtype, any strides.
+        after: the same, some change later.
+        slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
+
+    Returns:
+        ``[batch, tokens, channels]`` of the dtype of ``x``, added up in float32.
+    """
+    require_tokens(x, "x")
+    batch, tokens, channels = x.shape
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    with torch.cuda.device_of(x):
+        add_change_kernel[(-(-batch * tokens // BLOCK_ROWS), -(-channels // BLOCK_CHANNELS))](
+            x=x,
+            before=before.contiguous(),
+            after=after.contiguous(),
+            slot_of_token=slot_of_token,
+            result=result,
+            **strides(x),
+            tokens=tokens,
+            channels=channels,
+            all_tokens=batch * tokens,
+            TOKENS=BLOCK_ROWS,
+            CHANNELS=BLOCK_CHANNELS,
+            num_warps=BLOCK_WARPS,
+        )
+    return result
+
+
+@add_change.register_fake
+def _(x, before, after, slot_of_token):
+    return x.new_empty(x.shape)

@@ -1,0 +1,126 @@
+"""The mean of each slot, and the same stretched to the mean length of its tokens."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .shared import BLOCK_ROWS, load_of_slots, padded, require_tokens, slot_extent, strides
+
+# Most values of a program that holds all channels of a head: 32 float32 registers a thread.
+_VALUES, _WARPS = 4096, 4
+
+
+@triton.jit
+def merge_keys_kernel(
+    x,
+    order,
+    offsets,
+    means,
+    keys,
+    stride_sample,
+    stride_token,
+    stride_channel,
+    tokens,
+    slots,
+    all_tokens,
+    SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_CHANNELS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """One head of the mean of ``SLOTS`` slots, and the same stretched.
+
+    Programs are blocks of slots by heads. ``HEAD_CHANNELS`` are padded to ``PADDED``, since a
+    length is that of all of them. ``means`` and ``keys`` are contiguous. ``slots`` and
+    ``all_tokens`` count over the whole batch, ``tokens`` in one sample.
+    """
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    lane = tl.arange(0, PADDED)
+    channel = tl.program_id(1) * HEAD_CHANNELS + lane
+    is_slot = slot < slots
+    is_channel = lane < HEAD_CHANNELS
+    start, size = slot_extent(offsets, slot, is_slot, slots, all_tokens)
+    total = tl.zeros((SLOTS, PADDED), tl.float32)
+    lengths = tl.zeros((SLOTS,), tl.float32)
+    # Not a range: the interpreter of Triton 3.6 takes no bound of one from a tensor.
+    most = tl.max(size)
+    index = most * 0
+    while index < most:
+        value = load_of_slots(
+            x,
+            order,
+            start,
+            size,
+            index,
+            channel,
+            is_channel,
+            stride_sample,
+            stride_token,
+            stride_channel,
+            tokens,
+        )
+        total += value
+        lengths += tl.sqrt(tl.sum(value * value, axis=1))
+        index += 1
+    count = tl.maximum(size, 1).to(tl.float32)
+    mean = total / count[:, None]
+    length = tl.maximum(tl.sqrt(tl.sum(mean * mean, axis=1)), 1e-6)
+    place = slot.to(tl.int64)[:, None] * (HEADS * HEAD_CHANNELS) + channel[None, :]
+    mask = is_slot[:, None] & is_channel[None, :]
+    tl.store(means + place, mean.to(means.dtype.element_ty), mask=mask)
+    key = mean * (lengths / count / length)[:, None]
+    tl.store(keys + place, key.to(keys.dtype.element_ty), mask=mask)
+
+
+@torch.library.custom_op("tome_nodes::merge_keys", mutates_args=())
+def merge_keys(
+    x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor, heads: int = 1
+) -> tuple[Tensor, Tensor]:
+    """The mean of each slot, and it stretched; see :func:`tome_nodes.ops.reference.merge_keys`.
+
+    Args:
+        x: ``[batch, tokens, heads * head_channels]`` of float32, float16 or bfloat16, any strides.
+        slot_of_token: ``[batch, tokens]`` int64, the slot of each token; not looked at.
+        order: ``[batch * tokens]`` int64, tokens slot by slot.
+        offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
+        heads: number of heads, each of which is stretched by itself.
+
+    Returns:
+        Two ``[batch, slots, heads * head_channels]`` of the dtype of ``x``, added up in float32.
+    """
+    require_tokens(x, "x")
+    batch, tokens, channels = x.shape
+    if channels % heads:
+        raise ValueError(f"x has {channels} channels, which {heads} heads cannot share evenly")
+    slots = len(offsets)
+    shape = batch, slots // batch, channels
+    means, keys = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    head_channels = channels // heads
+    lanes = padded(head_channels)
+    # Of 32 slots or more, Triton 3.6 fails to compile some, such as with heads of 40 channels.
+    at_once = max(1, min(BLOCK_ROWS, _VALUES // lanes))
+    with torch.cuda.device_of(x):
+        merge_keys_kernel[(-(-slots // at_once), heads)](
+            x=x,
+            order=order,
+            offsets=offsets,
+            means=means,
+            keys=keys,
+            **strides(x),
+            tokens=tokens,
+            slots=slots,
+            all_tokens=len(order),
+            SLOTS=at_once,
+            HEADS=heads,
+            HEAD_CHANNELS=head_channels,
+            PADDED=lanes,
+            num_warps=_WARPS,
+        )
+    return means, keys
+
+
+@merge_keys.register_fake
+def _(x, slot_of_token, order, offsets, heads=1):
+    shape = x.shape[0], offsets.shape[0] // x.shape[0], x.shape[2]
+    return x.new_empty(shape), x.new_empty(shape)

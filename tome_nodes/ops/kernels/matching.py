@@ -1,0 +1,303 @@
+"""Matching within windows: which tokens merge, from their features to the arrays of a plan."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...picks import MULTIPLIERS
+from .shared import padded, require_tokens, strides
+
+# Pairs of token and cell that a warp matches: 32 registers a thread for each thing known of them.
+_PAIRS_OF_A_WARP = 1024
+
+_FIRST, _SECOND, _THIRD = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
+
+
+@triton.jit
+def _scramble(bits):
+    """:func:`tome_nodes.picks._scramble` of uint32 values."""
+    bits = (bits ^ (bits >> 16)) * tl.full((), _FIRST, tl.uint32)
+    bits = (bits ^ (bits >> 16)) * tl.full((), _SECOND, tl.uint32)
+    bits = (bits ^ (bits >> 16)) * tl.full((), _THIRD, tl.uint32)
+    return bits ^ (bits >> 15)
+
+
+@triton.jit
+def _pick(stream, cell, CHOICES: tl.constexpr, RANDOM: tl.constexpr):
+    """:func:`tome_nodes.picks.pick_per_cell` for some cells, 0 where picks are not random."""
+    if RANDOM:
+        bits = _scramble(stream + cell.to(tl.uint32))
+        return ((bits.to(tl.uint64) * CHOICES) >> 32).to(tl.int32)
+    else:
+        return cell * 0
+
+
+@triton.jit
+def _rank(x):
+    """An int32 for each float32, ordered as they are; there must be no NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _greatest_reached(rank, quota):
+    """The greatest int32 that ``quota`` of ``rank`` reach, found bit by bit."""
+    enough = tl.sum((rank >= 0).to(tl.int32)) >= quota
+    greatest = tl.where(enough, 0, -0x80000000).to(tl.int32)
+    for index in range(31):
+        candidate = greatest + (1 << (30 - index))
+        enough = tl.sum((rank >= candidate).to(tl.int32)) >= quota
+        greatest = tl.where(enough, candidate, greatest)
+    return greatest
+
+
+@triton.jit
+def _before_owner(count, earlier, absorbed, merged):
+    """The sum of ``count`` over the places before the one that each token merges into or stays at.
+
+    ``earlier`` and ``absorbed`` are cells by places: which are before the dst of a cell, and which
+    merge into it.
+    """
+    of_cell = tl.sum(earlier * count[None, :], axis=1)
+    of_merged = tl.sum(absorbed * of_cell[:, None], axis=0)
+    return tl.where(merged, of_merged, tl.cumsum(count, 0) - count)
+
+
+@triton.jit
+def match_windows_kernel(
+    features,
+    key,
+    slot_of_token,
+    order,
+    offsets,
+    log_sizes,
+    stride_sample,
+    stride_token,
+    stride_channel,
+    tokens,
+    width,
+    cells_down,
+    cells_across,
+    windows_down,
+    windows_across,
+    quota,
+    SY: tl.constexpr,
+    SX: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    RANDOM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CELLS: tl.constexpr,
+    ALL_CHANNELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Match the tokens of one window of one sample, and write its part of the plan.
+
+    Programs are windows, then pieces of the tokens that fill no window, by samples. A window is
+    ``HIGH`` by ``WIDE`` cells of ``SY`` by ``SX`` tokens, padded to ``TOKENS`` tokens and ``CELLS``
+    cells; ``CHANNELS`` of ``ALL_CHANNELS`` channels are loaded at once. All windows merge ``quota``
+    tokens, so where a window's slots and its part of ``order`` begin is known without looking at
+    the others.
+    """
+    ACROSS: tl.constexpr = WIDE * SX
+    INSIDE: tl.constexpr = HIGH * SY * ACROSS
+    program = tl.program_id(0)
+    sample = tl.program_id(1).to(tl.int64)
+    windows = windows_down * windows_across
+    slots = tokens - windows * quota
+    first_token = sample * tokens
+    first_slot = sample * slots
+    place = tl.arange(0, TOKENS)
+
+    if program >= windows:
+        # Row by row: what is right of the windows, then what is below them.
+        index = (program - windows) * TOKENS + place
+        covered_rows = windows_down * HIGH * SY
+        covered_columns = windows_across * ACROSS
+        beside = width - covered_columns
+        right = index < covered_rows * beside
+        columns = tl.maximum(beside, 1)
+        token = tl.where(
+            right,
+            index // columns * width + covered_columns + index % columns,
+            index + covered_rows * covered_columns,
+        )
+        left = index < tokens - windows * INSIDE
+        slot = first_slot + windows * (INSIDE - quota) + index
+        offset = first_token + windows * INSIDE + index
+        tl.store(slot_of_token + first_token + token, slot, mask=left)
+        tl.store(order + offset, first_token + token, mask=left)
+        tl.store(offsets + slot, offset, mask=left)
+        tl.store(log_sizes + slot, tl.zeros((TOKENS,), tl.float32), mask=left)
+        return
+
+    window_row = program // windows_across
+    window_column = program % windows_across
+    # Names of the tokens: their place in the window, row by row, and their number in the map.
+    inside = place < INSIDE
+    row = place // ACROSS
+    column = place % ACROSS
+    token = (window_row * HIGH * SY + row) * width + window_column * ACROSS + column
+    cell = (window_row * HIGH + row // SY) * cells_across + window_column * WIDE + column // SX
+
+    cell_place = tl.arange(0, CELLS)
+    is_cell = cell_place < HIGH * WIDE
+    cell_row = cell_place // WIDE
+    cell_column = cell_place % WIDE
+    own_cell = (window_row * HIGH + cell_row) * cells_across + window_column * WIDE + cell_column
+
+    if RANDOM:
+        shape = (cells_down.to(tl.uint32) << 16) ^ cells_across.to(tl.uint32)
+        stream = _scramble(tl.load(key).to(tl.uint32) ^ _scramble(shape))
+    else:
+        stream = 0
+    is_dst = (row % SY) * SX + column % SX == _pick(stream, cell, SY * SX, RANDOM)
+    pick = _pick(stream, own_cell, SY * SX, RANDOM)
+    dst = (cell_row * SY + pick // SX) * ACROSS + cell_column * SX + pick % SX
+    dst_token = (window_row * HIGH * SY + dst // ACROSS) * width
+    dst_token += window_column * ACROSS + dst % ACROSS
+
+    map_start = features + sample * stride_sample
+    products = tl.zeros((CELLS, TOKENS), tl.float32)
+    token_norm = tl.zeros((TOKENS,), tl.float32)
+    dst_norm = tl.zeros((CELLS,), tl.float32)
+    for first_channel in range(0, ALL_CHANNELS, CHANNELS):
+        channel = first_channel + tl.arange(0, CHANNELS)
+        is_channel = channel < ALL_CHANNELS
+        x = tl.load(
+            map_start + token[:, None] * stride_token + channel[None, :] * stride_channel,
+            mask=inside[:, None] & is_channel[None, :],
+            other=0.0,
+        )
+        y = tl.load(
+            map_start + dst_token[:, None] * stride_token + channel[None, :] * stride_channel,
+            mask=is_cell[:, None] & is_channel[None, :],
+            other=0.0,
+        )
+        products += tl.dot(y, tl.trans(x), input_precision="ieee")
+        token_norm += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+        dst_norm += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+    similarity = products / tl.sqrt(tl.maximum(dst_norm, 1e-24))[:, None]
+    similarity = similarity / tl.sqrt(tl.maximum(token_norm, 1e-24))[None, :]
+    # What is not a number comes last of the src, so that the quota holds whatever the features.
+    similarity = tl.where(similarity == similarity, similarity, -2.0)
+    similarity = tl.where(is_cell[:, None], similarity, float("-inf"))
+    best, nearest = tl.max(similarity, axis=0, return_indices=True)
+
+    is_src = inside & (is_dst == 0)
+    rank = _rank(tl.where(is_src, best, float("-inf")))
+    least = _greatest_reached(rank, quota)
+    # Of those that are as alike as the last one to merge, the first ones merge.
+    level = rank == least
+    ahead = quota - tl.sum((rank > least).to(tl.int32))
+    merged = is_src & ((rank > least) | (level & (tl.cumsum(level.to(tl.int32), 0) <= ahead)))
+
+    # Slots, and the tokens of each, in the order of the owners, which are the tokens that stay.
+    stays = inside & (merged == 0)
+    slots_here = stays.to(tl.int32)
+    absorbed = ((nearest[None, :] == cell_place[:, None]) & merged[None, :]).to(tl.int32)
+    own = ((dst[:, None] == place[None, :]) & is_cell[:, None]).to(tl.int32)
+    group = absorbed + own
+    size = slots_here + tl.sum(own * tl.sum(absorbed, axis=1)[:, None], axis=0)
+    earlier = (place[None, :] < dst[:, None]).to(tl.int32)
+    slot = _before_owner(slots_here, earlier, absorbed, merged)
+    offset = _before_owner(size, earlier, absorbed, merged)
+    position = offset + tl.sum(group * (tl.cumsum(group, 1) - group), axis=0)
+
+    window_slot = first_slot + program * (INSIDE - quota)
+    window_offset = first_token + program * INSIDE
+    tl.store(slot_of_token + first_token + token, window_slot + slot, mask=inside)
+    tl.store(order + window_offset + position, first_token + token, mask=inside)
+    tl.store(offsets + window_slot + slot, window_offset + offset, mask=stays)
+    logarithm = tl.log(tl.maximum(size, 1).to(tl.float32))
+    tl.store(log_sizes + window_slot + slot, logarithm, mask=stays)
+
+
+@torch.library.custom_op("tome_nodes::match_windows", mutates_args=())
+def match_windows(
+    features: Tensor,
+    key: Tensor | None,
+    height: int,
+    width: int,
+    sy: int,
+    sx: int,
+    high: int,
+    wide: int,
+    quota: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In each window, merge the ``quota`` src tokens that are most alike to their best dst into it.
+
+    The same grouping as :func:`tome_nodes.strategies.window.match_windows` with the picks of
+    :func:`tome_nodes.picks.pick_per_cell`; slots follow each other window by window.
+
+    Args:
+        features: ``[batch, height * width, channels]`` of float32, float16 or bfloat16, any
+            strides, compared by cosine similarity.
+        key: scalar int64 of the random picks, None for the top left token of each cell.
+        height: of the grid, in tokens.
+        width: of the grid, in tokens.
+        sy: height of a cell in tokens.
+        sx: width of a cell in tokens.
+        high: height of a window in cells.
+        wide: width of a window in cells.
+        quota: merges in each window, at most its tokens less its cells.
+
+    Returns:
+        What a :class:`tome_nodes.plan.Plan` is made of:
+        ``slot_of_token``: ``[batch, tokens]`` int64, the slot of each token.
+        ``order``: ``[batch * tokens]`` int64, tokens slot by slot.
+        ``offsets``: ``[batch * slots]`` int64, where each slot begins in ``order``.
+        ``log_sizes``: ``[batch, slots]`` float32, the logarithm of how many tokens each slot holds.
+    """
+    require_tokens(features, "features")
+    batch, tokens, channels = features.shape
+    down, across = height // sy // high, width // sx // wide
+    inside = high * sy * wide * sx
+    block, cells = padded(inside), padded(high * wide)
+    slot_of_token = torch.empty(batch, tokens, dtype=torch.int64, device=features.device)
+    order = torch.empty(batch * tokens, dtype=torch.int64, device=features.device)
+    slots = tokens - down * across * quota
+    offsets = torch.empty(batch * slots, dtype=torch.int64, device=features.device)
+    log_sizes = torch.empty(batch, slots, dtype=torch.float32, device=features.device)
+    left_over = -(-(tokens - down * across * inside) // block)
+    with torch.cuda.device_of(features):
+        match_windows_kernel[(down * across + left_over, batch)](
+            features=features,
+            key=key,
+            slot_of_token=slot_of_token,
+            order=order,
+            offsets=offsets,
+            log_sizes=log_sizes,
+            **strides(features),
+            tokens=tokens,
+            width=width,
+            cells_down=height // sy,
+            cells_across=width // sx,
+            windows_down=down,
+            windows_across=across,
+            quota=quota,
+            SY=sy,
+            SX=sx,
+            HIGH=high,
+            WIDE=wide,
+            RANDOM=key is not None,
+            TOKENS=block,
+            CELLS=cells,
+            ALL_CHANNELS=channels,
+            CHANNELS=64 if block <= 64 else 32,
+            num_warps=min(16, max(4, block * cells // _PAIRS_OF_A_WARP)),
+        )
+    return slot_of_token, order, offsets, log_sizes
+
+
+@match_windows.register_fake
+def _(features, key, height, width, sy, sx, high, wide, quota):
+    batch, tokens, _ = features.shape
+    slots = tokens - (height // sy // high) * (width // sx // wide) * quota
+    return (
+        features.new_empty(batch, tokens, dtype=torch.int64),
+        features.new_empty(batch * tokens, dtype=torch.int64),
+        features.new_empty(batch * slots, dtype=torch.int64),
+        features.new_empty(batch, slots, dtype=torch.float32),
+    )

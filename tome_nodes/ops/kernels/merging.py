@@ -1,0 +1,109 @@
+"""The mean of each slot."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .shared import (
+    BLOCK_CHANNELS,
+    BLOCK_ROWS,
+    BLOCK_WARPS,
+    load_of_slots,
+    require_tokens,
+    slot_extent,
+    strides,
+)
+
+
+@triton.jit
+def merge_kernel(
+    x,
+    order,
+    offsets,
+    means,
+    stride_sample,
+    stride_token,
+    stride_channel,
+    tokens,
+    channels,
+    slots,
+    all_tokens,
+    SLOTS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """The mean of ``SLOTS`` slots in ``CHANNELS`` channels, added up in float32.
+
+    Programs are blocks of slots by blocks of channels. ``means`` is contiguous. ``slots`` and
+    ``all_tokens`` count over the whole batch, ``tokens`` in one sample.
+    """
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    is_slot = slot < slots
+    is_channel = channel < channels
+    start, size = slot_extent(offsets, slot, is_slot, slots, all_tokens)
+    total = tl.zeros((SLOTS, CHANNELS), tl.float32)
+    # Not a range: the interpreter of Triton 3.6 takes no bound of one from a tensor.
+    most = tl.max(size)
+    index = most * 0
+    while index < most:
+        total += load_of_slots(
+            x,
+            order,
+            start,
+            size,
+            index,
+            channel,
+            is_channel,
+            stride_sample,
+            stride_token,
+            stride_channel,
+            tokens,
+        )
+        index += 1
+    mean = total / tl.maximum(size, 1).to(tl.float32)[:, None]
+    tl.store(
+        means + slot.to(tl.int64)[:, None] * channels + channel[None, :],
+        mean.to(means.dtype.element_ty),
+        mask=is_slot[:, None] & is_channel[None, :],
+    )
+
+
+@torch.library.custom_op("tome_nodes::merge", mutates_args=())
+def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    """The mean of each slot; see :func:`tome_nodes.ops.reference.merge`.
+
+    Args:
+        x: ``[batch, tokens, channels]`` of float32, float16 or bfloat16, any strides.
+        slot_of_token: ``[batch, tokens]`` int64, the slot of each token; not looked at.
+        order: ``[batch * tokens]`` int64, tokens slot by slot.
+        offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
+
+    Returns:
+        ``[batch, slots, channels]`` of the dtype of ``x``, added up in float32.
+    """
+    require_tokens(x, "x")
+    batch, tokens, channels = x.shape
+    slots = len(offsets)
+    means = torch.empty(batch, slots // batch, channels, dtype=x.dtype, device=x.device)
+    with torch.cuda.device_of(x):
+        merge_kernel[(-(-slots // BLOCK_ROWS), -(-channels // BLOCK_CHANNELS))](
+            x=x,
+            order=order,
+            offsets=offsets,
+            means=means,
+            **strides(x),
+            tokens=tokens,
+            channels=channels,
+            slots=slots,
+            all_tokens=len(order),
+            SLOTS=BLOCK_ROWS,
+            CHANNELS=BLOCK_CHANNELS,
+            num_warps=BLOCK_WARPS,
+        )
+    return means
+
+
+@merge.register_fake
+def _(x, slot_of_token, order, offsets):
+    return x.new_empty(x.shape[0], offsets.shape[0] // x.shape[0], x.shape[2])

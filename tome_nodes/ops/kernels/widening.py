@@ -1,0 +1,127 @@
+"""Heads with further channels, through which attention weighs its keys."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference import FURTHER
+from .shared import BLOCK_ROWS, BLOCK_WARPS, padded, require_tokens
+
+
+@triton.jit
+def _head(x, row, rows, head, heads, channel, CHANNELS: tl.constexpr):
+    """The channels of one head in some rows of a contiguous ``x``, 0 in all beyond them."""
+    place = (row.to(tl.int64) * heads + head)[:, None] * CHANNELS + channel
+    return tl.load(x + place, mask=(row < rows)[:, None] & (channel < CHANNELS), other=0.0)
+
+
+@triton.jit
+def _store_head(x, value, row, rows, head, heads, channel, CHANNELS: tl.constexpr):
+    """Store what :func:`_head` would load."""
+    place = (row.to(tl.int64) * heads + head)[:, None] * CHANNELS + channel
+    mask = (row < rows)[:, None] & (channel < CHANNELS)
+    tl.store(x + place, value, mask=mask)
+
+
+@triton.jit
+def widen_kernel(
+    q,
+    k,
+    v,
+    log_sizes,
+    wide_q,
+    wide_k,
+    wide_v,
+    query_rows,
+    key_rows,
+    query_blocks,
+    key_blocks,
+    heads,
+    scale,
+    constant,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """``ROWS`` tokens of one head of queries, keys or values, with ``WIDE`` channels, not fewer.
+
+    Programs are blocks of queries, then of keys, then of values, by heads; all are contiguous.
+    """
+    program = tl.program_id(0)
+    head = tl.program_id(1)
+    channel = tl.arange(0, PADDED)[None, :]
+    lane = tl.arange(0, ROWS)
+    if program < query_blocks:
+        row = program * ROWS + lane
+        x = _head(q, row, query_rows, head, heads, channel, CHANNELS).to(tl.float32) * scale
+        x = tl.where(channel < CHANNELS, x, constant).to(wide_q.dtype.element_ty)
+        _store_head(wide_q, x, row, query_rows, head, heads, channel, WIDE)
+    elif program < query_blocks + key_blocks:
+        row = (program - query_blocks) * ROWS + lane
+        x = _head(k, row, key_rows, head, heads, channel, CHANNELS)
+        logs = tl.load(log_sizes + row, mask=row < key_rows, other=0.0)
+        x = tl.where(channel == CHANNELS, logs[:, None], x)
+        _store_head(wide_k, x, row, key_rows, head, heads, channel, WIDE)
+    else:
+        row = (program - query_blocks - key_blocks) * ROWS + lane
+        x = _head(v, row, key_rows, head, heads, channel, CHANNELS)
+        _store_head(wide_v, x, row, key_rows, head, heads, channel, WIDE)
+
+
+@torch.library.custom_op("tome_nodes::widen", mutates_args=())
+def widen(
+    q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, heads: int, scale: float, constant: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads with further channels; see :func:`tome_nodes.ops.reference.widen`.
+
+    Args:
+        q: ``[batch, queries, heads * channels]`` of float32, float16 or bfloat16, any strides.
+        k: ``[batch, keys, heads * channels]`` of the same dtype, any strides.
+        v: the same.
+        log_sizes: ``[batch, keys]`` of the dtype of ``k``.
+        heads: number of heads.
+        scale: for the channels of the queries.
+        constant: what the further channels of the queries hold.
+
+    Returns:
+        The three with ``FURTHER`` more channels in each head.
+    """
+    for x, name in ((q, "q"), (k, "k"), (v, "v")):
+        require_tokens(x, name)
+    channels = q.shape[2] // heads
+    wide = channels + FURTHER
+    wide_q, wide_k, wide_v = (
+        torch.empty(*x.shape[:2], heads * wide, dtype=x.dtype, device=x.device) for x in (q, k, v)
+    )
+    query_rows, key_rows = (x.shape[0] * x.shape[1] for x in (q, k))
+    query_blocks, key_blocks = (-(-count // BLOCK_ROWS) for count in (query_rows, key_rows))
+    with torch.cuda.device_of(q):
+        widen_kernel[(query_blocks + 2 * key_blocks, heads)](
+            q=q.contiguous(),
+            k=k.contiguous(),
+            v=v.contiguous(),
+            log_sizes=log_sizes.contiguous(),
+            wide_q=wide_q,
+            wide_k=wide_k,
+            wide_v=wide_v,
+            query_rows=query_rows,
+            key_rows=key_rows,
+            query_blocks=query_blocks,
+            key_blocks=key_blocks,
+            heads=heads,
+            scale=scale,
+            constant=constant,
+            ROWS=BLOCK_ROWS,
+            CHANNELS=channels,
+            WIDE=wide,
+            PADDED=padded(wide),
+            num_warps=BLOCK_WARPS,
+        )
+    return wide_q, wide_k, wide_v
+
+
+@widen.register_fake
+def _(q, k, v, log_sizes, heads, scale, constant):
+    return tuple(x.new_empty(*x.shape[:2], x.shape[2] + heads * FURTHER) for x in (q, k, v))
