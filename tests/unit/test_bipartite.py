@@ -40,8 +40,8 @@ def brute_force_groups(features, src, dst, merges):
     features = features.double()
     unit = features / features.norm(dim=1, keepdim=True)
     best = []
-    for token in src:
-        similarity, owner = max((float(unit[token] @ unit[other]), other) for other in dst)
+    for token, row in zip(src, (unit[src] @ unit[dst].mT).tolist(), strict=True):
+        similarity, owner = max(zip(row, dst, strict=True))
         best.append((similarity, token, owner))
     best.sort(reverse=True)
     found = {token: {token} for token in (*src, *dst)}
