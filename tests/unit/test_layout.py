@@ -9,7 +9,6 @@ from torch.testing import assert_close
 from tome_nodes.core.grid import Grid
 from tome_nodes.core.layout import Layout, Span
 from tome_nodes.core.plan import SlotPlan, plans_of_sequence
-from tome_nodes.core.site import key_of_layout, layout_of_key
 
 GRID = Grid(2, 3)
 
@@ -91,7 +90,7 @@ def test_a_sequence_that_is_one_picture_has_the_plan_of_the_picture():
 
 @given(layouts())
 def test_a_layout_as_numbers_is_the_same_layout(layout):
-    assert layout_of_key(key_of_layout(layout)) == layout
+    assert Layout.of_key(layout.key) == layout
 
 
 @pytest.mark.parametrize(

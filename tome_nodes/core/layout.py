@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from .grid import Grid
 
+LayoutKey = tuple[int, tuple[tuple[int, int, int], ...]]
+"""A layout as plain numbers, since torch.compile lets no frozen dataclass out of what it traces."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -56,3 +59,16 @@ class Layout:
     def is_filled(self) -> bool:
         """Whether one picture is all there is."""
         return len(self.spans) == 1 and self.spans[0].grid.tokens == self.length
+
+    @property
+    def key(self) -> LayoutKey:
+        """The same as plain numbers."""
+        return self.length, tuple(
+            (span.start, span.grid.height, span.grid.width) for span in self.spans
+        )
+
+    @classmethod
+    def of_key(cls, key: LayoutKey) -> "Layout":
+        """The layout that has a key."""
+        length, spans = key
+        return cls(length, tuple(Span(start, Grid(*sides)) for start, *sides in spans))

@@ -17,16 +17,14 @@ from ..ops import Operations
 from .apply import attention_on_merged, block_on_merged, module_on_merged
 from .engine import Engine
 from .grid import Grid
-from .layout import Layout, Span
+from .layout import Layout, LayoutKey
+from .notes import Notes
 from .observer import Observer, Outcome
 from .plan import Plan, plans_of_sequence
 
 Forward = Callable[..., Any]
 Override = tuple[nn.Module, Forward]
 """A module, and what it is to run instead of its ``forward``."""
-
-LayoutKey = tuple[int, tuple[tuple[int, int, int], ...]]
-"""A layout as plain numbers, since torch.compile lets no frozen dataclass out of what it traces."""
 
 SharedPlans = dict[tuple[str, LayoutKey], list[Plan | None]]
 """Plans that blocks share, by what they are for and the layout."""
@@ -74,6 +72,7 @@ class BlockSite:
         index: its place in the stack.
         module: the block.
         stack: where it stands.
+        notes: what it did so far in the present evaluation.
     """
 
     tokens_changed: ClassVar[str]
@@ -97,36 +96,12 @@ class BlockSite:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was noted of the last evaluation."""
+        """Let go of what was noted and planned in an evaluation."""
+        self.notes = Notes()
         self._plan: Plan | None = None
         self._keys_plan: Plan | None = None
         self._outer_plan: Plan | None = None
         self._call_layout: Layout | None = None
-        self._tokens: int | None = None
-        self._layout: LayoutKey | None = None
-        self._ran_under: Plan | None = None
-        self._ran_before = 0
-        self._made_plan: bool | None = None
-        self._reason: str | None = None
-        self._unweighted: str | None = None
-        self._fell_back = False
-
-    def outcome(self) -> Outcome | None:
-        """What the block did in the evaluation that is just over, None if it did not run."""
-        if self._tokens is None:
-            return None
-        plan = self._ran_under
-        return Outcome(
-            self.name,
-            self._tokens if plan is None else self._ran_before,
-            self._tokens if plan is None else plan.slot_count,
-            plan,
-            None if self._layout is None else layout_of_key(self._layout),
-            self._made_plan,
-            self._reason if plan is None else None,
-            self._unweighted if plan is not None else None,
-            self._fell_back and plan is not None,
-        )
 
     def overrides(self) -> list[Override]:
         """The block and its modules, and what each of them is to run."""
@@ -207,13 +182,13 @@ class BlockSite:
         """
         layout, config = self._call_layout, self.stack.sites.config
         if layout is None or k.ndim != 3 or k.shape[1] != layout.length or v.shape[1] != k.shape[1]:
-            self._reason = self.attention_masked
+            self.notes.reason = self.attention_masked
             return None
         (plan,) = self._plans("keys", k, layout, [self._keys_ratio()])
         if plan is None:
-            self._reason = self._why_no_plan(layout)
+            self.notes.reason = self._why_no_plan(layout)
             return None
-        self._ran(k.shape[1], plan)
+        self.notes.ran(k.shape[1], plan)
         keys, values = plan.merge_keys_and_values(k, v, heads)
         if not config.proportional_attn or plan.is_even():
             return keys, values, None
@@ -226,15 +201,11 @@ class BlockSite:
 
     def note_unweighted(self, reason: str | None) -> None:
         """Note why merged keys weigh as one token each, None where they do not."""
-        self._unweighted = reason
+        self.notes.unweighted = reason
 
     def note_masked(self) -> None:
         """Note that the attention is masked, or called with other tokens."""
-        self._reason = self.attention_masked
-
-    def _ran(self, tokens: int, plan: Plan) -> None:
-        self._ran_before = tokens
-        self._ran_under = plan
+        self.notes.reason = self.attention_masked
 
     def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs if plan.is_even() else self.weigh_keys(kwargs, plan.log_sizes().to(x.dtype))
@@ -242,9 +213,9 @@ class BlockSite:
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a module called with ``x`` can run under the plan; noted either way."""
         if self.is_masked(kwargs) or not plan.fits(x):
-            self._reason = self.attention_masked
+            self.notes.reason = self.attention_masked
             return False
-        self._ran(x.shape[1], plan)
+        self.notes.ran(x.shape[1], plan)
         return True
 
     def _run_block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -252,24 +223,25 @@ class BlockSite:
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             self._plan = self._keys_plan = self._outer_plan = self._call_layout = None
-            self._tokens = x.shape[1]
+            self.notes.tokens = x.shape[1]
             if stack.plan is not None:
-                self._made_plan = False
+                self.notes.made_plan = False
                 return self._in_stack(forward, x, *args, **kwargs)
             layout = self._worthy_layout(x, *args, **kwargs)
             if layout is None:
                 return forward(x, *args, **kwargs)
-            self._fell_back = config.scope != "module" and self.needs_all_tokens(*args, **kwargs)
-            if config.scope == "module" or self._fell_back:
+            fell_back = config.scope != "module" and self.needs_all_tokens(*args, **kwargs)
+            self.notes.fell_back = fell_back
+            if config.scope == "module" or fell_back:
                 self._plan_for_modules(x, layout)
                 return forward(x, *args, **kwargs)
             (plan,) = self._plans("tokens", x, layout, [self.stack.sites.evaluation.ratio])
             if plan is None:
-                self._reason = self._why_no_plan(layout)
+                self.notes.reason = self._why_no_plan(layout)
                 return forward(x, *args, **kwargs)
             if config.scope == "stack" and stack.runs_as_one_from(self, *args, **kwargs):
                 return self._in_stack(forward, stack.enter(plan, x), *args, **kwargs)
-            self._ran(x.shape[1], plan)
+            self.notes.ran(x.shape[1], plan)
             self._outer_plan = plan
             return block_on_merged(forward, plan, x, *args, **kwargs)
 
@@ -281,7 +253,7 @@ class BlockSite:
         """Run the block on the tokens that its stack has merged."""
         stack = self.stack
         assert stack.plan is not None and stack.tokens is not None
-        self._ran(stack.tokens.shape[1], stack.plan)
+        self.notes.ran(stack.tokens.shape[1], stack.plan)
         self._outer_plan = stack.plan
         y = forward(merged, *args, **kwargs)
         return stack.leave(y) if self is stack.blocks[-1] else y
@@ -306,7 +278,7 @@ class BlockSite:
                 return forward(x, *args, **kwargs)
             if self._call_layout is not None:
                 if self.is_masked(kwargs):
-                    self._reason = self.attention_masked
+                    self.notes.reason = self.attention_masked
                     return forward(x, *args, **kwargs)
                 return forward(x, *args, **self.merge_at_call(kwargs))
             queries = self._plan if config.merge_attn and "q" in config.attn_tokens else None
@@ -326,7 +298,7 @@ class BlockSite:
         sites = self.stack.sites
         layout, latent = self.layout(x, *args, **kwargs), sites.evaluation.latent
         if layout is None:
-            self._reason = self.tokens_changed
+            self.notes.reason = self.tokens_changed
             return None
         spans = tuple(
             span for span in layout.spans if span.grid.is_within(latent, sites.max_downsample)
@@ -340,7 +312,7 @@ class BlockSite:
             automatic = (
                 "" if sites.config.min_tokens else ", which is where it pays here (min_tokens=0)"
             )
-            self._reason = f"{largest} tokens are fewer than {least}{automatic}"
+            self.notes.reason = f"{largest} tokens are fewer than {least}{automatic}"
             return None
         return layout if worthy == layout.spans else Layout(layout.length, worthy)
 
@@ -348,9 +320,9 @@ class BlockSite:
         """Make the plans under which the modules of the block run, each on its own."""
         config, ratio = self.stack.sites.config, self.stack.sites.evaluation.ratio
         if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
-            self._reason = "merge_attn, merge_crossattn and merge_mlp are all off"
+            self.notes.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
             return
-        self._reason = self.attention_replaced
+        self.notes.reason = self.attention_replaced
         merges_keys = config.merge_attn and "k,v" in config.attn_tokens
         if (
             self.merges_at_call
@@ -366,7 +338,7 @@ class BlockSite:
         plans = self._plans("tokens", x, layout, ratios)
         self._plan, self._keys_plan = plans[0], plans[-1] if merges_keys else None
         if self._call_layout is None and all(plan is None for plan in plans):
-            self._reason = self._why_no_plan(layout)
+            self.notes.reason = self._why_no_plan(layout)
 
     def _keys_ratio(self) -> float:
         config = self.stack.sites.config
@@ -377,17 +349,17 @@ class BlockSite:
     ) -> list[Plan | None]:
         """Plans at some ratios: those that blocks share, where they do, or new ones."""
         evaluation = self.stack.sites.evaluation
-        self._layout = key_of_layout(layout)
-        place = kind, self._layout
+        self.notes.layout = layout.key
+        place = kind, self.notes.layout
         shared = evaluation.plans
         if shared is not None and place in shared:
             kept = shared[place]
             if all(plan is None or plan.fits(features) for plan in kept):
-                self._made_plan = None if all(plan is None for plan in kept) else False
+                self.notes.made_plan = None if all(plan is None for plan in kept) else False
                 return kept
         plans_of = evaluation.engine.plans_of
         plans = plans_of_sequence(layout, features, lambda own, grid: plans_of(own, grid, ratios))
-        self._made_plan = None if all(plan is None for plan in plans) else True
+        self.notes.made_plan = None if all(plan is None for plan in plans) else True
         if shared is not None:
             shared[place] = plans
         return plans
@@ -537,6 +509,7 @@ class ModelSites:
         """Put the overrides on for one evaluation."""
         self.evaluation = evaluation
         with ExitStack() as exits:
+            exits.callback(delattr, self, "evaluation")
             for stack in self.stacks:
                 exits.callback(stack.end)
                 for module, forward in stack.overrides():
@@ -548,7 +521,7 @@ class ModelSites:
 
     def outcomes(self) -> list[Outcome]:
         """What the blocks did, asked for while the overrides are on."""
-        outcomes = [block.outcome() for block in self.blocks]
+        outcomes = [block.notes.outcome(block.name) for block in self.blocks]
         return [outcome for outcome in outcomes if outcome is not None]
 
 
@@ -558,16 +531,3 @@ def _restore_forward(attributes: dict[str, Any], before: Forward | None) -> None
         del attributes["forward"]
     else:
         attributes["forward"] = before
-
-
-def key_of_layout(layout: Layout) -> LayoutKey:
-    """A layout as plain numbers."""
-    return layout.length, tuple(
-        (span.start, span.grid.height, span.grid.width) for span in layout.spans
-    )
-
-
-def layout_of_key(key: LayoutKey) -> Layout:
-    """The layout of :func:`key_of_layout`."""
-    length, spans = key
-    return Layout(length, tuple(Span(start, Grid(*sides)) for start, *sides in spans))

@@ -1,0 +1,63 @@
+"""What a block notes of itself while it runs."""
+
+from .layout import Layout, LayoutKey
+from .observer import Outcome
+from .plan import Plan
+
+
+class Notes:
+    """What one block did so far in one evaluation.
+
+    It is written to attribute by attribute, which torch.compile can trace, and becomes a frozen
+    :class:`tome_nodes.core.observer.Outcome` when the evaluation is over.
+
+    Attributes:
+        tokens: how many entered the block, None before it ran.
+        before: the same, or of its stack, where anything merged.
+        plan: the plan of what merged last, None before anything did.
+        layout: the key of the layout that plans were made for, None before.
+        made_plan: see :class:`tome_nodes.core.observer.Outcome`.
+        reason: why it runs on all its tokens, unless something merges yet.
+        unweighted: see :class:`tome_nodes.core.observer.Outcome`.
+        fell_back: see :class:`tome_nodes.core.observer.Outcome`.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: int | None = None
+        self.before = 0
+        self.plan: Plan | None = None
+        self.layout: LayoutKey | None = None
+        self.made_plan: bool | None = None
+        self.reason: str | None = None
+        self.unweighted: str | None = None
+        self.fell_back = False
+
+    def ran(self, tokens: int, plan: Plan) -> None:
+        """Note that something ran on the slots of a plan instead of so many tokens."""
+        self.before = tokens
+        self.plan = plan
+
+    def outcome(self, block: str) -> Outcome | None:
+        """What the block of a name did, None if it did not run."""
+        if self.tokens is None:
+            return None
+        layout = None if self.layout is None else Layout.of_key(self.layout)
+        if self.plan is None:
+            return Outcome(
+                block,
+                self.tokens,
+                self.tokens,
+                layout=layout,
+                made_plan=self.made_plan,
+                reason=self.reason,
+            )
+        return Outcome(
+            block,
+            self.before,
+            self.plan.slot_count,
+            self.plan,
+            layout,
+            self.made_plan,
+            unweighted=self.unweighted,
+            fell_back=self.fell_back,
+        )
