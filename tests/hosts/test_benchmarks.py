@@ -350,7 +350,7 @@ def test_launches_are_operators_but_for_views():
     "options", [*({"scope": each} for each in CHOICES["scope"]), {"kv_ratio": 0.7}]
 )
 def test_stages_are_told_apart(subject, options):
-    seconds = subject.stages(wrong(WindowStrategy, **options).recorded(subject.model))
+    seconds = subject.stages(wrong(WindowStrategy, **options).always().recorded(subject.model))
     assert list(seconds) == ["matching", "merging", "unmerging", "model"]
     assert min(seconds.values()) > 0
 
