@@ -33,7 +33,7 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("strategy", ["bipartite", "window"])
 def test_a_model_gives_the_same_with_kernels(sd15, told, strategy, scope):
     options = {"strategy": strategy, "scope": scope, "merge_mlp": True}
-    small = {"size": (8, 10), "steps": 1}
+    small = {"size": (4, 10), "steps": 1}
     expected = sample(attach(sd15, merging(backend="torch", **options)), **small)
     actual = sample(attach(sd15, merging(backend="triton", **options)), **small)
     assert relative_error(actual, expected) < 1e-5
@@ -63,7 +63,7 @@ def test_launches_per_merged_block(sd15, scope, reuse_steps):
         counts = []
         for steps in (1, 2):
             with Launches() as launches:
-                sample(model, size=(8, 8), steps=steps)
+                sample(model, size=(4, 8), steps=steps)
             counts.append(launches.count)
         return counts[1] - counts[0]
 
@@ -81,7 +81,7 @@ def test_torch_compile_keeps_one_graph_with_kernels(sd15):
     from torch._dynamo.testing import CompileCounter
 
     config = merging(strategy="window", scope="stack", backend="triton")
-    small = {"size": (8, 8), "steps": 2}
+    small = {"size": (4, 8), "steps": 2}
     expected = sample(attach(sd15, config), **small)
     compiled = attach(sd15, config)
     graphs = CompileCounter()
@@ -99,7 +99,7 @@ def test_a_kernel_that_fails_gives_way_to_torch_before_the_run(sd15, told, monke
         raise RuntimeError("Failed to find C compiler\nand more")
 
     monkeypatch.setattr(kernels, "merge", broken)
-    small = {"size": (8, 8), "steps": 1}
+    small = {"size": (4, 8), "steps": 1}
     plain = sample(attach(sd15, merging(backend="torch")), **small)
     assert torch.equal(sample(attach(sd15, merging(backend="triton")), **small), plain)
     assert told()[-1].endswith(
