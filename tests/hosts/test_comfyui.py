@@ -189,6 +189,21 @@ def test_ratio_moves_over_the_steps(sd15, told):
     )
 
 
+def test_a_run_of_one_step_has_the_ratio_of_the_first(sd15, told):
+    sample(attach(sd15, merging(ratio=0.6, ratio_end=0.0)), steps=1)
+    assert "(192 -> 77 tokens)" in told()[-1]
+
+
+def test_a_device_without_room_for_a_small_plan_says_so(sd15, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(SlotPlan, "merge", full)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        sample(attach(sd15, merging()), steps=1)
+    assert overridden(sd15) == []
+
+
 def test_a_ratio_that_only_ends_above_zero_merges(sd15, told):
     sample(attach(sd15, merging(ratio=0.0, ratio_end=0.5)), steps=3)
     assert "2/3 steps" in told()[-1]

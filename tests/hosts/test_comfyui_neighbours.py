@@ -209,6 +209,38 @@ def test_another_thread_waits_for_the_overrides_of_an_evaluation(sd15):
     assert overridden(sd15) == []
 
 
+def test_an_evaluation_may_run_within_another(sd15):
+    nested = []
+
+    def evaluate(executor, x, t, *rest, **kwargs):
+        def again(q, k, v, options):
+            if not nested:
+                nested.append(None)
+                nested.append(executor(x, t, *rest, **kwargs))
+            return q, k, v
+
+        rest[3]["patches"] = {"attn2_patch": [again]}
+        return executor(x, t, *rest, **kwargs)
+
+    theirs = sd15.clone()
+    theirs.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "theirs", evaluate)
+    expected = sample(theirs, steps=1)
+    nested.clear()
+    assert relative_error(sample(attach(theirs, merging(), Shuffle), steps=1), expected) < 1e-5
+    assert len(nested) == 2
+    assert overridden(sd15) == []
+
+
+def test_tiles_made_within_the_model_merge_at_their_own_level(sd15, told):
+    def tiled(executor, x, *args, **kwargs):
+        return torch.cat([executor(tile, *args, **kwargs) for tile in x.split(6, dim=2)], 2)
+
+    theirs = sd15.clone()
+    theirs.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "theirs", tiled)
+    sample(attach(theirs, merging()), steps=1)
+    assert told()[-1].startswith("[ToMe] merged 6/6 blocks (96 -> 48 tokens)")
+
+
 @pytest.mark.parametrize(
     ("options", "size", "reason"),
     [

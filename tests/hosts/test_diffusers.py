@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import accelerate
@@ -610,6 +611,56 @@ def test_threads_on_one_unet_take_turns_and_each_follows_its_own_run(unet, optio
         assert all(map(torch.equal, together[seed], results))
     tome_nodes.remove_patch(unet)
     assert not any("forward" in vars(module) for module in unet.modules())
+
+
+@pytest.mark.parametrize("leaving", ["interrupted", "ended"])
+def test_a_call_that_a_thread_left_holds_up_no_other(unet, leaving):
+    expected = call(unet)
+    tome_nodes.apply_patch(unet)
+    merged = call(unet)
+    leave = [True]
+
+    def fail(*_):
+        if leave:
+            leave.clear()
+            # After these PyTorch runs no hook.
+            raise KeyboardInterrupt if leaving == "interrupted" else SystemExit
+
+    unet.mid_block.attentions[0].transformer_blocks[0].ff.register_forward_hook(fail)
+    with ThreadPoolExecutor(1) as pool:
+        if leaving == "interrupted":
+            with pytest.raises(KeyboardInterrupt):
+                call(unet)
+            assert torch.equal(pool.submit(call, unet).result(timeout=60), merged)
+            assert torch.equal(call(unet), merged)
+        else:
+            thread = threading.Thread(target=call, args=(unet,))
+            thread.start()
+            thread.join()
+            assert torch.equal(call(unet), merged)
+        leave.append(True)
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            call(unet)
+        pool.submit(tome_nodes.remove_patch, unet).result(timeout=60)
+    assert not any("forward" in vars(module) for module in unet.modules())
+    assert torch.equal(call(unet), expected)
+
+
+def test_kv_ratio_is_for_module_scope_only(unet):
+    for block in unet.modules():
+        if isinstance(block, BasicTransformerBlock):
+            block.set_chunk_feed_forward(1, 1)
+    results = []
+    for kv_ratio in -1, 0.0, 0.75:
+        tome_nodes.apply_patch(unet, scope="stack", kv_ratio=kv_ratio)
+        results.append(call(unet))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_keys_that_are_not_to_merge_are_the_reason(unet, told):
+    tome_nodes.apply_patch(unet, attn_tokens="k,v", kv_ratio=0.0)
+    call(unet)
+    assert told() == ["[ToMe] nothing merged: the ratio is 0 at every step that could merge"]
 
 
 def compile_whole(unet, **options):

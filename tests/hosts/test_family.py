@@ -156,6 +156,22 @@ def test_an_override_that_ignores_its_function_gets_fewer_keys(model, told):
     )
 
 
+def test_torch_compile_makes_one_graph_of_it(model):
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from torch._dynamo.testing import CompileCounter
+
+    expected = sample(attach(model, keys_only()))
+    compiled = attach(model, keys_only())
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    try:
+        set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
+        assert relative_error(sample(compiled), expected) < 1e-5
+        assert graphs.frame_count == 1
+    finally:
+        torch._dynamo.reset()
+
+
 def test_without_its_record_the_model_is_refused(model, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"is for UNet models .* and this model is a NextDiT$"):

@@ -66,8 +66,8 @@ def test_what_went_otherwise_is_told_once():
 
 def test_plans_are_counted_where_blocks_had_one():
     outcomes = [
-        merged("a", 64, 32, made_plan=True),
-        merged("b", 64, 32, made_plan=False),
+        merged("a", 64, 32, plans_made=1),
+        merged("b", 64, 32, plans_reused=1),
         left_alone("c", 16),
     ]
     counts = counts_of((0, outcomes), (1, outcomes))

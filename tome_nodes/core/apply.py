@@ -80,7 +80,7 @@ def attention_on_merged(
     ):
         keys = None
     own_keys = context is None or context is x
-    own_values = value is None or value is context
+    own_value = None if value is context else value
     tokens = x if context is None else context
     merged = x if queries is None else None
     if keys is None:
@@ -91,7 +91,7 @@ def attention_on_merged(
         else:
             means, context, values = keys.merge_inputs(tokens)
             kwargs = weigh(keys, tokens, kwargs)
-        value = values if value is None or own_values else keys.merge(value)
+        value = values if own_value is None else keys.merge(own_value)
         if own_keys and keys is queries:
             merged = means
     if merged is None:

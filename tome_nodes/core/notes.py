@@ -16,7 +16,8 @@ class Notes:
         before: the same, or of its stack, where anything merged.
         plan: the plan of what merged last, None before anything did.
         layout: the key of the layout that plans were made for, None before.
-        made_plan: see :class:`tome_nodes.core.observer.Outcome`.
+        plans_made: see :class:`tome_nodes.core.observer.Outcome`.
+        plans_reused: see :class:`tome_nodes.core.observer.Outcome`.
         reason: why it runs on all its tokens, unless something merges yet.
         unweighted: see :class:`tome_nodes.core.observer.Outcome`.
         fell_back: see :class:`tome_nodes.core.observer.Outcome`.
@@ -27,7 +28,8 @@ class Notes:
         self.before = 0
         self.plan: Plan | None = None
         self.layout: LayoutKey | None = None
-        self.made_plan: bool | None = None
+        self.plans_made = 0
+        self.plans_reused = 0
         self.reason: str | None = None
         self.unweighted: str | None = None
         self.fell_back = False
@@ -48,7 +50,8 @@ class Notes:
                 self.tokens,
                 self.tokens,
                 layout=layout,
-                made_plan=self.made_plan,
+                plans_made=self.plans_made,
+                plans_reused=self.plans_reused,
                 reason=self.reason,
             )
         return Outcome(
@@ -57,7 +60,8 @@ class Notes:
             self.plan.slot_count,
             self.plan,
             layout,
-            self.made_plan,
+            self.plans_made,
+            self.plans_reused,
             unweighted=self.unweighted,
             fell_back=self.fell_back,
         )

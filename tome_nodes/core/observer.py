@@ -21,8 +21,8 @@ class Outcome:
         after: tokens that it, or the last of its modules that merged, ran on.
         plan: the plan of those, None where all of the block ran on all its tokens.
         layout: the pictures that the plan was made for, None where it did not come to that.
-        made_plan: whether it made its plan, or had that of another block or step; None where it
-            had none.
+        plans_made: how many plans it made; those of two ratios from one matching count once.
+        plans_reused: how many it had of another block or step.
         reason: why it ran on all its tokens, None where it merged or the settings leave it out.
         unweighted: why merged keys weighed as one token each, None where they did not.
         fell_back: whether only its modules ran on merged tokens though a wider scope was asked for.
@@ -33,7 +33,8 @@ class Outcome:
     after: int
     plan: Plan | None = None
     layout: Layout | None = None
-    made_plan: bool | None = None
+    plans_made: int = 0
+    plans_reused: int = 0
     reason: str | None = None
     unweighted: str | None = None
     fell_back: bool = False

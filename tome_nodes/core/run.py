@@ -5,11 +5,9 @@ from an earlier step; then the overrides go on, the model runs, they come off, a
 the run is told what happened.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import RLock
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,13 +19,14 @@ from .observer import Evaluated, Observer, Outcome
 from .picks import step_key
 from .schedule import Moment, ratio_at
 from .site import Evaluation, Family, ModelSites, SharedPlans
+from .turns import turns_of
 
 # Parts of a step whose plans are kept for the next step; samplers that tile make many.
 _PARTS_KEPT = 64
 
 
 class Run:
-    """The evaluations of one model in one sampling run.
+    """The evaluations of one model, of one sampling run after another.
 
     Attributes:
         sites: the blocks of the model.
@@ -49,7 +48,8 @@ class Run:
         self._make_strategy = make_strategy
         self._observers = observers
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
-        self._kept: dict[object, tuple[int, SharedPlans]] = {}
+        self._kept: dict[Hashable, SharedPlans] = {}
+        self._period = 0
 
     def restart(self) -> None:
         """Keep no plan of an earlier step: another sampling run begins."""
@@ -63,6 +63,7 @@ class Run:
         device: torch.device,
         dtype: torch.dtype,
         obstacle: str | None = None,
+        caller: str | None = None,
     ) -> Iterator[None]:
         """Merge tokens in the model while it is evaluated.
 
@@ -74,8 +75,9 @@ class Run:
             device: on which the blocks will run.
             dtype: of their tokens.
             obstacle: why the host has the model left alone in this evaluation, None if it has not.
+            caller: see :meth:`tome_nodes.core.turns.Turns.turn`.
         """
-        with lock_of(self._model):
+        with turns_of(self._model).turn(caller) as exits:
             engine = None
             if not moment.is_active:
                 obstacle = (
@@ -90,9 +92,10 @@ class Run:
             if engine is None or obstacle is not None:
                 yield
             else:
-                with self.sites.installed(self._begin(moment, latent, engine, device)):
-                    yield
-                    outcomes = self.sites.outcomes()
+                evaluation = self._begin(moment, latent, engine, device)
+                exits.enter_context(self.sites.installed(evaluation))
+                yield
+                outcomes = self.sites.outcomes()
         result = Evaluated(
             moment.step, len(self.sites.blocks), outcomes, obstacle, moment.is_active
         )
@@ -126,17 +129,9 @@ class Run:
         every = self._config.reuse_steps
         if every == 0:
             return None
-        made_in, plans = self._kept.get(moment.part, (-1, {}))
-        if made_in != moment.step // every:
-            plans = {}
-            if moment.part in self._kept or len(self._kept) < _PARTS_KEPT:
-                self._kept[moment.part] = (moment.step // every, plans)
-        return plans
-
-
-_locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
-
-
-def lock_of(model: nn.Module) -> RLock:
-    """Held while the overrides are on a model, so that two threads take them off in order."""
-    return _locks.setdefault(model, RLock())
+        if moment.step // every != self._period:
+            self._period = moment.step // every
+            self._kept.clear()
+        if moment.part not in self._kept and len(self._kept) == _PARTS_KEPT:
+            return {}
+        return self._kept.setdefault(moment.part, {})

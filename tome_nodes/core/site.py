@@ -101,7 +101,7 @@ class BlockSite:
         self._plan: Plan | None = None
         self._keys_plan: Plan | None = None
         self._outer_plan: Plan | None = None
-        self._call_layout: Layout | None = None
+        self._call_layout: LayoutKey | None = None
 
     def overrides(self) -> list[Override]:
         """The block and its modules, and what each of them is to run."""
@@ -137,6 +137,10 @@ class BlockSite:
         None where ``x``, ``[batch, tokens, channels]``, is not what the host says it is.
         """
         raise NotImplementedError
+
+    def latent(self, *args: Any, **kwargs: Any) -> Grid:
+        """The grid of the latent that the model works on, as the block was called."""
+        return self.stack.sites.evaluation.latent
 
     def needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
         """Whether something in the block, called with these arguments, expects all tokens."""
@@ -180,13 +184,14 @@ class BlockSite:
             Two ``[batch, slots, heads * channels]`` and ``[batch, slots]`` of their dtype, None in
             place of the last where keys weigh alike. None where all tokens stay as they are.
         """
-        layout, config = self._call_layout, self.stack.sites.config
-        if layout is None or k.ndim != 3 or k.shape[1] != layout.length or v.shape[1] != k.shape[1]:
-            self.notes.reason = self.attention_masked
+        key, config = self._call_layout, self.stack.sites.config
+        if key is None or k.ndim != 3 or not key[0] == k.shape[1] == v.shape[1]:
+            self.note_masked()
             return None
-        (plan,) = self._plans("keys", k, layout, [self._keys_ratio()])
+        layout, ratio = Layout.of_key(key), self._ratios()[1]
+        (plan,) = self._plans("keys", k, layout, [ratio])
         if plan is None:
-            self.notes.reason = self._why_no_plan(layout)
+            self.notes.reason = self._why_no_plan(layout, ratio)
             return None
         self.notes.ran(k.shape[1], plan)
         keys, values = plan.merge_keys_and_values(k, v, heads)
@@ -213,7 +218,7 @@ class BlockSite:
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a module called with ``x`` can run under the plan; noted either way."""
         if self.is_masked(kwargs) or not plan.fits(x):
-            self.notes.reason = self.attention_masked
+            self.note_masked()
             return False
         self.notes.ran(x.shape[1], plan)
         return True
@@ -225,7 +230,7 @@ class BlockSite:
             self._plan = self._keys_plan = self._outer_plan = self._call_layout = None
             self.notes.tokens = x.shape[1]
             if stack.plan is not None:
-                self.notes.made_plan = False
+                self.notes.plans_reused += 1
                 return self._in_stack(forward, x, *args, **kwargs)
             layout = self._worthy_layout(x, *args, **kwargs)
             if layout is None:
@@ -235,9 +240,10 @@ class BlockSite:
             if config.scope == "module" or fell_back:
                 self._plan_for_modules(x, layout)
                 return forward(x, *args, **kwargs)
-            (plan,) = self._plans("tokens", x, layout, [self.stack.sites.evaluation.ratio])
+            ratio = self.stack.sites.evaluation.ratio
+            (plan,) = self._plans("tokens", x, layout, [ratio])
             if plan is None:
-                self.notes.reason = self._why_no_plan(layout)
+                self.notes.reason = self._why_no_plan(layout, ratio)
                 return forward(x, *args, **kwargs)
             if config.scope == "stack" and stack.runs_as_one_from(self, *args, **kwargs):
                 return self._in_stack(forward, stack.enter(plan, x), *args, **kwargs)
@@ -278,7 +284,7 @@ class BlockSite:
                 return forward(x, *args, **kwargs)
             if self._call_layout is not None:
                 if self.is_masked(kwargs):
-                    self.notes.reason = self.attention_masked
+                    self.note_masked()
                     return forward(x, *args, **kwargs)
                 return forward(x, *args, **self.merge_at_call(kwargs))
             queries = self._plan if config.merge_attn and "q" in config.attn_tokens else None
@@ -296,7 +302,7 @@ class BlockSite:
         The reason is noted, except for a block of another level: that is as the settings say.
         """
         sites = self.stack.sites
-        layout, latent = self.layout(x, *args, **kwargs), sites.evaluation.latent
+        layout, latent = self.layout(x, *args, **kwargs), self.latent(*args, **kwargs)
         if layout is None:
             self.notes.reason = self.tokens_changed
             return None
@@ -318,31 +324,40 @@ class BlockSite:
 
     def _plan_for_modules(self, x: Tensor, layout: Layout) -> None:
         """Make the plans under which the modules of the block run, each on its own."""
-        config, ratio = self.stack.sites.config, self.stack.sites.evaluation.ratio
+        config = self.stack.sites.config
         if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
             self.notes.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
             return
         self.notes.reason = self.attention_replaced
-        merges_keys = config.merge_attn and "k,v" in config.attn_tokens
-        if (
-            self.merges_at_call
-            and merges_keys
-            and config.attn_tokens == "k,v"
-            and any(part.attends_to_itself for part in self.parts())
-        ):
-            self._call_layout = layout
-            if not (config.merge_crossattn or config.merge_mlp):
-                return
+        attends_to_itself = any(part.attends_to_itself for part in self.parts())
+        merges_keys = config.merge_attn and "k,v" in config.attn_tokens and attends_to_itself
+        merges_tokens = (
+            config.merge_crossattn
+            or config.merge_mlp
+            or (config.merge_attn and not (attends_to_itself and config.attn_tokens == "k,v"))
+        )
+        if merges_keys and self.merges_at_call and config.attn_tokens == "k,v":
+            self._call_layout = layout.key
             merges_keys = False
-        ratios = [ratio, config.kv_ratio] if merges_keys and config.kv_ratio >= 0 else [ratio]
+        if not (merges_tokens or merges_keys):
+            return
+        ratio, keys_ratio = self._ratios()
+        one_ratio = not merges_keys or keys_ratio == ratio
+        ratios = [ratio] if one_ratio else [ratio, keys_ratio]
         plans = self._plans("tokens", x, layout, ratios)
-        self._plan, self._keys_plan = plans[0], plans[-1] if merges_keys else None
-        if self._call_layout is None and all(plan is None for plan in plans):
-            self.notes.reason = self._why_no_plan(layout)
+        if merges_tokens:
+            self._plan = plans[0]
+        if merges_keys:
+            self._keys_plan = plans[-1]
+        if self._plan is None and self._keys_plan is None and self._call_layout is None:
+            self.notes.reason = self._why_no_plan(layout, ratio if merges_tokens else ratios[-1])
 
-    def _keys_ratio(self) -> float:
-        config = self.stack.sites.config
-        return self.stack.sites.evaluation.ratio if config.kv_ratio < 0 else config.kv_ratio
+    def _ratios(self) -> tuple[float, float]:
+        """The ratios of all tokens, and of the keys and values."""
+        config, ratio = self.stack.sites.config, self.stack.sites.evaluation.ratio
+        if config.kv_ratio < 0 or config.scope != "module":
+            return ratio, ratio
+        return ratio, config.kv_ratio
 
     def _plans(
         self, kind: str, features: Tensor, layout: Layout, ratios: Sequence[float]
@@ -355,19 +370,19 @@ class BlockSite:
         if shared is not None and place in shared:
             kept = shared[place]
             if all(plan is None or plan.fits(features) for plan in kept):
-                self.notes.made_plan = None if all(plan is None for plan in kept) else False
+                self.notes.plans_reused += any(plan is not None for plan in kept)
                 return kept
         plans_of = evaluation.engine.plans_of
         plans = plans_of_sequence(layout, features, lambda own, grid: plans_of(own, grid, ratios))
-        self.notes.made_plan = None if all(plan is None for plan in plans) else True
+        self.notes.plans_made += any(plan is not None for plan in plans)
         if shared is not None:
             shared[place] = plans
         return plans
 
-    def _why_no_plan(self, layout: Layout) -> str:
+    def _why_no_plan(self, layout: Layout, ratio: float) -> str:
         """What to tell where a strategy has made no plan."""
         sites = self.stack.sites
-        config, ratio = sites.config, sites.evaluation.ratio
+        config = sites.config
         if ratio == 0:
             return "the ratio is 0 at every step that could merge"
         grid = max((span.grid for span in layout.spans), key=lambda grid: grid.tokens)
@@ -507,9 +522,10 @@ class ModelSites:
     @contextmanager
     def installed(self, evaluation: Evaluation) -> Iterator[None]:
         """Put the overrides on for one evaluation."""
-        self.evaluation = evaluation
         with ExitStack() as exits:
-            exits.callback(delattr, self, "evaluation")
+            # One evaluation may run within another.
+            exits.callback(vars(self).update, evaluation=vars(self).get("evaluation"))
+            self.evaluation = evaluation
             for stack in self.stacks:
                 exits.callback(stack.end)
                 for module, forward in stack.overrides():

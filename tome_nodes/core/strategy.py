@@ -15,7 +15,7 @@ PlansOf = Callable[[Tensor, Grid, Sequence[float]], list[Plan | None]]
 
 
 class Strategy:
-    """Groups the tokens of a grid; made anew for each sampling run of a model.
+    """Groups the tokens of a grid; made for one model on one device.
 
     The class itself answers what others ask without making one; each answer here is that of most
     strategies.
@@ -49,7 +49,7 @@ class Strategy:
         """Begin an evaluation whose random picks are keyed by a scalar int64 tensor."""
 
     def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
-        """A plan for each ratio, all of them from one matching.
+        """A plan for each ratio, from one matching where the strategy matches.
 
         Args:
             features: ``[batch, tokens, channels]``.
@@ -57,8 +57,8 @@ class Strategy:
             ratios: for each plan, the share of the tokens to merge.
 
         Returns:
-            A plan for each ratio, None where nothing would merge. Of two, what merges at the
-            smaller ratio merges at the larger one too.
+            A plan for each ratio, None where nothing would merge. Where tokens are matched, those
+            that merge at one ratio merge at a larger one too.
         """
         raise NotImplementedError
 

@@ -37,8 +37,8 @@ class Counts(Observer):
             self._reasons[result.reason] += 1
         for outcome in result.outcomes:
             self.largest_grid = max(self.largest_grid, outcome.before)
-            self.plans_made += outcome.made_plan is True
-            self.plans_reused += outcome.made_plan is False
+            self.plans_made += outcome.plans_made
+            self.plans_reused += outcome.plans_reused
             if outcome.plan is not None:
                 size = outcome.before, outcome.after
                 self._blocks.setdefault(size, set()).add(outcome.block)

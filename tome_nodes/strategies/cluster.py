@@ -20,9 +20,9 @@ class ClusterStrategy(Strategy):
 
     def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
         slots = [grid.tokens - int(grid.tokens * ratio) for ratio in ratios]
-        return [
-            cluster(features, count, self.ops) if count < grid.tokens else None for count in slots
-        ]
+        distinct = {count for count in slots if count < grid.tokens}
+        made = {count: cluster(features, count, self.ops) for count in distinct}
+        return [made.get(count) for count in slots]
 
 
 @torch.no_grad()

@@ -69,7 +69,9 @@ def merge_attention(options: dict[str, Any], merges: MergesCalls) -> dict[str, A
         merged = None
         by_head = bool(kwargs.get("skip_reshape"))
         if mask is None:
-            merged = merges.merged_call(_flat(k, by_head), _flat(v, by_head), heads)
+            # Queries may have more heads than keys.
+            key_heads = k.shape[1] if by_head else heads
+            merged = merges.merged_call(_flat(k, by_head), _flat(v, by_head), key_heads)
         else:
             merges.note_masked()
         if merged is not None:

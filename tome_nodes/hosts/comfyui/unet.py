@@ -42,6 +42,12 @@ class UNetBlock(ComfyBlock):
             return None
         return Layout.filled_by(Grid(*shape[-2:]))
 
+    def latent(
+        self, context: Any = None, transformer_options: dict[str, Any] | None = None
+    ) -> Grid:
+        shape = (transformer_options or {}).get("original_shape")
+        return super().latent() if shape is None else Grid(*shape[-2:])
+
     def needs_all_tokens(
         self, context: Any = None, transformer_options: dict[str, Any] | None = None
     ) -> bool:

@@ -27,6 +27,7 @@ from ...core.observer import Evaluated, Observer
 from ...core.run import Run
 from ...core.schedule import Moment, NoiseRange
 from ...core.site import BlockSite, Family, Override, Part, StackSite
+from ...core.turns import turns_of
 from ...report import words
 from ...report.counts import Counts
 from ...strategies import make_strategy
@@ -35,6 +36,9 @@ log = logging.getLogger("tome_nodes")
 
 RECOMPUTED = "gradient checkpointing runs the transformer blocks again outside of the UNet's call"
 """The obstacle that a model may be to compute gradients by running blocks a second time."""
+
+# Its code is on the stack as long as a module is called.
+_CALLER = nn.Module._call_impl.__code__.co_filename
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -194,7 +198,20 @@ class Attachment:
             calls.end(completed)
 
 
-class _Calls(Observer):
+class _NotCompletedError(Exception):
+    """Ends an evaluation that was not completed."""
+
+
+class _Latest(Observer):
+    """Keeps what the latest evaluation did."""
+
+    result: Evaluated | None = None
+
+    def evaluated(self, result: Evaluated) -> None:
+        self.result = result
+
+
+class _Calls:
     """The calls of a UNet in one thread, and where the sampling is.
 
     The call itself tells that: its second argument, the timestep, falls from the number of noise
@@ -216,7 +233,8 @@ class _Calls(Observer):
         self._noisiest = timesteps - 1
         self._unet = unet
         self._told = told
-        self._run = Run(config, family, unet, make_strategy, [self])
+        self._latest = _Latest()
+        self._run = Run(config, family, unet, make_strategy, [self._latest])
         self._exits = ExitStack()
         self._shape: torch.Size | None = None
         self._timestep = math.nan
@@ -236,17 +254,21 @@ class _Calls(Observer):
             _execution_device(self._unet, sample),
             sample.dtype,
             self._family.obstacle(self._unet, self._config),
+            _CALLER,
         )
         self._exits.enter_context(evaluation)
 
     def end(self, completed: bool) -> None:
         """End a call; what one did that was not completed is not told."""
+        self._latest.result = None
         if completed:
             self._exits.close()
+            if self._latest.result is not None:
+                self._tell(self._latest.result)
         else:
-            self._exits.__exit__(InterruptedError, InterruptedError(), None)
+            self._exits.__exit__(_NotCompletedError, _NotCompletedError(), None)
 
-    def evaluated(self, result: Evaluated) -> None:
+    def _tell(self, result: Evaluated) -> None:
         """Tell what merged, once for each size; or why nothing did, once for each reason."""
         if not result.is_active:
             return
@@ -303,6 +325,7 @@ def detach(unet: nn.Module) -> None:
             attachment = getattr(hook, "__self__", None)
             if isinstance(attachment, Attachment):
                 attachment.end_call()
+                turns_of(unet).undo_if_left()
                 for each in (*_HOOKS, *_HOOK_FLAGS):
                     getattr(unet, each).pop(key, None)
 
@@ -312,8 +335,8 @@ def _first_two_arguments(
 ) -> tuple[Any, Any]:
     """The sample and the timestep of a call, by place or by name; None where there is none."""
     names = list(inspect.signature(unet.forward).parameters)[:2]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return given.get(names[0]), given.get(names[1])
+    given = [*args[:2], *(kwargs.get(name) for name in names[len(args) :]), None, None]
+    return given[0], given[1]
 
 
 def _execution_device(unet: nn.Module, sample: Tensor) -> torch.device:

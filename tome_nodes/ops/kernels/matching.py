@@ -244,7 +244,7 @@ def match_windows(
         quota: merges in each window, at most its tokens less its cells.
 
     Returns:
-        What a :class:`tome_nodes.core.plan.Plan` is made of:
+        What a :class:`tome_nodes.core.plan.SlotPlan` is made of:
         ``slot_of_token``: ``[batch, tokens]`` int64, the slot of each token.
         ``order``: ``[batch * tokens]`` int64, tokens slot by slot.
         ``offsets``: ``[batch * slots]`` int64, where each slot begins in ``order``.

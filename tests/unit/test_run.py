@@ -1,0 +1,145 @@
+"""Which plans a run keeps from step to step, on a model of one linear layer."""
+
+import pytest
+import torch
+from torch import nn
+
+from tome_nodes.config import ToMeConfig
+from tome_nodes.core.grid import Grid
+from tome_nodes.core.layout import Layout
+from tome_nodes.core.observer import Observer
+from tome_nodes.core.run import Run
+from tome_nodes.core.schedule import Moment
+from tome_nodes.core.site import BlockSite, Family, Part, StackSite
+from tome_nodes.strategies import make_strategy
+
+GRID = Grid(4, 4)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.feed_forward = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return x + self.feed_forward(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class ToyBlock(BlockSite):
+    tokens_changed, attention_masked, attention_replaced = "changed", "masked", "replaced"
+
+    def parts(self):
+        return [Part(self.module.feed_forward, "merge_mlp")]
+
+    def layout(self, x):
+        return Layout.filled_by(GRID)
+
+    def needs_all_tokens(self, *args, **kwargs):
+        return False
+
+    def is_masked(self, kwargs):
+        return False
+
+
+class ToyStack(StackSite):
+    block_class = ToyBlock
+
+
+class Toy(Family):
+    stack_class = ToyStack
+
+    def stacks(self, model):
+        yield "blocks", model.blocks, model.blocks
+
+    def blocks_by_level(self, model):
+        return {1: len(model.blocks)}
+
+
+class Noted(Observer):
+    def __init__(self):
+        self.results = []
+
+    def evaluated(self, result):
+        self.results.append(result)
+
+
+def evaluated(moments, **settings):
+    """How many plans each evaluation of a run made."""
+    noted, model = Noted(), Model()
+    config = ToMeConfig(merge_attn=False, merge_mlp=True, min_tokens=1, **settings)
+    run = Run(config, Toy(), model, make_strategy, [noted])
+    x = torch.randn(1, GRID.tokens, 3, generator=torch.Generator().manual_seed(0))
+    for step, part in moments:
+        moment = Moment(step, 0.0, step, part, is_active=True)
+        with torch.no_grad(), run.evaluation(moment, GRID, x.device, x.dtype):
+            model(x)
+    return [sum(outcome.plans_made for outcome in result.outcomes) for result in noted.results]
+
+
+@pytest.mark.parametrize(
+    ("every", "made"),
+    [(0, [2] * 6), (1, [1] * 6), (2, [1, 0, 1, 0, 1, 0]), (9, [1, 0, 0, 0, 0, 0])],
+)
+def test_plans_are_kept_for_so_many_steps(every, made):
+    assert evaluated([(step, "all") for step in range(6)], reuse_steps=every) == made
+
+
+def test_each_part_of_a_step_has_its_own_plans():
+    moments = [(step, part) for step in range(3) for part in "ab"]
+    assert evaluated(moments, reuse_steps=9) == [1, 1, 0, 0, 0, 0]
+
+
+def test_parts_that_move_from_step_to_step_do_not_use_up_the_room():
+    moments = [(step, (step, window)) for step in range(20) for window in range(8) for _ in "ab"]
+    assert evaluated(moments, reuse_steps=1) == [1, 0] * (20 * 8)
+
+
+def test_so_many_parts_are_kept_and_the_rest_shares_within_an_evaluation():
+    moments = [(step, part) for step in range(2) for part in range(66)]
+    assert evaluated(moments, reuse_steps=2) == [1] * 66 + [0] * 64 + [1] * 2
+
+
+def test_what_merged_is_told_of_each_block():
+    noted, model = Noted(), Model()
+    config = ToMeConfig(merge_attn=False, merge_mlp=True, min_tokens=1)
+    run = Run(config, Toy(), model, make_strategy, [noted])
+    x = torch.randn(1, GRID.tokens, 3)
+    with torch.no_grad():
+        for active, obstacle in ((True, None), (False, None), (True, "it may not")):
+            moment = Moment(0, 0.0, 0, None, active)
+            with run.evaluation(moment, GRID, x.device, x.dtype, obstacle):
+                model(x)
+    first, inactive, hindered = noted.results
+    assert [(o.block, o.before, o.after, o.plans_made) for o in first.merged] == [
+        ("blocks.0", 16, 8, 1),
+        ("blocks.1", 16, 8, 1),
+    ]
+    assert inactive.merged == hindered.merged == []
+    assert "covers no step" in inactive.reason and not inactive.is_active
+    assert hindered.reason == "it may not" and hindered.is_active
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_evaluation_that_raises_is_told_to_nobody_and_leaves_nothing():
+    noted, model = Noted(), Model()
+    config = ToMeConfig(merge_attn=False, merge_mlp=True, min_tokens=1)
+    run = Run(config, Toy(), model, make_strategy, [noted])
+    x = torch.zeros(1, GRID.tokens, 3)
+    with (
+        pytest.raises(RuntimeError, match="on purpose"),
+        run.evaluation(Moment(0, 0.0, 0, None, True), GRID, x.device, x.dtype),
+    ):
+        raise RuntimeError("on purpose")
+    assert noted.results == []
+    assert not any("forward" in vars(module) for module in model.modules())
