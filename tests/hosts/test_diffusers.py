@@ -526,6 +526,19 @@ def test_a_copy_merges_in_its_own_weights(unet, copied):
     assert unet._forward_pre_hooks
 
 
+def test_a_shallow_copy_merges_in_its_own_blocks(unet):
+    tome_nodes.apply_patch(unet)
+    merged = call(unet)
+    replica = copy.copy(unet)
+    replica._modules = dict(unet._modules)
+    replica.down_blocks = copy.deepcopy(unet.down_blocks)
+    assert torch.equal(call(replica), merged)
+    for parameter in unet.down_blocks.parameters():
+        parameter.data.zero_()
+    assert torch.equal(call(replica), merged)
+    assert not torch.equal(call(unet), merged)
+
+
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
 def test_a_call_that_fails_leaves_nothing_behind(unet, failure):
     before, expected = attributes(unet), call(unet)

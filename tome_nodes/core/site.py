@@ -342,15 +342,16 @@ class BlockSite:
         if not (merges_tokens or merges_keys):
             return
         ratio, keys_ratio = self._ratios()
-        one_ratio = not merges_keys or keys_ratio == ratio
-        ratios = [ratio] if one_ratio else [ratio, keys_ratio]
-        plans = self._plans("tokens", x, layout, ratios)
+        ratios = [ratio] if merges_tokens else []
+        if merges_keys and keys_ratio not in ratios:
+            ratios.append(keys_ratio)
+        plans = self._plans("tokens" if ratios == [ratio] else "keys too", x, layout, ratios)
         if merges_tokens:
             self._plan = plans[0]
         if merges_keys:
             self._keys_plan = plans[-1]
         if self._plan is None and self._keys_plan is None and self._call_layout is None:
-            self.notes.reason = self._why_no_plan(layout, ratio if merges_tokens else ratios[-1])
+            self.notes.reason = self._why_no_plan(layout, ratios[0])
 
     def _ratios(self) -> tuple[float, float]:
         """The ratios of all tokens, and of the keys and values."""

@@ -182,7 +182,8 @@ class Attachment:
             self.end_call()
             return
         calls = getattr(self._of_thread, "calls", None)
-        if calls is None:
+        # A shallow copy of a UNet, as replicas are, has the same hooks.
+        if calls is None or calls.unet is not unet:
             calls = self._of_thread.calls = _Calls(*self._settings, unet, self._told)
         calls.begin(sample, timestep)
 
@@ -217,6 +218,9 @@ class _Calls:
     The call itself tells that: its second argument, the timestep, falls from the number of noise
     levels the model was trained on to 0. That is also how far ``ratio`` is on its way to
     ``ratio_end``. A new run begins where the timestep is larger than in the call before.
+
+    Attributes:
+        unet: that is called.
     """
 
     def __init__(
@@ -231,7 +235,7 @@ class _Calls:
         self._config = config
         self._family = family
         self._noisiest = timesteps - 1
-        self._unet = unet
+        self.unet = unet
         self._told = told
         self._latest = _Latest()
         self._run = Run(config, family, unet, make_strategy, [self._latest])
@@ -251,9 +255,9 @@ class _Calls:
         evaluation = self._run.evaluation(
             self._moment(noise, sample.shape),
             Grid(*sample.shape[-2:]),
-            _execution_device(self._unet, sample),
+            _execution_device(self.unet, sample),
             sample.dtype,
-            self._family.obstacle(self._unet, self._config),
+            self._family.obstacle(self.unet, self._config),
             _CALLER,
         )
         self._exits.enter_context(evaluation)
