@@ -43,10 +43,7 @@ class Run:
     ):
         self.sites = ModelSites(config, family, model, observers)
         self.engine: Engine | None = None
-        self._config = config
-        self._model = model
         self._make_strategy = make_strategy
-        self._observers = observers
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
         self._kept: dict[Hashable, SharedPlans] = {}
         self._period = 0
@@ -77,12 +74,12 @@ class Run:
             obstacle: why the host has the model left alone in this evaluation, None if it has not.
             caller: see :meth:`tome_nodes.core.turns.Turns.turn`.
         """
-        with turns_of(self._model).turn(caller) as exits:
+        with turns_of(self.sites.model).turn(caller) as exits:
             engine = None
             if not moment.is_active:
                 obstacle = (
-                    f"start_percent={self._config.start_percent} to "
-                    f"end_percent={self._config.end_percent} covers no step of this run"
+                    f"start_percent={self.sites.config.start_percent} to "
+                    f"end_percent={self.sites.config.end_percent} covers no step of this run"
                 )
             elif obstacle is None:
                 engine = self.engine = self._engine(device, dtype)
@@ -99,24 +96,24 @@ class Run:
         result = Evaluated(
             moment.step, len(self.sites.blocks), outcomes, obstacle, moment.is_active
         )
-        for observer in self._observers:
+        for observer in self.sites.observers:
             observer.evaluated(result)
 
     def _begin(
         self, moment: Moment, latent: Grid, engine: Engine, device: torch.device
     ) -> Evaluation:
-        key = step_key(self._config.seed, moment.picks)
+        key = step_key(self.sites.config.seed, moment.picks)
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
-        for observer in self._observers:
+        for observer in self.sites.observers:
             observer.begins(moment.step)
-        ratio = ratio_at(self._config, moment.progress)
+        ratio = ratio_at(self.sites.config, moment.progress)
         return Evaluation(engine, ratio, latent, self._plans_for(moment))
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         place = device, dtype
         if place not in self._engines:
-            engine = make_engine(self._config, self._make_strategy, device, dtype)
-            for observer in self._observers:
+            engine = make_engine(self.sites.config, self._make_strategy, device, dtype)
+            for observer in self.sites.observers:
                 engine = replace(engine, plans_of=observer.watched(engine.plans_of))
             self._engines[place] = engine
         return self._engines[place]
@@ -126,7 +123,7 @@ class Run:
 
         A plan holds for the samples of one batch, so it is kept by what the batch is made of.
         """
-        every = self._config.reuse_steps
+        every = self.sites.config.reuse_steps
         if every == 0:
             return None
         if moment.step // every != self._period:

@@ -252,12 +252,15 @@ class _Calls:
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
         self._follow(noise)
         self._shape = sample.shape
+        moment = self._moment(noise, sample.shape)
+        # It may look at every module of the UNet.
+        obstacle = self._family.obstacle(self.unet, self._config) if moment.is_active else None
         evaluation = self._run.evaluation(
-            self._moment(noise, sample.shape),
+            moment,
             Grid(*sample.shape[-2:]),
             _execution_device(self.unet, sample),
             sample.dtype,
-            self._family.obstacle(self.unet, self._config),
+            obstacle,
             _CALLER,
         )
         self._exits.enter_context(evaluation)
