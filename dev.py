@@ -93,8 +93,11 @@ def bench(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="dev.py bench", add_help=False)
     parser.add_argument("--host", choices=modules, default="comfyui")
     parser.add_argument("--fidelity", action="store_true")
+    parser.add_argument("--transformers", action="store_true")
     chosen, rest = parser.parse_known_args(arguments)
-    module = "benchmarks.fidelity" if chosen.fidelity else modules[chosen.host]
+    module = modules[chosen.host]
+    if chosen.fidelity or chosen.transformers:
+        module = "benchmarks.fidelity" if chosen.fidelity else "benchmarks.transformers"
     environment.prepare()
     return _call(environment.PYTHON, "-m", module, *rest, folder=ROOT)
 
@@ -138,7 +141,8 @@ def _parser() -> argparse.ArgumentParser:
         "bench",
         "measure all methods against the unpatched model; further arguments: --host, --quick, "
         "--forecast, --device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, "
-        "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds",
+        "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds; "
+        "with --transformers, what merged keys gain there: --quick, --repeats, --name",
     )
     add("lint", "check the code and its format with ruff, and its types with mypy")
     return parser

@@ -11,6 +11,7 @@ RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
         "ratio": (0.0, 0.95),
         "sx": (1, 8),
         "sy": (1, 8),
+        "st": (0, 8),
         "seed": (0, 2**64 - 1),
         "start_percent": (0.0, 1.0),
         "end_percent": (0.0, 1.0),
@@ -50,6 +51,9 @@ class ToMeConfig:
             scope ``block`` and ``stack`` all down to the one that has most blocks.
         sx: width of a cell in tokens.
         sy: height of a cell in tokens.
+        st: length of a cell in frames, for video, where a cell is ``sx`` tokens of a row in ``st``
+            frames; 1 has cells of ``sx`` by ``sy`` within each frame; 0 is 2 to 5, the length that
+            divides the frames best.
         use_rand: pick the destination of each cell at random; otherwise its top left token.
         seed: seed of the random picks.
         merge_attn: merge the tokens that enter self-attention.
@@ -102,13 +106,14 @@ class ToMeConfig:
     backend: str = "auto"
     kv_ratio: float = -1.0
     proportional_attn: bool = True
+    st: int = 0
 
     def __post_init__(self) -> None:
         switches = ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp", "proportional_attn")
         for name in switches:
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r} is not allowed: it must be true or false")
-        for name in ("sx", "sy", "seed", "reuse_steps", "min_tokens"):
+        for name in ("sx", "sy", "st", "seed", "reuse_steps", "min_tokens"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, int):
                 raise TypeError(f"{name}={value!r} is not allowed: it must be a whole number")
         for name in ("ratio", "start_percent", "end_percent", "ratio_end", "kv_ratio"):

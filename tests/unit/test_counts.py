@@ -57,7 +57,9 @@ def test_a_line_of_a_changing_ratio_tells_its_range():
 
 
 def test_what_went_otherwise_is_told_once():
-    outcomes = [merged(block, 64, 32, fell_back=True, unweighted="so it is") for block in "ab"]
+    outcomes = [
+        merged(block, 64, 32, fell_back="that are patched", unweighted="so it is") for block in "ab"
+    ]
     counts = counts_of((0, outcomes), (1, outcomes))
     assert line(counts, ToMeConfig(scope="stack")).endswith(
         "stack scope, module scope in 2 that are patched, merged keys weigh as one token (so it is)"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tome_nodes.core.grid import Grid
-from tome_nodes.core.layout import Layout, Span
+from tome_nodes.core.layout import Layout, Picture, Span
 from tome_nodes.core.plan import SlotPlan, plans_of_sequence
 
 GRID = Grid(2, 3)
@@ -76,7 +76,7 @@ def test_pictures_merge_and_everything_else_is_kept(layout, batch):
         means, keys, values = plan.merge_inputs(x)
         assert torch.equal(means, merged) and torch.equal(values, merged)
         assert keys.shape == merged.shape
-        keys, values = plan.merge_keys_and_values(x, 2 * x, heads=2)
+        keys, values = plan.merge_keys(x, heads=2), plan.merge_values(2 * x)
         assert torch.equal(values, plan.merge(2 * x))
         lengths = brute_force_merge(plan, x.unflatten(2, (2, -1)).norm(dim=3))
         assert_close(keys.unflatten(2, (2, -1)).norm(dim=3).double(), lengths, rtol=1e-4, atol=1e-4)
@@ -97,5 +97,22 @@ def test_a_layout_as_numbers_is_the_same_layout(layout):
     ("length", "starts"), [(11, (0, 6)), (12, (0, 5)), (12, (-1, 6)), (5, (0,)), (20, (8, 0))]
 )
 def test_pictures_that_overlap_or_stick_out_are_refused(length, starts):
-    with pytest.raises(ValueError, match=r"a picture of 2x3 tokens from -?\d+ on does not fit"):
+    with pytest.raises(ValueError, match=r"a picture of 6 tokens from -?\d+ on does not fit"):
         Layout(length, tuple(Span(start, GRID) for start in starts))
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(2, 9))
+def test_the_first_frame_of_a_video_merges_apart_from_the_others(height, width, frames):
+    first, others = Grid(height, width, frames).parts
+    assert first == Grid(height, width)
+    assert others == Grid(height, width, frames - 1)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_pictures_stand_at_one_end_of_a_sequence(at_end):
+    pictures = [Picture(Grid(2, 3), padding=2), Picture(Grid(1, 2, 4))]
+    layout = Layout.of_pictures(20, pictures, at_end)
+    start = 4 if at_end else 0
+    assert layout.spans == (Span(start, Grid(2, 3)), Span(start + 8, Grid(1, 2, 4)))
+    assert Layout.of_pictures(15, pictures, at_end) is None
+    assert Layout.of_pictures(16, pictures, at_end).length == 16

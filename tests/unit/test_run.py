@@ -6,11 +6,12 @@ from torch import nn
 
 from tome_nodes.config import ToMeConfig
 from tome_nodes.core.grid import Grid
+from tome_nodes.core.input_site import InputSite, InputStack, Part
 from tome_nodes.core.layout import Layout
 from tome_nodes.core.observer import Observer
 from tome_nodes.core.run import Run
 from tome_nodes.core.schedule import Moment
-from tome_nodes.core.site import BlockSite, Family, Part, StackSite
+from tome_nodes.core.site import Family
 from tome_nodes.strategies import make_strategy
 
 GRID = Grid(4, 4)
@@ -36,7 +37,7 @@ class Model(nn.Module):
         return x
 
 
-class ToyBlock(BlockSite):
+class ToyBlock(InputSite):
     tokens_changed, attention_masked, attention_replaced = "changed", "masked", "replaced"
 
     def parts(self):
@@ -52,7 +53,7 @@ class ToyBlock(BlockSite):
         return False
 
 
-class ToyStack(StackSite):
+class ToyStack(InputStack):
     block_class = ToyBlock
 
 

@@ -14,6 +14,7 @@ from tome_nodes.core.picks import step_key
 from tome_nodes.core.plan import SlotPlan
 from tome_nodes.ops import reference
 from tome_nodes.strategies import make_strategy, strategy_class
+from tome_nodes.strategies.cells import frames_of_cell
 from tome_nodes.strategies.cluster import cluster
 from tome_nodes.strategies.pool import PoolPlan
 from tome_nodes.strategies.window import match_windows, split_windows
@@ -172,3 +173,41 @@ def test_one_token_of_each_cell_always_stays(strategy, cap):
     assert strategy_class(ToMeConfig(strategy=strategy, sx=4)).ratio_cap(
         ToMeConfig(strategy=strategy, sx=4)
     ) == (1.0 if cap == 1 else 0.875)
+
+
+@given(
+    st.sampled_from(CHOICES["strategy"]),
+    st.builds(Grid, st.integers(2, 9), st.integers(2, 9), st.integers(2, 9)),
+    st.integers(0, 4),
+    st.sampled_from([0.1, 0.5, 0.9]),
+)
+def test_every_strategy_makes_a_partition_of_a_video(strategy, grid, cell_frames, ratio):
+    features = features_of(grid, 2)
+    plan = plan_of(ToMeConfig(strategy=strategy, ratio=ratio, st=cell_frames), features, grid)
+    if plan is None:
+        return
+    assert plan.slot_count < grid.tokens
+    for sample in plan.slots():
+        assert sample.unique().tolist() == list(range(plan.slot_count))
+
+
+@pytest.mark.parametrize("strategy", ["bipartite", "window"])
+def test_what_stands_still_merges_over_frames(strategy):
+    """Cells of four frames by two tokens hold two places, of which one has no token that stays."""
+    grid = Grid(6, 8, 4)
+    still = torch.randn(1, grid.height * grid.width, 16, generator=torch.Generator().manual_seed(0))
+    features = still.repeat(1, grid.frames, 1)
+    plan = plan_of(ToMeConfig(strategy=strategy, ratio=0.375), features, grid)
+    assert plan.slot_count == 0.625 * grid.tokens
+    slots = plan.slots()[0].view(grid.frames, -1)
+    places = torch.arange(slots.shape[1]).expand_as(slots)
+    for slot in slots.unique():
+        assert len(places[slots == slot].unique()) == 1
+
+
+@pytest.mark.parametrize(
+    ("frames", "length"),
+    [(2, 2), (3, 3), (4, 4), (5, 5), (6, 3), (7, 3), (8, 4), (15, 5), (20, 4), (24, 4), (30, 5)],
+)
+def test_as_few_frames_as_can_be_are_in_no_cell(frames, length):
+    assert frames_of_cell(frames) == length

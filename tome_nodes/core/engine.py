@@ -95,7 +95,7 @@ def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dty
         if plan is None:
             return None
         merged, *_ = plan.merge_inputs(features)
-        plan.merge_keys_and_values(features, features, 1)
+        plan.merge_keys(features, 1)
         plan.unmerge(merged)
         plan.add_change(features, merged, merged)
         strategy.ops.widen(features, merged, merged, merged[:, :, 0], 1, 1.0, 1.0)

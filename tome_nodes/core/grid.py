@@ -1,18 +1,36 @@
-"""The rectangle of tokens behind a flat sequence."""
+"""The picture or video behind a flat sequence of tokens."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Height and width of a feature map, in tokens, which follow each other row by row."""
+    """Size of a feature map in tokens, which follow each other frame by frame, row by row.
+
+    Attributes:
+        height: tokens down.
+        width: tokens across.
+        frames: 1 for a picture.
+    """
 
     height: int
     width: int
+    frames: int = 1
 
     @property
     def tokens(self) -> int:
-        return self.height * self.width
+        return self.frames * self.height * self.width
+
+    @property
+    def parts(self) -> "tuple[Grid, ...]":
+        """What tokens merge within: the first frame of a video is apart from the others.
+
+        The VAEs of video models make the first latent frame of one frame, and each of the others of
+        several.
+        """
+        if self.frames == 1:
+            return (self,)
+        return Grid(self.height, self.width), Grid(self.height, self.width, self.frames - 1)
 
     def cells(self, sy: int, sx: int) -> "Grid":
         """How many whole cells of ``sy`` by ``sx`` tokens fit, down and across."""

@@ -1,16 +1,35 @@
-"""Which tokens of a sequence are picture, and in which rectangles."""
+"""Which tokens of a sequence are picture or video, and of which size."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .grid import Grid
 
-LayoutKey = tuple[int, tuple[tuple[int, int, int], ...]]
+LayoutKey = tuple[int, tuple[tuple[int, int, int, int], ...]]
 """A layout as plain numbers, since torch.compile lets no frozen dataclass out of what it traces."""
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A picture or video in the sequence of a transformer, as the model's inputs tell.
+
+    Attributes:
+        grid: of its tokens.
+        padding: tokens that follow it and are part of nothing.
+    """
+
+    grid: Grid
+    padding: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """With the padding."""
+        return self.grid.tokens + self.padding
+
+
+@dataclass(frozen=True)
 class Span:
-    """The tokens of one picture within a sequence: a grid, row by row, from ``start`` on."""
+    """The tokens of one picture or video within a sequence, from ``start`` on."""
 
     start: int
     grid: Grid
@@ -44,9 +63,8 @@ class Layout:
         for span in self.spans:
             if span.start < free or span.stop > self.length:
                 raise ValueError(
-                    f"a picture of {span.grid.height}x{span.grid.width} tokens from {span.start} "
-                    f"on does not fit into a sequence of {self.length} tokens that is free from "
-                    f"{free} on"
+                    f"a picture of {span.grid.tokens} tokens from {span.start} on does not fit "
+                    f"into a sequence of {self.length} tokens that is free from {free} on"
                 )
             free = span.stop
 
@@ -55,16 +73,35 @@ class Layout:
         """The layout of a sequence that is one picture."""
         return cls(grid.tokens, (Span(0, grid),))
 
+    @classmethod
+    def of_pictures(cls, length: int, pictures: Sequence[Picture], at_end: bool) -> "Layout | None":
+        """The layout of a sequence in which pictures follow each other, at its start or its end.
+
+        None where they do not fit into ``length`` tokens.
+        """
+        start = length - sum(picture.tokens for picture in pictures) if at_end else 0
+        spans = []
+        for picture in pictures:
+            spans.append(Span(start, picture.grid))
+            start += picture.tokens
+        if spans[0].start < 0 or start > length:
+            return None
+        return cls(length, tuple(spans))
+
     @property
     def is_filled(self) -> bool:
-        """Whether one picture is all there is."""
-        return len(self.spans) == 1 and self.spans[0].grid.tokens == self.length
+        """Whether one picture, and no video, is all there is."""
+        return (
+            len(self.spans) == 1
+            and self.spans[0].grid.frames == 1
+            and self.spans[0].grid.tokens == self.length
+        )
 
     @property
     def key(self) -> LayoutKey:
         """The same as plain numbers."""
         return self.length, tuple(
-            (span.start, span.grid.height, span.grid.width) for span in self.spans
+            (span.start, span.grid.height, span.grid.width, span.grid.frames) for span in self.spans
         )
 
     @classmethod

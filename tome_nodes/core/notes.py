@@ -32,7 +32,7 @@ class Notes:
         self.plans_reused = 0
         self.reason: str | None = None
         self.unweighted: str | None = None
-        self.fell_back = False
+        self.fell_back: str | None = None
 
     def ran(self, tokens: int, plan: Plan) -> None:
         """Note that something ran on the slots of a plan instead of so many tokens."""

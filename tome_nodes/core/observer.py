@@ -25,7 +25,8 @@ class Outcome:
         plans_reused: how many it had of another block or step.
         reason: why it ran on all its tokens, None where it merged or the settings leave it out.
         unweighted: why merged keys weighed as one token each, None where they did not.
-        fell_back: whether only its modules ran on merged tokens though a wider scope was asked for.
+        fell_back: why only its modules merged though a wider scope was asked for, None where they
+            did as asked.
     """
 
     block: str
@@ -37,7 +38,7 @@ class Outcome:
     plans_reused: int = 0
     reason: str | None = None
     unweighted: str | None = None
-    fell_back: bool = False
+    fell_back: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,9 +48,13 @@ class Plan:
         means = self.merge(x)
         return means, means, means
 
-    def merge_keys_and_values(self, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, ``[batch, tokens, heads * channels]``, of the slots."""
-        return self.merge(k), self.merge(v)
+    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
+        """The keys of the slots, of ``[batch, tokens, heads * channels]``."""
+        return self.merge(k)
+
+    def merge_values(self, v: Tensor) -> Tensor:
+        """The values of the slots, of ``[batch, tokens, heads * channels]``."""
+        return self.merge(v)
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Each token's slot: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""
@@ -132,10 +136,10 @@ class SlotPlan(Plan):
         means, keys = self.ops.merge_keys(x, self.slot_of_token, self.order, self.offsets)
         return means, keys, means
 
-    def merge_keys_and_values(self, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        """Means, those of keys in each head as long as the keys of their tokens are."""
+    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
+        """Means, in each head as long as the keys of their tokens are."""
         _, keys = self.ops.merge_keys(k, self.slot_of_token, self.order, self.offsets, heads)
-        return keys, self.merge(v)
+        return keys
 
     def unmerge(self, y: Tensor) -> Tensor:
         return self.ops.unmerge(y, self.slot_of_token)
@@ -214,13 +218,11 @@ class SequencePlan(Plan):
         queries, keys, values = (torch.cat(each, 1) for each in zip(*merged, strict=True))
         return queries, keys, values
 
-    def merge_keys_and_values(self, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        merged = [
-            plan.merge_keys_and_values(own_k, own_v, heads)
-            for (plan, own_k), (_, own_v) in zip(self._split(k), self._split(v), strict=True)
-        ]
-        keys, values = (torch.cat(each, 1) for each in zip(*merged, strict=True))
-        return keys, values
+    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
+        return torch.cat([plan.merge_keys(part, heads) for plan, part in self._split(k)], 1)
+
+    def merge_values(self, v: Tensor) -> Tensor:
+        return torch.cat([plan.merge_values(part) for plan, part in self._split(v)], 1)
 
     def unmerge(self, y: Tensor) -> Tensor:
         parts = y.split([plan.slot_count for plan in self.parts], 1)
@@ -236,6 +238,8 @@ def plans_of_sequence(
 ) -> list[Plan | None]:
     """Plans of a sequence: each of its pictures merges within itself, all else is kept.
 
+    A video merges in the :attr:`tome_nodes.core.grid.Grid.parts` that it has.
+
     Args:
         layout: where the pictures are, at least one.
         features: ``[batch, tokens, channels]`` of the whole sequence.
@@ -246,22 +250,30 @@ def plans_of_sequence(
     """
     if layout.is_filled:
         return plans_of(features, layout.spans[0].grid)
-    made = [plans_of(features[:, span.start : span.stop], span.grid) for span in layout.spans]
-    return [_joined(layout, features, plans) for plans in zip(*made, strict=True)]
+    pieces = []
+    for span in layout.spans:
+        start = span.start
+        for grid in span.grid.parts:
+            pieces.append((start, grid))
+            start += grid.tokens
+    made = [plans_of(features[:, start : start + grid.tokens], grid) for start, grid in pieces]
+    return [_joined(pieces, features, plans) for plans in zip(*made, strict=True)]
 
 
-def _joined(layout: Layout, features: Tensor, plans: Sequence[Plan | None]) -> Plan | None:
-    batch, device = len(features), features.device
+def _joined(
+    pieces: Sequence[tuple[int, Grid]], features: Tensor, plans: Sequence[Plan | None]
+) -> Plan | None:
+    batch, length, device = len(features), features.shape[1], features.device
     parts: list[tuple[int, Plan]] = []
     done = 0
-    for span, plan in zip(layout.spans, plans, strict=True):
+    for (start, grid), plan in zip(pieces, plans, strict=True):
         if plan is not None:
-            if span.start > done:
-                parts.append((span.start - done, KeptPlan(batch, span.start - done, device)))
-            parts.append((span.grid.tokens, plan))
-            done = span.stop
+            if start > done:
+                parts.append((start - done, KeptPlan(batch, start - done, device)))
+            parts.append((grid.tokens, plan))
+            done = start + grid.tokens
     if not parts:
         return None
-    if layout.length > done:
-        parts.append((layout.length - done, KeptPlan(batch, layout.length - done, device)))
+    if length > done:
+        parts.append((length - done, KeptPlan(batch, length - done, device)))
     return SequencePlan.of(batch, parts)

@@ -15,6 +15,7 @@ from torch import nn
 from ..config import ToMeConfig
 from .engine import Engine, MakeStrategy, make_engine
 from .grid import Grid
+from .layout import Picture
 from .observer import Evaluated, Observer, Outcome
 from .picks import step_key
 from .schedule import Moment, ratio_at
@@ -61,6 +62,7 @@ class Run:
         dtype: torch.dtype,
         obstacle: str | None = None,
         caller: str | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> Iterator[None]:
         """Merge tokens in the model while it is evaluated.
 
@@ -73,6 +75,7 @@ class Run:
             dtype: of their tokens.
             obstacle: why the host has the model left alone in this evaluation, None if it has not.
             caller: see :meth:`tome_nodes.core.turns.Turns.turn`.
+            pictures: those in the sequence of a transformer, in order.
         """
         with turns_of(self.sites.model).turn(caller) as exits:
             engine = None
@@ -89,7 +92,7 @@ class Run:
             if engine is None or obstacle is not None:
                 yield
             else:
-                evaluation = self._begin(moment, latent, engine, device)
+                evaluation = self._begin(moment, latent, engine, device, pictures)
                 exits.enter_context(self.sites.installed(evaluation))
                 yield
                 outcomes = self.sites.outcomes()
@@ -100,14 +103,19 @@ class Run:
             observer.evaluated(result)
 
     def _begin(
-        self, moment: Moment, latent: Grid, engine: Engine, device: torch.device
+        self,
+        moment: Moment,
+        latent: Grid,
+        engine: Engine,
+        device: torch.device,
+        pictures: tuple[Picture, ...],
     ) -> Evaluation:
         key = step_key(self.sites.config.seed, moment.picks)
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
         for observer in self.sites.observers:
             observer.begins(moment.step)
         ratio = ratio_at(self.sites.config, moment.progress)
-        return Evaluation(engine, ratio, latent, self._plans_for(moment))
+        return Evaluation(engine, ratio, latent, self._plans_for(moment), pictures)
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         place = device, dtype

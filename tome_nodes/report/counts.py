@@ -12,7 +12,7 @@ class Counts(Observer):
         total_steps: of the run, 0 where the host does not know them.
         blocks_present: blocks of the model.
         largest_grid: tokens of the largest feature map that entered a block.
-        fell_back: blocks that ran in module scope though a wider one was asked for.
+        fell_back: blocks that ran in module scope though a wider one was asked for, by the reason.
         unweighted: why merged keys weighed as one token each.
         plans_made: how many plans were made.
         plans_reused: how often a block ran under the plan of another block or step.
@@ -22,7 +22,7 @@ class Counts(Observer):
         self.total_steps = total_steps
         self.blocks_present = 0
         self.largest_grid = 0
-        self.fell_back: set[str] = set()
+        self.fell_back: dict[str, set[str]] = {}
         self.unweighted: set[str] = set()
         self.plans_made = 0
         self.plans_reused = 0
@@ -47,8 +47,8 @@ class Counts(Observer):
                 self._reasons[outcome.reason] += 1
             if outcome.unweighted is not None:
                 self.unweighted.add(outcome.unweighted)
-            if outcome.fell_back:
-                self.fell_back.add(outcome.block)
+            if outcome.fell_back is not None:
+                self.fell_back.setdefault(outcome.fell_back, set()).add(outcome.block)
 
     @property
     def merged_steps(self) -> int:

@@ -203,8 +203,11 @@ class _WatchedPlan(Plan):
     def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._time(MERGING, self._plan.merge_inputs, x)
 
-    def merge_keys_and_values(self, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        return self._time(MERGING, self._plan.merge_keys_and_values, k, v, heads)
+    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
+        return self._time(MERGING, self._plan.merge_keys, k, heads)
+
+    def merge_values(self, v: Tensor) -> Tensor:
+        return self._time(MERGING, self._plan.merge_values, v)
 
     def unmerge(self, y: Tensor) -> Tensor:
         return self._time(UNMERGING, self._plan.unmerge, y)

@@ -51,9 +51,8 @@ def _span(lengths: list[int]) -> str:
 
 def deviations(counts: Counts) -> list[str]:
     """What went otherwise than the settings say, in a few words each."""
-    fell_back = [f"module scope in {len(counts.fell_back)} that are patched"]
     return [
-        *(fell_back if counts.fell_back else ()),
+        *(f"module scope in {len(names)} {why}" for why, names in counts.fell_back.items()),
         *(f"merged keys weigh as one token ({reason})" for reason in sorted(counts.unweighted)),
     ]
 

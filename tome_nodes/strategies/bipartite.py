@@ -7,7 +7,7 @@ from torch import Tensor
 from ..core.grid import Grid
 from ..core.plan import SlotPlan
 from ..ops import Operations, reference
-from .cells import CellStrategy, split_cells
+from .cells import Cells, CellStrategy, split_cells
 
 # Scores held in memory at once; a larger map is matched in several pieces.
 _SCORES_AT_ONCE = 2**24
@@ -18,9 +18,9 @@ class BipartiteStrategy(CellStrategy):
 
     compares_afar = True
 
-    def split(self, grid: Grid, picks: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
         """See :func:`split_tokens`."""
-        return split_tokens(grid, self.config.sy, self.config.sx, picks)
+        return split_tokens(cells.grid, cells.sy, cells.sx, picks)
 
     def match(self, features: Tensor, grid: Grid, merges: list[int]) -> list[SlotPlan]:
         """See :func:`match`."""

@@ -1,6 +1,7 @@
 """What the strategies that keep one dst token in each cell share (paper, section 4.2)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,29 @@ from ..core.picks import pick_per_cell
 from ..core.plan import Plan
 from ..core.strategy import Strategy
 from ..ops import Operations
+
+# Lengths of cells in video to choose from, in frames, the one that merges best first.
+_FRAMES_OF_CELL = (4, 5, 3, 2)
+
+
+@dataclass(frozen=True)
+class Cells:
+    """How the tokens of a grid are cut into cells.
+
+    Attributes:
+        grid: the tokens as rows and columns; a video has a row for each frame.
+        sy: height of a cell in rows.
+        sx: width of a cell in columns.
+    """
+
+    grid: Grid
+    sy: int
+    sx: int
+
+    @property
+    def count(self) -> Grid:
+        """How many whole cells there are, down and across."""
+        return self.grid.cells(self.sy, self.sx)
 
 
 class CellStrategy(Strategy):
@@ -30,7 +54,7 @@ class CellStrategy(Strategy):
         self._splits = {}
 
     def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
-        cells = grid.cells(self.config.sy, self.config.sx)
+        cells = self.cells_of(grid).count
         if cells.tokens == 0:
             return [None] * len(ratios)
         most = grid.tokens - cells.tokens
@@ -41,11 +65,21 @@ class CellStrategy(Strategy):
         made = dict(zip(distinct, self.match(features, grid, distinct), strict=True))
         return [made.get(count) for count in merges]
 
+    def cells_of(self, grid: Grid) -> Cells:
+        """How a grid is cut: a cell of a video reaches over frames, and over tokens in a row."""
+        config = self.config
+        if grid.frames == 1:
+            return Cells(grid, config.sy, config.sx)
+        if config.st == 1:
+            return Cells(Grid(grid.frames * grid.height, grid.width), config.sy, config.sx)
+        frames = config.st or frames_of_cell(grid.frames)
+        return Cells(Grid(grid.frames, grid.height * grid.width), frames, config.sx)
+
     def match(self, features: Tensor, grid: Grid, merges: list[int]) -> Sequence[Plan | None]:
         """Plans that merge so many src tokens, None where it comes to nothing."""
         raise NotImplementedError
 
-    def split(self, grid: Grid, picks: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
         """The src and dst tokens of a grid, given which token of each cell is its dst."""
         raise NotImplementedError
 
@@ -59,13 +93,19 @@ class CellStrategy(Strategy):
     def split_of(self, grid: Grid) -> tuple[Tensor, Tensor]:
         """The split of this step, made once for all blocks."""
         if grid not in self._splits:
-            cells = grid.cells(self.config.sy, self.config.sx)
+            cells = self.cells_of(grid)
             if self.config.use_rand:
-                picks = pick_per_cell(self.key, cells, self.config.sy * self.config.sx)
+                picks = pick_per_cell(self.key, cells.count, cells.sy * cells.sx)
             else:
-                picks = self.key.new_zeros(cells.tokens)
-            self._splits[grid] = self.split(grid, picks)
+                picks = self.key.new_zeros(cells.count.tokens)
+            self._splits[grid] = self.split(cells, picks)
         return self._splits[grid]
+
+
+def frames_of_cell(frames: int) -> int:
+    """How many frames a cell reaches over in a video of so many: as few as can be are left out."""
+    lengths = [length for length in _FRAMES_OF_CELL if length <= frames]
+    return min(lengths, key=lambda length: frames % length)
 
 
 def split_cells(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:

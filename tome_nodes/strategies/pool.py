@@ -78,9 +78,13 @@ class PoolPlan(Plan):
         blend = self._leaning(means, x)
         return means, blend, blend
 
-    def merge_keys_and_values(self, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
         """Means that lean on one token, as those of :meth:`merge_inputs` do."""
-        return self._leaning(self.merge(k), k), self._leaning(self.merge(v), v)
+        return self._leaning(self.merge(k), k)
+
+    def merge_values(self, v: Tensor) -> Tensor:
+        """The same for values."""
+        return self._leaning(self.merge(v), v)
 
     def _leaning(self, means: Tensor, x: Tensor) -> Tensor:
         image = x.unflatten(1, (self.grid.height, self.grid.width))
@@ -101,6 +105,8 @@ class PoolStrategy(Strategy):
 
     def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
         cell = self.config.sy, self.config.sx
+        # The frames of a video one below the other: cells do not reach over them.
+        grid = Grid(grid.frames * grid.height, grid.width)
         plan = PoolPlan.of(len(features), grid, *cell, features.device)
         merges = plan.slot_count < grid.tokens
         return [plan if ratio and merges else None for ratio in ratios]

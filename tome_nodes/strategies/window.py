@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.grid import Grid
 from ..core.plan import Plan, SlotPlan
-from .cells import CellStrategy, split_cells
+from .cells import Cells, CellStrategy, split_cells
 
 # Features that a CPU gathers at once, so that they stay in its cache; a GPU takes a map whole.
 _CPU_FEATURES_AT_ONCE = 2**20
@@ -30,18 +30,18 @@ class WindowStrategy(CellStrategy):
     # Matching is one kernel.
     least_tokens_with_kernels = 2048
 
-    def split(self, grid: Grid, picks: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
         """See :func:`split_windows`."""
-        return split_windows(grid, self.config.sy, self.config.sx, picks)
+        return split_windows(cells.grid, cells.sy, cells.sx, picks)
 
     def match(self, features: Tensor, grid: Grid, merges: list[int]) -> Sequence[Plan | None]:
         """See :func:`match_windows`; the merges are shared out evenly, rounded to the nearest."""
-        sy, sx = self.config.sy, self.config.sx
-        high, wide = window_cells(grid, sy, sx)
-        cells = grid.cells(sy, sx)
-        windows = (cells.height // high) * (cells.width // wide)
+        cells = self.cells_of(grid)
+        sy, sx, count = cells.sy, cells.sx, cells.count
+        high, wide = window_cells(cells.grid, sy, sx)
+        windows = (count.height // high) * (count.width // wide)
         most = high * wide * (sy * sx - 1)
-        quotas = [min(most, (count + windows // 2) // windows) for count in merges]
+        quotas = [min(most, (number + windows // 2) // windows) for number in merges]
         distinct = sorted(set(quotas) - {0})
         if not distinct:
             return [None] * len(quotas)
@@ -49,7 +49,7 @@ class WindowStrategy(CellStrategy):
             from ..ops import kernels
 
             key = self.key if self.config.use_rand else None
-            shape = (grid.height, grid.width, sy, sx, high, wide)
+            shape = (cells.grid.height, cells.grid.width, sy, sx, high, wide)
             plans = []
             for quota in distinct:
                 slot_of_token, order, offsets, log_sizes = kernels.match_windows(

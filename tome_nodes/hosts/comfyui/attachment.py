@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...config import ToMeConfig
 from ...core.engine import MakeStrategy
 from ...core.grid import Grid
+from ...core.layout import Picture
 from ...core.observer import Evaluated, Observer
 from ...core.run import Run
 from ...core.schedule import Moment, NoiseRange, step_index
@@ -29,7 +30,7 @@ from ...report.recorder import Recorder
 from ...strategies import make_strategy
 from . import graph
 from .families import family_of
-from .family import ComfyFamily
+from .family import ComfyFamily, Inputs
 
 KEY = "tome_nodes"
 """Our name among the wrappers of a model and in its transformer options."""
@@ -97,6 +98,12 @@ def detach(model: ModelPatcher) -> ModelPatcher:
     return clone
 
 
+def _latent_shape(x: Tensor, conditions: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of the latent, also where the host packs it into one with sound."""
+    packed = conditions.get("latent_shapes")
+    return tuple(packed[0] if packed else x.shape)
+
+
 def _uncompiled(diffusion_model: nn.Module) -> nn.Module:
     return getattr(diffusion_model, "_orig_mod", diffusion_model)
 
@@ -154,7 +161,8 @@ class _Attachment:
         run: _SamplingRun | None = options.get(KEY)
         with ExitStack() as stack:
             if run is not None:
-                stack.enter_context(run.evaluation(executor.class_obj, x, t, options))
+                inputs = Inputs(_latent_shape(x, kwargs), kwargs)
+                stack.enter_context(run.evaluation(executor.class_obj, inputs, t, options))
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
 
@@ -200,19 +208,32 @@ class _SamplingRun:
 
     @contextmanager
     def evaluation(
-        self, model: Any, x: Tensor, t: Tensor, options: dict[str, Any]
+        self, model: Any, inputs: Inputs, t: Tensor, options: dict[str, Any]
     ) -> Iterator[None]:
         """Merge tokens in ``model``, a host's BaseModel, while it evaluates noise level ``t``."""
         sigma = t.max().item()
-        latent = Grid(*x.shape[-2:])
+        latent = Grid(*inputs.shape[-2:])
         if self._following is None:
             self._schedule = options.get("sample_sigmas", t[:1]).tolist()
             total_steps = max(1, len(self._schedule) - 1)
             self._following = _Following(self._attachment, total_steps, latent, t)
         moment = self._moment(model, sigma, options)
-        run = self._run_of(_uncompiled(model.diffusion_model), self._following)
-        with run.evaluation(moment, latent, t.device, model.get_dtype_inference()):
+        diffusion_model = _uncompiled(model.diffusion_model)
+        run = self._run_of(diffusion_model, self._following)
+        pictures, obstacle = self._pictures(diffusion_model, inputs)
+        dtype = model.get_dtype_inference()
+        with run.evaluation(moment, latent, t.device, dtype, obstacle, pictures=pictures):
             yield
+
+    def _pictures(
+        self, diffusion_model: nn.Module, inputs: Inputs
+    ) -> tuple[tuple[Picture, ...], str | None]:
+        """The pictures in the sequence, and why they are not known."""
+        try:
+            return self._attachment.family.pictures(diffusion_model, inputs), None
+        except Exception as error:
+            # What a later host or another node hands a model may be of another form.
+            return (), f"the inputs of the model are of an unknown form: {error}"
 
     def _moment(self, model: Any, sigma: float, options: dict[str, Any]) -> Moment:
         step = step_index(self._schedule, sigma)

@@ -1,19 +1,21 @@
-"""Reach into ComfyUI's attention: give it merged keys, and let it count them as it should.
+"""Reach into ComfyUI's attention: give it merged tokens, and let it count keys as it should.
 
-The host lets one function of the transformer options stand before its attention. Ours merges keys
-and values first, and calls another node's function after that, whose choice of an attention thus
-gets the merged ones too.
+The host lets one function of the transformer options stand before its attention. Ours merges first,
+and calls another node's function after that, whose choice of an attention thus gets what is merged.
 
 Softmax over keys of which key j stands for n_j equal ones is softmax over the logits plus log n_j.
-The logarithms are added to whatever attention function is called in the end.
+The logarithms are added to whatever attention function is called in the end. Another node's
+function may ignore the one that it is given, so it gets them as a mask.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from ...core.plan import Plan
 from ...ops import Operations
 from ...ops.reference import FURTHER
 
@@ -26,39 +28,40 @@ _TAKE_BIAS = frozenset(
 # Those that have no bias, or leave their fast path for one.
 _TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})
 
-REPLACED = "another node replaces the attention function"
-"""Why keys are not weighed where nothing more is heard of it."""
-
+Attention = Callable[..., Tensor]
 Note = Callable[[str | None], None]
 
 
 class MergesCalls(Protocol):
-    """What merges the keys of a call; see :class:`tome_nodes.core.site.BlockSite`."""
+    """What merges a call of attention; see :class:`tome_nodes.core.call_site.CallSite`."""
 
     @property
     def ops(self) -> Operations: ...
 
-    def merged_call(
-        self, k: Tensor, v: Tensor, heads: int
-    ) -> tuple[Tensor, Tensor, Tensor | None] | None: ...
+    def call_plans(
+        self, k: Tensor, queries: int, kwargs: dict[str, Any]
+    ) -> tuple[Plan | None, Plan | None]: ...
+
+    def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None: ...
 
     def note_masked(self) -> None: ...
 
     def note_unweighted(self, reason: str | None) -> None: ...
 
 
-def merge_attention(options: dict[str, Any], merges: MergesCalls) -> dict[str, Any]:
-    """Transformer options under which an attention gets merged keys and values.
+def merge_attention(options: dict[str, Any], merges: MergesCalls, called: dict[str, Any]) -> Any:
+    """Transformer options under which an attention runs on merged queries, keys and values.
 
     Args:
         options: the transformer options otherwise; another node's override in them stays in effect
-            and is given the merged keys.
-        merges: merges them; told where it cannot, or their sizes do not count.
+            and is given what is merged.
+        merges: makes the plans; told what could not merge.
+        called: the keyword arguments of the module that calls the attention.
     """
     theirs = options.get(_OVERRIDE)
 
     def override(
-        func: Callable[..., Tensor],
+        func: Attention,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -66,23 +69,51 @@ def merge_attention(options: dict[str, Any], merges: MergesCalls) -> dict[str, A
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        merged = None
+        attend = func if theirs is None else partial(theirs, func)
+        # A later host may wrap what it hands over.
+        if not isinstance(k, Tensor):
+            merges.note_masked()
+            return attend(q, k, v, heads, mask=mask, **kwargs)
         by_head = bool(kwargs.get("skip_reshape"))
-        if mask is None:
+        flat_k = _flat(k, by_head)
+        tokens = q.shape[-2]
+        bias = None if mask is None else _bias(mask, tokens, flat_k)
+        if mask is not None and bias is None:
+            merges.note_masked()
+            return attend(q, k, v, heads, mask=mask, **kwargs)
+        queries, keys = merges.call_plans(flat_k, tokens, called)
+        if queries is None and keys is None:
+            return attend(q, k, v, heads, mask=mask, **kwargs)
+        log_sizes = None
+        if keys is not None:
             # Queries may have more heads than keys.
             key_heads = k.shape[1] if by_head else heads
-            merged = merges.merged_call(_flat(k, by_head), _flat(v, by_head), key_heads)
-        else:
-            merges.note_masked()
-        if merged is not None:
-            keys, values, log_sizes = merged
-            k, v = _like(keys, k, by_head), _like(values, v, by_head)
-            if log_sizes is not None:
-                merges.note_unweighted(REPLACED)
-                func = partial(_weighed, func, log_sizes, merges.ops, merges.note_unweighted)
-        if theirs is None:
-            return func(q, k, v, heads, mask=mask, **kwargs)
-        return theirs(func, q, k, v, heads, mask=mask, **kwargs)
+            k = _like(keys.merge_keys(flat_k, key_heads), k, by_head)
+            # One copy in the layout of plans at a time.
+            del flat_k
+            v = _like(keys.merge_values(_flat(v, by_head)), v, by_head)
+            log_sizes = merges.log_sizes(keys, k)
+            bias = None if bias is None else _merged_keys(bias, keys, len(k))
+        if queries is not None:
+            q = _like(queries.merge(_flat(q, by_head)), q, by_head)
+            bias = None if bias is None else _merged_queries(bias, queries, len(q))
+        out = _attend(
+            func,
+            theirs,
+            bias,
+            log_sizes,
+            merges.ops,
+            merges.note_unweighted,
+            q,
+            k,
+            v,
+            heads,
+            kwargs,
+        )
+        if queries is None:
+            return out
+        out_by_head = bool(kwargs.get("skip_output_reshape"))
+        return _like(queries.unmerge(_flat(out, out_by_head)), out, out_by_head)
 
     return options | {_OVERRIDE: override}
 
@@ -100,27 +131,52 @@ def weigh_attention(
     """
     theirs = options.get(_OVERRIDE)
 
-    def override(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        weighed = partial(_weighed, func, log_sizes, ops, note)
-        if theirs is None:
-            return weighed(*args, **kwargs)
-        return theirs(weighed, *args, **kwargs)
+    def override(
+        func: Attention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        sizes: Tensor | None = log_sizes
+        if mask is not None or not _has_keys(k, log_sizes):
+            note("another node changes how the attention is called")
+            sizes = None
+        return _attend(func, theirs, mask, sizes, ops, note, q, k, v, heads, kwargs)
 
     return options | {_OVERRIDE: override}
 
 
-def _flat(x: Tensor, by_head: bool) -> Tensor:
-    """``[batch, tokens, heads * channels]``, also of ``[batch, heads, tokens, channels]``."""
-    return x.transpose(1, 2).flatten(2) if by_head else x
-
-
-def _like(merged: Tensor, x: Tensor, by_head: bool) -> Tensor:
-    """What :func:`_flat` of ``x`` was merged to, in the layout of ``x``."""
-    return merged.unflatten(2, (x.shape[1], -1)).transpose(1, 2) if by_head else merged
+def _attend(
+    func: Attention,
+    theirs: Callable[..., Tensor] | None,
+    bias: Tensor | None,
+    log_sizes: Tensor | None,
+    ops: Operations,
+    note: Note,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Call the host's attention by way of another node's override, where there is one."""
+    if log_sizes is not None:
+        func = partial(_weighed, func, bias, log_sizes, ops, note)
+        sizes = log_sizes[:, None, None]
+        bias = sizes if bias is None else bias + sizes.to(bias.dtype)
+    if theirs is None:
+        return func(q, k, v, heads, mask=bias, **kwargs)
+    if log_sizes is not None:
+        note(None)
+    return theirs(func, q, k, v, heads, mask=bias, **kwargs)
 
 
 def _weighed(
-    func: Callable[..., Tensor],
+    func: Attention,
+    bias: Tensor | None,
     log_sizes: Tensor,
     ops: Operations,
     note: Note,
@@ -131,35 +187,39 @@ def _weighed(
     mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """``func`` with ``log_sizes`` added to its logits, or ``func`` where it cannot be told to.
+    """``func`` with ``log_sizes`` added to its logits, in the way that costs it least.
 
     The host's layouts: ``[batch, tokens, heads * channels]``, or by ``skip_reshape``
-    ``[batch, heads, tokens, channels]``.
+    ``[batch, heads, tokens, channels]``. ``bias`` is the mask without the sizes, and ``mask`` the
+    one with them, unless the override that calls this has another.
     """
     name = getattr(func, "__name__", "an unknown attention function")
     by_head = bool(kwargs.get("skip_reshape"))
-    on_gpu = name == "attention_pytorch" and q.device.type == "cuda"
-    if mask is not None or (len(k), k.shape[-2]) != tuple(log_sizes.shape):
+    on_gpu = name == "attention_pytorch" and q.device.type == "cuda" and not by_head
+    if not _has_keys(k, log_sizes):
         note("another node changes how the attention is called")
-    elif (name in _TAKE_CHANNELS or on_gpu) and not by_head:
+        return func(q, k, v, heads, mask=bias, **kwargs)
+    if (name in _TAKE_CHANNELS or on_gpu) and bias is None and _same_heads(q, k, by_head):
         note(None)
         return _in_channels(func, log_sizes, ops, q, k, v, heads, **kwargs)
-    elif name in _TAKE_BIAS:
+    if name in _TAKE_BIAS:
         note(None)
-        return func(q, k, v, heads, mask=log_sizes[:, None, None], **kwargs)
-    else:
-        note(f"{name} takes no weights")
-    return func(q, k, v, heads, mask=mask, **kwargs)
+        return func(
+            q, k, v, heads, mask=log_sizes[:, None, None] if mask is None else mask, **kwargs
+        )
+    note(f"{name} takes no weights")
+    return func(q, k, v, heads, mask=bias, **kwargs)
 
 
 def _in_channels(
-    func: Callable[..., Tensor],
+    func: Attention,
     log_sizes: Tensor,
     ops: Operations,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     heads: int,
+    skip_reshape: bool = False,
     skip_output_reshape: bool = False,
     **kwargs: Any,
 ) -> Tensor:
@@ -168,6 +228,7 @@ def _in_channels(
     Queries are scaled such that ``func``, which divides the logits by the root of the head
     dimension, divides them by that of the head dimension as it was.
     """
+    q, k, v = (_flat(x, skip_reshape) for x in (q, k, v))
     channels = q.shape[2] // heads
     wider = channels + FURTHER
     if "scale" in kwargs:
@@ -177,3 +238,56 @@ def _in_channels(
     q, k, v = ops.widen(q, k, v, log_sizes, heads, scale, constant)
     out = func(q, k, v, heads, **kwargs).unflatten(2, (heads, wider))[..., :channels]
     return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+
+
+def _flat(x: Tensor, by_head: bool) -> Tensor:
+    """``[batch, tokens, heads * channels]``, also of what has the heads apart."""
+    if by_head:
+        x = x.transpose(1, 2)
+    # Values may come as [batch, tokens, heads, channels] beside flat queries and keys.
+    return x if x.ndim == 3 else x.flatten(2)
+
+
+def _like(merged: Tensor, x: Tensor, by_head: bool) -> Tensor:
+    """What :func:`_flat` of ``x`` became, in the layout of ``x``."""
+    return merged.unflatten(2, (x.shape[1], -1)).transpose(1, 2) if by_head else merged
+
+
+def _has_keys(k: Tensor, log_sizes: Tensor) -> bool:
+    """Whether there is a size for each key, in the host's layouts."""
+    return (len(k), k.shape[-2]) == tuple(log_sizes.shape)
+
+
+def _same_heads(q: Tensor, k: Tensor, by_head: bool) -> bool:
+    return q.shape[1] == k.shape[1] if by_head else q.shape[2] == k.shape[2]
+
+
+def _bias(mask: Tensor, queries: int, keys: Tensor) -> Tensor | None:
+    """A mask as ``[batch or 1, heads or 1, queries or 1, keys]`` to add to the logits.
+
+    None where it is of no such shape.
+    """
+    if mask.ndim in (2, 3):
+        mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
+    if mask.ndim != 4 or mask.shape[-1] != keys.shape[1] or mask.shape[-2] not in (1, queries):
+        return None
+    if mask.dtype != torch.bool:
+        return mask
+    bias = torch.zeros_like(mask, dtype=keys.dtype)
+    return bias.masked_fill(~mask, torch.finfo(keys.dtype).min)
+
+
+def _merged_keys(bias: Tensor, plan: Plan, batch: int) -> Tensor:
+    """A bias for the slots of the keys, each with the mean of its tokens'."""
+    rows = bias.expand(batch, -1, -1, -1).flatten(1, 2)
+    merged = plan.merge(rows.mT).mT.clamp_min(torch.finfo(bias.dtype).min)
+    return merged.unflatten(1, bias.shape[1:3])
+
+
+def _merged_queries(bias: Tensor, plan: Plan, batch: int) -> Tensor:
+    """A bias for the slots of the queries."""
+    if bias.shape[2] == 1:
+        return bias
+    columns = bias.expand(batch, -1, -1, -1).transpose(1, 2).flatten(2)
+    merged = plan.merge(columns).clamp_min(torch.finfo(bias.dtype).min)
+    return merged.unflatten(2, (bias.shape[1], bias.shape[3])).transpose(1, 2)

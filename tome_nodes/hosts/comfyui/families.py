@@ -1,11 +1,12 @@
-"""The classes of ComfyUI's models that can merge tokens, one record each."""
+"""Which family a model of ComfyUI is of."""
 
 from torch import nn
 
-from .family import ComfyFamily
+from .family import ComfyFamily, class_name
+from .transformers import REFUSED, TRANSFORMERS
 from .unet import UNet
 
-FAMILIES: tuple[ComfyFamily, ...] = (UNet(),)
+FAMILIES: tuple[ComfyFamily, ...] = (UNet(), *TRANSFORMERS)
 """The first that matches a model is taken."""
 
 
@@ -18,10 +19,8 @@ def family_of(model: nn.Module) -> ComfyFamily:
     name = type(model).__name__
     family = next((each for each in FAMILIES if each.matches(model)), None)
     if family is None:
-        raise ValueError(
-            f"token merging is for UNet models (Stable Diffusion 1.x, 2.x, XL and their kin), "
-            f"and this model is a {name}"
-        )
+        why = REFUSED.get(class_name(model), "this kind of model is not known")
+        raise ValueError(f"token merging does not work with a {name}: {why}")
     if not family.blocks_by_level(model):
         raise ValueError(
             f"token merging needs a model with transformer blocks, and this {name} has none"

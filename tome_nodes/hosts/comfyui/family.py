@@ -1,42 +1,51 @@
-"""What all families of ComfyUI's models share: how their attention is reached."""
+"""What all families of ComfyUI's models share: what a model is given, and how it is recognised."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from ...core.site import BlockSite, Family
-from .attention import REPLACED, merge_attention, weigh_attention
+from ...core.layout import Picture
+from ...core.site import Family
 
 
-class ComfyBlock(BlockSite):
-    """A transformer block, which is called with the host's transformer options."""
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a model is evaluated with.
 
-    tokens_changed = "another node changes the tokens of the transformer blocks"
-    attention_masked = "another node masks the attention or changes its tokens"
-    attention_replaced = "other nodes replace the attention of the transformer blocks"
+    Attributes:
+        shape: of the latent, or of the part of it that is evaluated: batch, channels, perhaps
+            frames, height, width.
+        conditions: what else the model is called with, by name.
+    """
 
-    def is_masked(self, kwargs: Mapping[str, Any]) -> bool:
-        return kwargs.get("mask") is not None
+    shape: tuple[int, ...]
+    conditions: Mapping[str, Any]
 
-    def weigh_keys(self, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
-        self.note_unweighted(REPLACED)
-        options = kwargs.get("transformer_options") or {}
-        weighed = weigh_attention(options, log_sizes, self.ops, self.note_unweighted)
-        return kwargs | {"transformer_options": weighed}
-
-    def merge_at_call(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        options = kwargs.get("transformer_options") or {}
-        return kwargs | {"transformer_options": merge_attention(options, self)}
+    def tensors(self, name: str) -> list[Any]:
+        """A condition that is a list of tensors or one, empty where there is none."""
+        found = self.conditions.get(name)
+        if found is None:
+            return []
+        return list(found) if isinstance(found, list | tuple) else [found]
 
 
 class ComfyFamily(Family):
-    """A class of ComfyUI's diffusion models, and how its blocks are found and called."""
+    """Classes of ComfyUI's diffusion models, and how their blocks are found and called."""
 
-    model_class: ClassVar[str]
-    """Its full name; it is not imported, as an older host may lack it."""
+    model_classes: ClassVar[tuple[str, ...]] = ()
+    """Their full names; they are not imported, as an older host may lack one."""
 
     def matches(self, model: nn.Module) -> bool:
-        """Whether a model is of this class, or of one made from it."""
-        names = (f"{each.__module__}.{each.__qualname__}" for each in type(model).__mro__)
-        return self.model_class in names
+        """Whether a model is of one of the classes."""
+        return class_name(model) in self.model_classes
+
+    def pictures(self, model: Any, inputs: Inputs) -> tuple[Picture, ...]:
+        """The pictures in the sequence of a transformer, in order; none for a UNet."""
+        return ()
+
+
+def class_name(model: nn.Module) -> str:
+    """The full name of a model's class."""
+    return f"{type(model).__module__}.{type(model).__qualname__}"

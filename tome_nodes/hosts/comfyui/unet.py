@@ -5,13 +5,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer, SpatialVideoTransformer
-from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, UNetModel
 from torch import Tensor, nn
 
 from ...core.grid import Grid
+from ...core.input_site import InputSite, InputStack, Part
 from ...core.layout import Layout
-from ...core.site import Part, StackSite
-from .family import ComfyBlock, ComfyFamily
+from .attention import weigh_attention
+from .family import ComfyFamily
 
 BLOCK_PATCHES = (
     "attn1_patch",
@@ -23,8 +24,25 @@ BLOCK_PATCHES = (
 """Patches of other nodes that see the tokens inside a block."""
 
 
-class UNetBlock(ComfyBlock):
+REPLACED = "another node replaces the attention function"
+"""Why keys are not weighed where nothing more is heard of it."""
+
+
+class UNetBlock(InputSite):
     """A ``BasicTransformerBlock``: its tokens are one feature map."""
+
+    tokens_changed = "another node changes the tokens of the transformer blocks"
+    attention_masked = "another node masks the attention or changes its tokens"
+    attention_replaced = "other nodes replace the attention of the transformer blocks"
+
+    def is_masked(self, kwargs: Mapping[str, Any]) -> bool:
+        return kwargs.get("mask") is not None
+
+    def weigh_keys(self, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
+        self.note_unweighted(REPLACED)
+        options = kwargs.get("transformer_options") or {}
+        weighed = weigh_attention(options, log_sizes, self.ops, self.note_unweighted)
+        return kwargs | {"transformer_options": weighed}
 
     def parts(self) -> Sequence[Part]:
         block = self.module
@@ -62,7 +80,7 @@ class UNetBlock(ComfyBlock):
         )
 
 
-class UNetStack(StackSite):
+class UNetStack(InputStack):
     """A ``SpatialTransformer``."""
 
     block_class = UNetBlock
@@ -76,8 +94,10 @@ class UNetStack(StackSite):
 class UNet(ComfyFamily):
     """``UNetModel``: Stable Diffusion 1.x, 2.x, XL and their kin."""
 
-    model_class = "comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel"
     stack_class = UNetStack
+
+    def matches(self, model: nn.Module) -> bool:
+        return isinstance(model, UNetModel)
 
     def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
         for name, module in model.named_modules():

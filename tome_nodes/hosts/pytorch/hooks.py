@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from ...config import ToMeConfig
 from ...core.engine import MakeStrategy
 from ...core.grid import Grid
+from ...core.input_site import InputSite, InputStack, Part
 from ...core.layout import Layout
 from ...core.observer import Evaluated, Observer
 from ...core.run import Run
 from ...core.schedule import Moment, NoiseRange
-from ...core.site import BlockSite, Family, Override, Part, StackSite
+from ...core.site import Family, Override
 from ...core.turns import turns_of
 from ...report import words
 from ...report.counts import Counts
@@ -44,7 +45,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
-class HookedStack(StackSite):
+class HookedStack(InputStack):
     """A spatial transformer, called with the feature map itself.
 
     Attributes:
@@ -63,7 +64,7 @@ class HookedStack(StackSite):
         return [(self.module, transformer_forward), *super().overrides()]
 
 
-class HookedBlock(BlockSite):
+class HookedBlock(InputSite):
     """A transformer block of a :class:`HookedStack`: its tokens are one feature map."""
 
     tokens_changed = "other code changes the tokens of the transformer blocks"

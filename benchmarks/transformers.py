@@ -1,0 +1,501 @@
+"""What merging keys and values takes and saves in transformers, at the sizes that people run.
+
+First one attention of heads of 128, at the lengths of pictures and videos: its time with all keys,
+with merged ones, and that of matching and merging. Then one block of each model, as wide as
+published, through ComfyUI's own sampler. Beside them stands what arithmetic says of whole models.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.environment import comfyui_directory  # noqa: E402
+
+if str(comfyui_directory()) not in sys.path:
+    sys.path.insert(0, str(comfyui_directory()))
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+
+from comfy.cli_args import args as host_arguments  # noqa: E402
+
+host_arguments.cpu = True
+host_arguments.use_pytorch_cross_attention = True
+
+import comfy.sample  # noqa: E402
+import torch  # noqa: E402
+from comfy.ldm.modules.attention import attention_pytorch  # noqa: E402
+
+from benchmarks.machine import machine  # noqa: E402
+from benchmarks.measure import PeakMemory  # noqa: E402
+from benchmarks.rounds import interleaved  # noqa: E402
+from tome_nodes.config import ToMeConfig  # noqa: E402
+from tome_nodes.core.grid import Grid  # noqa: E402
+from tome_nodes.core.layout import Layout  # noqa: E402
+from tome_nodes.core.plan import Plan, plans_of_sequence  # noqa: E402
+from tome_nodes.hosts.comfyui.attachment import attach  # noqa: E402
+from tome_nodes.ops import operations  # noqa: E402
+from tome_nodes.strategies import make_strategy  # noqa: E402
+from tools.transformers import build  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+HEADS, CHANNELS = 2, 128
+SETTINGS: Mapping[str, Any] = {"strategy": "window", "attn_tokens": "k,v", "sx": 2, "sy": 4}
+RATIOS = (0.5, 0.75)
+
+
+@dataclass(frozen=True)
+class Length:
+    """An attention's sequence: the grid of a picture or video."""
+
+    name: str
+    grid: Grid
+
+
+LENGTHS = (
+    Length("picture, 1024x1024", Grid(64, 64)),
+    Length("picture, 2048x2048", Grid(128, 128)),
+    Length("video, 832x480, 81 frames", Grid(30, 52, 21)),
+    Length("picture, 4096x4096", Grid(256, 256)),
+    Length("video, 1280x720, 81 frames", Grid(45, 80, 21)),
+)
+QUICK_LENGTHS = (Length("picture, 512x512", Grid(32, 32)), Length("video", Grid(12, 20, 9)))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A published model.
+
+    Attributes:
+        name: as people call it.
+        kind: its class among ``comfy.supported_models``.
+        settings: of one block in the published width.
+        latent: channels and sides of the latent to measure at.
+        text: channels of the prompt.
+        extras: further conditions of the prompt.
+        width: channels of its tokens.
+        layers: how many blocks it has.
+        linear: products of a block's linear layers for a token, in squares of the width.
+        tokens: of the sequences at which it is used, by a name.
+    """
+
+    name: str
+    kind: str
+    settings: Mapping[str, Any]
+    latent: tuple[int, ...]
+    text: int
+    extras: Mapping[str, Any]
+    width: int
+    layers: int
+    linear: float
+    tokens: Mapping[str, int]
+
+    def attention_share(self, tokens: int) -> float:
+        """The share of attention in the products of all blocks, by arithmetic."""
+        attention = 2 * tokens * self.width
+        return attention / (attention + self.linear * self.width**2)
+
+    def speed_up(self, tokens: int, ratio: float) -> float:
+        """Times faster with the share ``ratio`` of keys and values merged at no cost."""
+        return 1 / (1 - ratio * self.attention_share(tokens))
+
+
+MODELS = (
+    Model(
+        "Z-Image",
+        "ZImage",
+        {
+            "image_model": "lumina2",
+            "patch_size": 2,
+            "in_channels": 16,
+            "dim": 3840,
+            "n_layers": 1,
+            "n_refiner_layers": 0,
+            "n_heads": 30,
+            "n_kv_heads": 30,
+            "qk_norm": True,
+            "cap_feat_dim": 64,
+            "axes_dims": [32, 48, 48],
+            "axes_lens": [1536, 512, 512],
+            "rope_theta": 256.0,
+            "ffn_dim_multiplier": 8 / 3,
+            "z_image_modulation": True,
+            "time_scale": 1000.0,
+            "pad_tokens_multiple": 32,
+        },
+        (16, 128, 128),
+        64,
+        {},
+        3840,
+        30,
+        4 + 3 * 8 / 3,
+        {"1024x1024": 4096, "2048x2048": 16384},
+    ),
+    Model(
+        "Flux",
+        "Flux",
+        {
+            "image_model": "flux",
+            "in_channels": 16,
+            "out_channels": 16,
+            "patch_size": 2,
+            "vec_in_dim": 64,
+            "context_in_dim": 64,
+            "hidden_size": 3072,
+            "mlp_ratio": 4.0,
+            "num_heads": 24,
+            "depth": 0,
+            "depth_single_blocks": 1,
+            "axes_dim": [16, 56, 56],
+            "theta": 10000,
+            "qkv_bias": True,
+            "guidance_embed": True,
+            "txt_ids_dims": [],
+        },
+        (16, 128, 128),
+        64,
+        {},
+        3072,
+        57,
+        12,
+        {"1024x1024": 4096, "2048x2048": 16384},
+    ),
+    Model(
+        "Qwen-Image",
+        "QwenImage",
+        {
+            "image_model": "qwen_image",
+            "in_channels": 64,
+            "num_layers": 1,
+            "attention_head_dim": 128,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 64,
+        },
+        (16, 1, 128, 128),
+        64,
+        {},
+        3072,
+        60,
+        12,
+        {"1328x1328": 6889},
+    ),
+    Model(
+        "Wan 14B",
+        "WAN21_T2V",
+        {
+            "image_model": "wan2.1",
+            "model_type": "t2v",
+            "dim": 5120,
+            "ffn_dim": 13824,
+            "text_dim": 64,
+            "num_heads": 40,
+            "num_layers": 1,
+            "in_dim": 16,
+        },
+        (16, 5, 60, 104),
+        64,
+        {},
+        5120,
+        40,
+        4 + 2 + 2 * 2.7,
+        {"480p, 81 frames": 32760, "720p, 81 frames": 75600},
+    ),
+    Model(
+        "HunyuanVideo",
+        "HunyuanVideo",
+        {
+            "image_model": "hunyuan_video",
+            "in_channels": 16,
+            "out_channels": 16,
+            "patch_size": [1, 2, 2],
+            "vec_in_dim": 64,
+            "context_in_dim": 64,
+            "hidden_size": 3072,
+            "mlp_ratio": 4.0,
+            "num_heads": 24,
+            "depth": 0,
+            "depth_single_blocks": 1,
+            "axes_dim": [16, 56, 56],
+            "theta": 256,
+            "qkv_bias": True,
+            "guidance_embed": True,
+            "byt5": False,
+            "meanflow": False,
+            "use_cond_type_embedding": False,
+            "vision_in_dim": None,
+            "meanflow_sum": False,
+        },
+        (16, 5, 60, 104),
+        64,
+        {},
+        3072,
+        60,
+        12,
+        {"720p, 129 frames": 118800},
+    ),
+)
+
+
+def main() -> int:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="dev.py bench --transformers", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="short sequences, about a minute")
+    parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
+    parser.add_argument("--name", help="of the files of results")
+    arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error("--repeats is not allowed to be below 1")
+    name = arguments.name or ("transformers-quick" if arguments.quick else "transformers")
+    result: dict[str, Any] = {
+        "command": "python3 dev.py bench --transformers " + " ".join(sys.argv[1:]),
+        "date": date.today().isoformat(),
+        "machine": machine("cpu"),
+        "attention": [],
+        "blocks": [],
+    }
+    for length in QUICK_LENGTHS if arguments.quick else LENGTHS:
+        row = attention(length, arguments.repeats)
+        result["attention"].append(row)
+        print(attention_line(row), flush=True)
+        write(result, name)
+    for model in MODELS:
+        row = block(model, arguments.repeats, arguments.quick)
+        result["blocks"].append(row)
+        print(block_line(row), flush=True)
+        write(result, name)
+    print(summary(result))
+    return 0
+
+
+def attention(length: Length, repeats: int) -> dict[str, Any]:
+    """Times of one attention with all keys and with merged ones, and of what that takes."""
+    tokens = length.grid.tokens
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, tokens, HEADS * CHANNELS, generator=generator) for _ in range(3))
+    layout = Layout.filled_by(length.grid)
+    runs: dict[str, Callable[[], float]] = {"all keys": _timed(partial(_attend, q, k, v))}
+    shares = {}
+    for ratio in RATIOS:
+        match = _matcher(layout, k, ratio)
+        plan = match()
+        keys, values = _merge(plan, k, v)
+        sizes = plan.log_sizes()
+        shares[ratio] = plan.slot_count / tokens
+        runs[f"match {ratio}"] = _timed(match)
+        runs[f"merge {ratio}"] = _timed(partial(_merge, plan, k, v))
+        runs[f"attend {ratio}"] = _timed(partial(_attend, q, keys, values, sizes))
+    for run in runs.values():
+        run()
+    times = {name: statistics.median(taken) for name, taken in interleaved(runs, repeats).items()}
+    whole = times["all keys"]
+    return {
+        "name": length.name,
+        "tokens": tokens,
+        "seconds": whole,
+        "ratios": {
+            str(ratio): {
+                "keys": shares[ratio],
+                "attention": times[f"attend {ratio}"] / whole,
+                "overhead": (times[f"match {ratio}"] + times[f"merge {ratio}"]) / whole,
+                "efficiency": shares[ratio]
+                * whole
+                / sum(times[f"{part} {ratio}"] for part in ("match", "merge", "attend")),
+            }
+            for ratio in RATIOS
+        },
+    }
+
+
+def _matcher(layout: Layout, k: torch.Tensor, ratio: float) -> Callable[[], Plan]:
+    strategy = make_strategy(ToMeConfig(ratio=ratio, **SETTINGS), operations("torch"))
+
+    def match() -> Plan:
+        strategy.begin(torch.zeros((), dtype=torch.int64))
+        (plan,) = plans_of_sequence(layout, k, lambda own, grid: strategy.plans(own, grid, [ratio]))
+        assert plan is not None, "there is enough to merge"
+        return plan
+
+    return match
+
+
+def _merge(plan: Plan, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return plan.merge_keys(k, HEADS), plan.merge_values(v)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: torch.Tensor | None = None
+) -> Any:
+    mask = None if sizes is None else sizes[:, None, None]
+    return attention_pytorch(q, k, v, HEADS, mask=mask)
+
+
+def _timed(function: Callable[[], Any]) -> Callable[[], float]:
+    def run() -> float:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            function()
+        return time.perf_counter() - start
+
+    return run
+
+
+def block(model: Model, repeats: int, quick: bool) -> dict[str, Any]:
+    """Times and memory of one block of a model, by ratio, over those of the unpatched one."""
+    plain = build(model.kind, model.settings)
+    shape = model.latent if not quick else (*model.latent[:-2], 32, 40)
+    patched = {
+        ratio: attach(plain, ToMeConfig(ratio=ratio, min_tokens=1, **SETTINGS)) for ratio in RATIOS
+    }
+    everyone = {"unpatched": plain, **{str(ratio): each for ratio, each in patched.items()}}
+    runs = {name: _timed(partial(sample, each, model, shape)) for name, each in everyone.items()}
+    memory = {}
+    for name, each in everyone.items():
+        with PeakMemory(torch.device("cpu")) as meter:
+            sample(each, model, shape)
+        memory[name] = meter.bytes
+    times = {name: statistics.median(taken) for name, taken in interleaved(runs, repeats).items()}
+    frames = shape[1] if len(shape) == 4 else 1
+    tokens = frames * (shape[-2] // 2) * (shape[-1] // 2)
+    return {
+        "name": model.name,
+        "tokens": tokens,
+        "seconds": times["unpatched"],
+        "speed_up": {str(r): times["unpatched"] / times[str(r)] for r in RATIOS},
+        "foretold": {str(r): model.speed_up(tokens, r) for r in RATIOS},
+        "memory": {str(r): memory[str(r)] / memory["unpatched"] for r in RATIOS},
+        "whole_model": {
+            use: {
+                "tokens": count,
+                "attention": model.attention_share(count),
+                **{str(ratio): model.speed_up(count, ratio) for ratio in RATIOS},
+            }
+            for use, count in model.tokens.items()
+        },
+    }
+
+
+def sample(patched: Any, model: Model, shape: tuple[int, ...]) -> Any:
+    """One evaluation through the host's sampler."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randn(1, 64, model.text, generator=generator)
+    pooled = torch.randn(1, 64, generator=generator)
+    prompt = [[text, {"pooled_output": pooled, **model.extras}]]
+    empty = torch.zeros(1, *shape)
+    noise = comfy.sample.prepare_noise(empty, 0)
+    return comfy.sample.sample(
+        patched, noise, 1, 1.0, "euler", "simple", prompt, prompt, empty, disable_pbar=True, seed=0
+    )
+
+
+def attention_line(row: dict[str, Any]) -> str:
+    """A row of the first table, in words."""
+    parts = [
+        f"{ratio}: {figures['attention']:.2f} of the time for {figures['keys']:.2f} of the keys, "
+        f"matching and merging {100 * figures['overhead']:.1f} %"
+        for ratio, figures in row["ratios"].items()
+    ]
+    return f"{row['name']} ({row['tokens']} tokens), {row['seconds']:.2f} s; " + "; ".join(parts)
+
+
+def block_line(row: dict[str, Any]) -> str:
+    """A row of the second table, in words."""
+    parts = [
+        f"{ratio}: {row['speed_up'][ratio]:.2f} times faster "
+        f"({row['foretold'][ratio]:.2f} foretold), memory {row['memory'][ratio]:.2f}"
+        for ratio in row["speed_up"]
+    ]
+    return f"{row['name']}, {row['tokens']} tokens, {row['seconds']:.2f} s; " + "; ".join(parts)
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The last line: the worst case over lengths and ratios, and of memory over blocks."""
+    figures = [each for row in result["attention"] for each in row["ratios"].values()]
+    efficiency = min(each["efficiency"] for each in figures)
+    attention = max(each["attention"] / each["keys"] for each in figures)
+    memory = max(each for row in result["blocks"] for each in row["memory"].values())
+    parts = [
+        f"dit_efficiency={efficiency:.3f}",
+        f"attention_over_share={attention:.3f}",
+        f"memory={memory:.3f}",
+    ]
+    for tokens in (16384, 65536):
+        shares = [
+            each["overhead"]
+            for row in result["attention"]
+            if row["tokens"] == tokens
+            for each in row["ratios"].values()
+        ]
+        if shares:
+            parts.append(f"overhead_{tokens}={max(shares):.4f}")
+    return "summary: " + " ".join(parts)
+
+
+def write(result: dict[str, Any], name: str) -> None:
+    """The results so far, as JSON and as tables."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    lines = [
+        "# Merged keys and values in transformers",
+        "",
+        f"`{result['command'].strip()}`, {result['machine']['description']}, {result['date']}.",
+        "",
+        "One attention with two heads of 128. *Attention* is its time over that with all keys; "
+        "*overhead* that of matching and merging, over the same.",
+        "",
+        "| sequence | tokens | ratio | keys | attention | overhead |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["attention"]:
+        for ratio, each in row["ratios"].items():
+            lines.append(
+                f"| {row['name']} | {row['tokens']} | {ratio} | {each['keys']:.2f} | "
+                f"{each['attention']:.2f} | {100 * each['overhead']:.1f} % |"
+            )
+    if result["blocks"]:
+        lines += [
+            "",
+            "One block as wide as published. *Foretold* is what arithmetic allows; *memory* is the "
+            "peak over the unpatched one's.",
+            "",
+            "| model | tokens | ratio | times faster | foretold | memory |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in result["blocks"]:
+            for ratio in row["speed_up"]:
+                lines.append(
+                    f"| {row['name']} | {row['tokens']} | {ratio} | {row['speed_up'][ratio]:.2f} | "
+                    f"{row['foretold'][ratio]:.2f} | {row['memory'][ratio]:.2f} |"
+                )
+        lines += [
+            "",
+            "Whole models, by arithmetic: the share of attention in the products of all blocks, "
+            "and how many times faster an evaluation is where merging costs nothing.",
+            "",
+            "| model | size | tokens | attention | "
+            + " | ".join(f"{ratio} merged" for ratio in RATIOS)
+            + " |",
+            "|---|---|---|---|" + "---|" * len(RATIOS),
+        ]
+        for row in result["blocks"]:
+            for use, each in row["whole_model"].items():
+                gains = " | ".join(f"{each[str(ratio)]:.2f}" for ratio in RATIOS)
+                lines.append(
+                    f"| {row['name']} | {use} | {each['tokens']} | "
+                    f"{100 * each['attention']:.0f} % | {gains} |"
+                )
+    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

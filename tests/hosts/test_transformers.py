@@ -1,0 +1,352 @@
+"""Every kind of transformer that ComfyUI runs: its own classes, tiny, through its own sampler."""
+
+import comfy.ldm.flux.model
+import comfy.model_management
+import pytest
+import torch
+from comfy.ldm.modules.attention import attention_basic, attention_pytorch
+from common import Shuffle, relative_error
+from host import merging, overridden
+from tiny_transformers import TEXT, TINY, build, conditioning, sample
+
+from tome_nodes.hosts.comfyui.attachment import attach, detach
+from tome_nodes.hosts.comfyui.families import family_of
+from tome_nodes.hosts.comfyui.transformers import REFUSED, TRANSFORMERS
+
+OVERRIDE = "optimized_attention_override"
+
+every_kind = pytest.mark.parametrize("kind", TINY)
+
+
+@pytest.fixture(scope="session")
+def models():
+    made = {}
+
+    def model(kind):
+        if kind not in made:
+            made[kind] = build(TINY[kind])
+        return made[kind]
+
+    return model
+
+
+def keys_only(**options):
+    return merging(**{"strategy": "window", "attn_tokens": "k,v", **options})
+
+
+def with_override(model, override):
+    other = model.clone()
+    other.model_options["transformer_options"][OVERRIDE] = override
+    return other
+
+
+def calls_of(model, tiny, size, config=None, **options):
+    """The keys of all calls of attention, ``[batch, tokens, channels]``, and the picture."""
+    keys = []
+
+    def spy(func, q, k, v, heads, mask=None, **kwargs):
+        flat = k.transpose(1, 2).flatten(2) if kwargs.get("skip_reshape") else k
+        keys.append(flat.clone())
+        return func(q, k, v, heads, mask=mask, **kwargs)
+
+    watched = with_override(model, spy)
+    if config is not None:
+        watched = attach(watched, config)
+    return keys, sample(watched, tiny, size, **options)
+
+
+@every_kind
+@pytest.mark.parametrize("attn_tokens", ["k,v", "q,k,v"])
+def test_a_lossless_plan_reproduces_the_unpatched_model(models, told, kind, attn_tokens):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(7, 9)
+    expected = sample(model, tiny, size)
+    shuffled = attach(model, keys_only(attn_tokens=attn_tokens), Shuffle)
+    assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
+    assert told()[-1].startswith(f"[ToMe] merged {tiny.blocks}/{tiny.blocks} blocks (")
+    assert overridden(model) == []
+
+
+@every_kind
+def test_the_picture_merges_and_all_else_stays(models, told, kind):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(8, 10)
+    plain_keys, plain = calls_of(model, tiny, size, steps=1)
+    keys, merged = calls_of(model, tiny, size, keys_only(), steps=1)
+    before, after = next(
+        pair for pair in zip(plain_keys, keys, strict=True) if len(pair[0][0]) != len(pair[1][0])
+    )
+    picture = 80 * (tiny.frames or 1)
+    behind = before.shape[1] - picture - tiny.before
+    assert behind >= 0
+    slots = after.shape[1] - tiny.before - behind
+    assert picture // 2 <= slots <= picture // 2 + 8
+    assert torch.equal(after[:, : tiny.before], before[:, : tiny.before])
+    assert torch.equal(after[:, tiny.before + slots :], before[:, tiny.before + picture :])
+    assert f"({before.shape[1]} -> {after.shape[1]} tokens" in told()[-1]
+    assert 1e-6 < relative_error(merged, plain) < 0.5
+
+
+@every_kind
+def test_a_run_can_be_repeated_and_leaves_nothing(models, kind):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(8, 10)
+    plain = sample(model, tiny, size)
+    patched = attach(model, keys_only())
+    merged = sample(patched, tiny, size)
+    assert not torch.equal(merged, plain)
+    assert torch.equal(sample(patched, tiny, size), merged)
+    assert torch.equal(sample(attach(model, keys_only(ratio=0.0)), tiny, size), plain)
+    assert torch.equal(sample(detach(patched), tiny, size), plain)
+    assert torch.equal(sample(model, tiny, size), plain)
+    assert overridden(model) == []
+
+
+@every_kind
+def test_an_override_that_ignores_its_function_gives_the_same_picture(models, told, kind):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(8, 10)
+    lengths = []
+
+    def theirs(_, q, k, v, *args, **kwargs):
+        lengths.append(k.shape[2] if kwargs.get("skip_reshape") else k.shape[1])
+        return attention_pytorch(q, k, v, *args, **kwargs)
+
+    other = with_override(model, theirs)
+    sample(other, tiny, size, steps=1)
+    all_keys, lengths[:] = [*lengths], []
+    merged = sample(attach(other, keys_only()), tiny, size, steps=1)
+    assert sum(lengths) < sum(all_keys)
+    expected = sample(attach(model, keys_only()), tiny, size, steps=1)
+    assert relative_error(merged, expected) < 1e-5
+    assert "weigh as one token" not in told()[0]
+
+
+@pytest.mark.parametrize("kind", ["flux", "z_image", "sd3", "omnigen2", "hidream", "wan21"])
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+def test_batches_of_one_prompt_and_of_two(models, kind, cfg):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(7, 9)
+    expected = sample(model, tiny, size, batch=3, cfg=cfg)
+    shuffled = attach(model, keys_only(), Shuffle)
+    assert relative_error(sample(shuffled, tiny, size, batch=3, cfg=cfg), expected) < 1e-5
+
+
+def test_cond_and_uncond_apart_are_as_together(models, monkeypatch):
+    tiny, model = TINY["flux"], models("flux")
+    size = tiny.size(8, 10)
+    config = keys_only()
+    together = sample(attach(model, config), tiny, size)
+    # Prompts of two lengths cannot share a batch.
+    monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: 0)
+    apart = sample(attach(model, config), tiny, size)
+    assert relative_error(apart, together) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "tokens"),
+    [
+        ("flux", (16, 12, 16), 48),
+        ("flux2", (16, 6, 8), 48),
+        ("qwen_image", (16, 1, 12, 16), 48),
+        ("omnigen2", (16, 12, 16), 48),
+        ("boogu", (16, 12, 16), 48),
+        ("mage_flow", (128, 6, 8), 48),
+        ("joy_image", (16, 1, 12, 16), 48),
+    ],
+)
+def test_reference_pictures_merge_apart(models, kind, shape, tokens):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(8, 10)
+    reference = torch.randn(1, *shape, generator=torch.Generator().manual_seed(3))
+    prompts = [conditioning(tiny, seed, reference_latents=[reference]) for seed in (5, 6)]
+    plain_keys, plain = calls_of(model, tiny, size, steps=1, prompts=prompts)
+    keys, _ = calls_of(model, tiny, size, keys_only(), steps=1, prompts=prompts)
+    before, after = next(
+        pair for pair in zip(plain_keys, keys, strict=True) if len(pair[0][0]) != len(pair[1][0])
+    )
+    assert before.shape[1] >= tiny.before + 80 + tokens
+    # Half of each of the two.
+    assert before.shape[1] - after.shape[1] == 40 + tokens // 2
+    shuffled = attach(model, keys_only(), Shuffle)
+    shuffle_error = relative_error(sample(shuffled, tiny, size, steps=1, prompts=prompts), plain)
+    assert shuffle_error < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["qwen_image", "hunyuan_video", "ideogram4", "lens"])
+@pytest.mark.parametrize("attn_tokens", ["k,v", "q,k,v"])
+def test_text_that_is_masked_stays_so(models, kind, attn_tokens):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(8, 10)
+    mask = torch.ones(1, TEXT, dtype=torch.int64)
+    mask[:, TEXT // 2 :] = 0
+    masked = conditioning(tiny, 5, attention_mask=mask)
+    # Not every one of them takes masks of two samples.
+    options = {"prompts": (masked, masked), "cfg": 1.0}
+    expected = sample(model, tiny, size, **options)
+    assert relative_error(sample(model, tiny, size, cfg=1.0), expected) > 1e-4
+    shuffled = attach(model, keys_only(attn_tokens=attn_tokens), Shuffle)
+    assert relative_error(sample(shuffled, tiny, size, **options), expected) < 1e-5
+    merged = sample(attach(model, keys_only(attn_tokens=attn_tokens)), tiny, size, **options)
+    assert relative_error(merged, expected) < 0.5
+
+
+@pytest.mark.parametrize("kind", ["flux", "krea2", "aura_flow", "omnigen2", "hunyuan_video"])
+def test_weights_count_beside_text(models, kind):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(16, 16)
+    plain = sample(model, tiny, size, steps=1)
+    weighed, unweighed = (
+        relative_error(
+            sample(attach(model, keys_only(ratio=0.75, proportional_attn=on)), tiny, size, steps=1),
+            plain,
+        )
+        for on in (True, False)
+    )
+    assert weighed < unweighed
+
+
+@pytest.mark.parametrize("kind", ["flux", "z_image", "qwen_image", "wan21", "omnigen2"])
+def test_torch_compile_makes_one_graph_of_it(models, kind):
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from torch._dynamo.testing import CompileCounter
+
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(8, 10)
+    expected = sample(attach(model, keys_only()), tiny, size)
+    gentler = sample(attach(model, keys_only(ratio=0.25)), tiny, size)
+    plain = sample(model, tiny, size)
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    try:
+        compiled = model.clone()
+        set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
+        assert relative_error(sample(compiled, tiny, size), plain) < 1e-5
+        assert relative_error(sample(attach(compiled, keys_only()), tiny, size), expected) < 1e-5
+        other = attach(compiled, keys_only(ratio=0.25))
+        assert relative_error(sample(other, tiny, size), gentler) < 1e-5
+        assert relative_error(sample(compiled, tiny, size), plain) < 1e-5
+    finally:
+        torch._dynamo.reset()
+
+
+def test_an_exception_leaves_nothing(models):
+    tiny, model = TINY["flux"], models("flux")
+
+    def fails(*_, **__):
+        raise RuntimeError("no attention today")
+
+    with pytest.raises(RuntimeError, match="no attention today"):
+        sample(attach(with_override(model, fails), keys_only()), tiny, tiny.size(8, 10))
+    assert overridden(model) == []
+
+
+def test_whole_blocks_fall_back_to_their_attention(models, told):
+    tiny, model = TINY["z_image"], models("z_image")
+    size = tiny.size(16, 16)
+    merged = sample(attach(model, merging(strategy="window", scope="stack")), tiny, size)
+    expected = sample(attach(model, merging(strategy="window")), tiny, size)
+    assert torch.equal(merged, expected)
+    assert "module scope in 3 as this kind of model does not merge whole blocks" in told()[0]
+
+
+def test_what_a_transformer_has_not_is_said(models, told):
+    tiny, model = TINY["flux"], models("flux")
+    config = merging(merge_attn=False, merge_mlp=True)
+    size = tiny.size(8, 10)
+    assert torch.equal(sample(attach(model, config), tiny, size), sample(model, tiny, size))
+    assert told()[-1] == (
+        "[ToMe] nothing merged: merge_attn is off, and nothing else merges in models of this kind"
+    )
+
+
+def test_a_block_that_another_node_replaces_is_left_to_it(models, told):
+    tiny, model = TINY["flux"], models("flux")
+    size = tiny.size(8, 10)
+    other = model.clone()
+    other.set_model_patch_replace(lambda args, _: args, "dit", "double_block", 1)
+    expected = sample(other, tiny, size)
+    shuffled = attach(other, keys_only(), Shuffle)
+    assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
+    assert told()[-1].startswith("[ToMe] merged 3/4 blocks")
+    calling = model.clone()
+    calling.set_model_patch_replace(
+        lambda args, extra: extra["original_block"](args), "dit", "double_block", 1
+    )
+    expected = sample(calling, tiny, size)
+    shuffled = attach(calling, keys_only(), Shuffle)
+    assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
+    assert told()[-1].startswith("[ToMe] merged 4/4 blocks")
+
+
+def test_tokens_that_another_node_adds_stay(models, told):
+    tiny, model = TINY["flux"], models("flux")
+    size = tiny.size(8, 10)
+
+    def more_text(args):
+        return args | {
+            "txt": torch.cat([args["txt"]] * 2, 1),
+            "txt_ids": torch.cat([args["txt_ids"]] * 2, 1),
+        }
+
+    other = model.clone()
+    other.set_model_patch(more_text, "post_input")
+    expected = sample(other, tiny, size)
+    shuffled = attach(other, keys_only(), Shuffle)
+    assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
+    assert f"merged 4/4 blocks ({2 * TEXT + 80} -> " in told()[-1]
+
+
+def test_a_subclass_that_nobody_knows_is_refused(models):
+    class Unheard(comfy.ldm.flux.model.Flux):
+        pass
+
+    model = build(TINY["flux"])
+    model.model.diffusion_model.__class__ = Unheard
+    with pytest.raises(ValueError, match="does not work with a Unheard: this kind of model is not"):
+        attach(model, keys_only())
+
+
+def test_those_that_cannot_merge_are_classes_of_the_host():
+    import importlib
+
+    classes = [name for each in TRANSFORMERS for name in each.model_classes]
+    assert len(set(classes)) == len(classes)
+    for name in [*classes, *REFUSED]:
+        module, _, found = name.rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), found), type)
+
+
+def test_every_class_that_the_host_loads_is_known():
+    """What its models are made of is in a record, or among those that are refused."""
+    import inspect
+    import re
+
+    import comfy.model_base
+
+    source = inspect.getsource(comfy.model_base)
+    made_of = set(re.findall(r"unet_model=(comfy\.ldm\.[\w.]+)", source))
+    known = {name for each in TRANSFORMERS for name in each.model_classes} | set(REFUSED)
+    analysers = ("rt_detr", "depth_anything", "sam3")
+    assert {name for name in made_of if not any(part in name for part in analysers)} <= known
+
+
+def test_an_unreachable_attention_is_refused_with_its_reason():
+    model = torch.nn.Module()
+    model.__class__ = type(
+        "PixArtMS", (torch.nn.Module,), {"__module__": "comfy.ldm.pixart.pixartms"}
+    )
+    with pytest.raises(ValueError, match="a PixArtMS: its attention cannot be reached"):
+        family_of(model)
+
+
+def test_attention_that_knows_no_weights_runs(models):
+    """The smallest override that one meets: it takes what it gets and drops the mask."""
+    tiny, model = TINY["wan21"], models("wan21")
+    size = tiny.size(8, 10)
+
+    def theirs(_, q, k, v, heads, *args, **kwargs):
+        return attention_basic(q, k, v, heads)
+
+    merged = sample(attach(with_override(model, theirs), keys_only()), tiny, size)
+    assert relative_error(merged, sample(model, tiny, size)) < 0.5

@@ -1,0 +1,614 @@
+"""Tiny instances of ComfyUI's own transformers with random weights, and what they need."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import comfy.sample
+import torch
+from comfy.nested_tensor import NestedTensor
+
+from tools import transformers
+
+TEXT = 20
+"""Tokens of a prompt."""
+
+FLUX = {
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_size": 2,
+    "vec_in_dim": 32,
+    "context_in_dim": 32,
+    "hidden_size": 64,
+    "mlp_ratio": 2.0,
+    "num_heads": 2,
+    "depth": 2,
+    "depth_single_blocks": 2,
+    "axes_dim": [8, 12, 12],
+    "theta": 10000,
+    "qkv_bias": True,
+    "txt_ids_dims": [],
+}
+LUMINA = {
+    "image_model": "lumina2",
+    "patch_size": 2,
+    "in_channels": 16,
+    "dim": 96,
+    "n_layers": 3,
+    "n_refiner_layers": 1,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "multiple_of": 16,
+    "qk_norm": True,
+    "cap_feat_dim": 32,
+    "axes_dims": [8, 8, 8],
+    "axes_lens": [64, 64, 64],
+}
+WAN = {
+    "image_model": "wan2.1",
+    "model_type": "t2v",
+    "dim": 96,
+    "ffn_dim": 64,
+    "text_dim": 32,
+    "num_heads": 4,
+    "num_layers": 2,
+    "text_len": 32,
+}
+COSMOS = {
+    "max_img_h": 64,
+    "max_img_w": 64,
+    "max_frames": 32,
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_spatial": 2,
+    "patch_temporal": 1,
+    "model_channels": 96,
+    "num_blocks": 2,
+    "num_heads": 4,
+    "mlp_ratio": 2.0,
+    "crossattn_emb_channels": 32,
+    "pos_emb_cls": "rope3d",
+    "use_adaln_lora": True,
+    "adaln_lora_dim": 16,
+}
+HUNYUAN = {
+    "image_model": "hunyuan_video",
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_size": [1, 2, 2],
+    "vec_in_dim": 32,
+    "context_in_dim": 32,
+    "hidden_size": 64,
+    "mlp_ratio": 2.0,
+    "num_heads": 2,
+    "depth": 2,
+    "depth_single_blocks": 2,
+    "axes_dim": [8, 12, 12],
+    "theta": 256,
+    "qkv_bias": True,
+    "guidance_embed": True,
+    "byt5": False,
+    "meanflow": False,
+    "use_cond_type_embedding": False,
+    "vision_in_dim": None,
+    "meanflow_sum": False,
+}
+
+
+def every_token(random):
+    """What a prompt whose tokens all count says of them."""
+    return {"attention_mask": torch.ones(1, TEXT, dtype=torch.int64)}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A tiny model of one class.
+
+    Attributes:
+        name: its class among ``comfy.supported_models``.
+        settings: of the class, as its loader would find them in a file.
+        blocks: how many there are.
+        before: tokens in the sequence before the picture.
+        behind: tokens in it behind the picture.
+        channels: of the latent.
+        text: channels of the prompt.
+        frames: of the latent, None for a picture.
+        patch: side of a patch.
+        pooled: channels of the pooled prompt.
+        prompt: further conditions, as a function of the random generator.
+        sound: channels and sides of the latent of its sound, None where it has none.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    blocks: int
+    before: int = 0
+    behind: int = 0
+    channels: int = 16
+    text: int = 32
+    frames: int | None = None
+    patch: int = 2
+    pooled: int = 32
+    prompt: Any = field(default=lambda random: {})
+    sound: tuple[int, ...] | None = None
+
+    @property
+    def is_video(self) -> bool:
+        return self.frames is not None and self.frames > 1
+
+    def size(self, high: int, wide: int) -> tuple[int, ...]:
+        """The latent's sides, where it is to be so many patches high and wide."""
+        return (high * self.patch, wide * self.patch)
+
+
+TINY = {
+    "flux": Tiny("Flux", {"image_model": "flux", "guidance_embed": True, **FLUX}, 4, before=TEXT),
+    "flux2": Tiny(
+        "Flux2",
+        {
+            "image_model": "flux2",
+            **FLUX,
+            "axes_dim": [8, 8, 8, 8],
+            "txt_ids_dims": [3],
+            "vec_in_dim": None,
+            "guidance_embed": True,
+            "global_modulation": True,
+            "mlp_silu_act": True,
+            "qkv_bias": False,
+            "ops_bias": False,
+            "default_ref_method": "index",
+            "ref_index_scale": 10.0,
+            "patch_size": 1,
+        },
+        4,
+        before=512,
+        patch=1,
+    ),
+    "chroma": Tiny(
+        "Chroma",
+        {
+            "image_model": "chroma",
+            **FLUX,
+            "in_channels": 64,
+            "out_channels": 64,
+            "in_dim": 64,
+            "out_dim": 64,
+            "hidden_dim": 64,
+            "n_layers": 1,
+        },
+        4,
+        before=TEXT,
+    ),
+    "sd3": Tiny(
+        "SD3",
+        {
+            "in_channels": 16,
+            "depth": 2,
+            "patch_size": 2,
+            "input_size": None,
+            "adm_in_channels": 32,
+            "context_embedder_config": {
+                "target": "torch.nn.Linear",
+                "params": {"in_features": 32, "out_features": 128},
+            },
+            "pos_embed_max_size": 64,
+            "num_patches": 4096,
+            "qk_norm": "rms",
+            "x_block_self_attn_layers": [0],
+        },
+        2,
+        before=TEXT,
+    ),
+    "qwen_image": Tiny(
+        "QwenImage",
+        {
+            "image_model": "qwen_image",
+            "in_channels": 64,
+            "num_layers": 2,
+            "attention_head_dim": 32,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 32,
+            "axes_dims_rope": (8, 12, 12),
+        },
+        2,
+        before=TEXT,
+        frames=1,
+    ),
+    "lumina2": Tiny("Lumina2", LUMINA, 3, before=TEXT),
+    "z_image": Tiny(
+        "ZImage",
+        {
+            **LUMINA,
+            "dim": 288,
+            "n_heads": 12,
+            "n_kv_heads": 12,
+            "rope_theta": 256.0,
+            "ffn_dim_multiplier": 8 / 3,
+            "z_image_modulation": True,
+            "time_scale": 1000.0,
+            "pad_tokens_multiple": 32,
+        },
+        3,
+        before=32,
+        behind=-1,
+    ),
+    "krea2": Tiny(
+        "Krea2",
+        {
+            "image_model": "krea2",
+            "features": 64,
+            "tdim": 32,
+            "txtdim": 32,
+            "heads": 2,
+            "kvheads": 1,
+            "multiplier": 2,
+            "layers": 2,
+            "txtlayers": 2,
+            "txtheads": 2,
+            "txtkvheads": 2,
+        },
+        2,
+        before=TEXT,
+        text=64,
+    ),
+    "hidream": Tiny(
+        "HiDream",
+        {
+            "image_model": "hidream",
+            "patch_size": 2,
+            "in_channels": 16,
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "attention_head_dim": 32,
+            "num_attention_heads": 2,
+            "caption_channels": [32, 32],
+            "text_emb_dim": 32,
+            "axes_dims_rope": (8, 12, 12),
+            "llama_layers": [0, 1, 2, 3],
+        },
+        4,
+        behind=3 * TEXT,
+        prompt=lambda random: {
+            "conditioning_llama3": torch.randn(1, 4, TEXT, 32, generator=random)
+        },
+    ),
+    "aura_flow": Tiny(
+        "AuraFlow",
+        {
+            "in_channels": 4,
+            "dim": 64,
+            "n_layers": 3,
+            "n_double_layers": 1,
+            "n_heads": 2,
+            "global_conddim": 64,
+            "cond_seq_dim": 32,
+            "max_seq": 256,
+        },
+        3,
+        before=8 + TEXT,
+        channels=4,
+    ),
+    "omnigen2": Tiny(
+        "Omnigen2",
+        {
+            "image_model": "omnigen2",
+            "in_channels": 16,
+            "hidden_size": 96,
+            "num_layers": 2,
+            "num_refiner_layers": 1,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "multiple_of": 16,
+            "axes_dim_rope": (8, 8, 8),
+            "axes_lens": (64, 64, 64),
+            "text_feat_dim": 32,
+        },
+        2,
+        before=TEXT,
+        prompt=every_token,
+    ),
+    "boogu": Tiny(
+        "Boogu",
+        {
+            "image_model": "boogu",
+            "in_channels": 16,
+            "hidden_size": 96,
+            "num_layers": 3,
+            "num_double_stream_layers": 1,
+            "num_refiner_layers": 1,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "multiple_of": 16,
+            "axes_dim_rope": (8, 8, 8),
+            "axes_lens": (64, 64, 64),
+            "instruction_feat_dim": 32,
+        },
+        4,
+        before=TEXT,
+        prompt=every_token,
+    ),
+    "ideogram4": Tiny(
+        "Ideogram4",
+        {
+            "image_model": "ideogram4",
+            "in_channels": 128,
+            "num_layers": 2,
+            "num_attention_heads": 2,
+            "attention_head_dim": 32,
+            "intermediate_size": 64,
+            "adaln_dim": 32,
+            "llm_features_dim": 32,
+            "mrope_section": (6, 5, 5),
+        },
+        2,
+        before=TEXT,
+        channels=128,
+        patch=1,
+    ),
+    "lens": Tiny(
+        "Lens",
+        {
+            "image_model": "lens",
+            "in_channels": 128,
+            "num_layers": 2,
+            "attention_head_dim": 32,
+            "num_attention_heads": 2,
+            "enc_hidden_dim": 16,
+            "axes_dims_rope": (8, 12, 12),
+            "selected_layer_index": (0, 1),
+        },
+        2,
+        behind=TEXT,
+        channels=128,
+        patch=1,
+    ),
+    "mage_flow": Tiny(
+        "MageFlow",
+        {
+            "image_model": "mage_flow",
+            "num_layers": 2,
+            "attention_head_dim": 32,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 32,
+            "axes_dims_rope": (8, 12, 12),
+        },
+        2,
+        before=TEXT,
+        channels=128,
+        patch=1,
+    ),
+    "wan21": Tiny("WAN21_T2V", {**WAN, "in_dim": 16}, 2, frames=5),
+    "wan21_one_frame": Tiny("WAN21_T2V", {**WAN, "in_dim": 16}, 2, frames=1),
+    "wan21_i2v": Tiny("WAN21_I2V", {**WAN, "model_type": "i2v", "in_dim": 36}, 2, frames=6),
+    "wan21_vace": Tiny(
+        "WAN21_Vace",
+        {**WAN, "model_type": "vace", "in_dim": 16, "vace_layers": 1, "vace_in_dim": 96},
+        3,
+        frames=3,
+    ),
+    "hunyuan_video": Tiny("HunyuanVideo", HUNYUAN, 4, before=TEXT, frames=4),
+    "ltxv": Tiny(
+        "LTXV",
+        {
+            "image_model": "ltxv",
+            "in_channels": 128,
+            "cross_attention_dim": 64,
+            "attention_head_dim": 32,
+            "num_attention_heads": 2,
+            "caption_channels": 32,
+            "num_layers": 2,
+        },
+        2,
+        channels=128,
+        frames=5,
+        patch=1,
+        prompt=every_token,
+    ),
+    "cosmos_predict2": Tiny(
+        "CosmosT2IPredict2", {"image_model": "cosmos_predict2", **COSMOS}, 2, frames=3
+    ),
+    "anima": Tiny("Anima", {"image_model": "anima", **COSMOS}, 2, frames=1),
+    "cosmos1": Tiny(
+        "CosmosT2V",
+        {
+            "image_model": "cosmos",
+            **COSMOS,
+            "block_config": "FA-CA-MLP",
+            "block_x_format": "THWBD",
+            "affline_emb_norm": True,
+            "extra_per_block_abs_pos_emb": True,
+            "extra_per_block_abs_pos_emb_type": "learnable",
+        },
+        2,
+        frames=3,
+        prompt=lambda random: {},
+    ),
+    "ltxav": Tiny(
+        "LTXAV",
+        {
+            "image_model": "ltxav",
+            "in_channels": 128,
+            "cross_attention_dim": 64,
+            "attention_head_dim": 32,
+            "num_attention_heads": 2,
+            "caption_channels": 32,
+            "num_layers": 2,
+            "audio_attention_head_dim": 16,
+            "audio_num_attention_heads": 2,
+            "audio_cross_attention_dim": 32,
+            "connector_attention_head_dim": 16,
+            "connector_num_attention_heads": 2,
+        },
+        2,
+        channels=128,
+        text=64,
+        frames=4,
+        patch=1,
+        prompt=every_token,
+        sound=(8, 6, 16),
+    ),
+    "minimax_h3": Tiny(
+        "MiniMaxH3",
+        {
+            "image_model": "minimax_h3",
+            "hidden_size": 96,
+            "num_layers": 2,
+            "token_refiner_num_layers": 1,
+            "num_attention_heads": 1,
+            "attention_head_dim": 128,
+            "ffn_hidden_size": 64,
+            "text_dim": 32,
+            "timestep_input_dim": 32,
+            "time_embed_hidden_size": 32,
+            "time_embed_dim": 32,
+        },
+        2,
+        before=TEXT + 12,
+        channels=24,
+        frames=3,
+        sound=(32, 2, 6),
+    ),
+    "cogvideo": Tiny(
+        "CogVideoX_T2V",
+        {
+            "image_model": "cogvideox",
+            "num_attention_heads": 3,
+            "attention_head_dim": 32,
+            "in_channels": 16,
+            "out_channels": 16,
+            "time_embed_dim": 32,
+            "text_embed_dim": 32,
+            "num_layers": 2,
+            "max_text_seq_length": TEXT,
+            "sample_width": 20,
+            "sample_height": 16,
+            "sample_frames": 9,
+        },
+        2,
+        before=TEXT,
+        frames=3,
+    ),
+    "joy_image": Tiny(
+        "JoyImage",
+        {
+            "image_model": "joyimage",
+            "in_channels": 16,
+            "out_channels": 16,
+            "hidden_size": 64,
+            "num_attention_heads": 2,
+            "num_layers": 2,
+            "text_dim": 32,
+            "rope_dim_list": [8, 12, 12],
+        },
+        2,
+        behind=TEXT,
+        frames=1,
+    ),
+    "pixel_dit": Tiny(
+        "PixelDiTT2I",
+        {
+            "image_model": "pixeldit_t2i",
+            "num_groups": 2,
+            "hidden_size": 64,
+            "pixel_hidden_size": 8,
+            "pixel_attn_hidden_size": 64,
+            "pixel_num_groups": 2,
+            "patch_depth": 2,
+            "pixel_depth": 1,
+            "txt_embed_dim": 32,
+        },
+        2,
+        before=TEXT,
+        channels=3,
+        patch=16,
+    ),
+    "kandinsky5": Tiny(
+        "Kandinsky5",
+        {
+            "image_model": "kandinsky5",
+            "in_visual_dim": 16,
+            "out_visual_dim": 16,
+            "in_text_dim": 32,
+            "in_text_dim2": 32,
+            "time_dim": 32,
+            "model_dim": 64,
+            "ff_dim": 64,
+            "visual_embed_dim": 132,
+            "num_text_blocks": 1,
+            "num_visual_blocks": 2,
+            "axes_dims": (8, 12, 12),
+        },
+        2,
+        frames=4,
+    ),
+    "mochi": Tiny(
+        "GenmoMochi",
+        {
+            "image_model": "mochi_preview",
+            "in_channels": 12,
+            "learn_sigma": False,
+            "depth": 2,
+            "num_heads": 2,
+            "hidden_size_x": 48,
+            "hidden_size_y": 24,
+            "mlp_ratio_x": 256.0,
+            "mlp_ratio_y": 4.0,
+            "use_t5": True,
+            "t5_feat_dim": 32,
+            "t5_token_length": 256,
+            "qk_norm": True,
+            "qkv_bias": False,
+            "out_bias": True,
+            "patch_embed_bias": True,
+            "posenc_preserve_area": True,
+            "rope_theta": 10000.0,
+            "timestep_mlp_bias": True,
+            "attend_to_padding": False,
+            "timestep_scale": 1000.0,
+            "use_extended_posenc": False,
+        },
+        2,
+        behind=TEXT,
+        channels=12,
+        frames=3,
+        prompt=every_token,
+    ),
+}
+"""By a name of ours."""
+
+
+def build(tiny):
+    """The model, in float32 on the CPU."""
+    return transformers.build(tiny.name, tiny.settings)
+
+
+def sample(model, tiny, size, *, steps=2, batch=1, cfg=4.0, seed=1, prompts=None, **options):
+    """Sample noise to a latent of ``size``."""
+    frames = () if tiny.frames is None else (tiny.frames,)
+    empty = torch.zeros(batch, tiny.channels, *frames, *size)
+    if tiny.sound is not None:
+        empty = NestedTensor([empty, torch.zeros(batch, *tiny.sound)])
+    noise = comfy.sample.prepare_noise(empty, seed)
+    positive, negative = prompts or (conditioning(tiny, 5), conditioning(tiny, 6))
+    sampled = comfy.sample.sample(
+        model,
+        noise,
+        steps,
+        cfg,
+        "euler",
+        "simple",
+        positive,
+        negative,
+        empty,
+        disable_pbar=True,
+        seed=seed,
+        **options,
+    )
+    return sampled if tiny.sound is None else sampled.unbind()[0]
+
+
+def conditioning(tiny, seed, **extras):
+    """A prompt."""
+    random = torch.Generator().manual_seed(seed)
+    text = torch.randn(1, TEXT, tiny.text, generator=random)
+    pooled = torch.randn(1, tiny.pooled, generator=random)
+    return [[text, {"pooled_output": pooled, **tiny.prompt(random), **extras}]]

@@ -1,0 +1,117 @@
+"""Blocks that merge queries, keys and values where attention is called.
+
+That is after they were projected, normalised and turned by position, so it needs to know nothing of
+a block but where the pictures are in the sequence. What is no picture, such as text, stays.
+"""
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from .layout import Layout
+from .plan import Plan
+from .site import BlockSite, Forward, Override
+
+
+class CallSite(BlockSite):
+    """A block whose attention is called by way of its host; see :meth:`merging`."""
+
+    whole_blocks_stay: ClassVar[str] = "as this kind of model does not merge whole blocks"
+    """The reason to tell where a wider scope than single modules was asked for."""
+
+    def attention(self) -> nn.Module:
+        """The module that calls the self-attention, which may be the block."""
+        raise NotImplementedError
+
+    def layout(self, tokens: int, kwargs: dict[str, Any]) -> Layout | None:
+        """The layout of a sequence of ``tokens``, None where the pictures do not fit into it.
+
+        Args:
+            tokens: keys of the attention.
+            kwargs: with which the attention module was called.
+        """
+        raise NotImplementedError
+
+    def merging(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments under which the host asks :meth:`call_plans` and its kin."""
+        raise NotImplementedError
+
+    def overrides(self) -> list[Override]:
+        module = self.attention()
+        if not self.stack.sites.config.merge_attn:
+            return [(self.module, self._note_block(self.module.forward))]
+        if module is self.module:
+            return [(module, self.timed(self._note_block(self._merge_calls(module.forward))))]
+        return [
+            (self.module, self.timed(self._note_block(self.module.forward))),
+            (module, self._merge_calls(module.forward)),
+        ]
+
+    def call_plans(
+        self, k: Tensor, queries: int, kwargs: dict[str, Any]
+    ) -> tuple[Plan | None, Plan | None]:
+        """The plans of the queries and of the keys of a call of attention; noted either way.
+
+        Args:
+            k: ``[batch, keys, channels]``, by which tokens are matched.
+            queries: how many there are; those of a part of the sequence do not merge.
+            kwargs: with which the attention module was called.
+
+        Returns:
+            None for what stays as it is. Both come from one matching.
+        """
+        config, tokens = self.stack.sites.config, k.shape[1]
+        self.notes.tokens = tokens
+        layout = self.layout(tokens, kwargs)
+        if layout is None:
+            self.notes.reason = self.tokens_changed
+            return None, None
+        worthy = self.worthy(layout)
+        if worthy is None:
+            return None, None
+        ratio, keys_ratio = self.ratios()
+        merges_queries = "q" in config.attn_tokens and queries == tokens
+        merges_keys = "k,v" in config.attn_tokens
+        ratios = [ratio] if merges_queries else []
+        if merges_keys and keys_ratio not in ratios:
+            ratios.append(keys_ratio)
+        if not ratios:
+            self.notes.reason = self.attention_masked
+            return None, None
+        plans = self.plans("call", k, worthy, ratios)
+        of_queries = plans[0] if merges_queries else None
+        of_keys = plans[-1] if merges_keys else None
+        noted = of_queries if of_keys is None else of_keys
+        if noted is None:
+            self.notes.reason = self.why_no_plan(worthy, ratios[0])
+        else:
+            self.notes.ran(tokens, noted)
+        return of_queries, of_keys
+
+    def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None:
+        """What to add to the logits of merged keys, ``[batch, keys]``; None where nothing is."""
+        if not self.stack.sites.config.proportional_attn or plan.is_even():
+            return None
+        return plan.log_sizes().to(like.dtype)
+
+    def _note_block(self, forward: Forward) -> Forward:
+        config = self.stack.sites.config
+
+        def block_forward(*args: Any, **kwargs: Any) -> Any:
+            # How many tokens there are is known where attention is called.
+            self.notes.tokens = 0
+            self.notes.fell_back = None if config.scope == "module" else self.whole_blocks_stay
+            self.notes.reason = (
+                self.attention_replaced
+                if config.merge_attn
+                else "merge_attn is off, and nothing else merges in models of this kind"
+            )
+            return forward(*args, **kwargs)
+
+        return block_forward
+
+    def _merge_calls(self, forward: Forward) -> Forward:
+        def attention_forward(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **self.merging(kwargs))
+
+        return attention_forward

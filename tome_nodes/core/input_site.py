@@ -1,0 +1,274 @@
+"""Blocks that merge what enters them or their modules, as the paper does (section 4)."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from .apply import attention_on_merged, block_on_merged, module_on_merged
+from .grid import Grid
+from .layout import Layout
+from .plan import Plan
+from .site import BlockSite, ModelSites, Override, StackSite
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of a block that may run on merged tokens.
+
+    Attributes:
+        module: called with the tokens of the block first.
+        option: the option that has it merge.
+        attends_to_itself: whether it is a self-attention, whose keys are the block's tokens too.
+    """
+
+    module: nn.Module
+    option: str
+    attends_to_itself: bool = False
+
+
+class InputSite(BlockSite):
+    """A block whose modules take the tokens first; its stack is an :class:`InputStack`."""
+
+    stack: "InputStack"
+
+    def forget(self) -> None:
+        """Let go of what was noted and planned in an evaluation."""
+        super().forget()
+        self._plan: Plan | None = None
+        self._keys_plan: Plan | None = None
+        self._outer_plan: Plan | None = None
+
+    def overrides(self) -> list[Override]:
+        """The block and its modules, and what each of them is to run."""
+        config = self.stack.sites.config
+        overrides: list[Override] = [
+            (self.module, self.timed(self._run_block(self.module.forward)))
+        ]
+        for part in self.parts():
+            forward = part.module.forward
+            if part.attends_to_itself:
+                if config.merge_attn or config.scope != "module":
+                    forward = self.self_attention(forward)
+                    overrides.append((part.module, self._run_self_attention(forward)))
+            elif getattr(config, part.option):
+                overrides.append((part.module, self._run_module(forward)))
+        return overrides
+
+    def parts(self) -> Sequence[Part]:
+        """The modules of the block that may merge each on its own."""
+        raise NotImplementedError
+
+    def self_attention(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``.
+
+        A family whose attention has one source of keys and values takes the one for values.
+        """
+        return forward
+
+    def layout(self, x: Tensor, *args: Any, **kwargs: Any) -> Layout | None:
+        """The layout of the block's tokens, as the block was called.
+
+        None where ``x``, ``[batch, tokens, channels]``, is not what the host says it is.
+        """
+        raise NotImplementedError
+
+    def latent(self, *args: Any, **kwargs: Any) -> Grid:
+        """The grid of the latent that the model works on, as the block was called."""
+        return self.stack.sites.evaluation.latent
+
+    def needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether something in the block, called with these arguments, expects all tokens."""
+        raise NotImplementedError
+
+    def is_masked(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a module of the block is called with a mask over its tokens."""
+        raise NotImplementedError
+
+    def weigh_keys(self, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
+        """The keyword arguments of a self-attention that add ``log_sizes`` to its logits.
+
+        Where the host's attention cannot, they are those given, and :meth:`note_unweighted` is
+        told why.
+
+        Args:
+            kwargs: the keyword arguments otherwise.
+            log_sizes: ``[batch, keys]`` of the dtype of the tokens.
+        """
+        self.note_unweighted("this host has no way to weigh them")
+        return kwargs
+
+    def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return kwargs if plan.is_even() else self.weigh_keys(kwargs, plan.log_sizes().to(x.dtype))
+
+    def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether a module called with ``x`` can run under the plan; noted either way."""
+        if self.is_masked(kwargs) or not plan.fits(x):
+            self.note_masked()
+            return False
+        self.notes.ran(x.shape[1], plan)
+        return True
+
+    def _run_block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        stack, config = self.stack, self.stack.sites.config
+
+        def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            self._plan = self._keys_plan = self._outer_plan = None
+            self.notes.tokens = x.shape[1]
+            if stack.plan is not None:
+                self.notes.plans_reused += 1
+                return self._in_stack(forward, x, *args, **kwargs)
+            layout = self._worthy_layout(x, *args, **kwargs)
+            if layout is None:
+                return forward(x, *args, **kwargs)
+            fell_back = config.scope != "module" and self.needs_all_tokens(*args, **kwargs)
+            self.notes.fell_back = "that are patched" if fell_back else None
+            if config.scope == "module" or fell_back:
+                self._plan_for_modules(x, layout)
+                return forward(x, *args, **kwargs)
+            ratio = self.stack.sites.evaluation.ratio
+            (plan,) = self.plans("tokens", x, layout, [ratio])
+            if plan is None:
+                self.notes.reason = self.why_no_plan(layout, ratio)
+                return forward(x, *args, **kwargs)
+            if config.scope == "stack" and stack.runs_as_one_from(self, *args, **kwargs):
+                return self._in_stack(forward, stack.enter(plan, x), *args, **kwargs)
+            self.notes.ran(x.shape[1], plan)
+            self._outer_plan = plan
+            return block_on_merged(forward, plan, x, *args, **kwargs)
+
+        return block_forward
+
+    def _in_stack(
+        self, forward: Callable[..., Tensor], merged: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run the block on the tokens that its stack has merged."""
+        stack = self.stack
+        assert stack.plan is not None and stack.tokens is not None
+        self.notes.ran(stack.tokens.shape[1], stack.plan)
+        self._outer_plan = stack.plan
+        y = forward(merged, *args, **kwargs)
+        return stack.leave(y) if self is stack.blocks[-1] else y
+
+    def _run_module(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            plan = self._plan
+            if plan is None or not self._takes(plan, x, kwargs):
+                return forward(x, *args, **kwargs)
+            return module_on_merged(forward, plan, x, *args, **kwargs)
+
+        return module_forward
+
+    def _run_self_attention(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        config = self.stack.sites.config
+        weigh = self._weigh if config.proportional_attn else None
+
+        def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if self._outer_plan is not None:
+                if weigh is not None:
+                    kwargs = weigh(self._outer_plan, x, kwargs)
+                return forward(x, *args, **kwargs)
+            queries = self._plan if config.merge_attn and "q" in config.attn_tokens else None
+            keys = self._keys_plan
+            plan = keys if queries is None else queries
+            if plan is None or not self._takes(plan, x, kwargs):
+                return forward(x, *args, **kwargs)
+            return attention_on_merged(forward, queries, keys, weigh, x, *args, **kwargs)
+
+        return attention_forward
+
+    def _worthy_layout(self, x: Tensor, *args: Any, **kwargs: Any) -> Layout | None:
+        """The layout of the tokens with the pictures that are to merge, None where none is.
+
+        The reason is noted, except for a block of another level: that is as the settings say.
+        """
+        sites = self.stack.sites
+        layout, latent = self.layout(x, *args, **kwargs), self.latent(*args, **kwargs)
+        if layout is None:
+            self.notes.reason = self.tokens_changed
+            return None
+        spans = tuple(
+            span for span in layout.spans if span.grid.is_within(latent, sites.max_downsample)
+        )
+        if not spans:
+            return None
+        return self.worthy(Layout(layout.length, spans))
+
+    def _plan_for_modules(self, x: Tensor, layout: Layout) -> None:
+        """Make the plans under which the modules of the block run, each on its own."""
+        config = self.stack.sites.config
+        if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
+            self.notes.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
+            return
+        self.notes.reason = self.attention_replaced
+        attends_to_itself = any(part.attends_to_itself for part in self.parts())
+        merges_keys = config.merge_attn and "k,v" in config.attn_tokens and attends_to_itself
+        merges_tokens = (
+            config.merge_crossattn
+            or config.merge_mlp
+            or (config.merge_attn and not (attends_to_itself and config.attn_tokens == "k,v"))
+        )
+        if not (merges_tokens or merges_keys):
+            return
+        ratio, keys_ratio = self.ratios()
+        ratios = [ratio] if merges_tokens else []
+        if merges_keys and keys_ratio not in ratios:
+            ratios.append(keys_ratio)
+        plans = self.plans("tokens" if ratios == [ratio] else "keys too", x, layout, ratios)
+        if merges_tokens:
+            self._plan = plans[0]
+        if merges_keys:
+            self._keys_plan = plans[-1]
+        if self._plan is None and self._keys_plan is None:
+            self.notes.reason = self.why_no_plan(layout, ratios[0])
+
+
+class InputStack(StackSite):
+    """Blocks that follow each other, which may run as one on merged tokens.
+
+    Attributes:
+        plan: the plan under which the stack runs, from its first block to its last.
+        tokens: ``[batch, tokens, channels]`` that entered its first block.
+    """
+
+    block_class: ClassVar[type[InputSite]]
+    blocks: list[InputSite]
+
+    def __init__(
+        self, name: str, module: nn.Module, blocks: Iterable[nn.Module], sites: ModelSites
+    ):
+        super().__init__(name, module, blocks, sites)
+        self.plan: Plan | None = None
+        self.tokens: Tensor | None = None
+        self._merged: Tensor | None = None
+
+    @property
+    def runs_as_one(self) -> bool:
+        """Whether nothing else runs between the blocks."""
+        return True
+
+    def runs_as_one_from(self, block: InputSite, *args: Any, **kwargs: Any) -> bool:
+        """Whether all blocks, from this one on, run on merged tokens when called so."""
+        return (
+            block.index == 0
+            and self.runs_as_one
+            and not any(each.needs_all_tokens(*args, **kwargs) for each in self.blocks)
+        )
+
+    def enter(self, plan: Plan, x: Tensor) -> Tensor:
+        """Merge what enters the first block."""
+        merged = plan.merge(x)
+        self.plan, self.tokens, self._merged = plan, x, merged
+        return merged
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Add the change that all blocks made together to all tokens."""
+        assert self.plan is not None and self.tokens is not None and self._merged is not None
+        result = self.plan.add_change(self.tokens, self._merged, y)
+        self.plan = self.tokens = self._merged = None
+        return result
+
+    def end(self) -> None:
+        self.plan = self.tokens = self._merged = None
+        super().end()

@@ -1,0 +1,392 @@
+"""ComfyUI's transformers, one record for each kind: its blocks, and where its pictures are.
+
+Keys and values, and queries where that is asked for, merge where a block calls attention, so a
+record needs to know nothing else.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...core.call_site import CallSite
+from ...core.grid import Grid
+from ...core.layout import Layout, Picture
+from ...core.site import StackSite
+from .attention import merge_attention
+from .family import ComfyFamily, Inputs
+
+Pictures = Callable[[Any, Inputs], Iterable[Picture]]
+"""The pictures in the sequence of a model, in order."""
+
+
+class TransformerBlock(CallSite):
+    """A block that gets the host's transformer options by keyword, and so does its attention."""
+
+    tokens_changed = "another node changes the tokens of the transformer blocks"
+    attention_masked = "another node masks the attention or changes its tokens"
+    attention_replaced = "other nodes replace the attention of the transformer blocks"
+
+    def attention(self) -> nn.Module:
+        return self.stack.sites.family.attention(self.module)
+
+    def layout(self, tokens: int, kwargs: dict[str, Any]) -> Layout | None:
+        sites = self.stack.sites
+        family: Transformer = sites.family
+        layout = Layout.of_pictures(tokens, sites.evaluation.pictures, family.at_end)
+        # What some models say of where their picture begins.
+        told = (kwargs.get("transformer_options") or {}).get("img_slice")
+        if layout is not None and told is not None and family.at_end:
+            return layout if told[0] == layout.spans[0].start else None
+        return layout
+
+    def merging(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        options = kwargs.get("transformer_options") or {}
+        return kwargs | {"transformer_options": merge_attention(options, self, kwargs)}
+
+
+class TransformerStack(StackSite):
+    """The blocks of one kind in a model."""
+
+    block_class = TransformerBlock
+
+
+@dataclass(frozen=True)
+class Transformer(ComfyFamily):
+    """Models of one kind.
+
+    Attributes:
+        classes: their full names, below ``comfy.ldm``.
+        blocks: the attributes of a model that hold its blocks.
+        pictures_of: the pictures in the sequence of a model.
+        at_end: whether the pictures end the sequence, as behind text; else they begin it.
+        part: the attribute of a block that calls its self-attention; empty where the block does,
+            and its attention has no other keys than the sequence's.
+    """
+
+    classes: tuple[str, ...]
+    blocks: tuple[str, ...]
+    pictures_of: Pictures
+    at_end: bool
+    part: str = ""
+
+    stack_class = TransformerStack
+
+    @property
+    def model_classes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(f"comfy.ldm.{name}" for name in self.classes)
+
+    def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
+        for name in self.blocks:
+            # Some have no blocks of one of the kinds.
+            if (blocks := getattr(model, name, None)) is not None:
+                yield name, blocks, blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks
+
+    def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
+        count = sum(len(list(blocks)) for _, _, blocks in self.stacks(model))
+        return {1: count} if count else {}
+
+    def attention(self, block: Any) -> nn.Module:
+        """The module of a block that calls its self-attention."""
+        return getattr(block, self.part) if self.part else block
+
+    def pictures(self, model: Any, inputs: Inputs) -> tuple[Picture, ...]:
+        return tuple(self.pictures_of(model, inputs))
+
+
+def grid_of(shape: Sequence[int], patch: Any) -> Grid:
+    """The tokens of a latent, whose sides the model pads to whole patches.
+
+    Args:
+        shape: batch, channels, perhaps frames, height, width.
+        patch: the side of a patch, or its frames, height and width, or height and width.
+    """
+    sides = (patch, patch) if isinstance(patch, int) else tuple(patch)
+    deep, high, wide = (1, *sides)[-3:]
+    frames = -(-shape[2] // deep) if len(shape) == 5 else 1
+    return Grid(-(-shape[-2] // high), -(-shape[-1] // wide), frames)
+
+
+def one_picture(patch: str | int) -> Pictures:
+    """Of models that have the latent only, as patches of a side or of an attribute's sides."""
+
+    def pictures(model: Any, inputs: Inputs) -> Iterator[Picture]:
+        yield Picture(grid_of(inputs.shape, _patch(model, patch)))
+
+    return pictures
+
+
+def with_references(patch: str | int, references_first: bool = False) -> Pictures:
+    """Of models whose reference pictures follow the picture, or come before it."""
+
+    def pictures(model: Any, inputs: Inputs) -> list[Picture]:
+        shapes = [inputs.shape, *(each.shape for each in inputs.tensors("ref_latents"))]
+        found = [Picture(grid_of(shape, _patch(model, patch))) for shape in shapes]
+        return [*found[1:], found[0]] if references_first else found
+
+    return pictures
+
+
+def _patch(model: Any, patch: str | int) -> Any:
+    return patch if isinstance(patch, int) else getattr(model, patch)
+
+
+def _still(grid: Grid) -> list[Picture]:
+    """Frames that are pictures of their own, such as layers."""
+    return [Picture(Grid(grid.height, grid.width))] * grid.frames
+
+
+def _qwen(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    for shape in (inputs.shape, *(each.shape for each in inputs.tensors("ref_latents"))):
+        yield from _still(grid_of(shape, model.patch_size))
+
+
+def _lumina(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """Z-Image pads every picture to a multiple of tokens."""
+    multiple = getattr(model, "pad_tokens_multiple", None) or 1
+    for shape in (*(each.shape for each in inputs.tensors("ref_latents")), inputs.shape):
+        grid = grid_of(shape, model.patch_size)
+        yield Picture(grid, -grid.tokens % multiple)
+
+
+def _krea(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """Frames are samples of the batch here, and references may be switched off."""
+    shapes = [inputs.shape]
+    if inputs.conditions.get("ref_latents_method", model.default_ref_method) is not None:
+        shapes += [each.shape for each in inputs.tensors("ref_latents")]
+    for shape in shapes:
+        yield Picture(grid_of((*shape[:2], *shape[-2:]), model.patch))
+
+
+def _hidream(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """A picture to edit stands beside the one that is painted."""
+    *other, width = inputs.shape
+    width += sum(each.shape[-1] for each in inputs.tensors("image_cond"))
+    yield Picture(grid_of((*other, width), model.patch_size))
+
+
+def _joyimage(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    for shape in (inputs.shape, *(each.shape for each in inputs.tensors("ref_latents"))):
+        yield Picture(grid_of(shape, model.patch_size))
+
+
+def _wan(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """Further frames follow those of the latent, and references stand before it or behind."""
+    batch, channels, frames, height, width = inputs.shape
+    references = inputs.tensors("reference_latent")
+    if references and getattr(model, "ref_conv", None) is not None:
+        yield Picture(grid_of(references[0].shape, model.patch_size[1:]))
+    frames += sum(each.shape[2] for each in inputs.tensors("time_dim_concat"))
+    yield Picture(grid_of((batch, channels, frames, height, width), model.patch_size))
+    for each in inputs.tensors("context_latents"):
+        yield Picture(grid_of(each.shape, model.patch_size))
+
+
+def _scail(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """References are frames before those of the latent."""
+    batch, channels, frames, height, width = inputs.shape
+    for name in ("reference_latent", "time_dim_concat"):
+        frames += sum(each.shape[2] for each in inputs.tensors(name))
+    yield Picture(grid_of((batch, channels, frames, height, width), model.patch_size))
+    for each in inputs.tensors("pose_latents"):
+        yield Picture(grid_of(each.shape, model.patch_size))
+
+
+def _hunyuan(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    for each in inputs.tensors("ref_latent"):
+        yield Picture(grid_of(each.shape, model.patch_size))
+    yield Picture(grid_of(inputs.shape, model.patch_size))
+
+
+def _ltx(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """Keyframes are frames behind the others, of which tokens may be left out."""
+    frames, height, width = inputs.shape[-3:]
+    for each in inputs.tensors("keyframe_idxs"):
+        frames -= -(-each.shape[2] // (height * width))
+    yield Picture(Grid(height, width, frames))
+
+
+def _cosmos(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    patch = model.patch_temporal, model.patch_spatial, model.patch_spatial
+    yield Picture(grid_of(inputs.shape, patch))
+
+
+def _cogvideo(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    patch = model.patch_size_t or 1, model.patch_size, model.patch_size
+    yield Picture(grid_of(inputs.shape, patch))
+
+
+class CosmosTransformer(Transformer):
+    """Cosmos 1, whose blocks are lists of parts."""
+
+    def attention(self, block: Any) -> nn.Module:
+        return next(part.block for part in block.blocks if part.block_type in ("full_attn", "fa"))
+
+
+FLUX = Transformer(
+    ("flux.model.Flux",),
+    ("double_blocks", "single_blocks"),
+    with_references("patch_size"),
+    at_end=True,
+)
+CHROMA = Transformer(
+    ("chroma.model.Chroma", "chroma_radiance.model.ChromaRadiance"),
+    ("double_blocks", "single_blocks"),
+    one_picture("patch_size"),
+    at_end=True,
+)
+SD3 = Transformer(
+    ("modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper",),
+    ("joint_blocks",),
+    one_picture("patch_size"),
+    at_end=True,
+)
+QWEN_IMAGE = Transformer(
+    ("qwen_image.model.QwenImageTransformer2DModel",),
+    ("transformer_blocks",),
+    _qwen,
+    at_end=True,
+)
+LUMINA = Transformer(
+    ("lumina.model.NextDiT", "lumina.model.NextDiTPixelSpace"), ("layers",), _lumina, at_end=True
+)
+KREA = Transformer(("krea2.model.SingleStreamDiT",), ("blocks",), _krea, at_end=True)
+HIDREAM = Transformer(
+    ("hidream.model.HiDreamImageTransformer2DModel",),
+    ("double_stream_blocks", "single_stream_blocks"),
+    _hidream,
+    at_end=False,
+)
+AURA_FLOW = Transformer(
+    ("aura.mmdit.MMDiT",),
+    ("double_layers", "single_layers"),
+    one_picture("patch_size"),
+    at_end=True,
+)
+OMNIGEN = Transformer(
+    ("omnigen.omnigen2.OmniGen2Transformer2DModel",),
+    ("layers",),
+    with_references("patch_size", references_first=True),
+    at_end=True,
+)
+BOOGU = Transformer(
+    ("boogu.model.BooguTransformer2DModel",),
+    ("double_stream_layers", "single_stream_layers"),
+    with_references("patch_size", references_first=True),
+    at_end=True,
+)
+IDEOGRAM = Transformer(
+    ("ideogram4.model.Ideogram4Transformer2DModel",), ("layers",), one_picture(1), at_end=True
+)
+LENS = Transformer(
+    ("lens.model.LensTransformer2DModel",), ("transformer_blocks",), one_picture(1), at_end=False
+)
+MAGE_FLOW = Transformer(
+    ("mage_flow.model.MageFlowTransformer2DModel",),
+    ("transformer_blocks",),
+    with_references(1),
+    at_end=True,
+)
+JOY_IMAGE = Transformer(
+    ("joyimage.model.JoyImageTransformer3DModel",), ("double_blocks",), _joyimage, at_end=False
+)
+PIXEL_DIT = Transformer(
+    ("pixeldit.model.PixDiT_T2I", "pixeldit.pid.PidNet"),
+    ("patch_blocks",),
+    one_picture("patch_size"),
+    at_end=True,
+)
+WAN = Transformer(
+    (
+        "wan.model.WanModel",
+        "wan.model.VaceWanModel",
+        "wan.model.CameraWanModel",
+        "wan.model.WanModel_S2V",
+        "wan.model.HumoWanModel",
+        "wan.model_animate.AnimateWanModel",
+        "wan.model_wandancer.WanDancerModel",
+    ),
+    ("blocks", "vace_blocks"),
+    _wan,
+    at_end=False,
+    part="self_attn",
+)
+SCAIL = Transformer(
+    ("wan.model.SCAILWanModel", "wan.model.SCAIL2WanModel"),
+    ("blocks",),
+    _scail,
+    at_end=False,
+    part="self_attn",
+)
+HUNYUAN_VIDEO = Transformer(
+    ("hunyuan_video.model.HunyuanVideo",),
+    ("double_blocks", "single_blocks"),
+    _hunyuan,
+    at_end=True,
+)
+LTX = Transformer(
+    ("lightricks.model.LTXVModel", "lightricks.av_model.LTXAVModel"),
+    ("transformer_blocks",),
+    _ltx,
+    at_end=False,
+    part="attn1",
+)
+COSMOS_1 = CosmosTransformer(("cosmos.model.GeneralDIT",), ("blocks",), _cosmos, at_end=False)
+COSMOS_PREDICT = Transformer(
+    ("cosmos.predict2.MiniTrainDIT", "anima.model.Anima"),
+    ("blocks",),
+    _cosmos,
+    at_end=False,
+    part="self_attn",
+)
+KANDINSKY = Transformer(
+    ("kandinsky5.model.Kandinsky5",),
+    ("visual_transformer_blocks",),
+    one_picture("patch_size"),
+    at_end=False,
+    part="self_attention",
+)
+MOCHI = Transformer(
+    ("genmo.joint_model.asymm_models_joint.AsymmDiTJoint",),
+    ("blocks",),
+    one_picture("patch_size"),
+    at_end=False,
+)
+COG_VIDEO = Transformer(
+    ("cogvideo.model.CogVideoXTransformer3DModel",), ("blocks",), _cogvideo, at_end=True
+)
+MINIMAX = Transformer(
+    ("minimax.model.MiniMaxH3Model",), ("blocks",), one_picture("patch_size"), at_end=True
+)
+
+TRANSFORMERS = (
+    *(FLUX, CHROMA, SD3, QWEN_IMAGE, LUMINA, KREA, HIDREAM, AURA_FLOW, OMNIGEN, BOOGU, IDEOGRAM),
+    *(LENS, MAGE_FLOW, JOY_IMAGE, PIXEL_DIT, WAN, SCAIL, HUNYUAN_VIDEO, LTX, COSMOS_1),
+    *(COSMOS_PREDICT, KANDINSKY, MOCHI, COG_VIDEO, MINIMAX),
+)
+"""All of them."""
+
+_NO_OPTIONS = "its attention cannot be reached: ComfyUI does not hand it the transformer options"
+_NO_PICTURE = "it makes no picture"
+
+REFUSED: Mapping[str, str] = {
+    f"comfy.ldm.{name}": reason
+    for name, reason in {
+        "ernie.model.ErnieImageModel": _NO_OPTIONS,
+        "pixart.pixartms.PixArtMS": _NO_OPTIONS,
+        "hydit.models.HunYuanDiT": _NO_OPTIONS,
+        "seedvr.model.NaDiT": "its attention runs in small windows, where merging gains nothing",
+        "hidream_o1.model.HiDreamO1Transformer": "it keeps keys of earlier steps for later ones",
+        "wan.ar_model.CausalWanModel": "it keeps keys of earlier frames for later ones",
+        "cascade.stage_b.StageB": "its attention has few tokens",
+        "cascade.stage_c.StageC": "its attention has few tokens",
+        "audio.dit.AudioDiffusionTransformer": _NO_PICTURE,
+        "ace.model.ACEStepTransformer2DModel": _NO_PICTURE,
+        "ace.ace_step15.AceStepConditionGenerationModel": _NO_PICTURE,
+        "hunyuan3d.model.Hunyuan3Dv2": _NO_PICTURE,
+        "hunyuan3dv2_1.hunyuandit.HunYuanDiTPlain": _NO_PICTURE,
+        "triposplat.model.LatentSeqMMFlowModel": _NO_PICTURE,
+    }.items()
+}
+"""Why other classes of the host cannot merge."""

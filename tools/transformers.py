@@ -1,0 +1,33 @@
+"""Transformers of ComfyUI's own classes, of any width, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def build(name: str, settings: Mapping[str, Any], dtype: Any = None) -> Any:
+    """A model patcher on the CPU.
+
+    Args:
+        name: the class among those of ``comfy.supported_models``.
+        settings: of the class, as its loader would find them in a file.
+        dtype: of the weights, float32 if None.
+    """
+    import comfy.model_patcher
+    import comfy.supported_models
+    import torch
+
+    config = getattr(comfy.supported_models, name)(dict(settings))
+    # The host adds sizes of the published model.
+    config.unet_config.update(settings)
+    config.set_inference_dtype(dtype or torch.float32, None)
+    device = torch.device("cpu")
+    base = config.get_model({}, device=device)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in base.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
+        else:
+            parameter.data.normal_(0.3, 0.3, generator=generator)
+    return comfy.model_patcher.ModelPatcher(base, device, device)
