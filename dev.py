@@ -85,8 +85,13 @@ def bench(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="dev.py bench", add_help=False)
     parser.add_argument("--host", choices=modules, default="comfyui")
     parser.add_argument("--fidelity", action="store_true")
+    parser.add_argument("--picture", action="store_true")
     chosen, rest = parser.parse_known_args(arguments)
-    module = "benchmarks.fidelity" if chosen.fidelity else modules[chosen.host]
+    module = modules[chosen.host]
+    if chosen.fidelity:
+        module = "benchmarks.fidelity"
+    elif chosen.picture:
+        module = "benchmarks.off_and_on"
     environment.prepare()
     return _call(environment.PYTHON, "-m", module, *rest, folder=ROOT)
 
@@ -130,7 +135,8 @@ def _parser() -> argparse.ArgumentParser:
         "bench",
         "measure all methods against the unpatched model; further arguments: --host, --quick, "
         "--forecast, --device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, "
-        "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds",
+        "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds; with "
+        "--picture, the README's picture of off and on: --ratio, --presets, --steps",
     )
     add("lint", "check the code and its format with ruff, and its types with mypy")
     return parser
