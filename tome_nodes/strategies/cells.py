@@ -1,4 +1,4 @@
-"""What the strategies that keep one dst token in each cell share (paper, section 4.2)."""
+"""Base of the strategies that keep one dst token in each cell (paper, section 4.2)."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,8 @@ from ..ops import Operations
 class CellStrategy(Strategy):
     """Merges src tokens into the dst tokens of cells.
 
-    Which tokens are src and which dst depends on the step and the grid only, so all blocks of a
-    level share the split that a subclass makes.
+    The split into src and dst depends only on the step and the grid, so all blocks of a level share
+    it. Subclasses define :meth:`split` and :meth:`match`.
     """
 
     def __init__(self, config: ToMeConfig, ops: Operations):
@@ -42,7 +42,7 @@ class CellStrategy(Strategy):
         return [made.get(count) for count in merges]
 
     def match(self, features: Tensor, grid: Grid, merges: list[int]) -> Sequence[Plan | None]:
-        """Plans that merge so many src tokens, None where it comes to nothing."""
+        """One plan for each number of src tokens to merge, None if none would merge."""
         raise NotImplementedError
 
     def split(self, grid: Grid, picks: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,13 +51,13 @@ class CellStrategy(Strategy):
 
     @property
     def key(self) -> Tensor:
-        """What the random picks of this step are keyed by, a scalar int64 tensor."""
+        """The key of this step's random picks, a scalar int64 tensor."""
         if self._key is None:
             raise RuntimeError("begin must come before plans")
         return self._key
 
     def split_of(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        """The split of this step, made once for all blocks."""
+        """The split of this step, shared by all blocks."""
         if grid not in self._splits:
             cells = grid.cells(self.config.sy, self.config.sx)
             if self.config.use_rand:
