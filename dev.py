@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Try, test and check ToMe Nodes. Needs Python 3.10 or later, and nothing else."""
+"""Try, test and check ToMe Nodes. Needs only Python 3.10 or later."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ROOT = Path(__file__).resolve().parent
 GRACE_SECONDS = 15
 
 EPILOG = """\
-The first demo, bench or test makes .venv, which takes some minutes and 6 GB: pinned packages and a
-real ComfyUI. Set COMFYUI_PATH to the folder of a ComfyUI of your own to use that instead. What
-needs only PyTorch, lint and tests/unit, leaves out ComfyUI and the browser. Deleting .venv and demo
-undoes everything.
+The first demo, bench or test makes .venv, with pinned packages and a real ComfyUI; this takes a
+few minutes and 6 GB. Set COMFYUI_PATH to the folder of your own ComfyUI to use that instead. The
+commands "lint" and "test tests/unit" need only PyTorch, and fetch no ComfyUI and no browser. To
+undo everything, delete .venv and demo.
 """
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    # An older Python gets this far, and is told so.
+    # An older Python gets this far, and should get a message instead of a traceback.
     if sys.version_info < (3, 10):  # noqa: UP036
         version = ".".join(map(str, sys.version_info[:3]))
         print(f"This is Python {version}; it has to be 3.10 or later.", file=sys.stderr)
@@ -54,7 +54,7 @@ def demo(arguments: argparse.Namespace) -> int:
     """Run a workflow with ToMe off and on, and compare times and images."""
     from tools import demo, environment
 
-    # A mistake in the options is told before minutes of set-up.
+    # Report a mistake in the options before minutes of set-up.
     demo.read_graph(arguments)
     environment.prepare()
     if not environment.is_active():
@@ -129,11 +129,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "test",
-        "run all tests, or those that further arguments tell pytest to run, such as tests/unit",
+        "run all tests, or those that more arguments select, such as tests/unit",
     )
     add(
         "bench",
-        "measure all methods against the unpatched model; further arguments: --host, --quick, "
+        "measure all methods against the unpatched model; more arguments: --host, --quick, "
         "--forecast, --device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, "
         "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds; with "
         "--picture, the README's picture of off and on: --ratio, --presets, --steps",
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _call(*command: str | Path, folder: Path | None = None) -> int:
-    """Run a command to its end and return its exit code; it does not outlive this process."""
+    """Run a command and return its exit code; it does not outlive this process."""
     from tools.environment import CALM_THREADS
 
     environment = {**CALM_THREADS, "PYTHONUTF8": "1", **os.environ}
@@ -152,7 +152,7 @@ def _call(*command: str | Path, folder: Path | None = None) -> int:
         code = process.wait()
         return code if code >= 0 else 128 - code
     except KeyboardInterrupt:
-        # In a terminal the command has had the same Ctrl-C, and is cleaning up.
+        # In a terminal the command got the same Ctrl-C, and is cleaning up.
         _wait(process)
         raise
     finally:

@@ -41,8 +41,8 @@ def api_file(name):
 def widgets(schema):
     """The names of a node's widgets in the editor's order; None for one that is not an input.
 
-    Beside a seed, the editor puts a widget that tells how the seed changes after a run, and beside
-    the name of a picture a button that uploads one.
+    After a seed, the editor adds a widget that sets how the seed changes after a run, and after the
+    name of a picture a button that uploads one.
     """
     for group in ("required", "optional"):
         for name in schema["input_order"].get(group, ()):
@@ -56,7 +56,7 @@ def widgets(schema):
 
 
 def to_api_format(graph, info):
-    """What the queue is to be sent for a graph in the editor's format."""
+    """The API format of a graph in the editor's format."""
     links = {link: [str(source), output] for link, source, output, *_ in graph["links"]}
     prompt = {}
     for node in graph["nodes"]:
@@ -81,10 +81,7 @@ def to_api_format(graph, info):
 
 
 def reduced(prompt):
-    """The same graph made cheap, with nothing changed but what follows.
-
-    Other models' names, the width and height, and two steps in each sampler.
-    """
+    """The same graph made cheap: small models, a small size, and two steps in each sampler."""
     copy = json.loads(json.dumps(prompt))
     nodes = list(copy.values())
     for node in nodes:
@@ -120,7 +117,7 @@ def test_editor_file_and_api_format_are_the_same_graph(name, info):
 
 
 @every_workflow
-def test_nodes_are_cores_and_ours_and_the_settings_are_explained(name, info):
+def test_nodes_are_from_the_core_or_the_pack_and_settings_are_explained(name, info):
     types = {node["type"] for node in editor_file(name)["nodes"]}
     modules = {info[kind]["python_module"] for kind in types - NOTES}
     assert types & NOTES
@@ -129,7 +126,7 @@ def test_nodes_are_cores_and_ours_and_the_settings_are_explained(name, info):
 
 
 @every_workflow
-def test_no_node_lies_on_another_and_no_link_leads_back(name):
+def test_no_node_overlaps_another_and_no_link_leads_back(name):
     graph = editor_file(name)
     boxes = {
         node["id"]: (left, top - TITLE_BAR, left + width, top + height)

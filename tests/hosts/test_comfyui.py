@@ -420,8 +420,8 @@ def test_percent_limits_choose_the_steps(sd15, told, limits, steps):
         (
             {"max_downsample": 1},
             "sdxl",
-            "max_downsample=1 leaves out every transformer block: this model's begin at 2; "
-            "set it to auto, or take preset fast",
+            "max_downsample=1 leaves out every transformer block: this model's start at 2; "
+            "use preset fast, or max_downsample auto under preset custom",
         ),
         ({"ratio": 0.004}, "sd15", "192 tokens are too few for ratio=0.004"),
         (

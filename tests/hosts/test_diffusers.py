@@ -32,7 +32,7 @@ from tome_nodes.hosts.pytorch.diffusers_unet import DiffusersBlock, DiffusersUNe
 from tome_nodes.hosts.pytorch.hooks import Attachment
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
-# Of float32 in these models, whose weights make rounding grow.
+# For float32 in these models, whose weights amplify rounding.
 ROUNDING = 5e-5
 TOKENS = GRID[0] * GRID[1]
 
@@ -44,7 +44,7 @@ def shuffle(unet, **options):
 
 
 def attributes(model):
-    """All that the modules of a model hold, hooks included, but for the order of the hooks."""
+    """The state of a model's modules, including hooks but not their order."""
     return [
         (type(module), {name: repr(value) for name, value in vars(module).items()})
         for module in model.modules()
@@ -143,7 +143,7 @@ def test_what_runs_on_merged_tokens(unet, options, shares):
 
 @functools.cache
 def exact_unet(family):
-    """A UNet in which no two similarities are as good as equal."""
+    """A UNet in which no two similarities are almost equal."""
     return make_unet(family).double()
 
 
@@ -243,7 +243,7 @@ def test_ip_adapter(unet, told):
     assert relative_error(unet(**arguments).sample, expected) < ROUNDING
     shuffle(unet, scope="stack")
     assert relative_error(unet(**arguments).sample, expected) < ROUNDING
-    # Its masks are of the picture's size, so what they cover keeps all tokens.
+    # Its masks have the picture's size, so the attention that they cover keeps all tokens.
     arguments["cross_attention_kwargs"] = {"ip_adapter_masks": [torch.ones(1, 1, 96, 128)]}
     expected = unet(**arguments).sample
     for options in {}, {"scope": "block"}:
@@ -404,7 +404,7 @@ def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(reuse_step
     Attachment(config, DiffusersUNet(), 1000, Counted).attach(case.pipeline.unet)
     Counted.made = 0
     case(steps=4)
-    # One more is made of a few tokens, to see whether the device can.
+    # One more, with few tokens, tests the device.
     assert Counted.made == plans + 1
     case(steps=4, seed=1)
     assert Counted.made == 2 * plans + 1
@@ -435,7 +435,7 @@ def test_steps_aside_where_other_code_changes_the_tokens(unet, told):
     tome_nodes.apply_patch(unet, max_downsample=8)
     for block in unet.modules():
         if isinstance(block, BasicTransformerBlock):
-            # As if a token of its own went through the block.
+            # As if the other code added a token of its own.
             block.register_forward_pre_hook(
                 lambda _, arguments: (torch.cat([arguments[0], arguments[0][:, :1]], 1),)
             )
@@ -479,7 +479,7 @@ def test_picks_depend_on_seed_and_timestep(unet):
     Attachment(ToMeConfig(min_tokens=1), DiffusersUNet(), 1000, Noted).attach(unet)
     for timestep in 500, 500.5, 500:
         call(unet, timestep)
-    # Another is made to see whether the device can.
+    # One more tests the device.
     _, first, second, third = splits
     assert torch.equal(first, third)
     assert not torch.equal(first, second)
@@ -581,7 +581,7 @@ def test_an_override_of_other_code_is_run_and_comes_back(unet):
 @pytest.mark.parametrize("order", ["patch first", "offload first"])
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_offloading(unet, offload, order):
-    """With accelerate's own hooks; the device that runs is the CPU as well here."""
+    """With accelerate's own hooks; the execution device is the CPU here, too."""
     expected = call(unet)
     weights = {name: value.clone() for name, value in unet.state_dict().items()}
 
@@ -636,7 +636,7 @@ def test_a_call_that_a_thread_left_holds_up_no_other(unet, leaving):
     def fail(*_):
         if leave:
             leave.clear()
-            # After these PyTorch runs no hook.
+            # PyTorch runs no hooks after these.
             raise KeyboardInterrupt if leaving == "interrupted" else SystemExit
 
     unet.mid_block.attentions[0].transformer_blocks[0].ff.register_forward_hook(fail)
@@ -735,7 +735,7 @@ def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
     loss(sample).backward()
     assert all(p.grad is not None and p.grad.any() for p in unet.parameters())
     generator = torch.Generator().manual_seed(1)
-    # So short a way that no token merges into another.
+    # So small that the same tokens still merge.
     way = 1e-6 * torch.randn(sample.shape, generator=generator, dtype=torch.float64)
     with torch.no_grad():
         difference = (loss(sample + way) - loss(sample - way)) / 2
@@ -808,8 +808,8 @@ def test_what_was_merged_is_told_once_for_each_size(told):
         (
             "sdxl",
             {},
-            "max_downsample=1 leaves out every transformer block: this model's begin at 2; "
-            "set it to auto, or take preset fast",
+            "max_downsample=1 leaves out every transformer block: this model's start at 2; "
+            "use preset fast, or max_downsample auto under preset custom",
         ),
         ("sd15", {"ratio": 0.004}, "192 tokens are too few for ratio=0.004"),
         (

@@ -153,7 +153,7 @@ def test_every_option_has_an_effect_by_keyword():
         assert relative_error(call(unet), default) > 1e-4, name
 
 
-def test_a_backend_is_taken_by_keyword(told):
+def test_the_backend_is_set_by_keyword(told):
     from pipelines import call, make_unet
 
     unet = make_unet("one_level")

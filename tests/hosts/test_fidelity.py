@@ -1,4 +1,4 @@
-"""The judges of fidelity: they measure what they say, and find no error in unpatched models."""
+"""The judges of fidelity measure what they claim to, and find no error in unpatched models."""
 
 import json
 
@@ -59,14 +59,14 @@ def test_the_judge_of_features_finds_no_error_in_the_plain_block(monkeypatch):
 
 @pytest.fixture
 def trainer(monkeypatch, tmp_path):
-    """What starts a training of small crops, in a folder of its own."""
+    """Starts a training on small crops, in its own folder."""
     monkeypatch.setattr(denoiser, "STATE", tmp_path / "state" / "training.pt")
     monkeypatch.setattr(denoiser, "WEIGHTS", tmp_path / "denoiser.safetensors")
     monkeypatch.setattr(denoiser, "SIDE", 32)
     return lambda: denoiser.Trainer(rate=1e-3, full_share=0.5)
 
 
-def test_training_goes_on_where_it_stood(trainer):
+def test_training_resumes_where_it_stopped(trainer):
     first = trainer()
     side, loss = first.step()
     assert side in (16, 32)
@@ -104,7 +104,7 @@ def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
     assert distances.argmin(1).tolist() == [*range(len(asked))]
 
 
-def test_the_front_holds_what_nothing_beats_in_time_and_error():
+def test_the_front_is_what_no_other_point_beats_in_time_and_error():
     points = {"slow": (0.9, 0.1), "fast": (0.5, 0.4), "beaten": (0.8, 0.5), "best": (0.6, 0.2)}
     assert fidelity_figures._front(points) == ["fast", "best", "slow"]
 
@@ -126,7 +126,7 @@ def test_the_summary_takes_the_worst_noise_level_and_judge():
     )
 
 
-def test_the_page_tells_of_both_judges():
+def test_the_page_shows_both_judges():
     row = {
         "errors": {"0.5": {"attention": 0.25, "block": 0.5}},
         "time": 0.75,

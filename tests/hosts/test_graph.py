@@ -28,7 +28,7 @@ GRAPH = {
 
 @pytest.fixture
 def prompt():
-    """The graph as ComfyUI holds it while it runs."""
+    """The graph in the form that ComfyUI uses while it runs."""
     prompt = DynamicPrompt(dict(GRAPH))
     reset_progress_state("a prompt", prompt)
     yield prompt

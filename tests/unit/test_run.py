@@ -75,7 +75,7 @@ class Noted(Observer):
 
 
 def evaluated(moments, **settings):
-    """How many plans each evaluation of a run made."""
+    """The number of plans that each evaluation of a run made."""
     noted, model = Noted(), Model()
     config = ToMeConfig(merge_attn=False, merge_mlp=True, min_tokens=1, **settings)
     run = Run(config, Toy(), model, make_strategy, [noted])

@@ -24,7 +24,7 @@ LAYERS = {
     "nodes": {"config", "presets", "hosts", "report"},
     "__init__": {"patch"},
 }
-"""What each part of the package may import of the others."""
+"""The other parts of the package that each part may import."""
 
 
 def name_of(file):
@@ -36,7 +36,7 @@ MODULES = {name_of(file): file for file in FILES}
 
 
 def imports_of(name):
-    """The modules of the package that one imports anywhere in its text, in functions too."""
+    """The modules of the package that one imports, including imports in functions."""
     file = MODULES[name]
     here = [] if name == "__init__" else name.split(".")
     if file.name != "__init__.py":
