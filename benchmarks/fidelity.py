@@ -91,7 +91,8 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
 
     def ours(other: MakeStrategy | None = None, /, **settings: Any) -> Any:
         own: dict[str, Any] = {} if other is None else {"make_strategy": other}
-        return partial(attach, config=ToMeConfig(**{**settings, "min_tokens": 1}), **own)
+        config = ToMeConfig(**{"ratio": 0.5, **settings, "min_tokens": 1})
+        return partial(attach, config=config, **own)
 
     def preset(name: str, ratio: float = 0.6, **others: Any) -> Any:
         return ours(**settings_of(name, {"ratio": ratio}), **others)

@@ -26,7 +26,7 @@ def conditioning(channels, value, **extras):
 
 
 def merging(min_tokens=1, **options):
-    """Settings that merge even the small feature maps of the tests."""
+    """Settings that merge the small feature maps of the tests, too."""
     return ToMeConfig(min_tokens=min_tokens, **options)
 
 

@@ -108,5 +108,5 @@ def test_the_live_line_shows_one_step(outcomes, expected):
         ({"strategy": "window", "scope": "stack"}, ["ratio 0.50", "window", "stack scope"]),
     ],
 )
-def test_settings_are_reported_as_they_take_effect(options, expected):
+def test_settings_are_told_as_they_take_effect(options, expected):
     assert words.settings(ToMeConfig(**options)) == expected

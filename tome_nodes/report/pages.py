@@ -11,9 +11,9 @@ from .last_run import LastRun
 from .recorder import MATCHING, Recording
 
 VIEWS = ("merge map", "heat map", "chart")
-"""The views that a report can draw."""
+"""What to draw."""
 
-# Matching that takes more than this share of the run gets a hint.
+# A share of the run from which matching is worth a hint.
 _MUCH = 0.1
 
 
@@ -53,11 +53,11 @@ def report_of(
     """The report of a run.
 
     Args:
-        run: the record of the run.
-        view: one of :data:`VIEWS`. If there is nothing to show in it, the picture says why.
-        level: the feature maps to draw, as how many times smaller than the latent they are; -1 is
-            the largest.
-        step: the step to draw, counted from 1; -1 is the last one that merged.
+        run: what was kept of it.
+        view: one of :data:`VIEWS`. Where the run has nothing to show in it, the picture says why.
+        level: which feature maps to draw, by how many times smaller than the latent; -1 is the
+            largest.
+        step: which step to draw, counted from 1; -1 is the last that merged.
         picture: ``[height, width, channels]`` float from 0 to 1, to draw under a map.
     """
     lines = in_words(run)
