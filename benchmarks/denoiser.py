@@ -82,7 +82,7 @@ UNET: dict[str, Any] = {
 
 
 class Pixels(comfy.latent_formats.LatentFormat):
-    """Pixels of mean 0 and variance 1 in place of latents; nothing is to be decoded."""
+    """Pixels of mean 0 and variance 1 in place of latents; they need no decoding."""
 
     latent_channels = 3
 

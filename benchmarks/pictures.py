@@ -66,6 +66,12 @@ class PictureJudge:
             seed=seed,
         )
 
+    def paint(self, patched: ModelPatcher) -> tuple[Tensor, list[float]]:
+        """What :meth:`pictures` returns, and the seconds of each evaluation of the model."""
+        self._taken.clear()
+        pictures = self.pictures(patched)
+        return pictures, [*self._taken]
+
     def seconds(self, patched: ModelPatcher) -> float:
         """Seconds of an evaluation: cond and uncond of a picture of each photo."""
         self._taken.clear()

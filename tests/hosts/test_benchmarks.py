@@ -271,7 +271,7 @@ def test_wrong_wiring_is_refused_in_every_scope(scope, subject, expected, monkey
     monkeypatch.setattr(
         SlotPlan, "merge_inputs", lambda self, x: [y * 1.01 for y in merge_inputs(self, x)]
     )
-    with pytest.raises(checks.WrongOutput, match="plans that lose nothing"):
+    with pytest.raises(checks.WrongOutput, match="lossless plans"):
         checks.check_wiring(wrong(WindowStrategy, scope=scope), subject, expected)
 
 
@@ -411,5 +411,5 @@ def test_methods_are_chosen_by_name_with_their_ideals():
     assert 0 < len(headline) < len(every) and all(each.headline for each in headline)
     names = [each.name for each in chosen_methods(every, ["ours window k,v", "tomesd all"])]
     assert names == ["ideal all", "tomesd all", "ours window k,v"]
-    with pytest.raises(SystemExit, match="there is no tomes; it may be all, headline, or of ideal"):
+    with pytest.raises(SystemExit, match="there is no tomes; it must be all, headline, or some of ideal"):
         chosen_methods(every, ["tomes"])

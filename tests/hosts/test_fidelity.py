@@ -7,8 +7,9 @@ import pytest
 import scipy.linalg
 import torch
 from host import merging
+from PIL import Image
 
-from benchmarks import denoiser, features, fidelity_figures, photos, pictures
+from benchmarks import denoiser, features, fidelity_figures, off_and_on, photos, pictures
 from tome_nodes.hosts.comfyui.attachment import attach
 
 
@@ -93,6 +94,9 @@ def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(trainer):
     assert 0 < merged["error"] < 1
     assert plain["psnr"] == merged["psnr"] == pictures.MOST_PSNR
     assert judge.seconds(judge.model) > 0
+    painted, taken = judge.paint(judge.model)
+    assert torch.equal(painted, shown)
+    assert len(taken) == 2 and min(taken) > 0
 
 
 def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
@@ -102,6 +106,16 @@ def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
     asked = torch.stack([crop.of(whole[crop.photo]) for crop in judge.crops])
     distances = (judge.expected[:, None] - asked).square().mean((2, 3, 4)).sqrt()
     assert distances.argmin(1).tolist() == [*range(len(asked))]
+
+
+def test_the_sheet_of_off_and_on_has_a_column_for_each_model():
+    colours = {off_and_on.OFF: "red", "balanced": "blue"}
+    columns = {name: [Image.new("RGB", (320, 320), colour)] * 2 for name, colour in colours.items()}
+    sheet = off_and_on._sheet(columns, {off_and_on.OFF: 2.0, "balanced": 1.0})
+    counts = {colour: count for count, colour in sheet.getcolors(2**16)}
+    assert counts[255, 0, 0] == counts[0, 0, 255] == 2 * 320 * 320
+    assert sheet.getpixel((320, 320)) == (255, 0, 0)
+    assert sheet.getpixel((344, 320)) == (0, 0, 255)
 
 
 def test_the_front_is_what_no_other_point_beats_in_time_and_error():

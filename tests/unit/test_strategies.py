@@ -1,4 +1,4 @@
-"""The strategies beside the paper's matching, each against a plain reading of its definition."""
+"""The other strategies, each compared with a straightforward version of its definition."""
 
 import pytest
 import torch
