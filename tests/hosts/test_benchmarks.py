@@ -411,5 +411,7 @@ def test_methods_are_chosen_by_name_with_their_ideals():
     assert 0 < len(headline) < len(every) and all(each.headline for each in headline)
     names = [each.name for each in chosen_methods(every, ["ours window k,v", "tomesd all"])]
     assert names == ["ideal all", "tomesd all", "ours window k,v"]
-    with pytest.raises(SystemExit, match="there is no tomes; it must be all, headline, or some of ideal"):
+    with pytest.raises(
+        SystemExit, match="there is no tomes; it must be all, headline, or some of ideal"
+    ):
         chosen_methods(every, ["tomes"])

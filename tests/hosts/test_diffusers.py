@@ -161,7 +161,7 @@ def test_equal_to_tomesd_for_each_of_its_options(options, family, batch, grid):
     assert relative_error(ours, theirs) < 1e-10
 
 
-def test_equality_with_tomesd_is_not_that_of_doing_nothing(unet):
+def test_equality_with_tomesd_is_not_because_nothing_merges(unet):
     plain = call(unet)
     tome_nodes.apply_patch(unet, use_rand=False)
     assert relative_error(call(unet), plain) > 1e-3
@@ -281,7 +281,7 @@ def test_a_weighed_key_counts_as_often_as_the_tokens_it_stands_for(unet, name):
 
 
 @pytest.mark.parametrize("scope", CHOICES["scope"])
-def test_weighing_keys_comes_to_the_output(unet, told, scope):
+def test_weighing_keys_changes_the_output(unet, told, scope):
     results = []
     for proportional_attn in False, True:
         tome_nodes.apply_patch(unet, scope=scope, proportional_attn=proportional_attn)
@@ -410,7 +410,7 @@ def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(reuse_step
     assert Counted.made == 2 * plans + 1
 
 
-def test_kept_plans_are_for_one_call_of_a_step(unet):
+def test_each_call_of_a_step_has_its_own_plans(unet):
     config = ToMeConfig(min_tokens=1, reuse_steps=9)
     Attachment(config, DiffusersUNet(), 1000, Counted).attach(unet)
     Counted.made = 0
@@ -420,7 +420,7 @@ def test_kept_plans_are_for_one_call_of_a_step(unet):
     assert Counted.made == 2 + 1
 
 
-def test_plans_are_kept_for_so_many_calls_of_a_step(unet):
+def test_plans_are_kept_for_a_limited_number_of_calls_of_a_step(unet):
     config = ToMeConfig(min_tokens=1, reuse_steps=9)
     Attachment(config, DiffusersUNet(), 1000, Counted).attach(unet)
     Counted.made = 0
@@ -627,7 +627,7 @@ def test_threads_on_one_unet_take_turns_and_each_follows_its_own_run(unet, optio
 
 
 @pytest.mark.parametrize("leaving", ["interrupted", "ended"])
-def test_a_call_that_a_thread_left_holds_up_no_other(unet, leaving):
+def test_a_call_that_a_thread_left_blocks_no_other(unet, leaving):
     expected = call(unet)
     tome_nodes.apply_patch(unet)
     merged = call(unet)
@@ -789,7 +789,7 @@ def test_half_precision(dtype, strategy, told):
     assert told()[-1].startswith("[ToMe] merged 3/7 blocks")
 
 
-def test_what_was_merged_is_told_once_for_each_size(told):
+def test_what_was_merged_is_logged_once_for_each_size(told):
     case = CASES["sd15"]()
     tome_nodes.apply_patch(case.pipeline, ratio=0.9, scope="block", strategy="window")
     case()

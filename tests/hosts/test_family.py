@@ -118,7 +118,7 @@ def test_a_lossless_plan_reproduces_the_unpatched_model(model, told, size):
     assert overridden(model) == []
 
 
-def test_merging_changes_the_picture_a_little_and_again_alike(model, told):
+def test_merging_changes_the_picture_a_little_and_reproducibly(model, told):
     plain = sample(model)
     merged = sample(attach(model, keys_only()))
     assert 1e-4 < relative_error(merged, plain) < 0.5
@@ -129,7 +129,7 @@ def test_merging_changes_the_picture_a_little_and_again_alike(model, told):
     assert told()[0].startswith(f"[ToMe] merged {LAYERS}/{LAYERS} blocks (128 -> 80 tokens)")
 
 
-def test_weights_count_beside_text(model):
+def test_merged_keys_are_weighed_next_to_text(model):
     plain = sample(model)
     weighed, unweighed = (
         relative_error(sample(attach(model, keys_only(proportional_attn=on))), plain)

@@ -31,7 +31,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize("scope", ["module", "block", "stack"])
 @pytest.mark.parametrize("strategy", ["bipartite", "window"])
-def test_a_model_gives_the_same_with_kernels(sd15, told, strategy, scope):
+def test_a_model_computes_the_same_with_kernels(sd15, told, strategy, scope):
     options = {"strategy": strategy, "scope": scope, "merge_mlp": True}
     small = {"size": (4, 10), "steps": 1}
     expected = sample(attach(sd15, merging(backend="torch", **options)), **small)
@@ -40,7 +40,7 @@ def test_a_model_gives_the_same_with_kernels(sd15, told, strategy, scope):
     assert told()[-1].endswith(", triton") and "triton" not in told()[-2]
 
 
-def test_weighed_attention_launches_two_kernels_more():
+def test_weighed_attention_launches_two_more_kernels():
     from comfy.ldm.modules.attention import attention_flash
 
     from tome_nodes.hosts.comfyui.attention import weigh_attention

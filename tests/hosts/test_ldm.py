@@ -246,7 +246,7 @@ def test_equal_to_tomesd_on_blocks_of_version_1():
     assert relative_error(plain, ours) > 1e-3
 
 
-def test_attention_that_cannot_weigh_its_keys_is_told(told):
+def test_the_log_says_if_attention_cannot_weigh_its_keys(told):
     model = make_model()
     tome_nodes.apply_patch(model)
     as_tomesd = call(model)
@@ -267,7 +267,7 @@ def test_text_as_context_of_self_attention_is_never_merged():
     assert lengths == [TOKENS // 2, 7]
 
 
-def test_every_handle_of_a_model_is_known():
+def test_every_handle_of_a_model_is_accepted():
     model = make_model()
     handles = (model, model.model, model.model.diffusion_model)
     expected = None
@@ -279,7 +279,7 @@ def test_every_handle_of_a_model_is_known():
         assert not torch.equal(call(model), expected)
 
 
-def test_the_number_of_noise_levels_is_the_models(told):
+def test_the_number_of_noise_levels_is_that_of_the_model(told):
     model = make_model()
     tome_nodes.apply_patch(model, start_percent=0.6)
     call(model, timestep=500)
