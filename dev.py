@@ -9,10 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 GRACE_SECONDS = 15
+
+# The whole suite runs in two processes; all tests that need the server share one of them.
+SIDE_BY_SIDE = ("-n", "2", "--dist", "loadgroup")
 
 EPILOG = """\
 The first demo, bench or test makes .venv, with pinned packages and a real ComfyUI; this takes a
@@ -72,9 +76,13 @@ def test(pytest_arguments: list[str]) -> int:
         browser.ensure_browser()
     else:
         environment.prepare_light()
+    settings = {}
     if not lanes.chosen_paths(pytest_arguments):
-        pytest_arguments = [*pytest_arguments, "tests"]
-    return _call(environment.PYTHON, "-m", "pytest", *pytest_arguments, folder=ROOT)
+        pytest_arguments = [*SIDE_BY_SIDE, *pytest_arguments, "tests"]
+        # One core for each process.
+        settings["OMP_NUM_THREADS"] = "1"
+    command = ("-m", "pytest", *pytest_arguments)
+    return _call(environment.PYTHON, *command, folder=ROOT, settings=settings)
 
 
 def bench(arguments: list[str]) -> int:
@@ -142,11 +150,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _call(*command: str | Path, folder: Path | None = None) -> int:
+def _call(
+    *command: str | Path,
+    folder: Path | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> int:
     """Run a command and return its exit code; it does not outlive this process."""
     from tools.environment import CALM_THREADS
 
-    environment = {**CALM_THREADS, "PYTHONUTF8": "1", **os.environ}
+    environment = {**CALM_THREADS, "PYTHONUTF8": "1", **(settings or {}), **os.environ}
     process = subprocess.Popen([str(part) for part in command], cwd=folder, env=environment)
     try:
         code = process.wait()

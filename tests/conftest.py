@@ -91,3 +91,9 @@ def server(tmp_path_factory):
 def info(server):
     """The nodes of the server, by class name."""
     return server.get("/object_info")
+
+
+def pytest_itemcollected(item):
+    """Where tests run side by side, those that need the server share one."""
+    if "server" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.xdist_group("server"))
