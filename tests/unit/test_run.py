@@ -77,7 +77,7 @@ class Noted(Observer):
 def evaluated(moments, **settings):
     """How many plans each evaluation of a run made."""
     noted, model = Noted(), Model()
-    config = ToMeConfig(merge_attn=False, merge_mlp=True, min_tokens=1, **settings)
+    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1, **settings)
     run = Run(config, Toy(), model, make_strategy, [noted])
     x = torch.randn(1, GRID.tokens, 3, generator=torch.Generator().manual_seed(0))
     for step, part in moments:
@@ -112,7 +112,7 @@ def test_so_many_parts_are_kept_and_the_rest_shares_within_an_evaluation():
 
 def test_what_merged_is_told_of_each_block():
     noted, model = Noted(), Model()
-    config = ToMeConfig(merge_attn=False, merge_mlp=True, min_tokens=1)
+    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
     run = Run(config, Toy(), model, make_strategy, [noted])
     x = torch.randn(1, GRID.tokens, 3)
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_what_merged_is_told_of_each_block():
 
 def test_an_evaluation_that_raises_is_told_to_nobody_and_leaves_nothing():
     noted, model = Noted(), Model()
-    config = ToMeConfig(merge_attn=False, merge_mlp=True, min_tokens=1)
+    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
     run = Run(config, Toy(), model, make_strategy, [noted])
     x = torch.zeros(1, GRID.tokens, 3)
     with (
