@@ -38,7 +38,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             {"strategy": "window", "attn_tokens": "k,v"},
         ),
         "balanced": Preset(
-            "The same in cells of 4x2 tokens, of which more can merge.",
+            "The same in cells of 4x2 tokens, so that up to 0.875 can merge, not just 0.75.",
             {"strategy": "window", "attn_tokens": "k,v", "sx": 4},
         ),
         "fast": Preset(
@@ -65,9 +65,10 @@ PRESET = Option(
             CUSTOM: "As the other inputs say.",
         }
     ),
-    text="How to merge: quality is closest to the plain picture, balanced a little faster, fast "
-    "saves most and is what SDXL needs, paper does as tomesd does. Under these only ratio, "
-    "start_percent, end_percent, seed and backend count; under custom every input does.",
+    text="How to merge: quality is closest to the plain picture, balanced is much the same but can "
+    "merge more, fast saves most and is what SDXL needs, paper does as tomesd does. Under these "
+    "only ratio, start_percent, end_percent, seed and backend count; under custom every input "
+    "does.",
     more="An input that would not count is refused, unless it is at its default. The editor greys "
     "it out and does not send it.",
 )

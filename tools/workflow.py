@@ -80,7 +80,7 @@ def without_merging(graph: Graph) -> Graph:
 
 def merges(graph: Graph) -> bool:
     """Whether the graph has a ToMe node that merges."""
-    return any(inputs.get("ratio", 0.5) != 0 for _, inputs in _of_class(graph, PATCH))
+    return any(inputs.get("ratio") != 0 for _, inputs in _of_class(graph, PATCH))
 
 
 def with_steps(graph: Graph, most: int) -> Graph:
