@@ -427,7 +427,7 @@ def test_live_line_and_report_are_shown(fresh_editor, picture):
     editor.page.evaluate(NOTE_LIVE_LINES)
     editor.run()
     editor.page.wait_for_function(TEXT_IS_SHOWN, arg=REPORT_TYPE)
-    assert "6/6 blocks, 1024→412 tokens, step 2/2" in editor.page.evaluate("() => window.liveLines")
+    assert "6/6 blocks, 1024→408 tokens, step 2/2" in editor.page.evaluate("() => window.liveLines")
     assert re.search("6/6 blocks", editor.page.evaluate(TEXT_IS_SHOWN, PATCH_TYPE))
     text = editor.page.evaluate(TEXT_IS_SHOWN, REPORT_TYPE)
     assert text.startswith("Model: SD15  \nMerged: 6 of 6 blocks")

@@ -40,7 +40,7 @@ TOKENS = GRID[0] * GRID[1]
 
 def shuffle(unet, **options):
     """Attach the lossless plan to a UNet."""
-    config = ToMeConfig(**{**EVERYTHING, **options})
+    config = ToMeConfig(**{"ratio": 0.5, **EVERYTHING, **options})
     Attachment(config, DiffusersUNet(), 1000, Shuffle).attach(unet)
 
 

@@ -155,7 +155,7 @@ def run(model, sampler, steps=4):
 
 def shuffle(model, **options):
     """Attach the lossless plan to a model."""
-    config = ToMeConfig(**{**EVERYTHING, **options})
+    config = ToMeConfig(**{"ratio": 0.5, **EVERYTHING, **options})
     Attachment(config, LdmUNet(), 1000, Shuffle).attach(model.model.diffusion_model)
 
 

@@ -120,7 +120,7 @@ def test_presets_are_ordered_by_likeness(sd15):
         for preset in OPTIONS
     }
     # At the same ratio, which of the two is closer depends on the model.
-    assert 0 < min(errors["quality"], errors["balanced"])
+    assert min(errors["quality"], errors["balanced"]) > 0
     assert max(errors["quality"], errors["balanced"]) < errors["paper"] < errors["fast"]
 
 
