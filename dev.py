@@ -39,13 +39,18 @@ def main() -> int:
 
     parser = _parser()
     arguments, rest = parser.parse_known_args()
-    if rest and arguments.command not in ("test", "bench"):
+    if rest and arguments.command not in ("test", "bench", "generate"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         if arguments.command == "demo":
             return demo(arguments)
         if arguments.command == "bench":
             return bench(rest)
+        if arguments.command == "generate":
+            from tools import generate
+
+            generate.main(rest)
+            return 0
         return test(rest) if arguments.command == "test" else lint()
     except ToolError as error:
         print(f"\nError: {error}", file=sys.stderr)
@@ -145,6 +150,11 @@ def _parser() -> argparse.ArgumentParser:
         "--forecast, --device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, "
         "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds; with "
         "--picture, the README's picture of off and on: --ratio, --presets, --steps",
+    )
+    add(
+        "generate",
+        "write the English locale and the tables of the help pages from the options; with "
+        "--translated and languages, note that their texts are of the present English ones",
     )
     add("lint", "check the code and its format with ruff, and its types with mypy")
     return parser

@@ -134,6 +134,7 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
         "ours balanced 0.6, one plan": preset("balanced", reuse_steps=1),
         "ours balanced 0.6, MLP too": preset("balanced", merge_mlp=True),
         "ours fast 0.6": preset("fast"),
+        "ours paper 0.6": preset("paper"),
     }
 
 

@@ -16,8 +16,9 @@ from benchmarks.measure import Launches, PeakMemory, Subject
 from benchmarks.methods import HostMethod, methods
 from benchmarks.rounds import interleaved
 from benchmarks.slope import log_log_slope
-from tome_nodes.config import CHOICES, ToMeConfig
+from tome_nodes.config import ToMeConfig
 from tome_nodes.core.plan import SlotPlan
+from tome_nodes.options import OPTIONS
 from tome_nodes.strategies.window import WindowStrategy
 
 CPU = torch.device("cpu")
@@ -347,7 +348,7 @@ def test_launches_are_operators_except_views():
 
 
 @pytest.mark.parametrize(
-    "options", [*({"scope": each} for each in CHOICES["scope"]), {"kv_ratio": 0.7}]
+    "options", [*({"scope": each} for each in OPTIONS["scope"].choices), {"kv_ratio": 0.7}]
 )
 def test_stages_are_timed_separately(subject, options):
     seconds = subject.stages(wrong(WindowStrategy, **options).always().recorded(subject.model))

@@ -13,10 +13,10 @@ from common import Counted, Shuffle, relative_error
 from host import CONTEXT_CHANNELS, conditioning, merging, overridden, sample
 from safetensors.torch import load_file
 
-from tome_nodes.config import CHOICES
 from tome_nodes.core.plan import SlotPlan
 from tome_nodes.hosts.comfyui import attachment
 from tome_nodes.hosts.comfyui.attachment import attach, detach
+from tome_nodes.options import OPTIONS
 
 ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
 
@@ -78,7 +78,7 @@ def test_each_module_can_be_merged_alone(sd15, module):
 @pytest.mark.parametrize(
     ("scope", "attn_tokens"),
     [
-        *(("module", choice) for choice in CHOICES["attn_tokens"]),
+        *(("module", choice) for choice in OPTIONS["attn_tokens"].choices),
         ("block", "q,k,v"),
         ("stack", "q,k,v"),
     ],
@@ -209,8 +209,8 @@ def test_a_ratio_that_rises_from_zero_merges(sd15, told):
     assert "2/3 steps" in told()[-1]
 
 
-@pytest.mark.parametrize("strategy", CHOICES["strategy"])
-@pytest.mark.parametrize("scope", CHOICES["scope"])
+@pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
+@pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(sd15, strategy, scope):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from torch._dynamo.testing import CompileCounter
@@ -597,7 +597,7 @@ def test_weights_that_stay_offloaded_work_under_the_patch(checkpoints):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+@pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 def test_half_precision_merges_as_many_tokens_to_a_like_result(checkpoints, told, dtype, strategy):
     path = str(checkpoints("sd15", levels=1))
     model = comfy.sd.load_diffusion_model(path, model_options={"dtype": dtype})

@@ -9,10 +9,10 @@ from comfy.patcher_extension import WrappersMP
 from common import Counted, Shuffle, relative_error
 from host import conditioning, merging, overridden, sample
 
-from tome_nodes.config import CHOICES
 from tome_nodes.hosts.comfyui.attachment import attach
+from tome_nodes.options import OPTIONS
 
-scopes = pytest.mark.parametrize("scope", CHOICES["scope"])
+scopes = pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 
 
 def in_parts(model, parts_of):
@@ -37,7 +37,7 @@ def in_parts(model, parts_of):
     return clone
 
 
-@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+@pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 @pytest.mark.parametrize(("sx", "sy"), [(8, 8), (1, 8), (8, 1), (5, 3)])
 def test_cells_of_every_size_merge(sd15, told, strategy, sx, sy):
     odd = {"steps": 1, "size": (16, 17)}

@@ -26,10 +26,11 @@ from hypothesis import strategies as st
 from pipelines import CASES, GRID, TEXT_CHANNELS, call, inputs, make_unet
 
 import tome_nodes
-from tome_nodes.config import CHOICES, ToMeConfig
+from tome_nodes.config import ToMeConfig
 from tome_nodes.core.plan import SlotPlan
 from tome_nodes.hosts.pytorch.diffusers_unet import DiffusersBlock, DiffusersUNet
 from tome_nodes.hosts.pytorch.hooks import Attachment
+from tome_nodes.options import OPTIONS
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 # For float32 in these models, whose weights amplify rounding.
@@ -39,7 +40,7 @@ TOKENS = GRID[0] * GRID[1]
 
 def shuffle(unet, **options):
     """Attach the lossless plan to a UNet."""
-    config = ToMeConfig(**{**EVERYTHING, **options})
+    config = ToMeConfig(**{"ratio": 0.5, **EVERYTHING, **options})
     Attachment(config, DiffusersUNet(), 1000, Shuffle).attach(unet)
 
 
@@ -93,7 +94,7 @@ def test_merging_changes_every_pipeline_and_removing_it_restores_it_bit_for_bit(
 @pytest.mark.parametrize(
     ("scope", "attn_tokens"),
     [
-        *(("module", choice) for choice in CHOICES["attn_tokens"]),
+        *(("module", choice) for choice in OPTIONS["attn_tokens"].choices),
         ("block", "q,k,v"),
         ("stack", "q,k,v"),
     ],
@@ -280,7 +281,7 @@ def test_a_weighed_key_counts_as_often_as_the_tokens_it_stands_for(unet, name):
     assert relative_error(attention(queries, encoder_hidden_states=keys), expected) > 1e-2
 
 
-@pytest.mark.parametrize("scope", CHOICES["scope"])
+@pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 def test_weighing_keys_changes_the_output(unet, told, scope):
     results = []
     for proportional_attn in False, True:
@@ -291,7 +292,7 @@ def test_weighing_keys_changes_the_output(unet, told, scope):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("scope", CHOICES["scope"])
+@pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 def test_a_mask_over_the_picture_keeps_all_tokens(told, scope):
     unet = make_unet("one_level")
     mask = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(2)) > 0.3
@@ -776,7 +777,7 @@ def test_a_feed_forward_in_chunks(unet, told, dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+@pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 def test_half_precision(dtype, strategy, told):
     unet = make_unet().to(dtype)
     arguments = {name: value.to(dtype) for name, value in inputs(unet).items()}

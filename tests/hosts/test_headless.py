@@ -17,7 +17,7 @@ from tools.workflow import PATCH, load_graph
 
 USUAL_ADDRESS = re.compile(r"127\.0\.0\.1(:| --port )8188")
 GRAPH = Path("workflows", "api", "tome_txt2img.json")
-RATIO_OF_THE_FILE, RATIO_OF_THE_SCRIPT = "0.63", "0.52"
+RATIO_OF_THE_FILE, RATIO_OF_THE_SCRIPT = "0.60", "0.40"
 
 needs_curl = pytest.mark.skipif(
     shutil.which("curl") is None and "CI" not in os.environ, reason="there is no curl here"

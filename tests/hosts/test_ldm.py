@@ -20,9 +20,10 @@ from ldm.modules.diffusionmodules.util import GroupNorm32, make_beta_schedule
 from torch import nn
 
 import tome_nodes
-from tome_nodes.config import CHOICES, ToMeConfig
+from tome_nodes.config import ToMeConfig
 from tome_nodes.hosts.pytorch.hooks import Attachment
 from tome_nodes.hosts.pytorch.ldm_unet import LdmUNet
+from tome_nodes.options import OPTIONS
 
 pytestmark = pytest.mark.filterwarnings(
     # ldm is of 2022.
@@ -154,7 +155,7 @@ def run(model, sampler, steps=4):
 
 def shuffle(model, **options):
     """Attach the lossless plan to a model."""
-    config = ToMeConfig(**{**EVERYTHING, **options})
+    config = ToMeConfig(**{"ratio": 0.5, **EVERYTHING, **options})
     Attachment(config, LdmUNet(), 1000, Shuffle).attach(model.model.diffusion_model)
 
 
@@ -169,7 +170,7 @@ def attributes(model):
 @pytest.mark.parametrize(
     ("scope", "attn_tokens"),
     [
-        *(("module", choice) for choice in CHOICES["attn_tokens"]),
+        *(("module", choice) for choice in OPTIONS["attn_tokens"].choices),
         ("block", "q,k,v"),
         ("stack", "q,k,v"),
     ],

@@ -19,7 +19,7 @@ from host import sample
 from tome_nodes.config import ToMeConfig
 from tome_nodes.hosts.comfyui.attachment import attach
 
-CONFIG = ToMeConfig(**EVERYTHING)
+CONFIG = ToMeConfig(ratio=0.5, **EVERYTHING)
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import torch
 from common import relative_error
 from host import merging, sample
 
-from tome_nodes.config import CHOICES
 from tome_nodes.core.grid import Grid
 from tome_nodes.hosts.comfyui.attachment import attach, is_attached, last_run
+from tome_nodes.options import OPTIONS
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
@@ -62,7 +62,7 @@ def test_groups_under_a_reused_plan_are_recorded_in_each_step(sd15):
     assert np.array_equal(first, second) and np.array_equal(first, third)
 
 
-@pytest.mark.parametrize("scope", CHOICES["scope"])
+@pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 @pytest.mark.parametrize("strategy", ["window", "pool"])
 def test_recording_changes_no_sample(sd15, scope, strategy):
     settings = {"scope": scope, "strategy": strategy}

@@ -7,8 +7,9 @@ import pytest
 from host import merging, sample
 
 from tome_nodes.hosts.comfyui.attachment import attach, last_run
+from tome_nodes.options import VIEW
 from tome_nodes.report import drawing
-from tome_nodes.report.pages import VIEWS, hint_for, in_words, report_of
+from tome_nodes.report.pages import hint_for, in_words, report_of
 
 
 def run_of(model, steps=2, details=True, size=(16, 16), **settings):
@@ -76,7 +77,7 @@ def test_the_heat_map_counts_merged_steps_out_of_all(run):
     assert np.array_equal(drawn[top : top + 1024, 20 : 20 + 1024], expected)
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", VIEW.choices)
 def test_the_text_is_the_same_in_each_view(run, view):
     assert report_of(run, view).text == "\n".join(in_words(run))
 
@@ -144,7 +145,7 @@ def test_too_few_tokens_get_a_hint_that_says_how_many_are_missing(sd15, min_toke
 
 def test_a_run_without_a_step_in_range_says_so(sd15):
     run = run_of(sd15, start_percent=1.0)
-    for view in VIEWS:
+    for view in VIEW.choices:
         told = report_of(run, view).text.splitlines()
         assert told[1].startswith("Nothing merged: start_percent=1.0 to end_percent=1.0 covers no")
         assert not any(line.startswith(("Hint", "Details", "Time")) for line in told)

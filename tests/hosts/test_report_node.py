@@ -6,10 +6,16 @@ from io import BytesIO
 
 import pytest
 from PIL import Image
-from test_server import PLAIN, patch, txt2img
+from test_server import PLAIN, txt2img
+from test_server import patch as any_patch
 
 TOME = ["tome", 0]
 TEXT = "progress_text"
+
+
+def patch(model=PLAIN, **inputs):
+    """Merges half of the tokens, in the paper's way if nothing else is said."""
+    return any_patch(model, **{"preset": "custom", "ratio": 0.5, **inputs})
 
 
 def report(model=TOME, samples="sampler", **inputs):
@@ -206,3 +212,8 @@ def test_the_report_says_why_settings_gain_nothing(shown, settings, side, parts,
     for part in parts:
         assert part in told
     assert told.count("Hint: ") <= 1
+
+
+def test_a_report_is_made_without_a_warning(server, shown):
+    shown(with_report(seed=77))
+    assert "not writable" not in server.log

@@ -28,7 +28,7 @@ def counts_of(*evaluations, total_steps=0, blocks=16):
 
 
 def line(counts, config=None, backend=()):
-    return words.log_line(counts, config or ToMeConfig(), [*backend])
+    return words.log_line(counts, config or ToMeConfig(ratio=0.5), [*backend])
 
 
 def test_the_line_of_one_level():
@@ -59,7 +59,7 @@ def test_the_line_of_a_changing_ratio_shows_its_range():
 def test_each_deviation_from_the_settings_is_reported_once():
     outcomes = [merged(block, 64, 32, fell_back=True, unweighted="so it is") for block in "ab"]
     counts = counts_of((0, outcomes), (1, outcomes))
-    assert line(counts, ToMeConfig(scope="stack")).endswith(
+    assert line(counts, ToMeConfig(ratio=0.5, scope="stack")).endswith(
         "stack scope, module scope in 2 that are patched, merged keys weigh as one token (so it is)"
     )
 
@@ -109,4 +109,4 @@ def test_the_live_line_shows_one_step(outcomes, expected):
     ],
 )
 def test_settings_are_told_as_they_take_effect(options, expected):
-    assert words.settings(ToMeConfig(**options)) == expected
+    assert words.settings(ToMeConfig(**{"ratio": 0.5, **options})) == expected

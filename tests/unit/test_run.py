@@ -77,7 +77,7 @@ class Noted(Observer):
 def evaluated(moments, **settings):
     """The number of plans that each evaluation of a run made."""
     noted, model = Noted(), Model()
-    config = ToMeConfig(merge_attn=False, merge_mlp=True, min_tokens=1, **settings)
+    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1, **settings)
     run = Run(config, Toy(), model, make_strategy, [noted])
     x = torch.randn(1, GRID.tokens, 3, generator=torch.Generator().manual_seed(0))
     for step, part in moments:
@@ -112,7 +112,7 @@ def test_a_limited_number_of_parts_is_kept_and_the_rest_shares_within_an_evaluat
 
 def test_the_outcome_of_each_block_is_reported():
     noted, model = Noted(), Model()
-    config = ToMeConfig(merge_attn=False, merge_mlp=True, min_tokens=1)
+    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
     run = Run(config, Toy(), model, make_strategy, [noted])
     x = torch.randn(1, GRID.tokens, 3)
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_the_outcome_of_each_block_is_reported():
 
 def test_an_evaluation_that_raises_is_not_reported_and_leaves_nothing():
     noted, model = Noted(), Model()
-    config = ToMeConfig(merge_attn=False, merge_mlp=True, min_tokens=1)
+    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
     run = Run(config, Toy(), model, make_strategy, [noted])
     x = torch.zeros(1, GRID.tokens, 3)
     with (

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from test_bipartite import brute_force_groups, features_of, grids, groups
 from torch.testing import assert_close
 
-from tome_nodes.config import CHOICES, ToMeConfig
+from tome_nodes.config import ToMeConfig
 from tome_nodes.core.grid import Grid
 from tome_nodes.core.picks import step_key
 from tome_nodes.core.plan import SlotPlan
 from tome_nodes.ops import reference
+from tome_nodes.options import OPTIONS
 from tome_nodes.strategies import make_strategy, strategy_class
 from tome_nodes.strategies.cluster import cluster
 from tome_nodes.strategies.pool import PoolPlan
@@ -28,7 +29,7 @@ def plan_of(config, features, grid, step=0):
 
 
 @given(
-    st.sampled_from(CHOICES["strategy"]),
+    st.sampled_from([*OPTIONS["strategy"].choices]),
     grids,
     cell_sides,
     cell_sides,

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..options import VIEW
 from ..strategies import strategy_class
 from . import drawing, words
 from .last_run import LastRun
 from .recorder import MATCHING, Recording
-
-VIEWS = ("merge map", "heat map", "chart")
-"""What to draw."""
 
 # A share of the run from which matching is worth a hint.
 _MUCH = 0.1
@@ -45,7 +43,7 @@ def notice(title: str, *sentences: str) -> Report:
 
 def report_of(
     run: LastRun,
-    view: str = VIEWS[0],
+    view: str = VIEW.default,
     level: int = -1,
     step: int = -1,
     picture: np.ndarray | None = None,
@@ -54,7 +52,8 @@ def report_of(
 
     Args:
         run: what was kept of it.
-        view: one of :data:`VIEWS`. Where the run has nothing to show in it, the picture says why.
+        view: one of the choices of :data:`tome_nodes.options.VIEW`. Where the run has nothing to
+            show in it, the picture says why.
         level: which feature maps to draw, by how many times smaller than the latent; -1 is the
             largest.
         step: which step to draw, counted from 1; -1 is the last that merged.
