@@ -36,9 +36,9 @@ TRANSLATED = ROOT / "tools" / "translated.json"
 
 RATIO = OPTIONS["ratio"].default
 FIGURES = f"""\
-*Time* is that of an evaluation of a small trained model on a CPU at `ratio` {RATIO:g}, with 1 for the
-unpatched one; *change* is how much its pictures differ, with 1 for those of tomesd at its own 0.5.
-They are to compare presets by, not what a large model gains on a GPU."""
+*Time* is that of an evaluation of a small trained model on a CPU at `ratio` {RATIO:g}, with 1 for
+the unpatched one; *change* is how much its pictures differ, with 1 for those of tomesd at its own
+0.5. They are to compare presets by, not what a large model gains on a GPU."""
 """What stands below the presets where they were measured."""
 
 MARKED = re.compile(r"(<!-- generated: ([a-z_ ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
