@@ -15,13 +15,9 @@ import argparse
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tome_nodes.captions import CAPTIONS, Caption
 from tome_nodes.options import OPTIONS, Option
