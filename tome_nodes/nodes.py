@@ -97,6 +97,9 @@ def _fault(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
                 # What counts cannot be told, but a value that no preset allows can.
                 known[option.name] = CUSTOM
             continue
+        if isinstance(value, dict):
+            # How a prompt may say that a value is no link.
+            value = value.get("__value__", value)
         # The host converts as well, and tells itself of what it cannot convert.
         try:
             known[option.name] = value if option.choices else type(option.default)(value)

@@ -192,7 +192,8 @@ CUSTOM = {"preset": "custom"}
         (CUSTOM | {"kv_ratio": -0.5}, "kv_ratio", ["kv_ratio=-0.5", "-1, to keep ratio"]),
         (CUSTOM | {"max_downsample": "3"}, "max_downsample", ["'3'", "auto | 1 | 2 | 4 | 8"]),
         (CUSTOM | {"strategy": "kmeans"}, "strategy", ["'kmeans'", "bipartite | window | "]),
-        (CUSTOM | {"merge_mlp": {"__value__": True}, "sy": 0}, "sy", ["sy=0 is not allowed"]),
+        (CUSTOM | {"sy": 0}, "sy", ["sy=0 is not allowed"]),
+        ({"ratio": {"__value__": 2.0}}, "ratio", ["ratio=2.0 is not allowed"]),
     ],
     ids=str,
 )

@@ -55,3 +55,22 @@ def test_what_is_wrong_with_a_translation_is_named(tmp_path, monkeypatch):
     (tmp_path / "ko" / "nodeDefs.json").write_text(json.dumps(there), encoding="utf-8")
     generate.note_translated("ko")
     assert generate.outdated("ko") == []
+
+
+def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "FIDELITY", tmp_path / "fidelity.json")
+    page = generate.PAGES / "ToMePatchModel.md"
+    measured = {
+        "tomesd q,k,v 0.5": {"time": 0.74, "error": 0.02},
+        "ours fast 0.6": {"time": 0.5, "error": 0.03},
+        "ours quality 0.75": {"time": 0.7, "error": 0.001},
+    }
+    generate.FIDELITY.write_text(json.dumps({"pictures": measured}), encoding="utf-8")
+    lines = generate.files()[page].splitlines()
+    (fast,) = (line for line in lines if line.startswith("| fast |"))
+    assert fast.endswith(" | 0.50 | 1.50 |")
+    (quality,) = (line for line in lines if line.startswith("| quality |"))
+    assert quality.endswith(" | | |")
+    del measured["ours fast 0.6"]
+    generate.FIDELITY.write_text(json.dumps({"pictures": measured}), encoding="utf-8")
+    assert "| Preset | Meaning |" in generate.files()[page]
