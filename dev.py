@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Try, test and check ToMe Nodes. Needs Python 3.10 or later, and nothing else."""
+"""Try, test and check ToMe Nodes. Needs only Python 3.10 or later."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 GRACE_SECONDS = 15
 
-# The whole suite takes two processes; what needs the server shares one of them.
+# The whole suite runs in two processes; all tests that need the server share one of them.
 SIDE_BY_SIDE = ("-n", "2", "--dist", "loadgroup")
 
 EPILOG = """\
-The first demo, bench or test makes .venv, which takes some minutes and 6 GB: pinned packages and a
-real ComfyUI. Set COMFYUI_PATH to the folder of a ComfyUI of your own to use that instead. What
-needs only PyTorch, lint and tests/unit, leaves out ComfyUI and the browser. Deleting .venv and demo
-undoes everything.
+The first demo, bench or test makes .venv, with pinned packages and a real ComfyUI; this takes a
+few minutes and 6 GB. Set COMFYUI_PATH to the folder of your own ComfyUI to use that instead. The
+commands "lint" and "test tests/unit" need only PyTorch, and fetch no ComfyUI and no browser. To
+undo everything, delete .venv and demo.
 """
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    # An older Python gets this far, and is told so.
+    # An older Python gets this far, and should get a message instead of a traceback.
     if sys.version_info < (3, 10):  # noqa: UP036
         version = ".".join(map(str, sys.version_info[:3]))
         print(f"This is Python {version}; it has to be 3.10 or later.", file=sys.stderr)
@@ -39,13 +39,18 @@ def main() -> int:
 
     parser = _parser()
     arguments, rest = parser.parse_known_args()
-    if rest and arguments.command not in ("test", "bench"):
+    if rest and arguments.command not in ("test", "bench", "generate"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         if arguments.command == "demo":
             return demo(arguments)
         if arguments.command == "bench":
             return bench(rest)
+        if arguments.command == "generate":
+            from tools import generate
+
+            generate.main(rest)
+            return 0
         return test(rest) if arguments.command == "test" else lint()
     except ToolError as error:
         print(f"\nError: {error}", file=sys.stderr)
@@ -58,7 +63,7 @@ def demo(arguments: argparse.Namespace) -> int:
     """Run a workflow with ToMe off and on, and compare times and images."""
     from tools import demo, environment
 
-    # A mistake in the options is told before minutes of set-up.
+    # Report a mistake in the options before minutes of set-up.
     demo.read_graph(arguments)
     environment.prepare()
     if not environment.is_active():
@@ -79,7 +84,7 @@ def test(pytest_arguments: list[str]) -> int:
     settings = {}
     if not lanes.chosen_paths(pytest_arguments):
         pytest_arguments = [*SIDE_BY_SIDE, *pytest_arguments, "tests"]
-        # Each of the processes has a core.
+        # One core for each process.
         settings["OMP_NUM_THREADS"] = "1"
     command = ("-m", "pytest", *pytest_arguments)
     return _call(environment.PYTHON, *command, folder=ROOT, settings=settings)
@@ -94,10 +99,15 @@ def bench(arguments: list[str]) -> int:
     parser.add_argument("--host", choices=modules, default="comfyui")
     parser.add_argument("--fidelity", action="store_true")
     parser.add_argument("--transformers", action="store_true")
+    parser.add_argument("--picture", action="store_true")
     chosen, rest = parser.parse_known_args(arguments)
     module = modules[chosen.host]
-    if chosen.fidelity or chosen.transformers:
-        module = "benchmarks.fidelity" if chosen.fidelity else "benchmarks.transformers"
+    if chosen.fidelity:
+        module = "benchmarks.fidelity"
+    elif chosen.transformers:
+        module = "benchmarks.transformers"
+    elif chosen.picture:
+        module = "benchmarks.off_and_on"
     environment.prepare()
     return _call(environment.PYTHON, "-m", module, *rest, folder=ROOT)
 
@@ -135,14 +145,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "test",
-        "run all tests, or those that further arguments tell pytest to run, such as tests/unit",
+        "run all tests, or those that more arguments select, such as tests/unit",
     )
     add(
         "bench",
-        "measure all methods against the unpatched model; further arguments: --host, --quick, "
+        "measure all methods against the unpatched model; more arguments: --host, --quick, "
         "--forecast, --device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, "
-        "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds; "
-        "with --transformers, what merged keys gain there: --quick, --repeats, --name",
+        "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds; with "
+        "--transformers, what merged keys gain there: --quick, --repeats, --name; with "
+        "--picture, the README's picture of off and on: --ratio, --presets, --steps",
+    )
+    add(
+        "generate",
+        "write the English locale and the tables of the help pages from the options; with "
+        "--translated and languages, note that their texts are of the present English ones",
     )
     add("lint", "check the code and its format with ruff, and its types with mypy")
     return parser
@@ -153,7 +169,7 @@ def _call(
     folder: Path | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> int:
-    """Run a command to its end and return its exit code; it does not outlive this process."""
+    """Run a command and return its exit code; it does not outlive this process."""
     from tools.environment import CALM_THREADS
 
     environment = {**CALM_THREADS, "PYTHONUTF8": "1", **(settings or {}), **os.environ}
@@ -162,7 +178,7 @@ def _call(
         code = process.wait()
         return code if code >= 0 else 128 - code
     except KeyboardInterrupt:
-        # In a terminal the command has had the same Ctrl-C, and is cleaning up.
+        # In a terminal the command got the same Ctrl-C, and is cleaning up.
         _wait(process)
         raise
     finally:

@@ -1,1 +1,1 @@
-"""What merging costs and saves on the real UNet shapes. Not part of the published pack."""
+"""Measurements of what merging costs and saves. Not part of the published pack."""

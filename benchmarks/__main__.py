@@ -1,7 +1,7 @@
 """Compare the methods on real UNet shapes: tables, JSON and plots.
 
-Every method is checked before it is timed. Results are written after each model and size, to
-benchmarks/results/, so an interrupted run loses only what it was at.
+Every method is checked before it is timed. Results are written to benchmarks/results/ after each
+model and size, so an interrupted run loses only the current one.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from tools.environment import comfyui_directory  # noqa: E402
 
 sys.path.insert(0, str(comfyui_directory()))
 
-# On a machine without a GPU, the profiler would tell so as an error.
+# Without a GPU, the profiler would log its absence as an error.
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
 from comfy.cli_args import args as host_arguments  # noqa: E402
@@ -35,7 +35,7 @@ RATIOS = (0.5, 0.75)
 
 def main() -> int:
     """Run the benchmark that the command line asks for."""
-    # What there is by then is still drawn.
+    # The plot is still drawn from the results so far.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments = _arguments()
     host_arguments.cpu = arguments.device == "cpu"
@@ -63,24 +63,26 @@ def _arguments() -> argparse.Namespace:
         "--batch", nargs="+", type=int, default=[1], help="pictures at once; CFG doubles them"
     )
     parser.add_argument(
-        "--ratio", type=float, choices=RATIOS, default=0.5, help="those that an ideal can have"
+        "--ratio", type=float, choices=RATIOS, default=0.5, help="the ratios that an ideal can have"
     )
     parser.add_argument(
         "--methods",
         nargs="+",
-        help="headline, what the summary needs, or all, or some by their names in the tables, with "
-        "the ideals that they are compared with; headline if --quick, else all",
+        help="headline (what the summary needs), all, or names from the tables, which include "
+        "the ideals they are compared with; default: all, with --quick headline",
     )
     parser.add_argument(
         "--forecast", action="store_true", help="only count the FLOPs, and write forecast.md"
     )
-    parser.add_argument("--repeats", type=int, help="timed rounds; 3, on a GPU 10")
+    parser.add_argument("--repeats", type=int, help="timed rounds; default: 3, on a GPU 10")
     parser.add_argument(
         "--minutes",
         type=float,
-        help="leave out what does not fit into this time; 15 on a CPU, any time on a GPU",
+        help="leave out what does not fit into this time; default: 15, no limit on a GPU",
     )
-    parser.add_argument("--name", help="of the files of results; quick-cpu, full-cuda and the like")
+    parser.add_argument(
+        "--name", help="name of the result files, for example quick-cpu or full-cuda"
+    )
     arguments = parser.parse_args()
     for size in arguments.size or ():
         if size < 64 or size % 64:
@@ -102,10 +104,10 @@ def _listed(value: Any) -> list[Any]:
 
 
 def chosen_methods(every: list[Any], names: list[str]) -> list[Any]:
-    """The methods that ``--methods`` names, in their order, and the ideals that they need.
+    """The methods that ``--methods`` names and the ideals they need, in the order of ``every``.
 
     Raises:
-        SystemExit: there is no method of a name.
+        SystemExit: a name is unknown.
     """
     if names == ["all"]:
         return every
@@ -114,7 +116,7 @@ def chosen_methods(every: list[Any], names: list[str]) -> list[Any]:
     known = {each.name: each for each in every}
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(
-            f"--methods: there is no {', '.join(unknown)}; it may be all, headline, or of "
+            f"--methods: there is no {', '.join(unknown)}; it must be all, headline, or some of "
             + ", ".join(known)
         )
     wanted = {*names, *(known[name].ideal for name in names)}
@@ -122,11 +124,11 @@ def chosen_methods(every: list[Any], names: list[str]) -> list[Any]:
 
 
 class Bench:
-    """One call of the benchmark.
+    """One run of the benchmark.
 
     Attributes:
-        result: what the results file holds.
-        all_right: whether every method passed its checks so far.
+        result: the content of the results file.
+        all_right: whether every method has passed its checks so far.
     """
 
     def __init__(self, arguments: argparse.Namespace):
@@ -138,7 +140,7 @@ class Bench:
         self.device = torch.device(arguments.device)
         self.start = time.monotonic()
         self.all_right = True
-        # A check needs little; on a GPU it is to be like what is timed.
+        # A small picture is enough for a check; on a GPU it should be like the timed ones.
         self.check_size = 512 if arguments.device == "cuda" else 64 if arguments.quick else 128
         self.result: dict[str, Any] = {
             "name": arguments.name,
@@ -153,7 +155,7 @@ class Bench:
         }
 
     def run(self) -> None:
-        """Measure all that is asked for."""
+        """Measure everything that the command line asks for."""
         from benchmarks.figures import slope_table
         from benchmarks.slope import log_log_slope, matching_seconds
 
@@ -173,7 +175,7 @@ class Bench:
             self.measure(model, available)
 
     def measure(self, name: str, available: float | None) -> None:
-        """Check all methods on one model, and time them at all sizes that fit into the time."""
+        """Check all methods on one model, and time them at all sizes for which there is time."""
         from benchmarks.forecast import affordable, total_seconds
         from benchmarks.measure import Stopwatch
 
@@ -187,7 +189,7 @@ class Bench:
         if arguments.methods == ["all"]:
             counts["headline"] = sum(each.headline for each in right)
         watch = Stopwatch(self.device)
-        # A smaller map would mostly tell how long it takes to read the weights.
+        # On a smaller map, reading the weights would take most of the time.
         smallest = self.sizes(name)[0]
         subject = subject_of(smallest)
         subject.run(subject.model, watch)
@@ -238,7 +240,7 @@ class Bench:
         return sorted(self.arguments.size or (QUICK_SIZES[name] if self.arguments.quick else SIZES))
 
     def prepare(self, name: str) -> tuple[Any, ...]:
-        """Shape, model, its methods, their forecast, and what makes inputs of any size."""
+        """Shape, model, methods, their forecast, and a function that makes inputs of any size."""
         from benchmarks.forecast import forecast
         from benchmarks.measure import Subject
         from benchmarks.methods import backend_variants, methods
@@ -257,7 +259,7 @@ class Bench:
         return shape, model, every, foretold, subject_of
 
     def foretell(self) -> None:
-        """Show and write what FLOPs allow, without timing anything."""
+        """Print and write the speed-ups that FLOPs allow, without timing anything."""
         from benchmarks.figures import forecast_table
 
         forecasts = {}
@@ -273,7 +275,7 @@ class Bench:
     def check(
         self, subject: Any, every: list[Any]
     ) -> tuple[list[Any], dict[str, str], dict[str, Any]]:
-        """The methods that are right, why the others are not, and what the right ones launch."""
+        """The correct methods, why the others are wrong, and the launches of the correct ones."""
         from benchmarks import checks
         from benchmarks.methods import HostMethod
 
@@ -288,13 +290,13 @@ class Bench:
                     checks.check_plan(method, self.device, dtype)
                     launches[method.name] = checks.launches_per_block(method, subject, unpatched)
                 right.append(method)
-            # Whatever a method does wrong, the others are still to be measured.
+            # One failing method must not stop the others.
             except Exception as error:
                 refused[method.name] = self.refuse(method.name, error)
         return right, refused, launches
 
     def compare(self, subject: Any, chosen: list[Any], repeats: int) -> dict[str, Any]:
-        """Look at each method once, then time all of them in turn."""
+        """Run each method once, then time all of them in turn."""
         from benchmarks import checks
         from benchmarks.measure import PeakMemory, merged_blocks
         from benchmarks.methods import HostMethod
@@ -344,7 +346,7 @@ class Bench:
         return {"repeats": repeats, "methods": rows, "refused": refused}
 
     def keep(self, run: dict[str, Any]) -> None:
-        """Show and write what one comparison gave."""
+        """Print and write the result of one comparison."""
         from benchmarks import figures
 
         self.result["runs"].append(run)
@@ -354,19 +356,19 @@ class Bench:
             say("\n" + split)
 
     def refuse(self, name: str, error: Exception) -> str:
-        """Tell that a method is not timed, and return why."""
+        """Report that a method is not timed, and return the reason."""
         self.all_right = False
         why = str(error) if type(error).__name__ == "WrongOutput" else f"{error!r}"
         say(f"  ERROR: {name} is not timed: {why}")
         return why
 
     def leave_out(self, why: str) -> None:
-        """Tell and note what is not measured."""
+        """Report and record what is not measured."""
         say(f"  left out: {why}")
         self.result["left_out"].append(why)
 
     def write(self, with_plot: bool = False) -> None:
-        """Write what there is so far."""
+        """Write the results so far."""
         from benchmarks import figures, plots
 
         if not self.result["runs"]:
@@ -379,7 +381,7 @@ class Bench:
             plots.draw(self.result, files["png"])
 
     def finish(self) -> int:
-        """Say in one line what came out; the exit code tells whether any method was wrong."""
+        """Print the summary; the exit code is 1 if any method was wrong."""
         from benchmarks.figures import summary
 
         took = minutes(time.monotonic() - self.start)
@@ -392,12 +394,12 @@ EXTENSIONS = ("json", "md", "png")
 
 
 def say(text: str) -> None:
-    """Print at once, so that a log shows how far a run is."""
+    """Print without buffering, so that a log shows the progress."""
     print(text, flush=True)
 
 
 def minutes(seconds: float) -> str:
-    """A rough time in words."""
+    """A rough duration in words."""
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 

@@ -1,4 +1,4 @@
-"""What a method has to show before it is timed."""
+"""The checks that a method must pass before it is timed."""
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -10,20 +10,20 @@ from tome_nodes.core.engine import make_engine
 from tome_nodes.core.grid import Grid
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Relative error that the order of the sums may cause through a whole model, by precision."""
+"""Relative error that the order of sums may cause in a whole model, by precision."""
 
 PLAN_GRID = Grid(32, 48)
 FARTHEST = 1.5
-"""How much farther from the unpatched model than its ideal, which drops tokens blindly, a method
-may be."""
+"""How much farther from the unpatched model a method may be than its ideal, which drops tokens
+without looking at them."""
 
 
 class WrongOutput(ValueError):
-    """A method does not compute what it should."""
+    """A method computes something wrong."""
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of ``expected``; raises where that is no number."""
+    """Norm of the difference divided by that of ``expected``; raises if it is not finite."""
     if actual.shape != expected.shape:
         raise WrongOutput(f"its output is {tuple(actual.shape)}, not {tuple(expected.shape)}")
     if not actual.isfinite().all():
@@ -33,9 +33,10 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def check_wiring(method: Method, subject: Subject, expected: Tensor) -> None:
-    """The method, its plans replaced by ones that lose nothing, must compute what the model does.
+    """Check that with lossless plans a method computes what the unpatched model does.
 
-    For our host those are shuffles of the tokens; ComfyUI's nodes get settings that change nothing.
+    On our host, lossless plans shuffle the tokens. ComfyUI's nodes get settings that change
+    nothing.
     """
     with merged_blocks() as blocks:
         (actual,) = subject.run(method.lossless(subject.model), _nothing())
@@ -45,14 +46,14 @@ def check_wiring(method: Method, subject: Subject, expected: Tensor) -> None:
     allowed = TOLERANCES[subject.model.model.get_dtype_inference()]
     if error > allowed:
         raise WrongOutput(
-            f"with plans that lose nothing it differs from the unpatched model by {error:.2g}; "
+            f"with lossless plans it differs from the unpatched model by {error:.2g}; "
             f"allowed: {allowed:.2g}"
         )
 
 
 @torch.no_grad()
 def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> None:
-    """A plan must be a partition of the tokens, merge their means and copy them back."""
+    """Check that a plan partitions the tokens, merges them to means and copies these back."""
     config, grid = method.always().config, PLAN_GRID
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(2, grid.tokens, 64, generator=generator).to(device, dtype)
@@ -84,7 +85,7 @@ def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> 
 
 
 def check_distance(error: float, ideal_error: float | None) -> None:
-    """What a method computes may not be farther from the unpatched model than it has to be."""
+    """Check that a method is not much farther from the unpatched model than its ideal."""
     farthest = 1.0 if ideal_error is None else min(1.0, FARTHEST * ideal_error)
     if not error < farthest:
         raise WrongOutput(
@@ -93,7 +94,7 @@ def check_distance(error: float, ideal_error: float | None) -> None:
 
 
 def launches_per_block(method: HostMethod, subject: Subject, unpatched: int) -> float:
-    """Launches more than unpatched for each merged block, in the second step of a sampling run."""
+    """Launches per merged block in addition to unpatched, in the second step of a sampling run."""
     counter = Launches(subject.device)
     with merged_blocks() as blocks:
         subject.run(method.always().patch(subject.model), _nothing(), counter)
@@ -108,7 +109,7 @@ def launches_unpatched(subject: Subject) -> int:
 
 
 def unpatched_output(subject: Subject, model: ModelPatcher | None = None) -> Tensor:
-    """What the unpatched model computes."""
+    """The output of the unpatched model."""
     (output,) = subject.run(model or subject.model, _nothing())
     return output
 

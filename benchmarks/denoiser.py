@@ -2,13 +2,13 @@
 
 It has the layout of SD 1.5 in small: self-attention over all 64x64 = 4096 tokens at the top level,
 cross-attention to a prompt, guidance by leaving the prompt out, SD's noise schedule, predicted
-velocities. Pixels take the place of latents. The prompt names the photo; further input channels, as
-an inpainting model has them, tell where in the photo the crop lies.
+velocities. Pixels take the place of latents. The prompt names the photo; additional input channels,
+as in an inpainting model, say where in the photo the crop is.
 
-    python -m benchmarks.denoiser --minutes 90      train, or go on training
+    python -m benchmarks.denoiser --minutes 90      train, or continue training
 
-It may be stopped at any time, and goes on where it stood. Every few minutes the averaged weights
-are saved to `benchmarks/denoiser.safetensors`.
+It can be stopped at any time, and continues where it stopped. Every few minutes the averaged
+weights are saved to `benchmarks/denoiser.safetensors`.
 """
 
 import argparse
@@ -58,10 +58,10 @@ CONTEXT_SHAPE = (8, 64)
 """Tokens and channels of a prompt."""
 PLACE_CHANNELS = 16
 MEAN, DEVIATION = 0.45, 0.27
-"""What makes the pixels of the photos have mean 0 and variance 1, about."""
+"""Mean and deviation of the photos' pixels, roughly."""
 
 HELD_OUT = 8
-"""Crops whose top or left is a multiple of this are not trained on."""
+"""Crops whose top or left is a multiple of this are held out from training."""
 
 UNET: dict[str, Any] = {
     "image_size": SIDE,
@@ -82,13 +82,13 @@ UNET: dict[str, Any] = {
 
 
 class Pixels(comfy.latent_formats.LatentFormat):
-    """Pixels of mean 0 and variance 1 in place of latents; nothing is to be decoded."""
+    """Pixels of mean 0 and variance 1 in place of latents; they need no decoding."""
 
     latent_channels = 3
 
 
 class _Settings(BASE):
-    """What the host asks of a model's description."""
+    """The description of a model that the host needs."""
 
     latent_format = Pixels
     memory_usage_factor = 1.0
@@ -96,7 +96,7 @@ class _Settings(BASE):
 
 
 class _Denoiser(BaseModel):
-    """Takes a crop for each sample from the conditioning, where their key is ``crops``."""
+    """Takes a crop for each sample from the conditioning, under the key ``crops``."""
 
     def concat_cond(self, **kwargs: Any) -> Tensor:
         """See :func:`place`; the host appends it to the noisy pixels."""
@@ -104,7 +104,7 @@ class _Denoiser(BaseModel):
 
 
 def load() -> ModelPatcher:
-    """The trained denoiser as a model of ComfyUI; its output is what :func:`to_pixels` takes."""
+    """The trained denoiser as a ComfyUI model; :func:`to_pixels` decodes its output."""
     settings = _Settings({**UNET, "dtype": torch.float32})
     model = _Denoiser(settings, ModelType.V_PREDICTION)
     weights = {name: value.float() for name, value in load_file(WEIGHTS).items()}
@@ -114,7 +114,7 @@ def load() -> ModelPatcher:
 
 
 def host_device() -> torch.device:
-    """Where the host runs models."""
+    """The device on which the host runs models."""
     return comfy.model_management.get_torch_device()
 
 
@@ -129,7 +129,7 @@ def from_pixels(pixels: Tensor) -> Tensor:
 
 
 def prompt(name: str | None) -> Tensor:
-    """``[8, 64]``, the tokens of a photo; None is no prompt."""
+    """The tokens of a photo's prompt, ``[8, 64]``; None is no prompt."""
     if name is None:
         return torch.zeros(CONTEXT_SHAPE)
     generator = torch.Generator().manual_seed(NAMES.index(name))
@@ -137,7 +137,7 @@ def prompt(name: str | None) -> Tensor:
 
 
 def place(crop: Crop) -> Tensor:
-    """``[16, side, side]``: waves over the photo, four lengths down and across."""
+    """The place of a crop, ``[16, side, side]``: waves of four lengths down and across."""
     waves = []
     for start in (crop.top, crop.left):
         pixels = torch.arange(start, start + crop.side) + 0.5
@@ -149,12 +149,12 @@ def place(crop: Crop) -> Tensor:
 
 
 def is_held_out(top: int, left: int) -> bool:
-    """Whether the crops of full side at this place are kept from training."""
+    """Whether full-size crops at this place are held out from training."""
     return top % HELD_OUT == 0 or left % HELD_OUT == 0
 
 
 class Data:
-    """Random crops of the photos, their places and prompts."""
+    """Random crops of the photos, with their places and prompts."""
 
     def __init__(self, seed: int):
         self.generator = torch.Generator().manual_seed(seed)
@@ -182,7 +182,7 @@ class Data:
 
 
 def held_out_crops(count: int) -> list[Crop]:
-    """Crops of full side that were not trained on, spread over the photos."""
+    """Full-size crops that were not trained on, spread over the photos."""
     photos = {name: photo(name, SHORT_SIDE) for name in NAMES}
     places = {
         name: [
@@ -203,7 +203,7 @@ def held_out_crops(count: int) -> list[Crop]:
 
 
 def new_unet() -> UNetModel:
-    """An untrained UNet; the host's layers come without initial weights."""
+    """An untrained UNet; the host's layers have no initial weights."""
     unet = UNetModel(**UNET, dtype=torch.float32, operations=comfy.ops.disable_weight_init)
     for module in unet.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -213,7 +213,7 @@ def new_unet() -> UNetModel:
         elif isinstance(module, nn.GroupNorm | nn.LayerNorm):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
-    # Every branch begins as nothing, so that the deep network trains at once.
+    # Residual branches start at zero, so that the deep network trains from the start.
     for module in unet.modules():
         if isinstance(module, ResBlock):
             nn.init.zeros_(module.out_layers[-1].weight)
@@ -270,7 +270,7 @@ class Trainer:
         return side, loss.item()
 
     def save(self) -> None:
-        """Write the state and the averaged weights; a file is whole or not there."""
+        """Write the state and the averaged weights; an interrupted write leaves the old file."""
         STATE.parent.mkdir(parents=True, exist_ok=True)
         state = {
             "unet": self.unet.state_dict(),
@@ -288,7 +288,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Train until the time is up or the process is asked to stop."""
+    """Train until the time is up or the process is told to stop."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.denoiser", description=__doc__)
     parser.add_argument("--minutes", type=float, default=90)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")

@@ -47,7 +47,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 """The configurations of the real models."""
 
 PATCHES: Mapping[str, Callable[[nn.Module, float, int], Any]] = {
-    # Down to the level at which the model first has attention.
+    # The shallowest level at which the model has attention.
     "tomesd": lambda unet, ratio, level: tomesd.apply_patch(unet, ratio, level, use_rand=False),
     "ours": lambda unet, ratio, level: tome_nodes.apply_patch(unet, ratio, level, use_rand=False),
     "ours, window": lambda unet, ratio, level: tome_nodes.apply_patch(
@@ -57,7 +57,7 @@ PATCHES: Mapping[str, Callable[[nn.Module, float, int], Any]] = {
         unet, ratio, "auto", strategy="window", reuse_steps=1, scope="stack"
     ),
 }
-"""How each method is put on: UNet, ratio and ``max_downsample`` of plain merging."""
+"""Functions that patch a UNet, given the ratio and the ``max_downsample`` of plain merging."""
 
 
 def main() -> None:
@@ -97,10 +97,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def make_unet(model: str, device: torch.device) -> UNet2DConditionModel:
-    """A UNet of a model's shape with random weights, in float16 on a GPU.
+    """A UNet with a model's shape and random weights, in float16 on a GPU.
 
-    Transformer blocks of one shape share their weights, so that SDXL fits into little memory; the
-    work they do is the same.
+    Transformer blocks of one shape share their weights, so that SDXL needs little memory. The work
+    is the same.
     """
     with torch.device("meta"):
         unet = UNet2DConditionModel(**MODELS[model])
@@ -136,7 +136,7 @@ def compare(
     """All methods on one model and size.
 
     Raises:
-        ValueError: ours, with the settings of tomesd, gives another output than tomesd.
+        ValueError: with the settings of tomesd, our output differs from that of tomesd.
     """
     sample, inputs = _inputs(unet, size, arguments.batch)
     device = sample.device
@@ -159,7 +159,7 @@ def compare(
             outputs[name] = call()
     errors = {name: _difference(value, outputs["unpatched"]) for name, value in outputs.items()}
     apart = _difference(outputs["ours"], outputs["tomesd"])
-    # In half precision, ties between similarities are broken at will.
+    # In half precision, ties between similarities are broken arbitrarily.
     if sample.dtype == torch.float32 and apart > 1e-3:
         raise ValueError(f"ours differs from tomesd by {apart:.1e} on {model} at {size}")
 
@@ -204,7 +204,7 @@ def table(run: Mapping[str, Any]) -> str:
 def _patched(
     unet: nn.Module, patch: Callable[[nn.Module, float, int], Any], ratio: float, level: int
 ) -> Iterator[None]:
-    """A method put on a UNet, and taken off again."""
+    """A UNet patched with a method inside the context."""
     patch(unet, ratio, level)
     try:
         yield
@@ -214,7 +214,7 @@ def _patched(
 
 
 def _inputs(unet: UNet2DConditionModel, size: int, batch: int) -> tuple[Tensor, dict[str, Any]]:
-    """The sample of a picture's size, twice for CFG, and the other inputs of the UNet."""
+    """The inputs of the UNet for a picture of this size, doubled for CFG."""
     device, dtype = unet.device, unet.dtype
     generator = torch.Generator(device).manual_seed(1)
 
@@ -234,7 +234,7 @@ def _inputs(unet: UNet2DConditionModel, size: int, batch: int) -> tuple[Tensor, 
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of ``expected``; raises where that is no number."""
+    """Norm of the difference divided by that of ``expected``; raises if it is not finite."""
     if not actual.isfinite().all():
         raise ValueError("wrong output: not finite")
     return ((actual - expected).float().norm() / expected.float().norm()).item()

@@ -1,8 +1,8 @@
 """The judge of features: photos with noise through one real transformer block of SD's shape.
 
-The block is ComfyUI's own, of the width of SD 1.5's top level, with random weights of which queries
-and keys are scaled until the attention is about as wide as that of a trained model. What a method
-changes is measured at two places: what self-attention adds to the tokens, and what the block does.
+The block is ComfyUI's own, as wide as SD 1.5's top level, with random weights. Its queries are
+scaled until attention is about as wide as in a trained model. The change that a method makes is
+measured at two places: in what self-attention adds to the tokens, and in what the block adds.
 """
 
 import math
@@ -36,7 +36,7 @@ KEYS_IN_USE = 0.1
 
 
 class OneBlock(UNetModel):
-    """A UNet of one spatial transformer that works on given features instead of its input."""
+    """A UNet of one spatial transformer that runs on given features instead of its input."""
 
     def __init__(self, dtype: torch.dtype, device: Any = None, operations: Any = None):
         nn.Module.__init__(self)
@@ -66,7 +66,7 @@ class OneBlock(UNetModel):
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Zeros; what the block did is then in ``added``."""
+        """Zeros; the result is in ``added``."""
         options = dict(transformer_options or {})
         options["original_shape"] = list(x.shape)
         options["activations_shape"] = list(self.features.shape)
@@ -78,7 +78,7 @@ class OneBlock(UNetModel):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Keep what self-attention and the block add to the tokens that enter the block."""
+        """Record what self-attention and the block add to the tokens that enter the block."""
         (block,) = self.transformer.transformer_blocks
         entered: list[Tensor] = []
 
@@ -86,7 +86,7 @@ class OneBlock(UNetModel):
             entered[:] = [args[0]]
 
         def attended(module: nn.Module, args: tuple[Any, ...]) -> None:
-            # Where the block as a whole runs on merged tokens, so does what follows attention.
+            # If the block as a whole runs on merged tokens, so does everything after attention.
             if args[0].shape == entered[0].shape:
                 self.added["attention"] = args[0] - entered[0]
 
@@ -135,11 +135,11 @@ class FeatureJudge:
         self.prompt = torch.randn(1, 77, CONTEXT_CHANNELS, generator=generator)
 
         def convolution(inputs: int) -> Tensor:
-            """Random, but the taps of a filter have much in common, as those of trained ones do."""
+            """Random, but with correlated taps, as in trained filters."""
             filters = torch.randn(CHANNELS, inputs, 1, 1, generator=generator)
             return filters * (1 + torch.randn(CHANNELS, inputs, 3, 3, generator=generator))
 
-        # A stand-in for the layers before: two convolutions and what they were given.
+        # Stands in for the layers before: two convolutions and their input.
         first, second = convolution(4), convolution(CHANNELS)
         pixels = torch.stack([photo(name, SIDE)[:, :SIDE, :SIDE] for name in PHOTOS])
         latent = torch.cat([pixels, pixels.mean(1, keepdim=True)], 1)
@@ -156,7 +156,7 @@ class FeatureJudge:
         self._expected = {level: self.added(self.model, level) for level in NOISE_LEVELS}
 
     def added(self, patched: ModelPatcher, level: float) -> dict[str, Tensor]:
-        """What the block adds at a noise level, by place."""
+        """What each place adds to the tokens at a noise level."""
         self.unet.features = self.features[level]
         latent = torch.zeros(len(self.unet.features), 4, SIDE, SIDE)
         prompt = [[self.prompt, {}]]
@@ -169,12 +169,12 @@ class FeatureJudge:
         return dict(self.unet.added)
 
     def seconds(self, patched: ModelPatcher) -> float:
-        """How long the block takes at the middle noise level."""
+        """Seconds of the block at the middle noise level."""
         self.added(patched, NOISE_LEVELS[1])
         return self.unet.seconds
 
     def errors(self, patched: ModelPatcher) -> dict[float, dict[str, float]]:
-        """Norm of what a method changes over that of what the block adds, by level and place."""
+        """Norm of a method's change divided by that of what is added, by level and place."""
         result = {}
         for level, expected in self._expected.items():
             actual = self.added(patched, level)
@@ -185,7 +185,7 @@ class FeatureJudge:
         return result
 
     def _calibrate(self) -> None:
-        """Scale the queries until attention at the middle noise level is as wide as asked for."""
+        """Scale the queries until attention at the middle noise level has the required width."""
         (block,) = self.unet.transformer.transformer_blocks
         inputs: list[Tensor] = []
         hook = block.attn1.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))

@@ -24,7 +24,7 @@ from comfy.cli_args import args as host_arguments  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
-DEFAULT, KV75 = "ours balanced 0.5", "ours k,v 0.75, window 4x2"
+DEFAULT, KV75 = "ours balanced 0.6", "ours k,v 0.75, window 4x2"
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def methods() -> Mapping[str, Callable[[Any], Any]]:
-    """What patches a model, by name; a share in a name is that of the tokens merged."""
+    """Functions that patch a model, by name; the share in a name is that of the tokens merged."""
     import asyncio
     from functools import partial
 
@@ -91,9 +91,10 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
 
     def ours(other: MakeStrategy | None = None, /, **settings: Any) -> Any:
         own: dict[str, Any] = {} if other is None else {"make_strategy": other}
-        return partial(attach, config=ToMeConfig(**{**settings, "min_tokens": 1}), **own)
+        config = ToMeConfig(**{"ratio": 0.5, **settings, "min_tokens": 1})
+        return partial(attach, config=config, **own)
 
-    def preset(name: str, ratio: float = 0.5, **others: Any) -> Any:
+    def preset(name: str, ratio: float = 0.6, **others: Any) -> Any:
         return ours(**settings_of(name, {"ratio": ratio}), **others)
 
     def node(module: ModuleType, **inputs: Any) -> Callable[[Any], Any]:
@@ -126,18 +127,19 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
         "ours k,v 0.5, window 4x2": ours(**wide),
         KV75: ours(ratio=0.75, **wide),
         "ours k,v 0.78, window 4x2": ours(ratio=0.78, **wide),
-        "ours quality 0.5": preset("quality"),
+        "ours quality 0.6": preset("quality"),
         "ours quality 0.75": preset("quality", 0.75),
         DEFAULT: preset("balanced"),
         "ours balanced 0.75": preset("balanced", 0.75),
-        "ours balanced 0.5, one plan": preset("balanced", reuse_steps=1),
-        "ours balanced 0.5, MLP too": preset("balanced", merge_mlp=True),
-        "ours fast 0.5": preset("fast"),
+        "ours balanced 0.6, one plan": preset("balanced", reuse_steps=1),
+        "ours balanced 0.6, MLP too": preset("balanced", merge_mlp=True),
+        "ours fast 0.6": preset("fast"),
+        "ours paper 0.6": preset("paper"),
     }
 
 
-ONLY_OF_BLOCKS = frozenset({"ours balanced 0.5, one plan"})
-"""Methods that differ from another only in a model of several blocks."""
+ONLY_OF_BLOCKS = frozenset({"ours balanced 0.6, one plan"})
+"""Methods that differ from another one only in a model of several blocks."""
 
 
 def judge_features(repeats: int) -> dict[str, Any]:
@@ -179,7 +181,7 @@ def time_shares(
 
 
 def judge_pictures(steps: int, seeds: int, repeats: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Figures of every method, and its pictures, with those of the plain model first."""
+    """Figures and pictures of every method, those of the plain model first."""
     from benchmarks.pictures import PictureJudge
 
     judge = PictureJudge(steps, seeds)

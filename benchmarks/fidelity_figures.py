@@ -1,4 +1,4 @@
-"""Tables, plots and strips of what the judges of fidelity found."""
+"""Tables, plots and picture strips of the fidelity results."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,7 +68,7 @@ def markdown(result: dict[str, Any], summary: str) -> str:
 
 
 def strips(pictures: dict[str, Tensor], path: Path) -> None:
-    """One row of pictures for each method, the plain model's first."""
+    """Save a row of pictures for each method, the plain model's first."""
     scale, label = 2, 190
     side = scale * next(iter(pictures.values())).shape[-1]
     count = min(10, len(next(iter(pictures.values()))))
@@ -84,7 +84,7 @@ def strips(pictures: dict[str, Tensor], path: Path) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Error against time for both judges; the lower left is best."""
+    """Plot error against time for both judges; the lower left is best."""
     figure, axes = plt.subplots(1, 2, figsize=(15, 6.5))
     panels: list[tuple[Any, str, dict[str, tuple[float, float]]]] = []
     axes = list(axes)
@@ -121,7 +121,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def _label(axis: Any, points: dict[str, tuple[float, float]]) -> None:
-    """Write the names beside the points, from below, each above those that it would cover."""
+    """Write the names next to the points, moved up where they would overlap."""
     placed: list[tuple[float, float]] = []
     wide, high = 190, 12
     for name, point in sorted(points.items(), key=lambda item: item[1][1]):
@@ -151,7 +151,7 @@ def _front(points: dict[str, tuple[float, float]]) -> list[str]:
 
 
 def summary(result: dict[str, Any], default: str, kv75: str, tomesd: str, todo: str) -> str:
-    """The last line of the run; over noise levels and judges, the worst case."""
+    """The last line of the run: the worst case over noise levels and judges."""
     words = []
     features, pictures = result.get("features", {}), result.get("pictures", {})
 

@@ -1,6 +1,6 @@
-"""Show results: figures derived from what was measured, tables, and one line.
+"""Figures derived from measurements, tables of them, and the summary line.
 
-Works on the dictionaries of a results file alone, so old results can be shown anew.
+Needs only the dictionaries of a results file, so old results can be shown again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ Run = Mapping[str, Any]
 """The comparison of one model at one size and batch."""
 
 LINEAR = ("window",)
-"""The strategies whose matching is to grow with the number of tokens, not its square."""
+"""The strategies whose matching should grow with the number of tokens, not its square."""
 
 WORTH_SAVING = 0.05
-"""Where the ideal saves a smaller share of the time, a share of that is noise."""
+"""If the ideal saves a smaller share of the time, efficiency is mostly noise."""
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -26,7 +26,7 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def share_of_time(run: Run, name: str) -> float:
-    """Time over that of unpatched: the median over the rounds, each by its own unpatched run."""
+    """Time relative to unpatched: the median over the rounds, each by its own unpatched run."""
     rows = run["methods"]
     pairs = zip(rows[name]["seconds"], rows["unpatched"]["seconds"], strict=True)
     return median(own / plain for own, plain in pairs)
@@ -38,7 +38,7 @@ def speed_up(run: Run, name: str) -> float:
 
 
 def efficiency(run: Run, name: str) -> float | None:
-    """The share of its ideal's saving that a method saves; None where there is little to save."""
+    """The share of its ideal's saving that a method reaches; None if there is little to save."""
     ideal = run["methods"][name].get("ideal")
     if ideal not in run["methods"]:
         return None
@@ -47,7 +47,7 @@ def efficiency(run: Run, name: str) -> float | None:
 
 
 def best_of_ours(run: Run) -> str | None:
-    """Our fastest method among those that are measured by an ideal."""
+    """Our fastest method among those that have an ideal."""
     own = [
         name
         for name, row in run["methods"].items()
@@ -57,7 +57,7 @@ def best_of_ours(run: Run) -> str | None:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The worst case over all runs, with our best scope in each; ``none`` where nothing tells."""
+    """The worst case over all runs, with our best scope in each; ``none`` if not measured."""
     worst: dict[str, list[float | None]] = {
         name: [] for name in ("efficiency", "vs_unpatched", "vs_tomesd", "vs_core", "launches")
     }
@@ -98,13 +98,13 @@ def _is_peer(run: Run, name: str) -> bool:
 
 
 def title(run: Run) -> str:
-    """Such as ``sd15, 512x512, batch 2``."""
+    """For example ``sd15, 512x512, batch 2``."""
     note = f" ({run['note']})" if run["note"] else ""
     return f"{run['model']}{note}, {run['size']}x{run['size']}, batch {run['batch']}"
 
 
 def table(run: Run) -> str:
-    """One row for each method; Markdown that reads well as it stands."""
+    """One row for each method, in Markdown that is readable as plain text."""
     head = [
         *("method", "seconds", "quartiles", "times faster", "by FLOPs", "efficiency"),
         *("error", "peak MB", "merged", "launches"),
@@ -133,7 +133,7 @@ def table(run: Run) -> str:
 
 
 def stage_table(run: Run) -> str:
-    """Where the time of an evaluation goes, one row for each method that was split."""
+    """The stages of an evaluation, one row for each method for which they were timed."""
     split = {name: row["stages"] for name, row in run["methods"].items() if "stages" in row}
     head = ["seconds in", *next(iter(split.values()), {})]
     rows = [[name, *(f"{value:.4f}" for value in each.values())] for name, each in split.items()]
@@ -165,7 +165,7 @@ def slope_table(result: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:
-    """All of a results file, for people."""
+    """A results file as a readable page."""
     machine = result["machine"]
     parts = [
         f"# {result['name']}: `{result['command']}`",
@@ -184,7 +184,7 @@ def markdown(result: dict[str, Any], picture: str) -> str:
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns, the first to the left and the others to the right."""
+    """A Markdown table, the first column aligned left and the others right."""
     widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What arithmetic foretells: the speed-ups that FLOPs allow, and how long a benchmark takes."""
+"""Predictions by arithmetic: the speed-ups that FLOPs allow, and the time of a benchmark."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ SIDES = (64, 128, 192)
 
 @dataclass(frozen=True)
 class Forecast:
-    """FLOPs of one evaluation by method, ``unpatched`` among them, as functions of pixels."""
+    """FLOPs of one evaluation as functions of pixels, by method, including ``unpatched``."""
 
     flops: Mapping[str, Callable[[int], float]]
 
     def speed_ups(self, size: int) -> dict[str, float]:
-        """By method, times fewer FLOPs than unpatched, for a square picture."""
+        """How many times fewer FLOPs than unpatched each method has, for a square picture."""
         names = [name for name in self.flops if name != "unpatched"]
         return {name: self.unpatched(size) / self.flops[name](size * size) for name in names}
 
@@ -30,10 +30,10 @@ class Forecast:
 
 
 def forecast(subject_of: Callable[[int], Subject], methods: Sequence[Method]) -> Forecast:
-    """Count the FLOPs of methods at small sizes, which tells those at any.
+    """Predict the FLOPs of methods at any size from those at three small sizes.
 
-    The FLOPs of a UNet are quadratic in the number of its pixels: convolutions and linears are
-    proportional to it, self-attention to its square. Three sizes thus give the others.
+    The FLOPs of a UNet are quadratic in the number of pixels: convolutions and linear layers are
+    proportional to it, self-attention to its square.
     """
     points: dict[str, dict[int, int]] = {}
     for side in SIDES:
@@ -69,22 +69,22 @@ def _cpu_attention_flops(
 
 
 UNLISTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention_flops}
-"""What PyTorch's counter does not know: the fused attention of the CPU."""
+"""The CPU's fused attention, which PyTorch's counter does not know."""
 
 
 def affordable(
     seconds: float, counts: Mapping[str, int], repeats: int, available: float | None
 ) -> tuple[str, int] | None:
-    """What fits into the time: the more methods the better, then the more repeats.
+    """The most methods that fit into the time, and then the most repeats.
 
     Args:
-        seconds: of one unpatched evaluation.
-        counts: how many methods each selection has, the larger selection first.
-        repeats: timed rounds that are wished for.
-        available: seconds there are, None for any number.
+        seconds: duration of one unpatched evaluation.
+        counts: the number of methods in each selection, the larger selection first.
+        repeats: requested timed rounds.
+        available: available seconds, None for no limit.
 
     Returns:
-        A selection and its repeats; None where not even one round of the smallest fits.
+        A selection and its repeats; None if not even one round of the smallest fits.
     """
     smallest = list(counts)[-1]
     wishes = [(name, repeats) for name in counts] + [(smallest, 1)]
@@ -95,5 +95,5 @@ def affordable(
 
 
 def total_seconds(seconds: float, methods: int, repeats: int) -> float:
-    """About how long a comparison takes: one look and the timed rounds."""
+    """The approximate duration of a comparison: one first run and the timed rounds."""
     return seconds * methods * (1 + repeats)

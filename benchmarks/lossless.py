@@ -1,4 +1,4 @@
-"""Plans that lose nothing: a model under one must give what the unpatched model gives."""
+"""Lossless plans: with one, a model must give the output of the unpatched model."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from tome_nodes.ops import Operations
 
 
 class LosslessStrategy(Strategy):
-    """Merges where another strategy does, each token into a slot of its own: they are shuffled."""
+    """Makes a plan where another strategy does, with one slot per token, in shuffled order."""
 
     def __init__(self, strategy: Strategy):
         super().__init__(strategy.config, strategy.ops)
@@ -36,7 +36,7 @@ class LosslessStrategy(Strategy):
 
 
 def lossless(make_strategy: MakeStrategy) -> MakeStrategy:
-    """What makes the lossless kin of the strategies that ``make_strategy`` makes."""
+    """Makes the lossless counterparts of the strategies that ``make_strategy`` makes."""
 
     def make(config: ToMeConfig, ops: Operations) -> Strategy:
         return LosslessStrategy(make_strategy(config, ops))

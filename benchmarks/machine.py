@@ -1,4 +1,4 @@
-"""What a result was taken on."""
+"""The machine on which a result was taken."""
 
 import platform
 from contextlib import suppress
@@ -9,7 +9,7 @@ import torch
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the figures were taken on."""
+    """A description of this machine."""
     processor = platform.processor() or platform.machine()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""Evaluate models, and what to put around an evaluation: clocks, counters, a memory meter."""
+"""Evaluations of models, and instruments around them: clocks, counters, a memory meter."""
 
 import logging
 import re
@@ -19,16 +19,16 @@ Instrument = AbstractContextManager[Any]
 
 
 class Subject:
-    """A model with an input of one size to evaluate it on.
+    """A model and an input of one size.
 
     Attributes:
-        model: the unpatched model; what is patched must be a clone of it.
+        model: the unpatched model; patched models must be clones of it.
     """
 
     def __init__(self, model: ModelPatcher, context_channels: int, size: int, batch: int):
         self.device = model.load_device
         self.model = model.clone()
-        # First among the wrappers, so that what the methods add is inside.
+        # The first of the wrappers, so that those of the methods are inside.
         self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "benchmark", self._evaluation)
         self._instruments: list[Instrument] = []
         self._outputs: list[Tensor] = []
@@ -48,7 +48,7 @@ class Subject:
         """Sample with one evaluation, cond and uncond in one batch, within each instrument.
 
         Returns:
-            What the model gave in each evaluation.
+            The output of each evaluation.
 
         Raises:
             RuntimeError: the host had too little memory to evaluate the batch in one piece.
@@ -71,8 +71,8 @@ class Subject:
     def time(self, patched: ModelPatcher) -> float:
         """Seconds of one evaluation.
 
-        On a GPU it follows another in the same sampling run, as most evaluations do. On a CPU,
-        where that would double the wait, it is the first one, which also makes the state of the
+        On a GPU it follows another one in the same sampling run, as most evaluations do. On a CPU,
+        where that would double the time, it is the first one, which also creates the state of the
         run; that takes about a millisecond.
         """
         watch = Stopwatch(self.device)
@@ -81,7 +81,7 @@ class Subject:
         return watch.seconds
 
     def stages(self, recorded: ModelPatcher) -> dict[str, float]:
-        """Seconds of one evaluation in matching, merging and unmerging, and in the model itself.
+        """Seconds that one evaluation spends in matching, merging, unmerging and the model itself.
 
         Args:
             recorded: a patched clone that records its runs.
@@ -104,7 +104,7 @@ class Subject:
 
 
 class Stopwatch:
-    """Time between entry and exit, by CUDA events on a GPU; may be entered many times."""
+    """Time between entry and exit, by CUDA events on a GPU; can be entered many times."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -127,7 +127,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """The sum over all entries; waits for the GPU, so ask when all is over."""
+        """The sum over all entries; waits for the GPU, so call it at the end."""
         pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
         if not self._on_gpu:
             return sum(end - start for start, end in pairs)
@@ -136,7 +136,7 @@ class Stopwatch:
 
 
 class PeakMemory:
-    """The most bytes of tensors at one time, over those there were at entry."""
+    """The peak of the bytes in tensors, minus those at entry."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -173,7 +173,7 @@ class PeakMemory:
             self.bytes = max(self.bytes, held)
 
 
-# Operators that only look at memory in another way.
+# Operators that only create another view of memory.
 VIEWS = frozenset(
     f"aten::{name}"
     for name in (
@@ -185,7 +185,7 @@ VIEWS = frozenset(
 
 
 class Launches:
-    """Kernels launched on a GPU; on a CPU, operators called but for views."""
+    """Kernels launched on a GPU; on a CPU, operators called except views."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -216,9 +216,9 @@ class Launches:
 
 @contextmanager
 def merged_blocks() -> Iterator[list[tuple[int, int]]]:
-    """Collect how many blocks each sampling run merged, and of how many, from the log's lines.
+    """Collect from log lines how many blocks each sampling run merged, out of how many.
 
-    The log does not show them meanwhile.
+    Meanwhile, the log does not show these lines.
     """
     counts: list[tuple[int, int]] = []
     log = logging.getLogger("tome_nodes")

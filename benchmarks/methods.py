@@ -23,18 +23,18 @@ from tome_nodes.ops import Operations
 from tome_nodes.strategies import make_strategy
 
 ALWAYS: dict[str, Any] = {"min_tokens": 1}
-"""Settings with which maps of any size are merged."""
+"""Settings that merge maps of any size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Something to measure.
+    """A method to measure.
 
     Attributes:
-        name: as tables show it.
+        name: its name in the tables.
         family: ``ideal``, ``peer`` or ``ours``.
-        ideal: name of the ideal that runs the same modules on merged tokens; None where none does.
-        headline: whether to measure it where there is little time.
+        ideal: name of the ideal that runs the same modules on merged tokens, if there is one.
+        headline: whether to measure it even if there is little time.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Method:
         raise NotImplementedError
 
     def lossless(self, model: ModelPatcher) -> ModelPatcher:
-        """A clone that runs this method's code and must not change what the model computes."""
+        """A clone that runs this method's code with lossless plans."""
         raise NotImplementedError
 
 
@@ -75,7 +75,7 @@ class HostMethod(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeMethod(Method):
-    """A node of ComfyUI's own."""
+    """A node of ComfyUI itself."""
 
     module: ModuleType
     inputs: dict[str, Any]
@@ -97,7 +97,7 @@ class NodeMethod(Method):
 
 @dataclass(frozen=True, eq=False)
 class CallablePlan(Plan):
-    """A plan made of two functions, whose merged keys all weigh alike."""
+    """A plan made of two functions, with equal weights for all merged keys."""
 
     slot_count: int
     shape: tuple[int, ...]
@@ -122,7 +122,7 @@ class CallablePlan(Plan):
 
 
 class CallableStrategy(Strategy):
-    """Makes a :class:`CallablePlan` for each ratio, a matching for each."""
+    """Makes a :class:`CallablePlan` for each ratio, each with its own matching."""
 
     uses_cells = False
 
@@ -135,7 +135,7 @@ class CallableStrategy(Strategy):
 
 
 class TomesdStrategy(CallableStrategy):
-    """The reference implementation's own functions, on our host."""
+    """The functions of the reference implementation, on our host."""
 
     def __init__(self, config: ToMeConfig, ops: Operations):
         super().__init__(config, ops)
@@ -173,7 +173,7 @@ class IdealStrategy(CallableStrategy):
 
 
 class ToDoStrategy(CallableStrategy):
-    """The top left token of each 2x2 cell, as ToDo takes it for keys and values."""
+    """Keeps the top left token of each 2x2 cell, as ToDo does for keys and values."""
 
     follows_ratio = False
 
@@ -196,7 +196,7 @@ def _shape(features: Tensor) -> tuple[int, int]:
 
 
 def backend_variants(device: torch.device) -> dict[str, dict[str, Any]]:
-    """The backends to compare, as ``variants`` of :func:`methods`; on a CPU there is but one."""
+    """The backends to compare, as ``variants`` of :func:`methods`; on a CPU there is only one."""
     if device.type == "cpu":
         return {"": {}}
     return {"": {"backend": "triton"}, " on torch": {"backend": "torch"}}
@@ -207,13 +207,12 @@ def methods(
     max_downsample: int | str,
     variants: Mapping[str, Mapping[str, Any]] = {"": {}},
 ) -> list[Method]:
-    """All methods; the ideals first, by which the others' efficiency is measured.
+    """All methods, beginning with the ideals that the others' efficiency refers to.
 
     Args:
-        ratio: share of the tokens to merge, in every method that has such a setting.
-        max_downsample: the levels at which all but the nodes of ComfyUI's own merge.
-        variants: further settings in which to measure each scope of ours, by what to add to its
-            name.
+        ratio: share of the tokens to merge, in every method that has this setting.
+        max_downsample: the levels at which all methods except ComfyUI's nodes merge.
+        variants: more settings with which to measure each scope of ours, by the suffix of its name.
     """
     levels: dict[str, Any] = {"ratio": ratio, "max_downsample": max_downsample}
     every_module = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}

@@ -20,15 +20,15 @@ PREFIX = "model.diffusion_model."
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model is made of.
+    """The shape of a model.
 
     Attributes:
         family: name of the checkpoint's family.
-        options: further arguments of :func:`tools.checkpoints.write_checkpoint`.
+        options: other arguments of :func:`tools.checkpoints.write_checkpoint`.
         context_channels: channels of its text tokens.
-        max_downsample: the levels at which methods merge. SD 1.5 takes the usual one level. SDXL
-            has none there, and most of its blocks are at 4.
-        note: what is not as published, for the reader of a table.
+        max_downsample: the levels at which methods merge. For SD 1.5 this is the first level. SDXL
+            has no attention there, and most of its blocks are at 4.
+        note: differences from the published model, to show in tables.
     """
 
     family: str
@@ -48,15 +48,15 @@ REDUCED = {
     "sd15": Shape("sd15", {"levels": 1}, 768, "auto", "first level only"),
     "sdxl": Shape("sdxl", {}, 2048, 2, "320 channels throughout, depths 0, 1, 2"),
 }
-"""Small kin of them, for ``--quick``, merged at the level that has tokens enough at small sizes."""
+"""Small versions for ``--quick``, merged at the level that has enough tokens at small sizes."""
 
 
 def load(shape: Shape, device: torch.device) -> ModelPatcher:
     """A model of this shape, as ComfyUI loads it.
 
     On a CPU the blocks of a deep stack share one set of weights, so that SDXL takes 3 GB instead
-    of 10. An evaluation still does all the work of the full model: it reads every weight as often,
-    and the weights of one block, 140 MB, are too large for a cache to keep for the next.
+    of 10. An evaluation still does all the work of the full model: it reads the weights as often,
+    and those of one block, 140 MB, are too large for a cache to keep for the next.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(
@@ -73,7 +73,7 @@ def _load_with_shared_weights(path: Path, device: torch.device) -> ModelPatcher:
     )
     config = comfy.model_detection.model_config_from_unet(weights, "")
     config.set_inference_dtype(torch.float32, None, device=device)
-    # Weights are allocated here but no memory is touched before they are loaded.
+    # This allocates the weights, but touches no memory before they are loaded.
     model = config.get_model(weights, "", device=device)
     for module in model.diffusion_model.modules():
         if isinstance(module, SpatialTransformer) and len(module.transformer_blocks) > 2:
@@ -83,7 +83,7 @@ def _load_with_shared_weights(path: Path, device: torch.device) -> ModelPatcher:
 
 
 def _share_weights(blocks: nn.ModuleList) -> None:
-    """Let all blocks use the parameters of the first."""
+    """Make all blocks use the parameters of the first."""
     first = dict(blocks[0].named_modules())
     for block in blocks[1:]:
         for name, module in block.named_modules():

@@ -1,4 +1,4 @@
-"""Photos that scikit-image and scikit-learn carry in their packages; nothing is downloaded."""
+"""Photos from the packages of scikit-image and scikit-learn; nothing is downloaded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

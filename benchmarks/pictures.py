@@ -1,4 +1,4 @@
-"""The judge of pictures: what a trained denoiser paints with merging and without, same seeds."""
+"""The judge of pictures: a trained denoiser paints the same seeds with merging and without."""
 
 import statistics
 import time
@@ -18,7 +18,7 @@ from benchmarks.photos import Crop, photo
 
 GUIDANCE = 2.0
 MOST_PSNR = 99.0
-"""What stands for the infinite ratio of pictures that are the same."""
+"""Stands for the infinite ratio of equal pictures."""
 
 
 class PictureJudge:
@@ -29,7 +29,7 @@ class PictureJudge:
         self.crops = denoiser.held_out_crops(len(denoiser.NAMES) * seeds)
         self._taken: list[float] = []
         self.model = denoiser.load()
-        # First among the wrappers, so that what the methods add is inside.
+        # The first of the wrappers, so that those of the methods are inside.
         self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "judge", self._clock)
         photos = {name: photo(name, denoiser.SHORT_SIDE) for name in denoiser.NAMES}
         held_out = denoiser.held_out_crops(100)
@@ -66,14 +66,20 @@ class PictureJudge:
             seed=seed,
         )
 
+    def paint(self, patched: ModelPatcher) -> tuple[Tensor, list[float]]:
+        """What :meth:`pictures` returns, and the seconds of each evaluation of the model."""
+        self._taken.clear()
+        pictures = self.pictures(patched)
+        return pictures, [*self._taken]
+
     def seconds(self, patched: ModelPatcher) -> float:
-        """How long an evaluation takes, cond and uncond of a picture of each photo."""
+        """Seconds of an evaluation: cond and uncond of a picture of each photo."""
         self._taken.clear()
         self._sample(patched, 0, 1)
         return self._taken[0]
 
     def measure(self, patched: ModelPatcher) -> tuple[dict[str, float], Tensor]:
-        """Figures of a method by name, and its pictures."""
+        """The figures of a method by name, and its pictures."""
         pictures = self.pictures(patched)
         pairs = [
             (ours.permute(1, 2, 0).numpy(), plain.permute(1, 2, 0).numpy())
@@ -103,7 +109,7 @@ def _conditioning(crops: list[Crop], with_prompt: bool) -> list[list[Any]]:
 
 
 def _spectrum(pictures: Tensor) -> Tensor:
-    """Power by frequency, in decades: the mean over directions, channels and pictures."""
+    """Power by frequency in decades, averaged over directions, channels and pictures."""
     power = torch.fft.fft2(pictures).abs().square().mean((0, 1))
     side = power.shape[0]
     frequencies = torch.fft.fftfreq(side) * side
@@ -114,7 +120,7 @@ def _spectrum(pictures: Tensor) -> Tensor:
 
 
 def _features(pictures: Tensor) -> np.ndarray:
-    """``[positions, 16]``: what a fixed random network sees at each place of the pictures."""
+    """Features of a fixed random network at each place of the pictures, ``[positions, 16]``."""
     generator = torch.Generator().manual_seed(1)
     x = pictures * 4 - 2
     for channels, inputs in ((32, 3), (32, 32), (16, 32)):
@@ -124,10 +130,10 @@ def _features(pictures: Tensor) -> np.ndarray:
 
 
 def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
-    """The distance of two Gaussians with the mean and covariance of ``[samples, features]``."""
+    """The Fréchet distance of Gaussians with the mean and covariance of ``[samples, features]``."""
     means = first.mean(0), second.mean(0)
     one, two = np.cov(first, rowvar=False), np.cov(second, rowvar=False)
-    # The root of the product has the trace of the root of a symmetric matrix.
+    # The root of the product has the same trace as the root of this symmetric matrix.
     values, vectors = np.linalg.eigh(one)
     root = vectors * np.sqrt(values.clip(0)) @ vectors.T
     overlap = np.sqrt(np.linalg.eigvalsh(root @ two @ root).clip(0)).sum()

@@ -12,11 +12,11 @@ LOOKS = {
     "peer": {"color": "tab:blue", "marker": "^"},
     "ours": {"color": "tab:red", "marker": "o"},
 }
-"""How each family of methods is drawn."""
+"""The style of each family of methods."""
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """For each model and batch, speed-up against resolution, and against the error."""
+    """For each model and batch, plot speed-up against resolution, and against the error."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -47,7 +47,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def pareto(points: dict[str, tuple[float, float]]) -> list[str]:
-    """The names of (error, speed-up) points that no other beats in both, by rising error."""
+    """The names of the (error, speed-up) points that no other beats in both, by rising error."""
     front: list[str] = []
     for name in sorted(points, key=lambda each: (points[each][0], -points[each][1])):
         if not front or points[name][1] > points[front[-1]][1]:
@@ -56,9 +56,9 @@ def pareto(points: dict[str, tuple[float, float]]) -> list[str]:
 
 
 def spaced(values: Sequence[float], step: float) -> list[float]:
-    """The rising ``values`` moved as little as it takes to lie at least ``step`` apart."""
-    # With the steps taken off, values that rise too slowly are those that fall: each run of them
-    # goes to its mean.
+    """The rising ``values``, moved as little as possible to be at least ``step`` apart."""
+    # After subtracting the steps, values that rise too slowly are those that fall: each falling run
+    # moves to its mean.
     runs: list[tuple[float, int]] = []
     for index, value in enumerate(values):
         mean, count = value - index * step, 1
@@ -72,7 +72,7 @@ def spaced(values: Sequence[float], step: float) -> list[float]:
 
 
 def _lines(axes: Any, runs: list[Run]) -> None:
-    """Speed-up over the sides of the pictures."""
+    """Plot speed-up over the side of the picture."""
     names = list(dict.fromkeys(name for run in runs for name in run["methods"]))
     ends = {}
     for name in names:
@@ -88,7 +88,7 @@ def _lines(axes: Any, runs: list[Run]) -> None:
 
 
 def _bars(axes: Any, run: Run) -> None:
-    """Speed-up at the one size that was measured."""
+    """Plot speed-up at the only size that was measured."""
     names = sorted(run["methods"], key=lambda name: speed_up(run, name))
     gains = [speed_up(run, name) for name in names]
     colours = [LOOKS[run["methods"][name]["family"]]["color"] for name in names]
@@ -101,7 +101,7 @@ def _bars(axes: Any, run: Run) -> None:
 
 
 def _fidelity(axes: Any, run: Run) -> None:
-    """Speed-up over error, with the front of what can be run marked."""
+    """Plot speed-up over error, and mark the front of the methods that can be used."""
     rows = run["methods"]
     points = {name: (row["error"], speed_up(run, name)) for name, row in rows.items()}
     front = pareto({name: at for name, at in points.items() if rows[name]["family"] != "ideal"})
@@ -129,7 +129,7 @@ def _fidelity(axes: Any, run: Run) -> None:
 def _finish(
     axes: Any, ends: dict[str, tuple[float, float, str]], bold: list[str] | None = None
 ) -> None:
-    """Name the points in a column at the right, each on a line of its own."""
+    """Name the points in a column on the right, one per line."""
     axes.set_ylabel("times faster than unpatched")
     axes.axhline(1, color="black", linewidth=0.8)
     axes.margins(0.06)

@@ -1,4 +1,4 @@
-"""Take measurements in turn."""
+"""Interleaved measurements."""
 
 from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
@@ -11,9 +11,9 @@ def interleaved(
     repeats: int,
     after_round: Callable[[int], None] = lambda _: None,
 ) -> dict[Key, list[float]]:
-    """Call all runs in turn, ``repeats`` times, so that noise falls on all of them alike.
+    """Call all runs in turn, ``repeats`` times, so that noise affects all of them alike.
 
-    Every other round goes backwards, so that a steady drift falls on all of them alike too.
+    Every other round is reversed, so that a steady drift affects all of them alike too.
     """
     results: dict[Key, list[float]] = {name: [] for name in runs}
     for done in range(repeats):

@@ -23,10 +23,10 @@ REPEATS = 5
 
 @torch.no_grad()
 def matching_seconds(device: torch.device) -> dict[str, dict[int, float]]:
-    """Seconds by number of tokens, the best of some runs, of these:
+    """Seconds of matching, a merge and an unmerge by number of tokens, the best of several runs.
 
-    matching by the strategies whose cost is not to grow with the square of the tokens, and one
-    merge and one unmerge of the window strategy's plan. Two samples in single precision.
+    Matching is that of the strategies whose cost should not grow with the square of the tokens. The
+    merge and unmerge use the window strategy's plan. Two samples in single precision.
     """
     sizes = {side: torch.randn(2, side * side, CHANNELS, device=device) for side in SIDES}
     key = torch.zeros((), dtype=torch.int64, device=device)

@@ -27,15 +27,15 @@ TOMESD_OPTIONS = st.fixed_dictionaries(
         "merge_mlp": st.booleans(),
     }
 )
-"""Options of tomesd's, but for the random picks."""
+"""Options of tomesd, except random picks."""
 
 
 Shuffle = lossless(BipartiteStrategy)
-"""Makes a strategy that draws real plans, then hands out ones that lose nothing."""
+"""A strategy that makes real plans but returns lossless ones."""
 
 
 class Counted(BipartiteStrategy):
-    """Counts how often it is asked for plans; once to see whether the device can, of few tokens."""
+    """Counts the requests for plans, including the one with few tokens that tests the device."""
 
     made = 0
 
@@ -45,7 +45,7 @@ class Counted(BipartiteStrategy):
 
 
 def theirs_and_ours(model, call, options):
-    """What ``call`` gives with tomesd's patch on a model and with ours, without random picks."""
+    """The output of ``call`` with tomesd's patch on a model and with ours, without random picks."""
     outputs = []
     for library in (tomesd, tome_nodes):
         library.apply_patch(model, use_rand=False, **options)

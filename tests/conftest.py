@@ -1,4 +1,4 @@
-"""What every test needs, and nothing that needs ComfyUI before a test asks for it."""
+"""Fixtures of all tests; ComfyUI is imported only when a test asks for it."""
 
 import logging
 import os
@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Without a GPU, the kernels run in Triton's interpreter; it must be known before they are loaded.
+# Without a GPU, the kernels run in Triton's interpreter, which must be chosen before they load.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# How long an example takes is the machine's business.
+# The duration of an example depends on the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
@@ -26,14 +26,14 @@ def pytest_addoption(parser):
 
 @pytest.fixture
 def told(caplog):
-    """The messages of the pack so far."""
+    """The pack's log messages so far."""
     caplog.set_level(logging.INFO, logger="tome_nodes")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "tome_nodes"]
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """A folder of UNet files, each made when it is first asked for."""
+    """A folder of UNet files, each made on first use."""
     from tools.checkpoints import write_checkpoint
 
     folder = tmp_path_factory.mktemp("unets")
@@ -69,10 +69,10 @@ def sd15(load):
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """A running server with this pack, and what its graphs need.
+    """A running server with this pack and the models that graphs need.
 
-    The checkpoints `sd15.ckpt` and `sdxl.ckpt`, the ControlNet `canny.ckpt`, and for the editor the
-    names of the sample workflows' models.
+    It has the checkpoints `sd15.ckpt` and `sdxl.ckpt`, the ControlNet `canny.ckpt`, and for the
+    editor the names of the sample workflows' models.
     """
     from tools.checkpoints import write_checkpoint, write_controlnet
     from tools.editor import offer_files

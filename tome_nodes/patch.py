@@ -1,10 +1,11 @@
 """One call for any Stable Diffusion model in Python: put token merging on, take it off."""
 
 import sys
-from dataclasses import fields
+from inspect import signature
 from typing import Any, TypeVar
 
 from .config import ToMeConfig
+from .options import OPTIONS
 from .presets import CUSTOM, settings_of
 
 Model = TypeVar("Model")
@@ -50,8 +51,8 @@ def apply_patch(
         merge_crossattn: merge the tokens that enter cross-attention.
         merge_mlp: merge the tokens that enter the feed-forward network.
         preset: one of :data:`tome_nodes.presets.PRESETS` decides all options that are not free in
-            it, whatever is given for them; ``custom`` none.
-        options: the other options of :class:`tome_nodes.config.ToMeConfig`, with its defaults, but
+            it, so these have to be at their defaults here; ``custom`` decides none.
+        options: the other options of :data:`tome_nodes.options.OPTIONS`, with their defaults, but
             for ``min_tokens``, which is 1, and ``proportional_attn``, which is off: as in tomesd,
             feature maps of any size merge, and a merged key weighs as one token. Percents and the
             way to ``ratio_end`` are shares of the noise levels of training, which the UNet's
@@ -62,15 +63,15 @@ def apply_patch(
 
     Raises:
         TypeError: the model is none of these, an option is not known, or has the wrong type.
-        ValueError: an option is out of range. Nothing has changed then.
+        ValueError: an option is out of range, or would not count under the preset. Nothing has
+            changed then.
     """
-    known = [field.name for field in fields(ToMeConfig)]
-    unknown = [name for name in options if name not in known]
+    unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise TypeError(
-            f"apply_patch has no option {', '.join(unknown)}; it has {', '.join(known)}, preset"
+            f"apply_patch has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}, preset"
         )
-    settings = {
+    given = {
         "ratio": ratio,
         "max_downsample": max_downsample,
         "sx": sx,
@@ -82,12 +83,19 @@ def apply_patch(
         **_AS_TOMESD,
         **options,
     }
-    config = ToMeConfig(**settings_of(preset, settings))
+    config = ToMeConfig(**settings_of(preset, given, _DEFAULTS))
     from .hosts.pytorch.hooks import Attachment
 
     unet, timesteps, family = _find_unet(model)
     Attachment(config, family, timesteps).attach(unet)
     return model
+
+
+_DEFAULTS = {
+    **{name: option.default for name, option in OPTIONS.items()},
+    **_AS_TOMESD,
+    **{name: each.default for name, each in signature(apply_patch).parameters.items()},
+}
 
 
 def remove_patch(model: Model) -> Model:

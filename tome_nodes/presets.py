@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .config import RANGES, ToMeConfig
+from .options import OPTIONS, Option, OptionError
 
-FREE = ("ratio", "seed", "start_percent", "end_percent", "backend")
+FREE = ("ratio", "start_percent", "end_percent", "seed", "backend")
 """The options that no preset decides."""
 
 CUSTOM = "custom"
@@ -22,68 +22,85 @@ class Preset:
     """How to merge.
 
     Attributes:
+        text: what it does, in a sentence.
         options: those that it sets; all others except those in :data:`FREE` have their defaults.
-        takes_time_of_ratio: whether a ratio stands for the time that the paper's method takes at
-            it, and the keys and values that come to that time merge; see :func:`keys_to_merge`.
     """
 
+    text: str
     options: Mapping[str, Any]
-    takes_time_of_ratio: bool = False
-
-    def settings(self, free: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of :class:`tome_nodes.config.ToMeConfig` that it stands for.
-
-        Args:
-            free: options of those in :data:`FREE`, valid ones.
-        """
-        settings = {**free, **self.options}
-        if self.takes_time_of_ratio:
-            settings["ratio"] = keys_to_merge(ToMeConfig(**free).ratio)
-        return settings
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        "quality": Preset({"strategy": "window", "attn_tokens": "k,v"}),
-        "balanced": Preset(
-            {"strategy": "window", "attn_tokens": "k,v", "sx": 4}, takes_time_of_ratio=True
+        "quality": Preset(
+            "Merges keys and values of self-attention in cells of 2x2 tokens, matched within "
+            "windows: closest to the plain model.",
+            {"strategy": "window", "attn_tokens": "k,v"},
         ),
-        "fast": Preset({"strategy": "window", "scope": "stack", "reuse_steps": 1}),
-        "paper": Preset({"max_downsample": 1, "min_tokens": 1, "proportional_attn": False}),
+        "balanced": Preset(
+            "The same in cells of 4x2 tokens, so that up to 0.875 can merge, not just 0.75.",
+            {"strategy": "window", "attn_tokens": "k,v", "sx": 4},
+        ),
+        "fast": Preset(
+            "Runs all transformer blocks of a level on merged tokens: saves most and changes fine "
+            "detail most, and is what to take for SDXL, where self-attention is a small part of "
+            "the work.",
+            {"strategy": "window", "scope": "stack", "reuse_steps": 1},
+        ),
+        "paper": Preset(
+            "As the paper's own code, tomesd, does it: queries, keys and values alike, at the "
+            "largest maps only, so nothing on SDXL.",
+            {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
+        ),
     }
 )
 """The presets by name."""
 
-# Measured, see `benchmarks/FIDELITY.md`; by the count of products it would be 1.5.
-_POWER = 1.45
+PRESET = Option(
+    name="preset",
+    default="balanced",
+    choices=MappingProxyType(
+        {
+            **{name: preset.text for name, preset in PRESETS.items()},
+            CUSTOM: "As the other inputs say.",
+        }
+    ),
+    text="How to merge: quality is closest to the plain picture, balanced is much the same but can "
+    "merge more, fast saves most and is what SDXL needs, paper does as tomesd does. Under these "
+    "only ratio, start_percent, end_percent, seed and backend count; under custom every input "
+    "does.",
+    more="An input that would not count is refused, unless it is at its default. The editor greys "
+    "it out and does not send it.",
+)
+"""The choice of a preset."""
+
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {name: option.default for name, option in OPTIONS.items()}
+)
 
 
-def settings_of(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(
+    preset: str, given: Mapping[str, Any], defaults: Mapping[str, Any] = _DEFAULTS
+) -> dict[str, Any]:
     """The options of :class:`tome_nodes.config.ToMeConfig` that a preset stands for.
 
     Args:
         preset: one of :data:`PRESETS`, or :data:`CUSTOM`.
-        given: options; those that the preset decides do not count.
+        given: options. One that the preset decides has to be at its default.
+        defaults: what an option is where the caller was given none.
 
     Raises:
-        TypeError: an option that counts has the wrong type.
-        ValueError: no such preset, or an option that counts is out of range.
+        OptionError: no such preset, or an option that would not count.
     """
+    PRESET.check(preset)
     if preset == CUSTOM:
         return dict(given)
-    if preset not in PRESETS:
-        raise ValueError(
-            f"preset={preset!r} is not allowed: it must be one of {[*PRESETS, CUSTOM]}"
-        )
+    for name, value in given.items():
+        if name not in FREE and value != defaults[name]:
+            raise OptionError(
+                name,
+                f"{name}={value!r} does not count under preset={preset!r}, which decides it: leave "
+                f"{name} out, or set preset to {CUSTOM!r}",
+            )
     free = {name: value for name, value in given.items() if name in FREE}
-    # An error is to tell the ratio as it was given.
-    ToMeConfig(**free)
-    return PRESETS[preset].settings(free)
-
-
-def keys_to_merge(ratio: float) -> float:
-    """The share of keys and values alone that saves about what ``ratio`` of all tokens does.
-
-    Attention takes time by queries times keys. Where all queries stay, fewer keys may.
-    """
-    return min(1 - (1 - ratio) ** _POWER, RANGES["ratio"][1])
+    return {**free, **PRESETS[preset].options}

@@ -1,1 +1,1 @@
-"""What `dev.py` needs to try and test the pack on a real ComfyUI; not in the published pack."""
+"""The parts of `dev.py` that run the pack on a real ComfyUI; not in the published pack."""

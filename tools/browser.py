@@ -1,4 +1,4 @@
-"""Find a browser that can drive ComfyUI's front end, or install one."""
+"""Find or install a browser for ComfyUI's front end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _installations() -> list[tuple[str, Sequence[str | Path]]]:
 def _starts(browser: str | Path) -> bool:
     if not Path(browser).is_file():
         return False
-    # Some distributions have a stand-in of this name that only says how to install the real one.
+    # Some distributions have a placeholder of this name that only says how to install the real one.
     # On Windows, --version would open a window.
     return os.name == "nt" or succeeds([browser, "--version"])
 

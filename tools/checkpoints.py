@@ -32,7 +32,7 @@ TEXT_LENGTH = 77
 class UNet:
     """The shape of a UNet, with one entry for each level in every tuple.
 
-    `text_levels` tells where attn1 attends to the text instead of the image itself.
+    `text_levels` says at which levels attn1 attends to the text instead of the image itself.
     """
 
     context: int
@@ -50,7 +50,7 @@ class UNet:
 
 @dataclass(frozen=True)
 class Family:
-    """A UNet, and what else a full checkpoint of its family holds."""
+    """A UNet, and the other parts of a full checkpoint of its family."""
 
     unet: UNet
     conditioner: Layout
@@ -177,7 +177,7 @@ def _random_weights(layout: Layout, seed: int) -> dict[str, torch.Tensor]:
 def _constant(name: str) -> float:
     """Norms are the identity and biases zero, except where an image would be out of range.
 
-    A random UNet leaves the noise as it is, which the VAE takes for latents far too large.
+    A random UNet leaves the noise as it is, and for the VAE such latents are far too large.
     """
     if name.startswith("first_stage_model."):
         special = {"vae_scale": 1 / 64, "taesd_decoder.19.bias": 0.5}
@@ -342,7 +342,7 @@ def _vae_layout() -> Layout:
 
 
 def _taesd_side(name: str, modules: str, ends: tuple[int, int]) -> Layout:
-    """One half of the network, a character a module.
+    """One half of the network, one character per module.
 
     `i` and `o` are the first and last convolution, `s` one that changes the size, `.` a residual
     block and `-` a module without weights.
@@ -377,7 +377,7 @@ def _merged(layouts: Iterator[Layout]) -> Layout:
 
 
 def _text_encoder(prefix: str, width: int, layers: int, projection: str | None = None) -> Layout:
-    """A CLIP text model, in the names that the loader also accepts where open_clip's were used."""
+    """A CLIP text model, with names that the loader accepts in place of open_clip's."""
     name = f"{prefix}transformer.text_model"
     layout = _linear(f"{name}.embeddings.token_embedding", VOCABULARY, width, bias=False)
     layout |= _linear(f"{name}.embeddings.position_embedding", TEXT_LENGTH, width, bias=False)

@@ -18,7 +18,7 @@ NOTHING = "-"
 
 @dataclass
 class Run:
-    """One run: the seconds of each node, what the server logged meanwhile, and the last image."""
+    """One run: the seconds and the server's log for each node, and the last image."""
 
     seconds: dict[str, float]
     logs: dict[str, str]
@@ -34,13 +34,13 @@ class Comparison:
     on: list[Run] = field(default_factory=list)
 
     def measure(self, server: ComfyServer, repeats: int) -> None:
-        """Run both variants `repeats` times in turn, and show the progress."""
+        """Run both variants `repeats` times in turn, showing the progress."""
         variants = (("off", without_merging(self.graph), self.off), ("on", self.graph, self.on))
         for repeat in range(repeats):
-            # Each is first in half of the turns, so that neither gains from a slow start.
+            # Each goes first in half of the rounds, so that a slow start favours neither.
             for label, graph, runs in variants[:: -1 if repeat % 2 else 1]:
                 number = f"{label} {repeat + 1}/{repeats}"
-                # Each run needs a number of its own, or the server answers from its cache.
+                # Without a new number for each run, the server would answer from its cache.
                 fresh = as_new_run(graph, len(self.off) + len(self.on) + 1)
                 runs.append(_run(server, fresh, number.ljust(8)))
 
@@ -54,12 +54,12 @@ class Comparison:
         return _aligned(rows)
 
     def has_plain_pass(self) -> bool:
-        """Whether a sampler merged nothing even with ToMe on."""
+        """Whether some sampler merged nothing even with ToMe on."""
         logs = self.on[0].logs
         return any(not MERGED.search(logs[sampler.node]) for sampler in passes(self.graph))
 
     def warnings(self) -> list[str]:
-        """What the pack said instead of how much it merged."""
+        """The pack's warnings that nothing was merged."""
         logs = "\n".join(self.on[0].logs.values())
         return [found["reason"] for found in NOTHING_MERGED.finditer(logs)]
 
@@ -77,7 +77,7 @@ class Comparison:
 
 
 class _Watch:
-    """Shows the progress of a run, and keeps what the server logs while each node runs."""
+    """Shows the progress of a run, and keeps the server's log for each node."""
 
     def __init__(self, server: ComfyServer, graph: Graph, label: str) -> None:
         self.logs: dict[str, str] = {}
@@ -117,12 +117,12 @@ def _run(server: ComfyServer, graph: Graph, label: str) -> Run:
 
 
 def _tokens(report: str) -> str:
-    """`4096 -> 2048 tokens x5, 1024 -> 512 tokens x5` without all that is the same everywhere."""
+    """`4096 -> 2048 tokens x5, 1024 -> 512 tokens x5` without words and counts."""
     return ", ".join(f"{a} -> {b}" for a, b in re.findall(r"(\d+) -> (\d+)", report))
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """The first column flush left, the others flush right."""
+    """A table with the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

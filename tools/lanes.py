@@ -1,4 +1,4 @@
-"""Which lane of the tests a command line needs."""
+"""The lane of the tests that a command line needs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tools.environment import ROOT
 TESTS = ROOT / "tests"
 UNIT_TESTS = TESTS / "unit"
 
-# The next argument is the option's, and may look like a test's path.
+# The next argument belongs to the option, and may look like the path of a test.
 TAKES_A_VALUE = ("-k", "-m", "--deselect", "--ignore", "--ignore-glob")
 
 
 def chosen_paths(pytest_arguments: Sequence[str]) -> list[Path]:
-    """The files and folders of tests that pytest is told to run; none means all."""
+    """The files and folders of tests that the arguments select; none means all."""
     paths = []
     for before, argument in zip(["", *pytest_arguments], pytest_arguments, strict=False):
         path = Path(os.path.normpath(ROOT / argument.partition("::")[0]))
@@ -26,6 +26,6 @@ def chosen_paths(pytest_arguments: Sequence[str]) -> list[Path]:
 
 
 def needs_comfyui(pytest_arguments: Sequence[str]) -> bool:
-    """Whether any test would run that is not in `tests/unit`, whose tests need only PyTorch."""
+    """Whether any test outside `tests/unit` would run; those in it need only PyTorch."""
     paths = chosen_paths(pytest_arguments)
     return not paths or not all(path.is_relative_to(UNIT_TESTS) for path in paths)

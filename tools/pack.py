@@ -1,4 +1,4 @@
-"""The pack as users get it: what the registry publishes."""
+"""The pack as users get it: the files that the registry publishes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def published_files() -> list[Path]:
 
 
 def copy_pack(destination: Path) -> None:
-    """Make `destination` a copy of the published pack, and of nothing else."""
+    """Make `destination` a copy of the published pack only."""
     if destination.exists():
         shutil.rmtree(destination)
     for file in published_files():

@@ -4,7 +4,7 @@
         history = server.run(prompt)
         png = server.images(history)[0]
 
-It runs in a process of its own; nothing of ComfyUI is imported here.
+It runs in its own process; nothing of ComfyUI is imported here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOG_TAIL_LINES = 40
 TEXT_ON_NODE = 3
 STOP_SECONDS = 10
 
-# Left alone, ComfyUI takes a slower attention on a CPU than on a GPU, which would flatter merging.
+# By default, ComfyUI uses a slower attention on a CPU than on a GPU, which would flatter merging.
 CPU_ARGUMENTS = ("--cpu", "--use-pytorch-cross-attention")
 
 Event = dict[str, Any]
@@ -48,13 +48,13 @@ Event = dict[str, Any]
 
 
 class ServerError(ToolError):
-    """The server did not start, died, or gave an answer that was not expected."""
+    """The server did not start, died, or gave an unexpected answer."""
 
 
 class PromptRejected(ServerError):
     """The server refused a prompt before running it: HTTP 400.
 
-    `node_errors` is the part of the answer that tells, for each node, what is wrong with it.
+    `node_errors` is the part of the answer that says, for each node, what is wrong with it.
     """
 
     def __init__(self, answer: dict[str, Any]) -> None:
@@ -63,17 +63,17 @@ class PromptRejected(ServerError):
 
 
 class ExecutionFailed(ServerError):
-    """A prompt was accepted, but a node of it raised or it was interrupted."""
+    """A prompt was accepted, but one of its nodes raised or it was interrupted."""
 
 
 class ComfyServer:
     """A headless server on a free loopback port, with `base` as its only folder for data.
 
-    `base/models`, `base/input` and `base/output` are what they are in any ComfyUI folder; the pack
-    is copied to `base/custom_nodes/tome-nodes` as it would be published. Nothing is written outside
-    `base`. `arguments` are further command line arguments of ComfyUI's.
+    `base/models`, `base/input` and `base/output` are as in any ComfyUI folder; the pack is copied
+    to `base/custom_nodes/tome-nodes` as it would be published. Nothing is written outside `base`.
+    `arguments` are additional command line arguments for ComfyUI.
 
-    The server ends when the `with` block does, and when this process does, however it ends.
+    The server ends with the `with` block, and with this process however it ends.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ComfyServer:
         self._client = uuid.uuid4().hex
         self._process: subprocess.Popen[bytes] | None = None
         self._tether: socket.socket | None = None
-        # Proxies are for what lies beyond this machine.
+        # Proxies are for other machines.
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def __enter__(self) -> ComfyServer:
@@ -111,11 +111,11 @@ class ComfyServer:
 
     @property
     def log(self) -> str:
-        """All that the server has printed so far, without colours."""
+        """The output of the server so far, without colours."""
         return COLOUR.sub("", self.log_file.read_text(encoding="utf-8", errors="replace"))
 
     def start(self) -> None:
-        """Start the server and return once it answers."""
+        """Start the server, and return once it answers."""
         comfyui = comfyui_directory()
         for folder in ("models/checkpoints", "custom_nodes", "input", "output", "temp", "user"):
             (self.base / folder).mkdir(parents=True, exist_ok=True)
@@ -282,7 +282,7 @@ class ComfyServer:
 
 
 def _text_on_node(message: bytes) -> Event | None:
-    """The event of a text to show on a node, None for other binary messages."""
+    """The event of a text to show on a node; None for other binary messages."""
     kind, length = struct.unpack_from(">II", message)
     if kind != TEXT_ON_NODE:
         return None
@@ -291,7 +291,7 @@ def _text_on_node(message: bytes) -> Event | None:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of the server: that of this process, with a log that comes at once."""
+    """The environment of the server: that of this process, with an unbuffered log."""
     return {**CALM_THREADS, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
 
 
@@ -301,7 +301,7 @@ def _free_port() -> int:
 
 
 def _new_group() -> dict[str, Any]:
-    """Arguments of Popen that keep Ctrl-C from the server and let all of it be ended at once."""
+    """Arguments of Popen that shield the server from Ctrl-C, and let it end with its children."""
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
     return {"start_new_session": True}

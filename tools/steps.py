@@ -1,4 +1,4 @@
-"""Run one step of the set-up after another: quiet while it works, loud when it fails."""
+"""Run the steps of the set-up: quiet on success, with the output on failure."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ DISK_FULL = ("No space left on device", "not enough space on the disk")
 
 
 class SetupError(ToolError):
-    """What kept the set-up from being completed, and what to do about it."""
+    """The set-up could not be completed; the message says why and what to do."""
 
 
 class FetchError(SetupError):
-    """Something could not be fetched; nothing was changed yet."""
+    """Something could not be fetched; nothing has changed."""
 
 
 def run(
@@ -56,7 +56,7 @@ def run(
 
 @contextmanager
 def timed(step: str) -> Iterator[Callable[[], None]]:
-    """Say what is being done and how long it took; yields a function that shows the time so far."""
+    """Print a step and its duration; yields a function that shows the time so far."""
     start = time.monotonic()
     rewrite = f"\r{step} ..." if sys.stdout.isatty() else ""
 
@@ -127,7 +127,7 @@ def _advice(output: str) -> str:
             f"settings; or the package does not support Python {version} on this system, so "
             "delete .venv and run this with another Python, 3.10 or later."
         )
-    return "The reason is above; mend it and run this again."
+    return "The reason is above; fix it and run this again."
 
 
 def _has(output: str, symptoms: Sequence[str]) -> bool:

@@ -2,8 +2,8 @@
 
     python tether.py PORT SCRIPT [ARGUMENT...]
 
-The starter listens on the loopback port PORT for as long as it lives. The operating system closes
-the connection when the starter is gone, even if it was killed and could clean up nothing.
+The starter listens on the loopback port PORT while it is alive. The operating system closes the
+connection when the starter is gone, even if it was killed and could not clean up.
 """
 
 from __future__ import annotations

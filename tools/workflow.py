@@ -12,23 +12,23 @@ from typing import Any
 from tools.errors import ToolError
 
 Graph = dict[str, dict[str, Any]]
-"""A graph in the API format, as the server's queue takes it."""
+"""A graph in the API format, which the server's queue accepts."""
 
 SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced")
 LOADERS = ("CheckpointLoaderSimple", "ImageOnlyCheckpointLoader")
 PATCH = "ToMePatchModel"
 
 LATENT_PIXELS = 8
-"""Pixels that one latent pixel stands for, across and down."""
+"""Image pixels per latent pixel, across and down."""
 
 
 class WorkflowError(ToolError):
-    """A workflow file that cannot be used, and what to do about it."""
+    """A workflow file cannot be used; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One sampler of a graph; `size` is its image's width and height where it can be told."""
+    """One sampler of a graph; `size` is the width and height of its image, if known."""
 
     node: str
     title: str
@@ -45,8 +45,8 @@ def load_graph(path: Path) -> Graph:
         raise WorkflowError(f"{path} is not a JSON file: {error}.") from error
     if isinstance(graph, dict) and isinstance(graph.get("nodes"), list):
         raise WorkflowError(
-            f"{path} is in the editor's format, which the server's queue does not take. Open it in "
-            "ComfyUI, choose Workflow > Export (API) in the menu, and use the file that it saves."
+            f"{path} is in the editor's format, which the server's queue does not accept. Open it "
+            "in ComfyUI, choose Workflow > Export (API) in the menu, and use the saved file."
         )
     nodes = graph.values() if isinstance(graph, dict) else ()
     if not nodes or not all(isinstance(node, dict) and "class_type" in node for node in nodes):
@@ -71,7 +71,7 @@ def with_checkpoint(graph: Graph, name: str) -> Graph:
 
 
 def without_merging(graph: Graph) -> Graph:
-    """The graph with ratio 0 in each of its ToMe nodes: all stays where it is, nothing merges."""
+    """The graph with ratio 0 in each of its ToMe nodes, so that nothing merges."""
     changed = copy.deepcopy(graph)
     for _, inputs in _of_class(changed, PATCH):
         inputs["ratio"] = 0.0
@@ -80,11 +80,11 @@ def without_merging(graph: Graph) -> Graph:
 
 def merges(graph: Graph) -> bool:
     """Whether the graph has a ToMe node that merges."""
-    return any(inputs.get("ratio", 0.5) != 0 for _, inputs in _of_class(graph, PATCH))
+    return any(inputs.get("ratio") != 0 for _, inputs in _of_class(graph, PATCH))
 
 
 def with_steps(graph: Graph, most: int) -> Graph:
-    """The graph with no more than `most` steps wherever a node counts them."""
+    """The graph with at most `most` steps in each node that has steps."""
     changed = copy.deepcopy(graph)
     for node in changed.values():
         inputs = node["inputs"]
@@ -108,9 +108,9 @@ def with_scale(graph: Graph, factor: float) -> Graph:
 
 
 def as_new_run(graph: Graph, run: int) -> Graph:
-    """The graph with the same results, but samplers that the server has not cached.
+    """The graph with the same results, but with samplers that are not in the server's cache.
 
-    The server passes over inputs that a node does not know, but its cache does not.
+    The server ignores inputs that a node does not have, but its cache does not.
     """
     changed = copy.deepcopy(graph)
     for _, inputs in _of_class(changed, *SAMPLERS):

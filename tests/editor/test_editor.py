@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import TimeoutError, expect
 
+from tome_nodes.captions import PATCH as CAPTION
 from tools.editor import (
     HAS_NODES,
     PATIENCE_MS,
@@ -20,9 +21,6 @@ from tools.editor import (
 )
 from tools.environment import ROOT
 from tools.workflow import PATCH as PATCH_TYPE
-
-# The widgets that the first version of the patch node had.
-FIRST_INPUTS = 11
 
 PATCH, REMOVE = "ToMe Patch Model", "ToMe Remove Patch"
 REMOVE_TYPE, REPORT_TYPE = "ToMeRemovePatch", "ToMeReport"
@@ -114,9 +112,7 @@ def text_of(file):
 def sample_graph(name="tome_txt2img", **settings):
     """This sample workflow, the text to image one by default, with these values in our node."""
     graph = json.loads(text_of(WORKFLOWS / f"{name}.json"))
-    exported = json.loads(text_of(WORKFLOWS / "api" / "tome_txt2img.json")).values()
-    (inputs,) = (node["inputs"] for node in exported if node["class_type"] == PATCH_TYPE)
-    names = [name for name in inputs if name != "model"]
+    names = [option.name for option in CAPTION.options]
     (patch,) = (node for node in graph["nodes"] if node["type"] == PATCH_TYPE)
     for name, value in settings.items():
         patch["widgets_values"][names.index(name)] = value
@@ -194,35 +190,44 @@ def test_exports_of_the_opened_workflow_are_the_files(editor, file):
     assert saved == before
 
 
-@every_workflow
-def test_files_saved_before_the_later_inputs_were_added_are_the_same_graph(editor, file):
-    graph = json.loads(text_of(file))
-    (node,) = (node for node in graph["nodes"] if node["type"] == "ToMePatchModel")
-    # The preset came after them, and is the second widget.
-    del node["widgets_values"][1]
-    del node["widgets_values"][FIRST_INPUTS:], node["inputs"][1:]
-    editor.open(file.name, json.dumps(graph))
-    assert editor.warnings() == []
-    expected = json.loads(text_of(WORKFLOWS / "api" / file.name))
-    expected[str(node["id"])]["inputs"]["preset"] = "custom"
-    assert json.loads(editor.save_for_api()) == expected
+CHOOSE = """preset => {
+    const node = app.rootGraph.nodes.find(node => node.type === 'ToMePatchModel')
+    const widget = node.widgets.find(widget => widget.name === 'preset')
+    widget.setValue(preset, { e: {}, node, canvas: app.canvas })
+}"""
+DISABLED = """() => app.rootGraph.nodes.find(node => node.type === 'ToMePatchModel').widgets
+    .filter(widget => widget.disabled).map(widget => widget.name)"""
+ALWAYS_SENT = {"model", "preset", "ratio", "start_percent", "end_percent", "seed", "backend"}
 
 
 def test_inputs_that_a_preset_decides_are_greyed_out(editor):
-    disabled = """preset => {
-        const node = app.rootGraph.nodes.find(node => node.type === 'ToMePatchModel')
-        const widget = node.widgets.find(widget => widget.name === 'preset')
-        if (preset) widget.setValue(preset, { e: {}, node, canvas: app.canvas })
-        return node.widgets.filter(widget => widget.disabled).map(widget => widget.name)
-    }"""
     editor.open("tome_txt2img.json", text_of(WORKFLOWS / "tome_txt2img.json"))
     page = editor.page
-    free = {"ratio", "preset", "seed", "start_percent", "end_percent", "backend"}
-    decided = set(page.evaluate(disabled, None))
-    assert "scope" in decided and not decided & free
-    assert page.evaluate(disabled, "custom") == []
-    assert set(page.evaluate(disabled, "fast")) == decided
+    decided = {option.name for option in CAPTION.options} - ALWAYS_SENT
+    assert set(page.evaluate(DISABLED)) == decided
+    page.evaluate(CHOOSE, "custom")
+    assert page.evaluate(DISABLED) == []
+    page.evaluate(CHOOSE, "fast")
+    assert set(page.evaluate(DISABLED)) == decided
     assert editor.errors == []
+
+
+def test_greyed_out_inputs_are_saved_but_not_queued(fresh_editor):
+    editor = fresh_editor
+    editor.open("wide.json", json.dumps(small_graph(preset="custom", sx=4)))
+    assert patch_inputs(editor)["sx"] == 4
+    editor.page.evaluate(CHOOSE, "balanced")
+    assert patch_inputs(editor).keys() == ALWAYS_SENT
+    editor.run()
+    assert width_of_image(editor) == 64
+    assert editor.warnings() == editor.errors == []
+
+    saved = editor.save()
+    editor.clear()
+    editor.open("again.json", saved)
+    assert patch_inputs(editor).keys() == ALWAYS_SENT
+    editor.page.evaluate(CHOOSE, "custom")
+    assert patch_inputs(editor)["sx"] == 4
 
 
 def test_nodes_are_found_by_searching_for_token_merging(editor, picture):
@@ -263,7 +268,7 @@ def test_widgets_change_with_the_mouse(editor):
     for name in "ratio", "max_downsample", "merge_mlp", "sx", "strategy", "proportional_attn":
         editor.step_up(PATCH_TYPE, name)
     assert patch_inputs(editor) == before | {
-        "ratio": 0.55,
+        "ratio": 0.65,
         "max_downsample": "1",
         "merge_mlp": True,
         "sx": 3,
@@ -281,11 +286,12 @@ def test_widgets_change_with_the_mouse_in_nodes_2(nodes_2_editor):
     widgets.filter(has=editor.page.get_by_label("ratio", exact=True)).get_by_test_id(
         "increment"
     ).click()
+    node.get_by_text("Show advanced inputs").click()
     node.get_by_label("merge_mlp").click()
     node.get_by_label("max_downsample").click()
     editor.page.get_by_role("option", name="1", exact=True).click()
     assert patch_inputs(editor) == before | {
-        "ratio": 0.55,
+        "ratio": 0.65,
         "max_downsample": "1",
         "merge_mlp": True,
     }
@@ -310,7 +316,8 @@ def test_workflow_is_the_same_after_saving_and_loading_the_page_anew(fresh_edito
     editor = fresh_editor
     # The server keeps what other profiles have saved.
     editor.open(
-        f"{request.node.name}.json", json.dumps(small_graph(ratio=0.35, strategy="window", sy=4))
+        f"{request.node.name}.json",
+        json.dumps(small_graph(preset="custom", ratio=0.35, strategy="window", sy=4)),
     )
     before = api_graph(editor)
     with editor.page.expect_response("**/api/userdata/**") as saved:
@@ -323,7 +330,9 @@ def test_workflow_is_the_same_after_saving_and_loading_the_page_anew(fresh_edito
 
 
 def test_shared_file_is_the_same_graph_in_another_profile(fresh_editor, browser, server):
-    fresh_editor.open("mine.json", json.dumps(small_graph(ratio=0.35, strategy="window", sy=4)))
+    fresh_editor.open(
+        "mine.json", json.dumps(small_graph(preset="custom", ratio=0.35, strategy="window", sy=4))
+    )
     shared = fresh_editor.save()
     with open_editor(browser, server) as other:
         other.drop("shared.json", "application/json", shared.encode())
@@ -361,17 +370,37 @@ def test_each_template_opens_from_the_template_browser(fresh_editor):
         assert editor.warnings() == editor.errors == []
 
 
-def test_bad_value_shows_our_sentence(fresh_editor, picture):
+@pytest.mark.parametrize(
+    ("settings", "marked", "sentence"),
+    [
+        (
+            {"preset": "custom", "sx": 1, "sy": 1},
+            "sx",
+            "sx=1 with sy=1 is not allowed: a cell of one token has nothing to merge",
+        ),
+        (
+            {"start_percent": 0.8, "end_percent": 0.4},
+            "start_percent",
+            "start_percent=0.8 is not allowed: it must not be greater than end_percent=0.4",
+        ),
+    ],
+    ids=["custom", "balanced"],
+)
+def test_bad_value_marks_one_input_with_our_sentence(
+    fresh_editor, picture, settings, marked, sentence
+):
     editor = fresh_editor
-    editor.open("bad.json", json.dumps(sample_graph(preset="custom", sx=1, sy=1)))
+    editor.open("bad.json", json.dumps(sample_graph(**settings)))
     editor.run()
     editor.page.get_by_role("button", name="View details").click()
-    editor.page.get_by_role("button", name=f"Info for {PATCH} - sx").click()
-    sentence = "sx=1 with sy=1 is not allowed: a cell of one token has nothing to merge"
+    infos = editor.page.get_by_role("button", name=f"Info for {PATCH} - ")
+    expect(infos).to_have_count(1)
+    editor.page.get_by_role("button", name=f"Info for {PATCH} - {marked}").click()
     expect(editor.page.get_by_text(sentence)).to_be_visible()
-    picture(editor, "refused", (240, 40, 1360, 640))
-    marked = "() => app.rootGraph.nodes.filter(node => node.has_errors).map(node => node.type)"
-    assert editor.page.evaluate(marked) == [PATCH_TYPE]
+    if marked == "sx":
+        picture(editor, "refused", (240, 40, 1360, 640))
+    with_errors = "() => app.rootGraph.nodes.filter(node => node.has_errors).map(node => node.type)"
+    assert editor.page.evaluate(with_errors) == [PATCH_TYPE]
 
 
 def test_model_without_the_patch_goes_to_a_sampler(editor, picture):
@@ -393,12 +422,12 @@ def test_model_without_the_patch_goes_to_a_sampler(editor, picture):
 
 def test_live_line_and_report_are_shown(fresh_editor, picture):
     editor = fresh_editor
-    graph = small_graph("tome_compare", side=256, min_tokens=1)
+    graph = small_graph("tome_compare", side=256)
     editor.open("compare.json", json.dumps(graph))
     editor.page.evaluate(NOTE_LIVE_LINES)
     editor.run()
     editor.page.wait_for_function(TEXT_IS_SHOWN, arg=REPORT_TYPE)
-    assert "6/6 blocks, 1024→376 tokens, step 2/2" in editor.page.evaluate("() => window.liveLines")
+    assert "6/6 blocks, 1024→408 tokens, step 2/2" in editor.page.evaluate("() => window.liveLines")
     assert re.search("6/6 blocks", editor.page.evaluate(TEXT_IS_SHOWN, PATCH_TYPE))
     text = editor.page.evaluate(TEXT_IS_SHOWN, REPORT_TYPE)
     assert text.startswith("Model: SD15  \nMerged: 6 of 6 blocks")
@@ -423,7 +452,7 @@ def test_blueprint_is_placed_wired_and_run(fresh_editor):
     editor.connect("CheckpointLoaderSimple", "VAE", placed, "vae")
     editor.connect(placed, "IMAGE", "SaveImage", "images")
     ratios = [inputs["ratio"] for kind, inputs in api_graph(editor).values() if kind == PATCH_TYPE]
-    assert sorted(ratios) == [0.5, 0.6]
+    assert ratios == [0.6, 0.6]
     editor.run()
     assert width_of_image(editor) == 128
     assert editor.warnings() == editor.errors == []

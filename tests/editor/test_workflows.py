@@ -9,7 +9,9 @@ from itertools import combinations
 import pytest
 from PIL import Image
 
+from tome_nodes.presets import CUSTOM, FREE
 from tools.editor import WORKFLOWS, blueprint_files, workflow_files
+from tools.workflow import PATCH
 
 PACK = "tome-nodes"
 NAMES = [
@@ -41,8 +43,8 @@ def api_file(name):
 def widgets(schema):
     """The names of a node's widgets in the editor's order; None for one that is not an input.
 
-    Beside a seed, the editor puts a widget that tells how the seed changes after a run, and beside
-    the name of a picture a button that uploads one.
+    After a seed, the editor adds a widget that sets how the seed changes after a run, and after the
+    name of a picture a button that uploads one.
     """
     for group in ("required", "optional"):
         for name in schema["input_order"].get(group, ()):
@@ -56,7 +58,7 @@ def widgets(schema):
 
 
 def to_api_format(graph, info):
-    """What the queue is to be sent for a graph in the editor's format."""
+    """The API format of a graph in the editor's format."""
     links = {link: [str(source), output] for link, source, output, *_ in graph["links"]}
     prompt = {}
     for node in graph["nodes"]:
@@ -66,6 +68,9 @@ def to_api_format(graph, info):
         values = node.get("widgets_values", [])
         inputs = dict(zip(widgets(schema), values, strict=True))
         inputs.pop(None, None)
+        if node["type"] == PATCH and inputs["preset"] != CUSTOM:
+            # The editor leaves out what would not count.
+            inputs = {name: inputs[name] for name in ("preset", *FREE)}
         inputs |= {
             slot["name"]: links[slot["link"]]
             for slot in node["inputs"]
@@ -81,10 +86,7 @@ def to_api_format(graph, info):
 
 
 def reduced(prompt):
-    """The same graph made cheap, with nothing changed but what follows.
-
-    Other models' names, the width and height, and two steps in each sampler.
-    """
+    """The same graph made cheap: small models, a small size, and two steps in each sampler."""
     copy = json.loads(json.dumps(prompt))
     nodes = list(copy.values())
     for node in nodes:
@@ -120,7 +122,7 @@ def test_editor_file_and_api_format_are_the_same_graph(name, info):
 
 
 @every_workflow
-def test_nodes_are_cores_and_ours_and_the_settings_are_explained(name, info):
+def test_nodes_are_from_the_core_or_the_pack_and_settings_are_explained(name, info):
     types = {node["type"] for node in editor_file(name)["nodes"]}
     modules = {info[kind]["python_module"] for kind in types - NOTES}
     assert types & NOTES
@@ -129,7 +131,7 @@ def test_nodes_are_cores_and_ours_and_the_settings_are_explained(name, info):
 
 
 @every_workflow
-def test_no_node_lies_on_another_and_no_link_leads_back(name):
+def test_no_node_overlaps_another_and_no_link_leads_back(name):
     graph = editor_file(name)
     boxes = {
         node["id"]: (left, top - TITLE_BAR, left + width, top + height)
@@ -146,11 +148,11 @@ def test_no_node_lies_on_another_and_no_link_leads_back(name):
 @pytest.mark.parametrize(
     ("name", "size", "tokens", "ratio"),
     [
-        ("tome_controlnet", 128, (256, 94), "0.63"),
-        ("tome_img2img", 128, (256, 94), "0.63"),
-        ("tome_txt2img", 128, (256, 94), "0.63"),
-        # 4 windows of 256 tokens, of which 188 merge.
-        ("tome_hires_fix", 256, (1024, 1024 - 4 * 188), "0.74"),
+        ("tome_controlnet", 128, (256, 103), "0.60"),
+        ("tome_img2img", 128, (256, 103), "0.60"),
+        ("tome_txt2img", 128, (256, 103), "0.60"),
+        # 4 windows of 256 tokens, of which 154 merge.
+        ("tome_hires_fix", 256, (1024, 1024 - 4 * 154), "0.60"),
         ("tome_sdxl", 288, (324, 162), "0.50"),
     ],
 )

@@ -25,9 +25,9 @@ def conditioning(channels, value, **extras):
     ]
 
 
-def merging(min_tokens=1, **options):
+def merging(min_tokens=1, ratio=0.5, **options):
     """Settings that merge the small feature maps of the tests, too."""
-    return ToMeConfig(min_tokens=min_tokens, **options)
+    return ToMeConfig(min_tokens=min_tokens, ratio=ratio, **options)
 
 
 def sample(
@@ -62,5 +62,5 @@ def sample(
 
 
 def overridden(model):
-    """Names of the modules of a model that carry an override of their forward."""
+    """Names of the modules of a model whose forward is overridden."""
     return [name for name, module in model.model.named_modules() if "forward" in vars(module)]

@@ -51,7 +51,7 @@ _UNETS = {
 
 
 def make_unet(family="sd15", **options):
-    """A UNet of a family, the same each time, that changes its input a good deal."""
+    """A UNet of a family, the same each time, that changes its input substantially."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         unet = UNet2DConditionModel(
@@ -72,7 +72,7 @@ def make_unet(family="sd15", **options):
 
 
 def inputs(unet, batch=2, grid=GRID, seed=0):
-    """What the UNet is called with, but for the timestep."""
+    """The arguments of a call of the UNet, except the timestep."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape):
@@ -115,7 +115,7 @@ def _text(batch, seed):
 
 
 class Case:
-    """A pipeline and how to run it; its text encoders are left out, and their output given."""
+    """A pipeline and how to run it; the output of text encoders stands in for them."""
 
     def __init__(self, pipeline, **arguments):
         self.pipeline = pipeline

@@ -24,7 +24,7 @@ def tensors(channels, queries, keys, dtype=torch.float32, seed=0):
 
 
 def attention_to_repeated(q, k, v, sizes):
-    """Brute force in float64: every key and value as often as its size says."""
+    """Brute force in float64: every key and value repeated as often as its size says."""
     samples = []
     for sample_q, sample_k, sample_v, times in zip(q, k, v, sizes, strict=True):
         keys, values = (x.double().repeat_interleave(times, 0) for x in (sample_k, sample_v))
@@ -52,7 +52,7 @@ def weighed(function, q, k, v, sizes, notes, options=None, ops=reference, **kwar
         attention.attention_split,
         attention.attention_sub_quad,
         attention.attention_pytorch,
-        # Not installed here, it runs on the host's own fallback, with the channels that it gets.
+        # It is not installed here, so the host's fallback runs, with the same channels.
         attention.attention_flash,
     ],
 )
@@ -76,7 +76,7 @@ def test_half_precision(function, dtype):
     assert error < (2e-3 if dtype == torch.float16 else 1e-2)
 
 
-def test_the_scale_that_a_caller_asks_for_is_kept():
+def test_the_scale_of_the_caller_is_kept():
     q, k, v, sizes = tensors(40, 37, 29)
     expected = attention_to_repeated(2 * q, k, v, sizes)
     for function in (attention.attention_pytorch, attention.attention_flash):
@@ -98,7 +98,7 @@ def test_an_unknown_attention_runs_as_it_is():
     assert notes == ["attention_of_the_future takes no weights"]
 
 
-def test_the_override_of_another_node_comes_first():
+def test_the_override_of_another_node_runs_first():
     q, k, v, sizes = tensors(40, 37, 29)
 
     def theirs(func, q, k, v, heads, **kwargs):
@@ -135,7 +135,7 @@ def test_the_log_tells_where_an_override_changes_the_keys(sd15, told):
 
 
 def in_equal_cells(model):
-    """Make what enters the transformer blocks equal within each 2x2 cell; returns the hooks."""
+    """Hooks that make the input of the transformer blocks equal within each 2x2 cell."""
 
     def level(module, args, kwargs):
         x, options = args[0], kwargs["transformer_options"]

@@ -1,4 +1,4 @@
-"""The parts of the benchmark that are no measurement: its arithmetic and its checks."""
+"""The arithmetic and the checks of the benchmark, without measurements."""
 
 import json
 from dataclasses import replace
@@ -16,8 +16,9 @@ from benchmarks.measure import Launches, PeakMemory, Subject
 from benchmarks.methods import HostMethod, methods
 from benchmarks.rounds import interleaved
 from benchmarks.slope import log_log_slope
-from tome_nodes.config import CHOICES, ToMeConfig
+from tome_nodes.config import ToMeConfig
 from tome_nodes.core.plan import SlotPlan
+from tome_nodes.options import OPTIONS
 from tome_nodes.strategies.window import WindowStrategy
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ def row(family, *seconds, ideal=None, error=0.1, **more):
 
 
 def run(**rows):
-    """A comparison with hand-made rows, their names with blanks instead of underscores."""
+    """A comparison with hand-made rows; underscores in their names become spaces."""
     return {
         "model": "sd15",
         "note": "",
@@ -135,23 +136,23 @@ def test_plots_are_drawn_for_one_size_and_for_several(tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_front_is_what_nothing_beats_in_both():
+def test_the_front_is_what_no_other_point_beats_in_both():
     points = {"a": (0.0, 1.0), "b": (0.1, 1.5), "c": (0.2, 1.4), "d": (0.3, 2.0), "e": (0.1, 1.2)}
     assert plots.pareto(points) == ["a", "b", "d"]
 
 
-def test_labels_keep_their_distance_and_stay_near_their_points():
+def test_labels_do_not_overlap_and_stay_near_their_points():
     assert plots.spaced([1, 5, 9], 2) == [1, 5, 9]
     assert plots.spaced([4, 4, 4, 20], 2) == pytest.approx([2, 4, 6, 20])
     assert plots.spaced([0, 9, 9, 10], 1) == pytest.approx([0, 28 / 3 - 1, 28 / 3, 28 / 3 + 1])
 
 
 @pytest.mark.parametrize("power", [0, 1, 2, 1.5])
-def test_the_slope_is_the_power_of_growth(power):
+def test_the_slope_is_the_exponent_of_growth(power):
     assert log_log_slope({n: 3e-5 * n**power for n in (1024, 4096, 16384)}) == pytest.approx(power)
 
 
-def test_three_points_tell_a_parabola():
+def test_three_points_determine_a_parabola():
     value = parabola({x: 7 + 3 * x + 0.5 * x * x for x in (4, 9, 25)})
     assert value(1000) == pytest.approx(7 + 3000 + 500_000)
 
@@ -166,11 +167,11 @@ def test_three_points_tell_a_parabola():
         (19, None),
     ],
 )
-def test_the_time_there_is_decides_what_runs(available, expected):
+def test_the_available_time_decides_what_runs(available, expected):
     assert affordable(1, {"all": 20, "headline": 10}, 3, available) == expected
 
 
-def test_rounds_go_to_and_fro():
+def test_every_other_round_is_reversed():
     order = []
     runs = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}
     assert interleaved(runs, 2) == {"a": [1, 4], "b": [2, 3]}
@@ -192,7 +193,7 @@ def expected(subject):
     return checks.unpatched_output(subject)
 
 
-def test_what_an_ideal_is_to_be_compared_with_comes_after_it():
+def test_methods_come_after_the_ideal_they_are_compared_with():
     seen = set()
     for method in methods(0.5, "auto"):
         seen.add(method.name)
@@ -214,7 +215,7 @@ def wrong(strategy, **settings):
 
 
 class OffByOne(WindowStrategy):
-    """Takes the mean of the tokens next to those of a slot."""
+    """Takes the mean of the tokens next to the right ones."""
 
     def plans(self, features, grid, ratios):
         tokens = features.shape[0] * grid.tokens
@@ -238,7 +239,7 @@ class EmptySlot(WindowStrategy):
 
 
 class Nothing(WindowStrategy):
-    """Merges on no map of a model."""
+    """Merges no map of a model."""
 
     def plans(self, features, grid, ratios):
         plans = super().plans(features, grid, ratios)
@@ -271,11 +272,11 @@ def test_wrong_wiring_is_refused_in_every_scope(scope, subject, expected, monkey
     monkeypatch.setattr(
         SlotPlan, "merge_inputs", lambda self, x: [y * 1.01 for y in merge_inputs(self, x)]
     )
-    with pytest.raises(checks.WrongOutput, match="plans that lose nothing"):
+    with pytest.raises(checks.WrongOutput, match="lossless plans"):
         checks.check_wiring(wrong(WindowStrategy, scope=scope), subject, expected)
 
 
-def test_outputs_that_are_no_numbers_or_too_far_away_are_refused():
+def test_outputs_that_are_not_finite_or_too_far_away_are_refused():
     plain = torch.ones(2, 3)
     assert checks.difference(plain * 1.5, plain) == pytest.approx(0.5)
     with pytest.raises(checks.WrongOutput, match="not finite"):
@@ -307,7 +308,7 @@ def foretold(model, ideal):
     return forecast(lambda size: Subject(model, 768, size, 1), [ideal])
 
 
-def test_flops_at_three_sizes_tell_those_at_a_fourth(model, ideal, foretold):
+def test_flops_at_three_sizes_predict_those_at_a_fourth(model, ideal, foretold):
     other = Subject(model, 768, 96, 1)
     flops = []
     for patched in (other.model, ideal.patch(other.model)):
@@ -338,7 +339,7 @@ def test_peak_memory_counts_what_is_held_at_one_time():
     assert third.shape != fourth.shape
 
 
-def test_launches_are_operators_but_for_views():
+def test_launches_are_operators_except_views():
     x = torch.randn(4, 4)
     counter = Launches(CPU)
     with counter:
@@ -347,9 +348,9 @@ def test_launches_are_operators_but_for_views():
 
 
 @pytest.mark.parametrize(
-    "options", [*({"scope": each} for each in CHOICES["scope"]), {"kv_ratio": 0.7}]
+    "options", [*({"scope": each} for each in OPTIONS["scope"].choices), {"kv_ratio": 0.7}]
 )
-def test_stages_are_told_apart(subject, options):
+def test_stages_are_timed_separately(subject, options):
     seconds = subject.stages(wrong(WindowStrategy, **options).always().recorded(subject.model))
     assert list(seconds) == ["matching", "merging", "unmerging", "model"]
     assert min(seconds.values()) > 0
@@ -357,13 +358,13 @@ def test_stages_are_told_apart(subject, options):
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """A call of the benchmark that writes elsewhere."""
+    """A run of the benchmark that writes to another folder."""
     monkeypatch.setattr(command, "RESULTS", tmp_path)
     monkeypatch.setattr("sys.argv", ["bench", "--quick", "--name", "here"])
     return command.Bench(command._arguments())
 
 
-def test_a_wrong_method_is_named_and_the_others_go_on(bench, subject, capsys):
+def test_a_wrong_method_is_named_and_the_others_continue(bench, subject, capsys):
     (good,) = [each for each in methods(0.5, "auto") if each.name == "ours window block"]
     right, refused, launches = bench.check(subject, [wrong(OffByOne), good])
     assert right == [good]
@@ -396,7 +397,7 @@ def test_a_comparison_is_written_as_soon_as_it_is_made(bench, model, tmp_path, c
 @pytest.mark.parametrize(
     "arguments", [["--size", "500"], ["--ratio", "0.6"], ["--batch", "0"], ["--model", "flux"]]
 )
-def test_what_cannot_be_measured_is_refused(arguments, monkeypatch, capsys):
+def test_invalid_arguments_are_refused(arguments, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench", *arguments])
     with pytest.raises(SystemExit):
         command._arguments()
@@ -411,5 +412,7 @@ def test_methods_are_chosen_by_name_with_their_ideals():
     assert 0 < len(headline) < len(every) and all(each.headline for each in headline)
     names = [each.name for each in chosen_methods(every, ["ours window k,v", "tomesd all"])]
     assert names == ["ideal all", "tomesd all", "ours window k,v"]
-    with pytest.raises(SystemExit, match="there is no tomes; it may be all, headline, or of ideal"):
+    with pytest.raises(
+        SystemExit, match="there is no tomes; it must be all, headline, or some of ideal"
+    ):
         chosen_methods(every, ["tomes"])

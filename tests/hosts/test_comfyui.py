@@ -13,10 +13,10 @@ from common import Counted, Shuffle, relative_error
 from host import CONTEXT_CHANNELS, conditioning, merging, overridden, sample
 from safetensors.torch import load_file
 
-from tome_nodes.config import CHOICES
 from tome_nodes.core.plan import SlotPlan
 from tome_nodes.hosts.comfyui import attachment
 from tome_nodes.hosts.comfyui.attachment import attach, detach
+from tome_nodes.options import OPTIONS
 
 ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
 
@@ -78,7 +78,7 @@ def test_each_module_can_be_merged_alone(sd15, module):
 @pytest.mark.parametrize(
     ("scope", "attn_tokens"),
     [
-        *(("module", choice) for choice in CHOICES["attn_tokens"]),
+        *(("module", choice) for choice in OPTIONS["attn_tokens"].choices),
         ("block", "q,k,v"),
         ("stack", "q,k,v"),
     ],
@@ -140,7 +140,7 @@ def test_what_runs_on_merged_tokens(sd15, settings, lengths):
 
 
 @pytest.mark.parametrize("scope", ["block", "stack"])
-def test_wider_scopes_fall_back_to_modules_beside_patches_that_need_all_tokens(sd15, told, scope):
+def test_wider_scopes_fall_back_to_modules_next_to_patches_that_need_all_tokens(sd15, told, scope):
     lengths = []
 
     def note(q, k, v, options):
@@ -165,7 +165,7 @@ def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(load, reus
     assert Counted.made == plans + 1
 
 
-def test_kept_plans_are_for_one_composition_of_the_batch(sd15, monkeypatch):
+def test_plans_are_reused_only_for_the_same_composition_of_the_batch(sd15, monkeypatch):
     patched = attach(sd15, merging(reuse_steps=9), Counted)
     monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_: 0)
     two_prompts = conditioning(768, 0.5) + conditioning(768, 0.75)
@@ -189,7 +189,7 @@ def test_ratio_moves_over_the_steps(sd15, told):
     )
 
 
-def test_a_run_of_one_step_has_the_ratio_of_the_first(sd15, told):
+def test_a_run_of_one_step_uses_the_first_ratio(sd15, told):
     sample(attach(sd15, merging(ratio=0.6, ratio_end=0.0)), steps=1)
     assert "(192 -> 77 tokens)" in told()[-1]
 
@@ -204,13 +204,13 @@ def test_a_device_without_room_for_a_small_plan_says_so(sd15, monkeypatch):
     assert overridden(sd15) == []
 
 
-def test_a_ratio_that_only_ends_above_zero_merges(sd15, told):
+def test_a_ratio_that_rises_from_zero_merges(sd15, told):
     sample(attach(sd15, merging(ratio=0.0, ratio_end=0.5)), steps=3)
     assert "2/3 steps" in told()[-1]
 
 
-@pytest.mark.parametrize("strategy", CHOICES["strategy"])
-@pytest.mark.parametrize("scope", CHOICES["scope"])
+@pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
+@pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(sd15, strategy, scope):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from torch._dynamo.testing import CompileCounter
@@ -331,14 +331,14 @@ def test_an_override_of_another_node_is_run_and_comes_back(sd15):
     assert lengths == [96]
 
 
-def test_same_seed_same_image_and_another_seed_another(sd15):
+def test_the_same_seed_gives_the_same_image_and_another_seed_another(sd15):
     first = sample(attach(sd15, merging(seed=5)))
     assert torch.equal(sample(attach(sd15, merging(seed=5))), first)
     assert not torch.equal(sample(attach(sd15, merging(seed=6))), first)
 
 
 @pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_sde", "ddim", "heun", "uni_pc"])
-def test_the_noise_of_the_sampler_stays_as_it_was(sd15, sampler):
+def test_the_noise_of_the_sampler_does_not_change(sd15, sampler):
     plain = sample(sd15, steps=3, sampler=sampler)
     noise_state = torch.get_rng_state()
     lossless = sample(attach(sd15, merging(), Shuffle), steps=3, sampler=sampler)
@@ -420,8 +420,8 @@ def test_percent_limits_choose_the_steps(sd15, told, limits, steps):
         (
             {"max_downsample": 1},
             "sdxl",
-            "max_downsample=1 leaves out every transformer block: this model's begin at 2; "
-            "set it to auto, or take preset fast",
+            "max_downsample=1 leaves out every transformer block: this model's start at 2; "
+            "use preset fast, or max_downsample auto under preset custom",
         ),
         ({"ratio": 0.004}, "sd15", "192 tokens are too few for ratio=0.004"),
         (
@@ -473,7 +473,7 @@ def test_text_as_context_of_self_attention_is_never_merged(load):
     assert lengths == [39, 77]
 
 
-def test_a_ratio_above_the_cap_is_told(sd15, told):
+def test_the_log_says_that_a_ratio_is_capped(sd15, told):
     sample(attach(sd15, merging(ratio=0.9)), steps=1)
     assert told() == [
         "[ToMe] merged 6/6 blocks (192 -> 48 tokens), 1/1 steps, ratio 0.90 capped at 0.75"
@@ -597,7 +597,7 @@ def test_weights_that_stay_offloaded_work_under_the_patch(checkpoints):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+@pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 def test_half_precision_merges_as_many_tokens_to_a_like_result(checkpoints, told, dtype, strategy):
     path = str(checkpoints("sd15", levels=1))
     model = comfy.sd.load_diffusion_model(path, model_options={"dtype": dtype})

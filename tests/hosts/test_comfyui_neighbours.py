@@ -9,10 +9,10 @@ from comfy.patcher_extension import WrappersMP
 from common import Counted, Shuffle, relative_error
 from host import conditioning, merging, overridden, sample
 
-from tome_nodes.config import CHOICES
 from tome_nodes.hosts.comfyui.attachment import attach
+from tome_nodes.options import OPTIONS
 
-scopes = pytest.mark.parametrize("scope", CHOICES["scope"])
+scopes = pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 
 
 def in_parts(model, parts_of):
@@ -37,7 +37,7 @@ def in_parts(model, parts_of):
     return clone
 
 
-@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+@pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 @pytest.mark.parametrize(("sx", "sy"), [(8, 8), (1, 8), (8, 1), (5, 3)])
 def test_cells_of_every_size_merge(sd15, told, strategy, sx, sy):
     odd = {"steps": 1, "size": (16, 17)}
@@ -47,14 +47,14 @@ def test_cells_of_every_size_merge(sd15, told, strategy, sx, sy):
 
 
 @scopes
-def test_shared_plans_are_not_for_other_parts_of_a_batch(sd15, scope):
+def test_other_parts_of_a_batch_do_not_share_plans(sd15, scope):
     theirs = in_parts(sd15, lambda x: (x.split(3), 0))
     expected = sample(theirs, batch=2, steps=2)
     patched = attach(theirs, merging(scope=scope, reuse_steps=2), Shuffle)
     assert relative_error(sample(patched, batch=2, steps=2), expected) < 1e-5
 
 
-def test_shared_plans_are_for_one_tile(sd15):
+def test_tiles_do_not_share_plans(sd15):
     theirs = in_parts(sd15, lambda x: (x.split(6, dim=2), 2))
     patched = attach(theirs, merging(reuse_steps=4), Counted)
     Counted.made = 0
@@ -255,7 +255,7 @@ def test_tiles_made_within_the_model_merge_at_their_own_level(sd15, told):
         ),
     ],
 )
-def test_the_reason_for_nothing_merged_is_the_real_one(sd15, told, options, size, reason):
+def test_the_reported_reason_for_nothing_merged_is_the_real_one(sd15, told, options, size, reason):
     config = merging(**{"min_tokens": 1, **options})
     sample(attach(sd15, config), size=size, steps=1)
     assert told() == [f"[ToMe] nothing merged: {reason}"]

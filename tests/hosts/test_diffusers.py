@@ -26,25 +26,26 @@ from hypothesis import strategies as st
 from pipelines import CASES, GRID, TEXT_CHANNELS, call, inputs, make_unet
 
 import tome_nodes
-from tome_nodes.config import CHOICES, ToMeConfig
+from tome_nodes.config import ToMeConfig
 from tome_nodes.core.plan import SlotPlan
 from tome_nodes.hosts.pytorch.diffusers_unet import DiffusersBlock, DiffusersUNet
 from tome_nodes.hosts.pytorch.hooks import Attachment
+from tome_nodes.options import OPTIONS
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
-# Of float32 in these models, whose weights make rounding grow.
+# For float32 in these models, whose weights amplify rounding.
 ROUNDING = 5e-5
 TOKENS = GRID[0] * GRID[1]
 
 
 def shuffle(unet, **options):
     """Attach the lossless plan to a UNet."""
-    config = ToMeConfig(**{**EVERYTHING, **options})
+    config = ToMeConfig(**{"ratio": 0.5, **EVERYTHING, **options})
     Attachment(config, DiffusersUNet(), 1000, Shuffle).attach(unet)
 
 
 def attributes(model):
-    """All that the modules of a model hold, hooks included, but for the order of the hooks."""
+    """The state of a model's modules, including hooks but not their order."""
     return [
         (type(module), {name: repr(value) for name, value in vars(module).items()})
         for module in model.modules()
@@ -93,7 +94,7 @@ def test_merging_changes_every_pipeline_and_removing_it_restores_it_bit_for_bit(
 @pytest.mark.parametrize(
     ("scope", "attn_tokens"),
     [
-        *(("module", choice) for choice in CHOICES["attn_tokens"]),
+        *(("module", choice) for choice in OPTIONS["attn_tokens"].choices),
         ("block", "q,k,v"),
         ("stack", "q,k,v"),
     ],
@@ -143,7 +144,7 @@ def test_what_runs_on_merged_tokens(unet, options, shares):
 
 @functools.cache
 def exact_unet(family):
-    """A UNet in which no two similarities are as good as equal."""
+    """A UNet in which no two similarities are almost equal."""
     return make_unet(family).double()
 
 
@@ -161,7 +162,7 @@ def test_equal_to_tomesd_for_each_of_its_options(options, family, batch, grid):
     assert relative_error(ours, theirs) < 1e-10
 
 
-def test_equality_with_tomesd_is_not_that_of_doing_nothing(unet):
+def test_equality_with_tomesd_is_not_because_nothing_merges(unet):
     plain = call(unet)
     tome_nodes.apply_patch(unet, use_rand=False)
     assert relative_error(call(unet), plain) > 1e-3
@@ -243,7 +244,7 @@ def test_ip_adapter(unet, told):
     assert relative_error(unet(**arguments).sample, expected) < ROUNDING
     shuffle(unet, scope="stack")
     assert relative_error(unet(**arguments).sample, expected) < ROUNDING
-    # Its masks are of the picture's size, so what they cover keeps all tokens.
+    # Its masks have the picture's size, so the attention that they cover keeps all tokens.
     arguments["cross_attention_kwargs"] = {"ip_adapter_masks": [torch.ones(1, 1, 96, 128)]}
     expected = unet(**arguments).sample
     for options in {}, {"scope": "block"}:
@@ -280,8 +281,8 @@ def test_a_weighed_key_counts_as_often_as_the_tokens_it_stands_for(unet, name):
     assert relative_error(attention(queries, encoder_hidden_states=keys), expected) > 1e-2
 
 
-@pytest.mark.parametrize("scope", CHOICES["scope"])
-def test_weighing_keys_comes_to_the_output(unet, told, scope):
+@pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
+def test_weighing_keys_changes_the_output(unet, told, scope):
     results = []
     for proportional_attn in False, True:
         tome_nodes.apply_patch(unet, scope=scope, proportional_attn=proportional_attn)
@@ -291,7 +292,7 @@ def test_weighing_keys_comes_to_the_output(unet, told, scope):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("scope", CHOICES["scope"])
+@pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 def test_a_mask_over_the_picture_keeps_all_tokens(told, scope):
     unet = make_unet("one_level")
     mask = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(2)) > 0.3
@@ -404,13 +405,13 @@ def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(reuse_step
     Attachment(config, DiffusersUNet(), 1000, Counted).attach(case.pipeline.unet)
     Counted.made = 0
     case(steps=4)
-    # One more is made of a few tokens, to see whether the device can.
+    # One more, with few tokens, tests the device.
     assert Counted.made == plans + 1
     case(steps=4, seed=1)
     assert Counted.made == 2 * plans + 1
 
 
-def test_kept_plans_are_for_one_call_of_a_step(unet):
+def test_each_call_of_a_step_has_its_own_plans(unet):
     config = ToMeConfig(min_tokens=1, reuse_steps=9)
     Attachment(config, DiffusersUNet(), 1000, Counted).attach(unet)
     Counted.made = 0
@@ -420,7 +421,7 @@ def test_kept_plans_are_for_one_call_of_a_step(unet):
     assert Counted.made == 2 + 1
 
 
-def test_plans_are_kept_for_so_many_calls_of_a_step(unet):
+def test_plans_are_kept_for_a_limited_number_of_calls_of_a_step(unet):
     config = ToMeConfig(min_tokens=1, reuse_steps=9)
     Attachment(config, DiffusersUNet(), 1000, Counted).attach(unet)
     Counted.made = 0
@@ -435,7 +436,7 @@ def test_steps_aside_where_other_code_changes_the_tokens(unet, told):
     tome_nodes.apply_patch(unet, max_downsample=8)
     for block in unet.modules():
         if isinstance(block, BasicTransformerBlock):
-            # As if a token of its own went through the block.
+            # As if the other code added a token of its own.
             block.register_forward_pre_hook(
                 lambda _, arguments: (torch.cat([arguments[0], arguments[0][:, :1]], 1),)
             )
@@ -479,7 +480,7 @@ def test_picks_depend_on_seed_and_timestep(unet):
     Attachment(ToMeConfig(min_tokens=1), DiffusersUNet(), 1000, Noted).attach(unet)
     for timestep in 500, 500.5, 500:
         call(unet, timestep)
-    # Another is made to see whether the device can.
+    # One more tests the device.
     _, first, second, third = splits
     assert torch.equal(first, third)
     assert not torch.equal(first, second)
@@ -581,7 +582,7 @@ def test_an_override_of_other_code_is_run_and_comes_back(unet):
 @pytest.mark.parametrize("order", ["patch first", "offload first"])
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_offloading(unet, offload, order):
-    """With accelerate's own hooks; the device that runs is the CPU as well here."""
+    """With accelerate's own hooks; the execution device is the CPU here, too."""
     expected = call(unet)
     weights = {name: value.clone() for name, value in unet.state_dict().items()}
 
@@ -627,7 +628,7 @@ def test_threads_on_one_unet_take_turns_and_each_follows_its_own_run(unet, optio
 
 
 @pytest.mark.parametrize("leaving", ["interrupted", "ended"])
-def test_a_call_that_a_thread_left_holds_up_no_other(unet, leaving):
+def test_a_call_that_a_thread_left_blocks_no_other(unet, leaving):
     expected = call(unet)
     tome_nodes.apply_patch(unet)
     merged = call(unet)
@@ -636,7 +637,7 @@ def test_a_call_that_a_thread_left_holds_up_no_other(unet, leaving):
     def fail(*_):
         if leave:
             leave.clear()
-            # After these PyTorch runs no hook.
+            # PyTorch runs no hooks after these.
             raise KeyboardInterrupt if leaving == "interrupted" else SystemExit
 
     unet.mid_block.attentions[0].transformer_blocks[0].ff.register_forward_hook(fail)
@@ -735,7 +736,7 @@ def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
     loss(sample).backward()
     assert all(p.grad is not None and p.grad.any() for p in unet.parameters())
     generator = torch.Generator().manual_seed(1)
-    # So short a way that no token merges into another.
+    # So small that the same tokens still merge.
     way = 1e-6 * torch.randn(sample.shape, generator=generator, dtype=torch.float64)
     with torch.no_grad():
         difference = (loss(sample + way) - loss(sample - way)) / 2
@@ -776,7 +777,7 @@ def test_a_feed_forward_in_chunks(unet, told, dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+@pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 def test_half_precision(dtype, strategy, told):
     unet = make_unet().to(dtype)
     arguments = {name: value.to(dtype) for name, value in inputs(unet).items()}
@@ -789,7 +790,7 @@ def test_half_precision(dtype, strategy, told):
     assert told()[-1].startswith("[ToMe] merged 3/7 blocks")
 
 
-def test_what_was_merged_is_told_once_for_each_size(told):
+def test_what_was_merged_is_logged_once_for_each_size(told):
     case = CASES["sd15"]()
     tome_nodes.apply_patch(case.pipeline, ratio=0.9, scope="block", strategy="window")
     case()
@@ -808,8 +809,8 @@ def test_what_was_merged_is_told_once_for_each_size(told):
         (
             "sdxl",
             {},
-            "max_downsample=1 leaves out every transformer block: this model's begin at 2; "
-            "set it to auto, or take preset fast",
+            "max_downsample=1 leaves out every transformer block: this model's start at 2; "
+            "use preset fast, or max_downsample auto under preset custom",
         ),
         ("sd15", {"ratio": 0.004}, "192 tokens are too few for ratio=0.004"),
         (

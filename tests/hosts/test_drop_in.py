@@ -1,7 +1,8 @@
-"""A script made for tomesd, with nothing but its import changed, in a process of its own."""
+"""A tomesd script with only its import changed, and the example of docs/python.md."""
 
 import inspect
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -54,7 +55,7 @@ assert "{library}" == "tomesd" or not {{"comfy", "comfy_api", "ldm"}} & set(sys.
 
 
 def run(code, *arguments):
-    # The folder of the repository must not be on the path as a package itself.
+    # The repository's root must not be importable as a package itself.
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
@@ -72,6 +73,35 @@ def test_the_same_images_as_with_tomesd(tmp_path, monkeypatch):
     for actual, expected in zip([plain, *images], torch.load(theirs), strict=True):
         assert relative_error(actual, expected) < 5e-5
     assert all(relative_error(image, plain) > 1e-3 for image in images)
+
+
+def test_the_example_of_the_documentation_merges_and_stops_merging(monkeypatch, told):
+    import diffusers
+    from pipelines import sd15
+
+    case = sd15()
+
+    class Pretrained(diffusers.StableDiffusionPipeline):
+        """Small random weights, and no text encoder."""
+
+        @classmethod
+        def from_pretrained(cls, name):
+            return cls(**case.pipeline.components, requires_safety_checker=False)
+
+        def __call__(self, prompt):
+            text = {"prompt_embeds": torch.ones(1, 7, 32), "guidance_scale": 1.0}
+            return super().__call__(**text, **case.arguments, num_inference_steps=2)
+
+    monkeypatch.setattr(diffusers, "StableDiffusionPipeline", Pretrained)
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names = {}
+    exec(script, names)
+    assert names["image"].size == (128, 96)
+    merged = ["[ToMe] merged 3/7 blocks (192 -> 96 tokens), ratio 0.50"]
+    assert told() == merged
+    names["pipe"]("a lighthouse at dusk")
+    assert told() == merged
 
 
 def test_importing_the_package_imports_no_host_and_no_backend():
@@ -109,7 +139,7 @@ NOT_THE_DEFAULT = {
     "kv_ratio": 0.75,
     "proportional_attn": True,
 }
-"""Values that each change what a UNet gives, half way through the noise levels."""
+"""Values that each change the output of a UNet, half way through the noise levels."""
 
 
 def test_every_option_has_an_effect_by_keyword():
@@ -123,11 +153,11 @@ def test_every_option_has_an_effect_by_keyword():
         assert relative_error(call(unet), default) > 1e-4, name
 
 
-def test_a_backend_is_taken_by_keyword(told):
+def test_the_backend_is_set_by_keyword(told):
     from pipelines import call, make_unet
 
     unet = make_unet("one_level")
     for backend in "torch", "triton":
         call(tome_nodes.apply_patch(unet, backend=backend))
-    # Where it cannot be had, that is told.
+    # Where Triton is not available, the log says so.
     assert ["triton" in line.lower() for line in told()] == [False, True]

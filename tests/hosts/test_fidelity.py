@@ -1,4 +1,4 @@
-"""The judges of fidelity: they measure what they say, and find no error in unpatched models."""
+"""The judges of fidelity measure what they claim to, and find no error in unpatched models."""
 
 import json
 
@@ -7,8 +7,9 @@ import pytest
 import scipy.linalg
 import torch
 from host import merging
+from PIL import Image
 
-from benchmarks import denoiser, features, fidelity_figures, photos, pictures
+from benchmarks import denoiser, features, fidelity_figures, off_and_on, photos, pictures
 from tome_nodes.hosts.comfyui.attachment import attach
 
 
@@ -59,14 +60,14 @@ def test_the_judge_of_features_finds_no_error_in_the_plain_block(monkeypatch):
 
 @pytest.fixture
 def trainer(monkeypatch, tmp_path):
-    """What starts a training of small crops, in a folder of its own."""
+    """Starts a training on small crops, in its own folder."""
     monkeypatch.setattr(denoiser, "STATE", tmp_path / "state" / "training.pt")
     monkeypatch.setattr(denoiser, "WEIGHTS", tmp_path / "denoiser.safetensors")
     monkeypatch.setattr(denoiser, "SIDE", 32)
     return lambda: denoiser.Trainer(rate=1e-3, full_share=0.5)
 
 
-def test_training_goes_on_where_it_stood(trainer):
+def test_training_resumes_where_it_stopped(trainer):
     first = trainer()
     side, loss = first.step()
     assert side in (16, 32)
@@ -93,6 +94,9 @@ def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(trainer):
     assert 0 < merged["error"] < 1
     assert plain["psnr"] == merged["psnr"] == pictures.MOST_PSNR
     assert judge.seconds(judge.model) > 0
+    painted, taken = judge.paint(judge.model)
+    assert torch.equal(painted, shown)
+    assert len(taken) == 2 and min(taken) > 0
 
 
 def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
@@ -104,7 +108,17 @@ def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
     assert distances.argmin(1).tolist() == [*range(len(asked))]
 
 
-def test_the_front_holds_what_nothing_beats_in_time_and_error():
+def test_the_sheet_of_off_and_on_has_a_column_for_each_model():
+    colours = {off_and_on.OFF: "red", "balanced": "blue"}
+    columns = {name: [Image.new("RGB", (320, 320), colour)] * 2 for name, colour in colours.items()}
+    sheet = off_and_on._sheet(columns, {off_and_on.OFF: 2.0, "balanced": 1.0})
+    counts = {colour: count for count, colour in sheet.getcolors(2**16)}
+    assert counts[255, 0, 0] == counts[0, 0, 255] == 2 * 320 * 320
+    assert sheet.getpixel((320, 320)) == (255, 0, 0)
+    assert sheet.getpixel((344, 320)) == (0, 0, 255)
+
+
+def test_the_front_is_what_no_other_point_beats_in_time_and_error():
     points = {"slow": (0.9, 0.1), "fast": (0.5, 0.4), "beaten": (0.8, 0.5), "best": (0.6, 0.2)}
     assert fidelity_figures._front(points) == ["fast", "best", "slow"]
 
@@ -126,7 +140,7 @@ def test_the_summary_takes_the_worst_noise_level_and_judge():
     )
 
 
-def test_the_page_tells_of_both_judges():
+def test_the_page_shows_both_judges():
     row = {
         "errors": {"0.5": {"attention": 0.25, "block": 0.5}},
         "time": 0.75,

@@ -28,7 +28,7 @@ GRAPH = {
 
 @pytest.fixture
 def prompt():
-    """The graph as ComfyUI holds it while it runs."""
+    """The graph in the form that ComfyUI uses while it runs."""
     prompt = DynamicPrompt(dict(GRAPH))
     reset_progress_state("a prompt", prompt)
     yield prompt
@@ -39,7 +39,7 @@ def running(node):
     return CurrentNodeContext("a prompt", node)
 
 
-def test_outside_of_a_workflow_nobody_runs():
+def test_no_node_is_running_outside_of_a_workflow():
     assert graph.running_node() is None
     assert graph.origins("samples") is None
     assert not graph.feeds("tome", "ToMeReport", "model")
@@ -53,7 +53,7 @@ def test_the_running_node_and_what_its_inputs_come_from(prompt):
         assert graph.origins("view") == graph.origins("image") == set()
 
 
-def test_a_report_hangs_on_what_its_model_comes_from(prompt):
+def test_a_report_is_fed_by_every_node_upstream_of_its_model(prompt):
     assert graph.feeds("tome", "ToMeReport", "model")
     assert not graph.feeds("idle", "ToMeReport", "model")
     assert not graph.feeds("tome", "ToMeReport", "image")
@@ -77,7 +77,7 @@ def test_a_node_stands_for_those_that_it_makes(prompt):
         assert graph.origins("samples") == {"group", "tome", "loader"}
 
 
-def test_links_to_nowhere_and_in_circles_end(prompt):
+def test_dangling_and_circular_links_are_handled(prompt):
     prompt.original_prompt["report"] = node("ToMeReport", model=["gone", 0], samples=["sampler", 0])
     prompt.original_prompt["loader"] = node("Loader", model=["lora", 0])
     assert not graph.feeds("tome", "ToMeReport", "model")

@@ -1,4 +1,4 @@
-"""The README's commands for use without the editor, as they stand, against the real server."""
+"""The commands of docs/http.md, as they stand, against the real server."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tools.workflow import PATCH, load_graph
 
 USUAL_ADDRESS = re.compile(r"127\.0\.0\.1(:| --port )8188")
 GRAPH = Path("workflows", "api", "tome_txt2img.json")
-RATIO_OF_THE_FILE, RATIO_OF_THE_SCRIPT = "0.63", "0.52"
+RATIO_OF_THE_FILE, RATIO_OF_THE_SCRIPT = "0.60", "0.40"
 
 needs_curl = pytest.mark.skipif(
     shutil.which("curl") is None and "CI" not in os.environ, reason="there is no curl here"
@@ -26,24 +26,23 @@ needs_curl = pytest.mark.skipif(
 
 @pytest.fixture
 def snippets(server):
-    """The README's commands in a language, with the server's address for the usual one."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text.partition("\n## Without the editor\n")[2].partition("\n## ")[0]
-    section = USUAL_ADDRESS.sub(rf"127.0.0.1\g<1>{server.port}", section)
+    """The page's commands in a language, with the server's address in place of the usual one."""
+    text = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
+    page = USUAL_ADDRESS.sub(rf"127.0.0.1\g<1>{server.port}", text)
     return lambda language: re.findall(
-        rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL
+        rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
     )
 
 
 @pytest.fixture
 def clone(tmp_path):
-    """A folder with the sample graph where the README has it, made small."""
+    """A folder with the sample graph at its place in the repository, made small."""
     graph = load_graph(ROOT / GRAPH)
     small = {"ckpt_name": "sd15.ckpt", "width": 128, "height": 128, "steps": 2}
     for node in graph.values():
         node["inputs"] |= {name: small[name] for name in small.keys() & node["inputs"].keys()}
         if node["class_type"] == "KSampler":
-            # Else the server has the images of the last run in its cache, and saves none.
+            # Otherwise the server finds the images in its cache and saves none.
             node["inputs"]["clone"] = tmp_path.name
     (tmp_path / GRAPH).parent.mkdir(parents=True)
     (tmp_path / GRAPH).write_text(json.dumps(graph), encoding="utf-8")
@@ -76,7 +75,7 @@ def run(clone):
 
 @pytest.fixture
 def merged(server):
-    """The lines that the pack has written since the test began."""
+    """The ratios that the pack has logged since the test began."""
     read = len(server.log)
     return lambda: re.findall(r"\[ToMe\] merged .* ratio ([\d.]+)", server.log[read:])
 
@@ -91,7 +90,7 @@ def test_curl_queues_the_graph_and_gets_its_image(server, snippets, clone, run, 
     queue, fetch, _ = snippets("sh")
     queued = json.loads(run("sh", "-c", queue))
     assert queued["node_errors"] == {}
-    # The queue is first in, first out: when this has run, so has the other.
+    # The queue is first in, first out, so once this has run, so has the other.
     server.run({"1": {"class_type": "PreviewAny", "inputs": {"source": queued["prompt_id"]}}})
     (entry,) = server.get(f"/history/{queued['prompt_id']}").values()
     (image,) = (image for output in entry["outputs"].values() for image in output["images"])
@@ -104,7 +103,7 @@ def test_curl_queues_the_graph_and_gets_its_image(server, snippets, clone, run, 
 
 
 @needs_curl
-def test_curl_is_told_what_is_not_allowed(snippets, clone, run):
+def test_curl_gets_a_message_that_says_what_is_allowed(snippets, clone, run):
     graph = load_graph(clone / GRAPH)
     (patch,) = (node["inputs"] for node in graph.values() if node["class_type"] == PATCH)
     patch["ratio"] = 2
@@ -124,7 +123,7 @@ def test_python_script_sets_a_ratio_and_saves_the_image(snippets, clone, run, me
     assert merged() == [RATIO_OF_THE_SCRIPT]
 
 
-def test_comfy_cli_runs_the_graph_and_tells_where_the_image_is(server, snippets, run, merged):
+def test_comfy_cli_runs_the_graph_and_reports_where_the_image_is(server, snippets, run, merged):
     (command,) = (snippet for snippet in snippets("sh") if snippet.startswith("comfy "))
     answer = json.loads(run(*command.split()))
     assert answer["data"]["status"] == "completed"

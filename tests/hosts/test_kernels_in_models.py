@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operators that launch something: all but views and mere allocations."""
+    """Counts the operators that launch a kernel: all except views and allocations."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize("scope", ["module", "block", "stack"])
 @pytest.mark.parametrize("strategy", ["bipartite", "window"])
-def test_a_model_gives_the_same_with_kernels(sd15, told, strategy, scope):
+def test_a_model_computes_the_same_with_kernels(sd15, told, strategy, scope):
     options = {"strategy": strategy, "scope": scope, "merge_mlp": True}
     small = {"size": (4, 10), "steps": 1}
     expected = sample(attach(sd15, merging(backend="torch", **options)), **small)
@@ -40,7 +40,7 @@ def test_a_model_gives_the_same_with_kernels(sd15, told, strategy, scope):
     assert told()[-1].endswith(", triton") and "triton" not in told()[-2]
 
 
-def test_weighed_attention_launches_two_kernels_more():
+def test_weighed_attention_launches_two_more_kernels():
     from comfy.ldm.modules.attention import attention_flash
 
     from tome_nodes.hosts.comfyui.attention import weigh_attention
@@ -57,7 +57,7 @@ def test_weighed_attention_launches_two_kernels_more():
 
 @pytest.mark.parametrize(("scope", "reuse_steps"), [("module", 0), ("module", 1), ("stack", 1)])
 def test_launches_per_merged_block(sd15, scope, reuse_steps):
-    """In place of a GPU's profiler: in steady state, what a further step launches."""
+    """Stands in for a GPU's profiler: the launches of one more step in steady state."""
 
     def launches_of_a_step(model):
         counts = []
@@ -71,7 +71,7 @@ def test_launches_per_merged_block(sd15, scope, reuse_steps):
     more = launches_of_a_step(attach(sd15, config)) - launches_of_a_step(sd15)
     blocks = 6
     matches = 1 if reuse_steps else blocks
-    # The greatest noise level, its way to the host, and the key of the random picks.
+    # The largest noise level, its copy to the host, and the key of the random picks.
     per_step = 3
     assert more == matches + blocks * len(["merge", "unmerge"]) + per_step
 

@@ -20,9 +20,10 @@ from ldm.modules.diffusionmodules.util import GroupNorm32, make_beta_schedule
 from torch import nn
 
 import tome_nodes
-from tome_nodes.config import CHOICES, ToMeConfig
+from tome_nodes.config import ToMeConfig
 from tome_nodes.hosts.pytorch.hooks import Attachment
 from tome_nodes.hosts.pytorch.ldm_unet import LdmUNet
+from tome_nodes.options import OPTIONS
 
 pytestmark = pytest.mark.filterwarnings(
     # ldm is of 2022.
@@ -36,7 +37,7 @@ ROUNDING = 5e-5
 
 
 class BlockOfVersion1(BasicTransformerBlock):
-    """As in the first release: it cannot attend to text in place of itself, nor be asked to."""
+    """A block of the first release, which has no option to attend to text instead of itself."""
 
     def _forward(self, x, context=None):
         x = x + self.attn1(self.norm1(x))
@@ -45,7 +46,7 @@ class BlockOfVersion1(BasicTransformerBlock):
 
 
 class MaskedBlock(BasicTransformerBlock):
-    """As in descendants that attend to every second token of the picture only."""
+    """A block as in forks that attend only to every second token of the picture."""
 
     def _forward(self, x, context=None):
         mask = (torch.arange(x.shape[1]) % 2 == 0).expand(len(x), -1)
@@ -55,7 +56,7 @@ class MaskedBlock(BasicTransformerBlock):
 
 
 class Wrapper(nn.Module):
-    """Where a latent-diffusion model has its UNet; the real one needs pytorch-lightning 1.4."""
+    """The wrapper of a latent-diffusion UNet; the real one needs pytorch-lightning 1.4."""
 
     def __init__(self, unet):
         super().__init__()
@@ -66,7 +67,7 @@ class Wrapper(nn.Module):
 
 
 class LatentDiffusion(nn.Module):
-    """What ldm's samplers ask of a model; the real one needs pytorch-lightning 1.4."""
+    """The model interface of ldm's samplers; the real one needs pytorch-lightning 1.4."""
 
     num_timesteps = 1000
     parameterization = "eps"
@@ -93,7 +94,7 @@ FAMILIES = {
 
 
 def make_model(family="sd1"):
-    """A model of a family, the same each time, that changes its input a good deal."""
+    """A model of a family, the same each time, that changes its input substantially."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         unet = UNetModel(
@@ -111,7 +112,7 @@ def make_model(family="sd1"):
         )
         for parameter in unet.parameters():
             if not parameter.any():
-                # Untrained, it would give nothing but zeros.
+                # Untrained, its output would be zero.
                 parameter.data.normal_(0, 0.1)
     if family == "sd1":
         for module in unet.modules():
@@ -154,7 +155,7 @@ def run(model, sampler, steps=4):
 
 def shuffle(model, **options):
     """Attach the lossless plan to a model."""
-    config = ToMeConfig(**{**EVERYTHING, **options})
+    config = ToMeConfig(**{"ratio": 0.5, **EVERYTHING, **options})
     Attachment(config, LdmUNet(), 1000, Shuffle).attach(model.model.diffusion_model)
 
 
@@ -169,7 +170,7 @@ def attributes(model):
 @pytest.mark.parametrize(
     ("scope", "attn_tokens"),
     [
-        *(("module", choice) for choice in CHOICES["attn_tokens"]),
+        *(("module", choice) for choice in OPTIONS["attn_tokens"].choices),
         ("block", "q,k,v"),
         ("stack", "q,k,v"),
     ],
@@ -203,14 +204,14 @@ def test_samplers(family, sampler):
 
 @functools.cache
 def exact_model(family):
-    """A model in which no two similarities are as good as equal."""
+    """A model in which no two similarities are almost equal."""
     model = make_model(family).double()
     unet = model.model.diffusion_model
     unet.dtype = torch.float64
     unet.time_embed.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),))
     for module in unet.modules():
         if isinstance(module, GroupNorm32):
-            # It computes in float32 whatever it is given.
+            # It computes in float32 whatever its input.
             module.__class__ = nn.GroupNorm
     return model
 
@@ -218,17 +219,17 @@ def exact_model(family):
 @settings(max_examples=30)
 @given(
     TOMESD_OPTIONS,
-    # tomesd gives blocks of the first version the switch they lack, and never takes it off.
+    # tomesd adds the switch that blocks of version 1 lack, and never removes it.
     st.sampled_from(["sd2", "x4_upscaler"]),
     st.integers(1, 3),
-    # The last level of this UNet has half the sides, which ldm takes up again by doubling.
+    # The last level of this UNet has half the side length, and ldm upsamples by doubling.
     st.tuples(st.integers(4, 7), st.integers(4, 7)),
 )
 def test_equal_to_tomesd_for_each_of_its_options(options, family, batch, halves):
     grid = (2 * halves[0], 2 * halves[1])
     model = exact_model(family)
     with pytest.MonkeyPatch.context() as patch:
-        # By default, its attention computes in float32 whatever it is given.
+        # By default, its attention computes in float32 whatever its input.
         patch.setattr(ldm.modules.attention, "_ATTN_PRECISION", "as given")
         evaluate = functools.partial(call, batch=batch, grid=grid)
         theirs, ours = theirs_and_ours(model, evaluate, options)
@@ -246,7 +247,7 @@ def test_equal_to_tomesd_on_blocks_of_version_1():
     assert relative_error(plain, ours) > 1e-3
 
 
-def test_attention_that_cannot_weigh_its_keys_is_told(told):
+def test_the_log_says_if_attention_cannot_weigh_its_keys(told):
     model = make_model()
     tome_nodes.apply_patch(model)
     as_tomesd = call(model)
@@ -267,7 +268,7 @@ def test_text_as_context_of_self_attention_is_never_merged():
     assert lengths == [TOKENS // 2, 7]
 
 
-def test_every_handle_of_a_model_is_known():
+def test_every_handle_of_a_model_is_accepted():
     model = make_model()
     handles = (model, model.model, model.model.diffusion_model)
     expected = None
@@ -279,7 +280,7 @@ def test_every_handle_of_a_model_is_known():
         assert not torch.equal(call(model), expected)
 
 
-def test_the_number_of_noise_levels_is_the_models(told):
+def test_the_number_of_noise_levels_is_that_of_the_model(told):
     model = make_model()
     tome_nodes.apply_patch(model, start_percent=0.6)
     call(model, timestep=500)
@@ -383,7 +384,7 @@ def test_torch_compile():
 
 def test_odd_sizes():
     model = make_model()
-    # ldm itself needs sides that halve without rest, so only its first level can be odd.
+    # ldm needs sides that can be halved exactly, so only its first level can be odd.
     for grid in (2, 24), (6, 10), (34, 6):
         expected = call(model, grid=grid)
         shuffle(model)

@@ -19,7 +19,7 @@ from host import sample
 from tome_nodes.config import ToMeConfig
 from tome_nodes.hosts.comfyui.attachment import attach
 
-CONFIG = ToMeConfig(**EVERYTHING)
+CONFIG = ToMeConfig(ratio=0.5, **EVERYTHING)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("order", ["ours first", "theirs first"])
-def test_lossless_beside(model, caplog, name, order):
+def test_a_lossless_plan_next_to_another_node(model, caplog, name, order):
     caplog.set_level(logging.INFO, logger="tome_nodes")
     module, inputs = CASES[name]
     node = core_node(module, name)
@@ -90,7 +90,7 @@ def test_lossless_beside(model, caplog, name, order):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_real_merging_beside_changes_the_result_reproducibly(model, told, name):
+def test_real_merging_next_to_another_node_changes_the_result_reproducibly(model, told, name):
     module, inputs = CASES[name]
     theirs = run(core_node(module, name), model, **inputs)
     samples = []

@@ -1,4 +1,4 @@
-"""What is kept of a run: counts always, the details where a report is wanted."""
+"""The record of a run: always counts, and details if a report is connected."""
 
 import numpy as np
 import pytest
@@ -6,15 +6,15 @@ import torch
 from common import relative_error
 from host import merging, sample
 
-from tome_nodes.config import CHOICES
 from tome_nodes.core.grid import Grid
 from tome_nodes.hosts.comfyui.attachment import attach, is_attached, last_run
+from tome_nodes.options import OPTIONS
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 
 class Kept(BipartiteStrategy):
-    """Keeps each plan that it makes for a feature map of the model."""
+    """Keeps the plans that it makes for feature maps of the model."""
 
     made: list = []  # noqa: RUF012
 
@@ -26,7 +26,7 @@ class Kept(BipartiteStrategy):
 
 
 def recorded(model, steps=2, make_strategy=make_strategy, **settings):
-    """The last run of a model that was sampled under our eyes, and its samples."""
+    """The record of a sampling run, and its samples."""
     patched = attach(model, merging(**settings), make_strategy, wants_details=lambda: True)
     samples = sample(patched, steps=steps)
     return last_run(patched), samples
@@ -56,13 +56,13 @@ def test_the_groups_are_those_of_the_plans(sd15):
     assert run.recording.levels == {1: Grid(12, 16)}
 
 
-def test_groups_under_a_kept_plan_are_told_in_each_step(sd15):
+def test_groups_under_a_reused_plan_are_recorded_in_each_step(sd15):
     run, _ = recorded(sd15, steps=3, reuse_steps=3)
     first, second, third = run.recording.slots.values()
     assert np.array_equal(first, second) and np.array_equal(first, third)
 
 
-@pytest.mark.parametrize("scope", CHOICES["scope"])
+@pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 @pytest.mark.parametrize("strategy", ["window", "pool"])
 def test_recording_changes_no_sample(sd15, scope, strategy):
     settings = {"scope": scope, "strategy": strategy}
@@ -83,14 +83,14 @@ def test_recording_changes_no_sample(sd15, scope, strategy):
     ],
     ids=str,
 )
-def test_of_two_plans_the_one_that_counts_is_recorded(sd15, settings, after):
+def test_of_two_plans_the_one_in_use_is_recorded(sd15, settings, after):
     run, _ = recorded(sd15, steps=1, **settings)
     assert {(b.before, b.after) for b in run.recording.blocks.values()} == {(192, after)}
     (slots,) = run.recording.slots.values()
     assert len(np.unique(slots)) == after
 
 
-def test_whether_to_record_is_asked_anew_at_the_start_of_each_run(sd15):
+def test_each_run_asks_at_its_start_whether_to_record(sd15):
     answers = [True, False, True]
     patched = attach(sd15, merging(), wants_details=lambda: answers.pop(0))
     for left, recorded in ((2, True), (1, False), (0, True)):
@@ -99,7 +99,7 @@ def test_whether_to_record_is_asked_anew_at_the_start_of_each_run(sd15):
         assert (last_run(patched).recording is not None) == recorded
 
 
-def test_what_is_kept_holds_no_tensor(sd15):
+def test_the_record_holds_no_tensor(sd15):
     import gc
 
     run, _ = recorded(sd15)
@@ -127,12 +127,12 @@ def test_times_add_up(load):
     assert sum(recording.overhead.values()) < sum(block.seconds for block in merged)
 
 
-def test_levels_are_told_from_the_shallowest(load):
+def test_levels_are_relative_to_the_latent(load):
     run, _ = recorded(load("sd15", levels=2), steps=1, max_downsample=8)
     assert list(run.recording.levels.items()) == [(1, Grid(12, 16)), (2, Grid(6, 8))]
 
 
-def test_a_run_without_merging_tells_why(sd15):
+def test_a_run_without_merging_says_why(sd15):
     run, _ = recorded(sd15, merge_attn=False)
     assert run.obstacle == "merge_attn, merge_crossattn and merge_mlp are all off"
     assert run.recording.slots == {}
@@ -180,7 +180,7 @@ def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15):
     assert {(b.before, b.after) for b in recording.blocks.values()} == {(192, 96)}
 
 
-def test_each_step_is_told_once(load):
+def test_each_step_is_reported_once(load):
     told = []
     model = load("sd15", levels=2)
     patched = attach(model, merging(max_downsample=8, end_percent=0.5), on_step=told.append)

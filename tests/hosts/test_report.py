@@ -1,4 +1,4 @@
-"""What a report says of a run, and what it draws."""
+"""The text and the pictures of a report."""
 
 from dataclasses import replace
 
@@ -7,8 +7,9 @@ import pytest
 from host import merging, sample
 
 from tome_nodes.hosts.comfyui.attachment import attach, last_run
+from tome_nodes.options import VIEW
 from tome_nodes.report import drawing
-from tome_nodes.report.pages import VIEWS, hint_for, in_words, report_of
+from tome_nodes.report.pages import hint_for, in_words, report_of
 
 
 def run_of(model, steps=2, details=True, size=(16, 16), **settings):
@@ -45,7 +46,7 @@ def test_the_times_are_those_of_the_recording(run):
         "Time: matching 20.4 ms, merging 0.5 s, unmerging 0.2 s, together 10.0 % of the run's 7.2 s"
     )
     untimed = replace(run, recording=replace(run.recording, seconds=7.204, overhead=None))
-    assert in_words(untimed)[6].startswith("Time: 7.2 s; what merging took of it cannot be")
+    assert in_words(untimed)[6].startswith("Time: 7.2 s; the part that merging took cannot be")
 
 
 def test_shared_plans_are_counted_as_reused(sd15):
@@ -76,12 +77,12 @@ def test_the_heat_map_counts_merged_steps_out_of_all(run):
     assert np.array_equal(drawn[top : top + 1024, 20 : 20 + 1024], expected)
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", VIEW.choices)
 def test_the_text_is_the_same_in_each_view(run, view):
     assert report_of(run, view).text == "\n".join(in_words(run))
 
 
-def test_what_was_not_merged_is_told_on_a_card(run, monkeypatch):
+def test_a_card_says_what_was_not_merged(run, monkeypatch):
     cards = []
     monkeypatch.setattr(drawing, "card", lambda *texts: cards.append(texts))
     report_of(run, level=4)
@@ -94,7 +95,7 @@ def test_what_was_not_merged_is_told_on_a_card(run, monkeypatch):
     ]
 
 
-def test_without_details_the_counts_are_told_and_how_to_get_the_rest(sd15):
+def test_without_details_the_text_has_counts_and_says_how_to_get_the_rest(sd15):
     words = in_words(run_of(sd15, details=False))
     assert "Merged: 6 of 6 blocks, 256 -> 128 tokens" in words
     assert words[-1].startswith("Details: maps and times were not recorded")
@@ -110,20 +111,20 @@ def test_without_details_the_counts_are_told_and_how_to_get_the_rest(sd15):
     ],
     ids=str,
 )
-def test_a_setting_that_cannot_do_more_gets_a_hint(run, settings, expected):
+def test_a_capped_ratio_gets_a_hint(run, settings, expected):
     quick = replace(run.recording, overhead=dict.fromkeys(run.recording.overhead, 0.0))
     hint = hint_for(with_settings(replace(run, recording=quick), **settings))
     assert hint == expected if expected is None else hint.startswith(expected)
 
 
-def test_dear_matching_gets_a_hint_unless_it_is_the_cheapest(run):
+def test_expensive_matching_gets_a_hint_unless_it_is_the_cheapest(run):
     slow = replace(run.recording, seconds=1.0, overhead={"matching": 0.2})
     run = replace(run, recording=slow)
     assert hint_for(run).startswith("matching takes much of the time; all presets")
     assert hint_for(with_settings(run, strategy="window", reuse_steps=1)) is None
 
 
-def test_models_whose_time_is_elsewhere_get_a_hint(run):
+def test_models_that_spend_their_time_elsewhere_get_a_hint(run):
     deeper = replace(run, shallowest=2, recording=None)
     assert "preset fast saves most" in hint_for(deeper)
     for better in ({"scope": "stack"}, {"merge_mlp": True}):
@@ -131,18 +132,20 @@ def test_models_whose_time_is_elsewhere_get_a_hint(run):
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 100])
-def test_too_few_tokens_get_a_hint_by_how_much(sd15, min_tokens):
+def test_too_few_tokens_get_a_hint_that_says_how_many_are_missing(sd15, min_tokens):
     run = run_of(sd15, size=(8, 8), min_tokens=min_tokens)
     hint = hint_for(run)
-    assert hint.startswith("64 tokens are too few to gain anything; merging pays from about 256")
+    assert hint.startswith(
+        "64 tokens are too few to gain anything; merging is worth it from about 256"
+    )
     assert "Make the picture 2.0 times as wide and high" in hint
     assert hint.endswith("min_tokens to 0 to leave small maps alone.") == (min_tokens > 0)
     assert (run.obstacle is None) == (min_tokens == 1)
 
 
-def test_a_run_that_no_step_of_which_may_merge_says_so(sd15):
+def test_a_run_without_a_step_in_range_says_so(sd15):
     run = run_of(sd15, start_percent=1.0)
-    for view in VIEWS:
+    for view in VIEW.choices:
         told = report_of(run, view).text.splitlines()
         assert told[1].startswith("Nothing merged: start_percent=1.0 to end_percent=1.0 covers no")
         assert not any(line.startswith(("Hint", "Details", "Time")) for line in told)

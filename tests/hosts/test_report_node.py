@@ -6,10 +6,16 @@ from io import BytesIO
 
 import pytest
 from PIL import Image
-from test_server import PLAIN, patch, txt2img
+from test_server import PLAIN, txt2img
+from test_server import patch as any_patch
 
 TOME = ["tome", 0]
 TEXT = "progress_text"
+
+
+def patch(model=PLAIN, **inputs):
+    """Merges half of the tokens, in the paper's way if nothing else is said."""
+    return any_patch(model, **{"preset": "custom", "ratio": 0.5, **inputs})
 
 
 def report(model=TOME, samples="sampler", **inputs):
@@ -38,7 +44,7 @@ def second_sampler(graph, name, **inputs):
 
 @pytest.fixture
 def shown(server):
-    """What the report nodes of a graph show: by node, the text and the picture."""
+    """The text and the picture of each report node of a graph."""
 
     def run(graph, **options):
         outputs = server.run(graph, **options)["outputs"]
@@ -64,7 +70,7 @@ def test_the_node_is_listed_as_users_find_it(info):
     assert [name for name, (_, o) in optional.items() if o.get("advanced")] == ["level", "step"]
 
 
-def test_the_text_tells_what_the_run_did(shown):
+def test_the_text_says_what_the_run_did(shown):
     lines = shown(with_report(seed=11))["report"][0].splitlines()
     assert lines[:6] == [
         "Model: SD15",
@@ -81,7 +87,7 @@ def test_the_text_tells_what_the_run_did(shown):
     )
 
 
-def test_each_view_of_one_run_is_another_picture(server, shown):
+def test_each_view_of_a_run_is_a_different_picture(server, shown):
     graph = with_report(seed=12, batch=2, image=["decode", 0])
     graph["heat"] = report(view="heat map")
     graph["chart"] = report(view="chart")
@@ -107,7 +113,7 @@ def test_each_view_of_one_run_is_another_picture(server, shown):
     assert views["report"][1].tobytes() == pictures["chart"]
 
 
-def test_a_report_that_comes_after_the_run_has_counts_and_tells_how_to_get_the_rest(shown):
+def test_a_report_added_after_the_run_has_counts_and_says_how_to_get_the_rest(shown):
     graph = with_report(seed=13)
     assert shown(without(graph, "report")) == {}
     told, card = shown(graph)["report"]
@@ -115,28 +121,28 @@ def test_a_report_that_comes_after_the_run_has_counts_and_tells_how_to_get_the_r
     assert "Details: maps and times were not recorded" in told
     assert card.width == 800
 
-    # The patch node is not executed again for these; the sampler is.
+    # Only the sampler is executed again for these, not the patch node.
     assert "Time: matching" in shown(with_report(seed=14))["report"][0]
     assert shown(without(with_report(seed=15), "report")) == {}
     assert "Details: " in shown(with_report(seed=15))["report"][0]
 
 
 @pytest.mark.parametrize("model", [PLAIN, TOME], ids=["no patch", "ratio 0"])
-def test_a_model_that_does_not_merge_is_told_so(shown, model):
+def test_a_model_without_merging_is_reported(shown, model):
     graph = with_report({"ratio": 0.0}, model=model)
     told, card = shown(graph)["report"]
     assert told.startswith("This model has no token merging.\nHint: connect the model")
     assert card.width == 800
 
 
-def test_samples_that_another_model_made_are_told_of(shown):
+def test_samples_that_another_model_made_are_reported(shown):
     graph = with_report(seed=16, samples="plain")
     second_sampler(graph, "plain", model=PLAIN)
     told, _ = shown(graph)["report"]
     assert told.startswith("No run of this model is known that made these samples.\nHint: ")
 
 
-def test_each_report_tells_of_the_run_and_the_patch_it_is_connected_to(shown):
+def test_each_report_is_about_the_run_and_the_patch_it_is_connected_to(shown):
     graph = with_report(seed=17)
     second_sampler(graph, "second", steps=3, latent_image=["sampler", 0], denoise=0.5)
     graph["second_report"] = report(samples="second")
@@ -165,10 +171,10 @@ def test_each_report_tells_of_the_run_and_the_patch_it_is_connected_to(shown):
     assert told_on == {"tome", "same", "least", *texts}
 
 
-def test_a_line_on_the_patch_node_tells_each_step_once(server):
+def test_a_line_on_the_patch_node_shows_each_step_once(server):
     lines = []
     graph = with_report(seed=18, steps=3)
-    # How the editor names a node within a subgraph.
+    # The editor names a node in a subgraph like this.
     graph["4:7"] = graph.pop("tome")
     graph["report"]["inputs"]["model"] = graph["sampler"]["inputs"]["model"] = ["4:7", 0]
     server.run(graph, on_event=lambda e: lines.append(e["data"]) if e["type"] == TEXT else None)
@@ -180,9 +186,9 @@ def test_a_line_on_the_patch_node_tells_each_step_once(server):
     assert report_text["text"].startswith("Model: SD15  \nMerged: 6 of 6 blocks")
 
 
-def test_a_graph_that_no_editor_queued_is_reported_on(server, shown):
+def test_a_graph_that_no_editor_queued_is_reported_too(server, shown):
     prompt_id = server.post("/prompt", {"prompt": with_report(seed=19)})["prompt_id"]
-    # The queue is served in turn.
+    # The queue is first in, first out.
     shown(with_report(seed=20))
     entry = server.get(f"/history/{prompt_id}")[prompt_id]
     assert entry["status"]["status_str"] == "success"
@@ -201,8 +207,13 @@ def test_a_graph_that_no_editor_queued_is_reported_on(server, shown):
     ids=["too few tokens", "below break-even", "all off", "no step", "capped"],
 )
 @pytest.mark.parametrize("view", ["merge map", "chart"])
-def test_settings_that_gain_nothing_are_told_why(shown, settings, side, parts, view):
+def test_the_report_says_why_settings_gain_nothing(shown, settings, side, parts, view):
     told, _ = shown(with_report(settings, side=side, view=view))["report"]
     for part in parts:
         assert part in told
     assert told.count("Hint: ") <= 1
+
+
+def test_a_report_is_made_without_a_warning(server, shown):
+    shown(with_report(seed=77))
+    assert "not writable" not in server.log

@@ -1,6 +1,5 @@
 """The nodes through the real server's HTTP queue."""
 
-import json
 from copy import deepcopy
 from dataclasses import fields
 from io import BytesIO
@@ -96,10 +95,10 @@ def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
     inputs = info["ToMePatchModel"]["input"]
     assert list(inputs["required"]) == ["model"]
     assert list(inputs["optional"]) == [
-        *("ratio", "preset", "max_downsample", "merge_attn", "merge_crossattn", "merge_mlp"),
-        *("sx", "sy", "use_rand", "seed", "start_percent", "end_percent"),
-        *("strategy", "scope", "attn_tokens", "reuse_steps", "ratio_end", "min_tokens", "backend"),
-        *("kv_ratio", "proportional_attn"),
+        *("preset", "ratio", "start_percent", "end_percent", "seed", "backend"),
+        *("strategy", "scope", "attn_tokens", "max_downsample"),
+        *("merge_attn", "merge_crossattn", "merge_mlp", "kv_ratio", "ratio_end"),
+        *("sx", "sy", "use_rand", "reuse_steps", "min_tokens", "proportional_attn"),
     ]
     assert set(inputs["optional"]) == {field.name for field in fields(ToMeConfig)} | {"preset"}
     for name, (_, options) in inputs["optional"].items():
@@ -109,14 +108,23 @@ def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
     assert inputs["optional"]["preset"][1]["options"] == [
         *("quality", "balanced", "fast", "paper", "custom")
     ]
-    assert "1 - 1/(sx*sy)" in inputs["optional"]["ratio"][1]["tooltip"]
     advanced = [name for name, (_, o) in inputs["optional"].items() if o.get("advanced")]
-    assert advanced == list(inputs["optional"])[6:]
+    assert advanced == list(inputs["optional"])[4:]
 
 
-def test_model_alone_is_enough(server, pixels):
-    assert pixels(with_patch()) == pixels(with_patch(ratio=0.5, max_downsample="auto"))
-    assert "[ToMe] merged 6/6 blocks (256 -> 128 tokens), 2/2 steps, ratio 0.50" in server.log
+def test_model_alone_is_what_a_new_node_of_the_editor_does(server, pixels, info):
+    new = {
+        name: options["default"]
+        for name, (_, options) in info["ToMePatchModel"]["input"]["optional"].items()
+    }
+    assert new["preset"] == "balanced" and new["ratio"] == 0.6
+    read = len(server.log)
+    alone = pixels(with_patch())
+    assert (
+        "merged 6/6 blocks (256 -> 103 tokens), 2/2 steps, ratio 0.60 of k,v" in server.log[read:]
+    )
+    assert pixels(with_patch(**new)) == alone
+    assert pixels(with_patch(preset="quality")) != alone
 
 
 def test_same_seed_same_image_after_the_server_forgot_the_first(server, pixels):
@@ -147,36 +155,93 @@ def test_plain_and_patched_samplers_in_one_graph(pixels):
     assert sorted(pixels(both)) == sorted(plain + patched)
 
 
+NAN, INFINITE = float("nan"), float("inf")
+CUSTOM = {"preset": "custom"}
+
+
+@pytest.mark.parametrize("others", [{}, {"seed": 3, "start_percent": 0.0, "end_percent": 1.0}])
 @pytest.mark.parametrize(
-    ("inputs", "parts"),
+    ("inputs", "option", "parts"),
     [
-        ({"ratio": 0.96}, ["ratio=0.96 is not allowed", "from 0.0 to 0.95"]),
-        ({"ratio": -0.1}, ["ratio=-0.1 is not allowed"]),
-        ({"ratio": float("nan")}, ["ratio=nan is not allowed"]),
-        ({"ratio": "much"}, ["ratio", "much", "FLOAT"]),
-        ({"sx": 1, "sy": 1}, ["sx=1 with sy=1 is not allowed", "sx or sy must be at least 2"]),
-        ({"sx": 9}, ["sx=9 is not allowed", "from 1 to 8"]),
-        ({"sy": 0}, ["sy=0 is not allowed"]),
+        ({"ratio": 0.96}, "ratio", ["ratio=0.96 is not allowed", "from 0.0 to 0.95"]),
+        ({"ratio": -0.1}, "ratio", ["ratio=-0.1 is not allowed"]),
+        ({"ratio": NAN}, "ratio", ["ratio=nan is not allowed"]),
+        ({"ratio": "much"}, "ratio", ["much", "FLOAT"]),
+        ({"ratio": None}, "ratio", ["None", "FLOAT"]),
+        ({"end_percent": INFINITE}, "end_percent", ["end_percent=inf is not allowed"]),
+        ({"seed": -1}, "seed", ["seed=-1 is not allowed", "from 0 to"]),
+        ({"seed": "x"}, "seed", ["'x'", "INT"]),
+        ({"preset": "best"}, "preset", ["preset='best' is not allowed", "quality | balanced"]),
+        ({"preset": None}, "preset", ["preset=None is not allowed"]),
+        ({"backend": "cuda"}, "backend", ["backend='cuda' is not allowed"]),
         (
             {"start_percent": 0.8, "end_percent": 0.4},
+            "start_percent",
             ["start_percent=0.8 is not allowed", "end_percent=0.4"],
         ),
-        ({"end_percent": float("inf")}, ["end_percent=inf is not allowed"]),
-        ({"max_downsample": "3"}, ["max_downsample", "'3'", "['auto', '1', '2', '4', '8']"]),
-        ({"seed": -1}, ["seed", "-1", "min of 0"]),
-        ({"ratio_end": -0.5}, ["ratio_end=-0.5 is not allowed", "-1, to keep ratio"]),
-        ({"strategy": "kmeans"}, ["strategy", "'kmeans'", "['bipartite', 'window', "]),
+        ({"sx": 4}, "sx", ["sx=4 does not count under preset='balanced'", "preset to 'custom'"]),
+        ({"preset": "fast", "merge_mlp": True}, "merge_mlp", ["merge_mlp=True does not count"]),
+        (
+            {"preset": "paper", "max_downsample": "2", "strategy": "bipartite"},
+            "max_downsample",
+            ["max_downsample=2 does not count under preset='paper'"],
+        ),
+        (CUSTOM | {"sx": 9}, "sx", ["sx=9 is not allowed", "from 1 to 8"]),
+        (CUSTOM | {"sx": 1, "sy": 1}, "sx", ["sx=1 with sy=1", "sx or sy must be at least 2"]),
+        (CUSTOM | {"ratio_end": -0.5}, "ratio_end", ["ratio_end=-0.5", "-1, to keep ratio"]),
+        (CUSTOM | {"kv_ratio": -0.5}, "kv_ratio", ["kv_ratio=-0.5", "-1, to keep ratio"]),
+        (CUSTOM | {"max_downsample": "3"}, "max_downsample", ["'3'", "auto | 1 | 2 | 4 | 8"]),
+        (CUSTOM | {"strategy": "kmeans"}, "strategy", ["'kmeans'", "bipartite | window | "]),
+        (CUSTOM | {"sy": 0}, "sy", ["sy=0 is not allowed"]),
+        ({"ratio": {"__value__": 2.0}}, "ratio", ["ratio=2.0 is not allowed"]),
     ],
     ids=str,
 )
-def test_bad_values_are_refused_before_anything_runs(server, inputs, parts):
+def test_one_bad_value_marks_one_input(server, inputs, option, parts, others):
     with pytest.raises(PromptRejected) as rejected:
-        server.queue(with_patch(**inputs))
+        server.queue(with_patch(**{**others, **inputs}))
     errors = rejected.value.node_errors
     assert list(errors) == ["tome"]
-    told = json.dumps(errors["tome"]["errors"])
+    (error,) = errors["tome"]["errors"]
+    assert error["extra_info"]["input_name"] == option
     for part in parts:
-        assert part in told
+        assert part in error["details"] + error["message"]
+
+
+def test_each_node_of_a_graph_is_told_its_own_fault(server):
+    graph = with_patch(ratio=2.0, seed=5)
+    graph["other"] = patch(["tome", 0], sx=4, ratio=0.5)
+    graph["sampler"]["inputs"]["model"] = ["other", 0]
+    with pytest.raises(PromptRejected) as rejected:
+        server.queue(graph)
+    marked = {
+        node: [error["extra_info"]["input_name"] for error in each["errors"]]
+        for node, each in rejected.value.node_errors.items()
+    }
+    assert marked == {"tome": ["ratio"], "other": ["sx"]}
+
+
+@pytest.mark.parametrize("inputs", [{"sx": 2}, {"strategy": "bipartite", "kv_ratio": -1}])
+def test_an_option_at_its_default_is_as_if_it_were_left_out(pixels, inputs):
+    assert pixels(with_patch(**inputs)) == pixels(with_patch())
+
+
+def test_of_two_branches_the_good_one_runs_and_the_other_is_told(server, pixels):
+    """Only a graph of which nothing can run is refused as a whole."""
+    graph = with_patch(ratio=2.0, end_percent=0.9)
+    graph["plain_sampler"] = deepcopy(graph["sampler"])
+    graph["plain_sampler"]["inputs"] |= {"model": PLAIN, "seed": 11}
+    for name in ("decode", "save"):
+        graph[f"plain_{name}"] = deepcopy(graph[name])
+    graph["plain_decode"]["inputs"]["samples"] = ["plain_sampler", 0]
+    graph["plain_save"]["inputs"]["images"] = ["plain_decode", 0]
+    answer = server.post("/prompt", {"prompt": graph})
+    (error,) = answer["node_errors"]["tome"]["errors"]
+    assert error["extra_info"]["input_name"] == "ratio"
+    assert "ratio=2.0 is not allowed" in error["details"]
+    assert answer["node_errors"]["tome"]["dependent_outputs"] == ["save"]
+    graph["plain_sampler"]["inputs"]["seed"] = 12
+    assert pixels(graph) == pixels(txt2img(seed=12))
 
 
 def test_a_refused_graph_loses_nothing(server, pixels):
@@ -192,4 +257,11 @@ def test_a_bad_value_that_comes_over_a_link_stops_the_run_with_our_sentence(serv
     with pytest.raises(
         ExecutionFailed, match=r"ratio=1\.5 is not allowed: it must be from 0\.0 to"
     ):
+        server.run(graph)
+
+
+def test_an_option_over_a_link_that_does_not_count_stops_the_run(server):
+    number = {"class_type": "PrimitiveInt", "inputs": {"value": 4}}
+    graph = txt2img(["tome", 0], {"tome": patch(sx=["number", 0]), "number": number})
+    with pytest.raises(ExecutionFailed, match=r"sx=4 does not count under preset='balanced'"):
         server.run(graph)

@@ -103,8 +103,8 @@ def test_same_tokens_and_values_as_tomesd(height, width, sx, sy, ratio, dtype):
     grid = Grid(height, width)
     features = features_of(grid, channels=32, seed=height).to(dtype)
     merges = int(grid.tokens * ratio)
-    # Half precision rounds many similarities to one value, and tomesd leaves open which of them
-    # win; features in float32 keep the matching itself free of ties.
+    # Half precision rounds many similarities to the same value, and tomesd does not define which of
+    # them win; features in float32 have no ties.
     metric = features.float()
     merge, unmerge = tomesd.merge.bipartite_soft_matching_random2d(
         metric, width, height, sx, sy, merges, no_rand=True
@@ -115,13 +115,13 @@ def test_same_tokens_and_values_as_tomesd(height, width, sx, sy, ratio, dtype):
     assert ours.shape == theirs.shape
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
     assert_close(plan.unmerge(ours), unmerge(theirs), **tolerance)
-    # Slots are numbered differently: each of their slots must be one of ours.
+    # The numbering differs, so each of their slots must equal one of ours.
     index = torch.arange(grid.tokens).expand(2, -1)[..., None].float() + 1
     their_index, our_index = unmerge(merge(index))[..., 0], plan.unmerge(plan.merge(index))[..., 0]
     assert_close(our_index, their_index)
 
 
-def test_large_maps_matched_in_pieces_give_the_same_plan(monkeypatch):
+def test_large_maps_matched_in_pieces_have_the_same_plan(monkeypatch):
     from tome_nodes.strategies import bipartite
 
     grid = Grid(16, 16)
@@ -146,7 +146,7 @@ def test_picks_depend_on_seed_step_and_grid_only():
     assert not torch.equal(slots(step=1), together)
 
 
-def test_global_generators_are_neither_read_nor_moved():
+def test_global_generators_are_neither_read_nor_advanced():
     grid = Grid(8, 8)
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -165,7 +165,7 @@ def test_picks_are_spread_evenly_over_cells_and_steps():
         counts += torch.bincount(picks, minlength=choices)
         pairs = picks[:-1] * choices + picks[1:]
         together += torch.bincount(pairs, minlength=choices**2).view(choices, choices)
-    # Chi-square of 3 and 15 degrees of freedom: these limits are passed once in 10**6 draws.
+    # Chi-square of 3 and 15 degrees of freedom exceeds these limits once in 10**6 draws.
     assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 31
     assert ((together - together.mean()) ** 2 / together.mean()).sum() < 56
 

@@ -2,10 +2,13 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 
-from tome_nodes.config import RANGES, ToMeConfig
+from tome_nodes.config import ToMeConfig
+from tome_nodes.options import LEVEL, OPTIONS, STEP, VIEW, OptionError
+from tome_nodes.presets import PRESET
 
 LIMITS = {
     "ratio": (0.0, 0.95),
@@ -14,10 +17,10 @@ LIMITS = {
     "seed": (0, 2**64 - 1),
     "start_percent": (0.0, 1.0),
     "end_percent": (0.0, 1.0),
-    "ratio_end": (-1.0, 0.95),
+    "ratio_end": (0.0, 0.95),
     "reuse_steps": (0, 100),
     "min_tokens": (0, 2**20),
-    "kv_ratio": (-1.0, 0.95),
+    "kv_ratio": (0.0, 0.95),
 }
 
 WRONG_TYPES = {
@@ -29,9 +32,8 @@ WRONG_TYPES = {
 }
 
 
-def test_defaults_are_those_of_the_paper_but_for_level_size_and_weight():
+def test_defaults_are_those_of_the_paper_but_for_ratio_level_size_and_weight():
     paper = {
-        "ratio": 0.5,
         "sx": 2,
         "sy": 2,
         "use_rand": True,
@@ -51,7 +53,12 @@ def test_defaults_are_those_of_the_paper_but_for_level_size_and_weight():
         "backend": "auto",
         "kv_ratio": -1.0,
     }
-    ours = {"max_downsample": "auto", "min_tokens": 0, "proportional_attn": True}
+    ours = {
+        "ratio": 0.6,
+        "max_downsample": "auto",
+        "min_tokens": 0,
+        "proportional_attn": True,
+    }
     assert dataclasses.asdict(ToMeConfig()) == paper | as_if_there_were_none | ours
 
 
@@ -59,7 +66,8 @@ def test_every_number_has_limits_and_every_switch_and_number_a_type():
     defaults = dataclasses.asdict(ToMeConfig())
     words = {"max_downsample", "strategy", "scope", "attn_tokens", "backend"}
     switches = {name for name, value in defaults.items() if isinstance(value, bool)}
-    assert LIMITS == RANGES
+    limits = {name: (option.least, option.most) for name, option in OPTIONS.items()}
+    assert {name: limits[name] for name in LIMITS} == LIMITS
     assert defaults.keys() == LIMITS.keys() | switches | words
     assert defaults.keys() == WRONG_TYPES.keys() | words
 
@@ -98,6 +106,7 @@ def test_numbers_that_are_not_finite_are_refused(name, value):
             "start_percent=0.8 is not allowed: it must not be greater than end_percent=0.2",
         ),
         ({"ratio_end": -0.5}, r"ratio_end=-0\.5 is not allowed: it must be -1, to keep ratio"),
+        ({"ratio_end": -2.0}, r"ratio_end=-2\.0 is not allowed: .* or from 0\.0 to 0\.95$"),
         ({"kv_ratio": -0.5}, r"kv_ratio=-0\.5 is not allowed: it must be -1, to keep ratio"),
         (
             {"strategy": "kmeans"},
@@ -106,18 +115,41 @@ def test_numbers_that_are_not_finite_are_refused(name, value):
         ({"backend": "cuda"}, r"backend='cuda' is not allowed: .* auto \| torch \| triton$"),
         ({"scope": None}, r"scope=None is not allowed: .* module \| block \| stack"),
         ({"attn_tokens": "v"}, r"attn_tokens='v' is not allowed: .* q,k,v \| q \| k,v"),
-        ({"max_downsample": 3}, "max_downsample=3 is not allowed: .* auto, 1, 2, 4, 8"),
+        (
+            {"max_downsample": 3},
+            "max_downsample=3 is not allowed: .* auto \\| 1 \\| 2 \\| 4 \\| 8$",
+        ),
         ({"max_downsample": "2"}, "max_downsample='2' is not allowed"),
     ],
 )
-def test_contradictions_are_refused_in_a_sentence(settings, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_contradictions_are_refused_in_a_sentence_that_tells_the_option(settings, sentence):
+    with pytest.raises(OptionError, match=sentence) as refused:
         ToMeConfig(**settings)
+    assert refused.value.option == next(iter(settings))
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name in WRONG_TYPES for value in WRONG_TYPES[name]]
 )
 def test_wrong_types_are_refused(name, value):
-    with pytest.raises(TypeError, match=f"^{name}={value!r} is not allowed"):
+    with pytest.raises(TypeError, match=f"^{name}={value!r} is not allowed") as refused:
         ToMeConfig(**{name: value})
+    assert refused.value.option == name
+
+
+@pytest.mark.parametrize("name", ["ratio_end", "kv_ratio"])
+def test_minus_one_keeps_ratio(name):
+    assert getattr(ToMeConfig(**{name: -1}), name) == -1
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
+def test_default_of_an_option_is_allowed(option):
+    option.check(option.default)
+
+
+@pytest.mark.parametrize(
+    "option", [PRESET, *OPTIONS.values(), VIEW, LEVEL, STEP], ids=lambda each: each.name
+)
+def test_tooltip_is_two_sentences_at_most_without_figures_in_brackets(option):
+    assert len(re.findall(r"\.(?: |$)", option.text)) <= 2
+    assert not re.search(r"\([^)]*\d", option.text)

@@ -1,4 +1,4 @@
-"""What a run counts of its evaluations, and the lines that tell it."""
+"""The counts of a run, and the lines that report them."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def left_alone(block, tokens, reason=None):
 
 
 def counts_of(*evaluations, total_steps=0, blocks=16):
-    """Counts of evaluations, each given by its step and its outcomes."""
+    """The counts of evaluations, each a step and its outcomes."""
     counts = Counts(total_steps)
     for step, outcomes in evaluations:
         counts.evaluated(Evaluated(step, blocks, outcomes))
@@ -28,17 +28,17 @@ def counts_of(*evaluations, total_steps=0, blocks=16):
 
 
 def line(counts, config=None, backend=()):
-    return words.log_line(counts, config or ToMeConfig(), [*backend])
+    return words.log_line(counts, config or ToMeConfig(ratio=0.5), [*backend])
 
 
-def test_a_line_of_one_level():
+def test_the_line_of_one_level():
     outcomes = [merged(block, 4096, 2048) for block in "abc"]
     counts = counts_of((0, outcomes), (1, outcomes), total_steps=2)
     assert counts.merged_anything
     assert line(counts) == "merged 3/16 blocks (4096 -> 2048 tokens), 2/2 steps, ratio 0.50"
 
 
-def test_a_line_of_several_levels_names_each():
+def test_the_line_of_several_levels_names_each():
     outcomes = [*(merged(block, 1024, 512) for block in "abc"), merged("d", 4096, 2048)]
     counts = counts_of((0, outcomes), total_steps=4)
     assert line(counts, backend=["triton"]) == (
@@ -47,7 +47,7 @@ def test_a_line_of_several_levels_names_each():
     )
 
 
-def test_a_line_of_a_changing_ratio_tells_its_range():
+def test_the_line_of_a_changing_ratio_shows_its_range():
     evaluations = [(step, [merged("a", 100, after)]) for step, after in enumerate((40, 50, 60))]
     counts = counts_of(*evaluations, (0, [merged("b", 400, 160)]), total_steps=3, blocks=3)
     assert line(counts, ToMeConfig(ratio=0.6, ratio_end=0.4)) == (
@@ -56,17 +56,17 @@ def test_a_line_of_a_changing_ratio_tells_its_range():
     )
 
 
-def test_what_went_otherwise_is_told_once():
+def test_each_deviation_from_the_settings_is_reported_once():
     outcomes = [
         merged(block, 64, 32, fell_back="that are patched", unweighted="so it is") for block in "ab"
     ]
     counts = counts_of((0, outcomes), (1, outcomes))
-    assert line(counts, ToMeConfig(scope="stack")).endswith(
+    assert line(counts, ToMeConfig(ratio=0.5, scope="stack")).endswith(
         "stack scope, module scope in 2 that are patched, merged keys weigh as one token (so it is)"
     )
 
 
-def test_plans_are_counted_where_blocks_had_one():
+def test_plans_are_counted_for_blocks_that_had_one():
     outcomes = [
         merged("a", 64, 32, plans_made=1),
         merged("b", 64, 32, plans_reused=1),
@@ -77,7 +77,7 @@ def test_plans_are_counted_where_blocks_had_one():
     assert counts.largest_grid == 64
 
 
-def test_the_reason_told_is_the_most_common_one():
+def test_the_most_common_reason_is_reported():
     counts = counts_of((0, [left_alone("a", 64, "few")]))
     assert words.obstacle(Counts(), 1, 2).startswith("max_downsample=1 leaves out every")
     for _ in range(2):
@@ -96,7 +96,7 @@ def test_the_reason_told_is_the_most_common_one():
         ),
     ],
 )
-def test_the_live_line_tells_one_step(outcomes, expected):
+def test_the_live_line_shows_one_step(outcomes, expected):
     assert words.live_line(Evaluated(2, 4, outcomes), 9) == expected
 
 
@@ -111,4 +111,4 @@ def test_the_live_line_tells_one_step(outcomes, expected):
     ],
 )
 def test_settings_are_told_as_they_take_effect(options, expected):
-    assert words.settings(ToMeConfig(**options)) == expected
+    assert words.settings(ToMeConfig(**{"ratio": 0.5, **options})) == expected

@@ -1,4 +1,4 @@
-"""The pictures of a report, against plans whose groups are known."""
+"""The pictures of a report, for plans with known groups."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tome_nodes.report import drawing
 
-# Two groups of two and more tokens, one of them apart; the others are alone.
+# Two groups, one of them in two parts; all other tokens are unmerged.
 SLOTS = np.array([[0, 0, 1, 2], [0, 3, 4, 2], [5, 6, 7, 2], [0, 8, 9, 10]])
 SCALE = 64
 
@@ -43,7 +43,7 @@ def test_outlines_are_where_groups_end_and_nowhere_else():
     # Group 0 runs over two tokens; a line one pixel wide begins where it ends. So does group 2.
     assert changes.tolist() == [2 * SCALE, 2 * SCALE + 1, 3 * SCALE, 3 * SCALE + 1]
     assert across[2 * SCALE].sum() < across[2 * SCALE + 1].sum()
-    # The tokens of the last row but the first are alone, so nothing parts them.
+    # All tokens of the last row except the first are unmerged, so no line separates them.
     last = image[-SCALE // 2, SCALE + 1 :]
     assert (last == drawing.FAINT).all()
 
@@ -57,19 +57,19 @@ def test_over_a_picture_a_group_has_its_mean_colour_and_lone_tokens_show_it():
         mean = np.mean([inner(expected, y, x)[0, 0] for y, x in places], axis=0)
         for y, x in places:
             assert np.abs(np.array(colour_of(image, y, x)) - mean).max() <= 0.5
-    # Token 7 is alone.
+    # Token 7 is unmerged.
     assert np.array_equal(inner(image, 2, 2), inner(expected, 2, 2))
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_pictures_of_any_size_and_channels_and_without_sense_are_drawn(channels):
+def test_pictures_of_any_size_channels_and_values_are_drawn(channels):
     picture = np.full((7, 5, channels), np.nan)
     picture[:3] = 4.0
     for draw in drawing.merge_map, drawing.heat_map:
         assert draw(SLOTS, picture).shape == (4 * SCALE, 4 * SCALE, 3)
 
 
-def test_heat_goes_from_night_blue_to_pale_yellow():
+def test_heat_ranges_from_night_blue_to_pale_yellow():
     image = drawing.heat_map(np.array([[0.0, 0.5], [1.0, 0.25]]))
     assert [tuple(map(int, image[y, x])) for y, x in ((0, 0), (-1, 0))] == [
         (18, 22, 54),
@@ -80,7 +80,7 @@ def test_heat_goes_from_night_blue_to_pale_yellow():
 
 
 @given(height=st.integers(1, 300), width=st.integers(1, 300), data=st.data())
-def test_maps_of_any_shape_stay_of_a_size_to_look_at(height, width, data):
+def test_maps_of_any_shape_have_a_readable_size(height, width, data):
     slots = np.arange(height * width).reshape(height, width) // data.draw(st.integers(1, 4))
     image = drawing.captioned(drawing.merge_map(slots), "Merge map", ["level 1"])
     assert image.shape[2] == 3
@@ -100,13 +100,13 @@ def test_the_chart_shows_tokens_kept_and_time():
     def area(image, colour):
         return int((image == colour).all(2).sum())
 
-    # One cell of 40 by 28 pixels, a gap between, and a part of the key of 15 by 15.
+    # A cell of 40 by 28 pixels without its gap, and a part of the key of 15 by 15.
     assert area(without, half) == area(with_times, half) == 39 * 27 + 15 * 15
     assert area(without, slowest) == 0
     assert area(with_times, slowest) >= 39 * 27
 
 
-def test_text_is_wrapped_and_in_sight():
+def test_text_is_wrapped_and_visible():
     words = "merging " * 60
     card = drawing.card("Nothing merged", [words, "Hint: do this."])
     assert card.shape[1] == 800

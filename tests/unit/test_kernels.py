@@ -35,7 +35,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture(autouse=True, scope="module")
 def poisoned_memory():
-    """Whatever a kernel leaves unwritten is NaN, or the largest integer."""
+    """Memory that a kernel leaves unwritten holds NaN, or the largest integer."""
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -46,9 +46,9 @@ def poisoned_memory():
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreted_bfloat16():
-    """Right products of bfloat16 matrices, which Triton's interpreter takes for integers.
+    """Correct products of bfloat16 matrices, which Triton's interpreter takes for integers.
 
-    Gives a function that leaves them to the interpreter again, within its context.
+    Yields a context manager in which the interpreter computes them itself.
     """
     if DEVICE.type == "cuda":
         yield None
@@ -86,8 +86,8 @@ def product_kernel(a, b, product):
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="nothing is interpreted")
-def test_the_interpreter_is_still_wrong_about_bfloat16(interpreted_bfloat16):
-    """Once this fails, Triton has mended it, and ``interpreted_bfloat16`` can go."""
+def test_the_interpreter_still_gets_bfloat16_wrong(interpreted_bfloat16):
+    """Once this fails, Triton has fixed it, and ``interpreted_bfloat16`` can be removed."""
 
     def product(a, b):
         result = torch.zeros(16, 16)
@@ -105,7 +105,7 @@ def test_the_interpreter_is_still_wrong_about_bfloat16(interpreted_bfloat16):
 
 
 def surrounded(x):
-    """A view equal to ``x``, of unusual strides, amid NaN."""
+    """A view equal to ``x`` with unusual strides, surrounded by NaN."""
     batch, tokens, channels = x.shape
     store = x.new_full((channels + 2, 2 * tokens + 1, batch + 1), torch.nan)
     view = store.permute(2, 1, 0)[1:, 1::2, 1:-1]
@@ -150,7 +150,7 @@ def test_matching_is_the_brute_force_grouping_of_each_window(grid, cell, ratio, 
 
 
 def assert_is_whole(plan):
-    """All arrays of a plan tell of the same partition, slots and members in order."""
+    """All arrays of a plan describe the same partition, with slots and members in order."""
     again = SlotPlan.from_slots(plan.slots(), plan.slot_count)
     for name in ("slot_of_token", "order", "offsets"):
         assert torch.equal(getattr(plan, name), getattr(again, name)), name
@@ -167,7 +167,7 @@ def test_matching_takes_any_dtype_and_strides(height, width, channels, dtype):
     plan = window_plan(surrounded(features.to(DEVICE)), grid)
     plain = make_strategy(ToMeConfig(strategy="window"), reference)
     plain.begin(torch.tensor(step_key(0, 0)))
-    # In float32, so that rounding ties no similarities.
+    # In float32, so that rounding makes no two similarities equal.
     expected = plain.plan(features.float(), grid, 0.5)
     for index in range(len(features)):
         assert groups(plan, index) == groups(expected, index)
@@ -206,7 +206,7 @@ def test_merge_and_added_change(owners, channels, dtype):
 
 @settings(max_examples=15)
 @given(partitions(), st.sampled_from(HEADS), st.sampled_from([1, 7, 33]), st.sampled_from(DTYPES))
-def test_each_head_of_a_key_is_as_long_as_those_of_its_tokens(owners, heads, channels, dtype):
+def test_each_head_of_a_key_is_as_long_as_its_tokens_are_on_average(owners, heads, channels, dtype):
     generator = torch.Generator().manual_seed(2)
     plan = SlotPlan.from_owners(torch.tensor(owners, device=DEVICE), len(set(owners[0])), kernels)
     x = torch.randn(*plan.slot_of_token.shape, heads * channels, generator=generator).to(dtype)
@@ -256,7 +256,7 @@ def test_heads_that_do_not_fit_the_channels_are_named():
         kernels.merge_keys(x, plan.slot_of_token, plan.order, plan.offsets, 3)
 
 
-def test_triton_offers_what_a_backend_must():
+def test_triton_has_every_operation_of_a_backend():
     assert operations("triton") is kernels and kernels.NAME == "triton"
     assert kernels.unmerge is reference.unmerge
     for name in set(OPERATIONS) - {"unmerge"}:
@@ -271,8 +271,8 @@ def test_triton_offers_what_a_backend_must():
         assert parameters == parameters_of(name)
 
 
-def test_operators_are_registered_as_torch_wants_them():
-    # A window of four cells in each sample, and a column beside it.
+def test_operators_pass_the_checks_of_torch():
+    # A window of four cells in each sample, and a column next to it.
     grid = Grid(4, 5)
     features = features_of(grid).to(DEVICE)
     key = torch.tensor(7, device=DEVICE)
@@ -308,7 +308,7 @@ def test_auto_takes_the_kernels_where_they_run():
 
 
 def python(script, **environment):
-    """What a script prints in a fresh interpreter with the pack on its path."""
+    """The output of a script in a fresh interpreter with the pack on its path."""
     path = str(Path(__file__).parents[2])
     result = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r})\n{script}"],
@@ -320,7 +320,7 @@ def python(script, **environment):
     return result.stdout
 
 
-def test_without_triton_there_is_torch_and_a_reason():
+def test_without_triton_torch_is_used_and_the_reason_given():
     told = python(
         "sys.modules['triton'] = None\n"
         "import torch\n"
@@ -330,7 +330,7 @@ def test_without_triton_there_is_torch_and_a_reason():
     assert told.startswith("torch ") and "triton" in told
 
 
-def test_importing_the_pack_leaves_triton_and_the_host_alone():
+def test_importing_the_pack_imports_neither_triton_nor_the_host():
     told = python(
         "import tome_nodes.strategies, tome_nodes.core.apply, tome_nodes.ops\n"
         "print([name for name in ('triton', 'comfy') if name in sys.modules])"
@@ -406,7 +406,7 @@ for dtype, channels, heads, window in shapes:
 """
 
 
-def test_kernels_compile_for_gpus_that_are_not_there(tmp_path):
+def test_kernels_compile_for_gpus_that_are_not_present(tmp_path):
     file = tmp_path / "compile.py"
     file.write_text(COMPILE, encoding="utf-8")
     told = python(

@@ -33,16 +33,16 @@ def test_unit_tests_need_no_comfyui(command):
         "tests/units",
         "tests/hosts/test_presets.py",
         "tests/unit tests/editor/test_editor.py::test_search",
-        # None of these chooses tests, so all run.
+        # None of these selects tests, so all run.
         "-k tests/unit",
         "--ignore tests/unit/test_kernels.py",
         "--deselect tests/unit/test_plan.py::test_merge",
     ],
 )
-def test_all_others_need_it(command):
+def test_all_other_tests_need_comfyui(command):
     assert needs_comfyui(command.split())
 
 
-def test_paths_are_told_from_options_and_their_values():
+def test_paths_are_distinguished_from_options_and_their_values():
     command = "-k tests/unit tests/hosts -x tests/unit/test_plan.py::test_merge tests.ini"
     assert chosen_paths(command.split()) == [ROOT / "tests/hosts", ROOT / "tests/unit/test_plan.py"]

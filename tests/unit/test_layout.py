@@ -15,7 +15,7 @@ GRID = Grid(2, 3)
 
 @st.composite
 def layouts(draw):
-    """Up to three pictures with text before, between and behind them."""
+    """Up to three pictures with text before, between and after them."""
     spans, place = [], draw(st.integers(0, 3))
     for _ in range(draw(st.integers(1, 3))):
         span = Span(place, Grid(draw(st.integers(1, 3)), draw(st.integers(1, 4))))
@@ -25,7 +25,7 @@ def layouts(draw):
 
 
 def halves(features, grid):
-    """Two plans of a picture: tokens in pairs, and in quarters of it; None for a single token."""
+    """Two plans of a picture: tokens in pairs, and in quarters; None for a single token."""
     if grid.tokens < 2:
         return [None, None]
 
@@ -38,7 +38,7 @@ def halves(features, grid):
 
 
 def brute_force_merge(plan, x):
-    """Means over the slots that a plan names, in float64."""
+    """The means of the slots of a plan, in float64."""
     slots = plan.slots()
     return torch.stack(
         [

@@ -20,13 +20,13 @@ OPERATIONS = sorted(
 
 
 def parameters_of(name):
-    """The names of an operation's parameters, each with its default or the lack of one."""
+    """The parameters of an operation and their defaults."""
     parameters = inspect.signature(getattr(Operations, name)).parameters
     return {key: value.default for key, value in parameters.items() if key != "self"}
 
 
 def brute_force_keys(owners, x, heads):
-    """Means as long as the tokens of their owner are on average, head by head; float64."""
+    """Means stretched to the average length of their tokens, head by head, in float64."""
     pieces = []
     for head in x.double().chunk(heads, dim=2):
         means = brute_force_merge(owners, head)
@@ -35,14 +35,14 @@ def brute_force_keys(owners, x, heads):
     return torch.cat(pieces, 2)
 
 
-def test_plain_torch_offers_what_a_backend_must():
+def test_plain_torch_has_every_operation_of_a_backend():
     assert OPERATIONS == ["add_change", "merge", "merge_keys", "unmerge", "widen"]
     for name in OPERATIONS:
         parameters = inspect.signature(getattr(reference, name)).parameters
         assert {key: value.default for key, value in parameters.items()} == parameters_of(name)
 
 
-def test_a_backend_is_known_by_its_name():
+def test_a_backend_is_found_by_its_name():
     assert operations("torch") is reference and reference.NAME == "torch"
 
 
@@ -52,7 +52,7 @@ def test_a_backend_is_known_by_its_name():
     st.integers(1, 17),
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
 )
-def test_each_head_of_a_key_is_as_long_as_those_of_its_tokens(owners, heads, channels, dtype):
+def test_each_head_of_a_key_is_as_long_as_its_tokens_are_on_average(owners, heads, channels, dtype):
     generator = torch.Generator().manual_seed(4)
     plan = SlotPlan.from_owners(torch.tensor(owners), len(set(owners[0])))
     x = torch.randn(*plan.slot_of_token.shape, heads * channels, generator=generator).to(dtype)

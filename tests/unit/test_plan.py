@@ -14,7 +14,7 @@ from tome_nodes.strategies.pool import PoolPlan
 
 @st.composite
 def partitions(draw):
-    """The owner of each token, as many tokens staying in each sample."""
+    """The owner of each token; the same number of tokens stays in each sample."""
     batch, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 24))
     stay = draw(st.integers(1, tokens))
     rows = []

@@ -76,9 +76,9 @@ class Noted(Observer):
 
 
 def evaluated(moments, **settings):
-    """How many plans each evaluation of a run made."""
+    """The number of plans that each evaluation of a run made."""
     noted, model = Noted(), Model()
-    config = ToMeConfig(merge_attn=False, merge_mlp=True, min_tokens=1, **settings)
+    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1, **settings)
     run = Run(config, Toy(), model, make_strategy, [noted])
     x = torch.randn(1, GRID.tokens, 3, generator=torch.Generator().manual_seed(0))
     for step, part in moments:
@@ -92,7 +92,7 @@ def evaluated(moments, **settings):
     ("every", "made"),
     [(0, [2] * 6), (1, [1] * 6), (2, [1, 0, 1, 0, 1, 0]), (9, [1, 0, 0, 0, 0, 0])],
 )
-def test_plans_are_kept_for_so_many_steps(every, made):
+def test_plans_are_kept_for_reuse_steps(every, made):
     assert evaluated([(step, "all") for step in range(6)], reuse_steps=every) == made
 
 
@@ -101,19 +101,19 @@ def test_each_part_of_a_step_has_its_own_plans():
     assert evaluated(moments, reuse_steps=9) == [1, 1, 0, 0, 0, 0]
 
 
-def test_parts_that_move_from_step_to_step_do_not_use_up_the_room():
+def test_parts_that_move_from_step_to_step_do_not_fill_the_limit():
     moments = [(step, (step, window)) for step in range(20) for window in range(8) for _ in "ab"]
     assert evaluated(moments, reuse_steps=1) == [1, 0] * (20 * 8)
 
 
-def test_so_many_parts_are_kept_and_the_rest_shares_within_an_evaluation():
+def test_a_limited_number_of_parts_is_kept_and_the_rest_shares_within_an_evaluation():
     moments = [(step, part) for step in range(2) for part in range(66)]
     assert evaluated(moments, reuse_steps=2) == [1] * 66 + [0] * 64 + [1] * 2
 
 
-def test_what_merged_is_told_of_each_block():
+def test_the_outcome_of_each_block_is_reported():
     noted, model = Noted(), Model()
-    config = ToMeConfig(merge_attn=False, merge_mlp=True, min_tokens=1)
+    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
     run = Run(config, Toy(), model, make_strategy, [noted])
     x = torch.randn(1, GRID.tokens, 3)
     with torch.no_grad():
@@ -132,9 +132,9 @@ def test_what_merged_is_told_of_each_block():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_an_evaluation_that_raises_is_told_to_nobody_and_leaves_nothing():
+def test_an_evaluation_that_raises_is_not_reported_and_leaves_nothing():
     noted, model = Noted(), Model()
-    config = ToMeConfig(merge_attn=False, merge_mlp=True, min_tokens=1)
+    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
     run = Run(config, Toy(), model, make_strategy, [noted])
     x = torch.zeros(1, GRID.tokens, 3)
     with (

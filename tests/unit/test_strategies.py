@@ -1,4 +1,4 @@
-"""The strategies beside the paper's matching, each against a plain reading of its definition."""
+"""The other strategies, each compared with a straightforward version of its definition."""
 
 import pytest
 import torch
@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from test_bipartite import brute_force_groups, features_of, grids, groups
 from torch.testing import assert_close
 
-from tome_nodes.config import CHOICES, ToMeConfig
+from tome_nodes.config import ToMeConfig
 from tome_nodes.core.grid import Grid
 from tome_nodes.core.picks import step_key
 from tome_nodes.core.plan import SlotPlan
 from tome_nodes.ops import reference
+from tome_nodes.options import OPTIONS
 from tome_nodes.strategies import make_strategy, strategy_class
 from tome_nodes.strategies.cells import frames_of_cell
 from tome_nodes.strategies.cluster import cluster
@@ -29,7 +30,7 @@ def plan_of(config, features, grid, step=0):
 
 
 @given(
-    st.sampled_from(CHOICES["strategy"]),
+    st.sampled_from([*OPTIONS["strategy"].choices]),
     grids,
     cell_sides,
     cell_sides,
@@ -43,7 +44,7 @@ def test_every_strategy_makes_a_partition_and_merges_means(strategy, grid, sx, s
     plan = plan_of(ToMeConfig(strategy=strategy, ratio=ratio, sx=sx, sy=sy), features, grid)
     if plan is None:
         return
-    # Copying each token's number back tells its slot, whatever the kind of plan.
+    # Unmerging the numbers of the slots gives each token's slot, for any kind of plan.
     numbers = torch.arange(plan.slot_count).float().expand(batch, -1)[..., None]
     slots = plan.unmerge(numbers)[..., 0].long()
     assert plan.slot_count < grid.tokens
@@ -103,7 +104,7 @@ def test_windows_of_a_usual_map_are_16_by_16_tokens(sy, sx):
     assert first == [row * 64 + column for row in range(16) for column in range(16)]
 
 
-def test_window_and_global_matching_merge_as_many():
+def test_window_and_global_matching_merge_the_same_number():
     grid = Grid(64, 64)
     features = features_of(grid, channels=8)
     for ratio in (0.25, 0.5, 0.75):
@@ -154,7 +155,7 @@ def test_two_ratios_come_from_one_matching(strategy, grid, ratios, seed):
 
 
 @pytest.mark.parametrize("strategy", ["pool", "cluster"])
-def test_the_other_strategies_take_a_ratio_for_keys_too(strategy):
+def test_the_other_strategies_have_a_ratio_for_keys_too(strategy):
     grid = Grid(8, 8)
     made = make_strategy(ToMeConfig(strategy=strategy), reference)
     queries, keys = made.plans(features_of(grid), grid, [0.0, 0.75])

@@ -6,25 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from tome_nodes.config import CHOICES
+from tome_nodes.options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tome_nodes"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = {
-    "config": set(),
+    "options": set(),
+    "config": {"options"},
+    "presets": {"options"},
+    "captions": {"options", "presets"},
     "ops": set(),
-    "presets": {"config"},
     "core": {"config", "ops"},
     "strategies": {"config", "ops", "core"},
-    "report": {"config", "core", "strategies"},
+    "report": {"options", "config", "core", "strategies"},
     "hosts": {"config", "ops", "core", "strategies", "report"},
-    "patch": {"config", "presets", "hosts"},
-    "nodes": {"config", "presets", "hosts", "report"},
+    "patch": {"options", "config", "presets", "hosts"},
+    "nodes": {"options", "config", "presets", "captions", "hosts", "report"},
     "__init__": {"patch"},
 }
-"""What each part of the package may import of the others."""
+"""The other parts of the package that each part may import."""
 
 
 def name_of(file):
@@ -36,7 +38,7 @@ MODULES = {name_of(file): file for file in FILES}
 
 
 def imports_of(name):
-    """The modules of the package that one imports anywhere in its text, in functions too."""
+    """The modules of the package that one imports, including imports in functions."""
     file = MODULES[name]
     here = [] if name == "__init__" else name.split(".")
     if file.name != "__init__.py":
@@ -98,15 +100,15 @@ def test_only_a_host_knows_its_libraries():
 
 
 STANDARD = {
-    *("collections", "contextlib", "dataclasses", "functools", "inspect", "logging", "math"),
-    *("struct", "sys", "threading", "time", "types", "typing", "weakref"),
+    *("collections", "contextlib", "contextvars", "dataclasses", "functools", "inspect"),
+    *("logging", "math", "struct", "sys", "threading", "time", "types", "typing", "weakref"),
 }
 
 
-@pytest.mark.parametrize("strategy", CHOICES["strategy"])
+@pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 def test_a_strategy_is_named_only_where_it_is_chosen(strategy):
     for name, file in MODULES.items():
-        if name in ("config", "presets", "strategies", f"strategies.{strategy}"):
+        if name in ("options", "presets", "strategies", f"strategies.{strategy}"):
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             assert not (isinstance(node, ast.Constant) and node.value == strategy), name

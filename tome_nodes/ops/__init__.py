@@ -1,4 +1,4 @@
-"""On what the operations of a plan run: plain torch, or Triton kernels where they can be had."""
+"""The backends of a plan's operations: plain torch, or Triton kernels where available."""
 
 from typing import Protocol
 
@@ -9,16 +9,16 @@ from . import reference
 
 
 class Operations(Protocol):
-    """What the module of a backend offers.
+    """The functions of a backend's module.
 
-    That is :mod:`tome_nodes.ops.reference` of plain torch, which describes the functions, or
-    :mod:`tome_nodes.ops.kernels` of Triton, which has ``match_windows`` besides.
+    :mod:`tome_nodes.ops.reference` is plain torch and documents the functions.
+    :mod:`tome_nodes.ops.kernels` is Triton and also has ``match_windows``.
 
-    A plan's arrays count tokens and slots over the whole batch: sample b's tokens are
-    ``b * tokens`` and on, its slots ``b * slots`` and on.
+    A plan's arrays number tokens and slots over the whole batch: those of sample ``b`` start at
+    ``b * tokens`` and ``b * slots``.
 
     * ``slot_of_token``: ``[batch, tokens]`` int64, the slot of each token.
-    * ``order``: ``[batch * tokens]`` int64, tokens slot by slot.
+    * ``order``: ``[batch * tokens]`` int64, the tokens slot by slot.
     * ``offsets``: ``[batch * slots]`` int64, where each slot begins in ``order``.
     """
 
@@ -62,11 +62,12 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str
 
     Args:
         backend: what the settings ask for: ``auto``, ``torch`` or ``triton``.
-        device: where the tokens are.
-        dtype: of the tokens.
+        device: device of the tokens.
+        dtype: dtype of the tokens.
 
     Returns:
-        The backend; and why it is not ``triton`` where that was asked for, or could be expected.
+        The backend, and the reason if it is not ``triton`` although that was asked for, or ``auto``
+        on a GPU; otherwise None.
     """
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return "torch", None
@@ -84,7 +85,7 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str
 
 
 def operations(backend: str) -> Operations:
-    """The operations of a backend: of Triton for ``triton``, else of plain torch."""
+    """The module of a backend: Triton's for ``triton``, otherwise plain torch."""
     if backend != "triton":
         return reference
     from . import kernels

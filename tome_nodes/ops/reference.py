@@ -1,7 +1,7 @@
 """The operations of a plan in plain torch, for any device.
 
-A plan's arrays count tokens and slots over the whole batch: sample b's tokens are ``b * tokens``
-and on, its slots ``b * slots`` and on.
+A plan's arrays number tokens and slots over the whole batch: those of sample ``b`` start at
+``b * tokens`` and ``b * slots``.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 NAME = "torch"
 
 FURTHER = 8
-"""Channels that :func:`widen` adds: attention's fast path wants heads of a multiple of this."""
+"""Channels that :func:`widen` adds: attention's fast path needs heads of a multiple of this."""
 
 # Devices whose embedding_bag sums each slot in a fixed order, without atomics.
 _BAG_DEVICES = frozenset({"cpu", "cuda", "xpu"})
@@ -27,7 +27,7 @@ def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> T
         offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
 
     Returns:
-        ``[batch, slots, channels]`` of the dtype of ``x``, added up in float32 at least.
+        ``[batch, slots, channels]`` of the dtype of ``x``, summed in float32 or better.
     """
     batch, _, channels = x.shape
     tokens = x.reshape(-1, channels)
@@ -44,17 +44,17 @@ def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> T
 def merge_keys(
     x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor, heads: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """The mean of each slot, and the same stretched to the mean length of its tokens, per head.
+    """The mean of each slot, and that mean stretched to the mean length of its tokens, per head.
 
     Args:
         x: ``[batch, tokens, heads * head_channels]``, any strides.
         slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
         order: ``[batch * tokens]`` int64, tokens slot by slot.
         offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
-        heads: number of heads, each of which is stretched by itself.
+        heads: number of heads; each is stretched separately.
 
     Returns:
-        Two ``[batch, slots, heads * head_channels]`` of the dtype of ``x``, as of :func:`merge`.
+        Two ``[batch, slots, heads * head_channels]`` of the dtype of ``x``, as in :func:`merge`.
     """
     means = merge(x, slot_of_token, order, offsets)
     lengths = x.unflatten(2, (heads, -1)).norm(dim=3)
@@ -65,7 +65,7 @@ def merge_keys(
 
 
 def unmerge(y: Tensor, slot_of_token: Tensor) -> Tensor:
-    """Each token's slot: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``.
+    """Copy each slot to its tokens: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``.
 
     ``slot_of_token`` is ``[batch, tokens]`` int64, the slot of each token.
     """
@@ -74,12 +74,12 @@ def unmerge(y: Tensor, slot_of_token: Tensor) -> Tensor:
 
 
 def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) -> Tensor:
-    """``x`` and what changed in the slot of each token.
+    """``x`` plus the change of each token's slot.
 
     Args:
         x: ``[batch, tokens, channels]``, any strides.
         before: ``[batch, slots, channels]`` of the same dtype.
-        after: the same, some change later.
+        after: the same after the change.
         slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
 
     Returns:
@@ -91,16 +91,17 @@ def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) 
 def widen(
     q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, heads: int, scale: float, constant: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads with further channels through which each logit gains ``constant`` times a log size.
+    """Add channels to each head so that each logit gains ``constant`` times a log size.
 
     Args:
-        q: ``[batch, queries, heads * channels]``; scaled by ``scale``, ``constant`` in the further
-            channels.
-        k: ``[batch, keys, heads * channels]``; ``log_sizes`` in the first further channel.
-        v: the same; the further channels are 0.
+        q: ``[batch, queries, heads * channels]``; multiplied by ``scale``. The added channels hold
+            ``constant``.
+        k: ``[batch, keys, heads * channels]``. The first added channel holds ``log_sizes``, the
+            others 0.
+        v: the same shape as ``k``. The added channels hold 0.
         log_sizes: ``[batch, keys]`` of the dtype of ``k``.
         heads: number of heads.
-        scale: for the channels of the queries.
+        scale: factor for the channels of the queries.
         constant: see ``q``.
 
     Returns:

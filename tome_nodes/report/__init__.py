@@ -1,1 +1,1 @@
-"""What is told of a sampling run: observers that follow it, words and pictures."""
+"""Reports on a sampling run: observers that follow it, words and pictures."""

@@ -9,13 +9,13 @@ class Counts(Observer):
     """Counts of the evaluations of a model.
 
     Attributes:
-        total_steps: of the run, 0 where the host does not know them.
-        blocks_present: blocks of the model.
+        total_steps: steps of the run, 0 if the host does not know them.
+        blocks_present: transformer blocks of the model.
         largest_grid: tokens of the largest feature map that entered a block.
-        fell_back: blocks that ran in module scope though a wider one was asked for, by the reason.
-        unweighted: why merged keys weighed as one token each.
-        plans_made: how many plans were made.
-        plans_reused: how often a block ran under the plan of another block or step.
+        fell_back: blocks that ran in module scope although a wider one was set, by the reason.
+        unweighted: reasons why merged keys weighed as one token each.
+        plans_made: number of plans made.
+        plans_reused: number of times a block used the plan of another block or step.
     """
 
     def __init__(self, total_steps: int = 0):
@@ -31,7 +31,7 @@ class Counts(Observer):
         self._reasons: Counter[str] = Counter()
 
     def evaluated(self, result: Evaluated) -> None:
-        """Add what an evaluation did."""
+        """Add the outcomes of an evaluation."""
         self.blocks_present = result.blocks
         if result.reason is not None:
             self._reasons[result.reason] += 1
@@ -52,12 +52,12 @@ class Counts(Observer):
 
     @property
     def merged_steps(self) -> int:
-        """In how many steps anything merged."""
+        """The number of steps in which anything merged."""
         return len(self._steps)
 
     @property
     def merged_blocks(self) -> int:
-        """How many blocks merged in any step."""
+        """The number of blocks that merged in any step."""
         return len(set().union(*self._blocks.values()))
 
     @property
@@ -66,20 +66,20 @@ class Counts(Observer):
 
     @property
     def lengths(self) -> list[int]:
-        """The numbers of tokens that were merged, from the most to the least."""
+        """The sizes in tokens of the feature maps that merged, largest first."""
         return sorted({before for before, _ in self._blocks}, reverse=True)
 
     def blocks_of(self, before: int) -> int:
-        """How many blocks merged so many tokens."""
+        """The number of blocks that merged a feature map of ``before`` tokens."""
         return len(
             set().union(*(names for size, names in self._blocks.items() if size[0] == before))
         )
 
     def lengths_after(self, before: int) -> list[int]:
-        """The numbers of tokens that ``before`` became, from the least to the most."""
+        """The numbers of tokens that ``before`` was reduced to, smallest first."""
         return sorted(after for size, after in self._blocks if size == before)
 
     @property
     def most_common_reason(self) -> str | None:
-        """Why blocks, or whole evaluations, ran on all their tokens, None where none is known."""
+        """Why blocks or whole evaluations ran on all tokens, None if no reason is known."""
         return self._reasons.most_common(1)[0][0] if self._reasons else None

@@ -1,6 +1,6 @@
-"""Pictures of what merged: arrays in, images out.
+"""Pictures of what merged, made from arrays.
 
-An image is ``[height, width, 3]`` uint8. The font that comes with PIL knows ASCII only.
+An image is ``[height, width, 3]`` uint8. PIL's own font has ASCII characters only.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ INK = (238, 240, 244)
 WARM = (246, 142, 60)
 COOL = (72, 214, 190)
 
-# From nothing to everything: night blue, violet, red, orange, pale yellow.
+# From 0 to 1: night blue, violet, red, orange, pale yellow.
 _RAMP = np.array([(18, 22, 54), (84, 30, 120), (186, 54, 96), WARM, (252, 240, 170)])
 
 _LONG_SIDE = 1024
@@ -42,8 +42,8 @@ def merge_map(slots: np.ndarray, picture: np.ndarray | None = None) -> np.ndarra
     Args:
         slots: ``[height, width]`` int, the slot of each token.
         picture: ``[height, width, channels]`` float from 0 to 1, of any size. Groups then have the
-            mean of its colours, and tokens that merged with no other show it as it is. Without it,
-            groups are told apart by colours of no meaning, and other tokens are dark.
+            mean of its colours, and unmerged tokens show the picture itself. Without it, groups
+            have arbitrary colours, and unmerged tokens are dark.
     """
     scale = _scale(*slots.shape)
     merged = merged_tokens(slots)
@@ -70,7 +70,7 @@ def heat_map(share: np.ndarray, picture: np.ndarray | None = None) -> np.ndarray
 
     Args:
         share: ``[height, width]`` float from 0, never, to 1, in every step.
-        picture: as for :func:`merge_map`; it shines through in grey.
+        picture: as for :func:`merge_map`; it shows through in grey.
     """
     scale = _scale(*share.shape)
     image = _enlarged(colours_of(share), scale)
@@ -81,7 +81,7 @@ def heat_map(share: np.ndarray, picture: np.ndarray | None = None) -> np.ndarray
 
 
 def captioned(image: np.ndarray, title: str, lines: Sequence[str], key: bool = False) -> np.ndarray:
-    """An image with a title and lines of text above it; with ``key``, that of a heat map below."""
+    """An image with a title and lines of text above it; ``key`` adds a heat map's key below it."""
     height, width = image.shape[:2]
     top = _MARGIN + 40 + 26 * len(lines) + 8
     texts = [_width(title, _TITLE), *(_width(line, _TEXT) for line in lines), 440 * key]
@@ -97,7 +97,7 @@ def captioned(image: np.ndarray, title: str, lines: Sequence[str], key: bool = F
 
 
 def card(title: str, lines: Sequence[str]) -> np.ndarray:
-    """A card of text, where there is nothing else to show; a line that is a hint stands out."""
+    """A card of text to show instead of a picture, with lines that are hints highlighted."""
     wrapped = [_wrapped(line, _TEXT, 720) for line in lines]
     height = 96 + sum(26 * len(parts) + 10 for parts in wrapped)
     canvas, draw = _canvas(800, height + 20)
@@ -119,14 +119,14 @@ def chart(
     after: np.ndarray,
     seconds: np.ndarray | None,
 ) -> np.ndarray:
-    """What each block did in each step: tokens before and after, and the time it took.
+    """A chart of each block in each step: tokens before and after merging, and seconds.
 
     Args:
-        names: of the blocks, one a row.
-        steps: numbers of the steps, one a column.
-        before: ``[blocks, steps]``, tokens that entered; NaN where a block did not run.
-        after: the same, tokens that it ran on.
-        seconds: the same, None where they could not be measured.
+        names: names of the blocks, one per row.
+        steps: numbers of the steps, one per column.
+        before: ``[blocks, steps]``, tokens that entered the block; NaN where it did not run.
+        after: the same shape, tokens that the block ran on.
+        seconds: the same shape, None if they could not be measured.
     """
     row = int(np.clip(840 // len(names), 14, 28))
     column = int(np.clip(320 // len(steps), 3, 40))
@@ -181,7 +181,7 @@ def chart(
 
 
 def _kept_colours(kept: np.ndarray) -> np.ndarray:
-    """Colours for the share of tokens kept: dark where all are, brighter the more merged."""
+    """Colours for the share of tokens kept: dark for all, brighter the more merged."""
     merged = np.nan_to_num(1 - kept)[..., None]
     bright = 0.1 + 0.9 * merged
     colours = np.where(merged > 0, (1 - bright) * FAINT + bright * COOL, FAINT)
@@ -219,7 +219,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _sizes_in_words(before: np.ndarray, after: np.ndarray) -> str:
-    """Such as ``4096 to 2048``, or ``4096`` where nothing merged."""
+    """For example ``4096 to 2048``, or ``4096`` if nothing merged."""
     entered, merged = np.nanmax(before), after[after < before]
     if not merged.size:
         return f"{entered:.0f}"
@@ -228,7 +228,7 @@ def _sizes_in_words(before: np.ndarray, after: np.ndarray) -> str:
 
 
 def _palette(count: int) -> np.ndarray:
-    """Colours that are told apart, ``[count, 3]`` float: hues in the golden ratio."""
+    """Distinguishable colours, ``[count, 3]`` float, with hues spaced by the golden ratio."""
     hue = (np.arange(count) * 0.618034 % 1)[:, None]
     light = (0.62 + 0.3 * (np.arange(count) * 0.754878 % 1))[:, None]
     wheel = np.clip(np.abs((hue * 6 + np.array([[0, 4, 2]])) % 6 - 3) - 1, 0, 1)
@@ -236,7 +236,7 @@ def _palette(count: int) -> np.ndarray:
 
 
 def _scale(height: int, width: int) -> int:
-    """How many pixels wide to show a token."""
+    """The width of a token in pixels."""
     return int(np.clip(round(_LONG_SIDE / max(height, width)), 4, 64))
 
 
@@ -245,7 +245,7 @@ def _enlarged(tokens: np.ndarray, scale: int) -> np.ndarray:
 
 
 def _fitted(picture: np.ndarray, tokens: tuple[int, ...], scale: int) -> np.ndarray:
-    """A picture in the size of a map, ``[height, width, 3]`` float, 0 to 255."""
+    """A picture scaled to a map of tokens, ``[height, width, 3]`` float, 0 to 255."""
     bytes_of_it = (np.clip(np.nan_to_num(picture), 0, 1) * 255).round().astype(np.uint8)
     image = Image.fromarray(bytes_of_it.squeeze(2) if picture.shape[2] == 1 else bytes_of_it)
     size = tokens[1] * scale, tokens[0] * scale

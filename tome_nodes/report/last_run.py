@@ -1,4 +1,4 @@
-"""What is kept of the last sampling run of a patched model."""
+"""The record of a patched model's last sampling run."""
 
 from dataclasses import dataclass
 
@@ -9,19 +9,19 @@ from .recorder import Recording
 
 @dataclass(frozen=True)
 class LastRun:
-    """What is kept of the last sampling run of a patched model.
+    """The record of a patched model's last sampling run.
 
     Attributes:
-        model: the kind of model, as the host calls it.
+        model: the host's name for the kind of model.
         config: the settings.
         counts: what was merged.
         obstacle: why nothing was merged, None if something was.
-        backend: such as ``torch``, with the reason where it is not Triton; None if it did not come
-            to that.
-        worth_from: tokens of a feature map from which merging is worth it, by estimate.
+        backend: for example ``torch``, with the reason if it is not Triton; None if the run never
+            chose one.
+        worth_from: estimated size in tokens from which merging a feature map is worth it.
         shallowest: how many times smaller than the latent the largest feature map with attention
             is.
-        recording: the details, None if no report was wanted when the run began.
+        recording: the details, None if no report was connected when the run began.
     """
 
     model: str

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..options import VIEW
 from ..strategies import strategy_class
 from . import drawing, words
 from .last_run import LastRun
 from .recorder import MATCHING, Recording
-
-VIEWS = ("merge map", "heat map", "chart")
-"""What to draw."""
 
 # A share of the run from which matching is worth a hint.
 _MUCH = 0.1
@@ -34,18 +32,18 @@ NO_RUN = (
     "No run to report",
     "No run of this model is known that made these samples.",
     "Hint: connect the model that goes into the sampler, and the samples that come out of it. If "
-    "they are connected so, sample once more, with another seed say.",
+    "they are already connected this way, sample again with another seed.",
 )
 
 
 def notice(title: str, *sentences: str) -> Report:
-    """The report of why there is nothing to report."""
+    """A report that says why there is nothing to report."""
     return Report(drawing.card(title, sentences), "\n".join(sentences))
 
 
 def report_of(
     run: LastRun,
-    view: str = VIEWS[0],
+    view: str = VIEW.default,
     level: int = -1,
     step: int = -1,
     picture: np.ndarray | None = None,
@@ -54,7 +52,8 @@ def report_of(
 
     Args:
         run: what was kept of it.
-        view: one of :data:`VIEWS`. Where the run has nothing to show in it, the picture says why.
+        view: one of the choices of :data:`tome_nodes.options.VIEW`. Where the run has nothing to
+            show in it, the picture says why.
         level: which feature maps to draw, by how many times smaller than the latent; -1 is the
             largest.
         step: which step to draw, counted from 1; -1 is the last that merged.
@@ -97,15 +96,19 @@ def in_words(run: LastRun) -> list[str]:
 
 
 def hint_for(run: LastRun) -> str | None:
-    """What to change where the settings gain nothing, or less than they could."""
+    """What to change if the settings gain nothing, or less than they could."""
     config, counts, strategy = run.config, run.counts, strategy_class(run.config)
     largest = max(counts.lengths, default=counts.largest_grid)
     if run.worth_from and 0 < largest < run.worth_from:
         longer = (run.worth_from / largest) ** 0.5
         return (
-            f"{largest} tokens are too few to gain anything; merging pays from about "
+            f"{largest} tokens are too few to gain anything; merging is worth it from about "
             f"{run.worth_from} here. Make the picture {longer:.1f} times as wide and high"
-            + (", or set min_tokens to 0 to leave small maps alone." if config.min_tokens else ".")
+            + (
+                ", or, under preset custom, set min_tokens to 0 to leave small maps alone."
+                if config.min_tokens
+                else "."
+            )
         )
     if run.obstacle is not None:
         return None
@@ -122,7 +125,7 @@ def hint_for(run: LastRun) -> str | None:
         and recording.overhead is not None
         and recording.overhead[MATCHING] > _MUCH * recording.seconds
     ):
-        return "matching takes much of the time; all presets but paper match within windows."
+        return "matching takes much of the time; all presets except paper match within windows."
     if run.shallowest > 1 and config.scope == "module" and not config.merge_mlp:
         return "little of this model's time is in self-attention; preset fast saves most."
     return None
@@ -131,12 +134,12 @@ def hint_for(run: LastRun) -> str | None:
 def _times_in_words(recording: Recording | None) -> str:
     if recording is None:
         return (
-            "Details: maps and times were not recorded, as no report was connected when the model "
-            "sampled. Change the seed and run again to get them."
+            "Details: maps and times were not recorded, because no report was connected when the "
+            "model sampled. Change the seed and run again to get them."
         )
     run = _seconds(recording.seconds)
     if recording.overhead is None:
-        return f"Time: {run}; what merging took of it cannot be measured in a model like this"
+        return f"Time: {run}; the part that merging took cannot be measured in this model"
     parts = ", ".join(f"{name} {_seconds(spent)}" for name, spent in recording.overhead.items())
     share = 100 * sum(recording.overhead.values()) / recording.seconds
     return f"Time: {parts}, together {share:.1f} % of the run's {run}"
@@ -207,7 +210,7 @@ def _chart(recording: Recording) -> np.ndarray:
 
 
 def _listed(numbers: Iterable[int]) -> str:
-    """Such as ``1 or 2``, or ``1 to 20`` where all between are there."""
+    """For example ``1 or 2``, or ``1 to 20`` if no number between them is missing."""
     numbers = sorted(numbers)
     if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{numbers[0]} to {numbers[-1]}"

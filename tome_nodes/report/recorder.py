@@ -1,7 +1,7 @@
-"""What one sampling run does in detail: which tokens merged in each step, and how long it took.
+"""A sampling run in detail: which tokens merged in each step, and how long everything took.
 
-A recorder watches only a run that a report is wanted of. Nothing waits for the device before the
-run is over; then all is copied from it at once.
+A recorder watches a run only if a report is connected. It does not wait for the device before the
+run is over, and then copies everything at once.
 """
 
 import time
@@ -29,7 +29,7 @@ class BlockStep:
     Attributes:
         before: tokens that entered it.
         after: tokens that it, or modules in it, ran on.
-        seconds: that it took, None where it could not be measured.
+        seconds: its duration, None if it could not be measured.
     """
 
     before: int
@@ -45,10 +45,10 @@ class Recording:
         latent: the grid of the latent.
         slots: by step and feature map, the slot of each token in the first sample of the batch,
             ``[height, width]`` int64, in the block that merged first.
-        blocks: what each block did in each step, by its name and the step.
-        seconds: from the first evaluation of the model to the end of the run.
-        overhead: seconds of ``matching``, ``merging`` and ``unmerging`` in them, None where they
-            could not be measured: in a compiled model, and on devices without a clock of ours.
+        blocks: the blocks in each step, by name and step.
+        seconds: time from the first evaluation of the model to the end of the run.
+        overhead: seconds of ``matching``, ``merging`` and ``unmerging`` therein, None if they could
+            not be measured: in a compiled model, and on devices other than a CPU or CUDA.
     """
 
     latent: Grid
@@ -59,9 +59,9 @@ class Recording:
 
     @property
     def levels(self) -> dict[int, Grid]:
-        """The feature maps that merged, by how many times smaller than the latent, in order."""
+        """The feature maps that merged, by how many times smaller than the latent they are."""
         grids = {grid for _, grid in self.slots}
-        # Where two maps round to one level, as areas of a picture may, the largest stands for it.
+        # Areas of a picture can round to the same level; the largest then represents it.
         by_size = sorted(grids, key=lambda grid: grid.tokens)
         levels = {self._level(grid): grid for grid in by_size}
         return dict(sorted(levels.items()))
@@ -71,7 +71,7 @@ class Recording:
 
 
 class Recorder(Observer):
-    """Notes what a run does while it goes on."""
+    """Records a run while it happens."""
 
     def __init__(self, latent: Grid, device: torch.device):
         """Begin with the first evaluation of a model, for ``latent`` on ``device``."""
@@ -103,8 +103,8 @@ class Recorder(Observer):
         return cast(Function, timed_forward)
 
     def time(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a function returns; its time, if it can be measured, counts as that of ``name``."""
-        # What is traced runs once, and not when the model does.
+        """Call a function, add its time to that of ``name`` if it can be measured, and return."""
+        # Traced code runs once, and not when the model runs.
         if torch.compiler.is_compiling() or not self._clock.tells:
             return function(*args, **kwargs)
         start = self._clock.now()
@@ -127,7 +127,7 @@ class Recorder(Observer):
                     self._slots[place] = slots.view(span.grid.height, span.grid.width)
 
     def finish(self) -> Recording:
-        """What was noted, as plain numbers."""
+        """The recording, as plain numbers."""
         self._clock.wait()
         seconds = time.perf_counter() - self._started
         by_name: dict[str, float] = dict.fromkeys((MATCHING, MERGING, UNMERGING), 0.0)
@@ -150,12 +150,12 @@ class Recorder(Observer):
 
 
 def _counted_from_0(slots: np.ndarray) -> np.ndarray:
-    """Slots of one picture, whose numbers begin behind those of what stands before it."""
+    """The slots of one picture, numbered from 0 instead of from the tokens before the picture."""
     return slots - slots.min()
 
 
 class _Clock:
-    """Tells time on a device without making it wait."""
+    """Measures time on a device without making it wait."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -178,7 +178,7 @@ class _Clock:
 
 
 class _WatchedPlan(Plan):
-    """A plan whose merging and unmerging a recorder times."""
+    """Times the merging and unmerging of a plan."""
 
     def __init__(self, plan: Plan, recorder: Recorder):
         self.slot_count = plan.slot_count

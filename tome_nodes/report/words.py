@@ -1,4 +1,4 @@
-"""What is told of a run, in words: the log line, the live line, and what a report begins with."""
+"""A run in words: the log line, the live line, and the first lines of a report."""
 
 from ..config import ToMeConfig
 from ..core.observer import Evaluated
@@ -9,12 +9,12 @@ from .counts import Counts
 def log_line(counts: Counts, config: ToMeConfig, backend: list[str]) -> str:
     """What a run, or the first call of a kind, merged.
 
-    Such as ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``.
+    For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``.
 
     Args:
-        counts: of the run.
+        counts: the counts of the run.
         config: the settings.
-        backend: what it ran on, as :meth:`tome_nodes.core.engine.Engine.in_words` tells it.
+        backend: the backend, as :meth:`tome_nodes.core.engine.Engine.in_words` returns it.
     """
     merged = f"merged {counts.merged_blocks}/{counts.blocks_present} blocks ({sizes(counts)})"
     steps = [f"{counts.merged_steps}/{counts.total_steps} steps"] if counts.total_steps else []
@@ -22,7 +22,7 @@ def log_line(counts: Counts, config: ToMeConfig, backend: list[str]) -> str:
 
 
 def live_line(result: Evaluated, total_steps: int) -> str:
-    """What one evaluation merged, such as ``5/16 blocks, 4096→2048 tokens, step 3/20``."""
+    """What one evaluation merged, for example ``5/16 blocks, 4096→2048 tokens, step 3/20``."""
     return f"{_evaluation(result)}, step {result.step + 1}/{total_steps}"
 
 
@@ -35,7 +35,7 @@ def _evaluation(result: Evaluated) -> str:
 
 
 def sizes(counts: Counts) -> str:
-    """Such as ``4096 -> 2048 tokens x5, 1024 -> 512 tokens x6``."""
+    """For example ``4096 -> 2048 tokens x5, 1024 -> 512 tokens x6``."""
     several = len(counts.lengths) > 1
     return ", ".join(
         f"{before} -> {_span(counts.lengths_after(before))} tokens"
@@ -45,12 +45,11 @@ def sizes(counts: Counts) -> str:
 
 
 def _span(lengths: list[int]) -> str:
-    """The one length, or the first and last of several."""
     return str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]}-{lengths[-1]}"
 
 
 def deviations(counts: Counts) -> list[str]:
-    """What went otherwise than the settings say, in a few words each."""
+    """What differed from the settings, in a few words each."""
     return [
         *(f"module scope in {len(names)} {why}" for why, names in counts.fell_back.items()),
         *(f"merged keys weigh as one token ({reason})" for reason in sorted(counts.unweighted)),
@@ -58,25 +57,25 @@ def deviations(counts: Counts) -> list[str]:
 
 
 def obstacle(counts: Counts, max_downsample: int, shallowest: int) -> str:
-    """Why nothing was merged: the reason noted most often, or that no level was to merge.
+    """Why nothing was merged: the most common reason, or that ``max_downsample`` rules out all.
 
     Args:
-        counts: of a run that merged nothing.
+        counts: the counts of a run that merged nothing.
         max_downsample: how many times smaller than the latent a merged level may be.
-        shallowest: how many times smaller the largest level of the model is.
+        shallowest: how many times smaller than the latent the model's largest level is.
     """
     return counts.most_common_reason or (
         f"max_downsample={max_downsample} leaves out every transformer block: this model's "
-        f"begin at {shallowest}; set it to auto, or take preset fast"
+        f"start at {shallowest}; use preset fast, or max_downsample auto under preset custom"
     )
 
 
 def settings(config: ToMeConfig, defaults: bool = False) -> list[str]:
-    """What a report tells of the settings, such as ``["ratio 0.90 capped at 0.75", "window"]``.
+    """The settings in words, for example ``["ratio 0.90 capped at 0.75", "window"]``.
 
     Args:
         config: the settings.
-        defaults: whether to tell of strategy and scope even where they are the default.
+        defaults: whether to include strategy and scope even if they are the default.
     """
     strategy = strategy_class(config)
     scope = [] if config.scope == "module" and not defaults else [f"{config.scope} scope"]

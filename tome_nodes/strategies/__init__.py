@@ -19,14 +19,14 @@ STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
         "cluster": ClusterStrategy,
     }
 )
-"""The strategies by the name that a config gives them."""
+"""The strategies by their name in a config."""
 
 
 def strategy_class(config: ToMeConfig) -> type[Strategy]:
-    """The strategy that a config names, to ask what it is like."""
+    """The class of the strategy that a config names."""
     return STRATEGIES[config.strategy]
 
 
 def make_strategy(config: ToMeConfig, ops: Operations) -> Strategy:
-    """The strategy of a config, to run on some operations."""
+    """The strategy that a config names, running on ``ops``."""
     return strategy_class(config)(config, ops)

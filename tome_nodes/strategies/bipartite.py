@@ -9,7 +9,7 @@ from ..core.plan import SlotPlan
 from ..ops import Operations, reference
 from .cells import Cells, CellStrategy, split_cells
 
-# Scores held in memory at once; a larger map is matched in several pieces.
+# The most scores in memory at once; a larger map is matched in pieces.
 _SCORES_AT_ONCE = 2**24
 
 
@@ -55,17 +55,18 @@ def match(
     merges: list[int],
     ops: Operations = reference,
 ) -> list[SlotPlan]:
-    """Merge the src tokens that are most alike to their best dst into it.
+    """Merge the src tokens that are most similar to their nearest dst into it.
 
     Args:
         features: ``[batch, tokens, channels]``, compared by cosine similarity.
         src: token indices, int64; none of them in ``dst``.
         dst: token indices, int64, at least one.
         merges: for each plan, how many src tokens of each sample merge, at most ``len(src)``.
-        ops: what the plans merge and unmerge with.
+        ops: the operations that the plans use.
 
     Returns:
-        Plans of ``tokens - merges`` slots; what merges in one merges in those that merge more.
+        Plans of ``tokens - merges`` slots. Tokens that merge in one plan also merge in every plan
+        that merges more.
     """
     batch, tokens, _ = features.shape
     directions = F.normalize(features, dim=-1)

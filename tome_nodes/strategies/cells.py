@@ -1,4 +1,4 @@
-"""What the strategies that keep one dst token in each cell share (paper, section 4.2)."""
+"""Base of the strategies that keep one dst token in each cell (paper, section 4.2)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ class Cells:
 class CellStrategy(Strategy):
     """Merges src tokens into the dst tokens of cells.
 
-    Which tokens are src and which dst depends on the step and the grid only, so all blocks of a
-    level share the split that a subclass makes.
+    The split into src and dst depends only on the step and the grid, so all blocks of a level share
+    it. Subclasses define :meth:`split` and :meth:`match`.
     """
 
     def __init__(self, config: ToMeConfig, ops: Operations):
@@ -76,7 +76,7 @@ class CellStrategy(Strategy):
         return Cells(Grid(grid.frames, grid.height * grid.width), frames, config.sx)
 
     def match(self, features: Tensor, grid: Grid, merges: list[int]) -> Sequence[Plan | None]:
-        """Plans that merge so many src tokens, None where it comes to nothing."""
+        """One plan for each number of src tokens to merge, None if none would merge."""
         raise NotImplementedError
 
     def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,13 +85,13 @@ class CellStrategy(Strategy):
 
     @property
     def key(self) -> Tensor:
-        """What the random picks of this step are keyed by, a scalar int64 tensor."""
+        """The key of this step's random picks, a scalar int64 tensor."""
         if self._key is None:
             raise RuntimeError("begin must come before plans")
         return self._key
 
     def split_of(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        """The split of this step, made once for all blocks."""
+        """The split of this step, shared by all blocks."""
         if grid not in self._splits:
             cells = self.cells_of(grid)
             if self.config.use_rand:

@@ -1,4 +1,4 @@
-"""Clusters by similarity to the mean token, as one published summary of the method describes it."""
+"""Clusters by similarity to the mean token, as a published summary of the method describes it."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from ..ops import Operations, reference
 
 
 class ClusterStrategy(Strategy):
-    """Tokens of like similarity to the mean token merge, wherever they are in the picture."""
+    """Merges tokens of about equal similarity to the mean token, anywhere in the picture."""
 
     uses_cells = False
     compares_afar = True
@@ -31,8 +31,8 @@ def cluster(features: Tensor, slots: int, ops: Operations = reference) -> SlotPl
 
     Args:
         features: ``[batch, tokens, channels]``.
-        slots: number of groups, at most ``tokens``; their sizes differ by one at most.
-        ops: what the plan merges and unmerges with.
+        slots: number of groups, at most ``tokens``; their sizes differ by at most one.
+        ops: the operations that the plan uses.
     """
     batch, tokens, _ = features.shape
     similarity = F.cosine_similarity(features, features.mean(1, keepdim=True), dim=2)

@@ -1,7 +1,7 @@
-"""Pooling: every whole cell merges into one slot, without looking at the tokens.
+"""Pooling: every cell merges into one slot, without comparing tokens.
 
-The downsampling of ToDo (Smith et al., IJCAI 2024) as a plan. It needs neither similarities nor
-indices: merging is a mean over the cells of an image, unmerging a repetition.
+This is the downsampling of ToDo (Smith et al., IJCAI 2024) as a plan. It needs neither similarities
+nor indices: merging is a mean over the cells of an image, unmerging a repetition.
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from ..core.plan import Plan
 from ..core.strategy import Strategy
 
 NEAREST_SHARE = 0.75
-"""Share of one token in pooled keys and values; `benchmarks/FIDELITY.md` has what others gave."""
+"""Share of one token in pooled keys and values; `benchmarks/FIDELITY.md` compares others."""
 
 
 @dataclass(frozen=True, eq=False)
 class PoolPlan(Plan):
-    """A plan whose slots are the cells of a grid, the cut ones at its edges included.
+    """A plan whose slots are the cells of a grid, including partial ones at its edges.
 
     Attributes:
         batch: number of samples.
         grid: of the tokens.
         sy: height of a cell in tokens.
         sx: width of a cell in tokens.
-        device: where the tokens are.
+        device: device of the tokens.
         slot_count: see :class:`tome_nodes.core.plan.Plan`.
     """
 
@@ -69,9 +69,9 @@ class PoolPlan(Plan):
         return cells.flatten(2).mT
 
     def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Means, those for keys and values leaning on one token.
+        """Means for queries; for keys and values, a blend of the mean and the top left token.
 
-        The top left token of a cell is as sharp as all are, and the mean knows them all (BiGain,
+        The single token is as sharp as the others, and the mean represents all of them (BiGain,
         CVPR 2026).
         """
         means = self.merge(x)
@@ -79,7 +79,7 @@ class PoolPlan(Plan):
         return means, blend, blend
 
     def merge_keys(self, k: Tensor, heads: int) -> Tensor:
-        """Means that lean on one token, as those of :meth:`merge_inputs` do."""
+        """Blends of mean and top left token, as in :meth:`merge_inputs`."""
         return self._leaning(self.merge(k), k)
 
     def merge_values(self, v: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class PoolPlan(Plan):
 
 
 class PoolStrategy(Strategy):
-    """Merges whole cells; a ratio only says whether to, since a cell has but one mean."""
+    """Merges whole cells; any ratio above 0 merges all of them."""
 
     follows_ratio = False
 

@@ -1,7 +1,7 @@
-"""Matching within windows: a src token sees only the dst tokens of its own window.
+"""Matching within windows: a src token may only merge into a dst token of its own window.
 
 The cost grows with N instead of N squared, and every shape is static. Each window merges the same
-number of tokens, which keeps the plan of one part of the picture apart from the others.
+number of tokens, so that windows do not depend on each other.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from ..core.grid import Grid
 from ..core.plan import Plan, SlotPlan
 from .cells import Cells, CellStrategy, split_cells
 
-# Features that a CPU gathers at once, so that they stay in its cache; a GPU takes a map whole.
+# Features that a CPU gathers at once, so that they fit its cache; a GPU takes a whole map.
 _CPU_FEATURES_AT_ONCE = 2**20
 
 WINDOW_SIDE = 16
-"""Most tokens along the side of a window."""
+"""The most tokens along the side of a window."""
 
-# Most cells along it, which is what a program of a GPU has room for.
+# The most cells along it: one GPU program has to hold all of them.
 _CELLS_ALONG = 8
 
 
@@ -35,7 +35,7 @@ class WindowStrategy(CellStrategy):
         return split_windows(cells.grid, cells.sy, cells.sx, picks)
 
     def match(self, features: Tensor, grid: Grid, merges: list[int]) -> Sequence[Plan | None]:
-        """See :func:`match_windows`; the merges are shared out evenly, rounded to the nearest."""
+        """See :func:`match_windows`; each window gets an equal share, rounded to the nearest."""
         cells = self.cells_of(grid)
         sy, sx, count = cells.sy, cells.sx, cells.count
         high, wide = window_cells(cells.grid, sy, sx)
@@ -90,10 +90,10 @@ def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, 
 
 
 def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
-    """Height and width of the windows of a grid in cells of ``sy`` by ``sx`` tokens.
+    """Height and width of the windows of a grid, in cells of ``sy`` by ``sx`` tokens.
 
-    The largest of which an eighth of the cells at most, down or across, fill none; the grid has at
-    least one cell.
+    The largest for which at most an eighth of the rows and of the columns of cells fill no window.
+    The grid must have at least one cell.
     """
     cells = grid.cells(sy, sx)
     return _cells_along(cells.height, sy), _cells_along(cells.width, sx)
@@ -108,17 +108,17 @@ def _cells_along(cells: int, side: int) -> int:
 
 @torch.no_grad()
 def match_windows(features: Tensor, src: Tensor, dst: Tensor, quotas: list[int]) -> list[SlotPlan]:
-    """In each window, merge the src tokens that are most alike to their best dst into it.
+    """In each window, merge the src tokens that are most similar to their nearest dst into it.
 
     Args:
         features: ``[batch, tokens, channels]``, compared by cosine similarity.
         src: ``[windows, candidates]`` token indices, int64.
         dst: ``[windows, kept]`` token indices, int64.
-        quotas: for each plan, the merges in each window, from 1 to ``candidates``.
+        quotas: for each plan, the number of merges in each window, from 1 to ``candidates``.
 
     Returns:
-        Plans of ``tokens - windows * quota`` slots; what merges in one merges in those that merge
-        more.
+        Plans of ``tokens - windows * quota`` slots. Tokens that merge in one plan also merge in
+        every plan that merges more.
     """
     batch, tokens, channels = features.shape
     itself = torch.arange(tokens, device=features.device)
@@ -133,7 +133,7 @@ def match_windows(features: Tensor, src: Tensor, dst: Tensor, quotas: list[int])
             rows.index_select(0, (first + own).flatten()).view(batch, *own.shape, channels)
             for own in (own_src, own_dst)
         )
-        # The length of a src does not change which dst is its nearest.
+        # The length of a src does not affect which dst is nearest to it.
         products, nearest = (queries @ F.normalize(keys, dim=3).mT).max(dim=3)
         similarity = products / queries.norm(dim=3).clamp_min(1e-12)
         best = similarity.topk(max(quotas), dim=2, sorted=len(quotas) > 1).indices

@@ -1,11 +1,10 @@
 """The operations of a plan as Triton kernels, one launch each.
 
-Each kernel does without atomics, and so in a fixed order, what a function of
-:mod:`tome_nodes.ops.reference` does in several launches. Its file holds the kernel, what launches
-it, registered as an operator of torch, and the shapes for tracing, so that torch.compile keeps one
-graph.
+Each kernel replaces the several launches of a function of :mod:`tome_nodes.ops.reference`. It uses
+no atomics, so its sums have a fixed order. Its file holds the kernel, its launcher, which is
+registered as a torch operator, and the shapes for tracing, so that torch.compile keeps one graph.
 
-Importing this needs Triton; :func:`tome_nodes.ops.resolve` says whether it can be had.
+Importing this needs Triton; :func:`tome_nodes.ops.resolve` says whether it is available.
 """
 
 import torch
@@ -35,5 +34,5 @@ NAME = "triton"
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernels run there: on CUDA and ROCm, and on a CPU in Triton's interpreter."""
+    """Whether the kernels run on a device: CUDA, ROCm, or a CPU with Triton's interpreter."""
     return device.type == "cuda" or (device.type == "cpu" and triton.knobs.runtime.interpret)

@@ -1,4 +1,4 @@
-"""Tokens, and what changed in the slot of each."""
+"""Tokens plus the change of each one's slot."""
 
 import torch
 import triton
@@ -24,10 +24,10 @@ def add_change_kernel(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """``x`` and the change of its slots, for ``TOKENS`` tokens in ``CHANNELS`` channels.
+    """``x`` plus the change of its slots, for ``TOKENS`` tokens in ``CHANNELS`` channels.
 
-    Programs are blocks of tokens by blocks of channels. ``before``, ``after`` and ``result`` are
-    contiguous; ``all_tokens`` counts over the whole batch, ``tokens`` in one sample.
+    The grid is blocks of tokens by blocks of channels. ``before``, ``after`` and ``result`` are
+    contiguous; ``all_tokens`` is of the whole batch, ``tokens`` of one sample.
     """
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -50,16 +50,16 @@ def add_change_kernel(
 
 @torch.library.custom_op("tome_nodes::add_change", mutates_args=())
 def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) -> Tensor:
-    """``x`` and the change of its slots; see :func:`tome_nodes.ops.reference.add_change`.
+    """``x`` plus the change of its slots; see :func:`tome_nodes.ops.reference.add_change`.
 
     Args:
         x: ``[batch, tokens, channels]`` of float32, float16 or bfloat16, any strides.
         before: ``[batch, slots, channels]`` of the same dtype, any strides.
-        after: the same, some change later.
+        after: the same after the change.
         slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
 
     Returns:
-        ``[batch, tokens, channels]`` of the dtype of ``x``, added up in float32.
+        ``[batch, tokens, channels]`` of the dtype of ``x``, summed in float32.
     """
     require_tokens(x, "x")
     batch, tokens, channels = x.shape

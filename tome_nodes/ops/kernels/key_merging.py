@@ -1,4 +1,4 @@
-"""The mean of each slot, and the same stretched to the mean length of its tokens."""
+"""The mean of each slot, and that mean stretched to the mean length of its tokens."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .shared import BLOCK_ROWS, load_of_slots, padded, require_tokens, slot_extent, strides
 
-# Most values of a program that holds all channels of a head: 32 float32 registers a thread.
+# The most values of a program, which holds all channels of a head: 32 float32 registers a thread.
 _VALUES, _WARPS = 4096, 4
 
 
@@ -29,11 +29,11 @@ def merge_keys_kernel(
     HEAD_CHANNELS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """One head of the mean of ``SLOTS`` slots, and the same stretched.
+    """One head of the mean of ``SLOTS`` slots, and that mean stretched.
 
-    Programs are blocks of slots by heads. ``HEAD_CHANNELS`` are padded to ``PADDED``, since a
-    length is that of all of them. ``means`` and ``keys`` are contiguous. ``slots`` and
-    ``all_tokens`` count over the whole batch, ``tokens`` in one sample.
+    The grid is blocks of slots by heads. ``HEAD_CHANNELS`` are padded to ``PADDED``, because a
+    length needs all of them. ``means`` and ``keys`` are contiguous. ``slots`` and ``all_tokens``
+    are of the whole batch, ``tokens`` of one sample.
     """
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     lane = tl.arange(0, PADDED)
@@ -43,7 +43,7 @@ def merge_keys_kernel(
     start, size = slot_extent(offsets, slot, is_slot, slots, all_tokens)
     total = tl.zeros((SLOTS, PADDED), tl.float32)
     lengths = tl.zeros((SLOTS,), tl.float32)
-    # Not a range: the interpreter of Triton 3.6 takes no bound of one from a tensor.
+    # Not a range: the interpreter of Triton 3.6 cannot take its bound from a tensor.
     most = tl.max(size)
     index = most * 0
     while index < most:
@@ -77,17 +77,17 @@ def merge_keys_kernel(
 def merge_keys(
     x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor, heads: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """The mean of each slot, and it stretched; see :func:`tome_nodes.ops.reference.merge_keys`.
+    """Means, plain and stretched; see :func:`tome_nodes.ops.reference.merge_keys`.
 
     Args:
         x: ``[batch, tokens, heads * head_channels]`` of float32, float16 or bfloat16, any strides.
-        slot_of_token: ``[batch, tokens]`` int64, the slot of each token; not looked at.
+        slot_of_token: ``[batch, tokens]`` int64, the slot of each token; not used.
         order: ``[batch * tokens]`` int64, tokens slot by slot.
         offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
-        heads: number of heads, each of which is stretched by itself.
+        heads: number of heads; each is stretched separately.
 
     Returns:
-        Two ``[batch, slots, heads * head_channels]`` of the dtype of ``x``, added up in float32.
+        Two ``[batch, slots, heads * head_channels]`` of the dtype of ``x``, summed in float32.
     """
     require_tokens(x, "x")
     batch, tokens, channels = x.shape
@@ -98,7 +98,7 @@ def merge_keys(
     means, keys = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))
     head_channels = channels // heads
     lanes = padded(head_channels)
-    # Of 32 slots or more, Triton 3.6 fails to compile some, such as with heads of 40 channels.
+    # With 32 slots or more, Triton 3.6 fails to compile some shapes, such as heads of 40 channels.
     at_once = max(1, min(BLOCK_ROWS, _VALUES // lanes))
     with torch.cuda.device_of(x):
         merge_keys_kernel[(-(-slots // at_once), heads)](

@@ -1,4 +1,4 @@
-"""Matching within windows: which tokens merge, from their features to the arrays of a plan."""
+"""Matching within windows: from the features of tokens to the arrays of a plan."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from torch import Tensor
 from ..hashing import MULTIPLIERS
 from .shared import padded, require_tokens, strides
 
-# Pairs of token and cell that a warp matches: 32 registers a thread for each thing known of them.
+# Pairs of token and cell that a warp matches: 32 registers a thread for each value of a pair.
 _PAIRS_OF_A_WARP = 1024
 
 _FIRST, _SECOND, _THIRD = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
@@ -35,14 +35,14 @@ def _pick(stream, cell, CHOICES: tl.constexpr, RANDOM: tl.constexpr):
 
 @triton.jit
 def _rank(x):
-    """An int32 for each float32, ordered as they are; there must be no NaN."""
+    """Map float32 to int32, keeping the order; there must be no NaN."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _greatest_reached(rank, quota):
-    """The greatest int32 that ``quota`` of ``rank`` reach, found bit by bit."""
+    """The greatest int32 that at least ``quota`` of ``rank`` reach, found bit by bit."""
     enough = tl.sum((rank >= 0).to(tl.int32)) >= quota
     greatest = tl.where(enough, 0, -0x80000000).to(tl.int32)
     for index in range(31):
@@ -54,10 +54,10 @@ def _greatest_reached(rank, quota):
 
 @triton.jit
 def _before_owner(count, earlier, absorbed, merged):
-    """The sum of ``count`` over the places before the one that each token merges into or stays at.
+    """The sum of ``count`` over the places before each token's own, or before its dst if it merges.
 
-    ``earlier`` and ``absorbed`` are cells by places: which are before the dst of a cell, and which
-    merge into it.
+    ``earlier`` and ``absorbed`` are cells by places: whether a place is before the dst of a cell,
+    and whether it merges into that dst.
     """
     of_cell = tl.sum(earlier * count[None, :], axis=1)
     of_merged = tl.sum(absorbed * of_cell[:, None], axis=0)
@@ -94,11 +94,10 @@ def match_windows_kernel(
 ):
     """Match the tokens of one window of one sample, and write its part of the plan.
 
-    Programs are windows, then pieces of the tokens that fill no window, by samples. A window is
-    ``HIGH`` by ``WIDE`` cells of ``SY`` by ``SX`` tokens, padded to ``TOKENS`` tokens and ``CELLS``
-    cells; ``CHANNELS`` of ``ALL_CHANNELS`` channels are loaded at once. All windows merge ``quota``
-    tokens, so where a window's slots and its part of ``order`` begin is known without looking at
-    the others.
+    The grid is windows, followed by pieces of the tokens that fill no window, by samples. A window
+    is ``HIGH`` by ``WIDE`` cells of ``SY`` by ``SX`` tokens, padded to ``TOKENS`` tokens and
+    ``CELLS`` cells; ``CHANNELS`` of ``ALL_CHANNELS`` channels are loaded at once. All windows merge
+    ``quota`` tokens, so each knows where its slots and its part of ``order`` begin.
     """
     ACROSS: tl.constexpr = WIDE * SX
     INSIDE: tl.constexpr = HIGH * SY * ACROSS
@@ -111,7 +110,7 @@ def match_windows_kernel(
     place = tl.arange(0, TOKENS)
 
     if program >= windows:
-        # Row by row: what is right of the windows, then what is below them.
+        # Row by row: the tokens to the right of the windows, then those below them.
         index = (program - windows) * TOKENS + place
         covered_rows = windows_down * HIGH * SY
         covered_columns = windows_across * ACROSS
@@ -134,7 +133,7 @@ def match_windows_kernel(
 
     window_row = program // windows_across
     window_column = program % windows_across
-    # Names of the tokens: their place in the window, row by row, and their number in the map.
+    # A place is in the window, row by row; a token is in the map.
     inside = place < INSIDE
     row = place // ACROSS
     column = place % ACROSS
@@ -193,7 +192,7 @@ def match_windows_kernel(
     ahead = quota - tl.sum((rank > least).to(tl.int32))
     merged = is_src & ((rank > least) | (level & (tl.cumsum(level.to(tl.int32), 0) <= ahead)))
 
-    # Slots, and the tokens of each, in the order of the owners, which are the tokens that stay.
+    # Slots are in the order of the tokens that stay.
     stays = inside & (merged == 0)
     slots_here = stays.to(tl.int32)
     absorbed = ((nearest[None, :] == cell_place[:, None]) & merged[None, :]).to(tl.int32)
@@ -226,25 +225,25 @@ def match_windows(
     wide: int,
     quota: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """In each window, merge the ``quota`` src tokens that are most alike to their best dst into it.
+    """In each window, merge the ``quota`` src tokens most similar to their nearest dst into it.
 
-    The same grouping as :func:`tome_nodes.strategies.window.match_windows` with the picks of
-    :func:`tome_nodes.core.picks.pick_per_cell`; slots follow each other window by window.
+    Groups as :func:`tome_nodes.strategies.window.match_windows` does with the picks of
+    :func:`tome_nodes.core.picks.pick_per_cell`. Slots are numbered window by window.
 
     Args:
         features: ``[batch, height * width, channels]`` of float32, float16 or bfloat16, any
             strides, compared by cosine similarity.
-        key: scalar int64 of the random picks, None for the top left token of each cell.
-        height: of the grid, in tokens.
-        width: of the grid, in tokens.
+        key: scalar int64 key of the random picks, None for the top left token of each cell.
+        height: height of the grid in tokens.
+        width: width of the grid in tokens.
         sy: height of a cell in tokens.
         sx: width of a cell in tokens.
         high: height of a window in cells.
         wide: width of a window in cells.
-        quota: merges in each window, at most its tokens less its cells.
+        quota: merges in each window, at most its tokens minus its cells.
 
     Returns:
-        What a :class:`tome_nodes.core.plan.SlotPlan` is made of:
+        The arrays of a :class:`tome_nodes.core.plan.SlotPlan`:
         ``slot_of_token``: ``[batch, tokens]`` int64, the slot of each token.
         ``order``: ``[batch * tokens]`` int64, tokens slot by slot.
         ``offsets``: ``[batch * slots]`` int64, where each slot begins in ``order``.

@@ -32,10 +32,10 @@ def merge_kernel(
     SLOTS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """The mean of ``SLOTS`` slots in ``CHANNELS`` channels, added up in float32.
+    """The mean of ``SLOTS`` slots in ``CHANNELS`` channels, summed in float32.
 
-    Programs are blocks of slots by blocks of channels. ``means`` is contiguous. ``slots`` and
-    ``all_tokens`` count over the whole batch, ``tokens`` in one sample.
+    The grid is blocks of slots by blocks of channels. ``means`` is contiguous. ``slots`` and
+    ``all_tokens`` are of the whole batch, ``tokens`` of one sample.
     """
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -43,7 +43,7 @@ def merge_kernel(
     is_channel = channel < channels
     start, size = slot_extent(offsets, slot, is_slot, slots, all_tokens)
     total = tl.zeros((SLOTS, CHANNELS), tl.float32)
-    # Not a range: the interpreter of Triton 3.6 takes no bound of one from a tensor.
+    # Not a range: the interpreter of Triton 3.6 cannot take its bound from a tensor.
     most = tl.max(size)
     index = most * 0
     while index < most:
@@ -75,12 +75,12 @@ def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> T
 
     Args:
         x: ``[batch, tokens, channels]`` of float32, float16 or bfloat16, any strides.
-        slot_of_token: ``[batch, tokens]`` int64, the slot of each token; not looked at.
+        slot_of_token: ``[batch, tokens]`` int64, the slot of each token; not used.
         order: ``[batch * tokens]`` int64, tokens slot by slot.
         offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
 
     Returns:
-        ``[batch, slots, channels]`` of the dtype of ``x``, added up in float32.
+        ``[batch, slots, channels]`` of the dtype of ``x``, summed in float32.
     """
     require_tokens(x, "x")
     batch, tokens, channels = x.shape

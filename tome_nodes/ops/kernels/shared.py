@@ -1,4 +1,4 @@
-"""What several kernels or what launches them share."""
+"""Parts that several kernels and their launchers share."""
 
 import torch
 import triton
@@ -6,14 +6,14 @@ import triton.language as tl
 from torch import Tensor
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-"""What the kernels can add up and compare in float32."""
+"""The dtypes that the kernels accept; they sum and compare in float32."""
 
 # Rows and channels of one program: 16 bytes a thread in half precision, whole cache lines.
 BLOCK_ROWS, BLOCK_CHANNELS, BLOCK_WARPS = 8, 64, 2
 
 
 def require_tokens(x: Tensor, name: str) -> None:
-    """Raise a ValueError that calls ``x`` by its name where no kernel can take it."""
+    """Raise a ValueError that names ``x`` if no kernel accepts it."""
     if x.ndim != 3 or x.dtype not in DTYPES:
         raise ValueError(
             f"{name} is {tuple(x.shape)} of {x.dtype}: it must be [batch, tokens, channels] of "
@@ -22,21 +22,21 @@ def require_tokens(x: Tensor, name: str) -> None:
 
 
 def strides(x: Tensor) -> dict[str, int]:
-    """The strides of ``[batch, tokens, channels]``, by the names that kernels have for them."""
+    """The strides of ``[batch, tokens, channels]``, by the kernels' parameter names."""
     names = ("stride_sample", "stride_token", "stride_channel")
     return dict(zip(names, x.stride(), strict=True))
 
 
 def padded(count: int) -> int:
-    """The next power of two that a matrix product of Triton can take."""
+    """The next power of two that Triton's matrix product accepts."""
     return max(16, 1 << (count - 1).bit_length())
 
 
 @triton.jit
 def slot_extent(offsets, slot, is_slot, slots, all_tokens):
-    """Where some slots begin in the order, and how many tokens they hold; none beyond the last.
+    """Where slots begin in the order, and how many tokens they hold; 0 beyond the last slot.
 
-    ``slots`` and ``all_tokens`` count over the whole batch.
+    ``slots`` and ``all_tokens`` are of the whole batch.
     """
     start = tl.load(offsets + slot, mask=is_slot, other=0)
     end = tl.load(offsets + slot + 1, mask=slot + 1 < slots, other=all_tokens)
@@ -57,7 +57,7 @@ def load_of_slots(
     stride_channel,
     tokens,
 ):
-    """Token ``index`` of each slot, in float32, and 0 of a slot that holds fewer."""
+    """Token ``index`` of each slot in float32; 0 for a slot that holds fewer."""
     is_held = index < size
     token = tl.load(order + start + index, mask=is_held, other=0)
     place = token // tokens * stride_sample + token % tokens * stride_token

@@ -1,4 +1,4 @@
-"""Heads with further channels, through which attention weighs its keys."""
+"""Added channels of each head, through which attention weighs its keys."""
 
 import torch
 import triton
@@ -11,14 +11,14 @@ from .shared import BLOCK_ROWS, BLOCK_WARPS, padded, require_tokens
 
 @triton.jit
 def _head(x, row, rows, head, heads, channel, CHANNELS: tl.constexpr):
-    """The channels of one head in some rows of a contiguous ``x``, 0 in all beyond them."""
+    """The channels of one head in some rows of a contiguous ``x``; 0 in padded channels."""
     place = (row.to(tl.int64) * heads + head)[:, None] * CHANNELS + channel
     return tl.load(x + place, mask=(row < rows)[:, None] & (channel < CHANNELS), other=0.0)
 
 
 @triton.jit
 def _store_head(x, value, row, rows, head, heads, channel, CHANNELS: tl.constexpr):
-    """Store what :func:`_head` would load."""
+    """The counterpart of :func:`_head`."""
     place = (row.to(tl.int64) * heads + head)[:, None] * CHANNELS + channel
     mask = (row < rows)[:, None] & (channel < CHANNELS)
     tl.store(x + place, value, mask=mask)
@@ -45,9 +45,9 @@ def widen_kernel(
     WIDE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """``ROWS`` tokens of one head of queries, keys or values, with ``WIDE`` channels, not fewer.
+    """Write ``ROWS`` tokens of one head of queries, keys or values with ``WIDE`` channels.
 
-    Programs are blocks of queries, then of keys, then of values, by heads; all are contiguous.
+    The grid is blocks of queries, then of keys, then of values, by heads; all are contiguous.
     """
     program = tl.program_id(0)
     head = tl.program_id(1)
@@ -74,7 +74,7 @@ def widen_kernel(
 def widen(
     q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, heads: int, scale: float, constant: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads with further channels; see :func:`tome_nodes.ops.reference.widen`.
+    """Add channels to each head; see :func:`tome_nodes.ops.reference.widen`.
 
     Args:
         q: ``[batch, queries, heads * channels]`` of float32, float16 or bfloat16, any strides.
@@ -82,8 +82,8 @@ def widen(
         v: the same.
         log_sizes: ``[batch, keys]`` of the dtype of ``k``.
         heads: number of heads.
-        scale: for the channels of the queries.
-        constant: what the further channels of the queries hold.
+        scale: factor for the channels of the queries.
+        constant: value of the added channels of the queries.
 
     Returns:
         The three with ``FURTHER`` more channels in each head.

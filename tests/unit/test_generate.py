@@ -1,0 +1,76 @@
+"""What is made from the options is up to date, and so are the translations."""
+
+import json
+
+import pytest
+
+from tome_nodes.captions import CAPTIONS
+from tools import generate
+
+LANGUAGES = ["de", "es", "fr", "ja", "ko", "ru", "zh"]
+
+
+def test_generated_files_are_those_that_the_options_give():
+    stale = [
+        file.relative_to(generate.ROOT).as_posix()
+        for file, text in generate.files().items()
+        if file.read_text(encoding="utf-8") != text
+    ]
+    assert stale == [], "run: python3 dev.py generate"
+
+
+def test_every_table_of_a_node_is_in_its_help_page():
+    for node in CAPTIONS:
+        page = (generate.PAGES / f"{node.id}.md").read_text(encoding="utf-8")
+        for each in (*node.inputs, *node.options):
+            assert page.count(f"\n| `{each.name}` | ") == 1, each.name
+        for option in node.options:
+            for name, text in option.choices.items():
+                assert not text or f"\n| {name} | {text} |" in page, name
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_translations_are_of_the_present_english_texts(language):
+    assert generate.outdated(language) == []
+
+
+def test_what_is_wrong_with_a_translation_is_named(tmp_path, monkeypatch):
+    texts = generate.english()
+    monkeypatch.setattr(generate, "LOCALES", tmp_path)
+    monkeypatch.setattr(generate, "TRANSLATED", tmp_path / "translated.json")
+    generate.note_translated("ko")
+    changed, there = json.loads(json.dumps(texts)), json.loads(json.dumps(texts))
+    changed["ToMePatchModel"]["inputs"]["ratio"]["tooltip"] = "Another text."
+    monkeypatch.setattr(generate, "english", lambda: changed)
+    del there["ToMeReport"]["inputs"]["view"]["tooltip"]
+    there["ToMeReport"]["inputs"]["depth"] = {"tooltip": "It is gone."}
+    (tmp_path / "ko").mkdir()
+    (tmp_path / "ko" / "nodeDefs.json").write_text(json.dumps(there), encoding="utf-8")
+    assert generate.outdated("ko") == [
+        "ko: ToMeReport.view is missing",
+        "ko: ToMeReport.depth is not in the English locale",
+        "ko: ToMePatchModel.ratio is out of date",
+    ]
+    there["ToMeReport"] = changed["ToMeReport"]
+    (tmp_path / "ko" / "nodeDefs.json").write_text(json.dumps(there), encoding="utf-8")
+    generate.note_translated("ko")
+    assert generate.outdated("ko") == []
+
+
+def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "FIDELITY", tmp_path / "fidelity.json")
+    page = generate.PAGES / "ToMePatchModel.md"
+    measured = {
+        "tomesd q,k,v 0.5": {"time": 0.74, "error": 0.02},
+        "ours fast 0.6": {"time": 0.5, "error": 0.03},
+        "ours quality 0.75": {"time": 0.7, "error": 0.001},
+    }
+    generate.FIDELITY.write_text(json.dumps({"pictures": measured}), encoding="utf-8")
+    lines = generate.files()[page].splitlines()
+    (fast,) = (line for line in lines if line.startswith("| fast |"))
+    assert fast.endswith(" | 0.50 | 1.50 |")
+    (quality,) = (line for line in lines if line.startswith("| quality |"))
+    assert quality.endswith(" | | |")
+    del measured["ours fast 0.6"]
+    generate.FIDELITY.write_text(json.dumps({"pictures": measured}), encoding="utf-8")
+    assert "| Preset | Meaning |" in generate.files()[page]

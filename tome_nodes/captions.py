@@ -1,0 +1,98 @@
+"""What users read of the nodes: names, descriptions, inputs and outputs, each said once."""
+
+from dataclasses import dataclass
+
+from .options import LEVEL, OPTIONS, STEP, VIEW, Option
+from .presets import PRESET
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for a link.
+
+    Attributes:
+        name: of an input; of an output, its type.
+        text: what goes through it: the tooltip.
+        more: what the help page tells beside that.
+    """
+
+    name: str
+    text: str
+    more: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caption:
+    """A node in words.
+
+    Attributes:
+        id: its class in workflow files.
+        name: its title.
+        text: what it does.
+        inputs: its places for links, which come before its options.
+        options: its other inputs, in the editor's order.
+        outputs: what it gives.
+    """
+
+    id: str
+    name: str
+    text: str
+    inputs: tuple[Slot, ...]
+    options: tuple[Option, ...] = ()
+    outputs: tuple[Slot, ...]
+
+
+PATCH = Caption(
+    id="ToMePatchModel",
+    name="ToMe Patch Model",
+    text="Makes Stable Diffusion faster and lighter by token merging: where neighbouring image "
+    "tokens are alike, the UNet works on their mean. Put it between the model loader and the "
+    "sampler. Needs no training; gains most at large image sizes.",
+    inputs=(Slot("model", "A UNet model: SD 1.x, SD 2.x, SDXL and their kin."),),
+    options=(PRESET, *OPTIONS.values()),
+    outputs=(Slot("MODEL", "The model with token merging."),),
+)
+
+REMOVE = Caption(
+    id="ToMeRemovePatch",
+    name="ToMe Remove Patch",
+    text="Gives the model without any token merging; all other patches stay.",
+    inputs=(Slot("model", "A model, with token merging or without."),),
+    outputs=(
+        Slot(
+            "MODEL",
+            "The model without token merging.",
+            "The model at the input is not changed.",
+        ),
+    ),
+)
+
+REPORT = Caption(
+    id="ToMeReport",
+    name="ToMe Report",
+    text="Shows what token merging did in a sampling run: which parts of the picture were merged, "
+    "how many tokens each block ran on, how long it took, and what to change where it gained "
+    "nothing.",
+    inputs=(
+        Slot(
+            "model",
+            "The model that the sampler got, from ToMe Patch Model.",
+            "Other patches may lie between.",
+        ),
+        Slot(
+            "samples",
+            "What the sampler made; the report is made after it.",
+            "It is of the run that made them.",
+        ),
+        Slot(
+            "image",
+            "The decoded picture, to draw under the maps.",
+            "It may be left out. Of a batch, the first.",
+        ),
+    ),
+    options=(VIEW, LEVEL, STEP),
+    outputs=(Slot("IMAGE", "The map or the chart."), Slot("STRING", "The report in words.")),
+)
+
+CAPTIONS = (PATCH, REMOVE, REPORT)
+"""All nodes."""

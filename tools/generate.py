@@ -1,0 +1,204 @@
+"""Write what the nodes' words are needed in: the English locale and the tables of the help pages.
+
+    python3 dev.py generate
+    python3 dev.py generate --translated ko
+
+The first makes `locales/en/nodeDefs.json`, and what stands between the markers of `web/docs/*.md`,
+from `tome_nodes/captions.py`. Other languages need a translator. The second notes that the texts of
+a language are translations of the present English ones; until then a test names those that are not.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tome_nodes.captions import CAPTIONS, Caption
+from tome_nodes.options import OPTIONS, Option
+from tome_nodes.presets import PRESET, PRESETS
+from tools.environment import ROOT
+
+LOCALES = ROOT / "locales"
+PAGES = ROOT / "web" / "docs"
+FIDELITY = ROOT / "benchmarks" / "results" / "fidelity.json"
+TRANSLATED = ROOT / "tools" / "translated.json"
+"""For each language, of which English text each translation was made: a digest by its path."""
+
+RATIO = OPTIONS["ratio"].default
+FIGURES = f"""\
+*Time* is that of an evaluation of a small trained model on a CPU at `ratio` {RATIO:g}, with 1 for
+the unpatched one; *change* is how much its pictures differ, with 1 for those of tomesd at its own
+0.5. They are to compare presets by, not what a large model gains on a GPU."""
+"""What stands below the presets where they were measured."""
+
+MARKED = re.compile(r"(<!-- generated: ([a-z_ ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def english() -> dict[str, Any]:
+    """The English locale of the nodes, as ComfyUI reads it."""
+    return {
+        node.id: {
+            "display_name": node.name,
+            "description": node.text,
+            "inputs": {
+                name: {"name": name, "tooltip": text}
+                for name, text in (
+                    *((slot.name, slot.text) for slot in node.inputs),
+                    *((option.name, option.text) for option in node.options),
+                )
+            },
+            "outputs": {
+                str(index): {"name": slot.name, "tooltip": slot.text}
+                for index, slot in enumerate(node.outputs)
+            },
+        }
+        for node in CAPTIONS
+    }
+
+
+def files() -> dict[Path, str]:
+    """All that is generated, by file: the text that it should have."""
+    locale = json.dumps(english(), indent=2, ensure_ascii=False) + "\n"
+    made = {LOCALES / "en" / "nodeDefs.json": locale}
+    for node in CAPTIONS:
+        page = PAGES / f"{node.id}.md"
+        made[page] = _filled(page.read_text(encoding="utf-8"), _tables(node))
+    return made
+
+
+def outdated(language: str) -> list[str]:
+    """The texts of a language that are missing, too many, or of an earlier English text."""
+    texts = dict(_texts(english()))
+    there = dict(_texts(json.loads(_locale(language).read_text(encoding="utf-8"))))
+    noted = json.loads(TRANSLATED.read_text(encoding="utf-8")).get(language, {})
+    return [
+        *(f"{language}: {path} is missing" for path in texts if path not in there),
+        *(f"{language}: {path} is not in the English locale" for path in there.keys() - texts),
+        *(
+            f"{language}: {path} is out of date"
+            for path, text in texts.items()
+            if path in there and noted.get(path) != _digest(text)
+        ),
+    ]
+
+
+def note_translated(language: str) -> None:
+    """Note that all texts of a language are translations of the present English ones."""
+    noted = json.loads(TRANSLATED.read_text(encoding="utf-8")) if TRANSLATED.exists() else {}
+    noted[language] = {path: _digest(text) for path, text in _texts(english())}
+    TRANSLATED.write_text(json.dumps(noted, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _locale(language: str) -> Path:
+    return LOCALES / language / "nodeDefs.json"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _texts(part: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """The texts of a locale by a path such as ``ToMePatchModel.ratio``, which is its tooltip."""
+    for key, value in part.items():
+        here = (*path, key)
+        if isinstance(value, str):
+            yield ".".join(each for each in here if each not in ("inputs", "tooltip")), value
+        else:
+            yield from _texts(value, here)
+
+
+def _filled(page: str, tables: Mapping[str, str]) -> str:
+    """A help page with these tables between its markers."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"{match[1]}{tables[match[2]]}\n{match[3]}"
+
+    return MARKED.sub(fill, page)
+
+
+def _tables(node: Caption) -> dict[str, str]:
+    """The tables of a help page, by the name in their markers."""
+    plain = [option for option in node.options if not option.advanced]
+    advanced = [option for option in node.options if option.advanced]
+    head = ("Input", "Default", "Allowed", "Meaning")
+    slots = [(f"`{slot.name}`", "", "", _text(slot.text, slot.more)) for slot in node.inputs]
+    outputs = [(f"`{slot.name}`", _text(slot.text, slot.more)) for slot in node.outputs]
+    return {
+        "inputs": _table(head, [*slots, *map(_row, plain)]),
+        "advanced inputs": _table(head, [*map(_row, advanced)]),
+        "outputs": _table(("Output", "Meaning"), outputs),
+        **{
+            option.name: _choices(option) for option in node.options if any(option.choices.values())
+        },
+    }
+
+
+def _row(option: Option) -> tuple[str, ...]:
+    if option.choices:
+        # A bar would end the cell.
+        allowed = ", ".join(f"`{choice}`" for choice in option.choices)
+    elif isinstance(option.default, bool):
+        allowed = "on, off"
+    else:
+        allowed = f"{option.least:g} to {_figure(option.most)}"
+        if option.unset is not None:
+            allowed = f"{option.unset:g}, or {allowed}"
+    default = option.default
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    return f"`{option.name}`", _figure(default), allowed, _text(option.text, option.more)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _text(*parts: str) -> str:
+    return " ".join(part for part in parts if part)
+
+
+def _choices(option: Option) -> str:
+    if option.name == PRESET.name and (figures := _figures()):
+        rows = [(*choice, *figures.get(choice[0], ("", ""))) for choice in option.choices.items()]
+        return f"{_table(('Preset', 'Meaning', 'Time', 'Change'), rows)}\n\n{FIGURES}"
+    return _table((option.name.capitalize(), "Meaning"), [*option.choices.items()])
+
+
+def _figures() -> dict[str | int, tuple[str, str]]:
+    """Time and change of the pictures under each preset that was measured at the default ratio."""
+    pictures = json.loads(FIDELITY.read_text(encoding="utf-8"))["pictures"]
+    rows = {name: pictures.get(f"ours {name} {RATIO:g}") for name in PRESETS}
+    paper = pictures["tomesd q,k,v 0.5"]["error"]
+    return {
+        name: (f"{row['time']:.2f}", f"{row['error'] / paper:.2f}")
+        for name, row in rows.items()
+        if row is not None
+    }
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |".replace("  |", " |") for line in lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="dev.py generate", description=__doc__)
+    languages = sorted(each.name for each in LOCALES.iterdir() if each.name != "en")
+    parser.add_argument("--translated", nargs="+", choices=languages, default=[], metavar="LANG")
+    for language in parser.parse_args(arguments).translated:
+        note_translated(language)
+    for file, text in files().items():
+        if file.read_text(encoding="utf-8") != text:
+            file.write_text(text, encoding="utf-8")
+            print(f"wrote {file.relative_to(ROOT).as_posix()}")
+
+
+if __name__ == "__main__":
+    main()
