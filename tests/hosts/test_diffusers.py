@@ -882,7 +882,7 @@ def test_a_unet_without_transformer_blocks_is_refused():
 def test_a_bad_option_changes_nothing(unet):
     tome_nodes.apply_patch(unet, ratio=0.3)
     before = call(unet)
-    with pytest.raises(TypeError, match=r"has no option rate; it has ratio, max_downsample, sx"):
+    with pytest.raises(TypeError, match=r"has no option rate; it has ratio, start_percent, "):
         tome_nodes.apply_patch(unet, rate=0.5)
     with pytest.raises(ValueError, match=r"ratio=1\.5 is not allowed"):
         tome_nodes.apply_patch(unet, ratio=1.5)

@@ -1,6 +1,8 @@
 """What is made from the options is up to date, and so are the translations."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -17,6 +19,12 @@ def test_generated_files_are_those_that_the_options_give():
         if file.read_text(encoding="utf-8") != text
     ]
     assert stale == [], "run: python3 dev.py generate"
+
+
+def test_the_command_leaves_alone_what_is_up_to_date():
+    command = [sys.executable, generate.ROOT / "dev.py", "generate"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_every_table_of_a_node_is_in_its_help_page():
