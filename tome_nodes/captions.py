@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .options import LEVEL, OPTIONS, STEP, VIEW, Option
+from .options import FRAME, LEVEL, OPTIONS, STEP, VIEW, Option
 from .presets import PRESET
 
 
@@ -45,10 +45,15 @@ class Caption:
 PATCH = Caption(
     id="ToMePatchModel",
     name="ToMe Patch Model",
-    text="Makes Stable Diffusion faster and lighter by token merging: where neighbouring image "
-    "tokens are alike, the UNet works on their mean. Put it between the model loader and the "
-    "sampler. Needs no training; gains most at large image sizes.",
-    inputs=(Slot("model", "A UNet model: SD 1.x, SD 2.x, SDXL and their kin."),),
+    text="Makes picture and video models faster by token merging: where neighbouring tokens are "
+    "alike, the model works on their mean. Put it between the model loader and the sampler. Needs "
+    "no training; gains most on video and large pictures.",
+    inputs=(
+        Slot(
+            "model",
+            "A picture or video model, such as Z-Image, Flux, Qwen-Image, Wan, SDXL or SD 1.x.",
+        ),
+    ),
     options=(PRESET, *OPTIONS.values()),
     outputs=(Slot("MODEL", "The model with token merging."),),
 )
@@ -90,7 +95,7 @@ REPORT = Caption(
             "It may be left out. Of a batch, the first.",
         ),
     ),
-    options=(VIEW, LEVEL, STEP),
+    options=(VIEW, LEVEL, STEP, FRAME),
     outputs=(Slot("IMAGE", "The map or the chart."), Slot("STRING", "The report in words.")),
 )
 

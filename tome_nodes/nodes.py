@@ -11,7 +11,7 @@ from comfy_api.latest import ComfyExtension, io, ui
 from .captions import PATCH, REMOVE, REPORT, Caption
 from .config import ToMeConfig
 from .hosts.comfyui import attachment, graph, queue
-from .options import LEVEL, OPTIONS, STEP, VIEW, Option, OptionError
+from .options import FRAME, LEVEL, OPTIONS, STEP, VIEW, Option, OptionError
 from .presets import CUSTOM, FREE, PRESET, settings_of
 from .report import pages
 
@@ -203,20 +203,25 @@ class ToMeReport(io.ComfyNode):
         view: str = VIEW.default,
         level: int = LEVEL.default,
         step: int = STEP.default,
+        frame: int = FRAME.default,
     ) -> io.NodeOutput:
         if not attachment.is_attached(model):
             shown = pages.notice(*pages.NOT_MERGING)
         elif (run := attachment.last_run(model, graph.origins("samples"))) is None:
             shown = pages.notice(*pages.NO_RUN)
         else:
-            picture = None if image is None else image[0].float().cpu().numpy()
-            shown = pages.report_of(run, view, level, step, picture)
+            picture_at = None if image is None else partial(_frame_at, image)
+            shown = pages.report_of(run, view, level, step, picture_at, frame)
         if (node := graph.running_node()) is not None:
             graph.show_text(node, shown.text)
         # What was drawn is a view of an image's memory, which torch must not write to.
         drawn = torch.tensor(shown.picture, dtype=torch.float32)[None] / 255
         on_node = ui.PreviewImage(drawn, cls=cls).as_dict() | ui.PreviewText(shown.text).as_dict()
         return io.NodeOutput(drawn, shown.text, ui=on_node)
+
+
+def _frame_at(image: Any, place: float) -> Any:
+    return image[round(place * (len(image) - 1))].float().cpu().numpy()
 
 
 class ToMeExtension(ComfyExtension):

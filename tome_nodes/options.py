@@ -258,6 +258,17 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
                 text="Height of a cell in tokens. One token of each cell always stays.",
             ),
             Option(
+                name="st",
+                default=0,
+                least=0,
+                most=8,
+                advanced=True,
+                text="Length of a cell in frames, for video; 0 takes 2 to 5, whichever divides the "
+                "frames best. 1 keeps cells within frames.",
+                more="A longer cell is `sx` or `sy` tokens in a row, whichever is fewer, in so "
+                "many frames. The first latent frame always merges apart from the others.",
+            ),
+            Option(
                 name="use_rand",
                 default=True,
                 advanced=True,
@@ -327,6 +338,16 @@ LEVEL = Option(
     advanced=True,
     text="Which feature maps to show in the maps: those that are this many times smaller than the "
     "latent, such as 1, 2 or 4. -1 shows the largest that were merged.",
+)
+
+FRAME = Option(
+    name="frame",
+    default=-1,
+    least=-1,
+    most=10000,
+    advanced=True,
+    text="Which frame of the latent of a video to show in the maps; 1 is the first. -1 shows the "
+    "one in the middle.",
 )
 
 STEP = Option(

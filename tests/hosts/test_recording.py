@@ -52,7 +52,7 @@ def test_the_groups_are_those_of_the_plans(sd15):
     assert [*run.recording.slots] == [(0, Grid(12, 16)), (1, Grid(12, 16))]
     assert len(Kept.made) == 6 * 2
     for slots, plan in zip(run.recording.slots.values(), Kept.made[::6], strict=True):
-        assert np.array_equal(slots, plan.slots()[0].view(12, 16).numpy())
+        assert np.array_equal(slots, plan.slots()[0].view(1, 12, 16).numpy())
     assert run.recording.levels == {1: Grid(12, 16)}
 
 

@@ -61,7 +61,7 @@ def test_maps_are_of_the_level_and_step_asked_for(run):
     assert (level_1.height, level_2.height) == (16, 8)
 
     for level, grid, step in ((-1, level_1, -1), (1, level_1, 1), (2, level_2, 2)):
-        slots = run.recording.slots[{-1: 1, 1: 0, 2: 1}[step], grid]
+        (slots,) = run.recording.slots[{-1: 1, 1: 0, 2: 1}[step], grid]
         expected = drawing.merge_map(slots)
         height, width = expected.shape[:2]
         drawn = report_of(run, "merge map", level, step).picture
@@ -70,7 +70,7 @@ def test_maps_are_of_the_level_and_step_asked_for(run):
 
 def test_the_heat_map_counts_merged_steps_out_of_all(run):
     grid = run.recording.levels[1]
-    merged = [drawing.merged_tokens(run.recording.slots[step, grid]) for step in (0, 1)]
+    merged = [drawing.merged_tokens(run.recording.slots[step, grid][0]) for step in (0, 1)]
     drawn = report_of(run, "heat map").picture
     expected = drawing.heat_map((merged[0].astype(float) + merged[1]) / 3)
     top = drawn.shape[0] - 1024 - 54

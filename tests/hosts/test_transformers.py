@@ -31,7 +31,7 @@ def models():
 
 
 def keys_only(**options):
-    return merging(**{"strategy": "window", "attn_tokens": "k,v", **options})
+    return merging(**{"strategy": "window", "attn_tokens": "k,v", "ratio": 0.5, **options})
 
 
 def with_override(model, override):

@@ -177,7 +177,7 @@ def test_one_token_of_each_cell_always_stays(strategy, cap):
 
 
 @given(
-    st.sampled_from(CHOICES["strategy"]),
+    st.sampled_from([*OPTIONS["strategy"].choices]),
     st.builds(Grid, st.integers(2, 9), st.integers(2, 9), st.integers(2, 9)),
     st.integers(0, 4),
     st.sampled_from([0.1, 0.5, 0.9]),

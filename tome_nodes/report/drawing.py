@@ -32,11 +32,13 @@ def colours_of(share: np.ndarray) -> np.ndarray:
 
 
 def merged_tokens(slots: np.ndarray) -> np.ndarray:
-    """Which tokens share their slot with another: ``[height, width]`` int to bool."""
+    """Which tokens share their slot with another: ``[...]`` int to bool."""
     return (np.bincount(slots.ravel()) > 1)[slots]
 
 
-def merge_map(slots: np.ndarray, picture: np.ndarray | None = None) -> np.ndarray:
+def merge_map(
+    slots: np.ndarray, picture: np.ndarray | None = None, merged: np.ndarray | None = None
+) -> np.ndarray:
     """Each group of merged tokens in one colour, with its outline.
 
     Args:
@@ -44,9 +46,12 @@ def merge_map(slots: np.ndarray, picture: np.ndarray | None = None) -> np.ndarra
         picture: ``[height, width, channels]`` float from 0 to 1, of any size. Groups then have the
             mean of its colours, and unmerged tokens show the picture itself. Without it, groups
             have arbitrary colours, and unmerged tokens are dark.
+        merged: ``[height, width]`` bool, which tokens share their slot with another, if some of
+            those are in another frame.
     """
     scale = _scale(*slots.shape)
-    merged = merged_tokens(slots)
+    if merged is None:
+        merged = merged_tokens(slots)
     if picture is None:
         colours = np.where(merged[..., None], _palette(slots.max() + 1)[slots], FAINT)
         image = _enlarged(colours, scale)
@@ -56,7 +61,8 @@ def merge_map(slots: np.ndarray, picture: np.ndarray | None = None) -> np.ndarra
         sums = [
             np.bincount(slots.ravel(), channel.ravel()) for channel in tokens.transpose(2, 0, 1)
         ]
-        means = (np.stack(sums, axis=1) / np.bincount(slots.ravel())[:, None])[slots]
+        counts = np.maximum(np.bincount(slots.ravel()), 1)
+        means = (np.stack(sums, axis=1) / counts[:, None])[slots]
         image = np.where(_enlarged(merged, scale)[..., None], _enlarged(means, scale), image)
     groups = _enlarged(np.where(merged, slots, -1), scale)
     outline = np.zeros(groups.shape, bool)

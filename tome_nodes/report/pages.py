@@ -1,6 +1,6 @@
 """The report of a sampling run: its text, and the picture of a view."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,13 @@ from .recorder import MATCHING, Recording
 
 # A share of the run from which matching is worth a hint.
 _MUCH = 0.1
+
+
+PictureAt = Callable[[float], np.ndarray]
+"""The frame of a decoded video at a place from 0, its first, to 1, its last.
+
+``[height, width, channels]`` float from 0 to 1.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,8 @@ def report_of(
     view: str = VIEW.default,
     level: int = -1,
     step: int = -1,
-    picture: np.ndarray | None = None,
+    picture_at: PictureAt | None = None,
+    frame: int = -1,
 ) -> Report:
     """The report of a run.
 
@@ -57,7 +65,8 @@ def report_of(
         level: which feature maps to draw, by how many times smaller than the latent; -1 is the
             largest.
         step: which step to draw, counted from 1; -1 is the last that merged.
-        picture: ``[height, width, channels]`` float from 0 to 1, to draw under a map.
+        picture_at: the decoded picture to draw under a map.
+        frame: which frame of the latent of a video to draw, counted from 1; -1 is the middle one.
     """
     lines = in_words(run)
     recording = run.recording
@@ -68,7 +77,7 @@ def report_of(
     elif view == "chart":
         drawn = _chart(recording)
     else:
-        drawn = _map(run, recording, view, level, step, picture)
+        drawn = _map(run, recording, view, level, step, picture_at, frame)
     return Report(drawn, "\n".join(lines))
 
 
@@ -157,7 +166,8 @@ def _map(
     view: str,
     level: int,
     step: int,
-    picture: np.ndarray | None,
+    picture_at: PictureAt | None,
+    frame: int,
 ) -> np.ndarray:
     levels = recording.levels
     if level == -1:
@@ -169,10 +179,19 @@ def _map(
         )
     grid = levels[level]
     place = f"level {level}, {grid.width} x {grid.height} tokens"
+    frame = grid.frames // 2 if frame == -1 else frame - 1
+    if frame not in range(grid.frames):
+        frames = _listed(range(1, grid.frames + 1))
+        return drawing.card(
+            f"There is no frame {frame + 1}", [f"Hint: set frame to {frames}, or to -1."]
+        )
+    picture = None if picture_at is None else picture_at(frame / max(1, grid.frames - 1))
+    if grid.frames > 1:
+        place += f", frame {frame + 1} of {grid.frames}"
     slots = {at: slots for (at, of), slots in recording.slots.items() if of == grid}
     total = run.counts.total_steps
     if view == "heat map":
-        in_steps = [drawing.merged_tokens(groups) for groups in slots.values()]
+        in_steps = [drawing.merged_tokens(groups)[frame] for groups in slots.values()]
         share = np.sum(in_steps, axis=0) / total
         image = drawing.heat_map(share, picture)
         steps = f"merged in {len(slots)} of {total} steps"
@@ -185,7 +204,7 @@ def _map(
         )
     groups = int(slots[step].max()) + 1
     return drawing.captioned(
-        drawing.merge_map(slots[step], picture),
+        drawing.merge_map(slots[step][frame], picture, drawing.merged_tokens(slots[step])[frame]),
         "Merge map",
         [place, f"step {step + 1} of {total}, {grid.tokens} tokens in {groups} groups"],
     )

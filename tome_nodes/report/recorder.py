@@ -44,7 +44,7 @@ class Recording:
     Attributes:
         latent: the grid of the latent.
         slots: by step and feature map, the slot of each token in the first sample of the batch,
-            ``[height, width]`` int64, in the block that merged first.
+            ``[frames, height, width]`` int64, in the block that merged first.
         blocks: the blocks in each step, by name and step.
         seconds: time from the first evaluation of the model to the end of the run.
         overhead: seconds of ``matching``, ``merging`` and ``unmerging`` therein, None if they could
@@ -67,7 +67,7 @@ class Recording:
         return dict(sorted(levels.items()))
 
     def _level(self, grid: Grid) -> int:
-        return max(1, round((self.latent.tokens / grid.tokens) ** 0.5))
+        return max(1, round((self.latent.tokens * grid.frames / grid.tokens) ** 0.5))
 
 
 class Recorder(Observer):
@@ -124,7 +124,8 @@ class Recorder(Observer):
                 place = result.step, span.grid
                 if place not in self._slots:
                     slots = outcome.plan.slots()[0, span.start : span.stop]
-                    self._slots[place] = slots.view(span.grid.height, span.grid.width)
+                    sides = span.grid.frames, span.grid.height, span.grid.width
+                    self._slots[place] = slots.view(sides)
 
     def finish(self) -> Recording:
         """The recording, as plain numbers."""

@@ -73,7 +73,9 @@ class CellStrategy(Strategy):
         if config.st == 1:
             return Cells(Grid(grid.frames * grid.height, grid.width), config.sy, config.sx)
         frames = config.st or frames_of_cell(grid.frames)
-        return Cells(Grid(grid.frames, grid.height * grid.width), frames, config.sx)
+        row = Grid(grid.frames, grid.height * grid.width)
+        # Cells of few tokens in many frames are best: benchmarks/FIDELITY.md.
+        return Cells(row, frames, min(config.sx, config.sy))
 
     def match(self, features: Tensor, grid: Grid, merges: list[int]) -> Sequence[Plan | None]:
         """One plan for each number of src tokens to merge, None if none would merge."""
