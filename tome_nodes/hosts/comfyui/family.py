@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -34,12 +34,9 @@ class Inputs:
 class ComfyFamily(Family):
     """Classes of ComfyUI's diffusion models, and how their blocks are found and called."""
 
-    model_classes: ClassVar[tuple[str, ...]] = ()
-    """Their full names; they are not imported, as an older host may lack one."""
-
     def matches(self, model: nn.Module) -> bool:
         """Whether a model is of one of the classes."""
-        return class_name(model) in self.model_classes
+        raise NotImplementedError
 
     def pictures(self, model: Any, inputs: Inputs) -> tuple[Picture, ...]:
         """The pictures in the sequence of a transformer, in order; none for a UNet."""

@@ -15,7 +15,7 @@ from ...core.grid import Grid
 from ...core.layout import Layout, Picture
 from ...core.site import StackSite
 from .attention import merge_attention
-from .family import ComfyFamily, Inputs
+from .family import ComfyFamily, Inputs, class_name
 
 Pictures = Callable[[Any, Inputs], Iterable[Picture]]
 """The pictures in the sequence of a model, in order."""
@@ -74,8 +74,12 @@ class Transformer(ComfyFamily):
     stack_class = TransformerStack
 
     @property
-    def model_classes(self) -> tuple[str, ...]:  # type: ignore[override]
+    def model_classes(self) -> tuple[str, ...]:
+        """Their full names. No class is imported, as an older host may lack it."""
         return tuple(f"comfy.ldm.{name}" for name in self.classes)
+
+    def matches(self, model: nn.Module) -> bool:
+        return class_name(model) in self.model_classes
 
     def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
         for name in self.blocks:
