@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ...core.layout import Picture
-from ...core.site import Family
+from ...core.site import Family, ModelSites
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,10 @@ class ComfyFamily(Family):
     def pictures(self, model: Any, inputs: Inputs) -> tuple[Picture, ...]:
         """The pictures in the sequence of a transformer, in order; none for a UNet."""
         return ()
+
+    def options(self, options: dict[str, Any], sites: ModelSites) -> dict[str, Any]:
+        """The transformer options of an evaluation that merges, where blocks get none."""
+        return options
 
 
 def class_name(model: nn.Module) -> str:
