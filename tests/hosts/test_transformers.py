@@ -2,6 +2,7 @@
 
 import comfy.ldm.flux.model
 import comfy.model_management
+import numpy as np
 import pytest
 import torch
 from comfy.ldm.modules.attention import attention_basic, attention_pytorch
@@ -9,9 +10,12 @@ from common import Shuffle, relative_error
 from host import merging, overridden
 from tiny_transformers import TEXT, TINY, build, conditioning, sample
 
-from tome_nodes.hosts.comfyui.attachment import attach, detach
+from tome_nodes.core.grid import Grid
+from tome_nodes.hosts.comfyui.attachment import attach, detach, last_run
 from tome_nodes.hosts.comfyui.families import family_of
 from tome_nodes.hosts.comfyui.transformers import REFUSED, TRANSFORMERS
+from tome_nodes.report import drawing
+from tome_nodes.report.pages import report_of
 
 OVERRIDE = "optimized_attention_override"
 
@@ -368,3 +372,33 @@ def test_attention_that_knows_no_weights_runs(models):
 
     merged = sample(attach(with_override(model, theirs), keys_only()), tiny, size)
     assert relative_error(merged, sample(model, tiny, size)) < 0.5
+
+
+@pytest.mark.parametrize("frame", [-1, 1, 4])
+def test_a_report_shows_any_frame_of_a_video(models, frame):
+    tiny, model = TINY["wan21"], models("wan21")
+    patched = attach(model, keys_only(), wants_details=lambda: True)
+    sample(patched, tiny, tiny.size(8, 10))
+    run = last_run(patched)
+    slots = run.recording.slots[1, Grid(8, 10, 5)]
+    assert slots.shape == (5, 8, 10)
+    # The first latent frame is apart from the others, among which cells reach over frames.
+    assert not np.isin(slots[0], slots[1:]).any()
+    assert np.isin(slots[1], slots[2:]).any()
+    shown = 2 if frame == -1 else frame - 1
+    expected = drawing.merge_map(slots[shown], None, drawing.merged_tokens(slots)[shown])
+    height, width = expected.shape[:2]
+    drawn = report_of(run, frame=frame).picture
+    assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
+    places = []
+    grey = np.full((16, 20, 3), 0.5)
+    report_of(run, "heat map", picture_at=lambda place: places.append(place) or grey, frame=frame)
+    assert places == [shown / 4]
+
+
+def test_a_frame_that_is_not_there_is_said(models):
+    tiny, model = TINY["wan21"], models("wan21")
+    patched = attach(model, keys_only(), wants_details=lambda: True)
+    sample(patched, tiny, tiny.size(8, 10), steps=1)
+    card = drawing.card("There is no frame 6", ["Hint: set frame to 1 to 5, or to -1."])
+    assert np.array_equal(report_of(last_run(patched), frame=6).picture, card)
