@@ -15,7 +15,7 @@ from .options import FRAME, LEVEL, OPTIONS, STEP, VIEW, Option, OptionError
 from .presets import CUSTOM, FREE, PRESET, settings_of
 from .report import pages
 
-_CATEGORY = "model/patch/unet"
+_CATEGORY = "model/patch"
 _ALIASES = ["token merging", "tomesd", "tome", "speed", "faster", "acceleration"]
 
 

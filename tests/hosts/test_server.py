@@ -85,7 +85,7 @@ def test_the_nodes_are_listed_as_users_find_them(info):
         "ToMe Remove Patch",
     )
     for node in patch, remove:
-        assert node["category"] == "model/patch/unet"
+        assert node["category"] == "model/patch"
         assert {"token merging", "tomesd", "speed"} <= set(node["search_aliases"])
         assert node["output"] == ["MODEL"]
         assert node["description"]
