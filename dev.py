@@ -99,6 +99,7 @@ def bench(arguments: list[str]) -> int:
     parser.add_argument("--host", choices=modules, default="comfyui")
     parser.add_argument("--fidelity", action="store_true")
     parser.add_argument("--transformers", action="store_true")
+    parser.add_argument("--clips", action="store_true")
     parser.add_argument("--picture", action="store_true")
     chosen, rest = parser.parse_known_args(arguments)
     module = modules[chosen.host]
@@ -106,6 +107,8 @@ def bench(arguments: list[str]) -> int:
         module = "benchmarks.fidelity"
     elif chosen.transformers:
         module = "benchmarks.transformers"
+    elif chosen.clips:
+        module = "benchmarks.clips"
     elif chosen.picture:
         module = "benchmarks.off_and_on"
     environment.prepare()
@@ -153,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         "--forecast, --device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, "
         "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds; with "
         "--transformers, what merged keys gain there: --quick, --repeats, --name; with "
+        "--clips, how much they change a video; with "
         "--picture, the README's picture of off and on: --ratio, --presets, --steps",
     )
     add(

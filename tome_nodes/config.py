@@ -41,11 +41,11 @@ class ToMeConfig:
     ratio_end: float = _default("ratio_end")
     sx: int = _default("sx")
     sy: int = _default("sy")
+    st: int = _default("st")
     use_rand: bool = _default("use_rand")
     reuse_steps: int = _default("reuse_steps")
     min_tokens: int = _default("min_tokens")
     proportional_attn: bool = _default("proportional_attn")
-    st: int = _default("st")
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -250,7 +250,7 @@ class Nothing(WindowStrategy):
     ("strategy", "message"),
     [
         (OffByOne, "differ from the means"),
-        (TooMany, "ratio=0.5 asks 768"),
+        (TooMany, "ratio=0.6 asks 615"),
         (EmptySlot, "hold a token"),
         (Nothing, "no plan"),
     ],

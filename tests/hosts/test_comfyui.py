@@ -642,33 +642,3 @@ def test_torch_compile_keeps_one_graph_over_steps_and_runs(sd15):
         assert graphs.frame_count == 2
     finally:
         torch._dynamo.reset()
-
-
-def test_models_that_are_not_unets_are_refused_by_name():
-    import comfy.supported_models
-
-    flux = comfy.supported_models.Flux(
-        {
-            "image_model": "flux",
-            "in_channels": 4,
-            "out_channels": 4,
-            "vec_in_dim": 16,
-            "context_in_dim": 16,
-            "hidden_size": 32,
-            "mlp_ratio": 1.0,
-            "num_heads": 2,
-            "depth": 1,
-            "depth_single_blocks": 1,
-            "axes_dim": [4, 6, 6],
-            "theta": 10000,
-            "patch_size": 2,
-            "qkv_bias": True,
-            "guidance_embed": False,
-            "txt_ids_dims": [],
-        }
-    )
-    flux.set_inference_dtype(torch.float32, None)
-    device = torch.device("cpu")
-    model = comfy.model_patcher.ModelPatcher(flux.get_model({}, device=device), device, device)
-    with pytest.raises(ValueError, match=r"is for UNet models .* and this model is a Flux$"):
-        attach(model, merging())

@@ -52,6 +52,7 @@ OTHERS = {
     "merge_crossattn": True,
     "merge_mlp": True,
     "kv_ratio": 0.1,
+    "st": 3,
     "ratio_end": 0.1,
     "sx": 5,
     "sy": 5,

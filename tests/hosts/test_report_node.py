@@ -65,7 +65,7 @@ def test_the_node_is_listed_as_users_find_it(info):
     assert {"token merging", "merge map"} <= set(node["search_aliases"])
     assert list(node["input"]["required"]) == ["model", "samples"]
     optional = node["input"]["optional"]
-    assert list(optional) == ["image", "view", "level", "step"]
+    assert list(optional) == ["image", "view", "level", "step", "frame"]
     assert optional["view"][1]["options"] == ["merge map", "heat map", "chart"]
     assert [name for name, (_, o) in optional.items() if o.get("advanced")] == ["level", "step"]
 

@@ -132,6 +132,24 @@ def test_batches_of_one_prompt_and_of_two(models, kind, cfg):
     assert relative_error(sample(shuffled, tiny, size, batch=3, cfg=cfg), expected) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("flux", "chroma", "sd3", "qwen_image", "lumina2", "z_image", "krea2"),
+        *("aura_flow", "omnigen2", "boogu", "joy_image", "wan21", "cosmos_predict2"),
+    ],
+)
+def test_sides_that_are_no_whole_number_of_patches(models, told, kind):
+    tiny, model = TINY[kind], models(kind)
+    expected = sample(model, tiny, (15, 17))
+    shuffled = attach(model, keys_only(), Shuffle)
+    assert relative_error(sample(shuffled, tiny, (15, 17)), expected) < 1e-5
+    assert told()[-1].startswith(f"[ToMe] merged {tiny.blocks}/{tiny.blocks} blocks (")
+    keys, _ = calls_of(model, tiny, (15, 17), keys_only(ratio=0.75), steps=1)
+    picture = 72 * (tiny.frames or 1)
+    assert min(key.shape[1] for key in keys if key.shape[1] > 16) < tiny.before + picture
+
+
 def test_cond_and_uncond_apart_are_as_together(models, monkeypatch):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)

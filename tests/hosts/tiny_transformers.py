@@ -271,6 +271,39 @@ TINY = {
             "conditioning_llama3": torch.randn(1, 4, TEXT, 32, generator=random)
         },
     ),
+    "hidream_o1": Tiny(
+        "HiDreamO1",
+        {
+            "image_model": "hidream_o1",
+            "text_config_overrides": {
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 32,
+                "rope_dims": [6, 5, 5],
+            },
+            "vision_config_overrides": {
+                "hidden_size": 32,
+                "num_heads": 2,
+                "intermediate_size": 32,
+                "depth": 1,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": (),
+            },
+        },
+        2,
+        before=TEXT,
+        channels=3,
+        patch=32,
+        prompt=lambda random: {
+            "text_input_ids": torch.cat(
+                [torch.randint(1, 9000, (1, TEXT - 1), generator=random), torch.tensor([[151673]])],
+                1,
+            )
+        },
+    ),
     "aura_flow": Tiny(
         "AuraFlow",
         {

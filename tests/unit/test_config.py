@@ -14,6 +14,7 @@ LIMITS = {
     "ratio": (0.0, 0.95),
     "sx": (1, 8),
     "sy": (1, 8),
+    "st": (0, 8),
     "seed": (0, 2**64 - 1),
     "start_percent": (0.0, 1.0),
     "end_percent": (0.0, 1.0),
@@ -26,7 +27,7 @@ LIMITS = {
 WRONG_TYPES = {
     **dict.fromkeys(("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"), (1, "yes")),
     "proportional_attn": (0, None),
-    **dict.fromkeys(("sx", "sy", "seed", "reuse_steps", "min_tokens"), (2.0, True)),
+    **dict.fromkeys(("sx", "sy", "st", "seed", "reuse_steps", "min_tokens"), (2.0, True)),
     **dict.fromkeys(("ratio", "start_percent", "end_percent"), ("0.5", True)),
     **dict.fromkeys(("ratio_end", "kv_ratio"), ("0.5", False)),
 }
@@ -52,6 +53,7 @@ def test_defaults_are_those_of_the_paper_but_for_ratio_level_size_and_weight():
         "ratio_end": -1.0,
         "backend": "auto",
         "kv_ratio": -1.0,
+        "st": 0,
     }
     ours = {
         "ratio": 0.6,

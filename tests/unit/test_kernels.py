@@ -112,8 +112,8 @@ def surrounded(x):
     return view.copy_(x)
 
 
-def window_plan(features, grid, step=0, **options):
-    config = ToMeConfig(strategy="window", **options)
+def window_plan(features, grid, step=0, ratio=0.5, **options):
+    config = ToMeConfig(strategy="window", ratio=ratio, **options)
     strategy = make_strategy(config, kernels)
     strategy.begin(torch.tensor(step_key(config.seed, step), device=DEVICE))
     return strategy.plan(features.to(DEVICE), grid, config.ratio)

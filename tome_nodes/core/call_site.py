@@ -76,7 +76,7 @@ class CallSite(BlockSite):
         if merges_keys and keys_ratio not in ratios:
             ratios.append(keys_ratio)
         if not ratios:
-            self.notes.reason = self.attention_masked
+            self.notes.reason = "the queries of a part of the tokens do not merge"
             return None, None
         plans = self.plans("call", k, worthy, ratios)
         of_queries = plans[0] if merges_queries else None

@@ -96,6 +96,7 @@ def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dty
             return None
         merged, *_ = plan.merge_inputs(features)
         plan.merge_keys(features, 1)
+        plan.merge_values(features)
         plan.unmerge(merged)
         plan.add_change(features, merged, merged)
         strategy.ops.widen(features, merged, merged, merged[:, :, 0], 1, 1.0, 1.0)

@@ -63,8 +63,8 @@ class Run:
         obstacle: str | None = None,
         caller: str | None = None,
         pictures: tuple[Picture, ...] = (),
-    ) -> Iterator[None]:
-        """Merge tokens in the model while it is evaluated.
+    ) -> Iterator[bool]:
+        """Merge tokens in the model while it is evaluated; gives whether it does.
 
         Observers are told what it did, except where it raised.
 
@@ -90,11 +90,11 @@ class Run:
                     obstacle = f"the device {device} cannot do it: {engine.lacks}"
             outcomes: Sequence[Outcome] = ()
             if engine is None or obstacle is not None:
-                yield
+                yield False
             else:
                 evaluation = self._begin(moment, latent, engine, device, pictures)
                 exits.enter_context(self.sites.installed(evaluation))
-                yield
+                yield True
                 outcomes = self.sites.outcomes()
         result = Evaluated(
             moment.step, len(self.sites.blocks), outcomes, obstacle, moment.is_active

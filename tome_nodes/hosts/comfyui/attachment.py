@@ -162,7 +162,8 @@ class _Attachment:
         with ExitStack() as stack:
             if run is not None:
                 inputs = Inputs(_latent_shape(x, kwargs), kwargs)
-                stack.enter_context(run.evaluation(executor.class_obj, inputs, t, options))
+                merging = run.evaluation(executor.class_obj, inputs, t, options)
+                options = stack.enter_context(merging)
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
 
@@ -209,8 +210,11 @@ class _SamplingRun:
     @contextmanager
     def evaluation(
         self, model: Any, inputs: Inputs, t: Tensor, options: dict[str, Any]
-    ) -> Iterator[None]:
-        """Merge tokens in ``model``, a host's BaseModel, while it evaluates noise level ``t``."""
+    ) -> Iterator[dict[str, Any]]:
+        """Merge tokens in ``model``, a host's BaseModel, while it evaluates noise level ``t``.
+
+        Gives the transformer options to evaluate it with.
+        """
         sigma = t.max().item()
         latent = Grid(*inputs.shape[-2:])
         if self._following is None:
@@ -222,8 +226,8 @@ class _SamplingRun:
         run = self._run_of(diffusion_model, self._following)
         pictures, obstacle = self._pictures(diffusion_model, inputs)
         dtype = model.get_dtype_inference()
-        with run.evaluation(moment, latent, t.device, dtype, obstacle, pictures=pictures):
-            yield
+        with run.evaluation(moment, latent, t.device, dtype, obstacle, pictures=pictures) as merges:
+            yield self._attachment.family.options(options, run.sites) if merges else options
 
     def _pictures(
         self, diffusion_model: nn.Module, inputs: Inputs

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
 from ...core.layout import Picture
-from ...core.site import Family
+from ...core.site import Family, ModelSites
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,16 +34,17 @@ class Inputs:
 class ComfyFamily(Family):
     """Classes of ComfyUI's diffusion models, and how their blocks are found and called."""
 
-    model_classes: ClassVar[tuple[str, ...]] = ()
-    """Their full names; they are not imported, as an older host may lack one."""
-
     def matches(self, model: nn.Module) -> bool:
         """Whether a model is of one of the classes."""
-        return class_name(model) in self.model_classes
+        raise NotImplementedError
 
     def pictures(self, model: Any, inputs: Inputs) -> tuple[Picture, ...]:
         """The pictures in the sequence of a transformer, in order; none for a UNet."""
         return ()
+
+    def options(self, options: dict[str, Any], sites: ModelSites) -> dict[str, Any]:
+        """The transformer options of an evaluation that merges, where blocks get none."""
+        return options
 
 
 def class_name(model: nn.Module) -> str:

@@ -6,16 +6,18 @@ record needs to know nothing else.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...core.call_site import CallSite
 from ...core.grid import Grid
 from ...core.layout import Layout, Picture
-from ...core.site import StackSite
+from ...core.plan import Plan
+from ...core.site import Forward, ModelSites, StackSite
+from ...ops import Operations
 from .attention import merge_attention
-from .family import ComfyFamily, Inputs
+from .family import ComfyFamily, Inputs, class_name
 
 Pictures = Callable[[Any, Inputs], Iterable[Picture]]
 """The pictures in the sequence of a model, in order."""
@@ -52,6 +54,61 @@ class TransformerStack(StackSite):
     block_class = TransformerBlock
 
 
+class EvaluationBlock(TransformerBlock):
+    """A block that is handed no transformer options; see :class:`EvaluationStack`."""
+
+    stack: "EvaluationStack"
+
+    def layout(self, tokens: int, kwargs: dict[str, Any]) -> Layout | None:
+        return super().layout(tokens, {})
+
+    def _merge_calls(self, forward: Forward) -> Forward:
+        def attention_forward(*args: Any, **kwargs: Any) -> Any:
+            self.stack.running = self
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.stack.running = None
+
+        return attention_forward
+
+
+class EvaluationStack(TransformerStack):
+    """Blocks whose attention all runs under the transformer options of the evaluation.
+
+    Attributes:
+        running: the block that calls attention now.
+    """
+
+    block_class = EvaluationBlock
+    running: EvaluationBlock | None = None
+
+    @property
+    def ops(self) -> Operations:
+        return self.sites.evaluation.engine.strategy.ops
+
+    def call_plans(
+        self, k: Tensor, queries: int, kwargs: dict[str, Any]
+    ) -> tuple[Plan | None, Plan | None]:
+        """See :meth:`tome_nodes.core.call_site.CallSite.call_plans`."""
+        block = self.running
+        return (None, None) if block is None else block.call_plans(k, queries, kwargs)
+
+    def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None:
+        """See :meth:`tome_nodes.core.call_site.CallSite.log_sizes`."""
+        return None if self.running is None else self.running.log_sizes(plan, like)
+
+    def note_masked(self) -> None:
+        """Note that the attention is masked, or called with other tokens."""
+        if self.running is not None:
+            self.running.note_masked()
+
+    def note_unweighted(self, reason: str | None) -> None:
+        """Note why merged keys weigh as one token each, None where they do not."""
+        if self.running is not None:
+            self.running.note_unweighted(reason)
+
+
 @dataclass(frozen=True)
 class Transformer(ComfyFamily):
     """Models of one kind.
@@ -74,13 +131,19 @@ class Transformer(ComfyFamily):
     stack_class = TransformerStack
 
     @property
-    def model_classes(self) -> tuple[str, ...]:  # type: ignore[override]
+    def model_classes(self) -> tuple[str, ...]:
+        """Their full names. No class is imported, as an older host may lack it."""
         return tuple(f"comfy.ldm.{name}" for name in self.classes)
+
+    def matches(self, model: nn.Module) -> bool:
+        return class_name(model) in self.model_classes
 
     def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
         for name in self.blocks:
+            holder, _, attribute = name.rpartition(".")
             # Some have no blocks of one of the kinds.
-            if (blocks := getattr(model, name, None)) is not None:
+            blocks = getattr(model.get_submodule(holder), attribute, None)
+            if blocks is not None:
                 yield name, blocks, blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks
 
     def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
@@ -93,6 +156,16 @@ class Transformer(ComfyFamily):
 
     def pictures(self, model: Any, inputs: Inputs) -> tuple[Picture, ...]:
         return tuple(self.pictures_of(model, inputs))
+
+
+class WholeEvaluation(Transformer):
+    """Models that hand their blocks no transformer options."""
+
+    stack_class = EvaluationStack
+
+    def options(self, options: dict[str, Any], sites: ModelSites) -> dict[str, Any]:
+        (stack,) = sites.stacks
+        return merge_attention(options, cast(EvaluationStack, stack), {})
 
 
 def grid_of(shape: Sequence[int], patch: Any) -> Grid:
@@ -164,6 +237,12 @@ def _hidream(model: Any, inputs: Inputs) -> Iterator[Picture]:
     *other, width = inputs.shape
     width += sum(each.shape[-1] for each in inputs.tensors("image_cond"))
     yield Picture(grid_of((*other, width), model.patch_size))
+
+
+def _hidream_o1(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """Patches of references follow, which merge with nothing."""
+    behind = sum(each.shape[1] for each in inputs.tensors("ref_patches"))
+    yield Picture(grid_of(inputs.shape, model.patch_size), behind)
 
 
 def _joyimage(model: Any, inputs: Inputs) -> Iterator[Picture]:
@@ -257,6 +336,12 @@ HIDREAM = Transformer(
     ("double_stream_blocks", "single_stream_blocks"),
     _hidream,
     at_end=False,
+)
+HIDREAM_O1 = WholeEvaluation(
+    ("hidream_o1.model.HiDreamO1Transformer",),
+    ("language_model.layers",),
+    _hidream_o1,
+    at_end=True,
 )
 AURA_FLOW = Transformer(
     ("aura.mmdit.MMDiT",),
@@ -361,8 +446,8 @@ MINIMAX = Transformer(
 )
 
 TRANSFORMERS = (
-    *(FLUX, CHROMA, SD3, QWEN_IMAGE, LUMINA, KREA, HIDREAM, AURA_FLOW, OMNIGEN, BOOGU, IDEOGRAM),
-    *(LENS, MAGE_FLOW, JOY_IMAGE, PIXEL_DIT, WAN, SCAIL, HUNYUAN_VIDEO, LTX, COSMOS_1),
+    *(FLUX, CHROMA, SD3, QWEN_IMAGE, LUMINA, KREA, HIDREAM, HIDREAM_O1, AURA_FLOW, OMNIGEN, BOOGU),
+    *(IDEOGRAM, LENS, MAGE_FLOW, JOY_IMAGE, PIXEL_DIT, WAN, SCAIL, HUNYUAN_VIDEO, LTX, COSMOS_1),
     *(COSMOS_PREDICT, KANDINSKY, MOCHI, COG_VIDEO, MINIMAX),
 )
 """All of them."""
@@ -377,7 +462,6 @@ REFUSED: Mapping[str, str] = {
         "pixart.pixartms.PixArtMS": _NO_OPTIONS,
         "hydit.models.HunYuanDiT": _NO_OPTIONS,
         "seedvr.model.NaDiT": "its attention runs in small windows, where merging gains nothing",
-        "hidream_o1.model.HiDreamO1Transformer": "it keeps keys of earlier steps for later ones",
         "wan.ar_model.CausalWanModel": "it keeps keys of earlier frames for later ones",
         "cascade.stage_b.StageB": "its attention has few tokens",
         "cascade.stage_c.StageC": "its attention has few tokens",
