@@ -1,4 +1,4 @@
-"""ToMe Nodes: token merging for Stable Diffusion in ComfyUI."""
+"""ToMe Nodes: token merging for models of pictures and videos in ComfyUI."""
 
 # pytest imports this file without a package, ComfyUI as a package.
 if __package__:

@@ -1,4 +1,4 @@
-"""Token merging for Stable Diffusion: the merge core and its hosts."""
+"""Token merging for models of pictures and videos: the merge core and its hosts."""
 
 from .patch import apply_patch, remove_patch
 

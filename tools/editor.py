@@ -31,6 +31,19 @@ MODELS = (
     "checkpoints/v1-5-pruned-emaonly-fp16.safetensors",
     "checkpoints/sd_xl_base_1.0.safetensors",
     "controlnet/control_v11p_sd15_canny_fp16.safetensors",
+    "diffusion_models/z_image_turbo_bf16.safetensors",
+    "diffusion_models/flux1-dev.safetensors",
+    "diffusion_models/qwen_image_edit_2511_fp8mixed.safetensors",
+    "diffusion_models/wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors",
+    "diffusion_models/wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors",
+    "text_encoders/qwen_3_4b.safetensors",
+    "text_encoders/clip_l.safetensors",
+    "text_encoders/t5xxl_fp16.safetensors",
+    "text_encoders/qwen_2.5_vl_7b_fp8_scaled.safetensors",
+    "text_encoders/umt5_xxl_fp8_e4m3fn_scaled.safetensors",
+    "vae/ae.safetensors",
+    "vae/qwen_image_vae.safetensors",
+    "vae/wan_2.1_vae.safetensors",
 )
 
 # Every new ComfyUI has a file of this name in its input folder; here it is a picture of our own.

@@ -11,13 +11,16 @@ from PIL import Image
 
 from tome_nodes.presets import CUSTOM, FREE
 from tools.editor import WORKFLOWS, blueprint_files, workflow_files
+from tools.server import ExecutionFailed, PromptRejected
 from tools.workflow import PATCH
 
 PACK = "tome-nodes"
 NAMES = [
-    *("tome_compare", "tome_controlnet", "tome_hires_fix"),
-    *("tome_img2img", "tome_sdxl", "tome_txt2img"),
+    *("tome_compare", "tome_controlnet", "tome_flux", "tome_hires_fix", "tome_img2img"),
+    *("tome_qwen_image_edit", "tome_sdxl", "tome_txt2img", "tome_wan_video", "tome_z_image"),
 ]
+TRANSFORMERS = ["tome_flux", "tome_qwen_image_edit", "tome_wan_video", "tome_z_image"]
+"""Those whose models are too large to be written here as small ones."""
 TINY_MODELS = {
     "v1-5-pruned-emaonly-fp16.safetensors": "sd15.ckpt",
     "sd_xl_base_1.0.safetensors": "sdxl.ckpt",
@@ -25,7 +28,7 @@ TINY_MODELS = {
 }
 TINY_SIZES = {"sd15.ckpt": 128, "sdxl.ckpt": 192}
 SIZED = {"EmptyLatentImage", "ImageScale"}
-WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
 NOTES = {"Note", "MarkdownNote"}
 TITLE_BAR = 30
 
@@ -76,7 +79,7 @@ def to_api_format(graph, info):
             for slot in node["inputs"]
             if slot.get("link") is not None
         }
-        title = node.get("title", schema["display_name"])
+        title = node.get("title", schema["display_name"] or node["type"])
         prompt[str(node["id"])] = {
             "inputs": inputs,
             "class_type": node["type"],
@@ -170,6 +173,37 @@ def test_workflow_runs_to_an_image_and_merges_in_the_pass_that_has_the_node(
     (line,) = re.findall(r"\[ToMe\] .*", server.log[read:])
     assert line.startswith("[ToMe] merged ")
     assert "({} -> {} tokens), 2/2 steps, ratio {}".format(*tokens, ratio) in line
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_every_model_that_samples_comes_from_a_node_of_ours_behind_all_else(name):
+    graph = api_file(name)
+    samplers = [node for node in graph.values() if node["class_type"].startswith("KSampler")]
+    assert len(samplers) == (2 if name == "tome_wan_video" else 1)
+    patches = {node["inputs"]["model"][0] for node in samplers}
+    assert {graph[patch]["class_type"] for patch in patches} == {PATCH}
+    assert len(patches) == len(samplers)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_server_accepts_the_api_format_and_reads_the_models_that_it_names(server, name):
+    """The files are empty here, so the run ends where the first of them is read."""
+    graph = api_file(name)
+    with pytest.raises(ExecutionFailed) as failed:
+        server.run(graph)
+    (kind,) = re.findall(r"^node \d+ \((\w+)\)", str(failed.value))
+    assert kind in ("UNETLoader", "CLIPLoader", "DualCLIPLoader", "VAELoader")
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_server_refuses_a_model_that_it_does_not_have(server, name):
+    """Else its acceptance above would say nothing."""
+    graph = api_file(name)
+    (number,) = (key for key in graph if graph[key]["class_type"] == "VAELoader")
+    graph[number]["inputs"]["vae_name"] = "no_such_file.safetensors"
+    with pytest.raises(PromptRejected) as refused:
+        server.queue(graph)
+    assert number in refused.value.node_errors
 
 
 def test_server_offers_the_workflows_as_templates_of_the_pack(server):
