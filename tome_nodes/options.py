@@ -102,8 +102,9 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
                 text="Share of the tokens to merge; under quality and balanced, of the keys and "
                 "values of self-attention. More is faster and changes the picture more; 0 is "
                 "exactly the unpatched model.",
-                more="One token of each cell always stays, so at most `1 - 1/(sx*sy)` merge: 0.75 "
-                "with the cells of quality, fast and paper, 0.875 with those of balanced.",
+                more="One token of each cell always stays, so of a picture at most `1 - 1/(sx*sy)` "
+                "merge: 0.75 with the cells of quality, fast and paper, 0.875 with those of "
+                "balanced.",
             ),
             Option(
                 name="start_percent",

@@ -106,7 +106,7 @@ def test_without_details_the_text_has_counts_and_says_how_to_get_the_rest(sd15):
     [
         ({}, None),
         ({"strategy": "window", "reuse_steps": 1}, None),
-        ({"ratio": 0.9}, "cells of 2x2 tokens merge no more than 0.75; under preset custom"),
+        ({"ratio": 0.9}, "the cells merge no more than 0.75; under preset custom"),
         ({"ratio": 0.9, "strategy": "pool"}, None),
     ],
     ids=str,

@@ -41,8 +41,8 @@ class Strategy:
         self.ops = ops
 
     @classmethod
-    def ratio_cap(cls, config: ToMeConfig) -> float:
-        """The largest share of the tokens that can merge."""
+    def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float:
+        """The largest share of the tokens of a video, or of a picture, that can merge."""
         return 1 - 1 / (config.sx * config.sy) if cls.uses_cells else 1.0
 
     def begin(self, key: Tensor) -> None:

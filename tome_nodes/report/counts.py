@@ -12,6 +12,7 @@ class Counts(Observer):
         total_steps: steps of the run, 0 if the host does not know them.
         blocks_present: transformer blocks of the model.
         largest_grid: tokens of the largest feature map that entered a block.
+        frames: of the latent of a video, 1 for a picture.
         fell_back: blocks that ran in module scope although a wider one was set, by the reason.
         unweighted: reasons why merged keys weighed as one token each.
         plans_made: number of plans made.
@@ -22,6 +23,7 @@ class Counts(Observer):
         self.total_steps = total_steps
         self.blocks_present = 0
         self.largest_grid = 0
+        self.frames = 1
         self.fell_back: dict[str, set[str]] = {}
         self.unweighted: set[str] = set()
         self.plans_made = 0
@@ -37,6 +39,9 @@ class Counts(Observer):
             self._reasons[result.reason] += 1
         for outcome in result.outcomes:
             self.largest_grid = max(self.largest_grid, outcome.before)
+            if outcome.layout is not None:
+                frames = [span.grid.frames for span in outcome.layout.spans]
+                self.frames = max(self.frames, *frames)
             self.plans_made += outcome.plans_made
             self.plans_reused += outcome.plans_reused
             if outcome.plan is not None:

@@ -94,7 +94,7 @@ def in_words(run: LastRun) -> list[str]:
         ]
     else:
         lines += [f"Nothing merged: {run.obstacle}"]
-    lines += [f"Settings: {', '.join(words.settings(run.config, defaults=True))}"]
+    lines += [f"Settings: {', '.join(words.settings(run.config, counts.frames, defaults=True))}"]
     if run.backend is not None:
         lines += [f"Backend: {run.backend}"]
     lines += [f"Note: {deviation}" for deviation in words.deviations(counts)]
@@ -121,11 +121,11 @@ def hint_for(run: LastRun) -> str | None:
         )
     if run.obstacle is not None:
         return None
-    cap = strategy.ratio_cap(config)
+    cap = strategy.ratio_cap(config, counts.frames)
     if strategy.follows_ratio and config.ratio > cap:
         return (
-            f"cells of {config.sx}x{config.sy} tokens merge no more than {cap:.2f}; "
-            "under preset custom, a larger sx or sy merges more."
+            f"the cells merge no more than {cap:.2f}; under preset custom, a larger sx or sy "
+            "merges more."
         )
     recording = run.recording
     if (

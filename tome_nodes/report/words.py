@@ -18,7 +18,9 @@ def log_line(counts: Counts, config: ToMeConfig, backend: list[str]) -> str:
     """
     merged = f"merged {counts.merged_blocks}/{counts.blocks_present} blocks ({sizes(counts)})"
     steps = [f"{counts.merged_steps}/{counts.total_steps} steps"] if counts.total_steps else []
-    return ", ".join([merged, *steps, *settings(config), *backend, *deviations(counts)])
+    return ", ".join(
+        [merged, *steps, *settings(config, counts.frames), *backend, *deviations(counts)]
+    )
 
 
 def live_line(result: Evaluated, total_steps: int) -> str:
@@ -70,11 +72,12 @@ def obstacle(counts: Counts, max_downsample: int, shallowest: int) -> str:
     )
 
 
-def settings(config: ToMeConfig, defaults: bool = False) -> list[str]:
+def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> list[str]:
     """The settings in words, for example ``["ratio 0.90 capped at 0.75", "window"]``.
 
     Args:
         config: the settings.
+        frames: of the latent of a video, 1 for a picture.
         defaults: whether to include strategy and scope even if they are the default.
     """
     strategy = strategy_class(config)
@@ -84,7 +87,7 @@ def settings(config: ToMeConfig, defaults: bool = False) -> list[str]:
     ratio = f"ratio {config.ratio:.2f}"
     if config.ratio_end >= 0:
         ratio += f" to {config.ratio_end:.2f}"
-    cap = strategy.ratio_cap(config)
+    cap = strategy.ratio_cap(config, frames)
     if max(config.ratio, config.ratio_end) > cap:
         ratio += f" capped at {cap:.2f}"
     if config.scope == "module" and config.attn_tokens != "q,k,v":

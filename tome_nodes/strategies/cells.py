@@ -49,6 +49,14 @@ class CellStrategy(Strategy):
         self._key: Tensor | None = None
         self._splits: dict[Grid, tuple[Tensor, Tensor]] = {}
 
+    @classmethod
+    def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float:
+        # The first frame is a picture of its own.
+        length = 1 if frames <= 2 else config.st or frames_of_cell(frames - 1)
+        if length == 1:
+            return super().ratio_cap(config)
+        return 1 - 1 / (length * min(config.sx, config.sy))
+
     def begin(self, key: Tensor) -> None:
         self._key = key
         self._splits = {}
@@ -72,10 +80,10 @@ class CellStrategy(Strategy):
             return Cells(grid, config.sy, config.sx)
         if config.st == 1:
             return Cells(Grid(grid.frames * grid.height, grid.width), config.sy, config.sx)
-        frames = config.st or frames_of_cell(grid.frames)
+        length = config.st or frames_of_cell(grid.frames)
         row = Grid(grid.frames, grid.height * grid.width)
         # Cells of few tokens in many frames are best: benchmarks/FIDELITY.md.
-        return Cells(row, frames, min(config.sx, config.sy))
+        return Cells(row, length, min(config.sx, config.sy))
 
     def match(self, features: Tensor, grid: Grid, merges: list[int]) -> Sequence[Plan | None]:
         """One plan for each number of src tokens to merge, None if none would merge."""
