@@ -418,6 +418,26 @@ TINY = {
         3,
         frames=3,
     ),
+    "wan21_camera": Tiny(
+        "WAN21_Camera", {**WAN, "model_type": "camera", "in_dim": 32}, 2, frames=3
+    ),
+    "wan22_5b": Tiny("WAN22_T2V", {**WAN, "in_dim": 48, "out_dim": 48}, 2, channels=48, frames=2),
+    "hunyuan_image": Tiny(
+        "HunyuanImage21",
+        {
+            **HUNYUAN,
+            "vec_in_dim": None,
+            "guidance_embed": False,
+            "in_channels": 64,
+            "out_channels": 64,
+            "patch_size": [1, 1],
+            "axes_dim": [16, 16],
+        },
+        4,
+        before=TEXT,
+        channels=64,
+        patch=1,
+    ),
     "hunyuan_video": Tiny("HunyuanVideo", HUNYUAN, 4, before=TEXT, frames=4),
     "ltxv": Tiny(
         "LTXV",
