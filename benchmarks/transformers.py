@@ -68,7 +68,6 @@ LENGTHS = (
     Length("picture, 2048x2048", Grid(128, 128)),
     Length("video, 832x480, 81 frames", Grid(30, 52, 21)),
     Length("picture, 4096x4096", Grid(256, 256)),
-    Length("video, 1280x720, 81 frames", Grid(45, 80, 21)),
 )
 QUICK_LENGTHS = (Length("picture, 512x512", Grid(32, 32)), Length("video", Grid(12, 20, 9)))
 
@@ -203,7 +202,7 @@ MODELS = (
             "num_layers": 1,
             "in_dim": 16,
         },
-        (16, 5, 60, 104),
+        (16, 3, 48, 80),
         64,
         {},
         5120,
@@ -236,7 +235,7 @@ MODELS = (
             "vision_in_dim": None,
             "meanflow_sum": False,
         },
-        (16, 5, 60, 104),
+        (16, 3, 48, 80),
         64,
         {},
         3072,
