@@ -1,8 +1,8 @@
 """The course of every model evaluation, in any host.
 
 First it is settled whether to merge now, on which device, at which ratio, with which picks, and
-which plans of an earlier step are kept. Then the overrides go on, the model runs, the overrides come
-off, and the observers get the result.
+which plans of an earlier step are kept. Then the overrides go on, the model runs, the overrides
+come off, and the observers get the result.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
