@@ -46,7 +46,7 @@ class LdmUNet(HookedFamily):
     stack_class = LdmStack
 
     def find(self, model: object) -> tuple[nn.Module, int | None] | None:
-        """The UNet at ``model.model.diffusion_model`` or ``model.diffusion_model``, or the model."""
+        """The UNet at ``model.model.diffusion_model``, ``model.diffusion_model`` or ``model``."""
         inner = getattr(model, "model", model)
         unet = getattr(inner, "diffusion_model", inner)
         unet = getattr(unet, "_orig_mod", unet)
