@@ -1,7 +1,7 @@
 """How much merged keys and values change the attention of a video, and how much it flickers.
 
-Clips are made from photos by panning and zooming. One attention with random weights, scaled until
-it is about as wide as in a trained model, runs on them with all keys and with merged ones.
+Clips are made from photos by panning and zooming. One attention with random weights runs on them
+with all keys and with merged ones. It is scaled to spread about as widely as in a trained model.
 """
 
 import argparse
@@ -50,7 +50,7 @@ RATIOS = (0.5, 0.75)
 
 
 def main() -> int:
-    """Measure all variants and write the table."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py bench --clips", description=__doc__)
     parser.add_argument("--name", default="clips", help="of the files of results")
     arguments = parser.parse_args()
@@ -89,7 +89,7 @@ class Attention:
         self.expected = self._attend(self.k, self.v)
 
     def errors(self, settings: Mapping[str, Any], ratio: float) -> tuple[float, float, float]:
-        """Share of keys that are left, error of the frames, and error of their differences."""
+        """The share of keys left, the error of the frames, and the error of their differences."""
         config = ToMeConfig(**{"strategy": "window", "ratio": ratio, **settings})
         strategy = make_strategy(config, operations("torch"))
         strategy.begin(torch.tensor(step_key(0, 0)))
@@ -111,7 +111,7 @@ class Attention:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
     def _sharpness(self) -> float:
-        """What to scale queries by for attention to spread over a tenth of the keys."""
+        """The scale of the queries at which attention spreads over a tenth of the keys."""
         q, k = (each.unflatten(2, (HEADS, -1)).transpose(1, 2) for each in (self.q, self.k))
         q = q[:, :, ::64]
         low, high = 0.1, 30.0
@@ -124,7 +124,7 @@ class Attention:
 
 
 def clip(name: str) -> Tensor:
-    """``[frames, 3, height, width]`` of a photo that is panned and zoomed into."""
+    """``[frames, 3, height, width]`` from panning and zooming into a photo."""
     pixels = photo(name, 3 * GRID.height)
     height, width = pixels.shape[1:]
     frames = []
@@ -141,11 +141,11 @@ def clip(name: str) -> Tensor:
 
 
 def features(name: str, noise: float, generator: torch.Generator) -> Tensor:
-    """``[1, tokens, channels]`` that stand for what enters a block: a clip, filtered twice."""
+    """``[1, tokens, channels]`` in place of what enters a block: a clip, filtered twice."""
     wide = 128
 
     def filters(inputs: int) -> Tensor:
-        """Random, but with correlated taps, as in trained filters."""
+        """Random filters with correlated taps, like trained ones."""
         weights = torch.randn(wide, inputs, 1, 1, generator=generator)
         return weights * (1 + torch.randn(wide, inputs, 3, 3, generator=generator))
 
@@ -160,12 +160,12 @@ def features(name: str, noise: float, generator: torch.Generator) -> Tensor:
 
 
 def differences(x: Tensor) -> Tensor:
-    """What changes from each frame to the next."""
+    """The change from each frame to the next."""
     return x.unflatten(1, (GRID.frames, -1)).diff(dim=1)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of ``expected``."""
+    """The norm of the difference over the norm of ``expected``."""
     return ((actual - expected).norm() / expected.norm()).item()
 
 
@@ -191,7 +191,7 @@ def row(
 
 
 def write(result: dict[str, Any], name: str) -> None:
-    """The results as JSON and as a table."""
+    """Write the results, as JSON and as a table."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     lines = [

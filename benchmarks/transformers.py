@@ -1,8 +1,9 @@
-"""What merging keys and values takes and saves in transformers, at the sizes that people run.
+"""The cost and gain of merging keys and values in transformers, at common sizes.
 
-First one attention of heads of 128, at the lengths of pictures and videos: its time with all keys,
-with merged ones, and that of matching and merging. Then one block of each model, as wide as
-published, through ComfyUI's own sampler. Beside them stands what arithmetic says of whole models.
+First one attention with heads of 128 channels, at the lengths of pictures and videos: its time with
+all keys and with merged ones, and the time of matching and merging. Then one block of each model,
+as wide as published, through ComfyUI's own sampler, next to what arithmetic predicts for whole
+models.
 """
 
 import argparse
@@ -57,7 +58,7 @@ RATIOS = (0.5, 0.75)
 
 @dataclass(frozen=True)
 class Length:
-    """An attention's sequence: the grid of a picture or video."""
+    """The sequence of an attention: the grid of a picture or video."""
 
     name: str
     grid: Grid
@@ -78,15 +79,15 @@ class Model:
 
     Attributes:
         name: as people call it.
-        kind: its class among ``comfy.supported_models``.
-        settings: of one block in the published width.
-        latent: channels and sides of the latent to measure at.
+        kind: the name of its class in ``comfy.supported_models``.
+        settings: those of one block in the published width.
+        latent: channels, frames if it is a video, height and width of the latent to measure at.
         text: channels of the prompt.
         extras: further conditions of the prompt.
         width: channels of its tokens.
-        layers: how many blocks it has.
-        linear: products of a block's linear layers for a token, in squares of the width.
-        tokens: of the sequences at which it is used, by a name.
+        layers: number of blocks of the published model.
+        linear: multiplications per token in the linear layers of a block, over ``width**2``.
+        tokens: lengths of the sequences in common use, by a name.
     """
 
     name: str
@@ -101,12 +102,12 @@ class Model:
     tokens: Mapping[str, int]
 
     def attention_share(self, tokens: int) -> float:
-        """The share of attention in the products of all blocks, by arithmetic."""
+        """The share of attention in the multiplications of all blocks, by arithmetic."""
         attention = 2 * tokens * self.width
         return attention / (attention + self.linear * self.width**2)
 
     def speed_up(self, tokens: int, ratio: float) -> float:
-        """Times faster with the share ``ratio`` of keys and values merged at no cost."""
+        """How many times faster it is if the share ``ratio`` of keys and values merges for free."""
         return 1 / (1 - ratio * self.attention_share(tokens))
 
 
@@ -247,7 +248,7 @@ MODELS = (
 
 
 def main() -> int:
-    """Measure what the command line asks for."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py bench --transformers", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short sequences, about a minute")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
@@ -278,7 +279,7 @@ def main() -> int:
 
 
 def attention(length: Length, repeats: int) -> dict[str, Any]:
-    """Times of one attention with all keys and with merged ones, and of what that takes."""
+    """Time one attention with all keys and with merged ones, and the matching and merging."""
     tokens = length.grid.tokens
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, tokens, HEADS * CHANNELS, generator=generator) for _ in range(3))
@@ -350,7 +351,7 @@ def _timed(function: Callable[[], Any]) -> Callable[[], float]:
 
 
 def block(model: Model, repeats: int, quick: bool) -> dict[str, Any]:
-    """Times and memory of one block of a model, by ratio, over those of the unpatched one."""
+    """Time and memory of one block of a model at each ratio, over those of the unpatched one."""
     plain = build(model.kind, model.settings)
     shape = model.latent if not quick else (*model.latent[:-2], 32, 40)
     patched = {
@@ -418,7 +419,7 @@ def block_line(row: dict[str, Any]) -> str:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The last line: the worst case over lengths and ratios, and of memory over blocks."""
+    """The last line: the worst case over lengths and ratios, and over blocks for memory."""
     figures = [each for row in result["attention"] for each in row["ratios"].values()]
     efficiency = min(each["efficiency"] for each in figures)
     attention = max(each["attention"] / each["keys"] for each in figures)
@@ -441,7 +442,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def write(result: dict[str, Any], name: str) -> None:
-    """The results so far, as JSON and as tables."""
+    """Write the results so far, as JSON and as tables."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     lines = [

@@ -1,4 +1,4 @@
-"""The settings of token merging of one patched model."""
+"""The settings of one patched model."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -14,10 +14,10 @@ def _default(name: str) -> Any:
 class ToMeConfig:
     """Validated settings: every option of :data:`tome_nodes.options.OPTIONS`.
 
-    The options and their meaning follow section 4 of arXiv 2303.17604 and its code, except that
-    ``max_downsample`` may be ``"auto"`` and the percent limits are additional. The weight of merged
-    tokens (``proportional_attn``) is that of Bolya et al., ICLR 2023: the logarithm of their number
-    is added to the logits.
+    ``ratio``, ``sx``, ``sy``, ``use_rand``, ``max_downsample`` and the ``merge_*`` switches have
+    their meaning in section 4 of arXiv 2303.17604 and its code, except that ``max_downsample`` may
+    be ``"auto"``. The weight of merged tokens (``proportional_attn``) is that of Bolya et al., ICLR
+    2023: the logarithm of their number is added to the logits.
 
     Raises:
         OptionTypeError: an option has the wrong type; it is a ``TypeError``.
@@ -65,5 +65,5 @@ class ToMeConfig:
 
     @property
     def merges_nothing(self) -> bool:
-        """Whether every ratio is 0."""
+        """Whether no ratio is above 0."""
         return max(self.ratio, self.ratio_end, self.kv_ratio) <= 0

@@ -29,10 +29,10 @@ def _schema(
     """The schema of a node.
 
     Args:
-        caption: the node in words.
-        slots: types of its links, in the order of the caption's.
-        outputs: types of what it gives, likewise.
-        extras: what the editor is to know besides of inputs, by their names.
+        caption: the texts of the node.
+        slots: the types of its linked inputs, in the order of the caption.
+        outputs: the types of its outputs, in the same order.
+        extras: further settings of inputs, by name of the input.
         others: further settings of the schema.
     """
     extras = extras or {}
@@ -73,7 +73,7 @@ def _input(option: Option, **extras: Any) -> io.Input:
 
 
 def _config(preset: str = PRESET.default, **given: Any) -> ToMeConfig:
-    # In the editor, a choice is always a word.
+    # The choices of the editor are always strings.
     if (name := "max_downsample") in given:
         choices = {str(choice): choice for choice in OPTIONS[name].choices}
         given[name] = choices.get(given[name], given[name])
@@ -81,11 +81,11 @@ def _config(preset: str = PRESET.default, **given: Any) -> ToMeConfig:
 
 
 def _fault(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The input at fault, and why, in a sentence.
+    """The input at fault and an error message, None if all inputs are valid.
 
     Args:
-        inputs: of the patch node, as they are in a prompt: a list is a link, whose value is not
-            known before the run.
+        inputs: those of the patch node in a prompt. A list is a link, whose value is not known
+            before the run.
     """
     known: dict[str, Any] = {}
     for option in PATCH.options:
@@ -94,13 +94,13 @@ def _fault(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
         value = inputs[option.name]
         if isinstance(value, list):
             if option is PRESET:
-                # What counts cannot be told, but a value that no preset allows can.
+                # Any preset is possible, so only refuse what no preset allows.
                 known[option.name] = CUSTOM
             continue
         if isinstance(value, dict):
-            # How a prompt may say that a value is no link.
+            # Prompts may wrap a value like this to show that it is not a link.
             value = value.get("__value__", value)
-        # The host converts as well, and tells itself of what it cannot convert.
+        # The host converts values too, and reports those that it cannot convert.
         try:
             known[option.name] = value if option.choices else type(option.default)(value)
         except (TypeError, ValueError, OverflowError):
@@ -113,7 +113,7 @@ def _fault(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _given_all_options(function: Any) -> Any:
-    """Have the host give a validation every option, and no more: it goes by the signature."""
+    """Give a validation a signature with all options: the host passes only what is in it."""
     names = ["cls", *(option.name for option in PATCH.options)]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     function.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
@@ -132,26 +132,26 @@ class ToMePatchModel(io.ComfyNode):
             {
                 # For web/js/preset.js.
                 "preset": {"extra_dict": {"custom": CUSTOM, "free": [*FREE]}},
-                # Else the editor changes it after each run, and so the image.
+                # Otherwise the editor changes it after each run, and with it the image.
                 "seed": {"control_after_generate": False},
             },
             search_aliases=_ALIASES,
-            # Each tells of its own runs, also where another has the same inputs.
+            # Each node reports its own runs, even if another has the same inputs.
             not_idempotent=True,
         )
 
     @classmethod
     @_given_all_options
     def validate_inputs(cls, **inputs: Any) -> bool | str:
-        """Tell whether the inputs can be, else why not.
+        """True if the inputs are valid, else an error message.
 
-        The host reports the sentence for every input that it gave, so the queue has left only the
-        one at fault where there is one. Without a server nothing was left out.
+        The host reports the message for every input that it passes, so the handler of prompts in
+        :mod:`tome_nodes.hosts.comfyui.queue` leaves only the one at fault.
         """
         found = queue.verdict()
         if found is not None:
             return found
-        # The host gives None for what comes over a link.
+        # The host passes None for a linked input.
         fault = _fault({name: [] if value is None else value for name, value in inputs.items()})
         return True if fault is None else fault[1]
 
@@ -214,7 +214,7 @@ class ToMeReport(io.ComfyNode):
             shown = pages.report_of(run, view, level, step, picture_at, frame)
         if (node := graph.running_node()) is not None:
             graph.show_text(node, shown.text)
-        # What was drawn is a view of an image's memory, which torch must not write to.
+        # A copy: the picture may be a read-only view, which torch must not share.
         drawn = torch.tensor(shown.picture, dtype=torch.float32)[None] / 255
         on_node = ui.PreviewImage(drawn, cls=cls).as_dict() | ui.PreviewText(shown.text).as_dict()
         return io.NodeOutput(drawn, shown.text, ui=on_node)
@@ -232,6 +232,6 @@ class ToMeExtension(ComfyExtension):
 
 
 async def comfy_entrypoint() -> ToMeExtension:
-    """Called by ComfyUI once, when it loads the pack."""
+    """Called once by ComfyUI, when it loads the pack."""
     queue.look_at(PATCH.id, {option.name for option in PATCH.options}, _fault)
     return ToMeExtension()

@@ -1,4 +1,4 @@
-"""One call for any Stable Diffusion model in Python: put token merging on, take it off."""
+"""Two functions for Stable Diffusion models in Python: add token merging, and remove it."""
 
 import sys
 from inspect import signature
@@ -12,7 +12,7 @@ Model = TypeVar("Model")
 
 _TIMESTEPS = 1000
 
-# What tomesd always does where we have an option.
+# What tomesd always does, as values of our options.
 _AS_TOMESD = {"min_tokens": 1, "proportional_attn": False}
 
 
@@ -32,39 +32,40 @@ def apply_patch(
 ) -> Model:
     """Merge tokens in a model, in place, from its next call on.
 
-    The named options have the names, order, defaults and meaning of those of ``tomesd`` 0.1.3, the
-    reference code of arXiv 2303.17604, so ``import tome_nodes as tomesd`` runs a script made for
+    The named options have the names, order, defaults and meaning of those in ``tomesd`` 0.1.3, the
+    reference code of arXiv 2303.17604, so ``import tome_nodes as tomesd`` runs a script written for
     it. Applying again replaces all settings. The global random generators are not touched.
 
     Args:
-        model: a pipeline of diffusers, its ``UNet2DConditionModel``, a model of latent-diffusion
-            (with a UNet at ``model.model.diffusion_model``), or its UNet; a compiled one as well.
-            Its input is ``[batch, channels, height, width]``, any batch, size, dtype and device.
+        model: a diffusers pipeline, its ``UNet2DConditionModel``, a latent-diffusion model (with a
+            UNet at ``model.model.diffusion_model``), or its UNet, compiled or not. Its input is
+            ``[batch, channels, height, width]``, of any batch, size, dtype and device.
         ratio: share of the tokens of a feature map to merge away, 0 to 0.95.
-        max_downsample: merge where the feature map is at most this many times smaller than the
-            latent: 1, 2, 4 or 8. ``"auto"`` takes the shallowest level that has attention, which
-            is 2 in SDXL; 1 merges nothing there.
+        max_downsample: merge feature maps at most this many times smaller than the latent: 1, 2, 4
+            or 8. ``"auto"`` takes the shallowest level with attention, or with a wider ``scope``
+            the one with most blocks. In SDXL the shallowest is 2, so 1 merges nothing.
         sx: width of a cell in tokens; one token of each cell always stays.
         sy: height of a cell in tokens.
-        use_rand: pick the token that stays at random, anew at each timestep.
+        use_rand: pick the token that stays at random, again at each timestep.
         merge_attn: merge the tokens that enter self-attention.
         merge_crossattn: merge the tokens that enter cross-attention.
         merge_mlp: merge the tokens that enter the feed-forward network.
-        preset: one of :data:`tome_nodes.presets.PRESETS` decides all options that are not free in
-            it, so these have to be at their defaults here; ``custom`` decides none.
-        options: the other options of :data:`tome_nodes.options.OPTIONS`, with their defaults, but
-            for ``min_tokens``, which is 1, and ``proportional_attn``, which is off: as in tomesd,
+        preset: one of :data:`tome_nodes.presets.PRESETS`, or ``custom``. A preset decides all
+            options except those in :data:`tome_nodes.presets.FREE`; the options that it decides
+            must have their defaults here.
+        options: the other options of :data:`tome_nodes.options.OPTIONS`. Their defaults are the
+            same, except that ``min_tokens`` is 1 and ``proportional_attn`` is off: as in tomesd,
             feature maps of any size merge, and a merged key weighs as one token. Percents and the
-            way to ``ratio_end`` are shares of the noise levels of training, which the UNet's
-            timestep counts down, not of the steps of a run.
+            way to ``ratio_end`` are shares of the noise levels of training, which the timestep of
+            the UNet counts down, not of the steps of a run.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: the model is none of these, an option is not known, or has the wrong type.
-        ValueError: an option is out of range, or would not count under the preset. Nothing has
-            changed then.
+        TypeError: the model is none of these, or an option is unknown or has the wrong type.
+        ValueError: an option is out of range, or has no effect under the preset. The model is not
+            changed.
     """
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
@@ -99,7 +100,7 @@ _DEFAULTS = {
 
 
 def remove_patch(model: Model) -> Model:
-    """Take token merging off a model, which is then as it was before :func:`apply_patch`.
+    """Take token merging off a model, which restores it to before :func:`apply_patch`.
 
     Args:
         model: as for :func:`apply_patch`, patched or not.
@@ -108,7 +109,7 @@ def remove_patch(model: Model) -> Model:
         The same model.
 
     Raises:
-        TypeError: the model is none that could be patched.
+        TypeError: the model is of no kind that can be patched.
     """
     from .hosts.pytorch.hooks import detach
 
@@ -123,7 +124,7 @@ def _find_unet(model: object) -> tuple[Any, int, Any]:
     from .hosts.pytorch.ldm_unet import LdmUNet
 
     families: list[HookedFamily] = [LdmUNet()]
-    # Whoever has a model of diffusers has imported it.
+    # If it is not imported, the model cannot be one of diffusers.
     if "diffusers" in sys.modules:
         from .hosts.pytorch.diffusers_unet import DiffusersUNet
 

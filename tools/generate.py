@@ -1,11 +1,11 @@
-"""Write what the nodes' words are needed in: the English locale and the tables of the help pages.
+"""Write the texts of the nodes to the English locale and the tables of the help pages.
 
     python3 dev.py generate
     python3 dev.py generate --translated ko
 
-The first makes `locales/en/nodeDefs.json`, and what stands between the markers of `web/docs/*.md`,
-from `tome_nodes/captions.py`. Other languages need a translator. The second notes that the texts of
-a language are translations of the present English ones; until then a test names those that are not.
+Both write `locales/en/nodeDefs.json`, and the text between the markers of `web/docs/*.md`, from
+`tome_nodes/captions.py`. Other languages need a translator. The second also records that all texts
+of a language are translations of the current English ones; until then, a test lists the outdated.
 Standard library only.
 """
 
@@ -28,14 +28,14 @@ LOCALES = ROOT / "locales"
 PAGES = ROOT / "web" / "docs"
 FIDELITY = ROOT / "benchmarks" / "results" / "fidelity.json"
 TRANSLATED = ROOT / "tools" / "translated.json"
-"""For each language, of which English text each translation was made: a digest by its path."""
+"""For each language, a digest of the English text behind each translation, by its path."""
 
 RATIO = OPTIONS["ratio"].default
 FIGURES = f"""\
 *Time* is that of an evaluation of a small trained model on a CPU at `ratio` {RATIO:g}, with 1 for
 the unpatched one; *change* is how much its pictures differ, with 1 for those of tomesd at its own
 0.5. They are to compare presets by, not what a large model gains on a GPU."""
-"""What stands below the presets where they were measured."""
+"""The text below the table of presets, if they were measured."""
 
 MARKED = re.compile(r"(<!-- generated: ([a-z_ ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -63,7 +63,7 @@ def english() -> dict[str, Any]:
 
 
 def files() -> dict[Path, str]:
-    """All that is generated, by file: the text that it should have."""
+    """The text that each generated file should have."""
     locale = json.dumps(english(), indent=2, ensure_ascii=False) + "\n"
     made = {LOCALES / "en" / "nodeDefs.json": locale}
     for node in CAPTIONS:
@@ -73,7 +73,7 @@ def files() -> dict[Path, str]:
 
 
 def outdated(language: str) -> list[str]:
-    """The texts of a language that are missing, too many, or of an earlier English text."""
+    """The texts of a language that are missing, unknown, or of an older English text."""
     texts = dict(_texts(english()))
     there = dict(_texts(json.loads(_locale(language).read_text(encoding="utf-8"))))
     noted = json.loads(TRANSLATED.read_text(encoding="utf-8")).get(language, {})
@@ -89,7 +89,7 @@ def outdated(language: str) -> list[str]:
 
 
 def note_translated(language: str) -> None:
-    """Note that all texts of a language are translations of the present English ones."""
+    """Record that all texts of a language are translations of the current English ones."""
     noted = json.loads(TRANSLATED.read_text(encoding="utf-8")) if TRANSLATED.exists() else {}
     noted[language] = {path: _digest(text) for path, text in _texts(english())}
     TRANSLATED.write_text(json.dumps(noted, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -114,7 +114,7 @@ def _texts(part: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 def _filled(page: str, tables: Mapping[str, str]) -> str:
-    """A help page with these tables between its markers."""
+    """A help page with the tables filled in between its markers."""
 
     def fill(match: re.Match[str]) -> str:
         return f"{match[1]}{tables[match[2]]}\n{match[3]}"
@@ -141,7 +141,7 @@ def _tables(node: Caption) -> dict[str, str]:
 
 def _row(option: Option) -> tuple[str, ...]:
     if option.choices:
-        # A bar would end the cell.
+        # Not joined by a bar, as that would end the cell.
         allowed = ", ".join(f"`{choice}`" for choice in option.choices)
     elif isinstance(option.default, bool):
         allowed = "on, off"
@@ -171,7 +171,7 @@ def _choices(option: Option) -> str:
 
 
 def _figures() -> dict[str | int, tuple[str, str]]:
-    """Time and change of the pictures under each preset that was measured at the default ratio."""
+    """The time and change of pictures for each preset measured at the default ratio."""
     pictures = json.loads(FIDELITY.read_text(encoding="utf-8"))["pictures"]
     rows = {name: pictures.get(f"ours {name} {RATIO:g}") for name in PRESETS}
     paper = pictures["tomesd q,k,v 0.5"]["error"]

@@ -1,4 +1,4 @@
-"""Transformers of ComfyUI's own classes, of any width, with random weights."""
+"""Transformers of ComfyUI's own classes, in any width, with random weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ def build(name: str, settings: Mapping[str, Any], dtype: Any = None) -> Any:
     """A model patcher on the CPU.
 
     Args:
-        name: the class among those of ``comfy.supported_models``.
-        settings: of the class, as its loader would find them in a file.
-        dtype: of the weights, float32 if None.
+        name: the name of a class in ``comfy.supported_models``.
+        settings: those of the class, as its loader would read them from a file.
+        dtype: that of inference, float32 if None.
     """
     import comfy.model_patcher
     import comfy.supported_models
     import torch
 
     config = getattr(comfy.supported_models, name)(dict(settings))
-    # The host adds sizes of the published model.
+    # The class has put sizes of the published model in their place.
     config.unet_config.update(settings)
     config.set_inference_dtype(dtype or torch.float32, None)
     device = torch.device("cpu")

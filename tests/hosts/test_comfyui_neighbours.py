@@ -251,7 +251,7 @@ def test_tiles_made_within_the_model_merge_at_their_own_level(sd15, told):
         (
             {"min_tokens": 0},
             (6, 8),
-            "48 tokens are fewer than 256, which is where it pays here (min_tokens=0)",
+            "48 tokens are fewer than 256, which is where merging is worth it here (min_tokens=0)",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Presets: what each decides, and what it leaves to the other inputs."""
+"""Presets: what each decides, and what it leaves to other inputs."""
 
 from dataclasses import fields
 
@@ -13,7 +13,7 @@ from tome_nodes.options import OptionError
 from tome_nodes.presets import CUSTOM, FREE, PRESETS, settings_of
 
 SIZE = {"size": (16, 16), "steps": 2}
-"""A map of 256 tokens, which is enough to pay on a CPU."""
+"""A map of 256 tokens, which is large enough for merging to be worth it on a CPU."""
 
 
 QUALITY = {"strategy": "window", "attn_tokens": "k,v"}
@@ -23,7 +23,7 @@ OPTIONS = {
     "fast": {"strategy": "window", "scope": "stack", "reuse_steps": 1},
     "paper": {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
 }
-"""What each preset decides; the rest is as by default."""
+"""What each preset decides, except for options at their defaults."""
 
 every_preset = pytest.mark.parametrize("preset", OPTIONS)
 
@@ -32,7 +32,7 @@ def patched(model, **inputs):
     return ToMePatchModel.execute(model, **inputs)[0]
 
 
-def test_there_are_these_presets():
+def test_names_of_presets():
     assert [*PRESETS] == [*OPTIONS]
 
 
@@ -114,13 +114,13 @@ def test_the_node_without_a_preset_is_balanced(sd15):
         patched(sd15, scope="block")
 
 
-def test_presets_are_ordered_by_likeness(sd15):
+def test_presets_are_ordered_by_how_much_they_change(sd15):
     plain = sample(sd15, **SIZE)
     errors = {
         preset: relative_error(sample(patched(sd15, preset=preset), **SIZE), plain)
         for preset in OPTIONS
     }
-    # At the same ratio, which of the two is closer depends on the model.
+    # Which of the two changes less at the same ratio depends on the model.
     assert min(errors["quality"], errors["balanced"]) > 0
     assert max(errors["quality"], errors["balanced"]) < errors["paper"] < errors["fast"]
 

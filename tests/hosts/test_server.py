@@ -14,7 +14,7 @@ PLAIN = ["loader", 0]
 
 
 def txt2img(model=PLAIN, nodes=None, steps=2, seed=1):
-    """A small text to image graph in API format that samples with ``model``."""
+    """A small text-to-image graph in API format that samples with ``model``."""
     return {
         "loader": {
             "class_type": "CheckpointLoaderSimple",
@@ -112,7 +112,7 @@ def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
     assert advanced == list(inputs["optional"])[4:]
 
 
-def test_model_alone_is_what_a_new_node_of_the_editor_does(server, pixels, info):
+def test_a_model_alone_gives_the_same_as_a_new_node_of_the_editor(server, pixels, info):
     new = {
         name: options["default"]
         for name, (_, options) in info["ToMePatchModel"]["input"]["optional"].items()
@@ -208,7 +208,7 @@ def test_one_bad_value_marks_one_input(server, inputs, option, parts, others):
         assert part in error["details"] + error["message"]
 
 
-def test_each_node_of_a_graph_is_told_its_own_fault(server):
+def test_each_node_of_a_graph_reports_its_own_fault(server):
     graph = with_patch(ratio=2.0, seed=5)
     graph["other"] = patch(["tome", 0], sx=4, ratio=0.5)
     graph["sampler"]["inputs"]["model"] = ["other", 0]
@@ -222,12 +222,12 @@ def test_each_node_of_a_graph_is_told_its_own_fault(server):
 
 
 @pytest.mark.parametrize("inputs", [{"sx": 2}, {"strategy": "bipartite", "kv_ratio": -1}])
-def test_an_option_at_its_default_is_as_if_it_were_left_out(pixels, inputs):
+def test_an_option_at_its_default_is_the_same_as_none(pixels, inputs):
     assert pixels(with_patch(**inputs)) == pixels(with_patch())
 
 
-def test_of_two_branches_the_good_one_runs_and_the_other_is_told(server, pixels):
-    """Only a graph of which nothing can run is refused as a whole."""
+def test_of_two_branches_the_good_one_runs_and_the_other_is_refused(server, pixels):
+    """A graph is refused as a whole only if nothing in it can run."""
     graph = with_patch(ratio=2.0, end_percent=0.9)
     graph["plain_sampler"] = deepcopy(graph["sampler"])
     graph["plain_sampler"]["inputs"] |= {"model": PLAIN, "seed": 11}

@@ -1,4 +1,4 @@
-"""Every kind of transformer that ComfyUI runs: its own classes, tiny, through its own sampler."""
+"""Every kind of transformer in ComfyUI: tiny models of its own classes, in its own sampler."""
 
 import comfy.ldm.flux.model
 import comfy.model_management
@@ -45,7 +45,7 @@ def with_override(model, override):
 
 
 def calls_of(model, tiny, size, config=None, **options):
-    """The keys of all calls of attention, ``[batch, tokens, channels]``, and the picture."""
+    """The keys of all calls of attention, ``[batch, tokens, channels]``, and the result."""
     keys = []
 
     def spy(func, q, k, v, heads, mask=None, **kwargs):
@@ -72,7 +72,7 @@ def test_a_lossless_plan_reproduces_the_unpatched_model(models, told, kind, attn
 
 
 @every_kind
-def test_the_picture_merges_and_all_else_stays(models, told, kind):
+def test_the_picture_merges_and_everything_else_stays(models, told, kind):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     plain_keys, plain = calls_of(model, tiny, size, steps=1)
@@ -143,7 +143,7 @@ def test_batches_of_one_prompt_and_of_two(models, kind, cfg):
         *("aura_flow", "omnigen2", "boogu", "joy_image", "wan21", "cosmos_predict2"),
     ],
 )
-def test_sides_that_are_no_whole_number_of_patches(models, told, kind):
+def test_sides_that_are_not_a_whole_number_of_patches(models, told, kind):
     tiny, model = TINY[kind], models(kind)
     expected = sample(model, tiny, (15, 17))
     shuffled = attach(model, keys_only(), Shuffle)
@@ -154,7 +154,7 @@ def test_sides_that_are_no_whole_number_of_patches(models, told, kind):
     assert min(key.shape[1] for key in keys if key.shape[1] > 16) < tiny.before + picture
 
 
-def test_cond_and_uncond_apart_are_as_together(models, monkeypatch):
+def test_cond_and_uncond_give_the_same_apart_and_together(models, monkeypatch):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)
     config = keys_only()
@@ -177,7 +177,7 @@ def test_cond_and_uncond_apart_are_as_together(models, monkeypatch):
         ("joy_image", (16, 1, 12, 16), 48),
     ],
 )
-def test_reference_pictures_merge_apart(models, kind, shape, tokens):
+def test_reference_pictures_merge_separately(models, kind, shape, tokens):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     reference = torch.randn(1, *shape, generator=torch.Generator().manual_seed(3))
@@ -197,13 +197,13 @@ def test_reference_pictures_merge_apart(models, kind, shape, tokens):
 
 @pytest.mark.parametrize("kind", ["qwen_image", "hunyuan_video", "ideogram4", "lens"])
 @pytest.mark.parametrize("attn_tokens", ["k,v", "q,k,v"])
-def test_text_that_is_masked_stays_so(models, kind, attn_tokens):
+def test_masked_text_stays_masked(models, kind, attn_tokens):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     mask = torch.ones(1, TEXT, dtype=torch.int64)
     mask[:, TEXT // 2 :] = 0
     masked = conditioning(tiny, 5, attention_mask=mask)
-    # Not every one of them takes masks of two samples.
+    # Not all of these models take masks for two samples.
     options = {"prompts": (masked, masked), "cfg": 1.0}
     expected = sample(model, tiny, size, **options)
     assert relative_error(sample(model, tiny, size, cfg=1.0), expected) > 1e-4
@@ -214,7 +214,7 @@ def test_text_that_is_masked_stays_so(models, kind, attn_tokens):
 
 
 @pytest.mark.parametrize("kind", ["flux", "krea2", "aura_flow", "omnigen2", "hunyuan_video"])
-def test_weights_count_beside_text(models, kind):
+def test_weights_count_next_to_text(models, kind):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(16, 16)
     plain = sample(model, tiny, size, steps=1)
@@ -229,7 +229,7 @@ def test_weights_count_beside_text(models, kind):
 
 
 @pytest.mark.parametrize("kind", ["flux", "z_image", "qwen_image", "wan21", "omnigen2"])
-def test_torch_compile_makes_one_graph_of_it(models, kind):
+def test_torch_compile_makes_one_graph(models, kind):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from torch._dynamo.testing import CompileCounter
 
@@ -272,7 +272,7 @@ def test_whole_blocks_fall_back_to_their_attention(models, told):
     assert "module scope in 3 as this kind of model does not merge whole blocks" in told()[0]
 
 
-def test_what_a_transformer_has_not_is_said(models, told):
+def test_what_a_transformer_cannot_merge_is_reported(models, told):
     tiny, model = TINY["flux"], models("flux")
     config = merging(merge_attn=False, merge_mlp=True)
     size = tiny.size(8, 10)
@@ -319,7 +319,7 @@ def test_tokens_that_another_node_adds_stay(models, told):
     assert f"merged 4/4 blocks ({2 * TEXT + 80} -> " in told()[-1]
 
 
-def test_a_subclass_that_nobody_knows_is_refused(models):
+def test_an_unknown_subclass_is_refused(models):
     class Unheard(comfy.ldm.flux.model.Flux):
         pass
 
@@ -329,7 +329,7 @@ def test_a_subclass_that_nobody_knows_is_refused(models):
         attach(model, keys_only())
 
 
-def test_those_that_cannot_merge_are_classes_of_the_host():
+def test_records_and_refusals_name_classes_of_the_host():
     import importlib
 
     classes = [name for each in TRANSFORMERS for name in each.model_classes]
@@ -340,7 +340,7 @@ def test_those_that_cannot_merge_are_classes_of_the_host():
 
 
 def test_every_class_that_the_host_loads_is_known():
-    """What its models are made of is in a record, or among those that are refused."""
+    """Every class of a model is in a record, or refused."""
     import inspect
     import re
 
@@ -362,8 +362,8 @@ def test_an_unreachable_attention_is_refused_with_its_reason():
         family_of(model)
 
 
-def test_attention_that_knows_no_weights_runs(models):
-    """The smallest override that one meets: it takes what it gets and drops the mask."""
+def test_attention_without_weights_runs(models):
+    """The simplest override in use attends to what it gets and drops the mask."""
     tiny, model = TINY["wan21"], models("wan21")
     size = tiny.size(8, 10)
 
@@ -382,7 +382,7 @@ def test_a_report_shows_any_frame_of_a_video(models, frame):
     run = last_run(patched)
     slots = run.recording.slots[1, Grid(8, 10, 5)]
     assert slots.shape == (5, 8, 10)
-    # The first latent frame is apart from the others, among which cells reach over frames.
+    # The first latent frame merges separately; in the others, cells span several frames.
     assert not np.isin(slots[0], slots[1:]).any()
     assert np.isin(slots[1], slots[2:]).any()
     shown = 2 if frame == -1 else frame - 1
@@ -396,7 +396,7 @@ def test_a_report_shows_any_frame_of_a_video(models, frame):
     assert places == [shown / 4]
 
 
-def test_a_frame_that_is_not_there_is_said(models):
+def test_a_missing_frame_is_reported(models):
     tiny, model = TINY["wan21"], models("wan21")
     patched = attach(model, keys_only(), wants_details=lambda: True)
     sample(patched, tiny, tiny.size(8, 10), steps=1)

@@ -1,4 +1,4 @@
-"""Transformers beside the core nodes that people add to them, before ours and behind it."""
+"""Transformers with core nodes that people add to them, before ours and after it."""
 
 import asyncio
 import inspect
@@ -32,7 +32,7 @@ def models():
 def core_node(module, name):
     async def nodes():
         extension = module.comfy_entrypoint()
-        # Some of the host's are coroutines, and some are not.
+        # In some modules of the host it is a coroutine.
         extension = await extension if inspect.isawaitable(extension) else extension
         return await extension.get_node_list()
 
@@ -85,7 +85,7 @@ CASES = {
 
 @pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "theirs first"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_lossless_plan_beside_another_node(models, told, case, ours_first):
+def test_a_lossless_plan_with_another_node(models, told, case, ours_first):
     kind, other = CASES[case]
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
@@ -127,7 +127,7 @@ def test_a_lora(models, ours_first):
 
 
 class Adds(comfy.controlnet.ControlBase):
-    """A control of the host's kind that adds to what each of its blocks gives."""
+    """A control of the host that adds to the output of a block."""
 
     def __init__(self, name, tokens, channels):
         super().__init__()
@@ -163,7 +163,7 @@ def test_a_controlnet(models, kind, name, channels):
     assert relative_error(sample(shuffled, tiny, size, prompts=prompts), expected) < 1e-5
 
 
-def test_a_model_that_is_only_partly_loaded():
+def test_a_partly_loaded_model():
     tiny = TINY["flux"]
     model = build(tiny)
     size = tiny.size(8, 10)

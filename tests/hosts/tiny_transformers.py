@@ -1,4 +1,4 @@
-"""Tiny instances of ComfyUI's own transformers with random weights, and what they need."""
+"""Tiny instances of ComfyUI's own transformers with random weights, and their inputs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from comfy.nested_tensor import NestedTensor
 from tools import transformers
 
 TEXT = 20
-"""Tokens of a prompt."""
+"""Number of tokens in a prompt."""
 
 FLUX = {
     "in_channels": 16,
@@ -95,7 +95,7 @@ HUNYUAN = {
 
 
 def every_token(random):
-    """What a prompt whose tokens all count says of them."""
+    """The attention mask of a prompt without padding."""
     return {"attention_mask": torch.ones(1, TEXT, dtype=torch.int64)}
 
 
@@ -104,18 +104,18 @@ class Tiny:
     """A tiny model of one class.
 
     Attributes:
-        name: its class among ``comfy.supported_models``.
-        settings: of the class, as its loader would find them in a file.
-        blocks: how many there are.
-        before: tokens in the sequence before the picture.
-        behind: tokens in it behind the picture.
-        channels: of the latent.
+        name: the name of its class in ``comfy.supported_models``.
+        settings: those of the class, as its loader would read them from a file.
+        blocks: number of blocks.
+        before: number of tokens before the picture.
+        behind: number of tokens after the picture, -1 if it depends on the size.
+        channels: those of the latent.
         text: channels of the prompt.
-        frames: of the latent, None for a picture.
+        frames: those of the latent, None if it has no such dimension.
         patch: side of a patch.
         pooled: channels of the pooled prompt.
-        prompt: further conditions, as a function of the random generator.
-        sound: channels and sides of the latent of its sound, None where it has none.
+        prompt: makes further conditions from a random generator.
+        sound: channels and sides of the latent of its sound, None without sound.
     """
 
     name: str
@@ -136,7 +136,7 @@ class Tiny:
         return self.frames is not None and self.frames > 1
 
     def size(self, high: int, wide: int) -> tuple[int, ...]:
-        """The latent's sides, where it is to be so many patches high and wide."""
+        """The sides of a latent that is ``high`` by ``wide`` patches."""
         return (high * self.patch, wide * self.patch)
 
 
@@ -626,16 +626,16 @@ TINY = {
         prompt=every_token,
     ),
 }
-"""By a name of ours."""
+"""By a name for tests."""
 
 
 def build(tiny):
-    """The model, in float32 on the CPU."""
+    """A model patcher in float32 on the CPU."""
     return transformers.build(tiny.name, tiny.settings)
 
 
 def sample(model, tiny, size, *, steps=2, batch=1, cfg=4.0, seed=1, prompts=None, **options):
-    """Sample noise to a latent of ``size``."""
+    """Sample a latent of ``size`` from noise; without its sound."""
     frames = () if tiny.frames is None else (tiny.frames,)
     empty = torch.zeros(batch, tiny.channels, *frames, *size)
     if tiny.sound is not None:
@@ -660,7 +660,7 @@ def sample(model, tiny, size, *, steps=2, batch=1, cfg=4.0, seed=1, prompts=None
 
 
 def conditioning(tiny, seed, **extras):
-    """A prompt."""
+    """A random prompt in the form of the host."""
     random = torch.Generator().manual_seed(seed)
     text = torch.randn(1, TEXT, tiny.text, generator=random)
     pooled = torch.randn(1, tiny.pooled, generator=random)

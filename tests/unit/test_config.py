@@ -33,7 +33,7 @@ WRONG_TYPES = {
 }
 
 
-def test_defaults_are_those_of_the_paper_but_for_ratio_level_size_and_weight():
+def test_defaults_are_those_of_the_paper_except_ratio_level_size_and_weight():
     paper = {
         "sx": 2,
         "sy": 2,
@@ -124,7 +124,7 @@ def test_numbers_that_are_not_finite_are_refused(name, value):
         ({"max_downsample": "2"}, "max_downsample='2' is not allowed"),
     ],
 )
-def test_contradictions_are_refused_in_a_sentence_that_tells_the_option(settings, sentence):
+def test_contradictions_are_refused_in_a_sentence_that_names_the_option(settings, sentence):
     with pytest.raises(OptionError, match=sentence) as refused:
         ToMeConfig(**settings)
     assert refused.value.option == next(iter(settings))

@@ -1,4 +1,4 @@
-"""Pictures in a sequence: each merges within itself, and all else stays."""
+"""Pictures in a sequence: each merges within itself, and everything else stays."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def layouts(draw):
 
 
 def halves(features, grid):
-    """Two plans of a picture: tokens in pairs, and in quarters; None for a single token."""
+    """Two plans of a picture, with a half and a quarter of its tokens; None for one token."""
     if grid.tokens < 2:
         return [None, None]
 
@@ -102,14 +102,14 @@ def test_pictures_that_overlap_or_stick_out_are_refused(length, starts):
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(2, 9))
-def test_the_first_frame_of_a_video_merges_apart_from_the_others(height, width, frames):
+def test_the_first_frame_of_a_video_merges_separately(height, width, frames):
     first, others = Grid(height, width, frames).parts
     assert first == Grid(height, width)
     assert others == Grid(height, width, frames - 1)
 
 
 @pytest.mark.parametrize("at_end", [False, True])
-def test_pictures_stand_at_one_end_of_a_sequence(at_end):
+def test_pictures_are_at_one_end_of_a_sequence(at_end):
     pictures = [Picture(Grid(2, 3), padding=2), Picture(Grid(1, 2, 4))]
     layout = Layout.of_pictures(20, pictures, at_end)
     start = 4 if at_end else 0

@@ -79,7 +79,7 @@ def test_a_window_matches_as_the_paper_does_within_it(grid, sx, sy, seed, share)
 
 @given(st.integers(2, 160), cell_sides, cell_sides)
 @example(24, 8, 1)
-def test_windows_cover_nearly_all_of_a_map(height, sy, sx):
+def test_windows_cover_most_of_a_map(height, sy, sx):
     grid = Grid(height, 64)
     cells = grid.cells(sy, sx)
     if not cells.tokens:
@@ -194,7 +194,7 @@ def test_every_strategy_makes_a_partition_of_a_video(strategy, grid, cell_frames
 
 @pytest.mark.parametrize("strategy", ["bipartite", "window"])
 def test_what_stands_still_merges_over_frames(strategy):
-    """Cells of four frames by two tokens hold two places, of which one has no token that stays."""
+    """Cells of four frames by two tokens have two places; a token stays at one of them."""
     grid = Grid(6, 8, 4)
     still = torch.randn(1, grid.height * grid.width, 16, generator=torch.Generator().manual_seed(0))
     features = still.repeat(1, grid.frames, 1)
@@ -210,7 +210,7 @@ def test_what_stands_still_merges_over_frames(strategy):
     ("frames", "length"),
     [(2, 2), (3, 3), (4, 4), (5, 5), (6, 3), (7, 3), (8, 4), (15, 5), (20, 4), (24, 4), (30, 5)],
 )
-def test_as_few_frames_as_can_be_are_in_no_cell(frames, length):
+def test_as_few_frames_as_possible_are_outside_cells(frames, length):
     assert frames_of_cell(frames) == length
     wide = ToMeConfig(strategy="window", sx=4)
     assert strategy_class(wide).ratio_cap(wide, frames + 1) == 1 - 1 / (2 * length)

@@ -1,4 +1,4 @@
-"""Run a module or a block on merged tokens: it is called on the slots of a plan."""
+"""Run a module or a block on merged tokens, which are the slots of a plan."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,8 @@ def block_on_merged(
 ) -> Tensor:
     """Run a residual block on merged tokens and add its change to all tokens.
 
-    The change, not the result, is unmerged, so what ``x`` holds beyond the mean of its slot stays.
+    The change is unmerged, not the result, so each token keeps its difference from the mean of its
+    slot.
 
     Args:
         block: maps ``[batch, slots, channels]`` to ``[batch, slots, channels]``.
@@ -60,20 +61,20 @@ def attention_on_merged(
     """Run self-attention on merged tokens, which are merged before its projections (section 4).
 
     Args:
-        attention: called with ``x``, ``context`` and ``value`` as the host's attention is.
+        attention: called with ``x``, ``context`` and ``value``, like the host's attention.
         queries: a plan that fits ``x``; None leaves the queries as they are.
         keys: the same for keys and values.
-        weigh: given the plan of the keys, their source and ``kwargs``, the keyword arguments with
-            which the attention counts each key as often as the tokens it stands for. None is the
+        weigh: takes the plan of the keys, their source and ``kwargs``; returns keyword arguments
+            that make the attention count each key once for every token it stands for. None is the
             paper's attention: keys are means and count once.
         x: ``[batch, tokens, channels]``, the source of the queries.
-        context: source of the keys, ``x`` if None.
-        value: source of the values, the source of the keys if None.
+        context: the source of the keys, ``x`` if None.
+        value: the source of the values, that of the keys if None.
         kwargs: passed on.
 
     Returns:
-        ``[batch, tokens, channels]``. Where other code gave keys or values that are not the grid,
-        they are not merged.
+        ``[batch, tokens, channels]``. Keys and values from a source that the plan does not fit are
+        not merged.
     """
     if keys is not None and not all(
         source is None or keys.fits(source) for source in (context, value)

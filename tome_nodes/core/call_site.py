@@ -1,7 +1,7 @@
 """Blocks that merge queries, keys and values where attention is called.
 
-That is after they were projected, normalised and turned by position, so it needs to know nothing of
-a block but where the pictures are in the sequence. What is no picture, such as text, stays.
+By then they are projected, normalised and rotated by position, so all that is needed of a block is
+where the pictures are in its sequence. Everything else, such as text, stays as it is.
 """
 
 from typing import Any, ClassVar
@@ -14,26 +14,26 @@ from .site import BlockSite, Forward, Override
 
 
 class CallSite(BlockSite):
-    """A block whose attention is called by way of its host; see :meth:`merging`."""
+    """A block that calls attention through its host; see :meth:`merging`."""
 
     whole_blocks_stay: ClassVar[str] = "as this kind of model does not merge whole blocks"
-    """The reason to tell where a wider scope than single modules was asked for."""
+    """The reason to report if the scope is wider than single modules."""
 
     def attention(self) -> nn.Module:
-        """The module that calls the self-attention, which may be the block."""
+        """The module that calls the self-attention; it may be the block itself."""
         raise NotImplementedError
 
     def layout(self, tokens: int, kwargs: dict[str, Any]) -> Layout | None:
-        """The layout of a sequence of ``tokens``, None where the pictures do not fit into it.
+        """The layout of a sequence of ``tokens``, None if the pictures do not fit into it.
 
         Args:
-            tokens: keys of the attention.
-            kwargs: with which the attention module was called.
+            tokens: the number of keys of the attention.
+            kwargs: the keyword arguments of the attention module.
         """
         raise NotImplementedError
 
     def merging(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments under which the host asks :meth:`call_plans` and its kin."""
+        """The keyword arguments that make the host call :meth:`call_plans` and the rest."""
         raise NotImplementedError
 
     def overrides(self) -> list[Override]:
@@ -50,15 +50,17 @@ class CallSite(BlockSite):
     def call_plans(
         self, k: Tensor, queries: int, kwargs: dict[str, Any]
     ) -> tuple[Plan | None, Plan | None]:
-        """The plans of the queries and of the keys of a call of attention; noted either way.
+        """The plans of the queries and of the keys of one call of attention.
+
+        What merges is noted, or why nothing does.
 
         Args:
             k: ``[batch, keys, channels]``, by which tokens are matched.
-            queries: how many there are; those of a part of the sequence do not merge.
-            kwargs: with which the attention module was called.
+            queries: the number of queries; those of a part of the sequence do not merge.
+            kwargs: the keyword arguments of the attention module.
 
         Returns:
-            None for what stays as it is. Both come from one matching.
+            Both come from one matching. None for what stays as it is.
         """
         config, tokens = self.stack.sites.config, k.shape[1]
         self.notes.tokens = tokens
@@ -89,7 +91,7 @@ class CallSite(BlockSite):
         return of_queries, of_keys
 
     def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None:
-        """What to add to the logits of merged keys, ``[batch, keys]``; None where nothing is."""
+        """What to add to the logits of merged keys, ``[batch, keys]``; None for nothing."""
         if not self.stack.sites.config.proportional_attn or plan.is_even():
             return None
         return plan.log_sizes().to(like.dtype)
@@ -98,7 +100,7 @@ class CallSite(BlockSite):
         config = self.stack.sites.config
 
         def block_forward(*args: Any, **kwargs: Any) -> Any:
-            # How many tokens there are is known where attention is called.
+            # The number of tokens is not known until attention is called.
             self.notes.tokens = 0
             self.notes.fell_back = None if config.scope == "module" else self.whole_blocks_stay
             self.notes.reason = (

@@ -1,4 +1,4 @@
-"""What merging runs on where the model is: the strategy, on a backend that works there."""
+"""What merging runs on: the strategy, with a backend that works on the model's device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from .grid import Grid
 from .strategy import PlansOf, Strategy
 
 MakeStrategy = Callable[[ToMeConfig, Operations], Strategy]
-"""Makes the strategy of some settings, to run on some operations."""
+"""Makes the strategy for given settings and operations."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,12 @@ class Engine:
 
     Attributes:
         strategy: groups the tokens.
-        plans_of: its plans, perhaps watched.
-        least_tokens: what a grid must have to be merged.
-        worth_from: what it must have for merging to be worth it, whatever the settings ask for.
-        no_triton: why it is not Triton, where that could be expected.
-        lacks: what the device answers since it cannot merge at all, None where it can.
+        plans_of: makes its plans, perhaps under observation.
+        least_tokens: the smallest grid that merges, in tokens.
+        worth_from: the smallest grid for which merging is worth it, in tokens, whatever the
+            settings say.
+        no_triton: why it does not use Triton, if it could be expected to.
+        lacks: the error of the device if it cannot merge at all, else None.
     """
 
     strategy: Strategy
@@ -40,7 +41,7 @@ class Engine:
         return self.strategy.ops.NAME
 
     def in_words(self) -> list[str]:
-        """What a report tells of it: nothing where it is as everybody expects."""
+        """What a report says about it: nothing if it is as expected."""
         if self.backend == "triton":
             return ["triton"]
         if self.no_triton is not None:
@@ -51,7 +52,7 @@ class Engine:
 def make_engine(
     config: ToMeConfig, make_strategy: MakeStrategy, device: torch.device, dtype: torch.dtype
 ) -> Engine:
-    """The engine of a config for tokens of one device and dtype.
+    """The engine for some settings and tokens of one device and dtype.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for a small plan.
@@ -71,9 +72,9 @@ def make_engine(
 def _worth_from(config: ToMeConfig, strategy: Strategy, device: torch.device) -> int:
     """The smallest grid, in tokens, that merging does not slow down.
 
-    On a CPU it was measured (benchmarks/README.md). On a GPU it is arithmetic only: the time of a
-    few launches, or of a few dozen where matching is not one kernel, against that of the attention
-    or of the block which they shorten.
+    On a CPU it was measured (benchmarks/README.md). On a GPU it is only arithmetic: the time of a
+    few kernel launches, or a few dozen if matching is not a single kernel, against the time of the
+    attention or block that they shorten.
     """
     if device.type == "cpu":
         return 256
@@ -85,7 +86,7 @@ def _worth_from(config: ToMeConfig, strategy: Strategy, device: torch.device) ->
 
 
 def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What the device answers when it cannot run an operation of merging, None when it can."""
+    """The error of a device that cannot run an operation of merging, None if it can."""
     # The largest cells are 8 tokens high and wide.
     grid = Grid(16, 16)
     try:
@@ -103,7 +104,7 @@ def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dty
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # The compilers of kernels fail in ways of their own.
+        # Kernel compilers raise exceptions of their own.
         first_line = str(error).partition("\n")[0]
         return f"{type(error).__name__}: {first_line}"
     return None

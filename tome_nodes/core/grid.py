@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """Size of a feature map in tokens, which follow each other frame by frame, row by row.
+    """Size of a feature map in tokens, which are in order of frame, row and column.
 
     Attributes:
         height: tokens down.
@@ -23,10 +23,10 @@ class Grid:
 
     @property
     def parts(self) -> "tuple[Grid, ...]":
-        """What tokens merge within: the first frame of a video is apart from the others.
+        """The grids that tokens merge within: the first frame of a video is separate.
 
-        The VAEs of video models make the first latent frame of one frame, and each of the others of
-        several.
+        The VAEs of video models make the first latent frame from one frame, and each of the others
+        from several.
         """
         if self.frames == 1:
             return (self,)

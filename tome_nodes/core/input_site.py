@@ -1,4 +1,4 @@
-"""Blocks that merge what enters them or their modules, as the paper does (section 4)."""
+"""Blocks that merge the tokens that enter them or their modules, as in the paper (section 4)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Part:
     """A module of a block that may run on merged tokens.
 
     Attributes:
-        module: called with the tokens of the block first.
-        option: the option that has it merge.
-        attends_to_itself: whether it is a self-attention, whose keys are the block's tokens too.
+        module: takes the tokens of the block as its first argument.
+        option: the name of the option that makes it merge.
+        attends_to_itself: whether it is a self-attention, so its keys are the block's tokens too.
     """
 
     module: nn.Module
@@ -29,19 +29,19 @@ class Part:
 
 
 class InputSite(BlockSite):
-    """A block whose modules take the tokens first; its stack is an :class:`InputStack`."""
+    """A block whose modules take the tokens as first argument, in an :class:`InputStack`."""
 
     stack: "InputStack"
 
     def forget(self) -> None:
-        """Let go of what was noted and planned in an evaluation."""
+        """Drop the notes and plans of an evaluation."""
         super().forget()
         self._plan: Plan | None = None
         self._keys_plan: Plan | None = None
         self._outer_plan: Plan | None = None
 
     def overrides(self) -> list[Override]:
-        """The block and its modules, and what each of them is to run."""
+        """The block and its modules, with what each of them runs instead."""
         config = self.stack.sites.config
         overrides: list[Override] = [
             (self.module, self.timed(self._run_block(self.module.forward)))
@@ -57,29 +57,29 @@ class InputSite(BlockSite):
         return overrides
 
     def parts(self) -> Sequence[Part]:
-        """The modules of the block that may merge each on its own."""
+        """The modules of the block that may each merge on their own."""
         raise NotImplementedError
 
     def self_attention(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``.
 
-        A family whose attention has one source of keys and values takes the one for values.
+        A family whose attention has a single source for keys and values uses that of the values.
         """
         return forward
 
     def layout(self, x: Tensor, *args: Any, **kwargs: Any) -> Layout | None:
-        """The layout of the block's tokens, as the block was called.
+        """The layout of the block's tokens, given the arguments of the block.
 
-        None where ``x``, ``[batch, tokens, channels]``, is not what the host says it is.
+        None if ``x``, ``[batch, tokens, channels]``, is not of the shape that the host reports.
         """
         raise NotImplementedError
 
     def latent(self, *args: Any, **kwargs: Any) -> Grid:
-        """The grid of the latent that the model works on, as the block was called."""
+        """The grid of the latent that the model works on, given the arguments of the block."""
         return self.stack.sites.evaluation.latent
 
     def needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether something in the block, called with these arguments, expects all tokens."""
+        """Whether something in the block needs all tokens, given the arguments of the block."""
         raise NotImplementedError
 
     def is_masked(self, kwargs: Mapping[str, Any]) -> bool:
@@ -89,12 +89,12 @@ class InputSite(BlockSite):
     def weigh_keys(self, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
         """The keyword arguments of a self-attention that add ``log_sizes`` to its logits.
 
-        Where the host's attention cannot, they are those given, and :meth:`note_unweighted` is
-        told why.
+        If the host's attention cannot do that, ``kwargs`` is returned as it is and the reason goes
+        to :meth:`note_unweighted`.
 
         Args:
-            kwargs: the keyword arguments otherwise.
-            log_sizes: ``[batch, keys]`` of the dtype of the tokens.
+            kwargs: the keyword arguments before.
+            log_sizes: ``[batch, keys]`` in the dtype of the tokens.
         """
         self.note_unweighted("this host has no way to weigh them")
         return kwargs
@@ -103,7 +103,7 @@ class InputSite(BlockSite):
         return kwargs if plan.is_even() else self.weigh_keys(kwargs, plan.log_sizes().to(x.dtype))
 
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether a module called with ``x`` can run under the plan; noted either way."""
+        """Whether a module called with ``x`` can run under the plan; the answer is noted."""
         if self.is_masked(kwargs) or not plan.fits(x):
             self.note_masked()
             return False
@@ -143,7 +143,7 @@ class InputSite(BlockSite):
     def _in_stack(
         self, forward: Callable[..., Tensor], merged: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run the block on the tokens that its stack has merged."""
+        """Run the block on tokens that its stack has merged."""
         stack = self.stack
         assert stack.plan is not None and stack.tokens is not None
         self.notes.ran(stack.tokens.shape[1], stack.plan)
@@ -179,9 +179,9 @@ class InputSite(BlockSite):
         return attention_forward
 
     def _worthy_layout(self, x: Tensor, *args: Any, **kwargs: Any) -> Layout | None:
-        """The layout of the tokens with the pictures that are to merge, None where none is.
+        """The layout with only the pictures that merge, None if none does.
 
-        The reason is noted, except for a block of another level: that is as the settings say.
+        The reason is noted, except at a level that the settings leave out.
         """
         sites = self.stack.sites
         layout, latent = self.layout(x, *args, **kwargs), self.latent(*args, **kwargs)
@@ -196,7 +196,7 @@ class InputSite(BlockSite):
         return self.worthy(Layout(layout.length, spans))
 
     def _plan_for_modules(self, x: Tensor, layout: Layout) -> None:
-        """Make the plans under which the modules of the block run, each on its own."""
+        """Make the plans for the modules of the block, which merge each on their own."""
         config = self.stack.sites.config
         if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
             self.notes.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
@@ -225,11 +225,11 @@ class InputSite(BlockSite):
 
 
 class InputStack(StackSite):
-    """Blocks that follow each other, which may run as one on merged tokens.
+    """Consecutive blocks, which may run as one on merged tokens.
 
     Attributes:
-        plan: the plan under which the stack runs, from its first block to its last.
-        tokens: ``[batch, tokens, channels]`` that entered its first block.
+        plan: the plan of the stack while it runs as one, else None.
+        tokens: the ``[batch, tokens, channels]`` that entered its first block, else None.
     """
 
     block_class: ClassVar[type[InputSite]]
@@ -249,7 +249,7 @@ class InputStack(StackSite):
         return True
 
     def runs_as_one_from(self, block: InputSite, *args: Any, **kwargs: Any) -> bool:
-        """Whether all blocks, from this one on, run on merged tokens when called so."""
+        """Whether ``block`` is the first and all blocks can run on merged tokens."""
         return (
             block.index == 0
             and self.runs_as_one
@@ -257,13 +257,13 @@ class InputStack(StackSite):
         )
 
     def enter(self, plan: Plan, x: Tensor) -> Tensor:
-        """Merge what enters the first block."""
+        """Merge the tokens that enter the first block."""
         merged = plan.merge(x)
         self.plan, self.tokens, self._merged = plan, x, merged
         return merged
 
     def leave(self, y: Tensor) -> Tensor:
-        """Add the change that all blocks made together to all tokens."""
+        """Add the change that the blocks made together to all tokens."""
         assert self.plan is not None and self.tokens is not None and self._merged is not None
         result = self.plan.add_change(self.tokens, self._merged, y)
         self.plan = self.tokens = self._merged = None

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence are picture or video, and of which size."""
+"""Which tokens of a sequence are pictures or videos, and their sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from .grid import Grid
 
 LayoutKey = tuple[int, tuple[tuple[int, int, int, int], ...]]
-"""A layout as plain numbers, since torch.compile lets no frozen dataclass out of what it traces."""
+"""A layout as plain numbers: torch.compile cannot return a frozen dataclass from a graph."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture or video in the sequence of a transformer, as the model's inputs tell.
+    """A picture or video in the sequence of a transformer, found from the model's inputs.
 
     Attributes:
         grid: of its tokens.
-        padding: tokens that follow it and are part of nothing.
+        padding: the number of tokens after it that never merge.
     """
 
     grid: Grid
@@ -23,7 +23,7 @@ class Picture:
 
     @property
     def tokens(self) -> int:
-        """With the padding."""
+        """The number of tokens, with the padding."""
         return self.grid.tokens + self.padding
 
 
@@ -36,7 +36,7 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """The place behind its last token."""
+        """The index after its last token."""
         return self.start + self.grid.tokens
 
 
@@ -45,14 +45,14 @@ class Layout:
     """The pictures in a sequence of tokens; what is in no span, such as text, never merges.
 
     A feature map of a UNet is one span that fills its sequence. A transformer's joint sequence has
-    text beside a picture, and reference pictures as spans of their own.
+    text next to a picture, and reference pictures as further spans.
 
     Attributes:
-        length: tokens of the sequence.
-        spans: in the order of the sequence, apart from each other.
+        length: number of tokens in the sequence.
+        spans: in the order of the sequence, without overlap.
 
     Raises:
-        ValueError: the spans do not lie within the sequence one after another.
+        ValueError: the spans overlap, are out of order or do not fit into the sequence.
     """
 
     length: int
@@ -70,14 +70,14 @@ class Layout:
 
     @classmethod
     def filled_by(cls, grid: Grid) -> "Layout":
-        """The layout of a sequence that is one picture."""
+        """The layout of a sequence that is one picture or video."""
         return cls(grid.tokens, (Span(0, grid),))
 
     @classmethod
     def of_pictures(cls, length: int, pictures: Sequence[Picture], at_end: bool) -> "Layout | None":
-        """The layout of a sequence in which pictures follow each other, at its start or its end.
+        """The layout of a sequence with pictures one after another, at its start or its end.
 
-        None where they do not fit into ``length`` tokens.
+        None if they do not fit into ``length`` tokens.
         """
         start = length - sum(picture.tokens for picture in pictures) if at_end else 0
         spans = []
@@ -90,7 +90,7 @@ class Layout:
 
     @property
     def is_filled(self) -> bool:
-        """Whether one picture, and no video, is all there is."""
+        """Whether the sequence is one picture and nothing else. A video does not count."""
         return (
             len(self.spans) == 1
             and self.spans[0].grid.frames == 1
@@ -99,13 +99,13 @@ class Layout:
 
     @property
     def key(self) -> LayoutKey:
-        """The same as plain numbers."""
+        """The layout as plain numbers."""
         return self.length, tuple(
             (span.start, span.grid.height, span.grid.width, span.grid.frames) for span in self.spans
         )
 
     @classmethod
     def of_key(cls, key: LayoutKey) -> "Layout":
-        """The layout that has a key."""
+        """The layout with this key."""
         length, spans = key
         return cls(length, tuple(Span(start, Grid(*sides)) for start, *sides in spans))

@@ -1,4 +1,4 @@
-"""What a block notes of itself while it runs."""
+"""What a block notes about itself while it runs."""
 
 from .layout import Layout, LayoutKey
 from .observer import Outcome
@@ -6,19 +6,19 @@ from .plan import Plan
 
 
 class Notes:
-    """What one block did so far in one evaluation.
+    """What one block has done so far in one evaluation.
 
-    It is written to attribute by attribute, which torch.compile can trace, and becomes a frozen
-    :class:`tome_nodes.core.observer.Outcome` when the evaluation is over.
+    Attributes are set one by one, which torch.compile can trace. When the evaluation is over, they
+    become a frozen :class:`tome_nodes.core.observer.Outcome`.
 
     Attributes:
         tokens: how many entered the block, None before it ran.
-        before: the same, or of its stack, where anything merged.
+        before: how many tokens were merged: those of the block, or of its stack.
         plan: the plan of what merged last, None before anything did.
         layout: the key of the layout that plans were made for, None before.
         plans_made: see :class:`tome_nodes.core.observer.Outcome`.
         plans_reused: see :class:`tome_nodes.core.observer.Outcome`.
-        reason: why it runs on all its tokens, unless something merges yet.
+        reason: why it runs on all its tokens; does not count once something has merged.
         unweighted: see :class:`tome_nodes.core.observer.Outcome`.
         fell_back: see :class:`tome_nodes.core.observer.Outcome`.
     """
@@ -35,12 +35,12 @@ class Notes:
         self.fell_back: str | None = None
 
     def ran(self, tokens: int, plan: Plan) -> None:
-        """Note that something ran on the slots of a plan instead of so many tokens."""
+        """Note that something ran on the slots of ``plan`` instead of on ``tokens``."""
         self.before = tokens
         self.plan = plan
 
     def outcome(self, block: str) -> Outcome | None:
-        """What the block of a name did, None if it did not run."""
+        """What the block did, under its name; None if it did not run."""
         if self.tokens is None:
             return None
         layout = None if self.layout is None else Layout.of_key(self.layout)

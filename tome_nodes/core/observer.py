@@ -1,4 +1,4 @@
-"""What the blocks of a model did in one evaluation, and who is told of it."""
+"""What the blocks of a model did in one evaluation, and who follows it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ class Outcome:
 
     Attributes:
         block: its path within the model.
-        before: tokens that entered it, or its stack where that ran as one.
-        after: tokens that it, or the last of its modules that merged, ran on.
-        plan: the plan of those, None where all of the block ran on all its tokens.
-        layout: the pictures that the plan was made for, None where it did not come to that.
+        before: number of tokens that entered it, or its stack if that ran as one.
+        after: number of tokens that it ran on, or the last of its modules that merged.
+        plan: the plan behind ``after``, None if nothing merged.
+        layout: the pictures that plans were made for, None if it did not get that far.
         plans_made: how many plans it made; those of two ratios from one matching count once.
-        plans_reused: how many it had of another block or step.
-        reason: why it ran on all its tokens, None where it merged or the settings leave it out.
-        unweighted: why merged keys weighed as one token each, None where they did not.
-        fell_back: why only its modules merged though a wider scope was asked for, None where they
-            did as asked.
+        plans_reused: how many plans it took from another block or step.
+        reason: why it ran on all its tokens, None if it merged or the settings leave it out.
+        unweighted: why each merged key weighed as one token, None if it did not.
+        fell_back: why only its modules merged although the scope is wider, None if the scope was
+            followed.
     """
 
     block: str
@@ -47,9 +47,9 @@ class Evaluated:
 
     Attributes:
         step: the step of the run that it belongs to.
-        blocks: of the model, whether they ran or not.
-        outcomes: of the blocks that ran, in order.
-        reason: why the evaluation as a whole was left alone, None if it was not.
+        blocks: number of blocks of the model, whether they ran or not.
+        outcomes: those of the blocks that ran, in the order of the model.
+        reason: why nothing was to merge in the whole evaluation, None if something was.
         is_active: whether it was between ``start_percent`` and ``end_percent``.
     """
 
@@ -66,18 +66,18 @@ class Evaluated:
 
 
 class Observer:
-    """Follows a run. Whatever an observer does not care for, it inherits from here."""
+    """Follows a run; by default, its methods do nothing."""
 
     def watched(self, plans_of: PlansOf) -> PlansOf:
-        """What makes the same plans under the observer's eyes."""
+        """A function that makes the same plans as ``plans_of`` while the observer watches."""
         return plans_of
 
     def timed(self, block: str, forward: Function) -> Function:
-        """The forward of a block, which may be watched at it too."""
+        """The forward of a block, perhaps wrapped to time it."""
         return forward
 
     def begins(self, step: int) -> None:
-        """An evaluation of this step begins to merge."""
+        """An evaluation of this step, which will merge, begins."""
 
     def evaluated(self, result: Evaluated) -> None:
-        """An evaluation is over."""
+        """An evaluation is over; one that raised is not reported."""

@@ -1,7 +1,7 @@
 """The project's own random numbers: a hash of seed, step, grid and cell.
 
-A counter-based generator has no state to carry, so the picks are the same for every batch, every
-device and every restart, and the global generators are neither read nor moved.
+A counter-based generator has no state, so the picks are the same for every batch, device and
+restart, and the global generators are neither read nor advanced.
 """
 
 import numpy as np
@@ -21,8 +21,8 @@ def pick_per_cell(key: Tensor, cells: Grid, choices: int) -> Tensor:
     """A pick in ``range(choices)`` for each cell.
 
     Args:
-        key: scalar int64 tensor that holds a :func:`step_key`. A tensor, so that a compiled graph
-            serves every step.
+        key: scalar int64 tensor that holds a :func:`step_key`. It is a tensor so that one compiled
+            graph serves every step.
         cells: number of cells down and across.
         choices: tokens in a cell, at most 64.
 

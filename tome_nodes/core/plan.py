@@ -1,4 +1,4 @@
-"""A plan: the partition of N tokens into M slots, with merge and unmerge."""
+"""A plan: a partition of N tokens into M slots, with merge and unmerge."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Plan:
     """A partition of the tokens of each sample into slots; every slot holds at least one token.
 
     Attributes:
-        slot_count: number of slots M of a sample.
+        slot_count: number of slots M in each sample.
     """
 
     slot_count: int
@@ -29,11 +29,11 @@ class Plan:
         raise NotImplementedError
 
     def is_even(self) -> bool:
-        """Whether all slots are known to hold as many tokens."""
+        """Whether all slots are known to hold the same number of tokens."""
         return False
 
     def fits(self, x: Tensor) -> bool:
-        """Whether ``x`` is ``[batch, tokens, channels]`` of the plan's batch and tokens."""
+        """Whether ``x`` is ``[batch, tokens, channels]`` with the plan's batch and tokens."""
         raise NotImplementedError
 
     def merge(self, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Plan:
         raise NotImplementedError
 
     def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What queries, keys and values are to be projected from.
+        """The sources to project queries, keys and values from.
 
         ``[batch, tokens, channels]`` to three ``[batch, slots, channels]``. The first is the mean.
         """
@@ -49,19 +49,19 @@ class Plan:
         return means, means, means
 
     def merge_keys(self, k: Tensor, heads: int) -> Tensor:
-        """The keys of the slots, of ``[batch, tokens, heads * channels]``."""
+        """The keys of the slots, from ``[batch, tokens, heads * channels]``."""
         return self.merge(k)
 
     def merge_values(self, v: Tensor) -> Tensor:
-        """The values of the slots, of ``[batch, tokens, heads * channels]``."""
+        """The values of the slots, from ``[batch, tokens, heads * channels]``."""
         return self.merge(v)
 
     def unmerge(self, y: Tensor) -> Tensor:
-        """Each token's slot: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""
+        """Copy slots to tokens: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""
         raise NotImplementedError
 
     def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
-        """``x + unmerge(after - before)``: tokens, and what their slots went through."""
+        """``x + unmerge(after - before)``: the change of each slot, added to its tokens."""
         return x + self.unmerge(after - before)
 
 
@@ -70,12 +70,12 @@ class SlotPlan(Plan):
     """A plan that holds the slot of each token.
 
     Attributes:
-        slot_of_token: ``[batch, tokens]`` int64, slots counted over the whole batch.
-        order: ``[batch * tokens]`` int64, tokens counted over the whole batch, slot by slot.
+        slot_of_token: ``[batch, tokens]`` int64, slots numbered over the whole batch.
+        order: ``[batch * tokens]`` int64, tokens numbered over the whole batch, slot by slot.
         offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
         log_size_of_slot: ``[batch, slots]`` float32.
         slot_count: see :class:`Plan`.
-        ops: what it merges and unmerges with.
+        ops: the operations that merge and unmerge.
     """
 
     slot_of_token: Tensor
@@ -89,8 +89,8 @@ class SlotPlan(Plan):
     def from_slots(cls, slots: Tensor, slot_count: int, ops: Operations = reference) -> "SlotPlan":
         """Build a plan from the slot of each token, ``[batch, tokens]`` int64.
 
-        Every slot must hold at least one token; this is not checked, since looking at the values
-        would make a GPU wait.
+        Every slot must hold at least one token. This is not checked, since reading the values would
+        make a GPU wait.
         """
         batch = slots.shape[0]
         slot_of_token = slots + torch.arange(batch, device=slots.device)[:, None] * slot_count
@@ -108,8 +108,8 @@ class SlotPlan(Plan):
     ) -> "SlotPlan":
         """Build a plan from the token that each token merges into, ``[batch, tokens]`` int64.
 
-        A token that stays owns itself, and owners stay. ``slot_count`` is the number of tokens
-        that stay, the same in each sample. Slots keep the order of their owners.
+        Every owner must own itself. ``slot_count`` is the number of owners, the same in each
+        sample. Slots are in the order of their owners.
         """
         stays = owners == torch.arange(owners.shape[1], device=owners.device)
         return cls.from_slots((stays.cumsum(1) - 1).gather(1, owners), slot_count, ops)
@@ -128,16 +128,16 @@ class SlotPlan(Plan):
         return self.ops.merge(x, self.slot_of_token, self.order, self.offsets)
 
     def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Means, those for keys as long as their tokens are.
+        """Means, stretched for keys to the mean length of their tokens.
 
-        A mean is shorter than what it is the mean of, and a shorter key is attended to less
-        sharply (Kim et al., ToFu, WACV 2024). Values stretched so would be farther off.
+        A mean is shorter than the tokens that it stands for, and attention to a shorter key is less
+        sharp (Kim et al., ToFu, WACV 2024). Stretching values as well would increase the error.
         """
         means, keys = self.ops.merge_keys(x, self.slot_of_token, self.order, self.offsets)
         return means, keys, means
 
     def merge_keys(self, k: Tensor, heads: int) -> Tensor:
-        """Means, in each head as long as the keys of their tokens are."""
+        """Means, stretched in each head to the mean length of their keys."""
         _, keys = self.ops.merge_keys(k, self.slot_of_token, self.order, self.offsets, heads)
         return keys
 
@@ -150,7 +150,7 @@ class SlotPlan(Plan):
 
 @dataclass(frozen=True, eq=False)
 class KeptPlan(Plan):
-    """A plan that merges nothing: each token is its slot."""
+    """A plan that merges nothing: each token has a slot of its own."""
 
     batch: int
     slot_count: int
@@ -177,11 +177,11 @@ class KeptPlan(Plan):
 
 @dataclass(frozen=True, eq=False)
 class SequencePlan(Plan):
-    """Plans of the parts of a sequence, one after another; slots follow each other likewise.
+    """The plans of the parts of a sequence; slots are in the order of the parts.
 
     Attributes:
         batch: number of samples.
-        lengths: tokens of each part.
+        lengths: number of tokens of each part.
         parts: the plan of each part.
         slot_count: see :class:`Plan`.
     """
@@ -193,7 +193,7 @@ class SequencePlan(Plan):
 
     @classmethod
     def of(cls, batch: int, parts: Sequence[tuple[int, Plan]]) -> "SequencePlan":
-        """A plan for ``batch`` samples of parts, each given by its tokens and its plan."""
+        """A plan for ``batch`` samples, from the number of tokens and the plan of each part."""
         lengths, plans = zip(*parts, strict=True)
         return cls(batch, lengths, plans, sum(plan.slot_count for plan in plans))
 
@@ -236,17 +236,18 @@ class SequencePlan(Plan):
 def plans_of_sequence(
     layout: Layout, features: Tensor, plans_of: Callable[[Tensor, Grid], list[Plan | None]]
 ) -> list[Plan | None]:
-    """Plans of a sequence: each of its pictures merges within itself, all else is kept.
+    """Plans of a sequence: each picture merges within itself, and everything else is kept.
 
-    A video merges in the :attr:`tome_nodes.core.grid.Grid.parts` that it has.
+    Each of the :attr:`tome_nodes.core.grid.Grid.parts` of a video merges within itself.
 
     Args:
         layout: where the pictures are, at least one.
         features: ``[batch, tokens, channels]`` of the whole sequence.
-        plans_of: makes plans of a picture, as many for each; None where nothing would merge.
+        plans_of: makes the plans of a picture, the same number for each; None if nothing would
+            merge.
 
     Returns:
-        As many plans of the sequence; None where none of its pictures merges.
+        The same number of plans, for the sequence; None if none of its pictures merges.
     """
     if layout.is_filled:
         return plans_of(features, layout.spans[0].grid)

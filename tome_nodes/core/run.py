@@ -1,8 +1,8 @@
-"""The protocol of every model evaluation, whichever host it belongs to.
+"""The course of every model evaluation, in any host.
 
-Is it in range, what does merging run on, at which ratio and with which picks, which plans are kept
-from an earlier step; then the overrides go on, the model runs, they come off, and whoever follows
-the run is told what happened.
+First it is settled whether to merge now, on which device, at which ratio, with which picks, and
+which plans of an earlier step are kept. Then the overrides go on, the model runs, the overrides
+come off, and the observers get the result.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -22,16 +22,16 @@ from .schedule import Moment, ratio_at
 from .site import Evaluation, Family, ModelSites, SharedPlans
 from .turns import turns_of
 
-# Parts of a step whose plans are kept for the next step; samplers that tile make many.
+# How many parts of a step keep their plans for the next; samplers that tile have many parts.
 _PARTS_KEPT = 64
 
 
 class Run:
-    """The evaluations of one model, of one sampling run after another.
+    """The evaluations of one model, in one sampling run after another.
 
     Attributes:
         sites: the blocks of the model.
-        engine: what merging runs on, None before the first evaluation that may merge.
+        engine: what merging runs on; None before the first evaluation that may merge.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Run:
         self._period = 0
 
     def restart(self) -> None:
-        """Keep no plan of an earlier step: another sampling run begins."""
+        """Drop the plans of earlier steps: another sampling run begins."""
         self._kept.clear()
 
     @contextmanager
@@ -64,16 +64,16 @@ class Run:
         caller: str | None = None,
         pictures: tuple[Picture, ...] = (),
     ) -> Iterator[bool]:
-        """Merge tokens in the model while it is evaluated; gives whether it does.
+        """Merge tokens in the model while it is evaluated; yields whether anything may merge.
 
-        Observers are told what it did, except where it raised.
+        Observers get the result, unless the evaluation raised.
 
         Args:
             moment: where the evaluation is in its run.
             latent: the grid of the latent, or of the part of it that is evaluated.
-            device: on which the blocks will run.
+            device: where the blocks will run.
             dtype: of their tokens.
-            obstacle: why the host has the model left alone in this evaluation, None if it has not.
+            obstacle: why the host says that nothing can merge in this evaluation, None if it can.
             caller: see :meth:`tome_nodes.core.turns.Turns.turn`.
             pictures: those in the sequence of a transformer, in order.
         """
@@ -127,9 +127,9 @@ class Run:
         return self._engines[place]
 
     def _plans_for(self, moment: Moment) -> SharedPlans | None:
-        """The plans to share in this evaluation: those of an earlier step, or none so far.
+        """The plans to share in this evaluation: those of an earlier step, or none yet.
 
-        A plan holds for the samples of one batch, so it is kept by what the batch is made of.
+        A plan fits only the samples of its batch, so it is kept under what the batch is made of.
         """
         every = self.sites.config.reuse_steps
         if every == 0:

@@ -1,8 +1,8 @@
-"""The places of a model that may merge: its blocks, and the stacks in which they stand.
+"""The places in a model that may merge: its blocks, and the stacks that they are in.
 
 A block merges what enters its modules (:mod:`tome_nodes.core.input_site`), or queries, keys and
-values where attention is called (:mod:`tome_nodes.core.call_site`). A family of models says in
-subclasses what is its own. The overrides of a model are put on for one evaluation at a time.
+values where attention is called (:mod:`tome_nodes.core.call_site`). Subclasses hold what differs
+between families of models. Overrides are put on for one evaluation at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,21 +23,21 @@ from .plan import Plan, plans_of_sequence
 
 Forward = Callable[..., Any]
 Override = tuple[nn.Module, Forward]
-"""A module, and what it is to run instead of its ``forward``."""
+"""A module, and what it runs instead of its ``forward``."""
 
 SharedPlans = dict[tuple[str, LayoutKey], list[Plan | None]]
-"""Plans that blocks share, by what they are for and the layout."""
+"""Plans that blocks share, by purpose and layout."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the blocks need to know of the present evaluation.
+    """What the blocks need to know about the current evaluation.
 
     Attributes:
         engine: makes the plans.
-        ratio: of the present step.
+        ratio: that of the current step.
         latent: the grid of the latent, or of the part of it that is evaluated.
-        plans: shared by the blocks, None where each makes its own.
+        plans: shared by the blocks; None if each makes its own.
         pictures: those in the sequence of a transformer, in order.
     """
 
@@ -51,48 +51,48 @@ class Evaluation:
 class BlockSite:
     """The overrides for one block.
 
-    Only attribute writes leave the overrides, so that torch.compile can trace them.
+    The only side effects of overrides are attribute writes, so that torch.compile can trace them.
 
     Attributes:
         name: path of the block within the model.
-        index: its place in the stack.
+        index: its index in the stack.
         module: the block.
-        stack: where it stands.
-        notes: what it did so far in the present evaluation.
+        stack: the stack that it is in.
+        notes: what it has done so far in the current evaluation.
     """
 
     tokens_changed: ClassVar[str]
-    """The reason to tell where the tokens of a block are not those that its layout has."""
+    """The reason to report if the tokens of a block do not fit its layout."""
 
     attention_masked: ClassVar[str]
-    """The reason to tell where the attention is masked, or called with other tokens."""
+    """The reason to report if the attention is masked, or called with other tokens."""
 
     attention_replaced: ClassVar[str]
-    """The reason to tell where the modules of a block were not called."""
+    """The reason to report if the modules of a block were not called."""
 
     def __init__(self, name: str, index: int, module: nn.Module, stack: "StackSite"):
         self.name = name
         self.index = index
-        # The names of its modules are its family's business.
+        # Only its family knows the names of its modules.
         self.module: Any = module
         self.stack = stack
         self.forget()
 
     def forget(self) -> None:
-        """Let go of what was noted and planned in an evaluation."""
+        """Drop the notes and plans of an evaluation."""
         self.notes = Notes()
 
     def overrides(self) -> list[Override]:
-        """The block and its modules, and what each of them is to run."""
+        """The block and its modules, with what each of them runs instead."""
         raise NotImplementedError
 
     @property
     def ops(self) -> Operations:
-        """What merging runs on in the present evaluation."""
+        """The operations of the current evaluation."""
         return self.stack.sites.evaluation.engine.strategy.ops
 
     def note_unweighted(self, reason: str | None) -> None:
-        """Note why merged keys weigh as one token each, None where they do not."""
+        """Note why each merged key weighs as one token, None if it does not."""
         self.notes.unweighted = reason
 
     def note_masked(self) -> None:
@@ -100,15 +100,15 @@ class BlockSite:
         self.notes.reason = self.attention_masked
 
     def timed(self, forward: Forward) -> Forward:
-        """The forward of the block, which observers may time."""
+        """The forward of the block, timed by the observers that want to."""
         for observer in self.stack.sites.observers:
             forward = observer.timed(self.name, forward)
         return forward
 
     def worthy(self, layout: Layout) -> Layout | None:
-        """A layout with those of its pictures that are worth merging, None where none is.
+        """The layout with only the pictures worth merging, None if none is.
 
-        The reason is noted.
+        The reason for None is noted.
         """
         sites = self.stack.sites
         least = sites.evaluation.engine.least_tokens
@@ -116,14 +116,16 @@ class BlockSite:
         if not worthy:
             largest = max(span.grid.tokens for span in layout.spans)
             automatic = (
-                "" if sites.config.min_tokens else ", which is where it pays here (min_tokens=0)"
+                ""
+                if sites.config.min_tokens
+                else ", which is where merging is worth it here (min_tokens=0)"
             )
             self.notes.reason = f"{largest} tokens are fewer than {least}{automatic}"
             return None
         return layout if worthy == layout.spans else Layout(layout.length, worthy)
 
     def ratios(self) -> tuple[float, float]:
-        """The ratios of all tokens, and of the keys and values."""
+        """The ratio of the tokens, and that of keys and values."""
         config, ratio = self.stack.sites.config, self.stack.sites.evaluation.ratio
         if config.kv_ratio < 0 or config.scope != "module":
             return ratio, ratio
@@ -132,7 +134,7 @@ class BlockSite:
     def plans(
         self, kind: str, features: Tensor, layout: Layout, ratios: Sequence[float]
     ) -> list[Plan | None]:
-        """Plans at some ratios: those that blocks share, where they do, or new ones."""
+        """Plans at some ratios: shared ones if there are any that fit, else new ones."""
         evaluation = self.stack.sites.evaluation
         self.notes.layout = layout.key
         place = kind, self.notes.layout
@@ -150,7 +152,7 @@ class BlockSite:
         return plans
 
     def why_no_plan(self, layout: Layout, ratio: float) -> str:
-        """What to tell where a strategy has made no plan."""
+        """The reason to report if the strategy made no plan."""
         sites = self.stack.sites
         config = sites.config
         if ratio == 0:
@@ -166,16 +168,16 @@ class BlockSite:
 
 
 class StackSite:
-    """Blocks that follow each other.
+    """Consecutive blocks.
 
     Attributes:
-        module: that holds them.
+        module: holds them.
         sites: all stacks of the model.
         blocks: in the order in which they run.
     """
 
     block_class: ClassVar[type[BlockSite]]
-    """What the family knows of its blocks."""
+    """The class of its blocks."""
 
     def __init__(
         self, name: str, module: nn.Module, blocks: Iterable[nn.Module], sites: "ModelSites"
@@ -188,27 +190,27 @@ class StackSite:
         ]
 
     def overrides(self) -> list[Override]:
-        """Modules, and what each of them is to run."""
+        """Modules, with what each of them runs instead."""
         return [override for block in self.blocks for override in block.overrides()]
 
     def end(self) -> None:
-        """Let go of the tensors of an evaluation."""
+        """Drop the tensors of an evaluation."""
         for block in self.blocks:
             block.forget()
 
 
 class Family:
-    """What is a family of models' own; one record of each."""
+    """What is special about a family of models; there is one instance of each."""
 
     stack_class: ClassVar[type[StackSite]]
-    """What it knows of its stacks."""
+    """The class of its stacks."""
 
     def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
-        """The stacks of a model: the name of each, what holds its blocks, and the blocks."""
+        """The stacks of a model: for each its name, the module that holds it, and its blocks."""
         raise NotImplementedError
 
     def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
-        """Blocks of a model by how many times smaller than the latent they work."""
+        """Number of blocks by how many times smaller than the latent their grid is."""
         raise NotImplementedError
 
 
@@ -217,7 +219,7 @@ def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int
 
     Args:
         config: the settings.
-        blocks_by_level: blocks of a model by how many times smaller they work, at least one.
+        blocks_by_level: number of blocks by how many times smaller their grid is; not empty.
     """
     if config.max_downsample != "auto":
         return config.max_downsample
@@ -228,17 +230,18 @@ def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int
 
 
 class ModelSites:
-    """All stacks of one model, and the evaluation that they are at.
+    """All stacks of one model, and its current evaluation.
 
     Attributes:
         config: the settings.
-        family: what is its own.
+        family: that of the model.
         model: the model itself.
         shallowest: how many times smaller than the latent the largest grid with blocks is.
-        max_downsample: the same of the smallest grid that merges, ``auto`` resolved.
+        max_downsample: the same for the smallest grid that merges, with ``auto`` resolved.
         stacks: those of the model.
+        blocks: those of all stacks.
         observers: may time the blocks.
-        evaluation: the present one.
+        evaluation: the current one.
     """
 
     evaluation: Evaluation
@@ -264,26 +267,26 @@ class ModelSites:
     def installed(self, evaluation: Evaluation) -> Iterator[None]:
         """Put the overrides on for one evaluation."""
         with ExitStack() as exits:
-            # One evaluation may run within another.
+            # Evaluations may be nested.
             exits.callback(vars(self).update, evaluation=vars(self).get("evaluation"))
             self.evaluation = evaluation
             for stack in self.stacks:
                 exits.callback(stack.end)
                 for module, forward in stack.overrides():
-                    # The setter of modules takes its time, and SDXL has hundreds of these.
+                    # nn.Module.__setattr__ is slow, and SDXL has hundreds of these.
                     attributes = vars(module)
                     exits.callback(_restore_forward, attributes, attributes.get("forward"))
                     attributes["forward"] = forward
             yield
 
     def outcomes(self) -> list[Outcome]:
-        """What the blocks did, asked for while the overrides are on."""
+        """What the blocks did; only known while the overrides are on."""
         outcomes = [block.notes.outcome(block.name) for block in self.blocks]
         return [outcome for outcome in outcomes if outcome is not None]
 
 
 def _restore_forward(attributes: dict[str, Any], before: Forward | None) -> None:
-    """Take an override off a module; one that other code put there before comes back."""
+    """Take an override off, and put back one that other code had set before."""
     if before is None:
         del attributes["forward"]
     else:

@@ -1,4 +1,4 @@
-"""What a strategy is: how tokens are grouped, and what others ask of a way to group them."""
+"""The interface of a strategy: how tokens are grouped, and what else is known about it."""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -11,30 +11,30 @@ from .grid import Grid
 from .plan import Plan
 
 PlansOf = Callable[[Tensor, Grid, Sequence[float]], list[Plan | None]]
-"""What :meth:`Strategy.plans` is."""
+"""The type of :meth:`Strategy.plans`."""
 
 
 class Strategy:
     """Groups the tokens of a grid; made for one model on one device.
 
-    The class itself answers what others ask without making one; each answer here is that of most
-    strategies.
+    What is known without an instance is an attribute of the class. The values here are those of
+    most strategies.
     """
 
     uses_cells: ClassVar[bool] = True
     """Whether the grid is cut into cells of ``sy`` by ``sx`` tokens, one of which always stays."""
 
     follows_ratio: ClassVar[bool] = True
-    """Whether the ratio says how many tokens merge, not only whether any do."""
+    """Whether the ratio sets how many tokens merge, not only whether any do."""
 
     compares_afar: ClassVar[bool] = False
-    """Whether a token is compared with others all over the grid, at a cost to match."""
+    """Whether a token is compared with tokens from the whole grid, which is slow."""
 
     least_tokens: ClassVar[int] = 4096
-    """The smallest grid that is worth matching on a GPU, in tokens, by arithmetic."""
+    """The smallest grid worth matching on a GPU, in tokens, by arithmetic."""
 
     least_tokens_with_kernels: ClassVar[int] = 4096
-    """The same where the strategy runs on Triton kernels."""
+    """The same if the strategy runs on Triton kernels."""
 
     def __init__(self, config: ToMeConfig, ops: Operations):
         self.config = config
@@ -46,19 +46,19 @@ class Strategy:
         return 1 - 1 / (config.sx * config.sy) if cls.uses_cells else 1.0
 
     def begin(self, key: Tensor) -> None:
-        """Begin an evaluation whose random picks are keyed by a scalar int64 tensor."""
+        """Begin an evaluation; ``key``, a scalar int64 tensor, decides its random picks."""
 
     def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
-        """A plan for each ratio, from one matching where the strategy matches.
+        """A plan for each ratio; a strategy that matches tokens does so once for all.
 
         Args:
             features: ``[batch, tokens, channels]``.
-            grid: of the tokens.
+            grid: that of the tokens.
             ratios: for each plan, the share of the tokens to merge.
 
         Returns:
-            A plan for each ratio, None where nothing would merge. Where tokens are matched, those
-            that merge at one ratio merge at a larger one too.
+            A plan for each ratio, None if nothing would merge. With a strategy that matches, tokens
+            that merge at one ratio also merge at a larger one.
         """
         raise NotImplementedError
 

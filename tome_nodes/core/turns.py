@@ -1,4 +1,4 @@
-"""Threads that evaluate one model take turns."""
+"""Threads that evaluate the same model take turns."""
 
 import sys
 from collections.abc import Iterator
@@ -8,15 +8,15 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-# How often one who waits looks whether the thread at turn has left.
+# How often a waiting thread checks whether the owner of the turn has left.
 _SECONDS = 0.05
 
 
 class Turns:
-    """Lets one thread at a time evaluate a model; it may do so again within its own turn.
+    """Lets one thread at a time evaluate a model; turns of the same thread may be nested.
 
-    A turn may be left without an end: PyTorch runs no hook after a keyboard interrupt or where a
-    thread is made to exit. Who waits then undoes what was left on the model, and goes on.
+    A turn may be left without being ended: PyTorch runs no hook after a keyboard interrupt or when
+    a thread is made to exit. The next thread then undoes what was left on the model.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class Turns:
         """Wait for a turn and take it.
 
         Args:
-            caller: a file with code that is on the thread's stack as long as the turn lasts; None
-                where a turn ends whatever happens.
+            caller: a file whose code is on the thread's stack as long as the turn lasts; None if
+                the turn always ends.
 
         Yields:
-            What to put on it is undone at the end of the turn.
+            A stack of what to undo at the end of the turn.
         """
         exits = ExitStack()
         with self._changed:
@@ -56,7 +56,7 @@ class Turns:
                         self._changed.notify()
 
     def undo_if_left(self) -> None:
-        """Undo what a thread that has left its turn put on the model."""
+        """Undo what a thread put on the model, if it has left its turn."""
         with self._changed:
             if self._owner is not None and self._is_free():
                 self._undo()
@@ -72,7 +72,7 @@ class Turns:
 
 
 def _has_left(thread: Thread, caller: str | None) -> bool:
-    """Whether a thread is dead, or no code of a file is on its stack."""
+    """Whether a thread is dead, or no code of the file ``caller`` is on its stack."""
     if not thread.is_alive():
         return True
     if caller is None:
@@ -89,5 +89,5 @@ _turns: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()
 
 
 def turns_of(model: nn.Module) -> Turns:
-    """The turns at a model."""
+    """The turns of a model."""
     return _turns.setdefault(model, Turns())

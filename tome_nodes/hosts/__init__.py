@@ -1,1 +1,1 @@
-"""The programs that run the models: how merging is attached to each, and taken off again."""
+"""The programs that run models: how merging is attached in each, and taken off again."""

@@ -1,9 +1,9 @@
-"""Attach token merging to a model of ComfyUI, and take it off again.
+"""Attach token merging to a ComfyUI model, and take it off again.
 
-One pair of keyed wrappers on a clone of the model does it. The outer one makes the state of a
-sampling run and drops it; the inner one puts ``forward`` overrides on the transformer blocks for
+It is a pair of keyed wrappers on a clone of the model. The outer one creates the state of a
+sampling run and drops it. The inner one puts ``forward`` overrides on the transformer blocks for
 one model evaluation and takes them off again. Weights, patch lists and the source model are not
-touched, so LoRA, saving, merging of models and other nodes' patches go on as before.
+touched, so LoRA, saving, model merging and other nodes' patches work as before.
 """
 
 import logging
@@ -33,9 +33,9 @@ from .families import family_of
 from .family import ComfyFamily, Inputs
 
 KEY = "tome_nodes"
-"""Our name among the wrappers of a model and in its transformer options."""
+"""Our key among the wrappers of a model and in its transformer options."""
 
-# The host loads the pack under the name of its folder; the log should show ours.
+# The host names the package after its folder; the log should show our name.
 log = logging.getLogger("tome_nodes")
 
 
@@ -52,11 +52,11 @@ def attach(
         model: stays as it is.
         config: the settings.
         make_strategy: makes the strategy of each run.
-        on_step: is told in each step what was merged, in a few words.
-        wants_details: is asked at the start of each run whether to record it in detail.
+        on_step: called once in each step with a short text on what was merged.
+        wants_details: called at the start of each run; returns whether to record it in detail.
 
     Raises:
-        ValueError: the model is of no family that can merge tokens.
+        ValueError: the model does not belong to a family that can merge tokens.
     """
     family = family_of(_uncompiled(model.get_model_object("diffusion_model")))
     clone = detach(model)
@@ -76,8 +76,8 @@ def last_run(model: ModelPatcher, samplers: Set[str] | None = None) -> LastRun |
     """The last run of a model that merges tokens, or of a clone of it; None if there was none.
 
     Args:
-        model: as :func:`attach` made it, or another, which has none.
-        samplers: the nodes one of which must have run it, None where that does not matter.
+        model: any model; one that :func:`attach` did not make has no runs.
+        samplers: nodes, one of which must have run it; None for any.
     """
     attachment = _attachment(model)
     runs = {} if attachment is None else attachment.runs
@@ -99,7 +99,7 @@ def detach(model: ModelPatcher) -> ModelPatcher:
 
 
 def _latent_shape(x: Tensor, conditions: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of the latent, also where the host packs it into one with sound."""
+    """The shape of the latent, even if the host packs it together with sound."""
     packed = conditions.get("latent_shapes")
     return tuple(packed[0] if packed else x.shape)
 
@@ -112,8 +112,8 @@ class _Attachment:
     """The wrappers of one patched model.
 
     Attributes:
-        runs: what came of the last run of each node that samples, in the order in which they
-            ended; all else of a run is dropped with it.
+        runs: the last run of each node that samples, in the order in which they ended. Nothing
+            else of a run is kept.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class _Attachment:
         self.runs: dict[str | None, LastRun] = {}
 
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-        """Around one sampling run: the host discards its model options, and our run, at its end."""
+        """Wrap one sampling run; at its end the host drops its model options and our run."""
         sampler = graph.running_node()
         self.runs.pop(sampler, None)
         run = _SamplingRun(self)
@@ -156,7 +156,7 @@ class _Attachment:
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Around one model evaluation."""
+        """Wrap one model evaluation."""
         options = {} if transformer_options is None else transformer_options
         run: _SamplingRun | None = options.get(KEY)
         with ExitStack() as stack:
@@ -168,7 +168,7 @@ class _Attachment:
 
 
 class _LiveLine(Observer):
-    """Tells whoever follows the run what happened in a step, once."""
+    """Reports what happened in each step, once."""
 
     def __init__(self, on_step: Callable[[str], None], total_steps: int):
         self._on_step = on_step
@@ -182,7 +182,7 @@ class _LiveLine(Observer):
 
 
 class _Following:
-    """Those who follow a sampling run, from its first evaluation on."""
+    """The observers of a sampling run, made at its first evaluation."""
 
     def __init__(self, attachment: _Attachment, total_steps: int, latent: Grid, t: Tensor):
         self.counts = Counts(total_steps)
@@ -196,7 +196,7 @@ class _Following:
 
 
 class _SamplingRun:
-    """State of one sampling run, which may evaluate a model and deep clones of it."""
+    """The state of one sampling run, which may evaluate a model and deep clones of it."""
 
     def __init__(self, attachment: _Attachment):
         self._attachment = attachment
@@ -211,9 +211,9 @@ class _SamplingRun:
     def evaluation(
         self, model: Any, inputs: Inputs, t: Tensor, options: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """Merge tokens in ``model``, a host's BaseModel, while it evaluates noise level ``t``.
+        """Merge tokens in ``model``, a BaseModel of the host, while it evaluates noise level ``t``.
 
-        Gives the transformer options to evaluate it with.
+        Yields the transformer options to evaluate it with.
         """
         sigma = t.max().item()
         latent = Grid(*inputs.shape[-2:])
@@ -236,7 +236,7 @@ class _SamplingRun:
         try:
             return self._attachment.family.pictures(diffusion_model, inputs), None
         except Exception as error:
-            # What a later host or another node hands a model may be of another form.
+            # A later host or another node may pass inputs in a different form.
             return (), f"the inputs of the model are of an unknown form: {error}"
 
     def _moment(self, model: Any, sigma: float, options: dict[str, Any]) -> Moment:
@@ -263,9 +263,9 @@ class _SamplingRun:
         return self._runs[diffusion_model]
 
     def _part(self, options: dict[str, Any], sigma: float) -> Hashable:
-        """What the batch of an evaluation is made of, as far as one can tell from outside.
+        """What the batch of an evaluation is made of, as far as the options say.
 
-        Tiles of a picture tell nothing of themselves, but come in the same order in each step.
+        They say nothing about tiles, but tiles come in the same order in each step.
         """
         window = options.get("context_window")
         composition = (
@@ -280,7 +280,7 @@ class _SamplingRun:
         return composition, self._calls[composition]
 
     def log(self) -> None:
-        """Tell in one line what was merged, or why nothing was."""
+        """Log in one line what was merged, or why nothing was."""
         if self._following is None:
             return
         counts = self._following.counts
@@ -292,7 +292,7 @@ class _SamplingRun:
             log.warning("[ToMe] nothing merged: %s", self._obstacle(counts))
 
     def summary(self, model: str) -> LastRun | None:
-        """What is kept of the run, of a kind of ``model``; None if nothing was evaluated."""
+        """What is kept of the run, for reports; None if nothing was evaluated."""
         if self._following is None:
             return None
         counts, recorder = self._following.counts, self._following.recorder
@@ -313,6 +313,6 @@ class _SamplingRun:
         return next(iter(self._runs.values()))
 
     def _obstacle(self, counts: Counts) -> str:
-        """Why nothing was merged."""
+        """The reason why nothing was merged, in words."""
         sites = self._first_run.sites
         return words.obstacle(counts, sites.max_downsample, sites.shallowest)

@@ -1,11 +1,12 @@
-"""Reach into ComfyUI's attention: give it merged tokens, and let it count keys as it should.
+"""Reach into ComfyUI's attention: pass it merged tokens, and weigh merged keys.
 
-The host lets one function of the transformer options stand before its attention. Ours merges first,
-and calls another node's function after that, whose choice of an attention thus gets what is merged.
+The host calls one override function from the transformer options instead of its attention. Ours
+merges first and then calls the override of another node, if there is one, on the merged tokens.
 
-Softmax over keys of which key j stands for n_j equal ones is softmax over the logits plus log n_j.
-The logarithms are added to whatever attention function is called in the end. Another node's
-function may ignore the one that it is given, so it gets them as a mask.
+If key j stands for n_j equal keys, softmax over all of them is softmax over the merged keys with
+log n_j added to the logits. The logarithms are added in whatever attention function runs in the
+end. The override of another node may ignore the function that it is given, so it also gets them as
+a mask.
 """
 
 from collections.abc import Callable
@@ -21,11 +22,11 @@ from ...ops.reference import FURTHER
 
 _OVERRIDE = "optimized_attention_override"
 
-# Attention functions of the host that add a bias at little cost.
+# Attention functions of the host that add a bias cheaply.
 _TAKE_BIAS = frozenset(
     {"attention_basic", "attention_split", "attention_sub_quad", "attention_pytorch"}
 )
-# Those that have no bias, or leave their fast path for one.
+# Those that take no bias, or are slow with one.
 _TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})
 
 Attention = Callable[..., Tensor]
@@ -33,7 +34,7 @@ Note = Callable[[str | None], None]
 
 
 class MergesCalls(Protocol):
-    """What merges a call of attention; see :class:`tome_nodes.core.call_site.CallSite`."""
+    """Merges calls of attention; see :class:`tome_nodes.core.call_site.CallSite`."""
 
     @property
     def ops(self) -> Operations: ...
@@ -53,9 +54,9 @@ def merge_attention(options: dict[str, Any], merges: MergesCalls, called: dict[s
     """Transformer options under which an attention runs on merged queries, keys and values.
 
     Args:
-        options: the transformer options otherwise; another node's override in them stays in effect
-            and is given what is merged.
-        merges: makes the plans; told what could not merge.
+        options: the transformer options before; another node's override in them stays in effect
+            and gets what is merged.
+        merges: makes the plans, and notes what could not merge.
         called: the keyword arguments of the module that calls the attention.
     """
     theirs = options.get(_OVERRIDE)
@@ -89,7 +90,7 @@ def merge_attention(options: dict[str, Any], merges: MergesCalls, called: dict[s
             # Queries may have more heads than keys.
             key_heads = k.shape[1] if by_head else heads
             k = _like(keys.merge_keys(flat_k, key_heads), k, by_head)
-            # One copy in the layout of plans at a time.
+            # Keep only one flat copy in memory at a time.
             del flat_k
             v = _like(keys.merge_values(_flat(v, by_head)), v, by_head)
             log_sizes = merges.log_sizes(keys, k)
@@ -124,10 +125,10 @@ def weigh_attention(
     """Transformer options under which an attention adds ``log_sizes`` to its logits.
 
     Args:
-        options: the transformer options otherwise; another node's override in them stays in effect.
-        log_sizes: ``[batch, keys]`` of the dtype of queries and keys.
+        options: the transformer options before; another node's override in them stays in effect.
+        log_sizes: ``[batch, keys]`` in the dtype of queries and keys.
         ops: the operations of the backend.
-        note: told None once the logits were weighed, or why they could not be.
+        note: called with None once the logits are weighed, or with the reason why they are not.
     """
     theirs = options.get(_OVERRIDE)
 
@@ -162,7 +163,7 @@ def _attend(
     heads: int,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Call the host's attention by way of another node's override, where there is one."""
+    """Call the host's attention, through another node's override if there is one."""
     if log_sizes is not None:
         func = partial(_weighed, func, bias, log_sizes, ops, note)
         sizes = log_sizes[:, None, None]
@@ -187,11 +188,11 @@ def _weighed(
     mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """``func`` with ``log_sizes`` added to its logits, in the way that costs it least.
+    """``func`` with ``log_sizes`` added to its logits, in the way that is fastest for it.
 
-    The host's layouts: ``[batch, tokens, heads * channels]``, or by ``skip_reshape``
-    ``[batch, heads, tokens, channels]``. ``bias`` is the mask without the sizes, and ``mask`` the
-    one with them, unless the override that calls this has another.
+    Queries, keys and values are in the host's layouts: ``[batch, tokens, heads * channels]``, or
+    with ``skip_reshape`` ``[batch, heads, tokens, channels]``. ``bias`` is the mask without the
+    sizes, and ``mask`` the one with them, unless the override that calls this passes another.
     """
     name = getattr(func, "__name__", "an unknown attention function")
     by_head = bool(kwargs.get("skip_reshape"))
@@ -223,10 +224,10 @@ def _in_channels(
     skip_output_reshape: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention whose logits gain ``log_sizes`` through further channels of queries and keys.
+    """Attention whose logits get ``log_sizes`` from extra channels of queries and keys.
 
-    Queries are scaled such that ``func``, which divides the logits by the root of the head
-    dimension, divides them by that of the head dimension as it was.
+    ``func`` divides the logits by the root of the head dimension, which is now larger. Queries are
+    scaled to make up for it.
     """
     q, k, v = (_flat(x, skip_reshape) for x in (q, k, v))
     channels = q.shape[2] // heads
@@ -241,15 +242,15 @@ def _in_channels(
 
 
 def _flat(x: Tensor, by_head: bool) -> Tensor:
-    """``[batch, tokens, heads * channels]``, also of what has the heads apart."""
+    """``x`` as ``[batch, tokens, heads * channels]``, from any layout of the host."""
     if by_head:
         x = x.transpose(1, 2)
-    # Values may come as [batch, tokens, heads, channels] beside flat queries and keys.
+    # Values may be [batch, tokens, heads, channels] although queries and keys are flat.
     return x if x.ndim == 3 else x.flatten(2)
 
 
 def _like(merged: Tensor, x: Tensor, by_head: bool) -> Tensor:
-    """What :func:`_flat` of ``x`` became, in the layout of ``x``."""
+    """Undo :func:`_flat`: ``merged`` in the layout of ``x``."""
     return merged.unflatten(2, (x.shape[1], -1)).transpose(1, 2) if by_head else merged
 
 
@@ -265,7 +266,7 @@ def _same_heads(q: Tensor, k: Tensor, by_head: bool) -> bool:
 def _bias(mask: Tensor, queries: int, keys: Tensor) -> Tensor | None:
     """A mask as ``[batch or 1, heads or 1, queries or 1, keys]`` to add to the logits.
 
-    None where it is of no such shape.
+    None if its shape does not allow that.
     """
     if mask.ndim in (2, 3):
         mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
@@ -278,14 +279,14 @@ def _bias(mask: Tensor, queries: int, keys: Tensor) -> Tensor | None:
 
 
 def _merged_keys(bias: Tensor, plan: Plan, batch: int) -> Tensor:
-    """A bias for the slots of the keys, each with the mean of its tokens'."""
+    """A bias for the slots of the keys: the mean over the tokens of each."""
     rows = bias.expand(batch, -1, -1, -1).flatten(1, 2)
     merged = plan.merge(rows.mT).mT.clamp_min(torch.finfo(bias.dtype).min)
     return merged.unflatten(1, bias.shape[1:3])
 
 
 def _merged_queries(bias: Tensor, plan: Plan, batch: int) -> Tensor:
-    """A bias for the slots of the queries."""
+    """A bias for the slots of the queries: the mean over the tokens of each."""
     if bias.shape[2] == 1:
         return bias
     columns = bias.expand(batch, -1, -1, -1).transpose(1, 2).flatten(2)

@@ -1,4 +1,4 @@
-"""Which family a model of ComfyUI is of."""
+"""Find the family of a ComfyUI model."""
 
 from torch import nn
 
@@ -7,14 +7,14 @@ from .transformers import REFUSED, TRANSFORMERS
 from .unet import UNet
 
 FAMILIES: tuple[ComfyFamily, ...] = (UNet(), *TRANSFORMERS)
-"""The first that matches a model is taken."""
+"""In order: the first that matches a model is used."""
 
 
 def family_of(model: nn.Module) -> ComfyFamily:
     """The family of a diffusion model.
 
     Raises:
-        ValueError: it is of none, or has no blocks. The message names its class.
+        ValueError: it has no family, or no blocks. The message names its class.
     """
     name = type(model).__name__
     family = next((each for each in FAMILIES if each.matches(model)), None)

@@ -1,4 +1,4 @@
-"""What all families of ComfyUI's models share: what a model is given, and how it is recognised."""
+"""What all families of ComfyUI models share: the inputs of a model, and how it is recognised."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from ...core.site import Family, ModelSites
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What a model is evaluated with.
+    """The inputs of a model evaluation.
 
     Attributes:
-        shape: of the latent, or of the part of it that is evaluated: batch, channels, perhaps
-            frames, height, width.
-        conditions: what else the model is called with, by name.
+        shape: that of the latent, or of the part of it that is evaluated: batch, channels, frames
+            if it is a video, height, width.
+        conditions: the other arguments of the model, by name.
     """
 
     shape: tuple[int, ...]
     conditions: Mapping[str, Any]
 
     def tensors(self, name: str) -> list[Any]:
-        """A condition that is a list of tensors or one, empty where there is none."""
+        """The tensors of a condition that is a tensor or a list of them; empty if not given."""
         found = self.conditions.get(name)
         if found is None:
             return []
@@ -32,10 +32,10 @@ class Inputs:
 
 
 class ComfyFamily(Family):
-    """Classes of ComfyUI's diffusion models, and how their blocks are found and called."""
+    """A family of ComfyUI's diffusion models: how its blocks are found and called."""
 
     def matches(self, model: nn.Module) -> bool:
-        """Whether a model is of one of the classes."""
+        """Whether a model belongs to the family."""
         raise NotImplementedError
 
     def pictures(self, model: Any, inputs: Inputs) -> tuple[Picture, ...]:
@@ -43,7 +43,7 @@ class ComfyFamily(Family):
         return ()
 
     def options(self, options: dict[str, Any], sites: ModelSites) -> dict[str, Any]:
-        """The transformer options of an evaluation that merges, where blocks get none."""
+        """The transformer options for an evaluation that merges; most families change none."""
         return options
 
 

@@ -1,6 +1,6 @@
-"""The workflow that ComfyUI executes at present: who runs, who feeds whom, and what to show on it.
+"""The workflow that ComfyUI is executing: which node runs, what feeds what, and text on nodes.
 
-A node that makes further nodes while it runs stands for them: it is what the user sees.
+Nodes that a node creates while it runs count as that node, which is the one that the user sees.
 """
 
 from collections.abc import Set
@@ -12,19 +12,19 @@ from comfy_execution.utils import get_executing_context
 
 
 def running_node() -> str | None:
-    """The node that runs at present, None outside of a workflow."""
+    """The id of the node that is running, None outside a workflow."""
     context = get_executing_context()
     return None if context is None else _workflow().get_real_node_id(context.node_id)
 
 
 def origins(input_name: str) -> Set[str] | None:
-    """All nodes that an input of the running node comes from, None outside of a workflow."""
+    """All nodes upstream of an input of the running node, None outside a workflow."""
     context = get_executing_context()
     return None if context is None else _upstream(context.node_id, input_name)
 
 
 def feeds(node: str, class_type: str, input_name: str) -> bool:
-    """Whether anything that ``node`` puts out comes to an input of a node of ``class_type``."""
+    """Whether ``node`` is upstream of an input of any node of ``class_type``."""
     workflow = _workflow()
     return any(
         workflow.get_node(reader)["class_type"] == class_type
@@ -34,13 +34,13 @@ def feeds(node: str, class_type: str, input_name: str) -> bool:
 
 
 def show_text(node: str, text: str) -> None:
-    """Show a text on a node in the editor that queued the workflow, if one did."""
-    # Without a server there is no reason to load it.
+    """Show a text on a node in the editor that queued the workflow, if there is one."""
+    # Imported here, as it is not needed without a server.
     from server import PromptServer
 
     server = getattr(PromptServer, "instance", None)
     if server is not None and server.client_id is not None:
-        # Nodes 2.0 reads it as Markdown, where two blanks keep the end of a line.
+        # Nodes 2.0 renders it as Markdown, which needs two spaces before a line break.
         server.send_progress_text(text.replace("\n", "  \n"), node, server.client_id)
 
 

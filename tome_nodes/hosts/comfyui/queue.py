@@ -1,8 +1,8 @@
-"""Refuse a prompt at the one input that is at fault.
+"""Refuse a prompt with an error on the one input that is at fault.
 
-The host asks a node about all of its inputs together, and reports the answer once for each input
-that it gave. So a prompt is looked at as it comes to the server: of a node with a fault, only the
-input at fault goes on to the host's check.
+The host validates all inputs of a node together, and reports the error once for each input. So
+prompts are checked as they reach the server: if a node has a fault, only the input at fault is left
+for the host to validate.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -13,23 +13,23 @@ from typing import Any
 from comfy_execution.utils import get_executing_context
 
 Verdict = str | bool
-"""The sentence that a node is refused with, or true."""
+"""The error message of a node, or True if it has none."""
 
-# The host checks a prompt in the context that it received it in.
+# The host validates a prompt in the same context in which it receives it.
 _verdicts: ContextVar[Mapping[str, Verdict]] = ContextVar("verdicts", default=MappingProxyType({}))
 
 
 def look_at(
     class_type: str, names: Set[str], fault: Callable[[Mapping[str, Any]], tuple[str, str] | None]
 ) -> None:
-    """Have the server look at each prompt for faults of the nodes of a class.
+    """Make the server look for faults in the nodes of a class in each prompt.
 
     Args:
-        class_type: of the nodes.
-        names: inputs that their ``validate_inputs`` is given.
-        fault: tells the input at fault and a sentence, given the inputs of a node; else None.
+        class_type: the class of the nodes.
+        names: the inputs that their ``validate_inputs`` gets.
+        fault: takes the inputs of a node; returns the input at fault and an error message, or None.
     """
-    # Without a server there is no reason to load it.
+    # Imported here, as it is not needed without a server.
     from server import PromptServer
 
     def look(request: dict[str, Any]) -> dict[str, Any]:
@@ -54,6 +54,6 @@ def look_at(
 
 
 def verdict() -> Verdict | None:
-    """What was found of the node that the host checks; None if its prompt did not come by here."""
+    """The verdict on the node that the host is validating; None if its prompt was not looked at."""
     context = get_executing_context()
     return None if context is None else _verdicts.get().get(context.node_id)

@@ -1,7 +1,6 @@
 """ComfyUI's transformers, one record for each kind: its blocks, and where its pictures are.
 
-Keys and values, and queries where that is asked for, merge where a block calls attention, so a
-record needs to know nothing else.
+Tokens merge where a block calls attention, so a record needs nothing else.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,11 +19,11 @@ from .attention import merge_attention
 from .family import ComfyFamily, Inputs, class_name
 
 Pictures = Callable[[Any, Inputs], Iterable[Picture]]
-"""The pictures in the sequence of a model, in order."""
+"""Returns the pictures in the sequence of a model, in order."""
 
 
 class TransformerBlock(CallSite):
-    """A block that gets the host's transformer options by keyword, and so does its attention."""
+    """A block that gets the transformer options as a keyword argument, as does its attention."""
 
     tokens_changed = "another node changes the tokens of the transformer blocks"
     attention_masked = "another node masks the attention or changes its tokens"
@@ -37,7 +36,7 @@ class TransformerBlock(CallSite):
         sites = self.stack.sites
         family: Transformer = sites.family
         layout = Layout.of_pictures(tokens, sites.evaluation.pictures, family.at_end)
-        # What some models say of where their picture begins.
+        # Some models say where their picture begins.
         told = (kwargs.get("transformer_options") or {}).get("img_slice")
         if layout is not None and told is not None and family.at_end:
             return layout if told[0] == layout.spans[0].start else None
@@ -55,7 +54,7 @@ class TransformerStack(StackSite):
 
 
 class EvaluationBlock(TransformerBlock):
-    """A block that is handed no transformer options; see :class:`EvaluationStack`."""
+    """A block that gets no transformer options; see :class:`EvaluationStack`."""
 
     stack: "EvaluationStack"
 
@@ -74,10 +73,10 @@ class EvaluationBlock(TransformerBlock):
 
 
 class EvaluationStack(TransformerStack):
-    """Blocks whose attention all runs under the transformer options of the evaluation.
+    """Blocks whose attention runs under the transformer options of the whole evaluation.
 
     Attributes:
-        running: the block that calls attention now.
+        running: the block that is running, None between blocks.
     """
 
     block_class = EvaluationBlock
@@ -104,7 +103,7 @@ class EvaluationStack(TransformerStack):
             self.running.note_masked()
 
     def note_unweighted(self, reason: str | None) -> None:
-        """Note why merged keys weigh as one token each, None where they do not."""
+        """Note why each merged key weighs as one token, None if it does not."""
         if self.running is not None:
             self.running.note_unweighted(reason)
 
@@ -116,10 +115,10 @@ class Transformer(ComfyFamily):
     Attributes:
         classes: their full names, below ``comfy.ldm``.
         blocks: the attributes of a model that hold its blocks.
-        pictures_of: the pictures in the sequence of a model.
-        at_end: whether the pictures end the sequence, as behind text; else they begin it.
-        part: the attribute of a block that calls its self-attention; empty where the block does,
-            and its attention has no other keys than the sequence's.
+        pictures_of: returns the pictures in the sequence of a model.
+        at_end: whether the pictures are at the end of the sequence, as after text, or at its start.
+        part: the attribute of a block that calls its self-attention; empty if the block calls it
+            itself and has no cross-attention.
     """
 
     classes: tuple[str, ...]
@@ -132,7 +131,7 @@ class Transformer(ComfyFamily):
 
     @property
     def model_classes(self) -> tuple[str, ...]:
-        """Their full names. No class is imported, as an older host may lack it."""
+        """Full names of the classes. None is imported, as an older host may lack it."""
         return tuple(f"comfy.ldm.{name}" for name in self.classes)
 
     def matches(self, model: nn.Module) -> bool:
@@ -141,7 +140,7 @@ class Transformer(ComfyFamily):
     def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
         for name in self.blocks:
             holder, _, attribute = name.rpartition(".")
-            # Some have no blocks of one of the kinds.
+            # Some models lack one of the kinds of blocks.
             blocks = getattr(model.get_submodule(holder), attribute, None)
             if blocks is not None:
                 yield name, blocks, blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks
@@ -159,7 +158,7 @@ class Transformer(ComfyFamily):
 
 
 class WholeEvaluation(Transformer):
-    """Models that hand their blocks no transformer options."""
+    """Models that do not pass the transformer options to their blocks."""
 
     stack_class = EvaluationStack
 
@@ -169,11 +168,11 @@ class WholeEvaluation(Transformer):
 
 
 def grid_of(shape: Sequence[int], patch: Any) -> Grid:
-    """The tokens of a latent, whose sides the model pads to whole patches.
+    """The grid of the tokens of a latent, with sides padded to whole patches.
 
     Args:
-        shape: batch, channels, perhaps frames, height, width.
-        patch: the side of a patch, or its frames, height and width, or height and width.
+        shape: batch, channels, frames if it is a video, height, width.
+        patch: the side of a patch; or its height and width; or its frames, height and width.
     """
     sides = (patch, patch) if isinstance(patch, int) else tuple(patch)
     deep, high, wide = (1, *sides)[-3:]
@@ -182,7 +181,7 @@ def grid_of(shape: Sequence[int], patch: Any) -> Grid:
 
 
 def one_picture(patch: str | int) -> Pictures:
-    """Of models that have the latent only, as patches of a side or of an attribute's sides."""
+    """For models with the latent only; ``patch`` is the side of a patch or an attribute's name."""
 
     def pictures(model: Any, inputs: Inputs) -> Iterator[Picture]:
         yield Picture(grid_of(inputs.shape, _patch(model, patch)))
@@ -191,7 +190,7 @@ def one_picture(patch: str | int) -> Pictures:
 
 
 def with_references(patch: str | int, references_first: bool = False) -> Pictures:
-    """Of models whose reference pictures follow the picture, or come before it."""
+    """For models whose reference pictures come after the picture, or before it."""
 
     def pictures(model: Any, inputs: Inputs) -> list[Picture]:
         shapes = [inputs.shape, *(each.shape for each in inputs.tensors("ref_latents"))]
@@ -206,7 +205,7 @@ def _patch(model: Any, patch: str | int) -> Any:
 
 
 def _still(grid: Grid) -> list[Picture]:
-    """Frames that are pictures of their own, such as layers."""
+    """One picture for each frame, if frames do not form a video, such as layers."""
     return [Picture(Grid(grid.height, grid.width))] * grid.frames
 
 
@@ -216,7 +215,7 @@ def _qwen(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 
 def _lumina(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    """Z-Image pads every picture to a multiple of tokens."""
+    """Z-Image pads every picture to a multiple of some number of tokens."""
     multiple = getattr(model, "pad_tokens_multiple", None) or 1
     for shape in (*(each.shape for each in inputs.tensors("ref_latents")), inputs.shape):
         grid = grid_of(shape, model.patch_size)
@@ -224,7 +223,7 @@ def _lumina(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 
 def _krea(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    """Frames are samples of the batch here, and references may be switched off."""
+    """Frames become samples of the batch, and references may be switched off."""
     shapes = [inputs.shape]
     if inputs.conditions.get("ref_latents_method", model.default_ref_method) is not None:
         shapes += [each.shape for each in inputs.tensors("ref_latents")]
@@ -233,14 +232,14 @@ def _krea(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 
 def _hidream(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    """A picture to edit stands beside the one that is painted."""
+    """A picture to edit is to the right of the one that is sampled, as part of it."""
     *other, width = inputs.shape
     width += sum(each.shape[-1] for each in inputs.tensors("image_cond"))
     yield Picture(grid_of((*other, width), model.patch_size))
 
 
 def _hidream_o1(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    """Patches of references follow, which merge with nothing."""
+    """Patches of references come after it, and never merge."""
     behind = sum(each.shape[1] for each in inputs.tensors("ref_patches"))
     yield Picture(grid_of(inputs.shape, model.patch_size), behind)
 
@@ -251,7 +250,7 @@ def _joyimage(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 
 def _wan(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    """Further frames follow those of the latent, and references stand before it or behind."""
+    """Extra frames extend the latent; a reference comes before it, and others after it."""
     batch, channels, frames, height, width = inputs.shape
     references = inputs.tensors("reference_latent")
     if references and getattr(model, "ref_conv", None) is not None:
@@ -263,7 +262,7 @@ def _wan(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 
 def _scail(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    """References are frames before those of the latent."""
+    """References and extra frames extend the latent; pictures of poses come after it."""
     batch, channels, frames, height, width = inputs.shape
     for name in ("reference_latent", "time_dim_concat"):
         frames += sum(each.shape[2] for each in inputs.tensors(name))
@@ -279,7 +278,7 @@ def _hunyuan(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 
 def _ltx(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    """Keyframes are frames behind the others, of which tokens may be left out."""
+    """Keyframes are the last frames. Some of their tokens may be left out, so they never merge."""
     frames, height, width = inputs.shape[-3:]
     for each in inputs.tensors("keyframe_idxs"):
         frames -= -(-each.shape[2] // (height * width))
@@ -297,7 +296,7 @@ def _cogvideo(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 
 class CosmosTransformer(Transformer):
-    """Cosmos 1, whose blocks are lists of parts."""
+    """Cosmos 1, whose blocks are lists of modules."""
 
     def attention(self, block: Any) -> nn.Module:
         return next(part.block for part in block.blocks if part.block_type in ("full_attn", "fa"))
@@ -450,7 +449,7 @@ TRANSFORMERS = (
     *(IDEOGRAM, LENS, MAGE_FLOW, JOY_IMAGE, PIXEL_DIT, WAN, SCAIL, HUNYUAN_VIDEO, LTX, COSMOS_1),
     *(COSMOS_PREDICT, KANDINSKY, MOCHI, COG_VIDEO, MINIMAX),
 )
-"""All of them."""
+"""All records."""
 
 _NO_OPTIONS = "its attention cannot be reached: ComfyUI does not hand it the transformer options"
 _NO_PICTURE = "it makes no picture"
@@ -473,4 +472,4 @@ REFUSED: Mapping[str, str] = {
         "triposplat.model.LatentSeqMMFlowModel": _NO_PICTURE,
     }.items()
 }
-"""Why other classes of the host cannot merge."""
+"""Why other classes of the host cannot merge, by full name."""

@@ -1,4 +1,4 @@
-"""What is ComfyUI's own about the transformer blocks of its UNets."""
+"""The transformer blocks of ComfyUI's UNets."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ BLOCK_PATCHES = (
 
 
 REPLACED = "another node replaces the attention function"
-"""Why keys are not weighed where nothing more is heard of it."""
+"""The reason for unweighted keys, until our attention override runs."""
 
 
 class UNetBlock(InputSite):
@@ -46,7 +46,7 @@ class UNetBlock(InputSite):
 
     def parts(self) -> Sequence[Part]:
         block = self.module
-        # Where it attends to text in place of itself, as in the x4 upscaler, only queries merge.
+        # If attn1 attends to text, as in the x4 upscaler, only queries merge.
         parts = [Part(block.attn1, "merge_attn", attends_to_itself=not block.disable_self_attn)]
         if block.attn2 is not None:
             parts.append(Part(block.attn2, "merge_crossattn"))
@@ -69,7 +69,7 @@ class UNetBlock(InputSite):
     def needs_all_tokens(
         self, context: Any = None, transformer_options: dict[str, Any] | None = None
     ) -> bool:
-        """Whether another node patches the inside of the block, or of all blocks."""
+        """Whether another node patches the inside of this block, or of all blocks."""
         options = {} if transformer_options is None else transformer_options
         patches, replaced = options.get("patches", {}), options.get("patches_replace", {})
         spatial_transformer = tuple(options.get("block", ()))
@@ -92,7 +92,7 @@ class UNetStack(InputStack):
 
 
 class UNet(ComfyFamily):
-    """``UNetModel``: Stable Diffusion 1.x, 2.x, XL and their kin."""
+    """``UNetModel``: Stable Diffusion 1.x, 2.x, XL and related models."""
 
     stack_class = UNetStack
 
@@ -105,7 +105,7 @@ class UNet(ComfyFamily):
                 yield name, module, module.transformer_blocks
 
     def blocks_by_level(self, model: Any) -> Mapping[int, int]:
-        """Those on the way down and in the middle."""
+        """The numbers of the blocks on the way down and in the middle."""
         blocks: Counter[int] = Counter()
         downsample = 1
         for part in [*model.input_blocks, model.middle_block or ()]:

@@ -1,1 +1,1 @@
-"""Models that are called as PyTorch modules, of diffusers and latent-diffusion: a pair of hooks."""
+"""diffusers and latent-diffusion, whose models are called as PyTorch modules: a pair of hooks."""

@@ -1,4 +1,4 @@
-"""What is the diffusers library's own about its UNets."""
+"""The UNets of the diffusers library."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ class DiffusersBlock(HookedBlock):
     """A ``BasicTransformerBlock``."""
 
     context_name = "encoder_hidden_states"
-    # The masks of IP-Adapter are scaled to the number of queries as if those were a picture.
+    # IP-Adapter scales its masks to the number of queries, as if they were a whole picture.
     mask_names = ("attention_mask", "ip_adapter_masks")
 
     def attends_to_text(self) -> bool:
@@ -26,7 +26,7 @@ class DiffusersBlock(HookedBlock):
         return kwargs | {"attention_mask": log_sizes[:, None]}
 
     def needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether the feed-forward runs in chunks of a set size, or an attention is masked."""
+        """Whether the feed-forward runs in chunks of fixed size, or an attention is masked."""
         chunked = self.module._chunk_size is not None
         of_attention = kwargs.get("cross_attention_kwargs") or {}
         return chunked or self.is_masked(kwargs) or self.is_masked(of_attention)
@@ -44,7 +44,7 @@ class DiffusersUNet(HookedFamily):
     stack_class = DiffusersStack
 
     def find(self, model: object) -> tuple[nn.Module, int | None] | None:
-        """The UNet of a pipeline, or the model itself."""
+        """The UNet of a pipeline, or the model itself if it is one."""
         unet = getattr(model, "unet", model)
         unet = getattr(unet, "_orig_mod", unet)
         if not isinstance(unet, UNet2DConditionModel):
@@ -58,7 +58,7 @@ class DiffusersUNet(HookedFamily):
                 yield name, module, module.transformer_blocks
 
     def blocks_by_level(self, model: Any) -> Mapping[int, int]:
-        """Those on the way down and in the middle."""
+        """The numbers of the blocks on the way down and in the middle."""
         blocks: Counter[int] = Counter()
         way_down = [*enumerate(model.down_blocks), (len(model.down_blocks) - 1, model.mid_block)]
         for level, part in way_down:

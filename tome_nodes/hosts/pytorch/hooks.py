@@ -1,10 +1,10 @@
 """Attach token merging to a UNet that is called as a PyTorch module, and take it off again.
 
-What the diffusers and latent-diffusion hosts share. A pair of hooks on the UNet does it: the one
-before a call puts the overrides on the transformer blocks, the one after takes them off again.
-Between calls the UNet carries nothing but the hooks, so copying, offloading, LoRA and saving go on
-as before, and torch.compile, which runs the hooks of the module it is given outside of its graph,
-finds the same code in each call.
+This is what the diffusers and latent-diffusion hosts share. There is a pair of hooks on the UNet:
+the one before a call puts the overrides on the transformer blocks, and the one after takes them off
+again. Between calls the UNet has nothing but the hooks, so copying, offloading, LoRA and saving
+work as before. torch.compile runs the hooks of the compiled module outside its graph, so it finds
+the same code in each call.
 """
 
 import inspect
@@ -36,9 +36,9 @@ from ...strategies import make_strategy
 log = logging.getLogger("tome_nodes")
 
 RECOMPUTED = "gradient checkpointing runs the transformer blocks again outside of the UNet's call"
-"""The obstacle that a model may be to compute gradients by running blocks a second time."""
+"""The obstacle if a model computes gradients by running blocks a second time."""
 
-# Its code is on the stack as long as a module is called.
+# Code of this file is on the stack while a module is being called.
 _CALLER = nn.Module._call_impl.__code__.co_filename
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -49,7 +49,7 @@ class HookedStack(InputStack):
     """A spatial transformer, called with the feature map itself.
 
     Attributes:
-        shape: ``[batch, channels, height, width]`` of the feature map in the present call.
+        shape: ``[batch, channels, height, width]`` of the feature map in the current call.
     """
 
     shape: torch.Size | None = None
@@ -74,10 +74,10 @@ class HookedBlock(InputSite):
     stack: HookedStack
 
     context_name: ClassVar[str]
-    """The keyword argument of the attention that is the source of keys and values."""
+    """The keyword argument of the attention for the source of keys and values."""
 
     mask_names: ClassVar[tuple[str, ...]]
-    """Keyword arguments of the attention that hold a mask over its tokens."""
+    """The keyword arguments of the attention that are masks over its tokens."""
 
     def parts(self) -> list[Part]:
         block = self.module
@@ -115,25 +115,25 @@ class HookedBlock(InputSite):
 
 
 class HookedFamily(Family):
-    """A class of UNets that are called as modules."""
+    """A family of UNets that are called as modules."""
 
     def find(self, model: object) -> tuple[nn.Module, int | None] | None:
-        """The UNet of a model, and the model's number of noise levels, None where it tells none.
+        """The UNet of a model, and its number of noise levels, None if the model does not say.
 
-        None where there is no such UNet.
+        None if there is no such UNet.
         """
         raise NotImplementedError
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
-        """Why tokens cannot be merged in the UNet as it is now, None if they can."""
+        """Why the UNet cannot merge tokens in its current state, None if it can."""
         raise NotImplementedError
 
 
 class Attachment:
     """The hooks of one patched UNet.
 
-    A copy of the UNet gets a copy of this that has the settings and finds its own blocks. Each
-    thread that calls the UNet is on a sampling run of its own.
+    A copy of the UNet gets a new attachment with the same settings. Each thread that calls the UNet
+    is on a sampling run of its own.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class Attachment:
 
         Args:
             config: the settings.
-            family: of the UNet.
-            timesteps: the noise levels that the model was trained on.
+            family: that of the UNet.
+            timesteps: the number of noise levels that the model was trained on.
             make_strategy: makes the strategy.
         """
         self._settings = (config, family, timesteps, make_strategy)
@@ -177,20 +177,20 @@ class Attachment:
 
     @torch.compiler.disable
     def before_call(self, unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Put the overrides on, if this call is to merge."""
+        """Put the overrides on, if this call is going to merge."""
         sample, timestep = _first_two_arguments(unet, args, kwargs)
         if sample is None or timestep is None:
             self.end_call()
             return
         calls = getattr(self._of_thread, "calls", None)
-        # A shallow copy of a UNet, as replicas are, has the same hooks.
+        # Shallow copies of a UNet, such as replicas, share its hooks.
         if calls is None or calls.unet is not unet:
             calls = self._of_thread.calls = _Calls(*self._settings, unet, self._told)
         calls.begin(sample, timestep)
 
     @torch.compiler.disable
     def after_call(self, unet: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Take the overrides off, and tell what the first call of a kind merged."""
+        """Take the overrides off, and log what merged if it is new."""
         self.end_call(completed=output is not None)
 
     def end_call(self, completed: bool = False) -> None:
@@ -201,7 +201,7 @@ class Attachment:
 
 
 class _NotCompletedError(Exception):
-    """Ends an evaluation that was not completed."""
+    """Marks an evaluation as not completed."""
 
 
 class _Latest(Observer):
@@ -214,14 +214,14 @@ class _Latest(Observer):
 
 
 class _Calls:
-    """The calls of a UNet in one thread, and where the sampling is.
+    """The calls of a UNet in one thread, and their place in a sampling run.
 
-    The call itself tells that: its second argument, the timestep, falls from the number of noise
-    levels the model was trained on to 0. That is also how far ``ratio`` is on its way to
-    ``ratio_end``. A new run begins where the timestep is larger than in the call before.
+    The place follows from the second argument of a call, the timestep. It falls from the number of
+    noise levels that the model was trained on, less one, to 0, and ``ratio`` moves to ``ratio_end``
+    in step with it. A larger timestep than in the call before begins a new run.
 
     Attributes:
-        unet: that is called.
+        unet: the one that is called.
     """
 
     def __init__(
@@ -248,13 +248,13 @@ class _Calls:
 
     def begin(self, sample: Tensor, timestep: Tensor | float) -> None:
         """Begin a call."""
-        # A call that a keyboard interrupt ended has not come to its second hook.
+        # A call that ended in a keyboard interrupt has not run its second hook.
         self.end(completed=False)
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
         self._follow(noise)
         self._shape = sample.shape
         moment = self._moment(noise, sample.shape)
-        # It may look at every module of the UNet.
+        # This may visit every module of the UNet, so only ask if it matters.
         obstacle = self._family.obstacle(self.unet, self._config) if moment.is_active else None
         evaluation = self._run.evaluation(
             moment,
@@ -267,7 +267,7 @@ class _Calls:
         self._exits.enter_context(evaluation)
 
     def end(self, completed: bool) -> None:
-        """End a call; what one did that was not completed is not told."""
+        """End a call, and log what it did unless it was not completed."""
         self._latest.result = None
         if completed:
             self._exits.close()
@@ -277,7 +277,7 @@ class _Calls:
             self._exits.__exit__(_NotCompletedError, _NotCompletedError(), None)
 
     def _tell(self, result: Evaluated) -> None:
-        """Tell what merged, once for each size; or why nothing did, once for each reason."""
+        """Log what merged, once for each size; or why nothing did, once for each reason."""
         if not result.is_active:
             return
         counts = Counts()
@@ -320,14 +320,14 @@ class _Calls:
         )
 
     def _noise_at(self, percent: float) -> float:
-        """The timestep at a percent of the sampling; 0 and 1 leave none out."""
+        """The timestep at a share of the sampling from 0 to 1; 0 and 1 leave none out."""
         if percent == 0:
             return math.inf
         return -math.inf if percent == 1 else (1 - percent) * self._noisiest
 
 
 def detach(unet: nn.Module) -> None:
-    """Take off the hooks, and the overrides where a call was interrupted."""
+    """Take off the hooks, and the overrides if a call was interrupted."""
     for name in _HOOKS:
         for key, hook in list(getattr(unet, name).items()):
             attachment = getattr(hook, "__self__", None)
@@ -341,13 +341,13 @@ def detach(unet: nn.Module) -> None:
 def _first_two_arguments(
     unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The sample and the timestep of a call, by place or by name; None where there is none."""
+    """The sample and the timestep of a call, by position or name; None if missing."""
     names = list(inspect.signature(unet.forward).parameters)[:2]
     given = [*args[:2], *(kwargs.get(name) for name in names[len(args) :]), None, None]
     return given[0], given[1]
 
 
 def _execution_device(unet: nn.Module, sample: Tensor) -> torch.device:
-    """Where the blocks will run: offloaded weights and inputs may be elsewhere before the call."""
+    """Where the blocks will run. Offloaded weights and inputs may be elsewhere before the call."""
     device = getattr(getattr(unet, "_hf_hook", None), "execution_device", None)
     return sample.device if device is None else torch.device(device)

@@ -1,7 +1,7 @@
-"""What is latent-diffusion's own, and its descendants', about their UNets.
+"""The UNets of latent-diffusion and code bases derived from it.
 
-Their modules are known by their shape, not their class, since each code base carries its own copy:
-a spatial transformer holds ``transformer_blocks``, and these ``attn1``, ``attn2`` and ``ff``.
+Each code base has its own copy of the classes, so modules are recognised by their attributes: a
+spatial transformer has ``transformer_blocks``, which have ``attn1``, ``attn2`` and ``ff``.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ class LdmBlock(HookedBlock):
     mask_names = ("mask",)
 
     def attends_to_text(self) -> bool:
-        # Blocks of Stable Diffusion 1 have no such switch.
+        # Blocks of Stable Diffusion 1 lack the attribute.
         return getattr(self.module, "disable_self_attn", False)
 
     def needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
@@ -46,7 +46,7 @@ class LdmUNet(HookedFamily):
     stack_class = LdmStack
 
     def find(self, model: object) -> tuple[nn.Module, int | None] | None:
-        """The UNet at ``model.model.diffusion_model``, or higher, or the model itself."""
+        """The UNet at ``model.model.diffusion_model``, ``model.diffusion_model`` or ``model``."""
         inner = getattr(model, "model", model)
         unet = getattr(inner, "diffusion_model", inner)
         unet = getattr(unet, "_orig_mod", unet)
@@ -61,7 +61,7 @@ class LdmUNet(HookedFamily):
                 yield name, module, module.transformer_blocks
 
     def blocks_by_level(self, model: Any) -> Mapping[int, int]:
-        """Those on the way down and in the middle."""
+        """The numbers of the blocks on the way down and in the middle."""
         blocks: Counter[int] = Counter()
         downsample = 1
         for part in [*model.input_blocks, model.middle_block or ()]:
