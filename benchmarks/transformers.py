@@ -85,7 +85,6 @@ class Model:
         text: channels of the prompt.
         extras: further conditions of the prompt.
         width: channels of its tokens.
-        layers: number of blocks of the published model.
         linear: multiplications per token in the linear layers of a block, over ``width**2``.
         tokens: lengths of the sequences in common use, by a name.
     """
@@ -97,7 +96,6 @@ class Model:
     text: int
     extras: Mapping[str, Any]
     width: int
-    layers: int
     linear: float
     tokens: Mapping[str, int]
 
@@ -138,7 +136,6 @@ MODELS = (
         64,
         {},
         3840,
-        30,
         4 + 3 * 8 / 3,
         {"1024x1024": 4096, "2048x2048": 16384},
     ),
@@ -167,7 +164,6 @@ MODELS = (
         64,
         {},
         3072,
-        57,
         12,
         {"1024x1024": 4096, "2048x2048": 16384},
     ),
@@ -186,7 +182,6 @@ MODELS = (
         64,
         {},
         3072,
-        60,
         12,
         {"1328x1328": 6889},
     ),
@@ -207,7 +202,6 @@ MODELS = (
         64,
         {},
         5120,
-        40,
         4 + 2 + 2 * 2.7,
         {"480p, 81 frames": 32760, "720p, 81 frames": 75600},
     ),
@@ -240,7 +234,6 @@ MODELS = (
         64,
         {},
         3072,
-        60,
         12,
         {"720p, 129 frames": 118800},
     ),

@@ -108,7 +108,6 @@ class Tiny:
         settings: those of the class, as its loader would read them from a file.
         blocks: number of blocks.
         before: number of tokens before the picture.
-        behind: number of tokens after the picture, -1 if it depends on the size.
         channels: those of the latent.
         text: channels of the prompt.
         frames: those of the latent, None if it has no such dimension.
@@ -122,7 +121,6 @@ class Tiny:
     settings: dict[str, Any]
     blocks: int
     before: int = 0
-    behind: int = 0
     channels: int = 16
     text: int = 32
     frames: int | None = None
@@ -130,10 +128,6 @@ class Tiny:
     pooled: int = 32
     prompt: Any = field(default=lambda random: {})
     sound: tuple[int, ...] | None = None
-
-    @property
-    def is_video(self) -> bool:
-        return self.frames is not None and self.frames > 1
 
     def size(self, high: int, wide: int) -> tuple[int, ...]:
         """The sides of a latent that is ``high`` by ``wide`` patches."""
@@ -229,7 +223,6 @@ TINY = {
         },
         3,
         before=32,
-        behind=-1,
     ),
     "krea2": Tiny(
         "Krea2",
@@ -266,7 +259,6 @@ TINY = {
             "llama_layers": [0, 1, 2, 3],
         },
         4,
-        behind=3 * TEXT,
         prompt=lambda random: {
             "conditioning_llama3": torch.randn(1, 4, TEXT, 32, generator=random)
         },
@@ -390,7 +382,6 @@ TINY = {
             "selected_layer_index": (0, 1),
         },
         2,
-        behind=TEXT,
         channels=128,
         patch=1,
     ),
@@ -553,7 +544,6 @@ TINY = {
             "rope_dim_list": [8, 12, 12],
         },
         2,
-        behind=TEXT,
         frames=1,
     ),
     "pixel_dit": Tiny(
@@ -620,7 +610,6 @@ TINY = {
             "use_extended_posenc": False,
         },
         2,
-        behind=TEXT,
         channels=12,
         frames=3,
         prompt=every_token,

@@ -216,3 +216,22 @@ def test_as_few_frames_as_possible_are_outside_cells(frames, length):
     assert strategy_class(wide).ratio_cap(wide, frames + 1) == 1 - 1 / (2 * length)
     picture = 1 if frames == 2 else 2
     assert strategy_class(wide).ratio_cap(wide, picture) == 0.875
+
+
+@pytest.mark.parametrize(
+    "options", [{"strategy": "window", "st": 1}, {"strategy": "pool"}], ids=str
+)
+def test_cells_within_frames_reach_over_none(options):
+    grid = Grid(5, 7, 3)
+    plan = plan_of(ToMeConfig(ratio=0.6, **options), features_of(grid, 2), grid)
+    for sample in plan.slots().view(2, grid.frames, -1):
+        for frame, slots in enumerate(sample):
+            others = torch.cat([sample[:frame], sample[frame + 1 :]])
+            assert not torch.isin(slots, others).any()
+
+
+def test_a_cell_is_no_longer_than_the_video():
+    grid = Grid(4, 4, 3)
+    config = ToMeConfig(strategy="window", ratio=0.5, st=8)
+    assert plan_of(config, features_of(grid), grid).slot_count == grid.tokens // 2
+    assert strategy_class(config).ratio_cap(config, 4) == 1 - 1 / 6

@@ -80,7 +80,8 @@ class CallSite(BlockSite):
         if not ratios:
             self.notes.reason = "the queries of a part of the tokens do not merge"
             return None, None
-        plans = self.plans("call", k, worthy, ratios)
+        kind = "call" if merges_queries else "call with some of the queries"
+        plans = self.plans(kind, k, worthy, ratios)
         of_queries = plans[0] if merges_queries else None
         of_keys = plans[-1] if merges_keys else None
         noted = of_queries if of_keys is None else of_keys

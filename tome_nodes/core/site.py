@@ -159,7 +159,7 @@ class BlockSite:
             return "the ratio is 0 at every step that could merge"
         grid = max((span.grid for span in layout.spans), key=lambda grid: grid.tokens)
         uses_cells = sites.evaluation.engine.strategy.uses_cells
-        if uses_cells and grid.cells(config.sy, config.sx).tokens == 0:
+        if grid.frames == 1 and uses_cells and grid.cells(config.sy, config.sx).tokens == 0:
             return (
                 f"a feature map of {grid.height}x{grid.width} tokens holds no cell of "
                 f"sy={config.sy} by sx={config.sx}"

@@ -52,7 +52,7 @@ class CellStrategy(Strategy):
     @classmethod
     def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float:
         # The first frame is a picture of its own.
-        length = 1 if frames <= 2 else config.st or frames_of_cell(frames - 1)
+        length = 1 if frames <= 2 else _length(config, frames - 1)
         if length == 1:
             return super().ratio_cap(config)
         return 1 - 1 / (length * min(config.sx, config.sy))
@@ -62,6 +62,8 @@ class CellStrategy(Strategy):
         self._splits = {}
 
     def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
+        if grid.frames > 1 and self.config.st == 1:
+            return self.plans_by_frame(features, grid, ratios)
         cells = self.cells_of(grid).count
         if cells.tokens == 0:
             return [None] * len(ratios)
@@ -78,12 +80,9 @@ class CellStrategy(Strategy):
         config = self.config
         if grid.frames == 1:
             return Cells(grid, config.sy, config.sx)
-        if config.st == 1:
-            return Cells(Grid(grid.frames * grid.height, grid.width), config.sy, config.sx)
-        length = config.st or frames_of_cell(grid.frames)
         row = Grid(grid.frames, grid.height * grid.width)
         # Cells of few tokens in many frames are best: benchmarks/FIDELITY.md.
-        return Cells(row, length, min(config.sx, config.sy))
+        return Cells(row, _length(config, grid.frames), min(config.sx, config.sy))
 
     def match(self, features: Tensor, grid: Grid, merges: list[int]) -> Sequence[Plan | None]:
         """One plan for each number of src tokens to merge, None if none would merge."""
@@ -110,6 +109,11 @@ class CellStrategy(Strategy):
                 picks = self.key.new_zeros(cells.count.tokens)
             self._splits[grid] = self.split(cells, picks)
         return self._splits[grid]
+
+
+def _length(config: ToMeConfig, frames: int) -> int:
+    """The length of a cell in frames, in a video of so many."""
+    return min(config.st, frames) or frames_of_cell(frames)
 
 
 def frames_of_cell(frames: int) -> int:

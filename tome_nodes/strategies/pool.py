@@ -104,9 +104,9 @@ class PoolStrategy(Strategy):
     follows_ratio = False
 
     def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
+        if grid.frames > 1:
+            return self.plans_by_frame(features, grid, ratios)
         cell = self.config.sy, self.config.sx
-        # The frames of a video one below the other: cells do not reach over them.
-        grid = Grid(grid.frames * grid.height, grid.width)
         plan = PoolPlan.of(len(features), grid, *cell, features.device)
         merges = plan.slot_count < grid.tokens
         return [plan if ratio and merges else None for ratio in ratios]
