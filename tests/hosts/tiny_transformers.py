@@ -413,6 +413,27 @@ TINY = {
         "WAN21_Camera", {**WAN, "model_type": "camera", "in_dim": 32}, 2, frames=3
     ),
     "wan22_5b": Tiny("WAN22_T2V", {**WAN, "in_dim": 48, "out_dim": 48}, 2, channels=48, frames=2),
+    "wan21_humo": Tiny("WAN21_HuMo", {**WAN, "model_type": "humo", "in_dim": 36}, 2, frames=3),
+    "wan22_s2v": Tiny(
+        "WAN22_S2V",
+        {
+            **WAN,
+            "model_type": "s2v",
+            "in_dim": 16,
+            "audio_inject_layers": [0],
+            "cond_dim": 16,
+            "audio_dim": 32,
+        },
+        2,
+        frames=3,
+    ),
+    "wan22_animate": Tiny(
+        "WAN22_Animate", {**WAN, "model_type": "animate", "in_dim": 36}, 2, frames=3
+    ),
+    "wan21_scail": Tiny("WAN21_SCAIL", {**WAN, "model_type": "scail", "in_dim": 20}, 2, frames=3),
+    "wan22_dancer": Tiny(
+        "WAN22_WanDancer", {**WAN, "model_type": "wandancer", "in_dim": 36}, 2, frames=3
+    ),
     "hunyuan_image": Tiny(
         "HunyuanImage21",
         {
