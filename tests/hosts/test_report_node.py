@@ -202,7 +202,7 @@ def test_a_graph_that_no_editor_queued_is_reported_too(server, shown):
         ({"min_tokens": 1}, 64, ["Merged: 6 of 6", "too few to gain", "set min_tokens to 0"]),
         ({"merge_attn": False}, 128, ["merge_attn, merge_crossattn and merge_mlp are all off"]),
         ({"start_percent": 1.0}, 128, ["Nothing merged: start_percent=1.0 to end_percent=1.0"]),
-        ({"ratio": 0.9}, 128, ["ratio 0.90 capped at 0.75", "Hint: cells of 2x2 tokens merge no"]),
+        ({"ratio": 0.9}, 128, ["ratio 0.90 capped at 0.75", "Hint: the cells merge no"]),
     ],
     ids=["too few tokens", "below break-even", "all off", "no step", "capped"],
 )
