@@ -97,20 +97,17 @@ def bench(arguments: list[str]) -> int:
     modules = {"comfyui": "benchmarks", "diffusers": "benchmarks.diffusers_host"}
     parser = argparse.ArgumentParser(prog="dev.py bench", add_help=False)
     parser.add_argument("--host", choices=modules, default="comfyui")
-    parser.add_argument("--fidelity", action="store_true")
-    parser.add_argument("--transformers", action="store_true")
-    parser.add_argument("--clips", action="store_true")
-    parser.add_argument("--picture", action="store_true")
+    others = {
+        "fidelity": "benchmarks.fidelity",
+        "transformers": "benchmarks.transformers",
+        "clips": "benchmarks.clips",
+        "picture": "benchmarks.off_and_on",
+    }
+    for name in others:
+        parser.add_argument(f"--{name}", action="store_true")
     chosen, rest = parser.parse_known_args(arguments)
-    module = modules[chosen.host]
-    if chosen.fidelity:
-        module = "benchmarks.fidelity"
-    elif chosen.transformers:
-        module = "benchmarks.transformers"
-    elif chosen.clips:
-        module = "benchmarks.clips"
-    elif chosen.picture:
-        module = "benchmarks.off_and_on"
+    asked = [others[name] for name in others if getattr(chosen, name)]
+    module = [*asked, modules[chosen.host]][0]
     environment.prepare()
     return _call(environment.PYTHON, "-m", module, *rest, folder=ROOT)
 

@@ -1,3 +1,19 @@
 """Tests on real models of ComfyUI, diffusers and latent-diffusion, and on ComfyUI's server."""
 
 import comfyui_in_process  # noqa: F401
+import pytest
+
+
+@pytest.fixture(scope="session")
+def models():
+    """Tiny transformers by kind, each built once."""
+    from tiny_transformers import TINY, build
+
+    made = {}
+
+    def model(kind):
+        if kind not in made:
+            made[kind] = build(TINY[kind])
+        return made[kind]
+
+    return model

@@ -26,18 +26,6 @@ OVERRIDE = "optimized_attention_override"
 every_kind = pytest.mark.parametrize("kind", TINY)
 
 
-@pytest.fixture(scope="session")
-def models():
-    made = {}
-
-    def model(kind):
-        if kind not in made:
-            made[kind] = build(TINY[kind])
-        return made[kind]
-
-    return model
-
-
 def keys_only(**options):
     return merging(**{"strategy": "window", "attn_tokens": "k,v", "ratio": 0.5, **options})
 

@@ -17,18 +17,6 @@ from tome_nodes.hosts.comfyui.attachment import attach
 STEPS = {"steps": 4}
 
 
-@pytest.fixture(scope="module")
-def models():
-    made = {}
-
-    def model(kind):
-        if kind not in made:
-            made[kind] = build(TINY[kind])
-        return made[kind]
-
-    return model
-
-
 def core_node(module, name):
     async def nodes():
         extension = module.comfy_entrypoint()

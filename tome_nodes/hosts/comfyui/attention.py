@@ -50,7 +50,9 @@ class MergesCalls(Protocol):
     def note_unweighted(self, reason: str | None) -> None: ...
 
 
-def merge_attention(options: dict[str, Any], merges: MergesCalls, called: dict[str, Any]) -> Any:
+def merge_attention(
+    options: dict[str, Any], merges: MergesCalls, called: dict[str, Any]
+) -> dict[str, Any]:
     """Transformer options under which an attention runs on merged queries, keys and values.
 
     Args:

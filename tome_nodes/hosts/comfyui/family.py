@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ...core.layout import Picture
-from ...core.site import Family, ModelSites
+from ...core.site import BlockSite, Family, ModelSites
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +29,14 @@ class Inputs:
         if found is None:
             return []
         return list(found) if isinstance(found, list | tuple) else [found]
+
+
+class ComfyBlock(BlockSite):
+    """What blocks report of other nodes."""
+
+    tokens_changed = "another node changes the tokens of the transformer blocks"
+    attention_masked = "another node masks the attention or changes its tokens"
+    attention_replaced = "other nodes replace the attention of the transformer blocks"
 
 
 class ComfyFamily(Family):

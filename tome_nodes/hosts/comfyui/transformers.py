@@ -16,18 +16,14 @@ from ...core.plan import Plan
 from ...core.site import Forward, ModelSites, StackSite
 from ...ops import Operations
 from .attention import merge_attention
-from .family import ComfyFamily, Inputs, class_name
+from .family import ComfyBlock, ComfyFamily, Inputs, class_name
 
 Pictures = Callable[[Any, Inputs], Iterable[Picture]]
 """Returns the pictures in the sequence of a model, in order."""
 
 
-class TransformerBlock(CallSite):
+class TransformerBlock(ComfyBlock, CallSite):
     """A block that gets the transformer options as a keyword argument, as does its attention."""
-
-    tokens_changed = "another node changes the tokens of the transformer blocks"
-    attention_masked = "another node masks the attention or changes its tokens"
-    attention_replaced = "other nodes replace the attention of the transformer blocks"
 
     def attention(self) -> nn.Module:
         return self.stack.sites.family.attention(self.module)
@@ -189,11 +185,13 @@ def one_picture(patch: str | int) -> Pictures:
     return pictures
 
 
-def with_references(patch: str | int, references_first: bool = False) -> Pictures:
-    """For models whose reference pictures come after the picture, or before it."""
+def with_references(
+    patch: str | int, references_first: bool = False, condition: str = "ref_latents"
+) -> Pictures:
+    """For models whose reference pictures, a condition, come after the picture or before it."""
 
     def pictures(model: Any, inputs: Inputs) -> list[Picture]:
-        shapes = [inputs.shape, *(each.shape for each in inputs.tensors("ref_latents"))]
+        shapes = [inputs.shape, *(each.shape for each in inputs.tensors(condition))]
         found = [Picture(grid_of(shape, _patch(model, patch))) for shape in shapes]
         return [*found[1:], found[0]] if references_first else found
 
@@ -244,11 +242,6 @@ def _hidream_o1(model: Any, inputs: Inputs) -> Iterator[Picture]:
     yield Picture(grid_of(inputs.shape, model.patch_size), behind)
 
 
-def _joyimage(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    for shape in (inputs.shape, *(each.shape for each in inputs.tensors("ref_latents"))):
-        yield Picture(grid_of(shape, model.patch_size))
-
-
 def _wan(model: Any, inputs: Inputs) -> Iterator[Picture]:
     """Extra frames extend the latent; a reference comes before it, and others after it."""
     batch, channels, frames, height, width = inputs.shape
@@ -269,12 +262,6 @@ def _scail(model: Any, inputs: Inputs) -> Iterator[Picture]:
     yield Picture(grid_of((batch, channels, frames, height, width), model.patch_size))
     for each in inputs.tensors("pose_latents"):
         yield Picture(grid_of(each.shape, model.patch_size))
-
-
-def _hunyuan(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    for each in inputs.tensors("ref_latent"):
-        yield Picture(grid_of(each.shape, model.patch_size))
-    yield Picture(grid_of(inputs.shape, model.patch_size))
 
 
 def _ltx(model: Any, inputs: Inputs) -> Iterator[Picture]:
@@ -373,7 +360,10 @@ MAGE_FLOW = Transformer(
     at_end=True,
 )
 JOY_IMAGE = Transformer(
-    ("joyimage.model.JoyImageTransformer3DModel",), ("double_blocks",), _joyimage, at_end=False
+    ("joyimage.model.JoyImageTransformer3DModel",),
+    ("double_blocks",),
+    with_references("patch_size"),
+    at_end=False,
 )
 PIXEL_DIT = Transformer(
     ("pixeldit.model.PixDiT_T2I", "pixeldit.pid.PidNet"),
@@ -406,7 +396,7 @@ SCAIL = Transformer(
 HUNYUAN_VIDEO = Transformer(
     ("hunyuan_video.model.HunyuanVideo",),
     ("double_blocks", "single_blocks"),
-    _hunyuan,
+    with_references("patch_size", references_first=True, condition="ref_latent"),
     at_end=True,
 )
 LTX = Transformer(

@@ -12,7 +12,7 @@ from ...core.grid import Grid
 from ...core.input_site import InputSite, InputStack, Part
 from ...core.layout import Layout
 from .attention import weigh_attention
-from .family import ComfyFamily
+from .family import ComfyBlock, ComfyFamily
 
 BLOCK_PATCHES = (
     "attn1_patch",
@@ -23,17 +23,12 @@ BLOCK_PATCHES = (
 )
 """Patches of other nodes that see the tokens inside a block."""
 
-
 REPLACED = "another node replaces the attention function"
 """The reason for unweighted keys, until our attention override runs."""
 
 
-class UNetBlock(InputSite):
+class UNetBlock(ComfyBlock, InputSite):
     """A ``BasicTransformerBlock``: its tokens are one feature map."""
-
-    tokens_changed = "another node changes the tokens of the transformer blocks"
-    attention_masked = "another node masks the attention or changes its tokens"
-    attention_replaced = "other nodes replace the attention of the transformer blocks"
 
     def is_masked(self, kwargs: Mapping[str, Any]) -> bool:
         return kwargs.get("mask") is not None
