@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from comfy.ldm.modules.attention import attention_basic, attention_pytorch
+from comfy.nested_tensor import NestedTensor
 from common import Shuffle, relative_error
 from host import merging, overridden
 from tiny_transformers import TEXT, TINY, build, conditioning, sample
@@ -185,6 +186,90 @@ def test_reference_pictures_merge_separately(models, kind, shape, tokens):
     shuffled = attach(model, keys_only(), Shuffle)
     shuffle_error = relative_error(sample(shuffled, tiny, size, steps=1, prompts=prompts), plain)
     assert shuffle_error < 1e-5
+
+
+def noise(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "extras", "merged"),
+    [
+        # The pictures: the reference, the first latent frame, the others.
+        ("wan21_fun", {"reference_latents": [noise(1, 16, 1, 16, 20)]}, [80, 80, 160]),
+        ("wan21", {"time_dim_concat": noise(1, 16, 2, 16, 20)}, [80, 320, 80, 80]),
+        ("wan21", {"context_latents": [noise(1, 16, 1, 12, 16)]}, [80, 320, 48]),
+        ("wan22_s2v", {"reference_latents": [noise(1, 16, 1, 16, 20)]}, [80, 160, 80]),
+        ("wan21_humo", {"reference_latents": [noise(1, 16, 1, 16, 20)]}, [80, 160, 80]),
+        (
+            "wan21_scail",
+            {
+                "reference_latents": [noise(1, 16, 1, 16, 20), noise(1, 16, 1, 16, 20)],
+                "pose_video_latent": noise(1, 16, 3, 8, 10),
+            },
+            [80, 80, 80, 160, 20, 40],
+        ),
+        ("hunyuan_video", {"ref_latent": noise(1, 16, 1, 16, 20)}, [80, 80, 240]),
+        (
+            "ltxv",
+            {"keyframe_idxs": torch.ones(1, 3, 80, 2), "concat_mask": torch.ones(1, 1, 5, 8, 10)},
+            [80, 240],
+        ),
+        (
+            "ltxv",
+            {
+                "keyframe_idxs": torch.ones(1, 3, 80, 2),
+                "concat_mask": torch.ones(1, 1, 5, 8, 10).index_fill(2, torch.tensor([4]), -1.0),
+            },
+            [80, 240],
+        ),
+        (
+            "ltxv",
+            {
+                "keyframe_idxs": torch.ones(1, 3, 80, 2),
+                "concat_mask": torch.ones(1, 1, 5, 8, 10),
+                "guide_attention_entries": [{"pre_filter_count": 80, "strength": 0.5}],
+            },
+            [80, 240],
+        ),
+        ("ltxav", {"keyframe_idxs": torch.ones(1, 3, 80, 2)}, [80, 160]),
+        (
+            "minimax_h3",
+            {
+                "minimax_refs": [
+                    {
+                        "kind": "image",
+                        "latent_h": 12,
+                        "latent_w": 16,
+                        "latent": noise(1, 24, 1, 12, 16),
+                    }
+                ]
+            },
+            [80, 160],
+        ),
+        ("hidream_o1", {"reference_latents": [noise(1, 96, 128, 3)]}, [80]),
+    ],
+)
+def test_references_of_videos_and_of_pixel_models(models, kind, extras, merged):
+    """Each picture merges within itself; what is not known to be one stays."""
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(8, 10)
+    prompts = [conditioning(tiny, seed, **extras) for seed in (5, 6)]
+    # HunyuanVideo cannot sample two prompts with a reference at once.
+    options = {"steps": 1, "prompts": prompts, "cfg": 1.0 if kind == "hunyuan_video" else 4.0}
+    if kind == "ltxav":
+        masks = [torch.ones(1, 1, 4, 8, 10), torch.ones(1, 1, 6, 16)]
+        options["noise_mask"] = NestedTensor(masks)
+    plain_keys, plain = calls_of(model, tiny, size, **options)
+    without = sample(model, tiny, size, **options | {"prompts": None})
+    assert relative_error(plain, without) > 1e-6
+    keys, _ = calls_of(model, tiny, size, keys_only(), **options)
+    before, after = next(
+        pair for pair in zip(plain_keys, keys, strict=True) if len(pair[0][0]) != len(pair[1][0])
+    )
+    assert before.shape[1] - after.shape[1] == sum(merged) // 2
+    shuffled = attach(model, keys_only(), Shuffle)
+    assert relative_error(sample(shuffled, tiny, size, **options), plain) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["qwen_image", "hunyuan_video", "ideogram4", "lens"])

@@ -412,6 +412,7 @@ TINY = {
     "wan21_camera": Tiny(
         "WAN21_Camera", {**WAN, "model_type": "camera", "in_dim": 32}, 2, frames=3
     ),
+    "wan21_fun": Tiny("WAN21_T2V", {**WAN, "in_dim": 16, "in_dim_ref_conv": 16}, 2, frames=3),
     "wan22_5b": Tiny("WAN22_T2V", {**WAN, "in_dim": 48, "out_dim": 48}, 2, channels=48, frames=2),
     "wan21_humo": Tiny("WAN21_HuMo", {**WAN, "model_type": "humo", "in_dim": 36}, 2, frames=3),
     "wan22_s2v": Tiny(

@@ -243,25 +243,36 @@ def _hidream_o1(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 
 def _wan(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    """Extra frames extend the latent; a reference comes before it, and others after it."""
-    batch, channels, frames, height, width = inputs.shape
+    """A reference comes before the latent, other references after it."""
     references = inputs.tensors("reference_latent")
     if references and getattr(model, "ref_conv", None) is not None:
         yield Picture(grid_of(references[0].shape, model.patch_size[1:]))
-    frames += sum(each.shape[2] for each in inputs.tensors("time_dim_concat"))
-    yield Picture(grid_of((batch, channels, frames, height, width), model.patch_size))
+    yield from _wan_frames(model, inputs)
     for each in inputs.tensors("context_latents"):
         yield Picture(grid_of(each.shape, model.patch_size))
 
 
+def _wan_sound(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """Models that follow a sound have their reference after the latent."""
+    yield from _wan_frames(model, inputs)
+    for each in inputs.tensors("reference_latent"):
+        yield from _still(grid_of(each.shape, model.patch_size))
+
+
 def _scail(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    """References and extra frames extend the latent; pictures of poses come after it."""
-    batch, channels, frames, height, width = inputs.shape
-    for name in ("reference_latent", "time_dim_concat"):
-        frames += sum(each.shape[2] for each in inputs.tensors(name))
-    yield Picture(grid_of((batch, channels, frames, height, width), model.patch_size))
+    """References come before the latent, and the video of poses comes after it."""
+    for each in inputs.tensors("reference_latent"):
+        yield from _still(grid_of(each.shape, model.patch_size))
+    yield from _wan_frames(model, inputs)
     for each in inputs.tensors("pose_latents"):
         yield Picture(grid_of(each.shape, model.patch_size))
+
+
+def _wan_frames(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """The latent, and the pictures of subjects that extend it as further frames."""
+    yield Picture(grid_of(inputs.shape, model.patch_size))
+    for each in inputs.tensors("time_dim_concat"):
+        yield from _still(grid_of(each.shape, model.patch_size))
 
 
 def _ltx(model: Any, inputs: Inputs) -> Iterator[Picture]:
@@ -376,13 +387,18 @@ WAN = Transformer(
         "wan.model.WanModel",
         "wan.model.VaceWanModel",
         "wan.model.CameraWanModel",
-        "wan.model.WanModel_S2V",
-        "wan.model.HumoWanModel",
         "wan.model_animate.AnimateWanModel",
         "wan.model_wandancer.WanDancerModel",
     ),
     ("blocks", "vace_blocks"),
     _wan,
+    at_end=False,
+    part="self_attn",
+)
+WAN_SOUND = Transformer(
+    ("wan.model.WanModel_S2V", "wan.model.HumoWanModel"),
+    ("blocks",),
+    _wan_sound,
     at_end=False,
     part="self_attn",
 )
@@ -436,8 +452,8 @@ MINIMAX = Transformer(
 
 TRANSFORMERS = (
     *(FLUX, CHROMA, SD3, QWEN_IMAGE, LUMINA, KREA, HIDREAM, HIDREAM_O1, AURA_FLOW, OMNIGEN, BOOGU),
-    *(IDEOGRAM, LENS, MAGE_FLOW, JOY_IMAGE, PIXEL_DIT, WAN, SCAIL, HUNYUAN_VIDEO, LTX, COSMOS_1),
-    *(COSMOS_PREDICT, KANDINSKY, MOCHI, COG_VIDEO, MINIMAX),
+    *(IDEOGRAM, LENS, MAGE_FLOW, JOY_IMAGE, PIXEL_DIT, WAN, WAN_SOUND, SCAIL, HUNYUAN_VIDEO, LTX),
+    *(COSMOS_1, COSMOS_PREDICT, KANDINSKY, MOCHI, COG_VIDEO, MINIMAX),
 )
 """All records."""
 
