@@ -11,12 +11,9 @@ It can be stopped at any time, and continues where it stopped. Every few minutes
 weights are saved to `benchmarks/denoiser.safetensors`.
 """
 
-import argparse
 import math
-import os
-import signal
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +40,11 @@ from comfy.model_base import BaseModel, ModelType  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 from comfy.model_sampling import ModelSamplingDiscrete  # noqa: E402
 from comfy.supported_models_base import BASE  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from benchmarks.photos import Crop, photo  # noqa: E402
+from benchmarks.training import Training, below, run  # noqa: E402
 
 WEIGHTS = Path(__file__).with_name("denoiser.safetensors")
 STATE = ROOT / "demo" / "denoiser-training.pt"
@@ -87,7 +85,7 @@ class Pixels(comfy.latent_formats.LatentFormat):
     latent_channels = 3
 
 
-class _Settings(BASE):
+class Settings(BASE):
     """The description of a model that the host needs."""
 
     latent_format = Pixels
@@ -105,7 +103,7 @@ class _Denoiser(BaseModel):
 
 def load() -> ModelPatcher:
     """The trained denoiser as a ComfyUI model; :func:`to_pixels` decodes its output."""
-    settings = _Settings({**UNET, "dtype": torch.float32})
+    settings = Settings({**UNET, "dtype": torch.float32})
     model = _Denoiser(settings, ModelType.V_PREDICTION)
     weights = {name: value.float() for name, value in load_file(WEIGHTS).items()}
     model.diffusion_model.load_state_dict(weights)
@@ -136,12 +134,12 @@ def prompt(name: str | None) -> Tensor:
     return torch.randn(CONTEXT_SHAPE, generator=generator)
 
 
-def place(crop: Crop) -> Tensor:
+def place(crop: Crop, short_side: int = SHORT_SIDE) -> Tensor:
     """The place of a crop, ``[16, side, side]``: waves of four lengths down and across."""
     waves = []
     for start in (crop.top, crop.left):
         pixels = torch.arange(start, start + crop.side) + 0.5
-        phases = pixels * math.pi / SHORT_SIDE * 2.0 ** torch.arange(4)[:, None]
+        phases = pixels * math.pi / short_side * 2.0 ** torch.arange(4)[:, None]
         waves.append(torch.cat([phases.sin(), phases.cos()]))
     down, across = waves
     shape = (-1, crop.side, crop.side)
@@ -154,11 +152,26 @@ def is_held_out(top: int, left: int) -> bool:
 
 
 class Data:
-    """Random crops of the photos, with their places and prompts."""
+    """Random crops of the photos, with their places and prompts.
 
-    def __init__(self, seed: int):
-        self.generator = torch.Generator().manual_seed(seed)
-        self.photos = {name: from_pixels(photo(name, SHORT_SIDE)) for name in NAMES}
+    Args:
+        generator: of random numbers.
+        short_side: that of the photos.
+        full_side: that of the crops of which some are held out.
+        place_of: see :func:`place`.
+    """
+
+    def __init__(
+        self,
+        generator: torch.Generator,
+        short_side: int = SHORT_SIDE,
+        full_side: int = SIDE,
+        place_of: Callable[[Crop], Tensor] = place,
+    ):
+        self.generator = generator
+        self.photos = {name: from_pixels(photo(name, short_side)) for name in NAMES}
+        self._full_side = full_side
+        self._place_of = place_of
 
     def batch(self, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
         """Pixels, places and prompts of ``size`` crops; a tenth of the prompts is left out."""
@@ -167,28 +180,29 @@ class Data:
         kept = torch.rand(size, generator=self.generator) >= 0.1
         chosen = zip(crops, kept.tolist(), strict=True)
         prompts = torch.stack([prompt(crop.photo if keep else None) for crop, keep in chosen])
-        return pixels, torch.stack([place(crop) for crop in crops]), prompts
+        return pixels, torch.stack([self._place_of(crop) for crop in crops]), prompts
 
     def _crop(self, side: int) -> Crop:
-        name = NAMES[self._below(len(NAMES))]
+        name = NAMES[below(len(NAMES), self.generator)]
         height, width = self.photos[name].shape[1:]
         while True:
-            top, left = self._below(height - side + 1), self._below(width - side + 1)
-            if side < SIDE or not is_held_out(top, left):
+            top = below(height - side + 1, self.generator)
+            left = below(width - side + 1, self.generator)
+            if side < self._full_side or not is_held_out(top, left):
                 return Crop(name, top, left, side)
 
-    def _below(self, limit: int) -> int:
-        return int(torch.randint(limit, (), generator=self.generator))
 
-
-def held_out_crops(count: int) -> list[Crop]:
+def held_out_crops(
+    count: int, short_side: int = SHORT_SIDE, full_side: int | None = None
+) -> list[Crop]:
     """Full-size crops that were not trained on, spread over the photos."""
-    photos = {name: photo(name, SHORT_SIDE) for name in NAMES}
+    side = full_side or SIDE
+    photos = {name: photo(name, short_side) for name in NAMES}
     places = {
         name: [
             (top, left)
-            for top in range(pixels.shape[1] - SIDE + 1)
-            for left in range(pixels.shape[2] - SIDE + 1)
+            for top in range(pixels.shape[1] - side + 1)
+            for left in range(pixels.shape[2] - side + 1)
             if is_held_out(top, left)
         ]
         for name, pixels in photos.items()
@@ -198,7 +212,7 @@ def held_out_crops(count: int) -> list[Crop]:
     for index in range(count):
         name = NAMES[index % len(NAMES)]
         place = int(torch.randint(len(places[name]), (), generator=generator))
-        crops.append(Crop(name, *places[name][place], SIDE))
+        crops.append(Crop(name, *places[name][place], side))
     return crops
 
 
@@ -223,104 +237,31 @@ def new_unet() -> UNetModel:
     return unet.requires_grad_(True)
 
 
-class Trainer:
-    """The state of a training: weights, their average, the optimiser."""
+class Trainer(Training):
+    """The training of the denoiser, on crops of the full side or of half of it."""
 
     def __init__(self, rate: float, full_share: float):
-        self.unet = new_unet().to(memory_format=torch.channels_last)
-        self.average = {name: value.clone() for name, value in self.unet.state_dict().items()}
-        self.optimizer = torch.optim.AdamW(
-            self.unet.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0
-        )
-        self.rate = rate
+        unet = new_unet().to(memory_format=torch.channels_last)
+        super().__init__(unet, rate, STATE, WEIGHTS)
         self.full_share = full_share
-        self.steps = 0
         self.sigmas = ModelSamplingDiscrete().sigmas
-        if STATE.exists():
-            state = torch.load(STATE, weights_only=True)
-            self.unet.load_state_dict(state["unet"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.average, self.steps = state["average"], state["steps"]
-        self.data = Data(seed=self.steps)
+        self.data = Data(self.generator, full_side=SIDE)
 
-    def step(self) -> tuple[int, float]:
-        """One update; returns the side of the crops and the loss."""
-        full = torch.rand((), generator=self.data.generator).item() < self.full_share
+    def loss(self) -> tuple[int, Tensor]:
+        """The loss of a random batch, and the side of its crops."""
+        full = torch.rand((), generator=self.generator).item() < self.full_share
         side, size = (SIDE, 2) if full else (SIDE // 2, 8)
         pixels, places, prompts = self.data.batch(size, side)
-        times = torch.rand(size, generator=self.data.generator)
+        times = torch.rand(size, generator=self.generator)
         times = ((torch.arange(size) + times) * len(self.sigmas) / size).long()
         sigma = self.sigmas[times].view(-1, 1, 1, 1)
-        noise = torch.randn(pixels.shape, generator=self.data.generator)
+        noise = torch.randn(pixels.shape, generator=self.generator)
         size_of_input = (sigma**2 + 1).sqrt()
         target = (noise - sigma * pixels) / size_of_input
         inputs = torch.cat([(pixels + sigma * noise) / size_of_input, places], dim=1)
         inputs = inputs.contiguous(memory_format=torch.channels_last)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * min(1.0, (self.steps + 1) / 50)
-        loss = (self.unet(inputs, times, context=prompts) - target).square().mean()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.unet.parameters(), 1.0)
-        self.optimizer.step()
-        self.steps += 1
-        keep = min(0.999, self.steps / (self.steps + 10))
-        for name, value in self.unet.state_dict().items():
-            self.average[name].lerp_(value, 1 - keep)
-        return side, loss.item()
-
-    def save(self) -> None:
-        """Write the state and the averaged weights; an interrupted write leaves the old file."""
-        STATE.parent.mkdir(parents=True, exist_ok=True)
-        state = {
-            "unet": self.unet.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "average": self.average,
-            "steps": self.steps,
-        }
-        unfinished = STATE.with_suffix(".part")
-        torch.save(state, unfinished)
-        os.replace(unfinished, STATE)
-        halves = {name: value.half().contiguous() for name, value in self.average.items()}
-        unfinished = WEIGHTS.with_suffix(".part")
-        save_file(halves, unfinished, metadata={"steps": str(self.steps)})
-        os.replace(unfinished, WEIGHTS)
-
-
-def main() -> None:
-    """Train until the time is up or the process is told to stop."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.denoiser", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=90)
-    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
-    parser.add_argument(
-        "--full-share", type=float, default=0.5, help="share of steps on crops of full side"
-    )
-    arguments = parser.parse_args()
-    stop = False
-
-    def ask_to_stop(*_: Any) -> None:
-        nonlocal stop
-        stop = True
-
-    signal.signal(signal.SIGTERM, ask_to_stop)
-    signal.signal(signal.SIGINT, ask_to_stop)
-    trainer = Trainer(arguments.rate, arguments.full_share)
-    start = saved = time.monotonic()
-    losses: dict[int, list[float]] = {SIDE: [], SIDE // 2: []}
-    while not stop and time.monotonic() - start < 60 * arguments.minutes:
-        side, loss = trainer.step()
-        losses[side].append(loss)
-        if trainer.steps % 20 == 0:
-            means = "  ".join(f"{s}: {sum(v) / max(1, len(v)):.4f}" for s, v in losses.items())
-            minutes = (time.monotonic() - start) / 60
-            print(f"{minutes:6.1f} min  step {trainer.steps}  loss {means}", flush=True)
-            losses = {SIDE: [], SIDE // 2: []}
-        if time.monotonic() - saved > 180:
-            trainer.save()
-            saved = time.monotonic()
-    trainer.save()
-    print(f"saved {WEIGHTS} after {trainer.steps} steps", flush=True)
+        return side, (self.model(inputs, times, context=prompts) - target).square().mean()
 
 
 if __name__ == "__main__":
-    main()
+    run("Train the denoiser, or continue.", Trainer)

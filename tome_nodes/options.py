@@ -294,8 +294,9 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
                 advanced=True,
                 text="Merge only feature maps of at least this many tokens. 0 leaves out those "
                 "that would not get faster.",
-                more="These are the ones below 256 tokens on a CPU; on a GPU below 4096, 2048 for "
-                "`window` on Triton, or 768 in scope block and stack (estimates).",
+                more="These are the ones below 256 tokens on a CPU; on a GPU below 4096, 3072 for "
+                "`window` in transformers, 2048 for `window` on Triton, or 768 in scope block and "
+                "stack of UNets (estimates).",
             ),
             Option(
                 name="proportional_attn",

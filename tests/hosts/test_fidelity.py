@@ -23,7 +23,7 @@ def test_all_photos_come_with_the_packages():
 def test_held_out_crops_are_not_trained_on():
     held_out = denoiser.held_out_crops(50)
     assert {crop.photo for crop in held_out} == set(denoiser.NAMES)
-    data = denoiser.Data(seed=0)
+    data = denoiser.Data(torch.Generator().manual_seed(0))
     trained = [data._crop(denoiser.SIDE) for _ in range(500)]
     assert not set(held_out) & set(trained)
     assert all(denoiser.is_held_out(crop.top, crop.left) for crop in held_out)
@@ -81,9 +81,9 @@ def test_training_resumes_where_it_stopped(trainer):
 
 def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(trainer):
     made = trainer()
-    for parameter in made.unet.parameters():
+    for parameter in made.model.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
-    made.average = made.unet.state_dict()
+    made.average = made.model.state_dict()
     made.save()
     judge = pictures.PictureJudge(steps=2, seeds=1)
     plain, shown = judge.measure(judge.model)
@@ -151,11 +151,13 @@ def test_the_page_shows_both_judges():
         "command": "bench",
         "machine": "paper",
         "date": "2026-01-02",
+        "times": {"command": "bench again", "machine": "stone", "date": "2026-01-03"},
         "features": {"ours": row},
         "pictures": {"plain": {**figures, "time": 1.0, "quartiles": [1, 1]}},
     }
     page = fidelity_figures.markdown(result, "summary: all=well")
     assert "paper, 2026-01-02" in page and "`summary: all=well`" in page
+    assert "Times: `bench again`, stone, 2026-01-03." in page
     assert "| ours      |        0.2500 |    0.5000 | 0.75 | 0.50-1.00 |" in page
     assert (
         "| plain    | 0.1250 | 0.1250 | 0.1250 |   0.1250 |   0.1250 | 1.00 | 1.00-1.00 |" in page

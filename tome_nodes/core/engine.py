@@ -50,9 +50,20 @@ class Engine:
 
 
 def make_engine(
-    config: ToMeConfig, make_strategy: MakeStrategy, device: torch.device, dtype: torch.dtype
+    config: ToMeConfig,
+    make_strategy: MakeStrategy,
+    device: torch.device,
+    dtype: torch.dtype,
+    at_calls: bool = False,
 ) -> Engine:
     """The engine for some settings and tokens of one device and dtype.
+
+    Args:
+        config: the settings.
+        make_strategy: makes the strategy.
+        device: that of the tokens.
+        dtype: that of the tokens.
+        at_calls: whether the model merges where attention is called, and nowhere else.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for a small plan.
@@ -64,25 +75,28 @@ def make_engine(
         backend, no_triton = "torch", lacks
         strategy = make_strategy(config, operations(backend))
         lacks = missing_operation(strategy, device, dtype)
-    worth_from = _worth_from(config, strategy, device)
+    worth_from = _worth_from(config, strategy, device, at_calls)
     least_tokens = config.min_tokens or worth_from
     return Engine(strategy, strategy.plans, least_tokens, worth_from, no_triton, lacks)
 
 
-def _worth_from(config: ToMeConfig, strategy: Strategy, device: torch.device) -> int:
+def _worth_from(
+    config: ToMeConfig, strategy: Strategy, device: torch.device, at_calls: bool
+) -> int:
     """The smallest grid, in tokens, that merging does not slow down.
 
     On a CPU it was measured (benchmarks/README.md). On a GPU it is only arithmetic: the time of a
-    few kernel launches, or a few dozen if matching is not a single kernel, against the time of the
-    attention or block that they shorten.
+    few kernel launches, or a few dozen if matching is not a single kernel, and of reading and
+    writing the tokens, against the time of the attention or block that they shorten. A
+    transformer's attention is several times as wide as a UNet's, so launches weigh less there.
     """
     if device.type == "cpu":
         return 256
-    if config.scope != "module":
+    if config.scope != "module" and not at_calls:
         return 768
     if strategy.ops.NAME == "triton":
         return strategy.least_tokens_with_kernels
-    return strategy.least_tokens
+    return strategy.least_tokens_at_calls if at_calls else strategy.least_tokens
 
 
 def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dtype) -> str | None:

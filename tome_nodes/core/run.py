@@ -120,7 +120,10 @@ class Run:
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         place = device, dtype
         if place not in self._engines:
-            engine = make_engine(self.sites.config, self._make_strategy, device, dtype)
+            sites = self.sites
+            engine = make_engine(
+                sites.config, self._make_strategy, device, dtype, sites.family.merges_at_calls
+            )
             for observer in self.sites.observers:
                 engine = replace(engine, plans_of=observer.watched(engine.plans_of))
             self._engines[place] = engine

@@ -205,6 +205,9 @@ class Family:
     stack_class: ClassVar[type[StackSite]]
     """The class of its stacks."""
 
+    merges_at_calls: ClassVar[bool] = False
+    """Whether it merges where attention is called, and nowhere else."""
+
     def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
         """The stacks of a model: for each its name, the module that holds it, and its blocks."""
         raise NotImplementedError

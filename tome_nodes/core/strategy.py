@@ -34,6 +34,9 @@ class Strategy:
     least_tokens: ClassVar[int] = 4096
     """The smallest grid worth matching on a GPU, in tokens, by arithmetic."""
 
+    least_tokens_at_calls: ClassVar[int] = 4096
+    """The same for matching at the calls of attention in a transformer, which are wider."""
+
     least_tokens_with_kernels: ClassVar[int] = 4096
     """The same if the strategy runs on Triton kernels."""
 

@@ -124,6 +124,7 @@ class Transformer(ComfyFamily):
     part: str = ""
 
     stack_class = TransformerStack
+    merges_at_calls = True
 
     @property
     def model_classes(self) -> tuple[str, ...]:

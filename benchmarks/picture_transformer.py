@@ -1,0 +1,169 @@
+"""A small trained transformer to judge pictures by: ComfyUI's own Flux on crops of a few photos.
+
+It has the layout of Flux in small: blocks of two streams and of one, text beside the picture,
+positions by rotation, a flow from noise to pixels, guidance by leaving the prompt out. 48x48 = 2304
+tokens of 2x2 pixels. The prompt names the photo. Every fourth token down and across is told where
+in the photo it is; the others have to learn it from those by attention.
+
+    python -m benchmarks.picture_transformer --minutes 60      train, or continue training
+
+It can be stopped at any time, and continues where it stopped.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.environment import comfyui_directory  # noqa: E402
+
+if str(comfyui_directory()) not in sys.path:
+    sys.path.insert(0, str(comfyui_directory()))
+
+from comfy.cli_args import args as host_arguments  # noqa: E402
+
+if __name__ == "__main__":
+    host_arguments.cpu = True
+    host_arguments.use_pytorch_cross_attention = True
+
+import comfy.ldm.flux.model  # noqa: E402
+import comfy.model_management  # noqa: E402
+import comfy.ops  # noqa: E402
+import torch  # noqa: E402
+from comfy.model_base import BaseModel, ModelType  # noqa: E402
+from comfy.model_patcher import ModelPatcher  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from benchmarks import denoiser  # noqa: E402
+from benchmarks.photos import Crop  # noqa: E402
+from benchmarks.training import Training, run  # noqa: E402
+
+WEIGHTS = Path(__file__).with_name("picture_transformer.safetensors")
+STATE = ROOT / "demo" / "picture-transformer-training.pt"
+
+SHORT_SIDE = 120
+SIDE = 96
+PATCH = 2
+ANCHOR_EVERY = 4
+"""One of so many tokens, down and across, is told its place."""
+
+PLACE_CHANNELS = denoiser.PLACE_CHANNELS + 1
+SHIFT = 0.5
+"""How much more of the steps are noisy ones; 0 for none."""
+
+FLUX: dict[str, Any] = {
+    "in_channels": 3 + PLACE_CHANNELS,
+    "out_channels": 3,
+    "patch_size": PATCH,
+    "vec_in_dim": None,
+    "context_in_dim": denoiser.CONTEXT_SHAPE[1],
+    "hidden_size": 192,
+    "mlp_ratio": 3.0,
+    "num_heads": 3,
+    "depth": 2,
+    "depth_single_blocks": 6,
+    "axes_dim": [16, 24, 24],
+    "theta": 1000,
+    "qkv_bias": True,
+    "guidance_embed": False,
+    "txt_ids_dims": [],
+}
+
+
+class _Painter(BaseModel):
+    """Takes a crop for each sample from the conditioning, under the key ``crops``."""
+
+    def concat_cond(self, **kwargs: Any) -> Tensor:
+        """See :func:`place`; the host appends it to the noisy pixels."""
+        return torch.stack([place(crop) for crop in kwargs["crops"]]).to(kwargs["device"])
+
+
+def load() -> ModelPatcher:
+    """The trained transformer as a ComfyUI model; ``denoiser.to_pixels`` decodes its output."""
+    settings = denoiser.Settings({**FLUX, "dtype": torch.float32})
+    settings.sampling_settings = {"shift": SHIFT}
+    model = _Painter(settings, ModelType.FLUX, unet_model=comfy.ldm.flux.model.Flux)
+    weights = {name: value.float() for name, value in load_file(WEIGHTS).items()}
+    model.diffusion_model.load_state_dict(weights)
+    return ModelPatcher(model, denoiser.host_device(), torch.device("cpu"))
+
+
+def place(crop: Crop) -> Tensor:
+    """The place of a crop, ``[17, side, side]``, in the tokens that are told it; 0 in all others.
+
+    The last channel is 1 in these tokens.
+    """
+    waves = denoiser.place(crop, SHORT_SIDE)
+    told = torch.zeros(crop.side // PATCH, crop.side // PATCH)
+    told[1::ANCHOR_EVERY, 1::ANCHOR_EVERY] = 1
+    told = told.repeat_interleave(PATCH, 0).repeat_interleave(PATCH, 1)[None]
+    return torch.cat([waves * told, told])
+
+
+def new_transformer() -> nn.Module:
+    """An untrained transformer; the host's layers have no initial weights."""
+    transformer = comfy.ldm.flux.model.Flux(
+        **FLUX, dtype=torch.float32, operations=comfy.ops.disable_weight_init
+    )
+    initialise(transformer)
+    for name, module in transformer.named_modules():
+        # Blocks start as the identity, so that the deep network trains from the start.
+        if name.endswith(("mod.lin", "modulation.lin", "final_layer.linear", "adaLN_modulation.1")):
+            nn.init.zeros_(module.weight)
+        if isinstance(module, nn.LayerNorm):
+            # Blocks change their tokens in place, which the gradient of a norm does not survive.
+            module.register_forward_pre_hook(lambda _, tokens: (tokens[0].clone(),))
+    return transformer.requires_grad_(True)
+
+
+def initialise(transformer: nn.Module) -> None:
+    """Initial weights for the host's layers, which have none."""
+    for module in transformer.modules():
+        if isinstance(module, nn.Linear | nn.Conv3d):
+            nn.init.xavier_uniform_(module.weight.flatten(1))
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
+            nn.init.ones_(module.weight)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+
+
+def times_and_noise(
+    like: Tensor, shift: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """A time of the flow for each sample, spread over 0 to 1, and noise."""
+    size = len(like)
+    even = (torch.arange(size) + torch.rand(size, generator=generator)) / size
+    times = shift * even / (1 + (shift - 1) * even)
+    return times, torch.randn(like.shape, generator=generator)
+
+
+class Trainer(Training):
+    """The training of the transformer, on crops of the full side or of half of it."""
+
+    in_bfloat16 = True
+
+    def __init__(self, rate: float, full_share: float):
+        # The host's rotation by position has no gradient otherwise.
+        comfy.model_management.in_training = True
+        super().__init__(new_transformer(), rate, STATE, WEIGHTS)
+        self.full_share = full_share
+        self.data = denoiser.Data(self.generator, SHORT_SIDE, SIDE, place)
+
+    def loss(self) -> tuple[int, Tensor]:
+        """The loss of a random batch, and the side of its crops."""
+        full = torch.rand((), generator=self.generator).item() < self.full_share
+        side, size = (SIDE, 2) if full else (SIDE // 2, 8)
+        pixels, places, prompts = self.data.batch(size, side)
+        times, noise = times_and_noise(pixels, torch.tensor(SHIFT).exp().item(), self.generator)
+        now = times.view(-1, 1, 1, 1)
+        inputs = torch.cat([(1 - now) * pixels + now * noise, places], dim=1)
+        return side, (self.model(inputs, times, prompts) - (noise - pixels)).square().mean()
+
+
+if __name__ == "__main__":
+    run("Train the transformer of pictures, or continue.", Trainer)

@@ -1,0 +1,129 @@
+"""Train the small models that judge merging, so that a training can stop and go on at any time."""
+
+import argparse
+import os
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+_SAVE_EVERY = 180
+"""Seconds between two saves."""
+
+_WARM_UP = 50
+"""Steps over which the learning rate rises."""
+
+
+class Training:
+    """A model in training: its weights, their average, the optimiser.
+
+    Attributes:
+        model: has initial weights, or those of the state.
+        average: the average of its weights over the last steps, by name.
+        steps: the number of updates so far.
+    """
+
+    in_bfloat16: ClassVar[bool] = False
+    """Whether products are computed in bfloat16, which is faster."""
+
+    def __init__(self, model: nn.Module, rate: float, state: Path, weights: Path):
+        self.model = model
+        self.average = {name: value.clone() for name, value in model.state_dict().items()}
+        self.steps = 0
+        self._rate = rate
+        self._state, self._weights = state, weights
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0
+        )
+        if state.exists():
+            kept = torch.load(state, weights_only=True)
+            model.load_state_dict(kept["model"])
+            self._optimizer.load_state_dict(kept["optimizer"])
+            self.average, self.steps = kept["average"], kept["steps"]
+        self.generator = torch.Generator().manual_seed(self.steps)
+
+    def loss(self) -> tuple[Hashable, Tensor]:
+        """The loss of a random batch, and what to report it under."""
+        raise NotImplementedError
+
+    def step(self) -> tuple[Hashable, float]:
+        """One update; returns the loss before it, and what to report it under."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate * min(1.0, (self.steps + 1) / _WARM_UP)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.in_bfloat16):
+            kind, loss = self.loss()
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self.steps += 1
+        keep = min(0.999, self.steps / (self.steps + 10))
+        for name, value in self.model.state_dict().items():
+            self.average[name].lerp_(value, 1 - keep)
+        return kind, loss.item()
+
+    def save(self) -> None:
+        """Write the state and the averaged weights; an interrupted write leaves the old file."""
+        self._state.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "average": self.average,
+            "steps": self.steps,
+        }
+        unfinished = self._state.with_suffix(".part")
+        torch.save(state, unfinished)
+        os.replace(unfinished, self._state)
+        halves = {name: value.half().contiguous() for name, value in self.average.items()}
+        unfinished = self._weights.with_suffix(".part")
+        save_file(halves, unfinished, metadata={"steps": str(self.steps)})
+        os.replace(unfinished, self._weights)
+
+
+def below(limit: int, generator: torch.Generator) -> int:
+    """A random number from 0 to below ``limit``."""
+    return int(torch.randint(limit, (), generator=generator))
+
+
+def run(description: str, make: Callable[[float, float], Training]) -> None:
+    """The command line of a training: it ends when the time is up or the process is told to.
+
+    Args:
+        description: of the command, for its help.
+        make: makes the training from the learning rate and the share of steps at full size.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--minutes", type=float, default=90)
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--full-share", type=float, default=0.5, help="share of steps at full size")
+    arguments = parser.parse_args()
+    stop = False
+
+    def ask_to_stop(*_: Any) -> None:
+        nonlocal stop
+        stop = True
+
+    signal.signal(signal.SIGTERM, ask_to_stop)
+    signal.signal(signal.SIGINT, ask_to_stop)
+    training = make(arguments.rate, arguments.full_share)
+    start = saved = time.monotonic()
+    losses: dict[Hashable, list[float]] = defaultdict(list)
+    while not stop and time.monotonic() - start < 60 * arguments.minutes:
+        kind, loss = training.step()
+        losses[kind].append(loss)
+        if training.steps % 20 == 0:
+            means = "  ".join(f"{kind}: {sum(v) / len(v):.4f}" for kind, v in losses.items())
+            minutes = (time.monotonic() - start) / 60
+            print(f"{minutes:6.1f} min  step {training.steps}  loss {means}", flush=True)
+            losses.clear()
+        if time.monotonic() - saved > _SAVE_EVERY:
+            training.save()
+            saved = time.monotonic()
+    training.save()
+    print(f"saved after {training.steps} steps", flush=True)

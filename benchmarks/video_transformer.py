@@ -1,0 +1,269 @@
+"""A small trained transformer to judge videos by: ComfyUI's own Wan on clips made from photos.
+
+It has the layout of Wan in small: self-attention over all frames, a text by cross-attention,
+positions by rotation in frames, rows and columns, a flow from noise to pixels, guidance by leaving
+the prompt out. A clip has 9 frames of 16x16 tokens of 2x2 pixels. It pans over a photo and zooms,
+while a disc cut out of another photo moves across. The prompt names both photos. Every fourth token
+down and across, in the first, middle and last frame, is told where in its photo it is; the others
+have to learn it from those by attention.
+
+    python -m benchmarks.video_transformer --minutes 60      train, or continue training
+
+It can be stopped at any time, and continues where it stopped.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.environment import comfyui_directory  # noqa: E402
+
+if str(comfyui_directory()) not in sys.path:
+    sys.path.insert(0, str(comfyui_directory()))
+
+from comfy.cli_args import args as host_arguments  # noqa: E402
+
+if __name__ == "__main__":
+    host_arguments.cpu = True
+    host_arguments.use_pytorch_cross_attention = True
+
+import comfy.ldm.wan.model  # noqa: E402
+import comfy.model_management  # noqa: E402
+import comfy.ops  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from comfy.model_base import BaseModel, ModelType  # noqa: E402
+from comfy.model_patcher import ModelPatcher  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from benchmarks import denoiser  # noqa: E402
+from benchmarks.photos import photo  # noqa: E402
+from benchmarks.picture_transformer import initialise, times_and_noise  # noqa: E402
+from benchmarks.training import Training, below, run  # noqa: E402
+
+WEIGHTS = Path(__file__).with_name("video_transformer.safetensors")
+STATE = ROOT / "demo" / "video-transformer-training.pt"
+
+SHORT_SIDE = 80
+FRAMES, SIDE = 9, 32
+PATCH = 2
+ANCHOR_EVERY = 4
+"""One of so many tokens, down and across and over frames, is told its place."""
+
+PLACE_CHANNELS = denoiser.PLACE_CHANNELS + 2
+SHIFT = 1.5
+
+WAN: dict[str, Any] = {
+    "model_type": "t2v",
+    "patch_size": (1, PATCH, PATCH),
+    "text_len": 2 * denoiser.CONTEXT_SHAPE[0],
+    "in_dim": 3 + PLACE_CHANNELS,
+    "out_dim": 3,
+    "dim": 192,
+    "ffn_dim": 576,
+    "text_dim": denoiser.CONTEXT_SHAPE[1],
+    "num_heads": 3,
+    "num_layers": 8,
+}
+
+
+@dataclass(frozen=True)
+class Path2D:
+    """A straight path of a square window or a disc: centre and half its side, first and last."""
+
+    start: tuple[float, float, float]
+    stop: tuple[float, float, float]
+
+    def at(self, along: float) -> tuple[float, float, float]:
+        """Centre down, centre across and half the side, at 0 to 1 of the path."""
+        down, across, half = (
+            first + along * (last - first)
+            for first, last in zip(self.start, self.stop, strict=True)
+        )
+        return down, across, half
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A pan over a photo, with a disc of another photo that moves across.
+
+    Attributes:
+        photo: the background.
+        window: the path of the part of it that is seen, in its pixels.
+        cutting: the photo of the disc.
+        disc: the path of the disc, in pixels of the clip.
+        source: where the disc was cut out: its centre down and across.
+    """
+
+    photo: str
+    window: Path2D
+    cutting: str
+    disc: Path2D
+    source: tuple[float, float]
+
+
+class Photos:
+    """The photos that clips are made from."""
+
+    def __init__(self) -> None:
+        self._photos = {
+            name: denoiser.from_pixels(photo(name, SHORT_SIDE)) for name in denoiser.NAMES
+        }
+
+    def random_clip(self, generator: torch.Generator, side: int = SIDE) -> Clip:
+        """A clip with a random background, disc and motion."""
+        names = denoiser.NAMES
+        background = below(len(names), generator)
+        cutting = (background + 1 + below(len(names) - 1, generator)) % len(names)
+        height, width = self._photos[names[background]].shape[1:]
+
+        def between(low: float, high: float) -> float:
+            return low + (high - low) * torch.rand((), generator=generator).item()
+
+        def window() -> tuple[float, float, float]:
+            half = between(0.625, 1.1) * side / 2
+            return between(half, height - half), between(half, width - half), half
+
+        radius = between(0.2, 0.3) * side
+        high, wide = self._photos[names[cutting]].shape[1:]
+        disc = Path2D(
+            (between(0, side), between(0, side), radius),
+            (between(0, side), between(0, side), radius),
+        )
+        source = between(radius, high - radius), between(radius, wide - radius)
+        return Clip(names[background], Path2D(window(), window()), names[cutting], disc, source)
+
+    def render(self, clip: Clip, side: int = SIDE) -> tuple[Tensor, Tensor]:
+        """The pixels ``[3, frames, side, side]`` and places ``[18, frames, side, side]``."""
+        pixels, places = [], []
+        centres = torch.arange(side) + 0.5
+        for index in range(FRAMES):
+            along = index / (FRAMES - 1)
+            down, across, half = clip.window.at(along)
+            scale = 2 * half / side
+            rows = (down - half + centres * scale)[:, None].expand(side, side)
+            columns = (across - half + centres * scale)[None].expand(side, side)
+            top, left, radius = clip.disc.at(along)
+            y, x = centres[:, None] - top, centres[None] - left
+            inside = (y**2 + x**2 < radius**2).float()
+            their_rows = (clip.source[0] + y).expand(side, side)
+            their_columns = (clip.source[1] + x).expand(side, side)
+            seen = self._look(clip.photo, rows, columns)
+            cut = self._look(clip.cutting, their_rows, their_columns)
+            pixels.append(torch.where(inside.bool(), cut, seen))
+            waves = torch.where(
+                inside.bool(), _waves(their_rows, their_columns), _waves(rows, columns)
+            )
+            places.append(torch.cat([waves, inside[None], torch.ones(1, side, side)]))
+        told = _told(side)
+        return torch.stack(pixels, 1), torch.stack(places, 1) * told
+
+    def _look(self, name: str, rows: Tensor, columns: Tensor) -> Tensor:
+        """The pixels of a photo at places between its own."""
+        pixels = self._photos[name]
+        height, width = pixels.shape[1:]
+        grid = torch.stack([2 * columns / width - 1, 2 * rows / height - 1], 2)
+        options = {"mode": "bilinear", "padding_mode": "border", "align_corners": False}
+        return F.grid_sample(pixels[None], grid[None], **options)[0]
+
+
+def prompt(clip: Clip | None) -> Tensor:
+    """The tokens of a clip's prompt, ``[16, 64]``; None is no prompt."""
+    if clip is None:
+        return denoiser.prompt(None).repeat(2, 1)
+    return torch.cat([denoiser.prompt(clip.photo), denoiser.prompt(clip.cutting).flip(1)])
+
+
+def judged_clips() -> list[Clip]:
+    """The clips that are judged: one for each photo."""
+    photos, generator = Photos(), torch.Generator().manual_seed(2**31)
+    found: dict[str, Clip] = {}
+    while len(found) < len(denoiser.NAMES):
+        clip = photos.random_clip(generator)
+        found.setdefault(clip.photo, clip)
+    return [found[name] for name in denoiser.NAMES]
+
+
+def load() -> ModelPatcher:
+    """The trained transformer as a ComfyUI model; ``denoiser.to_pixels`` decodes its output."""
+    settings = denoiser.Settings({**WAN, "dtype": torch.float32})
+    settings.sampling_settings = {"shift": SHIFT}
+    model = _Filmer(settings, ModelType.FLOW, unet_model=comfy.ldm.wan.model.WanModel)
+    weights = {name: value.float() for name, value in load_file(WEIGHTS).items()}
+    model.diffusion_model.load_state_dict(weights)
+    return ModelPatcher(model, denoiser.host_device(), torch.device("cpu"))
+
+
+class _Filmer(BaseModel):
+    """Takes the places of each sample from the conditioning, under the key ``places``."""
+
+    def concat_cond(self, **kwargs: Any) -> Tensor:
+        """What :meth:`Photos.render` told; the host appends it to the noisy pixels."""
+        return kwargs["places"].to(kwargs["device"])
+
+
+def new_transformer() -> nn.Module:
+    """An untrained transformer; the host's layers have no initial weights."""
+    transformer = comfy.ldm.wan.model.WanModel(
+        **WAN, dtype=torch.float32, operations=comfy.ops.disable_weight_init
+    )
+    initialise(transformer)
+    for name, parameter in transformer.named_parameters():
+        # Blocks start as the identity, so that the deep network trains from the start.
+        starts_at_zero = name.startswith(("time_projection", "head.head"))
+        if starts_at_zero or name.endswith(("modulation", "cross_attn.o.weight")):
+            nn.init.zeros_(parameter)
+    return transformer.requires_grad_(True)
+
+
+class Trainer(Training):
+    """The training of the transformer, on clips of the full side or of half of it."""
+
+    in_bfloat16 = True
+
+    def __init__(self, rate: float, full_share: float):
+        # The host's rotation by position has no gradient otherwise.
+        comfy.model_management.in_training = True
+        super().__init__(new_transformer(), rate, STATE, WEIGHTS)
+        self.full_share = full_share
+        self.photos = Photos()
+
+    def loss(self) -> tuple[int, Tensor]:
+        """The loss of a random batch, and the side of its clips."""
+        full = torch.rand((), generator=self.generator).item() < self.full_share
+        side, size = (SIDE, 2) if full else (SIDE // 2, 6)
+        clips = [self.photos.random_clip(self.generator, side) for _ in range(size)]
+        rendered = [self.photos.render(clip, side) for clip in clips]
+        pixels, places = (torch.stack(each) for each in zip(*rendered, strict=True))
+        kept = (torch.rand(size, generator=self.generator) >= 0.1).tolist()
+        prompts = torch.stack(
+            [prompt(clip if keep else None) for clip, keep in zip(clips, kept, strict=True)]
+        )
+        times, noise = times_and_noise(pixels, SHIFT, self.generator)
+        now = times.view(-1, 1, 1, 1, 1)
+        inputs = torch.cat([(1 - now) * pixels + now * noise, places], dim=1)
+        answer = self.model(inputs, 1000 * times, prompts)
+        return side, (answer - (noise - pixels)).square().mean()
+
+
+def _told(side: int) -> Tensor:
+    """1 in the tokens that are told their place, ``[frames, side, side]``."""
+    told = torch.zeros(FRAMES, side // PATCH, side // PATCH)
+    told[::ANCHOR_EVERY, 1::ANCHOR_EVERY, 1::ANCHOR_EVERY] = 1
+    return told.repeat_interleave(PATCH, 1).repeat_interleave(PATCH, 2)
+
+
+def _waves(rows: Tensor, columns: Tensor) -> Tensor:
+    """Places in a photo as waves of four lengths down and across, ``[16, side, side]``."""
+    lengths = (torch.pi / SHORT_SIDE * 2.0 ** torch.arange(4))[:, None, None]
+    waves = [f(places * lengths) for places in (rows, columns) for f in (torch.sin, torch.cos)]
+    return torch.cat(waves)
+
+
+if __name__ == "__main__":
+    run("Train the transformer of videos, or continue.", Trainer)
