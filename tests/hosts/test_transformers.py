@@ -340,13 +340,95 @@ def test_an_exception_leaves_nothing(models):
     assert overridden(model) == []
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("flux", "flux2", "chroma", "qwen_image", "lumina2", "z_image", "wan21"),
+        *("wan21_fun", "wan22_animate", "hunyuan_video", "hunyuan_image"),
+    ],
+)
+def test_whole_blocks_run_on_merged_tokens(models, told, kind):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(7, 9)
+    expected = sample(model, tiny, size, batch=2)
+    whole = keys_only(scope="block", ratio=0.5)
+    shuffled = attach(model, whole, Shuffle)
+    assert relative_error(sample(shuffled, tiny, size, batch=2), expected) < 1e-5
+    assert "module scope in" not in told()[-1]
+    keys, merged = calls_of(model, tiny, size, whole, steps=1)
+    plain_keys, plain = calls_of(model, tiny, size, steps=1)
+    # Self-attention in the blocks has fewer keys, and no other attention has.
+    fewer = [
+        (len(before[0]), len(after[0]))
+        for before, after in zip(plain_keys, keys, strict=True)
+        if before.shape != after.shape
+    ]
+    assert len(fewer) == tiny.blocks
+    picture = 63 * (tiny.frames or 1)
+    assert all(picture // 2 <= before - after <= picture // 2 + 8 for before, after in fewer)
+    assert 1e-6 < relative_error(merged, plain) < 1
+    assert overridden(model) == []
+
+
+@pytest.mark.parametrize("kind", ["flux", "chroma", "z_image", "qwen_image", "hunyuan_image"])
+def test_weights_count_next_to_text_in_whole_blocks(models, kind):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(16, 16)
+    plain = sample(model, tiny, size, steps=1)
+    weighed, unweighed = (
+        relative_error(sample(attach(model, config), tiny, size, steps=1), plain)
+        for config in (
+            keys_only(scope="block", ratio=0.75, proportional_attn=on) for on in (True, False)
+        )
+    )
+    assert weighed < unweighed
+
+
+@pytest.mark.parametrize(
+    ("kind", "extras"),
+    [
+        ("flux", {"reference_latents": [torch.ones(1, 16, 12, 16)]}),
+        ("omnigen2", {}),
+        ("qwen_image", {"attention_mask": torch.ones(1, TEXT, dtype=torch.int64)}),
+    ],
+)
+def test_whole_blocks_with_references_and_masks(models, kind, extras):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(8, 10)
+    prompts = [conditioning(tiny, seed, **extras) for seed in (5, 6)]
+    expected = sample(model, tiny, size, prompts=prompts)
+    shuffled = attach(model, keys_only(scope="block"), Shuffle)
+    assert relative_error(sample(shuffled, tiny, size, prompts=prompts), expected) < 1e-5
+
+
+def test_blocks_that_treat_frames_differently_merge_in_their_attention(models, told):
+    tiny, model = TINY["wan22_5b"], models("wan22_5b")
+    size = tiny.size(8, 10)
+    masked = {"noise_mask": torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1).expand(1, 1, 2, 16, 20)}
+    expected = sample(model, tiny, size, **masked)
+    shuffled = attach(model, keys_only(scope="block"), Shuffle)
+    assert relative_error(sample(shuffled, tiny, size, **masked), expected) < 1e-5
+    assert "module scope in 2 whose tokens are treated differently" in told()[-1]
+
+
+def test_blocks_that_other_nodes_patch_merge_in_their_attention(models, told):
+    tiny, model = TINY["flux"], models("flux")
+    size = tiny.size(8, 10)
+    patched = model.clone()
+    patched.set_model_attn1_patch(lambda q, k, v, **kwargs: {"q": q * 2})
+    expected = sample(patched, tiny, size)
+    shuffled = attach(patched, keys_only(scope="block"), Shuffle)
+    assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
+    assert "module scope in 4 that are patched" in told()[-1]
+
+
 def test_whole_blocks_fall_back_to_their_attention(models, told):
-    tiny, model = TINY["z_image"], models("z_image")
+    tiny, model = TINY["krea2"], models("krea2")
     size = tiny.size(16, 16)
     merged = sample(attach(model, merging(strategy="window", scope="stack")), tiny, size)
     expected = sample(attach(model, merging(strategy="window")), tiny, size)
     assert torch.equal(merged, expected)
-    assert "module scope in 3 as this kind of model does not merge whole blocks" in told()[0]
+    assert "module scope in 2 as this kind of model does not merge whole blocks" in told()[0]
 
 
 def test_what_a_transformer_cannot_merge_is_reported(models, told):

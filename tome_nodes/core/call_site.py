@@ -4,20 +4,46 @@ By then they are projected, normalised and rotated by position, so all that is n
 where the pictures are in its sequence. Everything else, such as text, stays as it is.
 """
 
-from typing import Any, ClassVar
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .layout import Layout
 from .plan import Plan
 from .site import BlockSite, Forward, Override
 
+_WHOLE_BLOCKS_STAY = "as this kind of model does not merge whole blocks"
+
+
+@dataclass(frozen=True)
+class WholeBlock:
+    """How a block is called, so that all of it can run on merged tokens.
+
+    Attributes:
+        tokens: the argument with the tokens that merge, ``[batch, tokens, channels]``.
+        positions: the argument that tells the position of each token of the attention.
+        along: the dimension of ``positions`` that runs over these tokens.
+        absent: arguments that treat tokens differently, so that the block needs all of them unless
+            they are None.
+        by_frame: arguments that treat frames differently if they are ``[batch, frames, number,
+            channels]`` with several frames.
+        returned: the index of the tokens in what the block returns, None if that is the tokens.
+    """
+
+    tokens: str
+    positions: str
+    along: int
+    absent: tuple[str, ...] = ()
+    by_frame: tuple[str, ...] = ()
+    returned: int | None = None
+
 
 class CallSite(BlockSite):
     """A block that calls attention through its host; see :meth:`merging`."""
-
-    whole_blocks_stay: ClassVar[str] = "as this kind of model does not merge whole blocks"
-    """The reason to report if the scope is wider than single modules."""
 
     def attention(self) -> nn.Module:
         """The module that calls the self-attention; it may be the block itself."""
@@ -35,6 +61,20 @@ class CallSite(BlockSite):
     def merging(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments that make the host call :meth:`call_plans` and the rest."""
         raise NotImplementedError
+
+    def whole_block(self) -> WholeBlock | None:
+        """How the block is called; None if only its attention can merge."""
+        return None
+
+    def needs_all_tokens(self, arguments: Mapping[str, Any]) -> str | None:
+        """Why something in the block needs all tokens, given its arguments by name; else None."""
+        return None
+
+    def forget(self) -> None:
+        """Drop the notes and plans of an evaluation."""
+        super().forget()
+        self._outer_plan: Plan | None = None
+        self._beside = 0
 
     def overrides(self) -> list[Override]:
         module = self.attention()
@@ -97,13 +137,43 @@ class CallSite(BlockSite):
             return None
         return plan.log_sizes().to(like.dtype)
 
+    @property
+    def is_merged(self) -> bool:
+        """Whether the block is running on merged tokens."""
+        return self._outer_plan is not None
+
+    def outer_log_sizes(self, keys: int, like: Tensor) -> Tensor | None:
+        """What to add to the logits of an attention with ``keys`` in a block on merged tokens.
+
+        ``[batch, keys]`` of the dtype of ``like``; None for nothing.
+        """
+        plan = self._outer_plan
+        if plan is None or keys != plan.slot_count + self._beside:
+            return None
+        sizes = self.log_sizes(plan, like)
+        if sizes is None or not self._beside:
+            return sizes
+        return self._with_beside(sizes, sizes.new_zeros(len(sizes), self._beside))
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the pictures are at the end of the sequence, not at its start."""
+        raise NotImplementedError
+
+    def _with_beside(self, merged: Tensor, beside: Tensor) -> Tensor:
+        """What belongs to merged tokens and to those beside them, in the order of the sequence."""
+        return torch.cat([beside, merged] if self.at_end else [merged, beside], 1)
+
     def _note_block(self, forward: Forward) -> Forward:
         config = self.stack.sites.config
+        whole = None if config.scope == "module" else self.whole_block()
+        if whole is not None and config.merge_attn:
+            return self._run_whole(whole, forward)
 
         def block_forward(*args: Any, **kwargs: Any) -> Any:
             # The number of tokens is not known until attention is called.
             self.notes.tokens = 0
-            self.notes.fell_back = None if config.scope == "module" else self.whole_blocks_stay
+            self.notes.fell_back = None if config.scope == "module" else _WHOLE_BLOCKS_STAY
             self.notes.reason = (
                 self.attention_replaced
                 if config.merge_attn
@@ -113,8 +183,78 @@ class CallSite(BlockSite):
 
         return block_forward
 
+    def _run_whole(self, whole: WholeBlock, forward: Forward) -> Forward:
+        names = tuple(inspect.signature(self.module.forward).parameters)
+
+        def block_forward(*args: Any, **kwargs: Any) -> Any:
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            x, positions = arguments[whole.tokens], arguments[whole.positions]
+            self.notes.tokens = x.shape[1]
+            self.notes.reason = self.attention_replaced
+            self.notes.fell_back = self.needs_all_tokens(arguments) or _needs_each_token(
+                whole, arguments
+            )
+            if self.notes.fell_back is not None:
+                return forward(**arguments)
+            layout = self.layout(x.shape[1], {})
+            if layout is None:
+                self.notes.reason = self.tokens_changed
+                return forward(**arguments)
+            worthy = self.worthy(layout)
+            if worthy is None:
+                return forward(**arguments)
+            ratio = self.stack.sites.evaluation.ratio
+            (plan,) = self.plans("tokens", x, worthy, [ratio])
+            if plan is None:
+                self.notes.reason = self.why_no_plan(worthy, ratio)
+                return forward(**arguments)
+            self.notes.ran(x.shape[1], plan)
+            merged = plan.merge(x)
+            self._outer_plan, self._beside = plan, positions.shape[whole.along] - x.shape[1]
+            # Some blocks change their tokens in place.
+            arguments[whole.tokens] = merged.clone()
+            arguments[whole.positions] = self._positions(plan, positions, whole.along)
+            result = forward(**arguments)
+            self._outer_plan, self._beside = None, 0
+            if whole.returned is None:
+                return plan.add_change(x, merged, result)
+            result = list(result)
+            result[whole.returned] = plan.add_change(x, merged, result[whole.returned])
+            return tuple(result)
+
+        return block_forward
+
+    def _positions(self, plan: Plan, positions: Tensor, along: int) -> Tensor:
+        """The positions of merged tokens, each that of one of its tokens, and of what is beside."""
+        tokens, beside = plan.tokens(), self._beside
+        kept = torch.arange(beside, device=tokens.device).expand(len(tokens), -1)
+        if self.at_end:
+            tokens = tokens + beside
+        else:
+            kept = kept + (positions.shape[along] - beside)
+        chosen = self._with_beside(tokens, kept)
+        by_token = positions.movedim(along, 1).expand(len(tokens), *[-1] * (positions.ndim - 1))
+        samples = torch.arange(len(tokens), device=tokens.device)[:, None]
+        return by_token[samples, chosen].movedim(1, along)
+
     def _merge_calls(self, forward: Forward) -> Forward:
         def attention_forward(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **self.merging(kwargs))
 
         return attention_forward
+
+
+def _needs_each_token(whole: WholeBlock, arguments: Mapping[str, Any]) -> str | None:
+    """Why the block needs all its tokens, from arguments that treat them differently; else None."""
+    tokens = arguments[whole.tokens].shape[1]
+    if (
+        any(arguments.get(name) is not None for name in whole.absent)
+        or any(arguments[each].ndim == 4 and len(arguments[each][0]) > 1 for each in whole.by_frame)
+        or any(
+            isinstance(value, Tensor) and tokens in value.shape[1:-1]
+            for name, value in arguments.items()
+            if name not in (whole.tokens, whole.positions)
+        )
+    ):
+        return "whose tokens are treated differently"
+    return None

@@ -24,6 +24,10 @@ class Plan:
         """The slot of each token, ``[batch, tokens]`` int64, from 0 to ``slot_count - 1``."""
         raise NotImplementedError
 
+    def tokens(self) -> Tensor:
+        """One token of each slot, ``[batch, slots]`` int64, to stand for what cannot be merged."""
+        raise NotImplementedError
+
     def log_sizes(self) -> Tensor:
         """The logarithm of how many tokens each slot holds, ``[batch, slots]`` float32."""
         raise NotImplementedError
@@ -118,6 +122,11 @@ class SlotPlan(Plan):
         batch = torch.arange(len(self.slot_of_token), device=self.slot_of_token.device)
         return self.slot_of_token - batch[:, None] * self.slot_count
 
+    def tokens(self) -> Tensor:
+        batch, tokens = self.slot_of_token.shape
+        first = torch.arange(batch, device=self.order.device)[:, None] * tokens
+        return self.order[self.offsets].view(batch, -1) - first
+
     def log_sizes(self) -> Tensor:
         return self.log_size_of_slot
 
@@ -158,6 +167,9 @@ class KeptPlan(Plan):
 
     def slots(self) -> Tensor:
         return torch.arange(self.slot_count, device=self.device).expand(self.batch, -1)
+
+    def tokens(self) -> Tensor:
+        return self.slots()
 
     def log_sizes(self) -> Tensor:
         return torch.zeros(self.batch, self.slot_count, device=self.device)
@@ -203,6 +215,13 @@ class SequencePlan(Plan):
             slots.append(plan.slots() + first)
             first += plan.slot_count
         return torch.cat(slots, 1)
+
+    def tokens(self) -> Tensor:
+        tokens, first = [], 0
+        for length, plan in zip(self.lengths, self.parts, strict=True):
+            tokens.append(plan.tokens() + first)
+            first += length
+        return torch.cat(tokens, 1)
 
     def log_sizes(self) -> Tensor:
         return torch.cat([plan.log_sizes() for plan in self.parts], 1)

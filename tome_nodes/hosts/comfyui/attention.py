@@ -45,6 +45,11 @@ class MergesCalls(Protocol):
 
     def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None: ...
 
+    @property
+    def is_merged(self) -> bool: ...
+
+    def outer_log_sizes(self, keys: int, like: Tensor) -> Tensor | None: ...
+
     def note_masked(self) -> None: ...
 
     def note_unweighted(self, reason: str | None) -> None: ...
@@ -78,12 +83,16 @@ def merge_attention(
             merges.note_masked()
             return attend(q, k, v, heads, mask=mask, **kwargs)
         by_head = bool(kwargs.get("skip_reshape"))
-        flat_k = _flat(k, by_head)
         tokens = q.shape[-2]
-        bias = None if mask is None else _bias(mask, tokens, flat_k)
+        bias = None if mask is None else _bias(mask, tokens, k)
         if mask is not None and bias is None:
             merges.note_masked()
             return attend(q, k, v, heads, mask=mask, **kwargs)
+        if merges.is_merged:
+            outer = merges.outer_log_sizes(k.shape[-2], k)
+            rest = (q, k, v, heads, kwargs)
+            return _attend(func, theirs, bias, outer, merges.ops, merges.note_unweighted, *rest)
+        flat_k = _flat(k, by_head)
         queries, keys = merges.call_plans(flat_k, tokens, called)
         if queries is None and keys is None:
             return attend(q, k, v, heads, mask=mask, **kwargs)
@@ -272,7 +281,7 @@ def _bias(mask: Tensor, queries: int, keys: Tensor) -> Tensor | None:
     """
     if mask.ndim in (2, 3):
         mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
-    if mask.ndim != 4 or mask.shape[-1] != keys.shape[1] or mask.shape[-2] not in (1, queries):
+    if mask.ndim != 4 or mask.shape[-1] != keys.shape[-2] or mask.shape[-2] not in (1, queries):
         return None
     if mask.dtype != torch.bool:
         return mask

@@ -9,6 +9,15 @@ from torch import nn
 from ...core.layout import Picture
 from ...core.site import BlockSite, Family, ModelSites
 
+BLOCK_PATCHES = (
+    "attn1_patch",
+    "attn1_output_patch",
+    "attn2_patch",
+    "attn2_output_patch",
+    "middle_patch",
+)
+"""Patches of other nodes that see the tokens inside a block."""
+
 
 @dataclass(frozen=True, eq=False)
 class Inputs:

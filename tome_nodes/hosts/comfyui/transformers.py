@@ -4,19 +4,19 @@ Tokens merge where a block calls attention, so a record needs nothing else.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ...core.call_site import CallSite
+from ...core.call_site import CallSite, WholeBlock
 from ...core.grid import Grid
 from ...core.layout import Layout, Picture
 from ...core.plan import Plan
 from ...core.site import Forward, ModelSites, StackSite
 from ...ops import Operations
 from .attention import merge_attention
-from .family import ComfyBlock, ComfyFamily, Inputs, class_name
+from .family import BLOCK_PATCHES, ComfyBlock, ComfyFamily, Inputs, class_name
 
 Pictures = Callable[[Any, Inputs], Iterable[Picture]]
 """Returns the pictures in the sequence of a model, in order."""
@@ -27,6 +27,18 @@ class TransformerBlock(ComfyBlock, CallSite):
 
     def attention(self) -> nn.Module:
         return self.stack.sites.family.attention(self.module)
+
+    def whole_block(self) -> WholeBlock | None:
+        stack, _, _ = self.name.rpartition(".")
+        return self.stack.sites.family.whole.get(stack)
+
+    @property
+    def at_end(self) -> bool:
+        return self.stack.sites.family.at_end
+
+    def needs_all_tokens(self, arguments: Mapping[str, Any]) -> str | None:
+        patches = (arguments.get("transformer_options") or {}).get("patches", {})
+        return "that are patched" if any(patches.get(name) for name in BLOCK_PATCHES) else None
 
     def layout(self, tokens: int, kwargs: dict[str, Any]) -> Layout | None:
         sites = self.stack.sites
@@ -93,6 +105,15 @@ class EvaluationStack(TransformerStack):
         """See :meth:`tome_nodes.core.call_site.CallSite.log_sizes`."""
         return None if self.running is None else self.running.log_sizes(plan, like)
 
+    @property
+    def is_merged(self) -> bool:
+        """Whole blocks do not merge here."""
+        return False
+
+    def outer_log_sizes(self, keys: int, like: Tensor) -> Tensor | None:
+        """See :meth:`tome_nodes.core.call_site.CallSite.outer_log_sizes`."""
+        return None
+
     def note_masked(self) -> None:
         """Note that the attention is masked, or called with other tokens."""
         if self.running is not None:
@@ -115,6 +136,7 @@ class Transformer(ComfyFamily):
         at_end: whether the pictures are at the end of the sequence, as after text, or at its start.
         part: the attribute of a block that calls its self-attention; empty if the block calls it
             itself and has no cross-attention.
+        whole: how blocks are called that can run on merged tokens, by the attribute of ``blocks``.
     """
 
     classes: tuple[str, ...]
@@ -122,6 +144,7 @@ class Transformer(ComfyFamily):
     pictures_of: Pictures
     at_end: bool
     part: str = ""
+    whole: Mapping[str, WholeBlock] = field(default_factory=dict)
 
     stack_class = TransformerStack
     merges_at_calls = True
@@ -301,17 +324,26 @@ class CosmosTransformer(Transformer):
         return next(part.block for part in block.blocks if part.block_type in ("full_attn", "fa"))
 
 
+_FLUX_BLOCKS = {
+    "double_blocks": WholeBlock(
+        "img", "pe", along=2, absent=("attn_mask", "modulation_dims_img"), returned=0
+    ),
+    "single_blocks": WholeBlock("x", "pe", along=2, absent=("attn_mask", "modulation_dims")),
+}
+
 FLUX = Transformer(
     ("flux.model.Flux",),
     ("double_blocks", "single_blocks"),
     with_references("patch_size"),
     at_end=True,
+    whole=_FLUX_BLOCKS,
 )
 CHROMA = Transformer(
     ("chroma.model.Chroma", "chroma_radiance.model.ChromaRadiance"),
     ("double_blocks", "single_blocks"),
     one_picture("patch_size"),
     at_end=True,
+    whole=_FLUX_BLOCKS,
 )
 SD3 = Transformer(
     ("modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper",),
@@ -324,9 +356,24 @@ QWEN_IMAGE = Transformer(
     ("transformer_blocks",),
     _qwen,
     at_end=True,
+    whole={
+        "transformer_blocks": WholeBlock(
+            "hidden_states",
+            "image_rotary_emb",
+            along=2,
+            absent=("timestep_zero_index",),
+            returned=1,
+        )
+    },
 )
 LUMINA = Transformer(
-    ("lumina.model.NextDiT", "lumina.model.NextDiTPixelSpace"), ("layers",), _lumina, at_end=True
+    ("lumina.model.NextDiT", "lumina.model.NextDiTPixelSpace"),
+    ("layers",),
+    _lumina,
+    at_end=True,
+    whole={
+        "layers": WholeBlock("x", "freqs_cis", along=1, absent=("x_mask", "timestep_zero_index"))
+    },
 )
 KREA = Transformer(("krea2.model.SingleStreamDiT",), ("blocks",), _krea, at_end=True)
 HIDREAM = Transformer(
@@ -395,6 +442,7 @@ WAN = Transformer(
     _wan,
     at_end=False,
     part="self_attn",
+    whole={"blocks": WholeBlock("x", "freqs", along=1, by_frame=("e",))},
 )
 WAN_SOUND = Transformer(
     ("wan.model.WanModel_S2V", "wan.model.HumoWanModel"),
@@ -415,6 +463,7 @@ HUNYUAN_VIDEO = Transformer(
     ("double_blocks", "single_blocks"),
     with_references("patch_size", references_first=True, condition="ref_latent"),
     at_end=True,
+    whole=_FLUX_BLOCKS,
 )
 LTX = Transformer(
     ("lightricks.model.LTXVModel", "lightricks.av_model.LTXAVModel"),

@@ -12,16 +12,7 @@ from ...core.grid import Grid
 from ...core.input_site import InputSite, InputStack, Part
 from ...core.layout import Layout
 from .attention import weigh_attention
-from .family import ComfyBlock, ComfyFamily
-
-BLOCK_PATCHES = (
-    "attn1_patch",
-    "attn1_output_patch",
-    "attn2_patch",
-    "attn2_output_patch",
-    "middle_patch",
-)
-"""Patches of other nodes that see the tokens inside a block."""
+from .family import BLOCK_PATCHES, ComfyBlock, ComfyFamily
 
 REPLACED = "another node replaces the attention function"
 """The reason for unweighted keys, until our attention override runs."""
