@@ -1,8 +1,6 @@
 """Error against time saved, by two judges: features in one block, and pictures of a denoiser.
 
-python3 dev.py bench --fidelity [--quick] [--steps 12] [--seeds 1] [--only features pictures times]
-
-``--only times`` takes the times of both again, and keeps their errors.
+python3 dev.py bench --fidelity [--quick] [--steps 12] [--seeds 1] [--only features pictures]
 """
 
 import argparse
@@ -38,17 +36,15 @@ def main() -> None:
     from benchmarks import fidelity_figures
     from benchmarks.machine import machine
 
-    taken = {
+    result: dict[str, Any] = {
         "machine": machine(arguments.device)["description"],
         "date": date.today().isoformat(),
         "command": "python3 dev.py bench --fidelity " + " ".join(sys.argv[1:]),
     }
     path = RESULTS / "fidelity.json"
     RESULTS.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {}
     if path.exists():
-        result = json.loads(path.read_text(encoding="utf-8"))
-    result |= {"times": taken} if arguments.only == ["times"] else {**taken, "times": taken}
+        result = json.loads(path.read_text(encoding="utf-8")) | result
     repeats = 2 if arguments.quick else arguments.repeats
     if "features" in arguments.only:
         result["features"] = judge_features(repeats)
@@ -60,8 +56,6 @@ def main() -> None:
         )
         print(fidelity_figures.pictures_table(result["pictures"]), flush=True)
         fidelity_figures.strips(pictures, RESULTS / "fidelity-strips.png")
-    if arguments.only == ["times"]:
-        time_again(result, repeats)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     fidelity_figures.plot(result, RESULTS / "fidelity.png")
     summary = fidelity_figures.summary(result, DEFAULT, KV75, TOMESD, TODO)
@@ -77,12 +71,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds")
     parser.add_argument("--steps", type=int, default=12, help="sampling steps of a picture")
     parser.add_argument("--seeds", type=int, default=1, help="pictures of each photo")
-    judges = ["features", "pictures"]
-    parser.add_argument("--only", nargs="+", choices=[*judges, "times"], default=judges)
-    arguments = parser.parse_args()
-    if "times" in arguments.only and len(arguments.only) > 1:
-        parser.error("--only takes times alone, as the judges take theirs anyway")
-    return arguments
+    judges = ("features", "pictures")
+    parser.add_argument("--only", nargs="+", choices=judges, default=judges)
+    return parser.parse_args()
 
 
 def methods() -> Mapping[str, Callable[[Any], Any]]:
@@ -170,27 +161,6 @@ def judge_features(repeats: int) -> dict[str, Any]:
                 raise ValueError(f"{name} changed nothing")
         shares = time_shares(judge.seconds, {"plain": judge.model, **patched}, repeats)
     return {name: {"errors": errors[name], **shares[name]} for name in patched}
-
-
-def time_again(result: dict[str, Any], repeats: int) -> None:
-    """Put new times into the results of both judges."""
-    import torch
-
-    from benchmarks.features import FeatureJudge
-    from benchmarks.pictures import PictureJudge
-
-    with torch.no_grad():
-        for name, judge in (
-            ("features", FeatureJudge()),
-            ("pictures", PictureJudge(steps=1, seeds=1)),
-        ):
-            rows = result[name]
-            patched = {
-                name: patch(judge.model) for name, patch in methods().items() if name in rows
-            }
-            shares = time_shares(judge.seconds, {"plain": judge.model, **patched}, repeats)
-            for method, row in rows.items():
-                row |= shares[method]
 
 
 def time_shares(

@@ -57,9 +57,6 @@ def markdown(result: dict[str, Any], summary: str) -> str:
         f"{result['machine']}, {result['date']}. How to read this: [FIDELITY](../FIDELITY.md).",
         f"`{summary}`",
     ]
-    times = result["times"]
-    if times["command"] != result["command"]:
-        parts.insert(2, f"Times: `{times['command']}`, {times['machine']}, {times['date']}.")
     if "features" in result:
         parts.append(features_table(result["features"]))
     if "pictures" in result:

@@ -11,6 +11,8 @@ It can be stopped at any time, and continues where it stopped.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +144,23 @@ def times_and_noise(
     return times, torch.randn(like.shape, generator=generator)
 
 
+@contextmanager
+def differentiable() -> Iterator[None]:
+    """Have the host rotate by position in a way that has a gradient."""
+    before = comfy.model_management.in_training
+    comfy.model_management.in_training = True
+    try:
+        yield
+    finally:
+        comfy.model_management.in_training = before
+
+
 class Trainer(Training):
     """The training of the transformer, on crops of the full side or of half of it."""
 
     in_bfloat16 = True
 
     def __init__(self, rate: float, full_share: float):
-        # The host's rotation by position has no gradient otherwise.
-        comfy.model_management.in_training = True
         super().__init__(new_transformer(), rate, STATE, WEIGHTS)
         self.full_share = full_share
         self.data = denoiser.Data(self.generator, SHORT_SIDE, SIDE, place)
@@ -162,7 +173,9 @@ class Trainer(Training):
         times, noise = times_and_noise(pixels, torch.tensor(SHIFT).exp().item(), self.generator)
         now = times.view(-1, 1, 1, 1)
         inputs = torch.cat([(1 - now) * pixels + now * noise, places], dim=1)
-        return side, (self.model(inputs, times, prompts) - (noise - pixels)).square().mean()
+        with differentiable():
+            answer = self.model(inputs, times, prompts)
+        return side, (answer - (noise - pixels)).square().mean()
 
 
 if __name__ == "__main__":

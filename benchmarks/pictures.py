@@ -1,4 +1,4 @@
-"""The judge of pictures: a trained denoiser paints the same seeds with merging and without."""
+"""Judges of pictures: a trained model paints the same seeds with merging and without."""
 
 import statistics
 import time
@@ -16,25 +16,32 @@ from torch import Tensor
 from benchmarks import denoiser
 from benchmarks.photos import Crop, photo
 
-GUIDANCE = 2.0
 MOST_PSNR = 99.0
 """Stands for the infinite ratio of equal pictures."""
 
 
-class PictureJudge:
-    """Samples with the trained denoiser, plain and patched."""
+class Judge:
+    """Samples with a trained model, plain and patched, and compares the pictures.
 
-    def __init__(self, steps: int, seeds: int):
-        self.steps = steps
-        self.crops = denoiser.held_out_crops(len(denoiser.NAMES) * seeds)
+    Attributes:
+        model: the plain model.
+        expected: its pictures, see :meth:`pictures`.
+    """
+
+    guidance = 2.0
+    sampler, scheduler = "dpmpp_2m", "karras"
+
+    def __init__(self, model: ModelPatcher, steps: int, seeds: int):
+        self.steps, self.seeds = steps, seeds
         self._taken: list[float] = []
-        self.model = denoiser.load()
+        self.model = model
         # The first of the wrappers, so that those of the methods are inside.
         self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "judge", self._clock)
-        photos = {name: photo(name, denoiser.SHORT_SIDE) for name in denoiser.NAMES}
-        held_out = denoiser.held_out_crops(100)
-        self.real = torch.stack([crop.of(photos[crop.photo]) for crop in held_out])
         self.expected = self.pictures(self.model)
+
+    def batch(self, seed: int) -> tuple[Tensor, list[list[Any]], list[list[Any]]]:
+        """An empty latent for a batch of pictures, and their conditioning with and without text."""
+        raise NotImplementedError
 
     def _clock(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -43,24 +50,21 @@ class PictureJudge:
         return result
 
     def pictures(self, patched: ModelPatcher) -> Tensor:
-        """``[pictures, 3, 64, 64]`` from 0 to 1, a few seeds for each photo."""
-        batches = []
-        for seed, first in enumerate(range(0, len(self.crops), len(denoiser.NAMES))):
-            batches.append(self._sample(patched, first, self.steps, seed))
+        """``[pictures, 3, height, width]`` from 0 to 1; videos have frames before the height."""
+        batches = [self._sample(patched, self.steps, seed) for seed in range(self.seeds)]
         return denoiser.to_pixels(torch.cat(batches))
 
-    def _sample(self, patched: ModelPatcher, first: int, steps: int, seed: int = 0) -> Tensor:
-        crops = self.crops[first : first + len(denoiser.NAMES)]
-        empty = torch.zeros(len(crops), 3, denoiser.SIDE, denoiser.SIDE)
+    def _sample(self, patched: ModelPatcher, steps: int, seed: int = 0) -> Tensor:
+        empty, positive, negative = self.batch(seed)
         return comfy.sample.sample(
             patched,
             comfy.sample.prepare_noise(empty, seed),
             steps,
-            GUIDANCE,
-            "dpmpp_2m",
-            "karras",
-            _conditioning(crops, with_prompt=True),
-            _conditioning(crops, with_prompt=False),
+            self.guidance,
+            self.sampler,
+            self.scheduler,
+            positive,
+            negative,
             empty,
             disable_pbar=True,
             seed=seed,
@@ -73,39 +77,82 @@ class PictureJudge:
         return pictures, [*self._taken]
 
     def seconds(self, patched: ModelPatcher) -> float:
-        """Seconds of an evaluation: cond and uncond of a picture of each photo."""
+        """Seconds of an evaluation: cond and uncond of one batch."""
         self._taken.clear()
-        self._sample(patched, 0, 1)
+        self._sample(patched, 1)
         return self._taken[0]
 
     def measure(self, patched: ModelPatcher) -> tuple[dict[str, float], Tensor]:
         """The figures of a method by name, and its pictures."""
         pictures = self.pictures(patched)
+        return self.figures(pictures), pictures
+
+    def figures(self, pictures: Tensor) -> dict[str, float]:
+        """How much pictures differ from the expected ones, and for videos how much they flicker.
+
+        ``flicker`` is the error of the changes from frame to frame over that of the frames. Noise
+        that is new in each frame has the root of 2, a steady difference has 0.
+        """
+        ours, plain = _frames(pictures), _frames(self.expected)
         pairs = [
-            (ours.permute(1, 2, 0).numpy(), plain.permute(1, 2, 0).numpy())
-            for ours, plain in zip(pictures, self.expected, strict=True)
+            (one.permute(1, 2, 0).numpy(), other.permute(1, 2, 0).numpy())
+            for one, other in zip(ours, plain, strict=True)
         ]
         figures = {
-            "error": (pictures - self.expected).square().mean().sqrt().item(),
+            "error": _rms(pictures - self.expected),
             "psnr": statistics.mean(
-                float(peak_signal_noise_ratio(plain, ours, data_range=1))
-                if np.abs(plain - ours).max() > 1e-4
+                float(peak_signal_noise_ratio(other, one, data_range=1))
+                if np.abs(other - one).max() > 1e-4
                 else MOST_PSNR
-                for ours, plain in pairs
+                for one, other in pairs
             ),
             "ssim": statistics.mean(
-                float(structural_similarity(plain, ours, channel_axis=2, data_range=1))
-                for ours, plain in pairs
+                float(structural_similarity(other, one, channel_axis=2, data_range=1))
+                for one, other in pairs
             ),
-            "spectrum": (_spectrum(pictures) - _spectrum(self.expected)).abs().mean().item(),
-            "distance": frechet_distance(_features(pictures), _features(self.real)),
+            "spectrum": (_spectrum(ours) - _spectrum(plain)).abs().mean().item(),
         }
-        return figures, pictures
+        if pictures.ndim == 5 and figures["error"] > 0:
+            changes = _rms((pictures - self.expected).diff(dim=2))
+            figures["flicker"] = changes / figures["error"]
+        return figures
+
+
+class PictureJudge(Judge):
+    """The judge whose model is the UNet of :mod:`benchmarks.denoiser`."""
+
+    def __init__(self, steps: int, seeds: int):
+        self.crops = denoiser.held_out_crops(len(denoiser.NAMES) * seeds)
+        photos = {name: photo(name, denoiser.SHORT_SIDE) for name in denoiser.NAMES}
+        held_out = denoiser.held_out_crops(100)
+        self.real = torch.stack([crop.of(photos[crop.photo]) for crop in held_out])
+        super().__init__(denoiser.load(), steps, seeds)
+
+    def batch(self, seed: int) -> tuple[Tensor, list[list[Any]], list[list[Any]]]:
+        """Crops of all photos."""
+        count = len(denoiser.NAMES)
+        crops = self.crops[seed * count : (seed + 1) * count]
+        empty = torch.zeros(count, 3, denoiser.SIDE, denoiser.SIDE)
+        return empty, *(_conditioning(crops, with_prompt) for with_prompt in (True, False))
+
+    def figures(self, pictures: Tensor) -> dict[str, float]:
+        """See :meth:`Judge.figures`; ``distance`` is that of features from those of the photos."""
+        distance = frechet_distance(_features(pictures), _features(self.real))
+        return {**super().figures(pictures), "distance": distance}
 
 
 def _conditioning(crops: list[Crop], with_prompt: bool) -> list[list[Any]]:
     prompts = [denoiser.prompt(crop.photo if with_prompt else None) for crop in crops]
     return [[torch.stack(prompts), {"crops": crops}]]
+
+
+def _frames(pictures: Tensor) -> Tensor:
+    """The frames of videos as pictures."""
+    return pictures if pictures.ndim == 4 else pictures.transpose(1, 2).flatten(0, 1)
+
+
+def _rms(difference: Tensor) -> float:
+    return difference.square().mean().sqrt().item()
 
 
 def _spectrum(pictures: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ if __name__ == "__main__":
     host_arguments.use_pytorch_cross_attention = True
 
 import comfy.ldm.wan.model  # noqa: E402
-import comfy.model_management  # noqa: E402
 import comfy.ops  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -43,7 +42,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from benchmarks import denoiser  # noqa: E402
 from benchmarks.photos import photo  # noqa: E402
-from benchmarks.picture_transformer import initialise, times_and_noise  # noqa: E402
+from benchmarks.picture_transformer import differentiable, initialise, times_and_noise  # noqa: E402
 from benchmarks.training import Training, below, run  # noqa: E402
 
 WEIGHTS = Path(__file__).with_name("video_transformer.safetensors")
@@ -227,8 +226,6 @@ class Trainer(Training):
     in_bfloat16 = True
 
     def __init__(self, rate: float, full_share: float):
-        # The host's rotation by position has no gradient otherwise.
-        comfy.model_management.in_training = True
         super().__init__(new_transformer(), rate, STATE, WEIGHTS)
         self.full_share = full_share
         self.photos = Photos()
@@ -247,7 +244,8 @@ class Trainer(Training):
         times, noise = times_and_noise(pixels, SHIFT, self.generator)
         now = times.view(-1, 1, 1, 1, 1)
         inputs = torch.cat([(1 - now) * pixels + now * noise, places], dim=1)
-        answer = self.model(inputs, 1000 * times, prompts)
+        with differentiable():
+            answer = self.model(inputs, 1000 * times, prompts)
         return side, (answer - (noise - pixels)).square().mean()
 
 

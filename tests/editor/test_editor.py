@@ -460,16 +460,19 @@ def test_blueprint_is_placed_wired_and_run(fresh_editor):
     assert editor.warnings() == editor.errors == []
 
 
-def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(browser, server):
-    chinese = json.loads(text_of(ROOT / "locales" / "zh" / "nodeDefs.json"))
-    with open_editor(browser, server, NODES_2 | {"Comfy.Locale": "zh"}) as editor:
+@pytest.mark.parametrize("language", ["es", "fr", "ja", "ko", "ru", "zh"])
+def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(browser, server, language):
+    """The languages that both the editor and the pack have."""
+    texts = json.loads(text_of(ROOT / "locales" / language / "nodeDefs.json"))[PATCH_TYPE]
+    with open_editor(browser, server, NODES_2 | {"Comfy.Locale": language}) as editor:
         editor.open("small.json", json.dumps(small_graph()))
         node = editor.node(PATCH_TYPE)
-        expect(node).to_contain_text(chinese[PATCH_TYPE]["display_name"])
-        ratio = chinese[PATCH_TYPE]["inputs"]["ratio"]
+        expect(node).to_contain_text(texts["display_name"])
+        ratio = texts["inputs"]["ratio"]
         label = node.get_by_text(ratio["name"], exact=True)
         label.hover()
         expect(editor.page.get_by_role("tooltip")).to_contain_text(ratio["tooltip"])
+        assert editor.warnings() == editor.errors == []
 
 
 def test_help_page_is_shown(editor):

@@ -305,15 +305,22 @@ def test_weights_count_next_to_text(models, kind):
     assert weighed < unweighed
 
 
-@pytest.mark.parametrize("kind", ["flux", "z_image", "qwen_image", "wan21", "omnigen2"])
-def test_torch_compile_makes_one_graph(models, kind):
+@pytest.mark.parametrize(
+    ("kind", "scope"),
+    [
+        *((kind, "module") for kind in ("flux", "z_image", "qwen_image", "wan21", "omnigen2")),
+        *((kind, "block") for kind in ("flux", "z_image", "wan21")),
+    ],
+)
+def test_torch_compile_makes_one_graph(models, kind, scope):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from torch._dynamo.testing import CompileCounter
 
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
-    expected = sample(attach(model, keys_only()), tiny, size)
-    gentler = sample(attach(model, keys_only(ratio=0.25)), tiny, size)
+    config, other_config = keys_only(scope=scope), keys_only(scope=scope, ratio=0.25)
+    expected = sample(attach(model, config), tiny, size)
+    gentler = sample(attach(model, other_config), tiny, size)
     plain = sample(model, tiny, size)
     graphs = CompileCounter()
     torch._dynamo.reset()
@@ -321,8 +328,8 @@ def test_torch_compile_makes_one_graph(models, kind):
         compiled = model.clone()
         set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
         assert relative_error(sample(compiled, tiny, size), plain) < 1e-5
-        assert relative_error(sample(attach(compiled, keys_only()), tiny, size), expected) < 1e-5
-        other = attach(compiled, keys_only(ratio=0.25))
+        assert relative_error(sample(attach(compiled, config), tiny, size), expected) < 1e-5
+        other = attach(compiled, other_config)
         assert relative_error(sample(other, tiny, size), gentler) < 1e-5
         assert relative_error(sample(compiled, tiny, size), plain) < 1e-5
     finally:
@@ -533,10 +540,10 @@ def test_attention_without_weights_runs(models):
     assert relative_error(merged, sample(model, tiny, size)) < 0.5
 
 
-@pytest.mark.parametrize("frame", [-1, 1, 4])
-def test_a_report_shows_any_frame_of_a_video(models, frame):
+@pytest.mark.parametrize(("frame", "scope"), [(-1, "module"), (1, "module"), (4, "block")])
+def test_a_report_shows_any_frame_of_a_video(models, frame, scope):
     tiny, model = TINY["wan21"], models("wan21")
-    patched = attach(model, keys_only(), wants_details=lambda: True)
+    patched = attach(model, keys_only(scope=scope), wants_details=lambda: True)
     sample(patched, tiny, tiny.size(8, 10))
     run = last_run(patched)
     slots = run.recording.slots[1, Grid(8, 10, 5)]

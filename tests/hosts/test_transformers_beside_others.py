@@ -71,15 +71,16 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("scope", ["module", "block"])
 @pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "theirs first"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_lossless_plan_with_another_node(models, told, case, ours_first):
+def test_a_lossless_plan_with_another_node(models, told, case, ours_first, scope):
     kind, other = CASES[case]
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     expected = sample(other(model), tiny, size, **STEPS)
     assert relative_error(sample(model, tiny, size, **STEPS), expected) > 1e-5 or "block" in case
-    config = merging(strategy="window", attn_tokens="k,v")
+    config = merging(strategy="window", attn_tokens="k,v", scope=scope)
 
     def ours(patched):
         return attach(patched, config, Shuffle)
@@ -136,17 +137,18 @@ class Adds(comfy.controlnet.ControlBase):
         pass
 
 
+@pytest.mark.parametrize("scope", ["module", "block"])
 @pytest.mark.parametrize(
     ("kind", "name", "channels"),
     [("flux", "input", 64), ("sd3", "output", 128), ("qwen_image", "input", 64)],
 )
-def test_a_controlnet(models, kind, name, channels):
+def test_a_controlnet(models, kind, name, channels, scope):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     prompts = [conditioning(tiny, seed, control=Adds(name, 80, channels)) for seed in (5, 6)]
     expected = sample(model, tiny, size, prompts=prompts)
     assert relative_error(sample(model, tiny, size), expected) > 1e-4
-    config = merging(strategy="window", attn_tokens="k,v")
+    config = merging(strategy="window", attn_tokens="k,v", scope=scope)
     shuffled = attach(model, config, Shuffle)
     assert relative_error(sample(shuffled, tiny, size, prompts=prompts), expected) < 1e-5
 

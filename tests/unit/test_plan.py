@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tome_nodes.core.grid import Grid
-from tome_nodes.core.plan import SlotPlan
+from tome_nodes.core.plan import KeptPlan, SequencePlan, SlotPlan
 from tome_nodes.strategies.pool import PoolPlan
 
 
@@ -58,6 +58,24 @@ def test_merge_is_the_mean_of_each_slot_and_unmerge_copies_it_back(owners, chann
         slots = {owner: slot for slot, owner in enumerate(sorted(set(row)))}
         for token, owner in enumerate(row):
             assert torch.equal(unmerged[b, token], merged[b, slots[owner]])
+
+
+def assert_tokens_stand_for_their_slots(plan):
+    slots = plan.slots().gather(1, plan.tokens())
+    assert torch.equal(slots, torch.arange(plan.slot_count).expand(len(slots), -1))
+
+
+@given(partitions(), st.integers(0, 3), st.integers(0, 3))
+def test_each_slot_has_a_token_that_stands_for_it(owners, before, behind):
+    batch, tokens = len(owners), len(owners[0])
+    plan = SlotPlan.from_owners(torch.tensor(owners), len(set(owners[0])))
+    assert_tokens_stand_for_their_slots(plan)
+    cpu = torch.device("cpu")
+    parts = [(count, KeptPlan(batch, count, cpu)) for count in (before, behind)]
+    assert_tokens_stand_for_their_slots(
+        SequencePlan.of(batch, [parts[0], (tokens, plan), parts[1]])
+    )
+    assert_tokens_stand_for_their_slots(PoolPlan.of(batch, Grid(tokens, 5), 2, 2, cpu))
 
 
 @given(partitions())

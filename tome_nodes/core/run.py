@@ -120,10 +120,9 @@ class Run:
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         place = device, dtype
         if place not in self._engines:
-            sites = self.sites
-            engine = make_engine(
-                sites.config, self._make_strategy, device, dtype, sites.family.merges_at_calls
-            )
+            config, family = self.sites.config, self.sites.family
+            only_calls = family.merges_at_calls(config.scope)
+            engine = make_engine(config, self._make_strategy, device, dtype, only_calls)
             for observer in self.sites.observers:
                 engine = replace(engine, plans_of=observer.watched(engine.plans_of))
             self._engines[place] = engine

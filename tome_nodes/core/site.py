@@ -205,9 +205,6 @@ class Family:
     stack_class: ClassVar[type[StackSite]]
     """The class of its stacks."""
 
-    merges_at_calls: ClassVar[bool] = False
-    """Whether it merges where attention is called, and nowhere else."""
-
     def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
         """The stacks of a model: for each its name, the module that holds it, and its blocks."""
         raise NotImplementedError
@@ -215,6 +212,10 @@ class Family:
     def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
         """Number of blocks by how many times smaller than the latent their grid is."""
         raise NotImplementedError
+
+    def merges_at_calls(self, scope: str) -> bool:
+        """Whether a scope means to merge where attention is called, and nowhere else."""
+        return False
 
 
 def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int:

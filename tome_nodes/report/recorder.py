@@ -189,6 +189,9 @@ class _WatchedPlan(Plan):
     def slots(self) -> Tensor:
         return self._plan.slots()
 
+    def tokens(self) -> Tensor:
+        return self._plan.tokens()
+
     def log_sizes(self) -> Tensor:
         return self._plan.log_sizes()
 

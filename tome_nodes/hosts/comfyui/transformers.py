@@ -147,7 +147,6 @@ class Transformer(ComfyFamily):
     whole: Mapping[str, WholeBlock] = field(default_factory=dict)
 
     stack_class = TransformerStack
-    merges_at_calls = True
 
     @property
     def model_classes(self) -> tuple[str, ...]:
@@ -168,6 +167,9 @@ class Transformer(ComfyFamily):
     def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
         count = sum(len(list(blocks)) for _, _, blocks in self.stacks(model))
         return {1: count} if count else {}
+
+    def merges_at_calls(self, scope: str) -> bool:
+        return scope == "module" or not self.whole
 
     def attention(self, block: Any) -> nn.Module:
         """The module of a block that calls its self-attention."""

@@ -1,0 +1,54 @@
+"""The judges whose models are transformers: one of pictures, one of videos."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import denoiser, picture_transformer, video_transformer
+from benchmarks.pictures import Judge
+
+
+class PictureTransformerJudge(Judge):
+    """The judge whose model is the Flux of :mod:`benchmarks.picture_transformer`."""
+
+    sampler, scheduler = "euler", "simple"
+
+    def __init__(self, steps: int, seeds: int):
+        count = len(denoiser.NAMES) * seeds
+        side = picture_transformer.SIDE
+        self.crops = denoiser.held_out_crops(count, picture_transformer.SHORT_SIDE, side)
+        super().__init__(picture_transformer.load(), steps, seeds)
+
+    def batch(self, seed: int) -> tuple[Tensor, list[list[Any]], list[list[Any]]]:
+        """Crops of all photos."""
+        count, side = len(denoiser.NAMES), picture_transformer.SIDE
+        crops = self.crops[seed * count : (seed + 1) * count]
+        prompts = torch.stack([denoiser.prompt(crop.photo) for crop in crops])
+        return (
+            torch.zeros(count, 3, side, side),
+            [[prompts, {"crops": crops}]],
+            [[torch.zeros_like(prompts), {"crops": crops}]],
+        )
+
+
+class VideoTransformerJudge(Judge):
+    """The judge whose model is the Wan of :mod:`benchmarks.video_transformer`."""
+
+    sampler, scheduler = "euler", "simple"
+
+    def __init__(self, steps: int, seeds: int):
+        self.clips = video_transformer.judged_clips()
+        photos = video_transformer.Photos()
+        self.places = torch.stack([photos.render(clip)[1] for clip in self.clips])
+        super().__init__(video_transformer.load(), steps, seeds)
+
+    def batch(self, seed: int) -> tuple[Tensor, list[list[Any]], list[list[Any]]]:
+        """One clip over each photo."""
+        side, frames = video_transformer.SIDE, video_transformer.FRAMES
+        prompts = torch.stack([video_transformer.prompt(clip) for clip in self.clips])
+        return (
+            torch.zeros(len(self.clips), 3, frames, side, side),
+            [[prompts, {"places": self.places}]],
+            [[torch.zeros_like(prompts), {"places": self.places}]],
+        )
