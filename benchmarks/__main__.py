@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +133,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace):
         import torch
 
-        from benchmarks.machine import machine
+        from benchmarks.machine import origin
 
         self.arguments = arguments
         self.device = torch.device(arguments.device)
@@ -144,9 +143,7 @@ class Bench:
         self.check_size = 512 if arguments.device == "cuda" else 64 if arguments.quick else 128
         self.result: dict[str, Any] = {
             "name": arguments.name,
-            "date": date.today().isoformat(),
-            "machine": machine(arguments.device),
-            "command": " ".join(["python3 dev.py bench", *sys.argv[1:]]),
+            **origin(arguments.device),
             "ratio": arguments.ratio,
             "matching_seconds": {},
             "slopes": {},

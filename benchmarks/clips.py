@@ -9,7 +9,6 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.machine import machine  # noqa: E402
+from benchmarks.machine import origin  # noqa: E402
 from benchmarks.photos import photo  # noqa: E402
 from tome_nodes.config import ToMeConfig  # noqa: E402
 from tome_nodes.core.grid import Grid  # noqa: E402
@@ -64,13 +63,7 @@ def main() -> int:
                         continue
                     rows.append(row(attentions, variant, settings, ratio, noise))
                     print(rows[-1], flush=True)
-    result = {
-        "command": "python3 dev.py bench --clips " + " ".join(sys.argv[1:]),
-        "date": date.today().isoformat(),
-        "machine": machine("cpu"),
-        "rows": rows,
-    }
-    write(result, arguments.name)
+    write({**origin("cpu", "--clips"), "rows": rows}, arguments.name)
     return 0
 
 
@@ -197,7 +190,7 @@ def write(result: dict[str, Any], name: str) -> None:
     lines = [
         "# Merged keys and values in video",
         "",
-        f"`{result['command'].strip()}`, {result['machine']['description']}, {result['date']}.",
+        f"`{result['command']}`, {result['machine']['description']}, {result['date']}.",
         "",
         f"Clips of {GRID.frames} frames of {GRID.width}x{GRID.height} tokens. *Error* is that of "
         "the attention's output; *flicker* the error of the differences between frames, over it.",

@@ -5,11 +5,9 @@ python3 dev.py bench --host diffusers [--device cuda] [--model sd15 sdxl] [--siz
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 
 import tome_nodes
 from benchmarks.figures import grid, speed_up
-from benchmarks.machine import machine
+from benchmarks.machine import origin
 from benchmarks.rounds import interleaved
 
 RESULTS = Path(__file__).parent / "results"
@@ -69,12 +67,8 @@ def main() -> None:
         for size in arguments.size:
             runs.append(compare(model, unet, size, arguments))
             print(table(runs[-1]), flush=True)
-    result = {
-        "date": date.today().isoformat(),
-        "command": "python3 dev.py bench --host diffusers " + " ".join(sys.argv[1:]),
-        "machine": {**machine(arguments.device), "diffusers": diffusers.__version__},
-        "runs": runs,
-    }
+    result = {**origin(arguments.device, "--host", "diffusers"), "runs": runs}
+    result["machine"]["diffusers"] = diffusers.__version__
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"diffusers-{arguments.device}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

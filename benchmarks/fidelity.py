@@ -7,7 +7,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
-from datetime import date
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,13 +33,10 @@ def main() -> None:
     host_arguments.use_pytorch_cross_attention = True
 
     from benchmarks import fidelity_figures
-    from benchmarks.machine import machine
+    from benchmarks.machine import origin
 
-    result: dict[str, Any] = {
-        "machine": machine(arguments.device)["description"],
-        "date": date.today().isoformat(),
-        "command": "python3 dev.py bench --fidelity " + " ".join(sys.argv[1:]),
-    }
+    result = origin(arguments.device, "--fidelity")
+    result["machine"] = result["machine"]["description"]
     path = RESULTS / "fidelity.json"
     RESULTS.mkdir(parents=True, exist_ok=True)
     if path.exists():

@@ -7,7 +7,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def main() -> int:
     host_arguments.use_pytorch_cross_attention = True
 
     from benchmarks.judges import PictureTransformerJudge, VideoTransformerJudge
-    from benchmarks.machine import machine
+    from benchmarks.machine import origin
     from benchmarks.pictures import PictureJudge
     from tome_nodes.config import ToMeConfig
     from tome_nodes.hosts.comfyui.attachment import attach
@@ -65,11 +64,7 @@ def main() -> int:
     result: dict[str, Any] = {"judges": {}}
     if path.exists():
         result = json.loads(path.read_text(encoding="utf-8"))
-    result |= {
-        "command": "python3 dev.py bench --front " + " ".join(sys.argv[1:]),
-        "date": date.today().isoformat(),
-        "machine": machine("cpu")["description"],
-    }
+    result |= origin("cpu", "--front")
     for name in arguments.judges:
         judge = judges[name](arguments.steps, arguments.seeds)
         rows = result["judges"].setdefault(name, {})

@@ -1,7 +1,9 @@
-"""The machine on which a result was taken."""
+"""Where a result comes from: the command, the machine, the date."""
 
 import platform
+import sys
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,4 +27,18 @@ def machine(device: str) -> dict[str, Any]:
         "accelerator": accelerator,
         "torch": torch.__version__,
         "system": platform.system(),
+    }
+
+
+def origin(device: str, *options: str) -> dict[str, Any]:
+    """What each file of results begins with.
+
+    Args:
+        device: that of the measurement.
+        options: those of ``dev.py bench`` that chose this one.
+    """
+    return {
+        "command": " ".join(["python3 dev.py bench", *options, *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "machine": machine(device),
     }

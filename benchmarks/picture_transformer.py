@@ -111,9 +111,10 @@ def new_transformer() -> nn.Module:
         **FLUX, dtype=torch.float32, operations=comfy.ops.disable_weight_init
     )
     initialise(transformer)
+    outputs = ("mod.lin", "modulation.lin", "final_layer.linear", "adaLN_modulation.1")
     for name, module in transformer.named_modules():
         # Blocks start as the identity, so that the deep network trains from the start.
-        if name.endswith(("mod.lin", "modulation.lin", "final_layer.linear", "adaLN_modulation.1")):
+        if isinstance(module, nn.Linear) and name.endswith(outputs):
             nn.init.zeros_(module.weight)
         if isinstance(module, nn.LayerNorm):
             # Blocks change their tokens in place, which the gradient of a norm does not survive.
@@ -130,8 +131,9 @@ def initialise(transformer: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
             nn.init.ones_(module.weight)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
+            bias = getattr(module, "bias", None)
+            if isinstance(bias, Tensor):
+                nn.init.zeros_(bias)
 
 
 def times_and_noise(

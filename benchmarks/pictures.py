@@ -133,7 +133,11 @@ class PictureJudge(Judge):
         count = len(denoiser.NAMES)
         crops = self.crops[seed * count : (seed + 1) * count]
         empty = torch.zeros(count, 3, denoiser.SIDE, denoiser.SIDE)
-        return empty, *(_conditioning(crops, with_prompt) for with_prompt in (True, False))
+        return (
+            empty,
+            _conditioning(crops, with_prompt=True),
+            _conditioning(crops, with_prompt=False),
+        )
 
     def figures(self, pictures: Tensor) -> dict[str, float]:
         """See :meth:`Judge.figures`; ``distance`` is that of features from those of the photos."""

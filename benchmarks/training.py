@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -23,8 +24,11 @@ _WARM_UP = 50
 class Training:
     """A model in training: its weights, their average, the optimiser.
 
+    It goes on from the state of an earlier training, or else from the averaged weights that one
+    has left.
+
     Attributes:
-        model: has initial weights, or those of the state.
+        model: the model, on the CPU.
         average: the average of its weights over the last steps, by name.
         steps: the number of updates so far.
     """
@@ -34,8 +38,13 @@ class Training:
 
     def __init__(self, model: nn.Module, rate: float, state: Path, weights: Path):
         self.model = model
-        self.average = {name: value.clone() for name, value in model.state_dict().items()}
         self.steps = 0
+        if weights.exists() and not state.exists():
+            with safe_open(weights, "pt") as file:
+                names = tuple(file.keys())
+                model.load_state_dict({name: file.get_tensor(name).float() for name in names})
+                self.steps = int(file.metadata()["steps"])
+        self.average = {name: value.clone() for name, value in model.state_dict().items()}
         self._rate = rate
         self._state, self._weights = state, weights
         self._optimizer = torch.optim.AdamW(

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ import comfy.sample  # noqa: E402
 import torch  # noqa: E402
 from comfy.ldm.modules.attention import attention_pytorch  # noqa: E402
 
-from benchmarks.machine import machine  # noqa: E402
+from benchmarks.machine import origin  # noqa: E402
 from benchmarks.measure import PeakMemory  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
 from tome_nodes.config import ToMeConfig  # noqa: E402
@@ -259,9 +258,7 @@ def main() -> int:
         parser.error("--repeats is not allowed to be below 1")
     name = arguments.name or ("transformers-quick" if arguments.quick else "transformers")
     result: dict[str, Any] = {
-        "command": "python3 dev.py bench --transformers " + " ".join(sys.argv[1:]),
-        "date": date.today().isoformat(),
-        "machine": machine("cpu"),
+        **origin("cpu", "--transformers"),
         "attention": [],
         "blocks": [],
     }
@@ -458,7 +455,7 @@ def write(result: dict[str, Any], name: str) -> None:
     lines = [
         "# Merged keys and values in transformers",
         "",
-        f"`{result['command'].strip()}`, {result['machine']['description']}, {result['date']}.",
+        f"`{result['command']}`, {result['machine']['description']}, {result['date']}.",
         "",
         "One attention with two heads of 128. *Attention* is its time over that with all keys; "
         "*overhead* that of matching and merging, over the same.",

@@ -167,8 +167,8 @@ class Photos:
         pixels = self._photos[name]
         height, width = pixels.shape[1:]
         grid = torch.stack([2 * columns / width - 1, 2 * rows / height - 1], 2)
-        options = {"mode": "bilinear", "padding_mode": "border", "align_corners": False}
-        return F.grid_sample(pixels[None], grid[None], **options)[0]
+        found = F.grid_sample(pixels[None], grid[None], padding_mode="border", align_corners=False)
+        return found[0]
 
 
 def prompt(clip: Clip | None) -> Tensor:

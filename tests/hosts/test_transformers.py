@@ -1,5 +1,7 @@
 """Every kind of transformer in ComfyUI: tiny models of its own classes, in its own sampler."""
 
+from itertools import count
+
 import comfy.ldm.flux.model
 import comfy.model_management
 import numpy as np
@@ -336,15 +338,26 @@ def test_torch_compile_makes_one_graph(models, kind, scope):
         torch._dynamo.reset()
 
 
-def test_an_exception_leaves_nothing(models):
+@pytest.mark.parametrize("scope", ["module", "block"])
+@pytest.mark.parametrize(
+    "kind_of_end", [RuntimeError, comfy.model_management.InterruptProcessingException]
+)
+def test_an_exception_or_an_interrupt_leaves_nothing(models, kind_of_end, scope):
     tiny, model = TINY["flux"], models("flux")
+    size = tiny.size(8, 10)
+    calls = count()
 
-    def fails(*_, **__):
-        raise RuntimeError("no attention today")
+    def fails(func, *args, **kwargs):
+        if next(calls) == 3:
+            raise kind_of_end("no attention today")
+        return func(*args, **kwargs)
 
-    with pytest.raises(RuntimeError, match="no attention today"):
-        sample(attach(with_override(model, fails), keys_only()), tiny, tiny.size(8, 10))
+    patched = attach(with_override(model, fails), keys_only(scope=scope))
+    with pytest.raises(kind_of_end, match="no attention today"):
+        sample(patched, tiny, size)
     assert overridden(model) == []
+    expected = sample(attach(model, keys_only(scope=scope)), tiny, size)
+    assert torch.equal(sample(patched, tiny, size), expected)
 
 
 @pytest.mark.parametrize(

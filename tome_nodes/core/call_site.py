@@ -131,12 +131,6 @@ class CallSite(BlockSite):
             self.notes.ran(tokens, noted)
         return of_queries, of_keys
 
-    def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None:
-        """What to add to the logits of merged keys, ``[batch, keys]``; None for nothing."""
-        if not self.stack.sites.config.proportional_attn or plan.is_even():
-            return None
-        return plan.log_sizes().to(like.dtype)
-
     @property
     def is_merged(self) -> bool:
         """Whether the block is running on merged tokens."""

@@ -100,7 +100,8 @@ class InputSite(BlockSite):
         return kwargs
 
     def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return kwargs if plan.is_even() else self.weigh_keys(kwargs, plan.log_sizes().to(x.dtype))
+        log_sizes = self.log_sizes(plan, x)
+        return kwargs if log_sizes is None else self.weigh_keys(kwargs, log_sizes)
 
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a module called with ``x`` can run under the plan; the answer is noted."""

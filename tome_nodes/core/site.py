@@ -99,6 +99,12 @@ class BlockSite:
         """Note that the attention is masked, or called with other tokens."""
         self.notes.reason = self.attention_masked
 
+    def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None:
+        """What to add to the logits of merged keys, ``[batch, keys]``; None for nothing."""
+        if not self.stack.sites.config.proportional_attn or plan.is_even():
+            return None
+        return plan.log_sizes().to(like.dtype)
+
     def timed(self, forward: Forward) -> Forward:
         """The forward of the block, timed by the observers that want to."""
         for observer in self.stack.sites.observers:
