@@ -1,6 +1,9 @@
 """Error against time saved, by two judges: features in one block, and pictures of a denoiser.
 
 python3 dev.py bench --fidelity [--quick] [--steps 12] [--seeds 1] [--only features pictures]
+    [--methods NAME ...]
+
+With ``--methods``, the rows of the others stay as they are.
 """
 
 import argparse
@@ -35,23 +38,35 @@ def main() -> None:
     from benchmarks import fidelity_figures
     from benchmarks.machine import origin
 
-    result = origin(arguments.device, "--fidelity")
-    result["machine"] = result["machine"]["description"]
+    taken = origin(arguments.device, "--fidelity")
+    taken["machine"] = taken["machine"]["description"]
     path = RESULTS / "fidelity.json"
     RESULTS.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {}
     if path.exists():
-        result = json.loads(path.read_text(encoding="utf-8")) | result
+        result = json.loads(path.read_text(encoding="utf-8"))
+    chosen = methods()
+    if arguments.methods:
+        if unknown := set(arguments.methods) - set(chosen):
+            raise SystemExit(f"--methods has {sorted(unknown)}; there are {', '.join(chosen)}")
+        chosen = {name: chosen[name] for name in arguments.methods}
+        result.setdefault("later", []).append(taken | {"methods": arguments.methods})
+    else:
+        result |= {**taken, "later": []}
     repeats = 2 if arguments.quick else arguments.repeats
     if "features" in arguments.only:
-        result["features"] = judge_features(repeats)
-        result["bias"] = bias_costs(3 if arguments.quick else 15)
-        print(fidelity_figures.features_table(result["features"]), flush=True)
+        figures = judge_features(chosen, repeats)
+        print(fidelity_figures.features_table(figures), flush=True)
+        result["features"] = {**result.get("features", {}), **figures}
+        if not arguments.methods:
+            result["bias"] = bias_costs(3 if arguments.quick else 15)
     if "pictures" in arguments.only:
-        result["pictures"], pictures = judge_pictures(
-            3 if arguments.quick else arguments.steps, arguments.seeds, repeats
-        )
-        print(fidelity_figures.pictures_table(result["pictures"]), flush=True)
-        fidelity_figures.strips(pictures, RESULTS / "fidelity-strips.png")
+        steps = 3 if arguments.quick else arguments.steps
+        figures, pictures = judge_pictures(chosen, steps, arguments.seeds, repeats)
+        print(fidelity_figures.pictures_table(figures), flush=True)
+        result["pictures"] = {**result.get("pictures", {}), **figures}
+        strips = RESULTS / "fidelity-strips.png"
+        fidelity_figures.strips(pictures, list(result["pictures"]), strips)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     fidelity_figures.plot(result, RESULTS / "fidelity.png")
     summary = fidelity_figures.summary(result, DEFAULT, KV75, TOMESD, TODO)
@@ -69,6 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1, help="pictures of each photo")
     judges = ("features", "pictures")
     parser.add_argument("--only", nargs="+", choices=judges, default=judges)
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="take only these again")
     return parser.parse_args()
 
 
@@ -138,7 +154,7 @@ ONLY_OF_BLOCKS = frozenset({"ours balanced 0.6, one plan"})
 """Methods that differ from another one only in a model of several blocks."""
 
 
-def judge_features(repeats: int) -> dict[str, Any]:
+def judge_features(methods: Mapping[str, Callable[[Any], Any]], repeats: int) -> dict[str, Any]:
     """Errors of every method at every noise level, and its time as a share of the plain block's."""
     import torch
 
@@ -148,7 +164,7 @@ def judge_features(repeats: int) -> dict[str, Any]:
         judge = FeatureJudge()
         patched = {
             name: patch(judge.model)
-            for name, patch in methods().items()
+            for name, patch in methods.items()
             if name not in ONLY_OF_BLOCKS
         }
         errors = {name: judge.errors(each) for name, each in patched.items()}
@@ -176,14 +192,16 @@ def time_shares(
     return shares
 
 
-def judge_pictures(steps: int, seeds: int, repeats: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def judge_pictures(
+    methods: Mapping[str, Callable[[Any], Any]], steps: int, seeds: int, repeats: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Figures and pictures of every method, those of the plain model first."""
     from benchmarks.pictures import PictureJudge
 
     judge = PictureJudge(steps, seeds)
     plain, pictures = judge.measure(judge.model)
     figures, shown = {"plain": plain}, {"plain": pictures}
-    patched = {name: patch(judge.model) for name, patch in methods().items()}
+    patched = {name: patch(judge.model) for name, patch in methods.items()}
     for name, model in patched.items():
         figures[name], shown[name] = judge.measure(model)
         if figures[name]["error"] == 0:

@@ -56,6 +56,11 @@ def markdown(result: dict[str, Any], summary: str) -> str:
         f"# fidelity: `{result['command']}`",
         f"{result['machine']}, {result['date']}. How to read this: [FIDELITY](../FIDELITY.md).",
         f"`{summary}`",
+        *(
+            f"Taken again later, with `{each['command']}` on {each['machine']}, {each['date']}: "
+            f"{', '.join(each['methods'])}."
+            for each in result.get("later", [])
+        ),
     ]
     if "features" in result:
         parts.append(features_table(result["features"]))
@@ -67,14 +72,18 @@ def markdown(result: dict[str, Any], summary: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def strips(pictures: dict[str, Tensor], path: Path) -> None:
-    """Save a row of pictures for each method, the plain model's first."""
+def strips(pictures: dict[str, Tensor], rows: list[str], path: Path) -> None:
+    """Save a row of pictures for each method; the rows without pictures stay as they are."""
     scale, label = 2, 190
     side = scale * next(iter(pictures.values())).shape[-1]
     count = min(10, len(next(iter(pictures.values()))))
-    sheet = Image.new("RGB", (label + count * side, len(pictures) * side), "white")
+    sheet = Image.new("RGB", (label + count * side, len(rows) * side), "white")
+    if len(pictures) < len(rows):
+        sheet.paste(Image.open(path))
     draw = ImageDraw.Draw(sheet)
-    for row, (name, batch) in enumerate(pictures.items()):
+    for name, batch in pictures.items():
+        row = rows.index(name)
+        draw.rectangle((0, row * side, sheet.width, (row + 1) * side - 1), fill="white")
         draw.text((4, row * side + side // 2), name, fill="black")
         for column, picture in enumerate(batch[:count]):
             pixels = (picture.permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)

@@ -189,11 +189,15 @@ def test_the_page_shows_both_judges():
         "command": "bench",
         "machine": "paper",
         "date": "2026-01-02",
+        "later": [
+            {"command": "again", "machine": "stone", "date": "2026-01-03", "methods": ["ours"]}
+        ],
         "features": {"ours": row},
         "pictures": {"plain": {**figures, "time": 1.0, "quartiles": [1, 1]}},
     }
     page = fidelity_figures.markdown(result, "summary: all=well")
     assert "paper, 2026-01-02" in page and "`summary: all=well`" in page
+    assert "Taken again later, with `again` on stone, 2026-01-03: ours." in page
     assert "| ours      |        0.2500 |    0.5000 | 0.75 | 0.50-1.00 |" in page
     assert (
         "| plain    | 0.1250 | 0.1250 | 0.1250 |   0.1250 |   0.1250 | 1.00 | 1.00-1.00 |" in page
