@@ -134,16 +134,30 @@ def prompt(name: str | None) -> Tensor:
     return torch.randn(CONTEXT_SHAPE, generator=generator)
 
 
-def place(crop: Crop, short_side: int = SHORT_SIDE) -> Tensor:
+def place(crop: Crop) -> Tensor:
     """The place of a crop, ``[16, side, side]``: waves of four lengths down and across."""
-    waves = []
-    for start in (crop.top, crop.left):
-        pixels = torch.arange(start, start + crop.side) + 0.5
-        phases = pixels * math.pi / short_side * 2.0 ** torch.arange(4)[:, None]
-        waves.append(torch.cat([phases.sin(), phases.cos()]))
-    down, across = waves
-    shape = (-1, crop.side, crop.side)
-    return torch.cat([down[:, :, None].expand(shape), across[:, None, :].expand(shape)])
+    rows, columns = (
+        torch.arange(start, start + crop.side) + 0.5 for start in (crop.top, crop.left)
+    )
+    shape = (crop.side, crop.side)
+    return waves(rows[:, None].expand(shape), columns.expand(shape), SHORT_SIDE, 4)
+
+
+def waves(rows: Tensor, columns: Tensor, short_side: int, lengths: int) -> Tensor:
+    """Places in a photo as waves of several lengths, the longest twice its short side.
+
+    Args:
+        rows: ``[height, width]``, down from the top of the photo, in pixels.
+        columns: the same, across.
+        short_side: that of the photo.
+        lengths: how many, each half of the one before.
+
+    Returns:
+        ``[4 * lengths, height, width]``.
+    """
+    times = 2.0 ** torch.arange(lengths)[:, None, None]
+    phases = [places * math.pi / short_side * times for places in (rows, columns)]
+    return torch.cat([f(each) for each in phases for f in (torch.sin, torch.cos)])
 
 
 def is_held_out(top: int, left: int) -> bool:

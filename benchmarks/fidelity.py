@@ -50,7 +50,12 @@ def main() -> None:
         if unknown := set(arguments.methods) - set(chosen):
             raise SystemExit(f"--methods has {sorted(unknown)}; there are {', '.join(chosen)}")
         chosen = {name: chosen[name] for name in arguments.methods}
-        result.setdefault("later", []).append(taken | {"methods": arguments.methods})
+        kept = [
+            each
+            for each in result.get("later", [])
+            if not set(each["methods"]) <= set(arguments.methods)
+        ]
+        result["later"] = [*kept, taken | {"methods": arguments.methods}]
     else:
         result |= {**taken, "later": []}
     repeats = 2 if arguments.quick else arguments.repeats
@@ -67,7 +72,10 @@ def main() -> None:
         result["pictures"] = {**result.get("pictures", {}), **figures}
         strips = RESULTS / "fidelity-strips.png"
         fidelity_figures.strips(pictures, list(result["pictures"]), strips)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(result, indent=1) + "\n"
+    path.write_text(text, encoding="utf-8")
+    # The noise levels of earlier rows are strings.
+    result = json.loads(text)
     fidelity_figures.plot(result, RESULTS / "fidelity.png")
     summary = fidelity_figures.summary(result, DEFAULT, KV75, TOMESD, TODO)
     text = fidelity_figures.markdown(result, summary)

@@ -2,8 +2,7 @@
 
 It has the layout of Flux in small: blocks of two streams and of one, text beside the picture,
 positions by rotation, a flow from noise to pixels, guidance by leaving the prompt out. 48x48 = 2304
-tokens of 2x2 pixels. The prompt names the photo. Every fourth token down and across is told where
-in the photo it is; the others have to learn it from those by attention.
+tokens of 2x2 pixels. The prompt names the photo, and further channels say where in it the crop is.
 
     python -m benchmarks.picture_transformer --minutes 60      train, or continue training
 
@@ -49,15 +48,14 @@ STATE = ROOT / "demo" / "picture-transformer-training.pt"
 SHORT_SIDE = 120
 SIDE = 96
 PATCH = 2
-ANCHOR_EVERY = 4
-"""One of so many tokens, down and across, is told its place."""
+LENGTHS = 6
+"""How many waves tell a place; see :func:`benchmarks.denoiser.waves`."""
 
-PLACE_CHANNELS = denoiser.PLACE_CHANNELS + 1
 SHIFT = 0.5
 """How much more of the steps are noisy ones; 0 for none."""
 
 FLUX: dict[str, Any] = {
-    "in_channels": 3 + PLACE_CHANNELS,
+    "in_channels": 3 + 4 * LENGTHS,
     "out_channels": 3,
     "patch_size": PATCH,
     "vec_in_dim": None,
@@ -94,15 +92,12 @@ def load() -> ModelPatcher:
 
 
 def place(crop: Crop) -> Tensor:
-    """The place of a crop, ``[17, side, side]``, in the tokens that are told it; 0 in all others.
-
-    The last channel is 1 in these tokens.
-    """
-    waves = denoiser.place(crop, SHORT_SIDE)
-    told = torch.zeros(crop.side // PATCH, crop.side // PATCH)
-    told[1::ANCHOR_EVERY, 1::ANCHOR_EVERY] = 1
-    told = told.repeat_interleave(PATCH, 0).repeat_interleave(PATCH, 1)[None]
-    return torch.cat([waves * told, told])
+    """The place of a crop, ``[24, side, side]``."""
+    rows, columns = (
+        torch.arange(start, start + crop.side) + 0.5 for start in (crop.top, crop.left)
+    )
+    shape = (crop.side, crop.side)
+    return denoiser.waves(rows[:, None].expand(shape), columns.expand(shape), SHORT_SIDE, LENGTHS)
 
 
 def new_transformer() -> nn.Module:

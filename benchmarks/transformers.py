@@ -453,7 +453,7 @@ def write(result: dict[str, Any], name: str) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     lines = [
-        "# Merged keys and values in transformers",
+        "# Merging in transformers",
         "",
         f"`{result['command']}`, {result['machine']['description']}, {result['date']}.",
         "",

@@ -3,9 +3,9 @@
 It has the layout of Wan in small: self-attention over all frames, a text by cross-attention,
 positions by rotation in frames, rows and columns, a flow from noise to pixels, guidance by leaving
 the prompt out. A clip has 9 frames of 16x16 tokens of 2x2 pixels. It pans over a photo and zooms,
-while a disc cut out of another photo moves across. The prompt names both photos. Every fourth token
-down and across, in the first, middle and last frame, is told where in its photo it is; the others
-have to learn it from those by attention.
+while a disc cut out of another photo moves across. The prompt names both photos. In the first,
+middle and last frame, further channels say where in its photo each pixel is; the other frames have
+to find out by attention.
 
     python -m benchmarks.video_transformer --minutes 60      train, or continue training
 
@@ -51,10 +51,13 @@ STATE = ROOT / "demo" / "video-transformer-training.pt"
 SHORT_SIDE = 80
 FRAMES, SIDE = 9, 32
 PATCH = 2
-ANCHOR_EVERY = 4
-"""One of so many tokens, down and across and over frames, is told its place."""
+TOLD_EVERY = 4
+"""One of so many frames is told its place."""
 
-PLACE_CHANNELS = denoiser.PLACE_CHANNELS + 2
+LENGTHS = 5
+"""How many waves tell a place; see :func:`benchmarks.denoiser.waves`."""
+
+PLACE_CHANNELS = 4 * LENGTHS + 2
 SHIFT = 1.5
 
 WAN: dict[str, Any] = {
@@ -138,7 +141,10 @@ class Photos:
         return Clip(names[background], Path2D(window(), window()), names[cutting], disc, source)
 
     def render(self, clip: Clip, side: int = SIDE) -> tuple[Tensor, Tensor]:
-        """The pixels ``[3, frames, side, side]`` and places ``[18, frames, side, side]``."""
+        """The pixels ``[3, frames, side, side]`` and places ``[22, frames, side, side]``.
+
+        The last two channels of a place are 1 in the disc, and in a frame that is told its place.
+        """
         pixels, places = [], []
         centres = torch.arange(side) + 0.5
         for index in range(FRAMES):
@@ -156,10 +162,13 @@ class Photos:
             cut = self._look(clip.cutting, their_rows, their_columns)
             pixels.append(torch.where(inside.bool(), cut, seen))
             waves = torch.where(
-                inside.bool(), _waves(their_rows, their_columns), _waves(rows, columns)
+                inside.bool(),
+                denoiser.waves(their_rows, their_columns, SHORT_SIDE, LENGTHS),
+                denoiser.waves(rows, columns, SHORT_SIDE, LENGTHS),
             )
             places.append(torch.cat([waves, inside[None], torch.ones(1, side, side)]))
-        told = _told(side)
+        told = torch.zeros(FRAMES, 1, 1)
+        told[::TOLD_EVERY] = 1
         return torch.stack(pixels, 1), torch.stack(places, 1) * told
 
     def _look(self, name: str, rows: Tensor, columns: Tensor) -> Tensor:
@@ -247,20 +256,6 @@ class Trainer(Training):
         with differentiable():
             answer = self.model(inputs, 1000 * times, prompts)
         return side, (answer - (noise - pixels)).square().mean()
-
-
-def _told(side: int) -> Tensor:
-    """1 in the tokens that are told their place, ``[frames, side, side]``."""
-    told = torch.zeros(FRAMES, side // PATCH, side // PATCH)
-    told[::ANCHOR_EVERY, 1::ANCHOR_EVERY, 1::ANCHOR_EVERY] = 1
-    return told.repeat_interleave(PATCH, 1).repeat_interleave(PATCH, 2)
-
-
-def _waves(rows: Tensor, columns: Tensor) -> Tensor:
-    """Places in a photo as waves of four lengths down and across, ``[16, side, side]``."""
-    lengths = (torch.pi / SHORT_SIDE * 2.0 ** torch.arange(4))[:, None, None]
-    waves = [f(places * lengths) for places in (rows, columns) for f in (torch.sin, torch.cos)]
-    return torch.cat(waves)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "Runs all transformer blocks of a level on merged tokens: saves most and changes fine "
             "detail most, and is what to take for SDXL, where self-attention is a small part of "
             "the work.",
-            {"strategy": "window", "scope": "stack"},
+            {"strategy": "window", "scope": "stack", "attn_tokens": "k,v"},
         ),
         "paper": Preset(
             "As the paper's own code, tomesd, does it: queries, keys and values alike, at the "

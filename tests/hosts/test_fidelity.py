@@ -13,6 +13,7 @@ from benchmarks import (
     denoiser,
     features,
     fidelity_figures,
+    judges,
     off_and_on,
     photos,
     picture_transformer,
@@ -115,6 +116,43 @@ def test_training_of_transformers_resumes_where_it_stopped(transformers_in, modu
     assert any(value.any() for name, value in second.average.items() if name.startswith(outputs))
     for name, value in second.average.items():
         assert torch.equal(value, first.average[name])
+
+
+@pytest.mark.parametrize(
+    ("module", "judge_class"),
+    [
+        (picture_transformer, judges.PictureTransformerJudge),
+        (video_transformer, judges.VideoTransformerJudge),
+    ],
+)
+def test_judges_of_transformers_find_no_error_in_the_plain_model(
+    transformers_in, monkeypatch, module, judge_class
+):
+    monkeypatch.setattr(module, "SIDE", 16)
+    made = module.Trainer(rate=1e-3, full_share=0.0)
+    for parameter in made.model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    made.average = made.model.state_dict()
+    made.save()
+    judge = judge_class(steps=2, seeds=1)
+    plain, shown = judge.measure(judge.model)
+    frames = (9,) if module is video_transformer else ()
+    assert shown.shape == (5, 3, *frames, 16, 16)
+    assert (plain["error"], plain["ssim"], plain["spectrum"]) == (0, 1, 0)
+    for scope in ("module", "block"):
+        merged, _ = judge.measure(attach(judge.model, merging(strategy="window", scope=scope)))
+        assert 0 < merged["error"] < 1
+        assert ("flicker" in merged) == bool(frames)
+    assert judge.seconds(judge.model) > 0
+
+
+def test_flicker_is_the_error_of_changes_over_that_of_frames():
+    judge = object.__new__(judges.Judge)
+    judge.expected = torch.full((1, 3, 6, 16, 16), 0.5)
+    steady = judge.figures(judge.expected + 0.1)
+    assert steady["error"] == pytest.approx(0.1) and steady["flicker"] == pytest.approx(0, abs=1e-5)
+    signs = torch.tensor([1.0, -1] * 3).view(1, 1, 6, 1, 1)
+    assert judge.figures(judge.expected + 0.1 * signs)["flicker"] == pytest.approx(2)
 
 
 def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(trainer):

@@ -20,7 +20,7 @@ QUALITY = {"strategy": "window", "attn_tokens": "k,v"}
 OPTIONS = {
     "quality": QUALITY,
     "balanced": {**QUALITY, "sx": 4},
-    "fast": {"strategy": "window", "scope": "stack"},
+    "fast": {"strategy": "window", "scope": "stack", "attn_tokens": "k,v"},
     "paper": {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
 }
 """What each preset decides, except for options at their defaults."""

@@ -442,13 +442,18 @@ def test_blocks_that_other_nodes_patch_merge_in_their_attention(models, told):
     assert "module scope in 4 that are patched" in told()[-1]
 
 
-def test_whole_blocks_fall_back_to_their_attention(models, told):
-    tiny, model = TINY["krea2"], models("krea2")
+@pytest.mark.parametrize(
+    ("kind", "scope", "what"),
+    [("krea2", "block", "whole blocks"), ("z_image", "stack", "stacks of blocks")],
+)
+def test_wider_scopes_fall_back_to_attention(models, told, kind, scope, what):
+    tiny, model = TINY[kind], models(kind)
     size = tiny.size(16, 16)
-    merged = sample(attach(model, merging(strategy="window", scope="stack")), tiny, size)
+    merged = sample(attach(model, merging(strategy="window", scope=scope)), tiny, size)
     expected = sample(attach(model, merging(strategy="window")), tiny, size)
     assert torch.equal(merged, expected)
-    assert "module scope in 2 as this kind of model does not merge whole blocks" in told()[0]
+    words = f"module scope in {tiny.blocks} as this kind of model does not merge {what}"
+    assert words in told()[0]
 
 
 def test_what_a_transformer_cannot_merge_is_reported(models, told):

@@ -16,7 +16,12 @@ from .layout import Layout
 from .plan import Plan
 from .site import BlockSite, Forward, Override
 
-_WHOLE_BLOCKS_STAY = "as this kind of model does not merge whole blocks"
+_FALLS_BACK = {
+    "module": None,
+    "block": "as this kind of model does not merge whole blocks",
+    "stack": "as this kind of model does not merge stacks of blocks",
+}
+"""The reason to report if a block merges only in its attention, by scope."""
 
 
 @dataclass(frozen=True)
@@ -160,14 +165,14 @@ class CallSite(BlockSite):
 
     def _note_block(self, forward: Forward) -> Forward:
         config = self.stack.sites.config
-        whole = None if config.scope == "module" else self.whole_block()
+        whole = self.whole_block() if config.scope == "block" else None
         if whole is not None and config.merge_attn:
             return self._run_whole(whole, forward)
 
         def block_forward(*args: Any, **kwargs: Any) -> Any:
             # The number of tokens is not known until attention is called.
             self.notes.tokens = 0
-            self.notes.fell_back = None if config.scope == "module" else _WHOLE_BLOCKS_STAY
+            self.notes.fell_back = _FALLS_BACK[config.scope]
             self.notes.reason = (
                 self.attention_replaced
                 if config.merge_attn

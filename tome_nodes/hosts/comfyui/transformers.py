@@ -169,7 +169,7 @@ class Transformer(ComfyFamily):
         return {1: count} if count else {}
 
     def merges_at_calls(self, scope: str) -> bool:
-        return scope == "module" or not self.whole
+        return scope != "block" or not self.whole
 
     def attention(self, block: Any) -> nn.Module:
         """The module of a block that calls its self-attention."""
