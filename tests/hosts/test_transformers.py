@@ -431,6 +431,17 @@ def test_blocks_that_treat_frames_differently_merge_in_their_attention(models, t
     assert "module scope in 2 whose tokens are treated differently" in told()[-1]
 
 
+def test_blocks_without_positions_merge_in_their_attention(models, told):
+    tiny, model = TINY["flux"], models("flux")
+    size = tiny.size(8, 10)
+    patched = model.clone()
+    patched.set_model_patch(lambda args: args | {"img_ids": None, "txt_ids": None}, "post_input")
+    expected = sample(patched, tiny, size)
+    shuffled = attach(patched, keys_only(scope="block"), Shuffle)
+    assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
+    assert "module scope in 4 that are called differently than expected" in told()[-1]
+
+
 def test_blocks_that_other_nodes_patch_merge_in_their_attention(models, told):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)

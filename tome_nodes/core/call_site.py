@@ -187,14 +187,13 @@ class CallSite(BlockSite):
 
         def block_forward(*args: Any, **kwargs: Any) -> Any:
             arguments = dict(zip(names, args, strict=False)) | kwargs
+            self.notes.tokens = 0
+            self.notes.reason = self.attention_replaced
+            self.notes.fell_back = self.needs_all_tokens(arguments) or _why_not(whole, arguments)
+            if self.notes.fell_back is not None:
+                return forward(*args, **kwargs)
             x, positions = arguments[whole.tokens], arguments[whole.positions]
             self.notes.tokens = x.shape[1]
-            self.notes.reason = self.attention_replaced
-            self.notes.fell_back = self.needs_all_tokens(arguments) or _needs_each_token(
-                whole, arguments
-            )
-            if self.notes.fell_back is not None:
-                return forward(**arguments)
             layout = self.layout(x.shape[1], {})
             if layout is None:
                 self.notes.reason = self.tokens_changed
@@ -243,9 +242,17 @@ class CallSite(BlockSite):
         return attention_forward
 
 
-def _needs_each_token(whole: WholeBlock, arguments: Mapping[str, Any]) -> str | None:
-    """Why the block needs all its tokens, from arguments that treat them differently; else None."""
-    tokens = arguments[whole.tokens].shape[1]
+def _why_not(whole: WholeBlock, arguments: Mapping[str, Any]) -> str | None:
+    """Why a block called like this cannot run on merged tokens, None if it can."""
+    x, positions = arguments.get(whole.tokens), arguments.get(whole.positions)
+    if (
+        not (isinstance(x, Tensor) and isinstance(positions, Tensor))
+        or x.ndim != 3
+        or positions.shape[whole.along] < x.shape[1]
+        or not all(isinstance(arguments.get(name), Tensor) for name in whole.by_frame)
+    ):
+        return "that are called differently than expected"
+    tokens = x.shape[1]
     if (
         any(arguments.get(name) is not None for name in whole.absent)
         or any(arguments[each].ndim == 4 and len(arguments[each][0]) > 1 for each in whole.by_frame)
