@@ -176,7 +176,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
                 "below, block each transformer block as a whole. stack is all blocks of a level "
                 "at once, which saves most and is what makes SDXL faster.",
                 more="Where another node patches the inside of a block, that block falls back to "
-                "module.",
+                "module; in transformers, all do under stack.",
             ),
             Option(
                 name="attn_tokens",
