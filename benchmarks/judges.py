@@ -40,7 +40,8 @@ class VideoTransformerJudge(Judge):
     def __init__(self, steps: int, seeds: int):
         self.clips = video_transformer.judged_clips()
         photos = video_transformer.Photos()
-        self.places = torch.stack([photos.render(clip)[1] for clip in self.clips])
+        rendered = [photos.render(clip, video_transformer.SIDE) for clip in self.clips]
+        self.places = torch.stack([places for _, places in rendered])
         super().__init__(video_transformer.load(), steps, seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, list[list[Any]], list[list[Any]]]:

@@ -117,7 +117,7 @@ class Photos:
             name: denoiser.from_pixels(photo(name, SHORT_SIDE)) for name in denoiser.NAMES
         }
 
-    def random_clip(self, generator: torch.Generator, side: int = SIDE) -> Clip:
+    def random_clip(self, generator: torch.Generator, side: int) -> Clip:
         """A clip with a random background, disc and motion."""
         names = denoiser.NAMES
         background = below(len(names), generator)
@@ -140,7 +140,7 @@ class Photos:
         source = between(radius, high - radius), between(radius, wide - radius)
         return Clip(names[background], Path2D(window(), window()), names[cutting], disc, source)
 
-    def render(self, clip: Clip, side: int = SIDE) -> tuple[Tensor, Tensor]:
+    def render(self, clip: Clip, side: int) -> tuple[Tensor, Tensor]:
         """The pixels ``[3, frames, side, side]`` and places ``[22, frames, side, side]``.
 
         The last two channels of a place are 1 in the disc, and in a frame that is told its place.
@@ -192,7 +192,7 @@ def judged_clips() -> list[Clip]:
     photos, generator = Photos(), torch.Generator().manual_seed(2**31)
     found: dict[str, Clip] = {}
     while len(found) < len(denoiser.NAMES):
-        clip = photos.random_clip(generator)
+        clip = photos.random_clip(generator, SIDE)
         found.setdefault(clip.photo, clip)
     return [found[name] for name in denoiser.NAMES]
 

@@ -311,7 +311,7 @@ def test_weights_count_next_to_text(models, kind):
     ("kind", "scope"),
     [
         *((kind, "module") for kind in ("flux", "z_image", "qwen_image", "wan21", "omnigen2")),
-        *((kind, "block") for kind in ("flux", "z_image", "wan21")),
+        *((kind, "block") for kind in ("flux", "wan21")),
     ],
 )
 def test_torch_compile_makes_one_graph(models, kind, scope):
