@@ -108,12 +108,7 @@ class CallSite(BlockSite):
             Both come from one matching. None for what stays as it is.
         """
         config, tokens = self.stack.sites.config, k.shape[1]
-        self.notes.tokens = tokens
-        layout = self.layout(tokens, kwargs)
-        if layout is None:
-            self.notes.reason = self.tokens_changed
-            return None, None
-        worthy = self.worthy(layout)
+        worthy = self._worthy_layout(tokens, kwargs)
         if worthy is None:
             return None, None
         ratio, keys_ratio = self.ratios()
@@ -193,20 +188,9 @@ class CallSite(BlockSite):
             if self.notes.fell_back is not None:
                 return forward(*args, **kwargs)
             x, positions = arguments[whole.tokens], arguments[whole.positions]
-            self.notes.tokens = x.shape[1]
-            layout = self.layout(x.shape[1], {})
-            if layout is None:
-                self.notes.reason = self.tokens_changed
-                return forward(**arguments)
-            worthy = self.worthy(layout)
-            if worthy is None:
-                return forward(**arguments)
-            ratio = self.stack.sites.evaluation.ratio
-            (plan,) = self.plans("tokens", x, worthy, [ratio])
+            plan = self._plan_of_block(x)
             if plan is None:
-                self.notes.reason = self.why_no_plan(worthy, ratio)
-                return forward(**arguments)
-            self.notes.ran(x.shape[1], plan)
+                return forward(*args, **kwargs)
             merged = plan.merge(x)
             self._outer_plan, self._beside = plan, positions.shape[whole.along] - x.shape[1]
             # Some blocks change their tokens in place.
@@ -221,6 +205,28 @@ class CallSite(BlockSite):
             return tuple(result)
 
         return block_forward
+
+    def _worthy_layout(self, tokens: int, kwargs: dict[str, Any]) -> Layout | None:
+        """The layout with only the pictures worth merging, None if none is; the reason is noted."""
+        self.notes.tokens = tokens
+        layout = self.layout(tokens, kwargs)
+        if layout is None:
+            self.notes.reason = self.tokens_changed
+            return None
+        return self.worthy(layout)
+
+    def _plan_of_block(self, x: Tensor) -> Plan | None:
+        """The plan for a whole block with these tokens, None if nothing merges; it is noted."""
+        worthy = self._worthy_layout(x.shape[1], {})
+        if worthy is None:
+            return None
+        ratio = self.stack.sites.evaluation.ratio
+        (plan,) = self.plans("tokens", x, worthy, [ratio])
+        if plan is None:
+            self.notes.reason = self.why_no_plan(worthy, ratio)
+        else:
+            self.notes.ran(x.shape[1], plan)
+        return plan
 
     def _positions(self, plan: Plan, positions: Tensor, along: int) -> Tensor:
         """The positions of merged tokens, each that of one of its tokens, and of what is beside."""

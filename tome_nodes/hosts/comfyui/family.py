@@ -9,7 +9,7 @@ from torch import nn
 from ...core.layout import Picture
 from ...core.site import BlockSite, Family, ModelSites
 
-BLOCK_PATCHES = (
+_BLOCK_PATCHES = (
     "attn1_patch",
     "attn1_output_patch",
     "attn2_patch",
@@ -17,6 +17,12 @@ BLOCK_PATCHES = (
     "middle_patch",
 )
 """Patches of other nodes that see the tokens inside a block."""
+
+
+def patches_blocks(options: Mapping[str, Any]) -> bool:
+    """Whether a patch of another node in the transformer options sees the inside of blocks."""
+    patches = options.get("patches", {})
+    return any(patches.get(name) for name in _BLOCK_PATCHES)
 
 
 @dataclass(frozen=True, eq=False)

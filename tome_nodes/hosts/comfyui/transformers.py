@@ -16,7 +16,7 @@ from ...core.plan import Plan
 from ...core.site import Forward, ModelSites, StackSite
 from ...ops import Operations
 from .attention import merge_attention
-from .family import BLOCK_PATCHES, ComfyBlock, ComfyFamily, Inputs, class_name
+from .family import ComfyBlock, ComfyFamily, Inputs, class_name, patches_blocks
 
 Pictures = Callable[[Any, Inputs], Iterable[Picture]]
 """Returns the pictures in the sequence of a model, in order."""
@@ -37,8 +37,8 @@ class TransformerBlock(ComfyBlock, CallSite):
         return self.stack.sites.family.at_end
 
     def needs_all_tokens(self, arguments: Mapping[str, Any]) -> str | None:
-        patches = (arguments.get("transformer_options") or {}).get("patches", {})
-        return "that are patched" if any(patches.get(name) for name in BLOCK_PATCHES) else None
+        options = arguments.get("transformer_options") or {}
+        return "that are patched" if patches_blocks(options) else None
 
     def layout(self, tokens: int, kwargs: dict[str, Any]) -> Layout | None:
         sites = self.stack.sites

@@ -12,7 +12,7 @@ from ...core.grid import Grid
 from ...core.input_site import InputSite, InputStack, Part
 from ...core.layout import Layout
 from .attention import weigh_attention
-from .family import BLOCK_PATCHES, ComfyBlock, ComfyFamily
+from .family import ComfyBlock, ComfyFamily, patches_blocks
 
 REPLACED = "another node replaces the attention function"
 """The reason for unweighted keys, until our attention override runs."""
@@ -57,9 +57,9 @@ class UNetBlock(ComfyBlock, InputSite):
     ) -> bool:
         """Whether another node patches the inside of this block, or of all blocks."""
         options = {} if transformer_options is None else transformer_options
-        patches, replaced = options.get("patches", {}), options.get("patches_replace", {})
+        replaced = options.get("patches_replace", {})
         spatial_transformer = tuple(options.get("block", ()))
-        return any(patches.get(name) for name in BLOCK_PATCHES) or any(
+        return patches_blocks(options) or any(
             name in replaced.get(attention, {})
             for attention in ("attn1", "attn2")
             for name in (spatial_transformer, (*spatial_transformer, self.index))
