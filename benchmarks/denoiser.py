@@ -12,42 +12,32 @@ weights are saved to `benchmarks/denoiser.safetensors`.
 """
 
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.environment import comfyui_directory  # noqa: E402
-
-if str(comfyui_directory()) not in sys.path:
-    sys.path.insert(0, str(comfyui_directory()))
-
-from comfy.cli_args import args as host_arguments  # noqa: E402
+from benchmarks.host import use_cpu
 
 if __name__ == "__main__":
-    host_arguments.cpu = True
-    host_arguments.use_pytorch_cross_attention = True
+    use_cpu()
 
-import comfy.latent_formats  # noqa: E402
-import comfy.ops  # noqa: E402
-import torch  # noqa: E402
-from comfy.ldm.modules.attention import SpatialTransformer  # noqa: E402
-from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock, UNetModel  # noqa: E402
-from comfy.model_base import BaseModel, ModelType  # noqa: E402
-from comfy.model_patcher import ModelPatcher  # noqa: E402
-from comfy.model_sampling import ModelSamplingDiscrete  # noqa: E402
-from comfy.supported_models_base import BASE  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import comfy.latent_formats
+import comfy.ops
+import torch
+from comfy.ldm.modules.attention import SpatialTransformer
+from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock, UNetModel
+from comfy.model_base import BaseModel, ModelType
+from comfy.model_patcher import ModelPatcher
+from comfy.model_sampling import ModelSamplingDiscrete
+from comfy.supported_models_base import BASE
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from benchmarks.photos import Crop, photo  # noqa: E402
-from benchmarks.training import Training, below, run  # noqa: E402
+from benchmarks.photos import Crop, photo
+from benchmarks.training import Training, below, run
 
 WEIGHTS = Path(__file__).with_name("denoiser.safetensors")
-STATE = ROOT / "demo" / "denoiser-training.pt"
+STATE = Path(__file__).parents[1] / "demo" / "denoiser-training.pt"
 
 NAMES = ("astronaut", "chelsea", "coffee", "china", "flower")
 SHORT_SIDE = 80
@@ -93,19 +83,27 @@ class Settings(BASE):
     unet_extra_config: dict[str, Any] = {}  # noqa: RUF012
 
 
-class _Denoiser(BaseModel):
+class OfCrops(BaseModel):
     """Takes a crop for each sample from the conditioning, under the key ``crops``."""
 
+    def place_of(self, crop: Crop) -> Tensor:
+        """See :func:`place`."""
+        return place(crop)
+
     def concat_cond(self, **kwargs: Any) -> Tensor:
-        """See :func:`place`; the host appends it to the noisy pixels."""
-        return torch.stack([place(crop) for crop in kwargs["crops"]]).to(kwargs["device"])
+        """The places of the crops; the host appends them to the noisy pixels."""
+        return torch.stack([self.place_of(crop) for crop in kwargs["crops"]]).to(kwargs["device"])
 
 
 def load() -> ModelPatcher:
     """The trained denoiser as a ComfyUI model; :func:`to_pixels` decodes its output."""
     settings = Settings({**UNET, "dtype": torch.float32})
-    model = _Denoiser(settings, ModelType.V_PREDICTION)
-    weights = {name: value.float() for name, value in load_file(WEIGHTS).items()}
+    return with_weights(OfCrops(settings, ModelType.V_PREDICTION), WEIGHTS)
+
+
+def with_weights(model: BaseModel, file: Path) -> ModelPatcher:
+    """A model with trained weights, ready to sample with."""
+    weights = {name: value.float() for name, value in load_file(file).items()}
     model.diffusion_model.load_state_dict(weights)
     cpu = torch.device("cpu")
     return ModelPatcher(model, load_device=host_device(), offload_device=cpu)
@@ -134,13 +132,13 @@ def prompt(name: str | None) -> Tensor:
     return torch.randn(CONTEXT_SHAPE, generator=generator)
 
 
-def place(crop: Crop) -> Tensor:
-    """The place of a crop, ``[16, side, side]``: waves of four lengths down and across."""
+def place(crop: Crop, short_side: int = SHORT_SIDE, lengths: int = 4) -> Tensor:
+    """The place of a crop, ``[4 * lengths, side, side]``; see :func:`waves`."""
     rows, columns = (
         torch.arange(start, start + crop.side) + 0.5 for start in (crop.top, crop.left)
     )
     shape = (crop.side, crop.side)
-    return waves(rows[:, None].expand(shape), columns.expand(shape), SHORT_SIDE, 4)
+    return waves(rows[:, None].expand(shape), columns.expand(shape), short_side, lengths)
 
 
 def waves(rows: Tensor, columns: Tensor, short_side: int, lengths: int) -> Tensor:
@@ -256,15 +254,13 @@ class Trainer(Training):
 
     def __init__(self, rate: float, full_share: float):
         unet = new_unet().to(memory_format=torch.channels_last)
-        super().__init__(unet, rate, STATE, WEIGHTS)
-        self.full_share = full_share
+        super().__init__(unet, rate, full_share, STATE, WEIGHTS)
         self.sigmas = ModelSamplingDiscrete().sigmas
         self.data = Data(self.generator, full_side=SIDE)
 
     def loss(self) -> tuple[int, Tensor]:
         """The loss of a random batch, and the side of its crops."""
-        full = torch.rand((), generator=self.generator).item() < self.full_share
-        side, size = (SIDE, 2) if full else (SIDE // 2, 8)
+        side, size = (SIDE, 2) if self.is_full_size() else (SIDE // 2, 8)
         pixels, places, prompts = self.data.batch(size, side)
         times = torch.rand(size, generator=self.generator)
         times = ((torch.arange(size) + times) * len(self.sigmas) / size).long()

@@ -62,14 +62,14 @@ def main() -> None:
     if "features" in arguments.only:
         figures = judge_features(chosen, repeats)
         print(fidelity_figures.features_table(figures), flush=True)
-        result["features"] = {**result.get("features", {}), **figures}
+        result["features"] = {**(result["features"] if arguments.methods else {}), **figures}
         if not arguments.methods:
             result["bias"] = bias_costs(3 if arguments.quick else 15)
     if "pictures" in arguments.only:
         steps = 3 if arguments.quick else arguments.steps
         figures, pictures = judge_pictures(chosen, steps, arguments.seeds, repeats)
         print(fidelity_figures.pictures_table(figures), flush=True)
-        result["pictures"] = {**result.get("pictures", {}), **figures}
+        result["pictures"] = {**(result["pictures"] if arguments.methods else {}), **figures}
         strips = RESULTS / "fidelity-strips.png"
         fidelity_figures.strips(pictures, list(result["pictures"]), strips)
     text = json.dumps(result, indent=1) + "\n"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import denoiser, picture_transformer, video_transformer
-from benchmarks.pictures import Judge
+from benchmarks.pictures import Judge, batch_of_crops
 
 
 class PictureTransformerJudge(Judge):
@@ -20,16 +20,9 @@ class PictureTransformerJudge(Judge):
         self.crops = denoiser.held_out_crops(count, picture_transformer.SHORT_SIDE, side)
         super().__init__(picture_transformer.load(), steps, seeds)
 
-    def batch(self, seed: int) -> tuple[Tensor, list[list[Any]], list[list[Any]]]:
+    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Crops of all photos."""
-        count, side = len(denoiser.NAMES), picture_transformer.SIDE
-        crops = self.crops[seed * count : (seed + 1) * count]
-        prompts = torch.stack([denoiser.prompt(crop.photo) for crop in crops])
-        return (
-            torch.zeros(count, 3, side, side),
-            [[prompts, {"crops": crops}]],
-            [[torch.zeros_like(prompts), {"crops": crops}]],
-        )
+        return batch_of_crops(self.crops, seed)
 
 
 class VideoTransformerJudge(Judge):
@@ -44,12 +37,8 @@ class VideoTransformerJudge(Judge):
         self.places = torch.stack([places for _, places in rendered])
         super().__init__(video_transformer.load(), steps, seeds)
 
-    def batch(self, seed: int) -> tuple[Tensor, list[list[Any]], list[list[Any]]]:
+    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """One clip over each photo."""
-        side, frames = video_transformer.SIDE, video_transformer.FRAMES
         prompts = torch.stack([video_transformer.prompt(clip) for clip in self.clips])
-        return (
-            torch.zeros(len(self.clips), 3, frames, side, side),
-            [[prompts, {"places": self.places}]],
-            [[torch.zeros_like(prompts), {"places": self.places}]],
-        )
+        count, _, *sides = self.places.shape
+        return torch.zeros(count, 3, *sides), prompts, {"places": self.places}

@@ -9,41 +9,31 @@ tokens of 2x2 pixels. The prompt names the photo, and further channels say where
 It can be stopped at any time, and continues where it stopped.
 """
 
-import sys
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.environment import comfyui_directory  # noqa: E402
-
-if str(comfyui_directory()) not in sys.path:
-    sys.path.insert(0, str(comfyui_directory()))
-
-from comfy.cli_args import args as host_arguments  # noqa: E402
+from benchmarks.host import use_cpu
 
 if __name__ == "__main__":
-    host_arguments.cpu = True
-    host_arguments.use_pytorch_cross_attention = True
+    use_cpu()
 
-import comfy.ldm.flux.model  # noqa: E402
-import comfy.model_management  # noqa: E402
-import comfy.ops  # noqa: E402
-import torch  # noqa: E402
-from comfy.model_base import BaseModel, ModelType  # noqa: E402
-from comfy.model_patcher import ModelPatcher  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import comfy.ldm.flux.model
+import comfy.model_management
+import comfy.ops
+import torch
+from comfy.model_base import ModelType
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor, nn
 
-from benchmarks import denoiser  # noqa: E402
-from benchmarks.photos import Crop  # noqa: E402
-from benchmarks.training import Training, run  # noqa: E402
+from benchmarks import denoiser
+from benchmarks.photos import Crop
+from benchmarks.training import Training, run
 
 WEIGHTS = Path(__file__).with_name("picture_transformer.safetensors")
-STATE = ROOT / "demo" / "picture-transformer-training.pt"
+STATE = Path(__file__).parents[1] / "demo" / "picture-transformer-training.pt"
 
 SHORT_SIDE = 120
 SIDE = 96
@@ -73,12 +63,9 @@ FLUX: dict[str, Any] = {
 }
 
 
-class _Painter(BaseModel):
-    """Takes a crop for each sample from the conditioning, under the key ``crops``."""
-
-    def concat_cond(self, **kwargs: Any) -> Tensor:
-        """See :func:`place`; the host appends it to the noisy pixels."""
-        return torch.stack([place(crop) for crop in kwargs["crops"]]).to(kwargs["device"])
+class _Painter(denoiser.OfCrops):
+    def place_of(self, crop: Crop) -> Tensor:
+        return place(crop)
 
 
 def load() -> ModelPatcher:
@@ -86,18 +73,12 @@ def load() -> ModelPatcher:
     settings = denoiser.Settings({**FLUX, "dtype": torch.float32})
     settings.sampling_settings = {"shift": SHIFT}
     model = _Painter(settings, ModelType.FLUX, unet_model=comfy.ldm.flux.model.Flux)
-    weights = {name: value.float() for name, value in load_file(WEIGHTS).items()}
-    model.diffusion_model.load_state_dict(weights)
-    return ModelPatcher(model, denoiser.host_device(), torch.device("cpu"))
+    return denoiser.with_weights(model, WEIGHTS)
 
 
 def place(crop: Crop) -> Tensor:
     """The place of a crop, ``[24, side, side]``."""
-    rows, columns = (
-        torch.arange(start, start + crop.side) + 0.5 for start in (crop.top, crop.left)
-    )
-    shape = (crop.side, crop.side)
-    return denoiser.waves(rows[:, None].expand(shape), columns.expand(shape), SHORT_SIDE, LENGTHS)
+    return denoiser.place(crop, SHORT_SIDE, LENGTHS)
 
 
 def new_transformer() -> nn.Module:
@@ -131,18 +112,39 @@ def initialise(transformer: nn.Module) -> None:
                 nn.init.zeros_(bias)
 
 
-def times_and_noise(
-    like: Tensor, shift: float, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """A time of the flow for each sample, spread over 0 to 1, and noise."""
-    size = len(like)
+def flow_loss(
+    model: nn.Module,
+    pixels: Tensor,
+    places: Tensor,
+    prompts: Tensor,
+    shift: float,
+    unit: float,
+    generator: torch.Generator,
+) -> Tensor:
+    """The error of a model's flow from pixels to noise, at times spread over 0 to 1.
+
+    Args:
+        model: called with pixels and places, times and prompts.
+        pixels: ``[batch, 3, ...]``.
+        places: ``[batch, channels, ...]``, told in further channels.
+        prompts: ``[batch, tokens, channels]``.
+        shift: the ratio of noise to signal in the middle of the times.
+        unit: the time of pure noise, as the model counts.
+        generator: of the times and the noise.
+    """
+    size = len(pixels)
     even = (torch.arange(size) + torch.rand(size, generator=generator)) / size
     times = shift * even / (1 + (shift - 1) * even)
-    return times, torch.randn(like.shape, generator=generator)
+    noise = torch.randn(pixels.shape, generator=generator)
+    now = times.view(-1, *[1] * (pixels.ndim - 1))
+    inputs = torch.cat([(1 - now) * pixels + now * noise, places], dim=1)
+    with _differentiable():
+        answer = model(inputs, unit * times, prompts)
+    return (answer - (noise - pixels)).square().mean()
 
 
 @contextmanager
-def differentiable() -> Iterator[None]:
+def _differentiable() -> Iterator[None]:
     """Have the host rotate by position in a way that has a gradient."""
     before = comfy.model_management.in_training
     comfy.model_management.in_training = True
@@ -158,21 +160,14 @@ class Trainer(Training):
     in_bfloat16 = True
 
     def __init__(self, rate: float, full_share: float):
-        super().__init__(new_transformer(), rate, STATE, WEIGHTS)
-        self.full_share = full_share
+        super().__init__(new_transformer(), rate, full_share, STATE, WEIGHTS)
         self.data = denoiser.Data(self.generator, SHORT_SIDE, SIDE, place)
 
     def loss(self) -> tuple[int, Tensor]:
         """The loss of a random batch, and the side of its crops."""
-        full = torch.rand((), generator=self.generator).item() < self.full_share
-        side, size = (SIDE, 2) if full else (SIDE // 2, 8)
-        pixels, places, prompts = self.data.batch(size, side)
-        times, noise = times_and_noise(pixels, torch.tensor(SHIFT).exp().item(), self.generator)
-        now = times.view(-1, 1, 1, 1)
-        inputs = torch.cat([(1 - now) * pixels + now * noise, places], dim=1)
-        with differentiable():
-            answer = self.model(inputs, times, prompts)
-        return side, (answer - (noise - pixels)).square().mean()
+        side, size = (SIDE, 2) if self.is_full_size() else (SIDE // 2, 8)
+        batch = self.data.batch(size, side)
+        return side, flow_loss(self.model, *batch, math.exp(SHIFT), 1, self.generator)
 
 
 if __name__ == "__main__":

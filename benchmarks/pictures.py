@@ -39,8 +39,8 @@ class Judge:
         self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "judge", self._clock)
         self.expected = self.pictures(self.model)
 
-    def batch(self, seed: int) -> tuple[Tensor, list[list[Any]], list[list[Any]]]:
-        """An empty latent for a batch of pictures, and their conditioning with and without text."""
+    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """An empty latent for a batch of pictures, their prompts, and their other conditions."""
         raise NotImplementedError
 
     def _clock(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ class Judge:
         return denoiser.to_pixels(torch.cat(batches))
 
     def _sample(self, patched: ModelPatcher, steps: int, seed: int = 0) -> Tensor:
-        empty, positive, negative = self.batch(seed)
+        empty, prompts, others = self.batch(seed)
         return comfy.sample.sample(
             patched,
             comfy.sample.prepare_noise(empty, seed),
@@ -63,8 +63,8 @@ class Judge:
             self.guidance,
             self.sampler,
             self.scheduler,
-            positive,
-            negative,
+            [[prompts, others]],
+            [[torch.zeros_like(prompts), others]],
             empty,
             disable_pbar=True,
             seed=seed,
@@ -128,16 +128,9 @@ class PictureJudge(Judge):
         self.real = torch.stack([crop.of(photos[crop.photo]) for crop in held_out])
         super().__init__(denoiser.load(), steps, seeds)
 
-    def batch(self, seed: int) -> tuple[Tensor, list[list[Any]], list[list[Any]]]:
+    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Crops of all photos."""
-        count = len(denoiser.NAMES)
-        crops = self.crops[seed * count : (seed + 1) * count]
-        empty = torch.zeros(count, 3, denoiser.SIDE, denoiser.SIDE)
-        return (
-            empty,
-            _conditioning(crops, with_prompt=True),
-            _conditioning(crops, with_prompt=False),
-        )
+        return batch_of_crops(self.crops, seed)
 
     def figures(self, pictures: Tensor) -> dict[str, float]:
         """See :meth:`Judge.figures`; ``distance`` is that of features from those of the photos."""
@@ -145,9 +138,12 @@ class PictureJudge(Judge):
         return {**super().figures(pictures), "distance": distance}
 
 
-def _conditioning(crops: list[Crop], with_prompt: bool) -> list[list[Any]]:
-    prompts = [denoiser.prompt(crop.photo if with_prompt else None) for crop in crops]
-    return [[torch.stack(prompts), {"crops": crops}]]
+def batch_of_crops(crops: list[Crop], seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """What :meth:`Judge.batch` returns for models of crops: a crop of each photo."""
+    count = len(denoiser.NAMES)
+    crops = crops[seed * count : (seed + 1) * count]
+    prompts = torch.stack([denoiser.prompt(crop.photo) for crop in crops])
+    return torch.zeros(count, 3, crops[0].side, crops[0].side), prompts, {"crops": crops}
 
 
 def _frames(pictures: Tensor) -> Tensor:

@@ -36,7 +36,9 @@ class Training:
     in_bfloat16: ClassVar[bool] = False
     """Whether products are computed in bfloat16, which is faster."""
 
-    def __init__(self, model: nn.Module, rate: float, state: Path, weights: Path):
+    def __init__(
+        self, model: nn.Module, rate: float, full_share: float, state: Path, weights: Path
+    ):
         self.model = model
         self.steps = 0
         if weights.exists() and not state.exists():
@@ -45,7 +47,7 @@ class Training:
                 model.load_state_dict({name: file.get_tensor(name).float() for name in names})
                 self.steps = int(file.metadata()["steps"])
         self.average = {name: value.clone() for name, value in model.state_dict().items()}
-        self._rate = rate
+        self._rate, self._full_share = rate, full_share
         self._state, self._weights = state, weights
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0
@@ -56,6 +58,10 @@ class Training:
             self._optimizer.load_state_dict(kept["optimizer"])
             self.average, self.steps = kept["average"], kept["steps"]
         self.generator = torch.Generator().manual_seed(self.steps)
+
+    def is_full_size(self) -> bool:
+        """Whether the next batch is one of the share of full size, at random."""
+        return torch.rand((), generator=self.generator).item() < self._full_share
 
     def loss(self) -> tuple[Hashable, Tensor]:
         """The loss of a random batch, and what to report it under."""

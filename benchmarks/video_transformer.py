@@ -12,41 +12,30 @@ to find out by attention.
 It can be stopped at any time, and continues where it stopped.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.environment import comfyui_directory  # noqa: E402
-
-if str(comfyui_directory()) not in sys.path:
-    sys.path.insert(0, str(comfyui_directory()))
-
-from comfy.cli_args import args as host_arguments  # noqa: E402
+from benchmarks.host import use_cpu
 
 if __name__ == "__main__":
-    host_arguments.cpu = True
-    host_arguments.use_pytorch_cross_attention = True
+    use_cpu()
 
-import comfy.ldm.wan.model  # noqa: E402
-import comfy.ops  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from comfy.model_base import BaseModel, ModelType  # noqa: E402
-from comfy.model_patcher import ModelPatcher  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import comfy.ldm.wan.model
+import comfy.ops
+import torch
+import torch.nn.functional as F
+from comfy.model_base import BaseModel, ModelType
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor, nn
 
-from benchmarks import denoiser  # noqa: E402
-from benchmarks.photos import photo  # noqa: E402
-from benchmarks.picture_transformer import differentiable, initialise, times_and_noise  # noqa: E402
-from benchmarks.training import Training, below, run  # noqa: E402
+from benchmarks import denoiser
+from benchmarks.photos import photo
+from benchmarks.picture_transformer import flow_loss, initialise
+from benchmarks.training import Training, below, run
 
 WEIGHTS = Path(__file__).with_name("video_transformer.safetensors")
-STATE = ROOT / "demo" / "video-transformer-training.pt"
+STATE = Path(__file__).parents[1] / "demo" / "video-transformer-training.pt"
 
 SHORT_SIDE = 80
 FRAMES, SIDE = 9, 32
@@ -155,14 +144,14 @@ class Photos:
             columns = (across - half + centres * scale)[None].expand(side, side)
             top, left, radius = clip.disc.at(along)
             y, x = centres[:, None] - top, centres[None] - left
-            inside = (y**2 + x**2 < radius**2).float()
+            inside = y**2 + x**2 < radius**2
             their_rows = (clip.source[0] + y).expand(side, side)
             their_columns = (clip.source[1] + x).expand(side, side)
             seen = self._look(clip.photo, rows, columns)
             cut = self._look(clip.cutting, their_rows, their_columns)
-            pixels.append(torch.where(inside.bool(), cut, seen))
+            pixels.append(torch.where(inside, cut, seen))
             waves = torch.where(
-                inside.bool(),
+                inside,
                 denoiser.waves(their_rows, their_columns, SHORT_SIDE, LENGTHS),
                 denoiser.waves(rows, columns, SHORT_SIDE, LENGTHS),
             )
@@ -202,9 +191,7 @@ def load() -> ModelPatcher:
     settings = denoiser.Settings({**WAN, "dtype": torch.float32})
     settings.sampling_settings = {"shift": SHIFT}
     model = _Filmer(settings, ModelType.FLOW, unet_model=comfy.ldm.wan.model.WanModel)
-    weights = {name: value.float() for name, value in load_file(WEIGHTS).items()}
-    model.diffusion_model.load_state_dict(weights)
-    return ModelPatcher(model, denoiser.host_device(), torch.device("cpu"))
+    return denoiser.with_weights(model, WEIGHTS)
 
 
 class _Filmer(BaseModel):
@@ -235,14 +222,12 @@ class Trainer(Training):
     in_bfloat16 = True
 
     def __init__(self, rate: float, full_share: float):
-        super().__init__(new_transformer(), rate, STATE, WEIGHTS)
-        self.full_share = full_share
+        super().__init__(new_transformer(), rate, full_share, STATE, WEIGHTS)
         self.photos = Photos()
 
     def loss(self) -> tuple[int, Tensor]:
         """The loss of a random batch, and the side of its clips."""
-        full = torch.rand((), generator=self.generator).item() < self.full_share
-        side, size = (SIDE, 2) if full else (SIDE // 2, 6)
+        side, size = (SIDE, 2) if self.is_full_size() else (SIDE // 2, 6)
         clips = [self.photos.random_clip(self.generator, side) for _ in range(size)]
         rendered = [self.photos.render(clip, side) for clip in clips]
         pixels, places = (torch.stack(each) for each in zip(*rendered, strict=True))
@@ -250,12 +235,7 @@ class Trainer(Training):
         prompts = torch.stack(
             [prompt(clip if keep else None) for clip, keep in zip(clips, kept, strict=True)]
         )
-        times, noise = times_and_noise(pixels, SHIFT, self.generator)
-        now = times.view(-1, 1, 1, 1, 1)
-        inputs = torch.cat([(1 - now) * pixels + now * noise, places], dim=1)
-        with differentiable():
-            answer = self.model(inputs, 1000 * times, prompts)
-        return side, (answer - (noise - pixels)).square().mean()
+        return side, flow_loss(self.model, pixels, places, prompts, SHIFT, 1000, self.generator)
 
 
 if __name__ == "__main__":
