@@ -44,6 +44,7 @@ class ToMeConfig:
     st: int = _default("st")
     use_rand: bool = _default("use_rand")
     reuse_steps: int = _default("reuse_steps")
+    refresh_steps: int = _default("refresh_steps")
     min_tokens: int = _default("min_tokens")
     proportional_attn: bool = _default("proportional_attn")
 

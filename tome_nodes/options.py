@@ -169,14 +169,14 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
                     block="Each transformer block as a whole; what it changes is added to all "
                     "tokens.",
                     stack="All transformer blocks of a level in one go. Saves most: on SDXL, most "
-                    "of whose blocks come in stacks of ten.",
+                    "of whose blocks come in stacks of ten. A transformer runs as a whole.",
                 ),
                 advanced=True,
                 text="What runs on merged tokens: module is the modules that are switched on "
                 "below, block each transformer block as a whole. stack is all blocks of a level "
                 "at once, which saves most and is what makes SDXL faster.",
                 more="Where another node patches the inside of a block, that block falls back to "
-                "module; in transformers, all do under stack.",
+                "module; so do the blocks of transformers that can only merge in attention.",
             ),
             Option(
                 name="attn_tokens",
@@ -305,6 +305,18 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
                 text="Let a merged token weigh in self-attention as much as the tokens it stands "
                 "for, which keeps the picture much closer and takes hardly any time. Off: the "
                 "attention of the paper.",
+            ),
+            Option(
+                name="refresh_steps",
+                default=0,
+                least=0,
+                most=100,
+                advanced=True,
+                text="In scope stack, one step in so many, counted back from the last, runs on all "
+                "tokens. The steps after it keep the detail that it gave to merged tokens; 0: none "
+                "does.",
+                more="The first step always merges. Each stack of a UNet keeps a tensor of the size "
+                "of its tokens; a transformer keeps two latents.",
             ),
         )
     }

@@ -20,7 +20,12 @@ QUALITY = {"strategy": "window", "attn_tokens": "k,v"}
 OPTIONS = {
     "quality": QUALITY,
     "balanced": {**QUALITY, "sx": 4},
-    "fast": {"strategy": "window", "scope": "stack", "attn_tokens": "k,v"},
+    "fast": {
+        "strategy": "window",
+        "scope": "stack",
+        "attn_tokens": "k,v",
+        "refresh_steps": 5,
+    },
     "paper": {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
 }
 """What each preset decides, except for options at their defaults."""
@@ -60,6 +65,7 @@ OTHERS = {
     "reuse_steps": 3,
     "min_tokens": 7,
     "proportional_attn": False,
+    "refresh_steps": 4,
 }
 
 

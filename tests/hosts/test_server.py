@@ -99,6 +99,7 @@ def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
         *("strategy", "scope", "attn_tokens", "max_downsample"),
         *("merge_attn", "merge_crossattn", "merge_mlp", "kv_ratio", "ratio_end"),
         *("sx", "sy", "st", "use_rand", "reuse_steps", "min_tokens", "proportional_attn"),
+        "refresh_steps",
     ]
     assert set(inputs["optional"]) == {field.name for field in fields(ToMeConfig)} | {"preset"}
     for name, (_, options) in inputs["optional"].items():

@@ -312,6 +312,7 @@ def test_weights_count_next_to_text(models, kind):
     [
         *((kind, "module") for kind in ("flux", "z_image", "qwen_image", "wan21", "omnigen2")),
         *((kind, "block") for kind in ("flux", "wan21")),
+        *((kind, "stack") for kind in ("flux", "wan21")),
     ],
 )
 def test_torch_compile_makes_one_graph(models, kind, scope):
@@ -320,7 +321,9 @@ def test_torch_compile_makes_one_graph(models, kind, scope):
 
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
-    config, other_config = keys_only(scope=scope), keys_only(scope=scope, ratio=0.25)
+    config, other_config = (
+        keys_only(scope=scope, refresh_steps=2, ratio=ratio) for ratio in (0.5, 0.25)
+    )
     expected = sample(attach(model, config), tiny, size)
     gentler = sample(attach(model, other_config), tiny, size)
     plain = sample(model, tiny, size)
@@ -338,7 +341,7 @@ def test_torch_compile_makes_one_graph(models, kind, scope):
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("scope", ["module", "block"])
+@pytest.mark.parametrize("scope", ["module", "block", "stack"])
 @pytest.mark.parametrize(
     "kind_of_end", [RuntimeError, comfy.model_management.InterruptProcessingException]
 )
@@ -367,11 +370,12 @@ def test_an_exception_or_an_interrupt_leaves_nothing(models, kind_of_end, scope)
         *("wan21_fun", "wan22_animate", "hunyuan_video", "hunyuan_image"),
     ],
 )
-def test_whole_blocks_run_on_merged_tokens(models, told, kind):
+@pytest.mark.parametrize("scope", ["block", "stack"])
+def test_whole_blocks_run_on_merged_tokens(models, told, kind, scope):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(7, 9)
     expected = sample(model, tiny, size, batch=2)
-    whole = keys_only(scope="block", ratio=0.5)
+    whole = keys_only(scope=scope, ratio=0.5)
     shuffled = attach(model, whole, Shuffle)
     assert relative_error(sample(shuffled, tiny, size, batch=2), expected) < 1e-5
     assert "module scope in" not in told()[-1]
@@ -391,14 +395,15 @@ def test_whole_blocks_run_on_merged_tokens(models, told, kind):
 
 
 @pytest.mark.parametrize("kind", ["flux", "chroma", "z_image", "qwen_image", "hunyuan_image"])
-def test_weights_count_next_to_text_in_whole_blocks(models, kind):
+@pytest.mark.parametrize("scope", ["block", "stack"])
+def test_weights_count_next_to_text_in_whole_blocks(models, kind, scope):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(16, 16)
     plain = sample(model, tiny, size, steps=1)
     weighed, unweighed = (
         relative_error(sample(attach(model, config), tiny, size, steps=1), plain)
         for config in (
-            keys_only(scope="block", ratio=0.75, proportional_attn=on) for on in (True, False)
+            keys_only(scope=scope, ratio=0.75, proportional_attn=on) for on in (True, False)
         )
     )
     assert weighed < unweighed
@@ -412,50 +417,54 @@ def test_weights_count_next_to_text_in_whole_blocks(models, kind):
         ("qwen_image", {"attention_mask": torch.ones(1, TEXT, dtype=torch.int64)}),
     ],
 )
-def test_whole_blocks_with_references_and_masks(models, kind, extras):
+@pytest.mark.parametrize("scope", ["block", "stack"])
+def test_whole_blocks_with_references_and_masks(models, kind, extras, scope):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     prompts = [conditioning(tiny, seed, **extras) for seed in (5, 6)]
     expected = sample(model, tiny, size, prompts=prompts)
-    shuffled = attach(model, keys_only(scope="block"), Shuffle)
+    shuffled = attach(model, keys_only(scope=scope), Shuffle)
     assert relative_error(sample(shuffled, tiny, size, prompts=prompts), expected) < 1e-5
 
 
-def test_blocks_that_treat_frames_differently_merge_in_their_attention(models, told):
+@pytest.mark.parametrize("scope", ["block", "stack"])
+def test_blocks_that_treat_frames_differently_merge_in_their_attention(models, told, scope):
     tiny, model = TINY["wan22_5b"], models("wan22_5b")
     size = tiny.size(8, 10)
     masked = {"noise_mask": torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1).expand(1, 1, 2, 16, 20)}
     expected = sample(model, tiny, size, **masked)
-    shuffled = attach(model, keys_only(scope="block"), Shuffle)
+    shuffled = attach(model, keys_only(scope=scope), Shuffle)
     assert relative_error(sample(shuffled, tiny, size, **masked), expected) < 1e-5
     assert "module scope in 2 whose tokens are treated differently" in told()[-1]
 
 
-def test_blocks_without_positions_merge_in_their_attention(models, told):
+@pytest.mark.parametrize("scope", ["block", "stack"])
+def test_blocks_without_positions_merge_in_their_attention(models, told, scope):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)
     patched = model.clone()
     patched.set_model_patch(lambda args: args | {"img_ids": None, "txt_ids": None}, "post_input")
     expected = sample(patched, tiny, size)
-    shuffled = attach(patched, keys_only(scope="block"), Shuffle)
+    shuffled = attach(patched, keys_only(scope=scope), Shuffle)
     assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
     assert "module scope in 4 that are called differently than expected" in told()[-1]
 
 
-def test_blocks_that_other_nodes_patch_merge_in_their_attention(models, told):
+@pytest.mark.parametrize("scope", ["block", "stack"])
+def test_blocks_that_other_nodes_patch_merge_in_their_attention(models, told, scope):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)
     patched = model.clone()
     patched.set_model_attn1_patch(lambda q, k, v, **kwargs: {"q": q * 2})
     expected = sample(patched, tiny, size)
-    shuffled = attach(patched, keys_only(scope="block"), Shuffle)
+    shuffled = attach(patched, keys_only(scope=scope), Shuffle)
     assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
     assert "module scope in 4 that are patched" in told()[-1]
 
 
 @pytest.mark.parametrize(
     ("kind", "scope", "what"),
-    [("krea2", "block", "whole blocks"), ("z_image", "stack", "stacks of blocks")],
+    [("krea2", "block", "whole blocks"), ("krea2", "stack", "stacks of blocks")],
 )
 def test_wider_scopes_fall_back_to_attention(models, told, kind, scope, what):
     tiny, model = TINY[kind], models(kind)

@@ -20,6 +20,7 @@ LIMITS = {
     "end_percent": (0.0, 1.0),
     "ratio_end": (0.0, 0.95),
     "reuse_steps": (0, 100),
+    "refresh_steps": (0, 100),
     "min_tokens": (0, 2**20),
     "kv_ratio": (0.0, 0.95),
 }
@@ -27,7 +28,9 @@ LIMITS = {
 WRONG_TYPES = {
     **dict.fromkeys(("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"), (1, "yes")),
     "proportional_attn": (0, None),
-    **dict.fromkeys(("sx", "sy", "st", "seed", "reuse_steps", "min_tokens"), (2.0, True)),
+    **dict.fromkeys(
+        ("sx", "sy", "st", "seed", "reuse_steps", "refresh_steps", "min_tokens"), (2.0, True)
+    ),
     **dict.fromkeys(("ratio", "start_percent", "end_percent"), ("0.5", True)),
     **dict.fromkeys(("ratio_end", "kv_ratio"), ("0.5", False)),
 }
@@ -50,6 +53,7 @@ def test_defaults_are_those_of_the_paper_except_ratio_level_size_and_weight():
         "scope": "module",
         "attn_tokens": "q,k,v",
         "reuse_steps": 0,
+        "refresh_steps": 0,
         "ratio_end": -1.0,
         "backend": "auto",
         "kv_ratio": -1.0,

@@ -1,4 +1,6 @@
-"""Which plans a run keeps from step to step, on a model of one linear layer."""
+"""Which plans and what detail a run keeps from step to step, on a model of linear layers."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from tome_nodes.core.grid import Grid
 from tome_nodes.core.input_site import InputSite, InputStack, Part
 from tome_nodes.core.layout import Layout
 from tome_nodes.core.observer import Observer
+from tome_nodes.core.refresh import FADING
 from tome_nodes.core.run import Run
 from tome_nodes.core.schedule import Moment
 from tome_nodes.core.site import Family
@@ -144,3 +147,78 @@ def test_an_evaluation_that_raises_is_not_reported_and_leaves_nothing():
         raise RuntimeError("on purpose")
     assert noted.results == []
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def refreshed(moments, **settings):
+    """The model's change without merging, and of each evaluation its change and its result."""
+    noted, model = Noted(), Model().double()
+    run = Run(ToMeConfig(scope="stack", min_tokens=1, **settings), Toy(), model, make_strategy)
+    run.sites.observers = [noted]
+    x = torch.randn(2, GRID.tokens, 3, generator=torch.Generator().manual_seed(0)).double()
+    changes = []
+    with torch.no_grad():
+        plain = model(x) - x
+        for moment in moments:
+            with run.evaluation(moment, GRID, x.device, x.dtype):
+                changes.append(model(x) - x)
+    return plain, list(zip(changes, noted.results, strict=True))
+
+
+def with_fewer_details(change, plan, share):
+    """A change whose differences from the mean of each slot are a share of what they were."""
+    slots, expected = plan.slots(), change.clone()
+    for sample, of_sample in enumerate(slots):
+        for slot in of_sample.unique():
+            mean = change[sample, of_sample == slot].mean(0)
+            own = expected[sample, of_sample == slot]
+            expected[sample, of_sample == slot] = mean + share * (own - mean)
+    return expected
+
+
+def steps_of(count, part="all"):
+    return [
+        Moment(step, 0.0, step, part, is_active=True, steps_left=count - 1 - step)
+        for step in range(count)
+    ]
+
+
+def test_steps_between_those_on_all_tokens_keep_their_detail():
+    plain, evaluations = refreshed(steps_of(7), ratio=0.5, refresh_steps=3)
+    shares = [0, 0, 0, 1, FADING, FADING**2, 1]
+    for step, ((change, result), share) in enumerate(zip(evaluations, shares, strict=True)):
+        if step in (3, 6):
+            assert torch.equal(change, plain) and not result.merged and not result.is_active
+            assert "refresh_steps" in result.reason
+        else:
+            plan = result.merged[0].plan
+            assert (result.merged[0].before, plan.slot_count) == (16, 8)
+            torch.testing.assert_close(change, with_fewer_details(plain, plan, share))
+
+
+@pytest.mark.parametrize("settings", [{}, {"refresh_steps": 0}, {"refresh_steps": 9}], ids=str)
+def test_without_a_step_on_all_tokens_there_is_no_detail(settings):
+    plain, evaluations = refreshed(steps_of(3)[:2], ratio=0.5, **settings)
+    for change, result in evaluations:
+        plan = result.merged[0].plan
+        torch.testing.assert_close(change, with_fewer_details(plain, plan, 0))
+
+
+def test_a_host_that_does_not_know_the_last_step_counts_from_the_first():
+    moments = [replace(moment, steps_left=None) for moment in steps_of(5)]
+    _, evaluations = refreshed(moments, ratio=0.5, refresh_steps=2)
+    assert [bool(result.merged) for _, result in evaluations] == [True, False, True, False, True]
+
+
+def test_the_first_step_always_merges():
+    _, evaluations = refreshed(steps_of(1), ratio=0.5, refresh_steps=1)
+    assert evaluations[0][1].merged
+
+
+def test_each_part_keeps_its_own_detail_and_only_some_do():
+    runs = [steps_of(5, part) for part in range(20)]
+    moments = [run[step] for step in range(5) for run in runs]
+    plain, evaluations = refreshed(moments, ratio=0.5, refresh_steps=2)
+    shares = [FADING] * 16 + [0] * 4
+    for (change, result), share in zip(evaluations[3 * 20 : 4 * 20], shares, strict=True):
+        plan = result.merged[0].plan
+        torch.testing.assert_close(change, with_fewer_details(plain, plan, share))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .latent import WholeModel
 from .layout import Layout
 from .plan import Plan
 from .site import BlockSite, Forward, Override
@@ -82,6 +83,9 @@ class CallSite(BlockSite):
         self._beside = 0
 
     def overrides(self) -> list[Override]:
+        detail = self.stack.sites.evaluation.detail
+        if detail is not None and detail.is_full:
+            return []
         module = self.attention()
         if not self.stack.sites.config.merge_attn:
             return [(self.module, self._note_block(self.module.forward))]
@@ -160,7 +164,8 @@ class CallSite(BlockSite):
 
     def _note_block(self, forward: Forward) -> Forward:
         config = self.stack.sites.config
-        whole = self.whole_block() if config.scope == "block" else None
+        is_wide = config.scope == "block" or self.stack.sites.evaluation.whole is not None
+        whole = self.whole_block() if is_wide else None
         if whole is not None and config.merge_attn:
             return self._run_whole(whole, forward)
 
@@ -220,13 +225,25 @@ class CallSite(BlockSite):
         worthy = self._worthy_layout(x.shape[1], {})
         if worthy is None:
             return None
-        ratio = self.stack.sites.evaluation.ratio
-        (plan,) = self.plans("tokens", x, worthy, [ratio])
+        evaluation = self.stack.sites.evaluation
+        ratio, whole = evaluation.ratio, evaluation.whole
+        if whole is None:
+            (plan,) = self.plans("tokens", x, worthy, [ratio])
+        else:
+            plan = self._plan_in_model(whole, x, worthy)
         if plan is None:
             self.notes.reason = self.why_no_plan(worthy, ratio)
         else:
             self.notes.ran(x.shape[1], plan)
         return plan
+
+    def _plan_in_model(self, whole: WholeModel, x: Tensor, worthy: Layout) -> Plan | None:
+        """The plan for a block in a model that runs as a whole on merged tokens."""
+        layout = self.layout(x.shape[1], {})
+        self.notes.layout = worthy.key
+        if whole.plan is None or layout is None or len(x) != whole.batch:
+            return None
+        return whole.plan_of(worthy, whole.start_in(layout), x)
 
     def _positions(self, plan: Plan, positions: Tensor, along: int) -> Tensor:
         """The positions of merged tokens, each that of one of its tokens, and of what is beside."""

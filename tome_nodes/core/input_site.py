@@ -43,6 +43,9 @@ class InputSite(BlockSite):
     def overrides(self) -> list[Override]:
         """The block and its modules, with what each of them runs instead."""
         config = self.stack.sites.config
+        detail = self.stack.sites.evaluation.detail
+        if detail is not None and detail.is_full:
+            return [(self.module, self.timed(self._run_full(self.module.forward)))]
         overrides: list[Override] = [
             (self.module, self.timed(self._run_block(self.module.forward)))
         ]
@@ -141,6 +144,25 @@ class InputSite(BlockSite):
 
         return block_forward
 
+    def _run_full(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Run the block on all tokens; its stack keeps what its blocks change together."""
+        stack = self.stack
+
+        def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            self.notes.tokens = x.shape[1]
+            if (
+                stack.runs_as_one_from(self, *args, **kwargs)
+                and self._worthy_layout(x, *args, **kwargs) is not None
+            ):
+                # Some blocks change their tokens in place.
+                stack.tokens = x.clone()
+            y = forward(x, *args, **kwargs)
+            if stack.tokens is not None and self is stack.blocks[-1]:
+                stack.keep(y)
+            return y
+
+        return block_forward
+
     def _in_stack(
         self, forward: Callable[..., Tensor], merged: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
@@ -230,7 +252,8 @@ class InputStack(StackSite):
 
     Attributes:
         plan: the plan of the stack while it runs as one, else None.
-        tokens: the ``[batch, tokens, channels]`` that entered its first block, else None.
+        tokens: the ``[batch, tokens, channels]`` that entered its first block, while it runs as one
+            or its change is to be kept; else None.
     """
 
     block_class: ClassVar[type[InputSite]]
@@ -265,10 +288,20 @@ class InputStack(StackSite):
 
     def leave(self, y: Tensor) -> Tensor:
         """Add the change that the blocks made together to all tokens."""
-        assert self.plan is not None and self.tokens is not None and self._merged is not None
-        result = self.plan.add_change(self.tokens, self._merged, y)
+        plan, x, merged = self.plan, self.tokens, self._merged
+        assert plan is not None and x is not None and merged is not None
         self.plan = self.tokens = self._merged = None
-        return result
+        detail = self.sites.evaluation.detail
+        if detail is None:
+            return plan.add_change(x, merged, y)
+        return detail.add_change(self.name, plan, x, merged, y)
+
+    def keep(self, y: Tensor) -> None:
+        """Keep what the blocks changed together on all tokens."""
+        detail, x = self.sites.evaluation.detail, self.tokens
+        assert detail is not None and x is not None
+        self.tokens = None
+        detail.changes[self.name] = y - x
 
     def end(self) -> None:
         self.plan = self.tokens = self._merged = None

@@ -16,10 +16,12 @@ class Picture:
     Attributes:
         grid: of its tokens.
         padding: the number of tokens after it that never merge.
+        is_latent: whether it is all of the latent that is sampled, not a reference or a layer.
     """
 
     grid: Grid
     padding: int = 0
+    is_latent: bool = False
 
     @property
     def tokens(self) -> int:

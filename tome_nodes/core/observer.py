@@ -50,7 +50,8 @@ class Evaluated:
         blocks: number of blocks of the model, whether they ran or not.
         outcomes: those of the blocks that ran, in the order of the model.
         reason: why nothing was to merge in the whole evaluation, None if something was.
-        is_active: whether it was between ``start_percent`` and ``end_percent``.
+        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, and no
+            step on all tokens.
     """
 
     step: int

@@ -15,15 +15,20 @@ from torch import nn
 from ..config import ToMeConfig
 from .engine import Engine, MakeStrategy, make_engine
 from .grid import Grid
+from .latent import WholeModel
 from .layout import Picture
 from .observer import Evaluated, Observer, Outcome
 from .picks import step_key
+from .refresh import Details
 from .schedule import Moment, ratio_at
 from .site import Evaluation, Family, ModelSites, SharedPlans
 from .turns import turns_of
 
 # How many parts of a step keep their plans for the next; samplers that tile have many parts.
 _PARTS_KEPT = 64
+
+_REFRESHED = "refresh_steps has every step run on all tokens"
+"""The reason to report if there was no other step."""
 
 
 class Run:
@@ -48,10 +53,18 @@ class Run:
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
         self._kept: dict[Hashable, SharedPlans] = {}
         self._period = 0
+        self._details = Details(config)
+        self._whole_failed = False
 
     def restart(self) -> None:
-        """Drop the plans of earlier steps: another sampling run begins."""
+        """Drop the plans and the detail of earlier steps: another sampling run begins."""
         self._kept.clear()
+        self._details.clear()
+
+    @property
+    def whole(self) -> WholeModel | None:
+        """What runs the model on merged tokens of its latent in this evaluation, else None."""
+        return self.sites.evaluation.whole
 
     @contextmanager
     def evaluation(
@@ -96,8 +109,16 @@ class Run:
                 exits.enter_context(self.sites.installed(evaluation))
                 yield True
                 outcomes = self.sites.outcomes()
+                if evaluation.whole is not None:
+                    self._whole_failed = evaluation.whole.failed
+                if evaluation.detail is not None and evaluation.detail.is_full:
+                    obstacle = _REFRESHED
         result = Evaluated(
-            moment.step, len(self.sites.blocks), outcomes, obstacle, moment.is_active
+            moment.step,
+            len(self.sites.blocks),
+            outcomes,
+            obstacle,
+            moment.is_active and obstacle is not _REFRESHED,
         )
         for observer in self.sites.observers:
             observer.evaluated(result)
@@ -115,7 +136,12 @@ class Run:
         for observer in self.sites.observers:
             observer.begins(moment.step)
         ratio = ratio_at(self.sites.config, moment.progress)
-        return Evaluation(engine, ratio, latent, self._plans_for(moment), pictures)
+        plans, detail = self._plans_for(moment), self._details.at(moment, device)
+        whole, index = None, self.sites.family.latent_among(pictures)
+        if detail is not None and index is not None:
+            grid = pictures[index].grid
+            whole = WholeModel(index, grid, ratio, engine, detail, self._whole_failed)
+        return Evaluation(engine, ratio, latent, plans, detail, pictures, whole)
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         place = device, dtype

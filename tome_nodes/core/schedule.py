@@ -33,6 +33,7 @@ class Moment:
         part: what is evaluated, such as samples of a batch, or a tile or window of a picture.
             Plans are kept for the same part of a later step.
         is_active: whether its noise level is between ``start_percent`` and ``end_percent``.
+        steps_left: how many steps come after this one, None if the host does not know.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Moment:
     picks: int
     part: Hashable
     is_active: bool
+    steps_left: int | None = None
 
 
 def step_index(schedule: Sequence[float], sigma: float) -> int:

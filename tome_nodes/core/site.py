@@ -16,10 +16,12 @@ from ..config import ToMeConfig
 from ..ops import Operations
 from .engine import Engine
 from .grid import Grid
+from .latent import WholeModel
 from .layout import Layout, LayoutKey, Picture
 from .notes import Notes
 from .observer import Observer, Outcome
 from .plan import Plan, plans_of_sequence
+from .refresh import Detail
 
 Forward = Callable[..., Any]
 Override = tuple[nn.Module, Forward]
@@ -38,14 +40,18 @@ class Evaluation:
         ratio: that of the current step.
         latent: the grid of the latent, or of the part of it that is evaluated.
         plans: shared by the blocks; None if each makes its own.
+        detail: what stacks keep from step to step, None for nothing.
         pictures: those in the sequence of a transformer, in order.
+        whole: the evaluation of a model that runs as a whole on merged tokens, else None.
     """
 
     engine: Engine
     ratio: float
     latent: Grid
     plans: SharedPlans | None
+    detail: Detail | None = None
     pictures: tuple[Picture, ...] = ()
+    whole: WholeModel | None = None
 
 
 class BlockSite:
@@ -177,6 +183,7 @@ class StackSite:
     """Consecutive blocks.
 
     Attributes:
+        name: path of the stack within the model.
         module: holds them.
         sites: all stacks of the model.
         blocks: in the order in which they run.
@@ -188,6 +195,7 @@ class StackSite:
     def __init__(
         self, name: str, module: nn.Module, blocks: Iterable[nn.Module], sites: "ModelSites"
     ):
+        self.name = name
         self.module = module
         self.sites = sites
         self.blocks: list[Any] = [
@@ -218,6 +226,13 @@ class Family:
     def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
         """Number of blocks by how many times smaller than the latent their grid is."""
         raise NotImplementedError
+
+    def latent_among(self, pictures: Sequence[Picture]) -> int | None:
+        """The index of the latent among the pictures in the sequence of a transformer.
+
+        None if its blocks cannot all run on merged tokens, or the latent is not one picture.
+        """
+        return None
 
     def merges_at_calls(self, scope: str) -> bool:
         """Whether a scope means to merge where attention is called, and nowhere else."""

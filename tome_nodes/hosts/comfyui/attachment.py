@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...config import ToMeConfig
 from ...core.engine import MakeStrategy
 from ...core.grid import Grid
+from ...core.latent import WholeModel
 from ...core.layout import Picture
 from ...core.observer import Evaluated, Observer
 from ...core.run import Run
@@ -160,11 +161,16 @@ class _Attachment:
         options = {} if transformer_options is None else transformer_options
         run: _SamplingRun | None = options.get(KEY)
         with ExitStack() as stack:
+            whole = None
             if run is not None:
                 inputs = Inputs(_latent_shape(x, kwargs), kwargs)
                 merging = run.evaluation(executor.class_obj, inputs, t, options)
-                options = stack.enter_context(merging)
-            return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+                options, whole = stack.enter_context(merging)
+
+            def denoise(latent: Tensor) -> Tensor:
+                return executor(latent, t, c_concat, c_crossattn, control, options, **kwargs)
+
+            return denoise(x) if whole is None else whole.run(x, denoise)
 
 
 class _LiveLine(Observer):
@@ -210,10 +216,11 @@ class _SamplingRun:
     @contextmanager
     def evaluation(
         self, model: Any, inputs: Inputs, t: Tensor, options: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[tuple[dict[str, Any], WholeModel | None]]:
         """Merge tokens in ``model``, a BaseModel of the host, while it evaluates noise level ``t``.
 
-        Yields the transformer options to evaluate it with.
+        Yields the transformer options to evaluate it with, and what is to run it on its latent,
+        None if it runs as ever.
         """
         sigma = t.max().item()
         latent = Grid(*inputs.shape[-2:])
@@ -227,7 +234,10 @@ class _SamplingRun:
         pictures, obstacle = self._pictures(diffusion_model, inputs)
         dtype = model.get_dtype_inference()
         with run.evaluation(moment, latent, t.device, dtype, obstacle, pictures=pictures) as merges:
-            yield self._attachment.family.options(options, run.sites) if merges else options
+            if merges:
+                yield self._attachment.family.options(options, run.sites), run.whole
+            else:
+                yield options, None
 
     def _pictures(
         self, diffusion_model: nn.Module, inputs: Inputs
@@ -248,6 +258,7 @@ class _SamplingRun:
             picks=step,
             part=self._part(options, sigma),
             is_active=sigma in NoiseRange.of(self._config, model.model_sampling.percent_to_sigma),
+            steps_left=max(0, last_step - step),
         )
 
     def _run_of(self, diffusion_model: nn.Module, following: _Following) -> Run:

@@ -169,7 +169,11 @@ class Transformer(ComfyFamily):
         return {1: count} if count else {}
 
     def merges_at_calls(self, scope: str) -> bool:
-        return scope != "block" or not self.whole
+        return scope == "module" or not self.whole
+
+    def latent_among(self, pictures: Sequence[Picture]) -> int | None:
+        indices = [index for index, picture in enumerate(pictures) if picture.is_latent]
+        return indices[0] if len(indices) == 1 and self.whole else None
 
     def attention(self, block: Any) -> nn.Module:
         """The module of a block that calls its self-attention."""
@@ -206,7 +210,7 @@ def one_picture(patch: str | int) -> Pictures:
     """For models with the latent only; ``patch`` is the side of a patch or an attribute's name."""
 
     def pictures(model: Any, inputs: Inputs) -> Iterator[Picture]:
-        yield Picture(grid_of(inputs.shape, _patch(model, patch)))
+        yield Picture(grid_of(inputs.shape, _patch(model, patch)), is_latent=True)
 
     return pictures
 
@@ -217,9 +221,11 @@ def with_references(
     """For models whose reference pictures, a condition, come after the picture or before it."""
 
     def pictures(model: Any, inputs: Inputs) -> list[Picture]:
-        shapes = [inputs.shape, *(each.shape for each in inputs.tensors(condition))]
-        found = [Picture(grid_of(shape, _patch(model, patch))) for shape in shapes]
-        return [*found[1:], found[0]] if references_first else found
+        latent = Picture(grid_of(inputs.shape, _patch(model, patch)), is_latent=True)
+        references = [
+            Picture(grid_of(each.shape, _patch(model, patch))) for each in inputs.tensors(condition)
+        ]
+        return [*references, latent] if references_first else [latent, *references]
 
     return pictures
 
@@ -228,22 +234,25 @@ def _patch(model: Any, patch: str | int) -> Any:
     return patch if isinstance(patch, int) else getattr(model, patch)
 
 
-def _still(grid: Grid) -> list[Picture]:
+def _still(grid: Grid, is_latent: bool = False) -> list[Picture]:
     """One picture for each frame, if frames do not form a video, such as layers."""
-    return [Picture(Grid(grid.height, grid.width))] * grid.frames
+    is_latent = is_latent and grid.frames == 1
+    return [Picture(Grid(grid.height, grid.width), is_latent=is_latent)] * grid.frames
 
 
 def _qwen(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    for shape in (inputs.shape, *(each.shape for each in inputs.tensors("ref_latents"))):
-        yield from _still(grid_of(shape, model.patch_size))
+    yield from _still(grid_of(inputs.shape, model.patch_size), is_latent=True)
+    for each in inputs.tensors("ref_latents"):
+        yield from _still(grid_of(each.shape, model.patch_size))
 
 
 def _lumina(model: Any, inputs: Inputs) -> Iterator[Picture]:
     """Z-Image pads every picture to a multiple of some number of tokens."""
     multiple = getattr(model, "pad_tokens_multiple", None) or 1
-    for shape in (*(each.shape for each in inputs.tensors("ref_latents")), inputs.shape):
+    references = [each.shape for each in inputs.tensors("ref_latents")]
+    for index, shape in enumerate((*references, inputs.shape)):
         grid = grid_of(shape, model.patch_size)
-        yield Picture(grid, -grid.tokens % multiple)
+        yield Picture(grid, -grid.tokens % multiple, is_latent=index == len(references))
 
 
 def _krea(model: Any, inputs: Inputs) -> Iterator[Picture]:
@@ -296,7 +305,7 @@ def _scail(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 def _wan_frames(model: Any, inputs: Inputs) -> Iterator[Picture]:
     """The latent, and the pictures of subjects that extend it as further frames."""
-    yield Picture(grid_of(inputs.shape, model.patch_size))
+    yield Picture(grid_of(inputs.shape, model.patch_size), is_latent=True)
     for each in inputs.tensors("time_dim_concat"):
         yield from _still(grid_of(each.shape, model.patch_size))
 

@@ -1,0 +1,123 @@
+"""A latent that merges before a model and after it; the model here is a plain function."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tome_nodes.config import ToMeConfig
+from tome_nodes.core.engine import make_engine
+from tome_nodes.core.grid import Grid
+from tome_nodes.core.latent import WholeModel, latent_of, tokens_of
+from tome_nodes.core.layout import Layout, Span
+from tome_nodes.core.refresh import Detail
+from tome_nodes.strategies import make_strategy
+
+sides = st.integers(1, 7)
+
+
+def random_latent(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@given(height=sides, width=sides, frames=st.integers(0, 5), patch=st.integers(1, 3))
+def test_a_latent_is_its_tokens(height, width, frames, patch):
+    deep = [] if frames == 0 else [frames]
+    latent = random_latent(2, 3, *deep, height, width)
+    grid = Grid(-(-height // patch), -(-width // patch), max(1, frames))
+    tokens = tokens_of(latent, grid)
+    assert tokens.shape[:2] == (2, grid.tokens)
+    assert torch.equal(latent_of(tokens, latent.shape, grid), latent)
+
+
+def test_a_token_has_the_values_of_its_patch():
+    latent = random_latent(1, 2, 4, 6)
+    tokens = tokens_of(latent, Grid(2, 3))
+    for row in range(2):
+        for column in range(3):
+            patch = latent[0, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
+            assert torch.equal(tokens[0, 3 * row + column], patch.flatten())
+
+
+class Whole:
+    """A model on the tokens of an 8x8 latent that doubles it, and sees its plan."""
+
+    grid = Grid(8, 8)
+
+    def __init__(self, latent, detail, ratio=0.5, works=True, failed=False):
+        config = ToMeConfig(ratio=ratio, strategy="window", min_tokens=1)
+        engine = make_engine(config, make_strategy, latent.device, latent.dtype)
+        engine.strategy.begin(torch.tensor(1))
+        self.calls, self.works = [], works
+        self.model = WholeModel(0, self.grid, ratio, engine, detail, failed)
+        self.denoised = self.model.run(latent, self.denoise)
+
+    def denoise(self, latent):
+        self.calls.append(latent)
+        if self.works and self.model.plan is not None:
+            layout = Layout(self.grid.tokens + 3, (Span(3, self.grid),))
+            self.in_sequence = self.model.plan_of(layout, 3, torch.zeros(2, 67, 1))
+        return 2 * latent
+
+    def means(self, latent):
+        """The mean of each slot in place of its tokens, by brute force."""
+        tokens, slots = tokens_of(latent, self.grid).double(), self.model.plan.slots()
+        means = tokens.clone()
+        for sample, of_sample in enumerate(slots):
+            for slot in of_sample.unique():
+                means[sample, of_sample == slot] = tokens[sample, of_sample == slot].mean(0)
+        return latent_of(means.float(), latent.shape, self.grid)
+
+
+def test_tokens_of_a_slot_enter_alike_and_leave_alike_without_detail():
+    latent = random_latent(2, 3, 8, 8)
+    whole = Whole(latent, Detail())
+    assert whole.model.plan.slot_count == 32
+    (entered,) = whole.calls
+    torch.testing.assert_close(entered, whole.means(latent))
+    torch.testing.assert_close(whole.denoised, 2 * whole.means(latent))
+
+
+def test_the_plan_in_a_sequence_is_that_of_the_latent_and_keeps_the_rest():
+    whole = Whole(random_latent(2, 3, 8, 8), Detail())
+    assert whole.in_sequence.slot_count == 32 + 3
+    slots = whole.in_sequence.slots()
+    assert slots[:, :3].tolist() == [[0, 1, 2]] * 2
+    assert torch.equal(slots[:, 3:] - 3, whole.model.plan.slots())
+
+
+def test_detail_of_the_step_on_all_tokens_is_kept():
+    latent, detail = random_latent(2, 3, 8, 8), Detail(is_full=True)
+    full = Whole(latent, detail)
+    assert torch.equal(full.denoised, 2 * latent) and full.model.plan is None
+    detail.is_full = False
+    later = random_latent(2, 3, 8, 8, seed=1)
+    whole = Whole(later, detail)
+    kept = full.denoised - whole.means(full.denoised)
+    torch.testing.assert_close(whole.denoised, 2 * whole.means(later) + kept)
+
+
+def test_detail_of_another_shape_is_left_alone():
+    detail = Detail(denoised=torch.ones(2, 3, 4, 4), latest=torch.ones(1, 3, 8, 8))
+    latent = random_latent(2, 3, 8, 8)
+    whole = Whole(latent, detail)
+    torch.testing.assert_close(whole.denoised, 2 * whole.means(latent))
+
+
+def test_like_neighbours_of_the_latest_latent_merge():
+    # The left half is flat, the right half is noise: all merging is on the left.
+    latest = random_latent(2, 3, 8, 8)
+    latest[..., :4] = 1
+    whole = Whole(random_latent(2, 3, 8, 8, seed=1), Detail(latest=latest), ratio=0.375)
+    sizes = whole.model.plan.slots().view(2, 8, 8)
+    right = sizes[..., 4:].flatten(1)
+    assert all(len(of_sample.unique()) == 32 for of_sample in right)
+
+
+@pytest.mark.parametrize(("works", "failed", "calls"), [(False, False, 2), (True, True, 1)])
+def test_where_no_block_can_merge_the_model_runs_on_its_latent(works, failed, calls):
+    latent, detail = random_latent(2, 3, 8, 8), Detail()
+    whole = Whole(latent, detail, works=works, failed=failed)
+    assert whole.model.failed and len(whole.calls) == calls
+    assert torch.equal(whole.calls[-1], latent) and torch.equal(whole.denoised, 2 * latent)
+    assert detail.latest is None
