@@ -1,15 +1,18 @@
-"""Error against time saved, by two judges: features in one block, and pictures of a denoiser.
+"""Error against time saved, by three judges: features in one block, and the pictures of a trained
+UNet and of a trained transformer.
 
-python3 dev.py bench --fidelity [--quick] [--steps 12] [--seeds 1] [--only features pictures]
+python3 dev.py bench --fidelity [--quick] [--steps 12] [--seeds 1] [--only features pictures image]
     [--methods NAME ...]
 
 With ``--methods``, the rows of the others stay as they are.
 """
 
 import argparse
+import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +30,13 @@ from comfy.cli_args import args as host_arguments  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
 DEFAULT, KV75 = "ours balanced 0.6", "ours k,v 0.75, window 4x2"
+FAST, PAPER = "ours fast 0.5", "ours q,k,v 0.5, unweighted"
+
+IMAGES = {"8 steps": (8, 2.0), "4 steps, no guidance": (4, 1.0)}
+"""The number of steps and the guidance of each sampling of the transformer, by name."""
+
+Patch = Callable[[Any], Any]
+"""Makes a patched clone of a model."""
 
 
 def main() -> None:
@@ -47,9 +57,10 @@ def main() -> None:
         result = json.loads(path.read_text(encoding="utf-8"))
     chosen = methods()
     if arguments.methods:
-        if unknown := set(arguments.methods) - set(chosen):
-            raise SystemExit(f"--methods has {sorted(unknown)}; there are {', '.join(chosen)}")
-        chosen = {name: chosen[name] for name in arguments.methods}
+        every = [*chosen, *(name for name in methods_of_transformers() if name not in chosen)]
+        if unknown := set(arguments.methods) - set(every):
+            raise SystemExit(f"--methods has {sorted(unknown)}; there are {', '.join(every)}")
+        chosen = {name: patch for name, patch in chosen.items() if name in arguments.methods}
         kept = [
             each
             for each in result.get("later", [])
@@ -59,13 +70,29 @@ def main() -> None:
     else:
         result |= {**taken, "later": []}
     repeats = 2 if arguments.quick else arguments.repeats
-    if "features" in arguments.only:
+    if "features" in arguments.only and chosen:
         figures = judge_features(chosen, repeats)
         print(fidelity_figures.features_table(figures), flush=True)
         result["features"] = {**(result["features"] if arguments.methods else {}), **figures}
         if not arguments.methods:
             result["bias"] = bias_costs(3 if arguments.quick else 15)
-    if "pictures" in arguments.only:
+    if "image" in arguments.only:
+        of_transformer = {
+            name: patch
+            for name, patch in methods_of_transformers().items()
+            if not arguments.methods or name in arguments.methods
+        }
+        samplings = list(IMAGES)[:1] if arguments.quick else list(IMAGES)
+        images, shown = judge_images(of_transformer, samplings, arguments.seeds, min(repeats, 3))
+        kept = result.get("image", {}) if arguments.methods else {}
+        result["image"] = {
+            sampling: {**kept.get(sampling, {}), **figures} for sampling, figures in images.items()
+        }
+        for sampling, figures in images.items():
+            print(fidelity_figures.pictures_table(figures, sampling), flush=True)
+            strips = RESULTS / f"fidelity-image-{sampling.split()[0]}.png"
+            fidelity_figures.strips(shown[sampling], list(result["image"][sampling]), strips)
+    if "pictures" in arguments.only and chosen:
         steps = 3 if arguments.quick else arguments.steps
         figures, pictures = judge_pictures(chosen, steps, arguments.seeds, repeats)
         print(fidelity_figures.pictures_table(figures), flush=True)
@@ -77,7 +104,7 @@ def main() -> None:
     # The noise levels of earlier rows are strings.
     result = json.loads(text)
     fidelity_figures.plot(result, RESULTS / "fidelity.png")
-    summary = fidelity_figures.summary(result, DEFAULT, KV75, TOMESD, TODO)
+    summary = fidelity_figures.summary(result, DEFAULT, KV75, TOMESD, TODO, FAST, PAPER)
     text = fidelity_figures.markdown(result, summary)
     (RESULTS / "fidelity.md").write_text(text, encoding="utf-8")
     print(summary)
@@ -90,32 +117,34 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds")
     parser.add_argument("--steps", type=int, default=12, help="sampling steps of a picture")
     parser.add_argument("--seeds", type=int, default=1, help="pictures of each photo")
-    judges = ("features", "pictures")
+    judges = ("features", "pictures", "image")
     parser.add_argument("--only", nargs="+", choices=judges, default=judges)
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="take only these again")
     return parser.parse_args()
 
 
-def methods() -> Mapping[str, Callable[[Any], Any]]:
-    """Functions that patch a model, by name; the share in a name is that of the tokens merged."""
-    import asyncio
-    from functools import partial
+def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:
+    """Our patch with some settings, on maps of any size; ``other`` makes another strategy."""
+    from tome_nodes.config import ToMeConfig
+    from tome_nodes.hosts.comfyui.attachment import attach
 
+    own: dict[str, Any] = {} if other is None else {"make_strategy": other}
+    config = ToMeConfig(**{"ratio": 0.5, **settings, "min_tokens": 1})
+    return partial(attach, config=config, **own)
+
+
+def preset(name: str, ratio: float = 0.6, **others: Any) -> Patch:
+    """Our patch with a preset; ``others`` are settings that it decides otherwise."""
+    from tome_nodes.presets import settings_of
+
+    return ours(**{**settings_of(name, {"ratio": ratio}), **others})
+
+
+def methods() -> Mapping[str, Patch]:
+    """Functions that patch a model, by name; the share in a name is that of the tokens merged."""
     from comfy_extras import nodes_hypertile, nodes_tomesd
 
     from benchmarks.methods import ToDoStrategy, TomesdStrategy
-    from tome_nodes.config import ToMeConfig
-    from tome_nodes.core.engine import MakeStrategy
-    from tome_nodes.hosts.comfyui.attachment import attach
-    from tome_nodes.presets import settings_of
-
-    def ours(other: MakeStrategy | None = None, /, **settings: Any) -> Any:
-        own: dict[str, Any] = {} if other is None else {"make_strategy": other}
-        config = ToMeConfig(**{"ratio": 0.5, **settings, "min_tokens": 1})
-        return partial(attach, config=config, **own)
-
-    def preset(name: str, ratio: float = 0.6, **others: Any) -> Any:
-        return ours(**settings_of(name, {"ratio": ratio}), **others)
 
     def node(module: ModuleType, **inputs: Any) -> Callable[[Any], Any]:
         async def nodes() -> list[Any]:
@@ -153,8 +182,25 @@ def methods() -> Mapping[str, Callable[[Any], Any]]:
         "ours balanced 0.75": preset("balanced", 0.75),
         "ours balanced 0.6, one plan": preset("balanced", reuse_steps=1),
         "ours balanced 0.6, MLP too": preset("balanced", merge_mlp=True),
+        "ours fast 0.5": preset("fast", 0.5),
         "ours fast 0.6": preset("fast"),
+        "ours fast 0.6, no full step": preset("fast", refresh_steps=0),
         "ours paper 0.6": preset("paper"),
+    }
+
+
+def methods_of_transformers() -> Mapping[str, Patch]:
+    """As :func:`methods`, for the transformer; no other node merges in one."""
+    window = {"strategy": "window"}
+    return {
+        PAPER: ours(proportional_attn=False),
+        "ours q,k,v 0.5, window": ours(**window),
+        "ours quality 0.6": preset("quality"),
+        "ours balanced 0.6": preset("balanced"),
+        "ours fast 0.5": preset("fast", 0.5),
+        "ours fast 0.6": preset("fast"),
+        "ours fast 0.5, no full step": preset("fast", 0.5, refresh_steps=0),
+        "ours blocks 0.5": ours(scope="block", **window),
     }
 
 
@@ -201,24 +247,59 @@ def time_shares(
 
 
 def judge_pictures(
-    methods: Mapping[str, Callable[[Any], Any]], steps: int, seeds: int, repeats: int
+    methods: Mapping[str, Patch], steps: int, seeds: int, repeats: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Figures and pictures of every method, those of the plain model first."""
+    """Figures and pictures of every method, by the UNet."""
     from benchmarks.pictures import PictureJudge
 
-    judge = PictureJudge(steps, seeds)
+    return _painted(PictureJudge(steps, seeds), methods, repeats)
+
+
+def judge_images(
+    methods: Mapping[str, Patch], samplings: Sequence[str], seeds: int, repeats: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Figures and pictures of every method, by the transformer, in each sampling of IMAGES."""
+    from benchmarks.judges import PictureTransformerJudge
+
+    figures, pictures = {}, {}
+    for sampling in samplings:
+        print(sampling, flush=True)
+        steps, guidance = IMAGES[sampling]
+        judge = PictureTransformerJudge(steps, seeds, guidance)
+        figures[sampling], pictures[sampling] = _painted(judge, methods, repeats)
+    return figures, pictures
+
+
+def _painted(
+    judge: Any, methods: Mapping[str, Patch], repeats: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Figures and pictures of every method, those of the plain model first."""
     plain, pictures = judge.measure(judge.model)
     figures, shown = {"plain": plain}, {"plain": pictures}
     patched = {name: patch(judge.model) for name, patch in methods.items()}
+    merging = {"plain": 0.0}
     for name, model in patched.items():
         figures[name], shown[name] = judge.measure(model)
         if figures[name]["error"] == 0:
             raise ValueError(f"{name} changed nothing")
+        merging[name] = _share_of_steps(model)
         print(f"  {name}: {figures[name]['error']:.4f}", flush=True)
     shares = time_shares(judge.seconds, {"plain": judge.model, **patched}, repeats)
     for name, share in shares.items():
+        # The one step that is timed merges; some of a run do not.
+        own = merging[name]
+        share["time"] = own * share["time"] + 1 - own
+        share["quartiles"] = [own * each + 1 - own for each in share["quartiles"]]
         figures[name] |= share
     return figures, shown
+
+
+def _share_of_steps(model: Any) -> float:
+    """The share of the steps of the last run that merged; all of those of other nodes do."""
+    from tome_nodes.hosts.comfyui.attachment import last_run
+
+    run = last_run(model)
+    return 1.0 if run is None else run.counts.merged_steps / run.counts.total_steps
 
 
 def bias_costs(repeats: int) -> dict[str, float]:

@@ -35,14 +35,15 @@ def features_table(features: dict[str, Any]) -> str:
     return grid(["one block", *(f"{place} {level}" for place, level in columns), *TIME], rows)
 
 
-def pictures_table(pictures: dict[str, Any]) -> str:
-    """Figures of the pictures, and the time of an evaluation."""
-    columns = ("error", "psnr", "ssim", "spectrum", "distance")
+def pictures_table(pictures: dict[str, Any], title: str = "pictures") -> str:
+    """Figures of the pictures, and the time of the evaluations of a run."""
+    judged = ("error", "psnr", "ssim", "spectrum", "distance")
+    columns = [column for column in judged if column in next(iter(pictures.values()))]
     rows = [
         [name, *(f"{row[column]:.4f}" for column in columns), *_time(row)]
         for name, row in pictures.items()
     ]
-    return grid(["pictures", *columns, *TIME], rows)
+    return grid([title, *columns, *TIME], rows)
 
 
 def _time(row: Mapping[str, Any]) -> list[str]:
@@ -66,9 +67,15 @@ def markdown(result: dict[str, Any], summary: str) -> str:
         parts.append(features_table(result["features"]))
     if "pictures" in result:
         parts.append(pictures_table(result["pictures"]))
+    for sampling, figures in result.get("image", {}).items():
+        parts.append(pictures_table(figures, f"transformer, {sampling}"))
     parts.append("![Error against time](fidelity.png)")
     if "pictures" in result:
         parts.append("![Pictures of every method](fidelity-strips.png)")
+    for sampling in result.get("image", {}):
+        parts.append(
+            f"![Pictures of the transformer, {sampling}](fidelity-image-{sampling.split()[0]}.png)"
+        )
     return "\n\n".join(parts) + "\n"
 
 
@@ -159,10 +166,13 @@ def _front(points: dict[str, tuple[float, float]]) -> list[str]:
     return front
 
 
-def summary(result: dict[str, Any], default: str, kv75: str, tomesd: str, todo: str) -> str:
-    """The last line of the run: the worst case over noise levels and judges."""
+def summary(
+    result: dict[str, Any], default: str, kv75: str, tomesd: str, todo: str, fast: str, paper: str
+) -> str:
+    """The last line of the run: the worst case over noise levels, samplings and judges."""
     words = []
     features, pictures = result.get("features", {}), result.get("pictures", {})
+    images = result.get("image", {}).values()
 
     def attention(name: str, other: str) -> float:
         return max(
@@ -182,6 +192,12 @@ def summary(result: dict[str, Any], default: str, kv75: str, tomesd: str, todo: 
         [picture(kv75, todo)] if pictures else []
     )
     words.append(f"kv75_error_vs_todo={max(against_todo):.2f}")
+    if fast in pictures:
+        words.append(f"fast_error_vs_tomesd={picture(fast, tomesd):.2f}")
+        words.append(f"fast_time={pictures[fast]['time']:.2f}")
+    if images:
+        worst = max(figures[fast]["error"] / figures[paper]["error"] for figures in images)
+        words.append(f"dit_fast_error_vs_paper={worst:.2f}")
     if "bias" in result:
         words.append(f"bias_cost={max(result['bias'].values()):.3f}")
     return "summary: " + " ".join(words)

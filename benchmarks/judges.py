@@ -14,7 +14,8 @@ class PictureTransformerJudge(Judge):
 
     sampler, scheduler = "euler", "simple"
 
-    def __init__(self, steps: int, seeds: int):
+    def __init__(self, steps: int, seeds: int, guidance: float = 2.0):
+        self.guidance = guidance
         count = len(denoiser.NAMES) * seeds
         side = picture_transformer.SIDE
         self.crops = denoiser.held_out_crops(count, picture_transformer.SHORT_SIDE, side)

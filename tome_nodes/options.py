@@ -312,11 +312,11 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
                 least=0,
                 most=100,
                 advanced=True,
-                text="In scope stack, one step in so many, counted back from the last, runs on all "
-                "tokens. The steps after it keep the detail that it gave to merged tokens; 0: none "
-                "does.",
-                more="The first step always merges. Each stack of a UNet keeps a tensor of the size "
-                "of its tokens; a transformer keeps two latents.",
+                text="In scope stack, one step in so many, counted back from the last but one, "
+                "runs on all tokens. The steps after it keep the detail that it gave to merged "
+                "tokens; 0: none does.",
+                more="The first step always merges. Each stack of a UNet keeps a tensor of the "
+                "size of its tokens; a transformer keeps two latents.",
             ),
         )
     }

@@ -139,7 +139,7 @@ def test_judges_of_transformers_find_no_error_in_the_plain_model(
     frames = (9,) if module is video_transformer else ()
     assert shown.shape == (5, 3, *frames, 16, 16)
     assert (plain["error"], plain["ssim"], plain["spectrum"]) == (0, 1, 0)
-    for scope in ("module", "block"):
+    for scope in ("module", "block", "stack"):
         merged, _ = judge.measure(attach(judge.model, merging(strategy="window", scope=scope)))
         assert 0 < merged["error"] < 1
         assert ("flicker" in merged) == bool(frames)
@@ -184,6 +184,15 @@ def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
     assert distances.argmin(1).tolist() == [*range(len(asked))]
 
 
+def test_the_transformer_that_comes_with_the_code_paints_the_photos():
+    assert picture_transformer.WEIGHTS.stat().st_size < 12e6
+    judge = judges.PictureTransformerJudge(steps=4, seeds=1, guidance=1.0)
+    whole = {name: photos.photo(name, picture_transformer.SHORT_SIDE) for name in denoiser.NAMES}
+    asked = torch.stack([crop.of(whole[crop.photo]) for crop in judge.crops])
+    distances = (judge.expected[:, None] - asked).square().mean((2, 3, 4)).sqrt()
+    assert distances.argmin(1).tolist() == [*range(len(asked))]
+
+
 def test_the_sheet_of_off_and_on_has_a_column_for_each_model():
     colours = {off_and_on.OFF: "red", "balanced": "blue"}
     columns = {name: [Image.new("RGB", (320, 320), colour)] * 2 for name, colour in colours.items()}
@@ -210,9 +219,15 @@ def test_the_summary_takes_the_worst_noise_level_and_judge():
         "bias": {"2048": 0.01, "4096": -0.02},
     }
     result["pictures"]["kv"] = {"error": 2}
-    assert fidelity_figures.summary(result, "ours", "kv", "theirs", "theirs") == (
+    result["pictures"]["fast"] = {"error": 4, "time": 0.5}
+    result["image"] = {
+        "8 steps": {"fast": {"error": 1}, "paper": {"error": 2}},
+        "4 steps": {"fast": {"error": 3}, "paper": {"error": 4}},
+    }
+    names = ("ours", "kv", "theirs", "theirs", "fast", "paper")
+    assert fidelity_figures.summary(result, *names) == (
         "summary: attn_error_vs_tomesd=0.75 image_error_vs_tomesd=0.20 kv75_error_vs_todo=1.00 "
-        "bias_cost=0.010"
+        "fast_error_vs_tomesd=0.80 fast_time=0.50 dit_fast_error_vs_paper=0.75 bias_cost=0.010"
     )
 
 

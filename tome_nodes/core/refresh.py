@@ -24,12 +24,13 @@ FADING = 0.8
 def is_full(config: ToMeConfig, moment: Moment) -> bool:
     """Whether a step runs on all tokens: one in ``refresh_steps``, but never the first.
 
-    They are counted back from the last step of the run if that is known, so that the last is one.
+    They are counted back from the last step but one, if the last is known: that gives the last one
+    fresh detail, and costs no step that nothing comes after.
     """
     every = config.refresh_steps
     if every == 0 or config.scope != "stack" or moment.step == 0:
         return False
-    place = moment.step + 1 if moment.steps_left is None else moment.steps_left
+    place = moment.step if moment.steps_left is None else moment.steps_left - 1
     return place % every == 0
 
 
