@@ -104,7 +104,8 @@ def main() -> None:
     # The noise levels of earlier rows are strings.
     result = json.loads(text)
     fidelity_figures.plot(result, RESULTS / "fidelity.png")
-    summary = fidelity_figures.summary(result, DEFAULT, KV75, TOMESD, TODO, FAST, PAPER)
+    names = (DEFAULT, KV75, TOMESD, TODO, FAST, PAPER)
+    summary = fidelity_figures.summary(result, *names, speed_up=fast_speed_up())
     text = fidelity_figures.markdown(result, summary)
     (RESULTS / "fidelity.md").write_text(text, encoding="utf-8")
     print(summary)
@@ -204,8 +205,8 @@ def methods_of_transformers() -> Mapping[str, Patch]:
     }
 
 
-ONLY_OF_BLOCKS = frozenset({"ours balanced 0.6, one plan"})
-"""Methods that differ from another one only in a model of several blocks."""
+ONLY_OF_RUNS = frozenset({"ours balanced 0.6, one plan", "ours fast 0.6, no full step"})
+"""Methods that differ from another one only in a run of a model of several blocks."""
 
 
 def judge_features(methods: Mapping[str, Callable[[Any], Any]], repeats: int) -> dict[str, Any]:
@@ -217,9 +218,7 @@ def judge_features(methods: Mapping[str, Callable[[Any], Any]], repeats: int) ->
     with torch.no_grad():
         judge = FeatureJudge()
         patched = {
-            name: patch(judge.model)
-            for name, patch in methods.items()
-            if name not in ONLY_OF_BLOCKS
+            name: patch(judge.model) for name, patch in methods.items() if name not in ONLY_OF_RUNS
         }
         errors = {name: judge.errors(each) for name, each in patched.items()}
         for name, levels in errors.items():
@@ -300,6 +299,28 @@ def _share_of_steps(model: Any) -> float:
 
     run = last_run(model)
     return 1.0 if run is None else run.counts.merged_steps / run.counts.total_steps
+
+
+def fast_speed_up() -> float:
+    """How many times faster preset fast runs transformers of published widths, by their blocks.
+
+    The least of the models of 1024x1024 pixels that ``dev.py bench --transformers`` has timed, at a
+    ratio of 0.5, in runs of :data:`IMAGES`.
+    """
+    from tome_nodes.config import ToMeConfig
+    from tome_nodes.core.refresh import is_full
+    from tome_nodes.core.schedule import Moment
+    from tome_nodes.presets import settings_of
+
+    config = ToMeConfig(**settings_of("fast", {"ratio": 0.5}))
+    text = (RESULTS / "transformers.json").read_text(encoding="utf-8")
+    blocks = [each for each in json.loads(text)["blocks"] if each["tokens"] == 4096]
+    times = []
+    for steps, _ in IMAGES.values():
+        moments = [Moment(step, 0.0, step, None, True, steps - 1 - step) for step in range(steps)]
+        full = sum(is_full(config, moment) for moment in moments) / steps
+        times += [full + (1 - full) / each["speed_up"]["whole block 0.5"] for each in blocks]
+    return 1 / max(times)
 
 
 def bias_costs(repeats: int) -> dict[str, float]:

@@ -315,8 +315,9 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
                 text="In scope stack, one step in so many, counted back from the last but one, "
                 "runs on all tokens. The steps after it keep the detail that it gave to merged "
                 "tokens; 0: none does.",
-                more="The first step always merges. Each stack of a UNet keeps a tensor of the "
-                "size of its tokens; a transformer keeps two latents.",
+                more="So does the first step if it begins with a picture, as in image to image. "
+                "Each stack of a UNet keeps a tensor of the size of its tokens; a transformer "
+                "keeps two latents.",
             ),
         )
     }

@@ -24,7 +24,7 @@ OPTIONS = {
         "strategy": "window",
         "scope": "stack",
         "attn_tokens": "k,v",
-        "refresh_steps": 5,
+        "refresh_steps": 4,
     },
     "paper": {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
 }
@@ -65,7 +65,7 @@ OTHERS = {
     "reuse_steps": 3,
     "min_tokens": 7,
     "proportional_attn": False,
-    "refresh_steps": 4,
+    "refresh_steps": 7,
 }
 
 

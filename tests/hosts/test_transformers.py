@@ -20,6 +20,7 @@ from tome_nodes.core.schedule import Moment
 from tome_nodes.hosts.comfyui.attachment import attach, detach, last_run
 from tome_nodes.hosts.comfyui.families import family_of
 from tome_nodes.hosts.comfyui.transformers import REFUSED, TRANSFORMERS
+from tome_nodes.presets import PRESETS
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import report_of
 from tome_nodes.strategies import make_strategy
@@ -410,6 +411,21 @@ def test_weights_count_next_to_text_in_whole_blocks(models, kind, scope):
 
 
 @pytest.mark.parametrize(
+    ("options", "merged"),
+    [({}, 5), ({"denoise": 0.5}, 4), ({"start_step": 2}, 2), ({"last_step": 4}, 3)],
+    ids=str,
+)
+def test_one_step_in_four_and_the_first_on_a_picture_run_on_all_tokens(
+    models, told, options, merged
+):
+    tiny, model = TINY["flux"], models("flux")
+    patched = attach(model, merging(**{**PRESETS["fast"].options, "ratio": 0.5}))
+    sample(patched, tiny, tiny.size(8, 10), steps=6, **options)
+    steps = 6 - options.get("start_step", 0) - (6 - options.get("last_step", 6))
+    assert f", {merged}/{steps} steps, ratio 0.50, window, stack scope" in told()[-1]
+
+
+@pytest.mark.parametrize(
     ("kind", "extras"),
     [
         ("flux", {"reference_latents": [torch.ones(1, 16, 12, 16)]}),
@@ -578,7 +594,9 @@ def test_attention_without_weights_runs(models):
     assert relative_error(merged, sample(model, tiny, size)) < 0.5
 
 
-@pytest.mark.parametrize(("frame", "scope"), [(-1, "module"), (1, "module"), (4, "block")])
+@pytest.mark.parametrize(
+    ("frame", "scope"), [(-1, "module"), (1, "module"), (4, "block"), (4, "stack")]
+)
 def test_a_report_shows_any_frame_of_a_video(models, frame, scope):
     tiny, model = TINY["wan21"], models("wan21")
     patched = attach(model, keys_only(scope=scope), wants_details=lambda: True)

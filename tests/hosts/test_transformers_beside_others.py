@@ -72,7 +72,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("ours_first", "scope"), [(True, "module"), (False, "module"), (False, "block")]
+    ("ours_first", "scope"),
+    [(True, "module"), (False, "module"), (False, "block"), (False, "stack")],
 )
 @pytest.mark.parametrize("case", CASES)
 def test_a_lossless_plan_with_another_node(models, told, case, ours_first, scope):
@@ -138,7 +139,7 @@ class Adds(comfy.controlnet.ControlBase):
         pass
 
 
-@pytest.mark.parametrize("scope", ["module", "block"])
+@pytest.mark.parametrize("scope", ["module", "block", "stack"])
 @pytest.mark.parametrize(
     ("kind", "name", "channels"),
     [("flux", "input", 64), ("sd3", "output", 128), ("qwen_image", "input", 64)],

@@ -214,6 +214,16 @@ def test_the_first_step_always_merges():
     assert evaluations[0][1].merged
 
 
+def test_a_run_that_begins_with_a_picture_begins_on_all_tokens():
+    moments = [replace(moment, from_noise=False) for moment in steps_of(6)]
+    plain, evaluations = refreshed(moments, ratio=0.5, refresh_steps=4)
+    merged = [bool(result.merged) for _, result in evaluations]
+    assert merged == [False, True, True, True, False, True]
+    change, result = evaluations[1]
+    expected = with_fewer_details(plain, result.merged[0].plan, FADING)
+    torch.testing.assert_close(change, expected)
+
+
 def test_each_part_keeps_its_own_detail_and_only_some_do():
     runs = [steps_of(5, part) for part in range(20)]
     moments = [run[step] for step in range(5) for run in runs]

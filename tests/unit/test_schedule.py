@@ -3,7 +3,7 @@
 import pytest
 
 from tome_nodes.config import ToMeConfig
-from tome_nodes.core.schedule import NoiseRange, ratio_at, step_index
+from tome_nodes.core.schedule import NoiseRange, is_noise_alone, ratio_at, step_index
 from tome_nodes.core.site import deepest_level
 
 
@@ -13,6 +13,11 @@ from tome_nodes.core.site import deepest_level
 )
 def test_step_of_an_evaluation(sigma, step):
     assert step_index([14.6, 9.0, 5.0, 0.0], sigma) == step
+
+
+def test_noise_alone_is_at_the_highest_level():
+    assert is_noise_alone(14.6, 14.6) and is_noise_alone(20.0, 14.6)
+    assert not is_noise_alone(11.0, 14.6) and not is_noise_alone(0.75, 1.0)
 
 
 def test_noise_range_holds_its_start_and_not_its_end():

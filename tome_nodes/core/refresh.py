@@ -22,14 +22,17 @@ FADING = 0.8
 
 
 def is_full(config: ToMeConfig, moment: Moment) -> bool:
-    """Whether a step runs on all tokens: one in ``refresh_steps``, but never the first.
+    """Whether a step runs on all tokens: one in ``refresh_steps``.
 
     They are counted back from the last step but one, if the last is known: that gives the last one
-    fresh detail, and costs no step that nothing comes after.
+    fresh detail, and costs no step that nothing comes after. The first step is one only if the run
+    begins with a picture: noise has no detail to keep, and that of a picture must not get lost.
     """
     every = config.refresh_steps
-    if every == 0 or config.scope != "stack" or moment.step == 0:
+    if every == 0 or config.scope != "stack":
         return False
+    if moment.step == 0:
+        return not moment.from_noise
     place = moment.step if moment.steps_left is None else moment.steps_left - 1
     return place % every == 0
 

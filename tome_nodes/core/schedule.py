@@ -34,6 +34,7 @@ class Moment:
             Plans are kept for the same part of a later step.
         is_active: whether its noise level is between ``start_percent`` and ``end_percent``.
         steps_left: how many steps come after this one, None if the host does not know.
+        from_noise: whether the run began with noise alone, not with a picture under some noise.
     """
 
     step: int
@@ -42,6 +43,12 @@ class Moment:
     part: Hashable
     is_active: bool
     steps_left: int | None = None
+    from_noise: bool = True
+
+
+def is_noise_alone(noise: float, most: float) -> bool:
+    """Whether hardly anything of a picture is left at a noise level, given the highest there is."""
+    return noise >= 0.9 * most
 
 
 def step_index(schedule: Sequence[float], sigma: float) -> int:

@@ -23,7 +23,7 @@ from ...core.latent import WholeModel
 from ...core.layout import Picture
 from ...core.observer import Evaluated, Observer
 from ...core.run import Run
-from ...core.schedule import Moment, NoiseRange, step_index
+from ...core.schedule import Moment, NoiseRange, is_noise_alone, step_index
 from ...report import words
 from ...report.counts import Counts
 from ...report.last_run import LastRun
@@ -259,6 +259,7 @@ class _SamplingRun:
             part=self._part(options, sigma),
             is_active=sigma in NoiseRange.of(self._config, model.model_sampling.percent_to_sigma),
             steps_left=max(0, last_step - step),
+            from_noise=is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),
         )
 
     def _run_of(self, diffusion_model: nn.Module, following: _Following) -> Run:

@@ -26,7 +26,7 @@ from ...core.input_site import InputSite, InputStack, Part
 from ...core.layout import Layout
 from ...core.observer import Evaluated, Observer
 from ...core.run import Run
-from ...core.schedule import Moment, NoiseRange
+from ...core.schedule import Moment, NoiseRange, is_noise_alone
 from ...core.site import Family, Override
 from ...core.turns import turns_of
 from ...report import words
@@ -242,7 +242,7 @@ class _Calls:
         self._run = Run(config, family, unet, make_strategy, [self._latest])
         self._exits = ExitStack()
         self._shape: torch.Size | None = None
-        self._timestep = math.nan
+        self._timestep = self._first_timestep = math.nan
         self._step = 0
         self._call = 0
 
@@ -305,6 +305,7 @@ class _Calls:
             self._call = 0
         else:
             self._step = self._call = 0
+            self._first_timestep = timestep
             self._run.restart()
         self._timestep = timestep
 
@@ -317,6 +318,7 @@ class _Calls:
             picks=bits,
             part=(self._call, shape),
             is_active=timestep in NoiseRange.of(self._config, self._noise_at),
+            from_noise=is_noise_alone(self._first_timestep, self._noisiest),
         )
 
     def _noise_at(self, percent: float) -> float:
