@@ -57,7 +57,8 @@ def apply_patch(
             same, except that ``min_tokens`` is 1 and ``proportional_attn`` is off: as in tomesd,
             feature maps of any size merge, and a merged key weighs as one token. Percents and the
             way to ``ratio_end`` are shares of the noise levels of training, which the timestep of
-            the UNet counts down, not of the steps of a run.
+            the UNet counts down, not of the steps of a run; ``refresh_steps`` counts from the first
+            step, as the last is not known.
 
     Returns:
         The same model.

@@ -32,9 +32,10 @@ TRANSLATED = ROOT / "tools" / "translated.json"
 
 RATIO = OPTIONS["ratio"].default
 FIGURES = f"""\
-*Time* is that of an evaluation of a small trained model on a CPU at `ratio` {RATIO:g}, with 1 for
-the unpatched one; *change* is how much its pictures differ, with 1 for those of tomesd at its own
-0.5. They are to compare presets by, not what a large model gains on a GPU."""
+*Time* is that of all evaluations of a run of a small trained model on a CPU at `ratio` {RATIO:g},
+with 1 for the unpatched one: a UNet in 12 steps and a transformer, of Flux's class, in 8. *Change*
+is how much its pictures differ, with 1 for the paper's method at 0.5. They are to compare presets
+by, not what a large model gains on a GPU. `python3 dev.py bench --fidelity` measures them."""
 """The text below the table of presets, if they were measured."""
 
 MARKED = re.compile(r"(<!-- generated: ([a-z_ ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -165,21 +166,34 @@ def _text(*parts: str) -> str:
 
 def _choices(option: Option) -> str:
     if option.name == PRESET.name and (figures := _figures()):
-        rows = [(*choice, *figures.get(choice[0], ("", ""))) for choice in option.choices.items()]
-        return f"{_table(('Preset', 'Meaning', 'Time', 'Change'), rows)}\n\n{FIGURES}"
+        columns = [f"{model}: {figure}" for model in figures for figure in ("time", "change")]
+        rows = [
+            (
+                *choice,
+                *(text for each in figures.values() for text in each.get(choice[0], ("", ""))),
+            )
+            for choice in option.choices.items()
+        ]
+        return f"{_table(('Preset', 'Meaning', *columns), rows)}\n\n{FIGURES}"
     return _table((option.name.capitalize(), "Meaning"), [*option.choices.items()])
 
 
-def _figures() -> dict[str | int, tuple[str, str]]:
-    """The time and change of pictures for each preset measured at the default ratio."""
-    pictures = json.loads(FIDELITY.read_text(encoding="utf-8"))["pictures"]
-    rows = {name: pictures.get(f"ours {name} {RATIO:g}") for name in PRESETS}
-    paper = pictures["tomesd q,k,v 0.5"]["error"]
-    return {
-        name: (f"{row['time']:.2f}", f"{row['error'] / paper:.2f}")
-        for name, row in rows.items()
-        if row is not None
+def _figures() -> dict[str, dict[str | int, tuple[str, str]]]:
+    """The time and change of pictures for each preset measured at the default ratio, by model."""
+    result = json.loads(FIDELITY.read_text(encoding="utf-8"))
+    judged = {
+        "UNet": (result["pictures"], "tomesd q,k,v 0.5"),
+        "transformer": (result.get("image", {}).get("8 steps", {}), "ours q,k,v 0.5, unweighted"),
     }
+    figures: dict[str, dict[str | int, tuple[str, str]]] = {
+        model: {
+            name: (f"{row['time']:.2f}", f"{row['error'] / rows[paper]['error']:.2f}")
+            for name in PRESETS
+            if (row := rows.get(f"ours {name} {RATIO:g}")) is not None
+        }
+        for model, (rows, paper) in judged.items()
+    }
+    return {model: measured for model, measured in figures.items() if measured}
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:

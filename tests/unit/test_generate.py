@@ -79,6 +79,21 @@ def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
     assert fast.endswith(" | 0.50 | 1.50 |")
     (quality,) = (line for line in lines if line.startswith("| quality |"))
     assert quality.endswith(" | | |")
+    of_transformer = {
+        "ours q,k,v 0.5, unweighted": {"time": 0.8, "error": 0.04},
+        "ours quality 0.6": {"time": 0.7, "error": 0.02},
+    }
+    result = {"pictures": measured, "image": {"8 steps": of_transformer}}
+    generate.FIDELITY.write_text(json.dumps(result), encoding="utf-8")
+    lines = generate.files()[page].splitlines()
+    head = "| Preset | Meaning | UNet: time | UNet: change | transformer: time | "
+    assert any(line.startswith(head) for line in lines)
+    assert any(
+        line.startswith("| quality |") and line.endswith(" | | | 0.70 | 0.50 |") for line in lines
+    )
+    assert any(
+        line.startswith("| fast |") and line.endswith(" | 0.50 | 1.50 | | |") for line in lines
+    )
     del measured["ours fast 0.6"]
     generate.FIDELITY.write_text(json.dumps({"pictures": measured}), encoding="utf-8")
     assert "| Preset | Meaning |" in generate.files()[page]
