@@ -200,7 +200,6 @@ def methods_of_transformers() -> Mapping[str, Patch]:
         "ours balanced 0.6": preset("balanced"),
         "ours fast 0.5": preset("fast", 0.5),
         "ours fast 0.6": preset("fast"),
-        "ours fast 0.5, no full step": preset("fast", 0.5, refresh_steps=0),
         "ours blocks 0.5": ours(scope="block", **window),
     }
 

@@ -296,7 +296,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
                 "that would not get faster.",
                 more="These are the ones below 256 tokens on a CPU; on a GPU below 4096, 3072 for "
                 "`window` in transformers, 2048 for `window` on Triton, or 768 in scope block and "
-                "stack of UNets (estimates).",
+                "stack (estimates).",
             ),
             Option(
                 name="proportional_attn",

@@ -141,7 +141,8 @@ def test_judges_of_transformers_find_no_error_in_the_plain_model(
     assert shown.shape == (5, 3, *frames, 16, 16)
     assert (plain["error"], plain["ssim"], plain["spectrum"]) == (0, 1, 0)
     for scope in ("module", "block", "stack"):
-        merged, _ = judge.measure(attach(judge.model, merging(strategy="window", scope=scope)))
+        config = merging(strategy="window", scope=scope, refresh_steps=4)
+        merged, _ = judge.measure(attach(judge.model, config))
         assert 0 < merged["error"] < 1
         assert ("flicker" in merged) == bool(frames)
     assert judge.seconds(judge.model) > 0

@@ -31,7 +31,9 @@ every_kind = pytest.mark.parametrize("kind", TINY)
 
 
 def keys_only(**options):
-    return merging(**{"strategy": "window", "attn_tokens": "k,v", "ratio": 0.5, **options})
+    """Settings that merge keys and values; in stack scope the whole model, but one step in four."""
+    given = {"strategy": "window", "attn_tokens": "k,v", "ratio": 0.5, "refresh_steps": 4}
+    return merging(**given | options)
 
 
 def with_override(model, override):
@@ -380,15 +382,16 @@ def test_whole_blocks_run_on_merged_tokens(models, told, kind, scope):
     shuffled = attach(model, whole, Shuffle)
     assert relative_error(sample(shuffled, tiny, size, batch=2), expected) < 1e-5
     assert "module scope in" not in told()[-1]
-    keys, merged = calls_of(model, tiny, size, whole, steps=1)
-    plain_keys, plain = calls_of(model, tiny, size, steps=1)
+    keys, merged = calls_of(model, tiny, size, whole, steps=3)
+    plain_keys, plain = calls_of(model, tiny, size, steps=3)
     # Self-attention in the blocks has fewer keys, and no other attention has.
     fewer = [
         (len(before[0]), len(after[0]))
         for before, after in zip(plain_keys, keys, strict=True)
         if before.shape != after.shape
     ]
-    assert len(fewer) == tiny.blocks
+    # In stack scope, the last step but one runs on all tokens.
+    assert len(fewer) == tiny.blocks * (3 if scope == "block" else 2)
     picture = 63 * (tiny.frames or 1)
     assert all(picture // 2 <= before - after <= picture // 2 + 8 for before, after in fewer)
     assert 1e-6 < relative_error(merged, plain) < 1
@@ -400,9 +403,9 @@ def test_whole_blocks_run_on_merged_tokens(models, told, kind, scope):
 def test_weights_count_next_to_text_in_whole_blocks(models, kind, scope):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(16, 16)
-    plain = sample(model, tiny, size, steps=1)
+    plain = sample(model, tiny, size, steps=3)
     weighed, unweighed = (
-        relative_error(sample(attach(model, config), tiny, size, steps=1), plain)
+        relative_error(sample(attach(model, config), tiny, size, steps=3), plain)
         for config in (
             keys_only(scope=scope, ratio=0.75, proportional_attn=on) for on in (True, False)
         )
@@ -412,7 +415,14 @@ def test_weights_count_next_to_text_in_whole_blocks(models, kind, scope):
 
 @pytest.mark.parametrize(
     ("options", "merged"),
-    [({}, 5), ({"denoise": 0.5}, 4), ({"start_step": 2}, 2), ({"last_step": 4}, 3)],
+    [
+        ({}, 5),
+        ({"picture": 1.0}, 5),
+        ({"picture": 1.0, "denoise": 0.5}, 4),
+        ({"denoise": 0.5}, 5),
+        ({"picture": 1.0, "start_step": 2}, 2),
+        ({"last_step": 4}, 3),
+    ],
     ids=str,
 )
 def test_one_step_in_four_and_the_first_on_a_picture_run_on_all_tokens(
@@ -421,6 +431,7 @@ def test_one_step_in_four_and_the_first_on_a_picture_run_on_all_tokens(
     tiny, model = TINY["flux"], models("flux")
     patched = attach(model, merging(**{**PRESETS["fast"].options, "ratio": 0.5}))
     sample(patched, tiny, tiny.size(8, 10), steps=6, **options)
+    # Of each run, the last step but one, and the first if it is given a picture under some noise.
     steps = 6 - options.get("start_step", 0) - (6 - options.get("last_step", 6))
     assert f", {merged}/{steps} steps, ratio 0.50, window, stack scope" in told()[-1]
 
@@ -652,3 +663,20 @@ def test_plans_that_blocks_share_are_of_their_own_ratio(models):
         assert (queries, keys.slot_count) == (None, TEXT + 64)
         queries, keys = other.call_plans(k, TEXT + 256, {})
         assert (queries.slot_count, keys.slot_count) == (TEXT + 192, TEXT + 64)
+
+
+def test_runs_without_a_step_to_merge_say_so(models, told):
+    tiny, model = TINY["flux"], models("flux")
+    plain = sample(model, tiny, tiny.size(8, 10), steps=1)
+    patched = attach(model, keys_only(scope="stack"))
+    assert torch.equal(sample(patched, tiny, tiny.size(8, 10), steps=1), plain)
+    assert "nothing merged: every step that could merge ran on all tokens" in told()[-1]
+
+
+def test_without_steps_on_all_tokens_a_stack_merges_in_its_attention(models, told):
+    tiny, model = TINY["flux"], models("flux")
+    size = tiny.size(8, 10)
+    stack, module = (keys_only(scope=scope, refresh_steps=0) for scope in ("stack", "module"))
+    merged = sample(attach(model, stack), tiny, size)
+    assert torch.equal(merged, sample(attach(model, module), tiny, size))
+    assert "module scope in 4 as this kind" in told()[0]

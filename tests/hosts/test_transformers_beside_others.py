@@ -82,7 +82,7 @@ def test_a_lossless_plan_with_another_node(models, told, case, ours_first, scope
     size = tiny.size(8, 10)
     expected = sample(other(model), tiny, size, **STEPS)
     assert relative_error(sample(model, tiny, size, **STEPS), expected) > 1e-5 or "block" in case
-    config = merging(strategy="window", attn_tokens="k,v", scope=scope)
+    config = merging(strategy="window", attn_tokens="k,v", scope=scope, refresh_steps=4)
 
     def ours(patched):
         return attach(patched, config, Shuffle)
@@ -150,7 +150,7 @@ def test_a_controlnet(models, kind, name, channels, scope):
     prompts = [conditioning(tiny, seed, control=Adds(name, 80, channels)) for seed in (5, 6)]
     expected = sample(model, tiny, size, prompts=prompts)
     assert relative_error(sample(model, tiny, size), expected) > 1e-4
-    config = merging(strategy="window", attn_tokens="k,v", scope=scope)
+    config = merging(strategy="window", attn_tokens="k,v", scope=scope, refresh_steps=4)
     shuffled = attach(model, config, Shuffle)
     assert relative_error(sample(shuffled, tiny, size, prompts=prompts), expected) < 1e-5
 

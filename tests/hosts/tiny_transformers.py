@@ -645,10 +645,12 @@ def build(tiny):
     return transformers.build(tiny.name, tiny.settings)
 
 
-def sample(model, tiny, size, *, steps=2, batch=1, cfg=4.0, seed=1, prompts=None, **options):
-    """Sample a latent of ``size`` from noise; without its sound."""
+def sample(
+    model, tiny, size, *, steps=2, batch=1, cfg=4.0, seed=1, prompts=None, picture=0.0, **options
+):
+    """Sample a latent of ``size``, from noise or from a ``picture`` of one value; no sound."""
     frames = () if tiny.frames is None else (tiny.frames,)
-    empty = torch.zeros(batch, tiny.channels, *frames, *size)
+    empty = torch.full((batch, tiny.channels, *frames, *size), picture)
     if tiny.sound is not None:
         empty = NestedTensor([empty, torch.zeros(batch, *tiny.sound)])
     noise = comfy.sample.prepare_noise(empty, seed)

@@ -44,19 +44,21 @@ class Whole:
 
     grid = Grid(8, 8)
 
-    def __init__(self, latent, detail, ratio=0.5, works=True, failed=False):
+    def __init__(self, latent, detail, ratio=0.5, refusal=None, failed=None):
         config = ToMeConfig(ratio=ratio, strategy="window", min_tokens=1)
         engine = make_engine(config, make_strategy, latent.device, latent.dtype)
         engine.strategy.begin(torch.tensor(1))
-        self.calls, self.works = [], works
+        self.calls, self.refusal = [], refusal
         self.model = WholeModel(0, self.grid, ratio, engine, detail, failed)
         self.denoised = self.model.run(latent, self.denoise)
 
     def denoise(self, latent):
         self.calls.append(latent)
-        if self.works and self.model.plan is not None:
+        if self.refusal is not None:
+            self.model.refuse(self.refusal)
+        elif self.model.plan is not None:
             layout = Layout(self.grid.tokens + 3, (Span(3, self.grid),))
-            self.in_sequence = self.model.plan_of(layout, 3, torch.zeros(2, 67, 1))
+            self.in_sequence, _ = self.model.plan_of(layout, 3, torch.zeros(2, 67, 1))
         return 2 * latent
 
     def means(self, latent):
@@ -71,7 +73,7 @@ class Whole:
 
 def test_tokens_of_a_slot_enter_alike_and_leave_alike_without_detail():
     latent = random_latent(2, 3, 8, 8)
-    whole = Whole(latent, Detail())
+    whole = Whole(latent, Detail(is_coarse=True))
     assert whole.model.plan.slot_count == 32
     (entered,) = whole.calls
     torch.testing.assert_close(entered, whole.means(latent))
@@ -79,7 +81,7 @@ def test_tokens_of_a_slot_enter_alike_and_leave_alike_without_detail():
 
 
 def test_the_plan_in_a_sequence_is_that_of_the_latent_and_keeps_the_rest():
-    whole = Whole(random_latent(2, 3, 8, 8), Detail())
+    whole = Whole(random_latent(2, 3, 8, 8), Detail(is_coarse=True))
     assert whole.in_sequence.slot_count == 32 + 3
     slots = whole.in_sequence.slots()
     assert slots[:, :3].tolist() == [[0, 1, 2]] * 2
@@ -97,27 +99,30 @@ def test_detail_of_the_step_on_all_tokens_is_kept():
     torch.testing.assert_close(whole.denoised, 2 * whole.means(later) + kept)
 
 
-def test_detail_of_another_shape_is_left_alone():
-    detail = Detail(denoised=torch.ones(2, 3, 4, 4), latest=torch.ones(1, 3, 8, 8))
+@pytest.mark.parametrize("denoised", [None, torch.ones(2, 3, 4, 4)])
+def test_without_detail_of_a_picture_the_model_runs_on_all_tokens(denoised):
     latent = random_latent(2, 3, 8, 8)
+    detail = Detail(denoised=denoised, latest=torch.ones(1, 3, 8, 8))
     whole = Whole(latent, detail)
-    torch.testing.assert_close(whole.denoised, 2 * whole.means(latent))
+    assert torch.equal(whole.denoised, 2 * latent) and torch.equal(detail.denoised, 2 * latent)
 
 
 def test_like_neighbours_of_the_latest_latent_merge():
     # The left half is flat, the right half is noise: all merging is on the left.
     latest = random_latent(2, 3, 8, 8)
     latest[..., :4] = 1
-    whole = Whole(random_latent(2, 3, 8, 8, seed=1), Detail(latest=latest), ratio=0.375)
+    whole = Whole(
+        random_latent(2, 3, 8, 8, seed=1), Detail(is_coarse=True, latest=latest), ratio=0.375
+    )
     sizes = whole.model.plan.slots().view(2, 8, 8)
     right = sizes[..., 4:].flatten(1)
     assert all(len(of_sample.unique()) == 32 for of_sample in right)
 
 
-@pytest.mark.parametrize(("works", "failed", "calls"), [(False, False, 2), (True, True, 1)])
-def test_where_no_block_can_merge_the_model_runs_on_its_latent(works, failed, calls):
-    latent, detail = random_latent(2, 3, 8, 8), Detail()
-    whole = Whole(latent, detail, works=works, failed=failed)
-    assert whole.model.failed and len(whole.calls) == calls
+@pytest.mark.parametrize(("state", "calls"), [("refusal", 2), ("failed", 1)])
+def test_where_no_block_can_merge_the_model_runs_on_its_latent(state, calls):
+    latent, detail = random_latent(2, 3, 8, 8), Detail(is_coarse=True)
+    whole = Whole(latent, detail, **{state: "that are patched"})
+    assert whole.model.failed == "that are patched" and len(whole.calls) == calls
     assert torch.equal(whole.calls[-1], latent) and torch.equal(whole.denoised, 2 * latent)
     assert detail.latest is None

@@ -11,7 +11,7 @@ from tome_nodes.core.grid import Grid
 from tome_nodes.core.input_site import InputSite, InputStack, Part
 from tome_nodes.core.layout import Layout
 from tome_nodes.core.observer import Observer
-from tome_nodes.core.refresh import FADING
+from tome_nodes.core.refresh import FADING, Details
 from tome_nodes.core.run import Run
 from tome_nodes.core.schedule import Moment
 from tome_nodes.core.site import Family
@@ -232,3 +232,34 @@ def test_each_part_keeps_its_own_detail_and_only_some_do():
     for (change, result), share in zip(evaluations[2 * 20 : 3 * 20], shares, strict=True):
         plan = result.merged[0].plan
         torch.testing.assert_close(change, with_fewer_details(plain, plan, share))
+
+
+def test_detail_does_not_grow_where_steps_are_counted_down():
+    moments = [replace(moment, from_noise=False) for moment in steps_of(6)[::-1]]
+    plain, evaluations = refreshed(moments, ratio=0.5, refresh_steps=4)
+    # Two steps of the six are full, the last but one and the first; one step lies between.
+    change, result = evaluations[2]
+    expected = with_fewer_details(plain, result.merged[0].plan, FADING)
+    torch.testing.assert_close(change, expected)
+
+
+@pytest.mark.parametrize(
+    ("moment", "is_coarse"),
+    [
+        (Moment(0, 0.0, 0, "a", True, steps_left=3), True),
+        (Moment(0, 0.0, 0, "a", True), True),
+        (Moment(1, 0.0, 0, "a", True, steps_left=2), False),
+        (Moment(0, 0.0, 0, "a", True, steps_left=1), False),
+        (Moment(0, 0.0, 0, "a", True, steps_left=3, from_noise=False), False),
+    ],
+)
+def test_only_parts_that_begin_as_noise_and_get_a_full_step_may_lack_detail(moment, is_coarse):
+    details = Details(ToMeConfig(scope="stack", refresh_steps=4))
+    assert details.at(moment, torch.device("cpu")).is_coarse == is_coarse
+
+
+def test_parts_of_the_step_before_are_kept_and_older_ones_dropped():
+    details = Details(ToMeConfig(scope="stack", refresh_steps=4))
+    moments = [Moment(step, 0.0, step, part, True) for step, part in enumerate("aaba")]
+    first, second, _, last = (details.at(moment, torch.device("cpu")) for moment in moments)
+    assert first is second and last is not first

@@ -164,7 +164,9 @@ class CallSite(BlockSite):
 
     def _note_block(self, forward: Forward) -> Forward:
         config = self.stack.sites.config
-        is_wide = config.scope == "block" or self.stack.sites.evaluation.whole is not None
+        model = self.stack.sites.evaluation.whole
+        failed = None if model is None else model.failed
+        is_wide = config.scope == "block" or (model is not None and failed is None)
         whole = self.whole_block() if is_wide else None
         if whole is not None and config.merge_attn:
             return self._run_whole(whole, forward)
@@ -172,7 +174,7 @@ class CallSite(BlockSite):
         def block_forward(*args: Any, **kwargs: Any) -> Any:
             # The number of tokens is not known until attention is called.
             self.notes.tokens = 0
-            self.notes.fell_back = _FALLS_BACK[config.scope]
+            self.notes.fell_back = failed or _FALLS_BACK[config.scope]
             self.notes.reason = (
                 self.attention_replaced
                 if config.merge_attn
@@ -191,6 +193,8 @@ class CallSite(BlockSite):
             self.notes.reason = self.attention_replaced
             self.notes.fell_back = self.needs_all_tokens(arguments) or _why_not(whole, arguments)
             if self.notes.fell_back is not None:
+                if self.stack.sites.evaluation.whole is not None:
+                    self.stack.sites.evaluation.whole.refuse(self.notes.fell_back)
                 return forward(*args, **kwargs)
             x, positions = arguments[whole.tokens], arguments[whole.positions]
             plan = self._plan_of_block(x)
@@ -243,7 +247,10 @@ class CallSite(BlockSite):
         self.notes.layout = worthy.key
         if whole.plan is None or layout is None or len(x) != whole.batch:
             return None
-        return whole.plan_of(worthy, whole.start_in(layout), x)
+        plan, is_new = whole.plan_of(worthy, whole.start_in(layout), x)
+        self.notes.plans_made += is_new
+        self.notes.plans_reused += not is_new
+        return plan
 
     def _positions(self, plan: Plan, positions: Tensor, along: int) -> Tensor:
         """The positions of merged tokens, each that of one of its tokens, and of what is beside."""

@@ -272,6 +272,10 @@ class InputStack(StackSite):
         """Whether nothing else runs between the blocks."""
         return True
 
+    @property
+    def keeps_detail(self) -> bool:
+        return self.runs_as_one
+
     def runs_as_one_from(self, block: InputSite, *args: Any, **kwargs: Any) -> bool:
         """Whether ``block`` is the first and all blocks can run on merged tokens."""
         return (
@@ -301,7 +305,8 @@ class InputStack(StackSite):
         detail, x = self.sites.evaluation.detail, self.tokens
         assert detail is not None and x is not None
         self.tokens = None
-        detail.changes[self.name] = y - x
+        if detail.keeps_changes:
+            detail.changes[self.name] = y - x
 
     def end(self) -> None:
         self.plan = self.tokens = self._merged = None

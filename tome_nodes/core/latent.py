@@ -17,7 +17,7 @@ from .engine import Engine
 from .grid import Grid
 from .layout import Layout, LayoutKey, Span
 from .plan import Plan, plans_of_sequence
-from .refresh import Detail
+from .refresh import Detail, fitting
 
 # The distance of neighbouring tokens in the matching, where the latent has a variance of 1. Tokens
 # merge within windows of many tokens, and a slot should not reach across one.
@@ -40,7 +40,7 @@ class WholeModel:
     Attributes:
         plan: that of the latent; None if nothing merges.
         batch: the number of samples of the latent.
-        failed: whether no block can run on merged tokens, so that nothing is merged here.
+        failed: why no block can run on merged tokens, so that nothing is merged here; else None.
     """
 
     def __init__(
@@ -50,11 +50,12 @@ class WholeModel:
         ratio: float,
         engine: Engine,
         detail: Detail,
-        failed: bool = False,
+        failed: str | None = None,
     ):
         self.plan: Plan | None = None
         self.batch = 0
         self.failed = failed
+        self._refused: str | None = None
         self._picture, self._grid = picture, grid
         self._ratio, self._engine, self._detail = ratio, engine, detail
         self._parts: list[Plan | None] = []
@@ -68,25 +69,26 @@ class WholeModel:
                 height if it is a video.
             denoise: the model; it may change its blocks' tokens by :meth:`plan_of`.
         """
-        if self.failed:
+        if self.failed is not None:
             return denoise(latent)
         detail, grid = self._detail, self._grid
         self.batch = len(latent)
-        if detail.is_full or grid.tokens < self._engine.least_tokens:
-            denoised = denoise(latent)
-        else:
-            tokens = tokens_of(latent, grid)
+        kept = fitting(detail.denoised, latent)
+        is_full = detail.is_full or (kept is None and not detail.is_coarse)
+        tokens = tokens_of(latent, grid)
+        if not is_full and grid.tokens >= self._engine.least_tokens:
             self._match(latent, tokens)
-            plan = self.plan
-            if plan is None:
-                return denoise(latent)
+        plan = self.plan
+        if plan is None:
+            denoised = detail.denoised = denoise(latent)
+        else:
             merged = plan.unmerge(plan.merge(tokens))
             denoised = denoise(latent_of(merged, latent.shape, grid))
-            if not self._plans:
-                self.plan, self.failed = None, True
+            if self._refused is not None and not self._plans:
+                self.plan, self.failed = None, self._refused
                 return denoise(latent)
+            # Without a block that ran, another node has computed the answer from the same latent.
             slots = plan.merge(tokens_of(denoised, grid))
-            kept = _fitting(detail.denoised, latent)
             if kept is None:
                 tokens = plan.unmerge(slots)
             else:
@@ -94,19 +96,24 @@ class WholeModel:
                 tokens = plan.add_change(own, plan.merge(own), slots)
             denoised = latent_of(tokens, latent.shape, grid)
         detail.latest = denoised
-        if detail.is_full:
-            detail.denoised = denoised
         return denoised
 
-    def plan_of(self, layout: Layout, start: int, tokens: Tensor) -> Plan | None:
+    def refuse(self, reason: str) -> None:
+        """Note why a block cannot run on merged tokens."""
+        self._refused = reason
+
+    def plan_of(self, layout: Layout, start: int, tokens: Tensor) -> tuple[Plan | None, bool]:
         """The plan of a sequence: that of the latent, and new ones for other pictures.
+
+        Returns it, and whether this is the first time.
 
         Args:
             layout: of the sequence.
             start: where the latent begins in it.
             tokens: ``[batch, tokens, channels]``, by which other pictures are matched.
         """
-        if layout.key not in self._plans:
+        is_new = layout.key not in self._plans
+        if is_new:
             own = iter(self._parts)
             pieces = iter(
                 [
@@ -123,7 +130,7 @@ class WholeModel:
                 return [piece]
 
             (self._plans[layout.key],) = plans_of_sequence(layout, tokens, plans_of)
-        return self._plans[layout.key]
+        return self._plans[layout.key], is_new
 
     def start_in(self, layout: Layout) -> int:
         """Where the latent begins in a sequence."""
@@ -131,7 +138,7 @@ class WholeModel:
 
     def _match(self, latent: Tensor, tokens: Tensor) -> None:
         """Make the plan of the latent by the latest denoised one, or else by places only."""
-        latest = _fitting(self._detail.latest, latent)
+        latest = fitting(self._detail.latest, latent)
 
         def plans_of(features: Tensor, grid: Grid) -> list[Plan | None]:
             made = self._engine.plans_of(features.contiguous(), grid, [self._ratio])
@@ -141,10 +148,6 @@ class WholeModel:
         layout = Layout(self._grid.tokens, (Span(0, self._grid),))
         features = _features(latest, self._grid, tokens)
         (self.plan,) = plans_of_sequence(layout, features, plans_of)
-
-
-def _fitting(kept: Tensor | None, latent: Tensor) -> Tensor | None:
-    return kept if kept is not None and kept.shape == latent.shape else None
 
 
 def tokens_of(latent: Tensor, grid: Grid) -> Tensor:

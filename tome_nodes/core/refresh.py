@@ -14,8 +14,10 @@ from ..config import ToMeConfig
 from .plan import Plan
 from .schedule import Moment
 
-# How many parts of a step keep their detail; that of a tiled picture is as large as all its tiles.
-_PARTS_KEPT = 16
+# How many parts of a step keep anything, and how many the changes of their stacks: those of a tiled
+# picture are as large as all its tiles.
+_PARTS_KEPT = 64
+_PARTS_WITH_CHANGES = 16
 
 FADING = 0.8
 """The share of a stack's detail that is still right one step later (benchmarks/FIDELITY.md)."""
@@ -29,7 +31,7 @@ def is_full(config: ToMeConfig, moment: Moment) -> bool:
     begins with a picture: noise has no detail to keep, and that of a picture must not get lost.
     """
     every = config.refresh_steps
-    if every == 0 or config.scope != "stack":
+    if every == 0:
         return False
     if moment.step == 0:
         return not moment.from_noise
@@ -43,6 +45,9 @@ class Detail:
 
     Attributes:
         is_full: whether it runs on all tokens now.
+        is_coarse: whether it began as noise, has not run on all tokens yet, and will, so that its
+            tokens need not differ within a slot.
+        keeps_changes: whether there is room for what stacks change.
         changes: what each stack changed when it last did, ``[batch, tokens, channels]``, by name.
         share: the share of the detail of these changes that is still right, a scalar.
         denoised: the denoised latent when the model last ran on all tokens.
@@ -50,10 +55,17 @@ class Detail:
     """
 
     is_full: bool = False
+    is_coarse: bool = False
+    keeps_changes: bool = True
     changes: dict[str, Tensor] = field(default_factory=dict)
     share: Tensor | None = None
     denoised: Tensor | None = None
     latest: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was kept of the last time on all tokens."""
+        return not self.changes and self.denoised is None
 
     def add_change(
         self, stack: str, plan: Plan, x: Tensor, before: Tensor, after: Tensor
@@ -62,12 +74,18 @@ class Detail:
 
         Without any that fits, the same as that.
         """
-        kept = self.changes.get(stack)
-        if self.share is None or kept is None or kept.shape != x.shape or kept.dtype != x.dtype:
+        kept = fitting(self.changes.get(stack), x)
+        if self.share is None or kept is None or kept.dtype != x.dtype:
             return plan.add_change(x, before, after)
         x = torch.addcmul(x, kept, self.share)
         before = torch.addcmul(before, plan.merge(kept), self.share)
         return plan.add_change(x, before, after)
+
+
+def fitting(kept: Tensor | None, like: Tensor) -> Tensor | None:
+    """What was kept, None if it is not of the shape and device of ``like``."""
+    fits = kept is not None and kept.shape == like.shape and kept.device == like.device
+    return kept if fits else None
 
 
 class Details:
@@ -75,35 +93,40 @@ class Details:
 
     def __init__(self, config: ToMeConfig):
         self._config = config
-        self._kept: dict[Hashable, Detail] = {}
-        self._used: set[Hashable] = set()
-        self._step = 0
-        self._full_step = 0
+        self.clear()
 
     def clear(self) -> None:
         """Drop all: another run begins."""
-        self._kept.clear()
+        self._kept: dict[Hashable, Detail] = {}
+        self._used: set[Hashable] = set()
+        self._step = -1
+        self._steps = 0
+        self._steps_when_full = 0
 
-    def at(self, moment: Moment, device: torch.device) -> Detail | None:
-        """The detail of the part that is evaluated, None if no stack runs as one."""
-        if self._config.scope != "stack":
-            return None
+    def at(self, moment: Moment, device: torch.device) -> Detail:
+        """The detail of the part that is evaluated."""
         if moment.step != self._step:
             # Windows that move are other parts in each step.
             self._kept = {part: kept for part, kept in self._kept.items() if part in self._used}
             self._used.clear()
             self._step = moment.step
+            # The numbers of steps fall where a picture is turned into noise.
+            self._steps += 1
         self._used.add(moment.part)
         detail = self._kept.get(moment.part)
         if detail is None:
-            detail = Detail()
+            has_full_step = moment.steps_left is None or moment.steps_left > 1
+            detail = Detail(
+                is_coarse=moment.step == 0 and moment.from_noise and has_full_step,
+                keeps_changes=len(self._kept) < _PARTS_WITH_CHANGES,
+            )
             if len(self._kept) < _PARTS_KEPT:
                 self._kept[moment.part] = detail
         detail.is_full = is_full(self._config, moment)
         if detail.is_full:
             detail.changes.clear()
-            self._full_step = moment.step
+            self._steps_when_full = self._steps
         elif detail.changes:
-            share = FADING ** (moment.step - self._full_step)
+            share = FADING ** (self._steps - self._steps_when_full)
             detail.share = torch.full((), share, device=device)
         return detail

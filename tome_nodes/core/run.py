@@ -19,7 +19,7 @@ from .latent import WholeModel
 from .layout import Picture
 from .observer import Evaluated, Observer, Outcome
 from .picks import step_key
-from .refresh import Details
+from .refresh import Detail, Details
 from .schedule import Moment, ratio_at
 from .site import Evaluation, Family, ModelSites, SharedPlans
 from .turns import turns_of
@@ -27,7 +27,7 @@ from .turns import turns_of
 # How many parts of a step keep their plans for the next; samplers that tile have many parts.
 _PARTS_KEPT = 64
 
-_REFRESHED = "refresh_steps has every step run on all tokens"
+_REFRESHED = "every step that could merge ran on all tokens, as refresh_steps says"
 """The reason to report if there was no other step."""
 
 
@@ -54,7 +54,7 @@ class Run:
         self._kept: dict[Hashable, SharedPlans] = {}
         self._period = 0
         self._details = Details(config)
-        self._whole_failed = False
+        self._whole_failed: str | None = None
 
     def restart(self) -> None:
         """Drop the plans and the detail of earlier steps: another sampling run begins."""
@@ -111,7 +111,8 @@ class Run:
                 outcomes = self.sites.outcomes()
                 if evaluation.whole is not None:
                     self._whole_failed = evaluation.whole.failed
-                if evaluation.detail is not None and evaluation.detail.is_full:
+                detail = evaluation.detail
+                if detail is not None and detail.is_full and not detail.is_empty:
                     obstacle = _REFRESHED
         result = Evaluated(
             moment.step,
@@ -136,11 +137,19 @@ class Run:
         for observer in self.sites.observers:
             observer.begins(moment.step)
         ratio = ratio_at(self.sites.config, moment.progress)
-        plans, detail = self._plans_for(moment), self._details.at(moment, device)
-        whole, index = None, self.sites.family.latent_among(pictures)
-        if detail is not None and index is not None:
+        plans = self._plans_for(moment)
+        config, index = self.sites.config, self.sites.family.latent_among(pictures)
+        if config.scope != "stack" or config.refresh_steps == 0:
+            return Evaluation(engine, ratio, latent, plans, None, pictures)
+        detail = whole = None
+        if index is not None:
+            detail = Detail() if self._whole_failed else self._details.at(moment, device)
+            if not self._whole_failed and detail.denoised is None and not detail.is_coarse:
+                detail.is_full = True
             grid = pictures[index].grid
             whole = WholeModel(index, grid, ratio, engine, detail, self._whole_failed)
+        elif any(stack.keeps_detail for stack in self.sites.stacks):
+            detail = self._details.at(moment, device)
         return Evaluation(engine, ratio, latent, plans, detail, pictures, whole)
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:

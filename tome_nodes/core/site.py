@@ -203,6 +203,11 @@ class StackSite:
             for index, block in enumerate(blocks)
         ]
 
+    @property
+    def keeps_detail(self) -> bool:
+        """Whether it may keep the detail of what its blocks change together."""
+        return False
+
     def overrides(self) -> list[Override]:
         """Modules, with what each of them runs instead."""
         return [override for block in self.blocks for override in block.overrides()]

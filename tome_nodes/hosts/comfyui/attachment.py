@@ -105,6 +105,14 @@ def _latent_shape(x: Tensor, conditions: dict[str, Any]) -> tuple[int, ...]:
     return tuple(packed[0] if packed else x.shape)
 
 
+def _is_empty(latent: Any) -> bool:
+    """Whether a latent holds no picture; with sound, that is the first of two."""
+    if latent is None:
+        return True
+    picture = latent.unbind()[0] if latent.is_nested else latent
+    return not picture.any()
+
+
 def _uncompiled(diffusion_model: nn.Module) -> nn.Module:
     return getattr(diffusion_model, "_orig_mod", diffusion_model)
 
@@ -136,7 +144,8 @@ class _Attachment:
         """Wrap one sampling run; at its end the host drops its model options and our run."""
         sampler = graph.running_node()
         self.runs.pop(sampler, None)
-        run = _SamplingRun(self)
+        latent = args[1] if len(args) > 1 else kwargs.get("latent_image")
+        run = _SamplingRun(self, _is_empty(latent))
         guider = executor.class_obj
         guider.model_options["transformer_options"][KEY] = run
         result = executor(*args, **kwargs)
@@ -204,8 +213,9 @@ class _Following:
 class _SamplingRun:
     """The state of one sampling run, which may evaluate a model and deep clones of it."""
 
-    def __init__(self, attachment: _Attachment):
+    def __init__(self, attachment: _Attachment, from_noise: bool):
         self._attachment = attachment
+        self._from_noise = from_noise
         self._config = attachment.config
         self._runs: dict[nn.Module, Run] = {}
         self._following: _Following | None = None
@@ -259,7 +269,8 @@ class _SamplingRun:
             part=self._part(options, sigma),
             is_active=sigma in NoiseRange.of(self._config, model.model_sampling.percent_to_sigma),
             steps_left=max(0, last_step - step),
-            from_noise=is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),
+            from_noise=self._from_noise
+            or is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),
         )
 
     def _run_of(self, diffusion_model: nn.Module, following: _Following) -> Run:
