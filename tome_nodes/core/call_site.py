@@ -245,7 +245,10 @@ class CallSite(BlockSite):
         """The plan for a block in a model that runs as a whole on merged tokens."""
         layout = self.layout(x.shape[1], {})
         self.notes.layout = worthy.key
-        if whole.plan is None or layout is None or len(x) != whole.batch:
+        if whole.plan is None or layout is None:
+            return None
+        if len(x) != whole.batch:
+            whole.refuse("that run on a part of the batch")
             return None
         plan, is_new = whole.plan_of(worthy, whole.start_in(layout), x)
         self.notes.plans_made += is_new
