@@ -145,14 +145,25 @@ NOT_THE_DEFAULT = {
 def test_every_option_has_an_effect_by_keyword():
     from pipelines import call, make_unet
 
-    # Frames are of video, which no UNet of diffusers makes.
-    others = {"backend", "st"}
+    # Frames are of video, which no UNet of diffusers makes; steps on all tokens are of stacks.
+    others = {"backend", "st", "refresh_steps"}
     assert {*NOT_THE_DEFAULT, *others} == {field.name for field in fields(ToMeConfig)}
     unet = make_unet()
     default = call(tome_nodes.apply_patch(unet))
     for name, value in NOT_THE_DEFAULT.items():
         tome_nodes.apply_patch(unet, **{name: value})
         assert relative_error(call(unet), default) > 1e-4, name
+
+
+def test_a_run_that_begins_half_way_begins_on_all_tokens_in_stacks():
+    from pipelines import call, make_unet
+
+    unet = make_unet()
+    plain = call(unet)
+    merged = call(tome_nodes.apply_patch(unet, scope="stack"))
+    assert relative_error(merged, plain) > 1e-4
+    refreshed = call(tome_nodes.apply_patch(unet, scope="stack", refresh_steps=4))
+    assert torch.equal(refreshed, plain)
 
 
 def test_the_backend_is_set_by_keyword(told):
