@@ -302,8 +302,8 @@ def test_the_state_of_a_run_is_dropped_with_it(sd15, monkeypatch):
     runs = []
 
     class Watched(attachment._SamplingRun):
-        def __init__(self, patched):
-            super().__init__(patched)
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
             runs.append(weakref.ref(self))
 
     monkeypatch.setattr(attachment, "_SamplingRun", Watched)
