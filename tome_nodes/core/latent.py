@@ -75,14 +75,13 @@ class WholeModel:
         self.batch = len(latent)
         kept = fitting(detail.denoised, latent)
         is_full = detail.is_full or (kept is None and not detail.is_coarse)
-        tokens = tokens_of(latent, grid)
         if not is_full and grid.tokens >= self._engine.least_tokens:
-            self._match(latent, tokens)
+            self._match(latent)
         plan = self.plan
         if plan is None:
             denoised = detail.denoised = denoise(latent)
         else:
-            merged = plan.unmerge(plan.merge(tokens))
+            merged = plan.unmerge(plan.merge(tokens_of(latent, grid)))
             denoised = denoise(latent_of(merged, latent.shape, grid))
             if self._refused is not None and not self._plans:
                 self.plan, self.failed = None, self._refused
@@ -136,7 +135,7 @@ class WholeModel:
         """Where the latent begins in a sequence."""
         return layout.spans[self._picture].start
 
-    def _match(self, latent: Tensor, tokens: Tensor) -> None:
+    def _match(self, latent: Tensor) -> None:
         """Make the plan of the latent by the latest denoised one, or else by places only."""
         latest = fitting(self._detail.latest, latent)
 
@@ -146,7 +145,7 @@ class WholeModel:
             return made
 
         layout = Layout(self._grid.tokens, (Span(0, self._grid),))
-        features = _features(latest, self._grid, tokens)
+        features = _features(latest, self._grid, latent)
         (self.plan,) = plans_of_sequence(layout, features, plans_of)
 
 
@@ -158,8 +157,7 @@ def tokens_of(latent: Tensor, grid: Grid) -> Tensor:
             video. Sides that are no whole number of patches are extended.
         grid: of the tokens.
     """
-    sides, numbers = _sides(latent.shape), (grid.frames, grid.height, grid.width)
-    patch = [-(-side // number) for side, number in zip(sides, numbers, strict=True)]
+    sides, numbers, patch = _cut(latent.shape, grid)
     missing = [
         each * number - side for each, number, side in zip(patch, numbers, sides, strict=True)
     ]
@@ -174,8 +172,7 @@ def tokens_of(latent: Tensor, grid: Grid) -> Tensor:
 
 def latent_of(tokens: Tensor, shape: Sequence[int], grid: Grid) -> Tensor:
     """The latent of a shape whose tokens, as of :func:`tokens_of`, are given."""
-    sides, numbers = _sides(shape), (grid.frames, grid.height, grid.width)
-    patch = [-(-side // number) for side, number in zip(sides, numbers, strict=True)]
+    sides, numbers, patch = _cut(shape, grid)
     values = tokens.reshape(shape[0], *numbers, shape[1], *patch).permute(0, 4, 1, 5, 2, 6, 3, 7)
     extended = [each * number for each, number in zip(patch, numbers, strict=True)]
     frames, height, width = sides
@@ -183,14 +180,18 @@ def latent_of(tokens: Tensor, shape: Sequence[int], grid: Grid) -> Tensor:
     return values.reshape(shape)
 
 
-def _sides(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Frames, height and width of a latent."""
-    frames = shape[2] if len(shape) == 5 else 1
-    return frames, shape[-2], shape[-1]
+def _cut(shape: Sequence[int], grid: Grid) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Frames, height and width of a latent, of its grid, and of a patch that is one token."""
+    sides = shape[2] if len(shape) == 5 else 1, shape[-2], shape[-1]
+    numbers = grid.frames, grid.height, grid.width
+    return sides, numbers, [-(-side // number) for side, number in zip(sides, numbers, strict=True)]
 
 
 def _features(latest: Tensor | None, grid: Grid, like: Tensor) -> Tensor:
-    """What the tokens of a latent are matched by, ``[batch, tokens, channels]`` float32."""
+    """What the tokens of a latent are matched by, ``[batch, tokens, channels]`` float32.
+
+    ``like`` has their batch and device.
+    """
     places = torch.meshgrid(
         *(
             torch.arange(side, device=like.device)
