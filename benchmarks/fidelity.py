@@ -1,10 +1,11 @@
-"""Error against time saved, by three judges: features in one block, and the pictures of a trained
-UNet and of a trained transformer.
+"""Error against time saved, by trained models: features in one block of a UNet, its pictures, and
+the pictures and videos of transformers.
 
-python3 dev.py bench --fidelity [--quick] [--steps 12] [--seeds 1] [--only features pictures image]
-    [--methods NAME ...]
+python3 dev.py bench --fidelity [--quick] [--only features pictures image video]
+    [--methods NAME ...] [--repeats 3] [--seeds 1]
 
-With ``--methods``, the rows of the others stay as they are.
+With ``--quick``, the methods of the last line are taken in two rounds and nothing is kept. With
+``--only`` and ``--methods``, the other rows of the results stay as they are.
 """
 
 import argparse
@@ -12,28 +13,72 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.environment import comfyui_directory  # noqa: E402
+from benchmarks.fidelity_figures import (  # noqa: E402
+    BALANCED75,
+    DEFAULT,
+    FAST,
+    FAST_DEFAULT,
+    IN_SUMMARY,
+    JUDGES,
+    KV75,
+    PAPER,
+    PLAIN,
+    POOLED,
+    TODO,
+    TOMESD,
+)
+from benchmarks.host import use_cpu  # noqa: E402
 
-if str(comfyui_directory()) not in sys.path:
-    sys.path.insert(0, str(comfyui_directory()))
-
-from comfy.cli_args import args as host_arguments  # noqa: E402
+if TYPE_CHECKING:
+    from benchmarks.pictures import Judge
 
 RESULTS = ROOT / "benchmarks" / "results"
-TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
-DEFAULT, KV75 = "ours balanced 0.6", "ours k,v 0.75, window 4x2"
-FAST, PAPER = "ours fast 0.5", "ours q,k,v 0.5, unweighted"
+IN_SHORT = (TOMESD, DEFAULT, FAST, FAST_DEFAULT)
+"""The methods by which samplings of the UNet are compared."""
 
-IMAGES = {"8 steps": (8, 2.0), "4 steps, no guidance": (4, 1.0)}
-"""The number of steps and the guidance of each sampling of the transformer, by name."""
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a model is sampled from.
+
+    Attributes:
+        judge: the part of the results that it belongs to.
+        name: its name there.
+        steps: the number of steps.
+        guidance: the scale of guidance; 1 evaluates the model without.
+        scheduler: the host's name of the spacing of the steps; None for that of the judge.
+        methods: the names of those to judge, None for all.
+    """
+
+    judge: str
+    name: str
+    steps: int
+    guidance: float = 2.0
+    scheduler: str | None = None
+    methods: Sequence[str] | None = None
+
+
+SAMPLINGS = (
+    Sampling("pictures", "12 steps", 12),
+    Sampling("pictures", "12 even steps", 12, scheduler="sgm_uniform", methods=IN_SHORT),
+    Sampling("pictures", "8 steps, no guidance", 8, 1.0, methods=IN_SHORT),
+    Sampling("pictures", "4 steps, no guidance", 4, 1.0, methods=IN_SHORT),
+    Sampling("image", "8 steps", 8),
+    Sampling("image", "8 steps, no guidance", 8, 1.0),
+    Sampling("image", "4 steps, no guidance", 4, 1.0),
+    Sampling("video", "8 steps", 8),
+    Sampling("video", "8 steps, no guidance", 8, 1.0),
+    Sampling("video", "4 steps, no guidance", 4, 1.0),
+)
 
 Patch = Callable[[Any], Any]
 """Makes a patched clone of a model."""
@@ -42,83 +87,74 @@ Patch = Callable[[Any], Any]
 def main() -> None:
     """Run the judges that the command line asks for."""
     arguments = _arguments()
-    host_arguments.cpu = arguments.device == "cpu"
-    host_arguments.use_pytorch_cross_attention = True
+    if arguments.device == "cpu":
+        use_cpu()
 
     from benchmarks import fidelity_figures
     from benchmarks.machine import origin
 
+    path = RESULTS / "fidelity.json"
+    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if arguments.quick:
+        result = {}
+    every = {"features": methods(), "pictures": methods()}
+    every |= dict.fromkeys(("image", "video"), methods_of_transformers())
+    names = IN_SUMMARY if arguments.quick else arguments.methods
+    known = {name for each in every.values() for name in each}
+    if unknown := set(names or ()) - known:
+        raise SystemExit(f"--methods has {sorted(unknown)}; there are {', '.join(sorted(known))}")
     taken = origin(arguments.device, "--fidelity")
     taken["machine"] = taken["machine"]["description"]
-    path = RESULTS / "fidelity.json"
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {}
-    if path.exists():
-        result = json.loads(path.read_text(encoding="utf-8"))
-    chosen = methods()
-    if arguments.methods:
-        every = [*chosen, *(name for name in methods_of_transformers() if name not in chosen)]
-        if unknown := set(arguments.methods) - set(every):
-            raise SystemExit(f"--methods has {sorted(unknown)}; there are {', '.join(every)}")
-        chosen = {name: patch for name, patch in chosen.items() if name in arguments.methods}
-        kept = [
-            each
-            for each in result.get("later", [])
-            if not set(each["methods"]) <= set(arguments.methods)
-        ]
-        result["later"] = [*kept, taken | {"methods": arguments.methods}]
-    else:
-        result |= {**taken, "later": []}
     repeats = 2 if arguments.quick else arguments.repeats
-    if "features" in arguments.only and chosen:
-        figures = judge_features(chosen, repeats)
-        print(fidelity_figures.features_table(figures), flush=True)
-        result["features"] = {**(result["features"] if arguments.methods else {}), **figures}
-        if not arguments.methods:
-            result["bias"] = bias_costs(3 if arguments.quick else 15)
-    if "image" in arguments.only:
-        of_transformer = {
+    shown: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def chosen(judge: str, only: Sequence[str] | None = None) -> dict[str, Patch]:
+        return {
             name: patch
-            for name, patch in methods_of_transformers().items()
-            if not arguments.methods or name in arguments.methods
+            for name, patch in every[judge].items()
+            if (names is None or name in names) and (only is None or name in only)
         }
-        samplings = list(IMAGES)[:1] if arguments.quick else list(IMAGES)
-        images, shown = judge_images(of_transformer, samplings, arguments.seeds, min(repeats, 3))
-        kept = result.get("image", {}) if arguments.methods else {}
-        result["image"] = {
-            sampling: {**kept.get(sampling, {}), **figures} for sampling, figures in images.items()
-        }
-        for sampling, figures in images.items():
-            print(fidelity_figures.pictures_table(figures, sampling), flush=True)
-            strips = RESULTS / f"fidelity-image-{sampling.split()[0]}.png"
-            fidelity_figures.strips(shown[sampling], list(result["image"][sampling]), strips)
-    if "pictures" in arguments.only and chosen:
-        steps = 3 if arguments.quick else arguments.steps
-        figures, pictures = judge_pictures(chosen, steps, arguments.seeds, repeats)
-        print(fidelity_figures.pictures_table(figures), flush=True)
-        result["pictures"] = {**(result["pictures"] if arguments.methods else {}), **figures}
-        strips = RESULTS / "fidelity-strips.png"
-        fidelity_figures.strips(pictures, list(result["pictures"]), strips)
-    text = json.dumps(result, indent=1) + "\n"
-    path.write_text(text, encoding="utf-8")
-    # The noise levels of earlier rows are strings.
-    result = json.loads(text)
-    fidelity_figures.plot(result, RESULTS / "fidelity.png")
-    names = (DEFAULT, KV75, TOMESD, TODO, FAST, PAPER)
-    summary = fidelity_figures.summary(result, *names, speed_up=fast_speed_up())
-    text = fidelity_figures.markdown(result, summary)
-    (RESULTS / "fidelity.md").write_text(text, encoding="utf-8")
+
+    def keep(place: dict[str, Any], rows: dict[str, Any]) -> None:
+        place |= {name: row | {"origin": taken} for name, row in rows.items()}
+
+    if "features" in arguments.only and chosen("features"):
+        rows = judge_features(chosen("features"), max(repeats, 5))
+        print(fidelity_figures.features_table(rows), flush=True)
+        keep(result.setdefault("features", {}), rows)
+        result["bias"] = bias_costs(3 if arguments.quick else 15)
+    for sampling in SAMPLINGS:
+        patches = chosen(sampling.judge, sampling.methods)
+        is_left_out = arguments.quick and sampling.methods is not None
+        if sampling.judge in arguments.only and patches and not is_left_out:
+            print(f"{sampling.judge}, {sampling.name}", flush=True)
+            judge = judge_of(sampling, arguments.seeds)
+            rows, pictures = judged(judge, patches, repeats)
+            print(fidelity_figures.pictures_table(rows, sampling.name), flush=True)
+            keep(result.setdefault(sampling.judge, {}).setdefault(sampling.name, {}), rows)
+            shown[sampling.judge, sampling.name] = pictures
+    # Rows that were read have strings for noise levels.
+    result = json.loads(json.dumps(result))
+    summary = fidelity_figures.summary(result, speed_ups())
+    if not arguments.quick:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        for (of, name), pictures in shown.items():
+            sheet = RESULTS / fidelity_figures.sheet_name(of, name)
+            fidelity_figures.strips(pictures, list(result[of][name]), sheet)
+        fidelity_figures.plot(result, RESULTS / "fidelity.png")
+        page = fidelity_figures.markdown(result, summary)
+        (RESULTS / "fidelity.md").write_text(page, encoding="utf-8")
     print(summary)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --fidelity", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few repeats and sampling steps")
+    parser.add_argument("--quick", action="store_true", help="print the main methods, keep nothing")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--repeats", type=int, default=5, help="timed rounds")
-    parser.add_argument("--steps", type=int, default=12, help="sampling steps of a picture")
+    parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
     parser.add_argument("--seeds", type=int, default=1, help="pictures of each photo")
-    judges = ("features", "pictures", "image")
+    judges = ("features", *JUDGES)
     parser.add_argument("--only", nargs="+", choices=judges, default=judges)
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="take only these again")
     return parser.parse_args()
@@ -165,7 +201,7 @@ def methods() -> Mapping[str, Patch]:
         "HyperTile": node(
             nodes_hypertile, tile_size=256, swap_size=2, max_depth=0, scale_depth=False
         ),
-        "ours q,k,v 0.5, unweighted": ours(**as_published),
+        PAPER: ours(**as_published),
         "ours q,k,v 0.5": ours(),
         "ours q,k,v 0.5, window": ours(**window),
         "ours q,k,v 0.75, window": ours(ratio=0.75, **window),
@@ -173,33 +209,35 @@ def methods() -> Mapping[str, Patch]:
         "ours k,v 0.5, unweighted": ours(**keys, **as_published),
         "ours k,v 0.5": ours(**keys),
         "ours k,v 0.75": ours(ratio=0.75, **keys),
-        "ours k,v pooled 0.75": ours(ratio=0.75, strategy="pool", **keys),
+        POOLED: ours(ratio=0.75, strategy="pool", **keys),
         "ours k,v 0.5, window 4x2": ours(**wide),
         KV75: ours(ratio=0.75, **wide),
         "ours k,v 0.78, window 4x2": ours(ratio=0.78, **wide),
         "ours quality 0.6": preset("quality"),
         "ours quality 0.75": preset("quality", 0.75),
         DEFAULT: preset("balanced"),
-        "ours balanced 0.75": preset("balanced", 0.75),
+        BALANCED75: preset("balanced", 0.75),
         "ours balanced 0.6, one plan": preset("balanced", reuse_steps=1),
         "ours balanced 0.6, MLP too": preset("balanced", merge_mlp=True),
-        "ours fast 0.5": preset("fast", 0.5),
-        "ours fast 0.6": preset("fast"),
+        FAST: preset("fast", 0.5),
+        FAST_DEFAULT: preset("fast"),
         "ours fast 0.6, no full step": preset("fast", refresh_steps=0),
         "ours paper 0.6": preset("paper"),
     }
 
 
 def methods_of_transformers() -> Mapping[str, Patch]:
-    """As :func:`methods`, for the transformer; no other node merges in one."""
+    """As :func:`methods`, for the transformers; no other node merges in one."""
     window = {"strategy": "window"}
     return {
         PAPER: ours(proportional_attn=False),
         "ours q,k,v 0.5, window": ours(**window),
+        POOLED: ours(ratio=0.75, strategy="pool", attn_tokens="k,v"),
         "ours quality 0.6": preset("quality"),
-        "ours balanced 0.6": preset("balanced"),
-        "ours fast 0.5": preset("fast", 0.5),
-        "ours fast 0.6": preset("fast"),
+        DEFAULT: preset("balanced"),
+        BALANCED75: preset("balanced", 0.75),
+        FAST: preset("fast", 0.5),
+        FAST_DEFAULT: preset("fast"),
         "ours blocks 0.5": ours(scope="block", **window),
     }
 
@@ -208,11 +246,12 @@ ONLY_OF_RUNS = frozenset({"ours balanced 0.6, one plan", "ours fast 0.6, no full
 """Methods that differ from another one only in a run of a model of several blocks."""
 
 
-def judge_features(methods: Mapping[str, Callable[[Any], Any]], repeats: int) -> dict[str, Any]:
+def judge_features(methods: Mapping[str, Patch], repeats: int) -> dict[str, Any]:
     """Errors of every method at every noise level, and its time as a share of the plain block's."""
     import torch
 
     from benchmarks.features import FeatureJudge
+    from benchmarks.rounds import interleaved
 
     with torch.no_grad():
         judge = FeatureJudge()
@@ -223,88 +262,69 @@ def judge_features(methods: Mapping[str, Callable[[Any], Any]], repeats: int) ->
         for name, levels in errors.items():
             if not all(places["block"] > 0 for places in levels.values()):
                 raise ValueError(f"{name} changed nothing")
-        shares = time_shares(judge.seconds, {"plain": judge.model, **patched}, repeats)
+        models = {PLAIN: judge.model, **patched}
+        runs = {name: partial(judge.seconds, model) for name, model in models.items()}
+        shares = time_shares(interleaved(runs, repeats))
     return {name: {"errors": errors[name], **shares[name]} for name in patched}
 
 
-def time_shares(
-    seconds: Callable[[Any], float], models: Mapping[str, Any], repeats: int
-) -> dict[str, dict[str, Any]]:
-    """Time over that of ``plain`` in the same round: its median and quartiles over the rounds."""
+def time_shares(taken: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """Time over that of the plain model in the same round: median and quartiles over the rounds."""
     from benchmarks.figures import spread
-    from benchmarks.rounds import interleaved
 
-    runs = {name: (lambda model=model: seconds(model)) for name, model in models.items()}
-    taken = interleaved(runs, repeats)
     shares = {}
     for name, each in taken.items():
-        ratios = [own / plain for own, plain in zip(each, taken["plain"], strict=True)]
+        ratios = [own / plain for own, plain in zip(each, taken[PLAIN], strict=True)]
         low, median, high = spread(ratios)
         shares[name] = {"time": median, "quartiles": [low, high]}
     return shares
 
 
-def judge_pictures(
-    methods: Mapping[str, Patch], steps: int, seeds: int, repeats: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Figures and pictures of every method, by the UNet."""
+def judge_of(sampling: Sampling, seeds: int) -> "Judge":
+    """The judge of a sampling."""
+    from benchmarks.judges import PictureTransformerJudge, VideoTransformerJudge
     from benchmarks.pictures import PictureJudge
 
-    return _painted(PictureJudge(steps, seeds), methods, repeats)
+    judges = {
+        "pictures": PictureJudge,
+        "image": PictureTransformerJudge,
+        "video": VideoTransformerJudge,
+    }
+    return judges[sampling.judge](sampling.steps, seeds, sampling.guidance, sampling.scheduler)
 
 
-def judge_images(
-    methods: Mapping[str, Patch], samplings: Sequence[str], seeds: int, repeats: int
+def judged(
+    judge: "Judge", methods: Mapping[str, Patch], repeats: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Figures and pictures of every method, by the transformer, in each sampling of IMAGES."""
-    from benchmarks.judges import PictureTransformerJudge
+    """Figures and pictures of every method by a judge, those of the plain model first.
 
-    figures, pictures = {}, {}
-    for sampling in samplings:
-        print(sampling, flush=True)
-        steps, guidance = IMAGES[sampling]
-        judge = PictureTransformerJudge(steps, seeds, guidance)
-        figures[sampling], pictures[sampling] = _painted(judge, methods, repeats)
-    return figures, pictures
+    The time is that of all evaluations of a run.
+    """
+    from benchmarks.rounds import interleaved
 
+    models = {PLAIN: judge.model, **{name: patch(judge.model) for name, patch in methods.items()}}
+    pictures: dict[str, Any] = {}
 
-def _painted(
-    judge: Any, methods: Mapping[str, Patch], repeats: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Figures and pictures of every method, those of the plain model first."""
-    plain, pictures = judge.measure(judge.model)
-    figures, shown = {"plain": plain}, {"plain": pictures}
-    patched = {name: patch(judge.model) for name, patch in methods.items()}
-    merging = {"plain": 0.0}
-    for name, model in patched.items():
-        figures[name], shown[name] = judge.measure(model)
-        if figures[name]["error"] == 0:
-            raise ValueError(f"{name} changed nothing")
-        merging[name] = _share_of_steps(model)
-        print(f"  {name}: {figures[name]['error']:.4f}", flush=True)
-    shares = time_shares(judge.seconds, {"plain": judge.model, **patched}, repeats)
-    for name, share in shares.items():
-        # The one step that is timed merges; some of a run do not.
-        own = merging[name]
-        share["time"] = own * share["time"] + 1 - own
-        share["quartiles"] = [own * each + 1 - own for each in share["quartiles"]]
-        figures[name] |= share
-    return figures, shown
+    def seconds(name: str) -> float:
+        is_first = name not in pictures
+        pictures[name], taken = judge.paint(models[name])
+        if is_first:
+            error = judge.figures(pictures[name])["error"]
+            if error == 0 and name != PLAIN:
+                raise ValueError(f"{name} changed nothing")
+            print(f"  {name}: {error:.4f} in {sum(taken):.1f} s", flush=True)
+        return sum(taken)
+
+    taken = interleaved({name: partial(seconds, name) for name in models}, repeats)
+    shares = time_shares(taken)
+    return {name: judge.figures(pictures[name]) | shares[name] for name in models}, pictures
 
 
-def _share_of_steps(model: Any) -> float:
-    """The share of the steps of the last run that merged; all of those of other nodes do."""
-    from tome_nodes.hosts.comfyui.attachment import last_run
+def speed_ups() -> dict[str, float]:
+    """How many times faster preset fast runs transformers of published widths, by judge.
 
-    run = last_run(model)
-    return 1.0 if run is None else run.counts.merged_steps / run.counts.total_steps
-
-
-def fast_speed_up() -> float:
-    """How many times faster preset fast runs transformers of published widths, by their blocks.
-
-    The least of the models of 1024x1024 pixels that ``dev.py bench --transformers`` has timed, at a
-    ratio of 0.5, in runs of :data:`IMAGES`.
+    The least of the models that ``dev.py bench --transformers`` has timed by their blocks, at a
+    ratio of 0.5 and of so many tokens, in runs of :data:`SAMPLINGS`.
     """
     from tome_nodes.config import ToMeConfig
     from tome_nodes.core.refresh import is_full
@@ -313,13 +333,25 @@ def fast_speed_up() -> float:
 
     config = ToMeConfig(**settings_of("fast", {"ratio": 0.5}))
     text = (RESULTS / "transformers.json").read_text(encoding="utf-8")
-    blocks = [each for each in json.loads(text)["blocks"] if each["tokens"] == 4096]
-    times = []
-    for steps, _ in IMAGES.values():
-        moments = [Moment(step, 0.0, step, None, True, steps - 1 - step) for step in range(steps)]
-        full = sum(is_full(config, moment) for moment in moments) / steps
-        times += [full + (1 - full) / each["speed_up"]["whole block 0.5"] for each in blocks]
-    return 1 / max(times)
+    blocks = json.loads(text)["blocks"]
+    faster = {}
+    for judge, tokens in (("image", 4096), ("video", 32760)):
+        times = []
+        for steps in {sampling.steps for sampling in SAMPLINGS if sampling.judge == judge}:
+            moments = [
+                Moment(step, 0.0, step, None, True, steps - 1 - step) for step in range(steps)
+            ]
+            full = sum(is_full(config, moment) for moment in moments) / steps
+            for block in blocks:
+                if block["tokens"] == tokens:
+                    keys, whole = (
+                        block["speed_up"][name]
+                        for name in ("keys and values 0.5", "whole block 0.5")
+                    )
+                    times.append(full / keys + (1 - full) / whole)
+        if times:
+            faster[judge] = 1 / max(times)
+    return faster
 
 
 def bias_costs(repeats: int) -> dict[str, float]:

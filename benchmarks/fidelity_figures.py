@@ -1,6 +1,7 @@
 """Tables, plots and picture strips of the fidelity results."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,24 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 TIME = ("time", "quartiles")
+
+PLAIN = "plain"
+"""The name of the unpatched model in the results."""
+
+TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
+DEFAULT, KV75 = "ours balanced 0.6", "ours k,v 0.75, window 4x2"
+FAST, FAST_DEFAULT = "ours fast 0.5", "ours fast 0.6"
+PAPER, POOLED = "ours q,k,v 0.5, unweighted", "ours k,v pooled 0.75"
+BALANCED75 = "ours balanced 0.75"
+
+IN_SUMMARY = (TOMESD, TODO, DEFAULT, KV75, FAST, PAPER, POOLED, BALANCED75)
+
+JUDGES = {
+    "pictures": "Pictures of a UNet",
+    "image": "Pictures of a transformer",
+    "video": "Videos of a transformer",
+}
+"""The judges of pictures, by their part of the results."""
 
 
 def features_table(features: dict[str, Any]) -> str:
@@ -35,12 +54,16 @@ def features_table(features: dict[str, Any]) -> str:
     return grid(["one block", *(f"{place} {level}" for place, level in columns), *TIME], rows)
 
 
-def pictures_table(pictures: dict[str, Any], title: str = "pictures") -> str:
+def pictures_table(pictures: dict[str, Any], title: str) -> str:
     """Figures of the pictures, and the time of the evaluations of a run."""
-    judged = ("error", "psnr", "ssim", "spectrum", "distance")
-    columns = [column for column in judged if column in next(iter(pictures.values()))]
+    judged = ("error", "psnr", "ssim", "spectrum", "flicker", "distance")
+    columns = [column for column in judged if any(column in row for row in pictures.values())]
     rows = [
-        [name, *(f"{row[column]:.4f}" for column in columns), *_time(row)]
+        [
+            name,
+            *(f"{row[column]:.4f}" if column in row else "" for column in columns),
+            *_time(row),
+        ]
         for name, row in pictures.items()
     ]
     return grid([title, *columns, *TIME], rows)
@@ -52,37 +75,56 @@ def _time(row: Mapping[str, Any]) -> list[str]:
 
 
 def markdown(result: dict[str, Any], summary: str) -> str:
-    """The tables as a page."""
+    """The tables as a page, each with the runs that it comes from."""
     parts = [
-        f"# fidelity: `{result['command']}`",
-        f"{result['machine']}, {result['date']}. How to read this: [FIDELITY](../FIDELITY.md).",
+        "# Fidelity: `python3 dev.py bench --fidelity`",
+        "How to read this: [FIDELITY](../FIDELITY.md).",
         f"`{summary}`",
-        *(
-            f"Taken again later, with `{each['command']}` on {each['machine']}, {each['date']}: "
-            f"{', '.join(each['methods'])}."
-            for each in result.get("later", [])
-        ),
     ]
-    if "features" in result:
-        parts.append(features_table(result["features"]))
-    if "pictures" in result:
-        parts.append(pictures_table(result["pictures"]))
-    for sampling, figures in result.get("image", {}).items():
-        parts.append(pictures_table(figures, f"transformer, {sampling}"))
+    tables = [("One block of a UNet", result.get("features", {}), features_table)]
+    for judge, title in JUDGES.items():
+        for name, rows in result.get(judge, {}).items():
+            tables.append((f"{title}, {name}", rows, partial(pictures_table, title=name)))
+    for title, rows, table in tables:
+        if rows:
+            parts += [f"## {title}", table(rows), *_origins(rows)]
     parts.append("![Error against time](fidelity.png)")
-    if "pictures" in result:
-        parts.append("![Pictures of every method](fidelity-strips.png)")
-    for sampling in result.get("image", {}):
-        parts.append(
-            f"![Pictures of the transformer, {sampling}](fidelity-image-{sampling.split()[0]}.png)"
-        )
+    for judge, title in JUDGES.items():
+        parts += [
+            f"![{title}, {name}]({sheet_name(judge, name)})" for name in result.get(judge, {})
+        ]
     return "\n\n".join(parts) + "\n"
 
 
+def _origins(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Where the rows of a table come from, the run of most rows first."""
+    runs: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        origin = row["origin"]
+        run = f"`{origin['command']}`, {origin['machine']}, {origin['date']}"
+        runs.setdefault(run, []).append(name)
+    first, *others = sorted(runs, key=lambda run: -len(runs[run]))
+    return [f"{first}.", *(f"Of {', '.join(runs[run])}: {run}." for run in others)]
+
+
+def sheet_name(judge: str, sampling: str) -> str:
+    """The file with the pictures of a sampling."""
+    words = sampling.replace(",", "").split()
+    return "-".join(["fidelity", judge, *words]) + ".png"
+
+
 def strips(pictures: dict[str, Tensor], rows: list[str], path: Path) -> None:
-    """Save a row of pictures for each method; the rows without pictures stay as they are."""
-    scale, label = 2, 190
-    side = scale * next(iter(pictures.values())).shape[-1]
+    """Save a row of pictures for each method; the rows without pictures stay as they are.
+
+    Of videos, every other frame of the first two is shown.
+    """
+    label = 190
+    pictures = {
+        name: batch if batch.ndim == 4 else batch[:2, :, ::2].transpose(1, 2).flatten(0, 1)
+        for name, batch in pictures.items()
+    }
+    size = next(iter(pictures.values())).shape[-1]
+    side = size * max(2, 128 // size)
     count = min(10, len(next(iter(pictures.values()))))
     sheet = Image.new("RGB", (label + count * side, len(rows) * side), "white")
     if len(pictures) < len(rows):
@@ -100,25 +142,24 @@ def strips(pictures: dict[str, Tensor], rows: list[str], path: Path) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Plot error against time for both judges; the lower left is best."""
-    figure, axes = plt.subplots(1, 2, figsize=(15, 6.5))
-    panels: list[tuple[Any, str, dict[str, tuple[float, float]]]] = []
-    axes = list(axes)
+    """Plot error against time for each judge, in its first sampling; the lower left is best."""
+    panels: list[tuple[str, dict[str, tuple[float, float]]]] = []
     if "features" in result:
         middle = list(next(iter(result["features"].values()))["errors"])[1]
         points = {
             name: (row["time"], row["errors"][middle]["block"])
             for name, row in result["features"].items()
         }
-        panels.append((axes[len(panels)], f"update of one block, noise {middle}", points))
-    if "pictures" in result:
-        points = {
-            name: (row["time"], row["error"])
-            for name, row in result["pictures"].items()
-            if name != "plain"
-        }
-        panels.append((axes[len(panels)], "pictures of the trained denoiser", points))
-    for axis, title, points in panels:
+        panels.append((f"update of one block, noise {middle}", points))
+    for judge, title in JUDGES.items():
+        for name, rows in list(result.get(judge, {}).items())[:1]:
+            points = {
+                method: (row["time"], row["error"]) for method, row in rows.items() if row["error"]
+            }
+            panels.append((f"{title}, {name}", points))
+    figure, grid_of_axes = plt.subplots(2, 2, figsize=(15, 13))
+    axes = list(grid_of_axes.flat)
+    for axis, (title, points) in zip(axes, panels, strict=False):
         front = _front(points)
         axis.plot(*zip(*(points[name] for name in front), strict=True), color="0.8", zorder=0)
         for name, point in points.items():
@@ -130,7 +171,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for axis in axes[len(panels) :]:
         axis.remove()
     figure.tight_layout()
-    for axis, _, points in panels:
+    for axis, (_, points) in zip(axes, panels, strict=False):
         _label(axis, points)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -166,56 +207,52 @@ def _front(points: dict[str, tuple[float, float]]) -> list[str]:
     return front
 
 
-def summary(
-    result: dict[str, Any],
-    default: str,
-    kv75: str,
-    tomesd: str,
-    todo: str,
-    fast: str,
-    paper: str,
-    speed_up: float,
-) -> str:
+def summary(result: dict[str, Any], speed_ups: Mapping[str, float]) -> str:
     """The last line of the run: the worst case over noise levels, samplings and judges.
 
     Args:
         result: of the run.
-        default: the name of the preset that is the default.
-        kv75: of three quarters of the keys and values merged.
-        tomesd: of the reference implementation.
-        todo: of ToDo.
-        fast: of preset *fast*.
-        paper: of the paper's method on transformers.
-        speed_up: of preset *fast* on transformers.
+        speed_ups: of preset *fast* on transformers, by judge.
     """
     words = []
-    features, pictures = result.get("features", {}), result.get("pictures", {})
-    images = result.get("image", {}).values()
+    features = result.get("features", {})
 
-    def attention(name: str, other: str) -> float:
-        return max(
-            features[name]["errors"][level]["attention"]
-            / features[other]["errors"][level]["attention"]
-            for level in features[name]["errors"]
-        )
+    def worst(judge: str, figure: str, name: str, other: str) -> list[float]:
+        """The largest share that a figure of a method has of another's, if both were judged."""
+        shares = [
+            rows[name][figure] / rows[other][figure]
+            for rows in result.get(judge, {}).values()
+            if name in rows and other in rows
+        ]
+        return [max(shares)] if shares else []
 
-    def picture(name: str, other: str) -> float:
-        return pictures[name]["error"] / pictures[other]["error"]
+    def attention(name: str, other: str) -> list[float]:
+        if name not in features or other not in features:
+            return []
+        levels = zip(features[name]["errors"], features[other]["errors"], strict=True)
+        return [
+            max(
+                features[name]["errors"][own]["attention"]
+                / features[other]["errors"][same]["attention"]
+                for own, same in levels
+            )
+        ]
 
-    if features:
-        words.append(f"attn_error_vs_tomesd={attention(default, tomesd):.2f}")
-    if pictures:
-        words.append(f"image_error_vs_tomesd={picture(default, tomesd):.2f}")
-    against_todo = ([attention(kv75, todo)] if features else []) + (
-        [picture(kv75, todo)] if pictures else []
-    )
-    words.append(f"kv75_error_vs_todo={max(against_todo):.2f}")
-    if fast in pictures:
-        words.append(f"fast_error_vs_tomesd={picture(fast, tomesd):.2f}")
-        words.append(f"fast_time={pictures[fast]['time']:.2f}")
-    if images:
-        worst = max(figures[fast]["error"] / figures[paper]["error"] for figures in images)
-        words.append(f"dit_fast_speedup={speed_up:.2f} dit_fast_error_vs_paper={worst:.2f}")
+    for word, shares in {
+        "attn_error_vs_tomesd": attention(DEFAULT, TOMESD),
+        "image_error_vs_tomesd": worst("pictures", "error", DEFAULT, TOMESD),
+        "kv75_error_vs_todo": attention(KV75, TODO) + worst("pictures", "error", KV75, TODO),
+        "fast_error_vs_tomesd": worst("pictures", "error", FAST, TOMESD),
+        "fast_time": worst("pictures", "time", FAST, PLAIN),
+        "dit_fast_speedup": [speed_ups["image"]] if "image" in speed_ups else [],
+        "dit_fast_error_vs_paper": worst("image", "error", FAST, PAPER),
+        "video_kv_error_vs_pool": worst("video", "error", BALANCED75, POOLED),
+        "video_fast_speedup": [speed_ups["video"]] if "video" in speed_ups else [],
+        "video_fast_error_vs_pool": worst("video", "error", FAST, POOLED),
+        "video_flicker": worst("video", "flicker", FAST, POOLED),
+    }.items():
+        if shares:
+            words.append(f"{word}={max(shares):.2f}")
     if "bias" in result:
         words.append(f"bias_cost={max(result['bias'].values()):.3f}")
     return "summary: " + " ".join(words)

@@ -14,12 +14,11 @@ class PictureTransformerJudge(Judge):
 
     sampler, scheduler = "euler", "simple"
 
-    def __init__(self, steps: int, seeds: int, guidance: float = 2.0):
-        self.guidance = guidance
+    def __init__(self, steps: int, seeds: int, guidance: float = 2.0, scheduler: str | None = None):
         count = len(denoiser.NAMES) * seeds
         side = picture_transformer.SIDE
         self.crops = denoiser.held_out_crops(count, picture_transformer.SHORT_SIDE, side)
-        super().__init__(picture_transformer.load(), steps, seeds)
+        super().__init__(picture_transformer.load(), steps, seeds, guidance, scheduler)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Crops of all photos."""
@@ -31,12 +30,12 @@ class VideoTransformerJudge(Judge):
 
     sampler, scheduler = "euler", "simple"
 
-    def __init__(self, steps: int, seeds: int):
+    def __init__(self, steps: int, seeds: int, guidance: float = 2.0, scheduler: str | None = None):
         self.clips = video_transformer.judged_clips()
         photos = video_transformer.Photos()
         rendered = [photos.render(clip, video_transformer.SIDE) for clip in self.clips]
         self.places = torch.stack([places for _, places in rendered])
-        super().__init__(video_transformer.load(), steps, seeds)
+        super().__init__(video_transformer.load(), steps, seeds, guidance, scheduler)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """One clip over each photo."""

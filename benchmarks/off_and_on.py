@@ -3,15 +3,16 @@
 python3 dev.py bench --picture [--model unet] [--ratio 0.6] [--presets balanced fast]
     [--repeats 3]
 
-It writes web/docs/off-and-on.jpg, which the README shows, or with --model transformer
-off-and-on-transformer.jpg, which the help page shows, and prints a caption. The models are the
-trained ones of `dev.py bench --fidelity`, since random weights paint noise.
+It writes web/docs/off-and-on.jpg, which the README shows, or with --model transformer or video
+off-and-on-transformer.jpg or off-and-on-video.jpg, which the help page shows, and prints a caption.
+The models are the trained ones of `dev.py bench --fidelity`, since random weights paint noise.
 """
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,16 @@ if str(comfyui_directory()) not in sys.path:
 from comfy.cli_args import args as host_arguments  # noqa: E402
 
 DOCS = ROOT / "web" / "docs"
-PICTURES = {"unet": "off-and-on.jpg", "transformer": "off-and-on-transformer.jpg"}
+PICTURES = {
+    "unet": "off-and-on.jpg",
+    "transformer": "off-and-on-transformer.jpg",
+    "video": "off-and-on-video.jpg",
+}
 OFF = "off"
 SHOWN = ("astronaut", "flower")
 """The photos whose crops are shown; the seconds are those of all five together."""
+FRAMES = (2, 6)
+"""The frames of a video that are shown."""
 SIDE, MARGIN, CAPTION = 320, 12, 52
 PAPER, INK, MUTED = "#16181d", "#eef0f4", "#969ca8"
 
@@ -41,15 +48,19 @@ def main() -> None:
     host_arguments.use_pytorch_cross_attention = True
 
     from benchmarks import denoiser
-    from benchmarks.judges import PictureTransformerJudge
+    from benchmarks.judges import PictureTransformerJudge, VideoTransformerJudge
     from benchmarks.machine import machine
     from benchmarks.pictures import Judge, PictureJudge
     from tome_nodes.config import ToMeConfig
     from tome_nodes.hosts.comfyui.attachment import attach
     from tome_nodes.presets import settings_of
 
-    is_unet = arguments.model == "unet"
-    judge: Judge = PictureJudge(12, 1) if is_unet else PictureTransformerJudge(8, 1)
+    judges: dict[str, Callable[[], Judge]] = {
+        "unet": partial(PictureJudge, 12, 1),
+        "transformer": partial(PictureTransformerJudge, 8, 1),
+        "video": partial(VideoTransformerJudge, 8, 1),
+    }
+    judge = judges[arguments.model]()
     models = {OFF: judge.model}
     for name in arguments.presets:
         config = ToMeConfig(**settings_of(name, {"ratio": arguments.ratio}))
@@ -64,11 +75,12 @@ def main() -> None:
     # As in the demo, the fastest run: other processes only ever add to a time.
     fastest = {name: min(taken) for name, taken in seconds.items()}
     rows = [denoiser.NAMES.index(name) for name in SHOWN]
-    columns = {name: [_pixels(painted[name][row]) for row in rows] for name in models}
+    columns = {name: [_pixels(each) for each in _shown(painted[name], rows)] for name in models}
     _sheet(columns, fastest).save(DOCS / PICTURES[arguments.model], quality=90)
     command = " ".join(["python3 dev.py bench --picture", *sys.argv[1:]])
+    kind = "videos" if arguments.model == "video" else "pictures"
     print(
-        f"Seconds per step of {len(denoiser.NAMES)} pictures in {judge.steps} steps, the fastest "
+        f"Seconds per step of {len(denoiser.NAMES)} {kind} in {judge.steps} steps, the fastest "
         f"of {arguments.repeats} runs: "
         + ", ".join(f"{name} {each:.2f}" for name, each in fastest.items())
         + f". `{command}`, {machine(arguments.device)['description']}, {date.today().isoformat()}"
@@ -83,6 +95,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=PICTURES, default="unet")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
     return parser.parse_args()
+
+
+def _shown(pictures: Any, rows: Sequence[int]) -> list[Any]:
+    """The pictures in some rows; of videos, some frames of the first of these."""
+    if pictures.ndim == 4:
+        return [pictures[row] for row in rows]
+    return [pictures[rows[0], :, frame] for frame in FRAMES]
 
 
 def _pixels(picture: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import comfy.sample
 import numpy as np
@@ -28,11 +28,20 @@ class Judge:
         expected: its pictures, see :meth:`pictures`.
     """
 
-    guidance = 2.0
-    sampler, scheduler = "dpmpp_2m", "karras"
+    sampler: ClassVar[str] = "dpmpp_2m"
+    scheduler = "karras"
 
-    def __init__(self, model: ModelPatcher, steps: int, seeds: int):
-        self.steps, self.seeds = steps, seeds
+    def __init__(
+        self,
+        model: ModelPatcher,
+        steps: int,
+        seeds: int,
+        guidance: float = 2.0,
+        scheduler: str | None = None,
+    ):
+        self.steps, self.seeds, self.guidance = steps, seeds, guidance
+        if scheduler is not None:
+            self.scheduler = scheduler
         self._taken: list[float] = []
         self.model = model
         # The first of the wrappers, so that those of the methods are inside.
@@ -51,15 +60,15 @@ class Judge:
 
     def pictures(self, patched: ModelPatcher) -> Tensor:
         """``[pictures, 3, height, width]`` from 0 to 1; videos have frames before the height."""
-        batches = [self._sample(patched, self.steps, seed) for seed in range(self.seeds)]
+        batches = [self._sample(patched, seed) for seed in range(self.seeds)]
         return denoiser.to_pixels(torch.cat(batches))
 
-    def _sample(self, patched: ModelPatcher, steps: int, seed: int = 0) -> Tensor:
+    def _sample(self, patched: ModelPatcher, seed: int) -> Tensor:
         empty, prompts, others = self.batch(seed)
         return comfy.sample.sample(
             patched,
             comfy.sample.prepare_noise(empty, seed),
-            steps,
+            self.steps,
             self.guidance,
             self.sampler,
             self.scheduler,
@@ -75,12 +84,6 @@ class Judge:
         self._taken.clear()
         pictures = self.pictures(patched)
         return pictures, [*self._taken]
-
-    def seconds(self, patched: ModelPatcher) -> float:
-        """Seconds of an evaluation: cond and uncond of one batch."""
-        self._taken.clear()
-        self._sample(patched, 1)
-        return self._taken[0]
 
     def measure(self, patched: ModelPatcher) -> tuple[dict[str, float], Tensor]:
         """The figures of a method by name, and its pictures."""
@@ -121,12 +124,12 @@ class Judge:
 class PictureJudge(Judge):
     """The judge whose model is the UNet of :mod:`benchmarks.denoiser`."""
 
-    def __init__(self, steps: int, seeds: int):
+    def __init__(self, steps: int, seeds: int, guidance: float = 2.0, scheduler: str | None = None):
         self.crops = denoiser.held_out_crops(len(denoiser.NAMES) * seeds)
         photos = {name: photo(name, denoiser.SHORT_SIDE) for name in denoiser.NAMES}
         held_out = denoiser.held_out_crops(100)
         self.real = torch.stack([crop.of(photos[crop.photo]) for crop in held_out])
-        super().__init__(denoiser.load(), steps, seeds)
+        super().__init__(denoiser.load(), steps, seeds, guidance, scheduler)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Crops of all photos."""

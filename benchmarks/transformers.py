@@ -213,6 +213,26 @@ MODELS = (
         {"480p, 81 frames": 32760, "720p, 81 frames": 75600},
     ),
     Model(
+        "Wan 1.3B",
+        "WAN21_T2V",
+        {
+            "image_model": "wan2.1",
+            "model_type": "t2v",
+            "dim": 1536,
+            "ffn_dim": 8960,
+            "text_dim": 64,
+            "num_heads": 12,
+            "num_layers": 1,
+            "in_dim": 16,
+        },
+        (16, 21, 60, 104),
+        64,
+        {},
+        1536,
+        4 + 2 + 2 * 5.83,
+        {"480p, 81 frames": 32760},
+    ),
+    Model(
         "HunyuanVideo",
         "HunyuanVideo",
         {
@@ -253,23 +273,33 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="short sequences, about a minute")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
     parser.add_argument("--name", help="of the files of results")
+    names = [model.name for model in MODELS]
+    parser.add_argument(
+        "--models", nargs="+", choices=names, help="take only the blocks of these again"
+    )
     arguments = parser.parse_args()
     if arguments.repeats < 1:
         parser.error("--repeats is not allowed to be below 1")
     name = arguments.name or ("transformers-quick" if arguments.quick else "transformers")
-    result: dict[str, Any] = {
-        **origin("cpu", "--transformers"),
-        "attention": [],
-        "blocks": [],
-    }
-    for length in QUICK_LENGTHS if arguments.quick else LENGTHS:
-        row = attention(length, arguments.repeats)
-        result["attention"].append(row)
-        print(attention_line(row), flush=True)
-        write(result, name)
+    taken = origin("cpu", "--transformers")
+    if arguments.models:
+        text = (RESULTS / f"{name}.json").read_text(encoding="utf-8")
+        result: dict[str, Any] = json.loads(text)
+    else:
+        result = {**taken, "attention": [], "blocks": []}
+        for length in QUICK_LENGTHS if arguments.quick else LENGTHS:
+            row = attention(length, arguments.repeats)
+            result["attention"].append(row)
+            print(attention_line(row), flush=True)
+            write(result, name)
     for model in MODELS:
+        if arguments.models and model.name not in arguments.models:
+            continue
         row = block(model, arguments.repeats, arguments.quick)
-        result["blocks"].append(row)
+        if arguments.models:
+            row["origin"] = taken
+        rows = {each["name"]: each for each in result["blocks"]} | {model.name: row}
+        result["blocks"] = [rows[each.name] for each in MODELS if each.name in rows]
         print(block_line(row), flush=True)
         write(result, name)
     print(summary(result))
@@ -484,6 +514,12 @@ def write(result: dict[str, Any], name: str) -> None:
                     f"| {row['name']} | {row['tokens']} | {way} | {row['speed_up'][way]:.2f} | "
                     f"{row['predicted'][way]:.2f} | {row['memory'][way]:.2f} |"
                 )
+        lines += [
+            f"\nTaken again: {row['name']}, with `{again['command']}`, "
+            f"{again['machine']['description']}, {again['date']}."
+            for row in result["blocks"]
+            if (again := row.get("origin"))
+        ]
         lines += [
             "",
             "Whole models, by arithmetic: the share of attention in the products of all blocks, "

@@ -31,11 +31,19 @@ TRANSLATED = ROOT / "tools" / "translated.json"
 """For each language, a digest of the English text behind each translation, by its path."""
 
 RATIO = OPTIONS["ratio"].default
+JUDGED = {
+    "UNet": ("pictures", "12 steps", "tomesd q,k,v 0.5"),
+    "transformer": ("image", "8 steps", "ours q,k,v 0.5, unweighted"),
+    "video": ("video", "8 steps", "ours q,k,v 0.5, unweighted"),
+}
+"""Where the results have each kind of model: judge, sampling, and the paper's method."""
+
 FIGURES = f"""\
 *Time* is that of all evaluations of a run of a small trained model on a CPU at `ratio` {RATIO:g},
-with 1 for the unpatched one: a UNet in 12 steps and a transformer, of Flux's class, in 8. *Change*
-is how much its pictures differ, with 1 for the paper's method at 0.5. They are to compare presets
-by, not what a large model gains on a GPU. `python3 dev.py bench --fidelity` measures them."""
+with 1 for the unpatched one: a UNet in 12 steps, a transformer of Flux's class in 8, and for video
+one of Wan's in 8. *Change* is how much its pictures differ, with 1 for the paper's method at 0.5.
+They are to compare presets by, not what a large model gains on a GPU.
+`python3 dev.py bench --fidelity` measures them."""
 """The text below the table of presets, if they were measured."""
 
 MARKED = re.compile(r"(<!-- generated: ([a-z_ ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -182,8 +190,8 @@ def _figures() -> dict[str, dict[str | int, tuple[str, str]]]:
     """The time and change of pictures for each preset measured at the default ratio, by model."""
     result = json.loads(FIDELITY.read_text(encoding="utf-8"))
     judged = {
-        "UNet": (result["pictures"], "tomesd q,k,v 0.5"),
-        "transformer": (result.get("image", {}).get("8 steps", {}), "ours q,k,v 0.5, unweighted"),
+        model: (result.get(judge, {}).get(sampling, {}), paper)
+        for model, (judge, sampling, paper) in JUDGED.items()
     }
     figures: dict[str, dict[str | int, tuple[str, str]]] = {
         model: {

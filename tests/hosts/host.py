@@ -41,10 +41,11 @@ def sample(
     cfg=4.0,
     batch=1,
     positive=None,
+    picture=0.0,
     **options,
 ):
-    """Sample noise to a latent of ``size``, without any image encoder around it."""
-    empty = torch.zeros(batch, 4, *size)
+    """Sample a latent of ``size`` from one full of ``picture``, without any image encoder."""
+    empty = torch.full((batch, 4, *size), picture)
     return comfy.sample.sample(
         model,
         comfy.sample.prepare_noise(empty, seed),

@@ -331,6 +331,22 @@ def test_an_override_of_another_node_is_run_and_comes_back(sd15):
     assert lengths == [96]
 
 
+def test_steps_on_all_tokens_merge_keys_and_values_if_these_are_to_merge(sd15, told):
+    # The only step begins with a picture, so in stack scope it runs on all tokens.
+    options = {"steps": 1, "picture": 1.0, "denoise": 0.5}
+    in_stacks = {"scope": "stack", "refresh_steps": 4}
+    keys = {"strategy": "window", "attn_tokens": "k,v"}
+    of_keys = sample(attach(sd15, merging(**keys)), **options)
+    assert torch.equal(sample(attach(sd15, merging(**keys, **in_stacks)), **options), of_keys)
+    assert "1/1 steps" in told()[-1]
+    plain = sample(sd15, **options)
+    assert not torch.equal(of_keys, plain)
+    for settings in ({"attn_tokens": "q,k,v"}, {**keys, "merge_attn": False}):
+        patched = attach(sd15, merging(**settings, **in_stacks))
+        assert torch.equal(sample(patched, **options), plain)
+        assert "every step that could merge ran on all tokens" in told()[-1]
+
+
 def test_the_same_seed_gives_the_same_image_and_another_seed_another(sd15):
     first = sample(attach(sd15, merging(seed=5)))
     assert torch.equal(sample(attach(sd15, merging(seed=5))), first)

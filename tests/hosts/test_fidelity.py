@@ -145,7 +145,6 @@ def test_judges_of_transformers_find_no_error_in_the_plain_model(
         merged, _ = judge.measure(attach(judge.model, config))
         assert 0 < merged["error"] < 1
         assert ("flicker" in merged) == bool(frames)
-    assert judge.seconds(judge.model) > 0
 
 
 def test_flicker_is_the_error_of_changes_over_that_of_frames():
@@ -171,7 +170,6 @@ def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(trainer):
     assert json.loads(json.dumps(merged)) == merged
     assert 0 < merged["error"] < 1
     assert plain["psnr"] == merged["psnr"] == pictures.MOST_PSNR
-    assert judge.seconds(judge.model) > 0
     painted, taken = judge.paint(judge.model)
     assert torch.equal(painted, shown)
     assert len(taken) == 2 and min(taken) > 0
@@ -189,7 +187,7 @@ def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
 def test_a_transformer_paints_the_photos_and_fast_stays_closer_than_the_paper():
     assert picture_transformer.WEIGHTS.stat().st_size < 12e6
     judge = judges.PictureTransformerJudge(steps=4, seeds=1, guidance=1.0)
-    names = fidelity.FAST, fidelity.PAPER
+    names = fidelity_figures.FAST, fidelity_figures.PAPER
     fast, paper = (fidelity.methods_of_transformers()[name](judge.model) for name in names)
     assert judge.measure(fast)[0]["error"] < judge.measure(paper)[0]["error"]
     whole = {name: photos.photo(name, picture_transformer.SHORT_SIDE) for name in denoiser.NAMES}
@@ -213,51 +211,88 @@ def test_the_front_is_what_no_other_point_beats_in_time_and_error():
     assert fidelity_figures._front(points) == ["fast", "best", "slow"]
 
 
-def test_the_summary_takes_the_worst_noise_level_and_judge():
+NAMES = {
+    "plain": fidelity_figures.PLAIN,
+    "ours": fidelity_figures.DEFAULT,
+    "kv": fidelity_figures.KV75,
+    "tomesd": fidelity_figures.TOMESD,
+    "todo": fidelity_figures.TODO,
+    "fast": fidelity_figures.FAST,
+    "paper": fidelity_figures.PAPER,
+    "pooled": fidelity_figures.POOLED,
+    "balanced": fidelity_figures.BALANCED75,
+}
+
+
+def test_the_summary_takes_the_worst_noise_level_sampling_and_judge():
     def block(*errors):
         levels = zip("abc", errors, strict=False)
         return {"errors": {level: {"attention": error} for level, error in levels}, "time": 1}
 
+    def rows(**errors):
+        return {NAMES[name]: {"error": error, "time": 0.5} for name, error in errors.items()}
+
+    def flickering(**errors):
+        return {name: row | {"flicker": row["error"] / 2} for name, row in rows(**errors).items()}
+
     result = {
-        "features": {"ours": block(1, 3), "theirs": block(2, 4), "kv": block(2, 1)},
-        "pictures": {name: {"error": error} for name, error in (("ours", 1), ("theirs", 5))},
+        "features": {
+            NAMES["ours"]: block(1, 3),
+            NAMES["tomesd"]: block(2, 4),
+            NAMES["todo"]: block(2, 4),
+            NAMES["kv"]: block(2, 1),
+        },
+        "pictures": {
+            "12 steps": rows(plain=1, ours=1, tomesd=5, todo=5, kv=2, fast=4),
+            "few steps": rows(plain=2, ours=1, tomesd=4, fast=3.4),
+        },
+        "image": {"8 steps": rows(fast=1, paper=2), "4 steps": rows(fast=3, paper=4)},
+        "video": {"8 steps": flickering(fast=1, pooled=2, balanced=1)},
         "bias": {"2048": 0.01, "4096": -0.02},
     }
-    result["pictures"]["kv"] = {"error": 2}
-    result["pictures"]["fast"] = {"error": 4, "time": 0.5}
-    result["image"] = {
-        "8 steps": {"fast": {"error": 1}, "paper": {"error": 2}},
-        "4 steps": {"fast": {"error": 3}, "paper": {"error": 4}},
-    }
-    names = ("ours", "kv", "theirs", "theirs", "fast", "paper")
-    assert fidelity_figures.summary(result, *names, speed_up=1.5) == (
-        "summary: attn_error_vs_tomesd=0.75 image_error_vs_tomesd=0.20 kv75_error_vs_todo=1.00 "
-        "fast_error_vs_tomesd=0.80 fast_time=0.50 dit_fast_speedup=1.50 "
-        "dit_fast_error_vs_paper=0.75 bias_cost=0.010"
+    assert fidelity_figures.summary(result, {"image": 1.5, "video": 2.5}) == (
+        "summary: attn_error_vs_tomesd=0.75 image_error_vs_tomesd=0.25 kv75_error_vs_todo=1.00 "
+        "fast_error_vs_tomesd=0.85 fast_time=1.00 dit_fast_speedup=1.50 "
+        "dit_fast_error_vs_paper=0.75 video_kv_error_vs_pool=0.50 video_fast_speedup=2.50 "
+        "video_fast_error_vs_pool=0.50 video_flicker=0.50 bias_cost=0.010"
     )
+    assert fidelity_figures.summary({}, {}) == "summary: "
 
 
-def test_the_page_shows_both_judges():
+def test_the_page_says_where_each_row_comes_from():
     row = {
         "errors": {"0.5": {"attention": 0.25, "block": 0.5}},
         "time": 0.75,
         "quartiles": [0.5, 1],
     }
-    figures = dict.fromkeys(("error", "psnr", "ssim", "spectrum", "distance"), 0.125)
+    first = {"command": "bench", "machine": "paper", "date": "2026-01-02"}
+    again = {"command": "again", "machine": "stone", "date": "2026-01-03"}
+    figures = dict.fromkeys(("error", "psnr", "ssim", "spectrum"), 0.125)
+    figures |= {"time": 1.0, "quartiles": [1, 1], "origin": first}
     result = {
-        "command": "bench",
-        "machine": "paper",
-        "date": "2026-01-02",
-        "later": [
-            {"command": "again", "machine": "stone", "date": "2026-01-03", "methods": ["ours"]}
-        ],
-        "features": {"ours": row},
-        "pictures": {"plain": {**figures, "time": 1.0, "quartiles": [1, 1]}},
+        "features": {"ours": row | {"origin": first}},
+        "pictures": {"12 steps": {"plain": figures | {"distance": 0.125}}},
+        "video": {
+            "4 steps": {
+                "plain": figures,
+                "ours": figures,
+                "theirs": figures | {"flicker": 0.5, "origin": again},
+            }
+        },
     }
     page = fidelity_figures.markdown(result, "summary: all=well")
-    assert "paper, 2026-01-02" in page and "`summary: all=well`" in page
-    assert "Taken again later, with `again` on stone, 2026-01-03: ours." in page
+    assert "`summary: all=well`" in page
+    assert page.count("`bench`, paper, 2026-01-02.") == 3
+    assert page.count("Of theirs: `again`, stone, 2026-01-03.") == 1
     assert "| ours      |        0.2500 |    0.5000 | 0.75 | 0.50-1.00 |" in page
     assert (
         "| plain    | 0.1250 | 0.1250 | 0.1250 |   0.1250 |   0.1250 | 1.00 | 1.00-1.00 |" in page
     )
+    assert "| theirs  | 0.1250 | 0.1250 | 0.1250 |   0.1250 |  0.5000 | 1.00 |" in page
+    assert "](fidelity-video-4-steps.png)" in page
+
+
+def test_the_time_of_a_run_is_that_over_the_plain_run_of_its_round():
+    shares = fidelity.time_shares({"plain": [1.0, 2.0, 4.0], "ours": [0.5, 1.5, 1.0]})
+    assert shares["ours"]["time"] == 0.5
+    assert shares["plain"] == {"time": 1.0, "quartiles": [1.0, 1.0]}

@@ -9,20 +9,20 @@ from tome_nodes.strategies import make_strategy
 
 
 @pytest.mark.parametrize(
-    ("device", "settings", "at_calls", "expected"),
+    ("device", "settings", "places", "expected"),
     [
-        ("cpu", {}, False, 256),
-        ("cpu", {}, True, 256),
+        ("cpu", {}, {}, (256, 256)),
+        ("cpu", {}, {"at_calls": True}, (256, 256)),
         # Any device without Triton counts as a GPU; this one needs no hardware.
-        ("meta", {}, False, 4096),
-        ("meta", {"scope": "stack"}, False, 768),
-        ("meta", {}, True, 3072),
-        ("meta", {"scope": "stack"}, True, 3072),
-        ("meta", {"strategy": "bipartite"}, True, 4096),
-        ("meta", {"min_tokens": 7}, True, 7),
+        ("meta", {}, {}, (4096, 4096)),
+        ("meta", {}, {"in_blocks": True}, (768, 4096)),
+        ("meta", {}, {"at_calls": True}, (3072, 3072)),
+        ("meta", {}, {"in_blocks": True, "at_calls": True}, (768, 3072)),
+        ("meta", {"strategy": "bipartite"}, {"at_calls": True}, (4096, 4096)),
+        ("meta", {"min_tokens": 7}, {"in_blocks": True, "at_calls": True}, (7, 7)),
     ],
 )
-def test_the_smallest_map_that_merges(device, settings, at_calls, expected):
+def test_the_smallest_map_that_merges(device, settings, places, expected):
     config = ToMeConfig(**{"strategy": "window", **settings})
-    engine = make_engine(config, make_strategy, torch.device(device), torch.float32, at_calls)
-    assert engine.least_tokens == expected
+    engine = make_engine(config, make_strategy, torch.device(device), torch.float32, **places)
+    assert (engine.least_tokens, engine.least_in_attention) == expected

@@ -73,7 +73,8 @@ def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
         "ours fast 0.6": {"time": 0.5, "error": 0.03},
         "ours quality 0.75": {"time": 0.7, "error": 0.001},
     }
-    generate.FIDELITY.write_text(json.dumps({"pictures": measured}), encoding="utf-8")
+    of_unet = {"pictures": {"12 steps": measured}}
+    generate.FIDELITY.write_text(json.dumps(of_unet), encoding="utf-8")
     lines = generate.files()[page].splitlines()
     (fast,) = (line for line in lines if line.startswith("| fast |"))
     assert fast.endswith(" | 0.50 | 1.50 |")
@@ -83,7 +84,7 @@ def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
         "ours q,k,v 0.5, unweighted": {"time": 0.8, "error": 0.04},
         "ours quality 0.6": {"time": 0.7, "error": 0.02},
     }
-    result = {"pictures": measured, "image": {"8 steps": of_transformer}}
+    result = of_unet | {"image": {"8 steps": of_transformer}}
     generate.FIDELITY.write_text(json.dumps(result), encoding="utf-8")
     lines = generate.files()[page].splitlines()
     head = "| Preset | Meaning | UNet: time | UNet: change | transformer: time | "
@@ -95,5 +96,5 @@ def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
         line.startswith("| fast |") and line.endswith(" | 0.50 | 1.50 | | |") for line in lines
     )
     del measured["ours fast 0.6"]
-    generate.FIDELITY.write_text(json.dumps({"pictures": measured}), encoding="utf-8")
+    generate.FIDELITY.write_text(json.dumps(of_unet), encoding="utf-8")
     assert "| Preset | Meaning |" in generate.files()[page]

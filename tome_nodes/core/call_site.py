@@ -83,8 +83,7 @@ class CallSite(BlockSite):
         self._beside = 0
 
     def overrides(self) -> list[Override]:
-        detail = self.stack.sites.evaluation.detail
-        if detail is not None and detail.is_full:
+        if self.stack.sites.is_full_step and not self.stack.sites.merges_keys_in_full_steps:
             return []
         module = self.attention()
         if not self.stack.sites.config.merge_attn:
@@ -111,8 +110,9 @@ class CallSite(BlockSite):
         Returns:
             Both come from one matching. None for what stays as it is.
         """
-        config, tokens = self.stack.sites.config, k.shape[1]
-        worthy = self._worthy_layout(tokens, kwargs)
+        sites, tokens = self.stack.sites, k.shape[1]
+        config, least = sites.config, sites.evaluation.engine.least_in_attention
+        worthy = self._worthy_layout(tokens, kwargs, least)
         if worthy is None:
             return None, None
         ratio, keys_ratio = self.ratios()
@@ -163,10 +163,13 @@ class CallSite(BlockSite):
         return torch.cat([beside, merged] if self.at_end else [merged, beside], 1)
 
     def _note_block(self, forward: Forward) -> Forward:
-        config = self.stack.sites.config
-        model = self.stack.sites.evaluation.whole
+        sites = self.stack.sites
+        config, model = sites.config, sites.evaluation.whole
         failed = None if model is None else model.failed
+        fell_back = failed or _FALLS_BACK[config.scope]
         is_wide = config.scope == "block" or (model is not None and failed is None)
+        if sites.is_full_step:
+            is_wide, fell_back = False, None
         whole = self.whole_block() if is_wide else None
         if whole is not None and config.merge_attn:
             return self._run_whole(whole, forward)
@@ -174,7 +177,7 @@ class CallSite(BlockSite):
         def block_forward(*args: Any, **kwargs: Any) -> Any:
             # The number of tokens is not known until attention is called.
             self.notes.tokens = 0
-            self.notes.fell_back = failed or _FALLS_BACK[config.scope]
+            self.notes.fell_back = fell_back
             self.notes.reason = (
                 self.attention_replaced
                 if config.merge_attn
@@ -215,21 +218,24 @@ class CallSite(BlockSite):
 
         return block_forward
 
-    def _worthy_layout(self, tokens: int, kwargs: dict[str, Any]) -> Layout | None:
-        """The layout with only the pictures worth merging, None if none is; the reason is noted."""
+    def _worthy_layout(self, tokens: int, kwargs: dict[str, Any], least: int) -> Layout | None:
+        """The layout with only the pictures worth merging, None if none is; the reason is noted.
+
+        ``least`` is the number of tokens from which one is.
+        """
         self.notes.tokens = tokens
         layout = self.layout(tokens, kwargs)
         if layout is None:
             self.notes.reason = self.tokens_changed
             return None
-        return self.worthy(layout)
+        return self.worthy(layout, least)
 
     def _plan_of_block(self, x: Tensor) -> Plan | None:
         """The plan for a whole block with these tokens, None if nothing merges; it is noted."""
-        worthy = self._worthy_layout(x.shape[1], {})
+        evaluation = self.stack.sites.evaluation
+        worthy = self._worthy_layout(x.shape[1], {}, evaluation.engine.least_tokens)
         if worthy is None:
             return None
-        evaluation = self.stack.sites.evaluation
         ratio, whole = evaluation.ratio, evaluation.whole
         if whole is None:
             (plan,) = self.plans("tokens", x, worthy, [ratio])

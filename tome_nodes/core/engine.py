@@ -22,6 +22,7 @@ class Engine:
         strategy: groups the tokens.
         plans_of: makes its plans, perhaps under observation.
         least_tokens: the smallest grid that merges, in tokens.
+        least_in_attention: the same where only attention merges, though the scope is wider.
         worth_from: the smallest grid for which merging is worth it, in tokens, whatever the
             settings say.
         no_triton: why it does not use Triton, if it could be expected to.
@@ -31,6 +32,7 @@ class Engine:
     strategy: Strategy
     plans_of: PlansOf
     least_tokens: int
+    least_in_attention: int
     worth_from: int
     no_triton: str | None
     lacks: str | None
@@ -54,6 +56,7 @@ def make_engine(
     make_strategy: MakeStrategy,
     device: torch.device,
     dtype: torch.dtype,
+    in_blocks: bool = False,
     at_calls: bool = False,
 ) -> Engine:
     """The engine for some settings and tokens of one device and dtype.
@@ -63,7 +66,8 @@ def make_engine(
         make_strategy: makes the strategy.
         device: that of the tokens.
         dtype: that of the tokens.
-        at_calls: whether the model merges where attention is called, and nowhere else.
+        in_blocks: whether whole blocks of the model may run on merged tokens.
+        at_calls: whether its attention merges where it is called, as in transformers.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for a small plan.
@@ -75,14 +79,20 @@ def make_engine(
         backend, no_triton = "torch", lacks
         strategy = make_strategy(config, operations(backend))
         lacks = missing_operation(strategy, device, dtype)
-    worth_from = _worth_from(config, strategy, device, at_calls)
-    least_tokens = config.min_tokens or worth_from
-    return Engine(strategy, strategy.plans, least_tokens, worth_from, no_triton, lacks)
+    in_attention = _worth_from(strategy, device, False, at_calls)
+    worth_from = _worth_from(strategy, device, True, at_calls) if in_blocks else in_attention
+    return Engine(
+        strategy,
+        strategy.plans,
+        config.min_tokens or worth_from,
+        config.min_tokens or in_attention,
+        worth_from,
+        no_triton,
+        lacks,
+    )
 
 
-def _worth_from(
-    config: ToMeConfig, strategy: Strategy, device: torch.device, at_calls: bool
-) -> int:
+def _worth_from(strategy: Strategy, device: torch.device, in_blocks: bool, at_calls: bool) -> int:
     """The smallest grid, in tokens, that merging does not slow down.
 
     On a CPU it was measured (benchmarks/README.md). On a GPU it is only arithmetic: the time of a
@@ -92,7 +102,7 @@ def _worth_from(
     """
     if device.type == "cpu":
         return 256
-    if config.scope != "module" and not at_calls:
+    if in_blocks:
         return 768
     if strategy.ops.NAME == "triton":
         return strategy.least_tokens_with_kernels

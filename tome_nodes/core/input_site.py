@@ -42,13 +42,12 @@ class InputSite(BlockSite):
 
     def overrides(self) -> list[Override]:
         """The block and its modules, with what each of them runs instead."""
-        config = self.stack.sites.config
-        detail = self.stack.sites.evaluation.detail
-        if detail is not None and detail.is_full:
-            return [(self.module, self.timed(self._run_full(self.module.forward)))]
-        overrides: list[Override] = [
-            (self.module, self.timed(self._run_block(self.module.forward)))
-        ]
+        sites = self.stack.sites
+        config, is_full = sites.config, sites.is_full_step
+        run = self._run_full if is_full else self._run_block
+        overrides: list[Override] = [(self.module, self.timed(run(self.module.forward)))]
+        if is_full and not sites.merges_keys_in_full_steps:
+            return overrides
         for part in self.parts():
             forward = part.module.forward
             if part.attends_to_itself:
@@ -123,7 +122,8 @@ class InputSite(BlockSite):
             if stack.plan is not None:
                 self.notes.plans_reused += 1
                 return self._in_stack(forward, x, *args, **kwargs)
-            layout = self._worthy_layout(x, *args, **kwargs)
+            least = stack.sites.evaluation.engine.least_tokens
+            layout = self._worthy_layout(least, x, *args, **kwargs)
             if layout is None:
                 return forward(x, *args, **kwargs)
             fell_back = config.scope != "module" and self.needs_all_tokens(*args, **kwargs)
@@ -145,17 +145,26 @@ class InputSite(BlockSite):
         return block_forward
 
     def _run_full(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Run the block on all tokens; its stack keeps what its blocks change together."""
-        stack = self.stack
+        """Run the block on all tokens; its stack keeps what its blocks change together.
+
+        Its attention may merge keys and values.
+        """
+        stack, sites = self.stack, self.stack.sites
+        engine = sites.evaluation.engine
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            self._keys_plan = None
             self.notes.tokens = x.shape[1]
             if (
                 stack.runs_as_one_from(self, *args, **kwargs)
-                and self._worthy_layout(x, *args, **kwargs) is not None
+                and self._worthy_layout(engine.least_tokens, x, *args, **kwargs) is not None
             ):
                 # Some blocks change their tokens in place.
                 stack.tokens = x.clone()
+            if sites.merges_keys_in_full_steps:
+                layout = self._worthy_layout(engine.least_in_attention, x, *args, **kwargs)
+                if layout is not None:
+                    self._plan_keys(x, layout)
             y = forward(x, *args, **kwargs)
             if stack.tokens is not None and self is stack.blocks[-1]:
                 stack.keep(y)
@@ -201,8 +210,8 @@ class InputSite(BlockSite):
 
         return attention_forward
 
-    def _worthy_layout(self, x: Tensor, *args: Any, **kwargs: Any) -> Layout | None:
-        """The layout with only the pictures that merge, None if none does.
+    def _worthy_layout(self, least: int, x: Tensor, *args: Any, **kwargs: Any) -> Layout | None:
+        """The layout with only the pictures of ``least`` tokens that merge, None if none does.
 
         The reason is noted, except at a level that the settings leave out.
         """
@@ -216,7 +225,7 @@ class InputSite(BlockSite):
         )
         if not spans:
             return None
-        return self.worthy(Layout(layout.length, spans))
+        return self.worthy(Layout(layout.length, spans), least)
 
     def _plan_for_modules(self, x: Tensor, layout: Layout) -> None:
         """Make the plans for the modules of the block, which merge each on their own."""
@@ -245,6 +254,16 @@ class InputSite(BlockSite):
             self._keys_plan = plans[-1]
         if self._plan is None and self._keys_plan is None:
             self.notes.reason = self.why_no_plan(layout, ratios[0])
+
+    def _plan_keys(self, x: Tensor, layout: Layout) -> None:
+        """Make the plan for the keys and values of a self-attention, if the block has one."""
+        if not any(part.attends_to_itself for part in self.parts()):
+            return
+        self.notes.reason = self.attention_replaced
+        ratio = self.stack.sites.evaluation.ratio
+        (self._keys_plan,) = self.plans("tokens", x, layout, [ratio])
+        if self._keys_plan is None:
+            self.notes.reason = self.why_no_plan(layout, ratio)
 
 
 class InputStack(StackSite):

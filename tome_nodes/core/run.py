@@ -112,7 +112,8 @@ class Run:
                 if evaluation.whole is not None:
                     self._whole_failed = evaluation.whole.failed
                 detail = evaluation.detail
-                if detail is not None and detail.is_full and not detail.is_empty:
+                merged = any(outcome.plan is not None for outcome in outcomes)
+                if detail is not None and detail.is_full and not (detail.is_empty or merged):
                     obstacle = _REFRESHED
         result = Evaluated(
             moment.step,
@@ -156,8 +157,10 @@ class Run:
         place = device, dtype
         if place not in self._engines:
             config, family = self.sites.config, self.sites.family
-            only_calls = family.merges_at_calls(config.scope)
-            engine = make_engine(config, self._make_strategy, device, dtype, only_calls)
+            in_blocks = config.scope != "module" and family.merges_blocks
+            engine = make_engine(
+                config, self._make_strategy, device, dtype, in_blocks, family.merges_at_calls
+            )
             for observer in self.sites.observers:
                 engine = replace(engine, plans_of=observer.watched(engine.plans_of))
             self._engines[place] = engine

@@ -117,13 +117,12 @@ class BlockSite:
             forward = observer.timed(self.name, forward)
         return forward
 
-    def worthy(self, layout: Layout) -> Layout | None:
-        """The layout with only the pictures worth merging, None if none is.
+    def worthy(self, layout: Layout, least: int) -> Layout | None:
+        """The layout with only the pictures of at least so many tokens, None if there is none.
 
         The reason for None is noted.
         """
         sites = self.stack.sites
-        least = sites.evaluation.engine.least_tokens
         worthy = tuple(span for span in layout.spans if span.grid.tokens >= least)
         if not worthy:
             largest = max(span.grid.tokens for span in layout.spans)
@@ -224,6 +223,12 @@ class Family:
     stack_class: ClassVar[type[StackSite]]
     """The class of its stacks."""
 
+    merges_at_calls: ClassVar[bool] = False
+    """Whether attention merges where it is called, not where tokens enter its module."""
+
+    full_steps_may_merge_keys: ClassVar[bool] = True
+    """Whether attention may merge keys and values in steps on all tokens (FIDELITY.md)."""
+
     def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
         """The stacks of a model: for each its name, the module that holds it, and its blocks."""
         raise NotImplementedError
@@ -239,9 +244,10 @@ class Family:
         """
         return None
 
-    def merges_at_calls(self, scope: str) -> bool:
-        """Whether a scope means to merge where attention is called, and nowhere else."""
-        return False
+    @property
+    def merges_blocks(self) -> bool:
+        """Whether whole blocks may run on merged tokens."""
+        return True
 
 
 def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int:
@@ -292,6 +298,22 @@ class ModelSites:
         self.observers = observers
         self.stacks = [family.stack_class(*each, self) for each in family.stacks(model)]
         self.blocks = [block for stack in self.stacks for block in stack.blocks]
+
+    @property
+    def is_full_step(self) -> bool:
+        """Whether the blocks run on all tokens in the current evaluation."""
+        detail = self.evaluation.detail
+        return detail is not None and detail.is_full
+
+    @property
+    def merges_keys_in_full_steps(self) -> bool:
+        """Whether attention merges keys and values where the blocks run on all tokens."""
+        config = self.config
+        return (
+            self.family.full_steps_may_merge_keys
+            and config.merge_attn
+            and config.attn_tokens == "k,v"
+        )
 
     @contextmanager
     def installed(self, evaluation: Evaluation) -> Iterator[None]:

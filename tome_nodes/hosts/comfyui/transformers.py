@@ -147,6 +147,8 @@ class Transformer(ComfyFamily):
     whole: Mapping[str, WholeBlock] = field(default_factory=dict)
 
     stack_class = TransformerStack
+    merges_at_calls = True
+    full_steps_may_merge_keys = False
 
     @property
     def model_classes(self) -> tuple[str, ...]:
@@ -168,8 +170,9 @@ class Transformer(ComfyFamily):
         count = sum(len(list(blocks)) for _, _, blocks in self.stacks(model))
         return {1: count} if count else {}
 
-    def merges_at_calls(self, scope: str) -> bool:
-        return scope == "module" or not self.whole
+    @property
+    def merges_blocks(self) -> bool:
+        return bool(self.whole)
 
     def latent_among(self, pictures: Sequence[Picture]) -> int | None:
         indices = [index for index, picture in enumerate(pictures) if picture.is_latent]
