@@ -102,6 +102,7 @@ def bench(arguments: list[str]) -> int:
         "transformers": "benchmarks.transformers",
         "clips": "benchmarks.clips",
         "picture": "benchmarks.off_and_on",
+        "kernels": "benchmarks.kernels",
     }
     for name in others:
         parser.add_argument(f"--{name}", action="store_true")
@@ -151,10 +152,11 @@ def _parser() -> argparse.ArgumentParser:
         "bench",
         "measure all methods against the unpatched model; more arguments: --host, --quick, "
         "--forecast, --device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, "
-        "--name; with --fidelity, how much each changes: --quick, --only, --steps, --seeds; with "
+        "--name; with --fidelity, how much each changes: --quick, --only, --methods, --seeds; with "
         "--transformers, what merged keys gain there: --quick, --repeats, --name; with "
         "--clips, how much they change a video; with "
-        "--picture, the README's picture of off and on: --ratio, --presets, --steps",
+        "--picture, the README's picture of off and on: --ratio, --presets, --model; with "
+        "--kernels, what the Triton kernels compile to: --quick, --targets",
     )
     add(
         "generate",

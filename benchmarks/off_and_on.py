@@ -19,12 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.environment import comfyui_directory  # noqa: E402
-
-if str(comfyui_directory()) not in sys.path:
-    sys.path.insert(0, str(comfyui_directory()))
-
-from comfy.cli_args import args as host_arguments  # noqa: E402
+from benchmarks.host import use_cpu  # noqa: E402
 
 DOCS = ROOT / "web" / "docs"
 PICTURES = {
@@ -44,8 +39,8 @@ PAPER, INK, MUTED = "#16181d", "#eef0f4", "#969ca8"
 def main() -> None:
     """Paint, time, draw."""
     arguments = _arguments()
-    host_arguments.cpu = arguments.device == "cpu"
-    host_arguments.use_pytorch_cross_attention = True
+    if arguments.device == "cpu":
+        use_cpu()
 
     from benchmarks import denoiser
     from benchmarks.judges import PictureTransformerJudge, VideoTransformerJudge

@@ -21,17 +21,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.environment import comfyui_directory  # noqa: E402
-
-if str(comfyui_directory()) not in sys.path:
-    sys.path.insert(0, str(comfyui_directory()))
+from benchmarks.host import use_cpu  # noqa: E402
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
-from comfy.cli_args import args as host_arguments  # noqa: E402
-
-host_arguments.cpu = True
-host_arguments.use_pytorch_cross_attention = True
+use_cpu()
 
 import comfy.sample  # noqa: E402
 import torch  # noqa: E402

@@ -42,9 +42,8 @@ def test_a_token_has_the_values_of_its_patch():
 class Whole:
     """A model on the tokens of an 8x8 latent that doubles it, and sees its plan."""
 
-    grid = Grid(8, 8)
-
     def __init__(self, latent, detail, ratio=0.5, refusal=None, failed=None):
+        self.grid = Grid(8, 8, latent.shape[2] if latent.ndim == 5 else 1)
         config = ToMeConfig(ratio=ratio, strategy="window", min_tokens=1)
         engine = make_engine(config, make_strategy, latent.device, latent.dtype)
         engine.strategy.begin(torch.tensor(1))
@@ -58,7 +57,7 @@ class Whole:
             self.model.refuse(self.refusal)
         elif self.model.plan is not None:
             layout = Layout(self.grid.tokens + 3, (Span(3, self.grid),))
-            self.in_sequence, _ = self.model.plan_of(layout, 3, torch.zeros(2, 67, 1))
+            self.in_sequence, _ = self.model.plan_of(layout, 3, torch.zeros(2, layout.length, 1))
         return 2 * latent
 
     def means(self, latent):
@@ -71,13 +70,33 @@ class Whole:
         return latent_of(means.float(), latent.shape, self.grid)
 
 
-def test_tokens_of_a_slot_enter_alike_and_leave_alike_without_detail():
-    latent = random_latent(2, 3, 8, 8)
+def blurred(latent):
+    """The mean of the 3x3 pixels around each pixel, by brute force."""
+    height, width = latent.shape[-2:]
+    result = torch.zeros_like(latent)
+    for row in range(height):
+        for column in range(width):
+            for down in (-1, 0, 1):
+                for across in (-1, 0, 1):
+                    y, x = (
+                        min(max(row + down, 0), height - 1),
+                        min(max(column + across, 0), width - 1),
+                    )
+                    result[..., row, column] += latent[..., y, x] / 9
+    return result
+
+
+@pytest.mark.parametrize("frames", [[], [2]], ids=["picture", "video"])
+def test_tokens_of_a_slot_enter_alike_and_leave_smooth_without_detail(frames):
+    latent = random_latent(2, 3, *frames, 8, 8)
     whole = Whole(latent, Detail(is_coarse=True))
-    assert whole.model.plan.slot_count == 32
+    assert whole.model.plan.slot_count == whole.grid.tokens // 2
     (entered,) = whole.calls
     torch.testing.assert_close(entered, whole.means(latent))
-    torch.testing.assert_close(whole.denoised, 2 * whole.means(latent))
+    expected = 2 * whole.means(latent)
+    torch.testing.assert_close(whole.means(whole.denoised), expected)
+    smooth = blurred(expected)
+    torch.testing.assert_close(whole.denoised, expected + smooth - whole.means(smooth))
 
 
 def test_the_plan_in_a_sequence_is_that_of_the_latent_and_keeps_the_rest():

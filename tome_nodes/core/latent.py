@@ -3,7 +3,7 @@
 A block on merged tokens changes all tokens of a slot alike, so what tokens differ in would pass a
 transformer unchanged and come out as an error. Here the tokens of a slot enter alike. Of the
 denoised latent, the means of slots are new; how tokens differ from them is kept from the last step
-on all tokens.
+on all tokens. Before the first such step, neighbouring tokens blend.
 """
 
 import math
@@ -89,7 +89,7 @@ class WholeModel:
             # Without a block that ran, another node has computed the answer from the same latent.
             slots = plan.merge(tokens_of(denoised, grid))
             if kept is None:
-                tokens = plan.unmerge(slots)
+                tokens = _blended(plan, slots, latent.shape, grid)
             else:
                 own = tokens_of(kept.to(slots.dtype), grid)
                 tokens = plan.add_change(own, plan.merge(own), slots)
@@ -178,6 +178,26 @@ def latent_of(tokens: Tensor, shape: Sequence[int], grid: Grid) -> Tensor:
     frames, height, width = sides
     values = values.reshape(*shape[:2], *extended)[:, :, :frames, :height, :width]
     return values.reshape(shape)
+
+
+def _blended(plan: Plan, slots: Tensor, shape: Sequence[int], grid: Grid) -> Tensor:
+    """The tokens of slots as ``plan.unmerge`` gives them, but smooth, with the same means of slots.
+
+    Each pixel becomes the mean of the 3x3 around it, and each slot then moves back to its mean.
+
+    Args:
+        plan: that of the slots.
+        slots: ``[batch, slots, values]``.
+        shape: that of the latent.
+        grid: of the tokens.
+    """
+    pixels = latent_of(plan.unmerge(slots), shape, grid)
+    still = pixels.transpose(1, 2).flatten(0, 1) if pixels.ndim == 5 else pixels
+    smooth = F.avg_pool2d(F.pad(still, (1, 1, 1, 1), mode="replicate"), 3, 1)
+    if pixels.ndim == 5:
+        smooth = smooth.unflatten(0, (shape[0], shape[2])).transpose(1, 2)
+    tokens = tokens_of(smooth, grid)
+    return tokens + plan.unmerge(slots - plan.merge(tokens))
 
 
 def _cut(shape: Sequence[int], grid: Grid) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:

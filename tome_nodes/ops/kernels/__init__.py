@@ -4,6 +4,10 @@ Each kernel replaces the several launches of a function of :mod:`tome_nodes.ops.
 no atomics, so its sums have a fixed order. Its file holds the kernel, its launcher, which is
 registered as a torch operator, and the shapes for tracing, so that torch.compile keeps one graph.
 
+Triton compiles a kernel anew for each integer that is 1 or divides by 16. What varies with the size
+of the picture is exempt from that (``do_not_specialize``); strides are not, since they decide how
+many bytes a load moves.
+
 Importing this needs Triton; :func:`tome_nodes.ops.resolve` says whether it is available.
 """
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from .shared import BLOCK_CHANNELS, BLOCK_ROWS, BLOCK_WARPS, require_tokens, strides
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens", "all_tokens"))
 def add_change_kernel(
     x,
     before,

@@ -11,7 +11,7 @@ from .shared import BLOCK_ROWS, load_of_slots, padded, require_tokens, slot_exte
 _VALUES, _WARPS = 4096, 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens", "slots", "all_tokens"))
 def merge_keys_kernel(
     x,
     order,

@@ -64,7 +64,17 @@ def _before_owner(count, earlier, absorbed, merged):
     return tl.where(merged, of_merged, tl.cumsum(count, 0) - count)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "tokens",
+        "width",
+        "cells_down",
+        "cells_across",
+        "windows_down",
+        "windows_across",
+        "quota",
+    )
+)
 def match_windows_kernel(
     features,
     key,

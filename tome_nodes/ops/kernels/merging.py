@@ -16,7 +16,7 @@ from .shared import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens", "slots", "all_tokens"))
 def merge_kernel(
     x,
     order,

@@ -24,7 +24,7 @@ def _store_head(x, value, row, rows, head, heads, channel, CHANNELS: tl.constexp
     tl.store(x + place, value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("query_rows", "key_rows", "query_blocks", "key_blocks", "heads"))
 def widen_kernel(
     q,
     k,

@@ -1,0 +1,415 @@
+"""Compile the Triton kernels for GPUs that are not here, the way their launchers launch them.
+
+python3 dev.py bench --kernels [--quick]
+
+Each launcher runs on tensors of real shapes, with Triton's own specialisation of arguments; only
+the launch itself is left out. The tables say what the machine code holds: registers, instructions
+that spill them to memory, shared memory, and whether matrix products run on tensor cores. A count
+of variants says how often each kernel compiles anew over pictures of many sizes.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.driver import DriverBase  # noqa: E402
+
+from benchmarks.figures import grid as table  # noqa: E402
+from benchmarks.machine import origin  # noqa: E402
+from tome_nodes.config import ToMeConfig  # noqa: E402
+from tome_nodes.core.grid import Grid  # noqa: E402
+from tome_nodes.ops import kernels  # noqa: E402
+from tome_nodes.ops.kernels import adding, key_merging, matching, merging, widening  # noqa: E402
+from tome_nodes.strategies import make_strategy  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+TARGETS: Mapping[str, GPUTarget] = {
+    **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (75, 80, 86, 89, 90, 120)},
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+}
+"""Turing, Ampere, Ada, Hopper and Blackwell; MI300 and RDNA 3."""
+
+KERNELS = (
+    (matching, "match_windows_kernel"),
+    (merging, "merge_kernel"),
+    (key_merging, "merge_keys_kernel"),
+    (adding, "add_change_kernel"),
+    (widening, "widen_kernel"),
+)
+MOST_SPILLS = 16
+"""Instructions that a kernel may spend on spilling registers."""
+
+SIZES = (
+    512,
+    576,
+    640,
+    704,
+    768,
+    832,
+    896,
+    960,
+    1024,
+    1088,
+    1152,
+    1216,
+    1280,
+    1344,
+    1536,
+    1792,
+    2048,
+)
+"""Heights of pictures in pixels, over which variants are counted; the width is 1024."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model merges.
+
+    Attributes:
+        name: of the model, or of what is swept.
+        grid: of the tokens.
+        channels: of a token.
+        heads: of its attention.
+        cell: height and width of a cell.
+        dtype: of the tokens.
+        batch: the number of samples.
+    """
+
+    name: str
+    grid: Grid
+    channels: int
+    heads: int
+    cell: tuple[int, int] = (2, 2)
+    dtype: torch.dtype = torch.float16
+    batch: int = 2
+
+
+MODELS = (
+    Shape("SD 1.5", Grid(64, 64), 320, 8),
+    Shape("SD 1.5, balanced", Grid(64, 64), 320, 8, (2, 4)),
+    Shape("SD 2", Grid(96, 96), 320, 5),
+    Shape("SDXL", Grid(64, 64), 640, 10),
+    Shape("SDXL, fast", Grid(32, 32), 1280, 20),
+    Shape("Z-Image", Grid(64, 64), 3840, 30, dtype=torch.bfloat16, batch=1),
+    Shape("Flux, Qwen-Image", Grid(64, 64), 3072, 24, dtype=torch.bfloat16, batch=1),
+    Shape("Wan 14B", Grid(30, 52, 21), 5120, 40, (2, 2), torch.bfloat16, 1),
+)
+SWEEP = (
+    *(
+        Shape(f"{grid.height}x{grid.width} tokens", grid, 64, 1, dtype=torch.bfloat16)
+        for grid in (Grid(2, 64), Grid(64, 2), Grid(63, 65), Grid(3, 300), Grid(16, 16))
+    ),
+    *(
+        Shape(f"cells of {high}x{wide}", Grid(32, 32), 64, 1, (high, wide), torch.bfloat16)
+        for high, wide in ((1, 2), (4, 4), (3, 3), (8, 8))
+    ),
+    *(
+        Shape(f"{channels} channels", Grid(32, 32), channels, 1, dtype=torch.bfloat16)
+        for channels in (32, 40, 48, 80, 96, 128, 160, 256, 320, 1280, 5120)
+    ),
+    *(
+        Shape(f"{dtype}".removeprefix("torch."), Grid(64, 64), 640, 10, dtype=dtype)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel that was compiled for a target.
+
+    Attributes:
+        kernel: its name.
+        target: the GPU.
+        shapes: the names of the shapes that run it.
+        error: why it does not compile, None if it does.
+        registers: that a thread takes.
+        spilling: instructions that move registers to local memory and back.
+        shared: bytes of shared memory.
+        tensor_cores: instructions on tensor cores.
+    """
+
+    kernel: str
+    target: str
+    shapes: tuple[str, ...]
+    error: str | None = None
+    registers: int = 0
+    spilling: int = 0
+    shared: int = 0
+    tensor_cores: int = 0
+
+
+class AbsentDriver(DriverBase):
+    """A driver of GPUs that are not here; each target is a device of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = next(iter(TARGETS))
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.target]
+
+    def get_current_device(self) -> int:
+        return list(TARGETS).index(self.target)
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("there is no GPU to measure on")
+
+
+class _Launched:
+    """Stands where a kernel is: compiles what it would launch, and remembers it."""
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+        self.made: dict[int, Any] = {}
+        self.errors: list[str] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def compile_only(**arguments: Any) -> None:
+            try:
+                binary = self.kernel.warmup(grid=grid, **arguments)
+            except Exception as error:
+                # Compilers raise exceptions of their own.
+                lines = [line for line in str(error).splitlines() if line.strip()]
+                self.errors.append(f"{type(error).__name__}: {(lines or [''])[-1].strip()}")
+            else:
+                self.made[id(binary)] = binary
+
+        return compile_only
+
+
+@contextmanager
+def absent_gpus() -> Iterator[tuple[AbsentDriver, list[_Launched]]]:
+    """Has the launchers compile for GPUs that are not here; yields the driver and the kernels."""
+    launched = [_Launched(getattr(module, name)) for module, name in KERNELS]
+    driver = AbsentDriver()
+    cache = os.environ.get("TRITON_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        triton.runtime.driver.set_active(driver)
+        for (module, name), each in zip(KERNELS, launched, strict=True):
+            setattr(module, name, each)
+        try:
+            yield driver, launched
+        finally:
+            for (module, name), each in zip(KERNELS, launched, strict=True):
+                setattr(module, name, each.kernel)
+            triton.runtime.driver.set_active(None)
+            del os.environ["TRITON_CACHE_DIR"]
+            if cache is not None:
+                os.environ["TRITON_CACHE_DIR"] = cache
+
+
+def launch(shape: Shape) -> None:
+    """Call each operation of a backend as a plan of this shape does."""
+    x = torch.zeros(shape.batch, shape.grid.tokens, shape.channels, dtype=shape.dtype)
+    config = ToMeConfig(strategy="window", ratio=0.5, sy=shape.cell[0], sx=shape.cell[1])
+    strategy = make_strategy(config, kernels)
+    strategy.begin(torch.tensor(7))
+    strategy.plan(x, shape.grid, 0.5)
+    # The plan was not computed, so another of the same size takes its place.
+    half = x.shape[1] // 2
+    slot_of_token = (
+        torch.arange(x.shape[1]).clamp_max(half - 1).expand(shape.batch, -1).contiguous()
+    )
+    order = torch.arange(shape.batch * x.shape[1])
+    offsets = torch.arange(shape.batch * half)
+    merged = kernels.merge(x, slot_of_token, order, offsets)
+    for heads in {1, shape.heads}:
+        kernels.merge_keys(x, slot_of_token, order, offsets, heads)
+    kernels.add_change(x, merged, merged, slot_of_token)
+    log_sizes = torch.zeros(merged.shape[:2], dtype=shape.dtype)
+    kernels.widen(x, merged, merged, log_sizes, shape.heads, 1.5, 2.0)
+
+
+def compile_all(shapes: Sequence[Shape], targets: Sequence[str]) -> list[Compiled]:
+    """Compile what the shapes launch, for each target."""
+    found = []
+    with absent_gpus() as (driver, launched):
+        for target in targets:
+            driver.target = target
+            binaries: dict[int, tuple[str, Any, list[str]]] = {}
+            for shape in shapes:
+                launch(shape)
+                for each in launched:
+                    name = each.kernel.fn.__name__.removesuffix("_kernel")
+                    for key, binary in each.made.items():
+                        binaries.setdefault(key, (name, binary, []))[2].append(shape.name)
+                    for error in each.errors:
+                        found.append(Compiled(name, target, (shape.name,), error))
+                    each.made.clear()
+                    each.errors.clear()
+            for name, binary, names in binaries.values():
+                found.append(Compiled(name, target, tuple(names), None, *_in_machine_code(binary)))
+            failed = sum(each.error is not None for each in found if each.target == target)
+            print(f"{target}: {len(binaries)} kernels, {failed} failed", flush=True)
+    return found
+
+
+def _in_machine_code(binary: Any) -> tuple[int, int, int, int]:
+    """Registers, spilling instructions, bytes of shared memory, instructions on tensor cores."""
+    shared = binary.metadata.shared
+    if "cubin" not in binary.asm:
+        text = binary.asm["amdgcn"]
+
+        def count(name: str) -> int:
+            return sum(int(number) for number in re.findall(rf"\.{name}:\s+(\d+)", text))
+
+        spilling = re.findall(r"^\s+scratch_(?:load|store)", text, re.MULTILINE)
+        products = re.findall(r"^\s+v_(?:mfma|wmma)", text, re.MULTILINE)
+        return count("vgpr_count"), len(spilling), shared, len(products)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        code = _dump(file.name, "-sass")
+        usage = _dump(file.name, "-res-usage")
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None, usage
+    spilling = re.findall(r"\b(?:STL|LDL)\b", code)
+    products = re.findall(r"\b[A-Z]*MMA\b", code)
+    return int(registers.group(1)), len(spilling), shared, len(products)
+
+
+def _dump(file: str, option: str) -> str:
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [str(program), option, file]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def count_variants() -> dict[str, dict[str, int]]:
+    """By model, how often each kernel compiles over pictures of :data:`SIZES`, for one GPU."""
+    counts = {}
+    for shape in MODELS[:5]:
+        with absent_gpus() as (driver, launched):
+            driver.target = "sm_80"
+            made: dict[str, set[int]] = {}
+            pixels = 1024 // shape.grid.width
+            for size in SIZES:
+                grid = Grid(-(-size // pixels), shape.grid.width)
+                launch(Shape(**{**vars(shape), "grid": grid}))
+                for each in launched:
+                    name = each.kernel.fn.__name__.removesuffix("_kernel")
+                    made.setdefault(name, set()).update(each.made)
+            # Keys of one head and of all are two kernels of one file.
+            counts[shape.name] = {name: len(each) for name, each in made.items()}
+            counts[shape.name]["merge_keys"] -= 1
+    return counts
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="dev.py bench --kernels", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one GPU of each maker, fewer shapes")
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS])
+    arguments = parser.parse_args()
+    targets = ("sm_80", "gfx942") if arguments.quick else arguments.targets
+    shapes = MODELS[:2] if arguments.quick else (*MODELS, *SWEEP)
+    compiled = compile_all(shapes, targets)
+    variants = count_variants()
+    line = summary(compiled, variants)
+    if not arguments.quick:
+        result = {
+            **origin("cpu", "--kernels"),
+            "triton": triton.__version__,
+            "compiled": [asdict(each) for each in compiled],
+            "variants": variants,
+        }
+        (RESULTS / "kernels.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (RESULTS / "kernels.md").write_text(page(result, line), encoding="utf-8")
+    print(line)
+    return 0
+
+
+def page(result: Mapping[str, Any], line: str) -> str:
+    """The tables as Markdown: for each kernel and GPU the most of everything."""
+    rows = []
+    for kernel in [name.removesuffix("_kernel") for _, name in KERNELS]:
+        for target in TARGETS:
+            all_of = [
+                each
+                for each in result["compiled"]
+                if each["kernel"] == kernel and each["target"] == target
+            ]
+            good = [each for each in all_of if each["error"] is None]
+            if all_of:
+                most = [
+                    str(max((each[name] for each in good), default=0))
+                    for name in ("registers", "spilling", "shared", "tensor_cores")
+                ]
+                rows.append([kernel, target, str(len(all_of)), str(len(all_of) - len(good)), *most])
+    head = [
+        "kernel",
+        "GPU",
+        "compiled",
+        "failed",
+        "registers",
+        "spilling",
+        "shared",
+        "on tensor cores",
+    ]
+    failures = sorted(
+        {
+            f"- {each['kernel']} on {each['target']}, {', '.join(each['shapes'])}: {each['error']}"
+            for each in result["compiled"]
+            if each["error"] is not None
+        }
+    )
+    names = list(next(iter(result["variants"].values())))
+    of_sizes = [
+        [model, *(str(counts[name]) for name in names)]
+        for model, counts in result["variants"].items()
+    ]
+    parts = [
+        f"# Kernels: `{result['command']}`",
+        f"Triton {result['triton']}, {result['date']}. Compiled, not run: no GPU was there. The "
+        "most over all shapes: registers of a thread, instructions that spill them, bytes of "
+        "shared memory, instructions on tensor cores.",
+        f"`{line}`",
+        table(head, rows),
+        *(["Failed:", "\n".join(failures)] if failures else []),
+        f"How often each kernel compiles over {len(SIZES)} sizes of pictures:",
+        table(["model", *names], of_sizes),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def summary(compiled: Sequence[Compiled], variants: Mapping[str, Mapping[str, int]]) -> str:
+    """The last line."""
+    failed = sum(each.error is not None for each in compiled)
+    spilling = sum(each.spilling > MOST_SPILLS for each in compiled)
+    most = max(count for counts in variants.values() for count in counts.values())
+    return f"summary: kernels={len(compiled)} failed={failed} spilling={spilling} variants={most}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
