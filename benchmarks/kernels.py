@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,7 @@ class _Launched:
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
+        self.name = kernel.fn.__name__.removesuffix("_kernel")
         self.made: dict[int, Any] = {}
         self.errors: list[str] = []
 
@@ -252,27 +253,22 @@ def launch(shape: Shape) -> None:
     kernels.widen(x, merged, merged, log_sizes, shape.heads, 1.5, 2.0)
 
 
-def compile_all(shapes: Sequence[Shape], targets: Sequence[str]) -> list[Compiled]:
-    """Compile what the shapes launch, for each target."""
+def compile_for(target: str, shapes: Sequence[Shape]) -> list[Compiled]:
+    """Compile what the shapes launch, for one of :data:`TARGETS`."""
     found = []
+    binaries: dict[int, tuple[str, Any, list[str]]] = {}
     with absent_gpus() as (driver, launched):
-        for target in targets:
-            driver.target = target
-            binaries: dict[int, tuple[str, Any, list[str]]] = {}
-            for shape in shapes:
-                launch(shape)
-                for each in launched:
-                    name = each.kernel.fn.__name__.removesuffix("_kernel")
-                    for key, binary in each.made.items():
-                        binaries.setdefault(key, (name, binary, []))[2].append(shape.name)
-                    for error in each.errors:
-                        found.append(Compiled(name, target, (shape.name,), error))
-                    each.made.clear()
-                    each.errors.clear()
-            for name, binary, names in binaries.values():
-                found.append(Compiled(name, target, tuple(names), None, *_in_machine_code(binary)))
-            failed = sum(each.error is not None for each in found if each.target == target)
-            print(f"{target}: {len(binaries)} kernels, {failed} failed", flush=True)
+        driver.target = target
+        for shape in shapes:
+            launch(shape)
+            for each in launched:
+                for key, binary in each.made.items():
+                    binaries.setdefault(key, (each.name, binary, []))[2].append(shape.name)
+                found += [Compiled(each.name, target, (shape.name,), text) for text in each.errors]
+                each.made.clear()
+                each.errors.clear()
+        for name, binary, names in binaries.values():
+            found.append(Compiled(name, target, tuple(names), None, *_in_machine_code(binary)))
     return found
 
 
@@ -296,7 +292,7 @@ def _in_machine_code(binary: Any) -> tuple[int, int, int, int]:
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None, usage
     spilling = re.findall(r"\b(?:STL|LDL)\b", code)
-    products = re.findall(r"\b[A-Z]*MMA\b", code)
+    products = re.findall(r"\s[A-Z]+MMA\.", code)
     return int(registers.group(1)), len(spilling), shared, len(products)
 
 
@@ -306,23 +302,18 @@ def _dump(file: str, option: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def count_variants() -> dict[str, dict[str, int]]:
-    """By model, how often each kernel compiles over pictures of :data:`SIZES`, for one GPU."""
-    counts = {}
-    for shape in MODELS[:5]:
-        with absent_gpus() as (driver, launched):
-            driver.target = "sm_80"
-            made: dict[str, set[int]] = {}
-            pixels = 1024 // shape.grid.width
-            for size in SIZES:
-                grid = Grid(-(-size // pixels), shape.grid.width)
-                launch(Shape(**{**vars(shape), "grid": grid}))
-                for each in launched:
-                    name = each.kernel.fn.__name__.removesuffix("_kernel")
-                    made.setdefault(name, set()).update(each.made)
-            # Keys of one head and of all are two kernels of one file.
-            counts[shape.name] = {name: len(each) for name, each in made.items()}
-            counts[shape.name]["merge_keys"] -= 1
+def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
+    """How often each kernel compiles for one GPU over pictures of some heights in pixels."""
+    made: dict[str, set[int]] = {}
+    pixels = 1024 // shape.grid.width
+    with absent_gpus() as (_, launched):
+        for size in sizes:
+            launch(replace(shape, grid=Grid(-(-size // pixels), shape.grid.width)))
+            for each in launched:
+                made.setdefault(each.name, set()).update(each.made)
+    counts = {name: len(binaries) for name, binaries in made.items()}
+    # Keys of one head and of all heads are stretched by two kernels of the same name.
+    counts["merge_keys"] -= 1
     return counts
 
 
@@ -334,8 +325,13 @@ def main() -> int:
     arguments = parser.parse_args()
     targets = ("sm_80", "gfx942") if arguments.quick else arguments.targets
     shapes = MODELS[:2] if arguments.quick else (*MODELS, *SWEEP)
-    compiled = compile_all(shapes, targets)
-    variants = count_variants()
+    compiled = []
+    for target in targets:
+        compiled += (found := compile_for(target, shapes))
+        failed = sum(each.error is not None for each in found)
+        print(f"{target}: {len(found)} kernels, {failed} failed", flush=True)
+    of_unets = MODELS[:5]
+    variants = {shape.name: count_variants(shape, SIZES) for shape in of_unets}
     line = summary(compiled, variants)
     if not arguments.quick:
         result = {

@@ -21,7 +21,8 @@ def machine(device: str) -> dict[str, Any]:
     accelerator = torch.cuda.get_device_name() if device == "cuda" else None
     threads = torch.get_num_threads()
     return {
-        "description": accelerator or f"{threads} threads of an {processor}, no GPU",
+        "description": accelerator
+        or f"{threads} thread{'s' * (threads > 1)} of an {processor}, no GPU",
         "processor": processor,
         "threads": threads,
         "accelerator": accelerator,

@@ -3,9 +3,9 @@
 It has the layout of Wan in small: self-attention over all frames, a text by cross-attention,
 positions by rotation in frames, rows and columns, a flow from noise to pixels, guidance by leaving
 the prompt out. A clip has 9 frames of 16x16 tokens of 2x2 pixels. It pans over a photo and zooms,
-while a disc cut out of another photo moves across. The prompt names both photos. In the first,
-middle and last frame, further channels say where in its photo each pixel is; the other frames have
-to find out by attention.
+while a disc cut out of another photo moves across. The prompt names both photos. In every other
+frame, further channels say where in its photo each pixel is; those between have to find out by
+attention.
 
     python -m benchmarks.video_transformer --minutes 60      train, or continue training
 
@@ -40,7 +40,7 @@ STATE = Path(__file__).parents[1] / "demo" / "video-transformer-training.pt"
 SHORT_SIDE = 80
 FRAMES, SIDE = 9, 32
 PATCH = 2
-TOLD_EVERY = 4
+TOLD_EVERY = 2
 """One of so many frames is told its place."""
 
 LENGTHS = 5

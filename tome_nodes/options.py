@@ -315,9 +315,10 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
                 text="In scope stack, one step in so many, counted back from the last but one, "
                 "runs on all tokens. The steps after it keep the detail that it gave to merged "
                 "tokens; 0: none does.",
-                more="So does the first step if it begins with a picture, as in image to image. "
-                "Each stack of a UNet keeps a tensor of the size of its tokens; a transformer "
-                "keeps two latents.",
+                more="The first step does too if it begins with a picture, as in image to image. "
+                "With `attn_tokens` k,v, self-attention in a UNet merges keys and values even in "
+                "these steps. Each stack of a UNet keeps a tensor of the size of its tokens; a "
+                "transformer keeps two latents.",
             ),
         )
     }

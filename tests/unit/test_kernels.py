@@ -1,5 +1,6 @@
 """The Triton kernels against float64 brute force: on a GPU if there is one, else interpreted."""
 
+import ast
 import inspect
 import subprocess
 import sys
@@ -339,85 +340,40 @@ def test_importing_the_pack_imports_neither_triton_nor_the_host():
 
 
 COMPILE = """
+import sys
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from tome_nodes.ops import kernels
-from tome_nodes.ops.kernels import adding, key_merging, matching, merging, widening
+from benchmarks.kernels import Shape, compile_for, count_variants
+from tome_nodes.core.grid import Grid
 
-class Compiler:
-    # Stands where a kernel is, and compiles it for what it is launched with.
-    def __init__(self, module, name):
-        self.kernel = getattr(module, name)
-        setattr(module, name, self)
-
-    def __getitem__(self, grid):
-        return self.compile
-
-    def compile(self, num_warps, **arguments):
-        assert set(arguments) == set(self.kernel.arg_names)
-        signature, constants, attributes = {}, {}, {}
-        for place, parameter in enumerate(self.kernel.params):
-            name, value = parameter.name, arguments[parameter.name]
-            # As Triton's own launcher does.
-            if parameter.is_constexpr or value is None or type(value) is int and value == 1:
-                signature[name], constants[place,] = "constexpr", value
-                continue
-            if isinstance(value, torch.Tensor):
-                signature[name] = "*" + TYPES[value.dtype]
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, torch.Tensor) or value % 16 == 0:
-                attributes[place,] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        for architecture in (80, 90):
-            target = GPUTarget("cuda", architecture, 32)
-            binary = triton.compile(source, target=target, options={"num_warps": num_warps})
-            assert binary.asm["cubin"]
-            print(TYPES[dtype], self.kernel.fn.__name__, architecture)
-
-for module, name in (
-    (matching, "match_windows_kernel"),
-    (merging, "merge_kernel"),
-    (key_merging, "merge_keys_kernel"),
-    (adding, "add_change_kernel"),
-    (widening, "widen_kernel"),
-):
-    Compiler(module, name)
-
-TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"
-}
-# The largest window, and small ones; heads of 40 channels, a single one of many, and of 64.
-key = torch.tensor(7)
-shapes = (
-    (torch.float16, 320, 8, (key, 16, 16, 2, 2, 8, 8, 128)),
-    (torch.bfloat16, 1280, 1, (None, 16, 16, 2, 2, 4, 4, 40)),
-    (torch.float32, 320, 5, (key, 16, 16, 4, 2, 2, 4, 40)),
-)
-for dtype, channels, heads, window in shapes:
-    x = torch.zeros(2, 256, channels, dtype=dtype)
-    slot_of_token, order, offsets, log_sizes = kernels.match_windows(x, *window)
-    merged = kernels.merge(x, slot_of_token, order, offsets)
-    kernels.merge_keys(x, slot_of_token, order, offsets, heads)
-    kernels.add_change(x, merged, merged, slot_of_token)
-    kernels.widen(x, merged, merged, log_sizes.to(dtype), heads, 1.5, 2.0)
+# A large window with heads of 40, and a grid one cell high.
+shapes = [
+    Shape("balanced", Grid(32, 32), 320, 8, (2, 4), torch.float16),
+    Shape("one cell high", Grid(2, 64), 64, 1, (2, 2), torch.bfloat16),
+]
+for target in sys.argv[1:]:
+    for each in compile_for(target, shapes):
+        print(each.kernel, each.target, each.error, each.spilling, each.tensor_cores > 0, sep="|")
+print(count_variants(shapes[0], (512, 576)))
 """
 
 
-def test_kernels_compile_for_gpus_that_are_not_present(tmp_path):
+def test_kernels_compile_for_gpus_that_are_not_present_and_once_for_many_sizes(tmp_path):
     file = tmp_path / "compile.py"
     file.write_text(COMPILE, encoding="utf-8")
+    targets = ("sm_90", "gfx942")
     told = python(
-        f"import runpy; runpy.run_path({str(file)!r})",
-        TRITON_CACHE_DIR=str(tmp_path),
+        f"import runpy; sys.argv = ['', *{targets}]; runpy.run_path({str(file)!r})",
         HOME=str(tmp_path),
         PATH="/usr/bin:/bin",
     )
-    assert told.splitlines() == [
-        f"{dtype} {kernel}_kernel {architecture}"
-        for dtype in ("fp16", "bf16", "fp32")
-        for kernel in ("match_windows", "merge", "merge_keys", "add_change", "widen")
-        for architecture in (80, 90)
-    ]
+    *compiled, variants = told.splitlines()
+    names = ("match_windows", "merge", "merge_keys", "add_change", "widen")
+    rows = [line.split("|") for line in compiled]
+    assert {(kernel, target) for kernel, target, *_ in rows} == {
+        (kernel, target) for kernel in names for target in targets
+    }
+    assert {error for _, _, error, _, _ in rows} == {"None"}
+    assert max(int(spilling) for *_, spilling, _ in rows) <= 16
+    on_tensor_cores = {kernel for kernel, *_, products in rows if products == "True"}
+    assert on_tensor_cores == {"match_windows"}
+    assert ast.literal_eval(variants) == dict.fromkeys(names, 1)

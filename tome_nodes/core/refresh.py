@@ -1,7 +1,8 @@
 """Steps on all tokens, and the detail that merged tokens keep from the last of them.
 
 A stack on merged tokens changes all tokens of a slot alike. How they differed when the stack last
-ran on all tokens changes little from step to step, so it is added until the next such step.
+ran on all tokens changes little from step to step, so it is added until the next such step. On all
+tokens, attention may still merge keys and values, which hardly changes pictures.
 """
 
 from collections.abc import Hashable
