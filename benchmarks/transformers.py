@@ -110,6 +110,20 @@ class Model:
         return 1 / (1 - attention + kept * attention)
 
 
+def _wan(width: int, hidden: int, heads: int) -> Mapping[str, Any]:
+    """The settings of one block of Wan; ``hidden`` is the width of its feed-forward network."""
+    return {
+        "image_model": "wan2.1",
+        "model_type": "t2v",
+        "dim": width,
+        "ffn_dim": hidden,
+        "text_dim": 64,
+        "num_heads": heads,
+        "num_layers": 1,
+        "in_dim": 16,
+    }
+
+
 MODELS = (
     Model(
         "Z-Image",
@@ -189,16 +203,7 @@ MODELS = (
     Model(
         "Wan 14B",
         "WAN21_T2V",
-        {
-            "image_model": "wan2.1",
-            "model_type": "t2v",
-            "dim": 5120,
-            "ffn_dim": 13824,
-            "text_dim": 64,
-            "num_heads": 40,
-            "num_layers": 1,
-            "in_dim": 16,
-        },
+        _wan(5120, 13824, 40),
         (16, 3, 48, 80),
         64,
         {},
@@ -209,16 +214,7 @@ MODELS = (
     Model(
         "Wan 1.3B",
         "WAN21_T2V",
-        {
-            "image_model": "wan2.1",
-            "model_type": "t2v",
-            "dim": 1536,
-            "ffn_dim": 8960,
-            "text_dim": 64,
-            "num_heads": 12,
-            "num_layers": 1,
-            "in_dim": 16,
-        },
+        _wan(1536, 8960, 12),
         (16, 21, 60, 104),
         64,
         {},

@@ -345,10 +345,11 @@ import torch
 from benchmarks.kernels import Shape, compile_for, count_variants
 from tome_nodes.core.grid import Grid
 
-# A large window with heads of 40, and a grid one cell high.
+# A large window with heads of 40, a grid one cell high, and float32.
 shapes = [
     Shape("balanced", Grid(32, 32), 320, 8, (2, 4), torch.float16),
     Shape("one cell high", Grid(2, 64), 64, 1, (2, 2), torch.bfloat16),
+    Shape("float32", Grid(16, 16), 320, 5, (4, 2), torch.float32),
 ]
 for target in sys.argv[1:]:
     for each in compile_for(target, shapes):
@@ -360,7 +361,7 @@ print(count_variants(shapes[0], (512, 576)))
 def test_kernels_compile_for_gpus_that_are_not_present_and_once_for_many_sizes(tmp_path):
     file = tmp_path / "compile.py"
     file.write_text(COMPILE, encoding="utf-8")
-    targets = ("sm_90", "gfx942")
+    targets = ("sm_80", "sm_90", "gfx942")
     told = python(
         f"import runpy; sys.argv = ['', *{targets}]; runpy.run_path({str(file)!r})",
         HOME=str(tmp_path),
