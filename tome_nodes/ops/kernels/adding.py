@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .shared import BLOCK_CHANNELS, BLOCK_ROWS, BLOCK_WARPS, require_tokens, strides
+from .shared import BLOCK_CHANNELS, BLOCK_ROWS, BLOCK_WARPS, operator, require_tokens, strides
 
 
 @triton.jit(do_not_specialize=("tokens", "all_tokens"))
@@ -48,7 +48,11 @@ def add_change_kernel(
     )
 
 
-@torch.library.custom_op("tome_nodes::add_change", mutates_args=())
+def _shapes(x, before, after, slot_of_token):
+    return x.new_empty(x.shape)
+
+
+@operator(_shapes)
 def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) -> Tensor:
     """``x`` plus the change of its slots; see :func:`tome_nodes.ops.reference.add_change`.
 
@@ -80,8 +84,3 @@ def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) 
             num_warps=BLOCK_WARPS,
         )
     return result
-
-
-@add_change.register_fake
-def _(x, before, after, slot_of_token):
-    return x.new_empty(x.shape)

@@ -5,13 +5,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .shared import BLOCK_ROWS, load_of_slots, padded, require_tokens, slot_extent, strides
+from .shared import (
+    load_of_slots,
+    operator,
+    padded,
+    require_tokens,
+    slot_extent,
+    strides,
+)
 
-# The most values of a program, which holds all channels of a head: 32 float32 registers a thread.
-_VALUES, _WARPS = 4096, 4
+# The most slots of a program, tokens of each that are loaded at once, and values of all of them:
+# 64 a thread.
+_SLOTS, _MEMBERS, _VALUES, _WARPS = 16, 8, 8192, 4
 
 
-@triton.jit(do_not_specialize=("tokens", "slots", "all_tokens"))
+@triton.jit(do_not_specialize=("tokens", "slots"))
 def merge_keys_kernel(
     x,
     order,
@@ -23,57 +31,64 @@ def merge_keys_kernel(
     stride_channel,
     tokens,
     slots,
-    all_tokens,
     SLOTS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_CHANNELS: tl.constexpr,
     PADDED: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ):
     """One head of the mean of ``SLOTS`` slots, and that mean stretched.
 
-    The grid is blocks of slots by heads. ``HEAD_CHANNELS`` are padded to ``PADDED``, because a
-    length needs all of them. ``means`` and ``keys`` are contiguous. ``slots`` and ``all_tokens``
-    are of the whole batch, ``tokens`` of one sample.
+    The grid is blocks of slots by heads by samples. ``HEAD_CHANNELS`` are padded to ``PADDED``,
+    because a length needs all of them. ``means`` and ``keys`` are contiguous. There are ``tokens``
+    and ``slots`` in each sample.
     """
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     lane = tl.arange(0, PADDED)
     channel = tl.program_id(1) * HEAD_CHANNELS + lane
-    is_slot = slot < slots
+    sample = tl.program_id(2).to(tl.int64)
     is_channel = lane < HEAD_CHANNELS
-    start, size = slot_extent(offsets, slot, is_slot, slots, all_tokens)
+    start, size = slot_extent(offsets, slot, slots, sample, tokens)
+    first = sample * tokens
+    x += sample * stride_sample
     total = tl.zeros((SLOTS, PADDED), tl.float32)
     lengths = tl.zeros((SLOTS,), tl.float32)
     # Not a range: the interpreter of Triton 3.6 cannot take its bound from a tensor.
     most = tl.max(size)
     index = most * 0
     while index < most:
-        value = load_of_slots(
+        values = load_of_slots(
             x,
             order,
             start,
             size,
             index,
+            first,
             channel,
             is_channel,
-            stride_sample,
             stride_token,
             stride_channel,
-            tokens,
+            MEMBERS,
         )
-        total += value
-        lengths += tl.sqrt(tl.sum(value * value, axis=1))
-        index += 1
+        total += tl.sum(values, axis=1)
+        lengths += tl.sum(tl.sqrt(tl.sum(values * values, axis=2)), axis=1)
+        index += MEMBERS
     count = tl.maximum(size, 1).to(tl.float32)
     mean = total / count[:, None]
     length = tl.maximum(tl.sqrt(tl.sum(mean * mean, axis=1)), 1e-6)
-    place = slot.to(tl.int64)[:, None] * (HEADS * HEAD_CHANNELS) + channel[None, :]
-    mask = is_slot[:, None] & is_channel[None, :]
+    place = (sample * slots + slot)[:, None] * (HEADS * HEAD_CHANNELS) + channel[None, :]
+    mask = (slot < slots)[:, None] & is_channel[None, :]
     tl.store(means + place, mean.to(means.dtype.element_ty), mask=mask)
     key = mean * (lengths / count / length)[:, None]
     tl.store(keys + place, key.to(keys.dtype.element_ty), mask=mask)
 
 
-@torch.library.custom_op("tome_nodes::merge_keys", mutates_args=())
+def _shapes(x, slot_of_token, order, offsets, heads=1):
+    shape = x.shape[0], offsets.shape[0] // x.shape[0], x.shape[2]
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+@operator(_shapes)
 def merge_keys(
     x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor, heads: int = 1
 ) -> tuple[Tensor, Tensor]:
@@ -93,15 +108,15 @@ def merge_keys(
     batch, tokens, channels = x.shape
     if channels % heads:
         raise ValueError(f"x has {channels} channels, which {heads} heads cannot share evenly")
-    slots = len(offsets)
-    shape = batch, slots // batch, channels
+    slots = len(offsets) // batch
+    shape = batch, slots, channels
     means, keys = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))
     head_channels = channels // heads
     lanes = padded(head_channels)
-    # With 32 slots or more, Triton 3.6 fails to compile some shapes, such as heads of 40 channels.
-    at_once = max(1, min(BLOCK_ROWS, _VALUES // lanes))
+    members = max(1, min(_MEMBERS, _VALUES // lanes))
+    at_once = max(1, min(_SLOTS, _VALUES // (members * lanes)))
     with torch.cuda.device_of(x):
-        merge_keys_kernel[(-(-slots // at_once), heads)](
+        merge_keys_kernel[(-(-slots // at_once), heads, batch)](
             x=x,
             order=order,
             offsets=offsets,
@@ -110,17 +125,11 @@ def merge_keys(
             **strides(x),
             tokens=tokens,
             slots=slots,
-            all_tokens=len(order),
             SLOTS=at_once,
             HEADS=heads,
             HEAD_CHANNELS=head_channels,
             PADDED=lanes,
+            MEMBERS=members,
             num_warps=_WARPS,
         )
     return means, keys
-
-
-@merge_keys.register_fake
-def _(x, slot_of_token, order, offsets, heads=1):
-    shape = x.shape[0], offsets.shape[0] // x.shape[0], x.shape[2]
-    return x.new_empty(shape), x.new_empty(shape)

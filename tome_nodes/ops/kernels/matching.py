@@ -4,12 +4,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq, is_cuda
 
 from ..hashing import MULTIPLIERS
-from .shared import padded, require_tokens, strides
+from .shared import operator, padded, require_tokens, strides
 
 # Pairs of token and cell that a warp matches: 32 registers a thread for each value of a pair.
 _PAIRS_OF_A_WARP = 1024
+
+# Warps of a program, and channels loaded at once, so that registers suffice on every GPU: warps of
+# AMD's data centre GPUs have twice as many threads, and float32 takes no tensor cores elsewhere.
+_WARPS, _WARPS_OF_FLOAT32 = 8, 16
+_CHANNELS, _CHANNELS_OF_FLOAT32 = 32, 16
 
 _FIRST, _SECOND, _THIRD = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 
@@ -53,15 +59,9 @@ def _greatest_reached(rank, quota):
 
 
 @triton.jit
-def _before_owner(count, earlier, absorbed, merged):
-    """The sum of ``count`` over the places before each token's own, or before its dst if it merges.
-
-    ``earlier`` and ``absorbed`` are cells by places: whether a place is before the dst of a cell,
-    and whether it merges into that dst.
-    """
-    of_cell = tl.sum(earlier * count[None, :], axis=1)
-    of_merged = tl.sum(absorbed * of_cell[:, None], axis=0)
-    return tl.where(merged, of_merged, tl.cumsum(count, 0) - count)
+def _dst_place(pick, row, column, across, SY: tl.constexpr, SX: tl.constexpr):
+    """The place in its window of the dst of the cell in a row and column of cells."""
+    return (row * SY + pick // SX) * across + column * SX + pick % SX
 
 
 @triton.jit(
@@ -72,6 +72,8 @@ def _before_owner(count, earlier, absorbed, merged):
         "cells_across",
         "windows_down",
         "windows_across",
+        "high",
+        "wide",
         "quota",
     )
 )
@@ -91,11 +93,11 @@ def match_windows_kernel(
     cells_across,
     windows_down,
     windows_across,
+    high,
+    wide,
     quota,
     SY: tl.constexpr,
     SX: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
     RANDOM: tl.constexpr,
     TOKENS: tl.constexpr,
     CELLS: tl.constexpr,
@@ -105,12 +107,13 @@ def match_windows_kernel(
     """Match the tokens of one window of one sample, and write its part of the plan.
 
     The grid is windows, followed by pieces of the tokens that fill no window, by samples. A window
-    is ``HIGH`` by ``WIDE`` cells of ``SY`` by ``SX`` tokens, padded to ``TOKENS`` tokens and
+    is ``high`` by ``wide`` cells of ``SY`` by ``SX`` tokens, padded to ``TOKENS`` tokens and
     ``CELLS`` cells; ``CHANNELS`` of ``ALL_CHANNELS`` channels are loaded at once. All windows merge
     ``quota`` tokens, so each knows where its slots and its part of ``order`` begin.
     """
-    ACROSS: tl.constexpr = WIDE * SX
-    INSIDE: tl.constexpr = HIGH * SY * ACROSS
+    across = wide * SX
+    down = high * SY
+    size_of_window = down * across
     program = tl.program_id(0)
     sample = tl.program_id(1).to(tl.int64)
     windows = windows_down * windows_across
@@ -122,8 +125,8 @@ def match_windows_kernel(
     if program >= windows:
         # Row by row: the tokens to the right of the windows, then those below them.
         index = (program - windows) * TOKENS + place
-        covered_rows = windows_down * HIGH * SY
-        covered_columns = windows_across * ACROSS
+        covered_rows = windows_down * down
+        covered_columns = windows_across * across
         beside = width - covered_columns
         right = index < covered_rows * beside
         columns = tl.maximum(beside, 1)
@@ -132,9 +135,9 @@ def match_windows_kernel(
             index // columns * width + covered_columns + index % columns,
             index + covered_rows * covered_columns,
         )
-        left = index < tokens - windows * INSIDE
-        slot = first_slot + windows * (INSIDE - quota) + index
-        offset = first_token + windows * INSIDE + index
+        left = index < tokens - windows * size_of_window
+        slot = first_slot + windows * (size_of_window - quota) + index
+        offset = first_token + windows * size_of_window + index
         tl.store(slot_of_token + first_token + token, slot, mask=left)
         tl.store(order + offset, first_token + token, mask=left)
         tl.store(offsets + slot, offset, mask=left)
@@ -144,29 +147,31 @@ def match_windows_kernel(
     window_row = program // windows_across
     window_column = program % windows_across
     # A place is in the window, row by row; a token is in the map.
-    inside = place < INSIDE
-    row = place // ACROSS
-    column = place % ACROSS
-    token = (window_row * HIGH * SY + row) * width + window_column * ACROSS + column
-    cell = (window_row * HIGH + row // SY) * cells_across + window_column * WIDE + column // SX
+    inside = place < size_of_window
+    row = place // across
+    column = place % across
+    first_in_map = window_row * down * width + window_column * across
+    token = first_in_map + row * width + column
 
-    cell_place = tl.arange(0, CELLS)
-    is_cell = cell_place < HIGH * WIDE
-    cell_row = cell_place // WIDE
-    cell_column = cell_place % WIDE
-    own_cell = (window_row * HIGH + cell_row) * cells_across + window_column * WIDE + cell_column
+    cell = tl.arange(0, CELLS)
+    is_cell = cell < high * wide
+    cell_row = cell // wide
+    cell_column = cell % wide
+    first_cell = window_row * high * cells_across + window_column * wide
 
     if RANDOM:
         shape = (cells_down.to(tl.uint32) << 16) ^ cells_across.to(tl.uint32)
         stream = _scramble(tl.load(key).to(tl.uint32) ^ _scramble(shape))
     else:
         stream = 0
-    is_dst = (row % SY) * SX + column % SX == _pick(stream, cell, SY * SX, RANDOM)
-    pick = _pick(stream, own_cell, SY * SX, RANDOM)
-    dst = (cell_row * SY + pick // SX) * ACROSS + cell_column * SX + pick % SX
-    dst_token = (window_row * HIGH * SY + dst // ACROSS) * width
-    dst_token += window_column * ACROSS + dst % ACROSS
+    in_cells = first_cell + row // SY * cells_across + column // SX
+    is_dst = (row % SY) * SX + column % SX == _pick(stream, in_cells, SY * SX, RANDOM)
+    pick = _pick(stream, first_cell + cell_row * cells_across + cell_column, SY * SX, RANDOM)
+    dst = _dst_place(pick, cell_row, cell_column, across, SY, SX)
+    dst_token = first_in_map + dst // across * width + dst % across
 
+    # Triton does not use Turing's tensor cores, and products of half precision are worse there.
+    IS_TURING: tl.constexpr = is_cuda() and not cuda_capability_geq(8)
     map_start = features + sample * stride_sample
     products = tl.zeros((CELLS, TOKENS), tl.float32)
     token_norm = tl.zeros((TOKENS,), tl.float32)
@@ -184,6 +189,8 @@ def match_windows_kernel(
             mask=is_cell[:, None] & is_channel[None, :],
             other=0.0,
         )
+        if IS_TURING:
+            x, y = x.to(tl.float32), y.to(tl.float32)
         products += tl.dot(y, tl.trans(x), input_precision="ieee")
         token_norm += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
         dst_norm += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
@@ -202,28 +209,40 @@ def match_windows_kernel(
     ahead = quota - tl.sum((rank > least).to(tl.int32))
     merged = is_src & ((rank > least) | (level & (tl.cumsum(level.to(tl.int32), 0) <= ahead)))
 
-    # Slots are in the order of the tokens that stay.
-    stays = inside & (merged == 0)
-    slots_here = stays.to(tl.int32)
-    absorbed = ((nearest[None, :] == cell_place[:, None]) & merged[None, :]).to(tl.int32)
-    own = ((dst[:, None] == place[None, :]) & is_cell[:, None]).to(tl.int32)
-    group = absorbed + own
-    size = slots_here + tl.sum(own * tl.sum(absorbed, axis=1)[:, None], axis=0)
-    earlier = (place[None, :] < dst[:, None]).to(tl.int32)
-    slot = _before_owner(slots_here, earlier, absorbed, merged)
-    offset = _before_owner(size, earlier, absorbed, merged)
-    position = offset + tl.sum(group * (tl.cumsum(group, 1) - group), axis=0)
+    # Slots are in the order of the tokens that stay, members in the order of the window.
+    row, column = nearest // wide, nearest % wide
+    pick = _pick(stream, first_cell + row * cells_across + column, SY * SX, RANDOM)
+    owner = tl.where(merged, _dst_place(pick, row, column, across, SY, SX), place)
+    stays = (inside & (merged == 0)).to(tl.int32)
+    slot = tl.gather(tl.cumsum(stays, 0) - stays, owner, 0)
+    size = tl.histogram(tl.where(inside, slot, place), TOKENS)
+    offset = tl.cumsum(size, 0) - size
+    member = tl.sort(tl.where(inside, slot, TOKENS) * TOKENS + place) % TOKENS
+    member_token = first_in_map + member // across * width + member % across
 
-    window_slot = first_slot + program * (INSIDE - quota)
-    window_offset = first_token + program * INSIDE
+    slots_of_window = size_of_window - quota
+    window_slot = first_slot + program * slots_of_window
+    window_offset = first_token + program * size_of_window
     tl.store(slot_of_token + first_token + token, window_slot + slot, mask=inside)
-    tl.store(order + window_offset + position, first_token + token, mask=inside)
-    tl.store(offsets + window_slot + slot, window_offset + offset, mask=stays)
+    tl.store(order + window_offset + place, first_token + member_token, mask=inside)
+    is_slot = place < slots_of_window
+    tl.store(offsets + window_slot + place, window_offset + offset, mask=is_slot)
     logarithm = tl.log(tl.maximum(size, 1).to(tl.float32))
-    tl.store(log_sizes + window_slot + slot, logarithm, mask=stays)
+    tl.store(log_sizes + window_slot + place, logarithm, mask=is_slot)
 
 
-@torch.library.custom_op("tome_nodes::match_windows", mutates_args=())
+def _shapes(features, key, height, width, sy, sx, high, wide, quota):
+    batch, tokens, _ = features.shape
+    slots = tokens - (height // sy // high) * (width // sx // wide) * quota
+    return (
+        features.new_empty(batch, tokens, dtype=torch.int64),
+        features.new_empty(batch * tokens, dtype=torch.int64),
+        features.new_empty(batch * slots, dtype=torch.int64),
+        features.new_empty(batch, slots, dtype=torch.float32),
+    )
+
+
+@operator(_shapes)
 def match_windows(
     features: Tensor,
     key: Tensor | None,
@@ -270,6 +289,8 @@ def match_windows(
     offsets = torch.empty(batch * slots, dtype=torch.int64, device=features.device)
     log_sizes = torch.empty(batch, slots, dtype=torch.float32, device=features.device)
     left_over = -(-(tokens - down * across * inside) // block)
+    is_float32 = features.dtype == torch.float32
+    most_warps = _WARPS_OF_FLOAT32 if is_float32 else _WARPS
     with torch.cuda.device_of(features):
         match_windows_kernel[(down * across + left_over, batch)](
             features=features,
@@ -285,28 +306,16 @@ def match_windows(
             cells_across=width // sx,
             windows_down=down,
             windows_across=across,
+            high=high,
+            wide=wide,
             quota=quota,
             SY=sy,
             SX=sx,
-            HIGH=high,
-            WIDE=wide,
             RANDOM=key is not None,
             TOKENS=block,
             CELLS=cells,
             ALL_CHANNELS=channels,
-            CHANNELS=64 if block <= 64 else 32,
-            num_warps=min(16, max(4, block * cells // _PAIRS_OF_A_WARP)),
+            CHANNELS=_CHANNELS_OF_FLOAT32 if is_float32 else _CHANNELS,
+            num_warps=min(most_warps, max(4, block * cells // _PAIRS_OF_A_WARP)),
         )
     return slot_of_token, order, offsets, log_sizes
-
-
-@match_windows.register_fake
-def _(features, key, height, width, sy, sx, high, wide, quota):
-    batch, tokens, _ = features.shape
-    slots = tokens - (height // sy // high) * (width // sx // wide) * quota
-    return (
-        features.new_empty(batch, tokens, dtype=torch.int64),
-        features.new_empty(batch * tokens, dtype=torch.int64),
-        features.new_empty(batch * slots, dtype=torch.int64),
-        features.new_empty(batch, slots, dtype=torch.float32),
-    )

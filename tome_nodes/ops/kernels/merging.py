@@ -8,15 +8,18 @@ from torch import Tensor
 from .shared import (
     BLOCK_CHANNELS,
     BLOCK_ROWS,
-    BLOCK_WARPS,
     load_of_slots,
+    operator,
     require_tokens,
     slot_extent,
     strides,
 )
 
+# Tokens of a slot that are loaded at once, and the warps for them: 64 values a thread.
+_MEMBERS, _WARPS = 8, 2
 
-@triton.jit(do_not_specialize=("tokens", "slots", "all_tokens"))
+
+@triton.jit(do_not_specialize=("tokens", "slots"))
 def merge_kernel(
     x,
     order,
@@ -28,48 +31,55 @@ def merge_kernel(
     tokens,
     channels,
     slots,
-    all_tokens,
     SLOTS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ):
     """The mean of ``SLOTS`` slots in ``CHANNELS`` channels, summed in float32.
 
-    The grid is blocks of slots by blocks of channels. ``means`` is contiguous. ``slots`` and
-    ``all_tokens`` are of the whole batch, ``tokens`` of one sample.
+    The grid is blocks of slots by blocks of channels by samples. ``means`` is contiguous. There are
+    ``tokens`` and ``slots`` in each sample.
     """
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    is_slot = slot < slots
+    sample = tl.program_id(2).to(tl.int64)
     is_channel = channel < channels
-    start, size = slot_extent(offsets, slot, is_slot, slots, all_tokens)
+    start, size = slot_extent(offsets, slot, slots, sample, tokens)
+    first = sample * tokens
+    x += sample * stride_sample
     total = tl.zeros((SLOTS, CHANNELS), tl.float32)
     # Not a range: the interpreter of Triton 3.6 cannot take its bound from a tensor.
     most = tl.max(size)
     index = most * 0
     while index < most:
-        total += load_of_slots(
+        values = load_of_slots(
             x,
             order,
             start,
             size,
             index,
+            first,
             channel,
             is_channel,
-            stride_sample,
             stride_token,
             stride_channel,
-            tokens,
+            MEMBERS,
         )
-        index += 1
+        total += tl.sum(values, axis=1)
+        index += MEMBERS
     mean = total / tl.maximum(size, 1).to(tl.float32)[:, None]
     tl.store(
-        means + slot.to(tl.int64)[:, None] * channels + channel[None, :],
+        means + (sample * slots + slot)[:, None] * channels + channel[None, :],
         mean.to(means.dtype.element_ty),
-        mask=is_slot[:, None] & is_channel[None, :],
+        mask=(slot < slots)[:, None] & is_channel[None, :],
     )
 
 
-@torch.library.custom_op("tome_nodes::merge", mutates_args=())
+def _shapes(x, slot_of_token, order, offsets):
+    return x.new_empty(x.shape[0], offsets.shape[0] // x.shape[0], x.shape[2])
+
+
+@operator(_shapes)
 def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
     """The mean of each slot; see :func:`tome_nodes.ops.reference.merge`.
 
@@ -84,10 +94,10 @@ def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> T
     """
     require_tokens(x, "x")
     batch, tokens, channels = x.shape
-    slots = len(offsets)
-    means = torch.empty(batch, slots // batch, channels, dtype=x.dtype, device=x.device)
+    slots = len(offsets) // batch
+    means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
-        merge_kernel[(-(-slots // BLOCK_ROWS), -(-channels // BLOCK_CHANNELS))](
+        merge_kernel[(-(-slots // BLOCK_ROWS), -(-channels // BLOCK_CHANNELS), batch)](
             x=x,
             order=order,
             offsets=offsets,
@@ -96,14 +106,9 @@ def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> T
             tokens=tokens,
             channels=channels,
             slots=slots,
-            all_tokens=len(order),
             SLOTS=BLOCK_ROWS,
             CHANNELS=BLOCK_CHANNELS,
-            num_warps=BLOCK_WARPS,
+            MEMBERS=_MEMBERS,
+            num_warps=_WARPS,
         )
     return means
-
-
-@merge.register_fake
-def _(x, slot_of_token, order, offsets):
-    return x.new_empty(x.shape[0], offsets.shape[0] // x.shape[0], x.shape[2])

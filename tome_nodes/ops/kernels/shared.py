@@ -1,5 +1,9 @@
 """Parts that several kernels and their launchers share."""
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +14,31 @@ DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 # Rows and channels of one program: 16 bytes a thread in half precision, whole cache lines.
 BLOCK_ROWS, BLOCK_CHANNELS, BLOCK_WARPS = 8, 64, 2
+
+
+def operator(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a launcher as a torch operator, which torch.compile calls in its place.
+
+    Called directly otherwise: an operator takes as long again as a launch.
+
+    Args:
+        shapes: makes empty results from the same arguments, for tracing.
+    """
+
+    def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
+        name = f"tome_nodes::{launcher.__name__}"
+        own = torch.library.custom_op(name, launcher, mutates_args=())
+        own.register_fake(shapes)
+
+        @wraps(launcher)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return own(*args, **kwargs)
+            return launcher(*args, **kwargs)
+
+        return call
+
+    return register
 
 
 def require_tokens(x: Tensor, name: str) -> None:
@@ -33,14 +62,16 @@ def padded(count: int) -> int:
 
 
 @triton.jit
-def slot_extent(offsets, slot, is_slot, slots, all_tokens):
-    """Where slots begin in the order, and how many tokens they hold; 0 beyond the last slot.
+def slot_extent(offsets, slot, slots, sample, tokens):
+    """Where slots of a sample begin in the order, and how many tokens they hold.
 
-    ``slots`` and ``all_tokens`` are of the whole batch.
+    Both are 0 beyond the last of its ``slots`` slots. It has ``tokens`` tokens.
     """
-    start = tl.load(offsets + slot, mask=is_slot, other=0)
-    end = tl.load(offsets + slot + 1, mask=slot + 1 < slots, other=all_tokens)
-    return start, tl.where(is_slot, end - start, 0)
+    place = sample * slots + slot
+    start = tl.load(offsets + place, mask=slot < slots, other=0)
+    end = tl.load(offsets + place + 1, mask=slot + 1 < slots, other=0)
+    end = tl.where(slot + 1 < slots, end, (sample + 1) * tokens)
+    return start, tl.where(slot < slots, end - start, 0)
 
 
 @triton.jit
@@ -50,19 +81,24 @@ def load_of_slots(
     start,
     size,
     index,
+    first,
     channel,
     is_channel,
-    stride_sample,
     stride_token,
     stride_channel,
-    tokens,
+    MEMBERS: tl.constexpr,
 ):
-    """Token ``index`` of each slot in float32; 0 for a slot that holds fewer."""
-    is_held = index < size
-    token = tl.load(order + start + index, mask=is_held, other=0)
-    place = token // tokens * stride_sample + token % tokens * stride_token
+    """``MEMBERS`` tokens of each slot from ``index`` on, in float32: slots by members by channels.
+
+    Those that a slot does not hold are 0. All are loaded at once, so that a large slot takes hardly
+    longer than a small one. ``x`` points to the sample's tokens, and ``first`` is the number of the
+    first of them.
+    """
+    member = index + tl.arange(0, MEMBERS)[None, :]
+    is_held = member < size[:, None]
+    token = tl.load(order + start[:, None] + member, mask=is_held, other=first) - first
     return tl.load(
-        x + place[:, None] + channel[None, :] * stride_channel,
-        mask=is_held[:, None] & is_channel[None, :],
+        x + (token * stride_token)[:, :, None] + channel[None, None, :] * stride_channel,
+        mask=is_held[:, :, None] & is_channel[None, None, :],
         other=0.0,
     ).to(tl.float32)

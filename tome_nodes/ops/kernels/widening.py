@@ -6,7 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import FURTHER
-from .shared import BLOCK_ROWS, BLOCK_WARPS, padded, require_tokens
+from .shared import BLOCK_ROWS, BLOCK_WARPS, operator, padded, require_tokens
+
+# The most values of a program, which holds all channels of a head: 64 a thread.
+_VALUES = 4096
 
 
 @triton.jit
@@ -70,7 +73,11 @@ def widen_kernel(
         _store_head(wide_v, x, row, key_rows, head, heads, channel, WIDE)
 
 
-@torch.library.custom_op("tome_nodes::widen", mutates_args=())
+def _shapes(q, k, v, log_sizes, heads, scale, constant):
+    return tuple(x.new_empty(*x.shape[:2], x.shape[2] + heads * FURTHER) for x in (q, k, v))
+
+
+@operator(_shapes)
 def widen(
     q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, heads: int, scale: float, constant: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +103,9 @@ def widen(
         torch.empty(*x.shape[:2], heads * wide, dtype=x.dtype, device=x.device) for x in (q, k, v)
     )
     query_rows, key_rows = (x.shape[0] * x.shape[1] for x in (q, k))
-    query_blocks, key_blocks = (-(-count // BLOCK_ROWS) for count in (query_rows, key_rows))
+    lanes = padded(wide)
+    rows = max(1, min(BLOCK_ROWS, _VALUES // lanes))
+    query_blocks, key_blocks = (-(-count // rows) for count in (query_rows, key_rows))
     with torch.cuda.device_of(q):
         widen_kernel[(query_blocks + 2 * key_blocks, heads)](
             q=q.contiguous(),
@@ -113,15 +122,10 @@ def widen(
             heads=heads,
             scale=scale,
             constant=constant,
-            ROWS=BLOCK_ROWS,
+            ROWS=rows,
             CHANNELS=channels,
             WIDE=wide,
-            PADDED=padded(wide),
+            PADDED=lanes,
             num_warps=BLOCK_WARPS,
         )
     return wide_q, wide_k, wide_v
-
-
-@widen.register_fake
-def _(q, k, v, log_sizes, heads, scale, constant):
-    return tuple(x.new_empty(*x.shape[:2], x.shape[2] + heads * FURTHER) for x in (q, k, v))
