@@ -8,8 +8,10 @@ from common import relative_error
 from host import merging, sample
 from torch.testing import assert_close
 
+from tome_nodes.hosts.comfyui import weighing
 from tome_nodes.hosts.comfyui.attachment import attach
 from tome_nodes.hosts.comfyui.attention import weigh_attention
+from tome_nodes.hosts.comfyui.weighing import Way, way_of
 from tome_nodes.ops import reference
 
 BATCH, HEADS = 2, 4
@@ -82,6 +84,32 @@ def test_the_scale_of_the_caller_is_kept():
     for function in (attention.attention_pytorch, attention.attention_flash):
         actual = weighed(function, q, k, v, sizes, [], scale=2 / 40**0.5)
         assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("channels", [32, 40, 64, 80, 96, 128, 160, 192, 248, 256, 512])
+def test_further_channels_are_taken_where_they_stay_in_the_kernel_of_flash(channels):
+    taken = way_of("attention_pytorch", channels, has_flash=True)
+    stays = {40: 64, 80: 96, 160: 192, 248: 256}
+    assert taken is (Way.CHANNELS if channels in stays else Way.MASK)
+    assert way_of("attention_pytorch", channels, has_flash=False) is Way.MASK
+    assert way_of("attention_pytorch", channels, has_flash=True, may_widen=False) is Way.MASK
+    assert way_of("attention_xformers", channels, has_flash=True) is Way.CHANNELS
+    assert way_of("attention_flash", channels, has_flash=True, may_widen=False) is None
+    assert way_of("attention_sage", channels, has_flash=True) is None
+
+
+@pytest.mark.parametrize("channels", [40, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_both_ways_are_right_in_any_precision(monkeypatch, channels, dtype):
+    q, k, v, sizes = tensors(channels, 37, 29, dtype)
+    expected = attention_to_repeated(q, k, v, sizes)
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    results = []
+    for has_flash in (False, True):
+        monkeypatch.setattr(weighing, "_has_flash", lambda _, has=has_flash: has)
+        results.append(weighed(attention.attention_pytorch, q, k, v, sizes, []))
+        assert relative_error(results[-1].double(), expected) < bound
+    assert torch.equal(*results) == (channels != 40)
 
 
 def test_an_unknown_attention_runs_as_it_is():

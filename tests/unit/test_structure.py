@@ -100,7 +100,7 @@ def test_only_a_host_knows_its_libraries():
 
 
 STANDARD = {
-    *("collections", "contextlib", "contextvars", "dataclasses", "functools", "inspect"),
+    *("collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "inspect"),
     *("logging", "math", "struct", "sys", "threading", "time", "types", "typing", "weakref"),
 }
 
