@@ -67,6 +67,16 @@ def sd15(load):
     return load("sd15", levels=1)
 
 
+@pytest.fixture
+def untried():
+    """What merging runs on is tried anew, in this test and after it."""
+    from tome_nodes.core import engine
+
+    engine._missing.cache_clear()
+    yield
+    engine._missing.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """A running server with this pack and the models that graphs need.

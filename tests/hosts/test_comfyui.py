@@ -459,7 +459,7 @@ def test_a_run_without_merging_says_why_in_one_warning(load, caplog, settings, f
     assert torch.equal(merged, sample(model, channels=CONTEXT_CHANNELS[family]))
 
 
-def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, told, monkeypatch):
+def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, told, monkeypatch, untried):
     def missing(*_):
         raise NotImplementedError("no such operation here\nand a long explanation")
 

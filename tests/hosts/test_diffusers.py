@@ -832,7 +832,7 @@ def test_a_call_without_merging_says_why_in_one_warning(caplog, family, options,
     ]
 
 
-def test_steps_aside_on_a_device_that_lacks_an_operation(unet, told, monkeypatch):
+def test_steps_aside_on_a_device_that_lacks_an_operation(unet, told, monkeypatch, untried):
     def missing(*_):
         raise NotImplementedError("no such operation here\nand a long explanation")
 

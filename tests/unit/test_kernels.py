@@ -348,6 +348,19 @@ def test_without_triton_torch_is_used_and_the_reason_given():
     assert told.startswith("torch ") and "triton" in told
 
 
+def test_a_broken_triton_is_as_if_it_were_not_there():
+    told = python(
+        "import types\n"
+        "class Broken(types.ModuleType):\n"
+        "    def __getattr__(self, name): raise OSError(f'{name} has gone\\nfar away')\n"
+        "import torch\n"
+        "sys.modules['triton'] = Broken('triton')\n"
+        "from tome_nodes.ops import resolve\n"
+        "print(*resolve('auto', torch.device('cuda'), torch.float16))"
+    )
+    assert told.startswith("torch ") and "has gone" in told and "far" not in told
+
+
 def test_importing_the_pack_imports_neither_triton_nor_the_host():
     told = python(
         "import tome_nodes.strategies, tome_nodes.core.apply, tome_nodes.ops\n"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tome_nodes.core.grid import Grid
-from tome_nodes.core.plan import KeptPlan, SequencePlan, SlotPlan
+from tome_nodes.core.plan import FramesPlan, KeptPlan, SequencePlan, SlotPlan
 from tome_nodes.strategies.pool import PoolPlan
 
 
@@ -156,3 +156,30 @@ def test_a_pooled_key_is_mostly_the_first_token_of_its_cell():
     expected = 0.75 * torch.tensor([0.0, 2, 8, 10]) + 0.25 * means.flatten()
     for merged in (keys, values):
         assert_close(merged.flatten(), expected)
+
+
+@given(partitions(), st.integers(1, 3))
+def test_frames_merge_as_the_same_slots_of_a_whole_video(owners, videos):
+    frames = len(owners)
+    each = SlotPlan.from_owners(torch.tensor(owners * videos), len(set(owners[0])))
+    plan = FramesPlan(frames, each)
+    whole = SlotPlan.from_slots(plan.slots(), plan.slot_count)
+    assert plan.slots().shape == (videos, frames * len(owners[0]))
+    generator = torch.Generator().manual_seed(0)
+    x, after = (
+        torch.randn(videos, count, 6, generator=generator)
+        for count in (plan.slots().shape[1], plan.slot_count)
+    )
+    assert plan.fits(x) and not plan.fits(x[:, 1:])
+    assert_close(plan.log_sizes(), whole.log_sizes())
+    assert torch.equal(
+        plan.slots().gather(1, plan.tokens()), whole.slots().gather(1, whole.tokens())
+    )
+    merged = plan.merge(x)
+    assert_close(merged, whole.merge(x))
+    assert_close(plan.merge_keys(x, 2), whole.merge_keys(x, 2))
+    assert_close(plan.merge_values(x), whole.merge_values(x))
+    for own, others in zip(plan.merge_inputs(x), whole.merge_inputs(x), strict=True):
+        assert_close(own, others)
+    assert_close(plan.unmerge(after), whole.unmerge(after))
+    assert_close(plan.add_change(x, merged, after), whole.add_change(x, merged, after))

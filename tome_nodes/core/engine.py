@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -73,12 +74,11 @@ def make_engine(
         torch.OutOfMemoryError: the device has no room for a small plan.
     """
     backend, no_triton = resolve(config.backend, device, dtype)
-    strategy = make_strategy(config, operations(backend))
-    lacks = missing_operation(strategy, device, dtype)
+    lacks = _missing(config, make_strategy, backend, device, dtype)
     if lacks is not None and backend == "triton":
         backend, no_triton = "torch", lacks
-        strategy = make_strategy(config, operations(backend))
-        lacks = missing_operation(strategy, device, dtype)
+        lacks = _missing(config, make_strategy, backend, device, dtype)
+    strategy = make_strategy(config, operations(backend))
     in_attention = _worth_from(strategy, device, False, at_calls)
     worth_from = _worth_from(strategy, device, True, at_calls) if in_blocks else in_attention
     return Engine(
@@ -107,6 +107,18 @@ def _worth_from(strategy: Strategy, device: torch.device, in_blocks: bool, at_ca
     if strategy.ops.NAME == "triton":
         return strategy.least_tokens_with_kernels
     return strategy.least_tokens_at_calls if at_calls else strategy.least_tokens
+
+
+@lru_cache(maxsize=64)
+def _missing(
+    config: ToMeConfig,
+    make_strategy: MakeStrategy,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str | None:
+    """See :func:`missing_operation`; tried once, since kernels compile for it."""
+    return missing_operation(make_strategy(config, operations(backend)), device, dtype)
 
 
 def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .engine import Engine
 from .grid import Grid
 from .layout import Layout, LayoutKey, Span
-from .plan import Plan, plans_of_sequence
+from .plan import Plan, plans_by_frame, plans_of_sequence
 from .refresh import Detail, fitting
 
 # The distance of neighbouring tokens in the matching, where the latent has a variance of 1. Tokens
@@ -139,8 +139,16 @@ class WholeModel:
         """Make the plan of the latent by the latest denoised one, or else by places only."""
         latest = fitting(self._detail.latest, latent)
 
+        def plans_of_grid(features: Tensor, grid: Grid) -> list[Plan | None]:
+            return self._engine.plans_of(features.contiguous(), grid, [self._ratio])
+
         def plans_of(features: Tensor, grid: Grid) -> list[Plan | None]:
-            made = self._engine.plans_of(features.contiguous(), grid, [self._ratio])
+            # Not over frames, unless the settings say so: benchmarks/FIDELITY.md.
+            is_cut = grid.frames > 1 and self._engine.strategy.config.st == 0
+            if is_cut:
+                made = plans_by_frame(plans_of_grid, features, grid)
+            else:
+                made = plans_of_grid(features, grid)
             self._parts += made
             return made
 

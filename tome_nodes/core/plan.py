@@ -252,6 +252,85 @@ class SequencePlan(Plan):
         return list(zip(self.parts, x.split(list(self.lengths), 1), strict=True))
 
 
+@dataclass(frozen=True, eq=False)
+class FramesPlan(Plan):
+    """The plan of a video whose frames merge each on its own.
+
+    Attributes:
+        frames: their number.
+        each: the plan of all frames of all videos, as samples of their own.
+    """
+
+    frames: int
+    each: Plan
+
+    @property
+    def slot_count(self) -> int:  # type: ignore[override]
+        return self.frames * self.each.slot_count
+
+    def slots(self) -> Tensor:
+        return self._numbered(self.each.slots(), self.each.slot_count)
+
+    def tokens(self) -> Tensor:
+        return self._numbered(self.each.tokens(), self.each.slots().shape[1])
+
+    def log_sizes(self) -> Tensor:
+        return self._joined(self.each.log_sizes())
+
+    def is_even(self) -> bool:
+        return self.each.is_even()
+
+    def fits(self, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[1] % self.frames == 0 and self.each.fits(self._cut(x))
+
+    def merge(self, x: Tensor) -> Tensor:
+        return self._joined(self.each.merge(self._cut(x)))
+
+    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, values = self.each.merge_inputs(self._cut(x))
+        return self._joined(queries), self._joined(keys), self._joined(values)
+
+    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
+        return self._joined(self.each.merge_keys(self._cut(k), heads))
+
+    def merge_values(self, v: Tensor) -> Tensor:
+        return self._joined(self.each.merge_values(self._cut(v)))
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        return self._joined(self.each.unmerge(self._cut(y)))
+
+    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        return self._joined(self.each.add_change(self._cut(x), self._cut(before), self._cut(after)))
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """Frames as samples."""
+        return x.unflatten(1, (self.frames, -1)).flatten(0, 1)
+
+    def _joined(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`_cut`."""
+        return x.unflatten(0, (-1, self.frames)).flatten(1, 2)
+
+    def _numbered(self, indices: Tensor, of_frame: int) -> Tensor:
+        """Indices in a frame as indices in the video; a frame has ``of_frame``."""
+        first = torch.arange(self.frames, device=indices.device) * of_frame
+        return self._joined(indices + first.repeat(len(indices) // self.frames)[:, None])
+
+
+def plans_by_frame(
+    plans_of: Callable[[Tensor, Grid], list[Plan | None]], features: Tensor, grid: Grid
+) -> list[Plan | None]:
+    """Plans of a video whose frames merge each on its own.
+
+    Args:
+        plans_of: makes the plans of pictures, the same number for each.
+        features: ``[batch, tokens, channels]`` of the video.
+        grid: that of the video.
+    """
+    by_frame = features.unflatten(1, (grid.frames, -1)).flatten(0, 1)
+    plans = plans_of(by_frame, Grid(grid.height, grid.width))
+    return [None if plan is None else FramesPlan(grid.frames, plan) for plan in plans]
+
+
 def plans_of_sequence(
     layout: Layout, features: Tensor, plans_of: Callable[[Tensor, Grid], list[Plan | None]]
 ) -> list[Plan | None]:

@@ -8,8 +8,7 @@ from torch import Tensor
 from ..config import ToMeConfig
 from ..ops import Operations
 from .grid import Grid
-from .layout import Layout, Span
-from .plan import Plan, plans_of_sequence
+from .plan import Plan
 
 PlansOf = Callable[[Tensor, Grid, Sequence[float]], list[Plan | None]]
 """The type of :meth:`Strategy.plans`."""
@@ -69,12 +68,3 @@ class Strategy:
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
         """The plan for one ratio; see :meth:`plans`."""
         return self.plans(features, grid, [ratio])[0]
-
-    def plans_by_frame(
-        self, features: Tensor, grid: Grid, ratios: Sequence[float]
-    ) -> list[Plan | None]:
-        """The plans of a video whose frames merge each on its own; see :meth:`plans`."""
-        frame = Grid(grid.height, grid.width)
-        spans = tuple(Span(index * frame.tokens, frame) for index in range(grid.frames))
-        layout = Layout(grid.tokens, spans)
-        return plans_of_sequence(layout, features, lambda own, _: self.plans(own, frame, ratios))

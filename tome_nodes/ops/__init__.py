@@ -73,8 +73,9 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str
         return "torch", None
     try:
         from . import kernels
-    except ImportError as error:
-        return "torch", str(error)
+    except Exception as error:
+        # A Triton that does not fit PyTorch or the system raises anything.
+        return "torch", f"{type(error).__name__}: {error}".partition("\n")[0]
     if not kernels.runs_on(device):
         return "torch", f"its kernels need a CUDA or ROCm device, and the model is on {device}"
     if dtype not in kernels.DTYPES:

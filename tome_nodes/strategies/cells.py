@@ -9,7 +9,7 @@ from torch import Tensor
 from ..config import ToMeConfig
 from ..core.grid import Grid
 from ..core.picks import pick_per_cell
-from ..core.plan import Plan
+from ..core.plan import Plan, plans_by_frame
 from ..core.strategy import Strategy
 from ..ops import Operations
 
@@ -63,7 +63,7 @@ class CellStrategy(Strategy):
 
     def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
         if grid.frames > 1 and self.config.st == 1:
-            return self.plans_by_frame(features, grid, ratios)
+            return plans_by_frame(lambda own, frame: self.plans(own, frame, ratios), features, grid)
         cells = self.cells_of(grid).count
         if cells.tokens == 0:
             return [None] * len(ratios)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.grid import Grid
-from ..core.plan import Plan
+from ..core.plan import Plan, plans_by_frame
 from ..core.strategy import Strategy
 
 NEAREST_SHARE = 0.75
@@ -110,7 +110,7 @@ class PoolStrategy(Strategy):
 
     def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
         if grid.frames > 1:
-            return self.plans_by_frame(features, grid, ratios)
+            return plans_by_frame(lambda own, frame: self.plans(own, frame, ratios), features, grid)
         cell = self.config.sy, self.config.sx
         plan = PoolPlan.of(len(features), grid, *cell, features.device)
         merges = plan.slot_count < grid.tokens
