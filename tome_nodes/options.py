@@ -267,7 +267,8 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
                 text="Length of a cell in frames, for video; 0 takes 2 to 5, whichever divides the "
                 "frames best. 1 keeps cells within frames.",
                 more="A longer cell is `sx` or `sy` tokens in a row, whichever is fewer, in so "
-                "many frames. The first latent frame always merges apart from the others.",
+                "many frames. The first latent frame always merges apart from the others. Where "
+                "the whole model runs on merged tokens, 0 keeps cells within frames too.",
             ),
             Option(
                 name="use_rand",

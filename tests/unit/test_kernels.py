@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +28,20 @@ from tome_nodes.core.grid import Grid
 from tome_nodes.core.picks import pick_per_cell, step_key
 from tome_nodes.core.plan import SlotPlan
 from tome_nodes.ops import kernels, operations, reference, resolve
+from tome_nodes.ops.kernels import matching, merging
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.window import split_windows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def nothing_gives_way(caplog, request):
+    """No kernel fails, except where that is what is tested."""
+    yield
+    if "gives_way" not in request.node.name:
+        assert "takes the place" not in caplog.text
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -293,6 +303,44 @@ def test_operators_pass_the_checks_of_torch():
     ):
         checks = torch.library.opcheck(operator.default, arguments)
         assert set(checks.values()) == {"SUCCESS"}
+
+
+class Broken:
+    """A kernel that does not compile."""
+
+    def __getitem__(self, grid):
+        raise RuntimeError("out of resource: shared memory\nand more")
+
+
+def test_a_kernel_gives_way_to_torch_for_a_shape_it_fails_on(monkeypatch, caplog):
+    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2, 3, 3]], device=DEVICE), 3, kernels)
+    x = torch.randn(1, 5, 11, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    expected = replace(plan, ops=reference).merge(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(merging, "merge_kernel", Broken())
+        assert_close(plan.merge(x), expected)
+        assert_close(plan.merge(2 * x), 2 * expected)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "[ToMe] torch takes the place of the Triton kernel merge for tokens of (1, 5, 11): "
+        "RuntimeError: out of resource: shared memory"
+    ]
+    plan.merge(x)
+    assert_close(plan.merge(x[..., :7]), expected[..., :7])
+    assert len(caplog.records) == 1
+
+
+def test_matching_by_kernel_gives_way_to_torch(monkeypatch, caplog):
+    grid = Grid(9, 11)
+    features = features_of(grid, seed=3)
+    expected = window_plan(features, grid)
+    with monkeypatch.context() as patch:
+        patch.setattr(matching, "match_windows_kernel", Broken())
+        broken = window_plan(features + 0, grid)
+    assert [groups(broken, index) for index in range(len(features))] == [
+        groups(expected, index) for index in range(len(features))
+    ]
+    assert caplog.text.count("takes the place") == 1
 
 
 def test_only_compiled_code_calls_kernels_as_operators():

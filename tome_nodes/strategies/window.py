@@ -46,22 +46,36 @@ class WindowStrategy(CellStrategy):
         distinct = sorted(set(quotas) - {0})
         if not distinct:
             return [None] * len(quotas)
-        if self.ops.NAME == "triton":
-            from ..ops import kernels
-
-            key = self.key if self.config.use_rand else None
-            shape = (cells.grid.height, cells.grid.width, sy, sx, high, wide)
-            plans = []
-            for quota in distinct:
-                slot_of_token, order, offsets, log_sizes = kernels.match_windows(
-                    features, key, *shape, quota
-                )
-                slots = grid.tokens - windows * quota
-                plans.append(SlotPlan(slot_of_token, order, offsets, log_sizes, slots, self.ops))
-        else:
+        plans = self._match_by_kernel(features, cells, grid.tokens, distinct)
+        if plans is None:
             plans = match_windows(features, *self.split_of(grid), distinct)
         made = dict(zip(distinct, plans, strict=True))
         return [made.get(quota) for quota in quotas]
+
+    def _match_by_kernel(
+        self, features: Tensor, cells: Cells, tokens: int, quotas: list[int]
+    ) -> list[SlotPlan] | None:
+        """The plans that :func:`match_windows` makes, by the kernel; None without one that runs."""
+        if self.ops.NAME != "triton":
+            return None
+        from ..ops import kernels
+
+        key = self.key if self.config.use_rand else None
+        sy, sx = cells.sy, cells.sx
+        high, wide = window_cells(cells.grid, sy, sx)
+        windows = (cells.count.height // high) * (cells.count.width // wide)
+        shape = (cells.grid.height, cells.grid.width, sy, sx, high, wide)
+        plans = []
+        for quota in quotas:
+            try:
+                slot_of_token, order, offsets, log_sizes = kernels.match_windows(
+                    features, key, *shape, quota
+                )
+            except kernels.KernelFailed:
+                return None
+            slots = tokens - windows * quota
+            plans.append(SlotPlan(slot_of_token, order, offsets, log_sizes, slots, self.ops))
+        return plans
 
 
 def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:

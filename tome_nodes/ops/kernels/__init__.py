@@ -19,12 +19,13 @@ from .adding import add_change
 from .key_merging import merge_keys
 from .matching import match_windows
 from .merging import merge
-from .shared import DTYPES
+from .shared import DTYPES, KernelFailed
 from .widening import widen
 
 __all__ = [
     "DTYPES",
     "NAME",
+    "KernelFailed",
     "add_change",
     "match_windows",
     "merge",

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from .shared import BLOCK_CHANNELS, BLOCK_ROWS, BLOCK_WARPS, operator, require_tokens, strides
 
 
@@ -52,7 +53,7 @@ def _shapes(x, before, after, slot_of_token):
     return x.new_empty(x.shape)
 
 
-@operator(_shapes)
+@operator(_shapes, reference.add_change)
 def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) -> Tensor:
     """``x`` plus the change of its slots; see :func:`tome_nodes.ops.reference.add_change`.
 

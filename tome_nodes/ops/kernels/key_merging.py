@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from .shared import (
     load_of_slots,
     operator,
@@ -88,7 +89,7 @@ def _shapes(x, slot_of_token, order, offsets, heads=1):
     return x.new_empty(shape), x.new_empty(shape)
 
 
-@operator(_shapes)
+@operator(_shapes, reference.merge_keys)
 def merge_keys(
     x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor, heads: int = 1
 ) -> tuple[Tensor, Tensor]:

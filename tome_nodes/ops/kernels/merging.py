@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from .shared import (
     BLOCK_CHANNELS,
     BLOCK_ROWS,
@@ -79,7 +80,7 @@ def _shapes(x, slot_of_token, order, offsets):
     return x.new_empty(x.shape[0], offsets.shape[0] // x.shape[0], x.shape[2])
 
 
-@operator(_shapes)
+@operator(_shapes, reference.merge)
 def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
     """The mean of each slot; see :func:`tome_nodes.ops.reference.merge`.
 

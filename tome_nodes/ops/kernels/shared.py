@@ -1,5 +1,6 @@
 """Parts that several kernels and their launchers share."""
 
+import logging
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -9,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+log = logging.getLogger("tome_nodes")
+
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """The dtypes that the kernels accept; they sum and compare in float32."""
 
@@ -16,29 +19,69 @@ DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 BLOCK_ROWS, BLOCK_CHANNELS, BLOCK_WARPS = 8, 64, 2
 
 
-def operator(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+class KernelFailed(Exception):
+    """A kernel cannot be compiled or launched, and no function of the reference takes its place."""
+
+
+def operator(
+    shapes: Callable[..., Any], reference: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a launcher as a torch operator, which torch.compile calls in its place.
 
-    Called directly otherwise: an operator takes as long again as a launch.
+    Called directly otherwise: an operator takes as long again as a launch. Arguments whose shapes
+    it has failed on go to the reference from then on.
 
     Args:
         shapes: makes empty results from the same arguments, for tracing.
+        reference: computes the same; without it, a failure raises :class:`KernelFailed`.
     """
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
-        name = f"tome_nodes::{launcher.__name__}"
-        own = torch.library.custom_op(name, launcher, mutates_args=())
+        name = launcher.__name__
+        failed: set[tuple[Any, ...]] = set()
+
+        @wraps(launcher)
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            if not (failed and _kind(args, kwargs) in failed):
+                try:
+                    return launcher(*args, **kwargs)
+                except (torch.OutOfMemoryError, ValueError):
+                    raise
+                except Exception as error:
+                    # Compilers raise exceptions of their own.
+                    failed.add(_kind(args, kwargs))
+                    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                    size = next(tuple(x.shape) for x in args if isinstance(x, Tensor))
+                    log.warning(
+                        "[ToMe] torch takes the place of the Triton kernel %s for tokens of %s: %s",
+                        name,
+                        size,
+                        reason,
+                    )
+            if reference is None:
+                raise KernelFailed(name)
+            return reference(*args, **kwargs)
+
+        own = torch.library.custom_op(f"tome_nodes::{name}", launch, mutates_args=())
         own.register_fake(shapes)
 
         @wraps(launcher)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return own(*args, **kwargs)
-            return launcher(*args, **kwargs)
+            return launch(*args, **kwargs)
 
         return call
 
     return register
+
+
+def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Arguments that differ only in values have the same kind."""
+    return tuple(
+        (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x
+        for x in (*args, *kwargs.values())
+    )
 
 
 def require_tokens(x: Tensor, name: str) -> None:

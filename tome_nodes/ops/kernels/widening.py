@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..reference import FURTHER
 from .shared import BLOCK_ROWS, BLOCK_WARPS, operator, padded, require_tokens
 
@@ -77,7 +78,7 @@ def _shapes(q, k, v, log_sizes, heads, scale, constant):
     return tuple(x.new_empty(*x.shape[:2], x.shape[2] + heads * FURTHER) for x in (q, k, v))
 
 
-@operator(_shapes)
+@operator(_shapes, reference.widen)
 def widen(
     q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, heads: int, scale: float, constant: float
 ) -> tuple[Tensor, Tensor, Tensor]:
