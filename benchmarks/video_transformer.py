@@ -37,7 +37,7 @@ from benchmarks.training import Training, below, run
 WEIGHTS = Path(__file__).with_name("video_transformer.safetensors")
 STATE = Path(__file__).parents[1] / "demo" / "video-transformer-training.pt"
 
-SHORT_SIDE = 80
+SHORT_SIDE = 48
 FRAMES, SIDE = 9, 32
 PATCH = 2
 TOLD_EVERY = 2
@@ -47,7 +47,11 @@ LENGTHS = 5
 """How many waves tell a place; see :func:`benchmarks.denoiser.waves`."""
 
 PLACE_CHANNELS = 4 * LENGTHS + 2
-SHIFT = 1.5
+SHIFT = 5.0
+"""The ratio of noise to signal in the middle of the steps; see ``flow_loss``."""
+
+STILLS = 0.5
+"""The share of training steps on first frames alone: more photos for the same work."""
 
 WAN: dict[str, Any] = {
     "model_type": "t2v",
@@ -129,14 +133,14 @@ class Photos:
         source = between(radius, high - radius), between(radius, wide - radius)
         return Clip(names[background], Path2D(window(), window()), names[cutting], disc, source)
 
-    def render(self, clip: Clip, side: int) -> tuple[Tensor, Tensor]:
+    def render(self, clip: Clip, side: int, frames: int = FRAMES) -> tuple[Tensor, Tensor]:
         """The pixels ``[3, frames, side, side]`` and places ``[22, frames, side, side]``.
 
         The last two channels of a place are 1 in the disc, and in a frame that is told its place.
         """
         pixels, places = [], []
         centres = torch.arange(side) + 0.5
-        for index in range(FRAMES):
+        for index in range(frames):
             along = index / (FRAMES - 1)
             down, across, half = clip.window.at(along)
             scale = 2 * half / side
@@ -156,7 +160,7 @@ class Photos:
                 denoiser.waves(rows, columns, SHORT_SIDE, LENGTHS),
             )
             places.append(torch.cat([waves, inside[None], torch.ones(1, side, side)]))
-        told = torch.zeros(FRAMES, 1, 1)
+        told = torch.zeros(frames, 1, 1)
         told[::TOLD_EVERY] = 1
         return torch.stack(pixels, 1), torch.stack(places, 1) * told
 
@@ -217,7 +221,7 @@ def new_transformer() -> nn.Module:
 
 
 class Trainer(Training):
-    """The training of the transformer, on clips of the full side or of half of it."""
+    """The training of the transformer: stills, and clips of the full side or of half of it."""
 
     in_bfloat16 = True
 
@@ -225,17 +229,23 @@ class Trainer(Training):
         super().__init__(new_transformer(), rate, full_share, STATE, WEIGHTS)
         self.photos = Photos()
 
-    def loss(self) -> tuple[int, Tensor]:
-        """The loss of a random batch, and the side of its clips."""
-        side, size = (SIDE, 2) if self.is_full_size() else (SIDE // 2, 6)
+    def loss(self) -> tuple[str, Tensor]:
+        """The loss of a random batch, and what it is of."""
+        if torch.rand((), generator=self.generator).item() < STILLS:
+            frames, side, size = 1, SIDE, 14
+        elif self.is_full_size():
+            frames, side, size = FRAMES, SIDE, 2
+        else:
+            frames, side, size = FRAMES, SIDE // 2, 6
         clips = [self.photos.random_clip(self.generator, side) for _ in range(size)]
-        rendered = [self.photos.render(clip, side) for clip in clips]
+        rendered = [self.photos.render(clip, side, frames) for clip in clips]
         pixels, places = (torch.stack(each) for each in zip(*rendered, strict=True))
         kept = (torch.rand(size, generator=self.generator) >= 0.1).tolist()
         prompts = torch.stack(
             [prompt(clip if keep else None) for clip, keep in zip(clips, kept, strict=True)]
         )
-        return side, flow_loss(self.model, pixels, places, prompts, SHIFT, 1000, self.generator)
+        loss = flow_loss(self.model, pixels, places, prompts, SHIFT, 1000, self.generator)
+        return f"{frames}x{side}x{side}", loss
 
 
 if __name__ == "__main__":
