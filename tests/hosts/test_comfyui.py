@@ -194,7 +194,7 @@ def test_a_run_of_one_step_uses_the_first_ratio(sd15, told):
     assert "(192 -> 77 tokens)" in told()[-1]
 
 
-def test_a_device_without_room_for_a_small_plan_says_so(sd15, monkeypatch):
+def test_a_device_without_room_for_a_small_plan_says_so(sd15, monkeypatch, untried):
     def full(*_):
         raise torch.OutOfMemoryError("no room")
 

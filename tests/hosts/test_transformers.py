@@ -392,8 +392,9 @@ def test_whole_blocks_run_on_merged_tokens(models, told, kind, scope):
     ]
     # In stack scope, the last step but one runs on all tokens.
     assert len(fewer) == tiny.blocks * (3 if scope == "block" else 2)
-    picture = 63 * (tiny.frames or 1)
-    assert all(picture // 2 <= before - after <= picture // 2 + 8 for before, after in fewer)
+    # Frames may merge each on its own.
+    least = 63 // 2 * (tiny.frames or 1)
+    assert all(least <= before - after <= least + 10 for before, after in fewer)
     assert 1e-6 < relative_error(merged, plain) < 1
     assert overridden(model) == []
 
@@ -615,9 +616,10 @@ def test_a_report_shows_any_frame_of_a_video(models, frame, scope):
     run = last_run(patched)
     slots = run.recording.slots[1, Grid(8, 10, 5)]
     assert slots.shape == (5, 8, 10)
-    # The first latent frame merges separately; in the others, cells span several frames.
+    # The first latent frame merges separately; in the others, cells span several frames, unless the
+    # model runs on merged tokens as a whole.
     assert not np.isin(slots[0], slots[1:]).any()
-    assert np.isin(slots[1], slots[2:]).any()
+    assert np.isin(slots[1], slots[2:]).any() == (scope != "stack")
     shown = 2 if frame == -1 else frame - 1
     expected = drawing.merge_map(slots[shown], None, drawing.merged_tokens(slots)[shown])
     height, width = expected.shape[:2]

@@ -432,7 +432,8 @@ shapes = [
 for target in sys.argv[1:]:
     for each in compile_for(target, shapes):
         print(each.kernel, each.target, each.error, each.spilling, each.tensor_cores > 0, sep="|")
-print(count_variants(shapes[0], (512, 576)))
+# Windows of eight by four cells, and of five by four.
+print(count_variants(shapes[0], (512, 704)))
 """
 
 
