@@ -304,8 +304,8 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
                 default=True,
                 advanced=True,
                 text="Let a merged token weigh in self-attention as much as the tokens it stands "
-                "for, which keeps the picture much closer and takes hardly any time. SageAttention "
-                "takes no weights: there a merged token counts once. Off: the attention of the "
+                "for, which keeps the picture much closer and takes hardly any time; with "
+                "SageAttention, which takes no weights, it counts once. Off: the attention of the "
                 "paper.",
             ),
             Option(
