@@ -92,7 +92,7 @@ def main() -> None:
     if arguments.device == "cpu":
         use_cpu()
 
-    from benchmarks import fidelity_figures, video_transformer
+    from benchmarks import fidelity_figures
     from benchmarks.machine import origin
 
     path = RESULTS / "fidelity.json"
@@ -109,11 +109,6 @@ def main() -> None:
     taken["machine"] = taken["machine"]["description"]
     repeats = 2 if arguments.quick else arguments.repeats
     shown: dict[tuple[str, str], dict[str, Any]] = {}
-    asked = [*arguments.only]
-    weights = video_transformer.WEIGHTS
-    if "video" in asked and not weights.exists():
-        asked.remove("video")
-        print(f"video is left out: no {weights.name}; benchmarks.video_transformer trains it")
 
     def chosen(judge: str, only: Sequence[str] | None = None) -> dict[str, Patch]:
         return {
@@ -125,7 +120,7 @@ def main() -> None:
     def keep(place: dict[str, Any], rows: dict[str, Any]) -> None:
         place |= {name: row | {"origin": taken} for name, row in rows.items()}
 
-    if "features" in asked and chosen("features"):
+    if "features" in arguments.only and chosen("features"):
         rows = judge_features(chosen("features"), max(repeats, 5))
         print(fidelity_figures.features_table(rows), flush=True)
         keep(result.setdefault("features", {}), rows)
@@ -133,7 +128,7 @@ def main() -> None:
     for sampling in SAMPLINGS:
         patches = chosen(sampling.judge, sampling.methods)
         is_left_out = arguments.quick and not sampling.is_quick
-        if sampling.judge in asked and patches and not is_left_out:
+        if sampling.judge in arguments.only and patches and not is_left_out:
             print(f"{sampling.judge}, {sampling.name}", flush=True)
             judge = judge_of(sampling, arguments.seeds)
             rows, pictures = judged(judge, patches, repeats)

@@ -61,7 +61,7 @@ class Training:
 
     def is_full_size(self) -> bool:
         """Whether the next batch is one of the share of full size, at random."""
-        return torch.rand((), generator=self.generator).item() < self._full_share
+        return happens(self._full_share, self.generator)
 
     def loss(self) -> tuple[Hashable, Tensor]:
         """The loss of a random batch, and what to report it under."""
@@ -104,6 +104,11 @@ class Training:
 def below(limit: int, generator: torch.Generator) -> int:
     """A random number from 0 to below ``limit``."""
     return int(torch.randint(limit, (), generator=generator))
+
+
+def happens(share: float, generator: torch.Generator) -> bool:
+    """Whether something happens that does in a share of cases, at random."""
+    return torch.rand((), generator=generator).item() < share
 
 
 def run(description: str, make: Callable[[float, float], Training]) -> None:

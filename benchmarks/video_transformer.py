@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from benchmarks import denoiser
 from benchmarks.photos import photo
 from benchmarks.picture_transformer import flow_loss, initialise
-from benchmarks.training import Training, below, run
+from benchmarks.training import Training, below, happens, run
 
 WEIGHTS = Path(__file__).with_name("video_transformer.safetensors")
 STATE = Path(__file__).parents[1] / "demo" / "video-transformer-training.pt"
@@ -231,7 +231,7 @@ class Trainer(Training):
 
     def loss(self) -> tuple[str, Tensor]:
         """The loss of a random batch, and what it is of."""
-        if torch.rand((), generator=self.generator).item() < STILLS:
+        if happens(STILLS, self.generator):
             frames, side, size = 1, SIDE, 14
         elif self.is_full_size():
             frames, side, size = FRAMES, SIDE, 2

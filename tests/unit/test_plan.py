@@ -162,7 +162,7 @@ def test_a_pooled_key_is_mostly_the_first_token_of_its_cell():
 def test_frames_merge_as_the_same_slots_of_a_whole_video(owners, videos):
     frames = len(owners)
     each = SlotPlan.from_owners(torch.tensor(owners * videos), len(set(owners[0])))
-    plan = FramesPlan(frames, each)
+    plan = FramesPlan(frames, len(owners[0]), each)
     whole = SlotPlan.from_slots(plan.slots(), plan.slot_count)
     assert plan.slots().shape == (videos, frames * len(owners[0]))
     generator = torch.Generator().manual_seed(0)

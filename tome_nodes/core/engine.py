@@ -74,10 +74,18 @@ def make_engine(
         torch.OutOfMemoryError: the device has no room for a small plan.
     """
     backend, no_triton = resolve(config.backend, device, dtype)
-    lacks = _missing(config, make_strategy, backend, device, dtype)
+    # What the grouping depends on; a new seed or ratio needs no new trial.
+    grouping = ToMeConfig(
+        strategy=config.strategy,
+        sx=config.sx,
+        sy=config.sy,
+        st=config.st,
+        use_rand=config.use_rand,
+    )
+    lacks = missing_operation(grouping, make_strategy, backend, device, dtype)
     if lacks is not None and backend == "triton":
         backend, no_triton = "torch", lacks
-        lacks = _missing(config, make_strategy, backend, device, dtype)
+        lacks = missing_operation(grouping, make_strategy, backend, device, dtype)
     strategy = make_strategy(config, operations(backend))
     in_attention = _worth_from(strategy, device, False, at_calls)
     worth_from = _worth_from(strategy, device, True, at_calls) if in_blocks else in_attention
@@ -110,19 +118,18 @@ def _worth_from(strategy: Strategy, device: torch.device, in_blocks: bool, at_ca
 
 
 @lru_cache(maxsize=64)
-def _missing(
+def missing_operation(
     config: ToMeConfig,
     make_strategy: MakeStrategy,
     backend: str,
     device: torch.device,
     dtype: torch.dtype,
 ) -> str | None:
-    """See :func:`missing_operation`; tried once, since kernels compile for it."""
-    return missing_operation(make_strategy(config, operations(backend)), device, dtype)
+    """The error of a device that cannot run an operation of merging, None if it can.
 
-
-def missing_operation(strategy: Strategy, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The error of a device that cannot run an operation of merging, None if it can."""
+    Tried once, since kernels compile for it.
+    """
+    strategy = make_strategy(config, operations(backend))
     # The largest cells are 8 tokens high and wide.
     grid = Grid(16, 16)
     try:

@@ -258,10 +258,12 @@ class FramesPlan(Plan):
 
     Attributes:
         frames: their number.
+        length: the number of tokens of each.
         each: the plan of all frames of all videos, as samples of their own.
     """
 
     frames: int
+    length: int
     each: Plan
 
     @property
@@ -272,7 +274,7 @@ class FramesPlan(Plan):
         return self._numbered(self.each.slots(), self.each.slot_count)
 
     def tokens(self) -> Tensor:
-        return self._numbered(self.each.tokens(), self.each.slots().shape[1])
+        return self._numbered(self.each.tokens(), self.length)
 
     def log_sizes(self) -> Tensor:
         return self._joined(self.each.log_sizes())
@@ -327,8 +329,9 @@ def plans_by_frame(
         grid: that of the video.
     """
     by_frame = features.unflatten(1, (grid.frames, -1)).flatten(0, 1)
-    plans = plans_of(by_frame, Grid(grid.height, grid.width))
-    return [None if plan is None else FramesPlan(grid.frames, plan) for plan in plans]
+    frame = Grid(grid.height, grid.width)
+    plans = plans_of(by_frame, frame)
+    return [None if plan is None else FramesPlan(grid.frames, frame.tokens, plan) for plan in plans]
 
 
 def plans_of_sequence(

@@ -46,25 +46,25 @@ class WindowStrategy(CellStrategy):
         distinct = sorted(set(quotas) - {0})
         if not distinct:
             return [None] * len(quotas)
-        plans = self._match_by_kernel(features, cells, grid.tokens, distinct)
+        plans = self._match_by_kernel(features, cells, (high, wide), distinct)
         if plans is None:
             plans = match_windows(features, *self.split_of(grid), distinct)
         made = dict(zip(distinct, plans, strict=True))
         return [made.get(quota) for quota in quotas]
 
     def _match_by_kernel(
-        self, features: Tensor, cells: Cells, tokens: int, quotas: list[int]
+        self, features: Tensor, cells: Cells, window: tuple[int, int], quotas: list[int]
     ) -> list[SlotPlan] | None:
-        """The plans that :func:`match_windows` makes, by the kernel; None without one that runs."""
+        """The plans that :func:`match_windows` makes, by the kernel; None without one that runs.
+
+        ``window`` is the height and width of a window in cells.
+        """
         if self.ops.NAME != "triton":
             return None
         from ..ops import kernels
 
         key = self.key if self.config.use_rand else None
-        sy, sx = cells.sy, cells.sx
-        high, wide = window_cells(cells.grid, sy, sx)
-        windows = (cells.count.height // high) * (cells.count.width // wide)
-        shape = (cells.grid.height, cells.grid.width, sy, sx, high, wide)
+        shape = (cells.grid.height, cells.grid.width, cells.sy, cells.sx, *window)
         plans = []
         for quota in quotas:
             try:
@@ -73,7 +73,7 @@ class WindowStrategy(CellStrategy):
                 )
             except kernels.KernelFailed:
                 return None
-            slots = tokens - windows * quota
+            slots = log_sizes.shape[1]
             plans.append(SlotPlan(slot_of_token, order, offsets, log_sizes, slots, self.ops))
         return plans
 

@@ -9,6 +9,7 @@ from .. import reference
 from .shared import (
     BLOCK_CHANNELS,
     BLOCK_ROWS,
+    BLOCK_WARPS,
     load_of_slots,
     operator,
     require_tokens,
@@ -16,8 +17,8 @@ from .shared import (
     strides,
 )
 
-# Tokens of a slot that are loaded at once, and the warps for them: 64 values a thread.
-_MEMBERS, _WARPS = 8, 2
+# Tokens of a slot that are loaded at once: 64 values a thread.
+_MEMBERS = 8
 
 
 @triton.jit(do_not_specialize=("tokens", "slots"))
@@ -110,6 +111,6 @@ def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> T
             SLOTS=BLOCK_ROWS,
             CHANNELS=BLOCK_CHANNELS,
             MEMBERS=_MEMBERS,
-            num_warps=_WARPS,
+            num_warps=BLOCK_WARPS,
         )
     return means

@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from ..reference import FURTHER
 from .shared import BLOCK_ROWS, BLOCK_WARPS, operator, padded, require_tokens
 
 # The most values of a program, which holds all channels of a head: 64 a thread.
@@ -75,7 +74,9 @@ def widen_kernel(
 
 
 def _shapes(q, k, v, log_sizes, heads, scale, constant):
-    return tuple(x.new_empty(*x.shape[:2], x.shape[2] + heads * FURTHER) for x in (q, k, v))
+    return tuple(
+        x.new_empty(*x.shape[:2], x.shape[2] + heads * reference.FURTHER) for x in (q, k, v)
+    )
 
 
 @operator(_shapes, reference.widen)
@@ -94,12 +95,12 @@ def widen(
         constant: value of the added channels of the queries.
 
     Returns:
-        The three with ``FURTHER`` more channels in each head.
+        The three with ``reference.FURTHER`` more channels in each head.
     """
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         require_tokens(x, name)
     channels = q.shape[2] // heads
-    wide = channels + FURTHER
+    wide = channels + reference.FURTHER
     wide_q, wide_k, wide_v = (
         torch.empty(*x.shape[:2], heads * wide, dtype=x.dtype, device=x.device) for x in (q, k, v)
     )
