@@ -103,11 +103,12 @@ def bench(arguments: list[str]) -> int:
         "clips": "benchmarks.clips",
         "picture": "benchmarks.off_and_on",
         "kernels": "benchmarks.kernels",
+        "host-time": "benchmarks.host_time",
     }
     for name in others:
         parser.add_argument(f"--{name}", action="store_true")
     chosen, rest = parser.parse_known_args(arguments)
-    asked = [others[name] for name in others if getattr(chosen, name)]
+    asked = [others[name] for name in others if getattr(chosen, name.replace("-", "_"))]
     module = [*asked, modules[chosen.host]][0]
     environment.prepare()
     return _call(environment.PYTHON, "-m", module, *rest, folder=ROOT)
@@ -156,7 +157,8 @@ def _parser() -> argparse.ArgumentParser:
         "--transformers, what merged keys gain there: --quick, --repeats, --name; with "
         "--clips, how much they change a video; with "
         "--picture, the README's picture of off and on: --ratio, --presets, --model; with "
-        "--kernels, what the Triton kernels compile to: --quick, --targets",
+        "--kernels, what the Triton kernels compile to: --quick, --targets; with "
+        "--host-time, what merging adds before any kernel runs: --quick, --rounds",
     )
     add(
         "generate",

@@ -4,7 +4,7 @@ the pictures and videos of transformers.
 python3 dev.py bench --fidelity [--quick] [--only features pictures image video]
     [--methods NAME ...] [--repeats 3] [--seeds 1]
 
-With ``--quick``, the methods of the last line are taken in two rounds and nothing is kept. With
+With ``--quick``, the methods of the last line are taken once and nothing is kept. With
 ``--only`` and ``--methods``, the other rows of the results stay as they are.
 """
 
@@ -107,7 +107,7 @@ def main() -> None:
         raise SystemExit(f"--methods has {sorted(unknown)}; there are {', '.join(sorted(known))}")
     taken = origin(arguments.device, "--fidelity")
     taken["machine"] = taken["machine"]["description"]
-    repeats = 2 if arguments.quick else arguments.repeats
+    repeats = 1 if arguments.quick else arguments.repeats
     shown: dict[tuple[str, str], dict[str, Any]] = {}
 
     def chosen(judge: str, only: Sequence[str] | None = None) -> dict[str, Patch]:
@@ -121,7 +121,7 @@ def main() -> None:
         place |= {name: row | {"origin": taken} for name, row in rows.items()}
 
     if "features" in arguments.only and chosen("features"):
-        rows = judge_features(chosen("features"), max(repeats, 5))
+        rows = judge_features(chosen("features"), repeats if arguments.quick else max(repeats, 5))
         print(fidelity_figures.features_table(rows), flush=True)
         keep(result.setdefault("features", {}), rows)
         result["bias"] = bias_costs(3 if arguments.quick else 15)

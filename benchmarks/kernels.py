@@ -34,7 +34,7 @@ from benchmarks.machine import origin  # noqa: E402
 from tome_nodes.config import ToMeConfig  # noqa: E402
 from tome_nodes.core.grid import Grid  # noqa: E402
 from tome_nodes.ops import kernels  # noqa: E402
-from tome_nodes.ops.kernels import adding, key_merging, matching, merging, widening  # noqa: E402
+from tome_nodes.ops.kernels import adding, attending, key_merging, matching, merging, widening  # noqa: E402
 from tome_nodes.strategies import make_strategy  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -51,6 +51,7 @@ KERNELS = (
     (merging, "merge_kernel"),
     (key_merging, "merge_keys_kernel"),
     (adding, "add_change_kernel"),
+    (attending, "attend_kernel"),
     (widening, "widen_kernel"),
 )
 MOST_SPILLS = 16
@@ -231,8 +232,8 @@ def absent_gpus() -> Iterator[tuple[AbsentDriver, list[_Launched]]]:
                 os.environ["TRITON_CACHE_DIR"] = cache
 
 
-def launch(shape: Shape) -> None:
-    """Call each operation of a backend as a plan of this shape does."""
+def launch(shape: Shape, target: GPUTarget) -> None:
+    """Call each operation of a backend as merging tokens of this shape does on a GPU."""
     x = torch.zeros(shape.batch, shape.grid.tokens, shape.channels, dtype=shape.dtype)
     config = ToMeConfig(strategy="window", ratio=0.5, sy=shape.cell[0], sx=shape.cell[1])
     strategy = make_strategy(config, kernels)
@@ -250,6 +251,13 @@ def launch(shape: Shape) -> None:
         kernels.merge_keys(x, slot_of_token, order, offsets, heads)
     kernels.add_change(x, merged, merged, slot_of_token)
     log_sizes = torch.zeros(merged.shape[:2], dtype=shape.dtype)
+    # Heads of a sweep have all channels of a token.
+    head_channels = shape.channels // shape.heads
+    takes = head_channels <= attending.MOST_CHANNELS and shape.dtype.itemsize == 2
+    # Elsewhere it is not taken, see tome_nodes/hosts/comfyui/weighing.py.
+    if takes and target.backend == "cuda" and target.arch >= 80:
+        q, k = (each.unflatten(2, (shape.heads, -1)) for each in (x, merged))
+        kernels.attend(q, k, k, log_sizes.float(), 0.125)
     kernels.widen(x, merged, merged, log_sizes, shape.heads, 1.5, 2.0)
 
 
@@ -260,7 +268,7 @@ def compile_for(target: str, shapes: Sequence[Shape]) -> list[Compiled]:
     with absent_gpus() as (driver, launched):
         driver.target = target
         for shape in shapes:
-            launch(shape)
+            launch(shape, TARGETS[target])
             for each in launched:
                 for key, binary in each.made.items():
                     binaries.setdefault(key, (each.name, binary, []))[2].append(shape.name)
@@ -306,9 +314,11 @@ def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
     """How often each kernel compiles for one GPU over pictures of some heights in pixels."""
     made: dict[str, set[int]] = {}
     pixels = 1024 // shape.grid.width
-    with absent_gpus() as (_, launched):
+    with absent_gpus() as (driver, launched):
+        driver.target = "sm_80"
         for size in sizes:
-            launch(replace(shape, grid=Grid(-(-size // pixels), shape.grid.width)))
+            grid = Grid(-(-size // pixels), shape.grid.width)
+            launch(replace(shape, grid=grid), driver.get_current_target())
             for each in launched:
                 made.setdefault(each.name, set()).update(each.made)
     counts = {name: len(binaries) for name, binaries in made.items()}

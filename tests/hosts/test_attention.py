@@ -1,5 +1,8 @@
 """Merged keys that weigh as much as the tokens they stand for, through ComfyUI's attention."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from comfy.ldm.modules import attention
@@ -11,7 +14,7 @@ from torch.testing import assert_close
 from tome_nodes.hosts.comfyui import weighing
 from tome_nodes.hosts.comfyui.attachment import attach
 from tome_nodes.hosts.comfyui.attention import weigh_attention
-from tome_nodes.hosts.comfyui.weighing import Way, way_of
+from tome_nodes.hosts.comfyui.weighing import Abilities, Way, way_of
 from tome_nodes.ops import reference
 
 BATCH, HEADS = 2, 4
@@ -86,30 +89,91 @@ def test_the_scale_of_the_caller_is_kept():
         assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+OLD, NEW = Abilities(), Abilities(flash=True, cudnn=True, kernel=True)
+
+
 @pytest.mark.parametrize("channels", [32, 40, 64, 80, 96, 128, 160, 192, 248, 256, 512])
 def test_further_channels_are_taken_where_they_stay_in_the_kernel_of_flash(channels):
-    taken = way_of("attention_pytorch", channels, has_flash=True)
-    stays = {40: 64, 80: 96, 160: 192, 248: 256}
-    assert taken is (Way.CHANNELS if channels in stays else Way.MASK)
-    assert way_of("attention_pytorch", channels, has_flash=False) is Way.MASK
-    assert way_of("attention_pytorch", channels, has_flash=True, may_widen=False) is Way.MASK
-    assert way_of("attention_xformers", channels, has_flash=True) is Way.CHANNELS
-    assert way_of("attention_flash", channels, has_flash=True, may_widen=False) is None
-    assert way_of("attention_sage", channels, has_flash=True) is None
+    stays = channels in {40, 80, 160, 248}
+    taken = way_of("attention_pytorch", channels, NEW)
+    without_cudnn = way_of("attention_pytorch", channels, replace(NEW, cudnn=False))
+    of_flash = way_of("attention_flash", channels, NEW)
+    if stays:
+        assert taken is without_cudnn is of_flash is Way.CHANNELS
+    else:
+        # cuDNN's heads have at most 128 channels, and those of our kernel 256.
+        kernel = Way.KERNEL if channels <= 256 else Way.MASK
+        assert taken is (Way.MASK if channels <= 128 else kernel)
+        assert without_cudnn is kernel
+        assert of_flash is (Way.KERNEL if channels <= 256 else Way.CHANNELS)
+    assert way_of("attention_pytorch", channels, OLD) is Way.MASK
+    assert way_of("attention_xformers", channels, OLD) is Way.CHANNELS
+    assert way_of("attention_basic", channels, NEW) is Way.MASK
+    assert way_of("attention_sage", channels, NEW) is None
 
 
-@pytest.mark.parametrize("channels", [40, 64, 128, 256])
+def test_what_is_not_possible_is_not_taken():
+    only_flash = Abilities(flash=True)
+    assert way_of("attention_pytorch", 40, only_flash, may_widen=False) is Way.MASK
+    assert way_of("attention_pytorch", 64, only_flash) is Way.MASK
+    assert way_of("attention_flash", 64, only_flash) is Way.CHANNELS
+    assert way_of("attention_flash", 64, only_flash, may_widen=False) is None
+    able = replace(NEW, cudnn=False)
+    assert way_of("attention_flash", 40, able, may_widen=False) is Way.KERNEL
+    assert way_of("attention_flash", 40, able, may_widen=False, may_replace=False) is None
+    assert way_of("attention_pytorch", 64, able, may_replace=False) is Way.MASK
+
+
+class Attended:
+    """Operations that attend in plain torch, and count how often."""
+
+    NAME = "triton"
+    count = 0
+
+    def __getattr__(self, name):
+        return getattr(reference, name)
+
+    def attend(self, *arguments):
+        self.count += 1
+        return reference.attend(*arguments)
+
+
+WAYS = {Way.MASK: OLD, Way.CHANNELS: NEW, Way.KERNEL: Abilities(flash=True, kernel=True)}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_both_ways_are_right_in_any_precision(monkeypatch, channels, dtype):
+@pytest.mark.parametrize("key_heads", [HEADS, 2])
+@pytest.mark.parametrize("channels", [40, 64, 128, 256])
+def test_each_way_is_right_in_any_precision_and_layout(monkeypatch, channels, key_heads, dtype):
     q, k, v, sizes = tensors(channels, 37, 29, dtype)
-    expected = attention_to_repeated(q, k, v, sizes)
+    k, v = (x[..., : key_heads * channels] for x in (k, v))
+    repeated = [
+        x.unflatten(2, (key_heads, -1)).repeat_interleave(HEADS // key_heads, 2).flatten(2)
+        for x in (k, v)
+    ]
+    expected = attention_to_repeated(q, *repeated, sizes)
     bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    results = []
-    for has_flash in (False, True):
-        monkeypatch.setattr(weighing, "_has_flash", lambda _, has=has_flash: has)
-        results.append(weighed(attention.attention_pytorch, q, k, v, sizes, []))
-        assert relative_error(results[-1].double(), expected) < bound
-    assert torch.equal(*results) == (channels != 40)
+    gqa = {"enable_gqa": True} if key_heads < HEADS else {}
+    kernels = Attended()
+    for way, able in WAYS.items():
+        monkeypatch.setattr(weighing, "abilities", lambda *_, able=able: able)
+        kernels.count = 0
+        notes = []
+        attend = partial(weighed, attention.attention_pytorch, ops=kernels, **gqa)
+        flat = attend(q, k, v, sizes, notes)
+        assert flat.dtype == dtype and flat.is_contiguous()
+        assert relative_error(flat.double(), expected) < bound
+        by_head = [x.unflatten(2, (-1, channels)).transpose(1, 2).contiguous() for x in (q, k, v)]
+        for skips in {"skip_reshape": True}, {"skip_reshape": True, "skip_output_reshape": True}:
+            out = attend(*by_head, sizes, notes, **skips)
+            out = out.transpose(1, 2).flatten(2) if len(skips) == 2 else out
+            assert relative_error(out.double(), expected) < bound
+        assert notes == [None] * 3
+        is_widened = channels == 40 and key_heads == HEADS
+        if way is Way.KERNEL:
+            assert kernels.count == (2 if is_widened else 3)
+        else:
+            assert kernels.count == (3 if way is Way.CHANNELS and channels == 256 else 0)
 
 
 def test_an_unknown_attention_runs_as_it_is():

@@ -156,7 +156,9 @@ def test_wider_scopes_fall_back_to_modules_next_to_patches_that_need_all_tokens(
 
 
 @pytest.mark.parametrize(("reuse_steps", "plans"), [(0, 11 * 4), (1, 2 * 4), (2, 2 * 2), (9, 2)])
-def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(load, reuse_steps, plans):
+def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(
+    load, untried, reuse_steps, plans
+):
     model = load("sd15", levels=2)
     config = merging(max_downsample=8, reuse_steps=reuse_steps)
     Counted.made = 0
@@ -165,7 +167,7 @@ def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(load, reus
     assert Counted.made == plans + 1
 
 
-def test_plans_are_reused_only_for_the_same_composition_of_the_batch(sd15, monkeypatch):
+def test_plans_are_reused_only_for_the_same_composition_of_the_batch(sd15, untried, monkeypatch):
     patched = attach(sd15, merging(reuse_steps=9), Counted)
     monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_: 0)
     two_prompts = conditioning(768, 0.5) + conditioning(768, 0.75)

@@ -54,7 +54,7 @@ def test_other_parts_of_a_batch_do_not_share_plans(sd15, scope):
     assert relative_error(sample(patched, batch=2, steps=2), expected) < 1e-5
 
 
-def test_tiles_do_not_share_plans(sd15):
+def test_tiles_do_not_share_plans(sd15, untried):
     theirs = in_parts(sd15, lambda x: (x.split(6, dim=2), 2))
     patched = attach(theirs, merging(reuse_steps=4), Counted)
     Counted.made = 0

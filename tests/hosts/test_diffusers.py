@@ -399,7 +399,7 @@ def test_ratio_falls_with_the_noise_levels():
 
 
 @pytest.mark.parametrize(("reuse_steps", "plans"), [(0, 7 * 4), (1, 3 * 4), (2, 3 * 2), (9, 3)])
-def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(reuse_steps, plans):
+def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(untried, reuse_steps, plans):
     case = CASES["sd15"]()
     config = ToMeConfig(max_downsample=8, min_tokens=1, reuse_steps=reuse_steps)
     Attachment(config, DiffusersUNet(), 1000, Counted).attach(case.pipeline.unet)
@@ -411,7 +411,7 @@ def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(reuse_step
     assert Counted.made == 2 * plans + 1
 
 
-def test_each_call_of_a_step_has_its_own_plans(unet):
+def test_each_call_of_a_step_has_its_own_plans(unet, untried):
     config = ToMeConfig(min_tokens=1, reuse_steps=9)
     Attachment(config, DiffusersUNet(), 1000, Counted).attach(unet)
     Counted.made = 0
@@ -421,7 +421,7 @@ def test_each_call_of_a_step_has_its_own_plans(unet):
     assert Counted.made == 2 + 1
 
 
-def test_plans_are_kept_for_a_limited_number_of_calls_of_a_step(unet):
+def test_plans_are_kept_for_a_limited_number_of_calls_of_a_step(unet, untried):
     config = ToMeConfig(min_tokens=1, reuse_steps=9)
     Attachment(config, DiffusersUNet(), 1000, Counted).attach(unet)
     Counted.made = 0

@@ -80,6 +80,25 @@ def interpreted_bfloat16():
         yield left_alone
 
 
+@pytest.fixture(autouse=True, scope="module")
+def interpreted_bounds():
+    """Arguments as bounds of loops, which Triton's interpreter cannot take since NumPy 2.4."""
+    if DEVICE.type == "cuda":
+        yield
+        return
+    from triton.runtime import interpreter
+
+    own_patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor, scope):
+        own_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
+        yield
+
+
 @triton.jit
 def product_kernel(a, b, product):
     """The product of two contiguous matrices of 16 by 16, in float32."""
@@ -246,6 +265,59 @@ def test_heads_are_widened_as_in_the_reference(heads, channels, dtype):
         assert_close(actual, whole)
 
 
+def attention_of(q, k, v, log_sizes, scale):
+    """Attention to each key as often as it stands for tokens, in float64."""
+    q, k, v = (x.double().cpu() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    shares = torch.einsum("bqhc,bkhc->bhqk", q, k) * scale
+    shares = shares.exp() * log_sizes.double().cpu().exp()[:, None, None]
+    return torch.einsum("bhqk,bkhc->bqhc", shares / shares.sum(3, keepdim=True), v)
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from([torch.float16, torch.bfloat16]),
+    st.integers(1, 3),
+    st.sampled_from([1, 2]),
+    st.sampled_from([4, 8, 40, 64, 72, 128, 160, 256]),
+    st.integers(1, 150),
+    st.integers(1, 150),
+    st.booleans(),
+)
+def test_attention_counts_a_key_for_each_of_its_tokens(
+    dtype, heads_of_key, key_heads, channels, queries, keys, by_head
+):
+    generator = torch.Generator().manual_seed(queries)
+    heads = heads_of_key * key_heads
+    q, k, v = (
+        torch.randn(2, number, tokens, channels, generator=generator).to(DEVICE, dtype)
+        for tokens, number in ((queries, heads), (keys, key_heads), (keys, key_heads))
+    )
+    q, k, v = (x.transpose(1, 2) if by_head else x.transpose(1, 2).contiguous() for x in (q, k, v))
+    log_sizes = torch.randint(1, 60, (2, keys), generator=generator).float().log().to(DEVICE)
+    arguments = q, k, v, log_sizes, channels**-0.5
+    out = kernels.attend(*arguments)
+    assert out.dtype == dtype and out.is_contiguous()
+    expected = attention_of(*arguments)
+    bound = 2e-3 if dtype == torch.float16 else 1.6e-2
+    assert (out.double().cpu() - expected).abs().max() < bound * expected.abs().max()
+    of_torch = reference.attend(*arguments)
+    assert (of_torch.double().cpu() - expected).abs().max() < 2 * bound * expected.abs().max()
+
+
+def test_attention_names_what_does_not_fit():
+    x = torch.zeros(1, 3, 4, 8, device=DEVICE, dtype=torch.float16)
+    log_sizes = torch.zeros(1, 3, device=DEVICE)
+    for q, k, v, text in (
+        (x, x.float(), x, "float16, torch.float32 and torch.float16: they must all be"),
+        (*[x.repeat(1, 1, 1, 33)] * 3, "a head has 264 channels: at most 256 are allowed"),
+        (x, x[:, :, :3], x[:, :, :3], "their heads a divisor of those of q"),
+        (x, x, x[:, :2], "k and v must be alike"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            kernels.attend(q, k, v, log_sizes, 1.0)
+
+
 def test_wrong_input_is_named():
     plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2]], device=DEVICE), 2, kernels)
     with pytest.raises(ValueError, match=r"x is \(1, 3, 4\) of torch.float64: it must be"):
@@ -291,6 +363,7 @@ def test_operators_pass_the_checks_of_torch():
         (operators.merge_keys, (features, slot_of_token, order, offsets)),
         (operators.merge_keys, (features, slot_of_token, order, offsets, 2)),
         (operators.add_change, (features, merged, 2 * merged, slot_of_token)),
+        (operators.attend, (*[few.half().unflatten(2, (2, -1))] * 3, log_sizes[:1, :8], 0.5)),
         (operators.widen, (few, few, few, log_sizes[:1, :8], 2, 1.5, 2.0)),
     ):
         checks = torch.library.opcheck(operator.default, arguments)
@@ -439,13 +512,16 @@ def test_kernels_compile_for_gpus_that_are_not_present_and_once_for_many_sizes(t
         PATH="/usr/bin:/bin",
     )
     *compiled, variants = told.splitlines()
-    names = ("match_windows", "merge", "merge_keys", "add_change", "widen")
+    names = ("match_windows", "merge", "merge_keys", "add_change", "attend", "widen")
     rows = [line.split("|") for line in compiled]
     assert {(kernel, target) for kernel, target, *_ in rows} == {
-        (kernel, target) for kernel in names for target in targets
+        (kernel, target)
+        for kernel in names
+        for target in targets
+        if kernel != "attend" or target == "sm_90"
     }
     assert {error for _, _, error, _, _ in rows} == {"None"}
     assert max(int(spilling) for *_, spilling, _ in rows) <= 16
     on_tensor_cores = {kernel for kernel, *_, products in rows if products == "True"}
-    assert on_tensor_cores == {"match_windows"}
+    assert on_tensor_cores == {"match_windows", "attend"}
     assert ast.literal_eval(variants) == dict.fromkeys(names, 1)

@@ -44,6 +44,9 @@ class Operations(Protocol):
     def add_change(self, x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) -> Tensor:
         """See :func:`tome_nodes.ops.reference.add_change`."""
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, scale: float) -> Tensor:
+        """See :func:`tome_nodes.ops.reference.attend`."""
+
     def widen(
         self,
         q: Tensor,

@@ -1,12 +1,15 @@
 """Tell an attention function of the host how many tokens each key stands for.
 
 If key j stands for n_j equal keys, softmax over all of them is softmax over the merged keys with
-log n_j added to the logits. There are two ways to add them: a mask, and further channels of queries
-and keys. Which one is faster depends on the function and on the GPU.
+log n_j added to the logits. There are three ways to add them: a mask, further channels of queries
+and keys, and a kernel of our own in place of the function. Which one is fastest depends on the
+function and on the GPU.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,8 +31,25 @@ _TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})
 # Channels of a head for which PyTorch's flash attention has a kernel; others are padded to these.
 _FLASH_HEADS = (32, 64, 96, 128, 192, 256)
 
+_MOST_WITH_CUDNN = 128
+"""Channels of a head that cuDNN's attention takes."""
+
 _FIRST_WITH_FLASH = 8
 """Ampere, as CUDA counts; AMD's GPUs count higher, from 9 on."""
+
+_KNOWN_ARGUMENTS = frozenset(
+    {
+        "_inside_attn_wrapper",
+        "attn_precision",
+        "enable_gqa",
+        "low_precision_attention",
+        "scale",
+        "skip_output_reshape",
+        "skip_reshape",
+        "transformer_options",
+    }
+)
+"""Those of an attention function that mean the same, or nothing, to our kernel."""
 
 
 class Way(Enum):
@@ -37,35 +57,62 @@ class Way(Enum):
 
     MASK = "mask"
     CHANNELS = "channels"
+    KERNEL = "kernel"
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What runs fast on a device in some dtype.
+
+    Attributes:
+        flash: PyTorch's flash attention, which takes no mask.
+        cudnn: cuDNN's attention, which is as fast with a mask.
+        kernel: :func:`tome_nodes.ops.kernels.attend`.
+    """
+
+    flash: bool = False
+    cudnn: bool = False
+    kernel: bool = False
 
 
 def way_of(
     function: str,
     head_channels: int,
-    has_flash: bool,
+    able: Abilities,
     may_widen: bool = True,
+    may_replace: bool = True,
 ) -> Way | None:
     """The fastest way to weigh keys, None if there is none.
 
-    In PyTorch's attention, a mask leaves flash for another kernel, about as fast on new GPUs and
-    half as fast on old ones. Further channels keep flash, but cost time where they take a head to
-    a larger kernel: from 64 to 96, half as much again.
+    In PyTorch's attention, a mask leaves flash for another kernel: cuDNN's, about as fast, or else
+    one that takes twice as long. Further channels keep flash, but cost time where they take a head
+    to a larger kernel: from 64 to 96, half as much again. Our kernel takes up to a quarter more
+    than flash.
 
     Args:
         function: name of the host's attention function.
         head_channels: those of a head.
-        has_flash: whether PyTorch would take flash attention without a mask.
+        able: what the device runs fast.
         may_widen: whether queries and keys can get further channels.
+        may_replace: whether our kernel can take the place of the function.
     """
-    if function in _TAKE_CHANNELS and may_widen:
-        return Way.CHANNELS
-    if function not in _TAKE_MASK:
+    if function not in _TAKE_MASK | _TAKE_CHANNELS:
         return None
+    takes_mask = function in _TAKE_MASK
+    if takes_mask and not (function == "attention_pytorch" and able.flash):
+        return Way.MASK
+    is_small = head_channels <= _FLASH_HEADS[-1]
     wider = head_channels + FURTHER
-    is_free = wider <= _FLASH_HEADS[-1] and _kernel_for(wider) == _kernel_for(head_channels)
-    if function == "attention_pytorch" and has_flash and may_widen and is_free:
+    stays = wider <= _FLASH_HEADS[-1] and _kernel_for(wider) == _kernel_for(head_channels)
+    if may_widen and stays:
         return Way.CHANNELS
-    return Way.MASK
+    if takes_mask and able.cudnn and head_channels <= _MOST_WITH_CUDNN:
+        return Way.MASK
+    if may_replace and able.kernel and is_small:
+        return Way.KERNEL
+    if takes_mask:
+        return Way.MASK
+    return Way.CHANNELS if may_widen else None
 
 
 def _kernel_for(head_channels: int) -> int:
@@ -73,13 +120,27 @@ def _kernel_for(head_channels: int) -> int:
     return next(channels for channels in _FLASH_HEADS if channels >= head_channels)
 
 
-def _has_flash(q: Tensor) -> bool:
-    """Whether PyTorch would take flash attention for queries, if there is no mask."""
-    return (
-        q.device.type == "cuda"
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_properties(q.device).major >= _FIRST_WITH_FLASH
+def abilities(q: Tensor, ops: Operations) -> Abilities:
+    """What runs fast where queries are, in their dtype."""
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
+        return Abilities()
+    return _abilities(q.device, ops.NAME == "triton")
+
+
+@lru_cache(maxsize=16)
+def _abilities(device: torch.device, has_kernels: bool) -> Abilities:
+    """What runs fast on a GPU in half precision; asking it takes longer than a launch."""
+    is_new = torch.cuda.get_device_properties(device).major >= _FIRST_WITH_FLASH
+    is_nvidia = torch.version.hip is None
+    cuda = torch.backends.cuda
+    return Abilities(
+        flash=is_new and cuda.is_flash_attention_available(),
+        cudnn=is_new
+        and is_nvidia
+        and torch.backends.cudnn.is_available()
+        and cuda.cudnn_sdp_enabled(),
+        # On AMD's GPUs it spills registers, and there a mask is as fast.
+        kernel=is_new and is_nvidia and has_kernels,
     )
 
 
@@ -107,17 +168,19 @@ def weighed(
         return func(q, k, v, heads, mask=bias, **kwargs)
     name = getattr(func, "__name__", "an unknown attention function")
     by_head = bool(kwargs.get("skip_reshape"))
-    # Queries may have more heads than keys, and heads of their own would have to be copied.
-    may_widen = bias is None and _same_heads(q, k, by_head)
-    has_flash = not by_head and _has_flash(q)
     head_channels = q.shape[-1] if by_head else q.shape[-1] // heads
-    way = way_of(name, head_channels, has_flash, may_widen)
+    # Queries may have more heads than keys, and heads of their own would have to be copied.
+    may_widen = bias is None and _same_heads(q, k, by_head) and not (by_head and name in _TAKE_MASK)
+    may_replace = bias is None and kwargs.keys() <= _KNOWN_ARGUMENTS
+    way = way_of(name, head_channels, abilities(q, ops), may_widen, may_replace)
     if way is None:
         note(f"{name} takes no weights")
         return func(q, k, v, heads, mask=bias, **kwargs)
     note(None)
     if way is Way.CHANNELS:
         return _in_channels(func, log_sizes, ops, q, k, v, heads, **kwargs)
+    if way is Way.KERNEL:
+        return _in_kernel(log_sizes, ops, q, k, v, head_channels, **kwargs)
     return func(q, k, v, heads, mask=log_sizes[:, None, None] if mask is None else mask, **kwargs)
 
 
@@ -147,6 +210,30 @@ def _in_channels(
         scale, constant = (wider / channels) ** 0.5, wider**0.5
     q, k, v = ops.widen(q, k, v, log_sizes, heads, scale, constant)
     out = func(q, k, v, heads, **kwargs).unflatten(2, (heads, wider))[..., :channels]
+    return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+
+
+def _in_kernel(
+    log_sizes: Tensor,
+    ops: Operations,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    head_channels: int,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    scale: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """Attention by a kernel that adds ``log_sizes`` to its logits."""
+
+    def by_token(x: Tensor) -> Tensor:
+        if skip_reshape:
+            return x.transpose(1, 2)
+        return x if x.ndim == 4 else x.unflatten(2, (-1, head_channels))
+
+    scale = head_channels**-0.5 if scale is None else scale
+    out = ops.attend(by_token(q), by_token(k), by_token(v), log_sizes, scale)
     return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
 

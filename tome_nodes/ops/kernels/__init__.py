@@ -16,6 +16,7 @@ import triton
 
 from ..reference import unmerge
 from .adding import add_change
+from .attending import attend
 from .key_merging import merge_keys
 from .matching import match_windows
 from .merging import merge
@@ -27,6 +28,7 @@ __all__ = [
     "NAME",
     "KernelFailed",
     "add_change",
+    "attend",
     "match_windows",
     "merge",
     "merge_keys",

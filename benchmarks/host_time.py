@@ -1,0 +1,357 @@
+"""Time that merging adds on the host, and launches: what a GPU waits for, measured without one.
+
+python3 dev.py bench --host-time [--quick] [--rounds 9]
+
+UNets with as many modules as SD 1.5 and SDXL, but so few channels and tokens that an evaluation is
+all Python and calls of operators. The Triton kernels take their real way as far as the launch,
+which is left out, as no GPU is there; count 3 to 5 µs for each. Every patched run has an unpatched
+one beside it, and the time is the difference of the two for an evaluation.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.host import use_cpu  # noqa: E402
+
+use_cpu()
+
+import comfy.supported_models as supported_models  # noqa: E402
+import torch  # noqa: E402
+from comfy.model_patcher import ModelPatcher  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from benchmarks import kernels as absent  # noqa: E402
+from benchmarks.figures import grid as table  # noqa: E402
+from benchmarks.figures import spread  # noqa: E402
+from benchmarks.machine import origin  # noqa: E402
+from benchmarks.measure import Subject, merged_blocks  # noqa: E402
+from benchmarks.rounds import interleaved  # noqa: E402
+from tome_nodes.config import ToMeConfig  # noqa: E402
+from tome_nodes.hosts.comfyui import weighing  # noqa: E402
+from tome_nodes.hosts.comfyui.attachment import attach  # noqa: E402
+from tome_nodes.ops import kernels  # noqa: E402
+from tome_nodes.presets import settings_of  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+STEPS = 8
+"""Evaluations of a run; preset fast runs two of them on all tokens."""
+
+_CONTEXT = 32
+_SHARED: Mapping[str, Any] = {
+    "image_size": 32,
+    "in_channels": 4,
+    "out_channels": 4,
+    "model_channels": 32,
+    "context_dim": _CONTEXT,
+    "use_spatial_transformer": True,
+    "legacy": False,
+    "use_temporal_attention": False,
+    "use_temporal_resblock": False,
+}
+
+
+@dataclass(frozen=True)
+class Thin:
+    """A model with all modules of a published one and few channels.
+
+    Attributes:
+        name: that of the published one.
+        config: its class in the host.
+        unet: its UNet.
+        pixels: height and width of a picture of 64 tokens where the most tokens merge.
+    """
+
+    name: str
+    config: Any
+    unet: Mapping[str, Any]
+    pixels: int
+
+    def load(self) -> ModelPatcher:
+        """The model with random weights."""
+        config = self.config({**_SHARED, **self.unet})
+        config.set_inference_dtype(torch.float32, None)
+        model = config.get_model({}, "", device=torch.device("cpu"))
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.diffusion_model.parameters():
+            parameter.data.normal_(0, 0.02, generator=generator)
+        return ModelPatcher(model, load_device=torch.device("cpu"), offload_device="cpu")
+
+
+MODELS = (
+    Thin(
+        "sd15",
+        supported_models.SD15,
+        {
+            "adm_in_channels": None,
+            "num_res_blocks": [2, 2, 2, 2],
+            "channel_mult": [1, 2, 4, 4],
+            "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
+            "transformer_depth_middle": 1,
+            "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
+            "num_heads": 8,
+            "use_linear_in_transformer": False,
+        },
+        64,
+    ),
+    Thin(
+        "sdxl",
+        supported_models.SDXL,
+        {
+            "adm_in_channels": 2816,
+            "num_classes": "sequential",
+            "num_res_blocks": [2, 2, 2],
+            "channel_mult": [1, 2, 4],
+            "transformer_depth": [0, 0, 2, 2, 10, 10],
+            "transformer_depth_middle": 10,
+            "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+            "num_head_channels": 64,
+            "num_heads": -1,
+            "use_linear_in_transformer": True,
+        },
+        128,
+    ),
+)
+
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "nothing merges": {**settings_of("balanced", {}), "min_tokens": 10**6},
+    **{name: {**settings_of(name, {}), "min_tokens": 1} for name in ("quality", "balanced")},
+    "fast": {**settings_of("fast", {}), "min_tokens": 1},
+    "balanced on torch": {**settings_of("balanced", {}), "min_tokens": 1, "backend": "torch"},
+}
+"""The settings to measure, each with the Triton kernels unless it says otherwise."""
+
+
+class Calls(TorchDispatchMode):
+    """Counts what would launch a kernel on a GPU: operators that are no views, and Triton's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        aliases = [each.alias_info for each in function._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        self.count += not (is_view or function._schema.name in _SILENT)
+        return function(*args, **(kwargs or {}))
+
+
+_SILENT = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "new_empty", "empty_strided", "_local_scalar_dense")
+) | {"aten::lift_fresh", "aten::_unsafe_view", "aten::_reshape_alias"}
+"""Operators that launch nothing though they return tensors of their own, or only wait."""
+
+
+class _Clock:
+    """Time that this thread has run between entry and exit, whatever else the machine does."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self.seconds -= time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.thread_time()
+
+
+class _Unlaunched:
+    """Stands where a kernel is: goes its way as far as the launch, which is counted."""
+
+    def __init__(self, kernel: Any):
+        self._kernel = kernel
+        self.count = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(**arguments: Any) -> None:
+            self._kernel.warmup(grid=grid, **arguments)
+            self.count += 1
+
+        return launch
+
+
+@contextmanager
+def unlaunched() -> Iterator[list[_Unlaunched]]:
+    """Has the launchers run on a CPU without their kernels; yields what stands for these."""
+    with ExitStack() as stack:
+        stack.enter_context(absent.absent_gpus())
+        stand_ins = []
+        for module, name in absent.KERNELS:
+            stand_in = _Unlaunched(getattr(module, name).kernel)
+            stack.enter_context(patch.object(module, name, stand_in))
+            stand_ins.append(stand_in)
+        stack.enter_context(patch.object(kernels, "runs_on", lambda _: True))
+        able = weighing.Abilities(flash=True, cudnn=True, kernel=True)
+        stack.enter_context(patch.object(weighing, "abilities", lambda *_: able))
+        match = kernels.match_windows
+        zeros: dict[tuple[torch.Size, ...], tuple[Tensor, ...]] = {}
+
+        def valid(*arguments: Any) -> tuple[Tensor, ...]:
+            # What no kernel has written is no index.
+            made = match(*arguments)
+            shapes = tuple(each.shape for each in made)
+            if shapes not in zeros:
+                zeros[shapes] = tuple(torch.zeros_like(each) for each in made)
+            return zeros[shapes]
+
+        stack.enter_context(patch.object(kernels, "match_windows", valid))
+        yield stand_ins
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a method adds to an evaluation.
+
+    Attributes:
+        unpatched: milliseconds of an evaluation of the unpatched model.
+        added: milliseconds more than that, median over the rounds.
+        quartiles: their quartiles.
+        launches: those of a whole run more than the unpatched model's, for an evaluation.
+        blocks: the blocks that merge.
+    """
+
+    unpatched: float
+    added: float
+    quartiles: tuple[float, float]
+    launches: float
+    blocks: int
+
+
+def measure(model: Thin, rounds: int) -> dict[str, Figures]:
+    """The figures of each method."""
+    subject = Subject(model.load(), _CONTEXT, model.pixels, 1)
+    patched = {"unpatched": subject.model}
+    patched |= {
+        name: attach(subject.model, ToMeConfig(**{"backend": "triton", **settings}))
+        for name, settings in METHODS.items()
+    }
+    with unlaunched() as stand_ins, merged_blocks() as blocks:
+        launches, merged = {}, {}
+        for name, each in patched.items():
+            blocks.clear()
+            subject.run(each, *[nullcontext()] * STEPS)
+            calls = [Calls() for _ in range(STEPS)]
+            for stand_in in stand_ins:
+                stand_in.count = 0
+            subject.run(each, *calls)
+            own = sum(stand_in.count for stand_in in stand_ins)
+            launches[name] = (own + sum(call.count for call in calls)) / STEPS
+            merged[name] = blocks[0][0] if blocks else 0
+
+        def seconds(name: str) -> float:
+            clock = _Clock()
+            subject.run(patched[name], *[clock] * STEPS)
+            return clock.seconds / STEPS
+
+        taken = interleaved({name: partial(seconds, name) for name in patched}, rounds)
+    plain = taken["unpatched"]
+    figures = {}
+    for name in METHODS:
+        low, median, high = spread(
+            [1000 * (own - of_plain) for own, of_plain in zip(taken[name], plain, strict=True)]
+        )
+        figures[name] = Figures(
+            1000 * statistics.median(plain),
+            median,
+            (low, high),
+            launches[name] - launches["unpatched"],
+            merged[name],
+        )
+    return figures
+
+
+def summary(found: Mapping[str, Mapping[str, Figures]]) -> str:
+    """The last line: milliseconds, and launches of a merged block."""
+    sd15, sdxl = found["sd15"], found["sdxl"]
+    launches = max(
+        each.launches / each.blocks
+        for figures in found.values()
+        for name, each in figures.items()
+        if each.blocks and not name.endswith("torch")
+    )
+    return (
+        f"summary: host_ms_sd15={sd15['balanced'].added:.2f} "
+        f"host_ms_sdxl={sdxl['balanced'].added:.2f} "
+        f"host_ms_sdxl_fast={sdxl['fast'].added:.2f} "
+        f"host_ms_idle={sdxl['nothing merges'].added:.2f} launches={launches:.1f}"
+    )
+
+
+def tables(found: Mapping[str, Mapping[str, Figures]]) -> str:
+    """The figures as Markdown."""
+    head = ["model", "method", "unpatched, ms", "added, ms", "quartiles", "blocks", "launches"]
+    rows = [
+        [
+            model,
+            name,
+            f"{each.unpatched:.1f}",
+            f"{each.added:.2f}",
+            "{:.2f} to {:.2f}".format(*each.quartiles),
+            str(each.blocks),
+            f"{each.launches:.1f}",
+        ]
+        for model, figures in found.items()
+        for name, each in figures.items()
+    ]
+    return table(head, rows)
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="dev.py bench --host-time", description=__doc__)
+    parser.add_argument(
+        "--quick", action="store_true", help="SD 1.5 only in one round, keep nothing"
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="timed runs of each method")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    found = {}
+    with torch.no_grad():
+        for model in MODELS:
+            found[model.name] = measure(model, 1 if arguments.quick else arguments.rounds)
+    page, line = tables(found), summary(found)
+    if not arguments.quick:
+        result = {
+            **origin("cpu", "--host-time"),
+            "models": {
+                name: {method: asdict(each) for method, each in figures.items()}
+                for name, figures in found.items()
+            },
+        }
+        (RESULTS / "host-time.json").write_text(
+            json.dumps(result, indent=1) + "\n", encoding="utf-8"
+        )
+        parts = [
+            f"# Host time: `{result['command']}`",
+            f"{result['machine']['description']}, {result['date']}. One thread, no GPU: the time "
+            "that merging adds to an evaluation before any kernel runs, and launches added, on "
+            "average over a run of 8 steps.",
+            f"`{line}`",
+            page,
+        ]
+        (RESULTS / "host-time.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    print(page)
+    print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
