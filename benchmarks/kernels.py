@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -34,7 +35,15 @@ from benchmarks.machine import origin  # noqa: E402
 from tome_nodes.config import ToMeConfig  # noqa: E402
 from tome_nodes.core.grid import Grid  # noqa: E402
 from tome_nodes.ops import kernels  # noqa: E402
-from tome_nodes.ops.kernels import adding, attending, key_merging, matching, merging, widening  # noqa: E402
+from tome_nodes.ops.kernels import (  # noqa: E402
+    adding,
+    attending,
+    key_merging,
+    matching,
+    merging,
+    widening,
+    window_merging,
+)
 from tome_nodes.strategies import make_strategy  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -50,6 +59,7 @@ KERNELS = (
     (matching, "match_windows_kernel"),
     (merging, "merge_kernel"),
     (key_merging, "merge_keys_kernel"),
+    (window_merging, "merge_windows_kernel"),
     (adding, "add_change_kernel"),
     (attending, "attend_kernel"),
     (widening, "widen_kernel"),
@@ -221,8 +231,16 @@ def absent_gpus() -> Iterator[tuple[AbsentDriver, list[_Launched]]]:
         triton.runtime.driver.set_active(driver)
         for (module, name), each in zip(KERNELS, launched, strict=True):
             setattr(module, name, each)
+
+        def has_fast_products(_: torch.device) -> bool:
+            return driver.target != "sm_75"
+
         try:
-            yield driver, launched
+            with (
+                patch.object(merging, "has_fast_products", has_fast_products),
+                patch.object(key_merging, "has_fast_products", has_fast_products),
+            ):
+                yield driver, launched
         finally:
             for (module, name), each in zip(KERNELS, launched, strict=True):
                 setattr(module, name, each.kernel)
@@ -238,7 +256,11 @@ def launch(shape: Shape, target: GPUTarget) -> None:
     config = ToMeConfig(strategy="window", ratio=0.5, sy=shape.cell[0], sx=shape.cell[1])
     strategy = make_strategy(config, kernels)
     strategy.begin(torch.tensor(7))
-    strategy.plan(x, shape.grid, 0.5)
+    plan = strategy.plan(x, shape.grid, 0.5)
+    assert plan is not None
+    plan.merge(x)
+    for heads in {1, shape.heads}:
+        plan.merge_keys(x, heads)
     # The plan was not computed, so another of the same size takes its place.
     half = x.shape[1] // 2
     slot_of_token = (
@@ -322,8 +344,9 @@ def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
             for each in launched:
                 made.setdefault(each.name, set()).update(each.made)
     counts = {name: len(binaries) for name, binaries in made.items()}
-    # Keys of one head and of all heads are stretched by two kernels of the same name.
+    # Means, keys of one head and keys of all heads are taken by variants of one kernel.
     counts["merge_keys"] -= 1
+    counts["merge_windows"] -= 2
     return counts
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -250,6 +251,61 @@ def test_queries_and_values_are_means_and_keys_of_one_head():
     assert_close(keys.double().cpu(), brute_force_keys(owners, x, 1), rtol=1e-6, atol=1e-6)
 
 
+WINDOWED = [
+    # Several windows with tokens beside and below them; fewer tokens than a window can hold.
+    (Grid(37, 50), 2, 2, 0.5, 1, 40),
+    (Grid(37, 50), 2, 4, 0.8, 2, 40),
+    (Grid(16, 16), 4, 4, 0.9, 1, 130),
+    (Grid(5, 12), 1, 2, 0.3, 3, 8),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("grid", "sy", "sx", "ratio", "heads", "channels"), WINDOWED)
+def test_slots_in_windows_are_their_means(grid, sy, sx, ratio, heads, channels, dtype):
+    generator = torch.Generator().manual_seed(0)
+    strategy = make_strategy(ToMeConfig(strategy="window", sy=sy, sx=sx), kernels)
+    strategy.begin(torch.tensor(7, device=DEVICE))
+    # All are alike but a few, so slots hold from one token to as many as a window has.
+    x = torch.randn(2, grid.tokens, heads * channels, generator=generator)
+    x[:, ::2] = x[:, :1] + 0.01 * x[:, ::2]
+    x = surrounded(x.to(DEVICE, dtype))
+    plan = strategy.plan(x, grid, ratio)
+    assert plan.window is not None and plan.log_sizes().exp().max() > 3
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    for sample, owners in enumerate(
+        plan.tokens()[sample][plan.slots()[sample]].tolist() for sample in range(2)
+    ):
+        expected = means_of(owners, x[sample], plan.tokens()[sample])
+        assert_close(plan.merge(x)[sample].double().cpu(), expected, rtol=bound, atol=bound)
+    wide = replace(plan, ops=reference)
+    for actual, whole in zip(plan.merge_inputs(x), wide.merge_inputs(x), strict=True):
+        assert_close(actual, whole, rtol=bound, atol=bound)
+    assert_close(plan.merge_keys(x, heads), wide.merge_keys(x, heads), rtol=bound, atol=bound)
+
+
+def means_of(owners, x, order):
+    """The mean of the tokens of each owner, in float64, in the order of ``order``."""
+    x, owners = x.double().cpu(), torch.tensor(owners)
+    return torch.stack([x[owners == owner].mean(0) for owner in order.tolist()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_order_of_the_members_of_a_slot_does_not_change_a_bit(dtype):
+    grid = Grid(20, 24)
+    strategy = make_strategy(ToMeConfig(strategy="window"), kernels)
+    strategy.begin(torch.tensor(7, device=DEVICE))
+    x = torch.randn(1, grid.tokens, 48, generator=torch.Generator().manual_seed(0))
+    x = x.to(DEVICE, dtype)
+    plan = strategy.plan(x, grid, 0.7)
+    ends = [*plan.offsets.tolist(), len(plan.order)]
+    turned = [plan.order[start:end].flip(0) for start, end in itertools.pairwise(ends)]
+    other = replace(plan, order=torch.cat(turned))
+    assert not torch.equal(other.order, plan.order)
+    assert torch.equal(other.merge(x), plan.merge(x))
+    assert torch.equal(other.merge_keys(x, 2), plan.merge_keys(x, 2))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "channels"), [(1, 5), (3, 40), (2, 64)])
 def test_heads_are_widened_as_in_the_reference(heads, channels, dtype):
@@ -362,6 +418,8 @@ def test_operators_pass_the_checks_of_torch():
         (operators.merge, (features, slot_of_token, order, offsets)),
         (operators.merge_keys, (features, slot_of_token, order, offsets)),
         (operators.merge_keys, (features, slot_of_token, order, offsets, 2)),
+        (operators.merge, (features.half(), slot_of_token, order, offsets, [5, 4, 4])),
+        (operators.merge_keys, (features.half(), slot_of_token, order, offsets, 2, [5, 4, 4])),
         (operators.add_change, (features, merged, 2 * merged, slot_of_token)),
         (operators.attend, (*[few.half().unflatten(2, (2, -1))] * 3, log_sizes[:1, :8], 0.5)),
         (operators.widen, (few, few, few, log_sizes[:1, :8], 2, 1.5, 2.0)),
@@ -502,6 +560,10 @@ print(count_variants(shapes[0], (512, 704)))
 """
 
 
+ABSENT = {("merge_windows", "sm_75"), ("attend", "sm_75"), ("attend", "gfx942")}
+"""Kernels that GPUs do not take."""
+
+
 def test_kernels_compile_for_gpus_that_are_not_present_and_once_for_many_sizes(tmp_path):
     file = tmp_path / "compile.py"
     file.write_text(COMPILE, encoding="utf-8")
@@ -512,16 +574,16 @@ def test_kernels_compile_for_gpus_that_are_not_present_and_once_for_many_sizes(t
         PATH="/usr/bin:/bin",
     )
     *compiled, variants = told.splitlines()
-    names = ("match_windows", "merge", "merge_keys", "add_change", "attend", "widen")
+    names = (
+        *("match_windows", "merge", "merge_keys", "merge_windows"),
+        *("add_change", "attend", "widen"),
+    )
     rows = [line.split("|") for line in compiled]
     assert {(kernel, target) for kernel, target, *_ in rows} == {
-        (kernel, target)
-        for kernel in names
-        for target in targets
-        if kernel != "attend" or target == "sm_90"
+        (kernel, target) for kernel in names for target in targets if (kernel, target) not in ABSENT
     }
     assert {error for _, _, error, _, _ in rows} == {"None"}
     assert max(int(spilling) for *_, spilling, _ in rows) <= 16
     on_tensor_cores = {kernel for kernel, *_, products in rows if products == "True"}
-    assert on_tensor_cores == {"match_windows", "attend"}
+    assert on_tensor_cores == {"match_windows", "merge_windows", "attend"}
     assert ast.literal_eval(variants) == dict.fromkeys(names, 1)

@@ -64,10 +64,7 @@ class Toy(Family):
     stack_class = ToyStack
 
     def stacks(self, model):
-        yield "blocks", model.blocks, model.blocks
-
-    def blocks_by_level(self, model):
-        return {1: len(model.blocks)}
+        yield "blocks", model.blocks, model.blocks, 1
 
 
 class Noted(Observer):

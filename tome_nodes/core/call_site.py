@@ -83,8 +83,6 @@ class CallSite(BlockSite):
         self._beside = 0
 
     def overrides(self) -> list[Override]:
-        if self.stack.sites.is_full_step and not self.stack.sites.merges_keys_in_full_steps:
-            return []
         module = self.attention()
         if not self.stack.sites.config.merge_attn:
             return [(self.module, self._note_block(self.module.forward))]
@@ -164,20 +162,23 @@ class CallSite(BlockSite):
 
     def _note_block(self, forward: Forward) -> Forward:
         sites = self.stack.sites
-        config, model = sites.config, sites.evaluation.whole
-        failed = None if model is None else model.failed
-        fell_back = failed or _FALLS_BACK[config.scope]
-        is_wide = config.scope == "block" or (model is not None and failed is None)
-        if sites.is_full_step:
-            is_wide, fell_back = False, None
-        whole = self.whole_block() if is_wide else None
-        if whole is not None and config.merge_attn:
-            return self._run_whole(whole, forward)
+        config = sites.config
+        whole = self.whole_block() if config.merge_attn and config.scope != "module" else None
+        on_merged = None if whole is None else self._run_whole(whole, forward)
 
         def block_forward(*args: Any, **kwargs: Any) -> Any:
+            if self._is_idle:
+                return forward(*args, **kwargs)
+            model = sites.evaluation.whole
+            failed = None if model is None else model.failed
+            is_wide = config.scope == "block" or (model is not None and failed is None)
+            if is_wide and on_merged is not None and not sites.is_full_step:
+                return on_merged(*args, **kwargs)
             # The number of tokens is not known until attention is called.
             self.notes.tokens = 0
-            self.notes.fell_back = fell_back
+            self.notes.fell_back = (
+                None if sites.is_full_step else failed or _FALLS_BACK[config.scope]
+            )
             self.notes.reason = (
                 self.attention_replaced
                 if config.merge_attn
@@ -186,6 +187,12 @@ class CallSite(BlockSite):
             return forward(*args, **kwargs)
 
         return block_forward
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether the block runs as ever in this step."""
+        sites = self.stack.sites
+        return sites.is_full_step and not sites.merges_keys_in_full_steps
 
     def _run_whole(self, whole: WholeBlock, forward: Forward) -> Forward:
         names = tuple(inspect.signature(self.module.forward).parameters)
@@ -276,7 +283,7 @@ class CallSite(BlockSite):
 
     def _merge_calls(self, forward: Forward) -> Forward:
         def attention_forward(*args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **self.merging(kwargs))
+            return forward(*args, **(kwargs if self._is_idle else self.merging(kwargs)))
 
         return attention_forward
 

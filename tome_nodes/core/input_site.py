@@ -43,11 +43,14 @@ class InputSite(BlockSite):
     def overrides(self) -> list[Override]:
         """The block and its modules, with what each of them runs instead."""
         sites = self.stack.sites
-        config, is_full = sites.config, sites.is_full_step
-        run = self._run_full if is_full else self._run_block
-        overrides: list[Override] = [(self.module, self.timed(run(self.module.forward)))]
-        if is_full and not sites.merges_keys_in_full_steps:
-            return overrides
+        config = sites.config
+        forward = self.module.forward
+        merged, full = self._run_block(forward), self._run_full(forward)
+
+        def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return (full if sites.is_full_step else merged)(x, *args, **kwargs)
+
+        overrides: list[Override] = [(self.module, self.timed(block_forward))]
         for part in self.parts():
             forward = part.module.forward
             if part.attends_to_itself:
@@ -150,9 +153,9 @@ class InputSite(BlockSite):
         Its attention may merge keys and values.
         """
         stack, sites = self.stack, self.stack.sites
-        engine = sites.evaluation.engine
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            engine = sites.evaluation.engine
             self._keys_plan = None
             self.notes.tokens = x.shape[1]
             if (
@@ -279,9 +282,14 @@ class InputStack(StackSite):
     blocks: list[InputSite]
 
     def __init__(
-        self, name: str, module: nn.Module, blocks: Iterable[nn.Module], sites: ModelSites
+        self,
+        name: str,
+        module: nn.Module,
+        blocks: Iterable[nn.Module],
+        level: int,
+        sites: ModelSites,
     ):
-        super().__init__(name, module, blocks, sites)
+        super().__init__(name, module, blocks, level, sites)
         self.plan: Plan | None = None
         self.tokens: Tensor | None = None
         self._merged: Tensor | None = None

@@ -67,7 +67,13 @@ class Evaluated:
 
 
 class Observer:
-    """Follows a run; by default, its methods do nothing."""
+    """Follows a run; by default, its methods do nothing.
+
+    Attributes:
+        follows_blocks: whether it wants to know of the blocks that cannot merge, too.
+    """
+
+    follows_blocks = False
 
     def watched(self, plans_of: PlansOf) -> PlansOf:
         """A function that makes the same plans as ``plans_of`` while the observer watches."""

@@ -80,6 +80,9 @@ class SlotPlan(Plan):
         log_size_of_slot: ``[batch, slots]`` float32.
         slot_count: see :class:`Plan`.
         ops: the operations that merge and unmerge.
+        window: the width of the grid and the height and width of a window, in tokens, if all
+            windows have as many slots each. Slots are then numbered window by window, row by row,
+            followed by the tokens that fill no window. None if slots lie anywhere.
     """
 
     slot_of_token: Tensor
@@ -88,6 +91,7 @@ class SlotPlan(Plan):
     log_size_of_slot: Tensor
     slot_count: int
     ops: Operations = reference
+    window: tuple[int, int, int] | None = None
 
     @classmethod
     def from_slots(cls, slots: Tensor, slot_count: int, ops: Operations = reference) -> "SlotPlan":
@@ -134,7 +138,7 @@ class SlotPlan(Plan):
         return x.ndim == 3 and x.shape[:2] == self.slot_of_token.shape
 
     def merge(self, x: Tensor) -> Tensor:
-        return self.ops.merge(x, self.slot_of_token, self.order, self.offsets)
+        return self.ops.merge(x, self.slot_of_token, self.order, self.offsets, self.window)
 
     def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Means, stretched for keys to the mean length of their tokens.
@@ -142,13 +146,18 @@ class SlotPlan(Plan):
         A mean is shorter than the tokens that it stands for, and attention to a shorter key is less
         sharp (Kim et al., ToFu, WACV 2024). Stretching values as well would increase the error.
         """
-        means, keys = self.ops.merge_keys(x, self.slot_of_token, self.order, self.offsets)
+        means, keys = self._merge_keys(x, 1)
         return means, keys, means
 
     def merge_keys(self, k: Tensor, heads: int) -> Tensor:
         """Means, stretched in each head to the mean length of their keys."""
-        _, keys = self.ops.merge_keys(k, self.slot_of_token, self.order, self.offsets, heads)
+        _, keys = self._merge_keys(k, heads)
         return keys
+
+    def _merge_keys(self, x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        return self.ops.merge_keys(
+            x, self.slot_of_token, self.order, self.offsets, heads, self.window
+        )
 
     def unmerge(self, y: Tensor) -> Tensor:
         return self.ops.unmerge(y, self.slot_of_token)

@@ -99,8 +99,7 @@ class Run:
                 )
             elif obstacle is None:
                 engine = self.engine = self._engine(device, dtype)
-                if engine.lacks is not None:
-                    obstacle = f"the device {device} cannot do it: {engine.lacks}"
+                obstacle = self._obstacle(engine, device, latent, pictures)
             outcomes: Sequence[Outcome] = ()
             if engine is None or obstacle is not None:
                 yield False
@@ -124,6 +123,21 @@ class Run:
         )
         for observer in self.sites.observers:
             observer.evaluated(result)
+
+    def _obstacle(
+        self,
+        engine: Engine,
+        device: torch.device,
+        latent: Grid,
+        pictures: tuple[Picture, ...],
+    ) -> str | None:
+        """Why no block can merge on a device, None if one perhaps can."""
+        if engine.lacks is not None:
+            return f"the device {device} cannot do it: {engine.lacks}"
+        sites = self.sites
+        most = sites.most_tokens(latent, pictures)
+        least = min(engine.least_tokens, engine.least_in_attention)
+        return sites.too_few(most, least) if most < least and not sites.follows_blocks else None
 
     def _begin(
         self,

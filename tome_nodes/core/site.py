@@ -5,8 +5,9 @@ values where attention is called (:mod:`tome_nodes.core.call_site`). Subclasses 
 between families of models. Overrides are put on for one evaluation at a time.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,6 +27,12 @@ from .refresh import Detail
 Forward = Callable[..., Any]
 Override = tuple[nn.Module, Forward]
 """A module, and what it runs instead of its ``forward``."""
+
+StackParts = tuple[str, nn.Module, Iterable[nn.Module], int]
+"""The name of a stack, the module that holds it, its blocks, and its level.
+
+The level is how many times smaller than the latent its feature map is; 1 for a transformer's.
+"""
 
 SharedPlans = dict[tuple[str, LayoutKey], list[Plan | None]]
 """Plans that blocks share, by purpose and layout."""
@@ -89,7 +96,10 @@ class BlockSite:
         self.notes = Notes()
 
     def overrides(self) -> list[Override]:
-        """The block and its modules, with what each of them runs instead."""
+        """The block and its modules, with what each of them runs instead.
+
+        They are made once for many evaluations, so they ask for the current one when they run.
+        """
         raise NotImplementedError
 
     @property
@@ -126,12 +136,7 @@ class BlockSite:
         worthy = tuple(span for span in layout.spans if span.grid.tokens >= least)
         if not worthy:
             largest = max(span.grid.tokens for span in layout.spans)
-            automatic = (
-                ""
-                if sites.config.min_tokens
-                else ", which is where merging is worth it here (min_tokens=0)"
-            )
-            self.notes.reason = f"{largest} tokens are fewer than {least}{automatic}"
+            self.notes.reason = sites.too_few(largest, least)
             return None
         return layout if worthy == layout.spans else Layout(layout.length, worthy)
 
@@ -184,6 +189,7 @@ class StackSite:
     Attributes:
         name: path of the stack within the model.
         module: holds them.
+        level: how many times smaller than the latent their grid is.
         sites: all stacks of the model.
         blocks: in the order in which they run.
     """
@@ -192,10 +198,16 @@ class StackSite:
     """The class of its blocks."""
 
     def __init__(
-        self, name: str, module: nn.Module, blocks: Iterable[nn.Module], sites: "ModelSites"
+        self,
+        name: str,
+        module: nn.Module,
+        blocks: Iterable[nn.Module],
+        level: int,
+        sites: "ModelSites",
     ):
         self.name = name
         self.module = module
+        self.level = level
         self.sites = sites
         self.blocks: list[Any] = [
             self.block_class(f"{name}.{index}", index, block, self)
@@ -229,13 +241,13 @@ class Family:
     full_steps_may_merge_keys: ClassVar[bool] = True
     """Whether attention may merge keys and values in steps on all tokens (FIDELITY.md)."""
 
-    def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
-        """The stacks of a model: for each its name, the module that holds it, and its blocks."""
+    def stacks(self, model: nn.Module) -> Iterator[StackParts]:
+        """The stacks of a model."""
         raise NotImplementedError
 
-    def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
-        """Number of blocks by how many times smaller than the latent their grid is."""
-        raise NotImplementedError
+    def has_blocks(self, model: nn.Module) -> bool:
+        """Whether a model has any transformer block."""
+        return any(True for _, _, blocks, _ in self.stacks(model) for _ in blocks)
 
     def latent_among(self, pictures: Sequence[Picture]) -> int | None:
         """The index of the latent among the pictures in the sequence of a transformer.
@@ -289,15 +301,19 @@ class ModelSites:
         model: nn.Module,
         observers: Sequence[Observer] = (),
     ):
-        levels = family.blocks_by_level(model)
         self.config = config
         self.family: Any = family
         self.model: Any = model
-        self.shallowest = min(levels)
-        self.max_downsample = deepest_level(config, levels)
         self.observers = observers
         self.stacks = [family.stack_class(*each, self) for each in family.stacks(model)]
         self.blocks = [block for stack in self.stacks for block in stack.blocks]
+        levels: Counter[int] = Counter()
+        for stack in self.stacks:
+            levels[stack.level] += len(stack.blocks)
+        self.shallowest = min(level for level, blocks in levels.items() if blocks)
+        self.max_downsample = deepest_level(config, levels)
+        self._placed: list[_Placed] = []
+        self._is_on = False
 
     @property
     def is_full_step(self) -> bool:
@@ -315,21 +331,63 @@ class ModelSites:
             and config.attn_tokens == "k,v"
         )
 
+    @property
+    def follows_blocks(self) -> bool:
+        """Whether an observer follows the blocks that cannot merge, too."""
+        return any(observer.follows_blocks for observer in self.observers)
+
+    def most_tokens(self, latent: Grid, pictures: Sequence[Picture]) -> int:
+        """The most tokens of a picture in any block."""
+        if pictures:
+            return max(picture.grid.tokens for picture in pictures)
+        return -(-latent.height // self.shallowest) * -(-latent.width // self.shallowest)
+
+    def too_few(self, tokens: int, least: int) -> str:
+        """The reason to report if a picture has fewer tokens than ``least``."""
+        automatic = (
+            ""
+            if self.config.min_tokens
+            else ", which is where merging is worth it here (min_tokens=0)"
+        )
+        return f"{tokens} tokens are fewer than {least}{automatic}"
+
     @contextmanager
     def installed(self, evaluation: Evaluation) -> Iterator[None]:
         """Put the overrides on for one evaluation."""
-        with ExitStack() as exits:
-            # Evaluations may be nested.
-            exits.callback(vars(self).update, evaluation=vars(self).get("evaluation"))
-            self.evaluation = evaluation
-            for stack in self.stacks:
-                exits.callback(stack.end)
-                for module, forward in stack.overrides():
-                    # nn.Module.__setattr__ is slow, and SDXL has hundreds of these.
-                    attributes = vars(module)
-                    exits.callback(_restore_forward, attributes, attributes.get("forward"))
-                    attributes["forward"] = forward
+        outer, is_nested = vars(self).get("evaluation"), self._is_on
+        self.evaluation = evaluation
+        try:
+            if not is_nested:
+                self._put_on()
             yield
+        finally:
+            if not is_nested:
+                self._take_off()
+            for stack in self.stacks:
+                stack.end()
+            vars(self).update(evaluation=outer)
+
+    def _put_on(self) -> None:
+        """Put the overrides on; new ones if other code has changed what a module runs."""
+        if not (self._placed and all(placed.still_fits for placed in self._placed)):
+            self._placed = [
+                _Placed.of(module, forward)
+                for stack in self.stacks
+                if stack.level <= self.max_downsample or self.follows_blocks
+                for module, forward in stack.overrides()
+            ]
+        self._is_on = True
+        for placed in self._placed:
+            placed.attributes["forward"] = placed.forward
+
+    def _take_off(self) -> None:
+        """Take the overrides off, and put back those that other code had set before."""
+        for placed in self._placed:
+            if placed.before is None:
+                placed.attributes.pop("forward", None)
+            else:
+                placed.attributes["forward"] = placed.before
+        self._is_on = False
 
     def outcomes(self) -> list[Outcome]:
         """What the blocks did; only known while the overrides are on."""
@@ -337,9 +395,32 @@ class ModelSites:
         return [outcome for outcome in outcomes if outcome is not None]
 
 
-def _restore_forward(attributes: dict[str, Any], before: Forward | None) -> None:
-    """Take an override off, and put back one that other code had set before."""
-    if before is None:
-        del attributes["forward"]
-    else:
-        attributes["forward"] = before
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """An override and where it goes.
+
+    Attributes:
+        attributes: those of the module; ``nn.Module.__setattr__`` is slow, and SDXL has hundreds.
+        forward: what the module is to run.
+        before: the ``forward`` that other code had set on the module, None for that of its class.
+        module_class: the class of the module.
+        of_class: the ``forward`` of that class.
+    """
+
+    attributes: dict[str, Any]
+    forward: Forward
+    before: Forward | None
+    module_class: Any
+    of_class: Forward
+
+    @classmethod
+    def of(cls, module: nn.Module, forward: Forward) -> "_Placed":
+        attributes = vars(module)
+        kind: Any = type(module)
+        return cls(attributes, forward, attributes.get("forward"), kind, kind.forward)
+
+    @property
+    def still_fits(self) -> bool:
+        """Whether the module runs what it ran when the override was made."""
+        is_same = self.attributes.get("forward") is self.before
+        return is_same and self.module_class.forward is self.of_class

@@ -1,5 +1,6 @@
 """The backends of a plan's operations: plain torch, or Triton kernels where available."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -25,7 +26,14 @@ class Operations(Protocol):
     NAME: str
     """``torch`` or ``triton``."""
 
-    def merge(self, x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    def merge(
+        self,
+        x: Tensor,
+        slot_of_token: Tensor,
+        order: Tensor,
+        offsets: Tensor,
+        window: Sequence[int] | None = None,
+    ) -> Tensor:
         """See :func:`tome_nodes.ops.reference.merge`."""
 
     def merge_keys(
@@ -35,6 +43,7 @@ class Operations(Protocol):
         order: Tensor,
         offsets: Tensor,
         heads: int = 1,
+        window: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :func:`tome_nodes.ops.reference.merge_keys`."""
 

@@ -4,6 +4,8 @@ A plan's arrays number tokens and slots over the whole batch: those of sample ``
 ``b * tokens`` and ``b * slots``.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +19,13 @@ FURTHER = 8
 _BAG_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 
 
-def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+def merge(
+    x: Tensor,
+    slot_of_token: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    window: Sequence[int] | None = None,
+) -> Tensor:
     """The mean of each slot.
 
     Args:
@@ -25,6 +33,7 @@ def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> T
         slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
         order: ``[batch * tokens]`` int64, tokens slot by slot.
         offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
+        window: see :attr:`tome_nodes.core.plan.SlotPlan.window`; not used here.
 
     Returns:
         ``[batch, slots, channels]`` of the dtype of ``x``, summed in float32 or better.
@@ -42,7 +51,12 @@ def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> T
 
 
 def merge_keys(
-    x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor, heads: int = 1
+    x: Tensor,
+    slot_of_token: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    heads: int = 1,
+    window: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mean of each slot, and that mean stretched to the mean length of its tokens, per head.
 
@@ -52,6 +66,7 @@ def merge_keys(
         order: ``[batch * tokens]`` int64, tokens slot by slot.
         offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
         heads: number of heads; each is stretched separately.
+        window: see :attr:`tome_nodes.core.plan.SlotPlan.window`; not used here.
 
     Returns:
         Two ``[batch, slots, heads * head_channels]`` of the dtype of ``x``, as in :func:`merge`.

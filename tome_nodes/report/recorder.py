@@ -73,6 +73,8 @@ class Recording:
 class Recorder(Observer):
     """Records a run while it happens."""
 
+    follows_blocks = True
+
     def __init__(self, latent: Grid, device: torch.device):
         """Begin with the first evaluation of a model, for ``latent`` on ``device``."""
         self._step = 0

@@ -74,7 +74,9 @@ class WindowStrategy(CellStrategy):
             except kernels.KernelFailed:
                 return None
             slots = log_sizes.shape[1]
-            plans.append(SlotPlan(slot_of_token, order, offsets, log_sizes, slots, self.ops))
+            in_tokens = cells.grid.width, window[0] * cells.sy, window[1] * cells.sx
+            plan = SlotPlan(slot_of_token, order, offsets, log_sizes, slots, self.ops, in_tokens)
+            plans.append(plan)
         return plans
 
 

@@ -21,7 +21,7 @@ def family_of(model: nn.Module) -> ComfyFamily:
     if family is None:
         why = REFUSED.get(class_name(model), "this kind of model is not known")
         raise ValueError(f"token merging does not work with a {name}: {why}")
-    if not family.blocks_by_level(model):
+    if not family.has_blocks(model):
         raise ValueError(
             f"token merging needs a model with transformer blocks, and this {name} has none"
         )

@@ -13,7 +13,7 @@ from ...core.call_site import CallSite, WholeBlock
 from ...core.grid import Grid
 from ...core.layout import Layout, Picture
 from ...core.plan import Plan
-from ...core.site import Forward, ModelSites, StackSite
+from ...core.site import Forward, ModelSites, StackParts, StackSite
 from ...ops import Operations
 from .attention import merge_attention
 from .family import ComfyBlock, ComfyFamily, Inputs, class_name, patches_blocks
@@ -158,17 +158,14 @@ class Transformer(ComfyFamily):
     def matches(self, model: nn.Module) -> bool:
         return class_name(model) in self.model_classes
 
-    def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
+    def stacks(self, model: nn.Module) -> Iterator[StackParts]:
         for name in self.blocks:
             holder, _, attribute = name.rpartition(".")
             # Some models lack one of the kinds of blocks.
-            blocks = getattr(model.get_submodule(holder), attribute, None)
-            if blocks is not None:
-                yield name, blocks, blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks
-
-    def blocks_by_level(self, model: nn.Module) -> Mapping[int, int]:
-        count = sum(len(list(blocks)) for _, _, blocks in self.stacks(model))
-        return {1: count} if count else {}
+            found = getattr(model.get_submodule(holder), attribute, None)
+            if found is not None:
+                blocks = found.values() if isinstance(found, nn.ModuleDict) else found
+                yield name, found, blocks, 1
 
     @property
     def merges_blocks(self) -> bool:

@@ -1,16 +1,16 @@
 """The transformer blocks of ComfyUI's UNets."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer, SpatialVideoTransformer
-from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, UNetModel
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel, Upsample
 from torch import Tensor, nn
 
 from ...core.grid import Grid
 from ...core.input_site import InputSite, InputStack, Part
 from ...core.layout import Layout
+from ...core.site import StackParts
 from .attention import weigh_attention
 from .family import ComfyBlock, ComfyFamily, patches_blocks
 
@@ -85,21 +85,16 @@ class UNet(ComfyFamily):
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, UNetModel)
 
-    def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
+    def stacks(self, model: nn.Module) -> Iterator[StackParts]:
+        level = 1
+        # Modules are in the order in which they run.
         for name, module in model.named_modules():
             if isinstance(module, SpatialTransformer):
-                yield name, module, module.transformer_blocks
-
-    def blocks_by_level(self, model: Any) -> Mapping[int, int]:
-        """The numbers of the blocks on the way down and in the middle."""
-        blocks: Counter[int] = Counter()
-        downsample = 1
-        for part in [*model.input_blocks, model.middle_block or ()]:
-            for layer in part:
-                if isinstance(layer, SpatialTransformer):
-                    blocks[downsample] += len(layer.transformer_blocks)
-                elif isinstance(layer, Downsample) or (
-                    isinstance(layer, ResBlock) and layer.updown
-                ):
-                    downsample *= 2
-        return blocks
+                yield name, module, module.transformer_blocks, level
+            elif name.endswith(".x_upd"):
+                # A residual block that resizes does so on both of its ways.
+                continue
+            elif isinstance(module, Downsample):
+                level *= 2
+            elif isinstance(module, Upsample):
+                level //= 2

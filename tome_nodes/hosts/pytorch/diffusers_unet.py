@@ -1,7 +1,6 @@
 """The UNets of the diffusers library."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from diffusers import Transformer2DModel, UNet2DConditionModel
 from torch import Tensor, nn
 
 from ...config import ToMeConfig
+from ...core.site import StackParts
 from .hooks import RECOMPUTED, HookedBlock, HookedFamily, HookedStack
 
 
@@ -52,20 +52,14 @@ class DiffusersUNet(HookedFamily):
         scheduler_config = getattr(getattr(model, "scheduler", None), "config", {})
         return unet, scheduler_config.get("num_train_timesteps")
 
-    def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
+    def stacks(self, model: Any) -> Iterator[StackParts]:
+        deepest = len(model.down_blocks) - 1
         for name, module in model.named_modules():
             if isinstance(module, Transformer2DModel):
-                yield name, module, module.transformer_blocks
-
-    def blocks_by_level(self, model: Any) -> Mapping[int, int]:
-        """The numbers of the blocks on the way down and in the middle."""
-        blocks: Counter[int] = Counter()
-        way_down = [*enumerate(model.down_blocks), (len(model.down_blocks) - 1, model.mid_block)]
-        for level, part in way_down:
-            for module in () if part is None else part.modules():
-                if isinstance(module, Transformer2DModel):
-                    blocks[2**level] += len(module.transformer_blocks)
-        return blocks
+                way, _, rest = name.partition(".")
+                index = 0 if way == "mid_block" else int(rest.partition(".")[0])
+                depth = index if way == "down_blocks" else deepest - index
+                yield name, module, module.transformer_blocks, 2**depth
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:

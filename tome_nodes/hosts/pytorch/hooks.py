@@ -165,7 +165,7 @@ class Attachment:
             TypeError: the UNet has no transformer blocks.
         """
         config, family, *_ = self._settings
-        if not family.blocks_by_level(unet):
+        if not family.has_blocks(unet):
             raise TypeError(
                 f"token merging needs a model with transformer blocks, and this "
                 f"{type(unet).__name__} has none"

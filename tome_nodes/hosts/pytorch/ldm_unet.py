@@ -4,14 +4,14 @@ Each code base has its own copy of the classes, so modules are recognised by the
 spatial transformer has ``transformer_blocks``, which have ``attn1``, ``attn2`` and ``ff``.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...config import ToMeConfig
+from ...core.site import StackParts
 from .hooks import RECOMPUTED, HookedBlock, HookedFamily, HookedStack
 
 
@@ -55,22 +55,20 @@ class LdmUNet(HookedFamily):
             return None
         return unet, getattr(model, "num_timesteps", None)
 
-    def stacks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[nn.Module]]]:
+    def stacks(self, model: nn.Module) -> Iterator[StackParts]:
+        level = 1
+        # Modules are in the order in which they run.
         for name, module in model.named_modules():
+            kind = type(module).__name__
             if _is_transformer(module):
-                yield name, module, module.transformer_blocks
-
-    def blocks_by_level(self, model: Any) -> Mapping[int, int]:
-        """The numbers of the blocks on the way down and in the middle."""
-        blocks: Counter[int] = Counter()
-        downsample = 1
-        for part in [*model.input_blocks, model.middle_block or ()]:
-            for layer in part:
-                if _is_transformer(layer):
-                    blocks[downsample] += len(layer.transformer_blocks)
-                elif type(layer).__name__ == "Downsample" or getattr(layer, "updown", False):
-                    downsample *= 2
-        return blocks
+                yield name, module, module.transformer_blocks, level
+            elif name.endswith(".x_upd"):
+                # A residual block that resizes does so on both of its ways.
+                continue
+            elif kind == "Downsample":
+                level *= 2
+            elif kind == "Upsample":
+                level //= 2
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
         if torch.is_grad_enabled() and any(

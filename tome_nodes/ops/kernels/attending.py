@@ -8,12 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .shared import operator, padded
+from .shared import HALF, operator, padded
 
 _LOG2_OF_E = math.log2(math.e)
 _WARPS, _STAGES = 8, 2
-
-_HALF = frozenset({torch.float16, torch.bfloat16})
 
 MOST_CHANNELS = 256
 """Of a head, for which the kernel keeps everything in registers."""
@@ -124,7 +122,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, scale: float) -> 
     """
     batch, queries, heads, channels = q.shape
     keys, key_heads = k.shape[1:3]
-    if q.dtype not in _HALF or {k.dtype, v.dtype} != {q.dtype}:
+    if q.dtype not in HALF or {k.dtype, v.dtype} != {q.dtype}:
         raise ValueError(
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: they must all be float16 or "
             "bfloat16"

@@ -1,5 +1,7 @@
 """The mean of each slot, and that mean stretched to the mean length of its tokens."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -7,6 +9,8 @@ from torch import Tensor
 
 from .. import reference
 from .shared import (
+    HALF,
+    has_fast_products,
     load_of_slots,
     operator,
     padded,
@@ -14,6 +18,7 @@ from .shared import (
     slot_extent,
     strides,
 )
+from .window_merging import merge_windows
 
 # The most slots of a program, tokens of each that are loaded at once, and values of all of them:
 # 64 a thread.
@@ -84,23 +89,30 @@ def merge_keys_kernel(
     tl.store(keys + place, key.to(keys.dtype.element_ty), mask=mask)
 
 
-def _shapes(x, slot_of_token, order, offsets, heads=1):
+def _shapes(x, slot_of_token, order, offsets, heads=1, window=None):
     shape = x.shape[0], offsets.shape[0] // x.shape[0], x.shape[2]
     return x.new_empty(shape), x.new_empty(shape)
 
 
 @operator(_shapes, reference.merge_keys)
 def merge_keys(
-    x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor, heads: int = 1
+    x: Tensor,
+    slot_of_token: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    heads: int = 1,
+    window: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Means, plain and stretched; see :func:`tome_nodes.ops.reference.merge_keys`.
 
     Args:
         x: ``[batch, tokens, heads * head_channels]`` of float32, float16 or bfloat16, any strides.
-        slot_of_token: ``[batch, tokens]`` int64, the slot of each token; not used.
+        slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
         order: ``[batch * tokens]`` int64, tokens slot by slot.
         offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
         heads: number of heads; each is stretched separately.
+        window: see :attr:`tome_nodes.core.plan.SlotPlan.window`; in half precision the tokens of a
+            window are then summed together.
 
     Returns:
         Two ``[batch, slots, heads * head_channels]`` of the dtype of ``x``, summed in float32.
@@ -110,6 +122,8 @@ def merge_keys(
     if channels % heads:
         raise ValueError(f"x has {channels} channels, which {heads} heads cannot share evenly")
     slots = len(offsets) // batch
+    if window is not None and x.dtype in HALF and has_fast_products(x.device):
+        return merge_windows(x, slot_of_token, slots, window, heads)
     shape = batch, slots, channels
     means, keys = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))
     head_channels = channels // heads

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.language.target_info import cuda_capability_geq, is_cuda
 
 from ..hashing import MULTIPLIERS
-from .shared import operator, padded, require_tokens, strides
+from .shared import operator, padded, require_tokens, strides, token_beside_windows
 
 # Pairs of token and cell that a warp matches: 32 registers a thread for each value of a pair.
 _PAIRS_OF_A_WARP = 1024
@@ -123,18 +123,8 @@ def match_windows_kernel(
     place = tl.arange(0, TOKENS)
 
     if program >= windows:
-        # Row by row: the tokens to the right of the windows, then those below them.
         index = (program - windows) * TOKENS + place
-        covered_rows = windows_down * down
-        covered_columns = windows_across * across
-        beside = width - covered_columns
-        right = index < covered_rows * beside
-        columns = tl.maximum(beside, 1)
-        token = tl.where(
-            right,
-            index // columns * width + covered_columns + index % columns,
-            index + covered_rows * covered_columns,
-        )
+        token = token_beside_windows(index, width, windows_down * down, windows_across * across)
         left = index < tokens - windows * size_of_window
         slot = first_slot + windows * (size_of_window - quota) + index
         offset = first_token + windows * size_of_window + index

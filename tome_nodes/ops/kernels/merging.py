@@ -1,5 +1,7 @@
 """The mean of each slot."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -10,12 +12,15 @@ from .shared import (
     BLOCK_CHANNELS,
     BLOCK_ROWS,
     BLOCK_WARPS,
+    HALF,
+    has_fast_products,
     load_of_slots,
     operator,
     require_tokens,
     slot_extent,
     strides,
 )
+from .window_merging import merge_windows
 
 # Tokens of a slot that are loaded at once: 64 values a thread.
 _MEMBERS = 8
@@ -77,19 +82,27 @@ def merge_kernel(
     )
 
 
-def _shapes(x, slot_of_token, order, offsets):
+def _shapes(x, slot_of_token, order, offsets, window=None):
     return x.new_empty(x.shape[0], offsets.shape[0] // x.shape[0], x.shape[2])
 
 
 @operator(_shapes, reference.merge)
-def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+def merge(
+    x: Tensor,
+    slot_of_token: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    window: Sequence[int] | None = None,
+) -> Tensor:
     """The mean of each slot; see :func:`tome_nodes.ops.reference.merge`.
 
     Args:
         x: ``[batch, tokens, channels]`` of float32, float16 or bfloat16, any strides.
-        slot_of_token: ``[batch, tokens]`` int64, the slot of each token; not used.
+        slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
         order: ``[batch * tokens]`` int64, tokens slot by slot.
         offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
+        window: see :attr:`tome_nodes.core.plan.SlotPlan.window`; in half precision the tokens of a
+            window are then summed together.
 
     Returns:
         ``[batch, slots, channels]`` of the dtype of ``x``, summed in float32.
@@ -97,6 +110,8 @@ def merge(x: Tensor, slot_of_token: Tensor, order: Tensor, offsets: Tensor) -> T
     require_tokens(x, "x")
     batch, tokens, channels = x.shape
     slots = len(offsets) // batch
+    if window is not None and x.dtype in HALF and has_fast_products(x.device):
+        return merge_windows(x, slot_of_token, slots, window)[0]
     means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
         merge_kernel[(-(-slots // BLOCK_ROWS), -(-channels // BLOCK_CHANNELS), batch)](

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ log = logging.getLogger("tome_nodes")
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """The dtypes that the kernels accept; they sum and compare in float32."""
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+"""Those whose products run on tensor cores without loss."""
 
 # Rows and channels of one program: 16 bytes a thread in half precision, whole cache lines.
 BLOCK_ROWS, BLOCK_CHANNELS, BLOCK_WARPS = 8, 64, 2
@@ -84,6 +87,14 @@ def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
+@lru_cache(maxsize=16)
+def has_fast_products(device: torch.device) -> bool:
+    """Whether products in half precision run on tensor cores; Triton does not use Turing's."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(device)[0] >= 8
+
+
 def require_tokens(x: Tensor, name: str) -> None:
     """Raise a ValueError that names ``x`` if no kernel accepts it."""
     if x.ndim != 3 or x.dtype not in DTYPES:
@@ -102,6 +113,22 @@ def strides(x: Tensor) -> dict[str, int]:
 def padded(count: int) -> int:
     """The next power of two that Triton's matrix product accepts."""
     return max(16, 1 << (count - 1).bit_length())
+
+
+@triton.jit
+def token_beside_windows(index, width, covered_rows, covered_columns):
+    """The tokens of a grid that fill no window, numbered row by row.
+
+    First those to the right of the windows, which cover the rows and columns at the top left, then
+    those below them.
+    """
+    beside = width - covered_columns
+    columns = tl.maximum(beside, 1)
+    return tl.where(
+        index < covered_rows * beside,
+        index // columns * width + covered_columns + index % columns,
+        index + covered_rows * covered_columns,
+    )
 
 
 @triton.jit
