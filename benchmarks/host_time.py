@@ -4,11 +4,13 @@ python3 dev.py bench --host-time [--quick] [--rounds 9]
 
 UNets with as many modules as SD 1.5 and SDXL, but so few channels and tokens that an evaluation is
 all Python and calls of operators. The Triton kernels take their real way as far as the launch,
-which is left out, as no GPU is there; count 3 to 5 µs for each. Every patched run has an unpatched
-one beside it, and the time is the difference of the two for an evaluation.
+which is left out, as no GPU is there; count 3 to 5 µs for each. Each evaluation runs between two of
+the unpatched model with the same inputs, and the time is the difference from their mean.
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import statistics
 import sys
@@ -31,6 +33,7 @@ use_cpu()
 import comfy.supported_models as supported_models  # noqa: E402
 import torch  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
+from comfy.patcher_extension import WrapperExecutor  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -42,7 +45,7 @@ from benchmarks.measure import Subject, merged_blocks  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
 from tome_nodes.config import ToMeConfig  # noqa: E402
 from tome_nodes.hosts.comfyui import weighing  # noqa: E402
-from tome_nodes.hosts.comfyui.attachment import attach  # noqa: E402
+from tome_nodes.hosts.comfyui.attachment import KEY, attach  # noqa: E402
 from tome_nodes.ops import kernels  # noqa: E402
 from tome_nodes.presets import settings_of  # noqa: E402
 
@@ -123,7 +126,7 @@ MODELS = (
             "num_heads": -1,
             "use_linear_in_transformer": True,
         },
-        128,
+        64,
     ),
 )
 
@@ -159,21 +162,46 @@ _SILENT = frozenset(
 """Operators that launch nothing though they return tensors of their own, or only wait."""
 
 
-class _Clock:
-    """Time that this thread has run between entry and exit, whatever else the machine does."""
+class _Compared(Subject):
+    """Evaluates the unpatched model before and after each evaluation of a patched one.
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    Attributes:
+        plain: seconds of the unpatched evaluations, on average of the two, for each step.
+        added: seconds more of the patched one. Only this thread is timed, whatever else runs.
+    """
 
-    def __enter__(self) -> None:
-        self.seconds -= time.thread_time()
+    def compare(self, patched: ModelPatcher) -> None:
+        """Sample with a patched model."""
+        self.plain: list[float] = []
+        self.added: list[float] = []
+        self.run(patched, *[nullcontext()] * STEPS)
 
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.thread_time()
+    def _evaluation(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        *inputs, options = args
+        plain = {name: value for name, value in options.items() if name != KEY}
+        seconds: list[float] = []
+        result: Any = None
+        for each in plain, options, plain:
+            start = time.thread_time() - _Unlaunched.seconds
+            output = executor(*inputs, dict(each), **kwargs)
+            seconds.append(time.thread_time() - _Unlaunched.seconds - start)
+            result = output if each is options else result
+        before, own, after = seconds
+        self.plain.append((before + after) / 2)
+        self.added.append(own - self.plain[-1])
+        self._outputs.append(result)
+        return result
 
 
 class _Unlaunched:
-    """Stands where a kernel is: goes its way as far as the launch, which is counted."""
+    """Stands where a kernel is: goes its way as far as the launch, which is counted.
+
+    Attributes:
+        count: the launches so far.
+        seconds: time that this thread has taken for what a kernel would have done.
+    """
+
+    seconds = 0.0
 
     def __init__(self, kernel: Any):
         self._kernel = kernel
@@ -182,9 +210,18 @@ class _Unlaunched:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(**arguments: Any) -> None:
             self._kernel.warmup(grid=grid, **arguments)
+            start = time.thread_time()
             self.count += 1
+            # Whatever is in memory may be slow to compute with.
+            for name in _WRITTEN & arguments.keys():
+                ctypes.memset(arguments[name].data_ptr(), 0, arguments[name].nbytes)
+            _Unlaunched.seconds += time.thread_time() - start
 
         return launch
+
+
+_WRITTEN = frozenset({"means", "keys", "wide_q", "wide_k", "wide_v", "out"})
+"""Arguments of kernels that the model computes with."""
 
 
 @contextmanager
@@ -236,12 +273,12 @@ class Figures:
 
 def measure(model: Thin, rounds: int) -> dict[str, Figures]:
     """The figures of each method."""
-    subject = Subject(model.load(), _CONTEXT, model.pixels, 1)
+    loaded = model.load()
+    subject = Subject(loaded, _CONTEXT, model.pixels, 1)
+    compared = _Compared(loaded, _CONTEXT, model.pixels, 1)
+    settings = {name: ToMeConfig(**{"backend": "triton", **each}) for name, each in METHODS.items()}
     patched = {"unpatched": subject.model}
-    patched |= {
-        name: attach(subject.model, ToMeConfig(**{"backend": "triton", **settings}))
-        for name, settings in METHODS.items()
-    }
+    patched |= {name: attach(subject.model, each) for name, each in settings.items()}
     with unlaunched() as stand_ins, merged_blocks() as blocks:
         launches, merged = {}, {}
         for name, each in patched.items():
@@ -254,19 +291,24 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
             own = sum(stand_in.count for stand_in in stand_ins)
             launches[name] = (own + sum(call.count for call in calls)) / STEPS
             merged[name] = blocks[0][0] if blocks else 0
+        plain: list[float] = []
 
-        def seconds(name: str) -> float:
-            clock = _Clock()
-            subject.run(patched[name], *[clock] * STEPS)
-            return clock.seconds / STEPS
+        def added(name: str) -> float:
+            # Garbage of one run would be collected in the next.
+            gc.collect()
+            compared.compare(attach(compared.model, settings[name]))
+            plain.extend(compared.plain)
+            # The first evaluation also prepares the run.
+            return statistics.mean(compared.added[1:])
 
-        taken = interleaved({name: partial(seconds, name) for name in patched}, rounds)
-    plain = taken["unpatched"]
+        gc.disable()
+        try:
+            taken = interleaved({name: partial(added, name) for name in METHODS}, rounds)
+        finally:
+            gc.enable()
     figures = {}
     for name in METHODS:
-        low, median, high = spread(
-            [1000 * (own - of_plain) for own, of_plain in zip(taken[name], plain, strict=True)]
-        )
+        low, median, high = spread([1000 * each for each in taken[name]])
         figures[name] = Figures(
             1000 * statistics.median(plain),
             median,

@@ -230,6 +230,47 @@ def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(sd15, strate
         torch._dynamo.reset()
 
 
+class InOnePool:
+    """A compiler whose graphs overwrite what they have returned before, as CUDA's graphs do."""
+
+    def __init__(self):
+        self.returned = []
+
+    def __call__(self, graph, _):
+        def run(*inputs):
+            own = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+            for result in self.returned:
+                result.zero_()
+            results = [x.clone() if isinstance(x, torch.Tensor) else x for x in graph(*own)]
+            self.returned += [x for x in results if isinstance(x, torch.Tensor)]
+            return results
+
+        return run
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reuse_steps": 6},
+        {"strategy": "window", "scope": "stack", "reuse_steps": 6},
+        {"strategy": "window", "scope": "stack", "attn_tokens": "k,v", "refresh_steps": 4},
+    ],
+)
+def test_what_is_kept_over_steps_is_not_in_the_memory_of_a_graph(sd15, settings):
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    config = merging(**settings)
+    expected = sample(attach(sd15, config), steps=8)
+    assert relative_error(expected, sample(sd15, steps=8)) > 1e-3
+    compiled = attach(sd15, config)
+    torch._dynamo.reset()
+    try:
+        set_torch_compile_wrapper(compiled, backend=InOnePool())
+        assert relative_error(sample(compiled, steps=8), expected) < 1e-5
+    finally:
+        torch._dynamo.reset()
+
+
 def test_merged_tokens_reach_the_attention(sd15):
     lengths = []
     attention = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1

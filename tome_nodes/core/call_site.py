@@ -143,13 +143,21 @@ class CallSite(BlockSite):
 
         ``[batch, keys]`` of the dtype of ``like``; None for nothing.
         """
-        plan = self._outer_plan
-        if plan is None or keys != plan.slot_count + self._beside:
+        plan, beside = self._outer_plan, self._beside
+        if plan is None or keys != plan.slot_count + beside:
             return None
-        sizes = self.log_sizes(plan, like)
-        if sizes is None or not self._beside:
-            return sizes
-        return self._with_beside(sizes, sizes.new_zeros(len(sizes), self._beside))
+        if not beside:
+            return self.log_sizes(plan, like)
+        if not self.stack.sites.config.proportional_attn:
+            return None
+        evaluation = self.stack.sites.evaluation
+        # Otherwise each block has a plan of its own.
+        kept = {} if evaluation.whole is None else evaluation.log_sizes
+        place = self.notes.layout, beside, self.at_end, like.dtype
+        if place not in kept:
+            sizes = plan.log_sizes_in(like.dtype)
+            kept[place] = self._with_beside(sizes, sizes.new_zeros(sizes.shape[0], beside))
+        return kept[place]
 
     @property
     def at_end(self) -> bool:

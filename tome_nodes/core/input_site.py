@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from .apply import attention_on_merged, block_on_merged, module_on_merged
@@ -43,7 +44,8 @@ class InputSite(BlockSite):
     def overrides(self) -> list[Override]:
         """The block and its modules, with what each of them runs instead."""
         sites = self.stack.sites
-        config = sites.config
+        config, parts = sites.config, self.parts()
+        self._attends_to_itself = any(part.attends_to_itself for part in parts)
         forward = self.module.forward
         merged, full = self._run_block(forward), self._run_full(forward)
 
@@ -51,7 +53,7 @@ class InputSite(BlockSite):
             return (full if sites.is_full_step else merged)(x, *args, **kwargs)
 
         overrides: list[Override] = [(self.module, self.timed(block_forward))]
-        for part in self.parts():
+        for part in parts:
             forward = part.module.forward
             if part.attends_to_itself:
                 if config.merge_attn or config.scope != "module":
@@ -228,7 +230,7 @@ class InputSite(BlockSite):
         )
         if not spans:
             return None
-        return self.worthy(Layout(layout.length, spans), least)
+        return self.worthy(layout if spans == layout.spans else Layout(layout.length, spans), least)
 
     def _plan_for_modules(self, x: Tensor, layout: Layout) -> None:
         """Make the plans for the modules of the block, which merge each on their own."""
@@ -237,7 +239,7 @@ class InputSite(BlockSite):
             self.notes.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
             return
         self.notes.reason = self.attention_replaced
-        attends_to_itself = any(part.attends_to_itself for part in self.parts())
+        attends_to_itself = self._attends_to_itself
         merges_keys = config.merge_attn and "k,v" in config.attn_tokens and attends_to_itself
         merges_tokens = (
             config.merge_crossattn
@@ -260,7 +262,7 @@ class InputSite(BlockSite):
 
     def _plan_keys(self, x: Tensor, layout: Layout) -> None:
         """Make the plan for the keys and values of a self-attention, if the block has one."""
-        if not any(part.attends_to_itself for part in self.parts()):
+        if not self._attends_to_itself:
             return
         self.notes.reason = self.attention_replaced
         ratio = self.stack.sites.evaluation.ratio
@@ -334,6 +336,7 @@ class InputStack(StackSite):
         self.tokens = None
         if detail.keeps_changes:
             detail.changes[self.name] = y - x
+            self.sites.kept_in_graph = torch.compiler.is_compiling()
 
     def end(self) -> None:
         self.plan = self.tokens = self._merged = None

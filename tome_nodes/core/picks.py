@@ -4,6 +4,8 @@ A counter-based generator has no state, so the picks are the same for every batc
 restart, and the global generators are neither read nor advanced.
 """
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from ..ops.hashing import MASK, scramble
 from .grid import Grid
 
 
+@lru_cache(maxsize=4096)
 def step_key(seed: int, step: int) -> int:
     """The 32-bit key of one sampling step; ``seed`` and ``step`` are not negative."""
     return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])

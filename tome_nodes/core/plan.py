@@ -1,7 +1,8 @@
 """A plan: a partition of N tokens into M slots, with merge and unmerge."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ class Plan:
     """
 
     slot_count: int
+    _log_sizes: Tensor | None = None
 
     def slots(self) -> Tensor:
         """The slot of each token, ``[batch, tokens]`` int64, from 0 to ``slot_count - 1``."""
@@ -31,6 +33,18 @@ class Plan:
     def log_sizes(self) -> Tensor:
         """The logarithm of how many tokens each slot holds, ``[batch, slots]`` float32."""
         raise NotImplementedError
+
+    def log_sizes_in(self, dtype: torch.dtype) -> Tensor:
+        """:meth:`log_sizes` in the dtype of keys, made once for all blocks that share the plan."""
+        if torch.compiler.is_compiling():
+            # A compiler shares them itself, and what a graph made must not outlive it.
+            return self.log_sizes().to(dtype)
+        kept = self._log_sizes
+        if kept is None or kept.dtype != dtype:
+            kept = self.log_sizes().to(dtype)
+            # Plans are frozen.
+            object.__setattr__(self, "_log_sizes", kept)
+        return kept
 
     def is_even(self) -> bool:
         """Whether all slots are known to hold the same number of tokens."""
@@ -235,6 +249,13 @@ class SequencePlan(Plan):
     def log_sizes(self) -> Tensor:
         return torch.cat([plan.log_sizes() for plan in self.parts], 1)
 
+    def is_even(self) -> bool:
+        first, length = self.parts[0].slot_count, self.lengths[0]
+        return all(
+            plan.is_even() and own * first == length * plan.slot_count
+            for own, plan in zip(self.lengths, self.parts, strict=True)
+        )
+
     def fits(self, x: Tensor) -> bool:
         return x.ndim == 3 and x.shape[:2] == (self.batch, sum(self.lengths))
 
@@ -325,6 +346,21 @@ class FramesPlan(Plan):
         """Indices in a frame as indices in the video; a frame has ``of_frame``."""
         first = torch.arange(self.frames, device=indices.device) * of_frame
         return self._joined(indices + first.repeat(len(indices) // self.frames)[:, None])
+
+
+def in_own_memory(plan: Plan) -> Plan:
+    """A copy of a plan, none of whose tensors is in the memory of a captured graph."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone()
+        if isinstance(value, Plan):
+            return in_own_memory(value)
+        return tuple(map(own, value)) if isinstance(value, tuple) else value
+
+    if not is_dataclass(plan):
+        return plan
+    return replace(plan, **{each.name: own(getattr(plan, each.name)) for each in fields(plan)})
 
 
 def plans_by_frame(

@@ -19,6 +19,7 @@ from .latent import WholeModel
 from .layout import Picture
 from .observer import Evaluated, Observer, Outcome
 from .picks import step_key
+from .plan import in_own_memory
 from .refresh import Detail, Details
 from .schedule import Moment, ratio_at
 from .site import Evaluation, Family, ModelSites, SharedPlans
@@ -107,6 +108,8 @@ class Run:
                 evaluation = self._begin(moment, latent, engine, device, pictures)
                 exits.enter_context(self.sites.installed(evaluation))
                 yield True
+                if self.sites.kept_in_graph:
+                    self._take_out_of_graph(evaluation)
                 outcomes = self.sites.outcomes()
                 if evaluation.whole is not None:
                     self._whole_failed = evaluation.whole.failed
@@ -123,6 +126,16 @@ class Run:
         )
         for observer in self.sites.observers:
             observer.evaluated(result)
+
+    def _take_out_of_graph(self, evaluation: Evaluation) -> None:
+        """Copy what is kept over evaluations: CUDA graphs write to the same memory each time."""
+        self.sites.kept_in_graph = False
+        shared, detail = evaluation.plans, evaluation.detail
+        if shared is not None and self.sites.config.reuse_steps > 1:
+            for place, plans in shared.items():
+                shared[place] = [None if plan is None else in_own_memory(plan) for plan in plans]
+        if detail is not None and detail.is_full:
+            detail.changes = {stack: change.clone() for stack, change in detail.changes.items()}
 
     def _obstacle(
         self,

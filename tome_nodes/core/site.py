@@ -6,11 +6,12 @@ between families of models. Overrides are put on for one evaluation at a time.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ..config import ToMeConfig
@@ -50,6 +51,8 @@ class Evaluation:
         detail: what stacks keep from step to step, None for nothing.
         pictures: those in the sequence of a transformer, in order.
         whole: the evaluation of a model that runs as a whole on merged tokens, else None.
+        log_sizes: those of merged tokens and what is beside them, by the sequence, shared by the
+            blocks of a model that runs as a whole.
     """
 
     engine: Engine
@@ -59,6 +62,7 @@ class Evaluation:
     detail: Detail | None = None
     pictures: tuple[Picture, ...] = ()
     whole: WholeModel | None = None
+    log_sizes: dict[Hashable, Tensor] = field(default_factory=dict)
 
 
 class BlockSite:
@@ -119,7 +123,7 @@ class BlockSite:
         """What to add to the logits of merged keys, ``[batch, keys]``; None for nothing."""
         if not self.stack.sites.config.proportional_attn or plan.is_even():
             return None
-        return plan.log_sizes().to(like.dtype)
+        return plan.log_sizes_in(like.dtype)
 
     def timed(self, forward: Forward) -> Forward:
         """The forward of the block, timed by the observers that want to."""
@@ -165,6 +169,7 @@ class BlockSite:
         self.notes.plans_made += any(plan is not None for plan in plans)
         if shared is not None:
             shared[place] = plans
+            self.stack.sites.kept_in_graph = torch.compiler.is_compiling()
         return plans
 
     def why_no_plan(self, layout: Layout, ratio: float) -> str:
@@ -290,6 +295,7 @@ class ModelSites:
         blocks: those of all stacks.
         observers: may time the blocks.
         evaluation: the current one.
+        kept_in_graph: whether a compiled graph has made what the last evaluation keeps.
     """
 
     evaluation: Evaluation
@@ -312,6 +318,7 @@ class ModelSites:
             levels[stack.level] += len(stack.blocks)
         self.shallowest = min(level for level, blocks in levels.items() if blocks)
         self.max_downsample = deepest_level(config, levels)
+        self.kept_in_graph = False
         self._placed: list[_Placed] = []
         self._is_on = False
 

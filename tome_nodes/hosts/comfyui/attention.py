@@ -164,15 +164,17 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """Call the host's attention, through another node's override if there is one."""
+    mask = bias
     if log_sizes is not None:
-        func = partial(weighed, func, bias, log_sizes, ops, note)
-        sizes = log_sizes[:, None, None]
-        bias = sizes if bias is None else bias + sizes.to(bias.dtype)
-    if theirs is None:
-        return func(q, k, v, heads, mask=bias, **kwargs)
-    if log_sizes is not None:
+        mask = log_sizes.view(log_sizes.shape[0], 1, 1, -1)
+        mask = mask if bias is None else bias + mask.to(bias.dtype)
+        if theirs is None:
+            return weighed(func, bias, log_sizes, ops, note, q, k, v, heads, mask, **kwargs)
         note(None)
-    return theirs(func, q, k, v, heads, mask=bias, **kwargs)
+        func = partial(weighed, func, bias, log_sizes, ops, note)
+    if theirs is None:
+        return func(q, k, v, heads, mask=mask, **kwargs)
+    return theirs(func, q, k, v, heads, mask=mask, **kwargs)
 
 
 def _like(merged: Tensor, x: Tensor, by_head: bool) -> Tensor:

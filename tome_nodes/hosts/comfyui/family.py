@@ -21,8 +21,8 @@ _BLOCK_PATCHES = (
 
 def patches_blocks(options: Mapping[str, Any]) -> bool:
     """Whether a patch of another node in the transformer options sees the inside of blocks."""
-    patches = options.get("patches", {})
-    return any(patches.get(name) for name in _BLOCK_PATCHES)
+    patches = options.get("patches")
+    return patches is not None and any(patches.get(name) for name in _BLOCK_PATCHES)
 
 
 @dataclass(frozen=True, eq=False)

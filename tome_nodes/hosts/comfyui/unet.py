@@ -57,9 +57,13 @@ class UNetBlock(ComfyBlock, InputSite):
     ) -> bool:
         """Whether another node patches the inside of this block, or of all blocks."""
         options = {} if transformer_options is None else transformer_options
-        replaced = options.get("patches_replace", {})
+        if patches_blocks(options):
+            return True
+        replaced = options.get("patches_replace")
+        if not replaced:
+            return False
         spatial_transformer = tuple(options.get("block", ()))
-        return patches_blocks(options) or any(
+        return any(
             name in replaced.get(attention, {})
             for attention in ("attn1", "attn2")
             for name in (spatial_transformer, (*spatial_transformer, self.index))

@@ -31,6 +31,13 @@ _TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})
 # Channels of a head for which PyTorch's flash attention has a kernel; others are padded to these.
 _FLASH_HEADS = (32, 64, 96, 128, 192, 256)
 
+_STAYING = frozenset(
+    channels
+    for channels in range(1, _FLASH_HEADS[-1] + 1)
+    if not any(channels <= kernel < channels + FURTHER for kernel in _FLASH_HEADS)
+)
+"""Channels of a head to which further ones can be added in the same kernel."""
+
 _MOST_WITH_CUDNN = 128
 """Channels of a head that cuDNN's attention takes."""
 
@@ -101,23 +108,15 @@ def way_of(
     takes_mask = function in _TAKE_MASK
     if takes_mask and not (function == "attention_pytorch" and able.flash):
         return Way.MASK
-    is_small = head_channels <= _FLASH_HEADS[-1]
-    wider = head_channels + FURTHER
-    stays = wider <= _FLASH_HEADS[-1] and _kernel_for(wider) == _kernel_for(head_channels)
-    if may_widen and stays:
+    if may_widen and head_channels in _STAYING:
         return Way.CHANNELS
     if takes_mask and able.cudnn and head_channels <= _MOST_WITH_CUDNN:
         return Way.MASK
-    if may_replace and able.kernel and is_small:
+    if may_replace and able.kernel and head_channels <= _FLASH_HEADS[-1]:
         return Way.KERNEL
     if takes_mask:
         return Way.MASK
     return Way.CHANNELS if may_widen else None
-
-
-def _kernel_for(head_channels: int) -> int:
-    """The channels of the flash kernel that runs heads of so many; at most 256."""
-    return next(channels for channels in _FLASH_HEADS if channels >= head_channels)
 
 
 def abilities(q: Tensor, ops: Operations) -> Abilities:
@@ -209,7 +208,8 @@ def _in_channels(
     else:
         scale, constant = (wider / channels) ** 0.5, wider**0.5
     q, k, v = ops.widen(q, k, v, log_sizes, heads, scale, constant)
-    out = func(q, k, v, heads, **kwargs).unflatten(2, (heads, wider))[..., :channels]
+    out = func(q, k, v, heads, **kwargs)
+    out = out.reshape(*out.shape[:2], heads, wider).narrow(3, 0, channels)
     return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
 
@@ -247,7 +247,7 @@ def flat(x: Tensor, by_head: bool) -> Tensor:
 
 def has_keys(k: Tensor, log_sizes: Tensor) -> bool:
     """Whether there is a size for each key, in the host's layouts."""
-    return (len(k), k.shape[-2]) == tuple(log_sizes.shape)
+    return k.shape[0] == log_sizes.shape[0] and k.shape[-2] == log_sizes.shape[1]
 
 
 def _same_heads(q: Tensor, k: Tensor, by_head: bool) -> bool:

@@ -106,8 +106,8 @@ def require_tokens(x: Tensor, name: str) -> None:
 
 def strides(x: Tensor) -> dict[str, int]:
     """The strides of ``[batch, tokens, channels]``, by the kernels' parameter names."""
-    names = ("stride_sample", "stride_token", "stride_channel")
-    return dict(zip(names, x.stride(), strict=True))
+    sample, token, channel = x.stride()
+    return {"stride_sample": sample, "stride_token": token, "stride_channel": channel}
 
 
 def padded(count: int) -> int:

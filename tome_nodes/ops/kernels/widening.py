@@ -104,10 +104,10 @@ def widen(
     wide_q, wide_k, wide_v = (
         torch.empty(*x.shape[:2], heads * wide, dtype=x.dtype, device=x.device) for x in (q, k, v)
     )
-    query_rows, key_rows = (x.shape[0] * x.shape[1] for x in (q, k))
+    query_rows, key_rows = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     lanes = padded(wide)
     rows = max(1, min(BLOCK_ROWS, _VALUES // lanes))
-    query_blocks, key_blocks = (-(-count // rows) for count in (query_rows, key_rows))
+    query_blocks, key_blocks = -(-query_rows // rows), -(-key_rows // rows)
     with torch.cuda.device_of(q):
         widen_kernel[(query_blocks + 2 * key_blocks, heads)](
             q=q.contiguous(),
