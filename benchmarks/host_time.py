@@ -44,6 +44,7 @@ from benchmarks.machine import origin  # noqa: E402
 from benchmarks.measure import Subject, merged_blocks  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
 from tome_nodes.config import ToMeConfig  # noqa: E402
+from tome_nodes.core import engine  # noqa: E402
 from tome_nodes.hosts.comfyui import weighing  # noqa: E402
 from tome_nodes.hosts.comfyui.attachment import KEY, attach  # noqa: E402
 from tome_nodes.ops import kernels  # noqa: E402
@@ -76,13 +77,14 @@ class Thin:
         name: that of the published one.
         config: its class in the host.
         unet: its UNet.
-        pixels: height and width of a picture of 64 tokens where the most tokens merge.
+        tokens: those of the level whose attention merges in pictures of 1024x1024 by default. In
+            whole blocks, all levels merge that presets allow.
     """
 
     name: str
     config: Any
     unet: Mapping[str, Any]
-    pixels: int
+    tokens: int
 
     def load(self) -> ModelPatcher:
         """The model with random weights."""
@@ -126,15 +128,17 @@ MODELS = (
             "num_heads": -1,
             "use_linear_in_transformer": True,
         },
-        64,
+        16,
     ),
 )
 
+PIXELS = 64
+"""Height and width of a picture."""
+
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "nothing merges": {**settings_of("balanced", {}), "min_tokens": 10**6},
-    **{name: {**settings_of(name, {}), "min_tokens": 1} for name in ("quality", "balanced")},
-    "fast": {**settings_of("fast", {}), "min_tokens": 1},
-    "balanced on torch": {**settings_of("balanced", {}), "min_tokens": 1, "backend": "torch"},
+    **{name: settings_of(name, {}) for name in ("quality", "balanced", "fast")},
+    "balanced on torch": {**settings_of("balanced", {}), "backend": "torch"},
 }
 """The settings to measure, each with the Triton kernels unless it says otherwise."""
 
@@ -225,9 +229,17 @@ _WRITTEN = frozenset({"means", "keys", "wide_q", "wide_k", "wide_v", "out"})
 
 
 @contextmanager
-def unlaunched() -> Iterator[list[_Unlaunched]]:
-    """Has the launchers run on a CPU without their kernels; yields what stands for these."""
+def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
+    """Has the launchers run on a CPU without their kernels; yields what stands for these.
+
+    Attention merges in maps of at least so many ``tokens``, whole blocks in all.
+    """
+
+    def worth_from(strategy: Any, device: Any, in_blocks: bool, at_calls: bool) -> int:
+        return 1 if in_blocks else tokens
+
     with ExitStack() as stack:
+        stack.enter_context(patch.object(engine, "_worth_from", worth_from))
         stack.enter_context(absent.absent_gpus())
         stand_ins = []
         for module, name in absent.KERNELS:
@@ -274,12 +286,12 @@ class Figures:
 def measure(model: Thin, rounds: int) -> dict[str, Figures]:
     """The figures of each method."""
     loaded = model.load()
-    subject = Subject(loaded, _CONTEXT, model.pixels, 1)
-    compared = _Compared(loaded, _CONTEXT, model.pixels, 1)
+    subject = Subject(loaded, _CONTEXT, PIXELS, 1)
+    compared = _Compared(loaded, _CONTEXT, PIXELS, 1)
     settings = {name: ToMeConfig(**{"backend": "triton", **each}) for name, each in METHODS.items()}
     patched = {"unpatched": subject.model}
     patched |= {name: attach(subject.model, each) for name, each in settings.items()}
-    with unlaunched() as stand_ins, merged_blocks() as blocks:
+    with unlaunched(model.tokens) as stand_ins, merged_blocks() as blocks:
         launches, merged = {}, {}
         for name, each in patched.items():
             blocks.clear()
@@ -320,20 +332,17 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
 
 
 def summary(found: Mapping[str, Mapping[str, Figures]]) -> str:
-    """The last line: milliseconds, and launches of a merged block."""
-    sd15, sdxl = found["sd15"], found["sdxl"]
+    """The last line: milliseconds, and launches of a block that merges keys and values."""
+    parts = [f"host_ms_{model}={figures['balanced'].added:.2f}" for model, figures in found.items()]
+    if "sdxl" in found:
+        parts.append(f"host_ms_sdxl_fast={found['sdxl']['fast'].added:.2f}")
+    idle = max(figures["nothing merges"].added for figures in found.values())
     launches = max(
-        each.launches / each.blocks
+        figures[name].launches / figures[name].blocks
         for figures in found.values()
-        for name, each in figures.items()
-        if each.blocks and not name.endswith("torch")
+        for name in ("quality", "balanced")
     )
-    return (
-        f"summary: host_ms_sd15={sd15['balanced'].added:.2f} "
-        f"host_ms_sdxl={sdxl['balanced'].added:.2f} "
-        f"host_ms_sdxl_fast={sdxl['fast'].added:.2f} "
-        f"host_ms_idle={sdxl['nothing merges'].added:.2f} launches={launches:.1f}"
-    )
+    return f"summary: {' '.join(parts)} host_ms_idle={idle:.2f} launches={launches:.1f}"
 
 
 def tables(found: Mapping[str, Mapping[str, Figures]]) -> str:
@@ -359,7 +368,7 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py bench --host-time", description=__doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="SD 1.5 only in one round, keep nothing"
+        "--quick", action="store_true", help="only SD 1.5 in one round, keep nothing"
     )
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of each method")
     arguments = parser.parse_args()
@@ -367,7 +376,7 @@ def main() -> int:
     torch.set_flush_denormal(True)
     found = {}
     with torch.no_grad():
-        for model in MODELS:
+        for model in MODELS[:1] if arguments.quick else MODELS:
             found[model.name] = measure(model, 1 if arguments.quick else arguments.rounds)
     page, line = tables(found), summary(found)
     if not arguments.quick:

@@ -1,7 +1,12 @@
 """The arithmetic and the checks of the benchmark, without measurements."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import comfy.sd
 import pytest
@@ -416,3 +421,19 @@ def test_methods_are_chosen_by_name_with_their_ideals():
         SystemExit, match="there is no tomes; it must be all, headline, or some of ideal"
     ):
         chosen_methods(every, ["tomes"])
+
+
+def test_merging_keys_launches_few_kernels():
+    # Triton must not interpret the kernels.
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    told = subprocess.run(
+        [sys.executable, "-m", "benchmarks.host_time", "--quick"],
+        cwd=Path(command.__file__).parents[1],
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    launches = float(re.search(r"^summary: host_ms_sd15=\S+ .* launches=(\S+)$", told, re.M)[1])
+    # Matching, merging, weighing, and taking the further channels off: one each. One more for all.
+    assert launches == 4.2

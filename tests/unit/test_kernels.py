@@ -253,9 +253,9 @@ def test_queries_and_values_are_means_and_keys_of_one_head():
 
 WINDOWED = [
     # Several windows with tokens beside and below them; fewer tokens than a window can hold.
-    (Grid(37, 50), 2, 2, 0.5, 1, 40),
-    (Grid(37, 50), 2, 4, 0.8, 2, 40),
-    (Grid(16, 16), 4, 4, 0.9, 1, 130),
+    (Grid(17, 34), 2, 2, 0.5, 1, 40),
+    (Grid(17, 35), 2, 4, 0.8, 2, 24),
+    (Grid(16, 16), 4, 4, 0.9, 1, 70),
     (Grid(5, 12), 1, 2, 0.3, 3, 8),
 ]
 

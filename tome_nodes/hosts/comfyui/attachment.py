@@ -232,17 +232,18 @@ class _SamplingRun:
         Yields the transformer options to evaluate it with, and what is to run it on its latent,
         None if it runs as ever.
         """
-        sigma = t.max().item()
         latent = Grid(*inputs.shape[-2:])
         if self._following is None:
             self._schedule = options.get("sample_sigmas", t[:1]).tolist()
             total_steps = max(1, len(self._schedule) - 1)
             self._following = _Following(self._attachment, total_steps, latent, t)
-        moment = self._moment(model, sigma, options)
         diffusion_model = _uncompiled(model.diffusion_model)
         run = self._run_of(diffusion_model, self._following)
         pictures, obstacle = self._pictures(diffusion_model, inputs)
         dtype = model.get_dtype_inference()
+        # A GPU is idle from here on until the model runs.
+        sigma = max(t.flatten().tolist())
+        moment = self._moment(model, sigma, options)
         with run.evaluation(moment, latent, t.device, dtype, obstacle, pictures=pictures) as merges:
             if merges:
                 yield self._attachment.family.options(options, run.sites), run.whole

@@ -12,10 +12,13 @@ from .shared import operator, padded, require_tokens, strides, token_beside_wind
 # Pairs of token and cell that a warp matches: 32 registers a thread for each value of a pair.
 _PAIRS_OF_A_WARP = 1024
 
+# Features of as many channels are loaded in more than one round.
+_MANY = 48
+
 # Warps of a program, and channels loaded at once, so that registers suffice on every GPU: warps of
 # AMD's data centre GPUs have twice as many threads, and float32 takes no tensor cores elsewhere.
 _WARPS, _WARPS_OF_FLOAT32 = 8, 16
-_CHANNELS, _CHANNELS_OF_FLOAT32 = 32, 16
+_CHANNELS, _FEW_CHANNELS = 32, 16
 
 _FIRST, _SECOND, _THIRD = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 
@@ -305,7 +308,7 @@ def match_windows(
             TOKENS=block,
             CELLS=cells,
             ALL_CHANNELS=channels,
-            CHANNELS=_CHANNELS_OF_FLOAT32 if is_float32 else _CHANNELS,
+            CHANNELS=_FEW_CHANNELS if is_float32 or channels < _MANY else _CHANNELS,
             num_warps=min(most_warps, max(4, block * cells // _PAIRS_OF_A_WARP)),
         )
     return slot_of_token, order, offsets, log_sizes
