@@ -7,8 +7,11 @@ from common import relative_error
 from host import merging, sample
 
 from tome_nodes.core.grid import Grid
+from tome_nodes.hosts.comfyui import attachment
 from tome_nodes.hosts.comfyui.attachment import attach, is_attached, last_run
 from tome_nodes.options import OPTIONS
+from tome_nodes.report import words
+from tome_nodes.report.recorder import Recorder
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
@@ -189,3 +192,24 @@ def test_each_step_is_reported_once(load):
         "11/11 blocks, 192→96, 48→24 tokens, step 1/2",
         "all tokens, step 2/2",
     ]
+
+
+@pytest.mark.parametrize("place", ["on_step", "evaluated", "finish", "log_line", "LastRun"])
+def test_an_error_in_what_is_told_of_a_run_loses_no_picture(sd15, monkeypatch, caplog, place):
+    def broken(*args, **kwargs):
+        raise OSError("the disk is full")
+
+    expected = sample(attach(sd15, merging()), steps=2)
+    for owner, name in (
+        (Recorder, "evaluated"),
+        (Recorder, "finish"),
+        (words, "log_line"),
+        (attachment, "LastRun"),
+    ):
+        if name == place:
+            monkeypatch.setattr(owner, name, broken)
+    on_step = broken if place == "on_step" else None
+    patched = attach(sd15, merging(), on_step=on_step, wants_details=lambda: True)
+    assert torch.equal(sample(patched, steps=2), expected)
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "OSError: the disk is full" in warnings[0].getMessage()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor, nn
@@ -21,9 +22,10 @@ from ...core.engine import MakeStrategy
 from ...core.grid import Grid
 from ...core.latent import WholeModel
 from ...core.layout import Picture
-from ...core.observer import Evaluated, Observer
+from ...core.observer import Evaluated, Function, Observer
 from ...core.run import Run
 from ...core.schedule import Moment, NoiseRange, is_noise_alone, step_index
+from ...core.strategy import PlansOf
 from ...report import words
 from ...report.counts import Counts
 from ...report.last_run import LastRun
@@ -149,10 +151,11 @@ class _Attachment:
         guider = executor.class_obj
         guider.model_options["transformer_options"][KEY] = run
         result = executor(*args, **kwargs)
-        run.log()
-        last = run.summary(type(guider.model_patcher.model.model_config).__name__)
-        if last is not None:
-            self.runs[sampler] = last
+        with _not_at_the_cost_of_the_picture("the report of this run is missing"):
+            run.log()
+            last = run.summary(type(guider.model_patcher.model.model_config).__name__)
+            if last is not None:
+                self.runs[sampler] = last
         return result
 
     def apply_model(
@@ -182,6 +185,46 @@ class _Attachment:
             return denoise(x) if whole is None else whole.run(x, denoise)
 
 
+@contextmanager
+def _not_at_the_cost_of_the_picture(lost: str) -> Iterator[None]:
+    """Log an error in what is told of a run, which says what is ``lost``, and go on."""
+    try:
+        yield
+    except InterruptProcessingException:
+        raise
+    except Exception as error:
+        log.warning("[ToMe] %s: %s: %s", lost, type(error).__name__, error)
+
+
+class _UntilItFails(Observer):
+    """An observer that is left out from its first error on."""
+
+    def __init__(self, observer: Observer):
+        self._observer = observer
+        self._has_failed = False
+        self.follows_blocks = observer.follows_blocks
+
+    def watched(self, plans_of: PlansOf) -> PlansOf:
+        return self._observer.watched(plans_of)
+
+    def timed(self, block: str, forward: Function) -> Function:
+        return self._observer.timed(block, forward)
+
+    def begins(self, step: int) -> None:
+        self._call(self._observer.begins, step)
+
+    def evaluated(self, result: Evaluated) -> None:
+        self._call(self._observer.evaluated, result)
+
+    def _call(self, tell: Callable[[Any], None], what: Any) -> None:
+        if self._has_failed:
+            return
+        self._has_failed = True
+        with _not_at_the_cost_of_the_picture("what is told of this run is not complete"):
+            tell(what)
+            self._has_failed = False
+
+
 class _LiveLine(Observer):
     """Reports what happened in each step, once."""
 
@@ -204,10 +247,11 @@ class _Following:
         self.recorder: Recorder | None = None
         self.observers: list[Observer] = [self.counts]
         if attachment.on_step is not None:
-            self.observers.append(_LiveLine(attachment.on_step, total_steps))
+            live = _LiveLine(attachment.on_step, total_steps)
+            self.observers.append(_UntilItFails(live))
         if attachment.wants_details is not None and attachment.wants_details():
             self.recorder = Recorder(latent, t.device)
-            self.observers.append(self.recorder)
+            self.observers.append(_UntilItFails(self.recorder))
 
 
 class _SamplingRun:
