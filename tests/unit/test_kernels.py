@@ -253,8 +253,8 @@ def test_queries_and_values_are_means_and_keys_of_one_head():
 
 WINDOWED = [
     # Several windows with tokens beside and below them; fewer tokens than a window can hold.
-    (Grid(17, 34), 2, 2, 0.5, 1, 40),
-    (Grid(17, 35), 2, 4, 0.8, 2, 24),
+    (Grid(17, 34), 2, 2, 0.5, 1, 48),
+    (Grid(17, 35), 2, 4, 0.8, 2, 16),
     (Grid(16, 16), 4, 4, 0.9, 1, 70),
     (Grid(5, 12), 1, 2, 0.3, 3, 8),
 ]
@@ -295,7 +295,7 @@ def test_the_order_of_the_members_of_a_slot_does_not_change_a_bit(dtype):
     grid = Grid(20, 24)
     strategy = make_strategy(ToMeConfig(strategy="window"), kernels)
     strategy.begin(torch.tensor(7, device=DEVICE))
-    x = torch.randn(1, grid.tokens, 48, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, grid.tokens, 64, generator=torch.Generator().manual_seed(0))
     x = x.to(DEVICE, dtype)
     plan = strategy.plan(x, grid, 0.7)
     ends = [*plan.offsets.tolist(), len(plan.order)]
@@ -410,6 +410,7 @@ def test_operators_pass_the_checks_of_torch():
     slot_of_token, order, offsets, log_sizes = kernels.match_windows(features, key, *window)
     merged = kernels.merge(features, slot_of_token, order, offsets)
     few = merged[:1, :8]
+    wide = features.repeat(1, 1, 6)[..., :32]
     assert merged.shape == (2, 20 - 5, 6) and log_sizes.shape == merged.shape[:2]
     operators = torch.ops.tome_nodes
     for operator, arguments in (
@@ -419,7 +420,7 @@ def test_operators_pass_the_checks_of_torch():
         (operators.merge_keys, (features, slot_of_token, order, offsets)),
         (operators.merge_keys, (features, slot_of_token, order, offsets, 2)),
         (operators.merge, (features.half(), slot_of_token, order, offsets, [5, 4, 4])),
-        (operators.merge_keys, (features.half(), slot_of_token, order, offsets, 2, [5, 4, 4])),
+        (operators.merge_keys, (wide.half(), slot_of_token, order, offsets, 2, [5, 4, 4])),
         (operators.add_change, (features, merged, 2 * merged, slot_of_token)),
         (operators.attend, (*[few.half().unflatten(2, (2, -1))] * 3, log_sizes[:1, :8], 0.5)),
         (operators.widen, (few, few, few, log_sizes[:1, :8], 2, 1.5, 2.0)),

@@ -136,7 +136,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, scale: float) -> 
         )
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     lanes = padded(channels)
-    at_once = 128 if lanes <= 128 else 64
+    # Masks of channels take registers, too.
+    at_once = 128 if lanes == 128 or lanes == channels < 128 else 64
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with torch.cuda.device_of(q):
         attend_kernel[(-(-queries // at_once), batch * heads)](

@@ -122,7 +122,9 @@ def merge_keys(
     if channels % heads:
         raise ValueError(f"x has {channels} channels, which {heads} heads cannot share evenly")
     slots = len(offsets) // batch
-    if window is not None and x.dtype in HALF and has_fast_products(x.device):
+    # Masks of channels take registers, too many on some GPUs.
+    is_whole = channels // heads % 16 == 0
+    if window is not None and is_whole and x.dtype in HALF and has_fast_products(x.device):
         return merge_windows(x, slot_of_token, slots, window, heads)
     shape = batch, slots, channels
     means, keys = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))
