@@ -11,6 +11,7 @@ from common import relative_error
 from host import merging, sample
 from torch.testing import assert_close
 
+from tome_nodes.hosts.comfyui import attention as merging_attention
 from tome_nodes.hosts.comfyui import weighing
 from tome_nodes.hosts.comfyui.attachment import attach
 from tome_nodes.hosts.comfyui.attention import weigh_attention
@@ -268,3 +269,25 @@ def test_merging_equal_tokens_changes_nothing(sd15, settings):
             hook.remove()
     assert error < 5e-5
     assert error_unweighed > 20 * error
+
+
+def test_keys_that_are_hidden_from_all_stay_hidden_from_merged_queries():
+    pytest.importorskip("triton", reason="Triton is not made for this system")
+    from tome_nodes.config import ToMeConfig
+    from tome_nodes.core.grid import Grid
+    from tome_nodes.ops import kernels
+    from tome_nodes.strategies import make_strategy
+
+    strategy = make_strategy(ToMeConfig(strategy="window"), kernels)
+    strategy.begin(torch.tensor(7))
+    tokens = torch.randn(1, 64, 16, generator=torch.Generator().manual_seed(0)).half()
+    plan = strategy.plan(tokens, Grid(8, 8), 0.5)
+    bias = torch.zeros(1, 1, 64, 20, dtype=torch.float16)
+    bias[..., 5] = -torch.inf
+    for merged in (
+        merging_attention._merged_queries(bias, plan, 1)[..., 5],
+        merging_attention._merged_keys(bias.mT, plan, 1)[:, :, 5],
+    ):
+        assert (merged == torch.finfo(torch.float16).min).all()
+    others = merging_attention._merged_queries(bias, plan, 1)[..., :5]
+    assert torch.equal(others, torch.zeros_like(others))

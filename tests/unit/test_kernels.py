@@ -436,6 +436,19 @@ class Broken:
         raise RuntimeError("out of resource: shared memory\nand more")
 
 
+def test_an_operator_gives_way_as_its_launcher_does(monkeypatch, caplog):
+    strategy = make_strategy(ToMeConfig(strategy="window"), kernels)
+    strategy.begin(torch.tensor(7, device=DEVICE))
+    grid = Grid(8, 8)
+    x = torch.randn(1, grid.tokens, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    plan = strategy.plan(x, grid, 0.5)
+    arguments = x, plan.slot_of_token, plan.order, plan.offsets, list(plan.window)
+    monkeypatch.setattr(merging, "merge_kernel", Broken())
+    for _ in range(2):
+        assert_close(torch.ops.tome_nodes.merge(*arguments), reference.merge(*arguments))
+    assert len(caplog.records) == 1 and "takes the place" in caplog.text
+
+
 def test_a_kernel_gives_way_to_torch_for_a_shape_it_fails_on(monkeypatch, caplog):
     plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2, 3, 3]], device=DEVICE), 3, kernels)
     x = torch.randn(1, 5, 11, generator=torch.Generator().manual_seed(0)).to(DEVICE)

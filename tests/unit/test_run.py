@@ -260,3 +260,37 @@ def test_parts_of_the_step_before_are_kept_and_older_ones_dropped():
     moments = [Moment(step, 0.0, step, part, True) for step, part in enumerate("aaba")]
     first, second, _, last = (details.at(moment, torch.device("cpu")) for moment in moments)
     assert first is second and last is not first
+
+
+def test_overrides_follow_what_other_code_changes_between_evaluations():
+    noted, model = Noted(), Model()
+    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
+    run = Run(config, Toy(), model, make_strategy, [noted])
+    x = torch.randn(1, GRID.tokens, 3)
+
+    def evaluate():
+        with (
+            torch.no_grad(),
+            run.evaluation(Moment(0, 0.0, 0, None, True), GRID, x.device, x.dtype),
+        ):
+            return model(x)
+
+    evaluate()
+    lengths = []
+
+    class Replaced(nn.Linear):
+        def forward(self, x):
+            lengths.append(x.shape[1])
+            return super().forward(x)
+
+    model.blocks[0].feed_forward = Replaced(3, 3)
+    evaluate()
+    assert lengths == [8]
+    own = model.blocks[1].forward
+    model.blocks[1].forward = lambda x: own(x) + 1
+    assert torch.equal(evaluate(), evaluate())
+    merged = evaluate()
+    del model.blocks[1].forward
+    torch.testing.assert_close(evaluate() + 1, merged)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert all(len(result.merged) == 2 for result in noted.results)

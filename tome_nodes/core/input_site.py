@@ -336,7 +336,8 @@ class InputStack(StackSite):
         self.tokens = None
         if detail.keeps_changes:
             detail.changes[self.name] = y - x
-            self.sites.kept_in_graph = torch.compiler.is_compiling()
+            if torch.compiler.is_compiling():
+                self.sites.kept_in_graph = True
 
     def end(self) -> None:
         self.plan = self.tokens = self._merged = None

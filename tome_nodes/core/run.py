@@ -131,7 +131,7 @@ class Run:
         """Copy what is kept over evaluations: CUDA graphs write to the same memory each time."""
         self.sites.kept_in_graph = False
         shared, detail = evaluation.plans, evaluation.detail
-        if shared is not None and self.sites.config.reuse_steps > 1:
+        if shared is not None:
             for place, plans in shared.items():
                 shared[place] = [None if plan is None else in_own_memory(plan) for plan in plans]
         if detail is not None and detail.is_full:

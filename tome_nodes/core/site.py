@@ -169,7 +169,8 @@ class BlockSite:
         self.notes.plans_made += any(plan is not None for plan in plans)
         if shared is not None:
             shared[place] = plans
-            self.stack.sites.kept_in_graph = torch.compiler.is_compiling()
+            if torch.compiler.is_compiling():
+                self.stack.sites.kept_in_graph = True
         return plans
 
     def why_no_plan(self, layout: Layout, ratio: float) -> str:
@@ -315,8 +316,9 @@ class ModelSites:
         self.blocks = [block for stack in self.stacks for block in stack.blocks]
         levels: Counter[int] = Counter()
         for stack in self.stacks:
-            levels[stack.level] += len(stack.blocks)
-        self.shallowest = min(level for level, blocks in levels.items() if blocks)
+            if stack.blocks:
+                levels[stack.level] += len(stack.blocks)
+        self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
         self.kept_in_graph = False
         self._placed: list[_Placed] = []
@@ -363,6 +365,7 @@ class ModelSites:
         """Put the overrides on for one evaluation."""
         outer, is_nested = vars(self).get("evaluation"), self._is_on
         self.evaluation = evaluation
+        self.kept_in_graph = False
         try:
             if not is_nested:
                 self._put_on()
@@ -389,12 +392,14 @@ class ModelSites:
 
     def _take_off(self) -> None:
         """Take the overrides off, and put back those that other code had set before."""
+        self._is_on = False
         for placed in self._placed:
+            if placed.attributes.get("forward") is not placed.forward:
+                continue
             if placed.before is None:
-                placed.attributes.pop("forward", None)
+                del placed.attributes["forward"]
             else:
                 placed.attributes["forward"] = placed.before
-        self._is_on = False
 
     def outcomes(self) -> list[Outcome]:
         """What the blocks did; only known while the overrides are on."""
@@ -410,24 +415,35 @@ class _Placed:
         attributes: those of the module; ``nn.Module.__setattr__`` is slow, and SDXL has hundreds.
         forward: what the module is to run.
         before: the ``forward`` that other code had set on the module, None for that of its class.
-        module_class: the class of the module.
-        of_class: the ``forward`` of that class.
+        of_class: the ``forward`` of its class.
+        children: the modules in it.
+        module: the module itself.
     """
 
     attributes: dict[str, Any]
     forward: Forward
     before: Forward | None
-    module_class: Any
     of_class: Forward
+    children: tuple[nn.Module | None, ...]
+    module: nn.Module
 
     @classmethod
     def of(cls, module: nn.Module, forward: Forward) -> "_Placed":
         attributes = vars(module)
-        kind: Any = type(module)
-        return cls(attributes, forward, attributes.get("forward"), kind, kind.forward)
+        children = tuple(module._modules.values())
+        before, of_class = attributes.get("forward"), _forward_of_class(module)
+        return cls(attributes, forward, before, of_class, children, module)
 
     @property
     def still_fits(self) -> bool:
         """Whether the module runs what it ran when the override was made."""
-        is_same = self.attributes.get("forward") is self.before
-        return is_same and self.module_class.forward is self.of_class
+        return (
+            self.attributes.get("forward") is self.before
+            and _forward_of_class(self.module) is self.of_class
+            and tuple(self.module._modules.values()) == self.children
+        )
+
+
+def _forward_of_class(module: nn.Module) -> Forward:
+    kind: Any = type(module)
+    return kind.forward

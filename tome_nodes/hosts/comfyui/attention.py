@@ -199,7 +199,7 @@ def _bias(mask: Tensor, queries: int, keys: Tensor) -> Tensor | None:
 
 def _merged_keys(bias: Tensor, plan: Plan, batch: int) -> Tensor:
     """A bias for the slots of the keys: the mean over the tokens of each."""
-    rows = bias.expand(batch, -1, -1, -1).flatten(1, 2)
+    rows = _finite(bias).expand(batch, -1, -1, -1).flatten(1, 2)
     merged = plan.merge(rows.mT).mT.clamp_min(torch.finfo(bias.dtype).min)
     return merged.unflatten(1, bias.shape[1:3])
 
@@ -208,6 +208,11 @@ def _merged_queries(bias: Tensor, plan: Plan, batch: int) -> Tensor:
     """A bias for the slots of the queries: the mean over the tokens of each."""
     if bias.shape[2] == 1:
         return bias
-    columns = bias.expand(batch, -1, -1, -1).transpose(1, 2).flatten(2)
+    columns = _finite(bias).expand(batch, -1, -1, -1).transpose(1, 2).flatten(2)
     merged = plan.merge(columns).clamp_min(torch.finfo(bias.dtype).min)
     return merged.unflatten(2, (bias.shape[1], bias.shape[3])).transpose(1, 2)
+
+
+def _finite(bias: Tensor) -> Tensor:
+    """A bias without infinity, which a sum over a window would spread."""
+    return bias.clamp_min(torch.finfo(bias.dtype).min)

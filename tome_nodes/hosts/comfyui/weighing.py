@@ -170,7 +170,8 @@ def weighed(
     head_channels = q.shape[-1] if by_head else q.shape[-1] // heads
     # Queries may have more heads than keys, and heads of their own would have to be copied.
     may_widen = bias is None and _same_heads(q, k, by_head) and not (by_head and name in _TAKE_MASK)
-    may_replace = bias is None and kwargs.keys() <= _KNOWN_ARGUMENTS
+    is_plain = k.shape == v.shape and q.dtype == k.dtype == v.dtype
+    may_replace = is_plain and bias is None and kwargs.keys() <= _KNOWN_ARGUMENTS
     way = way_of(name, head_channels, abilities(q, ops), may_widen, may_replace)
     if way is None:
         note(f"{name} takes no weights")

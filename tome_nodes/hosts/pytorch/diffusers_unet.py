@@ -55,11 +55,15 @@ class DiffusersUNet(HookedFamily):
     def stacks(self, model: Any) -> Iterator[StackParts]:
         deepest = len(model.down_blocks) - 1
         for name, module in model.named_modules():
-            if isinstance(module, Transformer2DModel):
-                way, _, rest = name.partition(".")
-                index = 0 if way == "mid_block" else int(rest.partition(".")[0])
-                depth = index if way == "down_blocks" else deepest - index
-                yield name, module, module.transformer_blocks, 2**depth
+            if not isinstance(module, Transformer2DModel):
+                continue
+            way, _, rest = name.partition(".")
+            depth = deepest
+            if way == "down_blocks":
+                depth = int(rest.partition(".")[0])
+            elif way == "up_blocks":
+                depth = deepest - int(rest.partition(".")[0])
+            yield name, module, module.transformer_blocks, 2**depth
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:

@@ -50,7 +50,7 @@ def attend_kernel(
     natural logarithms of the sizes are scaled here. Channels are next to each other; ``out`` is
     contiguous ``[batch, queries, heads, channels]``.
     """
-    head = tl.program_id(1) % heads
+    head = (tl.program_id(1) % heads).to(tl.int64)
     sample = (tl.program_id(1) // heads).to(tl.int64)
     key_head = head // heads_of_key
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)

@@ -63,7 +63,11 @@ def operator(
                     )
             if reference is None:
                 raise KernelFailed(name)
-            return reference(*args, **kwargs)
+            # As the kernel's results are; torch.compile relies on it.
+            result = reference(*args, **kwargs)
+            if isinstance(result, tuple):
+                return tuple(each.contiguous() for each in result)
+            return result.contiguous()
 
         own = torch.library.custom_op(f"tome_nodes::{name}", launch, mutates_args=())
         own.register_fake(shapes)
@@ -82,7 +86,10 @@ def operator(
 def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Arguments that differ only in values have the same kind."""
     return tuple(
-        (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x
+        (x.shape, x.dtype, x.device)
+        if isinstance(x, Tensor)
+        # Operators get lists in place of tuples.
+        else (tuple(x) if isinstance(x, list) else x)
         for x in (*args, *kwargs.values())
     )
 

@@ -25,7 +25,7 @@ _GROUP = 64
 @triton.jit
 def _load_window(x, token, channel, inside, is_channel, stride_token, stride_channel):
     return tl.load(
-        x + (token * stride_token)[:, None] + channel[None, :] * stride_channel,
+        x + (token.to(tl.int64) * stride_token)[:, None] + channel[None, :] * stride_channel,
         mask=inside[:, None] & is_channel[None, :],
         other=0.0,
     )
