@@ -346,7 +346,8 @@ def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
     counts = {name: len(binaries) for name, binaries in made.items()}
     # Means, keys of one head and keys of all heads are taken by variants of one kernel.
     counts["merge_keys"] -= 1
-    counts["merge_windows"] -= 2
+    in_windows = sum(shape.channels // heads % 16 == 0 for heads in {1, shape.heads})
+    counts["merge_windows"] -= in_windows
     return counts
 
 
