@@ -144,7 +144,10 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Calls(TorchDispatchMode):
-    """Counts what would launch a kernel on a GPU: operators that are no views, and Triton's."""
+    """Counts the operators that would launch a kernel on a GPU.
+
+    Other than :class:`benchmarks.measure.Launches`, it sees the copies that views may hide.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -236,10 +236,7 @@ def absent_gpus() -> Iterator[tuple[AbsentDriver, list[_Launched]]]:
             return driver.target != "sm_75"
 
         try:
-            with (
-                patch.object(merging, "has_fast_products", has_fast_products),
-                patch.object(key_merging, "has_fast_products", has_fast_products),
-            ):
+            with patch.object(window_merging, "has_fast_products", has_fast_products):
                 yield driver, launched
         finally:
             for (module, name), each in zip(KERNELS, launched, strict=True):
@@ -346,8 +343,8 @@ def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
     counts = {name: len(binaries) for name, binaries in made.items()}
     # Means, keys of one head and keys of all heads are taken by variants of one kernel.
     counts["merge_keys"] -= 1
-    in_windows = sum(shape.channels // heads % 16 == 0 for heads in {1, shape.heads})
-    counts["merge_windows"] -= in_windows
+    x = torch.empty(1, 1, shape.channels, dtype=shape.dtype)
+    counts["merge_windows"] -= sum(window_merging.suits(x, heads) for heads in {1, shape.heads})
     return counts
 
 

@@ -37,11 +37,10 @@ class Grid:
         return Grid(self.height // sy, self.width // sx)
 
     def is_within(self, latent: "Grid", max_downsample: int) -> bool:
-        """Whether this feature map is at most ``max_downsample`` times smaller than ``latent``.
+        """Whether this feature map is at most ``max_downsample`` times smaller than ``latent``."""
+        least = latent.downsampled(max_downsample)
+        return self.height >= least.height and self.width >= least.width
 
-        A UNet halves a side by rounding up, so its map at downsampling d has ceil(side / d) tokens.
-        """
-        return (
-            self.height >= -(-latent.height // max_downsample)
-            and self.width >= -(-latent.width // max_downsample)
-        )  # fmt: skip
+    def downsampled(self, times: int) -> "Grid":
+        """A UNet's feature map that is so many times smaller; each halving rounds up."""
+        return Grid(-(-self.height // times), -(-self.width // times))

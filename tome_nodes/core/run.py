@@ -129,7 +129,6 @@ class Run:
 
     def _take_out_of_graph(self, evaluation: Evaluation) -> None:
         """Copy what is kept over evaluations: CUDA graphs write to the same memory each time."""
-        self.sites.kept_in_graph = False
         shared, detail = evaluation.plans, evaluation.detail
         if shared is not None:
             for place, plans in shared.items():

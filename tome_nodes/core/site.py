@@ -349,7 +349,7 @@ class ModelSites:
         """The most tokens of a picture in any block."""
         if pictures:
             return max(picture.grid.tokens for picture in pictures)
-        return -(-latent.height // self.shallowest) * -(-latent.width // self.shallowest)
+        return latent.downsampled(self.shallowest).tokens
 
     def too_few(self, tokens: int, least: int) -> str:
         """The reason to report if a picture has fewer tokens than ``least``."""
@@ -388,18 +388,20 @@ class ModelSites:
             ]
         self._is_on = True
         for placed in self._placed:
-            placed.attributes["forward"] = placed.forward
+            # nn.Module.__setattr__ is slow, and SDXL has hundreds of these.
+            vars(placed.module)["forward"] = placed.forward
 
     def _take_off(self) -> None:
         """Take the overrides off, and put back those that other code had set before."""
         self._is_on = False
         for placed in self._placed:
-            if placed.attributes.get("forward") is not placed.forward:
+            attributes = vars(placed.module)
+            if attributes.get("forward") is not placed.forward:
                 continue
             if placed.before is None:
-                del placed.attributes["forward"]
+                del attributes["forward"]
             else:
-                placed.attributes["forward"] = placed.before
+                attributes["forward"] = placed.before
 
     def outcomes(self) -> list[Outcome]:
         """What the blocks did; only known while the overrides are on."""
@@ -412,33 +414,29 @@ class _Placed:
     """An override and where it goes.
 
     Attributes:
-        attributes: those of the module; ``nn.Module.__setattr__`` is slow, and SDXL has hundreds.
+        module: where it goes.
         forward: what the module is to run.
         before: the ``forward`` that other code had set on the module, None for that of its class.
         of_class: the ``forward`` of its class.
         children: the modules in it.
-        module: the module itself.
     """
 
-    attributes: dict[str, Any]
+    module: nn.Module
     forward: Forward
     before: Forward | None
     of_class: Forward
     children: tuple[nn.Module | None, ...]
-    module: nn.Module
 
     @classmethod
     def of(cls, module: nn.Module, forward: Forward) -> "_Placed":
-        attributes = vars(module)
-        children = tuple(module._modules.values())
-        before, of_class = attributes.get("forward"), _forward_of_class(module)
-        return cls(attributes, forward, before, of_class, children, module)
+        before, of_class = vars(module).get("forward"), _forward_of_class(module)
+        return cls(module, forward, before, of_class, tuple(module._modules.values()))
 
     @property
     def still_fits(self) -> bool:
         """Whether the module runs what it ran when the override was made."""
         return (
-            self.attributes.get("forward") is self.before
+            vars(self.module).get("forward") is self.before
             and _forward_of_class(self.module) is self.of_class
             and tuple(self.module._modules.values()) == self.children
         )

@@ -4,13 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer, SpatialVideoTransformer
-from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel, Upsample
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import Tensor, nn
 
 from ...core.grid import Grid
 from ...core.input_site import InputSite, InputStack, Part
 from ...core.layout import Layout
 from ...core.site import StackParts
+from ..levels import stacks_by_level
 from .attention import weigh_attention
 from .family import ComfyBlock, ComfyFamily, patches_blocks
 
@@ -90,15 +91,4 @@ class UNet(ComfyFamily):
         return isinstance(model, UNetModel)
 
     def stacks(self, model: nn.Module) -> Iterator[StackParts]:
-        level = 1
-        # Modules are in the order in which they run.
-        for name, module in model.named_modules():
-            if isinstance(module, SpatialTransformer):
-                yield name, module, module.transformer_blocks, level
-            elif name.endswith(".x_upd"):
-                # A residual block that resizes does so on both of its ways.
-                continue
-            elif isinstance(module, Downsample):
-                level *= 2
-            elif isinstance(module, Upsample):
-                level //= 2
+        return stacks_by_level(model, lambda module: isinstance(module, SpatialTransformer))

@@ -229,9 +229,7 @@ def _in_kernel(
     """Attention by a kernel that adds ``log_sizes`` to its logits."""
 
     def by_token(x: Tensor) -> Tensor:
-        if skip_reshape:
-            return x.transpose(1, 2)
-        return x if x.ndim == 4 else x.unflatten(2, (-1, head_channels))
+        return x.transpose(1, 2) if skip_reshape else x.unflatten(2, (-1, head_channels))
 
     scale = head_channels**-0.5 if scale is None else scale
     out = ops.attend(by_token(q), by_token(k), by_token(v), log_sizes, scale)

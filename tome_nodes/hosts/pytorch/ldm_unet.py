@@ -12,6 +12,7 @@ from torch import nn
 
 from ...config import ToMeConfig
 from ...core.site import StackParts
+from ..levels import stacks_by_level
 from .hooks import RECOMPUTED, HookedBlock, HookedFamily, HookedStack
 
 
@@ -56,19 +57,7 @@ class LdmUNet(HookedFamily):
         return unet, getattr(model, "num_timesteps", None)
 
     def stacks(self, model: nn.Module) -> Iterator[StackParts]:
-        level = 1
-        # Modules are in the order in which they run.
-        for name, module in model.named_modules():
-            kind = type(module).__name__
-            if _is_transformer(module):
-                yield name, module, module.transformer_blocks, level
-            elif name.endswith(".x_upd"):
-                # A residual block that resizes does so on both of its ways.
-                continue
-            elif kind == "Downsample":
-                level *= 2
-            elif kind == "Upsample":
-                level //= 2
+        return stacks_by_level(model, _is_transformer)
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
         if torch.is_grad_enabled() and any(

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import reference
 from .shared import HALF, operator, padded
 
-_LOG2_OF_E = math.log2(math.e)
+_LOG2_OF_E = tl.constexpr(math.log2(math.e))
 _WARPS, _STAGES = 8, 2
 
 MOST_CHANNELS = 256
@@ -82,8 +82,7 @@ def attend_kernel(
         theirs = tl.load(of_k + passed * stride_k_token, mask=held, other=0.0)
         logits = tl.dot(own, tl.trans(theirs)) * scale
         weight = tl.load(log_sizes + first, mask=is_key, other=float("-inf")).to(tl.float32)
-        # The logarithm to base 2 of e.
-        logits += (weight * 1.4426950408889634)[None, :]
+        logits += (weight * _LOG2_OF_E)[None, :]
         higher = tl.maximum(greatest, tl.max(logits, axis=1))
         shares = tl.exp2(logits - higher[:, None])
         fading = tl.exp2(greatest - higher)
@@ -155,7 +154,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, scale: float) -> 
             keys=keys,
             heads=heads,
             heads_of_key=heads // key_heads,
-            scale=scale * _LOG2_OF_E,
+            scale=scale * _LOG2_OF_E.value,
             HEAD_CHANNELS=channels,
             PADDED=lanes,
             QUERIES=at_once,

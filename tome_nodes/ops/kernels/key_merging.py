@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .. import reference
 from .shared import (
-    HALF,
-    has_fast_products,
     load_of_slots,
     operator,
     padded,
@@ -18,7 +16,7 @@ from .shared import (
     slot_extent,
     strides,
 )
-from .window_merging import merge_windows
+from .window_merging import merge_windows, suits
 
 # The most slots of a program, tokens of each that are loaded at once, and values of all of them:
 # 64 a thread.
@@ -122,9 +120,7 @@ def merge_keys(
     if channels % heads:
         raise ValueError(f"x has {channels} channels, which {heads} heads cannot share evenly")
     slots = len(offsets) // batch
-    # Masks of channels take registers, too many on some GPUs.
-    is_whole = channels // heads % 16 == 0
-    if window is not None and is_whole and x.dtype in HALF and has_fast_products(x.device):
+    if window is not None and suits(x, heads):
         return merge_windows(x, slot_of_token, slots, window, heads)
     shape = batch, slots, channels
     means, keys = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))

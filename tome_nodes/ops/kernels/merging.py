@@ -12,15 +12,13 @@ from .shared import (
     BLOCK_CHANNELS,
     BLOCK_ROWS,
     BLOCK_WARPS,
-    HALF,
-    has_fast_products,
     load_of_slots,
     operator,
     require_tokens,
     slot_extent,
     strides,
 )
-from .window_merging import merge_windows
+from .window_merging import merge_windows, suits
 
 # Tokens of a slot that are loaded at once: 64 values a thread.
 _MEMBERS = 8
@@ -110,7 +108,7 @@ def merge(
     require_tokens(x, "x")
     batch, tokens, channels = x.shape
     slots = len(offsets) // batch
-    if window is not None and x.dtype in HALF and has_fast_products(x.device):
+    if window is not None and suits(x):
         return merge_windows(x, slot_of_token, slots, window)[0]
     means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .shared import padded, strides, token_beside_windows
+from .shared import HALF, has_fast_products, padded, strides, token_beside_windows
 
 # So that registers suffice: slots of a program, fewer where it takes their lengths, too, and tokens
 # times channels that it loads at once.
@@ -29,6 +29,16 @@ def _load_window(x, token, channel, inside, is_channel, stride_token, stride_cha
         mask=inside[:, None] & is_channel[None, :],
         other=0.0,
     )
+
+
+@triton.jit
+def _means_of_slots(
+    x, token, channel, inside, is_channel, stride_token, stride_channel, holds, size
+):
+    """Tokens of a window, and the means of the slots that ``holds`` says they are in."""
+    values = _load_window(x, token, channel, inside, is_channel, stride_token, stride_channel)
+    members = holds.to(tl.float32).to(values.dtype)
+    return values, tl.dot(members, values) / size[:, None]
 
 
 @triton.jit(
@@ -118,9 +128,9 @@ def merge_windows_kernel(
     for first in range(0, HEAD_CHANNELS, CHANNELS):
         channel = first + lane
         is_channel = channel < channels
-        values = _load_window(x, token, channel, inside, is_channel, stride_token, stride_channel)
-        members = holds.to(tl.float32).to(values.dtype)
-        mean = tl.dot(members, values) / size[:, None]
+        values, mean = _means_of_slots(
+            x, token, channel, inside, is_channel, stride_token, stride_channel, holds, size
+        )
         mask = is_own[:, None] & is_channel[None, :]
         at = row[:, None] + channel[None, :]
         tl.store(means + at, mean.to(means.dtype.element_ty), mask=mask)
@@ -134,14 +144,19 @@ def merge_windows_kernel(
         for first in range(0, HEAD_CHANNELS, CHANNELS):
             channel = first + lane
             is_channel = channel < channels
-            values = _load_window(
-                x, token, channel, inside, is_channel, stride_token, stride_channel
+            _, mean = _means_of_slots(
+                x, token, channel, inside, is_channel, stride_token, stride_channel, holds, size
             )
-            members = holds.to(tl.float32).to(values.dtype)
-            mean = tl.dot(members, values) / size[:, None]
             mask = is_own[:, None] & is_channel[None, :]
             at = row[:, None] + channel[None, :]
             tl.store(keys + at, (mean * stretch[:, None]).to(keys.dtype.element_ty), mask=mask)
+
+
+def suits(x: Tensor, heads: int | None = None) -> bool:
+    """Whether :func:`merge_windows` is what merges tokens in windows; arguments as there."""
+    # Masks of channels take registers, too many on some GPUs.
+    is_whole = heads is None or x.shape[2] // heads % 16 == 0
+    return is_whole and x.dtype in HALF and has_fast_products(x.device)
 
 
 def merge_windows(
