@@ -412,12 +412,15 @@ def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(untried, r
 
 
 def test_each_call_of_a_step_has_its_own_plans(unet, untried):
+    """Guidance by a degraded picture calls the UNet with two samples in each step."""
     config = ToMeConfig(min_tokens=1, reuse_steps=9)
     Attachment(config, DiffusersUNet(), 1000, Counted).attach(unet)
     Counted.made = 0
-    for timestep in 900, 600, 300:
+    for timestep in torch.tensor([900, 600, 300]):
         for seed in 0, 1:
-            call(unet, timestep, seed=seed)
+            arguments = inputs(unet, seed=seed)
+            with torch.no_grad():
+                unet(arguments.pop("sample"), timestep, **arguments)
     assert Counted.made == 2 + 1
 
 
@@ -608,6 +611,37 @@ def test_offloading(unet, offload, order):
     accelerate.hooks.remove_hook_from_module(unet, recurse=True)
     assert torch.equal(call(unet), expected)
     assert all(torch.equal(unet.state_dict()[name], value) for name, value in weights.items())
+
+
+KEEP_OVER_STEPS = [{"reuse_steps": 4}, {"scope": "stack", "refresh_steps": 4}]
+
+
+@pytest.mark.parametrize("options", KEEP_OVER_STEPS, ids=str)
+def test_another_picture_at_the_first_timestep_begins_a_run(unet, options):
+    def run(seed, *timesteps):
+        return [call(unet, timestep, seed=seed) for timestep in timesteps]
+
+    tome_nodes.apply_patch(unet, **options)
+    expected = run(1, 900, 600, 300)
+    tome_nodes.apply_patch(unet, **options)
+    run(0, 900)
+    assert all(map(torch.equal, run(1, 900, 600, 300), expected))
+
+
+@pytest.mark.parametrize("options", KEEP_OVER_STEPS, ids=str)
+def test_a_call_that_failed_ends_its_run(unet, options):
+    def fail(*_):
+        raise RuntimeError("an error of the model")
+
+    tome_nodes.apply_patch(unet, **options)
+    expected = [call(unet, timestep, seed=1) for timestep in (500, 300)]
+    tome_nodes.apply_patch(unet, **options)
+    call(unet, 900)
+    hook = unet.conv_out.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="an error of the model"):
+        call(unet, 600)
+    hook.remove()
+    assert all(map(torch.equal, [call(unet, each, seed=1) for each in (500, 300)], expected))
 
 
 @pytest.mark.parametrize("options", [{}, {"scope": "stack", "reuse_steps": 3}], ids=str)

@@ -218,7 +218,9 @@ class _Calls:
 
     The place follows from the second argument of a call, the timestep. It falls from the number of
     noise levels that the model was trained on, less one, to 0, and ``ratio`` moves to ``ratio_end``
-    in step with it. A larger timestep than in the call before begins a new run.
+    in step with it. A new run begins at a larger timestep than in the call before, after a call
+    that failed, and with another sample at the first timestep, unless that comes from the same
+    schedule: guidance may call the UNet with several samples in each step.
 
     Attributes:
         unet: the one that is called.
@@ -243,6 +245,9 @@ class _Calls:
         self._exits = ExitStack()
         self._shape: torch.Size | None = None
         self._timestep = self._first_timestep = math.nan
+        self._first_sample: Tensor | None = None
+        self._schedule: Tensor | float = math.nan
+        self._completed = True
         self._step = 0
         self._call = 0
 
@@ -251,7 +256,8 @@ class _Calls:
         # A call that ended in a keyboard interrupt has not run its second hook.
         self.end(completed=False)
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
-        self._follow(noise)
+        self._follow(noise, sample, timestep)
+        self._completed = False
         self._shape = sample.shape
         moment = self._moment(noise, sample.shape)
         # This may visit every module of the UNet, so only ask if it matters.
@@ -270,6 +276,7 @@ class _Calls:
         """End a call, and log what it did unless it was not completed."""
         self._latest.result = None
         if completed:
+            self._completed = True
             self._exits.close()
             if self._latest.result is not None:
                 self._tell(self._latest.result)
@@ -296,18 +303,31 @@ class _Calls:
         self._told.add(what)
         return is_new
 
-    def _follow(self, timestep: float) -> None:
+    def _follow(self, noise: float, sample: Tensor, timestep: Tensor | float) -> None:
         """Count the steps of a run, and the calls of a step."""
-        if timestep == self._timestep:
+        if self._begins_run(noise, sample, timestep):
+            self._step = self._call = 0
+            self._first_timestep, self._first_sample = noise, sample.detach().clone()
+            self._schedule = timestep
+            self._run.restart()
+        elif noise == self._timestep:
             self._call += 1
-        elif timestep < self._timestep:
+        else:
             self._step += 1
             self._call = 0
-        else:
-            self._step = self._call = 0
-            self._first_timestep = timestep
-            self._run.restart()
-        self._timestep = timestep
+        self._timestep = noise
+
+    def _begins_run(self, noise: float, sample: Tensor, timestep: Tensor | float) -> bool:
+        if not (self._completed and noise <= self._timestep):
+            return True
+        first = self._first_sample
+        return (
+            noise == self._first_timestep
+            and first is not None
+            and not _is_of_one_schedule(timestep, self._schedule)
+            and first.shape == sample.shape
+            and not torch.equal(first, sample.to(first.device))
+        )
 
     def _moment(self, timestep: float, shape: torch.Size) -> Moment:
         (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
@@ -326,6 +346,13 @@ class _Calls:
         if percent == 0:
             return math.inf
         return -math.inf if percent == 1 else (1 - percent) * self._noisiest
+
+
+def _is_of_one_schedule(timestep: Tensor | float, other: Tensor | float) -> bool:
+    """Whether timesteps may be elements of one tensor."""
+    if not (isinstance(timestep, Tensor) and isinstance(other, Tensor)):
+        return True
+    return timestep.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def detach(unet: nn.Module) -> None:
