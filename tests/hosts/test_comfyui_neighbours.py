@@ -4,9 +4,9 @@ import threading
 
 import pytest
 import torch
-from comfy.ldm.modules.attention import SpatialTransformer
+from comfy.ldm.modules.attention import BasicTransformerBlock, SpatialTransformer
 from comfy.patcher_extension import WrappersMP
-from common import Counted, Shuffle, relative_error
+from common import EVERYTHING, Counted, Shuffle, relative_error
 from host import conditioning, merging, overridden, sample
 
 from tome_nodes.hosts.comfyui.attachment import attach
@@ -207,6 +207,37 @@ def test_another_thread_waits_for_the_overrides_of_an_evaluation(sd15):
     assert turns == [True, True, False, False]
     assert torch.equal(*outputs)
     assert overridden(sd15) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"scope": "stack"}], ids=str)
+def test_another_thread_may_run_the_unpatched_model_in_the_meantime(sd15, options):
+    unet = sd15.model.diffusion_model
+    generator = torch.Generator().manual_seed(3)
+    x, text = (torch.randn(2, *shape, generator=generator) for shape in ((4, 12, 16), (77, 768)))
+    outputs = []
+
+    @torch.no_grad()
+    def evaluate():
+        outputs.append(unet(x, torch.full((2,), 500.0), context=text, transformer_options={}))
+
+    def evaluate_elsewhere(*_):
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=evaluate)
+            other.start()
+            other.join()
+
+    evaluate()
+    merged = attach(sd15, merging(**EVERYTHING, **options))
+    expected = sample(merged, steps=1)
+    block = next(each for each in unet.modules() if isinstance(each, BasicTransformerBlock))
+    hook = block.attn2.register_forward_hook(evaluate_elsewhere)
+    try:
+        actual = sample(merged, steps=1)
+    finally:
+        hook.remove()
+    assert len(outputs) == 2
+    assert torch.equal(*outputs)
+    assert torch.equal(actual, expected)
 
 
 def test_an_evaluation_may_run_within_another(sd15):

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
@@ -323,6 +324,7 @@ class ModelSites:
         self.kept_in_graph = False
         self._placed: list[_Placed] = []
         self._is_on = False
+        self._thread: int | None = None
 
     @property
     def is_full_step(self) -> bool:
@@ -381,15 +383,26 @@ class ModelSites:
         """Put the overrides on; new ones if other code has changed what a module runs."""
         if not (self._placed and all(placed.still_fits for placed in self._placed)):
             self._placed = [
-                _Placed.of(module, forward)
+                _Placed.of(module, self._in_this_thread(module.forward, forward))
                 for stack in self.stacks
                 if stack.level <= self.max_downsample or self.follows_blocks
                 for module, forward in stack.overrides()
             ]
         self._is_on = True
+        self._thread = get_ident()
         for placed in self._placed:
             # nn.Module.__setattr__ is slow, and SDXL has hundreds of these.
             vars(placed.module)["forward"] = placed.forward
+
+    def _in_this_thread(self, plain: Forward, forward: Forward) -> Forward:
+        """An override that other threads do not see: they may run an unpatched clone meanwhile."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or get_ident() == self._thread:
+                return forward(*args, **kwargs)
+            return plain(*args, **kwargs)
+
+        return run
 
     def _take_off(self) -> None:
         """Take the overrides off, and put back those that other code had set before."""
