@@ -17,6 +17,7 @@ from .engine import Engine, MakeStrategy, make_engine
 from .grid import Grid
 from .latent import WholeModel
 from .layout import Picture
+from .memory import NO_MEMORY
 from .observer import Evaluated, Observer, Outcome
 from .picks import step_key
 from .plan import in_own_memory
@@ -61,6 +62,7 @@ class Run:
         """Drop the plans and the detail of earlier steps: another sampling run begins."""
         self._kept.clear()
         self._details.clear()
+        self.sites.has_no_memory = False
 
     @property
     def whole(self) -> WholeModel | None:
@@ -98,6 +100,8 @@ class Run:
                     f"start_percent={self.sites.config.start_percent} to "
                     f"end_percent={self.sites.config.end_percent} covers no step of this run"
                 )
+            elif self.sites.has_no_memory:
+                obstacle = NO_MEMORY
             elif obstacle is None:
                 engine = self.engine = self._engine(device, dtype)
                 obstacle = self._obstacle(engine, device, latent, pictures)
@@ -115,6 +119,8 @@ class Run:
                     self._whole_failed = evaluation.whole.failed
                 detail = evaluation.detail
                 merged = any(outcome.plan is not None for outcome in outcomes)
+                if self.sites.has_no_memory and not merged:
+                    obstacle = NO_MEMORY
                 if detail is not None and detail.is_full and not (detail.is_empty or merged):
                     obstacle = _REFRESHED
         result = Evaluated(

@@ -21,6 +21,7 @@ from .engine import Engine
 from .grid import Grid
 from .latent import WholeModel
 from .layout import Layout, LayoutKey, Picture
+from .memory import ran_out_while_merging
 from .notes import Notes
 from .observer import Observer, Outcome
 from .plan import Plan, plans_of_sequence
@@ -297,6 +298,7 @@ class ModelSites:
         blocks: those of all stacks.
         observers: may time the blocks.
         evaluation: the current one.
+        has_no_memory: whether merging has run out of memory in this run.
         kept_in_graph: whether a compiled graph has made what the last evaluation keeps.
     """
 
@@ -321,6 +323,7 @@ class ModelSites:
                 levels[stack.level] += len(stack.blocks)
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
+        self.has_no_memory = False
         self.kept_in_graph = False
         self._placed: list[_Placed] = []
         self._is_on = False
@@ -379,6 +382,14 @@ class ModelSites:
                 stack.end()
             vars(self).update(evaluation=outer)
 
+    def gives_up(self, error: torch.OutOfMemoryError) -> bool:
+        """Whether merging itself had no memory left; then nothing merges from here on."""
+        if not ran_out_while_merging(error):
+            return False
+        self.has_no_memory = True
+        self._thread = None
+        return True
+
     def _put_on(self) -> None:
         """Put the overrides on; new ones if other code has changed what a module runs."""
         if not (self._placed and all(placed.still_fits for placed in self._placed)):
@@ -395,7 +406,10 @@ class ModelSites:
             vars(placed.module)["forward"] = placed.forward
 
     def _in_this_thread(self, plain: Forward, forward: Forward) -> Forward:
-        """An override that other threads do not see: they may run an unpatched clone meanwhile."""
+        """An override that runs in this evaluation only.
+
+        Meanwhile, other threads may run an unpatched clone.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or get_ident() == self._thread:

@@ -9,10 +9,11 @@ touched, so LoRA, saving, model merging and other nodes' patches work as before.
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-from comfy.model_management import InterruptProcessingException
+import torch
+from comfy.model_management import InterruptProcessingException, soft_empty_cache
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor, nn
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from ...config import ToMeConfig
 from ...core.engine import MakeStrategy
 from ...core.grid import Grid
-from ...core.latent import WholeModel
 from ...core.layout import Picture
+from ...core.memory import NO_MEMORY
 from ...core.observer import Evaluated, Function, Observer
 from ...core.run import Run
 from ...core.schedule import Moment, NoiseRange, is_noise_alone, step_index
@@ -172,17 +173,21 @@ class _Attachment:
         """Wrap one model evaluation."""
         options = {} if transformer_options is None else transformer_options
         run: _SamplingRun | None = options.get(KEY)
-        with ExitStack() as stack:
-            whole = None
-            if run is not None:
-                inputs = Inputs(_latent_shape(x, kwargs), kwargs)
-                merging = run.evaluation(executor.class_obj, inputs, t, options)
-                options, whole = stack.enter_context(merging)
 
-            def denoise(latent: Tensor) -> Tensor:
-                return executor(latent, t, c_concat, c_crossattn, control, options, **kwargs)
+        def evaluate(latent: Tensor, options: dict[str, Any]) -> Tensor:
+            return executor(latent, t, c_concat, c_crossattn, control, options, **kwargs)
 
-            return denoise(x) if whole is None else whole.run(x, denoise)
+        if run is None:
+            return evaluate(x, options)
+        inputs = Inputs(_latent_shape(x, kwargs), kwargs)
+        try:
+            return run.evaluate(executor.class_obj, inputs, x, t, options, evaluate)
+        except torch.OutOfMemoryError as error:
+            if not run.gives_up(executor.class_obj, error):
+                raise
+        # Not in the handler, which keeps the tensors of the evaluation.
+        soft_empty_cache()
+        return run.evaluate(executor.class_obj, inputs, x, t, options, evaluate)
 
 
 @contextmanager
@@ -267,14 +272,18 @@ class _SamplingRun:
         self._sigma: float | None = None
         self._calls: Counter[Hashable] = Counter()
 
-    @contextmanager
-    def evaluation(
-        self, model: Any, inputs: Inputs, t: Tensor, options: dict[str, Any]
-    ) -> Iterator[tuple[dict[str, Any], WholeModel | None]]:
+    def evaluate(
+        self,
+        model: Any,
+        inputs: Inputs,
+        x: Tensor,
+        t: Tensor,
+        options: dict[str, Any],
+        denoise: Callable[[Tensor, dict[str, Any]], Tensor],
+    ) -> Tensor:
         """Merge tokens in ``model``, a BaseModel of the host, while it evaluates noise level ``t``.
 
-        Yields the transformer options to evaluate it with, and what is to run it on its latent,
-        None if it runs as ever.
+        ``denoise`` evaluates it on a latent under transformer options.
         """
         latent = Grid(*inputs.shape[-2:])
         if self._following is None:
@@ -289,10 +298,20 @@ class _SamplingRun:
         sigma = max(t.flatten().tolist())
         moment = self._moment(model, sigma, options)
         with run.evaluation(moment, latent, t.device, dtype, obstacle, pictures=pictures) as merges:
-            if merges:
-                yield self._attachment.family.options(options, run.sites), run.whole
-            else:
-                yield options, None
+            if not merges:
+                return denoise(x, options)
+            own = self._attachment.family.options(options, run.sites)
+            if run.whole is None:
+                return denoise(x, own)
+            return run.whole.run(x, lambda latent: denoise(latent, own))
+
+    def gives_up(self, model: Any, error: torch.OutOfMemoryError) -> bool:
+        """Whether merging itself had no memory left; then it is over for this run."""
+        run = self._runs.get(_uncompiled(model.diffusion_model))
+        if run is None or not run.sites.gives_up(error):
+            return False
+        log.warning("[ToMe] %s: the rest of this run goes on without it", NO_MEMORY)
+        return True
 
     def _pictures(
         self, diffusion_model: nn.Module, inputs: Inputs

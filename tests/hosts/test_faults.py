@@ -1,0 +1,176 @@
+"""An error at each stage of merging: it is the one that the user sees, and it leaves nothing."""
+
+from itertools import cycle
+
+import comfy.model_management
+import pytest
+import torch
+from common import EVERYTHING
+from host import merging, overridden, sample
+from pipelines import call, make_unet
+from tiny_transformers import TINY
+from tiny_transformers import sample as sample_transformer
+
+import tome_nodes
+from tome_nodes.core.memory import NO_MEMORY
+from tome_nodes.core.plan import Plan, SlotPlan
+from tome_nodes.hosts.comfyui.attachment import attach
+from tome_nodes.strategies.cells import CellStrategy
+
+STAGES = {
+    "plan": (CellStrategy, "cells_of"),
+    "merge": (SlotPlan, "_merge_keys"),
+    "merge of blocks": (SlotPlan, "merge"),
+    "weights": (Plan, "log_sizes_in"),
+    "unmerge": (SlotPlan, "unmerge"),
+    "unmerge of blocks": (SlotPlan, "add_change"),
+}
+"""What each stage calls."""
+
+NEEDED = {
+    "module": ("plan", "merge", "weights", "unmerge"),
+    "block": ("plan", "merge of blocks", "weights", "unmerge of blocks"),
+    "stack": ("plan", "merge of blocks", "weights", "unmerge of blocks"),
+}
+"""The stages of a scope."""
+
+CASES = [(scope, stage) for scope, stages in NEEDED.items() for stage in stages]
+
+by_stage = pytest.mark.parametrize(("scope", "stage"), CASES)
+by_scope = pytest.mark.parametrize("scope", NEEDED)
+
+ERRORS = [
+    RuntimeError,
+    comfy.model_management.InterruptProcessingException,
+    KeyboardInterrupt,
+]
+
+
+@pytest.fixture
+def break_stage(monkeypatch):
+    """Have the n-th call of a stage raise an error, as if it came out of PyTorch."""
+
+    def broken(stage, error, call=1):
+        target, name = STAGES[stage]
+        works = getattr(target, name)
+        names = {"works": works, "error": error, "calls": []}
+        source = (
+            "def fails(*args, **kwargs):\n"
+            "    calls.append(None)\n"
+            f"    if len(calls) == {call}:\n"
+            "        raise error\n"
+            "    return works(*args, **kwargs)\n"
+        )
+        exec(compile(source, torch.__file__, "exec"), names)
+        monkeypatch.setattr(target, name, names["fails"])
+        return names["calls"]
+
+    return broken
+
+
+def settings(scope):
+    return merging(**EVERYTHING, scope=scope)
+
+
+@pytest.mark.parametrize(
+    ("scope", "stage", "kind"),
+    [(*case, kind) for case, kind in zip(CASES, cycle(ERRORS), strict=False)],
+)
+def test_the_first_error_is_raised_and_the_next_run_is_as_ever(
+    sd15, break_stage, scope, stage, kind
+):
+    patched = attach(sd15, settings(scope))
+    plain, expected = sample(sd15), sample(patched)
+    break_stage(stage, kind("no luck today"))
+    with pytest.raises(kind, match="no luck today"):
+        sample(patched)
+    assert overridden(sd15) == []
+    assert torch.equal(sample(patched), expected)
+    assert torch.equal(sample(sd15), plain)
+
+
+@by_stage
+def test_without_memory_for_merging_the_run_goes_on_unmerged(sd15, told, break_stage, scope, stage):
+    patched = attach(sd15, settings(scope))
+    plain, expected = sample(sd15), sample(patched)
+    calls = break_stage(stage, torch.OutOfMemoryError("no room"))
+    actual = sample(patched)
+    assert len(calls) == 1
+    assert torch.equal(actual, plain)
+    assert told()[1:] == [
+        f"[ToMe] {NO_MEMORY}: the rest of this run goes on without it",
+        f"[ToMe] nothing merged: {NO_MEMORY}",
+    ]
+    assert overridden(sd15) == []
+    assert torch.equal(sample(patched), expected)
+
+
+@by_scope
+def test_what_merged_before_memory_ran_out_is_kept(sd15, told, break_stage, scope):
+    stage = "merge" if scope == "module" else "merge of blocks"
+    patched = attach(sd15, settings(scope))
+    plain, expected = sample(sd15, steps=4), sample(patched, steps=4)
+    counted = break_stage(stage, None, call=0)
+    sample(patched, steps=4)
+    break_stage(stage, torch.OutOfMemoryError("no room"), call=len(counted) // 2 + 2)
+    actual = sample(patched, steps=4)
+    assert not torch.equal(actual, plain)
+    assert not torch.equal(actual, expected)
+    assert actual.isfinite().all()
+    assert told()[-1].startswith("[ToMe] merged ")
+
+
+@by_scope
+def test_without_memory_of_its_own_the_model_fails_as_ever(sd15, scope):
+    def no_room(*_):
+        raise torch.OutOfMemoryError("no room in the model")
+
+    patched = attach(sd15, settings(scope))
+    expected = sample(patched)
+    hook = sd15.model.diffusion_model.middle_block[1].register_forward_hook(no_room)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="no room in the model"):
+            sample(patched)
+    finally:
+        hook.remove()
+    assert overridden(sd15) == []
+    assert torch.equal(sample(patched), expected)
+
+
+@pytest.mark.parametrize(("scope", "stage"), [case for case in CASES if case[0] != "block"])
+@pytest.mark.parametrize("kind", ["flux", "z_image"])
+def test_transformers_go_on_unmerged(models, told, break_stage, kind, scope, stage):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(8, 10)
+    if stage == "unmerge of blocks":
+        # Blocks beside text unmerge each part of their sequence.
+        stage = "unmerge"
+    config = merging(strategy="window", attn_tokens="q,k,v", ratio=0.5, scope=scope)
+    patched = attach(model, config)
+    plain, expected = (sample_transformer(each, tiny, size) for each in (model, patched))
+    break_stage(stage, torch.OutOfMemoryError("no room"))
+    actual = sample_transformer(patched, tiny, size)
+    assert torch.equal(actual, plain)
+    assert told()[-1] == f"[ToMe] nothing merged: {NO_MEMORY}"
+    assert overridden(model) == []
+    assert torch.equal(sample_transformer(patched, tiny, size), expected)
+
+
+@pytest.mark.parametrize("stage", ["plan", "merge of blocks", "unmerge"])
+@by_scope
+def test_a_unet_of_diffusers_goes_on_unmerged(told, break_stage, scope, stage):
+    unet = make_unet()
+    plain = [call(unet, timestep) for timestep in (900, 600)]
+    options = {name: value for name, value in EVERYTHING.items() if name != "min_tokens"}
+    if stage == "unmerge" and scope != "module":
+        stage = "unmerge of blocks"
+    tome_nodes.apply_patch(unet, scope=scope, **options)
+    merged = [call(unet, timestep) for timestep in (900, 600)]
+    break_stage(stage, torch.OutOfMemoryError("no room"))
+    assert all(map(torch.equal, [call(unet, each) for each in (900, 600)], plain))
+    warned, *_, last = told()[1:]
+    assert warned == f"[ToMe] {NO_MEMORY}: the rest of this run goes on without it"
+    assert last == f"[ToMe] nothing merged: {NO_MEMORY}"
+    assert all(map(torch.equal, [call(unet, each) for each in (900, 600)], merged))
+    tome_nodes.remove_patch(unet)
+    assert not any("forward" in vars(module) for module in unet.modules())
