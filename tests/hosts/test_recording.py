@@ -213,3 +213,16 @@ def test_an_error_in_what_is_told_of_a_run_loses_no_picture(sd15, monkeypatch, c
     assert torch.equal(sample(patched, steps=2), expected)
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and "OSError: the disk is full" in warnings[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    "sigmas", [[0.1, 1.0, 5.0, 14.0], [14.0, 5.0, 1.0, 5.0, 0.0]], ids=["rising", "restarting"]
+)
+def test_steps_are_in_the_order_of_the_run_wherever_noise_rises(sd15, sigmas):
+    steps = []
+    model = attach(sd15, merging(), on_step=steps.append)
+    sample(model, sigmas=torch.tensor(sigmas))
+    total = len(sigmas) - 1
+    assert [each.rpartition("step ")[2] for each in steps] == [
+        f"{step + 1}/{total}" for step in range(total)
+    ]

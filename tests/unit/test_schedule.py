@@ -11,8 +11,31 @@ from tome_nodes.core.site import deepest_level
     ("sigma", "step"),
     [(14.6, 0), (20.0, 0), (9.0, 1), (8.0, 1), (5.0, 2), (4.9, 2), (0.1, 2)],
 )
-def test_step_of_an_evaluation(sigma, step):
-    assert step_index([14.6, 9.0, 5.0, 0.0], sigma) == step
+@pytest.mark.parametrize("since", range(3))
+def test_step_of_an_evaluation(sigma, step, since):
+    assert step_index([14.6, 9.0, 5.0, 0.0], sigma, since) == step
+
+
+@pytest.mark.parametrize(
+    ("schedule", "evaluated", "steps"),
+    [
+        ([0.1, 1.0, 5.0, 14.6], [0.1, 0.1, 1.0, 3.0, 5.0, 20.0], [0, 0, 1, 1, 2, 2]),
+        (
+            [10.0, 5.0, 2.0, 5.0, 2.0, 0.0],
+            [10.0, 5.0, 3.0, 2.0, 5.0, 3.0, 2.0],
+            [0, 1, 1, 2, 3, 3, 4],
+        ),
+        # A sampler that goes back up on its own repeats the steps.
+        ([10.0, 5.0, 2.0, 0.0], [10.0, 5.0, 2.0, 7.0, 5.0, 2.0], [0, 1, 2, 0, 1, 2]),
+        ([5.0], [5.0, 3.0], [0, 0]),
+        ([5.0, 5.0, 0.0], [5.0, 5.0, 2.0], [0, 0, 1]),
+    ],
+)
+def test_steps_of_schedules_that_rise(schedule, evaluated, steps):
+    found = [0]
+    for sigma in evaluated:
+        found.append(step_index(schedule, sigma, found[-1]))
+    assert found[1:] == steps
 
 
 def test_noise_alone_is_at_the_highest_level():

@@ -51,15 +51,23 @@ def is_noise_alone(noise: float, most: float) -> bool:
     return noise >= 0.9 * most
 
 
-def step_index(schedule: Sequence[float], sigma: float) -> int:
+def step_index(schedule: Sequence[float], sigma: float, since: int = 0) -> int:
     """The step of a sampling run to which an evaluation at noise level ``sigma`` belongs.
 
     Args:
-        schedule: falling noise levels, one more than there are steps.
+        schedule: noise levels, one more than there are steps. They fall, but rise where a picture
+            is turned into noise.
         sigma: noise level of the evaluation. Higher-order samplers evaluate a step more than once,
-            at levels between those of the schedule, and some go above its first level.
+            at levels between those of the schedule; some go above its first level, and some go
+            back up.
+        since: the step of the evaluation before.
     """
-    return max(0, sum(level >= sigma for level in schedule[:-1]) - 1)
+    steps = range(len(schedule) - 1)
+    for step in (*steps[since:], *steps[:since]):
+        low, high = sorted(schedule[step : step + 2])
+        if sigma == schedule[step] or low < sigma < high:
+            return step
+    return min(steps, key=lambda step: abs(schedule[step] - sigma), default=0)
 
 
 def ratio_at(config: ToMeConfig, progress: float) -> float:

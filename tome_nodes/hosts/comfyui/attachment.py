@@ -269,6 +269,7 @@ class _SamplingRun:
         self._runs: dict[nn.Module, Run] = {}
         self._following: _Following | None = None
         self._schedule: list[float] = []
+        self._step = 0
         self._sigma: float | None = None
         self._calls: Counter[Hashable] = Counter()
 
@@ -324,7 +325,7 @@ class _SamplingRun:
             return (), f"the inputs of the model are of an unknown form: {error}"
 
     def _moment(self, model: Any, sigma: float, options: dict[str, Any]) -> Moment:
-        step = step_index(self._schedule, sigma)
+        step = self._step = step_index(self._schedule, sigma, self._step)
         last_step = len(self._schedule) - 2
         return Moment(
             step=step,
