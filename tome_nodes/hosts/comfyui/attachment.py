@@ -32,7 +32,7 @@ from ...report.counts import Counts
 from ...report.last_run import LastRun
 from ...report.recorder import Recorder
 from ...strategies import make_strategy
-from . import graph
+from . import contract, graph
 from .families import family_of
 from .family import ComfyFamily, Inputs
 
@@ -59,10 +59,24 @@ def attach(
         on_step: called once in each step with a short text on what was merged.
         wants_details: called at the start of each run; returns whether to record it in detail.
 
+    Returns:
+        The clone; ``model`` itself if this version of the host is not as the pack knows it, which
+        is logged.
+
     Raises:
         ValueError: the model does not belong to a family that can merge tokens.
     """
-    family = family_of(_uncompiled(model.get_model_object("diffusion_model")))
+    diffusion_model = _uncompiled(model.get_model_object("diffusion_model"))
+    family = family_of(diffusion_model)
+    changed = contract.changed_part(model, family, diffusion_model)
+    if changed is not None:
+        log.warning(
+            "[ToMe] the model stays unpatched, as %s has another %s than this version of ToMe "
+            "Nodes knows; a later one may know it",
+            contract.version(),
+            changed,
+        )
+        return model
     clone = detach(model)
     if not config.merges_nothing:
         attachment = _Attachment(config, family, make_strategy, on_step, wants_details)

@@ -19,7 +19,8 @@ from ...core.plan import Plan
 from ...ops import Operations
 from .weighing import Attention, Note, flat, has_keys, weighed
 
-_OVERRIDE = "optimized_attention_override"
+OVERRIDE = "optimized_attention_override"
+"""The transformer option that the host calls instead of its attention."""
 
 
 class MergesCalls(Protocol):
@@ -55,7 +56,7 @@ def merge_attention(
         merges: makes the plans, and notes what could not merge.
         called: the keyword arguments of the module that calls the attention.
     """
-    theirs = options.get(_OVERRIDE)
+    theirs = options.get(OVERRIDE)
 
     def override(
         func: Attention,
@@ -116,7 +117,7 @@ def merge_attention(
         out_by_head = bool(kwargs.get("skip_output_reshape"))
         return _like(queries.unmerge(flat(out, out_by_head)), out, out_by_head)
 
-    return options | {_OVERRIDE: override}
+    return options | {OVERRIDE: override}
 
 
 def weigh_attention(
@@ -130,7 +131,7 @@ def weigh_attention(
         ops: the operations of the backend.
         note: called with None once the logits are weighed, or with the reason why they are not.
     """
-    theirs = options.get(_OVERRIDE)
+    theirs = options.get(OVERRIDE)
 
     def override(
         func: Attention,
@@ -142,12 +143,13 @@ def weigh_attention(
         **kwargs: Any,
     ) -> Tensor:
         sizes: Tensor | None = log_sizes
-        if mask is not None or not has_keys(k, log_sizes):
+        # A later host may wrap what it hands over.
+        if mask is not None or not (isinstance(k, Tensor) and has_keys(k, log_sizes)):
             note("another node changes how the attention is called")
             sizes = None
         return _attend(func, theirs, mask, sizes, ops, note, q, k, v, heads, kwargs)
 
-    return options | {_OVERRIDE: override}
+    return options | {OVERRIDE: override}
 
 
 def _attend(

@@ -1,5 +1,6 @@
 """What all families of ComfyUI models share: the inputs of a model, and how it is recognised."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,9 +66,26 @@ class ComfyFamily(Family):
         """The pictures in the sequence of a transformer, in order; none for a UNet."""
         return ()
 
+    def changed_part(self, model: Any) -> str | None:
+        """The first part of a model that is not as the family knows it, None if all are."""
+        raise NotImplementedError
+
     def options(self, options: dict[str, Any], sites: ModelSites) -> dict[str, Any]:
         """The transformer options for an evaluation that merges; most families change none."""
         return options
+
+
+def takes(module: nn.Module, *names: str) -> bool:
+    """Whether a module can be called with arguments of these names.
+
+    One that another node has put in place of the host's is not looked at.
+    """
+    kind: Any = type(module)
+    if not kind.__module__.startswith("comfy."):
+        return True
+    parameters = inspect.signature(kind.forward).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return takes_any or set(names) <= parameters.keys()
 
 
 def class_name(model: nn.Module) -> str:

@@ -16,7 +16,7 @@ from ...core.plan import Plan
 from ...core.site import Forward, ModelSites, StackParts, StackSite
 from ...ops import Operations
 from .attention import merge_attention
-from .family import ComfyBlock, ComfyFamily, Inputs, class_name, patches_blocks
+from .family import ComfyBlock, ComfyFamily, Inputs, class_name, patches_blocks, takes
 
 Pictures = Callable[[Any, Inputs], Iterable[Picture]]
 """Returns the pictures in the sequence of a model, in order."""
@@ -167,6 +167,24 @@ class Transformer(ComfyFamily):
                 blocks = found.values() if isinstance(found, nn.ModuleDict) else found
                 yield name, found, blocks, 1
 
+    def changed_part(self, model: Any) -> str | None:
+        for name, _, blocks, _ in self.stacks(model):
+            whole = self.whole.get(name)
+            for block in blocks:
+                if whole is not None and not takes(block, whole.tokens, whole.positions):
+                    return f"{type(block).__name__}.forward"
+                try:
+                    module = self.attention(block)
+                except (AttributeError, StopIteration):
+                    return f"{type(block).__name__}.{self.part}"
+                if not self._gets_options(module):
+                    return f"{type(module).__name__}.forward"
+        return None
+
+    def _gets_options(self, attention: nn.Module) -> bool:
+        """Whether the module that calls attention gets the transformer options."""
+        return takes(attention, "transformer_options")
+
     @property
     def merges_blocks(self) -> bool:
         return bool(self.whole)
@@ -187,6 +205,9 @@ class WholeEvaluation(Transformer):
     """Models that do not pass the transformer options to their blocks."""
 
     stack_class = EvaluationStack
+
+    def _gets_options(self, attention: nn.Module) -> bool:
+        return True
 
     def options(self, options: dict[str, Any], sites: ModelSites) -> dict[str, Any]:
         (stack,) = sites.stacks

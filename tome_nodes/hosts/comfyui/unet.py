@@ -13,7 +13,7 @@ from ...core.layout import Layout
 from ...core.site import StackParts
 from ..levels import stacks_by_level
 from .attention import weigh_attention
-from .family import ComfyBlock, ComfyFamily, patches_blocks
+from .family import ComfyBlock, ComfyFamily, patches_blocks, takes
 
 REPLACED = "another node replaces the attention function"
 """The reason for unweighted keys, until our attention override runs."""
@@ -82,6 +82,21 @@ class UNetStack(InputStack):
         return not isinstance(self.module, SpatialVideoTransformer)
 
 
+def _changed_part(block: Any) -> str | None:
+    """The part of a block that is not as :class:`UNetBlock` knows it, None if all are."""
+    if not takes(block, "x", "context", "transformer_options"):
+        return ".forward"
+    for name in ("attn1", "attn2", "ff", "disable_self_attn"):
+        if not hasattr(block, name):
+            return f".{name}"
+    arguments = "x", "context", "value", "mask", "transformer_options"
+    for name in ("attn1", "attn2"):
+        module = getattr(block, name)
+        if module is not None and not takes(module, *arguments):
+            return f".{name}.forward"
+    return None
+
+
 class UNet(ComfyFamily):
     """``UNetModel``: Stable Diffusion 1.x, 2.x, XL and related models."""
 
@@ -89,6 +104,13 @@ class UNet(ComfyFamily):
 
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, UNetModel)
+
+    def changed_part(self, model: Any) -> str | None:
+        for _, _, blocks, _ in self.stacks(model):
+            for block in blocks:
+                if (part := _changed_part(block)) is not None:
+                    return f"{type(block).__name__}{part}"
+        return None
 
     def stacks(self, model: nn.Module) -> Iterator[StackParts]:
         return stacks_by_level(model, lambda module: isinstance(module, SpatialTransformer))

@@ -1,0 +1,206 @@
+"""On a ComfyUI that is not as the pack knows it, the model stays unpatched and the workflow runs.
+
+Each part is broken in turn. The attention of ComfyUI 0.38 is written down here as far as it is
+known, since no such version can be installed.
+"""
+
+import functools
+import inspect
+
+import comfy.ldm.flux.math
+import comfy.ldm.modules.attention as host_attention
+import pytest
+import torch
+from comfy.ldm.flux.layers import DoubleStreamBlock
+from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention
+from comfy.ldm.wan.model import WanSelfAttention
+from comfy.model_base import BaseModel
+from comfy.model_patcher import ModelPatcher
+from comfy.samplers import CFGGuider
+from common import relative_error
+from host import merging, overridden, sample
+from tiny_transformers import TINY
+from tiny_transformers import sample as sample_transformer
+
+from tome_nodes.hosts.comfyui import contract
+from tome_nodes.hosts.comfyui.attachment import attach, is_attached
+from tome_nodes.hosts.comfyui.families import FAMILIES, family_of
+
+
+def renamed(function, *names):
+    """A function with other names for its parameters, which it takes by position."""
+
+    @functools.wraps(function)
+    def other(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    del other.__wrapped__
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    other.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    return other
+
+
+def said(part):
+    return [
+        f"[ToMe] the model stays unpatched, as {contract.version()} has another {part} than this "
+        "version of ToMe Nodes knows; a later one may know it"
+    ]
+
+
+def check_unpatched(model, told, part):
+    patched = attach(model, merging())
+    assert not is_attached(patched)
+    assert told() == said(part)
+    return patched
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters", "part"),
+    [
+        (BaseModel, "apply_model", ("self", "x", "sigma"), "BaseModel.apply_model"),
+        (CFGGuider, "outer_sample", ("self", "latent", "noise"), "CFGGuider.outer_sample"),
+        (BasicTransformerBlock, "forward", ("self", "x", "text"), "BasicTransformerBlock.forward"),
+        (CrossAttention, "forward", ("self", "x"), "BasicTransformerBlock.attn1.forward"),
+    ],
+)
+def test_other_parameters(sd15, told, monkeypatch, owner, name, parameters, part):
+    expected = sample(sd15)
+    monkeypatch.setattr(owner, name, renamed(getattr(owner, name), *parameters))
+    assert torch.equal(sample(check_unpatched(sd15, told, part)), expected)
+
+
+def test_a_method_that_is_gone(sd15, told, monkeypatch):
+    monkeypatch.delattr(BaseModel, "get_dtype_inference")
+    check_unpatched(sd15, told, "BaseModel.get_dtype_inference")
+
+
+def test_noise_levels_that_are_named_otherwise(sd15, told, monkeypatch):
+    kind = next(
+        each for each in type(sd15.model.model_sampling).__mro__ if "percent_to_sigma" in vars(each)
+    )
+    monkeypatch.delattr(kind, "percent_to_sigma")
+    check_unpatched(sd15, told, "BaseModel.model_sampling")
+
+
+def test_wrappers_that_are_gone(sd15, told, monkeypatch):
+    monkeypatch.delattr(ModelPatcher, "add_wrapper_with_key")
+    assert attach(sd15, merging()) is sd15
+    assert told() == said("ModelPatcher")
+
+
+def test_a_module_of_a_block_that_is_named_otherwise(sd15, told):
+    block = next(
+        each
+        for each in sd15.model.diffusion_model.modules()
+        if isinstance(each, BasicTransformerBlock)
+    )
+    feed_forward = block.ff
+    del block.ff
+    try:
+        check_unpatched(sd15, told, "BasicTransformerBlock.ff")
+    finally:
+        block.ff = feed_forward
+
+
+@pytest.mark.parametrize(
+    ("kind", "owner", "parameters", "part"),
+    [
+        ("flux", DoubleStreamBlock, ("self", "img", "txt"), "DoubleStreamBlock.forward"),
+        ("wan21", WanSelfAttention, ("self", "x", "freqs"), "WanSelfAttention.forward"),
+    ],
+)
+def test_transformers_that_are_called_otherwise(
+    models, told, monkeypatch, kind, owner, parameters, part
+):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(8, 10)
+    expected = sample_transformer(model, tiny, size)
+    monkeypatch.setattr(owner, "forward", renamed(owner.forward, *parameters))
+    patched = check_unpatched(model, told, part)
+    assert torch.equal(sample_transformer(patched, tiny, size), expected)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_every_kind_of_transformer_is_as_known(models, kind):
+    model = models(kind)
+    diffusion_model = model.model.diffusion_model
+    assert contract.changed_part(model, family_of(diffusion_model), diffusion_model) is None
+
+
+def test_every_family_can_be_checked():
+    assert all(callable(family.changed_part) for family in FAMILIES)
+
+
+class Container:
+    """Holds a tensor until somebody takes it, as of ComfyUI 0.38."""
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def take(self):
+        tensor, self._tensor = self._tensor, None
+        return tensor
+
+
+def tensor_of(x):
+    return x.take() if isinstance(x, Container) else x
+
+
+def attention_of_038(function, takes_for_overrides):
+    """An attention function of the host as of 0.38, which is called with containers.
+
+    An override gets no ``preferred_attention``, and tensors unless it says that it takes
+    containers. Whether it is the host that takes them is not settled.
+    """
+
+    def attention(q, k, v, heads, mask=None, preferred_attention=None, **kwargs):
+        override = (kwargs.get("transformer_options") or {}).get("optimized_attention_override")
+        if override is not None:
+            held = map(tensor_of, (q, k, v))
+            q, k, v = held if takes_for_overrides else map(Container, held)
+            return override(function, q, k, v, heads, mask=mask, **kwargs)
+        q, k, v = map(tensor_of, (q, k, v))
+        return function(q, k, v, heads, mask=mask, **kwargs)
+
+    return attention
+
+
+@pytest.fixture
+def host_038(monkeypatch):
+    """Have the host's Flux call attention as 0.38 does."""
+
+    def install(takes_for_overrides):
+        plain = host_attention.attention_pytorch.__wrapped__
+        attention = attention_of_038(plain, takes_for_overrides)
+
+        def called(q, k, v, *args, **kwargs):
+            contained = map(Container, (q, k, v))
+            return attention(*contained, *args, preferred_attention="any", **kwargs)
+
+        monkeypatch.setattr(host_attention, "optimized_attention", attention)
+        monkeypatch.setattr(comfy.ldm.flux.math, "optimized_attention", called)
+
+    return install
+
+
+def test_the_attention_of_038_merges_where_overrides_get_tensors(models, told, host_038):
+    tiny, model = TINY["flux"], models("flux")
+    size = tiny.size(8, 10)
+    config = merging(strategy="window", attn_tokens="k,v")
+    plain, expected = (
+        sample_transformer(each, tiny, size) for each in (model, attach(model, config))
+    )
+    host_038(takes_for_overrides=True)
+    assert relative_error(sample_transformer(model, tiny, size), plain) < 1e-5
+    assert relative_error(sample_transformer(attach(model, config), tiny, size), expected) < 1e-5
+    assert told()[-1].startswith("[ToMe] merged ")
+    assert overridden(model) == []
+
+
+def test_the_attention_of_038_is_left_alone_where_overrides_get_containers(models, told, host_038):
+    tiny, model = TINY["flux"], models("flux")
+    size = tiny.size(8, 10)
+    host_038(takes_for_overrides=False)
+    expected = sample_transformer(model, tiny, size)
+    patched = check_unpatched(model, told, "optimized_attention")
+    assert torch.equal(sample_transformer(patched, tiny, size), expected)
