@@ -43,15 +43,9 @@ class InputSite(BlockSite):
 
     def overrides(self) -> list[Override]:
         """The block and its modules, with what each of them runs instead."""
-        sites = self.stack.sites
-        config, parts = sites.config, self.parts()
+        config, parts = self.stack.sites.config, self.parts()
         self._attends_to_itself = any(part.attends_to_itself for part in parts)
-        forward = self.module.forward
-        merged, full = self._run_block(forward), self._run_full(forward)
-
-        def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            return (full if sites.is_full_step else merged)(x, *args, **kwargs)
-
+        block_forward = self._run_block(self.module.forward)
         overrides: list[Override] = [(self.module, self.timed(block_forward))]
         for part in parts:
             forward = part.module.forward
@@ -119,15 +113,17 @@ class InputSite(BlockSite):
         return True
 
     def _run_block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        stack, config = self.stack, self.stack.sites.config
+        stack, sites, config = self.stack, self.stack.sites, self.stack.sites.config
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             self._plan = self._keys_plan = self._outer_plan = None
             self.notes.tokens = x.shape[1]
+            if sites.is_full_step:
+                return self._run_full(forward, x, *args, **kwargs)
             if stack.plan is not None:
                 self.notes.plans_reused += 1
                 return self._in_stack(forward, x, *args, **kwargs)
-            least = stack.sites.evaluation.engine.least_tokens
+            least = sites.evaluation.engine.least_tokens
             layout = self._worthy_layout(least, x, *args, **kwargs)
             if layout is None:
                 return forward(x, *args, **kwargs)
@@ -136,7 +132,7 @@ class InputSite(BlockSite):
             if config.scope == "module" or fell_back:
                 self._plan_for_modules(x, layout)
                 return forward(x, *args, **kwargs)
-            ratio = self.stack.sites.evaluation.ratio
+            ratio = sites.evaluation.ratio
             (plan,) = self.plans("tokens", x, layout, [ratio])
             if plan is None:
                 self.notes.reason = self.why_no_plan(layout, ratio)
@@ -149,33 +145,29 @@ class InputSite(BlockSite):
 
         return block_forward
 
-    def _run_full(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _run_full(
+        self, forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Run the block on all tokens; its stack keeps what its blocks change together.
 
         Its attention may merge keys and values.
         """
         stack, sites = self.stack, self.stack.sites
-
-        def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            engine = sites.evaluation.engine
-            self._keys_plan = None
-            self.notes.tokens = x.shape[1]
-            if (
-                stack.runs_as_one_from(self, *args, **kwargs)
-                and self._worthy_layout(engine.least_tokens, x, *args, **kwargs) is not None
-            ):
-                # Some blocks change their tokens in place.
-                stack.tokens = x.clone()
-            if sites.merges_keys_in_full_steps:
-                layout = self._worthy_layout(engine.least_in_attention, x, *args, **kwargs)
-                if layout is not None:
-                    self._plan_keys(x, layout)
-            y = forward(x, *args, **kwargs)
-            if stack.tokens is not None and self is stack.blocks[-1]:
-                stack.keep(y)
-            return y
-
-        return block_forward
+        engine = sites.evaluation.engine
+        if (
+            stack.runs_as_one_from(self, *args, **kwargs)
+            and self._worthy_layout(engine.least_tokens, x, *args, **kwargs) is not None
+        ):
+            # Some blocks change their tokens in place.
+            stack.tokens = x.clone()
+        if sites.merges_keys_in_full_steps:
+            layout = self._worthy_layout(engine.least_in_attention, x, *args, **kwargs)
+            if layout is not None:
+                self._plan_keys(x, layout)
+        y = forward(x, *args, **kwargs)
+        if stack.tokens is not None and self is stack.blocks[-1]:
+            stack.keep(y)
+        return y
 
     def _in_stack(
         self, forward: Callable[..., Tensor], merged: Tensor, *args: Any, **kwargs: Any
