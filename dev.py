@@ -20,9 +20,10 @@ SIDE_BY_SIDE = ("-n", "2", "--dist", "loadgroup")
 
 EPILOG = """\
 The first demo, bench or test makes .venv, with pinned packages and a real ComfyUI; this takes a
-few minutes and 6 GB. Set COMFYUI_PATH to the folder of your own ComfyUI to use that instead. The
-commands "lint" and "test tests/unit" need only PyTorch, and fetch no ComfyUI and no browser. To
-undo everything, delete .venv and demo.
+few minutes and 6 GB. With --comfyui VERSION they use an earlier ComfyUI that is pinned; set
+COMFYUI_PATH to the folder of your own to use that instead. The commands "lint" and "test
+tests/unit" need only PyTorch, and fetch no ComfyUI and no browser. To undo everything, delete .venv
+and demo.
 """
 
 
@@ -35,12 +36,15 @@ def main() -> int:
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
+    from tools import environment
     from tools.errors import ToolError
 
     parser = _parser()
     arguments, rest = parser.parse_known_args()
     if rest and arguments.command not in ("test", "bench", "generate"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if version := getattr(arguments, "comfyui", None):
+        os.environ["COMFYUI_PATH"] = str(environment.pinned_comfyui(version))
     try:
         if arguments.command == "demo":
             return demo(arguments)
@@ -76,16 +80,18 @@ def test(pytest_arguments: list[str]) -> int:
     """Run the tests."""
     from tools import browser, environment, lanes
 
-    if lanes.needs_comfyui(pytest_arguments):
-        environment.prepare()
-        browser.ensure_browser()
-    else:
-        environment.prepare_light()
     settings = {}
     if not lanes.chosen_paths(pytest_arguments):
-        pytest_arguments = [*SIDE_BY_SIDE, *pytest_arguments, "tests"]
+        lane = lanes.lane_of(environment.comfyui_directory())
+        pytest_arguments = [*SIDE_BY_SIDE, *pytest_arguments, *lane]
         # One core for each process.
         settings["OMP_NUM_THREADS"] = "1"
+    if lanes.needs_comfyui(pytest_arguments):
+        environment.prepare()
+    else:
+        environment.prepare_light()
+    if lanes.needs_browser(pytest_arguments):
+        browser.ensure_browser()
     command = ("-m", "pytest", *pytest_arguments)
     return _call(environment.PYTHON, *command, folder=ROOT, settings=settings)
 
@@ -124,8 +130,20 @@ def lint() -> int:
     return max(codes)
 
 
+def _version(text: str) -> str:
+    from tools.environment import RELEASES
+
+    if text not in RELEASES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not one of {', '.join(RELEASES)}; for any other, set COMFYUI_PATH to the "
+            "folder of a ComfyUI"
+        )
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     from tools.demo import add_arguments
+    from tools.environment import NEWEST, RELEASES
 
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -134,20 +152,32 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, summary: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
+        command = commands.add_parser(
             name,
             help=summary,
             description=summary[0].upper() + summary[1:] + ".",
             epilog=EPILOG,
             formatter_class=raw,
+            # The start of an option may be one of pytest's, such as --co.
+            allow_abbrev=False,
         )
+        if name in ("demo", "test", "bench"):
+            command.add_argument(
+                "--comfyui",
+                type=_version,
+                metavar="VERSION",
+                help=f"the ComfyUI to run on: {', '.join(RELEASES)} (default: COMFYUI_PATH, else "
+                f"{NEWEST})",
+            )
+        return command
 
     add_arguments(
         add("demo", "run a workflow on a real ComfyUI with ToMe off and on, and compare the two")
     )
     add(
         "test",
-        "run all tests, or those that more arguments select, such as tests/unit",
+        "run all tests, or those that more arguments select, such as tests/unit; on an earlier "
+        "ComfyUI, the tests that depend on it",
     )
     add(
         "bench",

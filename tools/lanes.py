@@ -6,10 +6,17 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.environment import ROOT
+from tools.environment import NEWEST, RELEASES, ROOT, pinned_comfyui
 
 TESTS = ROOT / "tests"
 UNIT_TESTS = TESTS / "unit"
+HOST_TESTS = TESTS / "hosts"
+
+# They run the same on every ComfyUI, or without one.
+ON_THE_NEWEST_ONLY = (
+    *("test_benchmarks.py", "test_diffusers.py", "test_drop_in.py", "test_fidelity.py"),
+    "test_ldm.py",
+)
 
 # The next argument belongs to the option, and may look like the path of a test.
 TAKES_A_VALUE = ("-k", "-m", "--deselect", "--ignore", "--ignore-glob")
@@ -29,3 +36,21 @@ def needs_comfyui(pytest_arguments: Sequence[str]) -> bool:
     """Whether any test outside `tests/unit` would run; those in it need only PyTorch."""
     paths = chosen_paths(pytest_arguments)
     return not paths or not all(path.is_relative_to(UNIT_TESTS) for path in paths)
+
+
+def needs_browser(pytest_arguments: Sequence[str]) -> bool:
+    """Whether any test of the editor would run."""
+    without = (UNIT_TESTS, HOST_TESTS)
+    paths = chosen_paths(pytest_arguments)
+    return not paths or not all(any(map(path.is_relative_to, without)) for path in paths)
+
+
+def lane_of(comfyui: Path) -> list[str]:
+    """The arguments that choose the tests to run on a ComfyUI: all, unless it is an earlier one.
+
+    An earlier one is pinned for the pack's work in it. Its front end is another, and not there.
+    """
+    earlier = [pinned_comfyui(version) for version in RELEASES if version != NEWEST]
+    if comfyui not in earlier:
+        return ["tests"]
+    return ["tests/hosts", *(f"--ignore=tests/hosts/{name}" for name in ON_THE_NEWEST_ONLY)]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tools.environment import ROOT
-from tools.lanes import chosen_paths, needs_comfyui
+from tools.environment import NEWEST, RELEASES, ROOT, pinned_comfyui
+from tools.lanes import ON_THE_NEWEST_ONLY, chosen_paths, lane_of, needs_browser, needs_comfyui
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,33 @@ def test_all_other_tests_need_comfyui(command):
 def test_paths_are_distinguished_from_options_and_their_values():
     command = "-k tests/unit tests/hosts -x tests/unit/test_plan.py::test_merge tests.ini"
     assert chosen_paths(command.split()) == [ROOT / "tests/hosts", ROOT / "tests/unit/test_plan.py"]
+
+
+@pytest.mark.parametrize("command", ["tests/unit", "tests/hosts", "tests/unit/test_plan.py -x"])
+def test_only_tests_of_the_editor_need_a_browser(command):
+    assert not needs_browser(command.split())
+
+
+@pytest.mark.parametrize("command", ["", "-x", "tests", "tests/editor", "tests/hosts/../editor"])
+def test_tests_of_the_editor_need_a_browser(command):
+    assert needs_browser(command.split())
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_an_earlier_comfyui_runs_the_tests_that_depend_on_it(version):
+    lane = lane_of(pinned_comfyui(version))
+    assert needs_comfyui(lane)
+    if version == NEWEST:
+        assert lane == ["tests"]
+        return
+    assert chosen_paths(lane) == [ROOT / "tests/hosts"]
+    assert not needs_browser(lane)
+
+
+def test_all_tests_run_on_a_comfyui_of_choice(tmp_path):
+    assert lane_of(tmp_path) == ["tests"]
+
+
+@pytest.mark.parametrize("name", ON_THE_NEWEST_ONLY)
+def test_what_is_left_out_is_there(name):
+    assert (ROOT / "tests/hosts" / name).is_file()

