@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from comfy_api.latest import ComfyExtension, io, ui
+from comfy_api.v0_0_2 import ComfyExtension, io, ui
 
 from .captions import PATCH, REMOVE, REPORT, Caption
 from .config import ToMeConfig

@@ -52,12 +52,13 @@ def imports_of(name):
                 yield inner if inner in MODULES else ".".join(base)
 
 
-def imported_libraries(file):
+def imported_modules(file):
+    """Those of other libraries, with their full names."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield node.module.partition(".")[0]
+            yield node.module
 
 
 def test_no_module_imports_in_a_circle():
@@ -89,7 +90,8 @@ def test_only_a_host_knows_its_libraries():
     }
     seen = set()
     for name, file in MODULES.items():
-        for library in imported_libraries(file):
+        for module in imported_modules(file):
+            library = module.partition(".")[0]
             if library in hosts:
                 seen.add(library)
                 assert name.startswith(tuple(hosts[library])), f"{name} imports {library}"
@@ -97,6 +99,12 @@ def test_only_a_host_knows_its_libraries():
                 expected = {"numpy", "torch", "PIL"}
                 assert library in expected | STANDARD, f"{name} imports {library}"
     assert seen == hosts.keys()
+
+
+def test_the_node_schema_is_of_one_version():
+    """``comfy_api.latest`` changes with the host."""
+    modules = {module for file in FILES for module in imported_modules(file)}
+    assert {module for module in modules if module.startswith("comfy_api")} == {"comfy_api.v0_0_2"}
 
 
 STANDARD = {
