@@ -11,6 +11,9 @@ from tools.environment import comfyui_directory
 
 sys.path.insert(0, str(comfyui_directory()))
 
+# In ComfyUI 0.18.2, the nodes put the folder `comfy` in front of the path, and it has a module of
+# this name. The host's own start imports the right one before them, too.
+import utils  # noqa: F401
 from comfy.cli_args import args
 
 args.cpu = not torch.cuda.is_available()

@@ -7,11 +7,15 @@ import pytest
 @pytest.fixture(scope="session")
 def models():
     """Tiny transformers by kind, each built once."""
+    import comfy.supported_models
+    from host import needs
     from tiny_transformers import TINY, build
 
     made = {}
 
     def model(kind):
+        name = TINY[kind].name
+        needs(name, hasattr(comfy.supported_models, name))
         if kind not in made:
             made[kind] = build(TINY[kind])
         return made[kind]

@@ -1,9 +1,12 @@
 """Sampling with real ComfyUI models in this process, for the tests of the host."""
 
 import comfy.sample
+import pytest
 import torch
+from comfyui_version import __version__
 
 from tome_nodes.config import ToMeConfig
+from tools.environment import NEWEST
 
 CONTEXT_CHANNELS = {
     "sd15": 768,
@@ -14,6 +17,20 @@ CONTEXT_CHANNELS = {
     "x4_upscaler": 1024,
     "svd": 1024,
 }
+
+
+def needs(part, is_there):
+    """Skip the test if this ComfyUI lacks a part, which only an earlier one than ours may."""
+    if not is_there:
+        reason = f"ComfyUI {__version__} has no {part}"
+        assert is_earlier(__version__, NEWEST), reason
+        pytest.skip(reason)
+
+
+def is_earlier(version, other):
+    """Whether a version like ``0.30.0`` is earlier than another."""
+    first, second = ([int(number) for number in each.split(".")] for each in (version, other))
+    return first < second
 
 
 def conditioning(channels, value, **extras):

@@ -1,5 +1,6 @@
 """Merged keys that weigh as much as the tokens they stand for, through ComfyUI's attention."""
 
+import inspect
 from dataclasses import replace
 from functools import partial
 
@@ -8,7 +9,7 @@ import torch
 from comfy.ldm.modules import attention
 from comfy.ldm.modules.attention import BasicTransformerBlock
 from common import relative_error
-from host import merging, sample
+from host import merging, needs, sample
 from torch.testing import assert_close
 
 from tome_nodes.hosts.comfyui import attention as merging_attention
@@ -82,7 +83,12 @@ def test_half_precision(function, dtype):
     assert error < (2e-3 if dtype == torch.float16 else 1e-2)
 
 
+def needs_argument(name):
+    needs(f"{name} in its attention", f'"{name}"' in inspect.getsource(attention))
+
+
 def test_the_scale_of_the_caller_is_kept():
+    needs_argument("scale")
     q, k, v, sizes = tensors(40, 37, 29)
     expected = attention_to_repeated(2 * q, k, v, sizes)
     for function in (attention.attention_pytorch, attention.attention_flash):
@@ -146,6 +152,8 @@ WAYS = {Way.MASK: OLD, Way.CHANNELS: NEW, Way.KERNEL: Abilities(flash=True, kern
 @pytest.mark.parametrize("key_heads", [HEADS, 2])
 @pytest.mark.parametrize("channels", [40, 64, 128, 256])
 def test_each_way_is_right_in_any_precision_and_layout(monkeypatch, channels, key_heads, dtype):
+    if key_heads < HEADS:
+        needs_argument("enable_gqa")
     q, k, v, sizes = tensors(channels, 37, 29, dtype)
     k, v = (x[..., : key_heads * channels] for x in (k, v))
     repeated = [

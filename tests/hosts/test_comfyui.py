@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from common import Counted, Shuffle, relative_error
-from host import CONTEXT_CHANNELS, conditioning, merging, overridden, sample
+from host import CONTEXT_CHANNELS, conditioning, merging, needs, overridden, sample
 from safetensors.torch import load_file
 
 from tome_nodes.core.plan import SlotPlan
@@ -674,6 +674,7 @@ def test_a_deep_clone_merges_in_its_own_weights(checkpoints, told):
     model = comfy.sd.load_diffusion_model(str(checkpoints("sd15", levels=1)))
     patched = attach(model, merging())
     expected = sample(patched, steps=1)
+    needs("deep clones", hasattr(patched, "deepclone_multigpu"))
     deep = patched.deepclone_multigpu()
     assert deep.model is not patched.model
     assert torch.equal(sample(deep, steps=1), expected)
