@@ -106,6 +106,12 @@ def is_active() -> bool:
     return Path(sys.prefix).resolve() == VENV.resolve()
 
 
+def is_earlier(version: str, other: str) -> bool:
+    """Whether a version of ComfyUI, such as `0.30.0`, is earlier than another."""
+    first, second = ([int(number) for number in each.split(".")] for each in (version, other))
+    return first < second
+
+
 def pinned_comfyui(version: str) -> Path:
     """Return the folder of a pinned ComfyUI, which may not be there yet."""
     return VENV / ("ComfyUI" if version == NEWEST else f"ComfyUI-{version}")

@@ -12,12 +12,6 @@ TESTS = ROOT / "tests"
 UNIT_TESTS = TESTS / "unit"
 HOST_TESTS = TESTS / "hosts"
 
-# They run the same on every ComfyUI, or without one.
-ON_THE_NEWEST_ONLY = (
-    *("test_benchmarks.py", "test_diffusers.py", "test_drop_in.py", "test_fidelity.py"),
-    "test_ldm.py",
-)
-
 # The next argument belongs to the option, and may look like the path of a test.
 TAKES_A_VALUE = ("-k", "-m", "--deselect", "--ignore", "--ignore-glob")
 
@@ -46,11 +40,9 @@ def needs_browser(pytest_arguments: Sequence[str]) -> bool:
 
 
 def lane_of(comfyui: Path) -> list[str]:
-    """The arguments that choose the tests to run on a ComfyUI: all, unless it is an earlier one.
+    """The tests to run on a ComfyUI: all, unless it is an earlier one that is pinned.
 
-    An earlier one is pinned for the pack's work in it. Its front end is another, and not there.
+    Those of the editor need the front end of the newest.
     """
     earlier = [pinned_comfyui(version) for version in RELEASES if version != NEWEST]
-    if comfyui not in earlier:
-        return ["tests"]
-    return ["tests/hosts", *(f"--ignore=tests/hosts/{name}" for name in ON_THE_NEWEST_ONLY)]
+    return ["tests/hosts"] if comfyui in earlier else ["tests"]

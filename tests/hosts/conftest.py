@@ -2,6 +2,17 @@
 
 import comfyui_in_process  # noqa: F401
 import pytest
+from comfyui_version import __version__
+
+from tools.environment import NEWEST, is_earlier
+
+
+def pytest_collection_modifyitems(items):
+    if is_earlier(__version__, NEWEST):
+        skip = pytest.mark.skip(reason=f"the same on ComfyUI {__version__} and {NEWEST}")
+        for item in items:
+            if item.get_closest_marker("newest_only"):
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")

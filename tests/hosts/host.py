@@ -6,7 +6,7 @@ import torch
 from comfyui_version import __version__
 
 from tome_nodes.config import ToMeConfig
-from tools.environment import NEWEST
+from tools.environment import NEWEST, is_earlier
 
 CONTEXT_CHANNELS = {
     "sd15": 768,
@@ -25,12 +25,6 @@ def needs(part, is_there):
         reason = f"ComfyUI {__version__} has no {part}"
         assert is_earlier(__version__, NEWEST), reason
         pytest.skip(reason)
-
-
-def is_earlier(version, other):
-    """Whether a version like ``0.30.0`` is earlier than another."""
-    first, second = ([int(number) for number in each.split(".")] for each in (version, other))
-    return first < second
 
 
 def conditioning(channels, value, **extras):

@@ -26,6 +26,8 @@ from tome_nodes.core.plan import SlotPlan
 from tome_nodes.options import OPTIONS
 from tome_nodes.strategies.window import WindowStrategy
 
+pytestmark = pytest.mark.newest_only
+
 CPU = torch.device("cpu")
 
 

@@ -211,6 +211,7 @@ def test_a_ratio_that_rises_from_zero_merges(sd15, told):
     assert "2/3 steps" in told()[-1]
 
 
+@pytest.mark.newest_only
 @pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 @pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(sd15, strategy, scope):
@@ -248,6 +249,7 @@ class InOnePool:
         return run
 
 
+@pytest.mark.newest_only
 @pytest.mark.parametrize(
     "settings",
     [
@@ -655,6 +657,7 @@ def test_weights_that_stay_offloaded_work_under_the_patch(checkpoints):
         patched.detach()
 
 
+@pytest.mark.newest_only
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 def test_half_precision_merges_as_many_tokens_to_a_like_result(checkpoints, told, dtype, strategy):

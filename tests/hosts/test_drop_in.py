@@ -9,12 +9,15 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import tomesd
 import torch
 from common import relative_error
 
 import tome_nodes
 from tome_nodes.config import ToMeConfig
+
+pytestmark = pytest.mark.newest_only
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,6 +23,8 @@ from benchmarks import (
 )
 from tome_nodes.hosts.comfyui.attachment import attach
 
+pytestmark = pytest.mark.newest_only
+
 
 def test_all_photos_come_with_the_packages():
     for name in photos.PHOTOS:

@@ -13,6 +13,8 @@ from tome_nodes.hosts.comfyui.attachment import attach
 from tome_nodes.ops import kernels
 from tome_nodes.ops.kernels.merging import merge_kernel
 
+pytestmark = pytest.mark.newest_only
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

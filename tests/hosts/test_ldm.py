@@ -25,10 +25,13 @@ from tome_nodes.hosts.pytorch.hooks import Attachment
 from tome_nodes.hosts.pytorch.ldm_unet import LdmUNet
 from tome_nodes.options import OPTIONS
 
-pytestmark = pytest.mark.filterwarnings(
+pytestmark = [
+    pytest.mark.newest_only,
     # ldm is of 2022.
-    *(f"ignore::{category}:ldm" for category in ("DeprecationWarning", "FutureWarning"))
-)
+    pytest.mark.filterwarnings(
+        *(f"ignore::{category}:ldm" for category in ("DeprecationWarning", "FutureWarning"))
+    ),
+]
 
 TEXT_CHANNELS = 32
 GRID = (12, 16)

@@ -5,13 +5,14 @@ import io
 import subprocess
 import sys
 import tarfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import dev
 from tools import environment
-from tools.environment import NEWEST, RELEASES, ROOT, Release, pinned_comfyui
+from tools.environment import NEWEST, RELEASES, ROOT, Release, is_earlier, pinned_comfyui
 from tools.errors import ToolError
 
 OLDEST = list(RELEASES)[-1]
@@ -47,15 +48,16 @@ def index(monkeypatch):
     return fetched
 
 
-def numbers(version):
-    return [int(part) for part in version.split(".")]
-
-
 def test_the_newest_is_first_and_every_pin_is_of_its_own():
-    assert sorted(RELEASES, key=numbers, reverse=True) == [*RELEASES]
-    assert pinned_comfyui(NEWEST).name == "ComfyUI" and numbers(NEWEST) > numbers(OLDEST)
+    assert pinned_comfyui(NEWEST).name == "ComfyUI"
+    assert all(is_earlier(later, version) for version, later in pairwise(RELEASES))
     for pins in ([each.sha256 for each in RELEASES.values()], [*map(pinned_comfyui, RELEASES)]):
         assert len(set(pins)) == len(RELEASES)
+
+
+def test_versions_are_compared_by_their_numbers():
+    assert is_earlier("0.9.10", "0.30.0") and is_earlier("0.30.0", "0.30.1")
+    assert not is_earlier("0.30.0", "0.30.0") and not is_earlier("1.0.0", "0.30.0")
 
 
 @pytest.mark.parametrize("version", RELEASES)

@@ -3,7 +3,7 @@
 import pytest
 
 from tools.environment import NEWEST, RELEASES, ROOT, pinned_comfyui
-from tools.lanes import ON_THE_NEWEST_ONLY, chosen_paths, lane_of, needs_browser, needs_comfyui
+from tools.lanes import chosen_paths, lane_of, needs_browser, needs_comfyui
 
 
 @pytest.mark.parametrize(
@@ -59,20 +59,12 @@ def test_tests_of_the_editor_need_a_browser(command):
 
 
 @pytest.mark.parametrize("version", RELEASES)
-def test_an_earlier_comfyui_runs_the_tests_that_depend_on_it(version):
+def test_an_earlier_comfyui_runs_the_tests_of_the_hosts(version):
     lane = lane_of(pinned_comfyui(version))
     assert needs_comfyui(lane)
-    if version == NEWEST:
-        assert lane == ["tests"]
-        return
-    assert chosen_paths(lane) == [ROOT / "tests/hosts"]
-    assert not needs_browser(lane)
+    assert needs_browser(lane) == (version == NEWEST)
+    assert chosen_paths(lane) == [ROOT / ("tests" if version == NEWEST else "tests/hosts")]
 
 
 def test_all_tests_run_on_a_comfyui_of_choice(tmp_path):
     assert lane_of(tmp_path) == ["tests"]
-
-
-@pytest.mark.parametrize("name", ON_THE_NEWEST_ONLY)
-def test_what_is_left_out_is_there(name):
-    assert (ROOT / "tests/hosts" / name).is_file()
