@@ -118,3 +118,17 @@ def test_options_of_pytest_are_left_to_it():
         assert (arguments.comfyui, rest) == (None, given)
     arguments, rest = dev._parser().parse_known_args(["test", "-x", "--comfyui", OLDEST, "-v"])
     assert (arguments.comfyui, rest) == (OLDEST, ["-x", "-v"])
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("pyproject.toml", [f'requires-comfyui = ">={OLDEST}"']),
+        ("README.md", [f"| **ComfyUI** | {OLDEST} or later."]),
+        (".ci/run", [f"dev.py test --comfyui {each}\n" for each in RELEASES if each != NEWEST]),
+        (".github/workflows/test.yml", [f'"{each}"' for each in RELEASES]),
+    ],
+)
+def test_what_is_claimed_is_what_is_run(file, named):
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert all(each in text for each in named)
