@@ -279,7 +279,9 @@ def _lumina(model: Any, inputs: Inputs) -> Iterator[Picture]:
 def _krea(model: Any, inputs: Inputs) -> Iterator[Picture]:
     """Frames become samples of the batch, and references may be switched off."""
     shapes = [inputs.shape]
-    if inputs.conditions.get("ref_latents_method", model.default_ref_method) is not None:
+    # ComfyUI 0.27.0 has no references in this model.
+    method = getattr(model, "default_ref_method", None)
+    if inputs.conditions.get("ref_latents_method", method) is not None:
         shapes += [each.shape for each in inputs.tensors("ref_latents")]
     for shape in shapes:
         yield Picture(grid_of((*shape[:2], *shape[-2:]), model.patch))
