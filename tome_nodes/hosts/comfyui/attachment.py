@@ -34,7 +34,7 @@ from ...report.recorder import Recorder
 from ...strategies import make_strategy
 from . import contract, graph
 from .families import family_of
-from .family import ComfyFamily, Inputs
+from .family import ComfyFamily, Inputs, uncompiled
 
 KEY = "tome_nodes"
 """Our key among the wrappers of a model and in its transformer options."""
@@ -66,7 +66,7 @@ def attach(
     Raises:
         ValueError: the model does not belong to a family that can merge tokens.
     """
-    diffusion_model = _uncompiled(model.get_model_object("diffusion_model"))
+    diffusion_model = uncompiled(model.get_model_object("diffusion_model"))
     family = family_of(diffusion_model)
     changed = contract.changed_part(model, family, diffusion_model)
     if changed is not None:
@@ -128,10 +128,6 @@ def _is_empty(latent: Any) -> bool:
         return True
     picture = latent.unbind()[0] if latent.is_nested else latent
     return not picture.any()
-
-
-def _uncompiled(diffusion_model: nn.Module) -> nn.Module:
-    return getattr(diffusion_model, "_orig_mod", diffusion_model)
 
 
 class _Attachment:
@@ -305,7 +301,7 @@ class _SamplingRun:
             self._schedule = options.get("sample_sigmas", t[:1]).tolist()
             total_steps = max(1, len(self._schedule) - 1)
             self._following = _Following(self._attachment, total_steps, latent, t)
-        diffusion_model = _uncompiled(model.diffusion_model)
+        diffusion_model = uncompiled(model.diffusion_model)
         run = self._run_of(diffusion_model, self._following)
         pictures, obstacle = self._pictures(diffusion_model, inputs)
         dtype = model.get_dtype_inference()
@@ -322,7 +318,7 @@ class _SamplingRun:
 
     def gives_up(self, model: Any, error: torch.OutOfMemoryError) -> bool:
         """Whether merging itself had no memory left; then it is over for this run."""
-        run = self._runs.get(_uncompiled(model.diffusion_model))
+        run = self._runs.get(uncompiled(model.diffusion_model))
         if run is None or not run.sites.gives_up(error):
             return False
         log.warning("[ToMe] %s: the rest of this run goes on without it", NO_MEMORY)
@@ -331,9 +327,13 @@ class _SamplingRun:
     def _pictures(
         self, diffusion_model: nn.Module, inputs: Inputs
     ) -> tuple[tuple[Picture, ...], str | None]:
-        """The pictures in the sequence, and why they are not known."""
+        """The pictures in the sequence, and why nothing can merge, None if something can."""
+        family = self._attachment.family
+        obstacle = family.obstacle(diffusion_model)
+        if obstacle is not None:
+            return (), obstacle
         try:
-            return self._attachment.family.pictures(diffusion_model, inputs), None
+            return family.pictures(diffusion_model, inputs), None
         except Exception as error:
             # A later host or another node may pass inputs in a different form.
             return (), f"the inputs of the model are of an unknown form: {error}"

@@ -70,6 +70,10 @@ class ComfyFamily(Family):
         """The first part of a model that is not as the family knows it, None if all are."""
         raise NotImplementedError
 
+    def obstacle(self, model: nn.Module) -> str | None:
+        """Why no block of a model can merge as the model is now, None if one perhaps can."""
+        return None
+
     def options(self, options: dict[str, Any], sites: ModelSites) -> dict[str, Any]:
         """The transformer options for an evaluation that merges; most families change none."""
         return options
@@ -86,6 +90,11 @@ def takes(module: nn.Module, *names: str) -> bool:
     parameters = inspect.signature(kind.forward).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return takes_any or set(names) <= parameters.keys()
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that a compiled one runs, or the module itself."""
+    return getattr(module, "_orig_mod", module)
 
 
 def class_name(model: nn.Module) -> str:

@@ -16,7 +16,15 @@ from ...core.plan import Plan
 from ...core.site import Forward, ModelSites, StackParts, StackSite
 from ...ops import Operations
 from .attention import merge_attention
-from .family import ComfyBlock, ComfyFamily, Inputs, class_name, patches_blocks, takes
+from .family import (
+    ComfyBlock,
+    ComfyFamily,
+    Inputs,
+    class_name,
+    patches_blocks,
+    takes,
+    uncompiled,
+)
 
 Pictures = Callable[[Any, Inputs], Iterable[Picture]]
 """Returns the pictures in the sequence of a model, in order."""
@@ -165,12 +173,17 @@ class Transformer(ComfyFamily):
             found = getattr(model.get_submodule(holder), attribute, None)
             if found is not None:
                 blocks = found.values() if isinstance(found, nn.ModuleDict) else found
-                yield name, found, blocks, 1
+                yield name, found, map(uncompiled, blocks), 1
+
+    def obstacle(self, model: nn.Module) -> str | None:
+        blocks = [block for _, _, blocks, _ in self.stacks(model) for block in blocks]
+        is_known = all(map(_is_of_the_host, blocks))
+        return None if is_known else "another node replaces the transformer blocks"
 
     def changed_part(self, model: Any) -> str | None:
         for name, _, blocks, _ in self.stacks(model):
             whole = self.whole.get(name)
-            for block in blocks:
+            for block in filter(_is_of_the_host, blocks):
                 if whole is not None and not takes(block, whole.tokens, whole.positions):
                     return f"{type(block).__name__}.forward"
                 try:
@@ -212,6 +225,11 @@ class WholeEvaluation(Transformer):
     def options(self, options: dict[str, Any], sites: ModelSites) -> dict[str, Any]:
         (stack,) = sites.stacks
         return merge_attention(options, cast(EvaluationStack, stack), {})
+
+
+def _is_of_the_host(block: nn.Module) -> bool:
+    """Whether a block is of a class of ComfyUI, or of one made from it."""
+    return any(each.__module__.startswith("comfy.ldm.") for each in type(block).__mro__)
 
 
 def grid_of(shape: Sequence[int], patch: Any) -> Grid:
