@@ -110,6 +110,7 @@ def bench(arguments: list[str]) -> int:
         "picture": "benchmarks.off_and_on",
         "kernels": "benchmarks.kernels",
         "host-time": "benchmarks.host_time",
+        "compatibility": "benchmarks.compatibility",
     }
     for name in others:
         parser.add_argument(f"--{name}", action="store_true")
@@ -188,7 +189,8 @@ def _parser() -> argparse.ArgumentParser:
         "--clips, how much they change a video; with "
         "--picture, the README's picture of off and on: --ratio, --presets, --model; with "
         "--kernels, what the Triton kernels compile to: --quick, --targets; with "
-        "--host-time, what merging adds before any kernel runs: --quick, --rounds",
+        "--host-time, what merging adds before any kernel runs: --quick, --rounds; with "
+        "--compatibility, the table of other nodes beside ours: --only, --name",
     )
     add(
         "generate",

@@ -20,7 +20,8 @@ def models():
     """Tiny transformers by kind, each built once."""
     import comfy.supported_models
     from host import needs
-    from tiny_transformers import TINY, build
+
+    from tools.tiny_models import TINY, build
 
     made = {}
 

@@ -19,12 +19,12 @@ from comfy.model_patcher import ModelPatcher
 from comfy.samplers import CFGGuider
 from common import relative_error
 from host import merging, overridden, sample
-from tiny_transformers import TINY
-from tiny_transformers import sample as sample_transformer
 
 from tome_nodes.hosts.comfyui import contract
 from tome_nodes.hosts.comfyui.attachment import attach, is_attached
 from tome_nodes.hosts.comfyui.families import FAMILIES, family_of
+from tools.tiny_models import TINY
+from tools.tiny_models import sample as sample_transformer
 
 
 def renamed(function, *names):

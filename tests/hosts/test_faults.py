@@ -8,14 +8,14 @@ import torch
 from common import EVERYTHING
 from host import merging, overridden, sample
 from pipelines import call, make_unet
-from tiny_transformers import TINY
-from tiny_transformers import sample as sample_transformer
 
 import tome_nodes
 from tome_nodes.core.memory import NO_MEMORY
 from tome_nodes.core.plan import Plan, SlotPlan
 from tome_nodes.hosts.comfyui.attachment import attach
 from tome_nodes.strategies.cells import CellStrategy
+from tools.tiny_models import TINY
+from tools.tiny_models import sample as sample_transformer
 
 STAGES = {
     "plan": (CellStrategy, "cells_of"),

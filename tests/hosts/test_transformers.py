@@ -11,7 +11,6 @@ from comfy.ldm.modules.attention import attention_basic, attention_pytorch
 from comfy.nested_tensor import NestedTensor
 from common import Shuffle, relative_error
 from host import merging, needs, overridden
-from tiny_transformers import TEXT, TINY, build, conditioning, sample
 
 from tome_nodes.core.grid import Grid
 from tome_nodes.core.layout import Picture
@@ -24,6 +23,7 @@ from tome_nodes.presets import PRESETS
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import report_of
 from tome_nodes.strategies import make_strategy
+from tools.tiny_models import TEXT, TINY, build, conditioning, sample
 
 OVERRIDE = "optimized_attention_override"
 

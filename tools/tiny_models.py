@@ -1,6 +1,12 @@
-"""Tiny instances of ComfyUI's own transformers with random weights, and their inputs."""
+"""Tiny instances of ComfyUI's own models with random weights, and their inputs.
 
-from dataclasses import dataclass, field
+Import this after ComfyUI is on the path and told how to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.sample
@@ -94,7 +100,12 @@ HUNYUAN = {
 }
 
 
-def every_token(random):
+def no_more(random: torch.Generator) -> dict[str, Any]:
+    """No further conditions."""
+    return {}
+
+
+def every_token(random: torch.Generator) -> dict[str, Any]:
     """The attention mask of a prompt without padding."""
     return {"attention_mask": torch.ones(1, TEXT, dtype=torch.int64)}
 
@@ -126,7 +137,7 @@ class Tiny:
     frames: int | None = None
     patch: int = 2
     pooled: int = 32
-    prompt: Any = field(default=lambda random: {})
+    prompt: Callable[[torch.Generator], dict[str, Any]] = no_more
     sound: tuple[int, ...] | None = None
 
     def size(self, high: int, wide: int) -> tuple[int, ...]:
@@ -134,7 +145,7 @@ class Tiny:
         return (high * self.patch, wide * self.patch)
 
 
-TINY = {
+TINY: dict[str, Tiny] = {
     "flux": Tiny("Flux", {"image_model": "flux", "guidance_embed": True, **FLUX}, 4, before=TEXT),
     "flux2": Tiny(
         "Flux2",
@@ -486,7 +497,6 @@ TINY = {
         },
         2,
         frames=3,
-        prompt=lambda random: {},
     ),
     "ltxav": Tiny(
         "LTXAV",
@@ -637,17 +647,75 @@ TINY = {
         prompt=every_token,
     ),
 }
-"""By a name for tests."""
+"""Transformers, by a name for tests."""
+
+_UNET = {
+    "image_size": 32,
+    "in_channels": 4,
+    "out_channels": 4,
+    "model_channels": 32,
+    "num_res_blocks": [1, 1, 1],
+    "channel_mult": (1, 2, 4),
+    "use_spatial_transformer": True,
+    "legacy": False,
+    "context_dim": 32,
+    "use_temporal_attention": False,
+}
+
+UNETS: dict[str, Tiny] = {
+    "sd15": Tiny(
+        "SD15",
+        {
+            **_UNET,
+            "adm_in_channels": None,
+            "use_linear_in_transformer": False,
+            "transformer_depth": [1, 1, 0],
+            "transformer_depth_middle": 1,
+            "transformer_depth_output": [1, 1, 1, 1, 0, 0],
+        },
+        7,
+        channels=4,
+        patch=1,
+    ),
+    "sdxl": Tiny(
+        "SDXL",
+        {
+            **_UNET,
+            "num_classes": "sequential",
+            "adm_in_channels": 32 + 6 * 256,
+            "use_linear_in_transformer": True,
+            "num_head_channels": 16,
+            "transformer_depth": [0, 1, 2],
+            "transformer_depth_middle": 2,
+            "transformer_depth_output": [0, 0, 1, 1, 2, 2],
+        },
+        11,
+        channels=4,
+        patch=1,
+    ),
+}
+"""UNets with all kinds of levels that the published ones have, by a name for tests."""
 
 
-def build(tiny):
+def build(tiny: Tiny) -> Any:
     """A model patcher in float32 on the CPU."""
     return transformers.build(tiny.name, tiny.settings)
 
 
 def sample(
-    model, tiny, size, *, steps=2, batch=1, cfg=4.0, seed=1, prompts=None, picture=0.0, **options
-):
+    model: Any,
+    tiny: Tiny,
+    size: tuple[int, ...],
+    *,
+    steps: int = 2,
+    batch: int = 1,
+    cfg: float = 4.0,
+    seed: int = 1,
+    prompts: Any = None,
+    picture: float = 0.0,
+    sampler: str = "euler",
+    **options: Any,
+) -> torch.Tensor:
     """Sample a latent of ``size``, from noise or from a ``picture`` of one value; no sound."""
     frames = () if tiny.frames is None else (tiny.frames,)
     empty = torch.full((batch, tiny.channels, *frames, *size), picture)
@@ -660,7 +728,7 @@ def sample(
         noise,
         steps,
         cfg,
-        "euler",
+        sampler,
         "simple",
         positive,
         negative,
@@ -672,7 +740,7 @@ def sample(
     return sampled if tiny.sound is None else sampled.unbind()[0]
 
 
-def conditioning(tiny, seed, **extras):
+def conditioning(tiny: Tiny, seed: int, **extras: Any) -> list[list[Any]]:
     """A random prompt in the form of the host."""
     random = torch.Generator().manual_seed(seed)
     text = torch.randn(1, TEXT, tiny.text, generator=random)

@@ -1,0 +1,371 @@
+"""Beside which other nodes does merging work, on which models?
+
+Each node of :mod:`benchmarks.neighbours` meets merging in several settings, before it and after it,
+on tiny instances of ComfyUI's own model classes. With a lossless plan, which only shuffles tokens,
+the result must be that of the other node alone. A second run, with the plan of the settings, tells
+where merging stepped aside and why.
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.host import use_cpu  # noqa: E402
+
+use_cpu()
+
+import comfy.sample  # noqa: E402
+import comfy.samplers  # noqa: E402
+import comfyui_version  # noqa: E402
+import torch  # noqa: E402
+from comfy.model_patcher import ModelPatcher  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks.figures import grid  # noqa: E402
+from benchmarks.lossless import lossless  # noqa: E402
+from benchmarks.machine import origin  # noqa: E402
+from benchmarks.neighbours import ALL, KINDS, SIDES, Neighbour  # noqa: E402
+from tome_nodes.config import ToMeConfig  # noqa: E402
+from tome_nodes.core.engine import MakeStrategy  # noqa: E402
+from tome_nodes.hosts.comfyui.attachment import attach, last_run  # noqa: E402
+from tome_nodes.presets import settings_of  # noqa: E402
+from tome_nodes.report import words  # noqa: E402
+from tome_nodes.strategies import make_strategy  # noqa: E402
+from tools.tiny_models import build, sample  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+STEPS = 4
+RATIO = 0.5
+CLOSE = 1e-3
+"""The largest relative difference of results that comes of the order of sums alone."""
+
+FAR = 5e-3
+"""The smallest relative difference by which another node is said to change the result."""
+
+COLUMNS: Mapping[str, str] = {
+    "sd15": "SD 1.5",
+    "sdxl": "SDXL",
+    "flux": "Flux",
+    "lumina2": "Lumina 2, Z-Image",
+    "qwen_image": "Qwen-Image",
+    "sd3": "SD3",
+    "wan21": "Wan",
+    "ltxv": "LTX",
+}
+"""The kinds of models, and what people call them."""
+
+
+def _settings(preset: str, **options: Any) -> ToMeConfig:
+    return ToMeConfig(**settings_of(preset, {"ratio": RATIO, **options}) | {"min_tokens": 1})
+
+
+SETTINGS: Mapping[str, ToMeConfig] = {
+    "quality": _settings("quality"),
+    "all modules": _settings(
+        "custom", max_downsample=2, merge_crossattn=True, merge_mlp=True, strategy="window"
+    ),
+    "block": _settings("custom", scope="block", attn_tokens="k,v", strategy="window"),
+    "fast": _settings("fast"),
+}
+"""The settings by name: module, block and stack scope."""
+
+ORDERS = ("ours first", "theirs first")
+
+
+def meetings(neighbour: Neighbour) -> list[tuple[str, str]]:
+    """The settings and orders in which a node meets merging."""
+    settings = ("quality", "fast") if neighbour.is_slow else SETTINGS
+    return list(itertools.product(settings, ORDERS))
+
+
+RIGHT, PARTLY, ASIDE, NONE, WRONG = "right", "partly", "steps aside", "not for this model", "wrong"
+VERDICTS = (RIGHT, PARTLY, ASIDE, NONE, WRONG)
+"""What can become of a cell: the third means that nothing merged, the second that not all did."""
+
+_INTRODUCTION = f"""\
+Each node met merging in {len(SETTINGS)} settings ({", ".join(SETTINGS)}), before it and after it,
+on tiny models of ComfyUI's own classes. *right*: with a lossless plan, which only shuffles tokens,
+the result is that of the node alone, to {CLOSE:g} of its norm. *partly* and *steps aside* are right
+too, but some or all blocks merge less or nothing, and the log says so; a number leads to the
+settings and to the words of the log. A dash: alone, the node fails on this class, changes nothing,
+or is not made for it; the JSON file has the reasons. *balanced* differs from *quality* in the cells
+only. Nodes that compile ran with the backend *eager*, in two settings."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One node beside merging in one setting, on one kind of model.
+
+    Attributes:
+        verdict: one of those above.
+        why: the reason, in the words of our log if merging stepped aside; empty if it is right.
+    """
+
+    verdict: str
+    why: str = ""
+
+
+_NOTHING = "nothing merged: "
+
+NOBODY = Neighbour(name="no other node", source="")
+
+
+class Failed(Exception):
+    """A node does not work on a kind of model, without any merging."""
+
+
+class Bench:
+    """Runs cells; what they share runs once."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Any] = {}
+
+    def cell(self, kind: str, neighbour: Neighbour, setting: str, order: str) -> Cell:
+        """One cell of the table."""
+        try:
+            expected = self._alone(kind, neighbour)
+        except Failed as reason:
+            return Cell(NONE, str(reason))
+        try:
+            result, told = self._both(kind, neighbour, setting, order, lossless(make_strategy))
+            merged, told_of_merged = self._merged(kind, neighbour, setting)
+        except Exception as error:
+            return Cell(WRONG, _in_words(error))
+        if not _difference(result, expected) < CLOSE:
+            return Cell(WRONG, "the result is another one")
+        if not merged.isfinite().all():
+            return Cell(WRONG, "the result of merging is not finite")
+        own = self._merged(kind, NOBODY, setting)[1]
+        new = [each for each in dict.fromkeys((*told, *told_of_merged)) if each not in own]
+        if not new:
+            return Cell(RIGHT)
+        return Cell(ASIDE if new[0].startswith(_NOTHING) else PARTLY, "; ".join(new))
+
+    def _merged(self, kind: str, neighbour: Neighbour, setting: str) -> tuple[Tensor, list[str]]:
+        """As :meth:`_both` with the plan of the settings, in one order for both."""
+        return self._once(
+            ("merged", kind, neighbour.name, setting),
+            lambda: self._both(kind, neighbour, setting, ORDERS[0], make_strategy),
+        )
+
+    def _alone(self, kind: str, neighbour: Neighbour) -> Tensor:
+        """The result of another node alone.
+
+        Raises:
+            Failed: it does not work on this kind of model, or changes nothing.
+        """
+
+        def find() -> Tensor | Failed:
+            if neighbour.only and kind not in neighbour.only:
+                return Failed("the node is not made for it")
+            model = self.model(kind)
+            try:
+                result = run(neighbour, neighbour.patch(model, kind), kind)
+            except Exception as error:
+                return Failed(f"alone, the node fails: {_in_words(error)}")
+            if not result.isfinite().all():
+                return Failed("alone, the node gives no finite result")
+            is_plain = neighbour is NOBODY
+            if not is_plain and not neighbour.is_exact:
+                plain = self._alone(kind, NOBODY)
+                if plain.shape == result.shape and _difference(result, plain) < FAR:
+                    return Failed("alone, the node changes nothing")
+            return result
+
+        found = self._once(("alone", kind, neighbour.name), find)
+        if isinstance(found, Failed):
+            raise found
+        return found
+
+    def _both(
+        self, kind: str, neighbour: Neighbour, setting: str, order: str, make: MakeStrategy
+    ) -> tuple[Tensor, list[str]]:
+        """The result of another node and of merging, and what our log tells of it."""
+        model, config = self.model(kind), SETTINGS[setting]
+        if order == ORDERS[0]:
+            both = neighbour.patch(attach(model, config, make), kind)
+        else:
+            both = attach(neighbour.patch(model, kind), config, make)
+        result = run(neighbour, both, kind)
+        return result, _told(both)
+
+    def model(self, kind: str) -> ModelPatcher:
+        return self._once(("model", kind), lambda: build(KINDS[kind]))
+
+    def _once(self, key: Any, find: Callable[[], Any]) -> Any:
+        if key not in self._kept:
+            self._kept[key] = find()
+        return self._kept[key]
+
+
+Row = Mapping[str, Mapping[str, Cell]]
+"""The cells of a node, by kind of model and by setting and order."""
+
+
+def row_of(bench: Bench, neighbour: Neighbour) -> Row:
+    """All cells of a node."""
+    return {
+        kind: {
+            f"{setting}, {order}": bench.cell(kind, neighbour, setting, order)
+            for setting, order in meetings(neighbour)
+        }
+        for kind in COLUMNS
+    }
+
+
+def main() -> int:
+    """Run all cells and write the table; 1 if one of them is wrong."""
+    parser = argparse.ArgumentParser(prog="dev.py bench --compatibility", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=[each.name for each in ALL])
+    parser.add_argument("--name", default="compatibility", help="name of the result files")
+    arguments = parser.parse_args()
+    logging.getLogger("tome_nodes").setLevel(logging.ERROR)
+    bench, rows = Bench(), {}
+    for neighbour in ALL:
+        if arguments.only is None or neighbour.name in arguments.only:
+            began = time.monotonic()
+            rows[neighbour.name] = row_of(bench, neighbour)
+            print(f"{neighbour.name}: {time.monotonic() - began:.0f} s", flush=True)
+    result = {**origin("cpu", "--compatibility"), "host": comfyui_version.__version__}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{arguments.name}.json").write_text(
+        json.dumps(result | {"rows": in_short(rows)}, indent=1) + "\n", encoding="utf-8"
+    )
+    (RESULTS / f"{arguments.name}.md").write_text(markdown(result, rows), encoding="utf-8")
+    cells = [cell for row in rows.values() for by in row.values() for cell in by.values()]
+    counts = Counter(cell.verdict for cell in cells)
+    print("summary: " + " ".join(f"{each.replace(' ', '_')}={counts[each]}" for each in VERDICTS))
+    return int(counts[WRONG] > 0)
+
+
+def in_short(rows: Mapping[str, Row]) -> dict[str, Any]:
+    """The table as plain data: what all settings of a cell have in common is said once."""
+    return {
+        name: {
+            kind: {
+                ", ".join(meetings) or "all": {"verdict": cell.verdict, "why": cell.why}
+                for cell, meetings in _grouped(cells).items()
+            }
+            for kind, cells in row.items()
+        }
+        for name, row in rows.items()
+    }
+
+
+def _grouped(cells: Mapping[str, Cell]) -> dict[Cell, list[str]]:
+    """The settings and orders by their cells; none if all have the same."""
+    groups: dict[Cell, list[str]] = {}
+    for meeting, cell in cells.items():
+        groups.setdefault(cell, []).append(meeting)
+    return groups if len(groups) > 1 else {cell: [] for cell in groups}
+
+
+def markdown(result: Mapping[str, Any], rows: Mapping[str, Row]) -> str:
+    """The table, with the reasons below it."""
+    notes: dict[str, int] = {}
+    lines = [[name, *(_shown(row[kind], notes) for kind in COLUMNS)] for name, row in rows.items()]
+    stand_ins = {each.name: each.source for each in ALL if not each.is_of_the_host}
+    return "\n".join(
+        [
+            "# Beside other nodes",
+            "",
+            f"`{result['command']}`, ComfyUI {result['host']}, {result['machine']['description']}, "
+            f"{result['date']}.",
+            "",
+            _INTRODUCTION,
+            "",
+            grid(["node", *COLUMNS.values()], lines),
+            "",
+            *(f"{number}. {note}" for note, number in notes.items()),
+            "",
+            "Stand-ins, written after what these files do to a model:",
+            "",
+            *(f"- {name}: `{source}`" for name, source in stand_ins.items()),
+            "",
+        ]
+    )
+
+
+def _shown(cells: Mapping[str, Cell], notes: dict[str, int]) -> str:
+    """The worst of some cells in a word, with the numbers of the notes that say why."""
+    groups = _grouped(cells)
+    worst = max((cell.verdict for cell in groups), key=VERDICTS.index)
+    if worst == NONE:
+        return "-"
+    numbers = []
+    for cell, meetings in groups.items():
+        if cell.why:
+            note = f"{', '.join(_settings_of(meetings))}: {cell.why}" if meetings else cell.why
+            numbers.append(str(notes.setdefault(note, len(notes) + 1)))
+    return f"{worst} [{', '.join(numbers)}]" if numbers else worst
+
+
+def _settings_of(meetings: Sequence[str]) -> list[str]:
+    """Settings and orders in words: the order is left out where it does not matter."""
+    both = {meeting.rpartition(", ")[0] for meeting in meetings}
+    settings = [each for each in SETTINGS if each in both]
+    if len(meetings) == len(ORDERS) * len(settings):
+        return settings
+    return list(meetings)
+
+
+def run(neighbour: Neighbour, model: ModelPatcher, kind: str) -> Tensor:
+    """Sample with a model that another node has changed, as that node wants it."""
+    tiny = KINDS[kind]
+    if neighbour.is_slow:
+        # Otherwise graphs of other models count towards the limit.
+        torch.compiler.reset()
+    with torch.random.fork_rng():
+        # Some nodes draw from the global generator.
+        torch.manual_seed(5)
+        if neighbour.guider is None:
+            further: dict[str, Any] = {"steps": STEPS} | neighbour.sampling(model, kind)
+            return sample(model, tiny, tiny.size(*SIDES), **further)
+        guider = neighbour.guider(model, kind)
+        sampling = model.get_model_object("model_sampling")
+        frames = () if tiny.frames is None else (tiny.frames,)
+        empty = torch.zeros(1, tiny.channels, *frames, *tiny.size(*SIDES))
+        return guider.sample(
+            comfy.sample.prepare_noise(empty, 1),
+            empty,
+            comfy.samplers.sampler_object("euler"),
+            comfy.samplers.calculate_sigmas(sampling, "simple", STEPS),
+            disable_pbar=True,
+            seed=1,
+        )
+
+
+def _told(model: ModelPatcher) -> list[str]:
+    """What our log tells of the last run of a model, apart from what merged."""
+    last = last_run(model)
+    if last is None:
+        raise RuntimeError("the other node has removed merging from the model")
+    if last.obstacle is not None:
+        return [_NOTHING + last.obstacle]
+    reason = last.counts.most_common_reason
+    return [*words.deviations(last.counts), *([] if reason is None else [reason])]
+
+
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def _in_words(error: Exception) -> str:
+    """An error on one line."""
+    line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {line[:100]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

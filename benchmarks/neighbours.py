@@ -1,0 +1,581 @@
+"""Other nodes that people put beside ours, each as it changes a model or the sampling of it.
+
+Most are ComfyUI's own. Those of other packs cannot run here, so a stand-in does to the model object
+what they do (:mod:`benchmarks.stand_ins`), and says where that is to be read.
+"""
+
+import asyncio
+import importlib
+import inspect
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import comfy.controlnet
+import comfy.gligen
+import comfy.hooks
+import comfy.sd
+
+# Without it, the nodes of latents cannot be imported: the two import each other.
+import comfy_extras.nodes_post_processing  # noqa: F401
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from benchmarks import stand_ins
+from tools.tiny_models import TINY, UNETS, Tiny, build, conditioning
+
+KINDS: Mapping[str, Tiny] = UNETS | TINY
+"""The tiny models, by name."""
+
+SIDES = (8, 12)
+"""Height and width of the latents in tokens: two windows of no square shape."""
+
+Patch = Callable[[ModelPatcher, str], Any]
+"""Takes a model and the name of its kind; returns what the node makes of the model."""
+
+Sampling = Callable[[ModelPatcher, str], dict[str, Any]]
+"""Takes the same; returns further arguments of :func:`tools.tiny_models.sample`."""
+
+
+def _unchanged(model: ModelPatcher, kind: str) -> ModelPatcher:
+    return model
+
+
+def _as_ever(model: ModelPatcher, kind: str) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbour:
+    """Another node.
+
+    Attributes:
+        name: its id, or that of what it stands for.
+        source: the file that defines it, below ComfyUI's folder or in another repository.
+        patch: what it makes of a model.
+        sampling: what it changes in the sampling of any model.
+        guider: makes a guider of a model; None if the node makes none.
+        only: the kinds of models it is made for; empty for any.
+        is_exact: whether it hardly changes the result, but how it is computed.
+        is_slow: whether it compiles, so that it meets fewer settings.
+    """
+
+    name: str
+    source: str
+    patch: Patch = _unchanged
+    sampling: Sampling = _as_ever
+    guider: Patch | None = None
+    only: frozenset[str] = frozenset()
+    is_exact: bool = False
+    is_slow: bool = False
+
+    @property
+    def is_of_the_host(self) -> bool:
+        """Whether it is ComfyUI's own and not a stand-in."""
+        return self.source.startswith(("comfy_extras/", "nodes.py")) and " " not in self.source
+
+
+def core_node(module: str, name: str) -> Any:
+    """A node class of ComfyUI, by the module below ``comfy_extras`` that holds it."""
+    holder = importlib.import_module(f"comfy_extras.{module}")
+    if not hasattr(holder, "comfy_entrypoint"):
+        return holder.NODE_CLASS_MAPPINGS[name]
+
+    async def nodes() -> list[Any]:
+        extension = holder.comfy_entrypoint()
+        # In some modules it is a coroutine.
+        extension = await extension if inspect.isawaitable(extension) else extension
+        return await extension.get_node_list()
+
+    return {node.GET_SCHEMA().node_id: node for node in asyncio.run(nodes())}[name]
+
+
+def execute(node: Any, *args: Any, **inputs: Any) -> Any:
+    """The first output of a node, of the old interface or the new."""
+    if hasattr(node, "FUNCTION"):
+        return getattr(node(), node.FUNCTION)(*args, **inputs)[0]
+    return node.execute(*args, **inputs).result[0]
+
+
+def _core(
+    name: str, module: str, *only: str, sampling: Sampling = _as_ever, **inputs: Any
+) -> Neighbour:
+    """A node of ComfyUI that takes a model and returns one."""
+
+    def patch(model: ModelPatcher, kind: str) -> Any:
+        return execute(core_node(module, name), model, **inputs)
+
+    return Neighbour(
+        name=name,
+        source=f"comfy_extras/{module}.py",
+        patch=patch,
+        sampling=sampling,
+        only=frozenset(only),
+    )
+
+
+@lru_cache(maxsize=1)
+def _other_model(kind: str) -> ModelPatcher:
+    """Another model of the same kind, with weights of its own."""
+    return _with_lora(build(KINDS[kind]), kind)
+
+
+def _with_another_model(name: str, **inputs: Any) -> Neighbour:
+    """A node of ComfyUI that merges the weights of two models."""
+    module = "nodes_model_merging"
+
+    def patch(model: ModelPatcher, kind: str) -> Any:
+        return execute(core_node(module, name), model, _other_model(kind), **inputs)
+
+    return Neighbour(name=name, source=f"comfy_extras/{module}.py", patch=patch)
+
+
+def _stand_in(
+    name: str, source: str, patch: Patch, *only: str, is_exact: bool = False, is_slow: bool = False
+) -> Neighbour:
+    return Neighbour(
+        name=name,
+        source=source,
+        patch=patch,
+        only=frozenset(only),
+        is_exact=is_exact,
+        is_slow=is_slow,
+    )
+
+
+def lora_of(model: ModelPatcher, rank: int = 4) -> dict[str, Tensor]:
+    """A LoRA of random weights for some of the attentions of a model."""
+    random = torch.Generator().manual_seed(0)
+    weights = [
+        (name.removesuffix(".weight"), tuple(weight.shape))
+        for name, weight in model.model.state_dict().items()
+        if weight.ndim == 2 and name.endswith(".weight") and ("attn" in name or "attention" in name)
+    ]
+    lora = {}
+    for name, (outputs, inputs) in weights[:: max(1, len(weights) // 6)]:
+        down = torch.randn(rank, inputs, generator=random) * inputs**-0.5
+        lora[f"{name}.lora_down.weight"] = down
+        lora[f"{name}.lora_up.weight"] = torch.randn(outputs, rank, generator=random) * 0.5
+    return lora
+
+
+def _with_lora(model: ModelPatcher, kind: str) -> ModelPatcher:
+    return comfy.sd.load_lora_for_models(model, None, lora_of(model), 1.0, 0.0)[0]
+
+
+def _with_bypassed_lora(model: ModelPatcher, kind: str) -> ModelPatcher:
+    return comfy.sd.load_bypass_lora_for_models(model, None, lora_of(model), 1.0, 0.0)[0]
+
+
+def _prompts(kind: str, **extras: Any) -> list[Any]:
+    """A positive prompt with further conditions, and a negative one."""
+    tiny = KINDS[kind]
+    return [conditioning(tiny, 5, **extras), conditioning(tiny, 6)]
+
+
+class Adds(comfy.controlnet.ControlBase):
+    """A control of the host that adds to the output of a block, as a ControlNet does.
+
+    Args:
+        place: ``input``, ``middle`` or ``output``, as the class of the model calls it.
+        shape: that of what is added.
+    """
+
+    def __init__(self, place: str, *shape: int):
+        super().__init__()
+        random = torch.Generator().manual_seed(7)
+        empty: dict[str, list[Tensor]] = {"input": [], "middle": [], "output": []}
+        self.added = empty | {place: [torch.randn(1, *shape, generator=random)]}
+
+    def get_control(self, *args: Any) -> dict[str, list[Tensor]]:
+        return {place: list(added) for place, added in self.added.items()}
+
+    def copy(self) -> "Adds":
+        return self
+
+    def get_models(self) -> list[Any]:
+        return []
+
+    def cleanup(self) -> None:
+        pass
+
+
+_CONTROLLED: Mapping[str, tuple[Any, ...]] = {
+    "sd15": ("middle", 128, SIDES[0] // 4, SIDES[1] // 4),
+    "sdxl": ("middle", 128, SIDES[0] // 4, SIDES[1] // 4),
+    "flux": ("input", SIDES[0] * SIDES[1], 64),
+    "sd3": ("output", SIDES[0] * SIDES[1], 128),
+    "qwen_image": ("input", SIDES[0] * SIDES[1], 64),
+}
+
+
+def _controlled(model: ModelPatcher, kind: str) -> dict[str, Any]:
+    return {"prompts": _prompts(kind, control=Adds(*_CONTROLLED[kind]))}
+
+
+def _boxed(model: ModelPatcher, kind: str) -> dict[str, Any]:
+    """A prompt with GLIGEN's box, whose weights are random."""
+    channels = {"sd15": [32, 64, 128, 64, 64, 32, 32], "sdxl": [64, 128, 128, 128, 128, 64, 64]}
+    wide = 16
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        fusers = [
+            comfy.gligen.GatedSelfAttentionDense(each, wide, 2, each // 2)
+            for each in channels[kind]
+        ]
+        gligen = comfy.gligen.Gligen(fusers, comfy.gligen.PositionNet(wide, wide), wide)
+        for name, parameter in gligen.named_parameters():
+            parameter.data.normal_(0.5 if "alpha" in name else 0.0, 0.1)
+        box = (torch.randn(1, wide), 4, 6, 2, 2)
+    cpu = torch.device("cpu")
+    placed = ("position", ModelPatcher(gligen, cpu, cpu), [box])
+    return {"prompts": _prompts(kind, gligen=placed)}
+
+
+def _hooked(model: ModelPatcher, kind: str) -> dict[str, Any]:
+    """A LoRA that holds for the positive prompt only."""
+    positive, negative = _prompts(kind)
+    hooks = comfy.hooks.create_hook_lora(lora_of(model), 1.0, 1.0)
+    (hooked,) = comfy.hooks.set_conds_props([positive], 1.0, "default", hooks=hooks)
+    return {"prompts": [hooked, negative]}
+
+
+def _in_areas(model: ModelPatcher, kind: str) -> dict[str, Any]:
+    positive, negative = _prompts(kind)
+    half = KINDS[kind].size(SIDES[0], SIDES[1] // 2)
+    area = conditioning(KINDS[kind], 7, area=(*half, 0, 0), strength=1.0)
+    return {"prompts": [positive + area, negative]}
+
+
+def _masked(model: ModelPatcher, kind: str) -> dict[str, Any]:
+    """A picture, and a mask of how much of it is to change."""
+    high, wide = KINDS[kind].size(*SIDES)
+    ramp = torch.linspace(0, 1, wide).expand(1, 1, high, wide)
+    return {"picture": 0.3, "noise_mask": ramp}
+
+
+def _with_references(model: ModelPatcher, kind: str) -> dict[str, Any]:
+    tiny = KINDS[kind]
+    random = torch.Generator().manual_seed(3)
+    reference = torch.randn(1, tiny.channels, *tiny.size(4, 6), generator=random)
+    return {"prompts": _prompts(kind, reference_latents=[reference]), "cfg": 1.0}
+
+
+def _several(model: ModelPatcher, kind: str) -> dict[str, Any]:
+    return {"batch": 4}
+
+
+def _several_frames(model: ModelPatcher, kind: str) -> dict[str, Any]:
+    """A UNet has a video in its batch, as with AnimateDiff."""
+    return {} if kind in _VIDEOS else {"batch": 5}
+
+
+def _in_windows(model: ModelPatcher, kind: str) -> Any:
+    node = core_node("nodes_context_windows", "ContextWindowsManual")
+    dim = 2 if kind in _VIDEOS else 0
+    return execute(node, model, context_length=3, context_overlap=1, dim=dim, **_WINDOWS)
+
+
+def _sampler(name: str) -> Sampling:
+    return lambda model, kind: {"sampler": name}
+
+
+def _with_hypernetwork(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """What the loader does, with a file that is in no folder of the host."""
+    from comfy_extras.nodes_hypernetwork import load_hypernetwork_patch
+
+    random = torch.Generator().manual_seed(0)
+
+    def layer(wide: int) -> dict[str, Tensor]:
+        weight = torch.randn(wide, wide, generator=random) * 0.3 * wide**-0.5
+        return {"linear.weight": weight, "linear.bias": torch.zeros(wide)}
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "hypernetwork.pt"
+        torch.save({wide: (layer(wide), layer(wide)) for wide in (32, 64, 128)}, path)
+        patch = load_hypernetwork_patch(str(path), 1.0)
+    clone = model.clone()
+    clone.set_model_attn1_patch(patch)
+    clone.set_model_attn2_patch(patch)
+    return clone
+
+
+def _tone_mapped(model: ModelPatcher, kind: str) -> Any:
+    operation = execute(core_node("nodes_latent", "LatentOperationTonemapReinhard"), multiplier=1.2)
+    return execute(core_node("nodes_latent", "LatentApplyOperationCFG"), model, operation)
+
+
+def _away_from_a_prompt(model: ModelPatcher, kind: str) -> Any:
+    return execute(core_node("nodes_perpneg", "PerpNeg"), model, conditioning(KINDS[kind], 7), 1.0)
+
+
+def _predicting_v(model: ModelPatcher, kind: str) -> Any:
+    node = core_node("nodes_model_advanced", "ModelSamplingDiscrete")
+    return execute(node, model, sampling="v_prediction", zsnr=True)
+
+
+def _perpneg(model: ModelPatcher, kind: str) -> Any:
+    prompts = (*_prompts(kind), conditioning(KINDS[kind], 7))
+    return execute(core_node("nodes_perpneg", "PerpNegGuider"), model, *prompts, 4.0, 1.0)
+
+
+def _dual_cfg(model: ModelPatcher, kind: str) -> Any:
+    positive, negative = _prompts(kind)
+    node = core_node("nodes_custom_sampler", "DualCFGGuider")
+    other = conditioning(KINDS[kind], 7)
+    return execute(node, model, positive, other, negative, 4.0, 2.0, "regular")
+
+
+def _dual_model(model: ModelPatcher, kind: str) -> Any:
+    positive, negative = _prompts(kind)
+    node = core_node("nodes_custom_sampler", "DualModelGuider")
+    return execute(node, model, positive, 4.0, _other_model(kind), negative)
+
+
+def _unguided(model: ModelPatcher, kind: str) -> Any:
+    return execute(core_node("nodes_custom_sampler", "BasicGuider"), model, _prompts(kind)[0])
+
+
+_SAMPLERS = "comfy_extras/nodes_custom_sampler.py"
+_NODES = "nodes.py"
+_UNETS = tuple(UNETS)
+_VIDEOS = tuple(kind for kind, tiny in KINDS.items() if (tiny.frames or 1) > 1)
+_WINDOWS: Mapping[str, Any] = {
+    "context_schedule": "standard_static",
+    "context_stride": 1,
+    "closed_loop": False,
+    "fuse_method": "pyramid",
+    "freenoise": False,
+}
+_GUIDANCE: Mapping[str, Any] = {"scale": 3.0, "start_percent": 0.0, "end_percent": 1.0}
+_MULTIPLIERS: Mapping[str, Any] = {"q": 1.2, "k": 1.1, "v": 0.9, "out": 1.1}
+_CACHE: Mapping[str, Any] = {
+    "reuse_threshold": 30.0,
+    "start_percent": 0.0,
+    "end_percent": 1.0,
+    "verbose": False,
+}
+
+ALL: tuple[Neighbour, ...] = (
+    # They change the tokens, the attention or the blocks.
+    _core(
+        "HyperTile",
+        "nodes_hypertile",
+        tile_size=32,
+        swap_size=2,
+        max_depth=0,
+        scale_depth=False,
+    ),
+    _core(
+        "PatchModelAddDownscale",
+        "nodes_model_downscale",
+        block_number=2,
+        downscale_factor=2.0,
+        start_percent=0.0,
+        end_percent=0.6,
+        downscale_after_skip=True,
+        downscale_method="bicubic",
+        upscale_method="bicubic",
+    ),
+    _core("TomePatchModel", "nodes_tomesd", ratio=0.3),
+    _core("PerturbedAttentionGuidance", "nodes_pag", scale=3.0),
+    _core("SelfAttentionGuidance", "nodes_sag", scale=0.5, blur_sigma=2.0),
+    _core("NAGuidance", "nodes_nag", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),
+    _core("SkipLayerGuidanceDiT", "nodes_slg", double_layers="0", single_layers="1", **_GUIDANCE),
+    _core(
+        "SkipLayerGuidanceDiTSimple",
+        "nodes_slg",
+        double_layers="0",
+        single_layers="1",
+        start_percent=0.0,
+        end_percent=1.0,
+    ),
+    _core("SkipLayerGuidanceSD3", "nodes_sd3", layers="0", **_GUIDANCE),
+    _core("FreeU", "nodes_freelunch", b1=1.1, b2=1.2, s1=0.9, s2=0.2),
+    _core("FreeU_V2", "nodes_freelunch", b1=1.3, b2=1.4, s1=0.9, s2=0.2),
+    _core("UNetSelfAttentionMultiply", "nodes_attention_multiply", **_MULTIPLIERS),
+    _core("UNetCrossAttentionMultiply", "nodes_attention_multiply", **_MULTIPLIERS),
+    _core(
+        "UNetTemporalAttentionMultiply",
+        "nodes_attention_multiply",
+        self_structural=1.2,
+        self_temporal=0.9,
+        cross_structural=1.1,
+        cross_temporal=0.9,
+    ),
+    Neighbour(
+        name="HypernetworkLoader",
+        source="comfy_extras/nodes_hypernetwork.py",
+        patch=_with_hypernetwork,
+    ),
+    Neighbour(name="GLIGENTextBoxApply", source=_NODES, sampling=_boxed, only=frozenset(_UNETS)),
+    Neighbour(
+        name="ControlNetApplyAdvanced",
+        source=_NODES,
+        sampling=_controlled,
+        only=frozenset(_CONTROLLED),
+    ),
+    _core("FluxKVCache", "nodes_flux", "flux", sampling=_with_references),
+    _core(
+        "ScaleROPE",
+        "nodes_rope",
+        scale_x=1.5,
+        shift_x=1.0,
+        scale_y=1.5,
+        shift_y=0.0,
+        scale_t=1.0,
+        shift_t=0.0,
+    ),
+    # They skip or split evaluations.
+    _core("EasyCache", "nodes_easycache", **_CACHE),
+    _core("LazyCache", "nodes_easycache", **_CACHE),
+    Neighbour(
+        name="ContextWindowsManual",
+        source="comfy_extras/nodes_context_windows.py",
+        patch=_in_windows,
+        sampling=_several_frames,
+        only=frozenset(("sd15", *_VIDEOS)),
+    ),
+    _core(
+        "WanContextWindowsManual",
+        "nodes_context_windows",
+        "wan21",
+        context_length=9,
+        context_overlap=4,
+        **_WINDOWS,
+    ),
+    _core(
+        "LTXVContextWindows",
+        "nodes_context_windows",
+        "ltxv",
+        context_length=17,
+        context_overlap=8,
+        **_WINDOWS,
+    ),
+    Neighbour(name="ConditioningSetArea", source=_NODES, sampling=_in_areas),
+    # They compute the same in another way.
+    Neighbour(
+        name="TorchCompileModel",
+        source="comfy_extras/nodes_torch_compile.py",
+        patch=lambda model, kind: execute(
+            core_node("nodes_torch_compile", "TorchCompileModel"), model, backend="eager"
+        ),
+        only=frozenset(("sd15", "flux")),
+        is_exact=True,
+        is_slow=True,
+    ),
+    # They change the weights.
+    Neighbour(name="LoraLoader", source=_NODES, patch=_with_lora),
+    Neighbour(
+        name="LoraLoaderBypass",
+        source="comfy_extras/nodes_lora_debug.py",
+        patch=_with_bypassed_lora,
+    ),
+    Neighbour(name="CreateHookLora", source="comfy_extras/nodes_hooks.py", sampling=_hooked),
+    _with_another_model("ModelMergeSimple", ratio=0.5),
+    _with_another_model("ModelMergeBlocks", input=0.5, middle=0.2, out=0.8),
+    # They guide.
+    _core("RescaleCFG", "nodes_model_advanced", multiplier=0.7),
+    _core("RenormCFG", "nodes_lumina2", cfg_trunc=100.0, renorm_cfg=1.0),
+    _core("CFGZeroStar", "nodes_cfg"),
+    _core("CFGNorm", "nodes_cfg", strength=0.9),
+    _core("TCFG", "nodes_tcfg"),
+    _core("APG", "nodes_apg", eta=0.5, norm_threshold=5.0, momentum=-0.5),
+    _core("Mahiro", "nodes_mahiro"),
+    _core("FreSca", "nodes_fresca", scale_low=1.0, scale_high=1.25, freq_cutoff=2),
+    _core("Epsilon Scaling", "nodes_eps", scaling_factor=1.01),
+    _core("TemporalScoreRescaling", "nodes_eps", tsr_k=0.95, tsr_sigma=1.0),
+    _core("CFGOverride", "nodes_custom_sampler", cfg=1.0, start_percent=0.4, end_percent=1.0),
+    _core("VideoLinearCFGGuidance", "nodes_video_model", sampling=_several, min_cfg=1.0),
+    _core("VideoTriangleCFGGuidance", "nodes_video_model", sampling=_several, min_cfg=1.0),
+    Neighbour(
+        name="LatentApplyOperationCFG",
+        source="comfy_extras/nodes_latent.py",
+        patch=_tone_mapped,
+    ),
+    Neighbour(name="PerpNeg", source="comfy_extras/nodes_perpneg.py", patch=_away_from_a_prompt),
+    Neighbour(name="PerpNegGuider", source="comfy_extras/nodes_perpneg.py", guider=_perpneg),
+    Neighbour(name="DualCFGGuider", source=_SAMPLERS, guider=_dual_cfg),
+    Neighbour(name="DualModelGuider", source=_SAMPLERS, guider=_dual_model),
+    Neighbour(name="BasicGuider", source=_SAMPLERS, guider=_unguided),
+    # They change noise levels, steps or masks.
+    Neighbour(
+        name="ModelSamplingDiscrete",
+        source="comfy_extras/nodes_model_advanced.py",
+        patch=_predicting_v,
+        only=frozenset(_UNETS),
+    ),
+    _core("ModelSamplingSD3", "nodes_model_advanced", *TINY, shift=5.0),
+    _core("ModelSamplingAuraFlow", "nodes_model_advanced", *TINY, shift=1.0),
+    _core("DifferentialDiffusion", "nodes_differential_diffusion", sampling=_masked),
+    Neighbour(name="KSampler, heun", source=_NODES, sampling=_sampler("heun")),
+    Neighbour(
+        name="SamplerDPMPP_2S_Ancestral",
+        source=_SAMPLERS,
+        sampling=_sampler("dpmpp_2s_ancestral"),
+    ),
+    Neighbour(
+        name="SamplerEulerAncestralCFGPP",
+        source=_SAMPLERS,
+        sampling=_sampler("euler_ancestral_cfg_pp"),
+    ),
+    # Other packs, by stand-ins.
+    _stand_in(
+        "Patch Sage Attention KJ",
+        "kijai/ComfyUI-KJNodes nodes/model_optimization_nodes.py",
+        stand_ins.attend_in_low_precision,
+        is_exact=True,
+    ),
+    _stand_in(
+        "Sol-Attn",
+        "Saganaki22/ComfyUI-sol-attn",
+        stand_ins.attend_or_pass_on,
+    ),
+    _stand_in(
+        "TorchCompileModelAdvanced",
+        "kijai/ComfyUI-KJNodes nodes/model_optimization_nodes.py",
+        stand_ins.compile_blocks,
+        "flux",
+        is_exact=True,
+        is_slow=True,
+    ),
+    _stand_in(
+        "ApplyFBCacheOnModel",
+        "chengzeyi/Comfy-WaveSpeed first_block_cache.py",
+        stand_ins.cache_by_first_block,
+        *(kind for kind in KINDS if kind != "wan21"),
+    ),
+    _stand_in(
+        "TeaCache",
+        "welltop-cn/ComfyUI-TeaCache nodes.py",
+        stand_ins.cache_by_input,
+        "flux",
+        "wan21",
+    ),
+    _stand_in(
+        "SpectrumSDXL", "ruwwww/ComfyUI-Spectrum-sdxl src/spectrum_node.py", stand_ins.forecast
+    ),
+    _stand_in(
+        "TiledDiffusion", "shiimizu/ComfyUI-TiledDiffusion tiled_diffusion.py", stand_ins.tile
+    ),
+    _stand_in(
+        "IPAdapter",
+        "cubiq/ComfyUI_IPAdapter_plus IPAdapterPlus.py",
+        stand_ins.add_attention,
+        *_UNETS,
+    ),
+    _stand_in(
+        "double_block patches",
+        "comfy_extras/nodes_model_patch.py (QwenImageDiffsynthControlnet, ZImageFunControlnet)",
+        stand_ins.patch_after_blocks,
+        "qwen_image",
+        "lumina2",
+    ),
+)
+"""All neighbours, in the order of the table."""
+
+BY_NAME: Mapping[str, Neighbour] = {each.name: each for each in ALL}

@@ -1,0 +1,419 @@
+"""What nodes of other packs do to a model, for tests beside them.
+
+Each is our own, written after what the node does to the model object: which wrapper, attribute or
+option it sets, whether it calls what was there before, and when it skips what. Thresholds are such
+that a run of four steps skips something. The sources are named in :mod:`benchmarks.neighbours`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from comfy.ldm.flux.layers import timestep_embedding
+from comfy.ldm.modules.attention import attention_basic
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel, forward_timestep_embed
+from comfy.ldm.wan.model import sinusoidal_embedding_1d
+from comfy.model_patcher import ModelPatcher
+from comfy_api.torch_helpers import set_torch_compile_wrapper
+from torch import Tensor, nn
+
+_OVERRIDE = "optimized_attention_override"
+
+
+def attend_in_low_precision(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """An attention override that ignores the function it is given, for one in low precision."""
+
+    def override(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        q, k, v, *rest = args
+        q, k, v = (x.bfloat16().to(x.dtype) for x in (q, k, v))
+        return attention_basic.__wrapped__(q, k, v, *rest, **kwargs)
+
+    clone = model.clone()
+    clone.model_options["transformer_options"][_OVERRIDE] = override
+    return clone
+
+
+def attend_or_pass_on(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """An attention override that attends itself, or calls what it is given where it cannot."""
+    clone = model.clone()
+    options = clone.model_options["transformer_options"]
+    before = options.get(_OVERRIDE)
+
+    def override(func: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("mask") is not None or q.shape[-2] != k.shape[-2]:
+            passed = func if before is None else partial(before, func)
+            return passed(q, k, v, *args, **kwargs)
+        return attention_basic.__wrapped__(2 * q, k, v, *args, **kwargs)
+
+    options[_OVERRIDE] = override
+    return clone
+
+
+_BLOCKS = (
+    *("double_blocks", "single_blocks", "layers", "transformer_blocks", "blocks"),
+    *("visual_transformer_blocks", "text_transformer_blocks"),
+)
+"""The attributes of a model whose blocks are compiled one by one."""
+
+
+def compile_blocks(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """Compiled blocks in place of those of the model; the whole model if it has no known ones."""
+    clone = model.clone()
+    network = clone.get_model_object("diffusion_model")
+    keys = [
+        f"diffusion_model.{name}.{index}"
+        for name in _BLOCKS
+        for index in range(len(getattr(network, name, ())))
+    ]
+    set_torch_compile_wrapper(clone, backend="eager", keys=keys or ["diffusion_model"])
+    return clone
+
+
+class _Levels:
+    """Counts the noise levels of a run, and keeps something for each evaluation at a level."""
+
+    def __init__(self) -> None:
+        self.last: float | None = None
+        self.level = self.call = 0
+        self.kept: dict[Any, Any] = {}
+
+    def begins(self, t: Tensor) -> None:
+        """Another evaluation begins."""
+        sigma = float(t.flatten()[0])
+        if self.last is None or sigma > self.last:
+            self.level, self.call = 0, 0
+            self.kept.clear()
+        elif sigma < self.last:
+            self.level, self.call = self.level + 1, 0
+        else:
+            self.call += 1
+        self.last = sigma
+
+    def has(self, name: str, like: Tensor) -> bool:
+        """Whether something of this shape was kept for an evaluation like this one."""
+        kept = self.kept.get((name, self.call))
+        return kept is not None and kept.shape == like.shape
+
+    def get(self, name: str) -> Any:
+        return self.kept[name, self.call]
+
+    def keep(self, name: str, value: Any) -> None:
+        self.kept[name, self.call] = value
+
+
+def _in_each_evaluation(
+    model: ModelPatcher, evaluate: Callable[[Callable[..., Tensor], dict[str, Any]], Tensor]
+) -> ModelPatcher:
+    clone = model.clone()
+    clone.set_model_unet_function_wrapper(evaluate)
+    return clone
+
+
+@contextmanager
+def _replaced(owner: nn.Module, **values: Any) -> Iterator[None]:
+    """Attributes of a module replaced for a while, as ``unittest.mock.patch`` does."""
+    before = {name: getattr(owner, name) for name in values}
+    own = {name for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in own or name in owner._modules:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+def forecast(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """The output of some steps is a straight line through the last two, without the model."""
+    levels = _Levels()
+
+    def evaluate(apply: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+        x, t = arguments["input"], arguments["timestep"]
+        levels.begins(t)
+        if levels.level == 2 and levels.has("first", x) and levels.has("last", x):
+            return 2 * levels.get("last") - levels.get("first")
+        out = apply(x, t, **arguments["c"])
+        if levels.has("last", out):
+            levels.keep("first", levels.get("last"))
+        levels.keep("last", out)
+        return out
+
+    return _in_each_evaluation(model, evaluate)
+
+
+def tile(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """Each half of the picture is evaluated on its own."""
+
+    def evaluate(apply: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+        x, t, conditions = arguments["input"], arguments["timestep"], arguments["c"]
+        tiles = x.split(x.shape[-1] // 2, dim=-1)
+        return torch.cat([apply(each, t, **conditions) for each in tiles], -1)
+
+    return _in_each_evaluation(model, evaluate)
+
+
+def add_attention(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """Cross-attention of every block replaced by itself and another to a picture."""
+    random = torch.Generator().manual_seed(0)
+    picture = torch.randn(1, 4, 1024, generator=random)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        heads = options["n_heads"]
+        own = picture[..., : q.shape[2]].expand(len(q), -1, -1).to(q)
+        return attention_basic(q, k, v, heads) + 0.5 * attention_basic(q, own, own, heads)
+
+    clone = model.clone()
+    for place, number in (("input", 12), ("middle", 1), ("output", 12)):
+        for block in range(number):
+            clone.set_model_attn2_replace(attend, place, block)
+    return clone
+
+
+def patch_after_blocks(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """A patch that adds to the picture's tokens after each block."""
+
+    def add(arguments: dict[str, Any]) -> dict[str, Any]:
+        picture = arguments["img"]
+        ramp = torch.linspace(-0.2, 0.2, picture.shape[1])[None, :, None]
+        return arguments | {"img": picture + ramp.to(picture)}
+
+    clone = model.clone()
+    clone.set_model_double_block_patch(add)
+    return clone
+
+
+def cache_by_first_block(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """Where the first block changes its tokens like in the last step, the others are skipped.
+
+    A UNet and Flux get another forward for each evaluation, other models one module in place of all
+    their blocks.
+    """
+    network = model.get_model_object("diffusion_model")
+    levels = _Levels()
+    if isinstance(network, UNetModel):
+        replaced: dict[str, Any] = {"_forward": _unet_forward(network, levels)}
+    elif kind == "flux":
+        replaced = {"forward_orig": _flux_forward(network, levels, by_first_block=True)}
+    else:
+        names = ("transformer_blocks", "joint_blocks", "blocks", "layers")
+        name = next(name for name in names if hasattr(network, name))
+        cached = _CachedBlocks(getattr(network, name), levels, _STATE.get(kind, (0,)))
+        replaced = {name: nn.ModuleList([cached])}
+    return _with_replaced(model, network, levels, **replaced)
+
+
+def _with_replaced(
+    model: ModelPatcher, network: nn.Module, levels: _Levels, **values: Any
+) -> ModelPatcher:
+    """Attributes of a network replaced in each evaluation."""
+
+    def evaluate(apply: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+        levels.begins(arguments["timestep"])
+        with _replaced(network, **values):
+            return apply(arguments["input"], arguments["timestep"], **arguments["c"])
+
+    return _in_each_evaluation(model, evaluate)
+
+
+def _is_alike(levels: _Levels, now: Tensor) -> bool:
+    """Whether something changed little since the last level; what is given is kept for the next."""
+    alike = levels.has("sign", now)
+    if alike:
+        before = levels.get("sign")
+        alike = bool((now - before).abs().mean() < before.abs().mean())
+    levels.keep("sign", now)
+    return alike
+
+
+def _skipping(
+    levels: _Levels, start: Tensor, rest: Callable[[Tensor], Tensor], is_alike: bool
+) -> Tensor:
+    """The ``rest`` of a model, or the change that it made when it last ran."""
+    if is_alike and levels.has("change", start):
+        return start + levels.get("change")
+    out = rest(start)
+    levels.keep("change", out - start)
+    return out
+
+
+_STATE: Mapping[str, tuple[int | str, ...]] = {
+    "sd3": (0, 1),
+    "qwen_image": ("encoder_hidden_states", "hidden_states"),
+}
+"""The arguments of a block that the next one gets from it, the picture last; else the first one."""
+
+
+class _CachedBlocks(nn.Module):
+    """One module that runs many blocks, or only the first of them.
+
+    Args:
+        blocks: those of a model.
+        levels: those of a run.
+        places: the arguments of a block that the next one gets from it, the picture last.
+    """
+
+    def __init__(self, blocks: nn.ModuleList, levels: _Levels, places: tuple[int | str, ...]):
+        super().__init__()
+        self.blocks = blocks
+        self._levels = levels
+        self._places = places
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arguments: dict[Any, Any] = dict(enumerate(args)) | kwargs
+
+        def run(block: nn.Module) -> None:
+            out = block(
+                *(arguments[index] for index in range(len(args))),
+                **{name: arguments[name] for name in kwargs},
+            )
+            state = out if isinstance(out, tuple) else (out,)
+            arguments.update(zip(self._places, state, strict=True))
+
+        picture = self._places[-1]
+        before = arguments[picture].clone()
+        run(self.blocks[0])
+        start = arguments[picture].clone()
+        if _is_alike(self._levels, start - before) and self._levels.has("change", start):
+            arguments[picture] = start + self._levels.get("change")
+        else:
+            for block in self.blocks[1:]:
+                run(block)
+            self._levels.keep("change", arguments[picture] - start)
+        state = tuple(arguments[place] for place in self._places)
+        return state if len(state) > 1 else state[0]
+
+
+def _unet_forward(network: Any, levels: _Levels) -> Callable[..., Tensor]:
+    """The forward of a UNet that may skip what is between its first block and its output."""
+
+    def forward(
+        x: Tensor,
+        timesteps: Tensor,
+        context: Tensor,
+        y: Tensor | None = None,
+        control: Any = None,
+        transformer_options: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        options = transformer_options
+        options.update(original_shape=list(x.shape), transformer_index=0)
+        embedded = network.time_embed(timestep_embedding(timesteps, network.model_channels))
+        if y is not None:
+            embedded = embedded + network.label_emb(y)
+
+        def run(module: nn.Module, place: str, index: int, h: Tensor, *shape: Any) -> Tensor:
+            options["block"] = (place, index)
+            return forward_timestep_embed(module, h, embedded, context, options, *shape)
+
+        skips = [run(network.input_blocks[0], "input", 0, x)]
+        skips.append(run(network.input_blocks[1], "input", 1, skips[0]))
+        start = skips[1]
+        is_alike = _is_alike(levels, start - skips[0])
+
+        def rest(h: Tensor) -> Tensor:
+            for index, module in enumerate(network.input_blocks[2:], 2):
+                h = run(module, "input", index, h)
+                skips.append(h)
+            h = run(network.middle_block, "middle", 0, h)
+            for index, module in enumerate(network.output_blocks):
+                h = torch.cat([h, skips.pop()], 1)
+                shape = skips[-1].shape if skips else None
+                h = run(module, "output", index, h, shape)
+            return h
+
+        return network.out(_skipping(levels, start, rest, is_alike))
+
+    return forward
+
+
+def _flux_forward(network: Any, levels: _Levels, by_first_block: bool) -> Callable[..., Tensor]:
+    """The forward of Flux that may skip its blocks; they get no transformer options.
+
+    It does so where the first block changes its tokens like in the last step, or else where the
+    first block gets alike tokens.
+    """
+
+    def forward(
+        img: Tensor,
+        img_ids: Tensor,
+        txt: Tensor,
+        txt_ids: Tensor,
+        timesteps: Tensor,
+        y: Tensor,
+        guidance: Tensor | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
+        img, txt = network.img_in(img), network.txt_in(txt)
+        vector = network.time_in(timestep_embedding(timesteps, 256)) + network.vector_in(y)
+        if guidance is not None:
+            vector = vector + network.guidance_in(timestep_embedding(guidance, 256))
+        shared = {"vec": vector, "pe": network.pe_embedder(torch.cat((txt_ids, img_ids), 1))}
+        done = 0
+        sign = img
+        if by_first_block:
+            before = img.clone()
+            img, txt = network.double_blocks[0](img=img, txt=txt, **shared)
+            sign, done = img - before, 1
+
+        def rest(img: Tensor) -> Tensor:
+            text = txt
+            img = img.clone()
+            for block in network.double_blocks[done:]:
+                img, text = block(img=img, txt=text, **shared)
+            both = torch.cat((text, img), 1)
+            for block in network.single_blocks:
+                both = block(both, **shared)
+            return both[:, text.shape[1] :]
+
+        start = img
+        out = _skipping(levels, start, rest, _is_alike(levels, sign))
+        return network.final_layer(out, vector)
+
+    return forward
+
+
+def _wan_forward(network: Any, levels: _Levels) -> Callable[..., Tensor]:
+    """The forward of Wan that skips its blocks where the embedded time is alike."""
+
+    def forward(x: Tensor, t: Tensor, context: Tensor, freqs: Any, **_: Any) -> Tensor:
+        x = network.patch_embedding(x.float()).to(x.dtype)
+        grid = x.shape[2:]
+        time = network.time_embedding(sinusoidal_embedding_1d(network.freq_dim, t.flatten()))
+        time = time.reshape(len(t), -1, time.shape[-1])
+        shared = {
+            "e": network.time_projection(time).unflatten(2, (6, network.dim)),
+            "freqs": freqs,
+            "context": network.text_embedding(context),
+        }
+
+        def rest(tokens: Tensor) -> Tensor:
+            for block in network.blocks:
+                tokens = block(tokens, **shared)
+            return tokens
+
+        start = x.flatten(2).transpose(1, 2)
+        out = _skipping(levels, start, rest, _is_alike(levels, time))
+        return network.unpatchify(network.head(out, time), grid)
+
+    return forward
+
+
+def cache_by_input(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """All blocks are skipped where what enters them is like in the last step.
+
+    Flux and Wan get another forward for each evaluation.
+    """
+    network = model.get_model_object("diffusion_model")
+    levels = _Levels()
+    forward = (
+        _flux_forward(network, levels, by_first_block=False)
+        if kind == "flux"
+        else _wan_forward(network, levels)
+    )
+    return _with_replaced(model, network, levels, forward_orig=forward)
