@@ -35,6 +35,7 @@ from ...strategies import make_strategy
 from . import contract, graph
 from .families import family_of
 from .family import ComfyFamily, Inputs, uncompiled
+from .inside import can_run_inside, inside
 
 KEY = "tome_nodes"
 """Our key among the wrappers of a model and in its transformer options."""
@@ -312,9 +313,12 @@ class _SamplingRun:
             if not merges:
                 return denoise(x, options)
             own = self._attachment.family.options(options, run.sites)
-            if run.whole is None:
+            whole = run.whole
+            if whole is None:
                 return denoise(x, own)
-            return run.whole.run(x, lambda latent: denoise(latent, own))
+            if can_run_inside(model, own):
+                return denoise(x, inside(whole, t, tuple(x.shape), own))
+            return whole.run(x, lambda latent: denoise(latent, own))
 
     def gives_up(self, model: Any, error: torch.OutOfMemoryError) -> bool:
         """Whether merging itself had no memory left; then it is over for this run."""
