@@ -1,0 +1,94 @@
+"""What a run leaves behind: on models, in tensors that stay alive, in memory."""
+
+import ctypes
+import gc
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def state_of_modules(model: nn.Module) -> dict[str, Any]:
+    """What code can put on the modules of a model: attributes, overrides of forward, and hooks."""
+    state: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        attributes = vars(module)
+        state[name] = (
+            sorted(attributes),
+            id(attributes.get("forward")),
+            {key: [*hooks] for key, hooks in attributes.items() if "_hooks" in key and hooks},
+        )
+    return state
+
+
+def state_of_patcher(patcher: Any) -> Any:
+    """What a model patcher holds: options, wrappers, patches and whatever else."""
+    return {name: _shape(value) for name, value in vars(patcher).items() if name != "model"}
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The names whose values are not the same."""
+    names = dict.fromkeys([*before, *after])
+    return [name for name in names if before.get(name) != after.get(name)]
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _shape(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shape(each) for each in value]
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+class LiveTensors:
+    """The tensors that Python code can reach.
+
+    Those of before the object was made do not count: they are frozen, which also makes each look
+    a matter of milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        gc.collect()
+        gc.freeze()
+
+    def close(self) -> None:
+        """Let the collector have everything again."""
+        gc.unfreeze()
+
+    def new(self, models: Iterable[nn.Module]) -> list[weakref.ref[Tensor]]:
+        """The tensors since the last look, except the weights of models."""
+        gc.collect()
+        weights = {
+            id(tensor)
+            for model in models
+            for tensors in (model.parameters(), model.buffers())
+            for tensor in tensors
+        }
+        # The class of a proxy may be that of what it stands for, so ask for the type.
+        alive = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        new = [
+            each
+            for each in alive
+            if self._known.get(id(each)) is not each and id(each) not in weights
+        ]
+        for each in new:
+            self._known[id(each)] = each
+        return [weakref.ref(each) for each in new]
+
+
+def resident_bytes() -> int:
+    """The memory of this process, without what its C library only keeps for later.
+
+    Without the trim, glibc keeps freed pages in its arenas as long as anything above them is in
+    use, so the same objects take more or less memory by the order in which they were made.
+    """
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
