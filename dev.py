@@ -19,8 +19,8 @@ GRACE_SECONDS = 15
 SIDE_BY_SIDE = ("-n", "2", "--dist", "loadgroup")
 
 EPILOG = """\
-The first demo, bench or test makes .venv, with pinned packages and a real ComfyUI; this takes a
-few minutes and 6 GB. With --comfyui VERSION they use an earlier ComfyUI that is pinned; set
+The first demo, bench, soak or test makes .venv, with pinned packages and a real ComfyUI; this takes
+a few minutes and 6 GB. With --comfyui VERSION they use an earlier ComfyUI that is pinned; set
 COMFYUI_PATH to the folder of your own to use that instead. The commands "lint" and "test
 tests/unit" need only PyTorch, and fetch no ComfyUI and no browser. To undo everything, delete .venv
 and demo.
@@ -41,7 +41,7 @@ def main() -> int:
 
     parser = _parser()
     arguments, rest = parser.parse_known_args()
-    if rest and arguments.command not in ("test", "bench", "generate"):
+    if rest and arguments.command not in ("test", "bench", "soak", "generate"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if version := getattr(arguments, "comfyui", None):
         os.environ["COMFYUI_PATH"] = str(environment.pinned_comfyui(version))
@@ -50,6 +50,8 @@ def main() -> int:
             return demo(arguments)
         if arguments.command == "bench":
             return bench(rest)
+        if arguments.command == "soak":
+            return soak(rest)
         if arguments.command == "generate":
             from tools import generate
 
@@ -119,6 +121,16 @@ def bench(arguments: list[str]) -> int:
     module = [*asked, modules[chosen.host]][0]
     environment.prepare()
     return _call(environment.PYTHON, "-m", module, *rest, folder=ROOT)
+
+
+def soak(arguments: list[str]) -> int:
+    """Do many random runs in one process, and see whether any fails or leaves anything behind."""
+    from tools import environment
+
+    environment.prepare()
+    command = ("-m", "benchmarks.soak", *arguments)
+    settings = {"OMP_NUM_THREADS": "1"}
+    return _call(environment.PYTHON, *command, folder=ROOT, settings=settings)
 
 
 def lint() -> int:
@@ -191,6 +203,11 @@ def _parser() -> argparse.ArgumentParser:
         "--kernels, what the Triton kernels compile to: --quick, --targets; with "
         "--host-time, what merging adds before any kernel runs: --quick, --rounds; with "
         "--compatibility, the table of other nodes beside ours: --only, --name",
+    )
+    add(
+        "soak",
+        "do many random runs in one process, and see whether any fails or leaves anything behind; "
+        "more arguments: --runs, --quick, --seed, --only, --save",
     )
     add(
         "generate",

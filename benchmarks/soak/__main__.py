@@ -25,12 +25,9 @@ import json
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from statistics import median
-from typing import Any
 
 import torch
 
@@ -38,107 +35,21 @@ from benchmarks.host import use_cpu
 from benchmarks.machine import origin
 from tools.environment import ROOT
 
-use_cpu()
-
 from .draws import Draw, draw
-from .merging import Merging
-from .models import all_models
-from .neighbours import load_nodes
-from .runs import Runs
+from .tally import Progress, Tally, page, told
 from .traces import resident_bytes
 
+use_cpu()
+
+from .merging import Merging  # noqa: E402
+from .models import all_models  # noqa: E402
+from .neighbours import load_nodes  # noqa: E402
+from .runs import Runs  # noqa: E402
+
 QUICK = 100
-WARM_UP = 100
-MOST_GROWTH = 20.0
-"""In MB of a million bytes."""
+"""How many runs --quick takes."""
 
-_LEVEL_OF = 20
-_LINE_EVERY = 50
 _RESULTS = ROOT / "benchmarks" / "results"
-
-
-class Tally:
-    """What became of the runs so far.
-
-    Attributes:
-        counts: how many runs failed, were refused by the host, merged and so on.
-        failures: those runs that failed, with what failed in them.
-        leaked: number of leaked tensors.
-        bytes: memory of the process after each run.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.failures: list[tuple[Draw, list[str]]] = []
-        self.leaked = 0
-        self.bytes: list[int] = []
-
-    def add(self, run: Draw, verdict: Any, memory: int) -> None:
-        """Add a run."""
-        self.bytes.append(memory)
-        self.leaked += verdict.leaked
-        if verdict.failures:
-            self.failures.append((run, verdict.failures))
-        self.counts.update(
-            runs=1,
-            merged=verdict.merged,
-            refused=verdict.refused is not None,
-            stopped=verdict.stopped,
-            beside_another=run.beside is not None,
-            other_nodes=run.neighbour is not None,
-            loras=run.lora,
-            reports=run.report is not None,
-        )
-
-    @property
-    def growth(self) -> float:
-        """Growth of memory after the warm-up, in MB."""
-        return growth(self.bytes)
-
-    @property
-    def is_good(self) -> bool:
-        """Whether nothing failed, leaked or grew."""
-        return not self.failures and self.leaked == 0 and self.growth <= MOST_GROWTH
-
-    def summary(self) -> str:
-        """The last line."""
-        return (
-            f"summary: runs={len(self.bytes)} failed={len(self.failures)} "
-            f"leaked_tensors={self.leaked} rss_growth_mb={self.growth:.1f}"
-        )
-
-
-def growth(memory: Sequence[int]) -> float:
-    """From the end of the warm-up to the end, in MB; 0 if there are too few runs to tell."""
-    warm_up = min(WARM_UP, len(memory) // 2)
-    if warm_up < 2:
-        return 0.0
-    window = min(_LEVEL_OF, warm_up)
-    return (median(memory[-window:]) - median(memory[warm_up - window : warm_up])) / 1e6
-
-
-class Progress:
-    """Shows how far the runs are: in one line of a terminal, in some lines of a log."""
-
-    def __init__(self, runs: int):
-        self._runs = runs
-        self._is_terminal = sys.stdout.isatty()
-
-    def show(self, tally: Tally) -> None:
-        """Show a finished run."""
-        done = len(tally.bytes)
-        line = (
-            f"{done}/{self._runs} runs, {len(tally.failures)} failed, "
-            f"{tally.bytes[-1] / 1e6:.0f} MB"
-        )
-        if self._is_terminal:
-            print(f"\r{line}", end="" if done < self._runs else "\n", flush=True)
-        elif done % _LINE_EVERY == 0:
-            print(line, flush=True)
-
-    def tell(self, text: str) -> None:
-        """Print something else."""
-        print(f"\r{text}" if self._is_terminal else text, flush=True)
 
 
 def soak(runs: Runs, draws: Iterable[Draw], progress: Progress, seed: int) -> Tally:
@@ -153,40 +64,12 @@ def soak(runs: Runs, draws: Iterable[Draw], progress: Progress, seed: int) -> Ta
     return tally
 
 
-def told(run: Draw, failures: Sequence[str], seed: int) -> str:
-    """What failed in a run, its settings, and how to repeat it."""
-    return "\n".join(
-        [
-            *(f"failed: run {run.number}: {failure}" for failure in failures),
-            f"  settings: {json.dumps(asdict(run))}",
-            f"  repeat: python3 dev.py soak --seed {seed} --only {run.number}",
-        ]
-    )
-
-
-def page(result: dict[str, Any]) -> str:
-    """A result in Markdown."""
-    counts = result["counts"]
-    lines = [
-        f"# Soak: `{result['command']}`",
-        f"{result['machine']['description']}, {result['date']}; torch "
-        f"{result['machine']['torch']}. {counts['runs']} random runs on {result['models']} models in "
-        f"one process, in {result['minutes']:.0f} minutes.",
-        f"`{result['summary']}`",
-        f"Tokens merged in {counts['merged']} runs. {counts['other_nodes']} had another node on the "
-        f"model, {counts['loras']} a LoRA, {counts['reports']} a report, "
-        f"{counts['beside_another']} a second model at the same time; {counts['stopped']} were "
-        f"stopped by an error or an interrupt. {counts['refused']} the host cannot do even without "
-        "token merging. Memory after every hundredth run, in MB: "
-        f"{', '.join(str(each) for each in result['megabytes'])}.",
-    ]
-    return "\n\n".join(lines) + "\n"
-
-
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="dev.py soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="dev.py soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--runs", type=int, default=1000, help="how many (default 1000)")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} runs")

@@ -15,6 +15,9 @@ SAMPLERS = (
 )
 SCHEDULERS = ("normal", "simple", "sgm_uniform", "karras")
 
+_LEAST = 4
+"""Side of the smallest pictures, in patches."""
+
 FAULTS = ("exception", "interrupt", "keyboard interrupt")
 
 
@@ -25,12 +28,14 @@ class Traits:
     Attributes:
         weight: how often it is drawn, relative to the others.
         patches: the most patches of a picture.
+        worth: side of a picture in patches from which presets merge it.
         neighbours: the other nodes that may be beside ours.
         has_nodes: whether nodes are put on it, as on all models of ComfyUI.
     """
 
     weight: float = 1.0
     patches: int = 324
+    worth: int = 16
     neighbours: tuple[str, ...] = ()
     has_nodes: bool = True
 
@@ -149,27 +154,29 @@ def draw(seed: int, number: int, models: Mapping[str, Traits]) -> Draw:
 
 def _plain(random: Random, number: int, models: Mapping[str, Traits]) -> Draw:
     (model,) = random.choices([*models], [traits.weight for traits in models.values()])
-    return Draw(number, model, settings(random), _sampling(random, models[model]))
+    drawn = settings(random)
+    traits = models[model]
+    by_preset = drawn["preset"] != CUSTOM and traits.worth**2 <= traits.patches
+    least = traits.worth if by_preset and random.random() < 0.7 else _LEAST
+    return Draw(number, model, drawn, _sampling(random, least, traits.patches))
 
 
 def _beside(random: Random, main: Draw, models: Mapping[str, Traits]) -> Beside:
     others = {name: traits for name, traits in models.items() if traits.has_nodes}
+    # ComfyUI cannot load a clone of a model while it samples with another.
+    del others[main.model]
     other = _plain(random, main.number, others)
-    if random.random() < 0.4:
-        other = replace(other, model=main.model, sampling=main.sampling)
-    # ComfyUI cannot load a model for one thread while another evaluates it.
-    in_thread = other.model != main.model and random.random() < 0.7
-    return Beside(in_thread, random.random() < 0.7, other)
+    return Beside(random.random() < 0.5, random.random() < 0.7, other)
 
 
 def settings(random: Random) -> dict[str, Any]:
     """Inputs of the node that it accepts: a preset with the options it leaves free, or all."""
     while True:
-        preset = random.choice([*PRESETS, *[CUSTOM] * 4])
+        preset = random.choice([*PRESETS, *[CUSTOM] * 8])
         names = OPTIONS if preset == CUSTOM else FREE
-        drawn = {name: _value(random, OPTIONS[name]) for name in names if random.random() < 0.6}
+        drawn = {name: _value(random, OPTIONS[name]) for name in names if random.random() < 0.3}
         # Otherwise most of the small pictures here would not merge.
-        if preset == CUSTOM and random.random() < 0.8:
+        if preset == CUSTOM and random.random() < 0.9:
             drawn["min_tokens"] = 1
         try:
             ToMeConfig(**settings_of(preset, drawn))
@@ -192,11 +199,11 @@ def _value(random: Random, option: Option) -> Any:
     return random.randint(int(option.least), most)
 
 
-def _sampling(random: Random, traits: Traits) -> Sampling:
-    side = random.choice((6, 10, 18))
+def _sampling(random: Random, least: int, patches: int) -> Sampling:
+    most = max(least, random.choice((6, 10, 18)))
     while True:
-        high, wide = random.randint(4, side), random.randint(4, side)
-        if high * wide <= traits.patches:
+        high, wide = random.randint(least, most), random.randint(least, most)
+        if high * wide <= patches:
             break
     return Sampling(
         size=(high, wide),

@@ -144,7 +144,7 @@ class UNet(ComfyModel):
     """A UNet of ComfyUI."""
 
     def __init__(self, patcher: ModelPatcher, family: str, **traits: Any):
-        super().__init__(patcher, Traits(neighbours=(*ANY_MODEL, *UNETS), **traits))
+        super().__init__(patcher, Traits(worth=8, neighbours=(*ANY_MODEL, *UNETS), **traits))
         self._text = host.CONTEXT_CHANNELS[family]
 
     def latent(self, sampling: Sampling) -> Tensor:
@@ -189,7 +189,7 @@ class PlainUNet(Model):
     """A UNet of diffusers or latent-diffusion, which is patched in place."""
 
     def __init__(self, unet: nn.Module, text: int, denoise: Callable[..., Tensor]):
-        self.traits = Traits(weight=2.0, has_nodes=False)
+        self.traits = Traits(weight=2.0, patches=150, worth=8, has_nodes=False)
         self._unet = unet
         self._text = text
         self._denoise = denoise

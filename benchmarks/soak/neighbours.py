@@ -71,9 +71,7 @@ UNETS: Mapping[str, Neighbour] = {
     "SelfAttentionGuidance": Neighbour("nodes_sag", {"scale": 0.5, "blur_sigma": 2.0}),
     "TomePatchModel": Neighbour("nodes_tomesd", {"ratio": 0.3}),
     "FreeU_V2": Neighbour("nodes_freelunch", {"b1": 1.3, "b2": 1.4, "s1": 0.9, "s2": 0.2}),
-    "FreSca": Neighbour(
-        "nodes_fresca", {"scale_low": 1.0, "scale_high": 1.25, "freq_cutoff": 20}
-    ),
+    "FreSca": Neighbour("nodes_fresca", {"scale_low": 1.0, "scale_high": 1.25, "freq_cutoff": 20}),
     "UNetSelfAttentionMultiply": Neighbour(
         "nodes_attention_multiply", {"q": 1.1, "k": 0.9, "v": 1.0, "out": 1.0}
     ),
@@ -141,7 +139,8 @@ def _node(name: str) -> Any:
 
 
 def load_nodes() -> None:
-    """Import the nodes, which would otherwise happen in the middle of the runs."""
+    """Import what would otherwise be imported in the middle of the runs: the nodes, the server."""
+    importlib.import_module("server")
     for name in NEIGHBOURS:
         _node(name)
 

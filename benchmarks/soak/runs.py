@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import folder_paths
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from .draws import Beside, Draw, Fault, Sampling
 from .merging import Merging
 from .models import AtStep, Model, release
+from .tally import Verdict
 from .traces import LiveTensors, differences
 
 CHECKED_EVERY = 10
@@ -63,25 +64,6 @@ class FailedError(Exception):
     """A run failed; the message says how."""
 
 
-@dataclass
-class Verdict:
-    """What became of a run.
-
-    Attributes:
-        failures: what failed, each in a sentence.
-        leaked: number of tensors that token merging left alive.
-        refused: why the host cannot do this run even without token merging, else None.
-        merged: whether any tokens merged.
-        stopped: whether the fault that was drawn came about.
-    """
-
-    failures: list[str] = field(default_factory=list)
-    leaked: int = 0
-    refused: str | None = None
-    merged: bool = False
-    stopped: bool = False
-
-
 @dataclass(frozen=True)
 class _Sampled:
     """The latents of the model, and of the one beside it; and whether the fault came about."""
@@ -118,9 +100,9 @@ class Runs:
             expected = self._sample(draw, None)
         except FailedError as error:
             verdict.refused = str(error)
-            self._left_alive()
+            self._left_alive(names)
             return verdict
-        self._left_alive()
+        self._left_alive(names)
         before = {name: self._models[name].state() for name in names}
         with _log() as log:
             try:
@@ -130,10 +112,10 @@ class Runs:
         verdict.merged = any("[ToMe] merged" in record.getMessage() for record in log)
         verdict.failures += _warnings(log)
         del expected
-        if left := self._left_alive():
+        if left := self._left_alive(names):
             # The host may keep something of its latest run; now that is another one.
             self._sample(draw, None)
-            self._left_alive()
+            self._left_alive(names)
             leaked = [tensor for each in left if (tensor := each()) is not None]
             verdict.leaked = len(leaked)
             if leaked:
@@ -148,13 +130,13 @@ class Runs:
                 for name in names
                 if not _same(self._sample_fixed(name), self._fixed[name])
             ]
-            self._left_alive()
+            self._left_alive(names)
         return verdict
 
-    def _left_alive(self) -> list[weakref.ref[Tensor]]:
-        """The tensors made since the last look that are still alive."""
+    def _left_alive(self, names: Sequence[str]) -> list[weakref.ref[Tensor]]:
+        """The tensors made since the last look that are still alive, except weights."""
         release()
-        return self._tensors.new(model.module for model in self._models.values())
+        return self._tensors.new(self._models[name].module for name in names)
 
     def _sample_fixed(self, name: str) -> Tensor:
         (latent,) = self._sample(Draw(0, name, {}, _FIXED), None).latents
@@ -209,9 +191,11 @@ class Runs:
                     with _node("report"):
                         _report(merging, prepared, latents[0], draw.report)
                 return _Sampled(latents, stopped)
+        except FailedError:
+            raise
         except Exception as error:
             # With its traceback, it would keep tensors alive.
-            told = str(error) if isinstance(error, FailedError) else f"{type(error).__name__}: {error}"
+            told = f"{type(error).__name__}: {error}"
         raise FailedError(told)
 
     def _sample_both(
@@ -292,7 +276,7 @@ def _is_stopped(model: Model, prepared: Any, sampling: Sampling, fault: Fault) -
 
 @contextmanager
 def _calling(fail: Any, layers: Sequence[nn.Module], place: float | None) -> Iterator[AtStep]:
-    """Call a function before a layer, or at each step if there is no place; yields for the latter."""
+    """Call a function before a layer; without a place, yields it to be called at each step."""
     if place is None:
         yield fail
         return

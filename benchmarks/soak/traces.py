@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 import psutil
-import torch
 from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -65,19 +64,13 @@ class LiveTensors:
     def new(self, models: Iterable[nn.Module]) -> list[weakref.ref[Tensor]]:
         """The tensors since the last look, except the weights of models."""
         gc.collect()
-        weights = {
-            id(tensor)
-            for model in models
-            for tensors in (model.parameters(), model.buffers())
-            for tensor in tensors
-        }
         # The class of a proxy may be that of what it stands for, so ask for the type.
-        alive = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-        new = [
-            each
-            for each in alive
-            if self._known.get(id(each)) is not each and id(each) not in weights
-        ]
+        alive = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+        new = [each for each in alive if self._known.get(id(each)) is not each]
+        if not new:
+            return []
+        weights = {id(each) for model in models for each in (*model.parameters(), *model.buffers())}
+        new = [each for each in new if id(each) not in weights]
         for each in new:
             self._known[id(each)] = each
         return [weakref.ref(each) for each in new]

@@ -1,0 +1,156 @@
+"""What became of the runs: counts, memory, and how they are told."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from .draws import Draw
+
+WARM_UP = 100
+"""Runs after which memory is to stay the same."""
+
+MOST_GROWTH = 20.0
+"""By how much it may grow all the same, in MB of a million bytes."""
+
+# Runs of which the median is a level of memory.
+_LEVEL_OF = 20
+
+# Runs between two lines of a log.
+_LINE_EVERY = 50
+
+
+@dataclass
+class Verdict:
+    """What became of a run.
+
+    Attributes:
+        failures: what failed, each in a sentence.
+        leaked: number of tensors that token merging left alive.
+        refused: why the host cannot do this run even without token merging, else None.
+        merged: whether any tokens merged.
+        stopped: whether the fault that was drawn came about.
+    """
+
+    failures: list[str] = field(default_factory=list)
+    leaked: int = 0
+    refused: str | None = None
+    merged: bool = False
+    stopped: bool = False
+
+
+class Tally:
+    """What became of the runs so far.
+
+    Attributes:
+        counts: how many runs failed, were refused by the host, merged and so on.
+        failures: those runs that failed, with what failed in them.
+        leaked: number of leaked tensors.
+        bytes: memory of the process after each run.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.failures: list[tuple[Draw, list[str]]] = []
+        self.leaked = 0
+        self.bytes: list[int] = []
+
+    def add(self, run: Draw, verdict: Verdict, memory: int) -> None:
+        """Add a run."""
+        self.bytes.append(memory)
+        self.leaked += verdict.leaked
+        if verdict.failures:
+            self.failures.append((run, verdict.failures))
+        self.counts.update(
+            runs=1,
+            merged=verdict.merged,
+            refused=verdict.refused is not None,
+            stopped=verdict.stopped,
+            beside_another=run.beside is not None,
+            other_nodes=run.neighbour is not None,
+            loras=run.lora,
+            reports=run.report is not None,
+        )
+
+    @property
+    def growth(self) -> float:
+        """Growth of memory after the warm-up, in MB."""
+        return growth(self.bytes)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing failed, leaked or grew."""
+        return not self.failures and self.leaked == 0 and self.growth <= MOST_GROWTH
+
+    def summary(self) -> str:
+        """The last line."""
+        return (
+            f"summary: runs={len(self.bytes)} failed={len(self.failures)} "
+            f"leaked_tensors={self.leaked} rss_growth_mb={self.growth:.1f}"
+        )
+
+
+def growth(memory: Sequence[int]) -> float:
+    """From the end of the warm-up to the end, in MB; 0 if there are too few runs to tell."""
+    warm_up = min(WARM_UP, len(memory) // 2)
+    if warm_up < 2:
+        return 0.0
+    window = min(_LEVEL_OF, warm_up)
+    return (median(memory[-window:]) - median(memory[warm_up - window : warm_up])) / 1e6
+
+
+class Progress:
+    """Shows how far the runs are: in one line of a terminal, in some lines of a log."""
+
+    def __init__(self, runs: int):
+        self._runs = runs
+        self._is_terminal = sys.stdout.isatty()
+
+    def show(self, tally: Tally) -> None:
+        """Show a finished run."""
+        done = len(tally.bytes)
+        line = (
+            f"{done}/{self._runs} runs, {len(tally.failures)} failed, "
+            f"{tally.bytes[-1] / 1e6:.0f} MB"
+        )
+        if self._is_terminal:
+            print(f"\r{line}", end="" if done < self._runs else "\n", flush=True)
+        elif done % _LINE_EVERY == 0:
+            print(line, flush=True)
+
+    def tell(self, text: str) -> None:
+        """Print something else."""
+        print(f"\r{text}" if self._is_terminal else text, flush=True)
+
+
+def told(run: Draw, failures: Sequence[str], seed: int) -> str:
+    """What failed in a run, its settings, and how to repeat it."""
+    return "\n".join(
+        [
+            *(f"failed: run {run.number}: {failure}" for failure in failures),
+            f"  settings: {json.dumps(asdict(run))}",
+            f"  repeat: python3 dev.py soak --seed {seed} --only {run.number}",
+        ]
+    )
+
+
+def page(result: dict[str, Any]) -> str:
+    """A result in Markdown."""
+    counts = result["counts"]
+    lines = [
+        f"# Soak: `{result['command']}`",
+        f"{result['machine']['description']}, {result['date']}; torch "
+        f"{result['machine']['torch']}. {counts['runs']} random runs on {result['models']} models "
+        f"in one process, in {result['minutes']:.0f} minutes.",
+        f"`{result['summary']}`",
+        f"Tokens merged in {counts['merged']} runs. {counts['other_nodes']} had another node on "
+        f"the model, {counts['loras']} a LoRA, {counts['reports']} a report, "
+        f"{counts['beside_another']} a second model at the same time; {counts['stopped']} were "
+        f"stopped by an error or an interrupt. {counts['refused']} the host cannot do even without "
+        "token merging. Memory after every hundredth run, in MB: "
+        f"{', '.join(str(each) for each in result['megabytes'])}.",
+    ]
+    return "\n\n".join(lines) + "\n"
