@@ -41,7 +41,7 @@ from .traces import resident_bytes
 
 use_cpu()
 
-from .merging import Merging  # noqa: E402
+from .merging import Merging, NoMerging  # noqa: E402
 from .models import all_models  # noqa: E402
 from .neighbours import load_nodes  # noqa: E402
 from .runs import Runs  # noqa: E402
@@ -76,12 +76,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="what all runs are drawn from")
     parser.add_argument("--only", type=int, metavar="N", help="do run N alone")
     parser.add_argument(
+        "--unpatched", action="store_true", help="merge nothing, to judge what the host does"
+    )
+    parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/soak.json and soak.md"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    # The hosts warn while they build models.
-    warnings.filterwarnings("ignore", module=r"(comfy|ldm)\b")
+    # The hosts warn of what they do themselves.
+    warnings.filterwarnings("ignore", module=r"(comfy|ldm|torchsde)\b")
     numbers: Sequence[int] = range(1, (QUICK if arguments.quick else arguments.runs) + 1)
     if arguments.only is not None:
         numbers = [arguments.only]
@@ -90,7 +93,8 @@ def main() -> int:
     traits = {name: model.traits for name, model in models.items()}
     draws = (draw(arguments.seed, number, traits) for number in numbers)
     began = time.monotonic()
-    with closing(Runs(models, Merging())) as runs:
+    merging = NoMerging() if arguments.unpatched else Merging()
+    with closing(Runs(models, merging)) as runs:
         tally = soak(runs, draws, Progress(len(numbers)), arguments.seed)
     if arguments.save:
         result = {

@@ -186,74 +186,88 @@ class Transformer(ComfyModel):
 
 
 class PlainUNet(Model):
-    """A UNet of diffusers or latent-diffusion, which is patched in place."""
+    """A UNet that is called as a module and patched in place.
 
-    def __init__(self, unet: nn.Module, text: int, denoise: Callable[..., Tensor]):
+    Attributes:
+        unet: the module.
+        text: channels of its prompt.
+    """
+
+    def __init__(self, unet: nn.Module, text: int):
         self.traits = Traits(weight=2.0, patches=150, worth=8, has_nodes=False)
-        self._unet = unet
-        self._text = text
-        self._denoise = denoise
+        self.unet = unet
+        self.text = text
 
     @property
     def module(self) -> nn.Module:
-        return self._unet
+        return self.unet
+
+    def denoise(self, unet: Any, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        """One evaluation of the UNet or of a copy."""
+        raise NotImplementedError
 
     @contextmanager
     def prepared(self, draw: Draw, merging: Merging | None) -> Iterator[nn.Module]:
         if merging is None:
-            yield self._unet
+            yield self.unet
             return
-        merging.apply_patch(self._unet, draw.settings)
+        merging.apply_patch(self.unet, draw.settings)
         try:
-            yield copy.deepcopy(self._unet) if draw.cloned else self._unet
+            yield copy.deepcopy(self.unet) if draw.cloned else self.unet
         finally:
-            merging.remove_patch(self._unet)
+            merging.remove_patch(self.unet)
 
     @torch.no_grad()
     def sample(self, prepared: nn.Module, sampling: Sampling, at_step: AtStep) -> Tensor:
         random = torch.Generator().manual_seed(sampling.seed)
         sides = [2 * side for side in sampling.size]
         x = torch.randn(sampling.batch, _LATENT_CHANNELS, *sides, generator=random)
-        text = torch.randn(sampling.batch, 7, self._text, generator=random)
+        text = torch.randn(sampling.batch, 7, self.text, generator=random)
         for step, timestep in enumerate(torch.linspace(999, 100, sampling.steps).long(), 1):
-            x = x - 0.1 * self._denoise(prepared, x, timestep, text)
+            x = x - 0.1 * self.denoise(prepared, x, timestep, text)
             at_step(step)
         return x
 
 
-def _of_diffusers() -> PlainUNet:
-    def denoise(unet: Any, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+class UNetOfDiffusers(PlainUNet):
+    """A UNet of diffusers."""
+
+    def __init__(self) -> None:
+        super().__init__(pipelines.make_unet(), pipelines.TEXT_CHANNELS)
+
+    def denoise(self, unet: Any, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
         return unet(x, timestep, encoder_hidden_states=text).sample
 
-    return PlainUNet(pipelines.make_unet(), pipelines.TEXT_CHANNELS, denoise)
 
+class UNetOfLdm(PlainUNet):
+    """A UNet of latent-diffusion."""
 
-def _of_ldm() -> PlainUNet:
-    from ldm.modules.diffusionmodules.openaimodel import UNetModel
+    def __init__(self) -> None:
+        from ldm.modules.diffusionmodules.openaimodel import UNetModel
 
-    def denoise(unet: Any, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            unet = UNetModel(
+                image_size=64,
+                in_channels=_LATENT_CHANNELS,
+                out_channels=_LATENT_CHANNELS,
+                model_channels=32,
+                num_res_blocks=1,
+                attention_resolutions=[1, 2],
+                channel_mult=(1, 2),
+                num_heads=4,
+                use_spatial_transformer=True,
+                context_dim=_LDM_TEXT,
+                legacy=False,
+            )
+            for parameter in unet.parameters():
+                if not parameter.any():
+                    # Untrained, its output would be zero.
+                    parameter.data.normal_(0, 0.1)
+        super().__init__(unet.eval(), _LDM_TEXT)
+
+    def denoise(self, unet: Any, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
         return unet(x, timestep.repeat(len(x)), context=text)
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        unet = UNetModel(
-            image_size=64,
-            in_channels=_LATENT_CHANNELS,
-            out_channels=_LATENT_CHANNELS,
-            model_channels=32,
-            num_res_blocks=1,
-            attention_resolutions=[1, 2],
-            channel_mult=(1, 2),
-            num_heads=4,
-            use_spatial_transformer=True,
-            context_dim=_LDM_TEXT,
-            legacy=False,
-        )
-        for parameter in unet.parameters():
-            if not parameter.any():
-                # Untrained, its output would be zero.
-                parameter.data.normal_(0, 0.1)
-    return PlainUNet(unet.eval(), _LDM_TEXT, denoise)
 
 
 def _from_file(folder: Path, family: str, **options: Any) -> ModelPatcher:
@@ -288,7 +302,7 @@ def all_models() -> dict[str, Model]:
         }
     kinds: Mapping[str, Any] = tiny_transformers.TINY
     models = {kind: Transformer(kind) for kind in kinds}
-    return {**unets, **models, "diffusers": _of_diffusers(), "ldm": _of_ldm()}
+    return {**unets, **models, "diffusers": UNetOfDiffusers(), "ldm": UNetOfLdm()}
 
 
 def release() -> None:

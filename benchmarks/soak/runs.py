@@ -109,7 +109,7 @@ class Runs:
                 verdict.stopped = self._compare(draw, expected)
             except FailedError as error:
                 verdict.failures.append(str(error))
-        verdict.merged = any("[ToMe] merged" in record.getMessage() for record in log)
+        verdict.merged = any("[ToMe] merged" in line for _, line in log)
         verdict.failures += _warnings(log)
         del expected
         if left := self._left_alive(names):
@@ -310,13 +310,14 @@ def _node(name: str) -> CurrentNodeContext:
 
 
 @contextmanager
-def _log() -> Iterator[list[logging.LogRecord]]:
-    """What the pack logs."""
-    records: list[logging.LogRecord] = []
+def _log() -> Iterator[list[tuple[int, str]]]:
+    """What the pack logs: levels and lines."""
+    lines: list[tuple[int, str]] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
+            # The record itself may hold an error, whose traceback holds tensors.
+            lines.append((record.levelno, record.getMessage()))
 
     logger = logging.getLogger("tome_nodes")
     level, propagates, handler = logger.level, logger.propagate, Keep()
@@ -324,16 +325,16 @@ def _log() -> Iterator[list[logging.LogRecord]]:
     logger.propagate = False
     logger.addHandler(handler)
     try:
-        yield records
+        yield lines
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagates
         logger.setLevel(level)
 
 
-def _warnings(log: Sequence[logging.LogRecord]) -> list[str]:
+def _warnings(log: Sequence[tuple[int, str]]) -> list[str]:
     """The warnings that tell of an error; that nothing merged is none."""
-    lines = [each.getMessage() for each in log if each.levelno >= logging.WARNING]
+    lines = [line for level, line in log if level >= logging.WARNING]
     return [f"warned: {line}" for line in lines if not line.startswith("[ToMe] nothing merged")]
 
 
