@@ -15,7 +15,8 @@ without it leaves alive just before is the host's and does not count.
 
 Growth of memory is that of the process from the end of the warm-up to the end, each the median of
 twenty runs. The warm-up is the first hundred runs, of 200 or fewer the first half; in it the host
-fills its caches. With --quick, growth is thus judged from run 50 to run 100.
+fills its caches. With --quick, growth is thus judged from run 50 to run 100. What the host grows by
+itself shows with --unpatched.
 
 The exit code is 0 if nothing failed or leaked and memory grew by 20 MB at most.
 """
@@ -37,7 +38,7 @@ from tools.environment import ROOT
 
 from .draws import Draw, draw
 from .tally import Progress, Tally, page, told
-from .traces import resident_bytes
+from .traces import keep_few_kernels, resident_bytes
 
 use_cpu()
 
@@ -83,6 +84,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keep_few_kernels()
     # The hosts warn of what they do themselves.
     warnings.filterwarnings("ignore", module=r"(comfy|ldm|torchsde)\b")
     numbers: Sequence[int] = range(1, (QUICK if arguments.quick else arguments.runs) + 1)

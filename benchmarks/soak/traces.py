@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import os
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -74,6 +75,15 @@ class LiveTensors:
         for each in new:
             self._known[id(each)] = each
         return [weakref.ref(each) for each in new]
+
+
+def keep_few_kernels() -> None:
+    """Have oneDNN keep few of the kernels that it compiles; call it before anything is computed.
+
+    By default it keeps 1024, each for one size of a convolution. In runs of random sizes memory
+    would grow by tens of megabytes for hundreds of runs until that many are there.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
 def resident_bytes() -> int:
