@@ -53,7 +53,7 @@ def break_stage(monkeypatch):
     def broken(stage, error, call=1):
         target, name = STAGES[stage]
         works = getattr(target, name)
-        names = {"works": works, "error": error, "calls": []}
+        names = {"__name__": "torch", "works": works, "error": error, "calls": []}
         source = (
             "def fails(*args, **kwargs):\n"
             "    calls.append(None)\n"
@@ -61,7 +61,7 @@ def break_stage(monkeypatch):
             "        raise error\n"
             "    return works(*args, **kwargs)\n"
         )
-        exec(compile(source, torch.__file__, "exec"), names)
+        exec(source, names)
         monkeypatch.setattr(target, name, names["fails"])
         return names["calls"]
 

@@ -83,6 +83,7 @@ def test_only_a_host_knows_its_libraries():
     hosts = {
         "comfy": {"hosts.comfyui"},
         "comfy_execution": {"hosts.comfyui"},
+        "comfyui_version": {"hosts.comfyui"},
         "server": {"hosts.comfyui"},
         "comfy_api": {"nodes"},
         "diffusers": {"hosts.pytorch"},
@@ -109,7 +110,8 @@ def test_the_node_schema_is_of_one_version():
 
 STANDARD = {
     *("collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "inspect"),
-    *("logging", "math", "struct", "sys", "threading", "time", "types", "typing", "weakref"),
+    *("logging", "math", "struct", "sys", "threading", "time", "traceback", "types", "typing"),
+    "weakref",
 }
 
 
