@@ -1,0 +1,183 @@
+"""What is published runs no code but its own, and touches neither files nor the network.
+
+The registry's rules are those of its standards (docs.comfy.org, "Standards") and of its client:
+no ``eval`` or ``exec``, no package installed at run time, nothing obfuscated. These tests ask for
+more: files, processes and the network are the host's business alone.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.environment import ROOT
+from tools.pack import copy_pack, published_files
+
+PUBLISHED = published_files()
+PYTHON = [file for file in PUBLISHED if file.suffix == ".py"]
+SCRIPTS = [file for file in PUBLISHED if file.suffix == ".js"]
+
+KINDS = {".py", ".js", ".json", ".jpg", ".md", ".toml", ""}
+"""Suffixes of what is published; the one file without is the licence."""
+
+RUN_ON_ITS_OWN = {"install.py", "prestartup_script.py", "requirements.txt", "uninstall.py"}
+"""Files that ComfyUI or its manager would run or install from."""
+
+LIBRARIES = {
+    *("collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "inspect"),
+    *("logging", "math", "reprlib", "struct", "sys", "threading", "time", "types", "typing"),
+    *("weakref", "numpy", "torch", "PIL", "triton", "diffusers", "server"),
+    *("comfy", "comfy_api", "comfy_execution"),
+}
+"""What may be imported. Of the standard library, nothing with files, processes or the network."""
+
+BUILTINS = {
+    *("eval", "exec", "compile", "__import__", "open", "input", "breakpoint", "globals"),
+}
+"""Functions of Python that run text as code, or read and write."""
+
+ATTRIBUTES = {
+    *("load", "save", "savez", "savez_compressed", "loadtxt", "savetxt", "genfromtxt", "memmap"),
+    *("fromfile", "tofile", "from_file", "open", "hub", "cpp_extension", "load_inline"),
+    *("serialization", "package", "multiprocessing", "distributed", "rpc", "ctypeslib", "lib"),
+    *("__globals__", "__builtins__", "__subclasses__", "__reduce__"),
+}
+"""Ways of the libraries, as ``torch.load`` is one, and of objects to the same."""
+
+KERNEL_LOADS = "tl.load"
+"""Kernels load from the memory of the GPU."""
+
+PATTERNS = {
+    "text run as code": r"\beval\b|\bFunction\s*\(|\bset(?:Timeout|Interval)\s*\(\s*[\"'`]",
+    "a way to the network": r"\bfetch\w*\s*\(|XMLHttpRequest|WebSocket|EventSource|sendBeacon",
+    "another origin": r"[\"'`](?:\w+:)?//",
+    "markup made of text": r"\b(?:inner|outer)HTML\b|insertAdjacentHTML|document\s*\.\s*write",
+    "code loaded later": r"\bimport\s*\(|importScripts|[\"'`]script[\"'`]|\bWorker\b",
+    "text that is not plain": r"\batob\b|fromCharCode|unescape\s*\(|\\x[0-9a-fA-F]{2}",
+}
+
+
+def faults_of_python(text):
+    """What a Python file must not have."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if not is_allowed(alias.name)]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = {node.module, *(alias.name for alias in node.names if alias.name in ATTRIBUTES)}
+            found += [name for name in names if name in ATTRIBUTES or not is_allowed(name)]
+        elif isinstance(node, ast.Name) and node.id in BUILTINS:
+            found.append(node.id)
+        elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
+            found += [node.attr] if ast.unparse(node) != KERNEL_LOADS else []
+        elif isinstance(node, ast.Attribute | ast.Subscript):
+            # Which modules there are may be asked, but not what is in them.
+            found += ["sys.modules"] if ast.unparse(node.value) == "sys.modules" else []
+    return found
+
+
+def is_allowed(library):
+    return library.partition(".")[0] in LIBRARIES and not ATTRIBUTES & {*library.split(".")}
+
+
+def faults_of_script(text):
+    """What a script of the editor must not have."""
+    found = [name for name, pattern in PATTERNS.items() if re.search(pattern, text)]
+    imports = re.findall(r"^\s*(?:import|export)\b.*?[\"'](.+?)[\"']", text, re.MULTILINE)
+    return found + [name for name in imports if not name.startswith(("./", "../"))]
+
+
+@pytest.mark.parametrize("file", PYTHON, ids=str)
+def test_python_that_is_published_has_no_way_out(file):
+    assert faults_of_python((ROOT / file).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=str)
+def test_scripts_that_are_published_have_no_way_out(file):
+    assert faults_of_script((ROOT / file).read_text(encoding="utf-8")) == []
+
+
+def test_only_texts_and_pictures_are_published_beside_the_code():
+    assert len(PYTHON) > 50 and SCRIPTS
+    assert {file.suffix for file in PUBLISHED} == KINDS
+    assert [file.name for file in PUBLISHED if not file.suffix] == ["LICENSE"]
+    assert not RUN_ON_ITS_OWN & {file.name for file in PUBLISHED}
+
+
+@pytest.mark.parametrize("file", [*PYTHON, *SCRIPTS], ids=str)
+def test_nothing_that_is_published_is_packed_into_long_lines(file):
+    assert all(len(line) <= 100 for line in (ROOT / file).read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("eval('1')", "exec(text)", "run = eval", "open('x', 'w')", "__import__('os')"),
+        *("import pickle", "import os.path", "from subprocess import run", "import socket as s"),
+        *("import torch\ntorch.load('x')", "from torch import load", "torch.save(x, 'x')"),
+        *("import torch.hub", "from torch import hub", "np.load('x', allow_pickle=True)"),
+        *("array.tofile('x')", "Image.open('x')", "import urllib.request", "import numpy.lib"),
+        *("type(x).__subclasses__()", "sys.modules['os'].system('x')", "import importlib"),
+    ],
+)
+def test_python_with_a_way_out_is_found(text):
+    assert faults_of_python(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("eval(text)", "new Function('return 1')()", "setTimeout('x()', 1)"),
+        *("fetch('/x')", "api.fetchApi('/x')", "new WebSocket(url)", "navigator.sendBeacon(x)"),
+        *('const url = "https://example.org"', 'const url = "//example.org"'),
+        *("node.innerHTML = text", "document.write(text)", "import('./other.js')"),
+        *('import { x } from "https://example.org/x.js";', 'import x from "other";', "atob(text)"),
+    ],
+)
+def test_a_script_with_a_way_out_is_found(text):
+    assert faults_of_script(text)
+
+
+@pytest.fixture
+def validate(tmp_path):
+    """What the registry's client says of a published pack, without a way to the network."""
+    pack = tmp_path / "pack"
+    copy_pack(pack)
+
+    def said():
+        nowhere = "http://127.0.0.1:9"
+        environment = {
+            **os.environ,
+            **{"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])},
+            **{"HOME": str(tmp_path), "DO_NOT_TRACK": "1"},
+            **{"http_proxy": nowhere, "https_proxy": nowhere, "no_proxy": ""},
+        }
+        done = subprocess.run(
+            ["comfy", "--skip-prompt", "node", "validate"],
+            cwd=pack,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    said.pack = pack
+    return said
+
+
+def test_the_registry_finds_nothing_wrong_with_the_pack(validate):
+    said = validate()
+    assert "All validation checks passed successfully" in said
+    assert "warning" not in said.lower() and "error" not in said.lower()
+
+
+def test_the_registry_would_find_what_it_forbids(validate):
+    (validate.pack / "tome_nodes" / "other.py").write_text("eval('1'); exec('2')\n")
+    said = validate()
+    assert {"S307", "S102", "E702"} <= {*re.findall(r"\b[SE]\d{3}\b", said)}
