@@ -14,11 +14,15 @@ class Slot:
         name: of an input; of an output, its type.
         text: what goes through it: the tooltip.
         more: what the help page tells beside that.
+        type: of an input, its type.
+        optional: whether an input may be left out.
     """
 
     name: str
     text: str
     more: str = ""
+    type: str = ""
+    optional: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,11 @@ class Caption:
     options: tuple[Option, ...] = ()
     outputs: tuple[Slot, ...]
 
+    @property
+    def names(self) -> list[str]:
+        """All inputs by name, in the editor's order."""
+        return [slot.name for slot in self.inputs] + [option.name for option in self.options]
+
 
 PATCH = Caption(
     id="ToMePatchModel",
@@ -52,6 +61,7 @@ PATCH = Caption(
         Slot(
             "model",
             "A picture or video model, such as Z-Image, Flux, Qwen-Image, Wan, SDXL or SD 1.x.",
+            type="MODEL",
         ),
     ),
     options=(PRESET, *OPTIONS.values()),
@@ -62,7 +72,7 @@ REMOVE = Caption(
     id="ToMeRemovePatch",
     name="ToMe Remove Patch",
     text="Gives the model without any token merging; all other patches stay.",
-    inputs=(Slot("model", "A model, with token merging or without."),),
+    inputs=(Slot("model", "A model, with token merging or without.", type="MODEL"),),
     outputs=(
         Slot(
             "MODEL",
@@ -83,16 +93,20 @@ REPORT = Caption(
             "model",
             "The model that the sampler got, from ToMe Patch Model.",
             "Other patches may lie between.",
+            type="MODEL",
         ),
         Slot(
             "samples",
             "What the sampler made; the report is made after it.",
             "It is of the run that made them.",
+            type="LATENT",
         ),
         Slot(
             "image",
             "The decoded picture, to draw under the maps.",
             "It may be left out. Of a batch, the first.",
+            type="IMAGE",
+            optional=True,
         ),
     ),
     options=(VIEW, LEVEL, STEP, FRAME),

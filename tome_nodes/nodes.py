@@ -1,18 +1,18 @@
 """The nodes of the pack, as ComfyUI's editor and queue see them."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from comfy_api.v0_0_2 import ComfyExtension, io, ui
 
-from .captions import PATCH, REMOVE, REPORT, Caption
-from .config import ToMeConfig
+from . import faults
+from .captions import CAPTIONS, PATCH, REMOVE, REPORT, Caption
 from .hosts.comfyui import attachment, graph, queue
-from .options import FRAME, LEVEL, OPTIONS, STEP, VIEW, Option, OptionError
-from .presets import CUSTOM, FREE, PRESET, settings_of
+from .options import FRAME, LEVEL, STEP, VIEW, Option
+from .presets import CUSTOM, FREE
 from .report import pages
 
 _CATEGORY = "model/patch"
@@ -43,7 +43,7 @@ def _schema(
         description=caption.text,
         inputs=[
             *(
-                kind.Input(slot.name, tooltip=slot.text, **extras.get(slot.name, {}))
+                kind.Input(slot.name, tooltip=slot.text, optional=slot.optional)
                 for kind, slot in zip(slots, caption.inputs, strict=True)
             ),
             *(_input(option, **extras.get(option.name, {})) for option in caption.options),
@@ -72,52 +72,16 @@ def _input(option: Option, **extras: Any) -> io.Input:
     return kind.Input(option.name, min=least, max=option.most, step=option.step, **extras)
 
 
-def _config(preset: str = PRESET.default, **given: Any) -> ToMeConfig:
-    # The choices of the editor are always strings.
-    if (name := "max_downsample") in given:
-        choices = {str(choice): choice for choice in OPTIONS[name].choices}
-        given[name] = choices.get(given[name], given[name])
-    return ToMeConfig(**settings_of(preset, given))
-
-
-def _fault(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The input at fault and an error message, None if all inputs are valid.
-
-    Args:
-        inputs: those of the patch node in a prompt. A list is a link, whose value is not known
-            before the run.
-    """
-    known: dict[str, Any] = {}
-    for option in PATCH.options:
-        if option.name not in inputs:
-            continue
-        value = inputs[option.name]
-        if isinstance(value, list):
-            if option is PRESET:
-                # Any preset is possible, so only refuse what no preset allows.
-                known[option.name] = CUSTOM
-            continue
-        if isinstance(value, dict):
-            # Prompts may wrap a value like this to show that it is not a link.
-            value = value.get("__value__", value)
-        # The host converts values too, and reports those that it cannot convert.
-        try:
-            known[option.name] = value if option.choices else type(option.default)(value)
-        except (TypeError, ValueError, OverflowError):
-            return None
-    try:
-        _config(**known)
-    except OptionError as error:
-        return error.option, str(error)
-    return None
-
-
-def _given_all_options(function: Any) -> Any:
-    """Give a validation a signature with all options: the host passes only what is in it."""
-    names = ["cls", *(option.name for option in PATCH.options)]
+def _given(*names: str) -> Callable[[Any], Any]:
+    """Give a validation a signature with these inputs: the host passes only what is in it."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    function.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-    return function
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in ("cls", *names)])
+
+    def with_signature(function: Any) -> Any:
+        function.__signature__ = signature
+        return function
+
+    return with_signature
 
 
 class ToMePatchModel(io.ComfyNode):
@@ -141,7 +105,7 @@ class ToMePatchModel(io.ComfyNode):
         )
 
     @classmethod
-    @_given_all_options
+    @_given(queue.LINKS, *(option.name for option in PATCH.options))
     def validate_inputs(cls, **inputs: Any) -> bool | str:
         """True if the inputs are valid, else an error message.
 
@@ -152,11 +116,14 @@ class ToMePatchModel(io.ComfyNode):
         if found is not None:
             return found
         # The host passes None for a linked input.
-        fault = _fault({name: [] if value is None else value for name, value in inputs.items()})
+        fault = faults.fault_of_options(
+            {name: [] if value is None else value for name, value in inputs.items()}
+        )
         return True if fault is None else fault[1]
 
     @classmethod
     def execute(cls, model: Any, **inputs: Any) -> io.NodeOutput:
+        faults.check(PATCH, {"model": model, **inputs})
         node = graph.running_node()
         in_workflow: dict[str, Any] = {}
         if node is not None:
@@ -164,7 +131,7 @@ class ToMePatchModel(io.ComfyNode):
                 "on_step": partial(graph.show_text, node),
                 "wants_details": partial(graph.feeds, node, REPORT.id, "model"),
             }
-        return io.NodeOutput(attachment.attach(model, _config(**inputs), **in_workflow))
+        return io.NodeOutput(attachment.attach(model, faults.config_of(**inputs), **in_workflow))
 
 
 class ToMeRemovePatch(io.ComfyNode):
@@ -175,7 +142,14 @@ class ToMeRemovePatch(io.ComfyNode):
         return _schema(REMOVE, [io.Model], [io.Model], search_aliases=_ALIASES)
 
     @classmethod
-    def execute(cls, model: Any) -> io.NodeOutput:
+    @_given(queue.LINKS)
+    def validate_inputs(cls, **inputs: Any) -> bool | str:
+        """True if the links are valid, else an error message."""
+        return queue.verdict() or True
+
+    @classmethod
+    def execute(cls, model: Any, **others: Any) -> io.NodeOutput:
+        faults.check(REMOVE, {"model": model, **others})
         return io.NodeOutput(attachment.detach(model))
 
 
@@ -188,11 +162,16 @@ class ToMeReport(io.ComfyNode):
             REPORT,
             [io.Model, io.Latent, io.Image],
             [io.Image, io.String],
-            {"image": {"optional": True}},
             search_aliases=[*_ALIASES, "statistics", "merge map", "heat map"],
             is_output_node=True,
             not_idempotent=True,
         )
+
+    @classmethod
+    @_given(queue.LINKS)
+    def validate_inputs(cls, **inputs: Any) -> bool | str:
+        """True if the links are valid, else an error message."""
+        return queue.verdict() or True
 
     @classmethod
     def execute(
@@ -204,7 +183,11 @@ class ToMeReport(io.ComfyNode):
         level: int = LEVEL.default,
         step: int = STEP.default,
         frame: int = FRAME.default,
+        **others: Any,
     ) -> io.NodeOutput:
+        faults.check(REPORT, {"model": model, "image": image, **others})
+        for option, value in zip(REPORT.options, (view, level, step, frame), strict=True):
+            option.check(value)
         if not attachment.is_attached(model):
             shown = pages.notice(*pages.NOT_MERGING)
         elif (run := attachment.last_run(model, graph.origins("samples"))) is None:
@@ -224,6 +207,10 @@ def _frame_at(image: Any, place: float) -> Any:
     return image[round(place * (len(image) - 1))].float().cpu().numpy()
 
 
+def _checked(caption: Caption) -> queue.Checked:
+    return queue.Checked({slot.name for slot in caption.inputs}, partial(faults.find, caption))
+
+
 class ToMeExtension(ComfyExtension):
     """The pack as ComfyUI loads it."""
 
@@ -233,5 +220,5 @@ class ToMeExtension(ComfyExtension):
 
 async def comfy_entrypoint() -> ToMeExtension:
     """Called once by ComfyUI, when it loads the pack."""
-    queue.look_at(PATCH.id, {option.name for option in PATCH.options}, _fault)
+    queue.look_at({caption.id: _checked(caption) for caption in CAPTIONS})
     return ToMeExtension()

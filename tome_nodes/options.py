@@ -4,6 +4,7 @@ The checks of :class:`tome_nodes.config.ToMeConfig` and the inputs of the nodes 
 when they load; the English locale and the tables of the help pages by ``python3 dev.py generate``.
 """
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,6 +25,18 @@ class OptionError(ValueError):
 
 class OptionTypeError(OptionError, TypeError):
     """An option has a value of the wrong type."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is one that options have, and not something else that came over a link."""
+    return isinstance(value, str | int | float)
+
+
+def told(value: Any) -> str:
+    """A value as an error message tells it; of a tensor, a model and the like only the type."""
+    if value is None or is_plain(value):
+        return reprlib.repr(value)
+    return f"<{type(value).__name__}>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +75,7 @@ class Option:
             OptionError: it is out of range, NaN, or none of the choices.
         """
         if self.choices:
-            # A list, which has no hash, is to be told in a sentence too.
-            if value not in list(self.choices):
+            if not is_plain(value) or value not in self.choices:
                 allowed = " | ".join(map(str, self.choices))
                 raise self._error(OptionError, value, f"one of {allowed}")
         elif isinstance(self.default, bool):
@@ -82,7 +94,7 @@ class Option:
             raise self._error(OptionError, value, allowed)
 
     def _error(self, kind: type[OptionError], value: Any, allowed: str) -> OptionError:
-        return kind(self.name, f"{self.name}={value!r} is not allowed: it must be {allowed}")
+        return kind(self.name, f"{self.name}={told(value)} is not allowed: it must be {allowed}")
 
 
 def _choices(*names: str | int, **explained: str) -> Mapping[str | int, str]:

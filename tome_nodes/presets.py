@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .options import OPTIONS, Option, OptionError
+from .options import OPTIONS, Option, OptionError, is_plain, told
 
 FREE = ("ratio", "start_percent", "end_percent", "seed", "backend")
 """The options that no preset decides."""
@@ -96,11 +96,11 @@ def settings_of(
     if preset == CUSTOM:
         return dict(given)
     for name, value in given.items():
-        if name not in FREE and value != defaults[name]:
+        if name not in FREE and not (is_plain(value) and value == defaults[name]):
             raise OptionError(
                 name,
-                f"{name}={value!r} does not count under preset={preset!r}, which decides it: leave "
-                f"{name} out, or set preset to {CUSTOM!r}",
+                f"{name}={told(value)} does not count under preset={preset!r}, which decides it: "
+                f"leave {name} out, or set preset to {CUSTOM!r}",
             )
     free = {name: value for name, value in given.items() if name in FREE}
     return {**free, **PRESETS[preset].options}

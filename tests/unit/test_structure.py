@@ -23,7 +23,8 @@ LAYERS = {
     "report": {"options", "config", "core", "strategies"},
     "hosts": {"config", "ops", "core", "strategies", "report"},
     "patch": {"options", "config", "presets", "hosts"},
-    "nodes": {"options", "config", "presets", "captions", "hosts", "report"},
+    "faults": {"options", "config", "presets", "captions", "hosts"},
+    "nodes": {"options", "presets", "captions", "faults", "hosts", "report"},
     "__init__": {"patch"},
 }
 """The other parts of the package that each part may import."""
@@ -110,7 +111,8 @@ def test_the_node_schema_is_of_one_version():
 
 STANDARD = {
     *("collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "inspect"),
-    *("logging", "math", "struct", "sys", "threading", "time", "traceback", "types", "typing"),
+    *("logging", "math", "reprlib", "struct", "sys", "threading", "time", "traceback", "types"),
+    "typing",
     "weakref",
 }
 

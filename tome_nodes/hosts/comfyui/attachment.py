@@ -67,6 +67,9 @@ def attach(
     Raises:
         ValueError: the model does not belong to a family that can merge tokens.
     """
+    if not hasattr(model.model, "diffusion_model"):
+        name = type(model.model).__name__
+        raise ValueError(f"token merging does not work with a {name}: it is no diffusion model")
     diffusion_model = uncompiled(model.get_model_object("diffusion_model"))
     family = family_of(diffusion_model)
     changed = contract.changed_part(model, family, diffusion_model)
@@ -84,6 +87,11 @@ def attach(
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
     return clone
+
+
+def is_model(value: Any) -> bool:
+    """Whether a value is a model as the host's loaders make them."""
+    return isinstance(value, ModelPatcher)
 
 
 def is_attached(model: ModelPatcher) -> bool:
