@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -236,7 +236,10 @@ def absent_gpus() -> Iterator[tuple[AbsentDriver, list[_Launched]]]:
             return driver.target != "sm_75"
 
         try:
-            with patch.object(window_merging, "has_fast_products", has_fast_products):
+            with ExitStack() as patches:
+                for module in (matching, window_merging):
+                    replaced = patch.object(module, "has_fast_products", has_fast_products)
+                    patches.enter_context(replaced)
                 yield driver, launched
         finally:
             for (module, name), each in zip(KERNELS, launched, strict=True):

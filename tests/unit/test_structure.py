@@ -109,6 +109,14 @@ def test_the_node_schema_is_of_one_version():
     assert {module for module in modules if module.startswith("comfy_api")} == {"comfy_api.v0_0_2"}
 
 
+def test_kernels_import_only_what_earlier_tritons_have():
+    modules = {module for file in FILES for module in imported_modules(file)}
+    assert {module for module in modules if module.startswith("triton")} == {
+        "triton",
+        "triton.language",
+    }
+
+
 STANDARD = {
     *("collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "inspect"),
     *("logging", "math", "reprlib", "struct", "sys", "threading", "time", "traceback", "types"),

@@ -4,10 +4,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.target_info import cuda_capability_geq, is_cuda
 
 from ..hashing import MULTIPLIERS
-from .shared import operator, padded, require_tokens, strides, token_beside_windows
+from .shared import (
+    has_fast_products,
+    operator,
+    padded,
+    require_tokens,
+    strides,
+    token_beside_windows,
+)
 
 # Pairs of token and cell that a warp matches: 32 registers a thread for each value of a pair.
 _PAIRS_OF_A_WARP = 1024
@@ -106,13 +112,15 @@ def match_windows_kernel(
     CELLS: tl.constexpr,
     ALL_CHANNELS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    WIDENS: tl.constexpr,
 ):
     """Match the tokens of one window of one sample, and write its part of the plan.
 
     The grid is windows, followed by pieces of the tokens that fill no window, by samples. A window
     is ``high`` by ``wide`` cells of ``SY`` by ``SX`` tokens, padded to ``TOKENS`` tokens and
-    ``CELLS`` cells; ``CHANNELS`` of ``ALL_CHANNELS`` channels are loaded at once. All windows merge
-    ``quota`` tokens, so each knows where its slots and its part of ``order`` begin.
+    ``CELLS`` cells; ``CHANNELS`` of ``ALL_CHANNELS`` channels are loaded at once, and multiplied in
+    float32 if it ``WIDENS`` them. All windows merge ``quota`` tokens, so each knows where its slots
+    and its part of ``order`` begin.
     """
     across = wide * SX
     down = high * SY
@@ -163,8 +171,6 @@ def match_windows_kernel(
     dst = _dst_place(pick, cell_row, cell_column, across, SY, SX)
     dst_token = first_in_map + dst // across * width + dst % across
 
-    # Triton does not use Turing's tensor cores, and products of half precision are worse there.
-    IS_TURING: tl.constexpr = is_cuda() and not cuda_capability_geq(8)
     map_start = features + sample * stride_sample
     products = tl.zeros((CELLS, TOKENS), tl.float32)
     token_norm = tl.zeros((TOKENS,), tl.float32)
@@ -182,7 +188,7 @@ def match_windows_kernel(
             mask=is_cell[:, None] & is_channel[None, :],
             other=0.0,
         )
-        if IS_TURING:
+        if WIDENS:
             x, y = x.to(tl.float32), y.to(tl.float32)
         products += tl.dot(y, tl.trans(x), input_precision="ieee")
         token_norm += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
@@ -309,6 +315,8 @@ def match_windows(
             CELLS=cells,
             ALL_CHANNELS=channels,
             CHANNELS=_FEW_CHANNELS if is_float32 or channels < _MANY else _CHANNELS,
+            # Products of half precision are worse where they do not run on tensor cores.
+            WIDENS=not has_fast_products(features.device),
             num_warps=min(most_warps, max(4, block * cells // _PAIRS_OF_A_WARP)),
         )
     return slot_of_token, order, offsets, log_sizes
