@@ -113,6 +113,7 @@ def bench(arguments: list[str]) -> int:
         "kernels": "benchmarks.kernels",
         "host-time": "benchmarks.host_time",
         "compatibility": "benchmarks.compatibility",
+        "stacking": "benchmarks.stacking",
     }
     for name in others:
         parser.add_argument(f"--{name}", action="store_true")
@@ -202,7 +203,8 @@ def _parser() -> argparse.ArgumentParser:
         "--picture, the README's picture of off and on: --ratio, --presets, --model; with "
         "--kernels, what the Triton kernels compile to: --quick, --targets; with "
         "--host-time, what merging adds before any kernel runs: --quick, --rounds; with "
-        "--compatibility, the table of other nodes beside ours: --only, --name",
+        "--compatibility, the table of other nodes beside ours: --only, --name; with "
+        "--stacking, whether merging and other nodes add up: --quick, --preset, --rounds",
     )
     add(
         "soak",
