@@ -229,7 +229,7 @@ class WholeEvaluation(Transformer):
 
 def _is_of_the_host(block: nn.Module) -> bool:
     """Whether a block is of a class of ComfyUI, or of one made from it."""
-    return any(each.__module__.startswith("comfy.ldm.") for each in type(block).__mro__)
+    return any(each.__module__.startswith("comfy.") for each in type(block).__mro__)
 
 
 def grid_of(shape: Sequence[int], patch: Any) -> Grid:
