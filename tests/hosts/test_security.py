@@ -29,9 +29,9 @@ RUN_ON_ITS_OWN = {"install.py", "prestartup_script.py", "requirements.txt", "uni
 
 LIBRARIES = {
     *("collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "inspect"),
-    *("logging", "math", "reprlib", "struct", "sys", "threading", "time", "types", "typing"),
-    *("weakref", "numpy", "torch", "PIL", "triton", "diffusers", "server"),
-    *("comfy", "comfy_api", "comfy_execution"),
+    *("logging", "math", "reprlib", "struct", "sys", "threading", "time", "traceback", "types"),
+    *("typing", "weakref", "numpy", "torch", "PIL", "triton", "diffusers", "server"),
+    *("comfy", "comfy_api", "comfy_execution", "comfyui_version"),
 }
 """What may be imported. Of the standard library, nothing with files, processes or the network."""
 
