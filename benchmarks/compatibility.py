@@ -47,10 +47,10 @@ from tools.tiny_models import build, sample  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 STEPS = 4
 RATIO = 0.5
-CLOSE = 1e-3
+CLOSE = 1e-4
 """The largest relative difference of results that comes of the order of sums alone."""
 
-FAR = 5e-3
+FAR = 5e-4
 """The smallest relative difference by which another node is said to change the result."""
 
 COLUMNS: Mapping[str, str] = {

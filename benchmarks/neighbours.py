@@ -258,13 +258,6 @@ def _masked(model: ModelPatcher, kind: str) -> dict[str, Any]:
     return {"picture": 0.3, "noise_mask": ramp}
 
 
-def _with_references(model: ModelPatcher, kind: str) -> dict[str, Any]:
-    tiny = KINDS[kind]
-    random = torch.Generator().manual_seed(3)
-    reference = torch.randn(1, tiny.channels, *tiny.size(4, 6), generator=random)
-    return {"prompts": _prompts(kind, reference_latents=[reference]), "cfg": 1.0}
-
-
 def _several(model: ModelPatcher, kind: str) -> dict[str, Any]:
     return {"batch": 4}
 
@@ -381,7 +374,7 @@ ALL: tuple[Neighbour, ...] = (
         downscale_method="bicubic",
         upscale_method="bicubic",
     ),
-    _core("TomePatchModel", "nodes_tomesd", ratio=0.3),
+    _core("TomePatchModel", "nodes_tomesd", ratio=0.6),
     _core("PerturbedAttentionGuidance", "nodes_pag", scale=3.0),
     _core("SelfAttentionGuidance", "nodes_sag", scale=0.5, blur_sigma=2.0),
     _core("NAGuidance", "nodes_nag", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),
@@ -419,7 +412,6 @@ ALL: tuple[Neighbour, ...] = (
         sampling=_controlled,
         only=frozenset(_CONTROLLED),
     ),
-    _core("FluxKVCache", "nodes_flux", "flux", sampling=_with_references),
     _core(
         "ScaleROPE",
         "nodes_rope",
@@ -534,6 +526,7 @@ ALL: tuple[Neighbour, ...] = (
         "Sol-Attn",
         "Saganaki22/ComfyUI-sol-attn",
         stand_ins.attend_or_pass_on,
+        is_exact=True,
     ),
     _stand_in(
         "TorchCompileModelAdvanced",

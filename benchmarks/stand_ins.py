@@ -36,7 +36,10 @@ def attend_in_low_precision(model: ModelPatcher, kind: str) -> ModelPatcher:
 
 
 def attend_or_pass_on(model: ModelPatcher, kind: str) -> ModelPatcher:
-    """An attention override that attends itself, or calls what it is given where it cannot."""
+    """An attention override that attends itself, or calls what it is given where it cannot.
+
+    It takes no mask, so it passes merged keys on that are weighed by one.
+    """
     clone = model.clone()
     options = clone.model_options["transformer_options"]
     before = options.get(_OVERRIDE)
@@ -45,7 +48,7 @@ def attend_or_pass_on(model: ModelPatcher, kind: str) -> ModelPatcher:
         if kwargs.get("mask") is not None or q.shape[-2] != k.shape[-2]:
             passed = func if before is None else partial(before, func)
             return passed(q, k, v, *args, **kwargs)
-        return attention_basic.__wrapped__(2 * q, k, v, *args, **kwargs)
+        return attention_basic.__wrapped__(q, k, v, *args, **kwargs)
 
     options[_OVERRIDE] = override
     return clone
@@ -175,15 +178,15 @@ def add_attention(model: ModelPatcher, kind: str) -> ModelPatcher:
 
 
 def patch_after_blocks(model: ModelPatcher, kind: str) -> ModelPatcher:
-    """A patch that adds to the picture's tokens after each block."""
+    """A patch that changes the picture's tokens after each block."""
 
-    def add(arguments: dict[str, Any]) -> dict[str, Any]:
+    def change(arguments: dict[str, Any]) -> dict[str, Any]:
         picture = arguments["img"]
-        ramp = torch.linspace(-0.2, 0.2, picture.shape[1])[None, :, None]
-        return arguments | {"img": picture + ramp.to(picture)}
+        ramp = torch.linspace(0.5, 1.5, picture.shape[1])[None, :, None]
+        return arguments | {"img": picture * ramp.to(picture)}
 
     clone = model.clone()
-    clone.set_model_double_block_patch(add)
+    clone.set_model_double_block_patch(change)
     return clone
 
 

@@ -1,0 +1,165 @@
+"""Beside other nodes: a part of the table of compatibility is run again, and more is tried."""
+
+import json
+
+import pytest
+import torch
+from common import EVERYTHING, relative_error
+from host import merging, overridden
+
+from benchmarks import compatibility
+from benchmarks.compatibility import COLUMNS, Bench, Cell, meetings, run
+from benchmarks.neighbours import ALL, BY_NAME, Neighbour
+from tome_nodes.config import ToMeConfig
+from tome_nodes.hosts.comfyui.attachment import attach, detach, is_attached
+from tools.tiny_models import TINY, build, sample
+
+TABLE = json.loads((compatibility.RESULTS / "compatibility.json").read_text(encoding="utf-8"))
+
+# Those that reach deepest into a model meet all settings, on a kind of model that they change.
+THOROUGHLY = {
+    "HyperTile": "sd15",
+    "PatchModelAddDownscale": "sdxl",
+    "TomePatchModel": "sd15",
+    "PerturbedAttentionGuidance": "sdxl",
+    "SelfAttentionGuidance": "sd15",
+    "SkipLayerGuidanceDiT": "flux",
+    "EasyCache": "wan21",
+    "LazyCache": "lumina2",
+    "ContextWindowsManual": "wan21",
+    "Patch Sage Attention KJ": "flux",
+    "ApplyFBCacheOnModel": "ltxv",
+    "TeaCache": "flux",
+    "SpectrumSDXL": "qwen_image",
+}
+QUICK = [each for each in ALL if not each.is_slow]
+
+
+def in_table(name, kind, setting, order):
+    """A cell as it is in the committed table."""
+    groups = TABLE["rows"][name][kind]
+    found = [cell for meetings, cell in groups.items() if f"{setting}, {order}" in meetings]
+    return Cell(**(found or [groups["all"]])[0])
+
+
+def ours_in(model):
+    """Names of the modules whose forward is one of ours; other nodes may leave theirs."""
+    modules = dict(model.model.named_modules())
+    return [
+        name
+        for name in overridden(model)
+        if modules[name].forward.__module__.startswith("tome_nodes")
+    ]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return Bench()
+
+
+def test_the_table_has_every_node_on_every_kind_of_model():
+    assert list(TABLE["rows"]) == [each.name for each in ALL]
+    assert len(TABLE["rows"]) >= 24
+    for row in TABLE["rows"].values():
+        assert list(row) == list(COLUMNS)
+        assert all(cell["verdict"] != "wrong" for cells in row.values() for cell in cells.values())
+    page = (compatibility.RESULTS / "compatibility.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
+    assert rows[2:] == list(TABLE["rows"])
+
+
+@pytest.mark.parametrize("name", [each.name for each in QUICK])
+def test_a_cell_of_the_table_is_still_so(bench, name):
+    neighbour = BY_NAME[name]
+    kinds = [
+        kind
+        for kind in COLUMNS
+        if in_table(name, kind, "fast", "ours first").verdict != compatibility.NONE
+    ]
+    kind = kinds[len(name) % len(kinds)]
+    setting, order = meetings(neighbour)[ALL.index(neighbour) % 8]
+    assert bench.cell(kind, neighbour, setting, order) == in_table(name, kind, setting, order)
+    assert ours_in(bench.model(kind)) == []
+
+
+@pytest.mark.parametrize("name", THOROUGHLY)
+def test_all_settings_and_orders_of_a_node(bench, name):
+    kind, neighbour = THOROUGHLY[name], BY_NAME[name]
+    for setting, order in meetings(neighbour):
+        found = bench.cell(kind, neighbour, setting, order)
+        assert found == in_table(name, kind, setting, order), (setting, order)
+        assert found.verdict != compatibility.NONE
+    assert ours_in(bench.model(kind)) == []
+
+
+def another_result(model, kind):
+    """A model that gives another result if it merges tokens."""
+    clone = model.clone()
+    clone.set_model_sampler_post_cfg_function(
+        lambda arguments: (1.1 + 0.1 * is_attached(model)) * arguments["denoised"]
+    )
+    return clone
+
+
+def an_error(model, kind):
+    if is_attached(model):
+        raise RuntimeError("two\nlines")
+    return another_result(model, kind)
+
+
+@pytest.mark.parametrize(
+    ("patch", "why"),
+    [
+        (another_result, "the result is another one"),
+        (an_error, "RuntimeError: two"),
+        (
+            lambda model, kind: another_result(detach(model), kind),
+            "RuntimeError: the other node has removed merging from the model",
+        ),
+    ],
+)
+def test_what_is_wrong_is_found(bench, patch, why):
+    neighbour = Neighbour(name=why, source="nodes.py", patch=patch)
+    found = bench.cell("flux", neighbour, "quality", "ours first")
+    assert found == Cell(compatibility.WRONG, why)
+    shown = compatibility._shown({"quality, ours first": found}, {})
+    assert shown == "wrong [1]"
+
+
+def test_what_differs_by_setting_is_said_once():
+    partly = Cell(compatibility.PARTLY, "no room")
+    cells = {
+        f"{setting}, {order}": partly if setting == "fast" else Cell(compatibility.RIGHT)
+        for setting, order in meetings(ALL[0])
+    }
+    notes = {"another": 1}
+    assert compatibility._shown(cells, notes) == "partly [2]"
+    assert notes == {"another": 1, "fast: no room": 2}
+    assert compatibility._shown({"fast, ours first": partly}, notes) == "partly [3]"
+    short = compatibility.in_short({"a node": {"flux": cells}})["a node"]["flux"]
+    assert short["fast, ours first, fast, theirs first"] == {"verdict": "partly", "why": "no room"}
+
+
+@pytest.mark.parametrize("name", ["HyperTile", "PatchModelAddDownscale", "SelfAttentionGuidance"])
+def test_merging_next_to_another_node_changes_the_result_reproducibly(bench, told, name):
+    neighbour = BY_NAME[name]
+    theirs = neighbour.patch(bench.model("sd15"), "sd15")
+    config = ToMeConfig(ratio=0.5, **EVERYTHING)
+    expected, merged, again = (
+        run(neighbour, each, "sd15")
+        for each in (theirs, attach(theirs, config), attach(theirs, config))
+    )
+    assert 1e-3 < relative_error(merged, expected) < 1
+    assert torch.equal(again, merged)
+    assert told()[-1].startswith("[ToMe] merged 7/7 blocks (")
+
+
+def test_a_partly_loaded_model():
+    tiny = TINY["flux"]
+    model = build(tiny)
+    size = tiny.size(8, 10)
+    config = merging(strategy="window", attn_tokens="k,v")
+    expected = sample(attach(model, config), tiny, size)
+    partly = build(tiny)
+    partly.load(torch.device("cpu"), lowvram_model_memory=1)
+    assert relative_error(sample(attach(partly, config), tiny, size), expected) < 1e-6
