@@ -69,9 +69,10 @@ def test_other_parameters(sd15, told, monkeypatch, owner, name, parameters, part
     assert torch.equal(sample(check_unpatched(sd15, told, part)), expected)
 
 
-def test_a_method_that_is_gone(sd15, told, monkeypatch):
-    monkeypatch.delattr(BaseModel, "get_dtype_inference")
-    check_unpatched(sd15, told, "BaseModel.get_dtype_inference")
+@pytest.mark.parametrize("name", ["apply_model", "get_dtype_inference"])
+def test_a_method_that_is_gone(sd15, told, monkeypatch, name):
+    monkeypatch.delattr(BaseModel, name)
+    check_unpatched(sd15, told, f"BaseModel.{name}")
 
 
 def test_noise_levels_that_are_named_otherwise(sd15, told, monkeypatch):

@@ -32,16 +32,13 @@ def changed_part(patcher: ModelPatcher, family: ComfyFamily, diffusion_model: An
     model: Any = patcher.model
     checks: list[tuple[str, bool]] = [
         ("ModelPatcher", all(hasattr(patcher, name) for name in _WRAPPERS)),
-        ("BaseModel.apply_model", begins_with(type(model).apply_model, "self", *_APPLY_MODEL)),
+        ("BaseModel.apply_model", begins_with(type(model), "apply_model", *_APPLY_MODEL)),
         ("BaseModel.get_dtype_inference", hasattr(model, "get_dtype_inference")),
         (
             "BaseModel.model_sampling",
             all(hasattr(getattr(model, "model_sampling", None), name) for name in _NOISE_LEVELS),
         ),
-        (
-            "CFGGuider.outer_sample",
-            begins_with(CFGGuider.outer_sample, "self", "noise", "latent_image"),
-        ),
+        ("CFGGuider.outer_sample", begins_with(CFGGuider, "outer_sample", "noise", "latent_image")),
         ("optimized_attention", _attention_calls_overrides()),
     ]
     changed = next((part for part, is_known in checks if not is_known), None)
@@ -57,9 +54,12 @@ def version() -> str:
     return f"ComfyUI {__version__}"
 
 
-def begins_with(function: Callable[..., Any], *names: str) -> bool:
-    """Whether these are the first parameters of a function."""
-    return tuple(inspect.signature(function).parameters)[: len(names)] == names
+def begins_with(kind: type, method: str, *names: str) -> bool:
+    """Whether a class has a method, and these are the first parameters after its object."""
+    function = getattr(kind, method, None)
+    if function is None:
+        return False
+    return tuple(inspect.signature(function).parameters)[1 : len(names) + 1] == names
 
 
 def _attention_calls_overrides() -> bool:
