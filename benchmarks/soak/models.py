@@ -19,7 +19,7 @@ from comfy.nested_tensor import NestedTensor
 from torch import Tensor, nn
 
 from benchmarks.models import PREFIX
-from tools import transformers
+from tools import tiny_models, transformers
 from tools.checkpoints import write_checkpoint
 from tools.environment import ROOT
 
@@ -32,7 +32,6 @@ from .traces import state_of_modules, state_of_patcher
 sys.path.append(str(ROOT / "tests" / "hosts"))
 import host
 import pipelines
-import tiny_transformers
 
 AtStep = Callable[[int], None]
 """Called after each step with its number, from 1."""
@@ -161,14 +160,14 @@ class Transformer(ComfyModel):
     """A transformer of ComfyUI."""
 
     def __init__(self, kind: str):
-        self._tiny = tiny_transformers.TINY[kind]
+        self._tiny = tiny_models.TINY[kind]
         neighbours = [*ANY_MODEL]
         if kind in _REPLACEABLE:
             neighbours += SKIP_LAYERS
         if (self._tiny.frames or 0) > 3:
             neighbours += VIDEOS
         traits = Traits(patches=_SLOW.get(kind, 324), neighbours=tuple(neighbours))
-        super().__init__(tiny_transformers.build(self._tiny), traits)
+        super().__init__(tiny_models.build(self._tiny), traits)
 
     def latent(self, sampling: Sampling) -> Any:
         tiny = self._tiny
@@ -181,7 +180,7 @@ class Transformer(ComfyModel):
         return NestedTensor([latent, torch.zeros(sampling.batch, *tiny.sound)])
 
     def prompts(self) -> tuple[Any, Any]:
-        first, second = (tiny_transformers.conditioning(self._tiny, seed) for seed in (5, 6))
+        first, second = (tiny_models.conditioning(self._tiny, seed) for seed in (5, 6))
         return first, second
 
 
@@ -300,7 +299,7 @@ def all_models() -> dict[str, Model]:
             "sdxl": UNet(_narrow(folder, "sdxl"), "sdxl", weight=4.0, patches=150),
             "x4_upscaler": UNet(_narrow(folder, "x4_upscaler"), "x4_upscaler", patches=36),
         }
-    kinds: Mapping[str, Any] = tiny_transformers.TINY
+    kinds: Mapping[str, Any] = tiny_models.TINY
     models = {kind: Transformer(kind) for kind in kinds}
     return {**unets, **models, "diffusers": UNetOfDiffusers(), "ldm": UNetOfLdm()}
 

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from test_server import PLAIN, patch, txt2img
-from tiny_transformers import FLUX
 
 from tome_nodes.captions import CAPTIONS, PATCH, REMOVE, REPORT
 from tome_nodes.config import ToMeConfig
@@ -26,6 +25,7 @@ from tome_nodes.options import FRAME, LEVEL, STEP, VIEW, OptionError
 from tome_nodes.presets import FREE, PRESET, PRESETS
 from tools import transformers
 from tools.server import ExecutionFailed, PromptRejected
+from tools.tiny_models import FLUX
 
 GRAPHS = 1000
 OURS = "custom_nodes/tome-nodes/tome_nodes"
