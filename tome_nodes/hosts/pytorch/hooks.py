@@ -252,8 +252,8 @@ class _Calls:
         self._exits = ExitStack()
         self._shape: torch.Size | None = None
         self._timestep = self._first_timestep = math.nan
-        self._first_sample: Tensor | None = None
-        self._schedule: Tensor | float = math.nan
+        # What the first call of a run got, until the next step.
+        self._first: tuple[Tensor, Tensor | float] | None = None
         self._completed = True
         self._step = 0
         self._call = 0
@@ -314,24 +314,24 @@ class _Calls:
         """Count the steps of a run, and the calls of a step."""
         if self._begins_run(noise, sample, timestep):
             self._step = self._call = 0
-            self._first_timestep, self._first_sample = noise, sample.detach().clone()
-            self._schedule = timestep
+            self._first_timestep, self._first = noise, (sample.detach().clone(), timestep)
             self._run.restart()
         elif noise == self._timestep:
             self._call += 1
         else:
             self._step += 1
             self._call = 0
+            self._first = None
         self._timestep = noise
 
     def _begins_run(self, noise: float, sample: Tensor, timestep: Tensor | float) -> bool:
         if not (self._completed and noise <= self._timestep):
             return True
-        first = self._first_sample
+        if noise != self._timestep or self._first is None:
+            return False
+        first, its_timestep = self._first
         return (
-            noise == self._first_timestep
-            and first is not None
-            and not _is_of_one_schedule(timestep, self._schedule)
+            not _is_of_one_schedule(timestep, its_timestep)
             and first.shape == sample.shape
             and not torch.equal(first, sample.to(first.device))
         )
