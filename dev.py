@@ -209,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "soak",
         "do many random runs in one process, and see whether any fails or leaves anything behind; "
-        "more arguments: --runs, --quick, --seed, --only, --save",
+        "more arguments: --runs, --quick, --seed, --only, --unpatched, --save",
     )
     add(
         "generate",
