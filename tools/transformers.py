@@ -23,8 +23,17 @@ def build(name: str, settings: Mapping[str, Any], dtype: Any = None) -> Any:
     config.unet_config.update(settings)
     config.set_inference_dtype(dtype or torch.float32, None)
     device = torch.device("cpu")
-    base = config.get_model({}, device=device)
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        # Fills memory that a file would be read into with NaN: some buffers are not parameters.
+        torch.use_deterministic_algorithms(True)
+        base = config.get_model({}, device=device)
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
     generator = torch.Generator().manual_seed(0)
+    for buffer in base.buffers():
+        if buffer.isnan().all():
+            buffer.data.normal_(0.0, 0.3, generator=generator)
     for parameter in base.parameters():
         if parameter.ndim > 1:
             parameter.data.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
