@@ -68,6 +68,7 @@ def test_the_table_has_every_node_on_every_kind_of_model():
     assert rows[2:] == list(TABLE["rows"])
 
 
+@pytest.mark.newest_only
 @pytest.mark.parametrize("name", [each.name for each in QUICK])
 def test_a_cell_of_the_table_is_still_so(bench, name):
     neighbour = BY_NAME[name]
