@@ -101,18 +101,19 @@ def execute(node: Any, *args: Any, **inputs: Any) -> Any:
     return node.execute(*args, **inputs).result[0]
 
 
+def core_patch(module: str, name: str, **inputs: Any) -> Patch:
+    """What a node of ComfyUI with these inputs makes of a model."""
+    return lambda model, kind: execute(core_node(module, name), model, **inputs)
+
+
 def _core(
     name: str, module: str, *only: str, sampling: Sampling = _as_ever, **inputs: Any
 ) -> Neighbour:
     """A node of ComfyUI that takes a model and returns one."""
-
-    def patch(model: ModelPatcher, kind: str) -> Any:
-        return execute(core_node(module, name), model, **inputs)
-
     return Neighbour(
         name=name,
         source=f"comfy_extras/{module}.py",
-        patch=patch,
+        patch=core_patch(module, name, **inputs),
         sampling=sampling,
         only=frozenset(only),
     )

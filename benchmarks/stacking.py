@@ -29,7 +29,7 @@ from benchmarks import stand_ins  # noqa: E402
 from benchmarks.figures import grid, spread  # noqa: E402
 from benchmarks.judges import PictureTransformerJudge  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
-from benchmarks.neighbours import Patch, core_node, execute  # noqa: E402
+from benchmarks.neighbours import Patch, core_patch  # noqa: E402
 from benchmarks.pictures import Judge, PictureJudge  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
 from tome_nodes.config import ToMeConfig  # noqa: E402
@@ -41,10 +41,6 @@ PLAIN, MERGING = "plain", "merging"
 RATIO = 0.5
 
 
-def _node(module: str, name: str, **inputs: Any) -> Patch:
-    return lambda model, kind: execute(core_node(module, name), model, **inputs)
-
-
 _CACHE: Mapping[str, Any] = {
     "reuse_threshold": 0.2,
     "start_percent": 0.15,
@@ -52,14 +48,14 @@ _CACHE: Mapping[str, Any] = {
     "verbose": False,
 }
 ANYWHERE: Mapping[str, Patch] = {
-    "EasyCache": _node("nodes_easycache", "EasyCache", **_CACHE),
-    "LazyCache": _node("nodes_easycache", "LazyCache", **_CACHE),
-    "TorchCompileModel": _node("nodes_torch_compile", "TorchCompileModel", backend="inductor"),
+    "EasyCache": core_patch("nodes_easycache", "EasyCache", **_CACHE),
+    "LazyCache": core_patch("nodes_easycache", "LazyCache", **_CACHE),
+    "TorchCompileModel": core_patch("nodes_torch_compile", "TorchCompileModel", backend="inductor"),
     "Sage, stand-in": stand_ins.attend_in_low_precision,
     "Sol-Attn, stand-in": stand_ins.attend_or_pass_on,
 }
 ON_UNETS: Mapping[str, Patch] = {
-    "HyperTile": _node(
+    "HyperTile": core_patch(
         "nodes_hypertile",
         "HyperTile",
         tile_size=256,
@@ -67,7 +63,7 @@ ON_UNETS: Mapping[str, Patch] = {
         max_depth=0,
         scale_depth=False,
     ),
-    "PatchModelAddDownscale": _node(
+    "PatchModelAddDownscale": core_patch(
         "nodes_model_downscale",
         "PatchModelAddDownscale",
         block_number=2,

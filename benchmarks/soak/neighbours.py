@@ -1,8 +1,6 @@
 """Other nodes of ComfyUI's core that people put on the same model."""
 
-import asyncio
 import importlib
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,6 +10,8 @@ import comfy.sd
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import nn
+
+from benchmarks.neighbours import core_node, execute
 
 _LORA_RANK = 4
 _LORA_LAYERS = 3
@@ -117,25 +117,12 @@ NEIGHBOURS: Mapping[str, Neighbour] = {**ANY_MODEL, **UNETS, **SKIP_LAYERS, **VI
 
 def with_neighbour(model: ModelPatcher, name: str) -> ModelPatcher:
     """The model that a node makes of a model."""
-    node, inputs = _node(name), NEIGHBOURS[name].inputs
-    if hasattr(node, "FUNCTION"):
-        return getattr(node(), node.FUNCTION)(model, **inputs)[0]
-    return node.execute(model, **inputs).result[0]
+    return execute(_node(name), model, **NEIGHBOURS[name].inputs)
 
 
 @cache
 def _node(name: str) -> Any:
-    module = importlib.import_module(f"comfy_extras.{NEIGHBOURS[name].module}")
-    if name in getattr(module, "NODE_CLASS_MAPPINGS", {}):
-        return module.NODE_CLASS_MAPPINGS[name]
-
-    async def nodes() -> Any:
-        extension = module.comfy_entrypoint()
-        # In some modules of the host it is a coroutine.
-        extension = await extension if inspect.isawaitable(extension) else extension
-        return await extension.get_node_list()
-
-    return {node.GET_SCHEMA().node_id: node for node in asyncio.run(nodes())}[name]
+    return core_node(NEIGHBOURS[name].module, name)
 
 
 def load_nodes() -> None:

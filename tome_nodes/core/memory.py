@@ -7,6 +7,9 @@ import torch
 NO_MEMORY = "the device has no memory left for merging"
 """The reason to report where the device ran out of memory in our own part."""
 
+WITHOUT_IT = f"{NO_MEMORY}: the rest of this run goes on without it"
+"""What a host tells when that happens."""
+
 _OURS = __name__.removesuffix("core.memory")
 
 _LIBRARIES = ("torch", "triton")

@@ -22,7 +22,7 @@ from ...config import ToMeConfig
 from ...core.engine import MakeStrategy
 from ...core.grid import Grid
 from ...core.layout import Picture
-from ...core.memory import NO_MEMORY
+from ...core.memory import WITHOUT_IT
 from ...core.observer import Evaluated, Function, Observer
 from ...core.run import Run
 from ...core.schedule import Moment, NoiseRange, is_noise_alone, step_index
@@ -333,7 +333,7 @@ class _SamplingRun:
         run = self._runs.get(uncompiled(model.diffusion_model))
         if run is None or not run.sites.gives_up(error):
             return False
-        log.warning("[ToMe] %s: the rest of this run goes on without it", NO_MEMORY)
+        log.warning("[ToMe] %s", WITHOUT_IT)
         return True
 
     def _pictures(

@@ -24,7 +24,7 @@ from ...core.engine import MakeStrategy
 from ...core.grid import Grid
 from ...core.input_site import InputSite, InputStack, Part
 from ...core.layout import Layout
-from ...core.memory import NO_MEMORY
+from ...core.memory import WITHOUT_IT
 from ...core.observer import Evaluated, Observer
 from ...core.run import Run
 from ...core.schedule import Moment, NoiseRange, is_noise_alone
@@ -65,7 +65,7 @@ class HookedStack(InputStack):
             except torch.OutOfMemoryError as error:
                 if not self.sites.gives_up(error):
                     raise
-            log.warning("[ToMe] %s: the rest of this run goes on without it", NO_MEMORY)
+            log.warning("[ToMe] %s", WITHOUT_IT)
             return forward(x, *args, **kwargs)
 
         return [(self.module, transformer_forward), *super().overrides()]
