@@ -2,7 +2,19 @@
 
 from dataclasses import dataclass
 
-from .options import FRAME, LEVEL, OPTIONS, STEP, VIEW, Option
+from .options import (
+    CHANGE,
+    FRAME,
+    GOAL,
+    LEVEL,
+    MEASURE_AGAIN,
+    OPTIONS,
+    SAMPLING,
+    SPEED_UP,
+    STEP,
+    VIEW,
+    Option,
+)
 from .presets import PRESET
 
 
@@ -11,7 +23,7 @@ class Slot:
     """A place for a link.
 
     Attributes:
-        name: of an input; of an output, its type.
+        name: of an input; of an output, its type or what it is called.
         text: what goes through it: the tooltip.
         more: what the help page tells beside that.
         type: of an input, its type.
@@ -63,6 +75,13 @@ PATCH = Caption(
             "A picture or video model, such as Z-Image, Flux, Qwen-Image, Wan, SDXL or SD 1.x.",
             type="MODEL",
         ),
+        Slot(
+            "settings",
+            "Settings that ToMe Tune found. What they name counts in place of the inputs below.",
+            'A JSON object of inputs by name, such as `{"preset": "fast", "ratio": 0.5}`.',
+            type="STRING",
+            optional=True,
+        ),
     ),
     options=(PRESET, *OPTIONS.values()),
     outputs=(Slot("MODEL", "The model with token merging."),),
@@ -79,6 +98,37 @@ REMOVE = Caption(
             "The model without token merging.",
             "The model at the input is not changed.",
         ),
+    ),
+)
+
+TUNE = Caption(
+    id="ToMeTune",
+    name="ToMe Tune",
+    text="Finds the settings of token merging that make your model as fast as you wish, or change "
+    "the picture as little, by trying a few on your model and device. It takes no longer than two "
+    "sampling runs, and none the next time. Give it what the sampler gets.",
+    inputs=(
+        Slot(
+            "model",
+            "The model, after any LoRA.",
+            "Nodes that skip steps, such as EasyCache, belong after this one: here they would skip "
+            "what is to be measured.",
+            type="MODEL",
+        ),
+        Slot("positive", "The prompt of the sampler.", type="CONDITIONING"),
+        Slot("negative", "The negative prompt of the sampler.", type="CONDITIONING"),
+        Slot(
+            "latent_image",
+            "The latent of the sampler: what is found is for its size.",
+            type="LATENT",
+        ),
+    ),
+    options=(GOAL, SPEED_UP, CHANGE, *SAMPLING, MEASURE_AGAIN),
+    outputs=(
+        Slot("MODEL", "The model with the settings found, or unpatched if none make it faster."),
+        Slot("IMAGE", "All settings tried, by speed and change, with the ones found."),
+        Slot("text", "What was found and tried, in words."),
+        Slot("settings", "The settings as JSON, for the input settings of ToMe Patch Model."),
     ),
 )
 
@@ -113,5 +163,5 @@ REPORT = Caption(
     outputs=(Slot("IMAGE", "The map or the chart."), Slot("STRING", "The report in words.")),
 )
 
-CAPTIONS = (PATCH, REMOVE, REPORT)
+CAPTIONS = (PATCH, TUNE, REMOVE, REPORT)
 """All nodes."""

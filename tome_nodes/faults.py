@@ -1,5 +1,6 @@
 """What can be wrong with the inputs of the nodes, in a prompt and when a node runs."""
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,15 +10,55 @@ from .captions import PATCH, Caption
 from .config import ToMeConfig
 from .hosts.comfyui import attachment, queue
 from .options import OPTIONS, OptionError, OptionTypeError, told
-from .presets import CUSTOM, PRESET, settings_of
+from .presets import CUSTOM, FREE, PRESET, settings_of
 
 
-def config_of(preset: str = PRESET.default, **given: Any) -> ToMeConfig:
+def config_of(settings: str | None = None, **given: Any) -> ToMeConfig:
     """The settings that the inputs of the patch node stand for.
+
+    Args:
+        settings: a JSON object of options that count in place of those given.
+        given: options by name.
 
     Raises:
         OptionError: an option is not allowed, or would not count.
     """
+    if settings is None:
+        return _config_of(**given)
+    found = _options_in(settings)
+    if "preset" in found:
+        # It decides the others.
+        given = {name: value for name, value in given.items() if name in FREE}
+    try:
+        return _config_of(**{**given, **found})
+    except OptionError as error:
+        raise OptionError("settings", f"settings={told(settings)}: {error}") from error
+
+
+def _options_in(settings: str) -> dict[str, Any]:
+    """The options in the input settings.
+
+    Raises:
+        OptionError: it is not a JSON object, or has an option that the node does not have.
+    """
+    try:
+        found = json.loads(settings)
+    except (ValueError, RecursionError) as error:
+        raise _fault_of_settings(settings, f"it is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise _fault_of_settings(settings, "it must be a JSON object of inputs by name")
+    names = [option.name for option in PATCH.options]
+    for name in found:
+        if name not in names:
+            raise _fault_of_settings(settings, f"there is no {name}; there are {', '.join(names)}")
+    return found
+
+
+def _fault_of_settings(settings: str, why: str) -> OptionError:
+    return OptionError("settings", f"settings={told(settings)} is not allowed: {why}")
+
+
+def _config_of(preset: str = PRESET.default, **given: Any) -> ToMeConfig:
     # The choices of the editor are always strings.
     name = "max_downsample"
     if isinstance(given.get(name), str):
@@ -67,6 +108,9 @@ def find(caption: Caption, inputs: Mapping[str, Any]) -> tuple[str, str] | None:
 def fault_of_options(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
     """The option of the patch node at fault and an error message, None if all are valid."""
     known: dict[str, Any] = {}
+    settings = inputs.get("settings")
+    if isinstance(settings, str):
+        known["settings"] = settings
     for option in PATCH.options:
         if option.name not in inputs:
             continue
@@ -96,7 +140,8 @@ def _fault_of_links(caption: Caption, inputs: Mapping[str, Any]) -> str | None:
     for slot in caption.inputs:
         value = inputs.get(slot.name, [])
         is_left_out = value is None and slot.optional
-        if not is_left_out and not isinstance(value, list):
+        is_text = slot.type == "STRING" and isinstance(value, str)
+        if not (is_left_out or is_text or isinstance(value, list)):
             must = f"it must be a link to an output of type {slot.type}"
             return f"{slot.name}={told(value)} is not allowed: {must}"
     for name, link in queue.links(inputs).items():
@@ -117,8 +162,10 @@ def _is_pictures(value: Any) -> bool:
 
 _IS_OF_TYPE: Mapping[str, Callable[[Any], bool]] = {
     "MODEL": attachment.is_model,
+    "STRING": lambda value: isinstance(value, str),
     # Where it comes from is all that is asked of it.
     "LATENT": lambda value: True,
+    "CONDITIONING": lambda value: isinstance(value, list),
     "IMAGE": _is_pictures,
 }
 """Whether a value is of a type of inputs."""

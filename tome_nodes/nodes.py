@@ -1,6 +1,7 @@
 """The nodes of the pack, as ComfyUI's editor and queue see them."""
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -9,11 +10,14 @@ import torch
 from comfy_api.v0_0_2 import ComfyExtension, io, ui
 
 from . import faults
-from .captions import CAPTIONS, PATCH, REMOVE, REPORT, Caption
+from .captions import CAPTIONS, PATCH, REMOVE, REPORT, TUNE, Caption
 from .hosts.comfyui import attachment, graph, queue
-from .options import FRAME, LEVEL, STEP, VIEW, Option
+from .hosts.comfyui.trials import HOST_NAMES, Sampling
+from .hosts.comfyui.tune import tune
+from .options import FRAME, LEVEL, SAMPLING, STEP, VIEW, Option
 from .presets import CUSTOM, FREE
 from .report import pages
+from .tuning.search import SPEED, Wish
 
 _CATEGORY = "model/patch"
 _ALIASES = ["token merging", "tomesd", "tome", "speed", "faster", "acceleration"]
@@ -43,13 +47,18 @@ def _schema(
         description=caption.text,
         inputs=[
             *(
-                kind.Input(slot.name, tooltip=slot.text, optional=slot.optional)
+                kind.Input(
+                    slot.name,
+                    tooltip=slot.text,
+                    optional=slot.optional,
+                    **({"force_input": True} if kind is io.String else {}),
+                )
                 for kind, slot in zip(slots, caption.inputs, strict=True)
             ),
             *(_input(option, **extras.get(option.name, {})) for option in caption.options),
         ],
         outputs=[
-            kind.Output(tooltip=slot.text)
+            kind.Output(display_name=slot.name, tooltip=slot.text)
             for kind, slot in zip(outputs, caption.outputs, strict=True)
         ],
         **others,
@@ -65,6 +74,8 @@ def _input(option: Option, **extras: Any) -> io.Input:
     }
     if option.choices:
         return io.Combo.Input(option.name, options=[*map(str, option.choices)], **extras)
+    if option.is_of_host:
+        return io.Combo.Input(option.name, options=HOST_NAMES[option.name], **extras)
     if isinstance(option.default, bool):
         return io.Boolean.Input(option.name, **extras)
     kind: Any = io.Int if isinstance(option.default, int) else io.Float
@@ -91,7 +102,7 @@ class ToMePatchModel(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return _schema(
             PATCH,
-            [io.Model],
+            [io.Model, io.String],
             [io.Model],
             {
                 # For web/js/preset.js.
@@ -105,7 +116,7 @@ class ToMePatchModel(io.ComfyNode):
         )
 
     @classmethod
-    @_given(queue.LINKS, *(option.name for option in PATCH.options))
+    @_given(queue.LINKS, "settings", *(option.name for option in PATCH.options))
     def validate_inputs(cls, **inputs: Any) -> bool | str:
         """True if the inputs are valid, else an error message.
 
@@ -125,13 +136,62 @@ class ToMePatchModel(io.ComfyNode):
     def execute(cls, model: Any, **inputs: Any) -> io.NodeOutput:
         faults.check(PATCH, {"model": model, **inputs})
         node = graph.running_node()
-        in_workflow: dict[str, Any] = {}
-        if node is not None:
-            in_workflow = {
-                "on_step": partial(graph.show_text, node),
-                "wants_details": partial(graph.feeds, node, REPORT.id, "model"),
-            }
-        return io.NodeOutput(attachment.attach(model, faults.config_of(**inputs), **in_workflow))
+        on_step = None if node is None else partial(graph.show_text, node)
+        config = faults.config_of(**inputs)
+        return io.NodeOutput(
+            attachment.attach(model, config, on_step=on_step, wants_details=_wants_details(node))
+        )
+
+
+class ToMeTune(io.ComfyNode):
+    """Find the settings that fulfil a wish, and patch a model with them."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            TUNE,
+            [io.Model, io.Conditioning, io.Conditioning, io.Latent],
+            [io.Model, io.Image, io.String, io.String],
+            {"seed": {"control_after_generate": False}},
+            search_aliases=[*_ALIASES, "benchmark", "auto", "optimize"],
+            not_idempotent=True,
+        )
+
+    @classmethod
+    @_given(queue.LINKS)
+    def validate_inputs(cls, **inputs: Any) -> bool | str:
+        """True if the links are valid, else an error message."""
+        return queue.verdict() or True
+
+    @classmethod
+    def execute(
+        cls, model: Any, positive: Any, negative: Any, latent_image: Any, **inputs: Any
+    ) -> io.NodeOutput:
+        slots = {"positive": positive, "negative": negative, "latent_image": latent_image}
+        faults.check(TUNE, {"model": model, **slots, **inputs})
+        options = {option.name: option.default for option in TUNE.options} | inputs
+        for option in TUNE.options:
+            option.check(options[option.name])
+        goal = options["goal"]
+        wish = Wish(goal, options["speed_up" if goal == SPEED else "change"])
+        run = {option.name: options[option.name] for option in SAMPLING}
+        sampling = Sampling(positive, negative, latent_image, **run)
+        found = tune(model, sampling, wish, options["measure_again"])
+        settings = found.choice.settings
+        node = graph.running_node()
+        try:
+            tuned = attachment.attach(
+                model,
+                faults.config_of(**settings),
+                wants_details=_wants_details(node),
+                tuned=found.measured,
+            )
+        except ValueError:
+            # The text says why.
+            tuned = model
+        page = pages.tuning_page(found)
+        drawn, on_node = _shown(cls, node, page)
+        return io.NodeOutput(tuned, drawn, page.text, json.dumps(settings), ui=on_node)
 
 
 class ToMeRemovePatch(io.ComfyNode):
@@ -195,12 +255,22 @@ class ToMeReport(io.ComfyNode):
         else:
             picture_at = None if image is None else partial(_frame_at, image)
             shown = pages.report_of(run, view, level, step, picture_at, frame)
-        if (node := graph.running_node()) is not None:
-            graph.show_text(node, shown.text)
-        # A copy: the picture may be a read-only view, which torch must not share.
-        drawn = torch.tensor(shown.picture, dtype=torch.float32)[None] / 255
-        on_node = ui.PreviewImage(drawn, cls=cls).as_dict() | ui.PreviewText(shown.text).as_dict()
+        drawn, on_node = _shown(cls, graph.running_node(), shown)
         return io.NodeOutput(drawn, shown.text, ui=on_node)
+
+
+def _wants_details(node: str | None) -> Callable[[], bool] | None:
+    """Whether a report is connected to a node that patches; None outside a workflow."""
+    return None if node is None else partial(graph.feeds, node, REPORT.id, "model")
+
+
+def _shown(cls: Any, node: str | None, page: pages.Report) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The picture of a page, ``[1, height, width, 3]`` float from 0 to 1, and what a node shows."""
+    if node is not None:
+        graph.show_text(node, page.text)
+    # A copy: the picture may be a read-only view, which torch must not share.
+    drawn = torch.tensor(page.picture, dtype=torch.float32)[None] / 255
+    return drawn, ui.PreviewImage(drawn, cls=cls).as_dict() | ui.PreviewText(page.text).as_dict()
 
 
 def _frame_at(image: Any, place: float) -> Any:
@@ -215,7 +285,7 @@ class ToMeExtension(ComfyExtension):
     """The pack as ComfyUI loads it."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [ToMePatchModel, ToMeRemovePatch, ToMeReport]
+        return [ToMePatchModel, ToMeTune, ToMeRemovePatch, ToMeReport]
 
 
 async def comfy_entrypoint() -> ToMeExtension:

@@ -53,6 +53,7 @@ class Option:
         step: what one click in the editor adds to a number.
         unset: value of a number, below ``least``, that stands for ``ratio``.
         choices: what it may be, if it is one of a few, and what each does where that takes a table.
+        is_of_host: whether it is one of the names that the host has for something.
         advanced: whether the editor folds it away.
     """
 
@@ -65,6 +66,7 @@ class Option:
     step: float = 1
     unset: float | None = None
     choices: Mapping[str | int, str] = field(default_factory=lambda: MappingProxyType({}))
+    is_of_host: bool = False
     advanced: bool = False
 
     def check(self, value: Any) -> None:
@@ -78,6 +80,9 @@ class Option:
             if not is_plain(value) or value not in self.choices:
                 allowed = " | ".join(map(str, self.choices))
                 raise self._error(OptionError, value, f"one of {allowed}")
+        elif self.is_of_host:
+            if not isinstance(value, str):
+                raise self._error(OptionTypeError, value, "a name")
         elif isinstance(self.default, bool):
             if not isinstance(value, bool):
                 raise self._error(OptionTypeError, value, "true or false")
@@ -379,6 +384,92 @@ FRAME = Option(
     text="Which frame of the latent of a video to show in the maps; 1 is the first. -1 shows the "
     "one in the middle.",
 )
+
+GOAL = Option(
+    name="goal",
+    default="speed",
+    choices=MappingProxyType(
+        {
+            "speed": "At least `speed_up` times as fast as without merging, with the least change.",
+            "likeness": "At most `change`, as fast as can be.",
+        }
+    ),
+    text="What the settings should reach. speed: at least speed_up, with the least change to the "
+    "picture; likeness: at most change, as fast as can be.",
+)
+
+SPEED_UP = Option(
+    name="speed_up",
+    default=1.3,
+    least=1.0,
+    most=4.0,
+    step=0.05,
+    text="Under goal speed: how many times as fast the model should run. 1 leaves it unpatched.",
+)
+
+CHANGE = Option(
+    name="change",
+    default=0.1,
+    least=0.0,
+    most=1.0,
+    step=0.01,
+    text="Under goal likeness: how much the denoised picture may change in a step, in standard "
+    "deviations of the picture. 0 leaves the model unpatched.",
+)
+
+MEASURE_AGAIN = Option(
+    name="measure_again",
+    default=False,
+    text="Measure even if this was measured before. What is found is kept for the same kind of "
+    "model, size, steps, device and versions, so that the same wish takes no trials.",
+)
+
+SAMPLING = (
+    Option(
+        name="seed",
+        default=0,
+        least=0,
+        most=2**64 - 1,
+        text="Seed of the noise in the trials, as in the sampler.",
+    ),
+    Option(
+        name="steps",
+        default=20,
+        least=1,
+        most=10000,
+        text="Steps of the sampler. Trials take at most twice as many evaluations of the model, or "
+        "8.",
+    ),
+    Option(
+        name="cfg",
+        default=8.0,
+        least=0.0,
+        most=100.0,
+        step=0.1,
+        text="As in the sampler; other than 1, the model runs on two prompts at once.",
+    ),
+    Option(
+        name="sampler_name",
+        default="euler",
+        is_of_host=True,
+        text="As in the sampler. The trials themselves go the way of Euler's.",
+    ),
+    Option(
+        name="scheduler",
+        default="simple",
+        is_of_host=True,
+        text="As in the sampler; it sets the noise levels of the trials.",
+    ),
+    Option(
+        name="denoise",
+        default=1.0,
+        least=0.0,
+        most=1.0,
+        step=0.01,
+        text="As in the sampler; below 1, sampling starts from the latent under some noise.",
+    ),
+)
+"""What a sampler is given, as the host's KSampler has it."""
 
 STEP = Option(
     name="step",

@@ -154,6 +154,8 @@ def _row(option: Option) -> tuple[str, ...]:
         allowed = ", ".join(f"`{choice}`" for choice in option.choices)
     elif isinstance(option.default, bool):
         allowed = "on, off"
+    elif option.is_of_host:
+        allowed = "as in KSampler"
     else:
         allowed = f"{option.least:g} to {_figure(option.most)}"
         if option.unset is not None:

@@ -20,11 +20,12 @@ LAYERS = {
     "ops": set(),
     "core": {"config", "ops"},
     "strategies": {"config", "ops", "core"},
-    "report": {"options", "config", "core", "strategies"},
-    "hosts": {"config", "ops", "core", "strategies", "report"},
+    "tuning": {"config", "core"},
+    "report": {"options", "config", "core", "strategies", "tuning"},
+    "hosts": {"config", "presets", "ops", "core", "strategies", "report", "tuning"},
     "patch": {"options", "config", "presets", "hosts"},
     "faults": {"options", "config", "presets", "captions", "hosts"},
-    "nodes": {"options", "presets", "captions", "faults", "hosts", "report"},
+    "nodes": {"options", "presets", "captions", "faults", "hosts", "report", "tuning"},
     "__init__": {"patch"},
 }
 """The other parts of the package that each part may import."""
@@ -85,6 +86,7 @@ def test_only_a_host_knows_its_libraries():
         "comfy": {"hosts.comfyui"},
         "comfy_execution": {"hosts.comfyui"},
         "comfyui_version": {"hosts.comfyui"},
+        "folder_paths": {"hosts.comfyui"},
         "server": {"hosts.comfyui"},
         "comfy_api": {"nodes"},
         "diffusers": {"hosts.pytorch"},
@@ -119,9 +121,8 @@ def test_kernels_import_only_what_earlier_tritons_have():
 
 STANDARD = {
     *("collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "inspect"),
-    *("logging", "math", "reprlib", "struct", "sys", "threading", "time", "traceback", "types"),
-    "typing",
-    "weakref",
+    *("json", "logging", "math", "reprlib", "statistics", "struct", "sys", "threading", "time"),
+    *("datetime", "pathlib", "traceback", "types", "typing", "weakref"),
 }
 
 

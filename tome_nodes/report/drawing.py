@@ -4,6 +4,7 @@ An image is ``[height, width, 3]`` uint8. PIL's own font has ASCII characters on
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -184,6 +185,99 @@ def chart(
             draw.rectangle((bars_x, y + 3, end, y + row - 5), WARM if ink == INK else MUTED)
             draw.text((end + 8, y + row // 2 - 1), _milliseconds(mean), ink, _font(size), "lm")
     return np.asarray(canvas)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a front.
+
+    Attributes:
+        name: what is written beside it.
+        speed: times as fast as the unpatched model.
+        change: of the picture.
+        is_warm: whether it is drawn in the warmer of two colours.
+        is_chosen: whether it is ringed.
+    """
+
+    name: str
+    speed: float
+    change: float
+    is_warm: bool
+    is_chosen: bool
+
+
+def front(
+    title: str,
+    lines: Sequence[str],
+    points: Sequence[Point],
+    speed: float | None = None,
+    change: float | None = None,
+) -> np.ndarray:
+    """Settings by speed, to the right, and change, upwards.
+
+    Args:
+        title: the title.
+        lines: text below it.
+        points: the settings.
+        speed: where to draw an upright line, None for nowhere.
+        change: where to draw a level line, None for nowhere.
+    """
+    wrapped = [part for line in lines for part in _wrapped(line, _TEXT, 720)]
+    left, right, top = 80, 760, _MARGIN + 52 + 26 * len(wrapped) + 20
+    bottom = top + 340
+    canvas, draw = _canvas(800, bottom + 70)
+    draw.text((_MARGIN, _MARGIN - 4), title, INK, _font(_TITLE))
+    for index, line in enumerate(wrapped):
+        draw.text((_MARGIN, _MARGIN + 38 + 26 * index), line, MUTED, _font(_TEXT))
+
+    speeds = [1.0, *(point.speed for point in points), *([] if speed is None else [speed])]
+    changes = [0.02, *(point.change for point in points), *([] if change is None else [change])]
+    across, up = _ticks(min(speeds), max(speeds)), _ticks(0.0, max(changes))
+
+    def place(of_speed: float, of_change: float) -> tuple[float, float]:
+        x = left + (right - left) * (of_speed - across[0]) / (across[-1] - across[0])
+        return x, bottom - (bottom - top) * (of_change - up[0]) / (up[-1] - up[0])
+
+    for tick in across:
+        x, _ = place(tick, 0)
+        draw.line((x, top, x, bottom), FAINT)
+        draw.text((x, bottom + 8), f"{tick:.3g}", MUTED, _font(_SMALL), "ma")
+    for tick in up:
+        _, y = place(1, tick)
+        draw.line((left, y, right, y), FAINT)
+        draw.text((left - 10, y), f"{tick:.3g}", MUTED, _font(_SMALL), "rm")
+    draw.text((right, bottom + 32), "times as fast", INK, _font(_SMALL), "ra")
+    draw.text((left, top - 24), "change", INK, _font(_SMALL))
+    if speed is not None:
+        x, _ = place(speed, 0)
+        draw.line((x, top, x, bottom), INK, 2)
+    if change is not None:
+        _, y = place(1, change)
+        draw.line((left, y, right, y), INK, 2)
+    is_unpatched = not any(point.is_chosen for point in points)
+    for point in (Point("unpatched", 1.0, 0.0, False, is_unpatched), *points):
+        x, y = place(point.speed, point.change)
+        if point.is_chosen:
+            draw.ellipse((x - 11, y - 11, x + 11, y + 11), outline=INK, width=2)
+        draw.ellipse((x - 6, y - 6, x + 6, y + 6), fill=WARM if point.is_warm else COOL)
+        is_left = x + 16 + _width(point.name, _SMALL) <= right
+        draw.text(
+            (x + 16 if is_left else x - 16, y),
+            point.name,
+            INK if point.is_chosen else MUTED,
+            _font(_SMALL),
+            "lm" if is_left else "rm",
+        )
+    return np.asarray(canvas)
+
+
+def _ticks(least: float, most: float) -> list[float]:
+    """Round numbers at equal distances, from below the least to above the most."""
+    rough = (most - least) / 5 or 0.1
+    unit = 10 ** np.floor(np.log10(rough))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
+    first, last = np.floor(least / step), np.floor(most / step) + 1
+    return [float(step * index) for index in np.arange(first, last + 1)]
 
 
 def _kept_colours(kept: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..config import ToMeConfig
+from ..tuning.search import Measured
 from .counts import Counts
 from .recorder import Recording
 
@@ -22,6 +23,7 @@ class LastRun:
         shallowest: how many times smaller than the latent the largest feature map with attention
             is.
         recording: the details, None if no report was connected when the run began.
+        tuned: what ToMe Tune measured with the settings, None if it did not choose them.
     """
 
     model: str
@@ -32,3 +34,4 @@ class LastRun:
     worth_from: int | None
     shallowest: int
     recording: Recording | None
+    tuned: Measured | None = None

@@ -7,6 +7,9 @@ import numpy as np
 
 from ..options import VIEW
 from ..strategies import strategy_class
+from ..tuning import words as tuning_words
+from ..tuning.search import FAST, SPEED
+from ..tuning.words import Found
 from . import drawing, words
 from .last_run import LastRun
 from .recorder import MATCHING, Recording
@@ -81,6 +84,33 @@ def report_of(
     return Report(drawn, "\n".join(lines))
 
 
+def tuning_page(found: Found) -> Report:
+    """What ToMe Tune found, with all settings that it tried."""
+    lines = tuning_words.in_words(found)
+    if not found.figures:
+        return Report(drawing.card("ToMe Tune", lines), "\n".join(lines))
+    points = [
+        drawing.Point(
+            f"{candidate.preset} {candidate.ratio:.2f}",
+            measured.speed,
+            measured.change,
+            candidate.preset == FAST[0].preset,
+            candidate == found.choice.candidate,
+        )
+        for candidate, measured in found.figures.items()
+        if measured.obstacle is None
+    ]
+    amount, is_speed = found.wish.amount, found.wish.goal == SPEED
+    drawn = drawing.front(
+        "ToMe Tune",
+        lines[:2],
+        points,
+        amount if is_speed else None,
+        None if is_speed else amount,
+    )
+    return Report(drawn, "\n".join(lines))
+
+
 def in_words(run: LastRun) -> list[str]:
     """The report of a run, line by line."""
     counts, recording = run.counts, run.recording
@@ -100,6 +130,8 @@ def in_words(run: LastRun) -> list[str]:
     lines += [f"Note: {deviation}" for deviation in words.deviations(counts)]
     if run.obstacle is None:
         lines += [_times_in_words(recording)]
+    if run.tuned is not None:
+        lines += [f"ToMe Tune: {words.times(run.tuned)}, {run.tuned.speed:.2f} times as fast"]
     hint = hint_for(run)
     return lines if hint is None else [*lines, f"Hint: {hint}"]
 
@@ -146,18 +178,14 @@ def _times_in_words(recording: Recording | None) -> str:
             "Details: maps and times were not recorded, because no report was connected when the "
             "model sampled. Change the seed and run again to get them."
         )
-    run = _seconds(recording.seconds)
+    run = words.seconds(recording.seconds)
     if recording.overhead is None:
         return f"Time: {run}; the part that merging took cannot be measured in this model"
-    parts = ", ".join(f"{name} {_seconds(spent)}" for name, spent in recording.overhead.items())
+    parts = ", ".join(
+        f"{name} {words.seconds(spent)}" for name, spent in recording.overhead.items()
+    )
     share = 100 * sum(recording.overhead.values()) / recording.seconds
     return f"Time: {parts}, together {share:.1f} % of the run's {run}"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
 
 
 def _map(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.clock import Clock
 from ..core.grid import Grid
 from ..core.observer import Evaluated, Function, Observer
 from ..core.plan import Plan
@@ -79,7 +80,7 @@ class Recorder(Observer):
         """Begin with the first evaluation of a model, for ``latent`` on ``device``."""
         self._step = 0
         self._latent = latent
-        self._clock = _Clock(device)
+        self._clock = Clock(device)
         self._started = time.perf_counter()
         self._slots: dict[tuple[int, Grid], Tensor] = {}
         self._tokens: dict[tuple[str, int], tuple[int, int]] = {}
@@ -155,29 +156,6 @@ class Recorder(Observer):
 def _counted_from_0(slots: np.ndarray) -> np.ndarray:
     """The slots of one picture, numbered from 0 instead of from the tokens before the picture."""
     return slots - slots.min()
-
-
-class _Clock:
-    """Measures time on a device without making it wait."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._has_events = device.type == "cuda"
-        self.tells = self._has_events or device.type == "cpu"
-
-    def now(self) -> Any:
-        if not self._has_events:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def wait(self) -> None:
-        if self._has_events:
-            torch.cuda.synchronize(self._device)
-
-    def between(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) / 1000 if self._has_events else end - start
 
 
 class _WatchedPlan(Plan):

@@ -32,6 +32,7 @@ from ...report.counts import Counts
 from ...report.last_run import LastRun
 from ...report.recorder import Recorder
 from ...strategies import make_strategy
+from ...tuning.search import Measured
 from . import contract, graph
 from .families import family_of
 from .family import ComfyFamily, Inputs, uncompiled
@@ -50,6 +51,8 @@ def attach(
     make_strategy: MakeStrategy = make_strategy,
     on_step: Callable[[str], None] | None = None,
     wants_details: Callable[[], bool] | None = None,
+    tuned: Measured | None = None,
+    is_quiet: bool = False,
 ) -> ModelPatcher:
     """A clone of ``model`` that merges tokens as ``config`` says, in place of any earlier settings.
 
@@ -59,6 +62,8 @@ def attach(
         make_strategy: makes the strategy of each run.
         on_step: called once in each step with a short text on what was merged.
         wants_details: called at the start of each run; returns whether to record it in detail.
+        tuned: what ToMe Tune measured with these settings, for the log and the report.
+        is_quiet: whether runs log nothing.
 
     Returns:
         The clone; ``model`` itself if this version of the host is not as the pack knows it, which
@@ -67,12 +72,8 @@ def attach(
     Raises:
         ValueError: the model does not belong to a family that can merge tokens.
     """
-    if not hasattr(model.model, "diffusion_model"):
-        name = type(model.model).__name__
-        raise ValueError(f"token merging does not work with a {name}: it is no diffusion model")
-    diffusion_model = uncompiled(model.get_model_object("diffusion_model"))
-    family = family_of(diffusion_model)
-    changed = contract.changed_part(model, family, diffusion_model)
+    family = family_for(model)
+    changed = contract.changed_part(model, family, _network(model))
     if changed is not None:
         log.warning(
             "[ToMe] the model stays unpatched, as %s has another %s than this version of ToMe "
@@ -83,10 +84,28 @@ def attach(
         return model
     clone = detach(model)
     if not config.merges_nothing:
-        attachment = _Attachment(config, family, make_strategy, on_step, wants_details)
+        attachment = _Attachment(
+            config, family, make_strategy, on_step, wants_details, tuned, is_quiet
+        )
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
     return clone
+
+
+def family_for(model: ModelPatcher) -> ComfyFamily:
+    """The family of a model.
+
+    Raises:
+        ValueError: the model does not belong to a family that can merge tokens.
+    """
+    if not hasattr(model.model, "diffusion_model"):
+        name = type(model.model).__name__
+        raise ValueError(f"token merging does not work with a {name}: it is no diffusion model")
+    return family_of(_network(model))
+
+
+def _network(model: ModelPatcher) -> nn.Module:
+    return uncompiled(model.get_model_object("diffusion_model"))
 
 
 def is_model(value: Any) -> bool:
@@ -131,7 +150,7 @@ def _latent_shape(x: Tensor, conditions: dict[str, Any]) -> tuple[int, ...]:
     return tuple(packed[0] if packed else x.shape)
 
 
-def _is_empty(latent: Any) -> bool:
+def is_empty(latent: Any) -> bool:
     """Whether a latent holds no picture; with sound, that is the first of two."""
     if latent is None:
         return True
@@ -154,12 +173,16 @@ class _Attachment:
         make_strategy: MakeStrategy,
         on_step: Callable[[str], None] | None,
         wants_details: Callable[[], bool] | None,
+        tuned: Measured | None,
+        is_quiet: bool,
     ):
         self.config = config
         self.family = family
         self.make_strategy = make_strategy
         self.on_step = on_step
         self.wants_details = wants_details
+        self.tuned = tuned
+        self.is_quiet = is_quiet
         self.runs: dict[str | None, LastRun] = {}
 
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
@@ -167,12 +190,13 @@ class _Attachment:
         sampler = graph.running_node()
         self.runs.pop(sampler, None)
         latent = args[1] if len(args) > 1 else kwargs.get("latent_image")
-        run = _SamplingRun(self, _is_empty(latent))
+        run = _SamplingRun(self, is_empty(latent))
         guider = executor.class_obj
         guider.model_options["transformer_options"][KEY] = run
         result = executor(*args, **kwargs)
         with _not_at_the_cost_of_the_picture("the report of this run is missing"):
-            run.log()
+            if not self.is_quiet:
+                run.log()
             last = run.summary(type(guider.model_patcher.model.model_config).__name__)
             if last is not None:
                 self.runs[sampler] = last
@@ -401,7 +425,8 @@ class _SamplingRun:
         if counts.merged_anything:
             engine = self._first_run.engine
             backend = [] if engine is None else engine.in_words()
-            log.info("[ToMe] %s", words.log_line(counts, self._config, backend))
+            tuned = self._attachment.tuned
+            log.info("[ToMe] %s", words.log_line(counts, self._config, backend, tuned))
         else:
             log.warning("[ToMe] nothing merged: %s", self._obstacle(counts))
 
@@ -420,6 +445,7 @@ class _SamplingRun:
             None if engine is None else engine.worth_from,
             self._first_run.sites.shallowest,
             None if recorder is None else recorder.finish(),
+            self._attachment.tuned,
         )
 
     @property

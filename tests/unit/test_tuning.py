@@ -1,0 +1,247 @@
+"""The search of ToMe Tune on figures alone, and where on the way of a run it looks."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tome_nodes.config import ToMeConfig
+from tome_nodes.presets import settings_of
+from tome_nodes.tuning.places import Place, full_steps, places
+from tome_nodes.tuning.search import (
+    BALANCED,
+    FAST,
+    FASTER,
+    Candidate,
+    Choice,
+    Measured,
+    Wish,
+    choose,
+    find,
+)
+from tome_nodes.tuning.words import Found, in_words
+
+LADDERS = [BALANCED, FAST]
+
+
+def measured(speed, change, obstacle=None):
+    return Measured(1 / speed, 1.0, change, obstacle)
+
+
+def front(balanced, fast):
+    """Figures from (speed, change) of each rung of both ladders."""
+    return {
+        candidate: measured(*point)
+        for ladder, points in ((BALANCED, balanced), (FAST, fast))
+        for candidate, point in zip(ladder, points, strict=True)
+    }
+
+
+PICTURE = front(
+    [(1.02, 0.01), (1.05, 0.02), (1.10, 0.03), (1.14, 0.06), (1.16, 0.10)],
+    [(1.20, 0.05), (1.32, 0.07), (1.45, 0.10), (1.60, 0.16), (1.75, 0.30)],
+)
+"""As a transformer at a megapixel: little of its time is attention."""
+
+VIDEO = front(
+    [(1.2, 0.01), (1.35, 0.02), (1.55, 0.03), (1.8, 0.06), (1.9, 0.10)],
+    [(1.3, 0.05), (1.5, 0.08), (1.7, 0.12), (2.0, 0.2), (2.2, 0.3)],
+)
+
+
+def tuned(wish, figures, trials=100, ladders=LADDERS):
+    """The choice, and what was tried for it."""
+    tried = []
+
+    def trial(candidate):
+        if len(tried) == trials:
+            return None
+        tried.append(candidate)
+        return figures[candidate]
+
+    known = find(wish, {}, ladders, trial)
+    assert known == {candidate: figures[candidate] for candidate in tried}
+    return choose(wish, known), tried
+
+
+@pytest.mark.parametrize(
+    ("figures", "wish", "preset", "ratio"),
+    [
+        (PICTURE, Wish("speed", 1.1), "balanced", 0.6),
+        (PICTURE, Wish("speed", 1.2), "fast", 0.3),
+        (PICTURE, Wish("speed", 1.5), "fast", 0.6),
+        (PICTURE, Wish("likeness", 0.1), "fast", 0.5),
+        (PICTURE, Wish("likeness", 0.04), "balanced", 0.6),
+        (VIDEO, Wish("speed", 1.3), "balanced", 0.45),
+        (VIDEO, Wish("speed", 2.0), "fast", 0.6),
+        (VIDEO, Wish("likeness", 0.15), "balanced", 0.85),
+        (VIDEO, Wish("likeness", 0.01), "balanced", 0.3),
+    ],
+)
+def test_known_fronts_give_the_best_settings(figures, wish, preset, ratio):
+    choice, tried = tuned(wish, figures)
+    assert choice == Choice(Candidate(preset, ratio), True)
+    assert len(tried) == len({*tried}) <= 6
+
+
+def rising(least, most):
+    return st.lists(st.floats(least, most), min_size=5, max_size=5, unique=True).map(sorted)
+
+
+@given(
+    st.tuples(rising(0.9, 4), rising(0.9, 4)),
+    st.tuples(rising(0.001, 1), rising(0.001, 1)),
+    st.one_of(
+        st.builds(Wish, st.just("speed"), st.floats(1.01, 4)),
+        st.builds(Wish, st.just("likeness"), st.floats(0.01, 1)),
+    ),
+)
+def test_no_settings_that_were_not_tried_are_better(speeds, changes, wish):
+    figures = front(*(list(zip(*pair, strict=True)) for pair in zip(speeds, changes, strict=True)))
+    choice, tried = tuned(wish, figures)
+    assert len(tried) <= 6
+    fulfil = [each for each in figures.values() if wish.holds(each)]
+    if not fulfil:
+        assert not choice.is_fulfilled
+        return
+    found = figures[choice.candidate]
+    assert choice.is_fulfilled and wish.holds(found)
+    if wish.goal == "speed":
+        assert found.change <= 1.05 * min(each.change for each in fulfil)
+    else:
+        assert found.speed >= max(each.speed for each in fulfil) / FASTER
+
+
+def test_the_order_of_figures_does_not_matter():
+    for wish in Wish("speed", 1.2), Wish("likeness", 0.1):
+        backwards = dict(reversed(VIDEO.items()))
+        assert choose(wish, VIDEO) == choose(wish, backwards)
+
+
+@pytest.mark.parametrize("noise", [0.985, 1.0, 1.015])
+def test_of_equal_settings_the_gentler_is_taken_whatever_the_noise(noise):
+    """Where blocks cannot merge as a whole, fast does what quality does."""
+    same = [(1.3, 0.02), (1.5, 0.03), (1.6, 0.04), (1.7, 0.05), (1.8, 0.06)]
+    noisy = [(speed * noise, change) for speed, change in same]
+    for wish in Wish("speed", 1.2), Wish("likeness", 0.03):
+        assert choose(wish, front(same, noisy)).candidate.preset == "balanced"
+
+
+def test_what_is_not_reached_gives_the_fastest():
+    choice, _ = tuned(Wish("speed", 3.0), PICTURE)
+    assert choice == Choice(FAST[-1], False)
+
+
+def test_a_likeness_that_nothing_has_leaves_the_model_unpatched():
+    assert tuned(Wish("likeness", 0.005), PICTURE)[0] == Choice(None, False)
+
+
+def test_what_is_not_faster_leaves_the_model_unpatched():
+    slow = front([(1.02, 0.01)] * 5, [(0.9, 0.1)] * 5)
+    assert tuned(Wish("speed", 1.01), slow)[0] == Choice(None, False)
+    assert tuned(Wish("likeness", 0.5), slow)[0] == Choice(None, False)
+
+
+@pytest.mark.parametrize("wish", [Wish("speed", 1.0), Wish("likeness", 0.0)])
+def test_what_the_unpatched_model_does_takes_no_trial(wish):
+    assert tuned(wish, VIDEO) == (Choice(None, True), [])
+
+
+def test_a_ladder_on_which_nothing_merges_is_tried_once():
+    nothing = {each: measured(1.0, 0.0, "too few tokens") for each in (*BALANCED, *FAST)}
+    choice, tried = tuned(Wish("speed", 1.2), nothing)
+    assert choice == Choice(None, False)
+    assert [each.preset for each in tried] == ["balanced", "fast"]
+
+
+def test_a_search_that_is_cut_off_takes_the_best_it_has_and_goes_on_from_there():
+    wish = Wish("speed", 1.3)
+    choice, tried = tuned(wish, PICTURE, trials=1)
+    assert choice == Choice(Candidate("fast", 0.5), True)
+    more = []
+    find(wish, {tried[0]: PICTURE[tried[0]]}, LADDERS, lambda each: more.append(each))
+    assert more and more[0] not in tried
+
+
+def test_a_high_speed_is_looked_for_where_it_can_be_had():
+    assert tuned(Wish("speed", 1.5), PICTURE)[1][0].preset == "fast"
+    assert tuned(Wish("speed", 1.1), PICTURE)[1][0].preset == "balanced"
+
+
+FAST_SETTINGS = ToMeConfig(**settings_of("fast", {}))
+
+
+@pytest.mark.parametrize(
+    ("steps", "from_noise", "expected"),
+    [
+        (20, True, [Place(3, 2), Place(11, 10), Place(19, 18)]),
+        (8, True, [Place(0), Place(3, 2), Place(7, 6)]),
+        (4, True, [Place(0), Place(3, 2)]),
+        (2, True, [Place(0)]),
+        (1, True, [Place(0)]),
+        (1, False, [Place(0)]),
+        (6, False, [Place(1, 0), Place(5, 4)]),
+    ],
+)
+def test_places_lie_after_steps_on_all_tokens(steps, from_noise, expected):
+    assert places(FAST_SETTINGS, steps, from_noise) == expected
+
+
+@given(st.integers(1, 200), st.booleans())
+def test_places_are_steps_of_the_run_in_order(steps, from_noise):
+    found = places(FAST_SETTINGS, steps, from_noise)
+    assert 1 <= len(found) <= 3
+    full = full_steps(FAST_SETTINGS, steps, from_noise)
+    in_order = [step for each in found for step in (each.before, each.step) if step is not None]
+    assert in_order == sorted({*in_order}) and in_order[-1] < steps
+    assert {each.before for each in found} - {None} <= {*full}
+    assert steps == 1 or not {each.step for each in found} & {*full}
+
+
+def test_settings_without_steps_on_all_tokens_have_none():
+    assert full_steps(ToMeConfig(**settings_of("balanced", {})), 20, True) == []
+
+
+def told(wish, figures, **others):
+    return in_words(Found(wish, choose(wish, figures), figures, **others))
+
+
+def test_the_result_comes_first():
+    assert told(Wish("speed", 1.2), PICTURE, evaluations=30, steps=20)[0] == (
+        "Found: fast, ratio 0.30: 1.20 times as fast, change 0.050."
+    )
+    assert told(Wish("speed", 3.0), PICTURE)[:2] == [
+        "Not reached: nothing tried is 3.00 times as fast.",
+        "Nearest: fast, ratio 0.70: 1.75 times as fast, change 0.300.",
+    ]
+    assert told(Wish("likeness", 0.001), PICTURE)[:2] == [
+        "Unpatched: nothing that is faster has a change of 0.001 or less.",
+        "Nearest: balanced, ratio 0.45: 1.05 times as fast, change 0.020.",
+    ]
+    assert told(Wish("speed", 1.0), {}) == [
+        "Unpatched: 1.00 times as fast is what the model has without merging."
+    ]
+
+
+def test_a_model_that_gains_nothing_is_told_why():
+    nothing = {each: measured(1.0, 0.0, "too few tokens") for each in (BALANCED[2], FAST[2])}
+    first, hint, *tried = told(Wish("speed", 1.2), nothing)
+    assert first == "Unpatched: nothing is faster here. Nothing merged: too few tokens."
+    assert hint.startswith("Hint: ")
+    assert tried == [f"Tried {each}: nothing merged" for each in nothing]
+    slow = {BALANCED[2]: replace(PICTURE[BALANCED[2]], seconds=1.25)}
+    assert told(Wish("speed", 1.2), slow)[0] == (
+        "Unpatched: nothing is faster here. Best: balanced, ratio 0.60: 0.80 times as fast, change "
+        "0.030."
+    )
+
+
+def test_what_trials_cost_is_told():
+    wish = Wish("speed", 1.2)
+    assert told(wish, PICTURE, evaluations=30, steps=20)[-1] == (
+        "Trials: 30 evaluations of the model, 1.5 sampling runs"
+    )
+    assert told(wish, PICTURE, date="2026-11-23")[-1] == (
+        "No trials: measured on 2026-11-23; measure_again asks for them anew"
+    )

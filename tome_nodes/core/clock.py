@@ -1,0 +1,36 @@
+"""Time on the device that a model runs on."""
+
+import time
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """Measures time on a device without making it wait.
+
+    Attributes:
+        tells: whether it can, which is so on a CPU and on CUDA and ROCm.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._has_events = device.type == "cuda"
+        self.tells = self._has_events or device.type == "cpu"
+
+    def now(self) -> Any:
+        """This moment; of a GPU, the one at which it has done all that it was given."""
+        if not self._has_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self) -> None:
+        """Wait until the device has done all that it was given."""
+        if self._has_events:
+            torch.cuda.synchronize(self._device)
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one moment to another, both in the past."""
+        return start.elapsed_time(end) / 1000 if self._has_events else end - start

@@ -1,0 +1,126 @@
+"""Find the settings that fulfil a wish on a model of ComfyUI, by trials or by what is kept."""
+
+from collections.abc import Callable, Mapping
+from datetime import date
+from typing import Any
+
+import torch
+from comfy.model_management import (
+    get_torch_device_name,
+    throw_exception_if_processing_interrupted,
+)
+from comfy.model_patcher import ModelPatcher
+from comfy.utils import ProgressBar
+from comfyui_version import __version__ as comfyui_version
+
+from ...tuning.search import Choice, Wish, choose, find
+from ...tuning.words import Found
+from . import kept
+from .attachment import detach
+from .family import class_name
+from .trials import Sampling, Trials, ladders_for
+
+_METHOD = 1
+"""Rises with each change of what merging does or of how it is measured: older figures are void."""
+
+
+def tune(
+    model: ModelPatcher,
+    sampling: Sampling,
+    wish: Wish,
+    measure_again: bool = False,
+    make_trials: Callable[..., Trials] = Trials,
+) -> Found:
+    """The settings that fulfil a wish best in a sampling run.
+
+    Args:
+        model: the model; merging on it does not count. It stays as it is.
+        sampling: the run.
+        wish: what the settings should do.
+        measure_again: whether to ignore what is kept.
+        make_trials: makes the trials of a model.
+
+    Raises:
+        InterruptProcessingException: the user stopped it; what was found until then is lost.
+    """
+    if wish.needs_nothing:
+        return Found(wish, Choice(None, True), {})
+    try:
+        ladders = ladders_for(model)
+    except ValueError as error:
+        return _unpatched(wish, str(error))
+    progress = _Progress()
+    trials = make_trials(model, sampling, progress.advance)
+    if trials.steps == 0:
+        return _unpatched(wish, f"with denoise {sampling.denoise:g} there is nothing to sample")
+    key = _key(model, sampling, trials)
+    before = kept.Kept() if measure_again else kept.read(key)
+    if wish in before.wishes:
+        return Found(wish, choose(wish, before.figures), before.figures, date=before.date)
+    progress.begin(trials.budget)
+    figures = find(wish, before.figures, ladders, trials.measure)
+    progress.end()
+    if trials.evaluations:
+        today = date.today().isoformat()
+        kept.write(key, kept.Kept(today, figures, (*before.wishes, wish)))
+    return Found(
+        wish,
+        choose(wish, figures),
+        figures,
+        trials.evaluations,
+        trials.steps,
+        "" if trials.evaluations else before.date,
+    )
+
+
+def _unpatched(wish: Wish, obstacle: str) -> Found:
+    return Found(wish, Choice(None, False), {}, obstacle=obstacle)
+
+
+class _Progress:
+    """A progress bar on the node, over all evaluations that there may be."""
+
+    def __init__(self) -> None:
+        self._bar: ProgressBar | None = None
+
+    def begin(self, total: int) -> None:
+        self._bar = ProgressBar(total)
+
+    def advance(self) -> None:
+        """One more evaluation; raises if the user stopped the workflow."""
+        # The bar asks too, but not each time.
+        throw_exception_if_processing_interrupted()
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.update_absolute(self._bar.total)
+
+
+def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, Any]:
+    """All that measured figures depend on, as far as a host can tell."""
+    options = detach(model).model_options.get("transformer_options", {})
+    return {
+        "model": class_name(model.model),
+        "bytes": model.model_size(),
+        "dtype": str(model.model.get_dtype_inference()),
+        "latent": list(trials.shape),
+        "steps": trials.steps,
+        "guided": sampling.cfg != 1.0,
+        "patches": sorted({*model.object_patches, *_names(options)}),
+        "device": get_torch_device_name(model.load_device),
+        "torch": torch.__version__,
+        "comfyui": comfyui_version,
+        "method": _METHOD,
+    }
+
+
+def _names(options: Mapping[str, Any]) -> list[str]:
+    """What other nodes have put into the transformer options, by name."""
+    return [
+        f"{name}.{inner}"
+        for name, value in options.items()
+        for inner in (value if isinstance(value, Mapping) else {"": value})
+        if not isinstance(value, Mapping) or value[inner]
+    ]

@@ -1,0 +1,102 @@
+"""What was found, in words."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .search import SPEED, Candidate, Choice, Figures, Measured, Wish
+
+HINT = (
+    "Hint: merging gains more the more tokens there are. Try a larger picture, more frames, or "
+    "the second pass of a hires workflow."
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What looking for settings came to.
+
+    Attributes:
+        wish: what they should do.
+        choice: which to take.
+        figures: what is known of those that were tried.
+        evaluations: of the model, for trials; 0 if there were none.
+        steps: of a sampling run.
+        date: the day on which it was measured, if it was on an earlier one.
+        obstacle: why nothing was tried, None if something could be.
+    """
+
+    wish: Wish
+    choice: Choice
+    figures: Figures
+    evaluations: int = 0
+    steps: int = 0
+    date: str = ""
+    obstacle: str | None = None
+
+    @property
+    def measured(self) -> Measured | None:
+        """What is known of the settings to take, None for the unpatched model."""
+        candidate = self.choice.candidate
+        return None if candidate is None else self.figures[candidate]
+
+
+def in_words(found: Found) -> list[str]:
+    """What was found, line by line: the result first, then what was tried."""
+    return [*_result(found), *_tried(found), *_trials(found)]
+
+
+def _result(found: Found) -> Iterator[str]:
+    wish, choice, figures = found.wish, found.choice, found.figures
+    if found.obstacle is not None:
+        yield f"Unpatched: {found.obstacle}."
+    elif wish.needs_nothing:
+        yield f"Unpatched: {_wished(wish)} is what the model has without merging."
+    elif choice.candidate is not None and choice.is_fulfilled:
+        yield f"Found: {_line(choice.candidate, figures)}."
+    elif choice.candidate is not None:
+        yield f"Not reached: nothing tried is {_wished(wish)}."
+        yield f"Nearest: {_line(choice.candidate, figures)}."
+    elif any(measured.is_faster for measured in figures.values()):
+        gentlest = min(
+            (each for each in figures if figures[each].is_faster),
+            key=lambda each: figures[each].change,
+        )
+        yield f"Unpatched: nothing that is faster has {_wished(wish)}."
+        yield f"Nearest: {_line(gentlest, figures)}."
+    else:
+        yield f"Unpatched: nothing is faster here. {_why_not(figures)}"
+        yield HINT
+
+
+def _why_not(figures: Figures) -> str:
+    obstacles = [measured.obstacle for measured in figures.values() if measured.obstacle]
+    if obstacles:
+        return f"Nothing merged: {obstacles[0]}."
+    fastest = max(figures, key=lambda each: figures[each].speed, default=None)
+    return "Nothing was tried." if fastest is None else f"Best: {_line(fastest, figures)}."
+
+
+def _wished(wish: Wish) -> str:
+    if wish.goal == SPEED:
+        return f"{wish.amount:.2f} times as fast"
+    return f"a change of {wish.amount:.3f} or less"
+
+
+def _line(candidate: Candidate, figures: Figures) -> str:
+    measured = figures[candidate]
+    if measured.obstacle is not None:
+        return f"{candidate}: nothing merged"
+    return f"{candidate}: {measured.speed:.2f} times as fast, change {measured.change:.3f}"
+
+
+def _tried(found: Found) -> Iterator[str]:
+    for candidate in sorted(found.figures, key=lambda each: (each.preset, each.ratio)):
+        yield f"Tried {_line(candidate, found.figures)}"
+
+
+def _trials(found: Found) -> Iterator[str]:
+    if found.evaluations:
+        runs = found.evaluations / found.steps
+        yield f"Trials: {found.evaluations} evaluations of the model, {runs:.1f} sampling runs"
+    elif found.date:
+        yield f"No trials: measured on {found.date}; measure_again asks for them anew"
