@@ -103,7 +103,7 @@ def tuning_page(found: Found) -> Report:
     amount, is_speed = found.wish.amount, found.wish.goal == SPEED
     drawn = drawing.front(
         "ToMe Tune",
-        lines[:2],
+        [*tuning_words.result(found)],
         points,
         amount if is_speed else None,
         None if is_speed else amount,

@@ -1,7 +1,7 @@
 """Which settings to try next, and which of those tried to take: a search on figures alone.
 
 A ladder is a preset at rising ratios: each rung is faster than the one below it and changes the
-picture more. So the rung at which a wish begins to hold, or ceases to, is found by halving.
+picture more. So halving the range finds the rung at which a wish begins to hold, or ceases to.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -175,6 +175,9 @@ def next_candidate(wish: Wish, figures: Figures, ladders: Sequence[Ladder]) -> C
         low = max((i + 1 for i, measured in known.items() if not above(measured)), default=0)
         high = min((i for i, measured in known.items() if above(measured)), default=len(ladder))
         if low < high and not (bound is not None and _is_beaten(wish, known, low, high, bound)):
+            if bound is not None and not known:
+                # The rung most likely to show that this ladder has nothing better.
+                return ladder[low if wish.goal == SPEED else high - 1]
             return ladder[(low + high) // 2]
     return None
 

@@ -42,10 +42,11 @@ class Found:
 
 def in_words(found: Found) -> list[str]:
     """What was found, line by line: the result first, then what was tried."""
-    return [*_result(found), *_tried(found), *_trials(found)]
+    return [*result(found), *_tried(found), *_trials(found)]
 
 
-def _result(found: Found) -> Iterator[str]:
+def result(found: Found) -> Iterator[str]:
+    """The settings to take, and what they do; or why there are none."""
     wish, choice, figures = found.wish, found.choice, found.figures
     if found.obstacle is not None:
         yield f"Unpatched: {found.obstacle}."

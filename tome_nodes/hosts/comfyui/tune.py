@@ -1,6 +1,6 @@
 """Find the settings that fulfil a wish on a model of ComfyUI, by trials or by what is kept."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from typing import Any
 
@@ -100,7 +100,14 @@ class _Progress:
 
 def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, Any]:
     """All that measured figures depend on, as far as a host can tell."""
-    options = detach(model).model_options.get("transformer_options", {})
+    plain = detach(model)
+    options = plain.model_options
+    patches = {
+        *plain.object_patches,
+        *options,
+        *_names(options["transformer_options"]),
+        *_names(plain.wrappers),
+    }
     return {
         "model": class_name(model.model),
         "bytes": model.model_size(),
@@ -108,7 +115,7 @@ def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, A
         "latent": list(trials.shape),
         "steps": trials.steps,
         "guided": sampling.cfg != 1.0,
-        "patches": sorted({*model.object_patches, *_names(options)}),
+        "patches": sorted(patches),
         "device": get_torch_device_name(model.load_device),
         "torch": torch.__version__,
         "comfyui": comfyui_version,
@@ -116,11 +123,8 @@ def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, A
     }
 
 
-def _names(options: Mapping[str, Any]) -> list[str]:
-    """What other nodes have put into the transformer options, by name."""
-    return [
-        f"{name}.{inner}"
-        for name, value in options.items()
-        for inner in (value if isinstance(value, Mapping) else {"": value})
-        if not isinstance(value, Mapping) or value[inner]
-    ]
+def _names(patches: Mapping[str, Any]) -> Iterator[str]:
+    """What other nodes have put somewhere, by kind and name."""
+    for kind, found in patches.items():
+        inner = found if isinstance(found, Mapping) else {"": found}
+        yield from (f"{kind} {name}".strip() for name, value in inner.items() if value)

@@ -1,0 +1,450 @@
+"""ToMe Tune on real models: what it measures, what it takes, and what it keeps."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import comfy.model_management
+import comfy.sample
+import folder_paths
+import pytest
+import torch
+from comfy.nested_tensor import NestedTensor
+from comfy.patcher_extension import WrappersMP
+from host import conditioning, overridden, sample
+
+from tome_nodes.config import ToMeConfig
+from tome_nodes.hosts.comfyui import kept
+from tome_nodes.hosts.comfyui.attachment import KEY, attach, is_attached, last_run
+from tome_nodes.hosts.comfyui.trials import Sampling, Trials, ladders_for
+from tome_nodes.hosts.comfyui.tune import tune
+from tome_nodes.presets import settings_of
+from tome_nodes.tuning.search import BALANCED, FAST, Candidate, Choice, Measured, Wish
+from tools import tiny_models
+from tools.tiny_models import TINY, build
+
+SPEEDS = {
+    "balanced": dict(zip((0.3, 0.45, 0.6, 0.75, 0.85), (1.05, 1.1, 1.25, 1.4, 1.5), strict=True)),
+    "fast": dict(zip((0.3, 0.4, 0.5, 0.6, 0.7), (1.25, 1.5, 2.0, 2.5, 3.0), strict=True)),
+}
+"""Times as fast as the unpatched model, on merged tokens."""
+
+
+RUN = {
+    "seed": 1,
+    "steps": 20,
+    "cfg": 1.0,
+    "sampler_name": "euler",
+    "scheduler": "normal",
+    "denoise": 1.0,
+}
+
+
+class FakeClock:
+    """Time passes only where a test says so."""
+
+    tells = True
+
+    def __init__(self):
+        self.time = 0.0
+
+    def now(self):
+        return self.time
+
+    def wait(self):
+        pass
+
+    def between(self, start, end):
+        return end - start
+
+
+@pytest.fixture(autouse=True)
+def user_folder(tmp_path):
+    """A user folder of its own for each test."""
+    before = folder_paths.get_user_directory()
+    folder_paths.set_user_directory(str(tmp_path))
+    yield tmp_path
+    folder_paths.set_user_directory(before)
+
+
+def speed_of(config, is_full):
+    preset = "fast" if config.scope == "stack" else "balanced"
+    return 1.0 if is_full else SPEEDS[preset][config.ratio]
+
+
+@pytest.fixture
+def timed(models):
+    """A model whose evaluations take the time that a test wants, its clock, and how many it saw."""
+    clock = FakeClock()
+    model = models("flux").clone()
+    seen = []
+
+    def spend(executor, *args, **kwargs):
+        run = args[5].get(KEY)
+        config = None if run is None else run._config
+        # Every fourth step, counted back from the last but one.
+        full = args[5]["sample_sigmas"].flip(0)[2::4]
+        is_full = config is not None and config.scope == "stack" and args[1].max() in full
+        clock.time += 1.0 if config is None else 1 / clock.speed(config, is_full)
+        seen.append(config)
+        return executor(*args, **kwargs)
+
+    clock.speed = speed_of
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "timed", spend)
+    return model, clock, seen
+
+
+def sampling(kind="flux", size=(32, 32), **others):
+    tiny = TINY[kind]
+    return Sampling(
+        **{
+            "positive": tiny_models.conditioning(tiny, 5),
+            "negative": tiny_models.conditioning(tiny, 6),
+            "latent_image": {"samples": torch.zeros(1, tiny.channels, *size)},
+            **RUN,
+            **others,
+        }
+    )
+
+
+def sampling_of_unet(**others):
+    return Sampling(
+        **{
+            "positive": conditioning(768, 0.5),
+            "negative": conditioning(768, 0.25),
+            "latent_image": {"samples": torch.zeros(1, 4, 16, 16)},
+            **RUN,
+            **others,
+        }
+    )
+
+
+def tuned(timed, wish, **others):
+    model, clock, _ = timed
+    options = {name: others.pop(name) for name in ("measure_again",) if name in others}
+    return tune(
+        model, sampling(**others), wish, make_trials=partial(Trials, clock=clock), **options
+    )
+
+
+def test_a_known_front_is_found(timed):
+    model, _, seen = timed
+    found = tuned(timed, Wish("speed", 1.2))
+    assert found.choice == Choice(Candidate("balanced", 0.6), True)
+    assert found.measured.unpatched == 1.0
+    assert found.measured.speed == pytest.approx(1.25)
+    assert found.measured.change > 0
+    assert found.evaluations == len(seen) <= 2 * 20
+    assert not is_attached(model) and overridden(model) == []
+
+
+def test_steps_on_all_tokens_count_at_their_share(timed):
+    """*fast* runs five of twenty steps on all tokens."""
+    model, clock, _ = timed
+    measured = Trials(model, sampling(), clock=clock).measure(Candidate("fast", 0.5))
+    assert measured.seconds == pytest.approx(5 / 20 * 1.0 + 15 / 20 * 0.5)
+
+
+def test_a_first_evaluation_that_compiles_does_not_count(timed):
+    model, clock, seen = timed
+    before = clock.speed
+    clock.speed = lambda *which: before(*which) / (50 if seen[-1] is None else 1)
+    measured = Trials(model, sampling(), clock=clock).measure(Candidate("balanced", 0.6))
+    assert measured.speed == pytest.approx(1.25)
+
+
+def test_the_change_is_that_of_the_models_own_answers(sd15):
+    """Against evaluations of the same latents without any of this code."""
+    candidate = Candidate("balanced", 0.75)
+    trials = Trials(sd15, sampling_of_unet(steps=1))
+    measured = trials.measure(candidate)
+    config = ToMeConfig(**settings_of("balanced", {"ratio": 0.75}))
+    # A single step of Euler's to no noise gives the denoised latent itself.
+    plain, patched = (
+        sample(model, (16, 16), steps=1, cfg=1.0).double() for model in (sd15, attach(sd15, config))
+    )
+    change = (patched - plain).square().mean().sqrt() / plain.var().sqrt()
+    assert measured.change == pytest.approx(change.item(), rel=1e-3)
+
+
+def test_noise_and_noise_levels_are_those_of_the_sampler(sd15):
+    seen = {}
+
+    def look(name):
+        def wrapper(executor, *args, **kwargs):
+            seen.setdefault(name, (args[0].clone(), args[1].clone()))
+            return executor(*args, **kwargs)
+
+        return wrapper
+
+    models = {name: sd15.clone() for name in ("sampler", "trials")}
+    for name, model in models.items():
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "look", look(name))
+    state = torch.get_rng_state()
+    Trials(models["trials"], sampling_of_unet(scheduler="karras")).measure(BALANCED[2])
+    assert torch.equal(torch.get_rng_state(), state)
+    sample(models["sampler"], (16, 16), steps=20, cfg=1.0, scheduler="karras")
+    for mine, host in zip(seen["trials"], seen["sampler"], strict=True):
+        assert torch.equal(mine, host)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 8, 20])
+def test_trials_take_no_longer_than_two_runs(timed, steps):
+    found = tuned(timed, Wish("speed", 1.3), steps=steps)
+    assert 0 < found.evaluations <= max(2 * steps, 8)
+    assert found.figures
+
+
+def test_a_picture_to_start_from_has_its_own_steps_on_all_tokens(timed):
+    latent = {"samples": torch.ones(1, 16, 32, 32), "noise_mask": torch.ones(1, 32, 32)}
+    found = tuned(timed, Wish("speed", 1.4), latent_image=latent, denoise=0.5, steps=8)
+    assert found.choice.candidate is not None
+
+
+def test_the_model_that_comes_in_may_merge_already(timed):
+    model, clock, _ = timed
+    patched = attach(model, ToMeConfig(**settings_of("fast", {"ratio": 0.7})))
+    found = tune(patched, sampling(), Wish("speed", 1.2), make_trials=partial(Trials, clock=clock))
+    assert found.measured.unpatched == 1.0
+    assert last_run(patched) is None
+
+
+@pytest.mark.parametrize("wish", [Wish("speed", 1.0), Wish("likeness", 0.0)])
+def test_a_wish_that_the_unpatched_model_fulfils_costs_nothing(timed, wish):
+    found = tuned(timed, wish)
+    assert found.choice == Choice(None, True)
+    assert timed[2] == []
+
+
+def test_too_few_tokens_leave_the_model_unpatched(timed):
+    found = tuned(timed, Wish("speed", 1.2), size=(16, 16))
+    assert found.choice == Choice(None, False)
+    assert {measured.obstacle for measured in found.figures.values()} == {
+        "64 tokens are fewer than 256, which is where merging is worth it here (min_tokens=0)"
+    }
+
+
+def test_a_model_that_cannot_merge_stays_as_it_is():
+    other = build(TINY["flux"])
+    other.model.diffusion_model = torch.nn.Linear(1, 1)
+    found = tune(other, sampling(), Wish("speed", 1.2))
+    assert found.choice == Choice(None, False)
+    assert found.obstacle.startswith("token merging")
+
+
+@pytest.mark.parametrize(("kind", "size"), [("wan21", (3, 32, 32)), ("ltxav", (2, 16, 16))])
+def test_videos_with_and_without_sound(models, kind, size):
+    tiny = TINY[kind]
+    latent = torch.zeros(1, tiny.channels, *size)
+    if tiny.sound is not None:
+        latent = NestedTensor([latent, torch.zeros(1, *tiny.sound)])
+    run = sampling(kind, steps=4, latent_image={"samples": latent}, cfg=3.0)
+    measured = Trials(models(kind), run).measure(BALANCED[2])
+    assert measured.obstacle is None and measured.change > 0
+
+
+def test_blocks_that_run_on_merged_tokens_have_both_ladders(sd15, models):
+    assert ladders_for(sd15) == [BALANCED, FAST]
+    assert ladders_for(models("flux")) == [BALANCED, FAST]
+    assert ladders_for(models("sd3")) == [BALANCED]
+
+
+def test_nothing_to_sample_is_said(timed):
+    found = tuned(timed, Wish("speed", 1.2), denoise=0.0)
+    assert found.obstacle == "with denoise 0 there is nothing to sample"
+    assert timed[2] == []
+
+
+def test_a_trial_that_fails_leaves_the_others(timed, told):
+    model, _, _ = timed
+
+    def fail(executor, *args, **kwargs):
+        run = args[5].get(KEY)
+        if run is not None and run._config.scope == "stack":
+            raise ValueError("no room")
+        return executor(*args, **kwargs)
+
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "fail", fail)
+    found = tuned(timed, Wish("speed", 1.35))
+    assert found.choice == Choice(Candidate("balanced", 0.75), True)
+    assert "[ToMe] fast, ratio 0.50: ValueError: no room" in told()
+
+
+def test_an_interrupt_ends_the_trials_and_leaves_nothing(timed, user_folder):
+    model, _, seen = timed
+    interrupted = comfy.model_management.InterruptProcessingException
+
+    def interrupt(executor, *args, **kwargs):
+        if len(seen) == 9:
+            comfy.model_management.interrupt_current_processing()
+        return executor(*args, **kwargs)
+
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "interrupt", interrupt)
+    with pytest.raises(interrupted):
+        tuned(timed, Wish("speed", 1.2))
+    assert overridden(model) == []
+    assert not kept.file().exists()
+    assert len(seen) == 9
+
+
+def test_the_same_wish_takes_no_trials_the_next_time(timed):
+    first = tuned(timed, Wish("speed", 1.2))
+    timed[2].clear()
+    second = tuned(timed, Wish("speed", 1.2), seed=2)
+    assert timed[2] == []
+    assert (second.choice, second.figures) == (first.choice, first.figures)
+    assert second.date and second.evaluations == 0
+
+
+def test_another_wish_goes_on_from_what_is_kept(timed):
+    first = tuned(timed, Wish("speed", 1.2))
+    second = tuned(timed, Wish("speed", 1.4))
+    assert second.figures.items() > first.figures.items()
+    timed[2].clear()
+    assert tuned(timed, Wish("speed", 1.2)).choice == first.choice
+    assert timed[2] == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({"size": (32, 40)}, {"steps": 12}, {"cfg": 3.0}, {"measure_again": True}),
+        {"latent_image": {"samples": torch.zeros(2, 16, 32, 32)}},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_is_kept_counts_for_the_same_kind_of_run_only(timed, other):
+    tuned(timed, Wish("speed", 1.2))
+    timed[2].clear()
+    assert tuned(timed, Wish("speed", 1.2), **other).evaluations == len(timed[2]) > 0
+
+
+def calls(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        lambda model: model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "other", calls),
+        lambda model: model.set_model_unet_function_wrapper(
+            lambda function, given: function(given["input"], given["timestep"], **given["c"])
+        ),
+        lambda model: model.add_object_patch(
+            "model_sampling", model.get_model_object("model_sampling")
+        ),
+    ],
+    ids=["wrapper", "function", "object"],
+)
+def test_other_patches_are_another_kind_of_model(timed, patch):
+    model, clock, seen = timed
+    tuned(timed, Wish("speed", 1.2))
+    patched = model.clone()
+    patch(patched)
+    seen.clear()
+    tuned((patched, clock, seen), Wish("speed", 1.2))
+    assert seen
+
+
+def test_our_own_patch_is_not_another_kind_of_model(timed):
+    model, clock, seen = timed
+    tuned(timed, Wish("speed", 1.2))
+    seen.clear()
+    tuned((attach(model, ToMeConfig()), clock, seen), Wish("speed", 1.2))
+    assert seen == []
+
+
+def test_what_is_kept_is_in_the_users_folder_and_readable(timed, user_folder):
+    found = tuned(timed, Wish("speed", 1.2))
+    path = user_folder / "__tome_nodes" / "tune.json"
+    assert [*user_folder.rglob("*.*")] == [path]
+    (entry,) = json.loads(path.read_text())["measured"]
+    assert entry["of"]["latent"] == [1, 16, 32, 32]
+    assert entry["wishes"] == [{"goal": "speed", "amount": 1.2}]
+    assert {each["preset"] for each in entry["figures"]} == {
+        candidate.preset for candidate in found.figures
+    }
+
+
+FIGURES = {Candidate("fast", 0.5): Measured(0.5, 1.0, 0.1), BALANCED[0]: Measured(1, 1, 0, "why")}
+
+
+def test_what_is_kept_comes_back_as_it_was(user_folder):
+    entry = kept.Kept("2026-11-23", FIGURES, (Wish("speed", 1.5), Wish("likeness", 0.1)))
+    kept.write({"b": 1, "a": [1, 2]}, entry)
+    kept.write({"a": 3}, replace(entry, wishes=()))
+    assert kept.read({"a": [1, 2], "b": 1}) == entry
+    assert kept.read({"a": 3}) == replace(entry, wishes=())
+    assert kept.read({"a": 4}) == kept.Kept()
+
+
+def broken(**change):
+    figure = {
+        "preset": "fast",
+        "ratio": 0.5,
+        "seconds": 0.5,
+        "unpatched": 1.0,
+        "change": 0.1,
+        "obstacle": None,
+    }
+    entry = {"of": {}, "date": "", "figures": [figure | change], "wishes": []}
+    return json.dumps({"format": "ToMe Tune 1", "measured": [entry]})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "7", '"text"', "null", '{"format": "other"}', '{"format": "ToMe Tune 1"}'),
+        *('{"format": "ToMe Tune 1", "measured": {"of": 1}}', "[" * 100_000),
+        broken(preset="__import__('os')"),
+        broken(preset=["fast"]),
+        broken(seconds=0),
+        broken(seconds=float("nan")),
+        broken(change="0.1"),
+        broken(change=True),
+        broken(obstacle=7),
+        json.dumps({"format": "ToMe Tune 1", "measured": [{"of": 3}]}),
+    ],
+    ids=lambda text: text[:60],
+)
+def test_a_file_that_is_not_ours_is_left_as_it_is(told, text):
+    path = kept.file()
+    path.parent.mkdir()
+    path.write_text(text)
+    assert kept.read({}) == kept.Kept()
+    kept.write({}, kept.Kept("2026-11-23", FIGURES))
+    assert path.read_text() == text
+    assert [*path.parent.iterdir()] == [path]
+    assert all("is not a file of ToMe Tune" in line for line in told()) and len(told()) == 2
+
+
+def test_a_broken_file_does_not_keep_the_node_from_measuring(timed, told):
+    kept.file().parent.mkdir()
+    kept.file().write_text("{")
+    found = tuned(timed, Wish("speed", 1.2))
+    assert found.choice == Choice(Candidate("balanced", 0.6), True)
+    assert kept.file().read_text() == "{"
+
+
+def test_a_file_that_cannot_be_read_is_no_obstacle(told):
+    kept.file().mkdir(parents=True)
+    assert kept.read({}) == kept.Kept()
+    kept.write({}, kept.Kept("2026-11-23", FIGURES))
+    assert kept.file().is_dir()
+    assert all("cannot be read" in line for line in told()) and len(told()) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(told, user_folder):
+    (user_folder / "__tome_nodes").write_text("")
+    kept.write({}, kept.Kept("2026-11-23", FIGURES))
+    assert told()
+    assert (user_folder / "__tome_nodes").read_text() == ""
+
+
+def test_only_the_latest_measurements_are_kept(user_folder, monkeypatch):
+    monkeypatch.setattr(kept, "_MOST", 3)
+    for number in range(5):
+        kept.write({"number": number}, kept.Kept("2026-11-23"))
+    kept.write({"number": 2}, kept.Kept("2026-11-24"))
+    text = json.loads(kept.file().read_text())
+    assert [entry["of"]["number"] for entry in text["measured"]] == [3, 4, 2]
