@@ -36,6 +36,11 @@ class Slot:
     type: str = ""
     optional: bool = False
 
+    @property
+    def is_text(self) -> bool:
+        """Whether a prompt may have a text in place of a link."""
+        return self.type == "STRING"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Caption:

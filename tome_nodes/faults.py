@@ -41,6 +41,8 @@ def _options_in(settings: str) -> dict[str, Any]:
     Raises:
         OptionError: it is not a JSON object, or has an option that the node does not have.
     """
+    if not isinstance(settings, str):
+        raise _fault_of_settings(settings, "it must be a JSON text")
     try:
         found = json.loads(settings)
     except (ValueError, RecursionError) as error:
@@ -109,7 +111,7 @@ def fault_of_options(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
     """The option of the patch node at fault and an error message, None if all are valid."""
     known: dict[str, Any] = {}
     settings = inputs.get("settings")
-    if isinstance(settings, str):
+    if settings is not None and not isinstance(settings, list):
         known["settings"] = settings
     for option in PATCH.options:
         if option.name not in inputs:
@@ -140,8 +142,7 @@ def _fault_of_links(caption: Caption, inputs: Mapping[str, Any]) -> str | None:
     for slot in caption.inputs:
         value = inputs.get(slot.name, [])
         is_left_out = value is None and slot.optional
-        is_text = slot.type == "STRING" and isinstance(value, str)
-        if not (is_left_out or is_text or isinstance(value, list)):
+        if not (is_left_out or slot.is_text or isinstance(value, list)):
             must = f"it must be a link to an output of type {slot.type}"
             return f"{slot.name}={told(value)} is not allowed: {must}"
     for name, link in queue.links(inputs).items():

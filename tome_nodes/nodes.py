@@ -278,7 +278,8 @@ def _frame_at(image: Any, place: float) -> Any:
 
 
 def _checked(caption: Caption) -> queue.Checked:
-    return queue.Checked({slot.name for slot in caption.inputs}, partial(faults.find, caption))
+    slots = {slot.name for slot in caption.inputs if not slot.is_text}
+    return queue.Checked(slots, partial(faults.find, caption))
 
 
 class ToMeExtension(ComfyExtension):

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from test_server import PLAIN, patch, txt2img
 
-from tome_nodes.captions import CAPTIONS, PATCH, REMOVE, REPORT
+from tome_nodes.captions import CAPTIONS, PATCH, REMOVE, REPORT, TUNE
 from tome_nodes.config import ToMeConfig
 from tome_nodes.hosts.comfyui.attachment import attach
 from tome_nodes.hosts.comfyui.queue import links
-from tome_nodes.nodes import ToMePatchModel, ToMeRemovePatch, ToMeReport
+from tome_nodes.nodes import ToMePatchModel, ToMeRemovePatch, ToMeReport, ToMeTune
 from tome_nodes.options import FRAME, LEVEL, STEP, VIEW, OptionError
 from tome_nodes.presets import FREE, PRESET, PRESETS
 from tools import transformers
@@ -31,7 +31,7 @@ GRAPHS = 1000
 OURS = "custom_nodes/tome-nodes/tome_nodes"
 TRANSFORMER = "bad_input_flux.safetensors"
 SECONDS_OF_SILENCE = 120
-OUR_NAMES = ("tome", "second", "removed", "report")
+OUR_NAMES = ("tome", "second", "tuned", "removed", "report")
 
 # What the loader recognises as a Flux takes the prompts of a Stable Diffusion 1.x.
 TINY_FLUX = FLUX | {
@@ -48,6 +48,16 @@ def node(class_type, **inputs):
 
 def report(model=("tome", 0), samples=("latent", 0), **inputs):
     return node(REPORT.id, model=as_link(model), samples=as_link(samples), **inputs)
+
+
+def tune(model, **inputs):
+    given = {
+        "positive": ["positive", 0],
+        "negative": ["negative", 0],
+        "latent_image": ["latent", 0],
+        "steps": 1,
+    }
+    return node(TUNE.id, model=model, **{**given, **inputs})
 
 
 def as_link(value):
@@ -93,6 +103,9 @@ ABSENT = ["absent", 0]
 
 NODES = {
     "patch": lambda **inputs: only(["tested", 0], tested=node(PATCH.id, **inputs)),
+    "tune": lambda model=..., **inputs: only(
+        ["tested", 0], tested=node(TUNE.id) if model is ... else tune(model, **inputs)
+    ),
     "remove": lambda **inputs: only(["tested", 0], tested=node(REMOVE.id, **inputs)),
     "report": lambda **inputs: only(
         None, tested=node(REPORT.id, **{"samples": ["latent", 0], **inputs})
@@ -102,6 +115,7 @@ NODES = {
 NOT_A_LINK = [
     *((kind, "model", "MODEL") for kind in NODES),
     *(("report", "samples", "LATENT"), ("report", "image", "IMAGE")),
+    *(("tune", "positive", "CONDITIONING"), ("tune", "latent_image", "LATENT")),
 ]
 
 
@@ -218,10 +232,12 @@ def test_a_value_that_is_no_option_ends_in_a_short_sentence(server, name, type_,
     assert "\n" not in message and len(message) < 200
 
 
-@pytest.mark.parametrize("call", [ToMePatchModel, ToMeRemovePatch, ToMeReport])
+@pytest.mark.parametrize("call", [ToMePatchModel, ToMeTune, ToMeRemovePatch, ToMeReport])
 def test_other_nodes_may_not_make_one_with_an_input_that_there_is_not(call, sd15):
     """The host does not validate the nodes that a node creates while it runs."""
     inputs = {"samples": {}} if call is ToMeReport else {}
+    if call is ToMeTune:
+        inputs = {"positive": [], "negative": [], "latent_image": {}}
     with pytest.raises(OptionError, match=r"foo=5 is not allowed: .* has no such input"):
         call.execute(model=sd15, foo=5, **inputs)
 
@@ -247,7 +263,7 @@ LINKS = st.sampled_from(
     [
         *(["loader", slot] for slot in (0, 1, 2, 3, -1, 0.5, "0", None, True)),
         *([name, 0] for name in ("latent", "positive", "number", "switch", "picture", "sampler")),
-        *([name, 0] for name in ("tome", "second", "removed", "report")),
+        *([name, 0] for name in OUR_NAMES),
         *(ABSENT, [5, 0], [[], 0], ["loader"], ["loader", 0, 0]),
     ]
 )
@@ -296,10 +312,20 @@ SOUND_SETTINGS = st.one_of(UNDER_PRESETS, UNDER_CUSTOM)
 ANY_OPTION = st.sampled_from([option.name for option in PATCH.options])
 
 
+SETTINGS = st.sampled_from(
+    [
+        *("{}", '{"preset": "fast", "ratio": 0.5}', '{"ratio": 0}', '{"preset": "custom"}'),
+        *('{"sx": 3}', '{"ratio": 9}', '{"foo": 1}', '{"model": 1}', "[]", "7", "null", "{", ""),
+    ]
+)
+
+
 @st.composite
 def patch_inputs(draw):
     """The inputs of a patch node without the model, most of them right."""
     inputs = draw(one_in(5, some_of(ANY), SOUND_SETTINGS))
+    if draw(one_in(6, st.just(True), st.just(False))):
+        inputs["settings"] = draw(SETTINGS)
     for _ in range(draw(one_in(5, st.sampled_from([1, 3]), st.just(0)))):
         inputs[draw(st.one_of(ANY_OPTION, NAMES))] = draw(JUNK | LINKS)
     return inputs
@@ -311,6 +337,16 @@ def report_inputs(draw):
     inputs = draw(some_of(options | {"image": st.just(["picture", 0])}))
     if draw(one_in(4, st.just(True), st.just(False))):
         names = st.sampled_from([*REPORT.names, "foo"])
+        inputs[draw(names)] = draw(JUNK | LINKS)
+    return inputs
+
+
+@st.composite
+def tune_inputs(draw):
+    options = {option.name: sound(option) for option in TUNE.options if not option.is_of_host}
+    inputs = draw(some_of(options | {"steps": st.integers(1, 2)}))
+    if draw(one_in(4, st.just(True), st.just(False))):
+        names = st.sampled_from([*TUNE.names, "foo"])
         inputs[draw(names)] = draw(JUNK | LINKS)
     return inputs
 
@@ -371,6 +407,10 @@ def graphs(draw):
     if draw(one_in(4, st.just(True), st.just(False))):
         nodes["second"] = patch(last, **draw(patch_inputs()))
         last = ["second", 0]
+    if draw(one_in(25, st.just(True), st.just(False))):
+        nodes["tuned"] = tune(last)
+        nodes["tuned"]["inputs"] |= draw(tune_inputs())
+        last = ["tuned", 0]
     if draw(one_in(4, st.just(True), st.just(False))):
         nodes["removed"] = node(REMOVE.id, model=last)
         if draw(one_in(4, st.just(True), st.just(False))):
@@ -398,7 +438,7 @@ def graphs(draw):
 
 def without_the_pack(graph):
     """The graph with the models that the nodes of the pack got; samples in place of reports."""
-    classes = {caption.id for caption in (PATCH, REMOVE)}
+    classes = {caption.id for caption in (PATCH, TUNE, REMOVE)}
 
     def source(link):
         while isinstance(link, list) and graph[link[0]]["class_type"] in classes:

@@ -1,11 +1,13 @@
 """Find the settings that fulfil a wish on a model of ComfyUI, by trials or by what is kept."""
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from typing import Any
 
 import torch
 from comfy.model_management import (
+    InterruptProcessingException,
     get_torch_device_name,
     throw_exception_if_processing_interrupted,
 )
@@ -13,12 +15,14 @@ from comfy.model_patcher import ModelPatcher
 from comfy.utils import ProgressBar
 from comfyui_version import __version__ as comfyui_version
 
-from ...tuning.search import Choice, Wish, choose, find
+from ...tuning.search import Choice, Ladder, Wish, choose, find
 from ...tuning.words import Found
 from . import kept
 from .attachment import detach
 from .family import class_name
 from .trials import Sampling, Trials, ladders_for
+
+log = logging.getLogger("tome_nodes")
 
 _METHOD = 1
 """Rises with each change of what merging does or of how it is measured: older figures are void."""
@@ -49,6 +53,25 @@ def tune(
         ladders = ladders_for(model)
     except ValueError as error:
         return _unpatched(wish, str(error))
+    try:
+        return _tried(model, sampling, wish, measure_again, ladders, make_trials)
+    except InterruptProcessingException:
+        raise
+    except Exception as error:
+        # The sampler will fail too, and say it where it belongs; if not, all is well.
+        obstacle = f"the model could not be tried: {type(error).__name__}: {error}"
+        log.warning("[ToMe] %s", obstacle)
+        return _unpatched(wish, obstacle)
+
+
+def _tried(
+    model: ModelPatcher,
+    sampling: Sampling,
+    wish: Wish,
+    measure_again: bool,
+    ladders: Sequence[Ladder],
+    make_trials: Callable[..., Trials],
+) -> Found:
     progress = _Progress()
     trials = make_trials(model, sampling, progress.advance)
     if trials.steps == 0:
