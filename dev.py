@@ -114,6 +114,7 @@ def bench(arguments: list[str]) -> int:
         "host-time": "benchmarks.host_time",
         "compatibility": "benchmarks.compatibility",
         "stacking": "benchmarks.stacking",
+        "tune": "benchmarks.tuning",
     }
     for name in others:
         parser.add_argument(f"--{name}", action="store_true")
@@ -204,7 +205,8 @@ def _parser() -> argparse.ArgumentParser:
         "--kernels, what the Triton kernels compile to: --quick, --targets; with "
         "--host-time, what merging adds before any kernel runs: --quick, --rounds; with "
         "--compatibility, the table of other nodes beside ours: --only, --name; with "
-        "--stacking, whether merging and other nodes add up: --quick, --preset, --rounds",
+        "--stacking, whether merging and other nodes add up: --quick, --preset, --rounds; with "
+        "--tune, whether ToMe Tune keeps its word: --wish, --size, --steps, --rounds",
     )
     add(
         "soak",

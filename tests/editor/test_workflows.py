@@ -17,7 +17,8 @@ from tools.workflow import PATCH
 PACK = "tome-nodes"
 NAMES = [
     *("tome_compare", "tome_controlnet", "tome_flux", "tome_hires_fix", "tome_img2img"),
-    *("tome_qwen_image_edit", "tome_sdxl", "tome_txt2img", "tome_wan_video", "tome_z_image"),
+    *("tome_qwen_image_edit", "tome_sdxl", "tome_tune", "tome_txt2img", "tome_wan_video"),
+    "tome_z_image",
 ]
 TRANSFORMERS = ["tome_flux", "tome_qwen_image_edit", "tome_wan_video", "tome_z_image"]
 """Those whose models are too large to be written here as small ones."""
@@ -52,7 +53,7 @@ def widgets(schema):
     for group in ("required", "optional"):
         for name in schema["input_order"].get(group, ()):
             kind, options = [*schema["input"][group][name], {}][:2]
-            if isinstance(kind, list) or kind in WIDGET_TYPES:
+            if (isinstance(kind, list) or kind in WIDGET_TYPES) and not options.get("forceInput"):
                 yield name
                 if options.get("control_after_generate", name in ("seed", "noise_seed")):
                     yield None
@@ -99,7 +100,7 @@ def reduced(prompt):
     (sized,) = (node["inputs"] for node in nodes if node["class_type"] in SIZED)
     sized["width"] = sized["height"] = TINY_SIZES[loader["ckpt_name"]]
     for node in nodes:
-        if node["class_type"] == "KSampler":
+        if node["class_type"] in ("KSampler", "ToMeTune"):
             node["inputs"]["steps"] = 2
     return copy
 
@@ -174,6 +175,18 @@ def test_workflow_runs_to_an_image_and_merges_in_the_pass_that_has_the_node(
     (line,) = re.findall(r"\[ToMe\] .*", server.log[read:])
     assert line.startswith("[ToMe] merged ")
     assert "({} -> {} tokens), 2/2 steps, ratio {}".format(*tokens, ratio) in line
+
+
+def test_the_workflow_that_tunes_runs_to_an_image_and_says_what_it_found(server):
+    """What it finds depends on the machine."""
+    graph = reduced(api_file("tome_tune"))
+    (tune,) = (number for number, node in graph.items() if node["class_type"] == "ToMeTune")
+    history = server.run(graph)
+    (text,) = history["outputs"][tune]["text"]
+    assert re.match("Found: |Not reached: |Unpatched: ", text)
+    assert "Tried " in text
+    (png,) = server.images(history)
+    assert struct.unpack(">II", png[16:24]) == (192, 192)
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)

@@ -19,6 +19,7 @@ from tome_nodes.hosts.comfyui.attachment import KEY, attach, is_attached, last_r
 from tome_nodes.hosts.comfyui.trials import Sampling, Trials, ladders_for
 from tome_nodes.hosts.comfyui.tune import tune
 from tome_nodes.presets import settings_of
+from tome_nodes.report import pages
 from tome_nodes.tuning.search import BALANCED, FAST, Candidate, Choice, Measured, Wish
 from tools import tiny_models
 from tools.tiny_models import TINY, build
@@ -207,6 +208,18 @@ def test_the_model_that_comes_in_may_merge_already(timed):
     found = tune(patched, sampling(), Wish("speed", 1.2), make_trials=partial(Trials, clock=clock))
     assert found.measured.unpatched == 1.0
     assert last_run(patched) is None
+
+
+def test_the_log_and_the_report_of_a_run_end_with_what_was_measured(sd15, told):
+    config = ToMeConfig(**settings_of("balanced", {"ratio": 0.5}))
+    patched = attach(sd15, config, tuned=Measured(0.041, 0.25, 0.1))
+    sample(patched, (16, 16))
+    assert told()[-1].endswith(", window, 41 ms an evaluation, 0.25 s unpatched")
+    assert pages.in_words(last_run(patched))[-1] == (
+        "ToMe Tune: 41 ms an evaluation, 0.25 s unpatched, 6.10 times as fast"
+    )
+    sample(attach(sd15, config), (16, 16))
+    assert told()[-1].endswith(", window")
 
 
 @pytest.mark.parametrize("wish", [Wish("speed", 1.0), Wish("likeness", 0.0)])
