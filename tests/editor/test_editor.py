@@ -37,6 +37,7 @@ MODEL_SLOT = {"name": "MODEL", "type": "MODEL", "links": []}
 # Of a graph that it has run before, the server runs nothing again.
 sampler_seeds = count()
 
+SIZE = """type => [...app.rootGraph.nodes.find(node => node.type === type).size]"""
 IMAGE_IS_SHOWN = """() => {
     const [image] = app.rootGraph.nodes.find(node => node.type === 'SaveImage').imgs ?? []
     return image?.naturalWidth
@@ -50,6 +51,10 @@ TEXT_IS_SHOWN = """type => {
     const node = app.rootGraph.nodes.find(node => node.type === type)
     return node.widgets.find(widget => widget.name === '$$node-text-preview')?.value
 }"""
+REPORT = """type => app.rootGraph.nodes.find(node => node.type === type)
+    .widgets.find(widget => widget.name === 'report').element.innerText"""
+REPORT_IS_SHOWN = """() => app.rootGraph.nodes.find(node => node.type === 'ToMeReport')
+    .widgets.find(widget => widget.name === 'report').element.querySelector('img')"""
 ALL_IMAGES_ARE_SHOWN = """() => app.rootGraph.nodes
     .filter(node => ['SaveImage', 'ToMeReport'].includes(node.type))
     .every(node => node.imgs?.[0]?.naturalWidth)"""
@@ -384,6 +389,20 @@ def test_nodes_are_found_by_searching_for_token_merging(editor, picture):
     expect(results).to_have_count(0)
 
 
+def test_node_is_the_first_that_is_found_by_what_people_type(editor):
+    editor.clear()
+    for text in (
+        *("faster", "speed up", "speedup", "token merging", "tomesd", "merge tokens"),
+        *("accelerate", "acceleration", "optimize", "performance", "too slow"),
+    ):
+        expect(editor.search(text).first).to_contain_text(PATCH)
+        editor.page.keyboard.press("Escape")
+    # The editor puts its own Seed before it, which is spelt alike.
+    ours = editor.search("speed").filter(has_text="ToMe")
+    expect(ours.first).to_contain_text(PATCH)
+    editor.page.keyboard.press("Escape")
+
+
 def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, server):
     editor = fresh_editor
     editor.open("plain.json", json.dumps(without_patch(small_graph())))
@@ -571,15 +590,65 @@ def test_live_line_and_report_are_shown(fresh_editor, picture):
     editor.open("compare.json", json.dumps(graph))
     editor.page.evaluate(NOTE_LIVE_LINES)
     editor.run()
-    editor.page.wait_for_function(TEXT_IS_SHOWN, arg=REPORT_TYPE)
+    editor.page.wait_for_function(ALL_IMAGES_ARE_SHOWN)
+    editor.page.wait_for_function(REPORT_IS_SHOWN)
     assert "6/6 blocks, 1024→408 tokens, step 2/2" in editor.page.evaluate("() => window.liveLines")
     assert re.search("6/6 blocks", editor.page.evaluate(TEXT_IS_SHOWN, PATCH_TYPE))
-    text = editor.page.evaluate(TEXT_IS_SHOWN, REPORT_TYPE)
-    assert text.startswith("Model: SD15  \nMerged: 6 of 6 blocks")
-    editor.page.wait_for_function(ALL_IMAGES_ARE_SHOWN)
+    assert editor.page.evaluate(REPORT, REPORT_TYPE).startswith("Merged: 6 of 6 blocks")
     editor.page.evaluate(TWO_FRAMES)
     editor.look_at(1020, 595)
     picture(editor, "ToMeReport", (100, 110, 950, 700))
+    assert editor.warnings() == editor.errors == []
+
+
+OUTSIDE = """type => {
+    const node = app.rootGraph.nodes.find(node => node.type === type)
+    const [left, top] = app.canvas.ds.convertOffsetToCanvas(node.pos)
+    const [right, bottom] = app.canvas.ds.convertOffsetToCanvas(
+        [node.pos[0] + node.size[0], node.pos[1] + node.size[1]])
+    const canvas = app.canvas.canvas.getBoundingClientRect()
+    const shown = node.widgets.find(widget => widget.name === 'report').element
+    const picture = shown.querySelector('img').getBoundingClientRect()
+    return {
+        isCut: shown.scrollHeight > shown.clientHeight + 1,
+        above: canvas.y + top - shown.getBoundingClientRect().y,
+        below: picture.bottom - canvas.y - bottom,
+        left: canvas.x + left - picture.x,
+        right: picture.right - canvas.x - right,
+        share: picture.width / (right - left),
+    }
+}"""
+WIDEN = """([type, width]) => {
+    const node = app.rootGraph.nodes.find(node => node.type === type)
+    node.setSize([width, node.computeSize()[1]])
+    app.canvas.setDirty(true, true)
+}"""
+
+
+def test_report_is_born_with_room_and_shows_all_of_its_text_and_picture(fresh_editor):
+    """At its own size, at one that is too small, and made wide."""
+    editor = fresh_editor
+    editor.clear()
+    editor.search(REPORT_TYPE).filter(has_text="ToMe Report").first.click()
+    editor.place(0, 0)
+    born = editor.page.evaluate(SIZE, REPORT_TYPE)
+    assert born[0] >= 500 and born[1] >= 700
+    for width, height, wide in ((*born, None), (210, 150, None), (*born, 900)):
+        graph = small_graph("tome_compare", side=256)
+        (report,) = (node for node in graph["nodes"] if node["type"] == REPORT_TYPE)
+        report["size"] = [width, height]
+        editor.open("compare.json", json.dumps(graph))
+        editor.look_at(report["pos"][0] - 20, report["pos"][1] - 60, scale=0.5)
+        editor.run()
+        editor.page.wait_for_function(REPORT_IS_SHOWN)
+        if wide is not None:
+            editor.page.evaluate(WIDEN, [REPORT_TYPE, wide])
+        for _ in range(3):
+            editor.page.evaluate(TWO_FRAMES)
+        outside = editor.page.evaluate(OUTSIDE, REPORT_TYPE)
+        assert not outside.pop("isCut")
+        assert outside.pop("share") > 0.85
+        assert max(outside.values()) <= 0
     assert editor.warnings() == editor.errors == []
 
 
