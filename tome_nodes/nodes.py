@@ -20,7 +20,13 @@ from .report import pages
 from .tuning.search import SPEED, Wish
 
 _CATEGORY = "model/patch"
-_ALIASES = ["token merging", "tomesd", "tome", "speed", "faster", "acceleration"]
+_ALIASES = ["token merging"]
+# Of nodes that an alias leads to, the editor's search lists those with short names first. So only
+# the one that a user looks for has these.
+_WISHES = [
+    *("faster", "fast", "speed", "speed up", "speedup", "accelerate", "acceleration"),
+    *("tomesd", "merge tokens", "optimize", "performance", "too slow"),
+]
 
 
 def _schema(
@@ -110,7 +116,7 @@ class ToMePatchModel(io.ComfyNode):
                 # Otherwise the editor changes it after each run, and with it the image.
                 "seed": {"control_after_generate": False},
             },
-            search_aliases=_ALIASES,
+            search_aliases=[*_ALIASES, *_WISHES],
             # Each node reports its own runs, even if another has the same inputs.
             not_idempotent=True,
         )
@@ -153,7 +159,7 @@ class ToMeTune(io.ComfyNode):
             [io.Model, io.Conditioning, io.Conditioning, io.Latent],
             [io.Model, io.Image, io.String, io.String],
             {"seed": {"control_after_generate": False}},
-            search_aliases=[*_ALIASES, "benchmark", "auto", "optimize"],
+            search_aliases=[*_ALIASES, "benchmark", "auto tune", "best settings"],
             not_idempotent=True,
         )
 
@@ -190,7 +196,7 @@ class ToMeTune(io.ComfyNode):
             # The text says why.
             tuned = model
         page = pages.tuning_page(found)
-        drawn, on_node = _shown(cls, node, page)
+        drawn, on_node = _shown(cls, page)
         return io.NodeOutput(tuned, drawn, page.text, json.dumps(settings), ui=on_node)
 
 
@@ -255,7 +261,7 @@ class ToMeReport(io.ComfyNode):
         else:
             picture_at = None if image is None else partial(_frame_at, image)
             shown = pages.report_of(run, view, level, step, picture_at, frame)
-        drawn, on_node = _shown(cls, graph.running_node(), shown)
+        drawn, on_node = _shown(cls, shown)
         return io.NodeOutput(drawn, shown.text, ui=on_node)
 
 
@@ -264,10 +270,11 @@ def _wants_details(node: str | None) -> Callable[[], bool] | None:
     return None if node is None else partial(graph.feeds, node, REPORT.id, "model")
 
 
-def _shown(cls: Any, node: str | None, page: pages.Report) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The picture of a page, ``[1, height, width, 3]`` float from 0 to 1, and what a node shows."""
-    if node is not None:
-        graph.show_text(node, page.text)
+def _shown(cls: Any, page: pages.Report) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The picture of a page, ``[1, height, width, 3]`` float from 0 to 1, and what a node shows.
+
+    ``web/js/report.js`` shows it.
+    """
     # A copy: the picture may be a read-only view, which torch must not share.
     drawn = torch.tensor(page.picture, dtype=torch.float32)[None] / 255
     return drawn, ui.PreviewImage(drawn, cls=cls).as_dict() | ui.PreviewText(page.text).as_dict()

@@ -69,8 +69,8 @@ PRESET = Option(
     "merge more, fast saves most and is what SDXL needs, paper does as tomesd does. Under these "
     "only ratio, start_percent, end_percent, seed and backend count; under custom every input "
     "does.",
-    more="An input that would not count is refused, unless it is at its default. The editor greys "
-    "it out and does not send it.",
+    more="An input that would not count is refused, unless it is at its default. The editor hides "
+    "it and does not send it.",
 )
 """The choice of a preset."""
 

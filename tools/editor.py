@@ -56,6 +56,7 @@ INPUT = "input/example.png"
 SETTINGS = {
     "Comfy.Locale": "en",
     "Comfy.VueNodes.Enabled": False,
+    "Comfy.Node.AlwaysShowAdvancedWidgets": False,
     "Comfy.RightSidePanel.IsOpen": False,
     "Comfy.TutorialCompleted": False,
     "Comfy.Notification.ShowVersionUpdates": False,

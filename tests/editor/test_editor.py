@@ -10,6 +10,7 @@ from PIL import Image
 from playwright.sync_api import TimeoutError, expect
 
 from tome_nodes.captions import PATCH as CAPTION
+from tome_nodes.presets import FREE
 from tools.editor import (
     HAS_NODES,
     PATIENCE_MS,
@@ -26,6 +27,7 @@ PATCH, REMOVE = "ToMe Patch Model", "ToMe Remove Patch"
 REMOVE_TYPE, REPORT_TYPE = "ToMeRemovePatch", "ToMeReport"
 BLUEPRINT = "ToMe hires fix"
 NODES_2 = {"Comfy.VueNodes.Enabled": True}
+UNFOLDED = {"Comfy.Node.AlwaysShowAdvancedWidgets": True}
 
 # Where the graph without our node has room for it, and the corner to look at it from.
 ROOM, CORNER = (520, 15), (-20, -90)
@@ -35,6 +37,7 @@ MODEL_SLOT = {"name": "MODEL", "type": "MODEL", "links": []}
 # Of a graph that it has run before, the server runs nothing again.
 sampler_seeds = count()
 
+SIZE = """type => [...app.rootGraph.nodes.find(node => node.type === type).size]"""
 IMAGE_IS_SHOWN = """() => {
     const [image] = app.rootGraph.nodes.find(node => node.type === 'SaveImage').imgs ?? []
     return image?.naturalWidth
@@ -48,6 +51,10 @@ TEXT_IS_SHOWN = """type => {
     const node = app.rootGraph.nodes.find(node => node.type === type)
     return node.widgets.find(widget => widget.name === '$$node-text-preview')?.value
 }"""
+REPORT = """type => app.rootGraph.nodes.find(node => node.type === type)
+    .widgets.find(widget => widget.name === 'report').element.innerText"""
+REPORT_IS_SHOWN = """() => app.rootGraph.nodes.find(node => node.type === 'ToMeReport')
+    .widgets.find(widget => widget.name === 'report').element.querySelector('img')"""
 ALL_IMAGES_ARE_SHOWN = """() => app.rootGraph.nodes
     .filter(node => ['SaveImage', 'ToMeReport'].includes(node.type))
     .every(node => node.imgs?.[0]?.naturalWidth)"""
@@ -55,6 +62,10 @@ ALL_IMAGES_ARE_SHOWN = """() => app.rootGraph.nodes
 TITLE_BAR = """type => {
     const node = app.rootGraph.nodes.find(node => node.type === type)
     return app.canvas.ds.convertOffsetToCanvas([node.pos[0] + node.size[0] / 2, node.pos[1] - 15])
+}"""
+TITLE = """id => {
+    const node = app.rootGraph.getNodeById(id)
+    return [node.pos[0] + node.size[0] / 2, node.pos[1] - 15]
 }"""
 
 every_workflow = pytest.mark.parametrize("file", workflow_files(), ids=lambda file: file.stem)
@@ -77,6 +88,13 @@ def editor(browser, server):
 @pytest.fixture(params=[{}, NODES_2], ids=["classic", "nodes_2"])
 def fresh_editor(request, browser, server):
     """An editor in a fresh profile, in the classic design and in that called Nodes 2.0."""
+    with open_editor(browser, server, request.param) as editor:
+        yield editor
+
+
+@pytest.fixture(params=[{}, NODES_2 | UNFOLDED], ids=["classic", "nodes_2"])
+def unfolded_editor(request, browser, server):
+    """The same, with the advanced inputs of Nodes 2.0 shown; the classic design has none."""
     with open_editor(browser, server, request.param) as editor:
         yield editor
 
@@ -195,24 +213,155 @@ CHOOSE = """preset => {
     const widget = node.widgets.find(widget => widget.name === 'preset')
     widget.setValue(preset, { e: {}, node, canvas: app.canvas })
 }"""
-DISABLED = """() => app.rootGraph.nodes.find(node => node.type === 'ToMePatchModel').widgets
-    .filter(widget => widget.disabled).map(widget => widget.name)"""
-ALWAYS_SENT = {"model", "preset", "ratio", "start_percent", "end_percent", "seed", "backend"}
+VISIBLE = """id => {
+    const node = app.rootGraph.getNodeById(id)
+    return node.widgets.filter(widget => node.isWidgetVisible(widget)).map(widget => widget.name)
+}"""
+PATCHES = """() => app.rootGraph.nodes
+    .filter(node => node.type === 'ToMePatchModel').map(node => node.id)"""
+BOX = """id => {
+    const node = app.rootGraph.getNodeById(id)
+    return { size: [...node.size], least: [...node.computeSize()] }
+}"""
+STRETCH = """([id, across, down]) => {
+    const node = app.rootGraph.getNodeById(id)
+    node.setSize([node.size[0] + across, node.size[1] + down])
+    app.extensionManager.workflow.activeWorkflow.changeTracker.checkState()
+}"""
+LINK = """([kind, name]) => {
+    const patch = app.rootGraph.nodes.find(node => node.type === 'ToMePatchModel')
+    const source = LiteGraph.createNode(kind)
+    app.rootGraph.add(source)
+    source.connect(0, patch, patch.inputs.findIndex(slot => slot.name === name))
+}"""
+UNLINK = """name => {
+    const patch = app.rootGraph.nodes.find(node => node.type === 'ToMePatchModel')
+    patch.disconnectInput(patch.inputs.findIndex(slot => slot.name === name))
+}"""
+ALL = [option.name for option in CAPTION.options]
+FEW = ["preset", *FREE]
+ALWAYS_SENT = {"model", *FEW}
+ROW = 24
 
 
-def test_inputs_that_a_preset_decides_are_greyed_out(editor):
+def patches(editor):
+    """The ids of our nodes."""
+    return editor.page.evaluate(PATCHES)
+
+
+def visible(editor, node):
+    """The names of the inputs that a node shows in an editor that folds none."""
+    editor.page.evaluate(TWO_FRAMES)
+    names = editor.page.evaluate(VISIBLE, node)
+    shown = editor.page.locator(f"[data-node-id='{node}']")
+    if shown.count():
+        expect(shown.get_by_test_id("widget-layout-field-label")).to_have_text(names)
+    return names
+
+
+def box(editor, node):
+    editor.page.evaluate(TWO_FRAMES)
+    return editor.page.evaluate(BOX, node)
+
+
+def test_only_what_counts_under_a_preset_is_shown(unfolded_editor):
+    editor = unfolded_editor
     editor.open("tome_txt2img.json", text_of(WORKFLOWS / "tome_txt2img.json"))
-    page = editor.page
-    decided = {option.name for option in CAPTION.options} - ALWAYS_SENT
-    assert set(page.evaluate(DISABLED)) == decided
-    page.evaluate(CHOOSE, "custom")
-    assert page.evaluate(DISABLED) == []
-    page.evaluate(CHOOSE, "fast")
-    assert set(page.evaluate(DISABLED)) == decided
+    (node,) = patches(editor)
+    assert visible(editor, node) == FEW
+    editor.page.evaluate(CHOOSE, "custom")
+    assert visible(editor, node) == ALL
+    editor.page.evaluate(CHOOSE, "fast")
+    assert visible(editor, node) == FEW
+    # A value that counts but cannot be seen would be worse than one too many.
+    editor.page.evaluate(LINK, ["PrimitiveInt", "sx"])
+    assert visible(editor, node) == [*FEW, "sx"]
+    editor.page.evaluate(UNLINK, "sx")
+    assert visible(editor, node) == FEW
+    editor.page.evaluate(LINK, ["PrimitiveNode", "preset"])
+    assert visible(editor, node) == ALL
+    editor.page.evaluate(UNLINK, "preset")
+    assert visible(editor, node) == FEW
     assert editor.errors == []
 
 
-def test_greyed_out_inputs_are_saved_but_not_queued(fresh_editor):
+def test_node_is_as_high_as_what_it_shows_and_keeps_the_size_it_was_given(editor):
+    editor.open("tome_txt2img.json", text_of(WORKFLOWS / "tome_txt2img.json"))
+    (node,) = patches(editor)
+    before = box(editor, node)
+    assert before["size"][1] == before["least"][1]
+    editor.page.evaluate(STRETCH, [node, 50, 30])
+    width, height = box(editor, node)["size"]
+    editor.page.evaluate(CHOOSE, "custom")
+    assert box(editor, node)["size"] == [width, height + ROW * (len(ALL) - len(FEW))]
+    editor.page.evaluate(CHOOSE, "fast")
+    assert box(editor, node)["size"] == [width, height]
+    saved = editor.save()
+    editor.clear()
+    editor.open("again.json", saved)
+    assert box(editor, node)["size"] == [width, height]
+
+
+def test_node_of_nodes_2_has_no_empty_half(nodes_2_editor):
+    editor = nodes_2_editor
+    editor.clear()
+    editor.search("token merging").filter(has_text=PATCH).click()
+    editor.place(*ROOM)
+    node = editor.node(PATCH_TYPE)
+    widgets = node.get_by_test_id("node-widgets")
+
+    def left_free():
+        editor.page.evaluate(TWO_FRAMES)
+        around, inside = node.bounding_box(), widgets.bounding_box()
+        return around["y"] + around["height"] - inside["y"] - inside["height"]
+
+    free = left_free()
+    assert free < 100
+    node.get_by_text("Show advanced inputs").click()
+    labels = node.get_by_test_id("widget-layout-field-label")
+    for preset, names in ("custom", ALL), ("balanced", FEW):
+        editor.page.evaluate(CHOOSE, preset)
+        expect(labels).to_have_text(names)
+        assert left_free() == pytest.approx(free)
+
+
+def test_file_of_a_version_that_showed_all_inputs_keeps_its_values_in_a_smaller_node(fresh_editor):
+    editor = fresh_editor
+    graph = sample_graph(preset="balanced", sx=3)
+    (patch,) = (node for node in graph["nodes"] if node["type"] == PATCH_TYPE)
+    patch["size"] = [300, 586]
+    editor.open("old.json", json.dumps(graph))
+    (node,) = patches(editor)
+    opened = box(editor, node)
+    assert opened["size"][0] == 300
+    assert opened["size"][1] < opened["least"][1] + 2 * ROW
+    editor.page.evaluate(CHOOSE, "custom")
+    assert patch_inputs(editor)["sx"] == 3
+
+
+def test_undo_and_copies_show_what_counts(unfolded_editor):
+    editor = unfolded_editor
+    editor.open("tome_txt2img.json", text_of(WORKFLOWS / "tome_txt2img.json"))
+    (first,) = patches(editor)
+    height = box(editor, first)["size"][1]
+    editor.page.evaluate(CHOOSE, "custom")
+    editor.page.evaluate(STRETCH, [first, 0, 0])
+    editor.click(*editor.page.evaluate(TITLE, first))
+    editor.page.keyboard.press("Control+c")
+    editor.click(-15, 700)
+    editor.page.keyboard.press("Control+v")
+    editor.page.wait_for_function(f"() => ({PATCHES})().length === 2")
+    second = max(patches(editor))
+    assert visible(editor, first) == visible(editor, second) == ALL
+    editor.page.keyboard.press("Control+z")
+    editor.page.wait_for_function(f"() => ({PATCHES})().length === 1")
+    editor.page.keyboard.press("Control+z")
+    editor.page.wait_for_function(f"() => ({VISIBLE})({first}).length === {len(FEW)}")
+    assert visible(editor, first) == FEW
+    assert box(editor, first)["size"][1] == pytest.approx(height)
+
+
+def test_hidden_inputs_are_saved_but_not_queued(fresh_editor):
     editor = fresh_editor
     editor.open("wide.json", json.dumps(small_graph(preset="custom", sx=4)))
     assert patch_inputs(editor)["sx"] == 4
@@ -238,6 +387,20 @@ def test_nodes_are_found_by_searching_for_token_merging(editor, picture):
     picture(editor, "search", (345, 115, 900, 300))
     editor.page.keyboard.press("Escape")
     expect(results).to_have_count(0)
+
+
+def test_node_is_the_first_that_is_found_by_what_people_type(editor):
+    editor.clear()
+    for text in (
+        *("faster", "speed up", "speedup", "token merging", "tomesd", "merge tokens"),
+        *("accelerate", "acceleration", "optimize", "performance", "too slow"),
+    ):
+        expect(editor.search(text).first).to_contain_text(PATCH)
+        editor.page.keyboard.press("Escape")
+    # The editor puts its own Seed before it, which is spelt alike.
+    ours = editor.search("speed").filter(has_text="ToMe")
+    expect(ours.first).to_contain_text(PATCH)
+    editor.page.keyboard.press("Escape")
 
 
 def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, server):
@@ -297,15 +460,14 @@ def test_widgets_change_with_the_mouse_in_nodes_2(nodes_2_editor):
     }
 
 
-def test_advanced_inputs_fold(nodes_2_editor, info, picture):
+def test_advanced_inputs_fold(nodes_2_editor, picture):
     editor = nodes_2_editor
     editor.open("small.json", json.dumps(sample_graph()))
-    options = info[PATCH_TYPE]["input"]["optional"].items()
-    plain = [name for name, (_, option) in options if not option.get("advanced")]
+    plain = [option.name for option in CAPTION.options if not option.advanced]
     names = editor.node(PATCH_TYPE).get_by_test_id("widget-layout-field-label")
     expect(names).to_have_text(plain)
     editor.node(PATCH_TYPE).get_by_text("Show advanced inputs").click()
-    expect(names).to_have_text([name for name, _ in options])
+    expect(names).to_have_text(FEW)
     editor.look_at(*CORNER)
     picture(editor, "ToMePatchModel", (100, 60, 1080, 840))
     editor.node(PATCH_TYPE).get_by_text("Hide advanced inputs").click()
@@ -428,15 +590,65 @@ def test_live_line_and_report_are_shown(fresh_editor, picture):
     editor.open("compare.json", json.dumps(graph))
     editor.page.evaluate(NOTE_LIVE_LINES)
     editor.run()
-    editor.page.wait_for_function(TEXT_IS_SHOWN, arg=REPORT_TYPE)
+    editor.page.wait_for_function(ALL_IMAGES_ARE_SHOWN)
+    editor.page.wait_for_function(REPORT_IS_SHOWN)
     assert "6/6 blocks, 1024→408 tokens, step 2/2" in editor.page.evaluate("() => window.liveLines")
     assert re.search("6/6 blocks", editor.page.evaluate(TEXT_IS_SHOWN, PATCH_TYPE))
-    text = editor.page.evaluate(TEXT_IS_SHOWN, REPORT_TYPE)
-    assert text.startswith("Model: SD15  \nMerged: 6 of 6 blocks")
-    editor.page.wait_for_function(ALL_IMAGES_ARE_SHOWN)
+    assert editor.page.evaluate(REPORT, REPORT_TYPE).startswith("Merged: 6 of 6 blocks")
     editor.page.evaluate(TWO_FRAMES)
     editor.look_at(1020, 595)
     picture(editor, "ToMeReport", (100, 110, 950, 700))
+    assert editor.warnings() == editor.errors == []
+
+
+OUTSIDE = """type => {
+    const node = app.rootGraph.nodes.find(node => node.type === type)
+    const [left, top] = app.canvas.ds.convertOffsetToCanvas(node.pos)
+    const [right, bottom] = app.canvas.ds.convertOffsetToCanvas(
+        [node.pos[0] + node.size[0], node.pos[1] + node.size[1]])
+    const canvas = app.canvas.canvas.getBoundingClientRect()
+    const shown = node.widgets.find(widget => widget.name === 'report').element
+    const picture = shown.querySelector('img').getBoundingClientRect()
+    return {
+        isCut: shown.scrollHeight > shown.clientHeight + 1,
+        above: canvas.y + top - shown.getBoundingClientRect().y,
+        below: picture.bottom - canvas.y - bottom,
+        left: canvas.x + left - picture.x,
+        right: picture.right - canvas.x - right,
+        share: picture.width / (right - left),
+    }
+}"""
+WIDEN = """([type, width]) => {
+    const node = app.rootGraph.nodes.find(node => node.type === type)
+    node.setSize([width, node.computeSize()[1]])
+    app.canvas.setDirty(true, true)
+}"""
+
+
+def test_report_is_born_with_room_and_shows_all_of_its_text_and_picture(fresh_editor):
+    """At its own size, at one that is too small, and made wide."""
+    editor = fresh_editor
+    editor.clear()
+    editor.search(REPORT_TYPE).filter(has_text="ToMe Report").first.click()
+    editor.place(0, 0)
+    born = editor.page.evaluate(SIZE, REPORT_TYPE)
+    assert born[0] >= 500 and born[1] >= 700
+    for width, height, wide in ((*born, None), (210, 150, None), (*born, 900)):
+        graph = small_graph("tome_compare", side=256)
+        (report,) = (node for node in graph["nodes"] if node["type"] == REPORT_TYPE)
+        report["size"] = [width, height]
+        editor.open("compare.json", json.dumps(graph))
+        editor.look_at(report["pos"][0] - 20, report["pos"][1] - 60, scale=0.5)
+        editor.run()
+        editor.page.wait_for_function(REPORT_IS_SHOWN)
+        if wide is not None:
+            editor.page.evaluate(WIDEN, [REPORT_TYPE, wide])
+        for _ in range(3):
+            editor.page.evaluate(TWO_FRAMES)
+        outside = editor.page.evaluate(OUTSIDE, REPORT_TYPE)
+        assert not outside.pop("isCut")
+        assert outside.pop("share") > 0.85
+        assert max(outside.values()) <= 0
     assert editor.warnings() == editor.errors == []
 
 

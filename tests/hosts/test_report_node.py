@@ -72,9 +72,11 @@ def test_the_node_is_listed_as_users_find_it(info):
 
 def test_the_text_says_what_the_run_did(shown):
     lines = shown(with_report(seed=11))["report"][0].splitlines()
-    assert lines[:6] == [
-        "Model: SD15",
+    # Whether there is a hint depends on the time that matching took.
+    (time,) = (line for line in lines if line.startswith("Time"))
+    assert [line for line in lines if line != time and not line.startswith("Hint")] == [
         "Merged: 6 of 6 blocks, 256 -> 128 tokens",
+        "Model: SD15",
         "Steps: merged in 2 of 2",
         "Plans: 12 made, 0 reused",
         "Settings: ratio 0.50, bipartite, module scope",
@@ -83,7 +85,7 @@ def test_the_text_says_what_the_run_did(shown):
     assert re.fullmatch(
         r"Time: matching \S+ m?s, merging \S+ m?s, unmerging \S+ m?s, together \S+ % of the run's "
         r"\S+ m?s",
-        lines[6],
+        time,
     )
 
 
@@ -168,7 +170,7 @@ def test_each_report_is_about_the_run_and_the_patch_it_is_connected_to(shown):
         assert "256 -> 192 tokens" in texts[name]
     assert all("Time: matching" in text for text in texts.values())
     told_on = {line["data"]["node"] for line in lines}
-    assert told_on == {"tome", "same", "least", *texts}
+    assert told_on == {"tome", "same", "least"}
 
 
 def test_a_line_on_the_patch_node_shows_each_step_once(server):
@@ -178,12 +180,9 @@ def test_a_line_on_the_patch_node_shows_each_step_once(server):
     graph["4:7"] = graph.pop("tome")
     graph["report"]["inputs"]["model"] = graph["sampler"]["inputs"]["model"] = ["4:7", 0]
     server.run(graph, on_event=lambda e: lines.append(e["data"]) if e["type"] == TEXT else None)
-    report_text = lines.pop()
     assert lines == [
         {"node": "4:7", "text": f"6/6 blocks, 256→128 tokens, step {step}/3"} for step in (1, 2, 3)
     ]
-    assert report_text["node"] == "report"
-    assert report_text["text"].startswith("Model: SD15  \nMerged: 6 of 6 blocks")
 
 
 def test_a_graph_that_no_editor_queued_is_reported_too(server, shown):

@@ -100,10 +100,10 @@ def test_the_chart_shows_tokens_kept_and_time():
     def area(image, colour):
         return int((image == colour).all(2).sum())
 
-    # A cell of 40 by 28 pixels without its gap, and a part of the key of 15 by 15.
-    assert area(without, half) == area(with_times, half) == 39 * 27 + 15 * 15
+    # A cell of 32 by 28 pixels without its gap, and a part of the key of 15 by 15.
+    assert area(without, half) == area(with_times, half) == 31 * 27 + 15 * 15
     assert area(without, slowest) == 0
-    assert area(with_times, slowest) >= 39 * 27
+    assert area(with_times, slowest) >= 31 * 27
 
 
 def test_text_is_wrapped_and_visible():

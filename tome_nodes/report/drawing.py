@@ -136,9 +136,9 @@ def chart(
         seconds: the same shape, None if they could not be measured.
     """
     row = int(np.clip(840 // len(names), 14, 28))
-    column = int(np.clip(320 // len(steps), 3, 40))
+    column = int(np.clip(160 // len(steps), 3, 32))
     size = min(16, row - 1)
-    panel = max(column * len(steps), 240)
+    panel = max(column * len(steps), 160)
     sizes = [_sizes_in_words(*pair) for pair in zip(before, after, strict=True)]
     inks = [INK if " to " in size else MUTED for size in sizes]
 
@@ -148,7 +148,7 @@ def chart(
     bars_x = time_x + panel + 16
     top = 70
     bottom = top + row * len(names)
-    width = time_x - _MARGIN if seconds is None else bars_x + 190
+    width = time_x - _MARGIN if seconds is None else bars_x + 140
     canvas, draw = _canvas(width, bottom + 60)
 
     def column_of_texts(x: int, title: str, texts: Sequence[str]) -> None:
@@ -181,7 +181,7 @@ def chart(
         draw.text((bars_x, top - 48), "mean, ms", INK, _font(_TEXT))
         for index, (mean, ink) in enumerate(zip(means, inks, strict=True)):
             y = top + row * index
-            end = bars_x + round(110 * mean / means.max())
+            end = bars_x + round(70 * mean / means.max())
             draw.rectangle((bars_x, y + 3, end, y + row - 5), WARM if ink == INK else MUTED)
             draw.text((end + 8, y + row // 2 - 1), _milliseconds(mean), ink, _font(size), "lm")
     return np.asarray(canvas)

@@ -112,28 +112,30 @@ def tuning_page(found: Found) -> Report:
 
 
 def in_words(run: LastRun) -> list[str]:
-    """The report of a run, line by line."""
-    counts, recording = run.counts, run.recording
-    lines = [f"Model: {run.model}"]
-    if run.obstacle is None:
+    """The report of a run, line by line: what came out, what to change, and then the rest."""
+    counts, recording, hint = run.counts, run.recording, hint_for(run)
+    is_merged = run.obstacle is None
+    if is_merged:
+        blocks = f"{counts.merged_blocks} of {counts.blocks_present} blocks"
+        lines = [f"Merged: {blocks}, {words.sizes(counts)}"]
+    else:
+        lines = [f"Nothing merged: {run.obstacle}"]
+    if run.tuned is not None:
+        lines += [f"ToMe Tune: {words.times(run.tuned)}, {run.tuned.speed:.2f} times as fast"]
+    if hint is not None:
+        lines += [f"Hint: {hint}"]
+    if is_merged:
+        lines += [_times_in_words(recording)]
+    lines += [f"Model: {run.model}"]
+    if is_merged:
         lines += [
-            f"Merged: {counts.merged_blocks} of {counts.blocks_present} blocks, "
-            + words.sizes(counts),
             f"Steps: merged in {counts.merged_steps} of {counts.total_steps}",
             f"Plans: {counts.plans_made} made, {counts.plans_reused} reused",
         ]
-    else:
-        lines += [f"Nothing merged: {run.obstacle}"]
     lines += [f"Settings: {', '.join(words.settings(run.config, counts.frames, defaults=True))}"]
     if run.backend is not None:
         lines += [f"Backend: {run.backend}"]
-    lines += [f"Note: {deviation}" for deviation in words.deviations(counts)]
-    if run.obstacle is None:
-        lines += [_times_in_words(recording)]
-    if run.tuned is not None:
-        lines += [f"ToMe Tune: {words.times(run.tuned)}, {run.tuned.speed:.2f} times as fast"]
-    hint = hint_for(run)
-    return lines if hint is None else [*lines, f"Hint: {hint}"]
+    return [*lines, *(f"Note: {deviation}" for deviation in words.deviations(counts))]
 
 
 def hint_for(run: LastRun) -> str | None:

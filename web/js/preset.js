@@ -5,6 +5,9 @@ const NODE = "ToMePatchModel";
 // decides.
 let custom, free;
 
+const ROW = LiteGraph.NODE_WIDGET_HEIGHT + 4;
+const TITLE = -LiteGraph.NODE_TITLE_HEIGHT + 5;
+
 app.registerExtension({
   name: "ToMeNodes.Preset",
 
@@ -17,27 +20,53 @@ app.registerExtension({
     if (node.comfyClass !== NODE) return;
     const preset = node.widgets.find((widget) => widget.name === "preset");
     const others = node.widgets.filter(({ name }) => name !== "preset" && !free.includes(name));
+    const isLinked = (name) => node.inputs.some((slot) => slot.name === name && slot.link != null);
     // A preset that comes over a link is not known here.
-    const isLinked = () => node.inputs.some(({ name, link }) => name === "preset" && link != null);
-    const decides = () => preset.value !== custom && !isLinked();
+    const decides = () => preset.value !== custom && !isLinked("preset");
 
     // The queue refuses what does not count. The saved workflow keeps it for the next change.
     for (const widget of others)
       widget.serializeValue = () => (decides() ? undefined : widget.value);
 
+    // Show what counts, and what has a link; return how many more rows that makes.
     const show = () => {
-      for (const widget of others) widget.disabled = decides();
+      const shown = () => others.filter((widget) => !widget.hidden).length;
+      const before = shown();
+      for (const widget of others) {
+        widget.hidden = widget.options.hidden = decides() && !isLinked(widget.name);
+        // While a link is dragged, its slot is drawn even so: behind the title, not where it was.
+        if (widget.hidden) widget.y = TITLE;
+      }
+      // Nodes 2.0 reads the options of widgets when their list changes.
+      node.widgets.push(node.widgets.pop());
+      return shown() - before;
     };
-    const after = (owner, name) => {
+    const resize = (rows) => {
+      if (rows === 0) return;
+      const [width, height] = node.size;
+      const least = node.computeSize()[1];
+      // Nodes 2.0 itself makes a node higher where it must be.
+      const fitting = LiteGraph.vueNodesMode
+        ? Math.min(height, least)
+        : Math.max(height + rows * ROW, least);
+      node.setSize([width, fitting]);
+    };
+    const after = (name, then, owner = node) => {
       const before = owner[name];
       owner[name] = function (...values) {
         before?.apply(this, values);
-        show();
+        then(...values);
       };
     };
-    after(preset, "callback");
-    after(node, "onConfigure");
-    after(node, "onConnectionsChange");
-    show();
+    after("callback", () => resize(show()), preset);
+    after("onConnectionsChange", () => resize(show()));
+    after("onConfigure", ({ size }) => {
+      show();
+      node.setSize([...size]);
+      // A file may be of a version that only greyed out what it now hides.
+      const hidden = others.filter((widget) => widget.hidden).length;
+      if (size[1] - node.computeSize()[1] > (hidden * ROW) / 2) resize(-hidden);
+    });
+    resize(show());
   },
 });

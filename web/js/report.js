@@ -1,0 +1,95 @@
+import { api } from "../../../scripts/api.js";
+import { app } from "../../../scripts/app.js";
+
+const NODES = ["ToMeReport", "ToMeTune"];
+const BORN = { width: 560, height: 720 };
+const MARGIN = 10;
+
+// The elements of a report's lines; the first says what came out.
+function linesOf(text) {
+  return text.split("\n").map((line, index) => {
+    const element = document.createElement("div");
+    element.textContent = line;
+    if (index === 0) element.style.fontWeight = "bold";
+    if (line.startsWith("Hint:")) element.style.color = "#f2a65a";
+    return element;
+  });
+}
+
+async function loaded({ filename, subfolder, type }) {
+  const picture = new Image();
+  const query = new URLSearchParams({ filename, subfolder, type, rand: Math.random() });
+  picture.src = api.apiURL(`/view?${query}`);
+  picture.style.width = "100%";
+  await picture.decode();
+  return picture;
+}
+
+function heightAt(element, width) {
+  const copy = element.cloneNode(true);
+  Object.assign(copy.style, { position: "absolute", visibility: "hidden", width: `${width}px` });
+  copy.classList.remove("h-full", "w-full");
+  document.body.append(copy);
+  const height = copy.offsetHeight;
+  copy.remove();
+  return height;
+}
+
+// The host cuts a long text, and draws a picture as large as the room that happens to be left.
+app.registerExtension({
+  name: "ToMeNodes.Report",
+
+  nodeCreated(node) {
+    if (!NODES.includes(node.comfyClass)) return;
+    const element = document.createElement("div");
+    Object.assign(element.style, {
+      display: "flex",
+      flexDirection: "column",
+      gap: "8px",
+      fontSize: "12px",
+      lineHeight: "16px",
+      userSelect: "text",
+      overflowWrap: "anywhere",
+    });
+    const widget = node.addDOMWidget("report", "report", element, {
+      serialize: false,
+      hideInPanel: true,
+      hideOnZoom: false,
+      margin: MARGIN,
+    });
+    widget.serialize = false;
+
+    // In the classic design, a widget has to say how high it is. In Nodes 2.0, one that does not
+    // say it is as high as what is in it.
+    let height = 0;
+    let measuredAt;
+    widget.computeLayoutSize = undefined;
+    widget.computeSize = () => {
+      const width = node.size[0] - 2 * MARGIN;
+      if (width !== measuredAt) {
+        measuredAt = width;
+        height = element.hasChildNodes() ? heightAt(element, width) + 2 * MARGIN : 0;
+      }
+      return [0, height];
+    };
+
+    const before = node.onExecuted;
+    node.onExecuted = async function (output) {
+      before?.call(this, output);
+      // From now on, this shows the picture instead of the host.
+      node.hideOutputImages = true;
+      node.onDrawBackground = () => {};
+      const picture = await loaded(output.images[0]);
+      const text = document.createElement("div");
+      text.append(...linesOf(output.text[0]));
+      element.replaceChildren(text, picture);
+      node.imgs = [picture];
+      measuredAt = undefined;
+      if (!LiteGraph.vueNodesMode) node.expandToFitContent();
+      node.setDirtyCanvas(true, true);
+    };
+
+    const [width, least] = node.computeSize();
+    node.setSize([Math.max(width, BORN.width), least + BORN.height]);
+  },
+});
