@@ -569,6 +569,31 @@ def test_a_call_that_fails_leaves_nothing_behind(unet, failure):
     assert torch.equal(call(unet), expected)
 
 
+INTERRUPTED = {
+    "block": lambda unet: unet.mid_block.attentions[0].transformer_blocks[0].ff,
+    "between blocks": lambda unet: unet.up_blocks[-1].resnets[0].conv1,
+}
+"""Where an interrupt comes."""
+
+
+@pytest.mark.parametrize("offloaded", [False, True], ids=["", "offloaded"])
+@pytest.mark.parametrize("place", INTERRUPTED)
+def test_an_interrupt_takes_the_overrides_off_at_once(unet, place, offloaded):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    if offloaded:
+        accelerate.cpu_offload(unet, "cpu", offload_buffers=True)
+    tome_nodes.apply_patch(unet, **EVERYTHING)
+    before, merged = [vars(module).get("forward") for module in unet.modules()], call(unet)
+    hook = INTERRUPTED[place](unet).register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        call(unet)
+    assert [vars(module).get("forward") for module in unet.modules()] == before
+    hook.remove()
+    assert torch.equal(call(unet), merged)
+
+
 def test_an_override_of_other_code_is_run_and_comes_back(unet):
     attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     lengths = []
@@ -673,10 +698,10 @@ def test_a_call_that_a_thread_left_blocks_no_other(unet, leaving):
     def fail(*_):
         if leave:
             leave.clear()
-            # PyTorch runs no hooks after these.
+            # PyTorch runs no hooks after these, and nothing of ours runs outside of the modules.
             raise KeyboardInterrupt if leaving == "interrupted" else SystemExit
 
-    unet.mid_block.attentions[0].transformer_blocks[0].ff.register_forward_hook(fail)
+    unet.conv_out.register_forward_hook(fail)
     with ThreadPoolExecutor(1) as pool:
         if leaving == "interrupted":
             with pytest.raises(KeyboardInterrupt):

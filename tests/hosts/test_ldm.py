@@ -367,6 +367,24 @@ def test_an_override_of_other_code_runs_on_merged_tokens_and_comes_back():
     assert torch.equal(call(model), doubled)
 
 
+@pytest.mark.parametrize("place", ["block", "between blocks"])
+def test_an_interrupt_takes_the_overrides_off_at_once(place):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    model = make_model()
+    tome_nodes.apply_patch(model, **EVERYTHING)
+    before, merged = attributes(model), call(model)
+    resnet, transformer = model.model.diffusion_model.input_blocks[1]
+    module = transformer.transformer_blocks[0].ff if place == "block" else resnet.in_layers
+    hook = module.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        call(model)
+    hook.remove()
+    assert attributes(model) == before
+    assert torch.equal(call(model), merged)
+
+
 def test_torch_compile():
     from torch._dynamo.testing import CompileCounter
 
