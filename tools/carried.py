@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import tarfile
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
-from tools.environment import CONSTRAINTS, LDM, LIGHT_REQUIREMENTS, PYTHON, comfyui_directory
+from tools.environment import CONSTRAINTS, LDM, LIGHT_REQUIREMENTS, PYTHON, ROOT, comfyui_directory
 from tools.errors import ToolError
 from tools.steps import run, timed
 
 MOST_BYTES = 64 * 2**20
-"""What such machines take along with the working tree."""
+"""What such machines take, the working tree included."""
 
 ARCHIVE = "comfyui.tar.gz"
 
@@ -31,7 +33,7 @@ LEFT_OUT = frozenset(
 """Folders of ComfyUI that no measurement needs; those that start with a dot are left out, too."""
 
 NEEDED = (
-    *("av", "comfy-aimdo", "diffusers", "stable-diffusion-sdkit", "tomesd", "torchsde"),
+    *("comfy-aimdo", "diffusers", "stable-diffusion-sdkit", "tomesd", "torchsde"),
     *("trampoline", "accelerate", "einops", "execnet", "hypothesis", "iniconfig", "numpy"),
     *("packaging", "pillow", "pluggy", "psutil", "pygments", "pytest", "pytest-xdist", "pyyaml"),
     *("regex", "requests", "safetensors", "scipy", "sentencepiece", "sortedcontainers"),
@@ -42,6 +44,7 @@ NEEDED = (
 """What ComfyUI, the tests and the measurements import beside PyTorch and its own dependencies.
 
 The large ones, of which most machines with PyTorch have some, do not fit into the limit together.
+PyAV alone would take half of it, so :mod:`tools.without_video` takes its place.
 """
 
 PURE = ("comfy-kitchen",)
@@ -61,7 +64,7 @@ def pack(folder: Path, has: Iterable[str]) -> None:
         has: packages that the other machine has.
 
     Raises:
-        ToolError: the folder is larger than :data:`MOST_BYTES`.
+        ToolError: with the working tree, it is larger than :data:`MOST_BYTES`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with timed("Packing ComfyUI"):
@@ -78,13 +81,13 @@ def pack(folder: Path, has: Iterable[str]) -> None:
             ]
             run(f"Fetching {len(wanted)} wheels", [*command, *wanted])
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    total = sum(sizes.values())
-    print(f"{folder}: {len(sizes)} files, {total / 2**20:.1f} MiB")
-    if total > MOST_BYTES:
+    own, tree = sum(sizes.values()), _tree_bytes()
+    print(f"{folder}: {len(sizes)} files, {own / 2**20:.1f} MiB beside {tree / 2**20:.1f} MiB here")
+    if own + tree > MOST_BYTES:
         largest = sorted(sizes, key=lambda name: -sizes[name])[:5]
         raise ToolError(
-            f"{folder} is larger than the {MOST_BYTES // 2**20} MiB that can be carried. Delete "
-            "what the other machine has, and name it after --has. The largest: "
+            f"{folder} and the working tree are larger than the {MOST_BYTES // 2**20} MiB that can "
+            "be carried. Delete what the other machine has, and name it after --has. The largest: "
             + ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in largest)
         )
 
@@ -133,7 +136,17 @@ def unpack(folder: Path, scratch: Path) -> dict[str, str]:
         ]
         run(f"Installing {len(wheels)} wheels", [*command, *wheels])
     path = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if find_spec("av") is None:
+        path.append(str(ROOT / "tools" / "without_video"))
     return {"COMFYUI_PATH": str(comfyui), "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _tree_bytes() -> int:
+    """The size of all files here that git tracks or does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = (ROOT / name for name in set(listed.split("\0")) - {""})
+    return sum(file.lstat().st_size for file in files if file.is_file())
 
 
 def _pinned() -> dict[str, str]:

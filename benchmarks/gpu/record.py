@@ -62,7 +62,7 @@ class Record:
         Returns:
             What ``measure`` returns, None if there was no time or it failed.
         """
-        if self.left < seconds and not self.is_dry:
+        if self.left < seconds:
             self.result["left_out"].append(name)
             say(f"left out: {name}")
             self.write()

@@ -98,7 +98,7 @@ def tests(result: Result) -> Sequence[str]:
             f"{row['seconds']:.0f}",
             f"{row['gpu_bytes'] / 1e6:.0f}",
         ]
-        for row in result["files"]
+        for row in result.get("files", [])
     ]
     return [figures.grid(head, rows)] if rows else []
 
@@ -106,7 +106,7 @@ def tests(result: Result) -> Sequence[str]:
 def unets(result: Result) -> Sequence[str]:
     """A table for each comparison, and where the time goes in those that were traced."""
     parts = []
-    for run in result["runs"]:
+    for run in result.get("runs", []):
         asked = f"{run['attention']} first{', compiled' * run['compiled']}"
         parts += [f"### {figures.title(run)}, {asked}", figures.table(run)]
         parts += [f"Not timed: {name}: {why}" for name, why in run["refused"].items()]
@@ -129,7 +129,7 @@ def longest(kernels: Sequence[Mapping[str, Any]]) -> str:
 def transformers(result: Result) -> Sequence[str]:
     """The ways to weigh keys, and the blocks."""
     parts = []
-    if result["ways"]:
+    if result.get("ways"):
         kinds = list(result["ways"][0]["kinds"])
         rows = [
             [
@@ -142,7 +142,7 @@ def transformers(result: Result) -> Sequence[str]:
         ]
         head = ["ms", *kinds, "taken", "fastest"]
         parts += ["### Ways to weigh keys", figures.grid(head, rows)]
-    for row in result["blocks"]:
+    for row in result.get("blocks", []):
         methods = row["methods"]
         rows = [
             [
