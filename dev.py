@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,8 +20,8 @@ GRACE_SECONDS = 15
 SIDE_BY_SIDE = ("-n", "2", "--dist", "loadgroup")
 
 EPILOG = """\
-The first demo, bench, soak or test makes .venv, with pinned packages and a real ComfyUI; this takes
-a few minutes and 6 GB. With --comfyui VERSION they use an earlier ComfyUI that is pinned; set
+The first demo, bench, gpu, soak or test makes .venv, with pinned packages and a real ComfyUI; this
+takes a few minutes and 6 GB. With --comfyui VERSION they use an earlier ComfyUI that is pinned; set
 COMFYUI_PATH to the folder of your own to use that instead. The commands "lint" and "test
 tests/unit" need only PyTorch, and fetch no ComfyUI and no browser. To undo everything, delete .venv
 and demo.
@@ -41,7 +42,7 @@ def main() -> int:
 
     parser = _parser()
     arguments, rest = parser.parse_known_args()
-    if rest and arguments.command not in ("test", "bench", "soak", "generate"):
+    if rest and arguments.command not in ("test", "bench", "gpu", "soak", "generate"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if version := getattr(arguments, "comfyui", None):
         os.environ["COMFYUI_PATH"] = str(environment.pinned_comfyui(version))
@@ -50,6 +51,8 @@ def main() -> int:
             return demo(arguments)
         if arguments.command == "bench":
             return bench(rest)
+        if arguments.command == "gpu":
+            return gpu(rest)
         if arguments.command == "soak":
             return soak(rest)
         if arguments.command == "generate":
@@ -115,6 +118,7 @@ def bench(arguments: list[str]) -> int:
         "compatibility": "benchmarks.compatibility",
         "stacking": "benchmarks.stacking",
         "tune": "benchmarks.tuning",
+        "report": "benchmarks.gpu.report",
     }
     for name in others:
         parser.add_argument(f"--{name}", action="store_true")
@@ -123,6 +127,29 @@ def bench(arguments: list[str]) -> int:
     module = [*asked, modules[chosen.host]][0]
     environment.prepare()
     return _call(environment.PYTHON, "-m", module, *rest, folder=ROOT)
+
+
+def gpu(arguments: list[str]) -> int:
+    """Test or measure on a GPU, or pack what a machine without a network needs for that."""
+    from tools import carried, environment
+
+    parser = argparse.ArgumentParser(prog="dev.py gpu", add_help=False, allow_abbrev=False)
+    parser.add_argument("--carried", type=Path)
+    if arguments[:1] == ["pack"]:
+        parser.add_argument("--has", nargs="+", default=[])
+        chosen = parser.parse_args(arguments[1:])
+        environment.prepare()
+        carried.pack(chosen.carried or ROOT / "carried", chosen.has)
+        return 0
+    chosen, rest = parser.parse_known_args(arguments)
+    command = ("-m", "benchmarks.gpu", *rest)
+    if chosen.carried is None:
+        environment.prepare()
+        return _call(environment.PYTHON, *command, folder=ROOT)
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = carried.unpack(chosen.carried.resolve(), Path(scratch))
+        os.environ.update(settings)
+        return _call(sys.executable, *command, folder=ROOT)
 
 
 def soak(arguments: list[str]) -> int:
@@ -204,9 +231,16 @@ def _parser() -> argparse.ArgumentParser:
         "--picture, the README's picture of off and on: --ratio, --presets, --model; with "
         "--kernels, what the Triton kernels compile to: --quick, --targets; with "
         "--host-time, what merging adds before any kernel runs: --quick, --rounds; with "
+        "--report, tables of what was measured on a GPU; with "
         "--compatibility, the table of other nodes beside ours: --only, --name; with "
         "--stacking, whether merging and other nodes add up: --quick, --preset, --rounds; with "
         "--tune, whether ToMe Tune keeps its word: --wish, --size, --steps, --rounds",
+    )
+    add(
+        "gpu",
+        "with 1, 2 or 3, test or measure on a GPU within nine minutes, see benchmarks/GPU.md; more "
+        "arguments: --dry, --minutes, --out, --carried; with pack, fill a folder for a machine "
+        "without a network: --carried, --has",
     )
     add(
         "soak",

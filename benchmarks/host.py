@@ -10,7 +10,12 @@ if str(comfyui_directory()) not in sys.path:
 
 def use_cpu() -> None:
     """Have ComfyUI run on the CPU, with PyTorch's attention; call it before its parts load."""
+    use("cpu")
+
+
+def use(device: str) -> None:
+    """The same on ``cpu`` or ``cuda``."""
     from comfy.cli_args import args
 
-    args.cpu = True
+    args.cpu = device == "cpu"
     args.use_pytorch_cross_attention = True

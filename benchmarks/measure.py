@@ -3,8 +3,9 @@
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import comfy.sample
@@ -18,34 +19,41 @@ from tome_nodes.hosts.comfyui.attachment import last_run
 Instrument = AbstractContextManager[Any]
 
 
-class Subject:
-    """A model and an input of one size.
+class Evaluations:
+    """A model and an input for it.
 
     Attributes:
         model: the unpatched model; patched models must be clones of it.
     """
 
-    def __init__(self, model: ModelPatcher, context_channels: int, size: int, batch: int):
+    def __init__(
+        self,
+        model: ModelPatcher,
+        noise: Tensor,
+        prompts: Sequence[Any],
+        cfg: float = 4.0,
+        scheduler: str = "normal",
+    ):
+        """Prepare evaluations.
+
+        Args:
+            model: the unpatched model.
+            noise: that of the latent.
+            prompts: the positive and the negative one, in the form of the host.
+            cfg: 1 leaves the negative one out.
+            scheduler: of the host, one that suits the model.
+        """
         self.device = model.load_device
         self.model = model.clone()
         # The first of the wrappers, so that those of the methods are inside.
         self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "benchmark", self._evaluation)
         self._instruments: list[Instrument] = []
         self._outputs: list[Tensor] = []
-        generator = torch.Generator().manual_seed(0)
-        self._noise = torch.randn(batch, 4, size // 8, size // 8, generator=generator)
-        self._prompts = [
-            [
-                [
-                    torch.randn(1, 77, context_channels, generator=generator),
-                    {"pooled_output": torch.randn(1, 1280, generator=generator)},
-                ]
-            ]
-            for _ in range(2)
-        ]
+        self._noise, self._prompts = noise, prompts
+        self._cfg, self._scheduler = cfg, scheduler
 
     def run(self, patched: ModelPatcher, *instruments: Instrument) -> list[Tensor]:
-        """Sample with one evaluation, cond and uncond in one batch, within each instrument.
+        """Sample with one evaluation within each instrument.
 
         Returns:
             The output of each evaluation.
@@ -58,9 +66,9 @@ class Subject:
             patched,
             self._noise,
             len(instruments),
-            4.0,
+            self._cfg,
             "euler",
-            "normal",
+            self._scheduler,
             *self._prompts,
             torch.zeros_like(self._noise),
             disable_pbar=True,
@@ -68,17 +76,17 @@ class Subject:
         )
         return self._outputs
 
-    def time(self, patched: ModelPatcher) -> float:
-        """Seconds of one evaluation.
+    def time(self, patched: ModelPatcher, evaluations: int = 1) -> float:
+        """Seconds of one evaluation, on average over so many in a row.
 
-        On a GPU it follows another one in the same sampling run, as most evaluations do. On a CPU,
-        where that would double the time, it is the first one, which also creates the state of the
+        On a GPU they follow another one in the same sampling run, as most evaluations do. On a CPU,
+        where that would double the time, the first one counts, which also creates the state of the
         run; that takes about a millisecond.
         """
         watch = Stopwatch(self.device)
         before = [nullcontext()] if self.device.type == "cuda" else []
-        self.run(patched, *before, watch)
-        return watch.seconds
+        self.run(patched, *before, *[watch] * evaluations)
+        return watch.seconds / evaluations
 
     def stages(self, recorded: ModelPatcher) -> dict[str, float]:
         """Seconds that one evaluation spends in matching, merging, unmerging and the model itself.
@@ -101,6 +109,24 @@ class Subject:
             result = executor(*args, **kwargs)
         self._outputs.append(result)
         return result
+
+
+class Subject(Evaluations):
+    """A UNet and an input of one size, for cond and uncond in one batch."""
+
+    def __init__(self, model: ModelPatcher, context_channels: int, size: int, batch: int):
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(batch, 4, size // 8, size // 8, generator=generator)
+        prompts = [
+            [
+                [
+                    torch.randn(1, 77, context_channels, generator=generator),
+                    {"pooled_output": torch.randn(1, 1280, generator=generator)},
+                ]
+            ]
+            for _ in range(2)
+        ]
+        super().__init__(model, noise, prompts)
 
 
 class Stopwatch:
@@ -212,6 +238,20 @@ class Launches:
                 and event.cpu_parent is None
                 for event in self._profiler.events()
             )
+
+    def longest(self, most: int = 12) -> list[dict[str, Any]]:
+        """What took longest, in microseconds: kernels on a GPU, operators on a CPU."""
+        time_of = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
+        rows = [
+            {"name": each.key, "calls": each.count, "us": getattr(each, time_of)}
+            for each in self._profiler.key_averages()
+            if not self._on_gpu or each.device_type.name == "CUDA"
+        ]
+        return sorted(rows, key=lambda row: -row["us"])[:most]
+
+    def save(self, path: Path) -> None:
+        """Write the trace, for chrome://tracing and Perfetto; compressed if it ends in ``.gz``."""
+        self._profiler.export_chrome_trace(str(path))
 
 
 @contextmanager

@@ -101,12 +101,20 @@ class CallablePlan(Plan):
 
     slot_count: int
     shape: tuple[int, ...]
+    device: torch.device
     merging: Callable[[Tensor], Tensor]
     unmerging: Callable[[Tensor], Tensor]
 
     def slots(self) -> Tensor:
-        numbers = torch.arange(self.slot_count).float().expand(self.shape[0], -1)
-        return self.unmerging(numbers[..., None].contiguous())[..., 0].round().long()
+        return self._numbers(self.slot_count, self.unmerging)
+
+    def tokens(self) -> Tensor:
+        """A token of each slot if merging keeps tokens as they are; else one that is near them."""
+        return self._numbers(self.shape[1], self.merging)
+
+    def _numbers(self, count: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+        numbers = torch.arange(count, device=self.device).float().expand(self.shape[0], -1)
+        return function(numbers[..., None].contiguous())[..., 0].round().long()
 
     def is_even(self) -> bool:
         return True
@@ -156,7 +164,7 @@ class TomesdStrategy(CallableStrategy):
             merges,
             generator=self.generator,
         )
-        return CallablePlan(grid.tokens - merges, _shape(features), merge, unmerge)
+        return CallablePlan(grid.tokens - merges, *_place(features), merge, unmerge)
 
 
 class IdealStrategy(CallableStrategy):
@@ -169,7 +177,7 @@ class IdealStrategy(CallableStrategy):
             return y[:, :, None].expand(-1, -1, stride, -1).flatten(1, 2)[:, : grid.tokens]
 
         slots = -(-grid.tokens // stride)
-        return CallablePlan(slots, _shape(features), lambda x: x[:, ::stride], unmerge)
+        return CallablePlan(slots, *_place(features), lambda x: x[:, ::stride], unmerge)
 
 
 class ToDoStrategy(CallableStrategy):
@@ -188,11 +196,11 @@ class ToDoStrategy(CallableStrategy):
             image = image.repeat_interleave(2, 1).repeat_interleave(2, 2)
             return image[:, : grid.height, : grid.width].flatten(1, 2)
 
-        return CallablePlan(rows * columns, _shape(features), merge, unmerge)
+        return CallablePlan(rows * columns, *_place(features), merge, unmerge)
 
 
-def _shape(features: Tensor) -> tuple[int, int]:
-    return features.shape[0], features.shape[1]
+def _place(features: Tensor) -> tuple[tuple[int, int], torch.device]:
+    return (features.shape[0], features.shape[1]), features.device
 
 
 def backend_variants(device: torch.device) -> dict[str, dict[str, Any]]:

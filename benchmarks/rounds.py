@@ -9,15 +9,17 @@ Key = TypeVar("Key", bound=Hashable)
 def interleaved(
     runs: Mapping[Key, Callable[[], float]],
     repeats: int,
-    after_round: Callable[[int], None] = lambda _: None,
+    after_round: Callable[[int], object] = lambda _: None,
 ) -> dict[Key, list[float]]:
     """Call all runs in turn, ``repeats`` times, so that noise affects all of them alike.
 
-    Every other round is reversed, so that a steady drift affects all of them alike too.
+    Every other round is reversed, so that a steady drift affects all of them alike too. If
+    ``after_round``, called with the number of rounds so far, returns True, there is no other.
     """
     results: dict[Key, list[float]] = {name: [] for name in runs}
     for done in range(repeats):
         for name in list(runs)[:: -1 if done % 2 else 1]:
             results[name].append(runs[name]())
-        after_round(done + 1)
+        if after_round(done + 1) is True:
+            break
     return results

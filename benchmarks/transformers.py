@@ -31,6 +31,7 @@ import comfy.sample  # noqa: E402
 import torch  # noqa: E402
 from comfy.ldm.modules.attention import attention_pytorch  # noqa: E402
 
+from benchmarks.blocks import MODELS, Model, inputs  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.measure import PeakMemory  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
@@ -69,192 +70,6 @@ LENGTHS = (
     Length("picture, 4096x4096", Grid(256, 256)),
 )
 QUICK_LENGTHS = (Length("picture, 512x512", Grid(32, 32)), Length("video", Grid(12, 20, 9)))
-
-
-@dataclass(frozen=True)
-class Model:
-    """A published model.
-
-    Attributes:
-        name: as people call it.
-        kind: the name of its class in ``comfy.supported_models``.
-        settings: those of one block in the published width.
-        latent: channels, frames if it is a video, height and width of the latent to measure at.
-        text: channels of the prompt.
-        extras: further conditions of the prompt.
-        width: channels of its tokens.
-        linear: multiplications per token in the linear layers of a block, over ``width**2``.
-        tokens: lengths of the sequences in common use, by a name.
-    """
-
-    name: str
-    kind: str
-    settings: Mapping[str, Any]
-    latent: tuple[int, ...]
-    text: int
-    extras: Mapping[str, Any]
-    width: int
-    linear: float
-    tokens: Mapping[str, int]
-
-    def attention_share(self, tokens: int) -> float:
-        """The share of attention in the multiplications of all blocks, by arithmetic."""
-        attention = 2 * tokens * self.width
-        return attention / (attention + self.linear * self.width**2)
-
-    def speed_up(self, tokens: int, way: Mapping[str, Any]) -> float:
-        """How many times faster it is if tokens merge for free in one of :data:`WAYS`."""
-        kept, attention = 1 - way["ratio"], self.attention_share(tokens)
-        if way.get("scope") == "block":
-            return 1 / (kept * (1 - attention) + kept**2 * attention)
-        return 1 / (1 - attention + kept * attention)
-
-
-def _wan(width: int, hidden: int, heads: int) -> Mapping[str, Any]:
-    """The settings of one block of Wan; ``hidden`` is the width of its feed-forward network."""
-    return {
-        "image_model": "wan2.1",
-        "model_type": "t2v",
-        "dim": width,
-        "ffn_dim": hidden,
-        "text_dim": 64,
-        "num_heads": heads,
-        "num_layers": 1,
-        "in_dim": 16,
-    }
-
-
-MODELS = (
-    Model(
-        "Z-Image",
-        "ZImage",
-        {
-            "image_model": "lumina2",
-            "patch_size": 2,
-            "in_channels": 16,
-            "dim": 3840,
-            "n_layers": 1,
-            "n_refiner_layers": 0,
-            "n_heads": 30,
-            "n_kv_heads": 30,
-            "qk_norm": True,
-            "cap_feat_dim": 64,
-            "axes_dims": [32, 48, 48],
-            "axes_lens": [1536, 512, 512],
-            "rope_theta": 256.0,
-            "ffn_dim_multiplier": 8 / 3,
-            "z_image_modulation": True,
-            "time_scale": 1000.0,
-            "pad_tokens_multiple": 32,
-        },
-        (16, 128, 128),
-        64,
-        {},
-        3840,
-        4 + 3 * 8 / 3,
-        {"1024x1024": 4096, "2048x2048": 16384},
-    ),
-    Model(
-        "Flux",
-        "Flux",
-        {
-            "image_model": "flux",
-            "in_channels": 16,
-            "out_channels": 16,
-            "patch_size": 2,
-            "vec_in_dim": 64,
-            "context_in_dim": 64,
-            "hidden_size": 3072,
-            "mlp_ratio": 4.0,
-            "num_heads": 24,
-            "depth": 0,
-            "depth_single_blocks": 1,
-            "axes_dim": [16, 56, 56],
-            "theta": 10000,
-            "qkv_bias": True,
-            "guidance_embed": True,
-            "txt_ids_dims": [],
-        },
-        (16, 128, 128),
-        64,
-        {},
-        3072,
-        12,
-        {"1024x1024": 4096, "2048x2048": 16384},
-    ),
-    Model(
-        "Qwen-Image",
-        "QwenImage",
-        {
-            "image_model": "qwen_image",
-            "in_channels": 64,
-            "num_layers": 1,
-            "attention_head_dim": 128,
-            "num_attention_heads": 24,
-            "joint_attention_dim": 64,
-        },
-        (16, 1, 128, 128),
-        64,
-        {},
-        3072,
-        12,
-        {"1328x1328": 6889},
-    ),
-    Model(
-        "Wan 14B",
-        "WAN21_T2V",
-        _wan(5120, 13824, 40),
-        (16, 3, 48, 80),
-        64,
-        {},
-        5120,
-        4 + 2 + 2 * 2.7,
-        {"480p, 81 frames": 32760, "720p, 81 frames": 75600},
-    ),
-    Model(
-        "Wan 1.3B",
-        "WAN21_T2V",
-        _wan(1536, 8960, 12),
-        (16, 21, 60, 104),
-        64,
-        {},
-        1536,
-        4 + 2 + 2 * 5.83,
-        {"480p, 81 frames": 32760},
-    ),
-    Model(
-        "HunyuanVideo",
-        "HunyuanVideo",
-        {
-            "image_model": "hunyuan_video",
-            "in_channels": 16,
-            "out_channels": 16,
-            "patch_size": [1, 2, 2],
-            "vec_in_dim": 64,
-            "context_in_dim": 64,
-            "hidden_size": 3072,
-            "mlp_ratio": 4.0,
-            "num_heads": 24,
-            "depth": 0,
-            "depth_single_blocks": 1,
-            "axes_dim": [16, 56, 56],
-            "theta": 256,
-            "qkv_bias": True,
-            "guidance_embed": True,
-            "byt5": False,
-            "meanflow": False,
-            "use_cond_type_embedding": False,
-            "vision_in_dim": None,
-            "meanflow_sum": False,
-        },
-        (16, 3, 48, 80),
-        64,
-        {},
-        3072,
-        12,
-        {"720p, 129 frames": 118800},
-    ),
-)
 
 
 def main() -> int:
@@ -414,12 +229,8 @@ def _patched(model: Model, dtype: torch.dtype) -> dict[str, Any]:
 
 def sample(patched: Any, model: Model, shape: tuple[int, ...]) -> Any:
     """One evaluation through the host's sampler."""
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randn(1, 64, model.text, generator=generator)
-    pooled = torch.randn(1, 64, generator=generator)
-    prompt = [[text, {"pooled_output": pooled, **model.extras}]]
-    empty = torch.zeros(1, *shape)
-    noise = comfy.sample.prepare_noise(empty, 0)
+    noise, prompt = inputs(model, shape)
+    empty = torch.zeros_like(noise)
     return comfy.sample.sample(
         patched, noise, 1, 1.0, "euler", "simple", prompt, prompt, empty, disable_pbar=True, seed=0
     )

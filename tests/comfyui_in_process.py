@@ -17,4 +17,6 @@ import utils  # noqa: F401
 from comfy.cli_args import args
 
 args.cpu = not torch.cuda.is_available()
+# On a GPU, too, what is compared is in single precision.
+args.fp32_unet = not args.cpu
 args.use_pytorch_cross_attention = True

@@ -1,11 +1,15 @@
 """What the tests of all hosts share."""
 
 import tomesd
+import torch
 from hypothesis import strategies as st
 
 import tome_nodes
 from benchmarks.lossless import lossless
 from tome_nodes.strategies.bipartite import BipartiteStrategy
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where models run."""
 
 EVERYTHING = {
     "max_downsample": 8,

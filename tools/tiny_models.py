@@ -698,7 +698,7 @@ UNETS: dict[str, Tiny] = {
 
 
 def build(tiny: Tiny) -> Any:
-    """A model patcher in float32 on the CPU."""
+    """A model patcher in float32."""
     return transformers.build(tiny.name, tiny.settings)
 
 

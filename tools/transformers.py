@@ -7,13 +7,14 @@ from typing import Any
 
 
 def build(name: str, settings: Mapping[str, Any], dtype: Any = None) -> Any:
-    """A model patcher on the CPU.
+    """A model patcher that the host runs on its device.
 
     Args:
         name: the name of a class in ``comfy.supported_models``.
         settings: those of the class, as its loader would read them from a file.
         dtype: that of inference, float32 if None.
     """
+    import comfy.model_management
     import comfy.model_patcher
     import comfy.supported_models
     import torch
@@ -39,4 +40,6 @@ def build(name: str, settings: Mapping[str, Any], dtype: Any = None) -> Any:
             parameter.data.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
         else:
             parameter.data.normal_(0.3, 0.3, generator=generator)
-    return comfy.model_patcher.ModelPatcher(base, device, device)
+    return comfy.model_patcher.ModelPatcher(
+        base, load_device=comfy.model_management.get_torch_device(), offload_device=device
+    )

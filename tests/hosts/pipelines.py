@@ -15,6 +15,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEXT_CHANNELS = 32
 HEIGHT, WIDTH = 96, 128
 GRID = (HEIGHT // 8, WIDTH // 8)
@@ -68,7 +69,7 @@ def make_unet(family="sd15", **options):
         for name, parameter in unet.named_parameters():
             if name.endswith(("to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight")):
                 parameter.data *= 3
-    return unet.eval()
+    return unet.eval().to(DEVICE)
 
 
 def inputs(unet, batch=2, grid=GRID, seed=0):
@@ -76,7 +77,7 @@ def inputs(unet, batch=2, grid=GRID, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape):
-        return torch.randn(batch, *shape, generator=generator).to(unet.dtype)
+        return torch.randn(batch, *shape, generator=generator).to(DEVICE, unet.dtype)
 
     arguments = {
         "sample": noise(unet.config.in_channels, *grid),
@@ -85,7 +86,9 @@ def inputs(unet, batch=2, grid=GRID, seed=0):
     if unet.config.addition_embed_type == "text_time":
         arguments["added_cond_kwargs"] = {
             "text_embeds": noise(TEXT_CHANNELS),
-            "time_ids": torch.tensor([[HEIGHT, WIDTH, 0, 0, HEIGHT, WIDTH]]).repeat(batch, 1),
+            "time_ids": torch.tensor([[HEIGHT, WIDTH, 0, 0, HEIGHT, WIDTH]], device=DEVICE).repeat(
+                batch, 1
+            ),
         }
     return arguments
 
@@ -111,14 +114,14 @@ def _make_vae():
 
 def _text(batch, seed):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, 7, TEXT_CHANNELS, generator=generator)
+    return torch.randn(batch, 7, TEXT_CHANNELS, generator=generator).to(DEVICE)
 
 
 class Case:
     """A pipeline and how to run it; the output of text encoders stands in for them."""
 
     def __init__(self, pipeline, **arguments):
-        self.pipeline = pipeline
+        self.pipeline = pipeline.to(DEVICE)
         self.arguments = arguments
         pipeline.set_progress_bar_config(disable=True)
 

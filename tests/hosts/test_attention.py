@@ -8,7 +8,7 @@ import pytest
 import torch
 from comfy.ldm.modules import attention
 from comfy.ldm.modules.attention import BasicTransformerBlock
-from common import relative_error
+from common import DEVICE, relative_error
 from host import merging, needs, sample
 from torch.testing import assert_close
 
@@ -25,9 +25,9 @@ BATCH, HEADS = 2, 4
 def tensors(channels, queries, keys, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(BATCH, tokens, HEADS * channels, generator=generator).to(dtype)
+        torch.randn(BATCH, tokens, HEADS * channels, generator=generator).to(DEVICE, dtype)
         for tokens in (queries, keys, keys)
-    ] + [torch.randint(1, 9, (BATCH, keys), generator=generator)]
+    ] + [torch.randint(1, 9, (BATCH, keys), generator=generator).to(DEVICE)]
 
 
 def attention_to_repeated(q, k, v, sizes):
@@ -287,10 +287,10 @@ def test_keys_that_are_hidden_from_all_stay_hidden_from_merged_queries():
     from tome_nodes.strategies import make_strategy
 
     strategy = make_strategy(ToMeConfig(strategy="window"), kernels)
-    strategy.begin(torch.tensor(7))
-    tokens = torch.randn(1, 64, 16, generator=torch.Generator().manual_seed(0)).half()
+    strategy.begin(torch.tensor(7, device=DEVICE))
+    tokens = torch.randn(1, 64, 16, generator=torch.Generator().manual_seed(0)).half().to(DEVICE)
     plan = strategy.plan(tokens, Grid(8, 8), 0.5)
-    bias = torch.zeros(1, 1, 64, 20, dtype=torch.float16)
+    bias = torch.zeros(1, 1, 64, 20, dtype=torch.float16, device=DEVICE)
     bias[..., 5] = -torch.inf
     for merged in (
         merging_attention._merged_queries(bias, plan, 1)[..., 5],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfy.ldm.modules.attention import BasicTransformerBlock, SpatialTransformer
 from comfy.patcher_extension import WrappersMP
-from common import EVERYTHING, Counted, Shuffle, relative_error
+from common import DEVICE, EVERYTHING, Counted, Shuffle, relative_error
 from host import conditioning, merging, overridden, sample
 
 from tome_nodes.hosts.comfyui.attachment import attach
@@ -213,12 +213,15 @@ def test_another_thread_waits_for_the_overrides_of_an_evaluation(sd15):
 def test_another_thread_may_run_the_unpatched_model_in_the_meantime(sd15, options):
     unet = sd15.model.diffusion_model
     generator = torch.Generator().manual_seed(3)
-    x, text = (torch.randn(2, *shape, generator=generator) for shape in ((4, 12, 16), (77, 768)))
+    shapes = (4, 12, 16), (77, 768)
+    x, text = (torch.randn(2, *shape, generator=generator).to(DEVICE) for shape in shapes)
     outputs = []
 
     @torch.no_grad()
     def evaluate():
-        outputs.append(unet(x, torch.full((2,), 500.0), context=text, transformer_options={}))
+        outputs.append(
+            unet(x, torch.full((2,), 500.0, device=DEVICE), context=text, transformer_options={})
+        )
 
     def evaluate_elsewhere(*_):
         if threading.current_thread() is threading.main_thread():

@@ -23,7 +23,7 @@ from diffusers.models.attention_processor import (
 from diffusers.models.embeddings import ImageProjection
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import CASES, GRID, TEXT_CHANNELS, call, inputs, make_unet
+from pipelines import CASES, DEVICE, GRID, TEXT_CHANNELS, call, inputs, make_unet
 
 import tome_nodes
 from tome_nodes.config import ToMeConfig
@@ -191,7 +191,7 @@ def ip_adapter(unet):
             hidden = unet.get_submodule(name.removesuffix(".processor")).inner_dim
             number = 1 + len(layers)
             for projection in ("k", "v"):
-                weight = torch.randn(hidden, TEXT_CHANNELS, generator=generator) / 6
+                weight = torch.randn(hidden, TEXT_CHANNELS, generator=generator).to(DEVICE) / 6
                 layers[f"{number}.to_{projection}_ip.weight"] = weight
         assert isinstance(processor, AttnProcessor2_0)
     projection = ImageProjection(16, TEXT_CHANNELS, num_image_text_embeds=4).state_dict()
@@ -238,7 +238,7 @@ def test_ip_adapter(unet, told):
         type(p).__name__.startswith("IPAdapter") for p in unet.attn_processors.values()
     )
     generator = torch.Generator().manual_seed(4)
-    images = [torch.randn(2, 1, 16, generator=generator)]
+    images = [torch.randn(2, 1, 16, generator=generator).to(DEVICE)]
     arguments["added_cond_kwargs"] = {"image_embeds": images}
     expected = unet(**arguments).sample
     assert relative_error(expected, without) > 1e-3
@@ -247,7 +247,9 @@ def test_ip_adapter(unet, told):
     shuffle(unet, scope="stack")
     assert relative_error(unet(**arguments).sample, expected) < ROUNDING
     # Its masks have the picture's size, so the attention that they cover keeps all tokens.
-    arguments["cross_attention_kwargs"] = {"ip_adapter_masks": [torch.ones(1, 1, 96, 128)]}
+    arguments["cross_attention_kwargs"] = {
+        "ip_adapter_masks": [torch.ones(1, 1, 96, 128, device=DEVICE)]
+    }
     expected = unet(**arguments).sample
     for options in {}, {"scope": "block"}:
         shuffle(unet, **options)
@@ -272,8 +274,8 @@ def test_a_weighed_key_counts_as_often_as_the_tokens_it_stands_for(unet, name):
     PROCESSORS[name](unet)
     attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     generator = torch.Generator().manual_seed(1)
-    queries, keys = (torch.randn(2, n, 32, generator=generator) for n in (9, 5))
-    sizes = torch.tensor([3, 1, 4, 1, 2])
+    queries, keys = (torch.randn(2, n, 32, generator=generator).to(DEVICE) for n in (9, 5))
+    sizes = torch.tensor([3, 1, 4, 1, 2], device=DEVICE)
     block = DiffusersBlock("", 0, attention, None)
     weighed = block.weigh_keys({}, sizes.log().expand(2, -1))
     repeated = keys.repeat_interleave(sizes, dim=1)
@@ -297,7 +299,7 @@ def test_weighing_keys_changes_the_output(unet, told, scope):
 @pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 def test_a_mask_over_the_picture_keeps_all_tokens(told, scope):
     unet = make_unet("one_level")
-    mask = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(2)) > 0.3
+    mask = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(2)).to(DEVICE) > 0.3
     arguments = inputs(unet) | {"timestep": torch.tensor(500), "attention_mask": mask}
     expected = unet(**arguments).sample
     assert relative_error(expected, call(unet)) > 1e-3
@@ -569,6 +571,31 @@ def test_a_call_that_fails_leaves_nothing_behind(unet, failure):
     assert torch.equal(call(unet), expected)
 
 
+INTERRUPTED = {
+    "block": lambda unet: unet.mid_block.attentions[0].transformer_blocks[0].ff,
+    "between blocks": lambda unet: unet.up_blocks[-1].resnets[0].conv1,
+}
+"""Where an interrupt comes."""
+
+
+@pytest.mark.parametrize("offloaded", [False, True], ids=["", "offloaded"])
+@pytest.mark.parametrize("place", INTERRUPTED)
+def test_an_interrupt_takes_the_overrides_off_at_once(unet, place, offloaded):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    if offloaded:
+        accelerate.cpu_offload(unet, DEVICE, offload_buffers=True)
+    tome_nodes.apply_patch(unet, **EVERYTHING)
+    before, merged = [vars(module).get("forward") for module in unet.modules()], call(unet)
+    hook = INTERRUPTED[place](unet).register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        call(unet)
+    assert [vars(module).get("forward") for module in unet.modules()] == before
+    hook.remove()
+    assert torch.equal(call(unet), merged)
+
+
 def test_an_override_of_other_code_is_run_and_comes_back(unet):
     attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     lengths = []
@@ -587,15 +614,15 @@ def test_an_override_of_other_code_is_run_and_comes_back(unet):
 @pytest.mark.parametrize("order", ["patch first", "offload first"])
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_offloading(unet, offload, order):
-    """With accelerate's own hooks; the execution device is the CPU here, too."""
+    """With accelerate's own hooks; without a GPU, the execution device is the CPU, too."""
     expected = call(unet)
     weights = {name: value.clone() for name, value in unet.state_dict().items()}
 
     def begin_offload():
         if offload == "model":
-            accelerate.cpu_offload_with_hook(unet, "cpu")
+            accelerate.cpu_offload_with_hook(unet, DEVICE)
         else:
-            accelerate.cpu_offload(unet, "cpu", offload_buffers=True)
+            accelerate.cpu_offload(unet, DEVICE, offload_buffers=True)
 
     if order == "patch first":
         shuffle(unet)
@@ -673,10 +700,10 @@ def test_a_call_that_a_thread_left_blocks_no_other(unet, leaving):
     def fail(*_):
         if leave:
             leave.clear()
-            # PyTorch runs no hooks after these.
+            # PyTorch runs no hooks after these, and nothing of ours runs outside of the modules.
             raise KeyboardInterrupt if leaving == "interrupted" else SystemExit
 
-    unet.mid_block.attentions[0].transformer_blocks[0].ff.register_forward_hook(fail)
+    unet.conv_out.register_forward_hook(fail)
     with ThreadPoolExecutor(1) as pool:
         if leaving == "interrupted":
             with pytest.raises(KeyboardInterrupt):
@@ -773,7 +800,7 @@ def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
     assert all(p.grad is not None and p.grad.any() for p in unet.parameters())
     generator = torch.Generator().manual_seed(1)
     # So small that the same tokens still merge.
-    way = 1e-6 * torch.randn(sample.shape, generator=generator, dtype=torch.float64)
+    way = 1e-6 * torch.randn(sample.shape, generator=generator, dtype=torch.float64).to(DEVICE)
     with torch.no_grad():
         difference = (loss(sample + way) - loss(sample - way)) / 2
     assert difference.item() == pytest.approx((sample.grad * way).sum().item(), rel=1e-4)

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not made for this system")
 
-from common import relative_error
+from common import DEVICE, relative_error
 from host import merging, sample
 
 from tome_nodes.hosts.comfyui.attachment import attach
@@ -14,8 +14,6 @@ from tome_nodes.ops import kernels
 from tome_nodes.ops.kernels.merging import merge_kernel
 
 pytestmark = pytest.mark.newest_only
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Launches(TorchDispatchMode):

@@ -9,7 +9,7 @@ import ldm.modules.attention
 import pytest
 import tomesd
 import torch
-from common import EVERYTHING, TOMESD_OPTIONS, Shuffle, relative_error, theirs_and_ours
+from common import DEVICE, EVERYTHING, TOMESD_OPTIONS, Shuffle, relative_error, theirs_and_ours
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ldm.models.diffusion.ddim import DDIMSampler
@@ -52,7 +52,7 @@ class MaskedBlock(BasicTransformerBlock):
     """A block as in forks that attend only to every second token of the picture."""
 
     def _forward(self, x, context=None):
-        mask = (torch.arange(x.shape[1]) % 2 == 0).expand(len(x), -1)
+        mask = (torch.arange(x.shape[1], device=x.device) % 2 == 0).expand(len(x), -1)
         x = x + self.attn1(self.norm1(x), mask=mask)
         x = x + self.attn2(self.norm2(x), context=context)
         return x + self.ff(self.norm3(x))
@@ -74,7 +74,7 @@ class LatentDiffusion(nn.Module):
 
     num_timesteps = 1000
     parameterization = "eps"
-    device = torch.device("cpu")
+    device = DEVICE
 
     def __init__(self, unet):
         super().__init__()
@@ -122,13 +122,13 @@ def make_model(family="sd1"):
             if isinstance(module, BasicTransformerBlock):
                 module.__class__ = BlockOfVersion1
                 del module.disable_self_attn
-    return LatentDiffusion(unet.eval())
+    return LatentDiffusion(unet.eval()).to(DEVICE)
 
 
 def inputs(batch=2, grid=GRID):
     generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(batch, 4, *grid, generator=generator)
-    return sample, torch.randn(batch, 7, TEXT_CHANNELS, generator=generator)
+    shapes = ((4, *grid), (7, TEXT_CHANNELS))
+    return [torch.randn(batch, *shape, generator=generator).to(DEVICE) for shape in shapes]
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def call(model, timestep=500, **options):
     """One evaluation of a model."""
     dtype = model.model.diffusion_model.dtype
     sample, text = (each.to(dtype) for each in inputs(**options))
-    return model.apply_model(sample, torch.full((len(sample),), timestep), text)
+    return model.apply_model(sample, torch.full((len(sample),), timestep, device=DEVICE), text)
 
 
 def run(model, sampler, steps=4):
@@ -320,7 +320,9 @@ def test_gradient_checkpointing_is_left_alone(told):
     def gradients():
         model.zero_grad()
         sample, text = inputs()
-        model.apply_model(sample, torch.tensor([500, 500]), text).square().mean().backward()
+        model.apply_model(
+            sample, torch.tensor([500, 500], device=DEVICE), text
+        ).square().mean().backward()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     expected = gradients()
@@ -365,6 +367,24 @@ def test_an_override_of_other_code_runs_on_merged_tokens_and_comes_back():
     tome_nodes.remove_patch(model)
     assert vars(attention)["forward"] is theirs
     assert torch.equal(call(model), doubled)
+
+
+@pytest.mark.parametrize("place", ["block", "between blocks"])
+def test_an_interrupt_takes_the_overrides_off_at_once(place):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    model = make_model()
+    tome_nodes.apply_patch(model, **EVERYTHING)
+    before, merged = attributes(model), call(model)
+    resnet, transformer = model.model.diffusion_model.input_blocks[1]
+    module = transformer.transformer_blocks[0].ff if place == "block" else resnet.in_layers
+    hook = module.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        call(model)
+    hook.remove()
+    assert attributes(model) == before
+    assert torch.equal(call(model), merged)
 
 
 def test_torch_compile():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfy.ldm.modules.attention import attention_basic, attention_pytorch
 from comfy.nested_tensor import NestedTensor
-from common import Shuffle, relative_error
+from common import DEVICE, Shuffle, relative_error
 from host import merging, needs, overridden
 
 from tome_nodes.core.grid import Grid
@@ -673,9 +673,8 @@ def test_plans_that_blocks_share_are_of_their_own_ratio(models):
     block, other = run.sites.blocks[:2]
     moment = Moment(step=0, progress=0.0, picks=0, part=(), is_active=True)
     picture = (Picture(Grid(16, 16)),)
-    k = torch.randn(1, TEXT + 256, 64, generator=torch.Generator().manual_seed(0))
-    device = torch.device("cpu")
-    with run.evaluation(moment, Grid(32, 32), device, torch.float32, pictures=picture):
+    k = torch.randn(1, TEXT + 256, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    with run.evaluation(moment, Grid(32, 32), DEVICE, torch.float32, pictures=picture):
         queries, keys = block.call_plans(k, TEXT, {})
         assert (queries, keys.slot_count) == (None, TEXT + 64)
         queries, keys = other.call_plans(k, TEXT + 256, {})

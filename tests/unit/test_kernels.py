@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bipartite import brute_force_groups, features_of, groups
@@ -33,7 +34,6 @@ from tome_nodes.ops.kernels import matching, merging
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.window import split_windows
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -298,6 +298,7 @@ class ModelSites:
         blocks: those of all stacks.
         observers: may time the blocks.
         evaluation: the current one.
+        interrupted: ends the evaluation where the host may not, see :func:`called_by`; else None.
         has_no_memory: whether merging has run out of memory in this run.
         kept_in_graph: whether a compiled graph has made what the last evaluation keeps.
     """
@@ -323,6 +324,7 @@ class ModelSites:
                 levels[stack.level] += len(stack.blocks)
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
+        self.interrupted: Callable[[], None] | None = None
         self.has_no_memory = False
         self.kept_in_graph = False
         self._placed: list[_Placed] = []
@@ -395,15 +397,24 @@ class ModelSites:
         if not (self._placed and all(placed.still_fits for placed in self._placed)):
             self._placed = [
                 _Placed.of(module, self._in_this_thread(module.forward, forward))
-                for stack in self.stacks
-                if stack.level <= self.max_downsample or self.follows_blocks
-                for module, forward in stack.overrides()
+                for module, forward in (*self._guards(), *self._overrides())
             ]
         self._is_on = True
         self._thread = get_ident()
         for placed in self._placed:
             # nn.Module.__setattr__ is slow, and SDXL has hundreds of these.
             vars(placed.module)["forward"] = placed.forward
+
+    def _overrides(self) -> Iterator[Override]:
+        for stack in self.stacks:
+            if stack.level <= self.max_downsample or self.follows_blocks:
+                yield from stack.overrides()
+
+    def _guards(self) -> Iterator[Override]:
+        """What ends the evaluation when a keyboard interrupt leaves the model."""
+        if self.interrupted is not None:
+            for module in called_by(self.model):
+                yield module, _guarded(module.forward, self.interrupted)
 
     def _in_this_thread(self, plain: Forward, forward: Forward) -> Forward:
         """An override that runs in this evaluation only.
@@ -467,6 +478,35 @@ class _Placed:
             and _forward_of_class(self.module) is self.of_class
             and tuple(self.module._modules.values()) == self.children
         )
+
+
+def called_by(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a model calls itself: its children, and those in lists of them.
+
+    PyTorch runs no hook of the model after an exception that is no ``Exception``, such as a
+    keyboard interrupt, but nearly all of the model's time is spent in these.
+    """
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from called_by(child)
+        else:
+            yield child
+
+
+def _guarded(forward: Forward, interrupted: Callable[[], None]) -> Forward:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # A graph cannot break within a try statement.
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        try:
+            return forward(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            interrupted()
+            raise
+
+    return run
 
 
 def _forward_of_class(module: nn.Module) -> Forward:

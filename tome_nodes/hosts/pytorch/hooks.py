@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from threading import local
 from typing import Any, ClassVar
 
@@ -249,6 +250,7 @@ class _Calls:
         self._told = told
         self._latest = _Latest()
         self._run = Run(config, family, unet, make_strategy, [self._latest])
+        self._run.sites.interrupted = partial(self.end, completed=False)
         self._exits = ExitStack()
         self._shape: torch.Size | None = None
         self._timestep = self._first_timestep = math.nan
@@ -260,7 +262,7 @@ class _Calls:
 
     def begin(self, sample: Tensor, timestep: Tensor | float) -> None:
         """Begin a call."""
-        # A call that ended in a keyboard interrupt has not run its second hook.
+        # A call that was interrupted between the UNet's modules has not run its second hook.
         self.end(completed=False)
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
         self._follow(noise, sample, timestep)

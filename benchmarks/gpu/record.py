@@ -1,0 +1,136 @@
+"""The record of a run: its time limit, and its JSON, which is complete at any time."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from benchmarks.machine import origin
+
+Result = TypeVar("Result")
+
+
+class Record:
+    """Measurements of one command, kept as they are made.
+
+    Attributes:
+        device: where it measures.
+        result: the content of the file.
+        is_dry: whether it only goes through the motions, on the CPU.
+    """
+
+    def __init__(self, number: int, folder: Path, minutes: float, is_dry: bool):
+        """Begin a run.
+
+        Args:
+            number: that of the command.
+            folder: where ``gpu-NUMBER.json`` goes.
+            minutes: after which nothing else begins.
+            is_dry: whether to run on the CPU.
+        """
+        self.device = torch.device("cpu" if is_dry else "cuda")
+        self.is_dry = is_dry
+        self.folder = folder
+        self._number = number
+        self._end = time.monotonic() + 60 * minutes
+        self.result: dict[str, Any] = {
+            **origin(self.device.type),
+            "gpu": None if is_dry else gpu(),
+            "failed": {},
+            "left_out": [],
+        }
+        self.result["command"] = f"python3 dev.py gpu {number}" + " --dry" * is_dry
+        folder.mkdir(parents=True, exist_ok=True)
+        self.write()
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit, negative after it."""
+        return self._end - time.monotonic()
+
+    def attempt(self, name: str, seconds: float, measure: Callable[[], Result]) -> Result | None:
+        """Make a measurement and keep the file up to date.
+
+        Args:
+            name: of the measurement.
+            seconds: that it may take; if fewer are left, it is left out.
+            measure: makes it; an error is recorded, and the others go on.
+
+        Returns:
+            What ``measure`` returns, None if there was no time or it failed.
+        """
+        if self.left < seconds:
+            self.result["left_out"].append(name)
+            say(f"left out: {name}")
+            self.write()
+            return None
+        began, found = time.monotonic(), None
+        try:
+            found = measure()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            self.result["failed"][name] = why
+            say(f"FAILED: {name}: {why}")
+        say(f"{name}: {time.monotonic() - began:.1f} s, {self.left:.0f} s left")
+        self.write()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return found
+
+    def pace(self, least: int, seconds: float) -> Callable[[int], bool]:
+        """For :func:`benchmarks.rounds.interleaved`: whether there is no time for another round.
+
+        Args:
+            least: number of rounds, as long as the limit allows them; a dry run makes one.
+            seconds: that more rounds may take together.
+        """
+        began = time.monotonic()
+
+        def after_round(done: int) -> bool:
+            taken = time.monotonic() - began
+            return self.is_dry or self.left < taken / done or (done >= least and taken > seconds)
+
+        return after_round
+
+    def write(self) -> None:
+        """Write the file."""
+        path = self.folder / f"gpu-{self._number}.json"
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+
+    def finish(self, figures: Mapping[str, object]) -> int:
+        """Print the last line; the exit code is 1 if a measurement failed."""
+        counts = {"failed": len(self.result["failed"]), "left_out": len(self.result["left_out"])}
+        self.result["summary"] = "summary: " + " ".join(
+            f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in {**figures, **counts}.items()
+        )
+        self.write()
+        say(self.result["summary"])
+        return int(bool(self.result["failed"]))
+
+
+def gpu() -> dict[str, Any]:
+    """What the times depend on beside the name of the GPU."""
+    import triton
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "capability": f"{properties.major}.{properties.minor}",
+        "bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+        "triton": triton.__version__,
+        "flash": torch.backends.cuda.is_flash_attention_available(),
+    }
+
+
+def say(text: str) -> None:
+    """Print without buffering, so that a run that is cut off shows how far it came."""
+    print(text, flush=True)

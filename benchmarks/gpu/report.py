@@ -1,0 +1,180 @@
+"""Tables of what `dev.py gpu` has measured, and the figures for the README."""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import figures  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+Result = Mapping[str, Any]
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="dev.py bench --report", description=__doc__)
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=RESULTS, help="of gpu-1.json to gpu-3.json"
+    )
+    folder = parser.parse_args().folder
+    results = {
+        number: json.loads(path.read_text(encoding="utf-8"))
+        for number in (1, 2, 3)
+        if (path := folder / f"gpu-{number}.json").is_file()
+    }
+    if not results:
+        print(f"{folder} has no gpu-1.json, gpu-2.json or gpu-3.json; see benchmarks/GPU.md")
+        return 1
+    text = page(results)
+    (folder / "gpu.md").write_text(text, encoding="utf-8")
+    print(text)
+    return 0
+
+
+def page(results: Mapping[int, Result]) -> str:
+    """A readable page of the results, by the number of their command."""
+    sections = {1: tests, 2: unets, 3: transformers}
+    parts = ["# On a GPU", readme(results)]
+    for number, result in results.items():
+        parts += [f"## `{result['command']}`", source(result), *sections[number](result)]
+        parts += [f"Failed: {name}: {why}" for name, why in result["failed"].items()]
+        if result["left_out"]:
+            parts.append(f"No time for: {'; '.join(result['left_out'])}.")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def source(result: Result) -> str:
+    """The machine, the date, and the last line of a run."""
+    machine, gpu = result["machine"], result["gpu"]
+    text = f"{machine['description']}, {result['date']}; torch {machine['torch']}"
+    if gpu:
+        text += (
+            f", CUDA {gpu['cuda']}, cuDNN {gpu['cudnn']}, Triton {gpu['triton']}, compute "
+            f"capability {gpu['capability']}"
+        )
+    return f"{text}.\n\n`{result.get('summary', 'cut off before its end')}`"
+
+
+def readme(results: Mapping[int, Result]) -> str:
+    """Times faster with presets, in one table, for the README; empty if none was timed."""
+    rows = []
+    for run in results.get(2, {}).get("runs", []):
+        if run["attention"] == "flash" and not run["compiled"]:
+            plain = statistics.median(run["methods"]["unpatched"]["seconds"])
+            gains = [
+                f"{figures.speed_up(run, name):.2f}" if name in run["methods"] else ""
+                for name in ("preset balanced", "preset fast", "tomesd attn")
+            ]
+            name = f"{run['model']}, {run['size']}x{run['size']}"
+            rows.append([name, f"{1000 * plain:.1f}", *gains])
+    for row in results.get(3, {}).get("blocks", []):
+        plain = statistics.median(row["methods"]["unpatched"]["seconds"])
+        gains = [
+            f"{times_faster(row, name):.2f}" if name in row["methods"] else ""
+            for name in ("preset balanced", "whole block")
+        ]
+        name = f"a block of {row['name']}, {row['size']}, {row['tokens']} tokens"
+        rows.append([name, f"{1000 * plain:.1f}", *gains, ""])
+    if not rows:
+        return ""
+    head = ["one evaluation", "ms", "balanced", "fast or whole block", "tomesd"]
+    return "Times faster than unpatched:\n\n" + figures.grid(head, rows)
+
+
+def tests(result: Result) -> Sequence[str]:
+    """What the tests did, file by file."""
+    head = ["tests", "passed", "failed", "skipped", "seconds", "GPU, MB"]
+    rows = [
+        [
+            row["file"],
+            *(str(row.get(name, 0)) for name in ("passed", "failed", "skipped")),
+            f"{row['seconds']:.0f}",
+            f"{row['gpu_bytes'] / 1e6:.0f}",
+        ]
+        for row in result.get("files", [])
+    ]
+    return [figures.grid(head, rows)] if rows else []
+
+
+def unets(result: Result) -> Sequence[str]:
+    """A table for each comparison, and where the time goes in those that were traced."""
+    parts = []
+    for run in result.get("runs", []):
+        asked = f"{run['attention']} first{', compiled' * run['compiled']}"
+        parts += [f"### {figures.title(run)}, {asked}", figures.table(run)]
+        parts += [f"Not timed: {name}: {why}" for name, why in run["refused"].items()]
+        kernels = {name: row["kernels"] for name, row in run["methods"].items() if "kernels" in row}
+        for name in ("unpatched", "preset balanced"):
+            if name in kernels:
+                parts += [f"What takes longest, {name}:", longest(kernels[name])]
+    return parts
+
+
+def longest(kernels: Sequence[Mapping[str, Any]]) -> str:
+    """Kernels by their time in an evaluation."""
+    rows = [
+        [row["name"][:60].replace("|", "/"), str(row["calls"]), f"{row['us']:.0f}"]
+        for row in kernels
+    ]
+    return figures.grid(["kernel", "calls", "µs"], rows)
+
+
+def transformers(result: Result) -> Sequence[str]:
+    """The ways to weigh keys, and the blocks."""
+    parts = []
+    if result.get("ways"):
+        kinds = list(result["ways"][0]["kinds"])
+        rows = [
+            [
+                f"{row['name']}, {row['queries']} by {row['keys']}, heads of {row['channels']}",
+                *(_milliseconds(row["kinds"][kind]) for kind in kinds),
+                row["taken"] or "",
+                row["fastest"] or "",
+            ]
+            for row in result["ways"]
+        ]
+        head = ["ms", *kinds, "taken", "fastest"]
+        parts += ["### Ways to weigh keys", figures.grid(head, rows)]
+    for row in result.get("blocks", []):
+        methods = row["methods"]
+        rows = [
+            [
+                name,
+                f"{1000 * statistics.median(each['seconds']):.2f}",
+                f"{times_faster(row, name):.2f}",
+                f"{each['error']:.3f}",
+                f"{each['peak_bytes'] / 1e6:.0f}",
+                each.get("merged", ""),
+            ]
+            for name, each in methods.items()
+        ]
+        share = f"attention is {100 * row['attention_share']:.0f} % of the products"
+        parts += [
+            f"### A block of {row['name']}, {row['size']}, {row['tokens']} tokens, {row['dtype']}",
+            f"By arithmetic, {share}.",
+            figures.grid(["method", "ms", "times faster", "error", "peak MB", "merged"], rows),
+        ]
+        parts += [f"Not timed: {name}: {why}" for name, why in row["refused"].items()]
+    return parts
+
+
+def times_faster(row: Result, name: str) -> float:
+    """How many times faster than unpatched a block is: the median over the rounds."""
+    seconds = {key: each["seconds"] for key, each in row["methods"].items()}
+    pairs = zip(seconds["unpatched"], seconds[name], strict=True)
+    return statistics.median(plain / own for plain, own in pairs)
+
+
+def _milliseconds(kind: Mapping[str, Any]) -> str:
+    return f"{1000 * statistics.median(kind['seconds']):.3f}" if "seconds" in kind else "no"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

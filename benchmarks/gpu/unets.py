@@ -1,0 +1,329 @@
+"""The UNets of SD 1.5 and SDXL: all methods, at all sizes for which there is time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import comfy.ops
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy_api.torch_helpers import set_torch_compile_wrapper
+from torch.nn.attention import SDPBackend
+
+from benchmarks import checks, figures
+from benchmarks.gpu.record import Record, say
+from benchmarks.measure import Launches, PeakMemory, Subject, merged_blocks
+from benchmarks.methods import (
+    ALWAYS,
+    HostMethod,
+    IdealStrategy,
+    Method,
+    backend_variants,
+    methods,
+)
+from benchmarks.models import REDUCED, SHAPES, load
+from benchmarks.rounds import interleaved
+from tome_nodes.config import ToMeConfig
+from tome_nodes.presets import settings_of
+
+RATIO = 0.5
+EVALUATIONS = 4
+"""Timed in a row: preset *fast* runs one of four on all tokens."""
+
+ROUNDS = (3, 10)
+"""The least and the most of each comparison."""
+
+ORDERS: Mapping[str, Sequence[SDPBackend]] = {
+    "cudnn": (
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ),
+}
+"""The order in which PyTorch's attentions are asked; the host's own begins with flash."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A comparison.
+
+    Attributes:
+        model: one of :data:`benchmarks.models.SHAPES`.
+        size: side of the picture in pixels.
+        seconds: what its rounds may take, beyond the least of them.
+        attention: ``flash`` or ``cudnn``, which PyTorch is asked for first.
+        is_compiled: whether the model is compiled, which takes about a minute for each method.
+        is_traced: whether launches are counted and traces kept.
+    """
+
+    model: str
+    size: int
+    seconds: float
+    attention: str = "flash"
+    is_compiled: bool = False
+    is_traced: bool = False
+
+    @property
+    def title(self) -> str:
+        """For example ``sd15 1024, flash first, compiled``."""
+        compiled = ", compiled" * self.is_compiled
+        return f"{self.model} {self.size}, {self.attention} first{compiled}"
+
+
+CASES = (
+    Case("sd15", 1024, 30, is_traced=True),
+    Case("sdxl", 1024, 50, is_traced=True),
+    Case("sd15", 2048, 50),
+    Case("sdxl", 1024, 30, "cudnn"),
+    Case("sd15", 1024, 15, is_compiled=True),
+    Case("sdxl", 2048, 40),
+    Case("sd15", 512, 10),
+    Case("sdxl", 512, 15),
+    Case("sd15", 1024, 20, "cudnn"),
+    Case("sd15", 2048, 40, "cudnn"),
+    Case("sdxl", 1024, 20, is_compiled=True),
+    Case("sd15", 768, 15),
+    Case("sdxl", 768, 20),
+    Case("sd15", 1536, 30),
+    Case("sdxl", 1536, 30),
+)
+"""The most important first."""
+
+DRY_CASES = (
+    Case("sd15", 128, 0, is_traced=True),
+    Case("sd15", 64, 0, "cudnn", is_compiled=True),
+)
+
+NAMES = (
+    *(f"ideal {scope}" for scope in ("attn", "block", "stack")),
+    *("core TomePatchModel", "tomesd attn", "ToDo"),
+    *(f"ours window {scope}" for scope in ("attn", "block", "stack")),
+    "ours window attn on torch",
+)
+"""The methods of :func:`benchmarks.methods.methods`; presets and their ideal come on top."""
+
+COMPILED = ("unpatched", "preset balanced", "preset fast", "ideal k,v", "ideal stack")
+"""What is compiled, the most important first."""
+
+_CHECK_SECONDS = 60.0
+_COMPILE_SECONDS = 75.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model and the methods that are right on it."""
+
+    model: ModelPatcher
+    context_channels: int
+    note: str
+    methods: Sequence[Method]
+
+
+def run(record: Record) -> int:
+    """Measure all cases for which there is time."""
+    result = record.result
+    result |= {"ratio": RATIO, "checks": {}, "runs": [], "slopes": {}}
+    prepared: dict[str, Prepared | None] = {}
+    for case in DRY_CASES if record.is_dry else CASES:
+        if case.model not in prepared:
+            make = partial(_prepare, record, case.model)
+            name = f"{case.model}: loading and checking"
+            prepared[case.model] = record.attempt(name, _CHECK_SECONDS, make)
+        with_model = prepared[case.model]
+        if with_model is not None:
+            needed = _COMPILE_SECONDS if case.is_compiled else case.seconds / 2
+            compared = partial(_compare, record, case, with_model)
+            if (found := record.attempt(case.title, needed, compared)) is not None:
+                result["runs"].append(found)
+                record.write()
+                say("\n" + figures.table(found) + "\n")
+    return record.finish(goals(result["runs"]))
+
+
+def goals(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Efficiency at its worst, and times faster by model, size and preset."""
+    found: dict[str, Any] = {"runs": len(runs)}
+    shares = [
+        share
+        for each in runs
+        if (best := figures.best_of_ours(each)) is not None
+        and (share := figures.efficiency(each, best)) is not None
+    ]
+    if shares:
+        found["efficiency"] = min(shares)
+    for each in runs:
+        if each["attention"] == "flash" and not each["compiled"]:
+            for name in ("balanced", "fast"):
+                if f"preset {name}" in each["methods"]:
+                    key = f"{each['model']}_{each['size']}_{name}"
+                    found[key] = figures.speed_up(each, f"preset {name}")
+    return found
+
+
+def chosen_methods(max_downsample: int | str, device: torch.device) -> list[Method]:
+    """The methods to measure, beginning with the ideals."""
+    every = methods(RATIO, max_downsample, backend_variants(device))
+    ideal_keys = HostMethod(
+        name="ideal k,v",
+        family="ideal",
+        ideal="ideal k,v",
+        config=ToMeConfig(attn_tokens="k,v", ratio=RATIO, **ALWAYS),
+        make_strategy=IdealStrategy,
+    )
+    presets = [
+        HostMethod(
+            name=f"preset {name}",
+            family="ours",
+            ideal="ideal stack" if name == "fast" else "ideal k,v",
+            config=ToMeConfig(**settings_of(name, {"ratio": RATIO})),
+        )
+        for name in ("quality", "balanced", "fast")
+    ]
+    return [ideal_keys, *(each for each in every if each.name in NAMES), *presets]
+
+
+def _prepare(record: Record, name: str) -> Prepared:
+    """Load a model, and check all methods on it."""
+    shape = (REDUCED if record.is_dry else SHAPES)[name]
+    model = load(shape, record.device)
+    subject = Subject(model, shape.context_channels, 64 if record.is_dry else 512, 1)
+    dtype = model.model.get_dtype_inference()
+    expected = checks.unpatched_output(subject)
+    said = record.result["checks"][name] = {}
+    right = []
+    for method in chosen_methods(shape.max_downsample, record.device):
+        try:
+            checks.check_wiring(method, subject, expected)
+            if isinstance(method, HostMethod):
+                checks.check_plan(method, record.device, dtype)
+        except Exception as error:
+            said[method.name] = f"{type(error).__name__}: {error}"
+            record.result["failed"][f"{name}: {method.name}"] = said[method.name]
+            say(f"  WRONG: {method.name}: {said[method.name]}")
+        else:
+            said[method.name] = "right"
+            right.append(method)
+        record.write()
+    return Prepared(model, shape.context_channels, shape.note, right)
+
+
+def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
+    subject = Subject(prepared.model, prepared.context_channels, case.size, 1)
+    patched: dict[str, ModelPatcher] = {"unpatched": subject.model}
+    rows: dict[str, dict[str, Any]] = {"unpatched": {"family": "unpatched", "ideal": None}}
+    for method in prepared.methods:
+        patched[method.name] = method.patch(subject.model)
+        rows[method.name] = {"family": method.family, "ideal": method.ideal}
+    if case.is_compiled:
+        names = COMPILED[:2] if record.is_dry else COMPILED
+        patched = {name: _compiled(patched[name], record) for name in names if name in patched}
+    refused: dict[str, str] = {}
+    with asked_first(case.attention):
+        expected = None
+        for name, model in list(patched.items()):
+            try:
+                if case.is_compiled and record.left < _COMPILE_SECONDS:
+                    raise TimeoutError("no time to compile it")
+                output = _first_look(subject, model, rows[name])
+                expected = output if expected is None else expected
+                rows[name]["error"] = checks.difference(output, expected)
+                if case.is_traced:
+                    _trace(record, case, subject, model, name, rows)
+            except Exception as error:
+                if name == "unpatched":
+                    raise
+                refused[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                del patched[name]
+        repeats = _time(record, case, subject, patched, rows)
+    if case.is_compiled:
+        torch._dynamo.reset()
+    return {
+        "model": case.model,
+        "note": prepared.note,
+        "size": case.size,
+        "batch": 2,
+        "attention": case.attention,
+        "compiled": case.is_compiled,
+        "dtype": str(prepared.model.model.get_dtype_inference()).removeprefix("torch."),
+        "repeats": repeats,
+        "evaluations": EVALUATIONS,
+        "forecast": {},
+        "refused": refused,
+        "methods": {name: rows[name] for name in patched},
+    }
+
+
+def _compiled(model: ModelPatcher, record: Record) -> ModelPatcher:
+    compiled = model.clone()
+    set_torch_compile_wrapper(compiled, backend="eager" if record.is_dry else "inductor")
+    return compiled
+
+
+def _first_look(subject: Subject, model: ModelPatcher, row: dict[str, Any]) -> torch.Tensor:
+    """The output of a first evaluation; notes the memory of the second, and what merged."""
+    memory = PeakMemory(subject.device)
+    with merged_blocks() as blocks:
+        output, _ = subject.run(model, nullcontext(), memory)
+    row["peak_bytes"] = memory.bytes
+    if row["family"] != "unpatched":
+        row["merged"] = "{}/{}".format(*blocks[0]) if blocks else "none"
+    return output
+
+
+def _trace(
+    record: Record,
+    case: Case,
+    subject: Subject,
+    model: ModelPatcher,
+    name: str,
+    rows: Mapping[str, dict[str, Any]],
+) -> None:
+    """Count launches; keep the kernels that take longest, and the traces that say most."""
+    counter = Launches(subject.device)
+    subject.run(model, nullcontext(), counter)
+    row = rows[name]
+    row["launches"], row["kernels"] = counter.count, counter.longest()
+    merged = row.get("merged", "none").partition("/")[0]
+    if merged != "none":
+        added = counter.count - rows["unpatched"]["launches"]
+        row["launches_per_block"] = added / int(merged)
+    if name in ("unpatched", "preset balanced"):
+        file = f"gpu-trace-{case.model}-{name.split()[-1]}.json.gz"
+        counter.save(Path(record.folder) / file)
+
+
+def _time(
+    record: Record,
+    case: Case,
+    subject: Subject,
+    patched: Mapping[str, ModelPatcher],
+    rows: Mapping[str, dict[str, Any]],
+) -> int:
+    """Time all in turn, and return the number of rounds."""
+    evaluations = 1 if record.is_dry else EVALUATIONS
+    least, most = ROUNDS
+    runs = {
+        name: partial(subject.time, model, evaluations=evaluations)
+        for name, model in patched.items()
+    }
+    seconds = interleaved(runs, most, record.pace(least, case.seconds))
+    for name, values in seconds.items():
+        rows[name]["seconds"] = values
+    return len(seconds["unpatched"])
+
+
+@contextmanager
+def asked_first(attention: str) -> Iterator[None]:
+    """Have the host ask PyTorch for ``cudnn`` first, or, with ``flash``, in its own order."""
+    if attention not in ORDERS:
+        yield
+        return
+    order = [*ORDERS[attention]]
+    # Without a GPU the host has no order.
+    with patch.object(comfy.ops, "SDPA_BACKEND_PRIORITY", order, create=True):
+        yield

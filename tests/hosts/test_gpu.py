@@ -1,0 +1,232 @@
+"""The three commands for a GPU go through their motions on the CPU, and stop where they have to."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import comfy.ops
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from benchmarks.gpu import keys, report, suite, unets
+from benchmarks.gpu.record import Record
+from benchmarks.methods import HostMethod
+from tome_nodes.config import ToMeConfig
+from tome_nodes.ops import reference
+from tome_nodes.strategies.window import WindowStrategy
+from tools import carried
+from tools.environment import ROOT, comfyui_directory
+
+pytestmark = pytest.mark.newest_only
+
+
+@pytest.fixture
+def record(tmp_path):
+    return Record(2, tmp_path, 8.5, is_dry=True)
+
+
+def written(folder, number=2):
+    return json.loads((folder / f"gpu-{number}.json").read_text())
+
+
+def dry_run(number, folder, *arguments):
+    """The lines and the result of a command, in a process of its own."""
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # dev.py would first bring the environment up to date, unless what it needs is carried.
+    command = ["dev.py", "gpu"] if "--carried" in arguments else ["-m", "benchmarks.gpu"]
+    command += [str(number), "--dry", "--out", str(folder), *arguments]
+    told = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=clean,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    result = written(folder, number)
+    assert told.stdout.splitlines()[-1] == result["summary"]
+    assert (result["failed"], result["left_out"]) == ({}, [])
+    return result
+
+
+def test_the_tests_run_and_all_can_be_collected(tmp_path):
+    result = dry_run(1, tmp_path)
+    assert result["outcomes"] == {"passed": 1}
+    assert [row["exit_code"] for row in result["files"]] == [0, 0]
+    collected = result["files"][1]["file"]
+    assert all(each[0] in collected for each in suite.SUITES)
+    assert "test_kernels.py" in report.page({1: result})
+
+
+def test_unets_are_measured_in_each_way(tmp_path):
+    result = dry_run(2, tmp_path)
+    assert set(result["checks"]["sd15"].values()) == {"right"}
+    first, second = result["runs"]
+    assert (second["attention"], second["compiled"]) == ("cudnn", True)
+    assert second["methods"].keys() == {"unpatched", "preset balanced"}
+    names = {"unpatched", "ideal k,v", *unets.NAMES} - {"ours window attn on torch"}
+    names |= {f"preset {name}" for name in ("quality", "balanced", "fast")}
+    assert first["methods"].keys() == names
+    for row in first["methods"].values():
+        assert row["seconds"][0] > 0 and row["peak_bytes"] > 0 and row["launches"] > 0
+    assert first["methods"]["preset balanced"]["merged"] == "6/6"
+    traces = {"gpu-trace-sd15-unpatched.json.gz", "gpu-trace-sd15-balanced.json.gz"}
+    assert {file.name for file in tmp_path.iterdir()} == traces | {"gpu-2.json"}
+    page = report.page({2: result})
+    assert "| sd15, 128x128 " in page and "cudnn first, compiled" in page
+
+
+def test_keys_and_blocks_are_measured_from_a_carried_folder(tmp_path):
+    folder = tmp_path / "carried"
+    folder.mkdir()
+    carried.pack_comfyui(comfyui_directory(), folder / carried.ARCHIVE)
+    assert (folder / carried.ARCHIVE).stat().st_size < 16 * 2**20
+    result = dry_run(3, tmp_path / "out", "--carried", str(folder))
+    for row in result["ways"]:
+        assert row["kinds"].keys() == keys.KINDS.keys()
+        assert all(len(kind["seconds"]) == keys.ROUNDS for kind in row["kinds"].values())
+        assert row["taken"] == "mask, cuDNN"
+    assert [row["name"] for row in result["blocks"]] == [each[0] for each in keys.DRY_BLOCKS]
+    for row in result["blocks"]:
+        names = {"unpatched", *(method.name for method in keys.block_methods())}
+        assert row["methods"].keys() == names
+        assert all(
+            name == "unpatched" or not row["methods"][name]["merged"].startswith("0")
+            for name in names
+        )
+    page = report.page({3: result})
+    assert "| heads of 40, 96 by 48, heads of 40 " in page
+    assert "a block of Flux, tiny, 320 tokens" in page
+
+
+@pytest.mark.parametrize(("module", "number"), [(suite, 1), (unets, 2), (keys, 3)])
+def test_nothing_begins_after_the_limit(module, number, tmp_path):
+    late = Record(number, tmp_path, 0, is_dry=True)
+    assert module.run(late) == 0
+    result = written(tmp_path, number)
+    assert result["left_out"] and not result["failed"]
+    assert f"left_out={len(result['left_out'])}" in result["summary"]
+    page = report.page({number: result})
+    assert f"No time for: {result['left_out'][0]}" in page
+
+
+def test_a_run_that_is_cut_off_keeps_what_it_has(record, tmp_path):
+    def cut_off():
+        raise KeyboardInterrupt
+
+    def works():
+        record.result["found"] = 7
+        return 7
+
+    assert record.attempt("works", 1.0, works) == 7
+    with pytest.raises(KeyboardInterrupt):
+        record.attempt("is cut off", 1.0, cut_off)
+    assert written(tmp_path)["found"] == 7
+    assert "summary" not in written(tmp_path)
+    assert "cut off before its end" in report.source(written(tmp_path))
+
+
+def test_a_failure_is_kept_and_the_others_go_on(record, tmp_path):
+    def fails():
+        raise RuntimeError("CUDA error: an illegal memory access\nand more")
+
+    assert record.attempt("broken", 1.0, fails) is None
+    assert record.attempt("whole", 1.0, lambda: 1) == 1
+    assert record.finish({"whole": 1}) == 1
+    assert written(tmp_path)["failed"] == {
+        "broken": "RuntimeError: CUDA error: an illegal memory access"
+    }
+    assert written(tmp_path)["summary"] == "summary: whole=1 failed=1 left_out=0"
+
+
+def test_rounds_stop_when_their_time_is_over(tmp_path):
+    record = Record(2, tmp_path, 1, is_dry=False) if torch.cuda.is_available() else None
+    record = record or Record(2, tmp_path, 1, is_dry=True)
+    record.is_dry = False
+    enough = record.pace(3, 0.0)
+    assert [enough(done) for done in (1, 2, 3)] == [False, False, True]
+    assert not record.pace(3, 60.0)(3)
+    late = Record(2, tmp_path, 0, is_dry=True)
+    late.is_dry = False
+    assert late.pace(3, 60.0)(1)
+
+
+def test_tests_that_fail_are_named(tmp_path, monkeypatch):
+    file = tmp_path / "test_it.py"
+    file.write_text(
+        "import pytest\n"
+        "def test_right(): pass\n"
+        "def test_wrong(): assert 1 == 2\n"
+        "def test_left_out(): pytest.skip('not here')\n"
+    )
+    broken = tmp_path / "test_broken.py"
+    broken.write_text("import nothing_of_this_name\n")
+    suites = [(str(file),), (str(broken),)]
+    monkeypatch.setattr(suite, "DRY_SUITES", suites)
+    record = Record(1, tmp_path, 8.5, is_dry=True)
+    assert suite.run(record) == 1
+    assert record.result["outcomes"] == {"passed": 1, "failed": 1, "skipped": 1}
+    wrong, imports = record.result["failed"].items()
+    assert wrong[0].endswith("test_it.py::test_wrong") and "assert 1 == 2" in wrong[1]
+    assert imports[0] == str(broken) and "nothing_of_this_name" in imports[1]
+    assert "test_wrong" in (tmp_path / "gpu-1.log").read_text()
+
+
+def test_a_wrong_way_to_weigh_keys_is_not_timed(record, monkeypatch):
+    attend = reference.attend
+
+    def unweighted(q, k, v, log_sizes, scale):
+        return attend(q, k, v, torch.zeros_like(log_sizes), scale)
+
+    monkeypatch.setattr(reference, "attend", unweighted)
+    row = keys._ways(record, keys.DRY_SHAPES[0])
+    assert "off by" in row["kinds"]["kernel"]["refused"]
+    assert "seconds" not in row["kinds"]["kernel"] and row["fastest"] != "kernel"
+    (failed,) = record.result["failed"]
+    assert failed == "weighing, heads of 40, kernel"
+
+
+def test_a_wrong_method_is_not_timed(record, monkeypatch):
+    class TooMany(WindowStrategy):
+        def plans(self, features, grid, ratios):
+            return super().plans(features, grid, [0.7 for _ in ratios])
+
+    config = ToMeConfig(strategy="window")
+    methods = [
+        HostMethod(name=name, family="ours", config=config, make_strategy=strategy)
+        for name, strategy in (("right", WindowStrategy), ("wrong", TooMany))
+    ]
+    monkeypatch.setattr(unets, "chosen_methods", lambda *_: methods)
+    record.result["checks"] = {}
+    prepared = unets._prepare(record, "sd15")
+    assert [method.name for method in prepared.methods] == ["right"]
+    assert "ratio=0.6 asks" in record.result["failed"]["sd15: wrong"]
+
+
+def test_pytorch_is_asked_for_cudnn_first_and_then_as_before():
+    before = getattr(comfy.ops, "SDPA_BACKEND_PRIORITY", None)
+    with unets.asked_first("cudnn"):
+        assert comfy.ops.SDPA_BACKEND_PRIORITY[0] == SDPBackend.CUDNN_ATTENTION
+    assert getattr(comfy.ops, "SDPA_BACKEND_PRIORITY", None) == before
+    with unets.asked_first("flash"):
+        assert getattr(comfy.ops, "SDPA_BACKEND_PRIORITY", None) == before
+
+
+def test_a_folder_without_results_says_where_to_read_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["report", str(tmp_path)])
+    assert report.main() == 1
+    assert "benchmarks/GPU.md" in capsys.readouterr().out
+    Record(2, tmp_path, 1, is_dry=True).finish({})
+    assert report.main() == 0
+    assert "cut off" not in (tmp_path / "gpu.md").read_text()
+
+
+def test_the_page_about_gpus_names_every_command_and_file():
+    text = Path(ROOT / "benchmarks" / "GPU.md").read_text(encoding="utf-8")
+    for part in ("gpu 1", "gpu 2", "gpu 3", "gpu pack", "bench --report", "gpu.md", "--carried"):
+        assert part in text
+    taken = list((ROOT / "benchmarks" / "results").glob("gpu-*.json"))
+    assert ("No figures from a GPU were taken yet." in text) == (not taken)

@@ -1,0 +1,159 @@
+"""Take to a machine without a network what its PyTorch lacks: ComfyUI's code, and wheels.
+
+Such a machine is lent for minutes, so nothing is fetched or built there. The folder is made here by
+:func:`pack`, and :func:`unpack` makes a place of it there. This uses only the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+from tools.environment import CONSTRAINTS, LDM, LIGHT_REQUIREMENTS, PYTHON, ROOT, comfyui_directory
+from tools.errors import ToolError
+from tools.steps import run, timed
+
+MOST_BYTES = 64 * 2**20
+"""What such machines take, the working tree included."""
+
+ARCHIVE = "comfyui.tar.gz"
+
+LEFT_OUT = frozenset(
+    {
+        *("api_server", "app", "blueprints", "comfy_api_nodes", "custom_nodes", "input", "models"),
+        *("output", "script_examples", "tests", "tests-unit", "user", "venv"),
+    }
+)
+"""Folders of ComfyUI that no measurement needs; those that start with a dot are left out, too."""
+
+NEEDED = (
+    *("comfy-aimdo", "diffusers", "stable-diffusion-sdkit", "tomesd", "torchsde"),
+    *("trampoline", "accelerate", "einops", "execnet", "hypothesis", "iniconfig", "numpy"),
+    *("packaging", "pillow", "pluggy", "psutil", "pygments", "pytest", "pytest-xdist", "pyyaml"),
+    *("regex", "requests", "safetensors", "scipy", "sentencepiece", "sortedcontainers"),
+    *("tokenizers", "torchaudio", "torchvision", "tqdm", "transformers", "huggingface-hub"),
+    *("certifi", "charset-normalizer", "idna", "urllib3", "importlib-metadata", "zipp"),
+    *("anyio", "h11", "httpcore2", "httpx2", "truststore"),
+)
+"""What ComfyUI, the tests and the measurements import beside PyTorch and its own dependencies.
+
+The large ones, of which most machines with PyTorch have some, do not fit into the limit together.
+PyAV alone would take half of it, so :mod:`tools.without_video` takes its place.
+"""
+
+PURE = ("comfy-kitchen",)
+"""The same, without their own kernels, which are larger than the rest together."""
+
+_PLATFORMS = (
+    *(f"manylinux_{version}_x86_64" for version in ("2_28", "2_27", "2_24", "2_17", "2_12")),
+    *("manylinux2014_x86_64", "manylinux1_x86_64"),
+)
+
+
+def pack(folder: Path, has: Iterable[str]) -> None:
+    """Fill a folder for Python 3.12 on Linux and x86-64.
+
+    Args:
+        folder: is made; wheels that are in it stay.
+        has: packages that the other machine has.
+
+    Raises:
+        ToolError: with the working tree, it is larger than :data:`MOST_BYTES`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with timed("Packing ComfyUI"):
+        pack_comfyui(comfyui_directory(), folder / ARCHIVE)
+    present = {_name(each) for each in has}
+    pinned = _pinned()
+    for names, platforms in ((NEEDED, _PLATFORMS), (PURE, ("any",))):
+        wanted = [f"{name}=={pinned[name]}" for name in names if name not in present]
+        if wanted:
+            command: list[str | Path] = [
+                *(PYTHON, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
+                *("--only-binary=:all:", "--python-version=3.12", f"--dest={folder}"),
+                *(f"--platform={each}" for each in platforms),
+            ]
+            run(f"Fetching {len(wanted)} wheels", [*command, *wanted])
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    own, tree = sum(sizes.values()), _tree_bytes()
+    print(f"{folder}: {len(sizes)} files, {own / 2**20:.1f} MiB beside {tree / 2**20:.1f} MiB here")
+    if own + tree > MOST_BYTES:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:5]
+        raise ToolError(
+            f"{folder} and the working tree are larger than the {MOST_BYTES // 2**20} MiB that can "
+            "be carried. Delete what the other machine has, and name it after --has. The largest: "
+            + ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in largest)
+        )
+
+
+def pack_comfyui(comfyui: Path, archive: Path) -> None:
+    """Write the code of a ComfyUI to an archive."""
+
+    def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        parts = Path(member.name).parts
+        is_hidden = any(part.startswith(".") for part in parts)
+        if is_hidden or "__pycache__" in parts or (parts and parts[0] in LEFT_OUT):
+            return None
+        return member
+
+    with tarfile.open(archive, "w:gz") as file:
+        for each in sorted(comfyui.iterdir()):
+            file.add(each, each.name, filter=kept)
+
+
+def unpack(folder: Path, scratch: Path) -> dict[str, str]:
+    """Make a place of a folder that :func:`pack` has filled.
+
+    Args:
+        folder: as it was carried.
+        scratch: is filled.
+
+    Returns:
+        Environment variables under which this machine's Python runs the tests and measurements.
+
+    Raises:
+        ToolError: the folder has no ComfyUI.
+    """
+    if not (folder / ARCHIVE).is_file():
+        raise ToolError(f"{folder} has no {ARCHIVE}; `python3 dev.py gpu pack` makes it")
+    comfyui, packages = scratch / "ComfyUI", scratch / "packages"
+    with timed("Unpacking ComfyUI"), tarfile.open(folder / ARCHIVE) as file:
+        file.extractall(comfyui, filter="data")
+    # Its own start makes these.
+    for name in ("input", "models", "output", "custom_nodes"):
+        (comfyui / name).mkdir(exist_ok=True)
+    wheels = sorted(folder.glob("*.whl"))
+    if wheels:
+        command: list[str | Path] = [
+            *(sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-index"),
+            *("--no-deps", "--no-compile", "--no-cache-dir", f"--target={packages}"),
+        ]
+        run(f"Installing {len(wheels)} wheels", [*command, *wheels])
+    path = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if find_spec("av") is None:
+        path.append(str(ROOT / "tools" / "without_video"))
+    return {"COMFYUI_PATH": str(comfyui), "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _tree_bytes() -> int:
+    """The size of all files here that git tracks or does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = (ROOT / name for name in set(listed.split("\0")) - {""})
+    return sum(file.lstat().st_size for file in files if file.is_file())
+
+
+def _pinned() -> dict[str, str]:
+    texts = [each.read_text(encoding="utf-8") for each in (CONSTRAINTS, LIGHT_REQUIREMENTS)]
+    found = re.findall(r"^([\w.-]+)==([^\s;]+)", "\n".join([*texts, LDM]), re.MULTILINE)
+    return {_name(name): version for name, version in found}
+
+
+def _name(package: str) -> str:
+    return re.sub(r"[-_.]+", "-", package).lower()
