@@ -25,6 +25,7 @@ from tools.workflow import PATCH as PATCH_TYPE
 
 PATCH, REMOVE = "ToMe Patch Model", "ToMe Remove Patch"
 REMOVE_TYPE, REPORT_TYPE = "ToMeRemovePatch", "ToMeReport"
+TUNE_TYPE = "ToMeTune"
 BLUEPRINT = "ToMe hires fix"
 NODES_2 = {"Comfy.VueNodes.Enabled": True}
 UNFOLDED = {"Comfy.Node.AlwaysShowAdvancedWidgets": True}
@@ -131,8 +132,9 @@ def sample_graph(name="tome_txt2img", **settings):
     """This sample workflow, the text to image one by default, with these values in our node."""
     graph = json.loads(text_of(WORKFLOWS / f"{name}.json"))
     names = [option.name for option in CAPTION.options]
-    (patch,) = (node for node in graph["nodes"] if node["type"] == PATCH_TYPE)
+    patches = [node for node in graph["nodes"] if node["type"] == PATCH_TYPE]
     for name, value in settings.items():
+        (patch,) = patches
         patch["widgets_values"][names.index(name)] = value
     return graph
 
@@ -700,3 +702,27 @@ def test_help_page_is_shown(editor):
     assert pictures
     for each in pictures:
         expect(each).not_to_have_js_property("naturalWidth", 0)
+
+
+TUNE_IS_SHOWN = """() => app.rootGraph.nodes.find(node => node.type === 'ToMeTune')
+    .widgets.find(widget => widget.name === 'report').element.querySelector('img')"""
+
+
+def test_tune_shows_what_it_found(fresh_editor, picture):
+    editor = fresh_editor
+    graph = small_graph("tome_tune", side=192)
+    (tune,) = (node for node in graph["nodes"] if node["type"] == TUNE_TYPE)
+    # Likeness, so that what it tries does not depend on the machine's speed alone.
+    tune["widgets_values"][:5] = ["likeness", 1.2, 0.5, 1, 8]
+    tune["widgets_values"][-1] = True
+    editor.open("tune.json", json.dumps(graph))
+    editor.run()
+    editor.page.wait_for_function(ALL_IMAGES_ARE_SHOWN)
+    editor.page.wait_for_function(TUNE_IS_SHOWN)
+    text = editor.page.evaluate(REPORT, TUNE_TYPE)
+    assert re.match("Found: |Unpatched: ", text)
+    assert re.search(r"Trials: \d+ evaluations of the model", text)
+    editor.page.evaluate(TWO_FRAMES)
+    editor.look_at(tune["pos"][0] - 20, tune["pos"][1] - 60)
+    picture(editor, "ToMeTune", (100, 110, 480, 870))
+    assert editor.warnings() == editor.errors == []
