@@ -55,9 +55,9 @@ def dry_run(number, folder, *arguments):
 def test_the_tests_run_and_all_can_be_collected(tmp_path):
     result = dry_run(1, tmp_path)
     assert result["outcomes"] == {"passed": 1}
-    assert [row["exit_code"] for row in result["files"]] == [0, 0]
-    collected = result["files"][1]["file"]
-    assert all(each[0] in collected for each in suite.SUITES)
+    (row,) = result["files"]
+    assert row["exit_code"] == 0
+    assert all(each[0] in row["file"] for each in suite.SUITES)
     assert "test_kernels.py" in report.page({1: result})
 
 
@@ -71,7 +71,8 @@ def test_unets_are_measured_in_each_way(tmp_path):
     names |= {f"preset {name}" for name in ("quality", "balanced", "fast")}
     assert first["methods"].keys() == names
     for row in first["methods"].values():
-        assert row["seconds"][0] > 0 and row["peak_bytes"] > 0 and row["launches"] > 0
+        assert row["seconds"][0] > 0 and row["peak_bytes"] > 0
+    assert all(first["methods"][name]["launches"] > 0 for name in unets.TRACED)
     assert first["methods"]["preset balanced"]["merged"] == "6/6"
     traces = {"gpu-trace-sd15-unpatched.json.gz", "gpu-trace-sd15-balanced.json.gz"}
     assert {file.name for file in tmp_path.iterdir()} == traces | {"gpu-2.json"}
