@@ -103,6 +103,18 @@ def test_keys_and_blocks_are_measured_from_a_carried_folder(tmp_path):
     assert "a block of Flux, tiny, 320 tokens" in page
 
 
+def test_without_a_gpu_there_is_a_message(tmp_path):
+    told = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "2", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert (told.returncode, told.stderr) == (2, "")
+    assert "--dry" in told.stdout and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("module", "number"), [(suite, 1), (unets, 2), (keys, 3)])
 def test_nothing_begins_after_the_limit(module, number, tmp_path):
     late = Record(number, tmp_path, 0, is_dry=True)
