@@ -21,15 +21,15 @@ MINUTES = 8.5
 def main() -> int:
     """Run the command line."""
     arguments = _arguments()
-    use("cpu" if arguments.dry else "cuda")
     import torch
-
-    from benchmarks.gpu import keys, suite, unets
-    from benchmarks.gpu.record import Record
 
     if not (arguments.dry or torch.cuda.is_available()):
         print("PyTorch sees no GPU here; --dry goes through the motions without one.")
         return 2
+    use("cpu" if arguments.dry else "cuda")
+    from benchmarks.gpu import keys, suite, unets
+    from benchmarks.gpu.record import Record
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.out or Path(scratch if arguments.dry else os.environ.get("OUT", RESULTS))
         record = Record(arguments.number, folder, arguments.minutes, arguments.dry)

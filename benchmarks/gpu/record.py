@@ -1,5 +1,6 @@
 """The record of a run: its time limit, and its JSON, which is complete at any time."""
 
+import gc
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -77,6 +78,7 @@ class Record:
         say(f"{name}: {time.monotonic() - began:.1f} s, {self.left:.0f} s left")
         self.write()
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
         return found
 

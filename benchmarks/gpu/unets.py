@@ -107,6 +107,9 @@ NAMES = (
 )
 """The methods of :func:`benchmarks.methods.methods`; presets and their ideal come on top."""
 
+TRACED = ("unpatched", "preset balanced")
+"""Whose traces are kept."""
+
 COMPILED = ("unpatched", "preset balanced", "preset fast", "ideal k,v", "ideal stack")
 """What is compiled, the most important first."""
 
@@ -232,7 +235,7 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
                 output = _first_look(subject, model, rows[name])
                 expected = output if expected is None else expected
                 rows[name]["error"] = checks.difference(output, expected)
-                if case.is_traced:
+                if case.is_traced and (name in TRACED or not record.is_dry):
                     _trace(record, case, subject, model, name, rows)
             except Exception as error:
                 if name == "unpatched":
@@ -292,7 +295,7 @@ def _trace(
     if merged != "none":
         added = counter.count - rows["unpatched"]["launches"]
         row["launches_per_block"] = added / int(merged)
-    if name in ("unpatched", "preset balanced"):
+    if name in TRACED:
         file = f"gpu-trace-{case.model}-{name.split()[-1]}.json.gz"
         counter.save(Path(record.folder) / file)
 
