@@ -198,6 +198,17 @@ def test_editor_warns_of_a_node_that_it_does_not_have(editor):
     assert editor.warnings() != []
 
 
+def test_editor_offers_to_download_a_model_that_is_missing(browser, server):
+    text = text_of(WORKFLOWS / "tome_txt2img.json").replace("v1-5-pruned-emaonly-fp16", "not_here")
+    with open_editor(browser, server) as editor:
+        editor.open("missing.json", text)
+        (warning,) = editor.warnings()
+        assert "not_here.safetensors is missing" in warning
+        editor.page.get_by_role("button", name="View details").click()
+        button = editor.page.get_by_role("button", name="Download not_here.safetensors")
+        expect(button).to_be_visible()
+
+
 @every_workflow
 def test_exports_of_the_opened_workflow_are_the_files(editor, file):
     editor.open(file.name, text_of(file))
