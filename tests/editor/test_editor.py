@@ -319,6 +319,7 @@ def test_node_of_nodes_2_has_no_empty_half(nodes_2_editor):
     editor.search("token merging").filter(has_text=PATCH).click()
     editor.place(*ROOM)
     node = editor.node(PATCH_TYPE)
+    # It keeps its number when it is opened again.
     widgets = node.get_by_test_id("node-widgets")
 
     def left_free():
@@ -328,6 +329,11 @@ def test_node_of_nodes_2_has_no_empty_half(nodes_2_editor):
 
     free = left_free()
     assert free < 100
+    editor.page.evaluate(CHOOSE, "custom")
+    saved = editor.save()
+    editor.clear()
+    editor.open("again.json", saved)
+    assert left_free() == pytest.approx(free)
     node.get_by_text("Show advanced inputs").click()
     labels = node.get_by_test_id("widget-layout-field-label")
     for preset, names in ("custom", ALL), ("balanced", FEW):
@@ -595,20 +601,36 @@ def test_model_without_the_patch_goes_to_a_sampler(editor, picture):
     assert api[inputs["model"][0]][0] == PATCH_TYPE
 
 
+def graph_with_report(side):
+    """A picture painted over a little, so that it stays one, with a report that shows it."""
+    graph = small_graph("tome_img2img")
+    nodes = {node["type"]: node for node in graph["nodes"]}
+    nodes["ImageScale"]["widgets_values"][1:3] = [side, side]
+    nodes["KSampler"]["widgets_values"][6] = 0.2
+    slots = {"model": (PATCH_TYPE, "MODEL"), "samples": ("KSampler", "LATENT")}
+    slots["image"] = ("ImageScale", "IMAGE")
+    inputs = []
+    for number, (name, (source, kind)) in enumerate(slots.items(), 100):
+        inputs.append({"name": name, "type": kind, "link": number})
+        nodes[source]["outputs"][0]["links"].append(number)
+        graph["links"].append([number, nodes[source]["id"], 0, 100, len(inputs) - 1, kind])
+    place = {"id": 100, "type": REPORT_TYPE, "pos": [2000, 0], "size": [560, 840]}
+    graph["nodes"].append(place | {"inputs": inputs, "widgets_values": ["merge map", -1, -1, -1]})
+    return graph
+
+
 def test_live_line_and_report_are_shown(fresh_editor, picture):
     editor = fresh_editor
-    graph = small_graph("tome_compare", side=256)
-    editor.open("compare.json", json.dumps(graph))
+    editor.open("report.json", json.dumps(graph_with_report(384)))
     editor.page.evaluate(NOTE_LIVE_LINES)
     editor.run()
     editor.page.wait_for_function(ALL_IMAGES_ARE_SHOWN)
     editor.page.wait_for_function(REPORT_IS_SHOWN)
-    assert "6/6 blocks, 1024→408 tokens, step 2/2" in editor.page.evaluate("() => window.liveLines")
+    assert "6/6 blocks, 2304→918 tokens, step 2/2" in editor.page.evaluate("() => window.liveLines")
     assert re.search("6/6 blocks", editor.page.evaluate(TEXT_IS_SHOWN, PATCH_TYPE))
     assert editor.page.evaluate(REPORT, REPORT_TYPE).startswith("Merged: 6 of 6 blocks")
-    editor.page.evaluate(TWO_FRAMES)
-    editor.look_at(1020, 595)
-    picture(editor, "ToMeReport", (100, 110, 950, 700))
+    editor.look_at(1980, -60)
+    picture(editor, "ToMeReport", (100, 110, 610, 885))
     assert editor.warnings() == editor.errors == []
 
 
