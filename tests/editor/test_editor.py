@@ -25,7 +25,6 @@ from tools.workflow import PATCH as PATCH_TYPE
 
 PATCH, REMOVE = "ToMe Patch Model", "ToMe Remove Patch"
 REMOVE_TYPE, REPORT_TYPE = "ToMeRemovePatch", "ToMeReport"
-BLUEPRINT = "ToMe hires fix"
 NODES_2 = {"Comfy.VueNodes.Enabled": True}
 UNFOLDED = {"Comfy.Node.AlwaysShowAdvancedWidgets": True}
 
@@ -685,23 +684,38 @@ def test_report_is_born_with_room_and_shows_all_of_its_text_and_picture(fresh_ed
     assert editor.warnings() == editor.errors == []
 
 
-def test_blueprint_is_placed_wired_and_run(fresh_editor):
+@pytest.mark.parametrize(
+    ("blueprint", "models", "latent", "side"),
+    [
+        ("ToMe hires fix", ["model"], ("KSampler", "samples"), 128),
+        # Any model samples in two parts; Wan's are too large to be written here.
+        (
+            "ToMe Wan 2.2 video",
+            ["high_noise_model", "low_noise_model"],
+            ("EmptyLatentImage", "latent"),
+            64,
+        ),
+    ],
+    ids=["hires_fix", "wan"],
+)
+def test_blueprint_is_placed_wired_and_run(fresh_editor, blueprint, models, latent, side):
     editor = fresh_editor
     editor.open("plain.json", json.dumps(small_graph()))
     editor.look_at(*CORNER, scale=0.75)
-    editor.search(BLUEPRINT).filter(has_text=BLUEPRINT).first.click()
+    editor.search(blueprint).filter(has_text=blueprint).first.click()
     editor.place(1200, 560)
     placed = editor.page.evaluate("() => app.rootGraph.nodes.find(node => node.subgraph).type")
-    editor.connect("CheckpointLoaderSimple", "MODEL", placed, "model")
+    for name in models:
+        editor.connect("CheckpointLoaderSimple", "MODEL", placed, name)
     editor.connect("CLIPTextEncode", "CONDITIONING", placed, "positive")
     editor.connect("CLIPTextEncode", "CONDITIONING", placed, "negative")
-    editor.connect("KSampler", "LATENT", placed, "samples")
+    editor.connect(latent[0], "LATENT", placed, latent[1])
     editor.connect("CheckpointLoaderSimple", "VAE", placed, "vae")
     editor.connect(placed, "IMAGE", "SaveImage", "images")
     ratios = [inputs["ratio"] for kind, inputs in api_graph(editor).values() if kind == PATCH_TYPE]
-    assert ratios == [0.6, 0.6]
+    assert ratios == [0.6] * (1 + len(models))
     editor.run()
-    assert width_of_image(editor) == 128
+    assert width_of_image(editor) == side
     assert editor.warnings() == editor.errors == []
 
 

@@ -263,13 +263,14 @@ def test_server_offers_the_workflows_as_templates_of_the_pack(server):
         assert template == editor_file(name)
 
 
-def test_server_offers_the_blueprint_of_the_pack(server):
+def test_server_offers_the_blueprints_of_the_pack(server):
     offered = server.get("/global_subgraphs")
     ours = {
         number: entry["name"]
         for number, entry in offered.items()
         if entry["info"]["node_pack"] == f"custom_nodes.{PACK}"
     }
-    assert list(ours.values()) == [file.stem for file in blueprint_files()]
-    (number,), (file,) = ours, blueprint_files()
-    assert server.get(f"/global_subgraphs/{number}")["data"] == file.read_text(encoding="utf-8")
+    files = {file.stem: file.read_text(encoding="utf-8") for file in blueprint_files()}
+    assert sorted(ours.values()) == sorted(files)
+    for number, name in ours.items():
+        assert server.get(f"/global_subgraphs/{number}")["data"] == files[name]
