@@ -3,8 +3,8 @@
     python -m tools.editor
 
 opens each file of `workflows/` and `subgraphs/` in the editor and saves it again. For a workflow it
-also saves the API format, in `workflows/api/`, and a thumbnail. Run it after changing a workflow or
-the nodes' inputs; the files can be edited in any ComfyUI.
+also saves the API format, in `workflows/api/`, and a thumbnail with the title of its note. Run it
+after changing a workflow or the nodes' inputs; the files can be edited in any ComfyUI.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import base64
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, sync_playwright
 
 from tools.browser import find_browser
@@ -73,7 +74,9 @@ ARGUMENTS = [
 ]
 PATIENCE_MS = 120_000
 VIEWPORT = {"width": 1600, "height": 1000}
-THUMBNAIL_WIDTH = 800
+THUMBNAIL_SIZE = (800, 500)
+THUMBNAIL_SCALE = 1.3
+TITLE_HEIGHT, TITLE_FONT, TITLE_COLOUR = 120, 48, "#233323"
 
 # Away from the editor's bars, which cover parts of the canvas.
 THUMBNAIL_CORNER = {"x": 100, "y": 110}
@@ -125,19 +128,11 @@ TRANSFER = """([name, type, data]) => {
 }"""
 HAS_NODES = "() => app.rootGraph.nodes.length > 0 && !app.extensionManager.spinner"
 BLANK = '{"version": 0.4, "nodes": [], "links": []}'
-ZOOM = """([{ x, y }, width]) => {
-    const margin = 20
-    const items = [...app.rootGraph.nodes, ...app.rootGraph.groups]
-    const boxes = items.map(item => item.boundingRect)
-    const left = Math.min(...boxes.map(box => box[0])) - margin
-    const top = Math.min(...boxes.map(box => box[1])) - margin
-    const right = Math.max(...boxes.map(box => box[0] + box[2])) + margin
-    const bottom = Math.max(...boxes.map(box => box[1] + box[3])) + margin
-    const scale = width / (right - left)
-    app.canvas.ds.scale = scale
-    app.canvas.ds.offset = [x / scale - left, y / scale - top]
-    app.canvas.draw(true, true)
-    return { x, y, width, height: (bottom - top) * scale }
+TITLE_AND_PLACE = """() => {
+    const { nodes } = app.rootGraph
+    const note = nodes.find(node => node.type === 'MarkdownNote')
+    const ours = nodes.find(node => node.type.startsWith('ToMe'))
+    return [note.title, ...ours.pos]
 }"""
 
 
@@ -248,10 +243,22 @@ class Editor:
         return self._export("output")
 
     def picture(self) -> bytes:
-        """A JPEG of the whole graph."""
-        clip = self.page.evaluate(ZOOM, [THUMBNAIL_CORNER, THUMBNAIL_WIDTH])
-        self.page.evaluate(TWO_FRAMES)
-        return self.page.screenshot(type="jpeg", quality=90, clip=clip)
+        """A JPEG of the title of the workflow's note, over its first node of ours.
+
+        The list of templates shows it small, beside the file's name only.
+        """
+        title, left, top = self.page.evaluate(TITLE_AND_PLACE)
+        self.look_at(left - 40, top - 60, THUMBNAIL_SCALE)
+        width, height = THUMBNAIL_SIZE
+        clip = {**THUMBNAIL_CORNER, "width": width, "height": height - TITLE_HEIGHT}
+        graph = Image.open(BytesIO(self.page.screenshot(clip=clip)))
+        card = Image.new("RGB", THUMBNAIL_SIZE, TITLE_COLOUR)
+        card.paste(graph, (0, TITLE_HEIGHT))
+        font = ImageFont.load_default(TITLE_FONT)
+        ImageDraw.Draw(card).text((30, TITLE_HEIGHT // 2), title, "white", font, "lm")
+        data = BytesIO()
+        card.save(data, "JPEG", quality=90)
+        return data.getvalue()
 
     def execute(self, command: str) -> None:
         """Execute a command of the editor's menus, by its id."""

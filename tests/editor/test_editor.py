@@ -26,7 +26,6 @@ from tools.workflow import PATCH as PATCH_TYPE
 PATCH, REMOVE = "ToMe Patch Model", "ToMe Remove Patch"
 REMOVE_TYPE, REPORT_TYPE = "ToMeRemovePatch", "ToMeReport"
 TUNE_TYPE = "ToMeTune"
-BLUEPRINT = "ToMe hires fix"
 NODES_2 = {"Comfy.VueNodes.Enabled": True}
 UNFOLDED = {"Comfy.Node.AlwaysShowAdvancedWidgets": True}
 
@@ -200,6 +199,17 @@ def test_editor_warns_of_a_node_that_it_does_not_have(editor):
     assert editor.warnings() != []
 
 
+def test_editor_offers_to_download_a_model_that_is_missing(browser, server):
+    text = text_of(WORKFLOWS / "tome_txt2img.json").replace("v1-5-pruned-emaonly-fp16", "not_here")
+    with open_editor(browser, server) as editor:
+        editor.open("missing.json", text)
+        (warning,) = editor.warnings()
+        assert "not_here.safetensors is missing" in warning
+        editor.page.get_by_role("button", name="View details").click()
+        button = editor.page.get_by_role("button", name="Download not_here.safetensors")
+        expect(button).to_be_visible()
+
+
 @every_workflow
 def test_exports_of_the_opened_workflow_are_the_files(editor, file):
     editor.open(file.name, text_of(file))
@@ -310,6 +320,7 @@ def test_node_of_nodes_2_has_no_empty_half(nodes_2_editor):
     editor.search("token merging").filter(has_text=PATCH).click()
     editor.place(*ROOM)
     node = editor.node(PATCH_TYPE)
+    # It keeps its number when it is opened again.
     widgets = node.get_by_test_id("node-widgets")
 
     def left_free():
@@ -319,6 +330,11 @@ def test_node_of_nodes_2_has_no_empty_half(nodes_2_editor):
 
     free = left_free()
     assert free < 100
+    editor.page.evaluate(CHOOSE, "custom")
+    saved = editor.save()
+    editor.clear()
+    editor.open("again.json", saved)
+    assert left_free() == pytest.approx(free)
     node.get_by_text("Show advanced inputs").click()
     labels = node.get_by_test_id("widget-layout-field-label")
     for preset, names in ("custom", ALL), ("balanced", FEW):
@@ -586,20 +602,36 @@ def test_model_without_the_patch_goes_to_a_sampler(editor, picture):
     assert api[inputs["model"][0]][0] == PATCH_TYPE
 
 
+def graph_with_report(side):
+    """A picture painted over a little, so that it stays one, with a report that shows it."""
+    graph = small_graph("tome_img2img")
+    nodes = {node["type"]: node for node in graph["nodes"]}
+    nodes["ImageScale"]["widgets_values"][1:3] = [side, side]
+    nodes["KSampler"]["widgets_values"][6] = 0.2
+    slots = {"model": (PATCH_TYPE, "MODEL"), "samples": ("KSampler", "LATENT")}
+    slots["image"] = ("ImageScale", "IMAGE")
+    inputs = []
+    for number, (name, (source, kind)) in enumerate(slots.items(), 100):
+        inputs.append({"name": name, "type": kind, "link": number})
+        nodes[source]["outputs"][0]["links"].append(number)
+        graph["links"].append([number, nodes[source]["id"], 0, 100, len(inputs) - 1, kind])
+    place = {"id": 100, "type": REPORT_TYPE, "pos": [2000, 0], "size": [560, 840]}
+    graph["nodes"].append(place | {"inputs": inputs, "widgets_values": ["merge map", -1, -1, -1]})
+    return graph
+
+
 def test_live_line_and_report_are_shown(fresh_editor, picture):
     editor = fresh_editor
-    graph = small_graph("tome_compare", side=256)
-    editor.open("compare.json", json.dumps(graph))
+    editor.open("report.json", json.dumps(graph_with_report(384)))
     editor.page.evaluate(NOTE_LIVE_LINES)
     editor.run()
     editor.page.wait_for_function(ALL_IMAGES_ARE_SHOWN)
     editor.page.wait_for_function(REPORT_IS_SHOWN)
-    assert "6/6 blocks, 1024→408 tokens, step 2/2" in editor.page.evaluate("() => window.liveLines")
+    assert "6/6 blocks, 2304→918 tokens, step 2/2" in editor.page.evaluate("() => window.liveLines")
     assert re.search("6/6 blocks", editor.page.evaluate(TEXT_IS_SHOWN, PATCH_TYPE))
     assert editor.page.evaluate(REPORT, REPORT_TYPE).startswith("Merged: 6 of 6 blocks")
-    editor.page.evaluate(TWO_FRAMES)
-    editor.look_at(1020, 595)
-    picture(editor, "ToMeReport", (100, 110, 950, 700))
+    editor.look_at(1980, -60)
+    picture(editor, "ToMeReport", (100, 110, 610, 885))
     assert editor.warnings() == editor.errors == []
 
 
@@ -654,23 +686,38 @@ def test_report_is_born_with_room_and_shows_all_of_its_text_and_picture(fresh_ed
     assert editor.warnings() == editor.errors == []
 
 
-def test_blueprint_is_placed_wired_and_run(fresh_editor):
+@pytest.mark.parametrize(
+    ("blueprint", "models", "latent", "side"),
+    [
+        ("ToMe hires fix", ["model"], ("KSampler", "samples"), 128),
+        # Any model samples in two parts; Wan's are too large to be written here.
+        (
+            "ToMe Wan 2.2 video",
+            ["high_noise_model", "low_noise_model"],
+            ("EmptyLatentImage", "latent"),
+            64,
+        ),
+    ],
+    ids=["hires_fix", "wan"],
+)
+def test_blueprint_is_placed_wired_and_run(fresh_editor, blueprint, models, latent, side):
     editor = fresh_editor
     editor.open("plain.json", json.dumps(small_graph()))
     editor.look_at(*CORNER, scale=0.75)
-    editor.search(BLUEPRINT).filter(has_text=BLUEPRINT).first.click()
+    editor.search(blueprint).filter(has_text=blueprint).first.click()
     editor.place(1200, 560)
     placed = editor.page.evaluate("() => app.rootGraph.nodes.find(node => node.subgraph).type")
-    editor.connect("CheckpointLoaderSimple", "MODEL", placed, "model")
+    for name in models:
+        editor.connect("CheckpointLoaderSimple", "MODEL", placed, name)
     editor.connect("CLIPTextEncode", "CONDITIONING", placed, "positive")
     editor.connect("CLIPTextEncode", "CONDITIONING", placed, "negative")
-    editor.connect("KSampler", "LATENT", placed, "samples")
+    editor.connect(latent[0], "LATENT", placed, latent[1])
     editor.connect("CheckpointLoaderSimple", "VAE", placed, "vae")
     editor.connect(placed, "IMAGE", "SaveImage", "images")
     ratios = [inputs["ratio"] for kind, inputs in api_graph(editor).values() if kind == PATCH_TYPE]
-    assert ratios == [0.6, 0.6]
+    assert ratios == [0.6] * (1 + len(models))
     editor.run()
-    assert width_of_image(editor) == 128
+    assert width_of_image(editor) == side
     assert editor.warnings() == editor.errors == []
 
 

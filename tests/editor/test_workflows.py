@@ -5,12 +5,21 @@ import re
 import struct
 from io import BytesIO
 from itertools import combinations
+from operator import ge, le
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from tome_nodes.presets import CUSTOM, FREE
-from tools.editor import WORKFLOWS, blueprint_files, workflow_files
+from tools.editor import (
+    MODELS,
+    THUMBNAIL_SIZE,
+    TITLE_HEIGHT,
+    WORKFLOWS,
+    blueprint_files,
+    workflow_files,
+)
 from tools.server import ExecutionFailed, PromptRejected
 from tools.workflow import PATCH
 
@@ -53,12 +62,21 @@ def widgets(schema):
     for group in ("required", "optional"):
         for name in schema["input_order"].get(group, ()):
             kind, options = [*schema["input"][group][name], {}][:2]
-            if (isinstance(kind, list) or kind in WIDGET_TYPES) and not options.get("forceInput"):
+            is_widget = isinstance(kind, list) or kind in WIDGET_TYPES
+            if is_widget and not options.get("forceInput"):
                 yield name
                 if options.get("control_after_generate", name in ("seed", "noise_seed")):
                     yield None
                 if options.get("image_upload"):
                     yield None
+
+
+def box_of(left, top, width, height):
+    return left, top, left + width, top + height
+
+
+def are_apart(a, b):
+    return a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
 
 
 def to_api_format(graph, info):
@@ -116,7 +134,10 @@ def test_thumbnail_is_a_small_jpeg(name):
     data = (WORKFLOWS / f"{name}.jpg").read_bytes()
     with Image.open(BytesIO(data)) as image:
         assert image.format == "JPEG"
-        assert 600 <= image.width <= 800
+        assert image.size == THUMBNAIL_SIZE
+        # The title can be read where the list shows it a third as large.
+        letters = np.asarray(image.crop((0, 0, image.width, TITLE_HEIGHT)).convert("L")) > 200
+    assert np.ptp(np.flatnonzero(letters.any(1))) >= 30
     assert len(data) < 150_000
 
 
@@ -137,16 +158,44 @@ def test_nodes_are_from_the_core_or_the_pack_and_settings_are_explained(name, in
 @every_workflow
 def test_no_node_overlaps_another_and_no_link_leads_back(name):
     graph = editor_file(name)
-    boxes = {
-        node["id"]: (left, top - TITLE_BAR, left + width, top + height)
-        for node in graph["nodes"]
-        for (left, top), (width, height) in [(node["pos"], node["size"])]
-    }
+    boxes = {}
+    for node in graph["nodes"]:
+        left, top, right, bottom = box_of(*node["pos"], *node["size"])
+        boxes[node["id"]] = left, top - TITLE_BAR, right, bottom
     for (one, a), (other, b) in combinations(boxes.items(), 2):
-        apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
-        assert apart, f"nodes {one} and {other} overlap"
+        assert are_apart(a, b), f"nodes {one} and {other} overlap"
     for _, source, _, target, *_ in graph["links"]:
         assert boxes[source][0] <= boxes[target][0], f"node {target} is left of node {source}"
+
+
+@every_workflow
+def test_no_node_sticks_out_of_its_group_and_no_group_overlaps_another(name):
+    graph = editor_file(name)
+    groups = {group["title"]: box_of(*group["bounding"]) for group in graph["groups"]}
+    for (one, a), (other, b) in combinations(groups.items(), 2):
+        assert are_apart(a, b), f"groups {one} and {other} overlap"
+    for node in graph["nodes"]:
+        left, top, right, bottom = box_of(*node["pos"], *node["size"])
+        box = left, top - TITLE_BAR, right, bottom
+        for title, group in groups.items():
+            is_inside = all(map(le, group[:2], box[:2])) and all(map(ge, group[2:], box[2:]))
+            assert are_apart(box, group) or is_inside, f"{node['type']} sticks out of {title}"
+
+
+@every_workflow
+def test_loaders_say_where_their_models_come_from(name):
+    """The editor offers to download those that are not there."""
+    for node in editor_file(name)["nodes"]:
+        values = [value for value in node.get("widgets_values", ()) if isinstance(value, str)]
+        files = [value for value in values if value.endswith(".safetensors")]
+        models = node["properties"].get("models", [])
+        assert [model["name"] for model in models] == files
+        for model in models:
+            assert re.fullmatch(
+                rf"https://huggingface\.co/[\w.-]+/[\w.-]+/resolve/main/([\w/]+/)?{model['name']}",
+                model["url"],
+            )
+            assert f"{model['directory']}/{model['name']}" in MODELS
 
 
 @pytest.mark.parametrize(
@@ -227,13 +276,14 @@ def test_server_offers_the_workflows_as_templates_of_the_pack(server):
         assert template == editor_file(name)
 
 
-def test_server_offers_the_blueprint_of_the_pack(server):
+def test_server_offers_the_blueprints_of_the_pack(server):
     offered = server.get("/global_subgraphs")
     ours = {
         number: entry["name"]
         for number, entry in offered.items()
         if entry["info"]["node_pack"] == f"custom_nodes.{PACK}"
     }
-    assert list(ours.values()) == [file.stem for file in blueprint_files()]
-    (number,), (file,) = ours, blueprint_files()
-    assert server.get(f"/global_subgraphs/{number}")["data"] == file.read_text(encoding="utf-8")
+    files = {file.stem: file.read_text(encoding="utf-8") for file in blueprint_files()}
+    assert sorted(ours.values()) == sorted(files)
+    for number, name in ours.items():
+        assert server.get(f"/global_subgraphs/{number}")["data"] == files[name]

@@ -41,6 +41,14 @@ app.registerExtension({
       node.widgets.push(node.widgets.pop());
       return shown() - before;
     };
+    // The host counts inputs that Nodes 2.0 folds away.
+    const { computeSize } = node;
+    node.computeSize = function (...values) {
+      const size = computeSize.apply(this, values);
+      if (LiteGraph.vueNodesMode && !this.showAdvanced)
+        size[1] -= ROW * this.widgets.filter((w) => w.options.advanced && !w.hidden).length;
+      return size;
+    };
     const resize = (rows) => {
       if (rows === 0) return;
       const [width, height] = node.size;
