@@ -771,5 +771,5 @@ def test_tune_shows_what_it_found(fresh_editor, picture):
     assert re.search(r"Trials: \d+ evaluations of the model", text)
     editor.page.evaluate(TWO_FRAMES)
     editor.look_at(tune["pos"][0] - 20, tune["pos"][1] - 60)
-    picture(editor, "ToMeTune", (100, 110, 480, 870))
+    picture(editor, "ToMeTune", (100, 110, 620, 870))
     assert editor.warnings() == editor.errors == []

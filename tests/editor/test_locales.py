@@ -14,7 +14,7 @@ CHOICES = {
     for node in CAPTIONS
     for option in node.options
 }
-NODES = ["ToMePatchModel", "ToMeRemovePatch", "ToMeReport"]
+NODES = ["ToMePatchModel", "ToMeRemovePatch", "ToMeReport", "ToMeTune"]
 LANGUAGES = ["de", "es", "fr", "ja", "ko", "ru", "zh"]
 
 
