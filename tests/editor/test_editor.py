@@ -352,7 +352,7 @@ def test_file_of_a_version_that_showed_all_inputs_keeps_its_values_in_a_smaller_
     (node,) = patches(editor)
     opened = box(editor, node)
     assert opened["size"][0] == 300
-    assert opened["size"][1] < opened["least"][1] + 2 * ROW
+    assert opened["size"][1] < 300
     editor.page.evaluate(CHOOSE, "custom")
     assert patch_inputs(editor)["sx"] == 3
 
@@ -659,24 +659,27 @@ WIDEN = """([type, width]) => {
 }"""
 
 
-def test_report_is_born_with_room_and_shows_all_of_its_text_and_picture(fresh_editor):
-    """At its own size, at one that is too small, and made wide."""
-    editor = fresh_editor
+@pytest.mark.parametrize("name", ["ToMe Report", "ToMe Tune"])
+def test_node_with_a_picture_is_born_with_room_for_it(editor, name):
     editor.clear()
-    editor.search(REPORT_TYPE).filter(has_text="ToMe Report").first.click()
-    editor.place(0, 0)
-    born = editor.page.evaluate(SIZE, REPORT_TYPE)
-    assert born[0] >= 500 and born[1] >= 700
-    for width, height, wide in ((*born, None), (210, 150, None), (*born, 900)):
-        graph = small_graph("tome_compare", side=256)
-        (report,) = (node for node in graph["nodes"] if node["type"] == REPORT_TYPE)
-        report["size"] = [width, height]
-        editor.open("compare.json", json.dumps(graph))
-        editor.look_at(report["pos"][0] - 20, report["pos"][1] - 60, scale=0.5)
-        editor.run()
-        editor.page.wait_for_function(REPORT_IS_SHOWN)
-        if wide is not None:
-            editor.page.evaluate(WIDEN, [REPORT_TYPE, wide])
+    editor.search(name).filter(has_text=name).first.click()
+    editor.place(*ROOM)
+    width, height = editor.page.evaluate(SIZE, name.replace(" ", ""))
+    assert width >= 500 and height >= 700
+
+
+def test_all_of_a_report_is_shown_in_a_node_of_any_size(fresh_editor):
+    editor = fresh_editor
+    graph = graph_with_report(128)
+    (report,) = (node for node in graph["nodes"] if node["type"] == REPORT_TYPE)
+    report["size"] = [210, 150]
+    editor.open("report.json", json.dumps(graph))
+    editor.look_at(report["pos"][0] - 20, report["pos"][1] - 60, scale=0.5)
+    editor.run()
+    editor.page.wait_for_function(REPORT_IS_SHOWN)
+    for width in (None, 560, 900):
+        if width is not None:
+            editor.page.evaluate(WIDEN, [REPORT_TYPE, width])
         for _ in range(3):
             editor.page.evaluate(TWO_FRAMES)
         outside = editor.page.evaluate(OUTSIDE, REPORT_TYPE)

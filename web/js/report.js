@@ -1,9 +1,11 @@
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 
-const NODES = ["ToMeReport", "ToMeTune"];
-const BORN = { width: 560, height: 720 };
+// The nodes, and how much room each is born with for its text and picture.
+const ROOM = { ToMeReport: 720, ToMeTune: 600 };
+const WIDTH = 560;
 const MARGIN = 10;
+const HOSTS_PICTURE = "$$canvas-image-preview";
 
 // The elements of a report's lines; the first says what came out.
 function linesOf(text) {
@@ -40,7 +42,7 @@ app.registerExtension({
   name: "ToMeNodes.Report",
 
   nodeCreated(node) {
-    if (!NODES.includes(node.comfyClass)) return;
+    if (!(node.comfyClass in ROOM)) return;
     const element = document.createElement("div");
     Object.assign(element.style, {
       display: "flex",
@@ -73,23 +75,32 @@ app.registerExtension({
       return [0, height];
     };
 
+    const show = (...parts) => {
+      element.replaceChildren(...parts);
+      measuredAt = undefined;
+      if (!LiteGraph.vueNodesMode) node.expandToFitContent();
+      node.setDirtyCanvas(true, true);
+    };
+
     const before = node.onExecuted;
     node.onExecuted = async function (output) {
       before?.call(this, output);
       // From now on, this shows the picture instead of the host.
       node.hideOutputImages = true;
       node.onDrawBackground = () => {};
-      const picture = await loaded(output.images[0]);
+      const hosts = node.widgets.findIndex(({ name }) => name === HOSTS_PICTURE);
+      if (hosts >= 0) node.widgets.splice(hosts, 1);
+
       const text = document.createElement("div");
       text.append(...linesOf(output.text[0]));
-      element.replaceChildren(text, picture);
+      show(text);
+      const picture = await loaded(output.images[0]);
+      // The host's menu of a node saves and copies these.
       node.imgs = [picture];
-      measuredAt = undefined;
-      if (!LiteGraph.vueNodesMode) node.expandToFitContent();
-      node.setDirtyCanvas(true, true);
+      show(text, picture);
     };
 
     const [width, least] = node.computeSize();
-    node.setSize([Math.max(width, BORN.width), least + BORN.height]);
+    node.setSize([Math.max(width, WIDTH), least + ROOM[node.comfyClass]]);
   },
 });
