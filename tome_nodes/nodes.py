@@ -160,6 +160,7 @@ class ToMeTune(io.ComfyNode):
             [io.Model, io.Image, io.String, io.String],
             {"seed": {"control_after_generate": False}},
             search_aliases=[*_ALIASES, "benchmark", "auto tune", "best settings"],
+            is_output_node=True,
             not_idempotent=True,
         )
 

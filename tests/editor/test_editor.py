@@ -767,7 +767,6 @@ def test_tune_shows_what_it_found(fresh_editor, picture):
     tune["widgets_values"][-1] = True
     editor.open("tune.json", json.dumps(graph))
     editor.run()
-    editor.page.wait_for_function(ALL_IMAGES_ARE_SHOWN)
     editor.page.wait_for_function(TUNE_IS_SHOWN)
     text = editor.page.evaluate(REPORT, TUNE_TYPE)
     assert re.match("Found: |Unpatched: ", text)
