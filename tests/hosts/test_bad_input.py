@@ -324,7 +324,7 @@ SETTINGS = st.sampled_from(
 def patch_inputs(draw):
     """The inputs of a patch node without the model, most of them right."""
     inputs = draw(one_in(5, some_of(ANY), SOUND_SETTINGS))
-    if draw(one_in(6, st.just(True), st.just(False))):
+    if draw(one_in(10, st.just(True), st.just(False))):
         inputs["settings"] = draw(SETTINGS)
     for _ in range(draw(one_in(5, st.sampled_from([1, 3]), st.just(0)))):
         inputs[draw(st.one_of(ANY_OPTION, NAMES))] = draw(JUNK | LINKS)
@@ -437,7 +437,7 @@ def graphs(draw):
 
 
 def without_the_pack(graph):
-    """The graph with the models that the nodes of the pack got; samples in place of reports."""
+    """The graph with the models that the nodes of the pack got; latents in place of reports."""
     classes = {caption.id for caption in (PATCH, TUNE, REMOVE)}
 
     def source(link):
@@ -449,6 +449,8 @@ def without_the_pack(graph):
     for name, each in graph.items():
         if each["class_type"] == REPORT.id:
             plain[name] = node("PreviewAny", source=each["inputs"]["samples"])
+        elif each["class_type"] == TUNE.id:
+            plain[name] = node("PreviewAny", source=each.get("inputs", {}).get("latent_image"))
         elif each["class_type"] not in classes:
             inputs = {
                 key: source(value) if key in ("model", "source") else value

@@ -262,9 +262,10 @@ def test_blocks_that_run_on_merged_tokens_have_both_ladders(sd15, models):
     assert ladders_for(models("sd3")) == [BALANCED]
 
 
-def test_nothing_to_sample_is_said(timed):
-    found = tuned(timed, Wish("speed", 1.2), denoise=0.0)
-    assert found.obstacle == "with denoise 0 there is nothing to sample"
+@pytest.mark.parametrize("denoise", [0.0, 1e-9])
+def test_nothing_to_sample_is_said(timed, denoise):
+    found = tuned(timed, Wish("speed", 1.2), denoise=denoise)
+    assert found.obstacle == f"with denoise {denoise:g} there is nothing to sample"
     assert timed[2] == []
 
 

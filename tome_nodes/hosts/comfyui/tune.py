@@ -24,6 +24,9 @@ from .trials import Sampling, Trials, ladders_for
 
 log = logging.getLogger("tome_nodes")
 
+# The host works out steps / denoise noise levels, which for less could be any number.
+_LEAST_DENOISE = 0.01
+
 _METHOD = 1
 """Rises with each change of what merging does or of how it is measured: older figures are void."""
 
@@ -72,10 +75,10 @@ def _tried(
     ladders: Sequence[Ladder],
     make_trials: Callable[..., Trials],
 ) -> Found:
+    if sampling.denoise < _LEAST_DENOISE:
+        return _unpatched(wish, f"with denoise {sampling.denoise:g} there is nothing to sample")
     progress = _Progress()
     trials = make_trials(model, sampling, progress.advance)
-    if trials.steps == 0:
-        return _unpatched(wish, f"with denoise {sampling.denoise:g} there is nothing to sample")
     key = _key(model, sampling, trials)
     before = kept.Kept() if measure_again else kept.read(key)
     if wish in before.wishes:
