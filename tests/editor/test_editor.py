@@ -756,6 +756,8 @@ def test_help_page_is_shown(editor):
 
 TUNE_IS_SHOWN = """() => app.rootGraph.nodes.find(node => node.type === 'ToMeTune')
     .widgets.find(widget => widget.name === 'report').element.querySelector('img')"""
+IS_SAVED = """() => app.nodeOutputs[
+    app.rootGraph.nodes.find(node => node.type === 'SaveImage').id]?.images"""
 
 
 def test_tune_shows_what_it_found(fresh_editor, picture):
@@ -768,6 +770,7 @@ def test_tune_shows_what_it_found(fresh_editor, picture):
     editor.open("tune.json", json.dumps(graph))
     editor.run()
     editor.page.wait_for_function(TUNE_IS_SHOWN)
+    editor.page.wait_for_function(IS_SAVED)
     text = editor.page.evaluate(REPORT, TUNE_TYPE)
     assert re.match("Found: |Unpatched: ", text)
     assert re.search(r"Trials: \d+ evaluations of the model", text)

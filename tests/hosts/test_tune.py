@@ -215,8 +215,8 @@ def test_the_log_and_the_report_of_a_run_end_with_what_was_measured(sd15, told):
     patched = attach(sd15, config, tuned=Measured(0.041, 0.25, 0.1))
     sample(patched, (16, 16))
     assert told()[-1].endswith(", window, 41 ms an evaluation, 0.25 s unpatched")
-    assert pages.in_words(last_run(patched))[-1] == (
-        "ToMe Tune: 41 ms an evaluation, 0.25 s unpatched, 6.10 times as fast"
+    assert "ToMe Tune: 41 ms an evaluation, 0.25 s unpatched, 6.10 times as fast" in pages.in_words(
+        last_run(patched)
     )
     sample(attach(sd15, config), (16, 16))
     assert told()[-1].endswith(", window")

@@ -57,7 +57,8 @@ def test_the_node_is_listed_as_users_find_it(info):
     assert node["category"] == "model/patch"
     assert node["output"] == ["MODEL", "IMAGE", "STRING", "STRING"]
     assert node["output_name"] == ["MODEL", "IMAGE", "text", "settings"]
-    assert {"token merging", "faster"} <= set(node["search_aliases"])
+    assert {"token merging", "benchmark"} <= set(node["search_aliases"])
+    assert node["output_node"]
     assert list(node["input"]["required"]) == ["model", "positive", "negative", "latent_image"]
     optional, host = node["input"]["optional"], info["KSampler"]["input"]["required"]
     for name in ("sampler_name", "scheduler"):
