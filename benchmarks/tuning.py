@@ -77,7 +77,7 @@ def main() -> int:
         f"summary: wish={arguments.wish:g} found={found['speed']:.2f} again={middle:.2f} "
         f"settings={json.dumps(found['settings'])} at_256={json.dumps(nothing['settings'])}"
     )
-    return 0 if most >= arguments.wish and nothing["settings"] == {"ratio": 0.0} else 1
+    return 0 if most >= arguments.wish and nothing["settings"]["ratio"] == 0 else 1
 
 
 def _arguments() -> argparse.Namespace:

@@ -185,11 +185,12 @@ class ToMeTune(io.ComfyNode):
         sampling = Sampling(positive, negative, latent_image, **run)
         found = tune(model, sampling, wish, options["measure_again"])
         settings = found.choice.settings
+        config = faults.config_of(**settings)
         node = graph.running_node()
         try:
             tuned = attachment.attach(
                 model,
-                faults.config_of(**settings),
+                config,
                 wants_details=_wants_details(node),
                 tuned=found.measured,
             )

@@ -282,6 +282,49 @@ def test_a_trial_that_fails_leaves_the_others(timed, told):
     found = tuned(timed, Wish("speed", 1.35))
     assert found.choice == Choice(Candidate("balanced", 0.75), True)
     assert "[ToMe] fast, ratio 0.50: ValueError: no room" in told()
+    # It need not come again.
+    timed[2].clear()
+    assert tuned(timed, Wish("speed", 1.35)).choice == found.choice
+    assert timed[2]
+
+
+def test_an_answer_that_is_not_finite_is_a_failure(timed):
+    model, _, _ = timed
+
+    def spoil(executor, *args, **kwargs):
+        run = args[5].get(KEY)
+        return executor(*args, **kwargs) * (1 if run is None else float("nan"))
+
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "spoil", spoil)
+    found = tuned(timed, Wish("speed", 1.35))
+    assert found.choice == Choice(None, False)
+    assert all(measured.has_failed for measured in found.figures.values())
+    assert pages.tuning_page(found).text.startswith("Unpatched: ")
+
+
+def test_what_is_done_once_in_a_run_counts_for_neither(timed):
+    """As a ControlNet encodes its picture."""
+    model, clock, _ = timed
+
+    def prepare(executor, *args, **kwargs):
+        clock.is_prepared = False
+        return executor(*args, **kwargs)
+
+    def spend(executor, *args, **kwargs):
+        clock.time += 0.0 if clock.is_prepared else 7.0
+        clock.is_prepared = True
+        return executor(*args, **kwargs)
+
+    model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "prepare", prepare)
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "prepare", spend)
+    measured = Trials(model, sampling(), clock=clock).measure(Candidate("balanced", 0.6))
+    assert (measured.unpatched, measured.speed) == pytest.approx((1.0, 1.25))
+
+
+def test_tensors_among_the_options_of_other_nodes(timed):
+    model, _, _ = timed
+    model.model_options["transformer_options"]["audio"] = torch.zeros(2, 3)
+    assert tuned(timed, Wish("speed", 1.2)).choice.candidate is not None
 
 
 def test_an_interrupt_ends_the_trials_and_leaves_nothing(timed, user_folder):
@@ -323,6 +366,8 @@ def test_another_wish_goes_on_from_what_is_kept(timed):
     "other",
     [
         *({"size": (32, 40)}, {"steps": 12}, {"cfg": 3.0}, {"measure_again": True}),
+        {"denoise": 0.6},
+        {"positive": [[torch.zeros(1, 30, 32), {"pooled_output": torch.zeros(1, 32)}]]},
         {"latent_image": {"samples": torch.zeros(2, 16, 32, 32)}},
     ],
     ids=lambda other: next(iter(other)),
@@ -413,6 +458,8 @@ def broken(**change):
         broken(preset="__import__('os')"),
         broken(preset=["fast"]),
         broken(seconds=0),
+        broken(seconds=10**400),
+        broken(ratio=5.0),
         broken(seconds=float("nan")),
         broken(change="0.1"),
         broken(change=True),

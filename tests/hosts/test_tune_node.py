@@ -71,7 +71,7 @@ def test_a_wish_for_nothing_gives_the_unpatched_picture_and_says_why(server, wis
     entry = server.run(with_tune(SHOW, side=256, seed=31, **wish))
     text, settings = shown(entry)
     assert text.startswith("Unpatched: ") and text.endswith("what the model has without merging.")
-    assert settings == {"ratio": 0.0}
+    assert settings == {"preset": "balanced", "ratio": 0.0}
     plain = txt2img(seed=31)
     plain["latent"]["inputs"] |= {"width": 256, "height": 256}
     assert picture(server, entry) == picture(server, server.run(plain))

@@ -22,7 +22,7 @@ LAYERS = {
     "strategies": {"config", "ops", "core"},
     "tuning": {"config", "core"},
     "report": {"options", "config", "core", "strategies", "tuning"},
-    "hosts": {"config", "presets", "ops", "core", "strategies", "report", "tuning"},
+    "hosts": {"options", "config", "presets", "ops", "core", "strategies", "report", "tuning"},
     "patch": {"options", "config", "presets", "hosts"},
     "faults": {"options", "config", "presets", "captions", "hosts"},
     "nodes": {"options", "presets", "captions", "faults", "hosts", "report", "tuning"},

@@ -164,6 +164,25 @@ def test_a_search_that_is_cut_off_takes_the_best_it_has_and_goes_on_from_there()
     assert more and more[0] not in tried
 
 
+def test_where_one_ladder_costs_too_much_the_other_is_tried():
+    tried = []
+
+    def trial(candidate):
+        tried.append(candidate)
+        return None if candidate.preset == "fast" else VIDEO[candidate]
+
+    known = find(Wish("speed", 1.5), {}, LADDERS, trial)
+    assert [each.preset for each in tried].count("fast") == 1
+    assert choose(Wish("speed", 1.5), known) == Choice(Candidate("balanced", 0.6), True)
+
+
+def test_the_settings_of_the_unpatched_model_merge_nothing_whatever_else_is_given():
+    settings = Choice(None, False).settings
+    assert ToMeConfig(
+        **settings_of(settings["preset"], {"ratio": settings["ratio"]})
+    ).merges_nothing
+
+
 def test_a_high_speed_is_looked_for_where_it_can_be_had():
     assert tuned(Wish("speed", 1.5), PICTURE)[1][0].preset == "fast"
     assert tuned(Wish("speed", 1.1), PICTURE)[1][0].preset == "balanced"

@@ -58,12 +58,14 @@ class Measured:
         change: the root mean square of what they change in the denoised latent, over all steps, in
             standard deviations of the unpatched latent at the end.
         obstacle: why nothing merged, None if something did.
+        has_failed: whether that is an error, which need not come again.
     """
 
     seconds: float
     unpatched: float
     change: float
     obstacle: str | None = None
+    has_failed: bool = False
 
     @property
     def speed(self) -> float:
@@ -140,7 +142,7 @@ class Choice:
     @property
     def settings(self) -> dict[str, Any]:
         """The options to set, by name."""
-        return {"ratio": 0.0} if self.candidate is None else self.candidate.settings
+        return (self.candidate or Candidate(BALANCED[0].preset, 0.0)).settings
 
 
 def choose(wish: Wish, figures: Figures) -> Choice:
@@ -218,9 +220,12 @@ def find(
         What is known then.
     """
     known = dict(figures)
-    while (candidate := next_candidate(wish, known, ladders)) is not None:
+    open_ladders = list(ladders)
+    while (candidate := next_candidate(wish, known, open_ladders)) is not None:
         measured = trial(candidate)
-        if measured is None:
-            break
-        known[candidate] = measured
+        if measured is not None:
+            known[candidate] = measured
+        else:
+            # Another may cost less.
+            open_ladders = [ladder for ladder in open_ladders if candidate not in ladder]
     return known

@@ -70,6 +70,7 @@ app.registerExtension({
     after("onConnectionsChange", () => resize(show()));
     after("onConfigure", ({ size }) => {
       show();
+      if (!size) return;
       node.setSize([...size]);
       // A file may be of a version that only greyed out what it now hides.
       const hidden = others.filter((widget) => widget.hidden).length;

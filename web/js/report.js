@@ -94,7 +94,9 @@ app.registerExtension({
       const text = document.createElement("div");
       text.append(...linesOf(output.text[0]));
       show(text);
-      const picture = await loaded(output.images[0]);
+      // The host deletes its temporary pictures when it starts.
+      const picture = await loaded(output.images[0]).catch(() => null);
+      if (!picture) return;
       // The host's menu of a node saves and copies these.
       node.imgs = [picture];
       show(text, picture);

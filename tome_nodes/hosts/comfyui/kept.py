@@ -13,6 +13,7 @@ from typing import Any
 
 import folder_paths
 
+from ...options import OPTIONS
 from ...presets import PRESETS
 from ...tuning.search import Candidate, Figures, Measured, Wish
 
@@ -68,7 +69,7 @@ def write(key: Mapping[str, Any], kept: Kept) -> None:
     draft = path.with_suffix(".draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(text, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError as error:
         log.warning("[ToMe] what was measured is not kept: %s", error)
@@ -89,7 +90,14 @@ def _load() -> dict[str, Kept] | None:
         if found["format"] != _FORMAT:
             raise ValueError(f"its format is {found['format']!r}")
         return {_line(entry["of"]): _from_json(entry) for entry in found["measured"]}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         log.warning(
             "[ToMe] %s is not a file of ToMe Tune, so nothing is kept in it until it is deleted: "
             "%s: %s",
@@ -110,17 +118,23 @@ def _as_json(kept: Kept) -> dict[str, Any]:
     return {
         "date": kept.date,
         "figures": [
-            {**asdict(each), **asdict(measured)} for each, measured in kept.figures.items()
+            {**each.settings, **_facts(measured)} for each, measured in kept.figures.items()
         ],
         "wishes": [asdict(wish) for wish in kept.wishes],
     }
+
+
+def _facts(measured: Measured) -> dict[str, Any]:
+    facts = asdict(measured)
+    del facts["has_failed"]
+    return facts
 
 
 def _from_json(entry: Mapping[str, Any]) -> Kept:
     return Kept(
         _text(entry["date"]),
         {
-            Candidate(_preset(each["preset"]), _number(each["ratio"])): Measured(
+            Candidate(_preset(each["preset"]), _ratio(each["ratio"])): Measured(
                 _positive(each["seconds"]),
                 _positive(each["unpatched"]),
                 _number(each["change"]),
@@ -142,6 +156,11 @@ def _preset(value: Any) -> str:
     if value not in PRESETS:
         raise ValueError(f"there is no preset {value!r}")
     return str(value)
+
+
+def _ratio(value: Any) -> float:
+    OPTIONS["ratio"].check(value)
+    return float(value)
 
 
 def _number(value: Any) -> float:

@@ -7,6 +7,7 @@ does it, through all that other nodes put around it.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from statistics import mean, median_low
 from typing import Any
 
@@ -33,6 +34,9 @@ HOST_NAMES: Mapping[str, list[str]] = {
     "scheduler": KSampler.SCHEDULERS,
 }
 """The names that the host has for samplers and schedulers; other nodes add to them."""
+
+_UNPATCHED_AGAIN = 2
+"""Unpatched evaluations after each trial, of which the last counts."""
 
 _LEAST_BUDGET = 8
 """Evaluations that are allowed even where two runs have fewer."""
@@ -77,6 +81,7 @@ class Trials:
         steps: of the run; 0 if there is nothing to sample.
         shape: that of the latent, with all its samples.
         evaluations: how often the model was evaluated.
+        from_noise: whether the run begins with noise alone.
         budget: how often it may be: as often as two runs of a sampler that evaluates it once a
             step do.
     """
@@ -110,13 +115,14 @@ class Trials:
         self.budget = max(2 * self.steps, _LEAST_BUDGET)
         self._way: dict[int, tuple[Tensor, Answer]] = {}
         self._unpatched: list[float] = []
+        self.from_noise = True
         if self.steps:
             sampling_of_model = self._model.get_model_object("model_sampling")
-            self._from_noise = attachment.is_empty(self._latent) or is_noise_alone(
+            self.from_noise = attachment.is_empty(self._latent) or is_noise_alone(
                 float(self._sigmas[0]), float(sampling_of_model.sigma_max)
             )
             config = ToMeConfig(**settings_of(FAST[0].preset, {}))
-            self._places = places(config, self.steps, self._from_noise)
+            self._places = places(config, self.steps, self.from_noise)
 
     @torch.no_grad()
     def measure(self, candidate: Candidate) -> Measured | None:
@@ -128,10 +134,9 @@ class Trials:
         config = ToMeConfig(**settings_of(candidate.preset, {"ratio": candidate.ratio}))
         if not self._way:
             self._walk()
-            self._unpatched.append(self._time_unpatched())
-        full = full_steps(config, self.steps, self._from_noise)
+        full = full_steps(config, self.steps, self.from_noise)
         needed = sum(1 + (place.before in full) for place in self._places)
-        if self.evaluations + needed + 1 > self.budget:
+        if self.evaluations + needed + _UNPATCHED_AGAIN > self.budget:
             return None
         patched = attachment.attach(self._model, config, is_quiet=True)
         try:
@@ -141,17 +146,23 @@ class Trials:
         except Exception as error:
             # The sampler would fail in the same way: another preset may do better.
             log.warning("[ToMe] %s: %s: %s", candidate, type(error).__name__, error)
-            seconds = self._unpatched[-1]
-            return Measured(seconds, seconds, 0.0, f"it failed: {type(error).__name__}: {error}")
+            return self._failed(f"it failed: {type(error).__name__}: {error}")
         self._unpatched.append(self._time_unpatched())
         share = len(full) / self.steps if on_all else 0.0
         run = attachment.last_run(patched)
+        change = (share * self._square(on_all) + (1 - share) * self._square(merged)) ** 0.5
+        if not isfinite(change):
+            return self._failed("the model's answers are not finite")
         return Measured(
             share * _seconds(on_all) + (1 - share) * _seconds(merged),
             mean(self._unpatched[-2:]),
-            (share * self._square(on_all) + (1 - share) * self._square(merged)) ** 0.5,
+            change,
             "nothing was evaluated" if run is None else run.obstacle,
         )
+
+    def _failed(self, obstacle: str) -> Measured:
+        seconds = self._unpatched[-1]
+        return Measured(seconds, seconds, 0.0, obstacle, has_failed=True)
 
     def _walk(self) -> None:
         """Find the unpatched model's answers on the way of a run: Euler's, in a few large steps."""
@@ -167,16 +178,20 @@ class Trials:
                 x = x + (x - answer.denoised) / sigma * (next_sigma - sigma)
 
         self._evaluate(self._model, work)
+        # What is done once in a run, such as encoding the picture of a ControlNet, is in the first.
+        warm = [self._way[step][1].seconds for step in in_order[1:]]
+        self._unpatched.append(median_low(warm) if warm else self._time_unpatched())
 
     def _time_unpatched(self) -> float:
         step = self._places[len(self._places) // 2].step
         seconds: list[float] = []
 
         def work(evaluate: Evaluate, x: Tensor) -> None:
-            seconds.append(evaluate(self._way[step][0], step).seconds)
+            for _ in range(_UNPATCHED_AGAIN):
+                seconds.append(evaluate(self._way[step][0], step).seconds)
 
         self._evaluate(self._model, work)
-        return seconds[0]
+        return seconds[-1]
 
     def _answers(
         self, patched: ModelPatcher, full: Sequence[int]

@@ -6,6 +6,7 @@ from datetime import date
 from typing import Any
 
 import torch
+from comfy.ldm.modules import attention
 from comfy.model_management import (
     InterruptProcessingException,
     get_torch_device_name,
@@ -87,8 +88,10 @@ def _tried(
     figures = find(wish, before.figures, ladders, trials.measure)
     progress.end()
     if trials.evaluations:
-        today = date.today().isoformat()
-        kept.write(key, kept.Kept(today, figures, (*before.wishes, wish)))
+        facts = {each: found for each, found in figures.items() if not found.has_failed}
+        is_settled = len(facts) == len(figures) > 0
+        wishes = (*before.wishes, wish) if is_settled else before.wishes
+        kept.write(key, kept.Kept(date.today().isoformat(), facts, wishes))
     return Found(
         wish,
         choose(wish, figures),
@@ -140,7 +143,12 @@ def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, A
         "dtype": str(model.model.get_dtype_inference()),
         "latent": list(trials.shape),
         "steps": trials.steps,
+        "denoise": sampling.denoise,
+        "from noise": trials.from_noise,
+        "masked": sampling.latent_image.get("noise_mask") is not None,
         "guided": sampling.cfg != 1.0,
+        "prompts": [_shape_of(sampling.positive), _shape_of(sampling.negative)],
+        "attention": attention.optimized_attention.__name__,
         "patches": sorted(patches),
         "device": get_torch_device_name(model.load_device),
         "torch": torch.__version__,
@@ -153,4 +161,22 @@ def _names(patches: Mapping[str, Any]) -> Iterator[str]:
     """What other nodes have put somewhere, by kind and name."""
     for kind, found in patches.items():
         inner = found if isinstance(found, Mapping) else {"": found}
-        yield from (f"{kind} {name}".strip() for name, value in inner.items() if value)
+        yield from (f"{kind} {name}".strip() for name, value in inner.items() if _is_there(value))
+
+
+def _is_there(value: Any) -> bool:
+    # Tensors have no truth value.
+    return bool(value) if isinstance(value, list | tuple | Mapping) else value is not None
+
+
+def _shape_of(prompts: Any) -> list[Any]:
+    """What of some prompts decides how long they take: lengths, and what comes with them."""
+    return [
+        [
+            list(getattr(text, "shape", ())),
+            sorted(map(str, others)),
+            [list(each.shape) for each in others.get("reference_latents") or ()],
+            type(others.get("control")).__name__,
+        ]
+        for text, others in prompts
+    ]
