@@ -101,6 +101,16 @@ def _given(*names: str) -> Callable[[Any], Any]:
     return with_signature
 
 
+class _LinksChecked(io.ComfyNode):
+    """A node of which only the links are checked; its values the host checks well enough."""
+
+    @classmethod
+    @_given(queue.LINKS)
+    def validate_inputs(cls, **inputs: Any) -> bool | str:
+        """True if the links are valid, else an error message."""
+        return queue.verdict() or True
+
+
 class ToMePatchModel(io.ComfyNode):
     """Patch a model so that it merges tokens while it samples."""
 
@@ -149,7 +159,7 @@ class ToMePatchModel(io.ComfyNode):
         )
 
 
-class ToMeTune(io.ComfyNode):
+class ToMeTune(_LinksChecked):
     """Find the settings that fulfil a wish, and patch a model with them."""
 
     @classmethod
@@ -163,12 +173,6 @@ class ToMeTune(io.ComfyNode):
             is_output_node=True,
             not_idempotent=True,
         )
-
-    @classmethod
-    @_given(queue.LINKS)
-    def validate_inputs(cls, **inputs: Any) -> bool | str:
-        """True if the links are valid, else an error message."""
-        return queue.verdict() or True
 
     @classmethod
     def execute(
@@ -202,7 +206,7 @@ class ToMeTune(io.ComfyNode):
         return io.NodeOutput(tuned, drawn, page.text, json.dumps(settings), ui=on_node)
 
 
-class ToMeRemovePatch(io.ComfyNode):
+class ToMeRemovePatch(_LinksChecked):
     """Take token merging off a model."""
 
     @classmethod
@@ -210,18 +214,12 @@ class ToMeRemovePatch(io.ComfyNode):
         return _schema(REMOVE, [io.Model], [io.Model], search_aliases=_ALIASES)
 
     @classmethod
-    @_given(queue.LINKS)
-    def validate_inputs(cls, **inputs: Any) -> bool | str:
-        """True if the links are valid, else an error message."""
-        return queue.verdict() or True
-
-    @classmethod
     def execute(cls, model: Any, **others: Any) -> io.NodeOutput:
         faults.check(REMOVE, {"model": model, **others})
         return io.NodeOutput(attachment.detach(model))
 
 
-class ToMeReport(io.ComfyNode):
+class ToMeReport(_LinksChecked):
     """Show what token merging did in a sampling run."""
 
     @classmethod
@@ -234,12 +232,6 @@ class ToMeReport(io.ComfyNode):
             is_output_node=True,
             not_idempotent=True,
         )
-
-    @classmethod
-    @_given(queue.LINKS)
-    def validate_inputs(cls, **inputs: Any) -> bool | str:
-        """True if the links are valid, else an error message."""
-        return queue.verdict() or True
 
     @classmethod
     def execute(

@@ -78,7 +78,7 @@ class Trials:
     """Trials of settings on one model, for one sampling run.
 
     Attributes:
-        steps: of the run; 0 if there is nothing to sample.
+        steps: of the run, at least 1.
         shape: that of the latent, with all its samples.
         evaluations: how often the model was evaluated.
         from_noise: whether the run begins with noise alone.
@@ -109,20 +109,18 @@ class Trials:
         self._sigmas: Tensor = sampler.sigmas
         self._latent = _latent_for(self._model, sampling.latent_image)
         self._noise = _noise_for(self._latent, sampling)
-        self.steps = max(0, len(self._sigmas) - 1)
+        self.steps = len(self._sigmas) - 1
         self.shape = tuple(_parts(self._latent)[0].shape)
         self.evaluations = 0
         self.budget = max(2 * self.steps, _LEAST_BUDGET)
         self._way: dict[int, tuple[Tensor, Answer]] = {}
         self._unpatched: list[float] = []
-        self.from_noise = True
-        if self.steps:
-            sampling_of_model = self._model.get_model_object("model_sampling")
-            self.from_noise = attachment.is_empty(self._latent) or is_noise_alone(
-                float(self._sigmas[0]), float(sampling_of_model.sigma_max)
-            )
-            config = ToMeConfig(**settings_of(FAST[0].preset, {}))
-            self._places = places(config, self.steps, self.from_noise)
+        sampling_of_model = self._model.get_model_object("model_sampling")
+        self.from_noise = attachment.is_empty(self._latent) or is_noise_alone(
+            float(self._sigmas[0]), float(sampling_of_model.sigma_max)
+        )
+        config = ToMeConfig(**settings_of(FAST[0].preset, {}))
+        self._places = places(config, self.steps, self.from_noise)
 
     @torch.no_grad()
     def measure(self, candidate: Candidate) -> Measured | None:
