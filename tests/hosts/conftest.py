@@ -33,3 +33,14 @@ def models():
         return made[kind]
 
     return model
+
+
+@pytest.fixture
+def user_folder(tmp_path):
+    """A user folder of its own for each test."""
+    import folder_paths
+
+    before = folder_paths.get_user_directory()
+    folder_paths.set_user_directory(str(tmp_path))
+    yield tmp_path
+    folder_paths.set_user_directory(before)

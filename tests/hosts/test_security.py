@@ -30,16 +30,16 @@ RUN_ON_ITS_OWN = {"install.py", "prestartup_script.py", "requirements.txt", "uni
 
 LIBRARIES = {
     *("collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "inspect"),
-    *("datetime", "json", "logging", "math", "reprlib", "statistics", "struct", "sys"),
+    *("datetime", "itertools", "json", "logging", "math", "reprlib", "statistics", "struct", "sys"),
     *("threading", "time", "traceback", "types", "typing", "weakref"),
     *("numpy", "torch", "PIL", "triton", "diffusers", "server"),
     *("comfy", "comfy_api", "comfy_execution", "comfyui_version"),
 }
 """What may be imported. Of the standard library, nothing with files, processes or the network."""
 
-KEEPER = Path("tome_nodes/hosts/comfyui/kept.py")
+KEEPER = Path("tome_nodes/hosts/comfyui/user_file.py")
 """The module that writes a file, and what it needs for that."""
-FILES = {"folder_paths", "pathlib"}
+FILES = {"folder_paths", "pathlib", "uuid"}
 
 BUILTINS = {
     *("eval", "exec", "compile", "__import__", "open", "input", "breakpoint", "globals"),

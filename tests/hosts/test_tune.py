@@ -6,7 +6,6 @@ from functools import partial
 
 import comfy.model_management
 import comfy.sample
-import folder_paths
 import pytest
 import torch
 from comfy.nested_tensor import NestedTensor
@@ -59,13 +58,7 @@ class FakeClock:
         return end - start
 
 
-@pytest.fixture(autouse=True)
-def user_folder(tmp_path):
-    """A user folder of its own for each test."""
-    before = folder_paths.get_user_directory()
-    folder_paths.set_user_directory(str(tmp_path))
-    yield tmp_path
-    folder_paths.set_user_directory(before)
+pytestmark = pytest.mark.usefixtures("user_folder")
 
 
 def speed_of(config, is_full):
@@ -340,7 +333,7 @@ def test_an_interrupt_ends_the_trials_and_leaves_nothing(timed, user_folder):
     with pytest.raises(interrupted):
         tuned(timed, Wish("speed", 1.2))
     assert overridden(model) == []
-    assert not kept.file().exists()
+    assert not kept.FILE.path.exists()
     assert len(seen) == 9
 
 
@@ -469,29 +462,29 @@ def broken(**change):
     ids=lambda text: text[:60],
 )
 def test_a_file_that_is_not_ours_is_left_as_it_is(told, text):
-    path = kept.file()
+    path = kept.FILE.path
     path.parent.mkdir()
     path.write_text(text)
     assert kept.read({}) == kept.Kept()
     kept.write({}, kept.Kept("2026-11-23", FIGURES))
     assert path.read_text() == text
     assert [*path.parent.iterdir()] == [path]
-    assert all("is not a file of ToMe Tune" in line for line in told()) and len(told()) == 2
+    assert all("not as this version writes it" in line for line in told()) and len(told()) == 2
 
 
 def test_a_broken_file_does_not_keep_the_node_from_measuring(timed, told):
-    kept.file().parent.mkdir()
-    kept.file().write_text("{")
+    kept.FILE.path.parent.mkdir()
+    kept.FILE.path.write_text("{")
     found = tuned(timed, Wish("speed", 1.2))
     assert found.choice == Choice(Candidate("balanced", 0.6), True)
-    assert kept.file().read_text() == "{"
+    assert kept.FILE.path.read_text() == "{"
 
 
 def test_a_file_that_cannot_be_read_is_no_obstacle(told):
-    kept.file().mkdir(parents=True)
+    kept.FILE.path.mkdir(parents=True)
     assert kept.read({}) == kept.Kept()
     kept.write({}, kept.Kept("2026-11-23", FIGURES))
-    assert kept.file().is_dir()
+    assert kept.FILE.path.is_dir()
     assert all("cannot be read" in line for line in told()) and len(told()) == 2
 
 
@@ -503,9 +496,9 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(told, user_folder):
 
 
 def test_only_the_latest_measurements_are_kept(user_folder, monkeypatch):
-    monkeypatch.setattr(kept, "_MOST", 3)
+    monkeypatch.setattr(kept.FILE, "_most", 3)
     for number in range(5):
         kept.write({"number": number}, kept.Kept("2026-11-23"))
     kept.write({"number": 2}, kept.Kept("2026-11-24"))
-    text = json.loads(kept.file().read_text())
+    text = json.loads(kept.FILE.path.read_text())
     assert [entry["of"]["number"] for entry in text["measured"]] == [3, 4, 2]

@@ -36,7 +36,9 @@ def brute_force_keys(owners, x, heads):
 
 
 def test_plain_torch_has_every_operation_of_a_backend():
-    assert OPERATIONS == ["add_change", "attend", "merge", "merge_keys", "unmerge", "widen"]
+    assert [
+        *("add_change", "attend", "chosen", "merge", "merge_keys", "unmerge", "widen")
+    ] == OPERATIONS
     for name in OPERATIONS:
         parameters = inspect.signature(getattr(reference, name)).parameters
         assert {key: value.default for key, value in parameters.items()} == parameters_of(name)

@@ -21,7 +21,7 @@ LAYERS = {
     "core": {"config", "ops"},
     "strategies": {"config", "ops", "core"},
     "tuning": {"config", "core"},
-    "report": {"options", "config", "core", "strategies", "tuning"},
+    "report": {"options", "config", "ops", "core", "strategies", "tuning"},
     "hosts": {"options", "config", "presets", "ops", "core", "strategies", "report", "tuning"},
     "patch": {"options", "config", "presets", "hosts"},
     "faults": {"options", "config", "presets", "captions", "hosts"},
@@ -122,7 +122,7 @@ def test_kernels_import_only_what_earlier_tritons_have():
 STANDARD = {
     *("collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "inspect"),
     *("json", "logging", "math", "reprlib", "statistics", "struct", "sys", "threading", "time"),
-    *("datetime", "pathlib", "traceback", "types", "typing", "weakref"),
+    *("datetime", "itertools", "pathlib", "traceback", "types", "typing", "uuid", "weakref"),
 }
 
 

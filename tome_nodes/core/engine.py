@@ -1,14 +1,16 @@
 """What merging runs on: the strategy, with a backend that works on the model's device."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 
 from ..config import ToMeConfig
 from ..ops import Operations, operations, resolve
+from ..ops.choosing import Case, ChoosingOperations, Probed
 from .grid import Grid
+from .probe import Probe
 from .strategy import PlansOf, Strategy
 
 MakeStrategy = Callable[[ToMeConfig, Operations], Strategy]
@@ -28,6 +30,7 @@ class Engine:
             settings say.
         no_triton: why it does not use Triton, if it could be expected to.
         lacks: the error of the device if it cannot merge at all, else None.
+        choices: which ways of its operations were measured to be the fastest.
     """
 
     strategy: Strategy
@@ -37,6 +40,7 @@ class Engine:
     worth_from: int
     no_triton: str | None
     lacks: str | None
+    choices: Mapping[Case, Probed] = field(default_factory=dict)
 
     @property
     def backend(self) -> str:
@@ -59,6 +63,7 @@ def make_engine(
     dtype: torch.dtype,
     in_blocks: bool = False,
     at_calls: bool = False,
+    probe: Probe | None = None,
 ) -> Engine:
     """The engine for some settings and tokens of one device and dtype.
 
@@ -69,6 +74,7 @@ def make_engine(
         dtype: that of the tokens.
         in_blocks: whether whole blocks of the model may run on merged tokens.
         at_calls: whether its attention merges where it is called, as in transformers.
+        probe: measures which ways of an operation are the fastest; None for the defaults.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for a small plan.
@@ -86,7 +92,11 @@ def make_engine(
     if lacks is not None and backend == "triton":
         backend, no_triton = "torch", lacks
         lacks = missing_operation(grouping, make_strategy, backend, device, dtype)
-    strategy = make_strategy(config, operations(backend))
+    ops, choices = operations(backend), {}
+    if probe is not None and probe.is_for(device):
+        ops = ChoosingOperations(ops, probe.choose, may_use_torch=config.backend == "auto")
+        choices = ops.choices
+    strategy = make_strategy(config, ops)
     in_attention = _worth_from(strategy, device, False, at_calls)
     worth_from = _worth_from(strategy, device, True, at_calls) if in_blocks else in_attention
     return Engine(
@@ -97,6 +107,7 @@ def make_engine(
         worth_from,
         no_triton,
         lacks,
+        choices,
     )
 
 

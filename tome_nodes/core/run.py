@@ -21,6 +21,7 @@ from .memory import NO_MEMORY
 from .observer import Evaluated, Observer, Outcome
 from .picks import step_key
 from .plan import in_own_memory
+from .probe import Probe
 from .refresh import Detail, Details
 from .schedule import Moment, ratio_at
 from .site import Evaluation, Family, ModelSites, SharedPlans
@@ -48,10 +49,12 @@ class Run:
         model: nn.Module,
         make_strategy: MakeStrategy,
         observers: Sequence[Observer] = (),
+        probe: Probe | None = None,
     ):
         self.sites = ModelSites(config, family, model, observers)
         self.engine: Engine | None = None
         self._make_strategy = make_strategy
+        self._probe = probe
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
         self._kept: dict[Hashable, SharedPlans] = {}
         self._period = 0
@@ -191,7 +194,13 @@ class Run:
             config, family = self.sites.config, self.sites.family
             in_blocks = config.scope != "module" and family.merges_blocks
             engine = make_engine(
-                config, self._make_strategy, device, dtype, in_blocks, family.merges_at_calls
+                config,
+                self._make_strategy,
+                device,
+                dtype,
+                in_blocks,
+                family.merges_at_calls,
+                self._probe,
             )
             for observer in self.sites.observers:
                 engine = replace(engine, plans_of=observer.watched(engine.plans_of))

@@ -1,6 +1,6 @@
 """The backends of a plan's operations: plain torch, or Triton kernels where available."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -25,6 +25,15 @@ class Operations(Protocol):
 
     NAME: str
     """``torch`` or ``triton``."""
+
+    def chosen(
+        self,
+        x: Tensor,
+        case: tuple[Hashable, ...],
+        default: str,
+        ways: Callable[[], Mapping[str, Callable[[], object]]],
+    ) -> str:
+        """See :func:`tome_nodes.ops.reference.chosen`."""
 
     def merge(
         self,

@@ -4,7 +4,7 @@ A plan's arrays number tokens and slots over the whole batch: those of sample ``
 ``b * tokens`` and ``b * slots``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,23 @@ FURTHER = 8
 
 # Devices whose embedding_bag sums each slot in a fixed order, without atomics.
 _BAG_DEVICES = frozenset({"cpu", "cuda", "xpu"})
+
+
+def chosen(
+    x: Tensor,
+    case: tuple[Hashable, ...],
+    default: str,
+    ways: Callable[[], Mapping[str, Callable[[], object]]],
+) -> str:
+    """The name of the way to take where there are several; the default, since nothing is measured.
+
+    Args:
+        x: a tensor of the device and dtype.
+        case: what is done, and after that all that its time depends on.
+        default: the name of one of the ways.
+        ways: makes the ways, by name; to call one is to do it once.
+    """
+    return default
 
 
 def merge(

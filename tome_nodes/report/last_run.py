@@ -1,8 +1,10 @@
 """The record of a patched model's last sampling run."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ..config import ToMeConfig
+from ..ops.choosing import Case, Probed
 from ..tuning.search import Measured
 from .counts import Counts
 from .recorder import Recording
@@ -24,6 +26,7 @@ class LastRun:
             is.
         recording: the details, None if no report was connected when the run began.
         tuned: what ToMe Tune measured with the settings, None if it did not choose them.
+        choices: which ways of an operation were measured to be the fastest.
     """
 
     model: str
@@ -35,3 +38,4 @@ class LastRun:
     shallowest: int
     recording: Recording | None
     tuned: Measured | None = None
+    choices: Mapping[Case, Probed] = field(default_factory=dict)

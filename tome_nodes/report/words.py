@@ -1,7 +1,10 @@
 """A run in words: the log line, the live line, and the first lines of a report."""
 
+from collections.abc import Mapping
+
 from ..config import ToMeConfig
 from ..core.observer import Evaluated
+from ..ops.choosing import Case, Probed
 from ..strategies import strategy_class
 from ..tuning.search import Measured
 from .counts import Counts
@@ -24,6 +27,37 @@ def log_line(
     steps = [f"{counts.merged_steps}/{counts.total_steps} steps"] if counts.total_steps else []
     told = [*settings(config, counts.frames), *backend, *deviations(counts)]
     return ", ".join([merged, *steps, *told, *([] if tuned is None else [times(tuned)])])
+
+
+def fastest(choices: Mapping[Case, Probed], only_changed: bool = False) -> list[str]:
+    """What was measured to be the fastest, for example ``weights by mask (1.2 ms, kernel 1.5 ms)``.
+
+    Of each operation, the case that takes longest.
+
+    Args:
+        choices: see :class:`tome_nodes.core.engine.Engine`.
+        only_changed: whether to leave out where the default was the fastest.
+    """
+    longest: dict[str, Probed] = {}
+    for (operation, *_), choice in choices.items():
+        known = longest.get(str(operation), choice)
+        if len(choice.seconds) > 1 and _longest(choice) >= _longest(known):
+            longest[str(operation)] = choice
+    return [
+        f"{operation} by {choice.way} ({_ways(choice)})"
+        for operation, choice in longest.items()
+        if choice.way != choice.default or not only_changed
+    ]
+
+
+def _longest(choice: Probed) -> float:
+    return max(choice.seconds.values(), default=0.0)
+
+
+def _ways(choice: Probed) -> str:
+    others = {name: time for name, time in choice.seconds.items() if name != choice.way}
+    told = [f"{name} {seconds(time)}" for name, time in others.items()]
+    return ", ".join([seconds(choice.seconds[choice.way]), *told])
 
 
 def times(tuned: Measured) -> str:

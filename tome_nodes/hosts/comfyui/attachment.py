@@ -34,6 +34,7 @@ from ...report.recorder import Recorder
 from ...strategies import make_strategy
 from ...tuning.search import Measured
 from . import contract, graph
+from .choices import probe
 from .families import family_of
 from .family import ComfyFamily, Inputs, uncompiled
 from .inside import can_run_inside, inside
@@ -397,6 +398,7 @@ class _SamplingRun:
                 diffusion_model,
                 attachment.make_strategy,
                 following.observers,
+                probe(),
             )
         return self._runs[diffusion_model]
 
@@ -424,7 +426,9 @@ class _SamplingRun:
         counts = self._following.counts
         if counts.merged_anything:
             engine = self._first_run.engine
-            backend = [] if engine is None else engine.in_words()
+            backend: list[str] = []
+            if engine is not None:
+                backend = [*engine.in_words(), *words.fastest(engine.choices, only_changed=True)]
             tuned = self._attachment.tuned
             log.info("[ToMe] %s", words.log_line(counts, self._config, backend, tuned))
         else:
@@ -446,6 +450,7 @@ class _SamplingRun:
             self._first_run.sites.shallowest,
             None if recorder is None else recorder.finish(),
             self._attachment.tuned,
+            {} if engine is None else dict(engine.choices),
         )
 
     @property

@@ -3,13 +3,13 @@
 If key j stands for n_j equal keys, softmax over all of them is softmax over the merged keys with
 log n_j added to the logits. There are three ways to add them: a mask, further channels of queries
 and keys, and a kernel of our own in place of the function. Which one is fastest depends on the
-function and on the GPU.
+function and on the GPU. One is the default; a probe may find that another is faster.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ _KNOWN_ARGUMENTS = frozenset(
 """Those of an attention function that mean the same, or nothing, to our kernel."""
 
 
-class Way(Enum):
+class Way(str, Enum):
     """How an attention function is told the sizes."""
 
     MASK = "mask"
@@ -119,6 +119,18 @@ def way_of(
     return Way.CHANNELS if may_widen else None
 
 
+def ways_of(
+    function: str, head_channels: int, able: Abilities, may_widen: bool, may_replace: bool
+) -> list[Way]:
+    """All ways to weigh keys, for the arguments of :func:`way_of`."""
+    possible = {
+        Way.MASK: function in _TAKE_MASK,
+        Way.CHANNELS: may_widen,
+        Way.KERNEL: may_replace and able.kernel and head_channels <= _FLASH_HEADS[-1],
+    }
+    return [way for way, is_possible in possible.items() if is_possible]
+
+
 def abilities(q: Tensor, ops: Operations) -> Abilities:
     """What runs fast where queries are, in their dtype."""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
@@ -172,16 +184,27 @@ def weighed(
     may_widen = bias is None and _same_heads(q, k, by_head) and not (by_head and name in _TAKE_MASK)
     is_plain = k.shape == v.shape and q.dtype == k.dtype == v.dtype
     may_replace = is_plain and bias is None and kwargs.keys() <= _KNOWN_ARGUMENTS
-    way = way_of(name, head_channels, abilities(q, ops), may_widen, may_replace)
-    if way is None:
+    able = abilities(q, ops)
+    default = way_of(name, head_channels, able, may_widen, may_replace)
+    if default is None:
         note(f"{name} takes no weights")
         return func(q, k, v, heads, mask=bias, **kwargs)
     note(None)
-    if way is Way.CHANNELS:
-        return _in_channels(func, log_sizes, ops, q, k, v, heads, **kwargs)
-    if way is Way.KERNEL:
-        return _in_kernel(log_sizes, ops, q, k, v, head_channels, **kwargs)
-    return func(q, k, v, heads, mask=log_sizes[:, None, None] if mask is None else mask, **kwargs)
+
+    def attend(way: str) -> Tensor:
+        if way == Way.CHANNELS:
+            return _in_channels(func, log_sizes, ops, q, k, v, heads, **kwargs)
+        if way == Way.KERNEL:
+            return _in_kernel(log_sizes, ops, q, k, v, head_channels, **kwargs)
+        own = log_sizes[:, None, None] if mask is None else mask
+        return func(q, k, v, heads, mask=own, **kwargs)
+
+    def ways() -> Mapping[str, Callable[[], Tensor]]:
+        possible = ways_of(name, head_channels, able, may_widen, may_replace)
+        return {way.value: partial(attend, way.value) for way in possible}
+
+    case = "weights", name, *q.shape, *k.shape, heads, by_head, bias is not None
+    return attend(ops.chosen(q, case, default.value, ways))
 
 
 def _in_channels(

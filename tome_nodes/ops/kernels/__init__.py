@@ -14,7 +14,7 @@ Importing this needs Triton; :func:`tome_nodes.ops.resolve` says whether it is a
 import torch
 import triton
 
-from ..reference import unmerge
+from ..reference import chosen, unmerge
 from .adding import add_change
 from .attending import attend
 from .key_merging import merge_keys
@@ -26,9 +26,11 @@ from .widening import widen
 __all__ = [
     "DTYPES",
     "NAME",
+    "VERSION",
     "KernelFailed",
     "add_change",
     "attend",
+    "chosen",
     "match_windows",
     "merge",
     "merge_keys",
@@ -38,6 +40,9 @@ __all__ = [
 ]
 
 NAME = "triton"
+
+VERSION = triton.__version__
+"""Triton's."""
 
 
 def runs_on(device: torch.device) -> bool:

@@ -1,0 +1,211 @@
+"""Ways to weigh keys, tried on a real model, and what is kept of it.
+
+There is no GPU here, so a CPU is probed, by a clock that these tests set.
+"""
+
+import json
+
+import pytest
+import torch
+from common import relative_error
+from host import merging, sample
+
+from tome_nodes.core.probe import Probe
+from tome_nodes.hosts.comfyui import attachment, choices, weighing
+from tome_nodes.hosts.comfyui.attachment import attach, last_run
+from tome_nodes.hosts.comfyui.choices import FILE, KeptChoices
+from tome_nodes.hosts.comfyui.weighing import Abilities, Way, way_of, ways_of
+from tome_nodes.ops.choosing import Probed
+from tome_nodes.report.pages import in_words
+
+pytestmark = pytest.mark.usefixtures("user_folder")
+
+CPU = torch.device("cpu")
+CASE = ("weights", "attention_pytorch", 4096, "float16")
+
+
+class FakeClock:
+    """Time passes only where keys are weighed, by what a test says for each way."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.time = 0.0
+        self.calls = 0
+
+    def now(self):
+        return self.time
+
+    def wait(self):
+        pass
+
+    def between(self, start, end):
+        return end - start
+
+
+class OnAnyDevice(Probe):
+    def is_for(self, device):
+        return True
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """Sample with a probe that finds these times; the picture, the run, and calls of the clock."""
+
+    def run(model, seconds, **settings):
+        clock = FakeClock(seconds)
+        taken = []
+        widened = weighing._in_channels
+
+        def in_channels(*arguments, **kwargs):
+            clock.time += clock.seconds["channels"] - clock.seconds["mask"]
+            taken.append("channels")
+            return widened(*arguments, **kwargs)
+
+        def between(start, end):
+            clock.calls += 1
+            return end - start + clock.seconds["mask"]
+
+        clock.between = between
+        probe = OnAnyDevice(KeptChoices(), lambda device: clock)
+        with monkeypatch.context() as patch:
+            patch.setattr(attachment, "probe", lambda: probe)
+            patch.setattr(weighing, "_in_channels", in_channels)
+            patched = attach(model, merging(**settings))
+            picture = sample(patched)
+        return picture, last_run(patched), clock.calls, taken
+
+    return run
+
+
+CHANNELS = {"mask": 2e-3, "channels": 1e-3}
+MASK = {"mask": 1e-3, "channels": 2e-3}
+
+
+def test_the_fastest_way_is_taken_and_said_and_kept(sd15, probed, caplog):
+    expected = sample(attach(sd15, merging()))
+    caplog.set_level("INFO", "tome_nodes")
+    picture, run, calls, taken = probed(sd15, CHANNELS)
+    assert relative_error(picture, expected) < 1e-3
+    assert calls and len(taken) > calls // 2
+    weights = "weights by channels (1 ms, mask 2 ms)"
+    assert f"Fastest here: {weights}" in in_words(run)
+    (line,) = [each.getMessage() for each in caplog.records if "merged" in each.getMessage()]
+    assert line.endswith(f", {weights}")
+    entries = json.loads(FILE.path.read_text())["measured"]
+    assert [entry["way"] for entry in entries] == ["channels"]
+    assert entries[0]["seconds"] == pytest.approx(CHANNELS)
+    # In another process with this file, even if the times were others by now.
+    again, run, calls, taken = probed(sd15, MASK)
+    assert (calls, torch.equal(again, picture)) == (0, True)
+    assert taken
+    assert f"Fastest here: {weights}" in in_words(run)
+
+
+def test_where_the_default_is_the_fastest_the_log_is_silent(sd15, probed, caplog):
+    caplog.set_level("INFO", "tome_nodes")
+    picture, run, calls, _ = probed(sd15, MASK)
+    assert torch.equal(picture, sample(attach(sd15, merging())))
+    assert calls
+    assert "Fastest here: weights by mask (1 ms, channels 2 ms)" in in_words(run)
+    assert not [each for each in caplog.records if "weights by" in each.getMessage()]
+
+
+def test_each_shape_is_tried_once(load, probed):
+    _, run, _, _ = probed(load("sd15", levels=2), CHANNELS, max_downsample=2)
+    assert len(run.choices) == 2
+    assert len(json.loads(FILE.path.read_text())["measured"]) == 2
+
+
+def test_nothing_is_tried_or_written_on_a_cpu(sd15):
+    patched = attach(sd15, merging())
+    sample(patched)
+    assert last_run(patched).choices == {}
+    assert not FILE.path.exists()
+
+
+def test_what_merges_does_not_depend_on_times(sd15, probed):
+    runs = [probed(sd15, each)[1] for each in (CHANNELS, MASK)]
+    assert [run.counts.lengths for run in runs] == [runs[0].counts.lengths] * 2
+    assert runs[0].counts.merged_blocks == runs[1].counts.merged_blocks > 0
+
+
+ABLE = Abilities(flash=True, cudnn=True, kernel=True)
+
+
+@pytest.mark.parametrize("able", [Abilities(), ABLE])
+@pytest.mark.parametrize("channels", [40, 64, 128, 512])
+@pytest.mark.parametrize(
+    "function",
+    ["attention_basic", "attention_pytorch", "attention_flash", "attention_xformers"],
+)
+def test_the_default_is_one_of_the_ways(function, channels, able):
+    for may_widen in (True, False):
+        for may_replace in (True, False):
+            rest = function, channels, able, may_widen, may_replace
+            assert way_of(*rest) in (ways_of(*rest) or [None])
+
+
+def test_all_ways_are_tried_where_all_are_there():
+    assert ways_of("attention_pytorch", 64, ABLE, True, True) == [*Way]
+    assert ways_of("attention_flash", 64, ABLE, True, True) == [Way.CHANNELS, Way.KERNEL]
+    assert ways_of("attention_pytorch", 512, ABLE, False, True) == [Way.MASK]
+
+
+def test_what_is_kept_comes_back_for_the_same_machine_case_and_default(monkeypatch):
+    entry = Probed("channels", "mask", {"mask": 2e-3, "channels": 1e-3})
+    KeptChoices().keep(CPU, CASE, entry)
+    kept = KeptChoices()
+    assert kept.read(CPU, CASE, "mask") == entry
+    assert kept.read(CPU, CASE, "channels") is None
+    assert kept.read(CPU, (*CASE[:-1], "bfloat16"), "mask") is None
+    choices._machine.cache_clear()
+    monkeypatch.setattr(torch, "__version__", "0.0.1")
+    assert kept.read(CPU, CASE, "mask") is None
+    choices._machine.cache_clear()
+
+
+def entry_with(**change):
+    of = {**choices._machine(CPU), "case": [*CASE], "default": "mask"}
+    entry = {"of": of, "way": "mask", "seconds": {"mask": 0.1}} | change
+    return json.dumps({"format": "ToMe probe 1", "measured": [entry]})
+
+
+def test_a_file_of_ours_is_read():
+    FILE.path.parent.mkdir()
+    FILE.path.write_text(entry_with())
+    assert KeptChoices().read(CPU, CASE, "mask") == Probed("mask", "mask", {"mask": 0.1})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"way": 7},
+        {"seconds": {"mask": -1.0}},
+        {"seconds": {"mask": float("nan")}},
+        {"seconds": [1.0]},
+        {"of": "__import__('os')"},
+        {"of": {"case": []}},
+    ],
+)
+def test_a_broken_file_is_ignored_with_one_warning(change, caplog):
+    FILE.path.parent.mkdir()
+    text = entry_with(**change)
+    FILE.path.write_text(text)
+    kept = KeptChoices()
+    entry = Probed("channels", "mask", {"mask": 2e-3, "channels": 1e-3})
+    for case in (CASE, (*CASE, 1)):
+        assert kept.read(CPU, case, "mask") is None
+        kept.keep(CPU, case, entry)
+        assert kept.read(CPU, case, "mask") == entry
+    assert FILE.path.read_text() == text
+    (record,) = caplog.records
+    assert "not as this version writes it" in record.getMessage()
+
+
+def test_a_way_that_is_unknown_here_is_measured_anew(sd15, probed):
+    _, _, calls, _ = probed(sd15, MASK)
+    text = FILE.path.read_text()
+    FILE.path.write_text(text.replace('"way": "mask"', '"way": "__import__"'))
+    _, run, again, _ = probed(sd15, CHANNELS)
+    assert again == calls > 0
+    assert "Fastest here: weights by channels (1 ms, mask 2 ms)" in in_words(run)

@@ -1,0 +1,146 @@
+"""JSON files of this pack in ComfyUI's user folder.
+
+A file that is broken, or not ours, is left as it is: nothing is taken from it or written to it.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+from uuid import uuid4
+
+import folder_paths
+
+log = logging.getLogger("tome_nodes")
+
+Entry = TypeVar("Entry")
+
+
+class UserFile(Generic[Entry]):
+    """What was measured on this machine, in a JSON file, each under a key that is a JSON object.
+
+    Attributes:
+        path: where the file is, which need not exist.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        format: str,
+        about: str,
+        most: int,
+        to_json: Callable[[Entry], dict[str, Any]],
+        from_json: Callable[[dict[str, Any]], Entry],
+    ):
+        """Describe a file.
+
+        Args:
+            name: that of the file.
+            format: what the file says about itself; any other is foreign.
+            about: a sentence for those who open it.
+            most: entries in it; the oldest are dropped.
+            to_json: makes the JSON of an entry.
+            from_json: undoes that; raises an exception such as a ValueError for bad JSON.
+        """
+        self._name = name
+        self._format = format
+        self._about = about
+        self._most = most
+        self._to_json = to_json
+        self._from_json = from_json
+
+    @property
+    def path(self) -> Path:
+        return Path(folder_paths.get_system_user_directory("tome_nodes")) / self._name
+
+    def read(self) -> dict[str, Entry] | None:
+        """All entries, by :func:`line_of` their keys; None, with a warning, for a file of no use.
+
+        Where there is no file, there are no entries.
+        """
+        path = self.path
+        try:
+            content = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            log.warning("[ToMe] %s cannot be read, so nothing is kept in it: %s", path, error)
+            return None
+        try:
+            found = json.loads(content)
+            if found["format"] != self._format:
+                raise ValueError(f"its format is {found['format']!r}")
+            return {line_of(each["of"]): self._from_json(each) for each in found["measured"]}
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            log.warning(
+                "[ToMe] %s is not as this version writes it, so nothing is kept in it until it is "
+                "deleted: %s: %s",
+                path,
+                type(error).__name__,
+                error,
+            )
+            return None
+
+    def keep(self, key: Mapping[str, Any], entry: Entry) -> None:
+        """Keep an entry, in place of the one with this key; a warning if it cannot be written."""
+        entries = self.read()
+        if entries is None:
+            return
+        entries.pop(line_of(key), None)
+        entries[line_of(key)] = entry
+        content = {
+            "format": self._format,
+            "about": self._about,
+            "measured": [
+                {"of": json.loads(line), **self._to_json(each)}
+                for line, each in list(entries.items())[-self._most :]
+            ],
+        }
+        path = self.path
+        # Another ComfyUI may have the same folder.
+        draft = path.with_suffix(f".{uuid4().hex}.draft")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(
+                json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+            )
+            draft.replace(path)
+        except OSError as error:
+            log.warning("[ToMe] what was measured is not kept: %s", error)
+
+
+def line_of(key: Mapping[str, Any]) -> str:
+    """A key as a line of JSON, the same for equal keys; a TypeError if it is none."""
+    if not isinstance(key, Mapping):
+        raise TypeError("what was measured is not named by a JSON object")
+    return json.dumps(key, sort_keys=True)
+
+
+def text(value: Any) -> str:
+    """``value``, or a TypeError if it is no text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value
+
+
+def number(value: Any) -> float:
+    """``value``, or a ValueError if it is no finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a finite number")
+    return float(value)
+
+
+def positive(value: Any) -> float:
+    """``value``, or a ValueError if it is no finite number above 0."""
+    if number(value) <= 0:
+        raise ValueError(f"{value!r} is not above 0")
+    return float(value)
