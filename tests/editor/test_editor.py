@@ -55,6 +55,25 @@ REPORT = """type => app.rootGraph.nodes.find(node => node.type === type)
     .widgets.find(widget => widget.name === 'report').element.innerText"""
 REPORT_IS_SHOWN = """() => app.rootGraph.nodes.find(node => node.type === 'ToMeReport')
     .widgets.find(widget => widget.name === 'report').element.querySelector('img')"""
+MOVE_AND_UNDO = """async () => {
+    const node = app.rootGraph.nodes.find(node => node.type === 'ToMeReport')
+    const tracker = app.extensionManager.workflow.activeWorkflow.changeTracker
+    node.isTheOldOne = true
+    tracker.checkState()
+    node.pos = [node.pos[0] + 10, node.pos[1]]
+    tracker.checkState()
+    await tracker.undo()
+}"""
+LINES = """() => {
+    const node = app.rootGraph.nodes.find(node => node.type === 'ToMeReport')
+    const { element } = node.widgets.find(widget => widget.name === 'report')
+    return [...element.firstChild?.children ?? []].map(line => line.textContent)
+}"""
+IS_SHOWN_AGAIN = """() => {
+    const node = app.rootGraph.nodes.find(node => node.type === 'ToMeReport')
+    const { element } = node.widgets.find(widget => widget.name === 'report')
+    return !node.isTheOldOne && element.querySelector('img')
+}"""
 ALL_IMAGES_ARE_SHOWN = """() => app.rootGraph.nodes
     .filter(node => ['SaveImage', 'ToMeReport'].includes(node.type))
     .every(node => node.imgs?.[0]?.naturalWidth)"""
@@ -632,6 +651,16 @@ def test_live_line_and_report_are_shown(fresh_editor, picture):
     assert editor.page.evaluate(REPORT, REPORT_TYPE).startswith("Merged: 6 of 6 blocks")
     editor.look_at(1980, -60)
     picture(editor, "ToMeReport", (100, 110, 610, 885))
+    # Undo makes new nodes, and so does coming back from another tab.
+    shown = editor.page.evaluate(LINES)
+    editor.page.evaluate(MOVE_AND_UNDO)
+    editor.page.wait_for_function(IS_SHOWN_AGAIN)
+    assert editor.page.evaluate(LINES) == shown
+    editor.open("other.json", json.dumps(graph_with_report(128)))
+    assert editor.page.evaluate(LINES) == []
+    editor.page.locator(".workflow-tab").filter(has_text="report").click()
+    editor.page.wait_for_function(IS_SHOWN_AGAIN)
+    assert editor.page.evaluate(LINES) == shown
     assert editor.warnings() == editor.errors == []
 
 

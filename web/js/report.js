@@ -37,9 +37,29 @@ function heightAt(element, width) {
   return height;
 }
 
+// How to show an output on each of our nodes.
+const shows = new WeakMap();
+
+// After an undo or in another tab, nodes are new ones, and the host has their outputs still.
+function restore(outputs) {
+  const root = app.rootGraph ?? app.graph;
+  for (const graph of [root, ...(root.subgraphs?.values() ?? [])]) {
+    for (const node of graph.nodes) {
+      const output = outputs[graph === root ? node.id : `${graph.id}:${node.id}`];
+      if (output?.text) shows.get(node)?.(output);
+    }
+  }
+}
+
 // The host cuts a long text, and draws a picture as large as the room that happens to be left.
 app.registerExtension({
   name: "ToMeNodes.Report",
+
+  onNodeOutputsUpdated: restore,
+
+  afterConfigureGraph() {
+    restore(app.nodeOutputs);
+  },
 
   nodeCreated(node) {
     if (!(node.comfyClass in ROOM)) return;
@@ -82,9 +102,9 @@ app.registerExtension({
       node.setDirtyCanvas(true, true);
     };
 
-    const before = node.onExecuted;
-    node.onExecuted = async function (output) {
-      before?.call(this, output);
+    let latest;
+    const showOutput = async (output) => {
+      latest = output;
       // From now on, this shows the picture instead of the host.
       node.hideOutputImages = true;
       node.onDrawBackground = () => {};
@@ -96,10 +116,17 @@ app.registerExtension({
       show(text);
       // The host deletes its temporary pictures when it starts.
       const picture = await loaded(output.images[0]).catch(() => null);
-      if (!picture) return;
+      if (!picture || latest !== output) return;
       // The host's menu of a node saves and copies these.
       node.imgs = [picture];
       show(text, picture);
+    };
+    shows.set(node, showOutput);
+
+    const before = node.onExecuted;
+    node.onExecuted = function (output) {
+      before?.call(this, output);
+      return showOutput(output);
     };
 
     const [width, least] = node.computeSize();
