@@ -182,11 +182,14 @@ def test_noise_and_noise_levels_are_those_of_the_sampler(sd15):
         assert torch.equal(mine, host)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4, 8, 20])
+@pytest.mark.parametrize("steps", [1, 2, 4, 8, 20, 60])
 def test_trials_take_no_longer_than_two_runs(timed, steps):
     found = tuned(timed, Wish("speed", 1.3), steps=steps)
     assert 0 < found.evaluations <= max(2 * steps, 8)
     assert found.figures
+    again = tuned(timed, Wish("speed", 1.3), steps=steps)
+    assert (again.evaluations, again.untried) == (0, found.untried)
+    assert (found.untried is None) == (steps == 60)
 
 
 def test_a_picture_to_start_from_has_its_own_steps_on_all_tokens(timed):

@@ -20,7 +20,7 @@ from tome_nodes.tuning.search import (
     choose,
     find,
 )
-from tome_nodes.tuning.words import Found, in_words
+from tome_nodes.tuning.words import HINT, Found, in_words
 
 LADDERS = [BALANCED, FAST]
 
@@ -253,6 +253,21 @@ def test_a_model_that_gains_nothing_is_told_why():
     assert told(Wish("speed", 1.2), slow)[0] == (
         "Unpatched: nothing is faster here. Best: balanced, ratio 0.60: 0.80 times as fast, change "
         "0.030."
+    )
+
+
+def test_a_trial_that_failed_is_told_as_that():
+    failed = {BALANCED[2]: replace(measured(1.0, 0.0, "OSError: gone"), has_failed=True)}
+    assert told(Wish("speed", 1.2), failed) == [
+        "Unpatched: nothing is faster here. Trial failed: OSError: gone.",
+        HINT,
+        "Tried balanced, ratio 0.60: trial failed",
+    ]
+
+
+def test_settings_that_there_were_no_trials_for_are_named():
+    assert told(Wish("speed", 1.2), PICTURE, evaluations=8, steps=4, untried=FAST[2])[-1] == (
+        "Not tried for want of trials: fast, ratio 0.50; runs of more steps have more"
     )
 
 

@@ -57,8 +57,8 @@ class Measured:
         unpatched: the same without them, measured around the trial.
         change: the root mean square of what they change in the denoised latent, over all steps, in
             standard deviations of the unpatched latent at the end.
-        obstacle: why nothing merged, None if something did.
-        has_failed: whether that is an error, which need not come again.
+        obstacle: why nothing merged, or the error of the trial; None if there is neither.
+        has_failed: whether it is an error, which need not come again.
     """
 
     seconds: float

@@ -23,6 +23,8 @@ class Found:
         steps: of a sampling run.
         date: the day on which it was measured, if it was on an earlier one.
         obstacle: why nothing was tried, None if something could be.
+        untried: the settings that would be tried next if there were more trials, None if no other
+            can be better.
     """
 
     wish: Wish
@@ -32,6 +34,7 @@ class Found:
     steps: int = 0
     date: str = ""
     obstacle: str | None = None
+    untried: Candidate | None = None
 
     @property
     def measured(self) -> Measured | None:
@@ -70,9 +73,9 @@ def result(found: Found) -> Iterator[str]:
 
 
 def _why_not(figures: Figures) -> str:
-    obstacles = [measured.obstacle for measured in figures.values() if measured.obstacle]
-    if obstacles:
-        return f"Nothing merged: {obstacles[0]}."
+    for measured in figures.values():
+        if measured.obstacle is not None:
+            return f"{_outcome(measured).capitalize()}: {measured.obstacle}."
     fastest = max(figures, key=lambda each: figures[each].speed, default=None)
     return "Nothing was tried." if fastest is None else f"Best: {_line(fastest, figures)}."
 
@@ -86,8 +89,12 @@ def _wished(wish: Wish) -> str:
 def _line(candidate: Candidate, figures: Figures) -> str:
     measured = figures[candidate]
     if measured.obstacle is not None:
-        return f"{candidate}: nothing merged"
+        return f"{candidate}: {_outcome(measured)}"
     return f"{candidate}: {measured.speed:.2f} times as fast, change {measured.change:.3f}"
+
+
+def _outcome(measured: Measured) -> str:
+    return "trial failed" if measured.has_failed else "nothing merged"
 
 
 def _tried(found: Found) -> Iterator[str]:
@@ -101,3 +108,5 @@ def _trials(found: Found) -> Iterator[str]:
         yield f"Trials: {found.evaluations} evaluations of the model, {runs:.1f} sampling runs"
     elif found.date:
         yield f"No trials: measured on {found.date}; measure_again asks for them anew"
+    if found.untried is not None:
+        yield f"Not tried for want of trials: {found.untried}; runs of more steps have more"

@@ -144,7 +144,7 @@ class Trials:
         except Exception as error:
             # The sampler would fail in the same way: another preset may do better.
             log.warning("[ToMe] %s: %s: %s", candidate, type(error).__name__, error)
-            return self._failed(f"it failed: {type(error).__name__}: {error}")
+            return self._failed(f"{type(error).__name__}: {error}")
         self._unpatched.append(self._time_unpatched())
         share = len(full) / self.steps if on_all else 0.0
         run = attachment.last_run(patched)

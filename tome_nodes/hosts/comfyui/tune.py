@@ -16,7 +16,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.utils import ProgressBar
 from comfyui_version import __version__ as comfyui_version
 
-from ...tuning.search import Choice, Ladder, Wish, choose, find
+from ...tuning.search import Choice, Ladder, Wish, choose, find, next_candidate
 from ...tuning.words import Found
 from . import kept
 from .attachment import detach
@@ -83,7 +83,13 @@ def _tried(
     key = _key(model, sampling, trials)
     before = kept.Kept() if measure_again else kept.read(key)
     if wish in before.wishes:
-        return Found(wish, choose(wish, before.figures), before.figures, date=before.date)
+        return Found(
+            wish,
+            choose(wish, before.figures),
+            before.figures,
+            date=before.date,
+            untried=next_candidate(wish, before.figures, ladders),
+        )
     progress.begin(trials.budget)
     figures = find(wish, before.figures, ladders, trials.measure)
     progress.end()
@@ -99,6 +105,7 @@ def _tried(
         trials.evaluations,
         trials.steps,
         "" if trials.evaluations else before.date,
+        untried=next_candidate(wish, figures, ladders),
     )
 
 
