@@ -789,12 +789,14 @@ IS_SAVED = """() => app.nodeOutputs[
     app.rootGraph.nodes.find(node => node.type === 'SaveImage').id]?.images"""
 
 
-def test_tune_shows_what_it_found(fresh_editor, picture):
+def test_tune_shows_what_it_found(fresh_editor, picture, pytestconfig):
     editor = fresh_editor
-    graph = small_graph("tome_tune", side=192)
+    # The picture of the help page has more settings to show.
+    side, steps = (448, 24) if pytestconfig.getoption("pictures") else (192, 8)
+    graph = small_graph("tome_tune", side=side)
     (tune,) = (node for node in graph["nodes"] if node["type"] == TUNE_TYPE)
     # Likeness, so that what it tries does not depend on the machine's speed alone.
-    tune["widgets_values"][:5] = ["likeness", 1.2, 0.5, 1, 8]
+    tune["widgets_values"][:5] = ["likeness", 1.2, 0.08, 1, steps]
     tune["widgets_values"][-1] = True
     editor.open("tune.json", json.dumps(graph))
     editor.run()
