@@ -19,6 +19,7 @@ from benchmarks import checks
 from benchmarks.blocks import MODELS, Model, inputs
 from benchmarks.gpu.record import Record, say
 from benchmarks.gpu.report import times_faster
+from benchmarks.gpu.tried import tried
 from benchmarks.measure import Evaluations, PeakMemory, Stopwatch, merged_blocks
 from benchmarks.methods import ALWAYS, HostMethod, IdealStrategy
 from benchmarks.rounds import interleaved
@@ -138,6 +139,10 @@ def run(record: Record) -> int:
             result["ways"].append(found)
             say(ways_line(found))
 
+    def block(model: Model, size: str, latent: tuple[int, ...]) -> dict[str, Any]:
+        with tried(record) as found:
+            return {**_block(record, model, size, latent), "tried": found}
+
     shapes, blocks = (DRY_SHAPES, DRY_BLOCKS) if record.is_dry else (SHAPES, BLOCKS)
     for shape in shapes[:4]:
         ways(shape)
@@ -146,7 +151,7 @@ def run(record: Record) -> int:
         if record.is_dry:
             tiny = TINY[DRY_KINDS[name]]
             model = replace(model, settings=tiny.settings, text=tiny.text)
-        measure = partial(_block, record, model, size, latent)
+        measure = partial(block, model, size, latent)
         found = record.attempt(f"block, {name} {size}", _BLOCK_SECONDS, measure)
         if found is not None:
             result["blocks"].append(found)

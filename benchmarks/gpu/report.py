@@ -114,7 +114,25 @@ def unets(result: Result) -> Sequence[str]:
         for name in ("unpatched", "preset balanced"):
             if name in kernels:
                 parts += [f"What takes longest, {name}:", longest(kernels[name])]
+        parts += tried(run)
     return parts
+
+
+def tried(row: Result) -> Sequence[str]:
+    """What the probe found in a measurement; nothing if it did not try any."""
+    if not row.get("tried"):
+        return []
+    rows = [
+        [
+            each["case"],
+            each["default"],
+            each["taken"],
+            ", ".join(f"{name} {1000 * time:.3f}" for name, time in each["seconds"].items()),
+        ]
+        for each in row["tried"]
+    ]
+    head = ["case", "default", "taken", "ms"]
+    return ["Ways that the probe tried:", figures.grid(head, rows)]
 
 
 def longest(kernels: Sequence[Mapping[str, Any]]) -> str:
@@ -162,6 +180,7 @@ def transformers(result: Result) -> Sequence[str]:
             figures.grid(["method", "ms", "times faster", "error", "peak MB", "merged"], rows),
         ]
         parts += [f"Not timed: {name}: {why}" for name, why in row["refused"].items()]
+        parts += tried(row)
     return parts
 
 

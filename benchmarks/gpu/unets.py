@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks import checks, figures
 from benchmarks.gpu.record import Record, say
+from benchmarks.gpu.tried import tried
 from benchmarks.measure import Launches, PeakMemory, Subject, merged_blocks
 from benchmarks.methods import (
     ALWAYS,
@@ -226,7 +227,7 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
         names = COMPILED[:2] if record.is_dry else COMPILED
         patched = {name: _compiled(patched[name], record) for name in names if name in patched}
     refused: dict[str, str] = {}
-    with asked_first(case.attention):
+    with asked_first(case.attention), tried(record) as found:
         expected = None
         for name, model in list(patched.items()):
             try:
@@ -258,6 +259,7 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
         "forecast": {},
         "refused": refused,
         "methods": {name: rows[name] for name in patched},
+        "tried": found,
     }
 
 

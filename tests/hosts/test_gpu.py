@@ -76,8 +76,12 @@ def test_unets_are_measured_in_each_way(tmp_path):
     assert first["methods"]["preset balanced"]["merged"] == "6/6"
     traces = {"gpu-trace-sd15-unpatched.json.gz", "gpu-trace-sd15-balanced.json.gz"}
     assert {file.name for file in tmp_path.iterdir()} == traces | {"gpu-2.json"}
+    assert {each["case"].split()[0] for each in first["tried"]} == {"weights"}
+    # Nothing is tried in a compiled model.
+    assert second["tried"] == []
     page = report.page({2: result})
     assert "| sd15, 128x128 " in page and "cudnn first, compiled" in page
+    assert page.count("Ways that the probe tried:") == 1
 
 
 def test_keys_and_blocks_are_measured_from_a_carried_folder(tmp_path):
@@ -98,6 +102,8 @@ def test_keys_and_blocks_are_measured_from_a_carried_folder(tmp_path):
             name == "unpatched" or not row["methods"][name]["merged"].startswith("0")
             for name in names
         )
+        # On a CPU, the keys of these blocks can be weighed in one way only.
+        assert row["tried"] == []
     page = report.page({3: result})
     assert "| heads of 40, 96 by 48, heads of 40 " in page
     assert "a block of Flux, tiny, 320 tokens" in page
