@@ -216,7 +216,7 @@ class _Unlaunched:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(**arguments: Any) -> None:
-            self._kernel.warmup(grid=grid, **arguments)
+            self._kernel.run(grid=grid, warmup=True, **arguments)
             start = time.thread_time()
             self.count += 1
             # Whatever is in memory may be slow to compute with.
