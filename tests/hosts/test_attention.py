@@ -15,9 +15,10 @@ from torch.testing import assert_close
 from tome_nodes.hosts.comfyui import attention as merging_attention
 from tome_nodes.hosts.comfyui import weighing
 from tome_nodes.hosts.comfyui.attachment import attach
-from tome_nodes.hosts.comfyui.attention import weigh_attention
+from tome_nodes.hosts.comfyui.attention import OVERRIDE, weigh_attention
 from tome_nodes.hosts.comfyui.weighing import Abilities, Way, way_of
 from tome_nodes.ops import reference
+from tome_nodes.ops.choosing import ChoosingOperations, Probed
 
 BATCH, HEADS = 2, 4
 
@@ -183,6 +184,32 @@ def test_each_way_is_right_in_any_precision_and_layout(monkeypatch, channels, ke
             assert kernels.count == (2 if is_widened else 3)
         else:
             assert kernels.count == (3 if way is Way.CHANNELS and channels == 256 else 0)
+
+
+def test_a_way_that_was_the_fastest_is_taken_only_where_it_is_possible(monkeypatch):
+    monkeypatch.setattr(weighing, "abilities", lambda *_: NEW)
+    kernels = Attended()
+
+    def choose(device, case, default, ways):
+        return Probed("kernel" if "kernel" in ways() else default, default, {})
+
+    ops = ChoosingOperations(kernels, choose, may_use_torch=False)
+    q, k, v, sizes = tensors(64, 37, 29)
+    expected = attention_to_repeated(q, k, v, sizes)
+    # Our kernel does not know this argument.
+    for kwargs, count in (({}, 1), ({"window_size": 3}, 1), ({}, 2)):
+        out = weighed(attention.attention_pytorch, q, k, v, sizes, [], ops=ops, **kwargs)
+        assert kernels.count == count
+        assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_under_the_override_of_another_node_nothing_is_tried(monkeypatch):
+    monkeypatch.setattr(weighing, "abilities", lambda *_: NEW)
+    ops = ChoosingOperations(reference, lambda *_: pytest.fail("tried"), may_use_torch=False)
+    q, k, v, sizes = tensors(64, 37, 29)
+    options = {OVERRIDE: lambda func, *args, **kwargs: func(*args, **kwargs)}
+    actual = weighed(attention.attention_pytorch, q, k, v, sizes, [], options, ops=ops)
+    assert_close(actual.double(), attention_to_repeated(q, k, v, sizes), atol=1e-5, rtol=1e-5)
 
 
 def test_an_unknown_attention_runs_as_it_is():

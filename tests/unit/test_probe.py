@@ -1,6 +1,6 @@
 """Ways to do the same, tried once, with a clock that the tests set."""
 
-from functools import partial
+from itertools import count
 from statistics import median
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from tome_nodes.core.grid import Grid
 from tome_nodes.core.plan import SlotPlan
 from tome_nodes.core.probe import Probe, fastest
 from tome_nodes.ops import reference
-from tome_nodes.ops.choosing import ChoosingOperations, Probed
+from tome_nodes.ops.choosing import ChoosingOperations, Probed, about
 from tome_nodes.report import words
 from tome_nodes.strategies import make_strategy
 
@@ -29,13 +29,15 @@ class FakeClock:
 
     def __init__(self):
         self.time = 0.0
-        self.waits = 0
 
     def now(self):
         return self.time
 
     def wait(self):
-        self.waits += 1
+        pass
+
+    def occupy(self):
+        pass
 
     def between(self, start, end):
         return end - start
@@ -91,8 +93,11 @@ def test_long_ways_run_less_often():
     clock = FakeClock()
     ways = {"mask": clock.taking(2.0), "kernel": clock.taking(1.0)}
     assert fastest("mask", ways, clock).way == "kernel"
-    # To compile, to see that it takes long, and once to count.
-    assert [way.calls for way in ways.values()] == [3, 3]
+    # To compile, and once to count.
+    assert [way.calls for way in ways.values()] == [2, 2]
+    ways = {"mask": clock.taking(0.2), "kernel": clock.taking(0.1)}
+    assert fastest("mask", ways, clock).way == "kernel"
+    assert [way.calls for way in ways.values()] == [6, 6]
 
 
 def test_a_way_that_fails_is_left_out():
@@ -107,6 +112,21 @@ def test_a_way_that_fails_is_left_out():
     assert fastest("a", {"a": fails, "b": slow}, clock) == Probed("b", "a", {})
     # Whoever takes it says what is wrong.
     assert fastest("a", {"a": fails, "b": fails}, clock) == Probed("a", "a", {})
+
+
+def test_a_way_that_fails_later_is_left_out_too():
+    clock = FakeClock()
+    calls = count(1)
+
+    def fails_at_last():
+        clock.time += 1e-3
+        if next(calls) == 10:
+            raise torch.OutOfMemoryError("no room any more")
+
+    errors = {}
+    ways = {"a": fails_at_last, "b": clock.taking(2e-3), "c": clock.taking(3e-3)}
+    assert fastest("a", ways, clock, errors).way == "b"
+    assert errors.keys() == {"a"}
 
 
 def test_an_interrupt_goes_on():
@@ -148,6 +168,58 @@ def test_what_could_not_be_tried_is_not_kept(idle):
     ways = {"mask": fails, "channels": clock.taking(1e-3)}
     assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "channels"
     assert memory == {}
+    # Nor is it tried again in this process.
+    calls = ways["channels"].calls
+    probe.choose(GPU, ("weights",), "mask", lambda: ways)
+    assert ways["channels"].calls == calls
+
+
+def test_a_way_that_does_not_work_here_is_not_tried_again(idle):
+    def fails():
+        raise NotImplementedError("no such kernel")
+
+    clock, memory = FakeClock(), Memory()
+    ways = {"mask": fails, "channels": clock.taking(1e-3)}
+    probe = Probe(memory, lambda device: clock)
+    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "channels"
+    assert memory == {(GPU, ("weights",), "mask"): Probed("channels", "mask", {})}
+
+
+def test_a_single_way_is_not_tried(idle):
+    clock, memory = FakeClock(), Memory()
+    way = clock.taking(1e-3)
+    found = Probe(memory, lambda device: clock).choose(
+        GPU, ("weights",), "mask", lambda: {"mask": way}
+    )
+    assert found == Probed("mask", "mask", {})
+    assert (way.calls, memory) == (0, {})
+
+
+def test_times_of_nothing_are_not_kept(idle):
+    clock, memory = FakeClock(), Memory()
+    ways = {"mask": clock.taking(0.0), "channels": clock.taking(0.0)}
+    probe = Probe(memory, lambda device: clock)
+    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "mask"
+    assert memory == {}
+
+
+@pytest.mark.parametrize("part", ["read", "keep", "clock"])
+def test_an_error_of_the_probe_is_no_error_of_the_run(part, idle, monkeypatch, caplog):
+    clock, memory = FakeClock(), Memory()
+
+    def fails(*_):
+        raise RuntimeError("cuDNN of another version")
+
+    if part == "clock":
+        monkeypatch.setattr(clock, "wait", fails)
+    else:
+        monkeypatch.setattr(memory, part, fails)
+    probe = Probe(memory, lambda device: clock)
+    for case in (("weights",), ("merge",)):
+        ways = {"a": clock.taking(2e-3), "b": clock.taking(1e-3)}
+        assert probe.choose(GPU, case, "a", lambda ways=ways: ways) == Probed("a", "a", {})
+    (record,) = caplog.records
+    assert "cuDNN of another version" in record.getMessage()
 
 
 def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
@@ -264,33 +336,32 @@ def test_under_compile_the_default_is_taken():
     assert ops.choices == {}
 
 
-@pytest.mark.parametrize("way", ["triton", "torch"])
-def test_windows_are_matched_by_the_fastest(way):
+def test_nearly_equal_numbers_of_tokens_are_one_case():
+    assert about(4096) == about(4100) == about(4607) == 4096
+    assert about(4608) == 4608
+    assert [about(count) for count in (0, 1, 7, 15, 16, 17, 18)] == [0, 1, 7, 15, 16, 16, 18]
+    ops = ChoosingOperations(reference, OnAnyDevice(FakeClock()).choose, may_use_torch=True)
+    ways = {"mask": lambda: None, "channels": lambda: None}
+    for tokens in (1030, 1040):
+        x = torch.zeros(1, tokens, 4, device=DEVICE)
+        ops.chosen(x, ("weights", about(tokens)), "mask", lambda: ways)
+    ops.chosen(x, ("weights", about(tokens)), "channels", lambda: ways)
+    ops.chosen(x.mT, ("weights", about(tokens)), "mask", lambda: ways)
+    assert len(ops.choices) == 3
+
+
+def test_matching_is_not_chosen_by_time():
+    """Its rounding decides what merges."""
     kernels = pytest.importorskip("tome_nodes.ops.kernels")
     if not kernels.runs_on(torch.device(DEVICE)):
         pytest.skip("no kernels run on this device")
-    config = ToMeConfig(strategy="window", min_tokens=1)
-    seconds = {"triton": 2e-3, "torch": 1e-3} if way == "torch" else {"triton": 1e-3, "torch": 2e-3}
-    clock, asked = FakeClock(), []
-
-    def choose(device, case, default, ways):
-        asked.append((case[0], default))
-        offered = {name: partial(timed, name, each) for name, each in ways().items()}
-        return fastest(default, offered, clock)
-
-    def timed(name, each):
-        each()
-        clock.time += seconds[name]
-
-    strategy = make_strategy(config, ChoosingOperations(kernels, choose, may_use_torch=True))
-    features = torch.randn(1, 256, 16, device=DEVICE)
+    clock = FakeClock()
+    ops = ChoosingOperations(kernels, OnAnyDevice(clock).choose, may_use_torch=True)
+    strategy = make_strategy(ToMeConfig(strategy="window", min_tokens=1), ops)
     strategy.begin(torch.zeros((), dtype=torch.int64, device=DEVICE))
-    plan = strategy.plan(features, Grid(16, 16), 0.5)
-    assert asked[0] == ("match", "triton")
-    assert strategy.ops.choices[next(iter(strategy.ops.choices))].way == way
-    # Only the kernel numbers slots window by window.
-    assert (plan.window is None) == (way == "torch")
-    assert plan.ops is strategy.ops
+    plan = strategy.plan(torch.randn(1, 256, 16, device=DEVICE), Grid(16, 16), 0.5)
+    assert plan.ops is ops
+    assert ops.choices == {}
 
 
 def test_in_words():
@@ -301,6 +372,10 @@ def test_in_words():
         ("merge", 4096): Probed("triton", "triton", {"triton": 2e-5, "torch": 1e-4}),
     }
     weights = "weights by channels (1.5 ms, mask 2 ms)"
-    assert words.fastest(choices) == [weights, "merge by triton (0.02 ms, torch 0.1 ms)"]
-    assert words.fastest(choices, only_changed=True) == [weights]
-    assert words.fastest({}) == []
+    assert words.tried(choices) == [weights, "merge by triton (0.02 ms, torch 0.1 ms)"]
+    assert words.tried(choices, only_changed=True) == [weights]
+    assert words.tried({}) == []
+    choices |= {("weights", 9216): Probed("mask", "mask", {"mask": 8e-3, "channels": 9e-3})}
+    choices |= {("widen", 9216): Probed("torch", "triton", {})}
+    assert words.tried(choices)[0] == "weights by mask (8 ms, channels 9 ms)"
+    assert words.tried(choices, only_changed=True) == [weights, "widen by torch (triton failed)"]

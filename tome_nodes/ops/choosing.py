@@ -35,6 +35,17 @@ class Probed:
     seconds: Mapping[str, float]
 
 
+def about(count: int) -> int:
+    """A number of tokens or slots, to about an eighth, so that nearly equal ones are one case."""
+    digits = max(0, count.bit_length() - 4)
+    return count >> digits << digits
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    batch, tokens, channels = x.shape
+    return batch, about(tokens), channels
+
+
 Choose = Callable[[torch.device, Case, str, Ways], Probed | None]
 """Chooses a way of a case on a device, given the default; None if it cannot be done now."""
 
@@ -69,15 +80,15 @@ class ChoosingOperations:
         """See :func:`tome_nodes.ops.reference.chosen`."""
         if torch.compiler.is_compiling():
             return default
-        case = (*case, x.dtype)
-        choice = self.choices.get(case)
-        if choice is None:
+        case = (*case, default, x.is_contiguous(), x.dtype)
+        probed = self.choices.get(case)
+        if probed is None:
             of_texts = (*case[:-1], str(x.dtype).removeprefix("torch."))
-            choice = self._choose(x.device, of_texts, default, ways)
-            if choice is None:
+            probed = self._choose(x.device, of_texts, default, ways)
+            if probed is None:
                 return default
-            self.choices[case] = choice
-        return choice.way
+            self.choices[case] = probed
+        return probed.way
 
     def merge(
         self,
@@ -88,7 +99,7 @@ class ChoosingOperations:
         window: Sequence[int] | None = None,
     ) -> Tensor:
         """See :func:`tome_nodes.ops.reference.merge`."""
-        case = "merge", *x.shape, len(offsets), window is not None
+        case = "merge", *_sizes(x), about(len(offsets)), window is not None
         merged: Tensor = self._run(case, x, slot_of_token, order, offsets, window)
         return merged
 
@@ -102,7 +113,7 @@ class ChoosingOperations:
         window: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :func:`tome_nodes.ops.reference.merge_keys`."""
-        case = "merge_keys", *x.shape, len(offsets), heads, window is not None
+        case = "merge_keys", *_sizes(x), about(len(offsets)), heads, window is not None
         merged: tuple[Tensor, Tensor] = self._run(
             case, x, slot_of_token, order, offsets, heads, window
         )
@@ -110,7 +121,7 @@ class ChoosingOperations:
 
     def add_change(self, x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) -> Tensor:
         """See :func:`tome_nodes.ops.reference.add_change`."""
-        case = "add_change", *x.shape, before.shape[1]
+        case = "add_change", *_sizes(x), about(before.shape[1])
         added: Tensor = self._run(case, x, before, after, slot_of_token)
         return added
 
@@ -125,7 +136,7 @@ class ChoosingOperations:
         constant: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :func:`tome_nodes.ops.reference.widen`."""
-        case = "widen", *q.shape, k.shape[1], heads
+        case = "widen", *_sizes(q), about(k.shape[1]), heads
         wider: tuple[Tensor, Tensor, Tensor] = self._run(
             case, q, k, v, log_sizes, heads, scale, constant
         )

@@ -135,7 +135,7 @@ def in_words(run: LastRun) -> list[str]:
     lines += [f"Settings: {', '.join(words.settings(run.config, counts.frames, defaults=True))}"]
     if run.backend is not None:
         lines += [f"Backend: {run.backend}"]
-    lines += [f"Fastest here: {way}" for way in words.fastest(run.choices)]
+    lines += [f"Tried here: {way}" for way in words.tried(run.choices)]
     return [*lines, *(f"Note: {deviation}" for deviation in words.deviations(counts))]
 
 

@@ -29,35 +29,35 @@ def log_line(
     return ", ".join([merged, *steps, *told, *([] if tuned is None else [times(tuned)])])
 
 
-def fastest(choices: Mapping[Case, Probed], only_changed: bool = False) -> list[str]:
-    """What was measured to be the fastest, for example ``weights by mask (1.2 ms, kernel 1.5 ms)``.
+def tried(choices: Mapping[Case, Probed], only_changed: bool = False) -> list[str]:
+    """Which ways were tried and taken, such as ``weights by mask (1.2 ms, kernel 1.5 ms)``.
 
     Of each operation, the case that takes longest.
 
     Args:
         choices: see :class:`tome_nodes.core.engine.Engine`.
-        only_changed: whether to leave out where the default was the fastest.
+        only_changed: whether to leave out cases in which the default was taken.
     """
     longest: dict[str, Probed] = {}
-    for (operation, *_), choice in choices.items():
-        known = longest.get(str(operation), choice)
-        if len(choice.seconds) > 1 and _longest(choice) >= _longest(known):
-            longest[str(operation)] = choice
-    return [
-        f"{operation} by {choice.way} ({_ways(choice)})"
-        for operation, choice in longest.items()
-        if choice.way != choice.default or not only_changed
-    ]
+    for (operation, *_), probed in choices.items():
+        is_changed = probed.way != probed.default
+        if is_changed or (probed.seconds and not only_changed):
+            known = longest.get(str(operation), probed)
+            if _longest(probed) >= _longest(known):
+                longest[str(operation)] = probed
+    return [f"{operation} by {_ways(probed)}" for operation, probed in longest.items()]
 
 
-def _longest(choice: Probed) -> float:
-    return max(choice.seconds.values(), default=0.0)
+def _longest(probed: Probed) -> float:
+    return max(probed.seconds.values(), default=0.0)
 
 
-def _ways(choice: Probed) -> str:
-    others = {name: time for name, time in choice.seconds.items() if name != choice.way}
-    told = [f"{name} {seconds(time)}" for name, time in others.items()]
-    return ", ".join([seconds(choice.seconds[choice.way]), *told])
+def _ways(probed: Probed) -> str:
+    if not probed.seconds:
+        return f"{probed.way} ({probed.default} failed)"
+    others = [name for name in probed.seconds if name != probed.way]
+    told = [f"{name} {seconds(probed.seconds[name])}" for name in others]
+    return f"{probed.way} ({', '.join([seconds(probed.seconds[probed.way]), *told])})"
 
 
 def times(tuned: Measured) -> str:

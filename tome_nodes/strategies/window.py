@@ -4,8 +4,7 @@ The cost grows with N instead of N squared, and every shape is static. Each wind
 number of tokens, so that windows do not depend on each other.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from ..core.grid import Grid
 from ..core.plan import Plan, SlotPlan
-from ..ops import Operations, reference
 from .cells import Cells, CellStrategy, split_cells
 
 # Features that a CPU gathers at once, so that they fit its cache; a GPU takes a whole map.
@@ -48,56 +46,35 @@ class WindowStrategy(CellStrategy):
         distinct = sorted(set(quotas) - {0})
         if not distinct:
             return [None] * len(quotas)
-        plans = self._match(features, grid, (high, wide), distinct)
+        plans = self._match_by_kernel(features, cells, (high, wide), distinct)
+        if plans is None:
+            plans = match_windows(features, *self.split_of(grid), distinct)
         made = dict(zip(distinct, plans, strict=True))
         return [made.get(quota) for quota in quotas]
 
-    def _match(
-        self, features: Tensor, grid: Grid, window: tuple[int, int], quotas: list[int]
-    ) -> list[SlotPlan]:
-        """The plans that :func:`match_windows` makes, by the kernel where one runs.
+    def _match_by_kernel(
+        self, features: Tensor, cells: Cells, window: tuple[int, int], quotas: list[int]
+    ) -> list[SlotPlan] | None:
+        """The plans that :func:`match_windows` makes, by the kernel; None without one that runs.
 
         ``window`` is the height and width of a window in cells.
         """
-
-        def by_torch() -> list[SlotPlan]:
-            return match_windows(features, *self.split_of(grid), quotas, self.ops)
-
         if self.ops.NAME != "triton":
-            return by_torch()
+            return None
         from ..ops import kernels
 
-        cells = self.cells_of(grid)
-        shape = (cells.grid.height, cells.grid.width, cells.sy, cells.sx, *window)
-        by_kernel = partial(self._match_by_kernel, features, shape, quotas)
-        case = "match", *features.shape, *shape, *quotas
-        ways: dict[str, Callable[[], object]] = {"triton": by_kernel, "torch": by_torch}
-        if self.ops.chosen(features, case, "triton", lambda: ways) == "torch":
-            return by_torch()
-        try:
-            return by_kernel()
-        except kernels.KernelFailed:
-            return by_torch()
-
-    def _match_by_kernel(
-        self, features: Tensor, shape: tuple[int, ...], quotas: list[int]
-    ) -> list[SlotPlan]:
-        """The plans that :func:`match_windows` makes; raises ``KernelFailed`` if none runs.
-
-        ``shape`` is the height and width of the grid in tokens, of a cell in tokens, and of a
-        window in cells.
-        """
-        from ..ops import kernels
-
-        _, width, sy, sx, high, wide = shape
-        in_tokens = width, high * sy, wide * sx
         key = self.key if self.config.use_rand else None
+        shape = (cells.grid.height, cells.grid.width, cells.sy, cells.sx, *window)
         plans = []
         for quota in quotas:
-            slot_of_token, order, offsets, log_sizes = kernels.match_windows(
-                features, key, *shape, quota
-            )
+            try:
+                slot_of_token, order, offsets, log_sizes = kernels.match_windows(
+                    features, key, *shape, quota
+                )
+            except kernels.KernelFailed:
+                return None
             slots = log_sizes.shape[1]
+            in_tokens = cells.grid.width, window[0] * cells.sy, window[1] * cells.sx
             plan = SlotPlan(slot_of_token, order, offsets, log_sizes, slots, self.ops, in_tokens)
             plans.append(plan)
         return plans
@@ -147,13 +124,7 @@ def _cells_along(cells: int, side: int) -> int:
 
 
 @torch.no_grad()
-def match_windows(
-    features: Tensor,
-    src: Tensor,
-    dst: Tensor,
-    quotas: list[int],
-    ops: Operations = reference,
-) -> list[SlotPlan]:
+def match_windows(features: Tensor, src: Tensor, dst: Tensor, quotas: list[int]) -> list[SlotPlan]:
     """In each window, merge the src tokens that are most similar to their nearest dst into it.
 
     Args:
@@ -161,7 +132,6 @@ def match_windows(
         src: ``[windows, candidates]`` token indices, int64.
         dst: ``[windows, kept]`` token indices, int64.
         quotas: for each plan, the number of merges in each window, from 1 to ``candidates``.
-        ops: the operations of the plans.
 
     Returns:
         Plans of ``tokens - windows * quota`` slots. Tokens that merge in one plan also merge in
@@ -193,6 +163,6 @@ def match_windows(
                 own_dst.expand(batch, -1, -1).gather(2, chosen).flatten(1),
             )
     return [
-        SlotPlan.from_owners(own, tokens - len(src) * quota, ops)
+        SlotPlan.from_owners(own, tokens - len(src) * quota)
         for own, quota in zip(owners, quotas, strict=True)
     ]

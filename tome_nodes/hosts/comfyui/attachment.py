@@ -428,7 +428,7 @@ class _SamplingRun:
             engine = self._first_run.engine
             backend: list[str] = []
             if engine is not None:
-                backend = [*engine.in_words(), *words.fastest(engine.choices, only_changed=True)]
+                backend = [*engine.in_words(), *words.tried(engine.choices, only_changed=True)]
             tuned = self._attachment.tuned
             log.info("[ToMe] %s", words.log_line(counts, self._config, backend, tuned))
         else:

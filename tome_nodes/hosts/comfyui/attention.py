@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core.plan import Plan
 from ...ops import Operations
-from .weighing import Attention, Note, flat, has_keys, weighed
+from .weighing import Attention, Note, flat, has_keys, weighed, with_sizes
 
 OVERRIDE = "optimized_attention_override"
 """The transformer option that the host calls instead of its attention."""
@@ -166,16 +166,15 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """Call the host's attention, through another node's override if there is one."""
+    if theirs is None:
+        if log_sizes is None:
+            return func(q, k, v, heads, mask=bias, **kwargs)
+        return weighed(func, bias, log_sizes, ops, note, q, k, v, heads, **kwargs)
     mask = bias
     if log_sizes is not None:
-        mask = log_sizes.view(log_sizes.shape[0], 1, 1, -1)
-        mask = mask if bias is None else bias + mask.to(bias.dtype)
-        if theirs is None:
-            return weighed(func, bias, log_sizes, ops, note, q, k, v, heads, mask, **kwargs)
+        mask = with_sizes(bias, log_sizes)
         note(None)
         func = partial(weighed, func, bias, log_sizes, ops, note)
-    if theirs is None:
-        return func(q, k, v, heads, mask=mask, **kwargs)
     return theirs(func, q, k, v, heads, mask=mask, **kwargs)
 
 

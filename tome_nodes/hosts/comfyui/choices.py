@@ -22,15 +22,18 @@ def _to_json(choice: Probed) -> dict[str, Any]:
 
 
 def _from_json(entry: Mapping[str, Any]) -> Probed:
+    way = text(entry["way"])
     seconds = {text(name): positive(time) for name, time in entry["seconds"].items()}
-    return Probed(text(entry["way"]), text(entry["of"]["default"]), seconds)
+    if seconds and way not in seconds:
+        raise ValueError(f"there is no time of {way!r}")
+    return Probed(way, text(entry["of"]["default"]), seconds)
 
 
 FILE = UserFile(
     "probe.json",
     "ToMe probe 1",
-    "Which ways to do the same were measured to be the fastest here. Delete this file to have "
-    "them measured again.",
+    "Which ways to do the same were measured to be the fastest here. Delete this file and restart "
+    "ComfyUI to have them measured again.",
     2000,
     _to_json,
     _from_json,
@@ -83,10 +86,23 @@ def _machine(device: torch.device) -> Mapping[str, Any]:
         "capability": list(torch.cuda.get_device_capability(device)) if is_gpu else [],
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version() if is_gpu else None,
+        "attentions": _attentions() if is_gpu else [],
         "triton": _version_of_triton(),
         "comfyui": comfyui_version,
         "method": _METHOD,
     }
+
+
+def _attentions() -> list[str]:
+    """The attentions of PyTorch that are on."""
+    cuda = torch.backends.cuda
+    is_on = {
+        "flash": cuda.flash_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+    }
+    return [name for name, value in is_on.items() if value]
 
 
 def _version_of_triton() -> str:

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
@@ -116,6 +117,8 @@ class UserFile(Generic[Entry]):
             draft.replace(path)
         except OSError as error:
             log.warning("[ToMe] what was measured is not kept: %s", error)
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
 
 
 def line_of(key: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...ops import Operations
+from ...ops.choosing import about
 from ...ops.reference import FURTHER
 
 Attention = Callable[..., Tensor]
@@ -172,7 +173,7 @@ def weighed(
 
     Queries, keys and values are in the host's layouts: ``[batch, tokens, heads * channels]``, or
     with ``skip_reshape`` ``[batch, heads, tokens, channels]``. ``bias`` is the mask without the
-    sizes, and ``mask`` the one with them, unless the override that calls this passes another.
+    sizes, and ``mask`` the one with them that another node's override passes on, perhaps changed.
     """
     if not has_keys(k, log_sizes):
         note("another node changes how the attention is called")
@@ -196,14 +197,21 @@ def weighed(
             return _in_channels(func, log_sizes, ops, q, k, v, heads, **kwargs)
         if way == Way.KERNEL:
             return _in_kernel(log_sizes, ops, q, k, v, head_channels, **kwargs)
-        own = log_sizes[:, None, None] if mask is None else mask
+        own = with_sizes(bias, log_sizes) if mask is None else mask
         return func(q, k, v, heads, mask=own, **kwargs)
 
     def ways() -> Mapping[str, Callable[[], Tensor]]:
         possible = ways_of(name, head_channels, able, may_widen, may_replace)
         return {way.value: partial(attend, way.value) for way in possible}
 
-    case = "weights", name, *q.shape, *k.shape, heads, by_head, bias is not None
+    # What another node's override makes of the mask is its business.
+    if mask is not None:
+        return attend(default)
+    case = (
+        *("weights", name, len(q), about(q.shape[-2]), about(k.shape[-2]), k.shape[-2] % 8 == 0),
+        *(heads, head_channels, _same_heads(q, k, by_head), by_head, k.is_contiguous()),
+        *(may_widen, may_replace, "attn_precision" in kwargs),
+    )
     return attend(ops.chosen(q, case, default.value, ways))
 
 
@@ -257,6 +265,12 @@ def _in_kernel(
     scale = head_channels**-0.5 if scale is None else scale
     out = ops.attend(by_token(q), by_token(k), by_token(v), log_sizes, scale)
     return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+
+
+def with_sizes(bias: Tensor | None, log_sizes: Tensor) -> Tensor:
+    """A mask that adds the sizes to the logits, and a bias, if there is one."""
+    mask = log_sizes.view(log_sizes.shape[0], 1, 1, -1)
+    return mask if bias is None else bias + mask.to(bias.dtype)
 
 
 def flat(x: Tensor, by_head: bool) -> Tensor:
