@@ -139,12 +139,22 @@ def test_steps_on_all_tokens_count_at_their_share(timed):
     assert measured.seconds == pytest.approx(5 / 20 * 1.0 + 15 / 20 * 0.5)
 
 
-def test_a_first_evaluation_that_compiles_does_not_count(timed):
-    model, clock, seen = timed
-    before = clock.speed
-    clock.speed = lambda *which: before(*which) / (50 if seen[-1] is None else 1)
-    measured = Trials(model, sampling(), clock=clock).measure(Candidate("balanced", 0.6))
-    assert measured.speed == pytest.approx(1.25)
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 20])
+@pytest.mark.parametrize("candidate", [BALANCED[2], FAST[2]], ids=str)
+def test_a_first_evaluation_that_compiles_does_not_count(timed, candidate, steps):
+    model, clock, _ = timed
+    expected = Trials(model, sampling(steps=steps), clock=clock).measure(candidate)
+    before, compiled = clock.speed, set()
+
+    def slow_at_first(config, is_full):
+        is_new = is_full not in compiled
+        compiled.add(is_full)
+        return before(config, is_full) / (50 if is_new else 1)
+
+    clock.speed = slow_at_first
+    measured = Trials(model, sampling(steps=steps), clock=clock).measure(candidate)
+    assert len(compiled) > 0
+    assert measured.seconds == pytest.approx(expected.seconds)
 
 
 def test_the_change_is_that_of_the_models_own_answers(sd15):

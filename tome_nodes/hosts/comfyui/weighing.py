@@ -210,7 +210,7 @@ def weighed(
     case = (
         *("weights", name, len(q), about(q.shape[-2]), about(k.shape[-2]), k.shape[-2] % 8 == 0),
         *(heads, head_channels, _same_heads(q, k, by_head), by_head, k.is_contiguous()),
-        *(may_widen, may_replace, "attn_precision" in kwargs),
+        *(may_widen, may_replace, kwargs.get("attn_precision") is not None),
     )
     return attend(ops.chosen(q, case, default.value, ways))
 
