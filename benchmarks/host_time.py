@@ -309,9 +309,11 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
         plain: list[float] = []
 
         def added(name: str) -> float:
-            # Garbage of one run would be collected in the next.
-            gc.collect()
-            compared.compare(attach(compared.model, settings[name]))
+            # Python adapts its code to what runs, and other settings ran before.
+            for _ in range(2):
+                # Garbage of one run would be collected in the next.
+                gc.collect()
+                compared.compare(attach(compared.model, settings[name]))
             plain.extend(compared.plain)
             # The first evaluation also prepares the run.
             return statistics.mean(compared.added[1:])
