@@ -45,9 +45,11 @@ from benchmarks.measure import Subject, merged_blocks  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
 from tome_nodes.config import ToMeConfig  # noqa: E402
 from tome_nodes.core import engine  # noqa: E402
+from tome_nodes.core.probe import Probe  # noqa: E402
 from tome_nodes.hosts.comfyui import weighing  # noqa: E402
 from tome_nodes.hosts.comfyui.attachment import KEY, attach  # noqa: E402
 from tome_nodes.ops import kernels  # noqa: E402
+from tome_nodes.ops.choosing import Case, Probed, Ways  # noqa: E402
 from tome_nodes.presets import settings_of  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -241,8 +243,18 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
     def worth_from(strategy: Any, device: Any, in_blocks: bool, at_calls: bool) -> int:
         return 1 if in_blocks else tokens
 
+    def resolve(backend: str, device: Any, dtype: Any) -> tuple[str, None]:
+        return ("torch" if backend == "torch" else "triton"), None
+
+    def choose(probe: Probe, device: Any, case: Case, default: str, ways: Ways) -> Probed:
+        return Probed(default, default, {})
+
     with ExitStack() as stack:
         stack.enter_context(patch.object(engine, "_worth_from", worth_from))
+        stack.enter_context(patch.object(engine, "resolve", resolve))
+        # As on a GPU whose ways were tried before, and whose defaults are the fastest.
+        stack.enter_context(patch.object(Probe, "is_for", lambda *_: True))
+        stack.enter_context(patch.object(Probe, "choose", choose))
         stack.enter_context(absent.absent_gpus())
         stand_ins = []
         for module, name in absent.KERNELS:
@@ -291,7 +303,7 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
     loaded = model.load()
     subject = Subject(loaded, _CONTEXT, PIXELS, 1)
     compared = _Compared(loaded, _CONTEXT, PIXELS, 1)
-    settings = {name: ToMeConfig(**{"backend": "triton", **each}) for name, each in METHODS.items()}
+    settings = {name: ToMeConfig(**each) for name, each in METHODS.items()}
     patched = {"unpatched": subject.model}
     patched |= {name: attach(subject.model, each) for name, each in settings.items()}
     with unlaunched(model.tokens) as stand_ins, merged_blocks() as blocks:

@@ -336,6 +336,28 @@ def test_under_compile_the_default_is_taken():
     assert ops.choices == {}
 
 
+def test_sizes_may_be_symbols_under_compile():
+    ops = ChoosingOperations(reference, OnAnyDevice(FakeClock()).choose, may_use_torch=True)
+
+    graphs = []
+
+    def compiled(graph, _):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=compiled, fullgraph=True, dynamic=True)
+    def merged(x, slot_of_token, order, offsets):
+        return ops.merge(x, slot_of_token, order, offsets)
+
+    for tokens in (32, 48, 80):
+        x = torch.randn(1, tokens, 8, device=DEVICE)
+        slots = torch.arange(tokens, device=DEVICE)[None] // 2
+        plan = SlotPlan.from_slots(slots, tokens // 2)
+        rows = plan.slot_of_token, plan.order, plan.offsets
+        assert_close(merged(x, *rows), x.unflatten(1, (-1, 2)).mean(2))
+    assert len(graphs) == 1
+
+
 def test_nearly_equal_numbers_of_tokens_are_one_case():
     assert about(4096) == about(4100) == about(4607) == 4096
     assert about(4608) == 4608

@@ -37,6 +37,9 @@ class Probed:
 
 def about(count: int) -> int:
     """A number of tokens or slots, to about an eighth, so that nearly equal ones are one case."""
+    # What is compiled for any size has symbols for numbers, and nothing is chosen there.
+    if torch.compiler.is_compiling():
+        return count
     digits = max(0, count.bit_length() - 4)
     return count >> digits << digits
 
