@@ -61,3 +61,24 @@ def theirs_and_ours(model, call, options):
 def relative_error(actual, expected):
     """Norm of the difference over the norm of ``expected``."""
     return ((actual - expected).norm() / expected.norm()).item()
+
+
+class FakeClock:
+    """Stands for :class:`tome_nodes.core.clock.Clock`; time passes only where a test says so."""
+
+    tells = True
+
+    def __init__(self):
+        self.time = 0.0
+
+    def now(self):
+        return self.time
+
+    def occupy(self):
+        pass
+
+    def wait(self):
+        pass
+
+    def between(self, start, end):
+        return end - start

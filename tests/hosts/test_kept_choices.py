@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from common import relative_error
+from common import FakeClock, relative_error
 from host import merging, sample
 
 from tome_nodes.core.probe import Probe
@@ -24,27 +24,6 @@ CPU = torch.device("cpu")
 CASE = ("weights", "attention_pytorch", 4096, "float16")
 
 
-class FakeClock:
-    """Time passes only where keys are weighed, by what a test says for each way."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-        self.time = 0.0
-        self.calls = 0
-
-    def now(self):
-        return self.time
-
-    def wait(self):
-        pass
-
-    def occupy(self):
-        pass
-
-    def between(self, start, end):
-        return end - start
-
-
 class OnAnyDevice(Probe):
     def is_for(self, device):
         return True
@@ -52,21 +31,24 @@ class OnAnyDevice(Probe):
 
 @pytest.fixture
 def probed(monkeypatch):
-    """Sample with a probe that finds these times; the picture, the run, and calls of the clock."""
+    """Sample with a probe that finds these times; the picture, the run, how many times were
+    taken, and what ran in channels."""
 
     def run(model, seconds, **settings):
-        clock = FakeClock(seconds)
+        clock = FakeClock()
         taken = []
+        timed = 0
         widened = weighing._in_channels
 
         def in_channels(*arguments, **kwargs):
-            clock.time += clock.seconds["channels"] - clock.seconds["mask"]
+            clock.time += seconds["channels"] - seconds["mask"]
             taken.append("channels")
             return widened(*arguments, **kwargs)
 
         def between(start, end):
-            clock.calls += 1
-            return end - start + clock.seconds["mask"]
+            nonlocal timed
+            timed += 1
+            return end - start + seconds["mask"]
 
         clock.between = between
         probe = OnAnyDevice(KeptChoices(), lambda device: clock)
@@ -75,7 +57,7 @@ def probed(monkeypatch):
             patch.setattr(weighing, "_in_channels", in_channels)
             patched = attach(model, merging(**settings))
             picture = sample(patched)
-        return picture, last_run(patched), clock.calls, taken
+        return picture, last_run(patched), timed, taken
 
     return run
 

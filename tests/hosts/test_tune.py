@@ -10,6 +10,7 @@ import pytest
 import torch
 from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
+from common import FakeClock
 from host import conditioning, overridden, sample
 
 from tome_nodes.config import ToMeConfig
@@ -38,24 +39,6 @@ RUN = {
     "scheduler": "normal",
     "denoise": 1.0,
 }
-
-
-class FakeClock:
-    """Time passes only where a test says so."""
-
-    tells = True
-
-    def __init__(self):
-        self.time = 0.0
-
-    def now(self):
-        return self.time
-
-    def wait(self):
-        pass
-
-    def between(self, start, end):
-        return end - start
 
 
 pytestmark = pytest.mark.usefixtures("user_folder")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import DEVICE
+from common import DEVICE, FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -24,23 +24,8 @@ from tome_nodes.strategies import make_strategy
 GPU = torch.device("cuda", 0)
 
 
-class FakeClock:
+class Clock(FakeClock):
     """Goes on by what each way says that it takes."""
-
-    def __init__(self):
-        self.time = 0.0
-
-    def now(self):
-        return self.time
-
-    def wait(self):
-        pass
-
-    def occupy(self):
-        pass
-
-    def between(self, start, end):
-        return end - start
 
     def taking(self, *seconds):
         """A way that takes these times, one after the other, and the last from then on."""
@@ -75,7 +60,7 @@ SECONDS = st.floats(1e-6, 1e-3)
 
 @given(st.lists(st.lists(SECONDS, min_size=9, max_size=9), min_size=2, max_size=4))
 def test_the_fastest_is_taken_if_it_is_a_tenth_faster_than_the_default(times):
-    clock = FakeClock()
+    clock = Clock()
     # The first call, which compiles, and two more do not count.
     ways = {str(index): clock.taking(1.0, *each) for index, each in enumerate(times)}
     found = fastest("0", ways, clock)
@@ -90,7 +75,7 @@ def test_the_fastest_is_taken_if_it_is_a_tenth_faster_than_the_default(times):
 
 
 def test_long_ways_run_less_often():
-    clock = FakeClock()
+    clock = Clock()
     ways = {"mask": clock.taking(2.0), "kernel": clock.taking(1.0)}
     assert fastest("mask", ways, clock).way == "kernel"
     # To compile, and once to count.
@@ -104,7 +89,7 @@ def test_a_way_that_fails_is_left_out():
     def fails():
         raise torch.OutOfMemoryError("no room")
 
-    clock = FakeClock()
+    clock = Clock()
     slow, quick = clock.taking(2e-3), clock.taking(1e-3)
     found = fastest("a", {"a": fails, "b": slow, "c": quick}, clock)
     assert (found.way, found.seconds.keys()) == ("c", {"b", "c"})
@@ -115,7 +100,7 @@ def test_a_way_that_fails_is_left_out():
 
 
 def test_a_way_that_fails_later_is_left_out_too():
-    clock = FakeClock()
+    clock = Clock()
     calls = count(1)
 
     def fails_at_last():
@@ -134,11 +119,11 @@ def test_an_interrupt_goes_on():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fastest("a", {"a": interrupted, "b": lambda: None}, FakeClock())
+        fastest("a", {"a": interrupted, "b": lambda: None}, Clock())
 
 
 def test_each_case_is_measured_once_and_kept(idle):
-    clock, memory = FakeClock(), Memory()
+    clock, memory = Clock(), Memory()
     probe = Probe(memory, lambda device: clock)
     ways = {"mask": clock.taking(2e-3), "channels": clock.taking(1e-3)}
     first = probe.choose(GPU, ("weights", 40), "mask", lambda: ways)
@@ -152,7 +137,7 @@ def test_each_case_is_measured_once_and_kept(idle):
 
 
 def test_what_was_kept_counts_only_where_that_way_is_there(idle):
-    clock, memory = FakeClock(), Memory()
+    clock, memory = Clock(), Memory()
     memory.keep(GPU, ("weights",), Probed("kernel", "mask", {"mask": 2.0, "kernel": 1.0}))
     probe = Probe(memory, lambda device: clock)
     ways = {"mask": clock.taking(1e-3), "channels": clock.taking(1e-3)}
@@ -163,7 +148,7 @@ def test_what_could_not_be_tried_is_not_kept(idle):
     def fails():
         raise torch.OutOfMemoryError("no room")
 
-    clock, memory = FakeClock(), Memory()
+    clock, memory = Clock(), Memory()
     probe = Probe(memory, lambda device: clock)
     ways = {"mask": fails, "channels": clock.taking(1e-3)}
     assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "channels"
@@ -178,7 +163,7 @@ def test_a_way_that_does_not_work_here_is_not_tried_again(idle):
     def fails():
         raise NotImplementedError("no such kernel")
 
-    clock, memory = FakeClock(), Memory()
+    clock, memory = Clock(), Memory()
     ways = {"mask": fails, "channels": clock.taking(1e-3)}
     probe = Probe(memory, lambda device: clock)
     assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "channels"
@@ -186,7 +171,7 @@ def test_a_way_that_does_not_work_here_is_not_tried_again(idle):
 
 
 def test_a_single_way_is_not_tried(idle):
-    clock, memory = FakeClock(), Memory()
+    clock, memory = Clock(), Memory()
     way = clock.taking(1e-3)
     found = Probe(memory, lambda device: clock).choose(
         GPU, ("weights",), "mask", lambda: {"mask": way}
@@ -196,7 +181,7 @@ def test_a_single_way_is_not_tried(idle):
 
 
 def test_times_of_nothing_are_not_kept(idle):
-    clock, memory = FakeClock(), Memory()
+    clock, memory = Clock(), Memory()
     ways = {"mask": clock.taking(0.0), "channels": clock.taking(0.0)}
     probe = Probe(memory, lambda device: clock)
     assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "mask"
@@ -205,7 +190,7 @@ def test_times_of_nothing_are_not_kept(idle):
 
 @pytest.mark.parametrize("part", ["read", "keep", "clock"])
 def test_an_error_of_the_probe_is_no_error_of_the_run(part, idle, monkeypatch, caplog):
-    clock, memory = FakeClock(), Memory()
+    clock, memory = Clock(), Memory()
 
     def fails(*_):
         raise RuntimeError("cuDNN of another version")
@@ -288,7 +273,7 @@ def operations_on(x, plan, ops):
 
 @pytest.mark.parametrize("is_slow", [True, False])
 def test_plain_torch_takes_the_place_of_slow_kernels(is_slow, monkeypatch):
-    clock = FakeClock()
+    clock = Clock()
     kernels = backend(clock, 2e-3 if is_slow else 1e-3)
     for name in SWAPPED:
         plain = getattr(reference, name)
@@ -313,7 +298,7 @@ def test_plain_torch_takes_the_place_of_slow_kernels(is_slow, monkeypatch):
 
 
 def test_a_backend_that_was_asked_for_stays():
-    clock = FakeClock()
+    clock = Clock()
     kernels = backend(clock, 1.0)
     ops = ChoosingOperations(kernels, OnAnyDevice(clock).choose, may_use_torch=False)
     x = torch.randn(1, 4, 8, device=DEVICE)
@@ -324,7 +309,7 @@ def test_a_backend_that_was_asked_for_stays():
 
 
 def test_under_compile_the_default_is_taken():
-    ops = ChoosingOperations(reference, OnAnyDevice(FakeClock()).choose, may_use_torch=True)
+    ops = ChoosingOperations(reference, OnAnyDevice(Clock()).choose, may_use_torch=True)
 
     @torch.compile(backend="eager", fullgraph=True)
     def chosen(x):
@@ -337,7 +322,7 @@ def test_under_compile_the_default_is_taken():
 
 
 def test_sizes_may_be_symbols_under_compile():
-    ops = ChoosingOperations(reference, OnAnyDevice(FakeClock()).choose, may_use_torch=True)
+    ops = ChoosingOperations(reference, OnAnyDevice(Clock()).choose, may_use_torch=True)
 
     graphs = []
 
@@ -362,7 +347,7 @@ def test_nearly_equal_numbers_of_tokens_are_one_case():
     assert about(4096) == about(4100) == about(4607) == 4096
     assert about(4608) == 4608
     assert [about(count) for count in (0, 1, 7, 15, 16, 17, 18)] == [0, 1, 7, 15, 16, 16, 18]
-    ops = ChoosingOperations(reference, OnAnyDevice(FakeClock()).choose, may_use_torch=True)
+    ops = ChoosingOperations(reference, OnAnyDevice(Clock()).choose, may_use_torch=True)
     ways = {"mask": lambda: None, "channels": lambda: None}
     for tokens in (1030, 1040):
         x = torch.zeros(1, tokens, 4, device=DEVICE)
@@ -377,7 +362,7 @@ def test_matching_is_not_chosen_by_time():
     kernels = pytest.importorskip("tome_nodes.ops.kernels")
     if not kernels.runs_on(torch.device(DEVICE)):
         pytest.skip("no kernels run on this device")
-    clock = FakeClock()
+    clock = Clock()
     ops = ChoosingOperations(kernels, OnAnyDevice(clock).choose, may_use_torch=True)
     strategy = make_strategy(ToMeConfig(strategy="window", min_tokens=1), ops)
     strategy.begin(torch.zeros((), dtype=torch.int64, device=DEVICE))
