@@ -31,8 +31,10 @@ class OnAnyDevice(Probe):
 
 @pytest.fixture
 def probed(monkeypatch):
-    """Sample with a probe that finds these times; the picture, the run, how many times were
-    taken, and what ran in channels."""
+    """Samples with a probe that finds these times.
+
+    Returns the picture, the run, how many times were taken, and what ran in channels.
+    """
 
     def run(model, seconds, **settings):
         clock = FakeClock()

@@ -17,8 +17,8 @@ _METHOD = 1
 """Rises with each change of a kernel or of how ways are measured: older choices are void."""
 
 
-def _to_json(choice: Probed) -> dict[str, Any]:
-    return {"way": choice.way, "seconds": dict(choice.seconds)}
+def _to_json(probed: Probed) -> dict[str, Any]:
+    return {"way": probed.way, "seconds": dict(probed.seconds)}
 
 
 def _from_json(entry: Mapping[str, Any]) -> Probed:
@@ -57,14 +57,14 @@ class KeptChoices:
                 self._is_usable = found is not None
             return self._entries.get(line_of(_key(device, case, default)))
 
-    def keep(self, device: torch.device, case: Case, choice: Probed) -> None:
+    def keep(self, device: torch.device, case: Case, probed: Probed) -> None:
         """See :meth:`tome_nodes.core.probe.Store.keep`."""
-        key = _key(device, case, choice.default)
+        key = _key(device, case, probed.default)
         with self._lock:
             if self._entries is not None:
-                self._entries[line_of(key)] = choice
+                self._entries[line_of(key)] = probed
             if self._is_usable:
-                FILE.keep(key, choice)
+                FILE.keep(key, probed)
 
 
 @lru_cache(maxsize=1)
