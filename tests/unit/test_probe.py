@@ -17,7 +17,7 @@ from tome_nodes.core.grid import Grid
 from tome_nodes.core.plan import SlotPlan
 from tome_nodes.core.probe import Probe, fastest
 from tome_nodes.ops import reference
-from tome_nodes.ops.choosing import ChoosingOperations, Probed, about
+from tome_nodes.ops.choosing import ChoosingOperations, Probed, case_of
 from tome_nodes.report import words
 from tome_nodes.strategies import make_strategy
 
@@ -344,17 +344,29 @@ def test_sizes_may_be_symbols_under_compile():
 
 
 def test_nearly_equal_numbers_of_tokens_are_one_case():
-    assert about(4096) == about(4100) == about(4607) == 4096
-    assert about(4608) == 4608
-    assert [about(count) for count in (0, 1, 7, 15, 16, 17, 18)] == [0, 1, 7, 15, 16, 16, 18]
+    def about(*size):
+        return case_of(("merge", torch.Size(size), True))[1:-1]
+
+    assert about(2, 4096, 320) == about(2, 4100, 320) == about(2, 4607, 320) == (2, 4096, 320)
+    assert about(2, 8, 4607, 64) == (2, 8, 4096, 64)
+    assert about(2, 4608, 321) == (2, 4608, 321)
+    assert [about(count) for count in (0, 1, 15, 16, 17, 18)] == [
+        (0,),
+        (1,),
+        (15,),
+        (16,),
+        (16,),
+        (18,),
+    ]
     ops = ChoosingOperations(reference, OnAnyDevice(Clock()).choose, may_use_torch=True)
     ways = {"mask": lambda: None, "channels": lambda: None}
     for tokens in (1030, 1040):
         x = torch.zeros(1, tokens, 4, device=DEVICE)
-        ops.chosen(x, ("weights", about(tokens)), "mask", lambda: ways)
-    ops.chosen(x, ("weights", about(tokens)), "channels", lambda: ways)
-    ops.chosen(x.mT, ("weights", about(tokens)), "mask", lambda: ways)
+        ops.chosen(x, ("weights", x.shape), "mask", lambda: ways)
+    ops.chosen(x, ("weights", x.shape), "channels", lambda: ways)
+    ops.chosen(x.mT.contiguous().mT, ("weights", x.shape), "mask", lambda: ways)
     assert len(ops.choices) == 3
+    assert all(type(part) in (str, int, bool) for case in ops.choices for part in case)
 
 
 def test_matching_is_not_chosen_by_time():

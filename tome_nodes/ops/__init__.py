@@ -29,7 +29,7 @@ class Operations(Protocol):
     def chosen(
         self,
         x: Tensor,
-        case: tuple[Hashable, ...],
+        call: tuple[Hashable, ...],
         default: str,
         ways: Callable[[], Mapping[str, Callable[[], object]]],
     ) -> str:

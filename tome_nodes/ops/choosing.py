@@ -13,8 +13,11 @@ from torch import Tensor
 
 from . import Operations, reference
 
+Call = tuple[Hashable, ...]
+"""What is done, and after that all that its time depends on: names, numbers, sizes of tensors."""
+
 Case = tuple[Hashable, ...]
-"""What is done, and after that all that its time depends on, as texts and whole numbers."""
+"""Calls that take about as long: the same as texts and whole numbers."""
 
 Ways = Callable[[], Mapping[str, Callable[[], object]]]
 """Makes the ways to do the same, by name; to call one is to do it once."""
@@ -35,22 +38,32 @@ class Probed:
     seconds: Mapping[str, float]
 
 
-def about(count: int) -> int:
-    """A number of tokens or slots, to about an eighth, so that nearly equal ones are one case."""
-    # What is compiled for any size has symbols for numbers, and nothing is chosen there.
-    if torch.compiler.is_compiling():
-        return count
+def case_of(call: Call) -> Case:
+    """The case of a call: its numbers of tokens and slots count to an eighth.
+
+    These are all but the last of a size, and the only one of an index.
+    """
+    parts: list[Hashable] = []
+    for part in call:
+        if not isinstance(part, torch.Size):
+            parts.append(part)
+        elif len(part) == 1:
+            parts.append(_about(part[0]))
+        else:
+            parts += [*part[:-2], _about(part[-2]), part[-1]]
+    return tuple(parts)
+
+
+def _about(count: int) -> int:
     digits = max(0, count.bit_length() - 4)
     return count >> digits << digits
 
 
-def _sizes(x: Tensor) -> tuple[int, int, int]:
-    batch, tokens, channels = x.shape
-    return batch, about(tokens), channels
-
-
 Choose = Callable[[torch.device, Case, str, Ways], Probed | None]
 """Chooses a way of a case on a device, given the default; None if it cannot be done now."""
+
+
+_Key = tuple[Call, str, torch.dtype, bool]
 
 
 class ChoosingOperations:
@@ -60,7 +73,7 @@ class ChoosingOperations:
 
     Attributes:
         NAME: that of ``ops``.
-        choices: what was chosen so far.
+        choices: what was chosen so far, by the case.
     """
 
     def __init__(self, ops: Operations, choose: Choose, may_use_torch: bool):
@@ -78,19 +91,24 @@ class ChoosingOperations:
         self._ops = ops
         self._choose = choose
         self._may_use_torch = may_use_torch and ops.NAME != reference.NAME
+        # By the call itself: rounding its sizes each time would cost as much as a launch.
+        self._taken: dict[_Key, str] = {}
 
-    def chosen(self, x: Tensor, case: Case, default: str, ways: Ways) -> str:
+    def chosen(self, x: Tensor, call: Call, default: str, ways: Ways) -> str:
         """See :func:`tome_nodes.ops.reference.chosen`."""
         if torch.compiler.is_compiling():
             return default
-        case = (*case, default, x.is_contiguous(), x.dtype)
-        probed = self.choices.get(case)
+        key = call, default, x.dtype, x.is_contiguous()
+        return self._taken.get(key) or self._take(key, x, ways)
+
+    def _take(self, key: _Key, x: Tensor, ways: Ways) -> str:
+        call, default, dtype, is_contiguous = key
+        case = (*case_of(call), default, is_contiguous, str(dtype).removeprefix("torch."))
+        probed = self._choose(x.device, case, default, ways)
         if probed is None:
-            of_texts = (*case[:-1], str(x.dtype).removeprefix("torch."))
-            probed = self._choose(x.device, of_texts, default, ways)
-            if probed is None:
-                return default
-            self.choices[case] = probed
+            return default
+        self.choices[case] = probed
+        self._taken[key] = probed.way
         return probed.way
 
     def merge(
@@ -102,9 +120,9 @@ class ChoosingOperations:
         window: Sequence[int] | None = None,
     ) -> Tensor:
         """See :func:`tome_nodes.ops.reference.merge`."""
-        case = "merge", *_sizes(x), about(len(offsets)), window is not None
-        merged: Tensor = self._run(case, x, slot_of_token, order, offsets, window)
-        return merged
+        arguments = x, slot_of_token, order, offsets, window
+        call = "merge", x.shape, offsets.shape, window is not None
+        return self._ops_for(call, arguments).merge(*arguments)
 
     def merge_keys(
         self,
@@ -116,17 +134,15 @@ class ChoosingOperations:
         window: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :func:`tome_nodes.ops.reference.merge_keys`."""
-        case = "merge_keys", *_sizes(x), about(len(offsets)), heads, window is not None
-        merged: tuple[Tensor, Tensor] = self._run(
-            case, x, slot_of_token, order, offsets, heads, window
-        )
-        return merged
+        arguments = x, slot_of_token, order, offsets, heads, window
+        call = "merge_keys", x.shape, offsets.shape, heads, window is not None
+        return self._ops_for(call, arguments).merge_keys(*arguments)
 
     def add_change(self, x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) -> Tensor:
         """See :func:`tome_nodes.ops.reference.add_change`."""
-        case = "add_change", *_sizes(x), about(before.shape[1])
-        added: Tensor = self._run(case, x, before, after, slot_of_token)
-        return added
+        arguments = x, before, after, slot_of_token
+        call = "add_change", x.shape, before.shape
+        return self._ops_for(call, arguments).add_change(*arguments)
 
     def widen(
         self,
@@ -139,21 +155,18 @@ class ChoosingOperations:
         constant: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :func:`tome_nodes.ops.reference.widen`."""
-        case = "widen", *_sizes(q), about(k.shape[1]), heads
-        wider: tuple[Tensor, Tensor, Tensor] = self._run(
-            case, q, k, v, log_sizes, heads, scale, constant
-        )
-        return wider
+        arguments = q, k, v, log_sizes, heads, scale, constant
+        call = "widen", q.shape, k.shape, heads
+        return self._ops_for(call, arguments).widen(*arguments)
 
-    def _run(self, case: Case, *arguments: Any) -> Any:
-        """Run the operation that a case begins with, by the backend or by plain torch."""
-        ops, name = self._ops, case[0]
-        if self._may_use_torch:
+    def _ops_for(self, call: Call, arguments: tuple[Any, ...]) -> Operations:
+        """The backend or plain torch, for the operation that a call begins with."""
+        if not self._may_use_torch:
+            return self._ops
 
-            def ways() -> Mapping[str, Callable[[], object]]:
-                both = (self._ops, reference)
-                return {each.NAME: partial(getattr(each, str(name)), *arguments) for each in both}
+        def ways() -> Mapping[str, Callable[[], object]]:
+            both = (self._ops, reference)
+            return {each.NAME: partial(getattr(each, str(call[0])), *arguments) for each in both}
 
-            if self.chosen(arguments[0], case, self.NAME, ways) == reference.NAME:
-                ops = reference
-        return getattr(ops, str(name))(*arguments)
+        way = self.chosen(arguments[0], call, self.NAME, ways)
+        return reference if way == reference.NAME else self._ops

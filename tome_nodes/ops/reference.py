@@ -21,7 +21,7 @@ _BAG_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 
 def chosen(
     x: Tensor,
-    case: tuple[Hashable, ...],
+    call: tuple[Hashable, ...],
     default: str,
     ways: Callable[[], Mapping[str, Callable[[], object]]],
 ) -> str:
@@ -29,7 +29,7 @@ def chosen(
 
     Args:
         x: a tensor of the device and dtype.
-        case: what is done, and after that all that its time depends on.
+        call: what is done, and after that all that its time depends on: names, numbers, sizes.
         default: the name of one of the ways.
         ways: makes the ways, by name; to call one is to do it once.
     """

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ...ops import Operations
-from ...ops.choosing import about
 from ...ops.reference import FURTHER
 
 Attention = Callable[..., Tensor]
@@ -207,12 +206,11 @@ def weighed(
     # What another node's override makes of the mask is its business.
     if mask is not None:
         return attend(default)
-    case = (
-        *("weights", name, len(q), about(q.shape[-2]), about(k.shape[-2]), k.shape[-2] % 8 == 0),
-        *(heads, head_channels, _same_heads(q, k, by_head), by_head, k.is_contiguous()),
-        *(may_widen, may_replace, kwargs.get("attn_precision") is not None),
+    call = (
+        *("weights", name, q.shape, k.shape, k.shape[-2] % 8 == 0, heads, by_head),
+        *(k.is_contiguous(), may_widen, may_replace, kwargs.get("attn_precision") is not None),
     )
-    return attend(ops.chosen(q, case, default.value, ways))
+    return attend(ops.chosen(q, call, default.value, ways))
 
 
 def _in_channels(
