@@ -32,7 +32,8 @@ class Clock:
     def occupy(self) -> None:
         """Give the device about a millisecond of nothing to do, in which it gets further work."""
         if self._has_events:
-            torch.cuda._sleep(_CYCLES)
+            with torch.cuda.device(self._device):
+                torch.cuda._sleep(_CYCLES)
 
     def wait(self) -> None:
         """Wait until the device has done all that it was given."""
