@@ -49,7 +49,8 @@ from tome_nodes.core.probe import Probe  # noqa: E402
 from tome_nodes.hosts.comfyui import weighing  # noqa: E402
 from tome_nodes.hosts.comfyui.attachment import KEY, attach  # noqa: E402
 from tome_nodes.ops import kernels  # noqa: E402
-from tome_nodes.ops.choosing import Case, Probed, Ways  # noqa: E402
+from tome_nodes.ops.choosing import Case, Probed  # noqa: E402
+from tome_nodes.ops.reference import Ways  # noqa: E402
 from tome_nodes.presets import settings_of  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -261,7 +262,6 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
             stand_in = _Unlaunched(getattr(module, name).kernel)
             stack.enter_context(patch.object(module, name, stand_in))
             stand_ins.append(stand_in)
-        stack.enter_context(patch.object(kernels, "runs_on", lambda _: True))
         able = weighing.Abilities(flash=True, cudnn=True, kernel=True)
         stack.enter_context(patch.object(weighing, "abilities", lambda *_: able))
         match = kernels.match_windows

@@ -17,13 +17,11 @@ from tome_nodes.ops.choosing import Case, Probed
 @dataclass
 class _Store:
     entries: list[dict[str, Any]] = field(default_factory=list)
-    known: dict[tuple[Case, str], Probed] = field(default_factory=dict)
 
     def read(self, device: torch.device, case: Case, default: str) -> Probed | None:
-        return self.known.get((case, default))
+        return None
 
     def keep(self, device: torch.device, case: Case, probed: Probed) -> None:
-        self.known[case, probed.default] = probed
         self.entries.append(
             {
                 "case": " ".join(map(str, case)),

@@ -222,14 +222,9 @@ def test_a_cpu_is_not_probed():
     assert engine.choices == {}
 
 
-class OnAnyDevice(Probe):
-    """A probe of a CPU, too, in place of a GPU."""
-
-    def __init__(self, clock):
-        super().__init__(Memory(), lambda device: clock)
-
-    def is_for(self, device):
-        return True
+def probe_by(clock):
+    """A probe that keeps nothing after the test."""
+    return Probe(Memory(), lambda device: clock)
 
 
 SWAPPED = "merge", "merge_keys", "add_change", "widen"
@@ -283,7 +278,7 @@ def test_plain_torch_takes_the_place_of_slow_kernels(is_slow, monkeypatch):
             return plain(*arguments)
 
         monkeypatch.setattr(reference, name, timed)
-    ops = ChoosingOperations(kernels, OnAnyDevice(clock).choose, may_use_torch=True)
+    ops = ChoosingOperations(kernels, probe_by(clock).choose, may_use_torch=True)
     x = torch.randn(2, 6, 8, device=DEVICE)
     plan = SlotPlan.from_slots(torch.tensor([[0, 1, 2, 0, 1, 2]] * 2, device=DEVICE), 3)
     expected = operations_on(x, plan, reference)
@@ -300,7 +295,7 @@ def test_plain_torch_takes_the_place_of_slow_kernels(is_slow, monkeypatch):
 def test_a_backend_that_was_asked_for_stays():
     clock = Clock()
     kernels = backend(clock, 1.0)
-    ops = ChoosingOperations(kernels, OnAnyDevice(clock).choose, may_use_torch=False)
+    ops = ChoosingOperations(kernels, probe_by(clock).choose, may_use_torch=False)
     x = torch.randn(1, 4, 8, device=DEVICE)
     plan = SlotPlan.from_slots(torch.tensor([[0, 1, 0, 1]], device=DEVICE), 2)
     operations_on(x, plan, ops)
@@ -309,7 +304,7 @@ def test_a_backend_that_was_asked_for_stays():
 
 
 def test_under_compile_the_default_is_taken():
-    ops = ChoosingOperations(reference, OnAnyDevice(Clock()).choose, may_use_torch=True)
+    ops = ChoosingOperations(reference, probe_by(Clock()).choose, may_use_torch=True)
 
     @torch.compile(backend="eager", fullgraph=True)
     def chosen(x):
@@ -322,7 +317,7 @@ def test_under_compile_the_default_is_taken():
 
 
 def test_sizes_may_be_symbols_under_compile():
-    ops = ChoosingOperations(reference, OnAnyDevice(Clock()).choose, may_use_torch=True)
+    ops = ChoosingOperations(reference, probe_by(Clock()).choose, may_use_torch=True)
 
     graphs = []
 
@@ -358,7 +353,7 @@ def test_nearly_equal_numbers_of_tokens_are_one_case():
         (16,),
         (18,),
     ]
-    ops = ChoosingOperations(reference, OnAnyDevice(Clock()).choose, may_use_torch=True)
+    ops = ChoosingOperations(reference, probe_by(Clock()).choose, may_use_torch=True)
     ways = {"mask": lambda: None, "channels": lambda: None}
     for tokens in (1030, 1040):
         x = torch.zeros(1, tokens, 4, device=DEVICE)
@@ -375,7 +370,7 @@ def test_matching_is_not_chosen_by_time():
     if not kernels.runs_on(torch.device(DEVICE)):
         pytest.skip("no kernels run on this device")
     clock = Clock()
-    ops = ChoosingOperations(kernels, OnAnyDevice(clock).choose, may_use_torch=True)
+    ops = ChoosingOperations(kernels, probe_by(clock).choose, may_use_torch=True)
     strategy = make_strategy(ToMeConfig(strategy="window", min_tokens=1), ops)
     strategy.begin(torch.zeros((), dtype=torch.int64, device=DEVICE))
     plan = strategy.plan(torch.randn(1, 256, 16, device=DEVICE), Grid(16, 16), 0.5)

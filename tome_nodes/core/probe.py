@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from ..ops.choosing import Case, Probed, Ways
+from ..ops.choosing import Case, Probed
+from ..ops.reference import Ways
 from .clock import Clock
 
 log = logging.getLogger("tome_nodes")

@@ -1,6 +1,6 @@
 """The backends of a plan's operations: plain torch, or Triton kernels where available."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -26,13 +26,7 @@ class Operations(Protocol):
     NAME: str
     """``torch`` or ``triton``."""
 
-    def chosen(
-        self,
-        x: Tensor,
-        call: tuple[Hashable, ...],
-        default: str,
-        ways: Callable[[], Mapping[str, Callable[[], object]]],
-    ) -> str:
+    def chosen(self, x: Tensor, call: reference.Call, default: str, ways: reference.Ways) -> str:
         """See :func:`tome_nodes.ops.reference.chosen`."""
 
     def merge(

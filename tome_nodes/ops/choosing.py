@@ -12,15 +12,10 @@ import torch
 from torch import Tensor
 
 from . import Operations, reference
-
-Call = tuple[Hashable, ...]
-"""What is done, and after that all that its time depends on: names, numbers, sizes of tensors."""
+from .reference import Call, Ways
 
 Case = tuple[Hashable, ...]
 """Calls that take about as long: the same as texts and whole numbers."""
-
-Ways = Callable[[], Mapping[str, Callable[[], object]]]
-"""Makes the ways to do the same, by name; to call one is to do it once."""
 
 
 @dataclass(frozen=True)

@@ -18,20 +18,21 @@ FURTHER = 8
 # Devices whose embedding_bag sums each slot in a fixed order, without atomics.
 _BAG_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 
+Call = tuple[Hashable, ...]
+"""What is done, and after that all that its time depends on: names, numbers, sizes of tensors."""
 
-def chosen(
-    x: Tensor,
-    call: tuple[Hashable, ...],
-    default: str,
-    ways: Callable[[], Mapping[str, Callable[[], object]]],
-) -> str:
+Ways = Callable[[], Mapping[str, Callable[[], object]]]
+"""Makes the ways to do the same, by name; to call one is to do it once."""
+
+
+def chosen(x: Tensor, call: Call, default: str, ways: Ways) -> str:
     """The name of the way to take where there are several; the default, since nothing is measured.
 
     Args:
         x: a tensor of the device and dtype.
-        call: what is done, and after that all that its time depends on: names, numbers, sizes.
+        call: what is to be done.
         default: the name of one of the ways.
-        ways: makes the ways, by name; to call one is to do it once.
+        ways: makes the ways.
     """
     return default
 
