@@ -2,7 +2,7 @@
 
 # pytest imports this file without a package, ComfyUI as a package.
 if __package__:
-    from .tome_nodes.nodes import comfy_entrypoint
+    from .tome_nodes.comfyui.nodes import comfy_entrypoint
 
     WEB_DIRECTORY = "./web"
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from benchmarks.measure import Launches, Subject, merged_blocks
 from benchmarks.methods import HostMethod, Method
-from tome_nodes.core.engine import make_engine
-from tome_nodes.core.grid import Grid
+from tome_nodes.merging.grid import Grid
+from tome_nodes.patching.engine import make_engine
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative error that the order of sums may cause in a whole model, by precision."""

@@ -21,12 +21,12 @@ from torch import Tensor  # noqa: E402
 
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.photos import photo  # noqa: E402
-from tome_nodes.config import ToMeConfig  # noqa: E402
-from tome_nodes.core.grid import Grid  # noqa: E402
-from tome_nodes.core.layout import Layout  # noqa: E402
-from tome_nodes.core.picks import step_key  # noqa: E402
-from tome_nodes.core.plan import plans_of_sequence  # noqa: E402
+from tome_nodes.merging.grid import Grid  # noqa: E402
+from tome_nodes.merging.layout import Layout  # noqa: E402
+from tome_nodes.merging.plan import plans_of_sequence  # noqa: E402
+from tome_nodes.merging.random_picks import step_key  # noqa: E402
 from tome_nodes.ops import operations  # noqa: E402
+from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.strategies import make_strategy  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -36,11 +36,11 @@ from benchmarks.figures import grid  # noqa: E402
 from benchmarks.lossless import lossless  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.neighbours import ALL, KINDS, SIDES, Neighbour  # noqa: E402
-from tome_nodes.config import ToMeConfig  # noqa: E402
-from tome_nodes.core.engine import MakeStrategy  # noqa: E402
-from tome_nodes.hosts.comfyui.attachment import attach, last_run  # noqa: E402
-from tome_nodes.presets import settings_of  # noqa: E402
-from tome_nodes.report import words  # noqa: E402
+from tome_nodes.comfyui.attachment import attach, last_run  # noqa: E402
+from tome_nodes.patching.engine import MakeStrategy  # noqa: E402
+from tome_nodes.report import log_line  # noqa: E402
+from tome_nodes.settings.config import ToMeConfig  # noqa: E402
+from tome_nodes.settings.presets import settings_of  # noqa: E402
 from tome_nodes.strategies import make_strategy  # noqa: E402
 from tools.tiny_models import build, sample  # noqa: E402
 
@@ -354,7 +354,7 @@ def _told(model: ModelPatcher) -> list[str]:
     if last.obstacle is not None:
         return [_NOTHING + last.obstacle]
     reason = last.counts.most_common_reason
-    return [*words.deviations(last.counts), *([] if reason is None else [reason])]
+    return [*log_line.deviations(last.counts), *([] if reason is None else [reason])]
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:

@@ -164,8 +164,8 @@ def _arguments() -> argparse.Namespace:
 
 def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:
     """Our patch with some settings, on maps of any size; ``other`` makes another strategy."""
-    from tome_nodes.config import ToMeConfig
-    from tome_nodes.hosts.comfyui.attachment import attach
+    from tome_nodes.comfyui.attachment import attach
+    from tome_nodes.settings.config import ToMeConfig
 
     own: dict[str, Any] = {} if other is None else {"make_strategy": other}
     config = ToMeConfig(**{"ratio": 0.5, **settings, "min_tokens": 1})
@@ -174,7 +174,7 @@ def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:
 
 def preset(name: str, ratio: float = 0.6, **others: Any) -> Patch:
     """Our patch with a preset; ``others`` are settings that it decides otherwise."""
-    from tome_nodes.presets import settings_of
+    from tome_nodes.settings.presets import settings_of
 
     return ours(**{**settings_of(name, {"ratio": ratio}), **others})
 
@@ -328,10 +328,10 @@ def speed_ups() -> dict[str, float]:
     The least of the models that ``dev.py bench --transformers`` has timed by their blocks, at a
     ratio of 0.5 and of so many tokens, in runs of :data:`SAMPLINGS`.
     """
-    from tome_nodes.config import ToMeConfig
-    from tome_nodes.core.refresh import is_full
-    from tome_nodes.core.schedule import Moment
-    from tome_nodes.presets import settings_of
+    from tome_nodes.patching.detail_cache import is_full
+    from tome_nodes.patching.schedule import Moment
+    from tome_nodes.settings.config import ToMeConfig
+    from tome_nodes.settings.presets import settings_of
 
     config = ToMeConfig(**settings_of("fast", {"ratio": 0.5}))
     text = (RESULTS / "transformers.json").read_text(encoding="utf-8")
@@ -361,7 +361,7 @@ def bias_costs(repeats: int) -> dict[str, float]:
     from comfy.ldm.modules.attention import optimized_attention
 
     from benchmarks.rounds import interleaved
-    from tome_nodes.hosts.comfyui.attention import weigh_attention
+    from tome_nodes.comfyui.attention import weigh_attention
     from tome_nodes.ops import reference
 
     def seconds(qkv: tuple[torch.Tensor, ...], options: dict[str, Any]) -> float:

@@ -43,15 +43,15 @@ from benchmarks.figures import spread  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.measure import Subject, merged_blocks  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
-from tome_nodes.config import ToMeConfig  # noqa: E402
-from tome_nodes.core import engine  # noqa: E402
-from tome_nodes.core.probe import Probe  # noqa: E402
-from tome_nodes.hosts.comfyui import weighing  # noqa: E402
-from tome_nodes.hosts.comfyui.attachment import KEY, attach  # noqa: E402
-from tome_nodes.ops import kernels  # noqa: E402
-from tome_nodes.ops.choosing import Case, Probed  # noqa: E402
+from tome_nodes.comfyui import key_weights  # noqa: E402
+from tome_nodes.comfyui.attachment import KEY, attach  # noqa: E402
+from tome_nodes.ops import triton as kernels  # noqa: E402
+from tome_nodes.ops.autotune import Case, Probed  # noqa: E402
+from tome_nodes.ops.probe import Probe  # noqa: E402
 from tome_nodes.ops.reference import Ways  # noqa: E402
-from tome_nodes.presets import settings_of  # noqa: E402
+from tome_nodes.patching import engine  # noqa: E402
+from tome_nodes.settings.config import ToMeConfig  # noqa: E402
+from tome_nodes.settings.presets import settings_of  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -262,8 +262,8 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
             stand_in = _Unlaunched(getattr(module, name).kernel)
             stack.enter_context(patch.object(module, name, stand_in))
             stand_ins.append(stand_in)
-        able = weighing.Abilities(flash=True, cudnn=True, kernel=True)
-        stack.enter_context(patch.object(weighing, "abilities", lambda *_: able))
+        able = key_weights.Abilities(flash=True, cudnn=True, kernel=True)
+        stack.enter_context(patch.object(key_weights, "abilities", lambda *_: able))
         match = kernels.match_windows
         zeros: dict[tuple[torch.Size, ...], tuple[Tensor, ...]] = {}
 

@@ -32,10 +32,9 @@ from triton.backends.driver import DriverBase  # noqa: E402
 
 from benchmarks.figures import grid as table  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
-from tome_nodes.config import ToMeConfig  # noqa: E402
-from tome_nodes.core.grid import Grid  # noqa: E402
-from tome_nodes.ops import kernels  # noqa: E402
-from tome_nodes.ops.kernels import (  # noqa: E402
+from tome_nodes.merging.grid import Grid  # noqa: E402
+from tome_nodes.ops import triton as kernels  # noqa: E402
+from tome_nodes.ops.triton import (  # noqa: E402
     adding,
     attending,
     key_merging,
@@ -44,6 +43,7 @@ from tome_nodes.ops.kernels import (  # noqa: E402
     widening,
     window_merging,
 )
+from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.strategies import make_strategy  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -276,7 +276,7 @@ def launch(shape: Shape, target: GPUTarget) -> None:
     # Heads of a sweep have all channels of a token.
     head_channels = shape.channels // shape.heads
     takes = head_channels <= attending.MOST_CHANNELS and shape.dtype.itemsize == 2
-    # Elsewhere it is not taken, see tome_nodes/hosts/comfyui/weighing.py.
+    # Elsewhere it is not taken, see tome_nodes/comfyui/key_weights.py.
     if takes and target.backend == "cuda" and target.arch >= 80:
         q, k = (each.unflatten(2, (shape.heads, -1)) for each in (x, merged))
         kernels.attend(q, k, k, log_sizes.float(), 0.125)

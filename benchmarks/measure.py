@@ -14,7 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
 
-from tome_nodes.hosts.comfyui.attachment import last_run
+from tome_nodes.comfyui.attachment import last_run
 
 Instrument = AbstractContextManager[Any]
 

@@ -46,9 +46,9 @@ def main() -> None:
     from benchmarks.judges import PictureTransformerJudge, VideoTransformerJudge
     from benchmarks.machine import machine
     from benchmarks.pictures import Judge, PictureJudge
-    from tome_nodes.config import ToMeConfig
-    from tome_nodes.hosts.comfyui.attachment import attach
-    from tome_nodes.presets import settings_of
+    from tome_nodes.comfyui.attachment import attach
+    from tome_nodes.settings.config import ToMeConfig
+    from tome_nodes.settings.presets import settings_of
 
     judges: dict[str, Callable[[], Judge]] = {
         "unet": partial(PictureJudge, 12, 1),

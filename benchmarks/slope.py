@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.measure import Stopwatch
 from benchmarks.rounds import interleaved
-from tome_nodes.config import ToMeConfig
-from tome_nodes.core.engine import make_engine
-from tome_nodes.core.grid import Grid
+from tome_nodes.merging.grid import Grid
+from tome_nodes.patching.engine import make_engine
+from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
 SIDES = (32, 64, 128, 256)

@@ -32,9 +32,9 @@ from benchmarks.machine import origin  # noqa: E402
 from benchmarks.neighbours import Patch, core_patch  # noqa: E402
 from benchmarks.pictures import Judge, PictureJudge  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
-from tome_nodes.config import ToMeConfig  # noqa: E402
-from tome_nodes.hosts.comfyui.attachment import attach  # noqa: E402
-from tome_nodes.presets import PRESETS, settings_of  # noqa: E402
+from tome_nodes.comfyui.attachment import attach  # noqa: E402
+from tome_nodes.settings.config import ToMeConfig  # noqa: E402
+from tome_nodes.settings.presets import PRESETS, settings_of  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PLAIN, MERGING = "plain", "merging"

@@ -35,12 +35,12 @@ from benchmarks.blocks import MODELS, Model, inputs  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.measure import PeakMemory  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
-from tome_nodes.config import ToMeConfig  # noqa: E402
-from tome_nodes.core.grid import Grid  # noqa: E402
-from tome_nodes.core.layout import Layout  # noqa: E402
-from tome_nodes.core.plan import Plan, plans_of_sequence  # noqa: E402
-from tome_nodes.hosts.comfyui.attachment import attach  # noqa: E402
+from tome_nodes.comfyui.attachment import attach  # noqa: E402
+from tome_nodes.merging.grid import Grid  # noqa: E402
+from tome_nodes.merging.layout import Layout  # noqa: E402
+from tome_nodes.merging.plan import Plan, plans_of_sequence  # noqa: E402
 from tome_nodes.ops import operations  # noqa: E402
+from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.strategies import make_strategy  # noqa: E402
 from tools.transformers import build  # noqa: E402
 

@@ -30,8 +30,8 @@ import torch  # noqa: E402
 from benchmarks.figures import spread  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
-from tome_nodes.faults import config_of  # noqa: E402
-from tome_nodes.hosts.comfyui.attachment import attach  # noqa: E402
+from tome_nodes.comfyui.attachment import attach  # noqa: E402
+from tome_nodes.comfyui.validation import config_of  # noqa: E402
 from tools.checkpoints import write_checkpoint  # noqa: E402
 from tools.server import ComfyServer  # noqa: E402
 

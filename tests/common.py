@@ -64,7 +64,7 @@ def relative_error(actual, expected):
 
 
 class FakeClock:
-    """Stands for :class:`tome_nodes.core.clock.Clock`; time passes only where a test says so."""
+    """Stands for :class:`tome_nodes.ops.clock.Clock`; time passes only where a test says so."""
 
     tells = True
 

@@ -4,9 +4,9 @@
     python3 dev.py generate --translated ko
 
 Both write `locales/en/nodeDefs.json`, and the text between the markers of `web/docs/*.md`, from
-`tome_nodes/captions.py`. Other languages need a translator. The second also records that all texts
-of a language are translations of the current English ones; until then, a test lists the outdated.
-Standard library only.
+`tome_nodes/comfyui/node_texts.py`. Other languages need a translator. The second also records that
+all texts of a language are translations of the current English ones; until then, a test lists the
+outdated. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tome_nodes.captions import CAPTIONS, Caption
-from tome_nodes.options import OPTIONS, Option
-from tome_nodes.presets import PRESET, PRESETS
+from tome_nodes.comfyui.node_texts import CAPTIONS, Caption
+from tome_nodes.settings.options import OPTIONS, Option
+from tome_nodes.settings.presets import PRESET, PRESETS
 from tools.environment import ROOT
 
 LOCALES = ROOT / "locales"

@@ -23,11 +23,11 @@ from benchmarks.gpu.tried import tried
 from benchmarks.measure import Evaluations, PeakMemory, Stopwatch, merged_blocks
 from benchmarks.methods import ALWAYS, HostMethod, IdealStrategy
 from benchmarks.rounds import interleaved
-from tome_nodes.config import ToMeConfig
-from tome_nodes.hosts.comfyui import weighing
-from tome_nodes.hosts.comfyui.weighing import Way
+from tome_nodes.comfyui import key_weights
+from tome_nodes.comfyui.key_weights import Way
 from tome_nodes.ops import Operations, operations
-from tome_nodes.presets import settings_of
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
 from tools.tiny_models import TINY
 from tools.transformers import build
 
@@ -242,9 +242,9 @@ def _attend(
     with patch.object(comfy.ops, "SDPA_BACKEND_PRIORITY", [*allowed], create=is_dry):
         if log_sizes is None:
             return attention_pytorch(q, k, v, heads)
-        with patch.object(weighing, "way_of", lambda *_: way):
+        with patch.object(key_weights, "way_of", lambda *_: way):
             mask = log_sizes[:, None, None]
-            return weighing.weighed(
+            return key_weights.weighed(
                 attention_pytorch, None, log_sizes, ops, _no_note, q, k, v, heads, mask
             )
 
@@ -272,8 +272,8 @@ def _choice(
     kinds: Mapping[str, Mapping[str, Any]], q: Tensor, shape: Shape, ops: Operations
 ) -> dict[str, Any]:
     """Which way our code takes, which was fastest, and the share of time lost between the two."""
-    able = weighing.abilities(q, ops)
-    way = weighing.way_of("attention_pytorch", shape.channels, able)
+    able = key_weights.abilities(q, ops)
+    way = key_weights.way_of("attention_pytorch", shape.channels, able)
     medians = {
         name: statistics.median(row["seconds"])
         for name, row in kinds.items()

@@ -9,9 +9,9 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu.record import Record
-from tome_nodes.core.probe import Probe
-from tome_nodes.hosts.comfyui import attachment
-from tome_nodes.ops.choosing import Case, Probed
+from tome_nodes.comfyui import attachment
+from tome_nodes.ops.autotune import Case, Probed
+from tome_nodes.ops.probe import Probe
 
 
 @dataclass

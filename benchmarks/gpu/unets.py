@@ -28,8 +28,8 @@ from benchmarks.methods import (
 )
 from benchmarks.models import REDUCED, SHAPES, load
 from benchmarks.rounds import interleaved
-from tome_nodes.config import ToMeConfig
-from tome_nodes.presets import settings_of
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
 
 RATIO = 0.5
 EVALUATIONS = 4

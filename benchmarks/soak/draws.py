@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from tome_nodes.config import ToMeConfig
-from tome_nodes.options import FRAME, LEVEL, OPTIONS, STEP, VIEW, Option, OptionError
-from tome_nodes.presets import CUSTOM, FREE, PRESETS, settings_of
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.options import FRAME, LEVEL, OPTIONS, STEP, VIEW, Option, OptionError
+from tome_nodes.settings.presets import CUSTOM, FREE, PRESETS, settings_of
 
 SAMPLERS = (
     *("euler", "euler_ancestral", "heun", "dpmpp_2m", "dpmpp_sde"),

@@ -7,7 +7,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 import tome_nodes
-from tome_nodes.nodes import ToMePatchModel, ToMeRemovePatch, ToMeReport
+from tome_nodes.comfyui.nodes import ToMePatchModel, ToMeRemovePatch, ToMeReport
 
 
 class Merging:

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from playwright.sync_api import TimeoutError, expect
 
-from tome_nodes.captions import PATCH as CAPTION
-from tome_nodes.presets import FREE
+from tome_nodes.comfyui.node_texts import PATCH as CAPTION
+from tome_nodes.settings.presets import FREE
 from tools.editor import (
     HAS_NODES,
     PATIENCE_MS,

@@ -6,7 +6,7 @@ import re
 import pytest
 from PIL import Image
 
-from tome_nodes.captions import CAPTIONS
+from tome_nodes.comfyui.node_texts import CAPTIONS
 from tools.environment import ROOT
 
 CHOICES = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tome_nodes.presets import CUSTOM, FREE
+from tome_nodes.settings.presets import CUSTOM, FREE
 from tools.editor import (
     MODELS,
     THUMBNAIL_SIZE,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from comfyui_version import __version__
 
-from tome_nodes.config import ToMeConfig
+from tome_nodes.settings.config import ToMeConfig
 from tools.environment import NEWEST, is_earlier
 
 CONTEXT_CHANNELS = {

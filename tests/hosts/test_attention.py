@@ -12,13 +12,13 @@ from common import DEVICE, relative_error
 from host import merging, needs, sample
 from torch.testing import assert_close
 
-from tome_nodes.hosts.comfyui import attention as merging_attention
-from tome_nodes.hosts.comfyui import weighing
-from tome_nodes.hosts.comfyui.attachment import attach
-from tome_nodes.hosts.comfyui.attention import OVERRIDE, weigh_attention
-from tome_nodes.hosts.comfyui.weighing import Abilities, Way, way_of
+from tome_nodes.comfyui import attention as merging_attention
+from tome_nodes.comfyui import key_weights
+from tome_nodes.comfyui.attachment import attach
+from tome_nodes.comfyui.attention import OVERRIDE, weigh_attention
+from tome_nodes.comfyui.key_weights import Abilities, Way, way_of
 from tome_nodes.ops import reference
-from tome_nodes.ops.choosing import ChoosingOperations, Probed
+from tome_nodes.ops.autotune import ChoosingOperations, Probed
 
 BATCH, HEADS = 2, 4
 
@@ -166,7 +166,7 @@ def test_each_way_is_right_in_any_precision_and_layout(monkeypatch, channels, ke
     gqa = {"enable_gqa": True} if key_heads < HEADS else {}
     kernels = Attended()
     for way, able in WAYS.items():
-        monkeypatch.setattr(weighing, "abilities", lambda *_, able=able: able)
+        monkeypatch.setattr(key_weights, "abilities", lambda *_, able=able: able)
         kernels.count = 0
         notes = []
         attend = partial(weighed, attention.attention_pytorch, ops=kernels, **gqa)
@@ -187,7 +187,7 @@ def test_each_way_is_right_in_any_precision_and_layout(monkeypatch, channels, ke
 
 
 def test_a_way_that_was_the_fastest_is_taken_only_where_it_is_possible(monkeypatch):
-    monkeypatch.setattr(weighing, "abilities", lambda *_: NEW)
+    monkeypatch.setattr(key_weights, "abilities", lambda *_: NEW)
     kernels = Attended()
 
     def choose(device, case, default, ways):
@@ -204,7 +204,7 @@ def test_a_way_that_was_the_fastest_is_taken_only_where_it_is_possible(monkeypat
 
 
 def test_under_the_override_of_another_node_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(weighing, "abilities", lambda *_: NEW)
+    monkeypatch.setattr(key_weights, "abilities", lambda *_: NEW)
     ops = ChoosingOperations(reference, lambda *_: pytest.fail("tried"), may_use_torch=False)
     q, k, v, sizes = tensors(64, 37, 29)
     options = {OVERRIDE: lambda func, *args, **kwargs: func(*args, **kwargs)}
@@ -308,9 +308,9 @@ def test_merging_equal_tokens_changes_nothing(sd15, settings):
 
 def test_keys_that_are_hidden_from_all_stay_hidden_from_merged_queries():
     pytest.importorskip("triton", reason="Triton is not made for this system")
-    from tome_nodes.config import ToMeConfig
-    from tome_nodes.core.grid import Grid
-    from tome_nodes.ops import kernels
+    from tome_nodes.merging.grid import Grid
+    from tome_nodes.ops import triton as kernels
+    from tome_nodes.settings.config import ToMeConfig
     from tome_nodes.strategies import make_strategy
 
     strategy = make_strategy(ToMeConfig(strategy="window"), kernels)

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from test_server import PLAIN, patch, txt2img
 
-from tome_nodes.captions import CAPTIONS, PATCH, REMOVE, REPORT, TUNE
-from tome_nodes.config import ToMeConfig
-from tome_nodes.hosts.comfyui.attachment import attach
-from tome_nodes.hosts.comfyui.queue import links
-from tome_nodes.nodes import ToMePatchModel, ToMeRemovePatch, ToMeReport, ToMeTune
-from tome_nodes.options import FRAME, LEVEL, STEP, VIEW, OptionError
-from tome_nodes.presets import FREE, PRESET, PRESETS
+from tome_nodes.comfyui.attachment import attach
+from tome_nodes.comfyui.node_texts import CAPTIONS, PATCH, REMOVE, REPORT, TUNE
+from tome_nodes.comfyui.nodes import ToMePatchModel, ToMeRemovePatch, ToMeReport, ToMeTune
+from tome_nodes.comfyui.prompt_checks import links
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.options import FRAME, LEVEL, STEP, VIEW, OptionError
+from tome_nodes.settings.presets import FREE, PRESET, PRESETS
 from tools import transformers
 from tools.server import ExecutionFailed, PromptRejected
 from tools.tiny_models import FLUX

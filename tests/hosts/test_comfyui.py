@@ -13,10 +13,10 @@ from common import Counted, Shuffle, relative_error
 from host import CONTEXT_CHANNELS, conditioning, merging, needs, overridden, sample
 from safetensors.torch import load_file
 
-from tome_nodes.core.plan import SlotPlan
-from tome_nodes.hosts.comfyui import attachment
-from tome_nodes.hosts.comfyui.attachment import attach, detach
-from tome_nodes.options import OPTIONS
+from tome_nodes.comfyui import attachment
+from tome_nodes.comfyui.attachment import attach, detach
+from tome_nodes.merging.plan import SlotPlan
+from tome_nodes.settings.options import OPTIONS
 
 ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
 

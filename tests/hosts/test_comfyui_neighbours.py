@@ -9,8 +9,8 @@ from comfy.patcher_extension import WrappersMP
 from common import DEVICE, EVERYTHING, Counted, Shuffle, relative_error
 from host import conditioning, merging, overridden, sample
 
-from tome_nodes.hosts.comfyui.attachment import attach
-from tome_nodes.options import OPTIONS
+from tome_nodes.comfyui.attachment import attach
+from tome_nodes.settings.options import OPTIONS
 
 scopes = pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 

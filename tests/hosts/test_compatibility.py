@@ -10,8 +10,8 @@ from host import merging, overridden
 from benchmarks import compatibility
 from benchmarks.compatibility import COLUMNS, Bench, Cell, meetings, run
 from benchmarks.neighbours import ALL, BY_NAME, Neighbour
-from tome_nodes.config import ToMeConfig
-from tome_nodes.hosts.comfyui.attachment import attach, detach, is_attached
+from tome_nodes.comfyui.attachment import attach, detach, is_attached
+from tome_nodes.settings.config import ToMeConfig
 from tools.tiny_models import TINY, build, sample
 
 TABLE = json.loads((compatibility.RESULTS / "compatibility.json").read_text(encoding="utf-8"))

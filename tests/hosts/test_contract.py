@@ -20,9 +20,9 @@ from comfy.samplers import CFGGuider
 from common import relative_error
 from host import merging, overridden, sample
 
-from tome_nodes.hosts.comfyui import contract
-from tome_nodes.hosts.comfyui.attachment import attach, is_attached
-from tome_nodes.hosts.comfyui.families import FAMILIES, family_of
+from tome_nodes.comfyui import host_checks
+from tome_nodes.comfyui.attachment import attach, is_attached
+from tome_nodes.comfyui.models.known import FAMILIES, family_of
 from tools.tiny_models import TINY
 from tools.tiny_models import sample as sample_transformer
 
@@ -42,8 +42,8 @@ def renamed(function, *names):
 
 def said(part):
     return [
-        f"[ToMe] the model stays unpatched, as {contract.version()} has another {part} than this "
-        "version of ToMe Nodes knows; a later one may know it"
+        f"[ToMe] the model stays unpatched, as {host_checks.version()} has another {part} than "
+        "this version of ToMe Nodes knows; a later one may know it"
     ]
 
 
@@ -125,7 +125,7 @@ def test_transformers_that_are_called_otherwise(
 def test_every_kind_of_transformer_is_as_known(models, kind):
     model = models(kind)
     diffusion_model = model.model.diffusion_model
-    assert contract.changed_part(model, family_of(diffusion_model), diffusion_model) is None
+    assert host_checks.changed_part(model, family_of(diffusion_model), diffusion_model) is None
 
 
 def test_every_family_can_be_checked():

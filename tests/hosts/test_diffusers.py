@@ -26,11 +26,11 @@ from hypothesis import strategies as st
 from pipelines import CASES, DEVICE, GRID, TEXT_CHANNELS, call, inputs, make_unet
 
 import tome_nodes
-from tome_nodes.config import ToMeConfig
-from tome_nodes.core.plan import SlotPlan
-from tome_nodes.hosts.pytorch.diffusers_unet import DiffusersBlock, DiffusersUNet
-from tome_nodes.hosts.pytorch.hooks import Attachment
-from tome_nodes.options import OPTIONS
+from tome_nodes.merging.plan import SlotPlan
+from tome_nodes.pytorch.diffusers import DiffusersBlock, DiffusersUNet
+from tome_nodes.pytorch.hooks import Attachment
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.options import OPTIONS
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 pytestmark = pytest.mark.newest_only

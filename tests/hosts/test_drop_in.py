@@ -15,7 +15,7 @@ import torch
 from common import relative_error
 
 import tome_nodes
-from tome_nodes.config import ToMeConfig
+from tome_nodes.settings.config import ToMeConfig
 
 pytestmark = pytest.mark.newest_only
 

@@ -10,9 +10,9 @@ from host import merging, overridden, sample
 from pipelines import call, make_unet
 
 import tome_nodes
-from tome_nodes.core.memory import NO_MEMORY
-from tome_nodes.core.plan import Plan, SlotPlan
-from tome_nodes.hosts.comfyui.attachment import attach
+from tome_nodes.comfyui.attachment import attach
+from tome_nodes.merging.plan import Plan, SlotPlan
+from tome_nodes.patching.out_of_memory import NO_MEMORY
 from tome_nodes.strategies.cells import CellStrategy
 from tools.tiny_models import TINY
 from tools.tiny_models import sample as sample_transformer

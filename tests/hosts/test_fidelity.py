@@ -21,7 +21,7 @@ from benchmarks import (
     pictures,
     video_transformer,
 )
-from tome_nodes.hosts.comfyui.attachment import attach
+from tome_nodes.comfyui.attachment import attach
 
 pytestmark = pytest.mark.newest_only
 

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend
 from benchmarks.gpu import keys, report, suite, unets
 from benchmarks.gpu.record import Record
 from benchmarks.methods import HostMethod
-from tome_nodes.config import ToMeConfig
 from tome_nodes.ops import reference
+from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.window import WindowStrategy
 from tools import carried
 from tools.environment import ROOT, comfyui_directory

@@ -8,7 +8,7 @@ from comfy_execution.progress import reset_progress_state
 from comfy_execution.utils import CurrentNodeContext
 from server import PromptServer
 
-from tome_nodes.hosts.comfyui import graph
+from tome_nodes.comfyui import workflow
 
 
 def node(class_type, **links):
@@ -40,24 +40,24 @@ def running(node):
 
 
 def test_no_node_is_running_outside_of_a_workflow():
-    assert graph.running_node() is None
-    assert graph.origins("samples") is None
-    assert not graph.feeds("tome", "ToMeReport", "model")
+    assert workflow.running_node() is None
+    assert workflow.origins("samples") is None
+    assert not workflow.feeds("tome", "ToMeReport", "model")
 
 
 def test_the_running_node_and_what_its_inputs_come_from(prompt):
     with running("report"):
-        assert graph.running_node() == "report"
-        assert graph.origins("samples") == {"sampler", "lora", "tome", "loader"}
-        assert graph.origins("model") == {"lora", "tome", "loader"}
-        assert graph.origins("view") == graph.origins("image") == set()
+        assert workflow.running_node() == "report"
+        assert workflow.origins("samples") == {"sampler", "lora", "tome", "loader"}
+        assert workflow.origins("model") == {"lora", "tome", "loader"}
+        assert workflow.origins("view") == workflow.origins("image") == set()
 
 
 def test_a_report_is_fed_by_every_node_upstream_of_its_model(prompt):
-    assert graph.feeds("tome", "ToMeReport", "model")
-    assert not graph.feeds("idle", "ToMeReport", "model")
-    assert not graph.feeds("tome", "ToMeReport", "image")
-    assert graph.feeds("other", "ToMeReport", "samples") is False
+    assert workflow.feeds("tome", "ToMeReport", "model")
+    assert not workflow.feeds("idle", "ToMeReport", "model")
+    assert not workflow.feeds("tome", "ToMeReport", "image")
+    assert workflow.feeds("other", "ToMeReport", "samples") is False
 
 
 def test_a_node_stands_for_those_that_it_makes(prompt):
@@ -71,29 +71,29 @@ def test_a_node_stands_for_those_that_it_makes(prompt):
     for name, made in inside.items():
         prompt.add_ephemeral_node(name, made, "group", "group")
     with running("group.patch"):
-        assert graph.running_node() == "group"
-    assert graph.feeds("group", "ToMeReport", "model")
+        assert workflow.running_node() == "group"
+    assert workflow.feeds("group", "ToMeReport", "model")
     with running("group.report"):
-        assert graph.origins("samples") == {"group", "tome", "loader"}
+        assert workflow.origins("samples") == {"group", "tome", "loader"}
 
 
 def test_dangling_and_circular_links_are_handled(prompt):
     prompt.original_prompt["report"] = node("ToMeReport", model=["gone", 0], samples=["sampler", 0])
     prompt.original_prompt["loader"] = node("Loader", model=["lora", 0])
-    assert not graph.feeds("tome", "ToMeReport", "model")
+    assert not workflow.feeds("tome", "ToMeReport", "model")
     with running("report"):
-        assert graph.origins("samples") == {"sampler", "lora", "tome", "loader"}
+        assert workflow.origins("samples") == {"sampler", "lora", "tome", "loader"}
 
 
 def test_text_is_sent_only_where_an_editor_queued_the_workflow(monkeypatch):
     monkeypatch.delattr(PromptServer, "instance", raising=False)
-    graph.show_text("tome", "no server")
+    workflow.show_text("tome", "no server")
     server = create_autospec(PromptServer, instance=True, client_id=None)
     monkeypatch.setattr(PromptServer, "instance", server, raising=False)
-    graph.show_text("tome", "no editor")
+    workflow.show_text("tome", "no editor")
     assert server.mock_calls == []
     server.client_id = "editor"
-    graph.show_text("tome", "5/16 blocks\nstep 1/2")
+    workflow.show_text("tome", "5/16 blocks\nstep 1/2")
     assert server.mock_calls == [
         call.send_progress_text("5/16 blocks  \nstep 1/2", "tome", "editor")
     ]

@@ -10,12 +10,12 @@ import torch
 from common import FakeClock, relative_error
 from host import merging, sample
 
-from tome_nodes.core.probe import Probe
-from tome_nodes.hosts.comfyui import attachment, choices, weighing
-from tome_nodes.hosts.comfyui.attachment import attach, last_run
-from tome_nodes.hosts.comfyui.choices import FILE, KeptChoices
-from tome_nodes.hosts.comfyui.weighing import Abilities, Way, way_of, ways_of
-from tome_nodes.ops.choosing import Probed
+from tome_nodes.comfyui import attachment, autotune_cache, key_weights
+from tome_nodes.comfyui.attachment import attach, last_run
+from tome_nodes.comfyui.autotune_cache import FILE, KeptChoices
+from tome_nodes.comfyui.key_weights import Abilities, Way, way_of, ways_of
+from tome_nodes.ops.autotune import Probed
+from tome_nodes.ops.probe import Probe
 from tome_nodes.report.pages import in_words
 
 pytestmark = pytest.mark.usefixtures("user_folder")
@@ -40,7 +40,7 @@ def probed(monkeypatch):
         clock = FakeClock()
         taken = []
         timed = 0
-        widened = weighing._in_channels
+        widened = key_weights._in_channels
 
         def in_channels(*arguments, **kwargs):
             clock.time += seconds["channels"] - seconds["mask"]
@@ -56,7 +56,7 @@ def probed(monkeypatch):
         probe = OnAnyDevice(KeptChoices(), lambda device: clock)
         with monkeypatch.context() as patch:
             patch.setattr(attachment, "probe", lambda: probe)
-            patch.setattr(weighing, "_in_channels", in_channels)
+            patch.setattr(key_weights, "_in_channels", in_channels)
             patched = attach(model, merging(**settings))
             picture = sample(patched)
         return picture, last_run(patched), timed, taken
@@ -139,14 +139,14 @@ def test_what_is_kept_comes_back_for_the_same_machine_case_and_default(monkeypat
     assert kept.read(CPU, CASE, "mask") == entry
     assert kept.read(CPU, CASE, "channels") is None
     assert kept.read(CPU, (*CASE[:-1], "bfloat16"), "mask") is None
-    choices._machine.cache_clear()
+    autotune_cache._machine.cache_clear()
     monkeypatch.setattr(torch, "__version__", "0.0.1")
     assert kept.read(CPU, CASE, "mask") is None
-    choices._machine.cache_clear()
+    autotune_cache._machine.cache_clear()
 
 
 def entry_with(**change):
-    of = {**choices._machine(CPU), "case": [*CASE], "default": "mask"}
+    of = {**autotune_cache._machine(CPU), "case": [*CASE], "default": "mask"}
     entry = {"of": of, "way": "mask", "seconds": {"mask": 0.1}} | change
     return json.dumps({"format": "ToMe probe 1", "measured": [entry]})
 

@@ -9,9 +9,9 @@ pytest.importorskip("triton", reason="Triton is not made for this system")
 from common import DEVICE, relative_error
 from host import merging, sample
 
-from tome_nodes.hosts.comfyui.attachment import attach
-from tome_nodes.ops import kernels
-from tome_nodes.ops.kernels.merging import merge_kernel
+from tome_nodes.comfyui.attachment import attach
+from tome_nodes.ops import triton as kernels
+from tome_nodes.ops.triton.merging import merge_kernel
 
 pytestmark = pytest.mark.newest_only
 
@@ -65,7 +65,7 @@ def test_a_model_computes_the_same_with_kernels(sd15, told, strategy, scope):
 def test_weighed_attention_launches_two_more_kernels():
     from comfy.ldm.modules.attention import attention_flash
 
-    from tome_nodes.hosts.comfyui.attention import weigh_attention
+    from tome_nodes.comfyui.attention import weigh_attention
 
     q, k, v = (torch.randn(1, tokens, 80, device=DEVICE) for tokens in (16, 8, 8))
     options = weigh_attention({}, torch.zeros(1, 8, device=DEVICE), kernels, lambda _: None)

@@ -20,10 +20,10 @@ from ldm.modules.diffusionmodules.util import GroupNorm32, make_beta_schedule
 from torch import nn
 
 import tome_nodes
-from tome_nodes.config import ToMeConfig
-from tome_nodes.hosts.pytorch.hooks import Attachment
-from tome_nodes.hosts.pytorch.ldm_unet import LdmUNet
-from tome_nodes.options import OPTIONS
+from tome_nodes.pytorch.hooks import Attachment
+from tome_nodes.pytorch.ldm import LdmUNet
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.options import OPTIONS
 
 pytestmark = [
     pytest.mark.newest_only,

@@ -6,11 +6,11 @@ import pytest
 from common import relative_error
 from host import sample
 
-from tome_nodes.config import ToMeConfig
-from tome_nodes.hosts.comfyui.attachment import attach
-from tome_nodes.nodes import ToMePatchModel
-from tome_nodes.options import OptionError
-from tome_nodes.presets import CUSTOM, FREE, PRESETS, settings_of
+from tome_nodes.comfyui.attachment import attach
+from tome_nodes.comfyui.nodes import ToMePatchModel
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.options import OptionError
+from tome_nodes.settings.presets import CUSTOM, FREE, PRESETS, settings_of
 
 SIZE = {"size": (16, 16), "steps": 2}
 """A map of 256 tokens, which is large enough for merging to be worth it on a CPU."""

@@ -6,12 +6,12 @@ import torch
 from common import relative_error
 from host import merging, sample
 
-from tome_nodes.core.grid import Grid
-from tome_nodes.hosts.comfyui import attachment
-from tome_nodes.hosts.comfyui.attachment import attach, is_attached, last_run
-from tome_nodes.options import OPTIONS
-from tome_nodes.report import words
-from tome_nodes.report.recorder import Recorder
+from tome_nodes.comfyui import attachment
+from tome_nodes.comfyui.attachment import attach, is_attached, last_run
+from tome_nodes.merging.grid import Grid
+from tome_nodes.report import log_line
+from tome_nodes.report.recording import Recorder
+from tome_nodes.settings.options import OPTIONS
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
@@ -203,7 +203,7 @@ def test_an_error_in_what_is_told_of_a_run_loses_no_picture(sd15, monkeypatch, c
     for owner, name in (
         (Recorder, "evaluated"),
         (Recorder, "finish"),
-        (words, "log_line"),
+        (log_line, "log_line"),
         (attachment, "LastRun"),
     ):
         if name == place:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from host import merging, sample
 
-from tome_nodes.hosts.comfyui.attachment import attach, last_run
-from tome_nodes.options import VIEW
+from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import hint_for, in_words, report_of
+from tome_nodes.settings.options import VIEW
 
 
 def run_of(model, steps=2, details=True, size=(16, 16), **settings):

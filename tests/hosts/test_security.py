@@ -37,7 +37,7 @@ LIBRARIES = {
 }
 """What may be imported. Of the standard library, nothing with files, processes or the network."""
 
-KEEPER = Path("tome_nodes/hosts/comfyui/user_file.py")
+KEEPER = Path("tome_nodes/comfyui/json_cache.py")
 """The module that writes a file, and what it needs for that."""
 FILES = {"folder_paths", "pathlib", "uuid"}
 

@@ -7,7 +7,7 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
-from tome_nodes.config import ToMeConfig
+from tome_nodes.settings.config import ToMeConfig
 from tools.server import ExecutionFailed, PromptRejected
 
 PLAIN = ["loader", 0]

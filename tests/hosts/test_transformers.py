@@ -12,16 +12,16 @@ from comfy.nested_tensor import NestedTensor
 from common import DEVICE, Shuffle, relative_error
 from host import merging, needs, overridden
 
-from tome_nodes.core.grid import Grid
-from tome_nodes.core.layout import Picture
-from tome_nodes.core.run import Run
-from tome_nodes.core.schedule import Moment
-from tome_nodes.hosts.comfyui.attachment import attach, detach, last_run
-from tome_nodes.hosts.comfyui.families import family_of
-from tome_nodes.hosts.comfyui.transformers import REFUSED, TRANSFORMERS
-from tome_nodes.presets import PRESETS
+from tome_nodes.comfyui.attachment import attach, detach, last_run
+from tome_nodes.comfyui.models.known import family_of
+from tome_nodes.comfyui.models.transformers import REFUSED, TRANSFORMERS
+from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Picture
+from tome_nodes.patching.evaluation import Run
+from tome_nodes.patching.schedule import Moment
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import report_of
+from tome_nodes.settings.presets import PRESETS
 from tome_nodes.strategies import make_strategy
 from tools.tiny_models import TEXT, TINY, build, conditioning, sample
 

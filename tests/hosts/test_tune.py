@@ -13,13 +13,13 @@ from comfy.patcher_extension import WrappersMP
 from common import FakeClock
 from host import conditioning, overridden, sample
 
-from tome_nodes.config import ToMeConfig
-from tome_nodes.hosts.comfyui import kept
-from tome_nodes.hosts.comfyui.attachment import KEY, attach, is_attached, last_run
-from tome_nodes.hosts.comfyui.trials import Sampling, Trials, ladders_for
-from tome_nodes.hosts.comfyui.tune import tune
-from tome_nodes.presets import settings_of
+from tome_nodes.comfyui.attachment import KEY, attach, is_attached, last_run
+from tome_nodes.comfyui.tune import tune_cache
+from tome_nodes.comfyui.tune.trials import Sampling, Trials, ladders_for
+from tome_nodes.comfyui.tune.tuner import tune
 from tome_nodes.report import pages
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
 from tome_nodes.tuning.search import BALANCED, FAST, Candidate, Choice, Measured, Wish
 from tools import tiny_models
 from tools.tiny_models import TINY, build
@@ -329,7 +329,7 @@ def test_an_interrupt_ends_the_trials_and_leaves_nothing(timed, user_folder):
     with pytest.raises(interrupted):
         tuned(timed, Wish("speed", 1.2))
     assert overridden(model) == []
-    assert not kept.FILE.path.exists()
+    assert not tune_cache.FILE.path.exists()
     assert len(seen) == 9
 
 
@@ -418,12 +418,12 @@ FIGURES = {Candidate("fast", 0.5): Measured(0.5, 1.0, 0.1), BALANCED[0]: Measure
 
 
 def test_what_is_kept_comes_back_as_it_was(user_folder):
-    entry = kept.Kept("2026-11-23", FIGURES, (Wish("speed", 1.5), Wish("likeness", 0.1)))
-    kept.write({"b": 1, "a": [1, 2]}, entry)
-    kept.write({"a": 3}, replace(entry, wishes=()))
-    assert kept.read({"a": [1, 2], "b": 1}) == entry
-    assert kept.read({"a": 3}) == replace(entry, wishes=())
-    assert kept.read({"a": 4}) == kept.Kept()
+    entry = tune_cache.Kept("2026-11-23", FIGURES, (Wish("speed", 1.5), Wish("likeness", 0.1)))
+    tune_cache.write({"b": 1, "a": [1, 2]}, entry)
+    tune_cache.write({"a": 3}, replace(entry, wishes=()))
+    assert tune_cache.read({"a": [1, 2], "b": 1}) == entry
+    assert tune_cache.read({"a": 3}) == replace(entry, wishes=())
+    assert tune_cache.read({"a": 4}) == tune_cache.Kept()
 
 
 def broken(**change):
@@ -458,43 +458,43 @@ def broken(**change):
     ids=lambda text: text[:60],
 )
 def test_a_file_that_is_not_ours_is_left_as_it_is(told, text):
-    path = kept.FILE.path
+    path = tune_cache.FILE.path
     path.parent.mkdir()
     path.write_text(text)
-    assert kept.read({}) == kept.Kept()
-    kept.write({}, kept.Kept("2026-11-23", FIGURES))
+    assert tune_cache.read({}) == tune_cache.Kept()
+    tune_cache.write({}, tune_cache.Kept("2026-11-23", FIGURES))
     assert path.read_text() == text
     assert [*path.parent.iterdir()] == [path]
     assert all("not as this version writes it" in line for line in told()) and len(told()) == 2
 
 
 def test_a_broken_file_does_not_keep_the_node_from_measuring(timed, told):
-    kept.FILE.path.parent.mkdir()
-    kept.FILE.path.write_text("{")
+    tune_cache.FILE.path.parent.mkdir()
+    tune_cache.FILE.path.write_text("{")
     found = tuned(timed, Wish("speed", 1.2))
     assert found.choice == Choice(Candidate("balanced", 0.6), True)
-    assert kept.FILE.path.read_text() == "{"
+    assert tune_cache.FILE.path.read_text() == "{"
 
 
 def test_a_file_that_cannot_be_read_is_no_obstacle(told):
-    kept.FILE.path.mkdir(parents=True)
-    assert kept.read({}) == kept.Kept()
-    kept.write({}, kept.Kept("2026-11-23", FIGURES))
-    assert kept.FILE.path.is_dir()
+    tune_cache.FILE.path.mkdir(parents=True)
+    assert tune_cache.read({}) == tune_cache.Kept()
+    tune_cache.write({}, tune_cache.Kept("2026-11-23", FIGURES))
+    assert tune_cache.FILE.path.is_dir()
     assert all("cannot be read" in line for line in told()) and len(told()) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_no_obstacle(told, user_folder):
     (user_folder / "__tome_nodes").write_text("")
-    kept.write({}, kept.Kept("2026-11-23", FIGURES))
+    tune_cache.write({}, tune_cache.Kept("2026-11-23", FIGURES))
     assert told()
     assert (user_folder / "__tome_nodes").read_text() == ""
 
 
 def test_only_the_latest_measurements_are_kept(user_folder, monkeypatch):
-    monkeypatch.setattr(kept.FILE, "_most", 3)
+    monkeypatch.setattr(tune_cache.FILE, "_most", 3)
     for number in range(5):
-        kept.write({"number": number}, kept.Kept("2026-11-23"))
-    kept.write({"number": 2}, kept.Kept("2026-11-24"))
-    text = json.loads(kept.FILE.path.read_text())
+        tune_cache.write({"number": number}, tune_cache.Kept("2026-11-23"))
+    tune_cache.write({"number": 2}, tune_cache.Kept("2026-11-24"))
+    text = json.loads(tune_cache.FILE.path.read_text())
     assert [entry["of"]["number"] for entry in text["measured"]] == [3, 4, 2]

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tome_nodes.config import ToMeConfig
-from tome_nodes.core.grid import Grid
-from tome_nodes.core.picks import pick_per_cell, step_key
+from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.random_picks import pick_per_cell, step_key
 from tome_nodes.ops import reference
+from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.bipartite import BipartiteStrategy, match, split_tokens
 
 grids = st.builds(Grid, st.integers(1, 9), st.integers(1, 9))

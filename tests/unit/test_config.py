@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from tome_nodes.config import ToMeConfig
-from tome_nodes.options import LEVEL, OPTIONS, STEP, VIEW, OptionError
-from tome_nodes.presets import PRESET
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.options import LEVEL, OPTIONS, STEP, VIEW, OptionError
+from tome_nodes.settings.presets import PRESET
 
 LIMITS = {
     "ratio": (0.0, 0.95),

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tome_nodes.config import ToMeConfig
-from tome_nodes.core.observer import Evaluated, Outcome
-from tome_nodes.core.plan import KeptPlan
-from tome_nodes.report import words
+from tome_nodes.merging.plan import KeptPlan
+from tome_nodes.patching.outcome import Evaluated, Outcome
+from tome_nodes.report import log_line
 from tome_nodes.report.counts import Counts
+from tome_nodes.settings.config import ToMeConfig
 
 
 def merged(block, before, after, **more):
@@ -28,7 +28,7 @@ def counts_of(*evaluations, total_steps=0, blocks=16):
 
 
 def line(counts, config=None, backend=()):
-    return words.log_line(counts, config or ToMeConfig(ratio=0.5), [*backend])
+    return log_line.log_line(counts, config or ToMeConfig(ratio=0.5), [*backend])
 
 
 def test_the_line_of_one_level():
@@ -79,10 +79,10 @@ def test_plans_are_counted_for_blocks_that_had_one():
 
 def test_the_most_common_reason_is_reported():
     counts = counts_of((0, [left_alone("a", 64, "few")]))
-    assert words.obstacle(Counts(), 1, 2).startswith("max_downsample=1 leaves out every")
+    assert log_line.obstacle(Counts(), 1, 2).startswith("max_downsample=1 leaves out every")
     for _ in range(2):
         counts.evaluated(Evaluated(1, 1, reason="many"))
-    assert words.obstacle(counts, 1, 2) == "many"
+    assert log_line.obstacle(counts, 1, 2) == "many"
     assert not counts.merged_anything
 
 
@@ -97,7 +97,7 @@ def test_the_most_common_reason_is_reported():
     ],
 )
 def test_the_live_line_shows_one_step(outcomes, expected):
-    assert words.live_line(Evaluated(2, 4, outcomes), 9) == expected
+    assert log_line.live_line(Evaluated(2, 4, outcomes), 9) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,4 +111,4 @@ def test_the_live_line_shows_one_step(outcomes, expected):
     ],
 )
 def test_settings_are_told_as_they_take_effect(options, expected):
-    assert words.settings(ToMeConfig(**{"ratio": 0.5, **options})) == expected
+    assert log_line.settings(ToMeConfig(**{"ratio": 0.5, **options})) == expected

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tome_nodes.config import ToMeConfig
-from tome_nodes.core.engine import make_engine
+from tome_nodes.patching.engine import make_engine
+from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
 

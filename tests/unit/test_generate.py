@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tome_nodes.captions import CAPTIONS
+from tome_nodes.comfyui.node_texts import CAPTIONS
 from tools import generate
 
 LANGUAGES = ["de", "es", "fr", "ja", "ko", "ru", "zh"]

@@ -25,12 +25,13 @@ pytest.importorskip("triton", reason="Triton is not made for this system")
 import triton
 import triton.language as tl
 
-from tome_nodes.config import ToMeConfig
-from tome_nodes.core.grid import Grid
-from tome_nodes.core.picks import pick_per_cell, step_key
-from tome_nodes.core.plan import SlotPlan
-from tome_nodes.ops import kernels, operations, reference, resolve
-from tome_nodes.ops.kernels import matching, merging
+from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.plan import SlotPlan
+from tome_nodes.merging.random_picks import pick_per_cell, step_key
+from tome_nodes.ops import operations, reference, resolve
+from tome_nodes.ops import triton as kernels
+from tome_nodes.ops.triton import matching, merging
+from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.window import split_windows
 
@@ -549,7 +550,7 @@ def test_a_broken_triton_is_as_if_it_were_not_there():
 
 def test_importing_the_pack_imports_neither_triton_nor_the_host():
     told = python(
-        "import tome_nodes.strategies, tome_nodes.core.apply, tome_nodes.ops\n"
+        "import tome_nodes.strategies, tome_nodes.patching.run_merged, tome_nodes.ops\n"
         "print([name for name in ('triton', 'comfy') if name in sys.modules])"
     )
     assert told.strip() == "[]"
@@ -559,7 +560,7 @@ COMPILE = """
 import sys
 import torch
 from benchmarks.kernels import Shape, compile_for, count_variants
-from tome_nodes.core.grid import Grid
+from tome_nodes.merging.grid import Grid
 
 # A large window with heads of 40, a grid one cell high, and float32.
 shapes = [

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tome_nodes.config import ToMeConfig
-from tome_nodes.core.engine import make_engine
-from tome_nodes.core.grid import Grid
-from tome_nodes.core.latent import WholeModel, latent_of, tokens_of
-from tome_nodes.core.layout import Layout, Span
-from tome_nodes.core.refresh import Detail
+from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Layout, Span
+from tome_nodes.patching.detail_cache import Detail
+from tome_nodes.patching.engine import make_engine
+from tome_nodes.patching.whole_model import WholeModel, latent_of, tokens_of
+from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
 sides = st.integers(1, 7)

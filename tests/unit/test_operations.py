@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_plan import brute_force_merge, partitions
 from torch.testing import assert_close
 
-from tome_nodes.core.plan import SlotPlan
+from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.ops import Operations, operations, reference
 
 HEADS = (1, 2, 5)

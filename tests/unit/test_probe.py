@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tome_nodes.config import ToMeConfig
-from tome_nodes.core.engine import make_engine
-from tome_nodes.core.grid import Grid
-from tome_nodes.core.plan import SlotPlan
-from tome_nodes.core.probe import Probe, fastest
+from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.ops import reference
-from tome_nodes.ops.choosing import ChoosingOperations, Probed, case_of
-from tome_nodes.report import words
+from tome_nodes.ops.autotune import ChoosingOperations, Probed, case_of
+from tome_nodes.ops.probe import Probe, fastest
+from tome_nodes.patching.engine import make_engine
+from tome_nodes.report import log_line
+from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
 GPU = torch.device("cuda", 0)
@@ -366,7 +366,7 @@ def test_nearly_equal_numbers_of_tokens_are_one_case():
 
 def test_matching_is_not_chosen_by_time():
     """Its rounding decides what merges."""
-    kernels = pytest.importorskip("tome_nodes.ops.kernels")
+    kernels = pytest.importorskip("tome_nodes.ops.triton")
     if not kernels.runs_on(torch.device(DEVICE)):
         pytest.skip("no kernels run on this device")
     clock = Clock()
@@ -386,10 +386,10 @@ def test_in_words():
         ("merge", 4096): Probed("triton", "triton", {"triton": 2e-5, "torch": 1e-4}),
     }
     weights = "weights by channels (1.5 ms, mask 2 ms)"
-    assert words.tried(choices) == [weights, "merge by triton (0.02 ms, torch 0.1 ms)"]
-    assert words.tried(choices, only_changed=True) == [weights]
-    assert words.tried({}) == []
+    assert log_line.tried(choices) == [weights, "merge by triton (0.02 ms, torch 0.1 ms)"]
+    assert log_line.tried(choices, only_changed=True) == [weights]
+    assert log_line.tried({}) == []
     choices |= {("weights", 9216): Probed("mask", "mask", {"mask": 8e-3, "channels": 9e-3})}
     choices |= {("widen", 9216): Probed("torch", "triton", {})}
-    assert words.tried(choices)[0] == "weights by mask (8 ms, channels 9 ms)"
-    assert words.tried(choices, only_changed=True) == [weights, "widen by torch (triton failed)"]
+    assert log_line.tried(choices)[0] == "weights by mask (8 ms, channels 9 ms)"
+    assert log_line.tried(choices, only_changed=True) == [weights, "widen by torch (triton failed)"]

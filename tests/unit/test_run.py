@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from tome_nodes.config import ToMeConfig
-from tome_nodes.core.grid import Grid
-from tome_nodes.core.input_site import InputSite, InputStack, Part
-from tome_nodes.core.layout import Layout
-from tome_nodes.core.observer import Observer
-from tome_nodes.core.refresh import FADING, Details
-from tome_nodes.core.run import Run
-from tome_nodes.core.schedule import Moment
-from tome_nodes.core.site import Family
+from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Layout
+from tome_nodes.patching.blocks import Family
+from tome_nodes.patching.detail_cache import FADING, Details
+from tome_nodes.patching.evaluation import Run
+from tome_nodes.patching.merge_modules import InputSite, InputStack, Part
+from tome_nodes.patching.outcome import Observer
+from tome_nodes.patching.schedule import Moment
+from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
 GRID = Grid(4, 4)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tome_nodes.config import ToMeConfig
-from tome_nodes.core.schedule import NoiseRange, is_noise_alone, ratio_at, step_index
-from tome_nodes.core.site import deepest_level
+from tome_nodes.patching.blocks import deepest_level
+from tome_nodes.patching.schedule import NoiseRange, is_noise_alone, ratio_at, step_index
+from tome_nodes.settings.config import ToMeConfig
 
 
 @pytest.mark.parametrize(

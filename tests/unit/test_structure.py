@@ -6,27 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from tome_nodes.options import OPTIONS
+from tome_nodes.settings.options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tome_nodes"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = {
-    "options": set(),
-    "config": {"options"},
-    "presets": {"options"},
-    "captions": {"options", "presets"},
+    "settings": set(),
     "ops": set(),
-    "core": {"config", "ops"},
-    "strategies": {"config", "ops", "core"},
-    "tuning": {"config", "core"},
-    "report": {"options", "config", "ops", "core", "strategies", "tuning"},
-    "hosts": {"options", "config", "presets", "ops", "core", "strategies", "report", "tuning"},
-    "patch": {"options", "config", "presets", "hosts"},
-    "faults": {"options", "config", "presets", "captions", "hosts"},
-    "nodes": {"options", "presets", "captions", "faults", "hosts", "report", "tuning"},
-    "__init__": {"patch"},
+    "merging": {"ops"},
+    "strategies": {"settings", "ops", "merging"},
+    "patching": {"settings", "ops", "merging", "strategies"},
+    "tuning": {"settings", "merging", "patching"},
+    "report": {"settings", "ops", "merging", "strategies", "patching", "tuning"},
+    "comfyui": {"settings", "ops", "merging", "strategies", "patching", "report", "tuning"},
+    "pytorch": {"settings", "ops", "merging", "strategies", "patching", "report"},
+    "__init__": {"pytorch"},
 }
 """The other parts of the package that each part may import."""
 
@@ -65,7 +61,7 @@ def imported_modules(file):
 
 def test_no_module_imports_in_a_circle():
     graph = {name: set(imports_of(name)) - {name} for name in MODULES}
-    assert "core.run" in graph["hosts.comfyui.attachment"]
+    assert "patching.evaluation" in graph["comfyui.attachment"]
     assert set(TopologicalSorter(graph).static_order()) >= set(graph)
 
 
@@ -83,14 +79,14 @@ def test_nothing_is_imported_for_the_type_checker_alone():
 
 def test_only_a_host_knows_its_libraries():
     hosts = {
-        "comfy": {"hosts.comfyui"},
-        "comfy_execution": {"hosts.comfyui"},
-        "comfyui_version": {"hosts.comfyui"},
-        "folder_paths": {"hosts.comfyui"},
-        "server": {"hosts.comfyui"},
-        "comfy_api": {"nodes"},
-        "diffusers": {"hosts.pytorch"},
-        "triton": {"ops.kernels"},
+        "comfy": {"comfyui"},
+        "comfy_execution": {"comfyui"},
+        "comfyui_version": {"comfyui"},
+        "folder_paths": {"comfyui"},
+        "server": {"comfyui"},
+        "comfy_api": {"comfyui.nodes"},
+        "diffusers": {"pytorch"},
+        "triton": {"ops.triton"},
     }
     seen = set()
     for name, file in MODULES.items():
@@ -129,7 +125,7 @@ STANDARD = {
 @pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 def test_a_strategy_is_named_only_where_it_is_chosen(strategy):
     for name, file in MODULES.items():
-        if name in ("options", "presets", "strategies", f"strategies.{strategy}"):
+        if name in ("settings.options", "settings.presets", "strategies", f"strategies.{strategy}"):
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             assert not (isinstance(node, ast.Constant) and node.value == strategy), name

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tome_nodes.config import ToMeConfig
-from tome_nodes.presets import settings_of
-from tome_nodes.tuning.places import Place, full_steps, places
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
 from tome_nodes.tuning.search import (
     BALANCED,
     FAST,
@@ -20,7 +19,8 @@ from tome_nodes.tuning.search import (
     choose,
     find,
 )
-from tome_nodes.tuning.words import HINT, Found, in_words
+from tome_nodes.tuning.summary import HINT, Found, in_words
+from tome_nodes.tuning.trial_steps import Place, full_steps, places
 
 LADDERS = [BALANCED, FAST]
 

@@ -13,7 +13,7 @@ class Operations(Protocol):
     """The functions of a backend's module.
 
     :mod:`tome_nodes.ops.reference` is plain torch and documents the functions.
-    :mod:`tome_nodes.ops.kernels` is Triton and also has ``match_windows``.
+    :mod:`tome_nodes.ops.triton` is Triton and also has ``match_windows``.
 
     A plan's arrays number tokens and slots over the whole batch: those of sample ``b`` start at
     ``b * tokens`` and ``b * slots``.
@@ -87,7 +87,7 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return "torch", None
     try:
-        from . import kernels
+        from . import triton as kernels
     except Exception as error:
         # A Triton that does not fit PyTorch or the system raises anything.
         return "torch", f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -104,6 +104,6 @@ def operations(backend: str) -> Operations:
     """The module of a backend: Triton's for ``triton``, otherwise plain torch."""
     if backend != "triton":
         return reference
-    from . import kernels
+    from . import triton as kernels
 
     return kernels

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from ..core.observer import Evaluated, Observer
+from ..patching.outcome import Evaluated, Observer
 
 
 class Counts(Observer):

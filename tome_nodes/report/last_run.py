@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..config import ToMeConfig
-from ..ops.choosing import Case, Probed
+from ..ops.autotune import Case, Probed
+from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
 from .counts import Counts
-from .recorder import Recording
+from .recording import Recording
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..options import VIEW
+from ..settings.options import VIEW
 from ..strategies import strategy_class
-from ..tuning import words as tuning_words
+from ..tuning import summary as tuning_words
 from ..tuning.search import FAST, SPEED
-from ..tuning.words import Found
-from . import drawing, words
+from ..tuning.summary import Found
+from . import drawing, log_line
 from .last_run import LastRun
-from .recorder import MATCHING, Recording
+from .recording import MATCHING, Recording
 
 # A share of the run from which matching is worth a hint.
 _MUCH = 0.1
@@ -63,8 +63,8 @@ def report_of(
 
     Args:
         run: what was kept of it.
-        view: one of the choices of :data:`tome_nodes.options.VIEW`. Where the run has nothing to
-            show in it, the picture says why.
+        view: one of the choices of :data:`tome_nodes.settings.options.VIEW`. Where the run has
+            nothing to show in it, the picture says why.
         level: which feature maps to draw, by how many times smaller than the latent; -1 is the
             largest.
         step: which step to draw, counted from 1; -1 is the last that merged.
@@ -117,11 +117,11 @@ def in_words(run: LastRun) -> list[str]:
     is_merged = run.obstacle is None
     if is_merged:
         blocks = f"{counts.merged_blocks} of {counts.blocks_present} blocks"
-        lines = [f"Merged: {blocks}, {words.sizes(counts)}"]
+        lines = [f"Merged: {blocks}, {log_line.sizes(counts)}"]
     else:
         lines = [f"Nothing merged: {run.obstacle}"]
     if run.tuned is not None:
-        lines += [f"ToMe Tune: {words.times(run.tuned)}, {run.tuned.speed:.2f} times as fast"]
+        lines += [f"ToMe Tune: {log_line.times(run.tuned)}, {run.tuned.speed:.2f} times as fast"]
     if hint is not None:
         lines += [f"Hint: {hint}"]
     if is_merged:
@@ -132,11 +132,11 @@ def in_words(run: LastRun) -> list[str]:
             f"Steps: merged in {counts.merged_steps} of {counts.total_steps}",
             f"Plans: {counts.plans_made} made, {counts.plans_reused} reused",
         ]
-    lines += [f"Settings: {', '.join(words.settings(run.config, counts.frames, defaults=True))}"]
+    lines += [f"Settings: {', '.join(log_line.settings(run.config, counts.frames, defaults=True))}"]
     if run.backend is not None:
         lines += [f"Backend: {run.backend}"]
-    lines += [f"Tried here: {way}" for way in words.tried(run.choices)]
-    return [*lines, *(f"Note: {deviation}" for deviation in words.deviations(counts))]
+    lines += [f"Tried here: {way}" for way in log_line.tried(run.choices)]
+    return [*lines, *(f"Note: {deviation}" for deviation in log_line.deviations(counts))]
 
 
 def hint_for(run: LastRun) -> str | None:
@@ -181,11 +181,11 @@ def _times_in_words(recording: Recording | None) -> str:
             "Details: maps and times were not recorded, because no report was connected when the "
             "model sampled. Change the seed and run again to get them."
         )
-    run = words.seconds(recording.seconds)
+    run = log_line.seconds(recording.seconds)
     if recording.overhead is None:
         return f"Time: {run}; the part that merging took cannot be measured in this model"
     parts = ", ".join(
-        f"{name} {words.seconds(spent)}" for name, spent in recording.overhead.items()
+        f"{name} {log_line.seconds(spent)}" for name, spent in recording.overhead.items()
     )
     share = 100 * sum(recording.overhead.values()) / recording.seconds
     return f"Time: {parts}, together {share:.1f} % of the run's {run}"

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ..config import ToMeConfig
-from ..core.strategy import Strategy
 from ..ops import Operations
+from ..settings.config import ToMeConfig
+from .base import Strategy
 from .bipartite import BipartiteStrategy
 from .cluster import ClusterStrategy
 from .pool import PoolStrategy

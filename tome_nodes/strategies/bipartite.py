@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.grid import Grid
-from ..core.plan import SlotPlan
+from ..merging.grid import Grid
+from ..merging.plan import SlotPlan
 from ..ops import Operations, reference
 from .cells import Cells, CellStrategy, split_cells
 

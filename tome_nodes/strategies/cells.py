@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import ToMeConfig
-from ..core.grid import Grid
-from ..core.picks import pick_per_cell
-from ..core.plan import Plan, plans_by_frame
-from ..core.strategy import Strategy
+from ..merging.grid import Grid
+from ..merging.plan import Plan, plans_by_frame
+from ..merging.random_picks import pick_per_cell
 from ..ops import Operations
+from ..settings.config import ToMeConfig
+from .base import Strategy
 
 # Lengths of cells in video to choose from, in frames, the one that merges best first.
 _FRAMES_OF_CELL = (4, 5, 3, 2)

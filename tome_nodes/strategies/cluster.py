@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.grid import Grid
-from ..core.plan import Plan, SlotPlan
-from ..core.strategy import Strategy
+from ..merging.grid import Grid
+from ..merging.plan import Plan, SlotPlan
 from ..ops import Operations, reference
+from .base import Strategy
 
 
 class ClusterStrategy(Strategy):

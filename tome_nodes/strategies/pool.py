@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.grid import Grid
-from ..core.plan import Plan, plans_by_frame
-from ..core.strategy import Strategy
+from ..merging.grid import Grid
+from ..merging.plan import Plan, plans_by_frame
+from .base import Strategy
 
 NEAREST_SHARE = 0.75
 """Share of one token in pooled keys and values; `benchmarks/FIDELITY.md` compares others."""
@@ -29,7 +29,7 @@ class PoolPlan(Plan):
         sy: height of a cell in tokens.
         sx: width of a cell in tokens.
         device: device of the tokens.
-        slot_count: see :class:`tome_nodes.core.plan.Plan`.
+        slot_count: see :class:`tome_nodes.merging.plan.Plan`.
     """
 
     batch: int

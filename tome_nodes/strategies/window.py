@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.grid import Grid
-from ..core.plan import Plan, SlotPlan
+from ..merging.grid import Grid
+from ..merging.plan import Plan, SlotPlan
 from .cells import Cells, CellStrategy, split_cells
 
 # Features that a CPU gathers at once, so that they fit its cache; a GPU takes a whole map.
@@ -61,7 +61,7 @@ class WindowStrategy(CellStrategy):
         """
         if self.ops.NAME != "triton":
             return None
-        from ..ops import kernels
+        from ..ops import triton as kernels
 
         key = self.key if self.config.use_rand else None
         shape = (cells.grid.height, cells.grid.width, cells.sy, cells.sx, *window)

@@ -25,7 +25,7 @@ class Candidate:
     """Settings to try.
 
     Attributes:
-        preset: one of :data:`tome_nodes.presets.PRESETS`.
+        preset: one of :data:`tome_nodes.settings.presets.PRESETS`.
         ratio: the share of the tokens to merge.
     """
 

@@ -1,0 +1,463 @@
+"""Attach token merging to a ComfyUI model, and take it off again.
+
+It is a pair of keyed wrappers on a clone of the model. The outer one creates the state of a
+sampling run and drops it. The inner one puts ``forward`` overrides on the transformer blocks for
+one model evaluation and takes them off again. Weights, patch lists and the source model are not
+touched, so LoRA, saving, model merging and other nodes' patches work as before.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from comfy.model_management import InterruptProcessingException, soft_empty_cache
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from torch import Tensor, nn
+
+from ..merging.grid import Grid
+from ..merging.layout import Picture
+from ..patching.engine import MakeStrategy
+from ..patching.evaluation import Run
+from ..patching.out_of_memory import WITHOUT_IT
+from ..patching.outcome import Evaluated, Function, Observer
+from ..patching.schedule import Moment, NoiseRange, is_noise_alone, step_index
+from ..report import log_line
+from ..report.counts import Counts
+from ..report.last_run import LastRun
+from ..report.recording import Recorder
+from ..settings.config import ToMeConfig
+from ..strategies import make_strategy
+from ..strategies.base import PlansOf
+from ..tuning.search import Measured
+from . import host_checks, workflow
+from .autotune_cache import probe
+from .models.base import ComfyFamily, Inputs, uncompiled
+from .models.known import family_of
+from .network_wrapper import can_run_inside, inside
+
+KEY = "tome_nodes"
+"""Our key among the wrappers of a model and in its transformer options."""
+
+# The host names the package after its folder; the log should show our name.
+log = logging.getLogger("tome_nodes")
+
+
+def attach(
+    model: ModelPatcher,
+    config: ToMeConfig,
+    make_strategy: MakeStrategy = make_strategy,
+    on_step: Callable[[str], None] | None = None,
+    wants_details: Callable[[], bool] | None = None,
+    tuned: Measured | None = None,
+    is_quiet: bool = False,
+) -> ModelPatcher:
+    """A clone of ``model`` that merges tokens as ``config`` says, in place of any earlier settings.
+
+    Args:
+        model: stays as it is.
+        config: the settings.
+        make_strategy: makes the strategy of each run.
+        on_step: called once in each step with a short text on what was merged.
+        wants_details: called at the start of each run; returns whether to record it in detail.
+        tuned: what ToMe Tune measured with these settings, for the log and the report.
+        is_quiet: whether runs log nothing.
+
+    Returns:
+        The clone; ``model`` itself if this version of the host is not as the pack knows it, which
+        is logged.
+
+    Raises:
+        ValueError: the model does not belong to a family that can merge tokens.
+    """
+    family = family_for(model)
+    changed = host_checks.changed_part(model, family, _network(model))
+    if changed is not None:
+        log.warning(
+            "[ToMe] the model stays unpatched, as %s has another %s than this version of ToMe "
+            "Nodes knows; a later one may know it",
+            host_checks.version(),
+            changed,
+        )
+        return model
+    clone = detach(model)
+    if not config.merges_nothing:
+        attachment = _Attachment(
+            config, family, make_strategy, on_step, wants_details, tuned, is_quiet
+        )
+        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
+        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
+    return clone
+
+
+def family_for(model: ModelPatcher) -> ComfyFamily:
+    """The family of a model.
+
+    Raises:
+        ValueError: the model does not belong to a family that can merge tokens.
+    """
+    if not hasattr(model.model, "diffusion_model"):
+        name = type(model.model).__name__
+        raise ValueError(f"token merging does not work with a {name}: it is no diffusion model")
+    return family_of(_network(model))
+
+
+def _network(model: ModelPatcher) -> nn.Module:
+    return uncompiled(model.get_model_object("diffusion_model"))
+
+
+def is_model(value: Any) -> bool:
+    """Whether a value is a model as the host's loaders make them."""
+    return isinstance(value, ModelPatcher)
+
+
+def is_attached(model: ModelPatcher) -> bool:
+    """Whether a model merges tokens."""
+    return _attachment(model) is not None
+
+
+def last_run(model: ModelPatcher, samplers: Set[str] | None = None) -> LastRun | None:
+    """The last run of a model that merges tokens, or of a clone of it; None if there was none.
+
+    Args:
+        model: any model; one that :func:`attach` did not make has no runs.
+        samplers: nodes, one of which must have run it; None for any.
+    """
+    attachment = _attachment(model)
+    runs = {} if attachment is None else attachment.runs
+    matching = [run for node, run in runs.items() if samplers is None or node in samplers]
+    return matching[-1] if matching else None
+
+
+def _attachment(model: ModelPatcher) -> "_Attachment | None":
+    wrappers = model.get_wrappers(WrappersMP.OUTER_SAMPLE, KEY)
+    return wrappers[0].__self__ if wrappers else None
+
+
+def detach(model: ModelPatcher) -> ModelPatcher:
+    """A clone of ``model`` without token merging."""
+    clone = model.clone()
+    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    return clone
+
+
+def _latent_shape(x: Tensor, conditions: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of the latent, even if the host packs it together with sound."""
+    packed = conditions.get("latent_shapes")
+    return tuple(packed[0] if packed else x.shape)
+
+
+def is_empty(latent: Any) -> bool:
+    """Whether a latent holds no picture; with sound, that is the first of two."""
+    if latent is None:
+        return True
+    picture = latent.unbind()[0] if latent.is_nested else latent
+    return not picture.any()
+
+
+class _Attachment:
+    """The wrappers of one patched model.
+
+    Attributes:
+        runs: the last run of each node that samples, in the order in which they ended. Nothing
+            else of a run is kept.
+    """
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        family: ComfyFamily,
+        make_strategy: MakeStrategy,
+        on_step: Callable[[str], None] | None,
+        wants_details: Callable[[], bool] | None,
+        tuned: Measured | None,
+        is_quiet: bool,
+    ):
+        self.config = config
+        self.family = family
+        self.make_strategy = make_strategy
+        self.on_step = on_step
+        self.wants_details = wants_details
+        self.tuned = tuned
+        self.is_quiet = is_quiet
+        self.runs: dict[str | None, LastRun] = {}
+
+    def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        """Wrap one sampling run; at its end the host drops its model options and our run."""
+        sampler = workflow.running_node()
+        self.runs.pop(sampler, None)
+        latent = args[1] if len(args) > 1 else kwargs.get("latent_image")
+        run = _SamplingRun(self, is_empty(latent))
+        guider = executor.class_obj
+        guider.model_options["transformer_options"][KEY] = run
+        result = executor(*args, **kwargs)
+        with _not_at_the_cost_of_the_picture("the report of this run is missing"):
+            if not self.is_quiet:
+                run.log()
+            last = run.summary(type(guider.model_patcher.model.model_config).__name__)
+            if last is not None:
+                self.runs[sampler] = last
+        return result
+
+    def apply_model(
+        self,
+        executor: WrapperExecutor,
+        x: Tensor,
+        t: Tensor,
+        c_concat: Tensor | None = None,
+        c_crossattn: Tensor | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Wrap one model evaluation."""
+        options = {} if transformer_options is None else transformer_options
+        run: _SamplingRun | None = options.get(KEY)
+
+        def evaluate(latent: Tensor, options: dict[str, Any]) -> Tensor:
+            return executor(latent, t, c_concat, c_crossattn, control, options, **kwargs)
+
+        if run is None:
+            return evaluate(x, options)
+        inputs = Inputs(_latent_shape(x, kwargs), kwargs)
+        try:
+            return run.evaluate(executor.class_obj, inputs, x, t, options, evaluate)
+        except torch.OutOfMemoryError as error:
+            if not run.gives_up(executor.class_obj, error):
+                raise
+        # Not in the handler, which keeps the tensors of the evaluation.
+        soft_empty_cache()
+        return run.evaluate(executor.class_obj, inputs, x, t, options, evaluate)
+
+
+@contextmanager
+def _not_at_the_cost_of_the_picture(lost: str) -> Iterator[None]:
+    """Log an error in what is told of a run, which says what is ``lost``, and go on."""
+    try:
+        yield
+    except InterruptProcessingException:
+        raise
+    except Exception as error:
+        log.warning("[ToMe] %s: %s: %s", lost, type(error).__name__, error)
+
+
+class _UntilItFails(Observer):
+    """An observer that is left out from its first error on."""
+
+    def __init__(self, observer: Observer):
+        self._observer = observer
+        self._has_failed = False
+        self.follows_blocks = observer.follows_blocks
+
+    def watched(self, plans_of: PlansOf) -> PlansOf:
+        return self._observer.watched(plans_of)
+
+    def timed(self, block: str, forward: Function) -> Function:
+        return self._observer.timed(block, forward)
+
+    def begins(self, step: int) -> None:
+        self._call(self._observer.begins, step)
+
+    def evaluated(self, result: Evaluated) -> None:
+        self._call(self._observer.evaluated, result)
+
+    def _call(self, tell: Callable[[Any], None], what: Any) -> None:
+        if self._has_failed:
+            return
+        self._has_failed = True
+        with _not_at_the_cost_of_the_picture("what is told of this run is not complete"):
+            tell(what)
+            self._has_failed = False
+
+
+class _LiveLine(Observer):
+    """Reports what happened in each step, once."""
+
+    def __init__(self, on_step: Callable[[str], None], total_steps: int):
+        self._on_step = on_step
+        self._total_steps = total_steps
+        self._step: int | None = None
+
+    def evaluated(self, result: Evaluated) -> None:
+        if result.step != self._step:
+            self._step = result.step
+            self._on_step(log_line.live_line(result, self._total_steps))
+
+
+class _Following:
+    """The observers of a sampling run, made at its first evaluation."""
+
+    def __init__(self, attachment: _Attachment, total_steps: int, latent: Grid, t: Tensor):
+        self.counts = Counts(total_steps)
+        self.recorder: Recorder | None = None
+        self.observers: list[Observer] = [self.counts]
+        if attachment.on_step is not None:
+            live = _LiveLine(attachment.on_step, total_steps)
+            self.observers.append(_UntilItFails(live))
+        if attachment.wants_details is not None and attachment.wants_details():
+            self.recorder = Recorder(latent, t.device)
+            self.observers.append(_UntilItFails(self.recorder))
+
+
+class _SamplingRun:
+    """The state of one sampling run, which may evaluate a model and deep clones of it."""
+
+    def __init__(self, attachment: _Attachment, from_noise: bool):
+        self._attachment = attachment
+        self._from_noise = from_noise
+        self._config = attachment.config
+        self._runs: dict[nn.Module, Run] = {}
+        self._following: _Following | None = None
+        self._schedule: list[float] = []
+        self._step = 0
+        self._sigma: float | None = None
+        self._calls: Counter[Hashable] = Counter()
+
+    def evaluate(
+        self,
+        model: Any,
+        inputs: Inputs,
+        x: Tensor,
+        t: Tensor,
+        options: dict[str, Any],
+        denoise: Callable[[Tensor, dict[str, Any]], Tensor],
+    ) -> Tensor:
+        """Merge tokens in ``model``, a BaseModel of the host, while it evaluates noise level ``t``.
+
+        ``denoise`` evaluates it on a latent under transformer options.
+        """
+        latent = Grid(*inputs.shape[-2:])
+        if self._following is None:
+            self._schedule = options.get("sample_sigmas", t[:1]).tolist()
+            total_steps = max(1, len(self._schedule) - 1)
+            self._following = _Following(self._attachment, total_steps, latent, t)
+        diffusion_model = uncompiled(model.diffusion_model)
+        run = self._run_of(diffusion_model, self._following)
+        pictures, obstacle = self._pictures(diffusion_model, inputs)
+        dtype = model.get_dtype_inference()
+        # A GPU is idle from here on until the model runs.
+        sigma = max(t.flatten().tolist())
+        moment = self._moment(model, sigma, options)
+        with run.evaluation(moment, latent, t.device, dtype, obstacle, pictures=pictures) as merges:
+            if not merges:
+                return denoise(x, options)
+            own = self._attachment.family.options(options, run.sites)
+            whole = run.whole
+            if whole is None:
+                return denoise(x, own)
+            if can_run_inside(model, own):
+                return denoise(x, inside(whole, t, tuple(x.shape), own))
+            return whole.run(x, lambda latent: denoise(latent, own))
+
+    def gives_up(self, model: Any, error: torch.OutOfMemoryError) -> bool:
+        """Whether merging itself had no memory left; then it is over for this run."""
+        run = self._runs.get(uncompiled(model.diffusion_model))
+        if run is None or not run.sites.gives_up(error):
+            return False
+        log.warning("[ToMe] %s", WITHOUT_IT)
+        return True
+
+    def _pictures(
+        self, diffusion_model: nn.Module, inputs: Inputs
+    ) -> tuple[tuple[Picture, ...], str | None]:
+        """The pictures in the sequence, and why nothing can merge, None if something can."""
+        family = self._attachment.family
+        obstacle = family.obstacle(diffusion_model)
+        if obstacle is not None:
+            return (), obstacle
+        try:
+            return family.pictures(diffusion_model, inputs), None
+        except Exception as error:
+            # A later host or another node may pass inputs in a different form.
+            return (), f"the inputs of the model are of an unknown form: {error}"
+
+    def _moment(self, model: Any, sigma: float, options: dict[str, Any]) -> Moment:
+        step = self._step = step_index(self._schedule, sigma, self._step)
+        last_step = len(self._schedule) - 2
+        return Moment(
+            step=step,
+            progress=step / last_step if last_step > 0 else 0.0,
+            picks=step,
+            part=self._part(options, sigma),
+            is_active=sigma in NoiseRange.of(self._config, model.model_sampling.percent_to_sigma),
+            steps_left=max(0, last_step - step),
+            from_noise=self._from_noise
+            or is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),
+        )
+
+    def _run_of(self, diffusion_model: nn.Module, following: _Following) -> Run:
+        if diffusion_model not in self._runs:
+            attachment = self._attachment
+            self._runs[diffusion_model] = Run(
+                attachment.config,
+                attachment.family,
+                diffusion_model,
+                attachment.make_strategy,
+                following.observers,
+                probe(),
+            )
+        return self._runs[diffusion_model]
+
+    def _part(self, options: dict[str, Any], sigma: float) -> Hashable:
+        """What the batch of an evaluation is made of, as far as the options say.
+
+        They say nothing about tiles, but tiles come in the same order in each step.
+        """
+        window = options.get("context_window")
+        composition = (
+            *options.get("uuids", ()),
+            *options.get("cond_or_uncond", ()),
+            None if window is None else tuple(window.index_list),
+        )
+        if sigma != self._sigma:
+            self._sigma = sigma
+            self._calls.clear()
+        self._calls[composition] += 1
+        return composition, self._calls[composition]
+
+    def log(self) -> None:
+        """Log in one line what was merged, or why nothing was."""
+        if self._following is None:
+            return
+        counts = self._following.counts
+        if counts.merged_anything:
+            engine = self._first_run.engine
+            backend: list[str] = []
+            if engine is not None:
+                backend = [*engine.in_words(), *log_line.tried(engine.choices, only_changed=True)]
+            tuned = self._attachment.tuned
+            log.info("[ToMe] %s", log_line.log_line(counts, self._config, backend, tuned))
+        else:
+            log.warning("[ToMe] nothing merged: %s", self._obstacle(counts))
+
+    def summary(self, model: str) -> LastRun | None:
+        """What is kept of the run, for reports; None if nothing was evaluated."""
+        if self._following is None:
+            return None
+        counts, recorder = self._following.counts, self._following.recorder
+        engine = self._first_run.engine
+        return LastRun(
+            model,
+            self._config,
+            counts,
+            None if counts.merged_anything else self._obstacle(counts),
+            None if engine is None else (*engine.in_words(), engine.backend)[0],
+            None if engine is None else engine.worth_from,
+            self._first_run.sites.shallowest,
+            None if recorder is None else recorder.finish(),
+            self._attachment.tuned,
+            {} if engine is None else dict(engine.choices),
+        )
+
+    @property
+    def _first_run(self) -> Run:
+        return next(iter(self._runs.values()))
+
+    def _obstacle(self, counts: Counts) -> str:
+        """The reason why nothing was merged, in words."""
+        sites = self._first_run.sites
+        return log_line.obstacle(counts, sites.max_downsample, sites.shallowest)

@@ -1,0 +1,219 @@
+"""Reach into ComfyUI's attention: pass it merged tokens, and weigh merged keys.
+
+The host calls one override function from the transformer options instead of its attention. Ours
+merges first and then calls the override of another node, if there is one, on the merged tokens.
+
+The logarithms of the sizes are added in whatever attention function runs in the end
+(:mod:`tome_nodes.comfyui.key_weights`). The override of another node may ignore the function
+that it is given, so it also gets them as a mask.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..merging.plan import Plan
+from ..ops import Operations
+from .key_weights import Attention, Note, flat, has_keys, weighed, with_sizes
+
+OVERRIDE = "optimized_attention_override"
+"""The transformer option that the host calls instead of its attention."""
+
+
+class MergesCalls(Protocol):
+    """Merges calls of attention; see :class:`tome_nodes.patching.merge_attention.CallSite`."""
+
+    @property
+    def ops(self) -> Operations: ...
+
+    def call_plans(
+        self, k: Tensor, queries: int, kwargs: dict[str, Any]
+    ) -> tuple[Plan | None, Plan | None]: ...
+
+    def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None: ...
+
+    @property
+    def is_merged(self) -> bool: ...
+
+    def outer_log_sizes(self, keys: int, like: Tensor) -> Tensor | None: ...
+
+    def note_masked(self) -> None: ...
+
+    def note_unweighted(self, reason: str | None) -> None: ...
+
+
+def merge_attention(
+    options: dict[str, Any], merges: MergesCalls, called: dict[str, Any]
+) -> dict[str, Any]:
+    """Transformer options under which an attention runs on merged queries, keys and values.
+
+    Args:
+        options: the transformer options before; another node's override in them stays in effect
+            and gets what is merged.
+        merges: makes the plans, and notes what could not merge.
+        called: the keyword arguments of the module that calls the attention.
+    """
+    theirs = options.get(OVERRIDE)
+
+    def override(
+        func: Attention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        attend = func if theirs is None else partial(theirs, func)
+        # A later host may wrap what it hands over.
+        if not isinstance(k, Tensor):
+            merges.note_masked()
+            return attend(q, k, v, heads, mask=mask, **kwargs)
+        by_head = bool(kwargs.get("skip_reshape"))
+        tokens = q.shape[-2]
+        bias = None if mask is None else _bias(mask, tokens, k)
+        if mask is not None and bias is None:
+            merges.note_masked()
+            return attend(q, k, v, heads, mask=mask, **kwargs)
+        if merges.is_merged:
+            outer = merges.outer_log_sizes(k.shape[-2], k)
+            rest = (q, k, v, heads, kwargs)
+            return _attend(func, theirs, bias, outer, merges.ops, merges.note_unweighted, *rest)
+        flat_k = flat(k, by_head)
+        queries, keys = merges.call_plans(flat_k, tokens, called)
+        if queries is None and keys is None:
+            return attend(q, k, v, heads, mask=mask, **kwargs)
+        log_sizes = None
+        if keys is not None:
+            # Queries may have more heads than keys.
+            key_heads = k.shape[1] if by_head else heads
+            k = _like(keys.merge_keys(flat_k, key_heads), k, by_head)
+            # Keep only one flat copy in memory at a time.
+            del flat_k
+            v = _like(keys.merge_values(flat(v, by_head)), v, by_head)
+            log_sizes = merges.log_sizes(keys, k)
+            bias = None if bias is None else _merged_keys(bias, keys, len(k))
+        if queries is not None:
+            q = _like(queries.merge(flat(q, by_head)), q, by_head)
+            bias = None if bias is None else _merged_queries(bias, queries, len(q))
+        out = _attend(
+            func,
+            theirs,
+            bias,
+            log_sizes,
+            merges.ops,
+            merges.note_unweighted,
+            q,
+            k,
+            v,
+            heads,
+            kwargs,
+        )
+        if queries is None:
+            return out
+        out_by_head = bool(kwargs.get("skip_output_reshape"))
+        return _like(queries.unmerge(flat(out, out_by_head)), out, out_by_head)
+
+    return options | {OVERRIDE: override}
+
+
+def weigh_attention(
+    options: dict[str, Any], log_sizes: Tensor, ops: Operations, note: Note
+) -> dict[str, Any]:
+    """Transformer options under which an attention adds ``log_sizes`` to its logits.
+
+    Args:
+        options: the transformer options before; another node's override in them stays in effect.
+        log_sizes: ``[batch, keys]`` in the dtype of queries and keys.
+        ops: the operations of the backend.
+        note: called with None once the logits are weighed, or with the reason why they are not.
+    """
+    theirs = options.get(OVERRIDE)
+
+    def override(
+        func: Attention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        sizes: Tensor | None = log_sizes
+        # A later host may wrap what it hands over.
+        if mask is not None or not (isinstance(k, Tensor) and has_keys(k, log_sizes)):
+            note("another node changes how the attention is called")
+            sizes = None
+        return _attend(func, theirs, mask, sizes, ops, note, q, k, v, heads, kwargs)
+
+    return options | {OVERRIDE: override}
+
+
+def _attend(
+    func: Attention,
+    theirs: Callable[..., Tensor] | None,
+    bias: Tensor | None,
+    log_sizes: Tensor | None,
+    ops: Operations,
+    note: Note,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Call the host's attention, through another node's override if there is one."""
+    if theirs is None:
+        if log_sizes is None:
+            return func(q, k, v, heads, mask=bias, **kwargs)
+        return weighed(func, bias, log_sizes, ops, note, q, k, v, heads, **kwargs)
+    mask = bias
+    if log_sizes is not None:
+        mask = with_sizes(bias, log_sizes)
+        note(None)
+        func = partial(weighed, func, bias, log_sizes, ops, note)
+    return theirs(func, q, k, v, heads, mask=mask, **kwargs)
+
+
+def _like(merged: Tensor, x: Tensor, by_head: bool) -> Tensor:
+    """Undo :func:`tome_nodes.comfyui.key_weights.flat`: ``merged`` in the layout of ``x``."""
+    return merged.unflatten(2, (x.shape[1], -1)).transpose(1, 2) if by_head else merged
+
+
+def _bias(mask: Tensor, queries: int, keys: Tensor) -> Tensor | None:
+    """A mask as ``[batch or 1, heads or 1, queries or 1, keys]`` to add to the logits.
+
+    None if its shape does not allow that.
+    """
+    if mask.ndim in (2, 3):
+        mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
+    if mask.ndim != 4 or mask.shape[-1] != keys.shape[-2] or mask.shape[-2] not in (1, queries):
+        return None
+    if mask.dtype != torch.bool:
+        return mask
+    bias = torch.zeros_like(mask, dtype=keys.dtype)
+    return bias.masked_fill(~mask, torch.finfo(keys.dtype).min)
+
+
+def _merged_keys(bias: Tensor, plan: Plan, batch: int) -> Tensor:
+    """A bias for the slots of the keys: the mean over the tokens of each."""
+    rows = _finite(bias).expand(batch, -1, -1, -1).flatten(1, 2)
+    merged = plan.merge(rows.mT).mT.clamp_min(torch.finfo(bias.dtype).min)
+    return merged.unflatten(1, bias.shape[1:3])
+
+
+def _merged_queries(bias: Tensor, plan: Plan, batch: int) -> Tensor:
+    """A bias for the slots of the queries: the mean over the tokens of each."""
+    if bias.shape[2] == 1:
+        return bias
+    columns = _finite(bias).expand(batch, -1, -1, -1).transpose(1, 2).flatten(2)
+    merged = plan.merge(columns).clamp_min(torch.finfo(bias.dtype).min)
+    return merged.unflatten(2, (bias.shape[1], bias.shape[3])).transpose(1, 2)
+
+
+def _finite(bias: Tensor) -> Tensor:
+    """A bias without infinity, which a sum over a window would spread."""
+    return bias.clamp_min(torch.finfo(bias.dtype).min)

@@ -1,0 +1,114 @@
+"""Which ways were the fastest on the user's devices, kept in a JSON file in the user folder."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+import torch
+from comfy.model_management import get_torch_device_name
+from comfyui_version import __version__ as comfyui_version
+
+from ..ops.autotune import Case, Probed
+from ..ops.probe import Probe
+from .json_cache import UserFile, line_of, positive, text
+
+_METHOD = 1
+"""Rises with each change of a kernel or of how ways are measured: older choices are void."""
+
+
+def _to_json(probed: Probed) -> dict[str, Any]:
+    return {"way": probed.way, "seconds": dict(probed.seconds)}
+
+
+def _from_json(entry: Mapping[str, Any]) -> Probed:
+    way = text(entry["way"])
+    seconds = {text(name): positive(time) for name, time in entry["seconds"].items()}
+    if seconds and way not in seconds:
+        raise ValueError(f"there is no time of {way!r}")
+    return Probed(way, text(entry["of"]["default"]), seconds)
+
+
+FILE = UserFile(
+    "probe.json",
+    "ToMe probe 1",
+    "Which ways to do the same were measured to be the fastest here. Delete this file and restart "
+    "ComfyUI to have them measured again.",
+    2000,
+    _to_json,
+    _from_json,
+)
+
+
+class KeptChoices:
+    """The choices in the file, which is read once; see :class:`tome_nodes.ops.probe.Store`."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Probed] | None = None
+        self._is_usable = True
+        self._lock = Lock()
+
+    def read(self, device: torch.device, case: Case, default: str) -> Probed | None:
+        """See :meth:`tome_nodes.ops.probe.Store.read`."""
+        with self._lock:
+            if self._entries is None:
+                found = FILE.read()
+                self._entries = found or {}
+                self._is_usable = found is not None
+            return self._entries.get(line_of(_key(device, case, default)))
+
+    def keep(self, device: torch.device, case: Case, probed: Probed) -> None:
+        """See :meth:`tome_nodes.ops.probe.Store.keep`."""
+        key = _key(device, case, probed.default)
+        with self._lock:
+            if self._entries is not None:
+                self._entries[line_of(key)] = probed
+            if self._is_usable:
+                FILE.keep(key, probed)
+
+
+@lru_cache(maxsize=1)
+def probe() -> Probe:
+    """Chooses from several ways by their time, once for each case on this machine."""
+    return Probe(KeptChoices())
+
+
+def _key(device: torch.device, case: Case, default: str) -> dict[str, Any]:
+    return {**_machine(device), "case": list(case), "default": default}
+
+
+@lru_cache(maxsize=8)
+def _machine(device: torch.device) -> Mapping[str, Any]:
+    """All that times depend on but for the case."""
+    is_gpu = device.type == "cuda"
+    return {
+        "device": get_torch_device_name(device),
+        "capability": list(torch.cuda.get_device_capability(device)) if is_gpu else [],
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version() if is_gpu else None,
+        "attentions": _attentions() if is_gpu else [],
+        "triton": _version_of_triton(),
+        "comfyui": comfyui_version,
+        "method": _METHOD,
+    }
+
+
+def _attentions() -> list[str]:
+    """The attentions of PyTorch that are on."""
+    cuda = torch.backends.cuda
+    is_on = {
+        "flash": cuda.flash_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+    }
+    return [name for name, value in is_on.items() if value]
+
+
+def _version_of_triton() -> str:
+    try:
+        from ..ops.triton import VERSION
+    except Exception:
+        # One that does not fit PyTorch or the system raises anything.
+        return "none"
+    return str(VERSION)

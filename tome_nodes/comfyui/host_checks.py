@@ -1,0 +1,83 @@
+"""What the pack relies on inside ComfyUI, checked when a node is applied.
+
+None of it is a public interface, so a later version may change it. A model is then left as it is.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comfy.ldm.modules import attention
+from comfy.model_patcher import ModelPatcher
+from comfy.samplers import CFGGuider
+from torch import Tensor
+
+from .attention import OVERRIDE
+from .models.base import ComfyFamily
+
+_WRAPPERS = ("add_wrapper_with_key", "remove_wrappers_with_key", "get_wrappers")
+_APPLY_MODEL = ("x", "t", "c_concat", "c_crossattn", "control", "transformer_options")
+_NOISE_LEVELS = ("percent_to_sigma", "sigma_max")
+
+
+def changed_part(patcher: ModelPatcher, family: ComfyFamily, diffusion_model: Any) -> str | None:
+    """The first part of the host that is not as the pack knows it, None if all are.
+
+    Args:
+        patcher: the model that the pack is to be applied to.
+        family: that of the model.
+        diffusion_model: the model's own module.
+    """
+    model: Any = patcher.model
+    checks: list[tuple[str, bool]] = [
+        ("ModelPatcher", all(hasattr(patcher, name) for name in _WRAPPERS)),
+        ("BaseModel.apply_model", begins_with(type(model), "apply_model", *_APPLY_MODEL)),
+        ("BaseModel.get_dtype_inference", hasattr(model, "get_dtype_inference")),
+        (
+            "BaseModel.model_sampling",
+            all(hasattr(getattr(model, "model_sampling", None), name) for name in _NOISE_LEVELS),
+        ),
+        ("CFGGuider.outer_sample", begins_with(CFGGuider, "outer_sample", "noise", "latent_image")),
+        ("optimized_attention", _attention_calls_overrides()),
+    ]
+    changed = next((part for part, is_known in checks if not is_known), None)
+    return changed or family.changed_part(diffusion_model)
+
+
+def version() -> str:
+    """The host's name and version, as far as it says."""
+    try:
+        from comfyui_version import __version__
+    except ImportError:
+        return "this ComfyUI"
+    return f"ComfyUI {__version__}"
+
+
+def begins_with(kind: type, method: str, *names: str) -> bool:
+    """Whether a class has a method, and these are the first parameters after its object."""
+    function = getattr(kind, method, None)
+    if function is None:
+        return False
+    return tuple(inspect.signature(function).parameters)[1 : len(names) + 1] == names
+
+
+def _attention_calls_overrides() -> bool:
+    """Whether attention passes tensors to an override in the transformer options, as they are."""
+    x = torch.zeros(1, 2, 8)
+    were_tensors: list[bool] = []
+
+    def override(
+        func: Callable[..., Tensor], q: Any, k: Any, v: Any, heads: Any, **kwargs: Any
+    ) -> Tensor:
+        were_tensors.append(
+            callable(func) and heads == 1 and all(isinstance(each, Tensor) for each in (q, k, v))
+        )
+        return x
+
+    try:
+        attention.optimized_attention(x, x, x, 1, transformer_options={OVERRIDE: override})
+    except Exception:
+        # Whatever it raises, it is not what we know.
+        return False
+    return were_tensors == [True]

@@ -1,0 +1,288 @@
+"""Tell an attention function of the host how many tokens each key stands for.
+
+If key j stands for n_j equal keys, softmax over all of them is softmax over the merged keys with
+log n_j added to the logits. There are three ways to add them: a mask, further channels of queries
+and keys, and a kernel of our own in place of the function. Which one is fastest depends on the
+function and on the GPU. One is the default; a probe may find that another is faster.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import Operations
+from ..ops.reference import FURTHER
+
+Attention = Callable[..., Tensor]
+Note = Callable[[str | None], None]
+
+# Attention functions of the host that add a mask cheaply.
+_TAKE_MASK = frozenset(
+    {"attention_basic", "attention_split", "attention_sub_quad", "attention_pytorch"}
+)
+# Those that take no mask, or are slow with one.
+_TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})
+
+# Channels of a head for which PyTorch's flash attention has a kernel; others are padded to these.
+_FLASH_HEADS = (32, 64, 96, 128, 192, 256)
+
+_STAYING = frozenset(
+    channels
+    for channels in range(1, _FLASH_HEADS[-1] + 1)
+    if not any(channels <= kernel < channels + FURTHER for kernel in _FLASH_HEADS)
+)
+"""Channels of a head to which further ones can be added in the same kernel."""
+
+_MOST_WITH_CUDNN = 128
+"""Channels of a head that cuDNN's attention takes."""
+
+_FIRST_WITH_FLASH = 8
+"""Ampere, as CUDA counts; AMD's GPUs count higher, from 9 on."""
+
+_KNOWN_ARGUMENTS = frozenset(
+    {
+        "_inside_attn_wrapper",
+        "attn_precision",
+        "enable_gqa",
+        "low_precision_attention",
+        "scale",
+        "skip_output_reshape",
+        "skip_reshape",
+        "transformer_options",
+    }
+)
+"""Those of an attention function that mean the same, or nothing, to our kernel."""
+
+
+class Way(str, Enum):
+    """How an attention function is told the sizes."""
+
+    MASK = "mask"
+    CHANNELS = "channels"
+    KERNEL = "kernel"
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What runs fast on a device in some dtype.
+
+    Attributes:
+        flash: PyTorch's flash attention, which takes no mask.
+        cudnn: cuDNN's attention, which is as fast with a mask.
+        kernel: :func:`tome_nodes.ops.triton.attend`.
+    """
+
+    flash: bool = False
+    cudnn: bool = False
+    kernel: bool = False
+
+
+def way_of(
+    function: str,
+    head_channels: int,
+    able: Abilities,
+    may_widen: bool = True,
+    may_replace: bool = True,
+) -> Way | None:
+    """The fastest way to weigh keys, None if there is none.
+
+    In PyTorch's attention, a mask leaves flash for another kernel: cuDNN's, about as fast, or else
+    one that takes twice as long. Further channels keep flash, but cost time where they take a head
+    to a larger kernel: from 64 to 96, half as much again. Our kernel takes up to a quarter more
+    than flash.
+
+    Args:
+        function: name of the host's attention function.
+        head_channels: those of a head.
+        able: what the device runs fast.
+        may_widen: whether queries and keys can get further channels.
+        may_replace: whether our kernel can take the place of the function.
+    """
+    if function not in _TAKE_MASK | _TAKE_CHANNELS:
+        return None
+    takes_mask = function in _TAKE_MASK
+    if takes_mask and not (function == "attention_pytorch" and able.flash):
+        return Way.MASK
+    if may_widen and head_channels in _STAYING:
+        return Way.CHANNELS
+    if takes_mask and able.cudnn and head_channels <= _MOST_WITH_CUDNN:
+        return Way.MASK
+    if may_replace and able.kernel and head_channels <= _FLASH_HEADS[-1]:
+        return Way.KERNEL
+    if takes_mask:
+        return Way.MASK
+    return Way.CHANNELS if may_widen else None
+
+
+def ways_of(
+    function: str, head_channels: int, able: Abilities, may_widen: bool, may_replace: bool
+) -> list[Way]:
+    """All ways to weigh keys, for the arguments of :func:`way_of`."""
+    possible = {
+        Way.MASK: function in _TAKE_MASK,
+        Way.CHANNELS: may_widen,
+        Way.KERNEL: may_replace and able.kernel and head_channels <= _FLASH_HEADS[-1],
+    }
+    return [way for way, is_possible in possible.items() if is_possible]
+
+
+def abilities(q: Tensor, ops: Operations) -> Abilities:
+    """What runs fast where queries are, in their dtype."""
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
+        return Abilities()
+    return _abilities(q.device, ops.NAME == "triton")
+
+
+@lru_cache(maxsize=16)
+def _abilities(device: torch.device, has_kernels: bool) -> Abilities:
+    """What runs fast on a GPU in half precision; asking it takes longer than a launch."""
+    is_new = torch.cuda.get_device_properties(device).major >= _FIRST_WITH_FLASH
+    is_nvidia = torch.version.hip is None
+    cuda = torch.backends.cuda
+    return Abilities(
+        flash=is_new and cuda.is_flash_attention_available(),
+        cudnn=is_new
+        and is_nvidia
+        and torch.backends.cudnn.is_available()
+        and cuda.cudnn_sdp_enabled(),
+        # On AMD's GPUs it spills registers, and there a mask is as fast.
+        kernel=is_new and is_nvidia and has_kernels,
+    )
+
+
+def weighed(
+    func: Attention,
+    bias: Tensor | None,
+    log_sizes: Tensor,
+    ops: Operations,
+    note: Note,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """``func`` with ``log_sizes`` added to its logits, in the way that is fastest for it.
+
+    Queries, keys and values are in the host's layouts: ``[batch, tokens, heads * channels]``, or
+    with ``skip_reshape`` ``[batch, heads, tokens, channels]``. ``bias`` is the mask without the
+    sizes, and ``mask`` the one with them that another node's override passes on, perhaps changed.
+    """
+    if not has_keys(k, log_sizes):
+        note("another node changes how the attention is called")
+        return func(q, k, v, heads, mask=bias, **kwargs)
+    name = getattr(func, "__name__", "an unknown attention function")
+    by_head = bool(kwargs.get("skip_reshape"))
+    head_channels = q.shape[-1] if by_head else q.shape[-1] // heads
+    # Queries may have more heads than keys, and heads of their own would have to be copied.
+    may_widen = bias is None and _same_heads(q, k, by_head) and not (by_head and name in _TAKE_MASK)
+    is_plain = k.shape == v.shape and q.dtype == k.dtype == v.dtype
+    may_replace = is_plain and bias is None and kwargs.keys() <= _KNOWN_ARGUMENTS
+    able = abilities(q, ops)
+    default = way_of(name, head_channels, able, may_widen, may_replace)
+    if default is None:
+        note(f"{name} takes no weights")
+        return func(q, k, v, heads, mask=bias, **kwargs)
+    note(None)
+
+    def attend(way: str) -> Tensor:
+        if way == Way.CHANNELS:
+            return _in_channels(func, log_sizes, ops, q, k, v, heads, **kwargs)
+        if way == Way.KERNEL:
+            return _in_kernel(log_sizes, ops, q, k, v, head_channels, **kwargs)
+        own = with_sizes(bias, log_sizes) if mask is None else mask
+        return func(q, k, v, heads, mask=own, **kwargs)
+
+    def ways() -> Mapping[str, Callable[[], Tensor]]:
+        possible = ways_of(name, head_channels, able, may_widen, may_replace)
+        return {way.value: partial(attend, way.value) for way in possible}
+
+    # What another node's override makes of the mask is its business.
+    if mask is not None:
+        return attend(default)
+    call = (
+        *("weights", name, q.shape, k.shape, k.shape[-2] % 8 == 0, heads, by_head),
+        *(k.is_contiguous(), may_widen, may_replace, kwargs.get("attn_precision") is not None),
+    )
+    return attend(ops.chosen(q, call, default.value, ways))
+
+
+def _in_channels(
+    func: Attention,
+    log_sizes: Tensor,
+    ops: Operations,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention whose logits get ``log_sizes`` from extra channels of queries and keys.
+
+    ``func`` divides the logits by the root of the head dimension, which is now larger. Queries are
+    scaled to make up for it.
+    """
+    q, k, v = (flat(x, skip_reshape) for x in (q, k, v))
+    channels = q.shape[2] // heads
+    wider = channels + FURTHER
+    if "scale" in kwargs:
+        scale, constant = 1.0, 1 / kwargs["scale"]
+    else:
+        scale, constant = (wider / channels) ** 0.5, wider**0.5
+    q, k, v = ops.widen(q, k, v, log_sizes, heads, scale, constant)
+    out = func(q, k, v, heads, **kwargs)
+    out = out.reshape(*out.shape[:2], heads, wider).narrow(3, 0, channels)
+    return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+
+
+def _in_kernel(
+    log_sizes: Tensor,
+    ops: Operations,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    head_channels: int,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    scale: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """Attention by a kernel that adds ``log_sizes`` to its logits."""
+
+    def by_token(x: Tensor) -> Tensor:
+        return x.transpose(1, 2) if skip_reshape else x.unflatten(2, (-1, head_channels))
+
+    scale = head_channels**-0.5 if scale is None else scale
+    out = ops.attend(by_token(q), by_token(k), by_token(v), log_sizes, scale)
+    return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+
+
+def with_sizes(bias: Tensor | None, log_sizes: Tensor) -> Tensor:
+    """A mask that adds the sizes to the logits, and a bias, if there is one."""
+    mask = log_sizes.view(log_sizes.shape[0], 1, 1, -1)
+    return mask if bias is None else bias + mask.to(bias.dtype)
+
+
+def flat(x: Tensor, by_head: bool) -> Tensor:
+    """``x`` as ``[batch, tokens, heads * channels]``, from any layout of the host."""
+    if by_head:
+        x = x.transpose(1, 2)
+    # Values may be [batch, tokens, heads, channels] although queries and keys are flat.
+    return x if x.ndim == 3 else x.flatten(2)
+
+
+def has_keys(k: Tensor, log_sizes: Tensor) -> bool:
+    """Whether there is a size for each key, in the host's layouts."""
+    return k.shape[0] == log_sizes.shape[0] and k.shape[-2] == log_sizes.shape[1]
+
+
+def _same_heads(q: Tensor, k: Tensor, by_head: bool) -> bool:
+    return q.shape[1] == k.shape[1] if by_head else q.shape[2] == k.shape[2]

@@ -1,0 +1,1 @@
+"""What each kind of ComfyUI model needs to merge tokens."""

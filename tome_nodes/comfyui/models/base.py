@@ -1,0 +1,102 @@
+"""What all families of ComfyUI models share: the inputs of a model, and how it is recognised."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...merging.layout import Picture
+from ...patching.blocks import BlockSite, Family, ModelSites
+
+_BLOCK_PATCHES = (
+    "attn1_patch",
+    "attn1_output_patch",
+    "attn2_patch",
+    "attn2_output_patch",
+    "middle_patch",
+)
+"""Patches of other nodes that see the tokens inside a block."""
+
+
+def patches_blocks(options: Mapping[str, Any]) -> bool:
+    """Whether a patch of another node in the transformer options sees the inside of blocks."""
+    patches = options.get("patches")
+    return patches is not None and any(patches.get(name) for name in _BLOCK_PATCHES)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The inputs of a model evaluation.
+
+    Attributes:
+        shape: that of the latent, or of the part of it that is evaluated: batch, channels, frames
+            if it is a video, height, width.
+        conditions: the other arguments of the model, by name.
+    """
+
+    shape: tuple[int, ...]
+    conditions: Mapping[str, Any]
+
+    def tensors(self, name: str) -> list[Any]:
+        """The tensors of a condition that is a tensor or a list of them; empty if not given."""
+        found = self.conditions.get(name)
+        if found is None:
+            return []
+        return list(found) if isinstance(found, list | tuple) else [found]
+
+
+class ComfyBlock(BlockSite):
+    """What blocks report of other nodes."""
+
+    tokens_changed = "another node changes the tokens of the transformer blocks"
+    attention_masked = "another node masks the attention or changes its tokens"
+    attention_replaced = "other nodes replace the attention of the transformer blocks"
+
+
+class ComfyFamily(Family):
+    """A family of ComfyUI's diffusion models: how its blocks are found and called."""
+
+    def matches(self, model: nn.Module) -> bool:
+        """Whether a model belongs to the family."""
+        raise NotImplementedError
+
+    def pictures(self, model: Any, inputs: Inputs) -> tuple[Picture, ...]:
+        """The pictures in the sequence of a transformer, in order; none for a UNet."""
+        return ()
+
+    def changed_part(self, model: Any) -> str | None:
+        """The first part of a model that is not as the family knows it, None if all are."""
+        raise NotImplementedError
+
+    def obstacle(self, model: nn.Module) -> str | None:
+        """Why no block of a model can merge as the model is now, None if one perhaps can."""
+        return None
+
+    def options(self, options: dict[str, Any], sites: ModelSites) -> dict[str, Any]:
+        """The transformer options for an evaluation that merges; most families change none."""
+        return options
+
+
+def takes(module: nn.Module, *names: str) -> bool:
+    """Whether a module can be called with arguments of these names.
+
+    One that another node has put in place of the host's is not looked at.
+    """
+    kind: Any = type(module)
+    if not kind.__module__.startswith("comfy."):
+        return True
+    parameters = inspect.signature(kind.forward).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return takes_any or set(names) <= parameters.keys()
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that a compiled one runs, or the module itself."""
+    return getattr(module, "_orig_mod", module)
+
+
+def class_name(model: nn.Module) -> str:
+    """The full name of a model's class."""
+    return f"{type(model).__module__}.{type(model).__qualname__}"

@@ -1,0 +1,68 @@
+"""Run a model on merged tokens inside of what other nodes put around its network.
+
+Nodes that skip evaluations compare what enters the network, and what leaves it, from step to step.
+They have to see the latent and the answer for it: means over slots change with the slots, which are
+others in each step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comfy.model_sampling import CONST
+from comfy.patcher_extension import WrappersMP
+from torch import Tensor, nn
+
+from ..patching.whole_model import WholeModel
+from .models.base import uncompiled
+
+_NETWORK = WrappersMP.DIFFUSION_MODEL
+
+
+def can_run_inside(model: Any, options: dict[str, Any]) -> bool:
+    """Whether another node wraps the network of a model, and we can be inside of it.
+
+    Not in a compiled network, whose graph may outlive the wrappers. Only if what enters it is the
+    noisy latent, and what leaves it the difference to the denoised one over the noise level.
+
+    Args:
+        model: a BaseModel of the host.
+        options: the transformer options of an evaluation.
+    """
+    network: nn.Module = model.diffusion_model
+    return (
+        any(options.get("wrappers", {}).get(_NETWORK, {}).values())
+        and isinstance(model.model_sampling, CONST)
+        and uncompiled(network) is network
+    )
+
+
+def inside(whole: WholeModel, t: Tensor, shape: tuple[int, ...], options: dict[str, Any]) -> Any:
+    """The transformer options of an evaluation in which ``whole`` runs inside of other wrappers.
+
+    Args:
+        whole: runs the model on merged tokens of its latent.
+        t: the noise level of each sample, ``[batch]``.
+        shape: that of the latent.
+        options: the transformer options before.
+    """
+
+    def run(network: Callable[..., Tensor], given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        batch, channels, *sides = shape
+        if not isinstance(given, Tensor) or [len(given), *given.shape[2:]] != [batch, *sides]:
+            # A tile, which merges nothing.
+            return network(given, *args, **kwargs)
+        latent, rest = given[:, :channels].float(), given[:, channels:]
+        # Where no noise is left, the host multiplies the answer by 0.
+        sigma = t.view(-1, *[1] * (latent.ndim - 1)).clamp_min(1e-6)
+
+        def denoise(noisy: Tensor) -> Tensor:
+            out = network(torch.cat([noisy.to(given.dtype), rest], 1), *args, **kwargs)
+            return noisy - sigma * out.float()
+
+        return ((latent - whole.run(latent, denoise)) / sigma).to(given.dtype)
+
+    wrappers = options["wrappers"]
+    # The last of them is the innermost.
+    network = {**wrappers[_NETWORK], "tome_nodes": [run]}
+    return options | {"wrappers": {**wrappers, _NETWORK: network}}

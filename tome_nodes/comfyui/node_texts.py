@@ -1,0 +1,172 @@
+"""What users read of the nodes: names, descriptions, inputs and outputs, each said once."""
+
+from dataclasses import dataclass
+
+from ..settings.options import (
+    CHANGE,
+    FRAME,
+    GOAL,
+    LEVEL,
+    MEASURE_AGAIN,
+    OPTIONS,
+    SAMPLING,
+    SPEED_UP,
+    STEP,
+    VIEW,
+    Option,
+)
+from ..settings.presets import PRESET
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for a link.
+
+    Attributes:
+        name: of an input; of an output, its type or what it is called.
+        text: what goes through it: the tooltip.
+        more: what the help page tells beside that.
+        type: of an input, its type.
+        optional: whether an input may be left out.
+    """
+
+    name: str
+    text: str
+    more: str = ""
+    type: str = ""
+    optional: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a prompt may have a text in place of a link."""
+        return self.type == "STRING"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caption:
+    """A node in words.
+
+    Attributes:
+        id: its class in workflow files.
+        name: its title.
+        text: what it does.
+        inputs: its places for links, which come before its options.
+        options: its other inputs, in the editor's order.
+        outputs: what it gives.
+    """
+
+    id: str
+    name: str
+    text: str
+    inputs: tuple[Slot, ...]
+    options: tuple[Option, ...] = ()
+    outputs: tuple[Slot, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """All inputs by name, in the editor's order."""
+        return [slot.name for slot in self.inputs] + [option.name for option in self.options]
+
+
+PATCH = Caption(
+    id="ToMePatchModel",
+    name="ToMe Patch Model",
+    text="Makes picture and video models faster by token merging: where neighbouring tokens are "
+    "alike, the model works on their mean. Put it between the model loader and the sampler. Needs "
+    "no training; gains most on video and large pictures.",
+    inputs=(
+        Slot(
+            "model",
+            "A picture or video model, such as Z-Image, Flux, Qwen-Image, Wan, SDXL or SD 1.x.",
+            type="MODEL",
+        ),
+        Slot(
+            "settings",
+            "Settings that ToMe Tune found. What they name counts in place of the inputs below.",
+            'A JSON object of inputs by name, such as `{"preset": "fast", "ratio": 0.5}`.',
+            type="STRING",
+            optional=True,
+        ),
+    ),
+    options=(PRESET, *OPTIONS.values()),
+    outputs=(Slot("MODEL", "The model with token merging."),),
+)
+
+REMOVE = Caption(
+    id="ToMeRemovePatch",
+    name="ToMe Remove Patch",
+    text="Gives the model without any token merging; all other patches stay.",
+    inputs=(Slot("model", "A model, with token merging or without.", type="MODEL"),),
+    outputs=(
+        Slot(
+            "MODEL",
+            "The model without token merging.",
+            "The model at the input is not changed.",
+        ),
+    ),
+)
+
+TUNE = Caption(
+    id="ToMeTune",
+    name="ToMe Tune",
+    text="Finds the settings of token merging that make your model as fast as you wish, or change "
+    "the picture as little, by trying a few on your model and device. It takes no longer than two "
+    "sampling runs, and none the next time. Give it what the sampler gets.",
+    inputs=(
+        Slot(
+            "model",
+            "The model, after any LoRA.",
+            "Nodes that skip steps, such as EasyCache, belong after this one: here they would skip "
+            "what is to be measured.",
+            type="MODEL",
+        ),
+        Slot("positive", "The prompt of the sampler.", type="CONDITIONING"),
+        Slot("negative", "The negative prompt of the sampler.", type="CONDITIONING"),
+        Slot(
+            "latent_image",
+            "The latent of the sampler: what is found is for its size.",
+            type="LATENT",
+        ),
+    ),
+    options=(GOAL, SPEED_UP, CHANGE, *SAMPLING, MEASURE_AGAIN),
+    outputs=(
+        Slot("MODEL", "The model with the settings found, or unpatched if none make it faster."),
+        Slot("IMAGE", "All settings tried, by speed and change, with the ones found."),
+        Slot("text", "What was found and tried, in words."),
+        Slot("settings", "The settings as JSON, for the input settings of ToMe Patch Model."),
+    ),
+)
+
+REPORT = Caption(
+    id="ToMeReport",
+    name="ToMe Report",
+    text="Shows what token merging did in a sampling run: which parts of the picture were merged, "
+    "how many tokens each block ran on, how long it took, and what to change where it gained "
+    "nothing.",
+    inputs=(
+        Slot(
+            "model",
+            "The model that the sampler got, from ToMe Patch Model.",
+            "Other patches may lie between.",
+            type="MODEL",
+        ),
+        Slot(
+            "samples",
+            "What the sampler made; the report is made after it.",
+            "It is of the run that made them.",
+            type="LATENT",
+        ),
+        Slot(
+            "image",
+            "The decoded picture, to draw under the maps.",
+            "It may be left out. Of a batch, the first.",
+            type="IMAGE",
+            optional=True,
+        ),
+    ),
+    options=(VIEW, LEVEL, STEP, FRAME),
+    outputs=(Slot("IMAGE", "The map or the chart."), Slot("STRING", "The report in words.")),
+)
+
+CAPTIONS = (PATCH, TUNE, REMOVE, REPORT)
+"""All nodes."""

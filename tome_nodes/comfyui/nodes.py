@@ -1,0 +1,295 @@
+"""The nodes of the pack, as ComfyUI's editor and queue see them."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from comfy_api.v0_0_2 import ComfyExtension, io, ui
+
+from ..report import pages
+from ..settings.options import FRAME, LEVEL, SAMPLING, STEP, VIEW, Option
+from ..settings.presets import CUSTOM, FREE
+from ..tuning.search import SPEED, Wish
+from . import attachment, prompt_checks, validation, workflow
+from .node_texts import CAPTIONS, PATCH, REMOVE, REPORT, TUNE, Caption
+from .tune.trials import HOST_NAMES, Sampling
+from .tune.tuner import tune
+
+_CATEGORY = "model/patch"
+_ALIASES = ["token merging"]
+# Of nodes that an alias leads to, the editor's search lists those with short names first. So only
+# the one that a user looks for has these.
+_WISHES = [
+    *("faster", "fast", "speed", "speed up", "speedup", "accelerate", "acceleration"),
+    *("tomesd", "merge tokens", "optimize", "performance", "too slow"),
+]
+
+
+def _schema(
+    caption: Caption,
+    slots: list[Any],
+    outputs: list[Any],
+    extras: Mapping[str, Mapping[str, Any]] | None = None,
+    **others: Any,
+) -> io.Schema:
+    """The schema of a node.
+
+    Args:
+        caption: the texts of the node.
+        slots: the types of its linked inputs, in the order of the caption.
+        outputs: the types of its outputs, in the same order.
+        extras: further settings of inputs, by name of the input.
+        others: further settings of the schema.
+    """
+    extras = extras or {}
+    return io.Schema(
+        node_id=caption.id,
+        display_name=caption.name,
+        category=_CATEGORY,
+        description=caption.text,
+        inputs=[
+            *(
+                kind.Input(
+                    slot.name,
+                    tooltip=slot.text,
+                    optional=slot.optional,
+                    **({"force_input": True} if kind is io.String else {}),
+                )
+                for kind, slot in zip(slots, caption.inputs, strict=True)
+            ),
+            *(_input(option, **extras.get(option.name, {})) for option in caption.options),
+        ],
+        outputs=[
+            kind.Output(display_name=slot.name, tooltip=slot.text)
+            for kind, slot in zip(outputs, caption.outputs, strict=True)
+        ],
+        **others,
+    )
+
+
+def _input(option: Option, **extras: Any) -> io.Input:
+    extras |= {
+        "default": option.default,
+        "tooltip": option.text,
+        "optional": True,
+        "advanced": option.advanced,
+    }
+    if option.choices:
+        return io.Combo.Input(option.name, options=[*map(str, option.choices)], **extras)
+    if option.is_of_host:
+        return io.Combo.Input(option.name, options=HOST_NAMES[option.name], **extras)
+    if isinstance(option.default, bool):
+        return io.Boolean.Input(option.name, **extras)
+    kind: Any = io.Int if isinstance(option.default, int) else io.Float
+    least = option.least if option.unset is None else option.unset
+    return kind.Input(option.name, min=least, max=option.most, step=option.step, **extras)
+
+
+def _given(*names: str) -> Callable[[Any], Any]:
+    """Give a validation a signature with these inputs: the host passes only what is in it."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in ("cls", *names)])
+
+    def with_signature(function: Any) -> Any:
+        function.__signature__ = signature
+        return function
+
+    return with_signature
+
+
+class _LinksChecked(io.ComfyNode):
+    """A node of which only the links are checked; its values the host checks well enough."""
+
+    @classmethod
+    @_given(prompt_checks.LINKS)
+    def validate_inputs(cls, **inputs: Any) -> bool | str:
+        """True if the links are valid, else an error message."""
+        return prompt_checks.verdict() or True
+
+
+class ToMePatchModel(io.ComfyNode):
+    """Patch a model so that it merges tokens while it samples."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            PATCH,
+            [io.Model, io.String],
+            [io.Model],
+            {
+                # For web/js/preset.js.
+                "preset": {"extra_dict": {"custom": CUSTOM, "free": [*FREE]}},
+                # Otherwise the editor changes it after each run, and with it the image.
+                "seed": {"control_after_generate": False},
+            },
+            search_aliases=[*_ALIASES, *_WISHES],
+            # Each node reports its own runs, even if another has the same inputs.
+            not_idempotent=True,
+        )
+
+    @classmethod
+    @_given(prompt_checks.LINKS, "settings", *(option.name for option in PATCH.options))
+    def validate_inputs(cls, **inputs: Any) -> bool | str:
+        """True if the inputs are valid, else an error message.
+
+        The host reports the message for every input that it passes, so the handler of prompts in
+        :mod:`tome_nodes.comfyui.prompt_checks` leaves only the one at fault.
+        """
+        found = prompt_checks.verdict()
+        if found is not None:
+            return found
+        # The host passes None for a linked input.
+        fault = validation.fault_of_options(
+            {name: [] if value is None else value for name, value in inputs.items()}
+        )
+        return True if fault is None else fault[1]
+
+    @classmethod
+    def execute(cls, model: Any, **inputs: Any) -> io.NodeOutput:
+        validation.check(PATCH, {"model": model, **inputs})
+        node = workflow.running_node()
+        on_step = None if node is None else partial(workflow.show_text, node)
+        config = validation.config_of(**inputs)
+        return io.NodeOutput(
+            attachment.attach(model, config, on_step=on_step, wants_details=_wants_details(node))
+        )
+
+
+class ToMeTune(_LinksChecked):
+    """Find the settings that fulfil a wish, and patch a model with them."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            TUNE,
+            [io.Model, io.Conditioning, io.Conditioning, io.Latent],
+            [io.Model, io.Image, io.String, io.String],
+            {"seed": {"control_after_generate": False}},
+            search_aliases=[*_ALIASES, "benchmark", "auto tune", "best settings"],
+            is_output_node=True,
+            not_idempotent=True,
+        )
+
+    @classmethod
+    def execute(
+        cls, model: Any, positive: Any, negative: Any, latent_image: Any, **inputs: Any
+    ) -> io.NodeOutput:
+        slots = {"positive": positive, "negative": negative, "latent_image": latent_image}
+        validation.check(TUNE, {"model": model, **slots, **inputs})
+        options = {option.name: option.default for option in TUNE.options} | inputs
+        for option in TUNE.options:
+            option.check(options[option.name])
+        goal = options["goal"]
+        wish = Wish(goal, options["speed_up" if goal == SPEED else "change"])
+        run = {option.name: options[option.name] for option in SAMPLING}
+        sampling = Sampling(positive, negative, latent_image, **run)
+        found = tune(model, sampling, wish, options["measure_again"])
+        settings = found.choice.settings
+        config = validation.config_of(**settings)
+        node = workflow.running_node()
+        try:
+            tuned = attachment.attach(
+                model,
+                config,
+                wants_details=_wants_details(node),
+                tuned=found.measured,
+            )
+        except ValueError:
+            # The text says why.
+            tuned = model
+        page = pages.tuning_page(found)
+        drawn, on_node = _shown(cls, page)
+        return io.NodeOutput(tuned, drawn, page.text, json.dumps(settings), ui=on_node)
+
+
+class ToMeRemovePatch(_LinksChecked):
+    """Take token merging off a model."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(REMOVE, [io.Model], [io.Model], search_aliases=_ALIASES)
+
+    @classmethod
+    def execute(cls, model: Any, **others: Any) -> io.NodeOutput:
+        validation.check(REMOVE, {"model": model, **others})
+        return io.NodeOutput(attachment.detach(model))
+
+
+class ToMeReport(_LinksChecked):
+    """Show what token merging did in a sampling run."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            REPORT,
+            [io.Model, io.Latent, io.Image],
+            [io.Image, io.String],
+            search_aliases=[*_ALIASES, "statistics", "merge map", "heat map"],
+            is_output_node=True,
+            not_idempotent=True,
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        samples: Any,
+        image: Any = None,
+        view: str = VIEW.default,
+        level: int = LEVEL.default,
+        step: int = STEP.default,
+        frame: int = FRAME.default,
+        **others: Any,
+    ) -> io.NodeOutput:
+        validation.check(REPORT, {"model": model, "image": image, **others})
+        for option, value in zip(REPORT.options, (view, level, step, frame), strict=True):
+            option.check(value)
+        if not attachment.is_attached(model):
+            shown = pages.notice(*pages.NOT_MERGING)
+        elif (run := attachment.last_run(model, workflow.origins("samples"))) is None:
+            shown = pages.notice(*pages.NO_RUN)
+        else:
+            picture_at = None if image is None else partial(_frame_at, image)
+            shown = pages.report_of(run, view, level, step, picture_at, frame)
+        drawn, on_node = _shown(cls, shown)
+        return io.NodeOutput(drawn, shown.text, ui=on_node)
+
+
+def _wants_details(node: str | None) -> Callable[[], bool] | None:
+    """Whether a report is connected to a node that patches; None outside a workflow."""
+    return None if node is None else partial(workflow.feeds, node, REPORT.id, "model")
+
+
+def _shown(cls: Any, page: pages.Report) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The picture of a page, ``[1, height, width, 3]`` float from 0 to 1, and what a node shows.
+
+    ``web/js/report.js`` shows it.
+    """
+    # A copy: the picture may be a read-only view, which torch must not share.
+    drawn = torch.tensor(page.picture, dtype=torch.float32)[None] / 255
+    return drawn, ui.PreviewImage(drawn, cls=cls).as_dict() | ui.PreviewText(page.text).as_dict()
+
+
+def _frame_at(image: Any, place: float) -> Any:
+    return image[round(place * (len(image) - 1))].float().cpu().numpy()
+
+
+def _checked(caption: Caption) -> prompt_checks.Checked:
+    slots = {slot.name for slot in caption.inputs if not slot.is_text}
+    return prompt_checks.Checked(slots, partial(validation.find, caption))
+
+
+class ToMeExtension(ComfyExtension):
+    """The pack as ComfyUI loads it."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [ToMePatchModel, ToMeTune, ToMeRemovePatch, ToMeReport]
+
+
+async def comfy_entrypoint() -> ToMeExtension:
+    """Called once by ComfyUI, when it loads the pack."""
+    prompt_checks.look_at({caption.id: _checked(caption) for caption in CAPTIONS})
+    return ToMeExtension()

@@ -1,0 +1,1 @@
+"""ToMe Tune: tries settings on the user's own model."""

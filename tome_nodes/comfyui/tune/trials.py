@@ -1,0 +1,310 @@
+"""Try settings on a model of ComfyUI: how long it takes to evaluate, and how its answers change.
+
+The model is evaluated at a few noise levels on the way of an unpatched run, each time as a sampler
+does it, through all that other nodes put around it.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from statistics import mean, median_low
+from typing import Any
+
+import comfy.sample
+import torch
+from comfy.model_management import InterruptProcessingException
+from comfy.model_patcher import ModelPatcher
+from comfy.nested_tensor import NestedTensor
+from comfy.samplers import KSAMPLER, KSampler
+from torch import Tensor
+
+from ...ops.clock import Clock
+from ...patching.schedule import is_noise_alone
+from ...settings.config import ToMeConfig
+from ...settings.presets import settings_of
+from ...tuning.search import BALANCED, FAST, Candidate, Ladder, Measured
+from ...tuning.trial_steps import Place, full_steps, places
+from .. import attachment
+
+log = logging.getLogger("tome_nodes")
+
+HOST_NAMES: Mapping[str, list[str]] = {
+    "sampler_name": KSampler.SAMPLERS,
+    "scheduler": KSampler.SCHEDULERS,
+}
+"""The names that the host has for samplers and schedulers; other nodes add to them."""
+
+_UNPATCHED_AGAIN = 2
+"""Unpatched evaluations after each trial, of which the last counts."""
+
+_LEAST_BUDGET = 8
+"""Evaluations that are allowed even where two runs have fewer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling:
+    """A sampling run, with the inputs of the host's KSampler."""
+
+    positive: Any
+    negative: Any
+    latent_image: Mapping[str, Any]
+    seed: int
+    steps: int
+    cfg: float
+    sampler_name: str
+    scheduler: str
+    denoise: float
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """An evaluation of a model.
+
+    Attributes:
+        denoised: what it made of the noisy latent.
+        seconds: how long it took.
+    """
+
+    denoised: Tensor
+    seconds: float
+
+
+Evaluate = Callable[[Tensor, int], Answer]
+"""Evaluates a model on the noisy latent of a step."""
+
+
+class Trials:
+    """Trials of settings on one model, for one sampling run.
+
+    Attributes:
+        steps: of the run, at least 1.
+        shape: that of the latent, with all its samples.
+        evaluations: how often the model was evaluated.
+        from_noise: whether the run begins with noise alone.
+        budget: how often it may be: as often as two runs of a sampler that evaluates it once a
+            step do.
+    """
+
+    def __init__(
+        self,
+        model: ModelPatcher,
+        sampling: Sampling,
+        on_evaluation: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
+    ):
+        self._model = attachment.detach(model)
+        self._sampling = sampling
+        self._on_evaluation = on_evaluation
+        self._clock = clock or Clock(model.load_device)
+        sampler = KSampler(
+            self._model,
+            sampling.steps,
+            model.load_device,
+            sampling.sampler_name,
+            sampling.scheduler,
+            sampling.denoise,
+            self._model.model_options,
+        )
+        self._sigmas: Tensor = sampler.sigmas
+        self._latent = _latent_for(self._model, sampling.latent_image)
+        self._noise = _noise_for(self._latent, sampling)
+        self.steps = len(self._sigmas) - 1
+        self.shape = tuple(_parts(self._latent)[0].shape)
+        self.evaluations = 0
+        self.budget = max(2 * self.steps, _LEAST_BUDGET)
+        self._way: dict[int, tuple[Tensor, Answer]] = {}
+        self._unpatched: list[float] = []
+        sampling_of_model = self._model.get_model_object("model_sampling")
+        self.from_noise = attachment.is_empty(self._latent) or is_noise_alone(
+            float(self._sigmas[0]), float(sampling_of_model.sigma_max)
+        )
+        config = ToMeConfig(**settings_of(FAST[0].preset, {}))
+        self._places = places(config, self.steps, self.from_noise)
+
+    @torch.no_grad()
+    def measure(self, candidate: Candidate) -> Measured | None:
+        """Try some settings; None if there are not enough evaluations left.
+
+        Raises:
+            InterruptProcessingException: the user stopped it.
+        """
+        config = ToMeConfig(**settings_of(candidate.preset, {"ratio": candidate.ratio}))
+        if not self._way:
+            self._walk()
+        full = full_steps(config, self.steps, self.from_noise)
+        needed = sum(1 + (place.before in full) for place in self._places)
+        left = self.budget - self.evaluations - _UNPATCHED_AGAIN
+        if left < needed:
+            return None
+        patched = attachment.attach(self._model, config, is_quiet=True)
+        try:
+            if len(self._places) == 1 and left >= 2 * needed:
+                # A first evaluation may compile.
+                self._answers(patched, full)
+            merged, on_all = self._answers(patched, full)
+        except InterruptProcessingException:
+            raise
+        except Exception as error:
+            # The sampler would fail in the same way: another preset may do better.
+            log.warning("[ToMe] %s: %s: %s", candidate, type(error).__name__, error)
+            return self._failed(f"{type(error).__name__}: {error}")
+        self._unpatched.append(self._time_unpatched())
+        share = len(full) / self.steps if on_all else 0.0
+        run = attachment.last_run(patched)
+        change = (share * self._square(on_all) + (1 - share) * self._square(merged)) ** 0.5
+        if not isfinite(change):
+            return self._failed("the model's answers are not finite")
+        unpatched = mean(self._unpatched[-2:])
+        on_all_seconds = _seconds(on_all)
+        if len(on_all) == 1:
+            # It may compile, and merging keys there is not slower.
+            on_all_seconds = min(on_all_seconds, unpatched)
+        return Measured(
+            share * on_all_seconds + (1 - share) * _seconds(merged),
+            unpatched,
+            change,
+            "nothing was evaluated" if run is None else run.obstacle,
+        )
+
+    def _failed(self, obstacle: str) -> Measured:
+        seconds = self._unpatched[-1]
+        return Measured(seconds, seconds, 0.0, obstacle, has_failed=True)
+
+    def _walk(self) -> None:
+        """Find the unpatched model's answers on the way of a run: Euler's, in a few large steps."""
+        steps = {0, *(place.step for place in self._places)}
+        steps |= {place.before for place in self._places if place.before is not None}
+        in_order = sorted(steps)
+
+        def work(evaluate: Evaluate, x: Tensor) -> None:
+            for step, following in zip(in_order, [*in_order[1:], self.steps], strict=True):
+                answer = evaluate(x, step)
+                self._way[step] = x, answer
+                sigma, next_sigma = self._sigmas[step], self._sigmas[following]
+                x = x + (x - answer.denoised) / sigma * (next_sigma - sigma)
+
+        self._evaluate(self._model, work)
+        # What is done once in a run, such as encoding the picture of a ControlNet, is in the first.
+        warm = [self._way[step][1].seconds for step in in_order[1:]]
+        self._unpatched.append(median_low(warm) if warm else self._time_unpatched())
+
+    def _time_unpatched(self) -> float:
+        step = self._places[len(self._places) // 2].step
+        seconds: list[float] = []
+
+        def work(evaluate: Evaluate, x: Tensor) -> None:
+            for _ in range(_UNPATCHED_AGAIN):
+                seconds.append(evaluate(self._way[step][0], step).seconds)
+
+        self._evaluate(self._model, work)
+        return seconds[-1]
+
+    def _answers(
+        self, patched: ModelPatcher, full: Sequence[int]
+    ) -> tuple[dict[int, Answer], dict[int, Answer]]:
+        """The answers of a patched model on merged tokens, and on all, by step."""
+        merged: dict[int, Answer] = {}
+        on_all: dict[int, Answer] = {}
+
+        def at(place: Place, evaluate: Evaluate) -> None:
+            before = place.before
+            if before is not None and before in full:
+                on_all[before] = evaluate(self._way[before][0], before)
+            merged[place.step] = evaluate(self._way[place.step][0], place.step)
+
+        def work(evaluate: Evaluate, x: Tensor) -> None:
+            for place in self._places:
+                at(place, evaluate)
+
+        self._evaluate(patched, work)
+        return merged, on_all
+
+    def _evaluate(self, model: ModelPatcher, work: Callable[[Evaluate, Tensor], None]) -> None:
+        """Let ``work`` evaluate a model in a run of its own, from the first noisy latent on."""
+
+        def sample(
+            denoise: Callable[..., Tensor],
+            x: Tensor,
+            sigmas: Tensor,
+            extra_args: dict[str, Any],
+            **others: Any,
+        ) -> Tensor:
+            def evaluate(noisy: Tensor, step: int) -> Answer:
+                noise_level = sigmas[step] * noisy.new_ones(len(noisy))
+                self._clock.wait()
+                start = self._clock.now()
+                denoised = denoise(noisy, noise_level, **extra_args)
+                if not self._clock.tells:
+                    # Reading a number waits for it.
+                    denoised.flatten()[0].item()
+                end = self._clock.now()
+                self._clock.wait()
+                self.evaluations += 1
+                self._on_evaluation()
+                return Answer(denoised, self._clock.between(start, end))
+
+            work(evaluate, x)
+            return x
+
+        sampling = self._sampling
+        comfy.sample.sample_custom(
+            model,
+            self._noise,
+            sampling.cfg,
+            KSAMPLER(sample),
+            self._sigmas,
+            sampling.positive,
+            sampling.negative,
+            self._latent,
+            noise_mask=sampling.latent_image.get("noise_mask"),
+            disable_pbar=True,
+            seed=sampling.seed,
+        )
+
+    def _square(self, answers: Mapping[int, Answer]) -> float:
+        """The mean square of changes, where the variance of the unpatched latent is 1."""
+        if not answers:
+            return 0.0
+        _, last = self._way[max(self._way)]
+        variance = float(last.denoised.float().var()) or 1.0
+        squares = [
+            float((answer.denoised - self._way[step][1].denoised).float().square().mean())
+            for step, answer in answers.items()
+        ]
+        return mean(squares) / variance
+
+
+def _seconds(answers: Mapping[int, Answer]) -> float:
+    """The time of one of some answers; that of a first one, which may compile, does not count."""
+    return median_low([answer.seconds for answer in answers.values()]) if answers else 0.0
+
+
+def ladders_for(model: ModelPatcher) -> list[Ladder]:
+    """The settings that may be tried on a model.
+
+    Raises:
+        ValueError: none, as the model does not belong to a family that can merge tokens.
+    """
+    return [BALANCED, FAST] if attachment.family_for(model).merges_blocks else [BALANCED]
+
+
+def _parts(latent: Any) -> list[Tensor]:
+    """The tensors of a latent; with sound there are two."""
+    return list(latent.unbind()) if latent.is_nested else [latent]
+
+
+def _latent_for(model: ModelPatcher, given: Mapping[str, Any]) -> Any:
+    """The latent with the channels and size that a model takes, as the host's KSampler has it."""
+    # An earlier host knows only the first.
+    names = {"downscale_ratio_spacial", "downscale_ratio_temporal"} & given.keys()
+    ratios = {name: given[name] for name in names}
+    return comfy.sample.fix_empty_latent_channels(model, given["samples"], **ratios)
+
+
+def _noise_for(latent: Any, sampling: Sampling) -> Any:
+    """The noise of the host's KSampler, without its change of the global random state."""
+    generator = torch.Generator().manual_seed(sampling.seed)
+    places = sampling.latent_image.get("batch_index")
+    noises = [comfy.sample.prepare_noise_inner(part, generator, places) for part in _parts(latent)]
+    return NestedTensor(noises) if latent.is_nested else noises[0]

@@ -1,0 +1,88 @@
+"""What ToMe Tune measured, kept in a JSON file in ComfyUI's user folder."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ...settings.options import OPTIONS
+from ...settings.presets import PRESETS
+from ...tuning.search import Candidate, Figures, Measured, Wish
+from ..json_cache import UserFile, line_of, number, positive, text
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was measured for one kind of sampling run.
+
+    Attributes:
+        date: the day of the last trial, as ``2026-11-23``.
+        figures: what was found.
+        wishes: those whose best settings were looked for.
+    """
+
+    date: str = ""
+    figures: Figures = field(default_factory=dict)
+    wishes: tuple[Wish, ...] = ()
+
+
+def _to_json(kept: Kept) -> dict[str, Any]:
+    return {
+        "date": kept.date,
+        "figures": [
+            {**each.settings, **_facts(measured)} for each, measured in kept.figures.items()
+        ],
+        "wishes": [asdict(wish) for wish in kept.wishes],
+    }
+
+
+def _facts(measured: Measured) -> dict[str, Any]:
+    facts = asdict(measured)
+    del facts["has_failed"]
+    return facts
+
+
+def _from_json(entry: Mapping[str, Any]) -> Kept:
+    return Kept(
+        text(entry["date"]),
+        {
+            Candidate(_preset(each["preset"]), _ratio(each["ratio"])): Measured(
+                positive(each["seconds"]),
+                positive(each["unpatched"]),
+                number(each["change"]),
+                None if each["obstacle"] is None else text(each["obstacle"]),
+            )
+            for each in entry["figures"]
+        },
+        tuple(Wish(text(each["goal"]), number(each["amount"])) for each in entry["wishes"]),
+    )
+
+
+def _preset(value: Any) -> str:
+    if value not in PRESETS:
+        raise ValueError(f"there is no preset {value!r}")
+    return str(value)
+
+
+def _ratio(value: Any) -> float:
+    OPTIONS["ratio"].check(value)
+    return float(value)
+
+
+FILE = UserFile(
+    "tune.json",
+    "ToMe Tune 1",
+    "What ToMe Tune measured on this machine. Delete this file to forget it.",
+    500,
+    _to_json,
+    _from_json,
+)
+
+
+def read(key: Mapping[str, Any]) -> Kept:
+    """What is kept for a kind of sampling run; empty if nothing is, or the file cannot be used."""
+    return (FILE.read() or {}).get(line_of(key), Kept())
+
+
+def write(key: Mapping[str, Any], kept: Kept) -> None:
+    """Keep what was measured for a kind of sampling run, in place of what was kept for it."""
+    FILE.keep(key, kept)

@@ -1,0 +1,189 @@
+"""Find the settings that fulfil a wish on a model of ComfyUI, by trials or by what is kept."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
+from typing import Any
+
+import torch
+from comfy.ldm.modules import attention
+from comfy.model_management import (
+    InterruptProcessingException,
+    get_torch_device_name,
+    throw_exception_if_processing_interrupted,
+)
+from comfy.model_patcher import ModelPatcher
+from comfy.utils import ProgressBar
+from comfyui_version import __version__ as comfyui_version
+
+from ...tuning.search import Choice, Ladder, Wish, choose, find, next_candidate
+from ...tuning.summary import Found
+from ..attachment import detach
+from ..models.base import class_name
+from . import tune_cache
+from .trials import Sampling, Trials, ladders_for
+
+log = logging.getLogger("tome_nodes")
+
+# The host works out steps / denoise noise levels, which for less could be any number.
+_LEAST_DENOISE = 0.01
+
+_METHOD = 1
+"""Rises with each change of what merging does or of how it is measured: older figures are void."""
+
+
+def tune(
+    model: ModelPatcher,
+    sampling: Sampling,
+    wish: Wish,
+    measure_again: bool = False,
+    make_trials: Callable[..., Trials] = Trials,
+) -> Found:
+    """The settings that fulfil a wish best in a sampling run.
+
+    Args:
+        model: the model; merging on it does not count. It stays as it is.
+        sampling: the run.
+        wish: what the settings should do.
+        measure_again: whether to ignore what is kept.
+        make_trials: makes the trials of a model.
+
+    Raises:
+        InterruptProcessingException: the user stopped it; what was found until then is lost.
+    """
+    if wish.needs_nothing:
+        return Found(wish, Choice(None, True), {})
+    try:
+        ladders = ladders_for(model)
+    except ValueError as error:
+        return _unpatched(wish, str(error))
+    try:
+        return _tried(model, sampling, wish, measure_again, ladders, make_trials)
+    except InterruptProcessingException:
+        raise
+    except Exception as error:
+        # The sampler will fail too, and say it where it belongs; if not, all is well.
+        obstacle = f"the model could not be tried: {type(error).__name__}: {error}"
+        log.warning("[ToMe] %s", obstacle)
+        return _unpatched(wish, obstacle)
+
+
+def _tried(
+    model: ModelPatcher,
+    sampling: Sampling,
+    wish: Wish,
+    measure_again: bool,
+    ladders: Sequence[Ladder],
+    make_trials: Callable[..., Trials],
+) -> Found:
+    if sampling.denoise < _LEAST_DENOISE:
+        return _unpatched(wish, f"with denoise {sampling.denoise:g} there is nothing to sample")
+    progress = _Progress()
+    trials = make_trials(model, sampling, progress.advance)
+    key = _key(model, sampling, trials)
+    before = tune_cache.Kept() if measure_again else tune_cache.read(key)
+    if wish in before.wishes:
+        return Found(
+            wish,
+            choose(wish, before.figures),
+            before.figures,
+            date=before.date,
+            untried=next_candidate(wish, before.figures, ladders),
+        )
+    progress.begin(trials.budget)
+    figures = find(wish, before.figures, ladders, trials.measure)
+    progress.end()
+    if trials.evaluations:
+        facts = {each: found for each, found in figures.items() if not found.has_failed}
+        is_settled = len(facts) == len(figures) > 0
+        wishes = (*before.wishes, wish) if is_settled else before.wishes
+        tune_cache.write(key, tune_cache.Kept(date.today().isoformat(), facts, wishes))
+    return Found(
+        wish,
+        choose(wish, figures),
+        figures,
+        trials.evaluations,
+        trials.steps,
+        "" if trials.evaluations else before.date,
+        untried=next_candidate(wish, figures, ladders),
+    )
+
+
+def _unpatched(wish: Wish, obstacle: str) -> Found:
+    return Found(wish, Choice(None, False), {}, obstacle=obstacle)
+
+
+class _Progress:
+    """A progress bar on the node, over all evaluations that there may be."""
+
+    def __init__(self) -> None:
+        self._bar: ProgressBar | None = None
+
+    def begin(self, total: int) -> None:
+        self._bar = ProgressBar(total)
+
+    def advance(self) -> None:
+        """One more evaluation; raises if the user stopped the workflow."""
+        # The bar asks too, but not each time.
+        throw_exception_if_processing_interrupted()
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.update_absolute(self._bar.total)
+
+
+def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, Any]:
+    """All that measured figures depend on, as far as a host can tell."""
+    plain = detach(model)
+    options = plain.model_options
+    patches = {
+        *plain.object_patches,
+        *options,
+        *_names(options["transformer_options"]),
+        *_names(plain.wrappers),
+    }
+    return {
+        "model": class_name(model.model),
+        "bytes": model.model_size(),
+        "dtype": str(model.model.get_dtype_inference()),
+        "latent": list(trials.shape),
+        "steps": trials.steps,
+        "denoise": sampling.denoise,
+        "from noise": trials.from_noise,
+        "masked": sampling.latent_image.get("noise_mask") is not None,
+        "guided": sampling.cfg != 1.0,
+        "prompts": [_shape_of(sampling.positive), _shape_of(sampling.negative)],
+        "attention": attention.optimized_attention.__name__,
+        "patches": sorted(patches),
+        "device": get_torch_device_name(model.load_device),
+        "torch": torch.__version__,
+        "comfyui": comfyui_version,
+        "method": _METHOD,
+    }
+
+
+def _names(patches: Mapping[str, Any]) -> Iterator[str]:
+    """What other nodes have put somewhere, by kind and name."""
+    for kind, found in patches.items():
+        inner = found if isinstance(found, Mapping) else {"": found}
+        yield from (f"{kind} {name}".strip() for name, value in inner.items() if _is_there(value))
+
+
+def _is_there(value: Any) -> bool:
+    # Tensors have no truth value.
+    return bool(value) if isinstance(value, list | tuple | Mapping) else value is not None
+
+
+def _shape_of(prompts: Any) -> list[Any]:
+    """What of some prompts decides how long they take: lengths, and what comes with them."""
+    return [
+        [
+            list(getattr(text, "shape", ())),
+            sorted(map(str, others)),
+            [list(each.shape) for each in others.get("reference_latents") or ()],
+            type(others.get("control")).__name__,
+        ]
+        for text, others in prompts
+    ]

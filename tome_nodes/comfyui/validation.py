@@ -1,0 +1,172 @@
+"""What can be wrong with the inputs of the nodes, in a prompt and when a node runs."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..settings.config import ToMeConfig
+from ..settings.options import OPTIONS, OptionError, OptionTypeError, told
+from ..settings.presets import CUSTOM, FREE, PRESET, settings_of
+from . import attachment, prompt_checks
+from .node_texts import PATCH, Caption
+
+
+def config_of(settings: str | None = None, **given: Any) -> ToMeConfig:
+    """The settings that the inputs of the patch node stand for.
+
+    Args:
+        settings: a JSON object of options that count in place of those given.
+        given: options by name.
+
+    Raises:
+        OptionError: an option is not allowed, or would not count.
+    """
+    if settings is None:
+        return _config_of(**given)
+    found = _options_in(settings)
+    if "preset" in found:
+        # It decides the others.
+        given = {name: value for name, value in given.items() if name in FREE}
+    try:
+        return _config_of(**{**given, **found})
+    except OptionError as error:
+        raise OptionError("settings", f"settings={told(settings)}: {error}") from error
+
+
+def _options_in(settings: str) -> dict[str, Any]:
+    """The options in the input settings.
+
+    Raises:
+        OptionError: it is not a JSON object, or has an option that the node does not have.
+    """
+    if not isinstance(settings, str):
+        raise _fault_of_settings(settings, "it must be a JSON text")
+    try:
+        found = json.loads(settings)
+    except (ValueError, RecursionError) as error:
+        raise _fault_of_settings(settings, f"it is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise _fault_of_settings(settings, "it must be a JSON object of inputs by name")
+    names = [option.name for option in PATCH.options]
+    for name in found:
+        if name not in names:
+            raise _fault_of_settings(settings, f"there is no {name}; there are {', '.join(names)}")
+    return found
+
+
+def _fault_of_settings(settings: str, why: str) -> OptionError:
+    return OptionError("settings", f"settings={told(settings)} is not allowed: {why}")
+
+
+def _config_of(preset: str = PRESET.default, **given: Any) -> ToMeConfig:
+    # The choices of the editor are always strings.
+    name = "max_downsample"
+    if isinstance(given.get(name), str):
+        choices = {str(choice): choice for choice in OPTIONS[name].choices}
+        given[name] = choices.get(given[name], given[name])
+    return ToMeConfig(**settings_of(preset, given))
+
+
+def check(caption: Caption, inputs: Mapping[str, Any]) -> None:
+    """Raise if a node that runs got an input that it does not have, or one of another type.
+
+    The host compares only the types of the outputs and inputs that links join, and some outputs go
+    to inputs of any type.
+
+    Raises:
+        OptionError: the message names the input, its value and what is allowed.
+    """
+    slots = {slot.name: slot for slot in caption.inputs}
+    for name, value in inputs.items():
+        if name in slots:
+            slot = slots[name]
+            is_left_out = value is None and slot.optional
+            if not is_left_out and not _IS_OF_TYPE[slot.type](value):
+                must = f"it must be of type {slot.type}"
+                raise OptionTypeError(name, f"{name}={told(value)} is not allowed: {must}")
+        elif name not in caption.names:
+            raise OptionError(name, _unknown(caption, name, told(value)))
+
+
+def find(caption: Caption, inputs: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What is wrong with a node in a prompt.
+
+    Args:
+        caption: that of the node.
+        inputs: its inputs. A list is a link, whose value is not known before the run.
+
+    Returns:
+        The input at fault, which may be :data:`queue.LINKS`, and an error message; None if there is
+        nothing that the host would not find.
+    """
+    if (message := _fault_of_links(caption, inputs)) is not None:
+        return prompt_checks.LINKS, message
+    # The host checks the options of the other nodes well enough.
+    return fault_of_options(inputs) if caption is PATCH else None
+
+
+def fault_of_options(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The option of the patch node at fault and an error message, None if all are valid."""
+    known: dict[str, Any] = {}
+    settings = inputs.get("settings")
+    if settings is not None and not isinstance(settings, list):
+        known["settings"] = settings
+    for option in PATCH.options:
+        if option.name not in inputs:
+            continue
+        value = inputs[option.name]
+        if isinstance(value, list):
+            if option is PRESET:
+                # Any preset is possible, so only refuse what no preset allows.
+                known[option.name] = CUSTOM
+            continue
+        if isinstance(value, dict):
+            # Prompts may wrap a value like this to show that it is not a link.
+            value = value.get("__value__", value)
+        # The host converts values too, and reports those that it cannot convert.
+        try:
+            known[option.name] = value if option.choices else type(option.default)(value)
+        except (TypeError, ValueError, OverflowError):
+            return None
+    try:
+        config_of(**known)
+    except OptionError as error:
+        return error.option, str(error)
+    return None
+
+
+def _fault_of_links(caption: Caption, inputs: Mapping[str, Any]) -> str | None:
+    """An error message if a node has a link too many, or a value in place of one."""
+    for slot in caption.inputs:
+        value = inputs.get(slot.name, [])
+        is_left_out = value is None and slot.optional
+        if not (is_left_out or slot.is_text or isinstance(value, list)):
+            must = f"it must be a link to an output of type {slot.type}"
+            return f"{slot.name}={told(value)} is not allowed: {must}"
+    for name, link in prompt_checks.links(inputs).items():
+        if name not in caption.names:
+            return _unknown(caption, name, f"{link}")
+    return None
+
+
+def _unknown(caption: Caption, name: str, value: str) -> str:
+    """The error message on an input that a node does not have."""
+    names = ", ".join(caption.names)
+    return f"{name}={value} is not allowed: {caption.name} has no such input; it has {names}"
+
+
+def _is_pictures(value: Any) -> bool:
+    return torch.is_tensor(value) and value.ndim == 4 and value.numel() > 0 and value.shape[-1] <= 4
+
+
+_IS_OF_TYPE: Mapping[str, Callable[[Any], bool]] = {
+    "MODEL": attachment.is_model,
+    "STRING": lambda value: isinstance(value, str),
+    # Where it comes from is all that is asked of it.
+    "LATENT": lambda value: True,
+    "CONDITIONING": lambda value: isinstance(value, list),
+    "IMAGE": _is_pictures,
+}
+"""Whether a value is of a type of inputs."""

@@ -1,0 +1,1 @@
+"""Plans: which tokens of a picture merge, and how."""

@@ -1,0 +1,426 @@
+"""A plan: a partition of N tokens into M slots, with merge and unmerge."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import Operations, reference
+from .grid import Grid
+from .layout import Layout
+
+
+class Plan:
+    """A partition of the tokens of each sample into slots; every slot holds at least one token.
+
+    Attributes:
+        slot_count: number of slots M in each sample.
+    """
+
+    slot_count: int
+    _log_sizes: Tensor | None = None
+
+    def slots(self) -> Tensor:
+        """The slot of each token, ``[batch, tokens]`` int64, from 0 to ``slot_count - 1``."""
+        raise NotImplementedError
+
+    def tokens(self) -> Tensor:
+        """One token of each slot, ``[batch, slots]`` int64, to stand for what cannot be merged."""
+        raise NotImplementedError
+
+    def log_sizes(self) -> Tensor:
+        """The logarithm of how many tokens each slot holds, ``[batch, slots]`` float32."""
+        raise NotImplementedError
+
+    def log_sizes_in(self, dtype: torch.dtype) -> Tensor:
+        """:meth:`log_sizes` in the dtype of keys, made once for all blocks that share the plan."""
+        if torch.compiler.is_compiling():
+            # A compiler shares them itself, and what a graph made must not outlive it.
+            return self.log_sizes().to(dtype)
+        kept = self._log_sizes
+        if kept is None or kept.dtype != dtype:
+            kept = self.log_sizes().to(dtype)
+            # Plans are frozen.
+            object.__setattr__(self, "_log_sizes", kept)
+        return kept
+
+    def is_even(self) -> bool:
+        """Whether all slots are known to hold the same number of tokens."""
+        return False
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether ``x`` is ``[batch, tokens, channels]`` with the plan's batch and tokens."""
+        raise NotImplementedError
+
+    def merge(self, x: Tensor) -> Tensor:
+        """The mean of each slot: ``[batch, tokens, channels]`` to ``[batch, slots, channels]``."""
+        raise NotImplementedError
+
+    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The sources to project queries, keys and values from.
+
+        ``[batch, tokens, channels]`` to three ``[batch, slots, channels]``. The first is the mean.
+        """
+        means = self.merge(x)
+        return means, means, means
+
+    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
+        """The keys of the slots, from ``[batch, tokens, heads * channels]``."""
+        return self.merge(k)
+
+    def merge_values(self, v: Tensor) -> Tensor:
+        """The values of the slots, from ``[batch, tokens, heads * channels]``."""
+        return self.merge(v)
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        """Copy slots to tokens: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""
+        raise NotImplementedError
+
+    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """``x + unmerge(after - before)``: the change of each slot, added to its tokens."""
+        return x + self.unmerge(after - before)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotPlan(Plan):
+    """A plan that holds the slot of each token.
+
+    Attributes:
+        slot_of_token: ``[batch, tokens]`` int64, slots numbered over the whole batch.
+        order: ``[batch * tokens]`` int64, tokens numbered over the whole batch, slot by slot.
+        offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
+        log_size_of_slot: ``[batch, slots]`` float32.
+        slot_count: see :class:`Plan`.
+        ops: the operations that merge and unmerge.
+        window: the width of the grid and the height and width of a window, in tokens, if all
+            windows have as many slots each. Slots are then numbered window by window, row by row,
+            followed by the tokens that fill no window. None if slots lie anywhere.
+    """
+
+    slot_of_token: Tensor
+    order: Tensor
+    offsets: Tensor
+    log_size_of_slot: Tensor
+    slot_count: int
+    ops: Operations = reference
+    window: tuple[int, int, int] | None = None
+
+    @classmethod
+    def from_slots(cls, slots: Tensor, slot_count: int, ops: Operations = reference) -> "SlotPlan":
+        """Build a plan from the slot of each token, ``[batch, tokens]`` int64.
+
+        Every slot must hold at least one token. This is not checked, since reading the values would
+        make a GPU wait.
+        """
+        batch = slots.shape[0]
+        slot_of_token = slots + torch.arange(batch, device=slots.device)[:, None] * slot_count
+        in_order, order = slot_of_token.flatten().sort(stable=True)
+        offsets = torch.searchsorted(
+            in_order, torch.arange(batch * slot_count, device=slots.device)
+        )
+        sizes = torch.diff(offsets, append=offsets.new_full((1,), len(order)))
+        log_size_of_slot = sizes.log().view(batch, slot_count)
+        return cls(slot_of_token, order, offsets, log_size_of_slot, slot_count, ops)
+
+    @classmethod
+    def from_owners(
+        cls, owners: Tensor, slot_count: int, ops: Operations = reference
+    ) -> "SlotPlan":
+        """Build a plan from the token that each token merges into, ``[batch, tokens]`` int64.
+
+        Every owner must own itself. ``slot_count`` is the number of owners, the same in each
+        sample. Slots are in the order of their owners.
+        """
+        stays = owners == torch.arange(owners.shape[1], device=owners.device)
+        return cls.from_slots((stays.cumsum(1) - 1).gather(1, owners), slot_count, ops)
+
+    def slots(self) -> Tensor:
+        batch = torch.arange(len(self.slot_of_token), device=self.slot_of_token.device)
+        return self.slot_of_token - batch[:, None] * self.slot_count
+
+    def tokens(self) -> Tensor:
+        batch, tokens = self.slot_of_token.shape
+        first = torch.arange(batch, device=self.order.device)[:, None] * tokens
+        return self.order[self.offsets].view(batch, -1) - first
+
+    def log_sizes(self) -> Tensor:
+        return self.log_size_of_slot
+
+    def fits(self, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[:2] == self.slot_of_token.shape
+
+    def merge(self, x: Tensor) -> Tensor:
+        return self.ops.merge(x, self.slot_of_token, self.order, self.offsets, self.window)
+
+    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Means, stretched for keys to the mean length of their tokens.
+
+        A mean is shorter than the tokens that it stands for, and attention to a shorter key is less
+        sharp (Kim et al., ToFu, WACV 2024). Stretching values as well would increase the error.
+        """
+        means, keys = self._merge_keys(x, 1)
+        return means, keys, means
+
+    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
+        """Means, stretched in each head to the mean length of their keys."""
+        _, keys = self._merge_keys(k, heads)
+        return keys
+
+    def _merge_keys(self, x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        return self.ops.merge_keys(
+            x, self.slot_of_token, self.order, self.offsets, heads, self.window
+        )
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        return self.ops.unmerge(y, self.slot_of_token)
+
+    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        return self.ops.add_change(x, before, after, self.slot_of_token)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptPlan(Plan):
+    """A plan that merges nothing: each token has a slot of its own."""
+
+    batch: int
+    slot_count: int
+    device: torch.device
+
+    def slots(self) -> Tensor:
+        return torch.arange(self.slot_count, device=self.device).expand(self.batch, -1)
+
+    def tokens(self) -> Tensor:
+        return self.slots()
+
+    def log_sizes(self) -> Tensor:
+        return torch.zeros(self.batch, self.slot_count, device=self.device)
+
+    def is_even(self) -> bool:
+        return True
+
+    def fits(self, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[:2] == (self.batch, self.slot_count)
+
+    def merge(self, x: Tensor) -> Tensor:
+        return x
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        return y
+
+
+@dataclass(frozen=True, eq=False)
+class SequencePlan(Plan):
+    """The plans of the parts of a sequence; slots are in the order of the parts.
+
+    Attributes:
+        batch: number of samples.
+        lengths: number of tokens of each part.
+        parts: the plan of each part.
+        slot_count: see :class:`Plan`.
+    """
+
+    batch: int
+    lengths: tuple[int, ...]
+    parts: tuple[Plan, ...]
+    slot_count: int
+
+    @classmethod
+    def of(cls, batch: int, parts: Sequence[tuple[int, Plan]]) -> "SequencePlan":
+        """A plan for ``batch`` samples, from the number of tokens and the plan of each part."""
+        lengths, plans = zip(*parts, strict=True)
+        return cls(batch, lengths, plans, sum(plan.slot_count for plan in plans))
+
+    def slots(self) -> Tensor:
+        slots, first = [], 0
+        for plan in self.parts:
+            slots.append(plan.slots() + first)
+            first += plan.slot_count
+        return torch.cat(slots, 1)
+
+    def tokens(self) -> Tensor:
+        tokens, first = [], 0
+        for length, plan in zip(self.lengths, self.parts, strict=True):
+            tokens.append(plan.tokens() + first)
+            first += length
+        return torch.cat(tokens, 1)
+
+    def log_sizes(self) -> Tensor:
+        return torch.cat([plan.log_sizes() for plan in self.parts], 1)
+
+    def is_even(self) -> bool:
+        first, length = self.parts[0].slot_count, self.lengths[0]
+        return all(
+            plan.is_even() and own * first == length * plan.slot_count
+            for own, plan in zip(self.lengths, self.parts, strict=True)
+        )
+
+    def fits(self, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[:2] == (self.batch, sum(self.lengths))
+
+    def merge(self, x: Tensor) -> Tensor:
+        return torch.cat([plan.merge(part) for plan, part in self._split(x)], 1)
+
+    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        merged = [plan.merge_inputs(part) for plan, part in self._split(x)]
+        queries, keys, values = (torch.cat(each, 1) for each in zip(*merged, strict=True))
+        return queries, keys, values
+
+    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
+        return torch.cat([plan.merge_keys(part, heads) for plan, part in self._split(k)], 1)
+
+    def merge_values(self, v: Tensor) -> Tensor:
+        return torch.cat([plan.merge_values(part) for plan, part in self._split(v)], 1)
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        parts = y.split([plan.slot_count for plan in self.parts], 1)
+        unmerged = [plan.unmerge(part) for plan, part in zip(self.parts, parts, strict=True)]
+        return torch.cat(unmerged, 1)
+
+    def _split(self, x: Tensor) -> list[tuple[Plan, Tensor]]:
+        return list(zip(self.parts, x.split(list(self.lengths), 1), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class FramesPlan(Plan):
+    """The plan of a video whose frames merge each on its own.
+
+    Attributes:
+        frames: their number.
+        length: the number of tokens of each.
+        each: the plan of all frames of all videos, as samples of their own.
+    """
+
+    frames: int
+    length: int
+    each: Plan
+
+    @property
+    def slot_count(self) -> int:  # type: ignore[override]
+        return self.frames * self.each.slot_count
+
+    def slots(self) -> Tensor:
+        return self._numbered(self.each.slots(), self.each.slot_count)
+
+    def tokens(self) -> Tensor:
+        return self._numbered(self.each.tokens(), self.length)
+
+    def log_sizes(self) -> Tensor:
+        return self._joined(self.each.log_sizes())
+
+    def is_even(self) -> bool:
+        return self.each.is_even()
+
+    def fits(self, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[1] % self.frames == 0 and self.each.fits(self._cut(x))
+
+    def merge(self, x: Tensor) -> Tensor:
+        return self._joined(self.each.merge(self._cut(x)))
+
+    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, values = self.each.merge_inputs(self._cut(x))
+        return self._joined(queries), self._joined(keys), self._joined(values)
+
+    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
+        return self._joined(self.each.merge_keys(self._cut(k), heads))
+
+    def merge_values(self, v: Tensor) -> Tensor:
+        return self._joined(self.each.merge_values(self._cut(v)))
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        return self._joined(self.each.unmerge(self._cut(y)))
+
+    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        return self._joined(self.each.add_change(self._cut(x), self._cut(before), self._cut(after)))
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """Frames as samples."""
+        return x.unflatten(1, (self.frames, -1)).flatten(0, 1)
+
+    def _joined(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`_cut`."""
+        return x.unflatten(0, (-1, self.frames)).flatten(1, 2)
+
+    def _numbered(self, indices: Tensor, of_frame: int) -> Tensor:
+        """Indices in a frame as indices in the video; a frame has ``of_frame``."""
+        first = torch.arange(self.frames, device=indices.device) * of_frame
+        return self._joined(indices + first.repeat(len(indices) // self.frames)[:, None])
+
+
+def in_own_memory(plan: Plan) -> Plan:
+    """A copy of a plan, none of whose tensors is in the memory of a captured graph."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone()
+        if isinstance(value, Plan):
+            return in_own_memory(value)
+        return tuple(map(own, value)) if isinstance(value, tuple) else value
+
+    if not is_dataclass(plan):
+        return plan
+    return replace(plan, **{each.name: own(getattr(plan, each.name)) for each in fields(plan)})
+
+
+def plans_by_frame(
+    plans_of: Callable[[Tensor, Grid], list[Plan | None]], features: Tensor, grid: Grid
+) -> list[Plan | None]:
+    """Plans of a video whose frames merge each on its own.
+
+    Args:
+        plans_of: makes the plans of pictures, the same number for each.
+        features: ``[batch, tokens, channels]`` of the video.
+        grid: that of the video.
+    """
+    by_frame = features.unflatten(1, (grid.frames, -1)).flatten(0, 1)
+    frame = Grid(grid.height, grid.width)
+    plans = plans_of(by_frame, frame)
+    return [None if plan is None else FramesPlan(grid.frames, frame.tokens, plan) for plan in plans]
+
+
+def plans_of_sequence(
+    layout: Layout, features: Tensor, plans_of: Callable[[Tensor, Grid], list[Plan | None]]
+) -> list[Plan | None]:
+    """Plans of a sequence: each picture merges within itself, and everything else is kept.
+
+    Each of the :attr:`tome_nodes.merging.grid.Grid.parts` of a video merges within itself.
+
+    Args:
+        layout: where the pictures are, at least one.
+        features: ``[batch, tokens, channels]`` of the whole sequence.
+        plans_of: makes the plans of a picture, the same number for each; None if nothing would
+            merge.
+
+    Returns:
+        The same number of plans, for the sequence; None if none of its pictures merges.
+    """
+    if layout.is_filled:
+        return plans_of(features, layout.spans[0].grid)
+    pieces = []
+    for span in layout.spans:
+        start = span.start
+        for grid in span.grid.parts:
+            pieces.append((start, grid))
+            start += grid.tokens
+    made = [plans_of(features[:, start : start + grid.tokens], grid) for start, grid in pieces]
+    return [_joined(pieces, features, plans) for plans in zip(*made, strict=True)]
+
+
+def _joined(
+    pieces: Sequence[tuple[int, Grid]], features: Tensor, plans: Sequence[Plan | None]
+) -> Plan | None:
+    batch, length, device = len(features), features.shape[1], features.device
+    parts: list[tuple[int, Plan]] = []
+    done = 0
+    for (start, grid), plan in zip(pieces, plans, strict=True):
+        if plan is not None:
+            if start > done:
+                parts.append((start - done, KeptPlan(batch, start - done, device)))
+            parts.append((grid.tokens, plan))
+            done = start + grid.tokens
+    if not parts:
+        return None
+    if length > done:
+        parts.append((length - done, KeptPlan(batch, length - done, device)))
+    return SequencePlan.of(batch, parts)

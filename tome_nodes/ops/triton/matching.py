@@ -1,0 +1,322 @@
+"""Matching within windows: from the features of tokens to the arrays of a plan."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..hashing import MULTIPLIERS
+from .shared import (
+    has_fast_products,
+    operator,
+    padded,
+    require_tokens,
+    strides,
+    token_beside_windows,
+)
+
+# Pairs of token and cell that a warp matches: 32 registers a thread for each value of a pair.
+_PAIRS_OF_A_WARP = 1024
+
+# Features of as many channels are loaded in more than one round.
+_MANY = 48
+
+# Warps of a program, and channels loaded at once, so that registers suffice on every GPU: warps of
+# AMD's data centre GPUs have twice as many threads, and float32 takes no tensor cores elsewhere.
+_WARPS, _WARPS_OF_FLOAT32 = 8, 16
+_CHANNELS, _FEW_CHANNELS = 32, 16
+
+_FIRST, _SECOND, _THIRD = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
+
+
+@triton.jit
+def _scramble(bits):
+    """:func:`tome_nodes.ops.hashing.scramble` of uint32 values."""
+    bits = (bits ^ (bits >> 16)) * tl.full((), _FIRST, tl.uint32)
+    bits = (bits ^ (bits >> 16)) * tl.full((), _SECOND, tl.uint32)
+    bits = (bits ^ (bits >> 16)) * tl.full((), _THIRD, tl.uint32)
+    return bits ^ (bits >> 15)
+
+
+@triton.jit
+def _pick(stream, cell, CHOICES: tl.constexpr, RANDOM: tl.constexpr):
+    """:func:`tome_nodes.merging.random_picks.pick_per_cell` for some cells; 0 if not random."""
+    if RANDOM:
+        bits = _scramble(stream + cell.to(tl.uint32))
+        return ((bits.to(tl.uint64) * CHOICES) >> 32).to(tl.int32)
+    else:
+        return cell * 0
+
+
+@triton.jit
+def _rank(x):
+    """Map float32 to int32, keeping the order; there must be no NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _greatest_reached(rank, quota):
+    """The greatest int32 that at least ``quota`` of ``rank`` reach, found bit by bit."""
+    enough = tl.sum((rank >= 0).to(tl.int32)) >= quota
+    greatest = tl.where(enough, 0, -0x80000000).to(tl.int32)
+    for index in range(31):
+        candidate = greatest + (1 << (30 - index))
+        enough = tl.sum((rank >= candidate).to(tl.int32)) >= quota
+        greatest = tl.where(enough, candidate, greatest)
+    return greatest
+
+
+@triton.jit
+def _dst_place(pick, row, column, across, SY: tl.constexpr, SX: tl.constexpr):
+    """The place in its window of the dst of the cell in a row and column of cells."""
+    return (row * SY + pick // SX) * across + column * SX + pick % SX
+
+
+@triton.jit(
+    do_not_specialize=(
+        "tokens",
+        "width",
+        "cells_down",
+        "cells_across",
+        "windows_down",
+        "windows_across",
+        "high",
+        "wide",
+        "quota",
+    )
+)
+def match_windows_kernel(
+    features,
+    key,
+    slot_of_token,
+    order,
+    offsets,
+    log_sizes,
+    stride_sample,
+    stride_token,
+    stride_channel,
+    tokens,
+    width,
+    cells_down,
+    cells_across,
+    windows_down,
+    windows_across,
+    high,
+    wide,
+    quota,
+    SY: tl.constexpr,
+    SX: tl.constexpr,
+    RANDOM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CELLS: tl.constexpr,
+    ALL_CHANNELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDENS: tl.constexpr,
+):
+    """Match the tokens of one window of one sample, and write its part of the plan.
+
+    The grid is windows, followed by pieces of the tokens that fill no window, by samples. A window
+    is ``high`` by ``wide`` cells of ``SY`` by ``SX`` tokens, padded to ``TOKENS`` tokens and
+    ``CELLS`` cells; ``CHANNELS`` of ``ALL_CHANNELS`` channels are loaded at once, and multiplied in
+    float32 if it ``WIDENS`` them. All windows merge ``quota`` tokens, so each knows where its slots
+    and its part of ``order`` begin.
+    """
+    across = wide * SX
+    down = high * SY
+    size_of_window = down * across
+    program = tl.program_id(0)
+    sample = tl.program_id(1).to(tl.int64)
+    windows = windows_down * windows_across
+    slots = tokens - windows * quota
+    first_token = sample * tokens
+    first_slot = sample * slots
+    place = tl.arange(0, TOKENS)
+
+    if program >= windows:
+        index = (program - windows) * TOKENS + place
+        token = token_beside_windows(index, width, windows_down * down, windows_across * across)
+        left = index < tokens - windows * size_of_window
+        slot = first_slot + windows * (size_of_window - quota) + index
+        offset = first_token + windows * size_of_window + index
+        tl.store(slot_of_token + first_token + token, slot, mask=left)
+        tl.store(order + offset, first_token + token, mask=left)
+        tl.store(offsets + slot, offset, mask=left)
+        tl.store(log_sizes + slot, tl.zeros((TOKENS,), tl.float32), mask=left)
+        return
+
+    window_row = program // windows_across
+    window_column = program % windows_across
+    # A place is in the window, row by row; a token is in the map.
+    inside = place < size_of_window
+    row = place // across
+    column = place % across
+    first_in_map = window_row * down * width + window_column * across
+    token = first_in_map + row * width + column
+
+    cell = tl.arange(0, CELLS)
+    is_cell = cell < high * wide
+    cell_row = cell // wide
+    cell_column = cell % wide
+    first_cell = window_row * high * cells_across + window_column * wide
+
+    if RANDOM:
+        shape = (cells_down.to(tl.uint32) << 16) ^ cells_across.to(tl.uint32)
+        stream = _scramble(tl.load(key).to(tl.uint32) ^ _scramble(shape))
+    else:
+        stream = 0
+    in_cells = first_cell + row // SY * cells_across + column // SX
+    is_dst = (row % SY) * SX + column % SX == _pick(stream, in_cells, SY * SX, RANDOM)
+    pick = _pick(stream, first_cell + cell_row * cells_across + cell_column, SY * SX, RANDOM)
+    dst = _dst_place(pick, cell_row, cell_column, across, SY, SX)
+    dst_token = first_in_map + dst // across * width + dst % across
+
+    map_start = features + sample * stride_sample
+    products = tl.zeros((CELLS, TOKENS), tl.float32)
+    token_norm = tl.zeros((TOKENS,), tl.float32)
+    dst_norm = tl.zeros((CELLS,), tl.float32)
+    for first_channel in range(0, ALL_CHANNELS, CHANNELS):
+        channel = first_channel + tl.arange(0, CHANNELS)
+        is_channel = channel < ALL_CHANNELS
+        x = tl.load(
+            map_start + token[:, None] * stride_token + channel[None, :] * stride_channel,
+            mask=inside[:, None] & is_channel[None, :],
+            other=0.0,
+        )
+        y = tl.load(
+            map_start + dst_token[:, None] * stride_token + channel[None, :] * stride_channel,
+            mask=is_cell[:, None] & is_channel[None, :],
+            other=0.0,
+        )
+        if WIDENS:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        products += tl.dot(y, tl.trans(x), input_precision="ieee")
+        token_norm += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+        dst_norm += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+    similarity = products / tl.sqrt(tl.maximum(dst_norm, 1e-24))[:, None]
+    similarity = similarity / tl.sqrt(tl.maximum(token_norm, 1e-24))[None, :]
+    # What is not a number comes last of the src, so that the quota holds whatever the features.
+    similarity = tl.where(similarity == similarity, similarity, -2.0)
+    similarity = tl.where(is_cell[:, None], similarity, float("-inf"))
+    best, nearest = tl.max(similarity, axis=0, return_indices=True)
+
+    is_src = inside & (is_dst == 0)
+    rank = _rank(tl.where(is_src, best, float("-inf")))
+    least = _greatest_reached(rank, quota)
+    # Of those that are as alike as the last one to merge, the first ones merge.
+    level = rank == least
+    ahead = quota - tl.sum((rank > least).to(tl.int32))
+    merged = is_src & ((rank > least) | (level & (tl.cumsum(level.to(tl.int32), 0) <= ahead)))
+
+    # Slots are in the order of the tokens that stay, members in the order of the window.
+    row, column = nearest // wide, nearest % wide
+    pick = _pick(stream, first_cell + row * cells_across + column, SY * SX, RANDOM)
+    owner = tl.where(merged, _dst_place(pick, row, column, across, SY, SX), place)
+    stays = (inside & (merged == 0)).to(tl.int32)
+    slot = tl.gather(tl.cumsum(stays, 0) - stays, owner, 0)
+    size = tl.histogram(tl.where(inside, slot, place), TOKENS)
+    offset = tl.cumsum(size, 0) - size
+    member = tl.sort(tl.where(inside, slot, TOKENS) * TOKENS + place) % TOKENS
+    member_token = first_in_map + member // across * width + member % across
+
+    slots_of_window = size_of_window - quota
+    window_slot = first_slot + program * slots_of_window
+    window_offset = first_token + program * size_of_window
+    tl.store(slot_of_token + first_token + token, window_slot + slot, mask=inside)
+    tl.store(order + window_offset + place, first_token + member_token, mask=inside)
+    is_slot = place < slots_of_window
+    tl.store(offsets + window_slot + place, window_offset + offset, mask=is_slot)
+    logarithm = tl.log(tl.maximum(size, 1).to(tl.float32))
+    tl.store(log_sizes + window_slot + place, logarithm, mask=is_slot)
+
+
+def _shapes(features, key, height, width, sy, sx, high, wide, quota):
+    batch, tokens, _ = features.shape
+    slots = tokens - (height // sy // high) * (width // sx // wide) * quota
+    return (
+        features.new_empty(batch, tokens, dtype=torch.int64),
+        features.new_empty(batch * tokens, dtype=torch.int64),
+        features.new_empty(batch * slots, dtype=torch.int64),
+        features.new_empty(batch, slots, dtype=torch.float32),
+    )
+
+
+@operator(_shapes)
+def match_windows(
+    features: Tensor,
+    key: Tensor | None,
+    height: int,
+    width: int,
+    sy: int,
+    sx: int,
+    high: int,
+    wide: int,
+    quota: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In each window, merge the ``quota`` src tokens most similar to their nearest dst into it.
+
+    Groups as :func:`tome_nodes.strategies.window.match_windows` does with the picks of
+    :func:`tome_nodes.merging.random_picks.pick_per_cell`. Slots are numbered window by window.
+
+    Args:
+        features: ``[batch, height * width, channels]`` of float32, float16 or bfloat16, any
+            strides, compared by cosine similarity.
+        key: scalar int64 key of the random picks, None for the top left token of each cell.
+        height: height of the grid in tokens.
+        width: width of the grid in tokens.
+        sy: height of a cell in tokens.
+        sx: width of a cell in tokens.
+        high: height of a window in cells.
+        wide: width of a window in cells.
+        quota: merges in each window, at most its tokens minus its cells.
+
+    Returns:
+        The arrays of a :class:`tome_nodes.merging.plan.SlotPlan`:
+        ``slot_of_token``: ``[batch, tokens]`` int64, the slot of each token.
+        ``order``: ``[batch * tokens]`` int64, tokens slot by slot.
+        ``offsets``: ``[batch * slots]`` int64, where each slot begins in ``order``.
+        ``log_sizes``: ``[batch, slots]`` float32, the logarithm of how many tokens each slot holds.
+    """
+    require_tokens(features, "features")
+    batch, tokens, channels = features.shape
+    down, across = height // sy // high, width // sx // wide
+    inside = high * sy * wide * sx
+    block, cells = padded(inside), padded(high * wide)
+    slot_of_token = torch.empty(batch, tokens, dtype=torch.int64, device=features.device)
+    order = torch.empty(batch * tokens, dtype=torch.int64, device=features.device)
+    slots = tokens - down * across * quota
+    offsets = torch.empty(batch * slots, dtype=torch.int64, device=features.device)
+    log_sizes = torch.empty(batch, slots, dtype=torch.float32, device=features.device)
+    left_over = -(-(tokens - down * across * inside) // block)
+    is_float32 = features.dtype == torch.float32
+    most_warps = _WARPS_OF_FLOAT32 if is_float32 else _WARPS
+    with torch.cuda.device_of(features):
+        match_windows_kernel[(down * across + left_over, batch)](
+            features=features,
+            key=key,
+            slot_of_token=slot_of_token,
+            order=order,
+            offsets=offsets,
+            log_sizes=log_sizes,
+            **strides(features),
+            tokens=tokens,
+            width=width,
+            cells_down=height // sy,
+            cells_across=width // sx,
+            windows_down=down,
+            windows_across=across,
+            high=high,
+            wide=wide,
+            quota=quota,
+            SY=sy,
+            SX=sx,
+            RANDOM=key is not None,
+            TOKENS=block,
+            CELLS=cells,
+            ALL_CHANNELS=channels,
+            CHANNELS=_FEW_CHANNELS if is_float32 or channels < _MANY else _CHANNELS,
+            # Products of half precision are worse where they do not run on tensor cores.
+            WIDENS=not has_fast_products(features.device),
+            num_warps=min(most_warps, max(4, block * cells // _PAIRS_OF_A_WARP)),
+        )
+    return slot_of_token, order, offsets, log_sizes

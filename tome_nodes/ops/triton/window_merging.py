@@ -1,0 +1,214 @@
+"""The means of slots that lie in windows, as one product of matrices for each window.
+
+However many tokens a slot holds, a window takes the same time; and as the tokens of a window are
+summed in the order of the picture, sums do not depend on the order in which a plan lists them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .shared import HALF, has_fast_products, padded, strides, token_beside_windows
+
+# So that registers suffice: slots of a program, fewer where it takes their lengths, too, and tokens
+# times channels that it loads at once.
+_SLOTS, _SLOTS_OF_KEYS = 64, 32
+_VALUES, _WARPS = 8192, 8
+
+# Channels of a program that stretches nothing.
+_GROUP = 64
+
+
+@triton.jit
+def _load_window(x, token, channel, inside, is_channel, stride_token, stride_channel):
+    return tl.load(
+        x + (token.to(tl.int64) * stride_token)[:, None] + channel[None, :] * stride_channel,
+        mask=inside[:, None] & is_channel[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _means_of_slots(
+    x, token, channel, inside, is_channel, stride_token, stride_channel, holds, size
+):
+    """Tokens of a window, and the means of the slots that ``holds`` says they are in."""
+    values = _load_window(x, token, channel, inside, is_channel, stride_token, stride_channel)
+    members = holds.to(tl.float32).to(values.dtype)
+    return values, tl.dot(members, values) / size[:, None]
+
+
+@triton.jit(
+    do_not_specialize=(
+        "tokens",
+        "slots",
+        "width",
+        "down",
+        "across",
+        "windows_down",
+        "windows_across",
+        "slots_of_window",
+        "pieces",
+    )
+)
+def merge_windows_kernel(
+    x,
+    slot_of_token,
+    means,
+    keys,
+    stride_sample,
+    stride_token,
+    stride_channel,
+    tokens,
+    slots,
+    width,
+    down,
+    across,
+    windows_down,
+    windows_across,
+    slots_of_window,
+    pieces,
+    ALL_CHANNELS: tl.constexpr,
+    HEAD_CHANNELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Some slots of one window in one head: their means, and with ``KEYS`` these stretched.
+
+    The grid is windows by their ``pieces`` of ``SLOTS`` slots, followed by pieces of ``SLOTS`` of
+    the tokens that fill no window, by heads of ``HEAD_CHANNELS``, by samples. A window is ``down``
+    by ``across`` tokens, padded to ``TOKENS``; ``CHANNELS`` of a head are loaded at once. ``means``
+    and ``keys`` are contiguous.
+    """
+    program = tl.program_id(0)
+    sample = tl.program_id(2).to(tl.int64)
+    windows = windows_down * windows_across
+    first_channel = tl.program_id(1) * HEAD_CHANNELS
+    lane = tl.arange(0, CHANNELS)
+    # Heads share all channels evenly, other groups perhaps not.
+    channels = tl.minimum(HEAD_CHANNELS, ALL_CHANNELS - first_channel)
+    own = tl.arange(0, SLOTS)
+    x += sample * stride_sample + first_channel * stride_channel
+
+    if program >= windows * pieces:
+        index = (program - windows * pieces) * SLOTS + own
+        token = token_beside_windows(index, width, windows_down * down, windows_across * across)
+        left = index < tokens - windows * down * across
+        row = (sample * slots + windows * slots_of_window + index) * ALL_CHANNELS + first_channel
+        for first in range(0, HEAD_CHANNELS, CHANNELS):
+            channel = first + lane
+            is_channel = channel < channels
+            values = _load_window(x, token, channel, left, is_channel, stride_token, stride_channel)
+            place = row[:, None] + channel[None, :]
+            mask = left[:, None] & is_channel[None, :]
+            tl.store(means + place, values.to(means.dtype.element_ty), mask=mask)
+            if KEYS:
+                tl.store(keys + place, values.to(keys.dtype.element_ty), mask=mask)
+        return
+
+    window = program // pieces
+    place = tl.arange(0, TOKENS)
+    inside = place < down * across
+    first_in_map = window // windows_across * down * width + window % windows_across * across
+    token = first_in_map + place // across * width + place % across
+    first_own = window * slots_of_window + program % pieces * SLOTS
+    slot = tl.load(slot_of_token + sample * tokens + token, mask=inside, other=-1)
+    slot = tl.where(inside, slot - sample * slots - first_own, -1)
+    holds = slot[None, :] == own[:, None]
+    size = tl.maximum(tl.sum(holds.to(tl.int32), axis=1), 1).to(tl.float32)
+    is_own = program % pieces * SLOTS + own < slots_of_window
+    row = (sample * slots + first_own + own) * ALL_CHANNELS + first_channel
+    token_length = tl.zeros((TOKENS,), tl.float32)
+    length = tl.zeros((SLOTS,), tl.float32)
+    for first in range(0, HEAD_CHANNELS, CHANNELS):
+        channel = first + lane
+        is_channel = channel < channels
+        values, mean = _means_of_slots(
+            x, token, channel, inside, is_channel, stride_token, stride_channel, holds, size
+        )
+        mask = is_own[:, None] & is_channel[None, :]
+        at = row[:, None] + channel[None, :]
+        tl.store(means + at, mean.to(means.dtype.element_ty), mask=mask)
+        if KEYS:
+            wide = values.to(tl.float32)
+            token_length += tl.sum(wide * wide, axis=1)
+            length += tl.sum(mean * mean, axis=1)
+    if KEYS:
+        lengths = tl.sum(tl.where(holds, tl.sqrt(token_length)[None, :], 0.0), axis=1)
+        stretch = lengths / size / tl.maximum(tl.sqrt(length), 1e-6)
+        for first in range(0, HEAD_CHANNELS, CHANNELS):
+            channel = first + lane
+            is_channel = channel < channels
+            _, mean = _means_of_slots(
+                x, token, channel, inside, is_channel, stride_token, stride_channel, holds, size
+            )
+            mask = is_own[:, None] & is_channel[None, :]
+            at = row[:, None] + channel[None, :]
+            tl.store(keys + at, (mean * stretch[:, None]).to(keys.dtype.element_ty), mask=mask)
+
+
+def suits(x: Tensor, heads: int | None = None) -> bool:
+    """Whether :func:`merge_windows` is what merges tokens in windows; arguments as there."""
+    # Masks of channels take registers, too many on some GPUs.
+    is_whole = heads is None or x.shape[2] // heads % 16 == 0
+    return is_whole and x.dtype in HALF and has_fast_products(x.device)
+
+
+def merge_windows(
+    x: Tensor, slot_of_token: Tensor, slots: int, window: Sequence[int], heads: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Means of slots in windows, and these stretched as by :func:`..reference.merge_keys`.
+
+    Args:
+        x: ``[batch, tokens, channels]`` of float16 or bfloat16, any strides.
+        slot_of_token: ``[batch, tokens]`` int64, numbered window by window, then what fills none.
+        slots: their number in each sample.
+        window: see :attr:`tome_nodes.merging.plan.SlotPlan.window`.
+        heads: number of heads, each stretched separately; None to stretch nothing.
+
+    Returns:
+        Two ``[batch, slots, channels]`` of the dtype of ``x``, the same twice without ``heads``.
+    """
+    batch, tokens, channels = x.shape
+    width, down, across = window
+    windows_down, windows_across = tokens // width // down, width // across
+    windows = windows_down * windows_across
+    beside = tokens - windows * down * across
+    slots_of_window = (slots - beside) // windows
+    inside = padded(down * across)
+    means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
+    keys = means if heads is None else torch.empty_like(means)
+    most = _SLOTS if heads is None else _SLOTS_OF_KEYS
+    pieces = -(-slots_of_window // most)
+    head_channels = channels // heads if heads else min(channels, _GROUP)
+    programs = windows * pieces + -(-beside // most)
+    with torch.cuda.device_of(x):
+        merge_windows_kernel[(programs, -(-channels // head_channels), batch)](
+            x=x,
+            slot_of_token=slot_of_token,
+            means=means,
+            keys=keys,
+            **strides(x),
+            tokens=tokens,
+            slots=slots,
+            width=width,
+            down=down,
+            across=across,
+            windows_down=windows_down,
+            windows_across=windows_across,
+            slots_of_window=slots_of_window,
+            pieces=pieces,
+            ALL_CHANNELS=channels,
+            HEAD_CHANNELS=head_channels,
+            CHANNELS=min(padded(head_channels), max(16, _VALUES // inside)),
+            SLOTS=most,
+            TOKENS=inside,
+            KEYS=heads is not None,
+            num_warps=_WARPS,
+        )
+    return means, keys

@@ -1,0 +1,133 @@
+"""Steps on all tokens, and the detail that merged tokens keep from the last of them.
+
+A stack on merged tokens changes all tokens of a slot alike. How they differed when the stack last
+ran on all tokens changes little from step to step, so it is added until the next such step. On all
+tokens, attention may still merge keys and values, which hardly changes pictures.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..merging.plan import Plan
+from ..settings.config import ToMeConfig
+from .schedule import Moment
+
+# How many parts of a step keep anything, and how many the changes of their stacks: those of a tiled
+# picture are as large as all its tiles.
+_PARTS_KEPT = 64
+_PARTS_WITH_CHANGES = 16
+
+FADING = 0.8
+"""The share of a stack's detail that is still right one step later (benchmarks/FIDELITY.md)."""
+
+
+def is_full(config: ToMeConfig, moment: Moment) -> bool:
+    """Whether a step runs on all tokens: one in ``refresh_steps``.
+
+    They are counted back from the last step but one, if the last is known: that gives the last one
+    fresh detail, and costs no step that nothing comes after. The first step is one only if the run
+    begins with a picture: noise has no detail to keep, and that of a picture must not get lost.
+    """
+    every = config.refresh_steps
+    if every == 0:
+        return False
+    if moment.step == 0:
+        return not moment.from_noise
+    place = moment.step if moment.steps_left is None else moment.steps_left - 1
+    return place % every == 0
+
+
+@dataclass(eq=False)
+class Detail:
+    """What one part of a step keeps for later steps.
+
+    Attributes:
+        is_full: whether it runs on all tokens now.
+        is_coarse: whether it began as noise, has not run on all tokens yet, and will, so that its
+            tokens need not differ within a slot.
+        keeps_changes: whether there is room for what stacks change.
+        changes: what each stack changed when it last did, ``[batch, tokens, channels]``, by name.
+        share: the share of the detail of these changes that is still right, a scalar.
+        denoised: the denoised latent when the model last ran on all tokens.
+        latest: the denoised latent of the last step.
+    """
+
+    is_full: bool = False
+    is_coarse: bool = False
+    keeps_changes: bool = True
+    changes: dict[str, Tensor] = field(default_factory=dict)
+    share: Tensor | None = None
+    denoised: Tensor | None = None
+    latest: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was kept of the last time on all tokens."""
+        return not self.changes and self.denoised is None
+
+    def add_change(
+        self, stack: str, plan: Plan, x: Tensor, before: Tensor, after: Tensor
+    ) -> Tensor:
+        """As :meth:`tome_nodes.merging.plan.Plan.add_change`, with the detail of the change.
+
+        Without any that fits, the same as that.
+        """
+        kept = fitting(self.changes.get(stack), x)
+        if self.share is None or kept is None or kept.dtype != x.dtype:
+            return plan.add_change(x, before, after)
+        x = torch.addcmul(x, kept, self.share)
+        before = torch.addcmul(before, plan.merge(kept), self.share)
+        return plan.add_change(x, before, after)
+
+
+def fitting(kept: Tensor | None, like: Tensor) -> Tensor | None:
+    """What was kept, None if it is not of the shape and device of ``like``."""
+    fits = kept is not None and kept.shape == like.shape and kept.device == like.device
+    return kept if fits else None
+
+
+class Details:
+    """The :class:`Detail` of each part of a step, from step to step."""
+
+    def __init__(self, config: ToMeConfig):
+        self._config = config
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all: another run begins."""
+        self._kept: dict[Hashable, Detail] = {}
+        self._used: set[Hashable] = set()
+        self._step = -1
+        self._steps = 0
+        self._steps_when_full = 0
+
+    def at(self, moment: Moment, device: torch.device) -> Detail:
+        """The detail of the part that is evaluated."""
+        if moment.step != self._step:
+            # Windows that move are other parts in each step.
+            self._kept = {part: kept for part, kept in self._kept.items() if part in self._used}
+            self._used.clear()
+            self._step = moment.step
+            # The numbers of steps fall where a picture is turned into noise.
+            self._steps += 1
+        self._used.add(moment.part)
+        detail = self._kept.get(moment.part)
+        if detail is None:
+            has_full_step = moment.steps_left is None or moment.steps_left > 1
+            detail = Detail(
+                is_coarse=moment.step == 0 and moment.from_noise and has_full_step,
+                keeps_changes=len(self._kept) < _PARTS_WITH_CHANGES,
+            )
+            if len(self._kept) < _PARTS_KEPT:
+                self._kept[moment.part] = detail
+        detail.is_full = is_full(self._config, moment)
+        if detail.is_full:
+            detail.changes.clear()
+            self._steps_when_full = self._steps
+        elif detail.changes:
+            share = FADING ** (self._steps - self._steps_when_full)
+            detail.share = torch.full((), share, device=device)
+        return detail

@@ -1,0 +1,164 @@
+"""What merging runs on: the strategy, with a backend that works on the model's device."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from ..merging.grid import Grid
+from ..ops import Operations, operations, resolve
+from ..ops.autotune import Case, ChoosingOperations, Probed
+from ..ops.probe import Probe
+from ..settings.config import ToMeConfig
+from ..strategies.base import PlansOf, Strategy
+
+MakeStrategy = Callable[[ToMeConfig, Operations], Strategy]
+"""Makes the strategy for given settings and operations."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A strategy that was tried on a device.
+
+    Attributes:
+        strategy: groups the tokens.
+        plans_of: makes its plans, perhaps under observation.
+        least_tokens: the smallest grid that merges, in tokens.
+        least_in_attention: the same where only attention merges, though the scope is wider.
+        worth_from: the smallest grid for which merging is worth it, in tokens, whatever the
+            settings say.
+        no_triton: why it does not use Triton, if it could be expected to.
+        lacks: the error of the device if it cannot merge at all, else None.
+        choices: which ways of its operations were measured to be the fastest.
+    """
+
+    strategy: Strategy
+    plans_of: PlansOf
+    least_tokens: int
+    least_in_attention: int
+    worth_from: int
+    no_triton: str | None
+    lacks: str | None
+    choices: Mapping[Case, Probed] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> str:
+        """``torch`` or ``triton``."""
+        return self.strategy.ops.NAME
+
+    def in_words(self) -> list[str]:
+        """What a report says about it: nothing if it is as expected."""
+        if self.backend == "triton":
+            return ["triton"]
+        if self.no_triton is not None:
+            return [f"torch as Triton cannot be used ({self.no_triton})"]
+        return []
+
+
+def make_engine(
+    config: ToMeConfig,
+    make_strategy: MakeStrategy,
+    device: torch.device,
+    dtype: torch.dtype,
+    in_blocks: bool = False,
+    at_calls: bool = False,
+    probe: Probe | None = None,
+) -> Engine:
+    """The engine for some settings and tokens of one device and dtype.
+
+    Args:
+        config: the settings.
+        make_strategy: makes the strategy.
+        device: that of the tokens.
+        dtype: that of the tokens.
+        in_blocks: whether whole blocks of the model may run on merged tokens.
+        at_calls: whether its attention merges where it is called, as in transformers.
+        probe: measures which ways of an operation are the fastest; None for the defaults.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for a small plan.
+    """
+    backend, no_triton = resolve(config.backend, device, dtype)
+    # What the grouping depends on; a new seed or ratio needs no new trial.
+    grouping = ToMeConfig(
+        strategy=config.strategy,
+        sx=config.sx,
+        sy=config.sy,
+        st=config.st,
+        use_rand=config.use_rand,
+    )
+    lacks = missing_operation(grouping, make_strategy, backend, device, dtype)
+    if lacks is not None and backend == "triton":
+        backend, no_triton = "torch", lacks
+        lacks = missing_operation(grouping, make_strategy, backend, device, dtype)
+    ops, choices = operations(backend), {}
+    if probe is not None and probe.is_for(device):
+        ops = ChoosingOperations(ops, probe.choose, may_use_torch=config.backend == "auto")
+        choices = ops.choices
+    strategy = make_strategy(config, ops)
+    in_attention = _worth_from(strategy, device, False, at_calls)
+    worth_from = _worth_from(strategy, device, True, at_calls) if in_blocks else in_attention
+    return Engine(
+        strategy,
+        strategy.plans,
+        config.min_tokens or worth_from,
+        config.min_tokens or in_attention,
+        worth_from,
+        no_triton,
+        lacks,
+        choices,
+    )
+
+
+def _worth_from(strategy: Strategy, device: torch.device, in_blocks: bool, at_calls: bool) -> int:
+    """The smallest grid, in tokens, that merging does not slow down.
+
+    On a CPU it was measured (benchmarks/README.md). On a GPU it is only arithmetic: the time of a
+    few kernel launches, or a few dozen if matching is not a single kernel, and of reading and
+    writing the tokens, against the time of the attention or block that they shorten. A
+    transformer's attention is several times as wide as a UNet's, so launches weigh less there.
+    """
+    if device.type == "cpu":
+        return 256
+    if in_blocks:
+        return 768
+    if strategy.ops.NAME == "triton":
+        return strategy.least_tokens_with_kernels
+    return strategy.least_tokens_at_calls if at_calls else strategy.least_tokens
+
+
+@lru_cache(maxsize=64)
+def missing_operation(
+    config: ToMeConfig,
+    make_strategy: MakeStrategy,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str | None:
+    """The error of a device that cannot run an operation of merging, None if it can.
+
+    Tried once, since kernels compile for it.
+    """
+    strategy = make_strategy(config, operations(backend))
+    # The largest cells are 8 tokens high and wide.
+    grid = Grid(16, 16)
+    try:
+        strategy.begin(torch.zeros((), dtype=torch.int64, device=device))
+        features = torch.ones(1, grid.tokens, 8, dtype=dtype, device=device)
+        plan = strategy.plan(features, grid, 0.5)
+        if plan is None:
+            return None
+        merged, *_ = plan.merge_inputs(features)
+        plan.merge_keys(features, 1)
+        plan.merge_values(features)
+        plan.unmerge(merged)
+        plan.add_change(features, merged, merged)
+        strategy.ops.widen(features, merged, merged, merged[:, :, 0], 1, 1.0, 1.0)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # Kernel compilers raise exceptions of their own.
+        first_line = str(error).partition("\n")[0]
+        return f"{type(error).__name__}: {first_line}"
+    return None

@@ -1,0 +1,90 @@
+"""What the blocks of a model did in one evaluation, and who follows it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..merging.layout import Layout
+from ..merging.plan import Plan
+from ..strategies.base import PlansOf
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What one block did in one model evaluation.
+
+    Attributes:
+        block: its path within the model.
+        before: number of tokens that entered it, or its stack if that ran as one.
+        after: number of tokens that it ran on, or the last of its modules that merged.
+        plan: the plan behind ``after``, None if nothing merged.
+        layout: the pictures that plans were made for, None if it did not get that far.
+        plans_made: how many plans it made; those of two ratios from one matching count once.
+        plans_reused: how many plans it took from another block or step.
+        reason: why it ran on all its tokens, None if it merged or the settings leave it out.
+        unweighted: why each merged key weighed as one token, None if it did not.
+        fell_back: why only its modules merged although the scope is wider, None if the scope was
+            followed.
+    """
+
+    block: str
+    before: int
+    after: int
+    plan: Plan | None = None
+    layout: Layout | None = None
+    plans_made: int = 0
+    plans_reused: int = 0
+    reason: str | None = None
+    unweighted: str | None = None
+    fell_back: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """What one model evaluation did.
+
+    Attributes:
+        step: the step of the run that it belongs to.
+        blocks: number of blocks of the model, whether they ran or not.
+        outcomes: those of the blocks that ran, in the order of the model.
+        reason: why nothing was to merge in the whole evaluation, None if something was.
+        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, and no
+            step on all tokens.
+    """
+
+    step: int
+    blocks: int
+    outcomes: Sequence[Outcome] = ()
+    reason: str | None = None
+    is_active: bool = True
+
+    @property
+    def merged(self) -> list[Outcome]:
+        """The outcomes of the blocks that merged."""
+        return [outcome for outcome in self.outcomes if outcome.plan is not None]
+
+
+class Observer:
+    """Follows a run; by default, its methods do nothing.
+
+    Attributes:
+        follows_blocks: whether it wants to know of the blocks that cannot merge, too.
+    """
+
+    follows_blocks = False
+
+    def watched(self, plans_of: PlansOf) -> PlansOf:
+        """A function that makes the same plans as ``plans_of`` while the observer watches."""
+        return plans_of
+
+    def timed(self, block: str, forward: Function) -> Function:
+        """The forward of a block, perhaps wrapped to time it."""
+        return forward
+
+    def begins(self, step: int) -> None:
+        """An evaluation of this step, which will merge, begins."""
+
+    def evaluated(self, result: Evaluated) -> None:
+        """An evaluation is over; one that raised is not reported."""

@@ -1,0 +1,80 @@
+"""When to merge: steps and noise levels."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from ..settings.config import ToMeConfig
+
+
+@dataclass(frozen=True)
+class NoiseRange:
+    """The noise levels at which merging is on: from ``start`` down to ``end``, without ``end``."""
+
+    start: float
+    end: float
+
+    @classmethod
+    def of(cls, config: ToMeConfig, noise_at: Callable[[float], float]) -> "NoiseRange":
+        """The range of some settings; ``noise_at`` gives the noise level at a share from 0 to 1."""
+        return cls(noise_at(config.start_percent), noise_at(config.end_percent))
+
+    def __contains__(self, noise: float) -> bool:
+        return self.end < noise <= self.start
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a model evaluation is in its sampling run, as the host knows it.
+
+    Attributes:
+        step: the step it belongs to, from 0.
+        progress: how far ``ratio`` is on its way to ``ratio_end``, from 0 to 1.
+        picks: decides the random picks, together with the seed; not negative.
+        part: what is evaluated, such as samples of a batch, or a tile or window of a picture.
+            Plans are kept for the same part of a later step.
+        is_active: whether its noise level is between ``start_percent`` and ``end_percent``.
+        steps_left: how many steps come after this one, None if the host does not know.
+        from_noise: whether the run began with noise alone, not with a picture under some noise.
+    """
+
+    step: int
+    progress: float
+    picks: int
+    part: Hashable
+    is_active: bool
+    steps_left: int | None = None
+    from_noise: bool = True
+
+
+def is_noise_alone(noise: float, most: float) -> bool:
+    """Whether hardly anything of a picture is left at a noise level, given the highest there is."""
+    return noise >= 0.9 * most
+
+
+def step_index(schedule: Sequence[float], sigma: float, since: int = 0) -> int:
+    """The step of a sampling run to which an evaluation at noise level ``sigma`` belongs.
+
+    Args:
+        schedule: noise levels, one more than there are steps. They fall, but rise where a picture
+            is turned into noise.
+        sigma: noise level of the evaluation. Higher-order samplers evaluate a step more than once,
+            at levels between those of the schedule; some go above its first level, and some go
+            back up.
+        since: the step of the evaluation before.
+    """
+    steps = range(len(schedule) - 1)
+    for step in (*steps[since:], *steps[:since]):
+        low, high = sorted(schedule[step : step + 2])
+        if sigma == schedule[step] or low < sigma < high:
+            return step
+    return min(steps, key=lambda step: abs(schedule[step] - sigma), default=0)
+
+
+def ratio_at(config: ToMeConfig, progress: float) -> float:
+    """The ratio on the straight line from ``ratio`` to ``ratio_end``, at ``progress`` from 0 to 1.
+
+    The paper (section 4.2) found 60 % falling to 40 % better than a constant 50 %.
+    """
+    if config.ratio_end < 0:
+        return config.ratio
+    return config.ratio + (config.ratio_end - config.ratio) * progress

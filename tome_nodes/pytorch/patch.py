@@ -1,0 +1,141 @@
+"""Two functions for Stable Diffusion models in Python: add token merging, and remove it."""
+
+import sys
+from inspect import signature
+from typing import Any, TypeVar
+
+from ..settings.config import ToMeConfig
+from ..settings.options import OPTIONS
+from ..settings.presets import CUSTOM, settings_of
+
+Model = TypeVar("Model")
+
+_TIMESTEPS = 1000
+
+# What tomesd always does, as values of our options.
+_AS_TOMESD = {"min_tokens": 1, "proportional_attn": False}
+
+
+def apply_patch(
+    model: Model,
+    ratio: float = 0.5,
+    max_downsample: int | str = 1,
+    sx: int = 2,
+    sy: int = 2,
+    use_rand: bool = True,
+    merge_attn: bool = True,
+    merge_crossattn: bool = False,
+    merge_mlp: bool = False,
+    *,
+    preset: str = CUSTOM,
+    **options: Any,
+) -> Model:
+    """Merge tokens in a model, in place, from its next call on.
+
+    The named options have the names, order, defaults and meaning of those in ``tomesd`` 0.1.3, the
+    reference code of arXiv 2303.17604, so ``import tome_nodes as tomesd`` runs a script written for
+    it. Applying again replaces all settings. The global random generators are not touched.
+
+    Args:
+        model: a diffusers pipeline, its ``UNet2DConditionModel``, a latent-diffusion model (with a
+            UNet at ``model.model.diffusion_model``), or its UNet, compiled or not. Its input is
+            ``[batch, channels, height, width]``, of any batch, size, dtype and device.
+        ratio: share of the tokens of a feature map to merge away, 0 to 0.95.
+        max_downsample: merge feature maps at most this many times smaller than the latent: 1, 2, 4
+            or 8. ``"auto"`` takes the shallowest level with attention, or with a wider ``scope``
+            the one with most blocks. In SDXL the shallowest is 2, so 1 merges nothing.
+        sx: width of a cell in tokens; one token of each cell always stays.
+        sy: height of a cell in tokens.
+        use_rand: pick the token that stays at random, again at each timestep.
+        merge_attn: merge the tokens that enter self-attention.
+        merge_crossattn: merge the tokens that enter cross-attention.
+        merge_mlp: merge the tokens that enter the feed-forward network.
+        preset: one of :data:`tome_nodes.settings.presets.PRESETS`, or ``custom``. A preset decides
+            all options except those in :data:`tome_nodes.settings.presets.FREE`; the options that
+            it decides must have their defaults here.
+        options: the other options of :data:`tome_nodes.settings.options.OPTIONS`. Their defaults
+            are the same, except that ``min_tokens`` is 1 and ``proportional_attn`` is off: as in
+            tomesd, feature maps of any size merge, and a merged key weighs as one token. Percents
+            and the way to ``ratio_end`` are shares of the noise levels of training, which the
+            timestep of the UNet counts down, not of the steps of a run; ``refresh_steps`` counts
+            from the first step, as the last is not known.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: the model is none of these, or an option is unknown or has the wrong type.
+        ValueError: an option is out of range, or has no effect under the preset. The model is not
+            changed.
+    """
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise TypeError(
+            f"apply_patch has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}, preset"
+        )
+    given = {
+        "ratio": ratio,
+        "max_downsample": max_downsample,
+        "sx": sx,
+        "sy": sy,
+        "use_rand": use_rand,
+        "merge_attn": merge_attn,
+        "merge_crossattn": merge_crossattn,
+        "merge_mlp": merge_mlp,
+        **_AS_TOMESD,
+        **options,
+    }
+    config = ToMeConfig(**settings_of(preset, given, _DEFAULTS))
+    from .hooks import Attachment
+
+    unet, timesteps, family = _find_unet(model)
+    Attachment(config, family, timesteps).attach(unet)
+    return model
+
+
+_DEFAULTS = {
+    **{name: option.default for name, option in OPTIONS.items()},
+    **_AS_TOMESD,
+    **{name: each.default for name, each in signature(apply_patch).parameters.items()},
+}
+
+
+def remove_patch(model: Model) -> Model:
+    """Take token merging off a model, which restores it to before :func:`apply_patch`.
+
+    Args:
+        model: as for :func:`apply_patch`, patched or not.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: the model is of no kind that can be patched.
+    """
+    from .hooks import detach
+
+    unet, _, _ = _find_unet(model)
+    detach(unet)
+    return model
+
+
+def _find_unet(model: object) -> tuple[Any, int, Any]:
+    """The UNet of a model, how many noise levels it was trained on, and its family."""
+    from .hooks import HookedFamily
+    from .ldm import LdmUNet
+
+    families: list[HookedFamily] = [LdmUNet()]
+    # If it is not imported, the model cannot be one of diffusers.
+    if "diffusers" in sys.modules:
+        from .diffusers import DiffusersUNet
+
+        families.insert(0, DiffusersUNet())
+    for family in families:
+        if (found := family.find(model)) is not None:
+            unet, timesteps = found
+            return unet, timesteps or _TIMESTEPS, family
+    raise TypeError(
+        "token merging needs a diffusers pipeline with a UNet2DConditionModel, such a UNet, or a "
+        "latent-diffusion model with a UNet at model.model.diffusion_model; this is a "
+        f"{type(model).__name__}"
+    )

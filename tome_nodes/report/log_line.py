@@ -1,0 +1,146 @@
+"""A run in words: the log line, the live line, and the first lines of a report."""
+
+from collections.abc import Mapping
+
+from ..ops.autotune import Case, Probed
+from ..patching.outcome import Evaluated
+from ..settings.config import ToMeConfig
+from ..strategies import strategy_class
+from ..tuning.search import Measured
+from .counts import Counts
+
+
+def log_line(
+    counts: Counts, config: ToMeConfig, backend: list[str], tuned: Measured | None = None
+) -> str:
+    """What a run, or the first call of a kind, merged.
+
+    For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``.
+
+    Args:
+        counts: the counts of the run.
+        config: the settings.
+        backend: the backend, as :meth:`tome_nodes.patching.engine.Engine.in_words` returns it.
+        tuned: what ToMe Tune measured with the settings.
+    """
+    merged = f"merged {counts.merged_blocks}/{counts.blocks_present} blocks ({sizes(counts)})"
+    steps = [f"{counts.merged_steps}/{counts.total_steps} steps"] if counts.total_steps else []
+    told = [*settings(config, counts.frames), *backend, *deviations(counts)]
+    return ", ".join([merged, *steps, *told, *([] if tuned is None else [times(tuned)])])
+
+
+def tried(choices: Mapping[Case, Probed], only_changed: bool = False) -> list[str]:
+    """Which ways were tried and taken, such as ``weights by mask (1.2 ms, kernel 1.5 ms)``.
+
+    Of each operation, the case that takes longest.
+
+    Args:
+        choices: see :class:`tome_nodes.patching.engine.Engine`.
+        only_changed: whether to leave out cases in which the default was taken.
+    """
+    longest: dict[str, Probed] = {}
+    for (operation, *_), probed in choices.items():
+        is_changed = probed.way != probed.default
+        if is_changed or (probed.seconds and not only_changed):
+            known = longest.get(str(operation), probed)
+            if _longest(probed) >= _longest(known):
+                longest[str(operation)] = probed
+    return [f"{operation} by {_ways(probed)}" for operation, probed in longest.items()]
+
+
+def _longest(probed: Probed) -> float:
+    return max(probed.seconds.values(), default=0.0)
+
+
+def _ways(probed: Probed) -> str:
+    if not probed.seconds:
+        return f"{probed.way} ({probed.default} failed)"
+    others = [name for name in probed.seconds if name != probed.way]
+    told = [f"{name} {seconds(probed.seconds[name])}" for name in others]
+    return f"{probed.way} ({', '.join([seconds(probed.seconds[probed.way]), *told])})"
+
+
+def times(tuned: Measured) -> str:
+    """For example ``0.41 s an evaluation, 0.55 s unpatched``."""
+    return f"{seconds(tuned.seconds)} an evaluation, {seconds(tuned.unpatched)} unpatched"
+
+
+def seconds(time: float) -> str:
+    """A time in words, for example ``12.3 ms``."""
+    if time >= 100:
+        return f"{time:.0f} s"
+    return f"{time:.3g} s" if time >= 0.1 else f"{1000 * time:.3g} ms"
+
+
+def live_line(result: Evaluated, total_steps: int) -> str:
+    """What one evaluation merged, for example ``5/16 blocks, 4096→2048 tokens, step 3/20``."""
+    return f"{_evaluation(result)}, step {result.step + 1}/{total_steps}"
+
+
+def _evaluation(result: Evaluated) -> str:
+    merged = {(outcome.before, outcome.after) for outcome in result.merged}
+    if not merged:
+        return "all tokens"
+    lengths = ", ".join(f"{before}→{after}" for before, after in sorted(merged, reverse=True))
+    return f"{len(result.merged)}/{result.blocks} blocks, {lengths} tokens"
+
+
+def sizes(counts: Counts) -> str:
+    """For example ``4096 -> 2048 tokens x5, 1024 -> 512 tokens x6``."""
+    several = len(counts.lengths) > 1
+    return ", ".join(
+        f"{before} -> {_span(counts.lengths_after(before))} tokens"
+        + (f" x{counts.blocks_of(before)}" if several else "")
+        for before in counts.lengths
+    )
+
+
+def _span(lengths: list[int]) -> str:
+    return str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]}-{lengths[-1]}"
+
+
+def deviations(counts: Counts) -> list[str]:
+    """What differed from the settings, in a few words each."""
+    return [
+        *(f"module scope in {len(names)} {why}" for why, names in counts.fell_back.items()),
+        *(f"merged keys weigh as one token ({reason})" for reason in sorted(counts.unweighted)),
+    ]
+
+
+def obstacle(counts: Counts, max_downsample: int, shallowest: int) -> str:
+    """Why nothing was merged: the most common reason, or that ``max_downsample`` rules out all.
+
+    Args:
+        counts: the counts of a run that merged nothing.
+        max_downsample: how many times smaller than the latent a merged level may be.
+        shallowest: how many times smaller than the latent the model's largest level is.
+    """
+    return counts.most_common_reason or (
+        f"max_downsample={max_downsample} leaves out every transformer block: this model's "
+        f"start at {shallowest}; use preset fast, or max_downsample auto under preset custom"
+    )
+
+
+def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> list[str]:
+    """The settings in words, for example ``["ratio 0.90 capped at 0.75", "window"]``.
+
+    Args:
+        config: the settings.
+        frames: of the latent of a video, 1 for a picture.
+        defaults: whether to include strategy and scope even if they are the default.
+    """
+    strategy = strategy_class(config)
+    scope = [] if config.scope == "module" and not defaults else [f"{config.scope} scope"]
+    if not strategy.follows_ratio:
+        return [f"{config.strategy} of {config.sy}x{config.sx} cells", *scope]
+    ratio = f"ratio {config.ratio:.2f}"
+    if config.ratio_end >= 0:
+        ratio += f" to {config.ratio_end:.2f}"
+    cap = strategy.ratio_cap(config, frames)
+    if max(config.ratio, config.ratio_end) > cap:
+        ratio += f" capped at {cap:.2f}"
+    if config.scope == "module" and config.attn_tokens != "q,k,v":
+        ratio += f" of {config.attn_tokens} in self-attention"
+    kv_ratio = [] if config.kv_ratio < 0 else [f"kv_ratio {config.kv_ratio:.2f}"]
+    is_default = config.strategy == ToMeConfig.strategy and not defaults
+    return [ratio, *kv_ratio, *([] if is_default else [config.strategy]), *scope]

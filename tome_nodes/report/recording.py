@@ -1,0 +1,200 @@
+"""A sampling run in detail: which tokens merged in each step, and how long everything took.
+
+A recorder watches a run only if a report is connected. It does not wait for the device before the
+run is over, and then copies everything at once.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..merging.grid import Grid
+from ..merging.plan import Plan
+from ..ops.clock import Clock
+from ..patching.outcome import Evaluated, Function, Observer
+from ..strategies.base import PlansOf
+
+MATCHING, MERGING, UNMERGING = "matching", "merging", "unmerging"
+
+
+@dataclass(frozen=True)
+class BlockStep:
+    """A transformer block in one step.
+
+    Attributes:
+        before: tokens that entered it.
+        after: tokens that it, or modules in it, ran on.
+        seconds: its duration, None if it could not be measured.
+    """
+
+    before: int
+    after: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A whole run.
+
+    Attributes:
+        latent: the grid of the latent.
+        slots: by step and feature map, the slot of each token in the first sample of the batch,
+            ``[frames, height, width]`` int64, in the block that merged first.
+        blocks: the blocks in each step, by name and step.
+        seconds: time from the first evaluation of the model to the end of the run.
+        overhead: seconds of ``matching``, ``merging`` and ``unmerging`` therein, None if they could
+            not be measured: in a compiled model, and on devices other than a CPU or CUDA.
+    """
+
+    latent: Grid
+    slots: Mapping[tuple[int, Grid], np.ndarray]
+    blocks: Mapping[tuple[str, int], BlockStep]
+    seconds: float
+    overhead: Mapping[str, float] | None
+
+    @property
+    def levels(self) -> dict[int, Grid]:
+        """The feature maps that merged, by how many times smaller than the latent they are."""
+        grids = {grid for _, grid in self.slots}
+        # Areas of a picture can round to the same level; the largest then represents it.
+        by_size = sorted(grids, key=lambda grid: grid.tokens)
+        levels = {self._level(grid): grid for grid in by_size}
+        return dict(sorted(levels.items()))
+
+    def _level(self, grid: Grid) -> int:
+        return max(1, round((self.latent.tokens * grid.frames / grid.tokens) ** 0.5))
+
+
+class Recorder(Observer):
+    """Records a run while it happens."""
+
+    follows_blocks = True
+
+    def __init__(self, latent: Grid, device: torch.device):
+        """Begin with the first evaluation of a model, for ``latent`` on ``device``."""
+        self._step = 0
+        self._latent = latent
+        self._clock = Clock(device)
+        self._started = time.perf_counter()
+        self._slots: dict[tuple[int, Grid], Tensor] = {}
+        self._tokens: dict[tuple[str, int], tuple[int, int]] = {}
+        self._timings: list[tuple[str, int, Any, Any]] = []
+
+    def watched(self, plans_of: PlansOf) -> PlansOf:
+        def watched_plans_of(
+            features: Tensor, grid: Grid, ratios: Sequence[float]
+        ) -> list[Plan | None]:
+            if torch.compiler.is_compiling():
+                return plans_of(features, grid, ratios)
+            plans = self.time(MATCHING, plans_of, features, grid, ratios)
+            watched = {id(plan): _WatchedPlan(plan, self) for plan in plans if plan is not None}
+            return [watched.get(id(plan)) for plan in plans]
+
+        return watched_plans_of
+
+    def timed(self, block: str, forward: Function) -> Function:
+        @wraps(forward)
+        def timed_forward(*args: Any, **kwargs: Any) -> Any:
+            return self.time(block, forward, *args, **kwargs)
+
+        return cast(Function, timed_forward)
+
+    def time(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function, add its time to that of ``name`` if it can be measured, and return."""
+        # Traced code runs once, and not when the model runs.
+        if torch.compiler.is_compiling() or not self._clock.tells:
+            return function(*args, **kwargs)
+        start = self._clock.now()
+        result = function(*args, **kwargs)
+        self._timings.append((name, self._step, start, self._clock.now()))
+        return result
+
+    def begins(self, step: int) -> None:
+        self._step = step
+
+    def evaluated(self, result: Evaluated) -> None:
+        for outcome in result.outcomes:
+            self._tokens[outcome.block, result.step] = outcome.before, outcome.after
+            if outcome.plan is None or outcome.layout is None:
+                continue
+            for span in outcome.layout.spans:
+                place = result.step, span.grid
+                if place not in self._slots:
+                    slots = outcome.plan.slots()[0, span.start : span.stop]
+                    sides = span.grid.frames, span.grid.height, span.grid.width
+                    self._slots[place] = slots.view(sides)
+
+    def finish(self) -> Recording:
+        """The recording, as plain numbers."""
+        self._clock.wait()
+        seconds = time.perf_counter() - self._started
+        by_name: dict[str, float] = dict.fromkeys((MATCHING, MERGING, UNMERGING), 0.0)
+        by_step: dict[tuple[str, int], float] = {}
+        for name, step, start, end in self._timings:
+            taken = self._clock.between(start, end)
+            if name in by_name:
+                by_name[name] += taken
+            by_step[name, step] = by_step.get((name, step), 0.0) + taken
+        return Recording(
+            self._latent,
+            {place: _counted_from_0(slots.cpu().numpy()) for place, slots in self._slots.items()},
+            {
+                place: BlockStep(*tokens, by_step.get(place))
+                for place, tokens in self._tokens.items()
+            },
+            seconds,
+            by_name if self._timings else None,
+        )
+
+
+def _counted_from_0(slots: np.ndarray) -> np.ndarray:
+    """The slots of one picture, numbered from 0 instead of from the tokens before the picture."""
+    return slots - slots.min()
+
+
+class _WatchedPlan(Plan):
+    """Times the merging and unmerging of a plan."""
+
+    def __init__(self, plan: Plan, recorder: Recorder):
+        self.slot_count = plan.slot_count
+        self._plan = plan
+        self._time = recorder.time
+
+    def slots(self) -> Tensor:
+        return self._plan.slots()
+
+    def tokens(self) -> Tensor:
+        return self._plan.tokens()
+
+    def log_sizes(self) -> Tensor:
+        return self._plan.log_sizes()
+
+    def is_even(self) -> bool:
+        return self._plan.is_even()
+
+    def fits(self, x: Tensor) -> bool:
+        return self._plan.fits(x)
+
+    def merge(self, x: Tensor) -> Tensor:
+        return self._time(MERGING, self._plan.merge, x)
+
+    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._time(MERGING, self._plan.merge_inputs, x)
+
+    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
+        return self._time(MERGING, self._plan.merge_keys, k, heads)
+
+    def merge_values(self, v: Tensor) -> Tensor:
+        return self._time(MERGING, self._plan.merge_values, v)
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        return self._time(UNMERGING, self._plan.unmerge, y)
+
+    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        return self._time(UNMERGING, self._plan.add_change, x, before, after)

@@ -1,0 +1,1 @@
+"""Options, presets, and the frozen settings that they become."""

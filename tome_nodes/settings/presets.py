@@ -1,0 +1,106 @@
+"""Named settings: points on the front of speed against likeness in `benchmarks/FIDELITY.md`.
+
+A preset says how to merge; how much, when and with which seed stay free.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from .options import OPTIONS, Option, OptionError, is_plain, told
+
+FREE = ("ratio", "start_percent", "end_percent", "seed", "backend")
+"""The options that no preset decides."""
+
+CUSTOM = "custom"
+"""The name of no preset: every option is as given."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How to merge.
+
+    Attributes:
+        text: what it does, in a sentence.
+        options: those that it sets; all others except those in :data:`FREE` have their defaults.
+    """
+
+    text: str
+    options: Mapping[str, Any]
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "quality": Preset(
+            "Merges keys and values of self-attention in cells of 2x2 tokens, matched within "
+            "windows: closest to the plain model.",
+            {"strategy": "window", "attn_tokens": "k,v"},
+        ),
+        "balanced": Preset(
+            "The same in cells of 4x2 tokens, so that up to 0.875 can merge, not just 0.75.",
+            {"strategy": "window", "attn_tokens": "k,v", "sx": 4},
+        ),
+        "fast": Preset(
+            "Runs all transformer blocks of a level on merged tokens in three of four steps, and "
+            "on all tokens in the fourth: saves most, and is what to take for SDXL and for turbo "
+            "models, where self-attention is a small part of the work.",
+            {"strategy": "window", "scope": "stack", "attn_tokens": "k,v", "refresh_steps": 4},
+        ),
+        "paper": Preset(
+            "As the paper's own code, tomesd, does it: queries, keys and values alike, at the "
+            "largest maps only, so nothing on SDXL.",
+            {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
+        ),
+    }
+)
+"""The presets by name."""
+
+PRESET = Option(
+    name="preset",
+    default="balanced",
+    choices=MappingProxyType(
+        {
+            **{name: preset.text for name, preset in PRESETS.items()},
+            CUSTOM: "As the other inputs say.",
+        }
+    ),
+    text="How to merge: quality is closest to the plain picture, balanced is much the same but can "
+    "merge more, fast saves most and is what SDXL needs, paper does as tomesd does. Under these "
+    "only ratio, start_percent, end_percent, seed and backend count; under custom every input "
+    "does.",
+    more="An input that would not count is refused, unless it is at its default. The editor hides "
+    "it and does not send it.",
+)
+"""The choice of a preset."""
+
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {name: option.default for name, option in OPTIONS.items()}
+)
+
+
+def settings_of(
+    preset: str, given: Mapping[str, Any], defaults: Mapping[str, Any] = _DEFAULTS
+) -> dict[str, Any]:
+    """The options of :class:`tome_nodes.settings.config.ToMeConfig` that a preset stands for.
+
+    Args:
+        preset: one of :data:`PRESETS`, or :data:`CUSTOM`.
+        given: options. One that the preset decides has to be at its default.
+        defaults: what an option is where the caller was given none.
+
+    Raises:
+        OptionError: no such preset, or an option that would not count.
+    """
+    PRESET.check(preset)
+    if preset == CUSTOM:
+        return dict(given)
+    for name, value in given.items():
+        if name not in FREE and not (is_plain(value) and value == defaults[name]):
+            raise OptionError(
+                name,
+                f"{name}={told(value)} does not count under preset={preset!r}, which decides it: "
+                f"leave {name} out, or set preset to {CUSTOM!r}",
+            )
+    free = {name: value for name, value in given.items() if name in FREE}
+    return {**free, **PRESETS[preset].options}
