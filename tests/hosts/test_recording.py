@@ -6,7 +6,7 @@ import torch
 from common import relative_error
 from host import merging, sample
 
-from tome_nodes.comfyui import attachment
+from tome_nodes.comfyui import run_report
 from tome_nodes.comfyui.attachment import attach, is_attached, last_run
 from tome_nodes.merging.grid import Grid
 from tome_nodes.report import log_line
@@ -204,7 +204,7 @@ def test_an_error_in_what_is_told_of_a_run_loses_no_picture(sd15, monkeypatch, c
         (Recorder, "evaluated"),
         (Recorder, "finish"),
         (log_line, "log_line"),
-        (attachment, "LastRun"),
+        (run_report, "LastRun"),
     ):
         if name == place:
             monkeypatch.setattr(owner, name, broken)

@@ -8,12 +8,11 @@ touched, so LoRA, saving, model merging and other nodes' patches work as before.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Set
 from typing import Any
 
 import torch
-from comfy.model_management import InterruptProcessingException, soft_empty_cache
+from comfy.model_management import soft_empty_cache
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor, nn
@@ -23,21 +22,17 @@ from ..merging.layout import Picture
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
 from ..patching.out_of_memory import WITHOUT_IT
-from ..patching.outcome import Evaluated, Function, Observer
 from ..patching.schedule import Moment, NoiseRange, is_noise_alone, step_index
-from ..report import log_line
-from ..report.counts import Counts
 from ..report.last_run import LastRun
-from ..report.recording import Recorder
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
-from ..strategies.base import PlansOf
 from ..tuning.search import Measured
 from . import host_checks, workflow
 from .autotune_cache import probe
 from .models.base import ComfyFamily, Inputs, uncompiled
 from .models.known import family_of
 from .network_wrapper import can_run_inside, inside
+from .run_report import RunReport
 
 KEY = "tome_nodes"
 """Our key among the wrappers of a model and in its transformer options."""
@@ -195,12 +190,9 @@ class _Attachment:
         guider = executor.class_obj
         guider.model_options["transformer_options"][KEY] = run
         result = executor(*args, **kwargs)
-        with _not_at_the_cost_of_the_picture("the report of this run is missing"):
-            if not self.is_quiet:
-                run.log()
-            last = run.summary(type(guider.model_patcher.model.model_config).__name__)
-            if last is not None:
-                self.runs[sampler] = last
+        last = run.finish(guider.model_patcher.model)
+        if last is not None:
+            self.runs[sampler] = last
         return result
 
     def apply_model(
@@ -234,75 +226,6 @@ class _Attachment:
         return run.evaluate(executor.class_obj, inputs, x, t, options, evaluate)
 
 
-@contextmanager
-def _not_at_the_cost_of_the_picture(lost: str) -> Iterator[None]:
-    """Log an error in what is told of a run, which says what is ``lost``, and go on."""
-    try:
-        yield
-    except InterruptProcessingException:
-        raise
-    except Exception as error:
-        log.warning("[ToMe] %s: %s: %s", lost, type(error).__name__, error)
-
-
-class _UntilItFails(Observer):
-    """An observer that is left out from its first error on."""
-
-    def __init__(self, observer: Observer):
-        self._observer = observer
-        self._has_failed = False
-        self.follows_blocks = observer.follows_blocks
-
-    def watched(self, plans_of: PlansOf) -> PlansOf:
-        return self._observer.watched(plans_of)
-
-    def timed(self, block: str, forward: Function) -> Function:
-        return self._observer.timed(block, forward)
-
-    def begins(self, step: int) -> None:
-        self._call(self._observer.begins, step)
-
-    def evaluated(self, result: Evaluated) -> None:
-        self._call(self._observer.evaluated, result)
-
-    def _call(self, tell: Callable[[Any], None], what: Any) -> None:
-        if self._has_failed:
-            return
-        self._has_failed = True
-        with _not_at_the_cost_of_the_picture("what is told of this run is not complete"):
-            tell(what)
-            self._has_failed = False
-
-
-class _LiveLine(Observer):
-    """Reports what happened in each step, once."""
-
-    def __init__(self, on_step: Callable[[str], None], total_steps: int):
-        self._on_step = on_step
-        self._total_steps = total_steps
-        self._step: int | None = None
-
-    def evaluated(self, result: Evaluated) -> None:
-        if result.step != self._step:
-            self._step = result.step
-            self._on_step(log_line.live_line(result, self._total_steps))
-
-
-class _Following:
-    """The observers of a sampling run, made at its first evaluation."""
-
-    def __init__(self, attachment: _Attachment, total_steps: int, latent: Grid, t: Tensor):
-        self.counts = Counts(total_steps)
-        self.recorder: Recorder | None = None
-        self.observers: list[Observer] = [self.counts]
-        if attachment.on_step is not None:
-            live = _LiveLine(attachment.on_step, total_steps)
-            self.observers.append(_UntilItFails(live))
-        if attachment.wants_details is not None and attachment.wants_details():
-            self.recorder = Recorder(latent, t.device)
-            self.observers.append(_UntilItFails(self.recorder))
-
-
 class _SamplingRun:
     """The state of one sampling run, which may evaluate a model and deep clones of it."""
 
@@ -311,7 +234,7 @@ class _SamplingRun:
         self._from_noise = from_noise
         self._config = attachment.config
         self._runs: dict[nn.Module, Run] = {}
-        self._following: _Following | None = None
+        self._report: RunReport | None = None
         self._schedule: list[float] = []
         self._step = 0
         self._sigma: float | None = None
@@ -331,12 +254,18 @@ class _SamplingRun:
         ``denoise`` evaluates it on a latent under transformer options.
         """
         latent = Grid(*inputs.shape[-2:])
-        if self._following is None:
+        if self._report is None:
             self._schedule = options.get("sample_sigmas", t[:1]).tolist()
-            total_steps = max(1, len(self._schedule) - 1)
-            self._following = _Following(self._attachment, total_steps, latent, t)
+            wants_details = self._attachment.wants_details
+            self._report = RunReport(
+                max(1, len(self._schedule) - 1),
+                latent,
+                t.device,
+                self._attachment.on_step,
+                wants_details is not None and wants_details(),
+            )
         diffusion_model = uncompiled(model.diffusion_model)
-        run = self._run_of(diffusion_model, self._following)
+        run = self._run_of(diffusion_model, self._report)
         pictures, obstacle = self._pictures(diffusion_model, inputs)
         dtype = model.get_dtype_inference()
         # A GPU is idle from here on until the model runs.
@@ -389,7 +318,7 @@ class _SamplingRun:
             or is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),
         )
 
-    def _run_of(self, diffusion_model: nn.Module, following: _Following) -> Run:
+    def _run_of(self, diffusion_model: nn.Module, report: RunReport) -> Run:
         if diffusion_model not in self._runs:
             attachment = self._attachment
             self._runs[diffusion_model] = Run(
@@ -397,7 +326,7 @@ class _SamplingRun:
                 attachment.family,
                 diffusion_model,
                 attachment.make_strategy,
-                following.observers,
+                [report],
                 probe(),
             )
         return self._runs[diffusion_model]
@@ -419,45 +348,14 @@ class _SamplingRun:
         self._calls[composition] += 1
         return composition, self._calls[composition]
 
-    def log(self) -> None:
-        """Log in one line what was merged, or why nothing was."""
-        if self._following is None:
-            return
-        counts = self._following.counts
-        if counts.merged_anything:
-            engine = self._first_run.engine
-            backend: list[str] = []
-            if engine is not None:
-                backend = [*engine.in_words(), *log_line.tried(engine.choices, only_changed=True)]
-            tuned = self._attachment.tuned
-            log.info("[ToMe] %s", log_line.log_line(counts, self._config, backend, tuned))
-        else:
-            log.warning("[ToMe] nothing merged: %s", self._obstacle(counts))
+    def finish(self, model: Any) -> LastRun | None:
+        """Report the run; returns what is kept of it, None if nothing was evaluated.
 
-    def summary(self, model: str) -> LastRun | None:
-        """What is kept of the run, for reports; None if nothing was evaluated."""
-        if self._following is None:
+        ``model`` is a BaseModel of the host.
+        """
+        if self._report is None:
             return None
-        counts, recorder = self._following.counts, self._following.recorder
-        engine = self._first_run.engine
-        return LastRun(
-            model,
-            self._config,
-            counts,
-            None if counts.merged_anything else self._obstacle(counts),
-            None if engine is None else (*engine.in_words(), engine.backend)[0],
-            None if engine is None else engine.worth_from,
-            self._first_run.sites.shallowest,
-            None if recorder is None else recorder.finish(),
-            self._attachment.tuned,
-            {} if engine is None else dict(engine.choices),
-        )
-
-    @property
-    def _first_run(self) -> Run:
-        return next(iter(self._runs.values()))
-
-    def _obstacle(self, counts: Counts) -> str:
-        """The reason why nothing was merged, in words."""
-        sites = self._first_run.sites
-        return log_line.obstacle(counts, sites.max_downsample, sites.shallowest)
+        # Deep clones of the model do the same.
+        run = next(iter(self._runs.values()))
+        attachment = self._attachment
+        return self._report.finish(run, model, self._config, attachment.tuned, attachment.is_quiet)

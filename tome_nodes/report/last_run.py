@@ -1,7 +1,7 @@
 """The record of a patched model's last sampling run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..ops.autotune import Case, Probed
 from ..settings.config import ToMeConfig
@@ -10,7 +10,7 @@ from .counts import Counts
 from .recording import Recording
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LastRun:
     """The record of a patched model's last sampling run.
 
@@ -21,12 +21,13 @@ class LastRun:
         obstacle: why nothing was merged, None if something was.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
             chose one.
-        worth_from: estimated size in tokens from which merging a feature map is worth it.
+        worth_from: estimated size in tokens from which merging a feature map is worth it; None if
+            the run never chose a backend.
+        choices: which ways of an operation were measured to be the fastest.
         shallowest: how many times smaller than the latent the largest feature map with attention
             is.
         recording: the details, None if no report was connected when the run began.
         tuned: what ToMe Tune measured with the settings, None if it did not choose them.
-        choices: which ways of an operation were measured to be the fastest.
     """
 
     model: str
@@ -35,7 +36,7 @@ class LastRun:
     obstacle: str | None
     backend: str | None
     worth_from: int | None
+    choices: Mapping[Case, Probed]
     shallowest: int
     recording: Recording | None
-    tuned: Measured | None = None
-    choices: Mapping[Case, Probed] = field(default_factory=dict)
+    tuned: Measured | None

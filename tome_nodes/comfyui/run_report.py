@@ -1,0 +1,141 @@
+"""What is reported of a sampling run: live on the node, in the log, and kept for ToMe Report.
+
+Nothing that goes wrong here costs the picture.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comfy.model_management import InterruptProcessingException
+
+from ..merging.grid import Grid
+from ..patching.evaluation import Run
+from ..patching.outcome import Evaluated, Function, Observer
+from ..report import log_line
+from ..report.counts import Counts
+from ..report.last_run import LastRun
+from ..report.recording import Recorder
+from ..settings.config import ToMeConfig
+from ..strategies.base import PlansOf
+from ..tuning.search import Measured
+
+log = logging.getLogger("tome_nodes")
+
+
+class RunReport(Observer):
+    """Follows a sampling run from its first evaluation, and says at its end what came of it."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        latent: Grid,
+        device: torch.device,
+        on_step: Callable[[str], None] | None = None,
+        with_details: bool = False,
+    ):
+        """Begin with the first evaluation of a model.
+
+        Args:
+            total_steps: of the run, at least 1.
+            latent: the grid of the latent.
+            device: where the model runs.
+            on_step: called once in each step with a short text on what was merged.
+            with_details: whether to record each block in each step.
+        """
+        self._counts = Counts(total_steps)
+        self._on_step = on_step
+        self._recorder = Recorder(latent, device) if with_details else None
+        self._step: int | None = None
+        self._followers: list[Callable[[Evaluated], None]] = [self._counts.evaluated]
+        if on_step is not None:
+            self._followers.append(self._show)
+        if self._recorder is not None:
+            self._followers.append(self._recorder.evaluated)
+        self.follows_blocks = with_details
+
+    def watched(self, plans_of: PlansOf) -> PlansOf:
+        return plans_of if self._recorder is None else self._recorder.watched(plans_of)
+
+    def timed(self, block: str, forward: Function) -> Function:
+        return forward if self._recorder is None else self._recorder.timed(block, forward)
+
+    def begins(self, step: int) -> None:
+        if self._recorder is not None:
+            self._recorder.begins(step)
+
+    def evaluated(self, result: Evaluated) -> None:
+        for follower in [*self._followers]:
+            try:
+                follower(result)
+            except InterruptProcessingException:
+                raise
+            except Exception as error:
+                self._followers.remove(follower)
+                _warn("the report of this run is not complete", error)
+
+    def _show(self, result: Evaluated) -> None:
+        """Show what happened in a step, once."""
+        if self._on_step is not None and result.step != self._step:
+            self._step = result.step
+            self._on_step(log_line.live_line(result, self._counts.total_steps))
+
+    def finish(
+        self,
+        run: Run,
+        model: Any,
+        config: ToMeConfig,
+        tuned: Measured | None = None,
+        is_quiet: bool = False,
+    ) -> LastRun | None:
+        """Log what was merged in the run, or why nothing was, and sum it up.
+
+        Args:
+            run: the evaluations of the model.
+            model: the host's, a BaseModel.
+            config: the settings.
+            tuned: what ToMe Tune measured with them.
+            is_quiet: whether to log nothing.
+
+        Returns:
+            What is kept of the run; None if it could not be summed up, which is logged.
+        """
+        try:
+            last = self._last_run(run, model, config, tuned)
+            if not is_quiet:
+                self._log(last, run)
+        except Exception as error:
+            _warn("the report of this run is missing", error)
+            return None
+        return last
+
+    def _last_run(
+        self, run: Run, model: Any, config: ToMeConfig, tuned: Measured | None
+    ) -> LastRun:
+        counts, engine, sites = self._counts, run.engine, run.sites
+        obstacle = log_line.obstacle(counts, sites.max_downsample, sites.shallowest)
+        return LastRun(
+            model=type(model.model_config).__name__,
+            config=config,
+            counts=counts,
+            obstacle=None if counts.merged_anything else obstacle,
+            backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
+            worth_from=None if engine is None else engine.worth_from,
+            choices={} if engine is None else dict(engine.choices),
+            shallowest=sites.shallowest,
+            recording=None if self._recorder is None else self._recorder.finish(),
+            tuned=tuned,
+        )
+
+    def _log(self, last: LastRun, run: Run) -> None:
+        if last.obstacle is not None:
+            log.warning("[ToMe] nothing merged: %s", last.obstacle)
+            return
+        backend = [] if run.engine is None else run.engine.in_words()
+        backend += log_line.tried(last.choices, only_changed=True)
+        log.info("[ToMe] %s", log_line.log_line(last.counts, last.config, backend, last.tuned))
+
+
+def _warn(lost: str, error: Exception) -> None:
+    log.warning("[ToMe] %s: %s: %s", lost, type(error).__name__, error)
