@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tome_nodes.comfyui.node_texts import CAPTIONS, Caption
-from tome_nodes.settings.options import OPTIONS, Option
+from tome_nodes.settings.config import OPTIONS
+from tome_nodes.settings.options import Option
 from tome_nodes.settings.presets import PRESET, PRESETS
 from tools.environment import ROOT
 

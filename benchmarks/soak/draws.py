@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.options import FRAME, LEVEL, OPTIONS, STEP, VIEW, Option, OptionError
+from tome_nodes.settings.config import OPTIONS, ToMeConfig
+from tome_nodes.settings.options import FRAME, LEVEL, STEP, VIEW, Option, OptionError
 from tome_nodes.settings.presets import CUSTOM, FREE, PRESETS, settings_of
 
 SAMPLERS = (

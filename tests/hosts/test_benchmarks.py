@@ -22,8 +22,7 @@ from benchmarks.methods import HostMethod, methods
 from benchmarks.rounds import interleaved
 from benchmarks.slope import log_log_slope
 from tome_nodes.merging.plan import SlotPlan
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.options import OPTIONS
+from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies.window import WindowStrategy
 
 pytestmark = pytest.mark.newest_only

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tome_nodes.comfyui import attachment
 from tome_nodes.comfyui.attachment import attach, detach
 from tome_nodes.merging.plan import SlotPlan
-from tome_nodes.settings.options import OPTIONS
+from tome_nodes.settings.config import OPTIONS
 
 ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
 

@@ -10,7 +10,7 @@ from common import DEVICE, EVERYTHING, Counted, Shuffle, relative_error
 from host import conditioning, merging, overridden, sample
 
 from tome_nodes.comfyui.attachment import attach
-from tome_nodes.settings.options import OPTIONS
+from tome_nodes.settings.config import OPTIONS
 
 scopes = pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 

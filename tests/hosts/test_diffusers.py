@@ -29,8 +29,7 @@ import tome_nodes
 from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.pytorch.diffusers import DiffusersBlock, DiffusersUNet
 from tome_nodes.pytorch.hooks import Attachment
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.options import OPTIONS
+from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 pytestmark = pytest.mark.newest_only

@@ -22,8 +22,7 @@ from torch import nn
 import tome_nodes
 from tome_nodes.pytorch.hooks import Attachment
 from tome_nodes.pytorch.ldm import LdmUNet
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.options import OPTIONS
+from tome_nodes.settings.config import OPTIONS, ToMeConfig
 
 pytestmark = [
     pytest.mark.newest_only,

@@ -11,7 +11,7 @@ from tome_nodes.comfyui.attachment import attach, is_attached, last_run
 from tome_nodes.merging.grid import Grid
 from tome_nodes.report import log_line
 from tome_nodes.report.recording import Recorder
-from tome_nodes.settings.options import OPTIONS
+from tome_nodes.settings.config import OPTIONS
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 

@@ -12,8 +12,7 @@ from benchmarks.soak.merging import Merging
 from benchmarks.soak.models import Transformer, UNetOfDiffusers
 from benchmarks.soak.runs import Runs
 from benchmarks.soak.tally import Tally, Verdict, growth, told
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.options import OPTIONS
+from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.presets import PRESETS, settings_of
 
 RUN = Draw(1, "flux", {"preset": "custom", "min_tokens": 1, "ratio": 0.5}, Sampling((6, 8)))

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.options import LEVEL, OPTIONS, STEP, VIEW, OptionError
+from tome_nodes.settings.config import OPTIONS, ToMeConfig
+from tome_nodes.settings.options import LEVEL, STEP, VIEW, OptionError
 from tome_nodes.settings.presets import PRESET
 
 LIMITS = {

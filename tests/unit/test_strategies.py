@@ -12,8 +12,7 @@ from tome_nodes.merging.grid import Grid
 from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.merging.random_picks import step_key
 from tome_nodes.ops import reference
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.options import OPTIONS
+from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies import make_strategy, strategy_class
 from tome_nodes.strategies.cells import frames_of_cell
 from tome_nodes.strategies.cluster import cluster

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tome_nodes.settings.options import OPTIONS
+from tome_nodes.settings.config import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tome_nodes"
@@ -125,7 +125,7 @@ STANDARD = {
 @pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 def test_a_strategy_is_named_only_where_it_is_chosen(strategy):
     for name, file in MODULES.items():
-        if name in ("settings.options", "settings.presets", "strategies", f"strategies.{strategy}"):
+        if name in ("settings.config", "settings.presets", "strategies", f"strategies.{strategy}"):
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             assert not (isinstance(node, ast.Constant) and node.value == strategy), name

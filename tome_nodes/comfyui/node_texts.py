@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
+from ..settings.config import OPTIONS
 from ..settings.options import (
     CHANGE,
     FRAME,
     GOAL,
     LEVEL,
     MEASURE_AGAIN,
-    OPTIONS,
     SAMPLING,
     SPEED_UP,
     STEP,

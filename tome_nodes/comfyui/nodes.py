@@ -89,12 +89,16 @@ def _input(option: Option, **extras: Any) -> io.Input:
 
 
 def _given(*names: str) -> Callable[[Any], Any]:
-    """Give a validation a signature with these inputs: the host passes only what is in it."""
+    """Give a validation a signature with these inputs.
+
+    The host passes only the inputs that are in the signature, and reports an error at each that it
+    passed; with ``**inputs`` alone it would report one at links that are not at fault.
+    """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(name, kind) for name in ("cls", *names)])
 
     def with_signature(function: Any) -> Any:
-        function.__signature__ = signature
+        parameters = [inspect.Parameter(name, kind) for name in ("cls", *names)]
+        function.__signature__ = inspect.Signature(parameters)
         return function
 
     return with_signature
@@ -104,9 +108,8 @@ class _LinksChecked(io.ComfyNode):
     """A node of which only the links are checked; its values the host checks well enough."""
 
     @classmethod
-    @_given(prompt_checks.LINKS)
-    def validate_inputs(cls, **inputs: Any) -> bool | str:
-        """True if the links are valid, else an error message."""
+    def validate_inputs(cls, links: Any = None) -> bool | str:
+        """True if the links are valid, else an error message: see :data:`prompt_checks.LINKS`."""
         return prompt_checks.verdict() or True
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..settings.config import ToMeConfig
-from ..settings.options import OPTIONS, OptionError, OptionTypeError, told
+from ..settings.config import OPTIONS, ToMeConfig
+from ..settings.options import OptionError, OptionTypeError, told
 from ..settings.presets import CUSTOM, FREE, PRESET, settings_of
 from . import attachment, prompt_checks
 from .node_texts import PATCH, Caption

@@ -4,8 +4,7 @@ import sys
 from inspect import signature
 from typing import Any, TypeVar
 
-from ..settings.config import ToMeConfig
-from ..settings.options import OPTIONS
+from ..settings.config import OPTIONS, ToMeConfig
 from ..settings.presets import CUSTOM, settings_of
 
 Model = TypeVar("Model")
@@ -53,7 +52,7 @@ def apply_patch(
         preset: one of :data:`tome_nodes.settings.presets.PRESETS`, or ``custom``. A preset decides
             all options except those in :data:`tome_nodes.settings.presets.FREE`; the options that
             it decides must have their defaults here.
-        options: the other options of :data:`tome_nodes.settings.options.OPTIONS`. Their defaults
+        options: the other options of :data:`tome_nodes.settings.config.OPTIONS`. Their defaults
             are the same, except that ``min_tokens`` is 1 and ``proportional_attn`` is off: as in
             tomesd, feature maps of any size merge, and a merged key weighs as one token. Percents
             and the way to ``ratio_end`` are shares of the noise levels of training, which the

@@ -1,18 +1,30 @@
-"""The settings of one patched model."""
+"""The settings of one patched model: each option of token merging, said once.
 
-from dataclasses import dataclass, fields
+What is allowed, the inputs of the patch node and of :func:`tome_nodes.apply_patch` are made from
+this when they load; the English locale and the tables of the help pages by ``python3 dev.py
+generate``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, Literal
 
-from .options import OPTIONS, OptionError
+from .options import Option, OptionError
 
 
-def _default(name: str) -> Any:
-    return OPTIONS[name].default
+def _option(default: Any, **others: Any) -> Any:
+    """A field with its default and the other attributes of its :class:`Option`, but the name."""
+    return field(default=default, metadata=others)
+
+
+def _choices(*names: str | int) -> dict[str | int, str]:
+    return dict.fromkeys(names, "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToMeConfig:
-    """Validated settings: every option of :data:`tome_nodes.settings.options.OPTIONS`.
+    """Validated settings, in the order of the patch node's inputs.
 
     ``ratio``, ``sx``, ``sy``, ``use_rand``, ``max_downsample`` and the ``merge_*`` switches have
     their meaning in section 4 of arXiv 2303.17604 and its code, except that ``max_downsample`` may
@@ -25,32 +37,206 @@ class ToMeConfig:
             ``ValueError``. The message names the option, its value and what is allowed.
     """
 
-    ratio: float = _default("ratio")
-    start_percent: float = _default("start_percent")
-    end_percent: float = _default("end_percent")
-    seed: int = _default("seed")
-    backend: str = _default("backend")
-    strategy: str = _default("strategy")
-    scope: str = _default("scope")
-    attn_tokens: str = _default("attn_tokens")
-    max_downsample: int | Literal["auto"] = _default("max_downsample")
-    merge_attn: bool = _default("merge_attn")
-    merge_crossattn: bool = _default("merge_crossattn")
-    merge_mlp: bool = _default("merge_mlp")
-    kv_ratio: float = _default("kv_ratio")
-    ratio_end: float = _default("ratio_end")
-    sx: int = _default("sx")
-    sy: int = _default("sy")
-    st: int = _default("st")
-    use_rand: bool = _default("use_rand")
-    reuse_steps: int = _default("reuse_steps")
-    refresh_steps: int = _default("refresh_steps")
-    min_tokens: int = _default("min_tokens")
-    proportional_attn: bool = _default("proportional_attn")
+    ratio: float = _option(
+        0.6,
+        least=0.0,
+        most=0.95,
+        step=0.05,
+        text="Share of the tokens to merge; under quality and balanced, of the keys and values of "
+        "self-attention. More is faster and changes the picture more; 0 is exactly the unpatched "
+        "model.",
+        more="One token of each cell always stays, so of a picture at most `1 - 1/(sx*sy)` merge: "
+        "0.75 with the cells of quality, fast and paper, 0.875 with those of balanced.",
+    )
+    start_percent: float = _option(
+        0.0,
+        least=0.0,
+        most=1.0,
+        step=0.01,
+        text="Point of the sampling at which merging starts; 0 is the first step.",
+    )
+    end_percent: float = _option(
+        1.0,
+        least=0.0,
+        most=1.0,
+        step=0.01,
+        text="Point of the sampling at which merging ends; 1 is the last step. Ending early, at "
+        "0.8 say, keeps fine detail.",
+    )
+    seed: int = _option(
+        0,
+        least=0,
+        most=2**64 - 1,
+        advanced=True,
+        text="Seed of the random picks. It is apart from the sampler's seed and does not move its "
+        "noise.",
+    )
+    backend: str = _option(
+        "auto",
+        choices=_choices("auto", "torch", "triton"),
+        advanced=True,
+        text="What merging runs on. auto: Triton kernels on NVIDIA and AMD GPUs where Triton is "
+        "installed, plain torch elsewhere.",
+        more="Where Triton cannot be used, the log line says why.",
+    )
+    strategy: str = _option(
+        "bipartite",
+        choices={
+            "bipartite": "The paper's matching: each token may merge into the most alike of all "
+            "the tokens that stay.",
+            "window": "The same within windows of 16x16 tokens. The cost of matching grows with "
+            "the picture and not with its square, so take this one for large pictures.",
+            "pool": "The mean of each cell, without comparing. `ratio` does not count.",
+            "cluster": "Tokens that are about as like the mean of all, wherever they are in the "
+            "picture.",
+        },
+        advanced=True,
+        text="How tokens are grouped: bipartite matches over the whole map as in the paper, window "
+        "within windows of 16x16 tokens, which is faster at large sizes. pool takes the mean of "
+        "each cell whatever ratio says, and cluster goes by likeness to the mean token.",
+    )
+    scope: str = _option(
+        "module",
+        choices={
+            "module": "Self-attention, cross-attention and feed-forward network, each where "
+            "`merge_attn`, `merge_crossattn` and `merge_mlp` switch it on.",
+            "block": "Each transformer block as a whole; what it changes is added to all tokens.",
+            "stack": "All transformer blocks of a level in one go. Saves most: on SDXL, most of "
+            "whose blocks come in stacks of ten. A transformer runs as a whole.",
+        },
+        advanced=True,
+        text="What runs on merged tokens: module is the modules that are switched on below, block "
+        "each transformer block as a whole. stack is all blocks of a level at once, which saves "
+        "most and is what makes SDXL faster.",
+        more="Where another node patches the inside of a block, that block falls back to module; "
+        "so do the blocks of transformers that can only merge in attention.",
+    )
+    attn_tokens: str = _option(
+        "q,k,v",
+        choices=_choices("q,k,v", "q", "k,v"),
+        advanced=True,
+        text="Which tokens of self-attention to merge, in module scope: all, or the queries only, "
+        "or the keys and values only; these two save less and change the picture less.",
+    )
+    max_downsample: int | Literal["auto"] = _option(
+        "auto",
+        choices=_choices("auto", 1, 2, 4, 8),
+        advanced=True,
+        text="Merge where the feature map is at most this many times smaller than the latent; more "
+        "is a little faster and changes the picture more. auto takes the largest maps that have "
+        "attention and, in scope block and stack, all down to those with most blocks.",
+        more="That is 1 for SD 1.x and 2.x; for SDXL it is 2, and 4 in scope block and stack.",
+    )
+    merge_attn: bool = _option(
+        True,
+        advanced=True,
+        text="Merge in self-attention, where most of the time is saved.",
+    )
+    merge_crossattn: bool = _option(
+        False,
+        advanced=True,
+        text="Merge in cross-attention too. Saves little and follows the prompt less well.",
+    )
+    merge_mlp: bool = _option(
+        False,
+        advanced=True,
+        text="Merge in the feed-forward network too. A little faster, with less detail.",
+    )
+    kv_ratio: float = _option(
+        -1.0,
+        least=0.0,
+        most=0.95,
+        step=0.05,
+        unset=-1.0,
+        advanced=True,
+        text="Share of the keys and values of self-attention to merge, in module scope; -1 takes "
+        "ratio for them too. Merging keys changes the picture far less than merging queries: ratio "
+        "0 with kv_ratio 0.75 is gentle and fast.",
+        more="Both shares come from one matching, the smaller one being its better part.",
+    )
+    ratio_end: float = _option(
+        -1.0,
+        least=0.0,
+        most=0.95,
+        step=0.05,
+        unset=-1.0,
+        advanced=True,
+        text="Ratio at the last step, to which it moves from ratio in equal parts; -1 keeps ratio "
+        "throughout. The paper found 0.6 falling to 0.4 better than a steady 0.5.",
+    )
+    sx: int = _option(
+        2,
+        least=1,
+        most=8,
+        advanced=True,
+        text="Width of a cell in tokens. One token of each cell always stays.",
+    )
+    sy: int = _option(
+        2,
+        least=1,
+        most=8,
+        advanced=True,
+        text="Height of a cell in tokens. One token of each cell always stays.",
+    )
+    st: int = _option(
+        0,
+        least=0,
+        most=8,
+        advanced=True,
+        text="Length of a cell in frames, for video; 0 takes 2 to 5, whichever divides the frames "
+        "best. 1 keeps cells within frames.",
+        more="A longer cell is `sx` or `sy` tokens in a row, whichever is fewer, in so many "
+        "frames. The first latent frame always merges apart from the others. Where the whole model "
+        "runs on merged tokens, 0 keeps cells within frames too.",
+    )
+    use_rand: bool = _option(
+        True,
+        advanced=True,
+        text="Pick the token that stays in each cell at random, anew in each step; better "
+        "pictures. Off: always the top left one.",
+    )
+    reuse_steps: int = _option(
+        0,
+        least=0,
+        most=100,
+        advanced=True,
+        text="0 matches anew in each block, as the paper does. 1 matches once for all blocks of a "
+        "level in each step, 2 in every second step, and so on: faster, and less exact.",
+    )
+    min_tokens: int = _option(
+        0,
+        least=0,
+        most=2**20,
+        advanced=True,
+        text="Merge only feature maps of at least this many tokens. 0 leaves out those that would "
+        "not get faster.",
+        more="These are the ones below 256 tokens on a CPU; on a GPU below 4096, 3072 for `window` "
+        "in transformers, 2048 for `window` on Triton, or 768 in scope block and stack "
+        "(estimates).",
+    )
+    proportional_attn: bool = _option(
+        True,
+        advanced=True,
+        text="Let a merged token weigh in self-attention as much as the tokens it stands for, "
+        "which keeps the picture much closer and takes hardly any time; with SageAttention, which "
+        "takes no weights, it counts once. Off: the attention of the paper.",
+    )
+    refresh_steps: int = _option(
+        0,
+        least=0,
+        most=100,
+        advanced=True,
+        text="In scope stack, one step in so many, counted back from the last but one, runs on all "
+        "tokens. The steps after it keep the detail that it gave to merged tokens; 0: none does.",
+        more="The first step does too if it begins with a picture, as in image to image. With "
+        "`attn_tokens` k,v, self-attention in a UNet merges keys and values even in these steps. "
+        "Each stack of a UNet keeps a tensor of the size of its tokens; a transformer keeps two "
+        "latents.",
+    )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            OPTIONS[field.name].check(getattr(self, field.name))
+        for name, option in OPTIONS.items():
+            option.check(getattr(self, name))
         if self.sx * self.sy == 1:
             raise OptionError(
                 "sx",
@@ -68,3 +254,12 @@ class ToMeConfig:
     def merges_nothing(self) -> bool:
         """Whether no ratio is above 0."""
         return max(self.ratio, self.ratio_end, self.kv_ratio) <= 0
+
+
+OPTIONS: Mapping[str, Option] = MappingProxyType(
+    {
+        each.name: Option(name=each.name, default=each.default, **each.metadata)
+        for each in fields(ToMeConfig)
+    }
+)
+"""The options of token merging by name."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .options import OPTIONS, Option, OptionError, is_plain, told
+from .config import OPTIONS
+from .options import Option, OptionError, is_plain, told
 
 FREE = ("ratio", "start_percent", "end_percent", "seed", "backend")
 """The options that no preset decides."""
@@ -59,12 +60,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 PRESET = Option(
     name="preset",
     default="balanced",
-    choices=MappingProxyType(
-        {
-            **{name: preset.text for name, preset in PRESETS.items()},
-            CUSTOM: "As the other inputs say.",
-        }
-    ),
+    choices={
+        **{name: preset.text for name, preset in PRESETS.items()},
+        CUSTOM: "As the other inputs say.",
+    },
     text="How to merge: quality is closest to the plain picture, balanced is much the same but can "
     "merge more, fast saves most and is what SDXL needs, paper does as tomesd does. Under these "
     "only ratio, start_percent, end_percent, seed and backend count; under custom every input "

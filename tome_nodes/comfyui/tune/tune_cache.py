@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...settings.options import OPTIONS
+from ...settings.config import OPTIONS
 from ...settings.presets import PRESETS
 from ...tuning.search import Candidate, Figures, Measured, Wish
 from ..json_cache import UserFile, line_of, number, positive, text
