@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy_execution.graph_utils import is_link
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -19,7 +20,6 @@ from test_server import PLAIN, patch, txt2img
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.node_texts import CAPTIONS, PATCH, REMOVE, REPORT, TUNE
 from tome_nodes.comfyui.nodes import ToMePatchModel, ToMeRemovePatch, ToMeReport, ToMeTune
-from tome_nodes.comfyui.prompt_checks import links
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.options import FRAME, LEVEL, STEP, VIEW, OptionError
 from tome_nodes.settings.presets import FREE, PRESET, PRESETS
@@ -496,7 +496,8 @@ def what_ran(graph, outputs):
         seen.add(class_type)
         if class_type == PATCH.id:
             seen.add(str(inputs.get("preset", PRESET.default)))
-        names += [link[0] for link in links(inputs).values() if link[0] not in names]
+        links = [value for value in inputs.values() if is_link(value)]
+        names += [link[0] for link in links if link[0] not in names]
     return seen
 
 

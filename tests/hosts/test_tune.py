@@ -20,7 +20,7 @@ from tome_nodes.comfyui.tune.tuner import tune
 from tome_nodes.report import pages
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
-from tome_nodes.tuning.search import BALANCED, FAST, Candidate, Choice, Measured, Wish
+from tome_nodes.tuning.search import BALANCED, FAST, Candidate, Measured, Wish
 from tools import tiny_models
 from tools.tiny_models import TINY, build
 
@@ -107,7 +107,7 @@ def tuned(timed, wish, **others):
 def test_a_known_front_is_found(timed):
     model, _, seen = timed
     found = tuned(timed, Wish("speed", 1.2))
-    assert found.choice == Choice(Candidate("balanced", 0.6), True)
+    assert found.candidate == Candidate("balanced", 0.6)
     assert found.measured.unpatched == 1.0
     assert found.measured.speed == pytest.approx(1.25)
     assert found.measured.change > 0
@@ -188,7 +188,7 @@ def test_trials_take_no_longer_than_two_runs(timed, steps):
 def test_a_picture_to_start_from_has_its_own_steps_on_all_tokens(timed):
     latent = {"samples": torch.ones(1, 16, 32, 32), "noise_mask": torch.ones(1, 32, 32)}
     found = tuned(timed, Wish("speed", 1.4), latent_image=latent, denoise=0.5, steps=8)
-    assert found.choice.candidate is not None
+    assert found.candidate is not None
 
 
 def test_the_model_that_comes_in_may_merge_already(timed):
@@ -214,13 +214,13 @@ def test_the_log_and_the_report_of_a_run_end_with_what_was_measured(sd15, told):
 @pytest.mark.parametrize("wish", [Wish("speed", 1.0), Wish("likeness", 0.0)])
 def test_a_wish_that_the_unpatched_model_fulfils_costs_nothing(timed, wish):
     found = tuned(timed, wish)
-    assert found.choice == Choice(None, True)
+    assert found.candidate is None
     assert timed[2] == []
 
 
 def test_too_few_tokens_leave_the_model_unpatched(timed):
     found = tuned(timed, Wish("speed", 1.2), size=(16, 16))
-    assert found.choice == Choice(None, False)
+    assert found.candidate is None
     assert {measured.obstacle for measured in found.figures.values()} == {
         "64 tokens are fewer than 256, which is where merging is worth it here (min_tokens=0)"
     }
@@ -230,7 +230,7 @@ def test_a_model_that_cannot_merge_stays_as_it_is():
     other = build(TINY["flux"])
     other.model.diffusion_model = torch.nn.Linear(1, 1)
     found = tune(other, sampling(), Wish("speed", 1.2))
-    assert found.choice == Choice(None, False)
+    assert found.candidate is None
     assert found.obstacle.startswith("token merging")
 
 
@@ -269,11 +269,11 @@ def test_a_trial_that_fails_leaves_the_others(timed, told):
 
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "fail", fail)
     found = tuned(timed, Wish("speed", 1.35))
-    assert found.choice == Choice(Candidate("balanced", 0.75), True)
+    assert found.candidate == Candidate("balanced", 0.75)
     assert "[ToMe] fast, ratio 0.50: ValueError: no room" in told()
     # It need not come again.
     timed[2].clear()
-    assert tuned(timed, Wish("speed", 1.35)).choice == found.choice
+    assert tuned(timed, Wish("speed", 1.35)).candidate == found.candidate
     assert timed[2]
 
 
@@ -286,7 +286,7 @@ def test_an_answer_that_is_not_finite_is_a_failure(timed):
 
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "spoil", spoil)
     found = tuned(timed, Wish("speed", 1.35))
-    assert found.choice == Choice(None, False)
+    assert found.candidate is None
     assert all(measured.has_failed for measured in found.figures.values())
     assert pages.tuning_page(found).text.startswith("Unpatched: ")
 
@@ -313,7 +313,7 @@ def test_what_is_done_once_in_a_run_counts_for_neither(timed):
 def test_tensors_among_the_options_of_other_nodes(timed):
     model, _, _ = timed
     model.model_options["transformer_options"]["audio"] = torch.zeros(2, 3)
-    assert tuned(timed, Wish("speed", 1.2)).choice.candidate is not None
+    assert tuned(timed, Wish("speed", 1.2)).candidate is not None
 
 
 def test_an_interrupt_ends_the_trials_and_leaves_nothing(timed, user_folder):
@@ -338,7 +338,7 @@ def test_the_same_wish_takes_no_trials_the_next_time(timed):
     timed[2].clear()
     second = tuned(timed, Wish("speed", 1.2), seed=2)
     assert timed[2] == []
-    assert (second.choice, second.figures) == (first.choice, first.figures)
+    assert (second.candidate, second.figures) == (first.candidate, first.figures)
     assert second.date and second.evaluations == 0
 
 
@@ -347,7 +347,7 @@ def test_another_wish_goes_on_from_what_is_kept(timed):
     second = tuned(timed, Wish("speed", 1.4))
     assert second.figures.items() > first.figures.items()
     timed[2].clear()
-    assert tuned(timed, Wish("speed", 1.2)).choice == first.choice
+    assert tuned(timed, Wish("speed", 1.2)).candidate == first.candidate
     assert timed[2] == []
 
 
@@ -472,7 +472,7 @@ def test_a_broken_file_does_not_keep_the_node_from_measuring(timed, told):
     tune_cache.FILE.path.parent.mkdir()
     tune_cache.FILE.path.write_text("{")
     found = tuned(timed, Wish("speed", 1.2))
-    assert found.choice == Choice(Candidate("balanced", 0.6), True)
+    assert found.candidate == Candidate("balanced", 0.6)
     assert tune_cache.FILE.path.read_text() == "{"
 
 

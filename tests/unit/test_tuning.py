@@ -12,15 +12,15 @@ from tome_nodes.tuning.search import (
     BALANCED,
     FAST,
     FASTER,
+    UNPATCHED,
     Candidate,
-    Choice,
     Measured,
     Wish,
     choose,
     find,
 )
 from tome_nodes.tuning.summary import HINT, Found, in_words
-from tome_nodes.tuning.trial_steps import Place, full_steps, places
+from tome_nodes.tuning.trial_steps import full_steps, trial_steps
 
 LADDERS = [BALANCED, FAST]
 
@@ -81,7 +81,7 @@ def tuned(wish, figures, trials=100, ladders=LADDERS):
 )
 def test_known_fronts_give_the_best_settings(figures, wish, preset, ratio):
     choice, tried = tuned(wish, figures)
-    assert choice == Choice(Candidate(preset, ratio), True)
+    assert choice == Candidate(preset, ratio) and wish.holds(figures[choice])
     assert len(tried) == len({*tried}) <= 7
 
 
@@ -103,10 +103,10 @@ def test_no_settings_that_were_not_tried_are_better(speeds, changes, wish):
     assert len(tried) <= 7
     fulfil = [each for each in figures.values() if wish.holds(each)]
     if not fulfil:
-        assert not choice.is_fulfilled
+        assert choice is None or not wish.holds(figures[choice])
         return
-    found = figures[choice.candidate]
-    assert choice.is_fulfilled and wish.holds(found)
+    found = figures[choice]
+    assert wish.holds(found)
     if wish.goal == "speed":
         assert found.change <= 1.05 * min(each.change for each in fulfil)
     else:
@@ -125,40 +125,40 @@ def test_of_equal_settings_the_gentler_is_taken_whatever_the_noise(noise):
     same = [(1.3, 0.02), (1.5, 0.03), (1.6, 0.04), (1.7, 0.05), (1.8, 0.06)]
     noisy = [(speed * noise, change) for speed, change in same]
     for wish in Wish("speed", 1.2), Wish("likeness", 0.03):
-        assert choose(wish, front(same, noisy)).candidate.preset == "balanced"
+        assert choose(wish, front(same, noisy)).preset == "balanced"
 
 
 def test_what_is_not_reached_gives_the_fastest():
     choice, _ = tuned(Wish("speed", 3.0), PICTURE)
-    assert choice == Choice(FAST[-1], False)
+    assert choice == FAST[-1]
 
 
 def test_a_likeness_that_nothing_has_leaves_the_model_unpatched():
-    assert tuned(Wish("likeness", 0.005), PICTURE)[0] == Choice(None, False)
+    assert tuned(Wish("likeness", 0.005), PICTURE)[0] is None
 
 
 def test_what_is_not_faster_leaves_the_model_unpatched():
     slow = front([(1.02, 0.01)] * 5, [(0.9, 0.1)] * 5)
-    assert tuned(Wish("speed", 1.01), slow)[0] == Choice(None, False)
-    assert tuned(Wish("likeness", 0.5), slow)[0] == Choice(None, False)
+    assert tuned(Wish("speed", 1.01), slow)[0] is None
+    assert tuned(Wish("likeness", 0.5), slow)[0] is None
 
 
 @pytest.mark.parametrize("wish", [Wish("speed", 1.0), Wish("likeness", 0.0)])
 def test_what_the_unpatched_model_does_takes_no_trial(wish):
-    assert tuned(wish, VIDEO) == (Choice(None, True), [])
+    assert tuned(wish, VIDEO) == (None, [])
 
 
 def test_a_ladder_on_which_nothing_merges_is_tried_once():
     nothing = {each: measured(1.0, 0.0, "too few tokens") for each in (*BALANCED, *FAST)}
     choice, tried = tuned(Wish("speed", 1.2), nothing)
-    assert choice == Choice(None, False)
+    assert choice is None
     assert [each.preset for each in tried] == ["balanced", "fast"]
 
 
 def test_a_search_that_is_cut_off_takes_the_best_it_has_and_goes_on_from_there():
     wish = Wish("speed", 1.3)
     choice, tried = tuned(wish, PICTURE, trials=1)
-    assert choice == Choice(Candidate("fast", 0.5), True)
+    assert choice == Candidate("fast", 0.5)
     more = []
     find(wish, {tried[0]: PICTURE[tried[0]]}, LADDERS, lambda each: more.append(each))
     assert more and more[0] not in tried
@@ -173,14 +173,12 @@ def test_where_one_ladder_costs_too_much_the_other_is_tried():
 
     known = find(Wish("speed", 1.5), {}, LADDERS, trial)
     assert [each.preset for each in tried].count("fast") == 1
-    assert choose(Wish("speed", 1.5), known) == Choice(Candidate("balanced", 0.6), True)
+    assert choose(Wish("speed", 1.5), known) == Candidate("balanced", 0.6)
 
 
 def test_the_settings_of_the_unpatched_model_merge_nothing_whatever_else_is_given():
-    settings = Choice(None, False).settings
-    assert ToMeConfig(
-        **settings_of(settings["preset"], {"ratio": settings["ratio"]})
-    ).merges_nothing
+    settings = settings_of(UNPATCHED.preset, {"ratio": UNPATCHED.ratio})
+    assert ToMeConfig(**settings).merges_nothing
 
 
 def test_a_high_speed_is_looked_for_where_it_can_be_had():
@@ -194,28 +192,28 @@ FAST_SETTINGS = ToMeConfig(**settings_of("fast", {}))
 @pytest.mark.parametrize(
     ("steps", "from_noise", "expected"),
     [
-        (20, True, [Place(3, 2), Place(11, 10), Place(19, 18)]),
-        (8, True, [Place(0), Place(3, 2), Place(7, 6)]),
-        (4, True, [Place(0), Place(3, 2)]),
-        (2, True, [Place(0)]),
-        (1, True, [Place(0)]),
-        (1, False, [Place(0)]),
-        (6, False, [Place(1, 0), Place(5, 4)]),
+        (20, True, [3, 11, 19]),
+        (8, True, [0, 3, 7]),
+        (4, True, [0, 3]),
+        (2, True, [0]),
+        (1, True, [0]),
+        (1, False, [0]),
+        (6, False, [1, 5]),
     ],
 )
-def test_places_lie_after_steps_on_all_tokens(steps, from_noise, expected):
-    assert places(FAST_SETTINGS, steps, from_noise) == expected
+def test_trials_lie_after_steps_on_all_tokens(steps, from_noise, expected):
+    assert trial_steps(FAST_SETTINGS, steps, from_noise) == expected
 
 
 @given(st.integers(1, 200), st.booleans())
-def test_places_are_steps_of_the_run_in_order(steps, from_noise):
-    found = places(FAST_SETTINGS, steps, from_noise)
+def test_trial_steps_are_steps_of_the_run_in_order(steps, from_noise):
+    found = trial_steps(FAST_SETTINGS, steps, from_noise)
     assert 1 <= len(found) <= 3
     full = full_steps(FAST_SETTINGS, steps, from_noise)
-    in_order = [step for each in found for step in (each.before, each.step) if step is not None]
+    in_order = [each for step in found for each in (step - 1, step) if each >= 0]
     assert in_order == sorted({*in_order}) and in_order[-1] < steps
-    assert {each.before for each in found} - {None} <= {*full}
-    assert steps == 1 or not {each.step for each in found} & {*full}
+    assert {step - 1 for step in found} - {-1} <= {*full}
+    assert steps == 1 or not {*found} & {*full}
 
 
 def test_settings_without_steps_on_all_tokens_have_none():
@@ -223,7 +221,7 @@ def test_settings_without_steps_on_all_tokens_have_none():
 
 
 def told(wish, figures, **others):
-    return in_words(Found(wish, choose(wish, figures), figures, **others))
+    return in_words(Found(wish, figures, **others))
 
 
 def test_the_result_comes_first():
@@ -267,7 +265,7 @@ def test_a_trial_that_failed_is_told_as_that():
 
 def test_settings_that_there_were_no_trials_for_are_named():
     assert told(Wish("speed", 1.2), PICTURE, evaluations=8, steps=4, untried=FAST[2])[-1] == (
-        "Not tried for want of trials: fast, ratio 0.50; runs of more steps have more"
+        "Not tried: fast, ratio 0.50. Runs of more steps allow more trials."
     )
 
 
@@ -277,5 +275,5 @@ def test_what_trials_cost_is_told():
         "Trials: 30 evaluations of the model, 1.5 sampling runs"
     )
     assert told(wish, PICTURE, date="2026-11-23")[-1] == (
-        "No trials: measured on 2026-11-23; measure_again asks for them anew"
+        "No trials: measured on 2026-11-23; set measure_again to measure anew"
     )

@@ -12,9 +12,9 @@ from comfy_api.v0_0_2 import ComfyExtension, io, ui
 from ..report import pages
 from ..settings.options import FRAME, LEVEL, SAMPLING, STEP, VIEW, Option
 from ..settings.presets import CUSTOM, FREE
-from ..tuning.search import SPEED, Wish
+from ..tuning.search import SPEED, UNPATCHED, Wish
 from . import attachment, prompt_checks, validation, workflow
-from .node_texts import CAPTIONS, PATCH, REMOVE, REPORT, TUNE, Caption
+from .node_texts import PATCH, REMOVE, REPORT, TUNE, Caption
 from .tune.trials import HOST_NAMES, Sampling
 from .tune.tuner import tune
 
@@ -109,7 +109,7 @@ class _LinksChecked(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, links: Any = None) -> bool | str:
-        """True if the links are valid, else an error message: see :data:`prompt_checks.LINKS`."""
+        """True if the links are valid, else an error message: see :data:`validation.LINKS`."""
         return prompt_checks.verdict() or True
 
 
@@ -134,7 +134,7 @@ class ToMePatchModel(io.ComfyNode):
         )
 
     @classmethod
-    @_given(prompt_checks.LINKS, "settings", *(option.name for option in PATCH.options))
+    @_given(validation.LINKS, "settings", *(option.name for option in PATCH.options))
     def validate_inputs(cls, **inputs: Any) -> bool | str:
         """True if the inputs are valid, else an error message.
 
@@ -190,7 +190,7 @@ class ToMeTune(_LinksChecked):
         run = {option.name: options[option.name] for option in SAMPLING}
         sampling = Sampling(positive, negative, latent_image, **run)
         found = tune(model, sampling, wish, options["measure_again"])
-        settings = found.choice.settings
+        settings = (found.candidate or UNPATCHED).settings
         config = validation.config_of(**settings)
         node = workflow.running_node()
         try:
@@ -280,11 +280,6 @@ def _frame_at(image: Any, place: float) -> Any:
     return image[round(place * (len(image) - 1))].float().cpu().numpy()
 
 
-def _checked(caption: Caption) -> prompt_checks.Checked:
-    slots = {slot.name for slot in caption.inputs if not slot.is_text}
-    return prompt_checks.Checked(slots, partial(validation.find, caption))
-
-
 class ToMeExtension(ComfyExtension):
     """The pack as ComfyUI loads it."""
 
@@ -294,5 +289,5 @@ class ToMeExtension(ComfyExtension):
 
 async def comfy_entrypoint() -> ToMeExtension:
     """Called once by ComfyUI, when it loads the pack."""
-    prompt_checks.look_at({caption.id: _checked(caption) for caption in CAPTIONS})
+    prompt_checks.look_at_prompts()
     return ToMeExtension()

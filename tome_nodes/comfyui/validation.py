@@ -5,12 +5,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from comfy_execution.graph_utils import is_link
 
 from ..settings.config import OPTIONS, ToMeConfig
 from ..settings.options import OptionError, OptionTypeError, told
 from ..settings.presets import CUSTOM, FREE, PRESET, settings_of
-from . import attachment, prompt_checks
+from . import attachment
 from .node_texts import PATCH, Caption
+
+LINKS = "links"
+"""The input that the host reports where a link is at fault.
+
+It reports only what ``validate_inputs`` gets. That cannot be an input that nobody knows, and if it
+were a required one, which the host always finds, the host would report it beside any other.
+"""
 
 
 def config_of(settings: str | None = None, **given: Any) -> ToMeConfig:
@@ -90,7 +98,7 @@ def check(caption: Caption, inputs: Mapping[str, Any]) -> None:
             raise OptionError(name, _unknown(caption, name, told(value)))
 
 
-def find(caption: Caption, inputs: Mapping[str, Any]) -> tuple[str, str] | None:
+def fault(caption: Caption, inputs: Mapping[str, Any]) -> tuple[str, str] | None:
     """What is wrong with a node in a prompt.
 
     Args:
@@ -98,11 +106,11 @@ def find(caption: Caption, inputs: Mapping[str, Any]) -> tuple[str, str] | None:
         inputs: its inputs. A list is a link, whose value is not known before the run.
 
     Returns:
-        The input at fault, which may be :data:`queue.LINKS`, and an error message; None if there is
+        The input at fault, which may be :data:`LINKS`, and an error message; None if there is
         nothing that the host would not find.
     """
     if (message := _fault_of_links(caption, inputs)) is not None:
-        return prompt_checks.LINKS, message
+        return LINKS, message
     # The host checks the options of the other nodes well enough.
     return fault_of_options(inputs) if caption is PATCH else None
 
@@ -145,9 +153,9 @@ def _fault_of_links(caption: Caption, inputs: Mapping[str, Any]) -> str | None:
         if not (is_left_out or slot.is_text or isinstance(value, list)):
             must = f"it must be a link to an output of type {slot.type}"
             return f"{slot.name}={told(value)} is not allowed: {must}"
-    for name, link in prompt_checks.links(inputs).items():
-        if name not in caption.names:
-            return _unknown(caption, name, f"{link}")
+    for name, value in inputs.items():
+        if is_link(value) and name not in caption.names:
+            return _unknown(caption, name, f"{value}")
     return None
 
 

@@ -95,7 +95,7 @@ def tuning_page(found: Found) -> Report:
             measured.speed,
             measured.change,
             candidate.preset == FAST[0].preset,
-            candidate == found.choice.candidate,
+            candidate == found.candidate,
         )
         for candidate, measured in found.figures.items()
         if measured.obstacle is None

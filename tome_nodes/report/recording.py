@@ -7,7 +7,7 @@ run is over, and then copies everything at once.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +21,12 @@ from ..patching.outcome import Evaluated, Function, Observer
 from ..strategies.base import PlansOf
 
 MATCHING, MERGING, UNMERGING = "matching", "merging", "unmerging"
+
+_TIMED: Mapping[str, str] = {
+    **dict.fromkeys(("merge", "merge_inputs", "merge_keys", "merge_values"), MERGING),
+    **dict.fromkeys(("unmerge", "add_change"), UNMERGING),
+}
+"""The methods of a plan to time."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class Recorder(Observer):
                 return plans_of(features, grid, ratios)
             plans = self.time(MATCHING, plans_of, features, grid, ratios)
             watched = {id(plan): _WatchedPlan(plan, self) for plan in plans if plan is not None}
-            return [watched.get(id(plan)) for plan in plans]
+            return [cast("Plan | None", watched.get(id(plan))) for plan in plans]
 
         return watched_plans_of
 
@@ -158,43 +164,14 @@ def _counted_from_0(slots: np.ndarray) -> np.ndarray:
     return slots - slots.min()
 
 
-class _WatchedPlan(Plan):
-    """Times the merging and unmerging of a plan."""
+class _WatchedPlan:
+    """A plan whose merging and unmerging are timed; all else is the plan's own."""
 
     def __init__(self, plan: Plan, recorder: Recorder):
-        self.slot_count = plan.slot_count
         self._plan = plan
-        self._time = recorder.time
+        self._recorder = recorder
 
-    def slots(self) -> Tensor:
-        return self._plan.slots()
-
-    def tokens(self) -> Tensor:
-        return self._plan.tokens()
-
-    def log_sizes(self) -> Tensor:
-        return self._plan.log_sizes()
-
-    def is_even(self) -> bool:
-        return self._plan.is_even()
-
-    def fits(self, x: Tensor) -> bool:
-        return self._plan.fits(x)
-
-    def merge(self, x: Tensor) -> Tensor:
-        return self._time(MERGING, self._plan.merge, x)
-
-    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._time(MERGING, self._plan.merge_inputs, x)
-
-    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
-        return self._time(MERGING, self._plan.merge_keys, k, heads)
-
-    def merge_values(self, v: Tensor) -> Tensor:
-        return self._time(MERGING, self._plan.merge_values, v)
-
-    def unmerge(self, y: Tensor) -> Tensor:
-        return self._time(UNMERGING, self._plan.unmerge, y)
-
-    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
-        return self._time(UNMERGING, self._plan.add_change, x, before, after)
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._plan, name)
+        part = _TIMED.get(name)
+        return value if part is None else partial(self._recorder.time, part, value)

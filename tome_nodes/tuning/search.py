@@ -42,10 +42,15 @@ class Candidate:
 
 
 Ladder = Sequence[Candidate]
+Figures = Mapping[Candidate, "Measured"]
+"""What is known of the settings that were tried."""
 
 # Neither quality, whose points balanced has too (benchmarks/FIDELITY.md), nor paper.
 BALANCED: Ladder = [Candidate("balanced", ratio) for ratio in (0.3, 0.45, 0.6, 0.75, 0.85)]
 FAST: Ladder = [Candidate("fast", ratio) for ratio in (0.3, 0.4, 0.5, 0.6, 0.7)]
+
+UNPATCHED = Candidate("balanced", 0.0)
+"""Settings that merge nothing."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +83,6 @@ class Measured:
         return self.obstacle is None and self.speed >= FASTER
 
 
-Figures = Mapping[Candidate, Measured]
-"""What is known of the settings that were tried."""
-
-
 @dataclass(frozen=True)
 class Wish:
     """What settings should do.
@@ -106,6 +107,12 @@ class Wish:
             return measured.is_faster and measured.speed >= self.amount
         return measured.is_faster and measured.change <= self.amount
 
+    def is_passed(self, measured: Measured) -> bool:
+        """Whether settings are fast enough, or change too much, as all are at higher ratios."""
+        if self.goal == SPEED:
+            return measured.speed >= max(self.amount, FASTER)
+        return measured.change > self.amount
+
     def best(self, figures: Figures) -> Candidate | None:
         """The settings that fulfil it best: of equal ones the gentler, None if there are none."""
         fulfil = {each: measured for each, measured in figures.items() if self.holds(measured)}
@@ -127,38 +134,19 @@ def _gentleness(candidate: Candidate) -> tuple[bool, float]:
     return candidate.preset == FAST[0].preset, candidate.ratio
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The settings that were found.
-
-    Attributes:
-        candidate: None for the unpatched model.
-        is_fulfilled: whether they do what was wished for; if not, they are the nearest.
-    """
-
-    candidate: Candidate | None
-    is_fulfilled: bool
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The options to set, by name."""
-        return (self.candidate or Candidate(BALANCED[0].preset, 0.0)).settings
-
-
-def choose(wish: Wish, figures: Figures) -> Choice:
-    """The settings to take, of those tried.
+def choose(wish: Wish, figures: Figures) -> Candidate | None:
+    """The settings to take, of those tried; None for the unpatched model.
 
     Where none is fast enough, the fastest. Where none that is faster than the unpatched model
     changes as little as wished for, that model.
     """
     if wish.needs_nothing:
-        return Choice(None, True)
+        return None
     best = wish.best(figures)
-    if best is not None:
-        return Choice(best, True)
-    faster = {each: measured for each, measured in figures.items() if measured.is_faster}
     # Whoever asks for a likeness would rather wait than get less of it.
-    return Choice(_fastest(faster) if wish.goal == SPEED else None, False)
+    if best is not None or wish.goal == LIKENESS:
+        return best
+    return _fastest({each: measured for each, measured in figures.items() if measured.is_faster})
 
 
 def next_candidate(wish: Wish, figures: Figures, ladders: Sequence[Ladder]) -> Candidate | None:
@@ -172,24 +160,15 @@ def next_candidate(wish: Wish, figures: Figures, ladders: Sequence[Ladder]) -> C
         known = {i: figures[each] for i, each in enumerate(ladder) if each in figures}
         if any(measured.obstacle is not None for measured in known.values()):
             continue
-        # Above it, a rung is fast enough, or too far from the unpatched model.
-        above = _is_fast_enough(wish) if wish.goal == SPEED else _is_too_far(wish)
-        low = max((i + 1 for i, measured in known.items() if not above(measured)), default=0)
-        high = min((i for i, measured in known.items() if above(measured)), default=len(ladder))
+        passed = [i for i, measured in known.items() if wish.is_passed(measured)]
+        low = max((i + 1 for i in known if i not in passed), default=0)
+        high = min(passed, default=len(ladder))
         if low < high and not (bound is not None and _is_beaten(wish, known, low, high, bound)):
             if bound is not None and not known:
                 # The rung most likely to show that this ladder has nothing better.
                 return ladder[low if wish.goal == SPEED else high - 1]
             return ladder[(low + high) // 2]
     return None
-
-
-def _is_fast_enough(wish: Wish) -> Callable[[Measured], bool]:
-    return lambda measured: measured.speed >= max(wish.amount, FASTER)
-
-
-def _is_too_far(wish: Wish) -> Callable[[Measured], bool]:
-    return lambda measured: measured.change > wish.amount
 
 
 def _is_beaten(
@@ -204,7 +183,7 @@ def _is_beaten(
 
 def find(
     wish: Wish,
-    figures: Mapping[Candidate, Measured],
+    figures: Figures,
     ladders: Sequence[Ladder],
     trial: Callable[[Candidate], Measured | None],
 ) -> dict[Candidate, Measured]:

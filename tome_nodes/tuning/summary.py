@@ -1,9 +1,9 @@
 """What was found, in words."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from .search import SPEED, Candidate, Choice, Figures, Measured, Wish
+from .search import SPEED, Candidate, Figures, Measured, Wish, choose
 
 HINT = (
     "Hint: merging gains more the more tokens there are. Try a larger picture, more frames, or "
@@ -17,19 +17,16 @@ class Found:
 
     Attributes:
         wish: what they should do.
-        choice: which to take.
         figures: what is known of those that were tried.
         evaluations: of the model, for trials; 0 if there were none.
         steps: of a sampling run.
         date: the day on which it was measured, if it was on an earlier one.
         obstacle: why nothing was tried, None if something could be.
-        untried: the settings that would be tried next if there were more trials, None if no other
-            can be better.
+        untried: the settings that the trials did not suffice for; None if no others can be better.
     """
 
     wish: Wish
-    choice: Choice
-    figures: Figures
+    figures: Figures = field(default_factory=dict)
     evaluations: int = 0
     steps: int = 0
     date: str = ""
@@ -37,10 +34,14 @@ class Found:
     untried: Candidate | None = None
 
     @property
+    def candidate(self) -> Candidate | None:
+        """The settings to take, None for the unpatched model."""
+        return choose(self.wish, self.figures)
+
+    @property
     def measured(self) -> Measured | None:
-        """What is known of the settings to take, None for the unpatched model."""
-        candidate = self.choice.candidate
-        return None if candidate is None else self.figures[candidate]
+        """What is known of them."""
+        return None if self.candidate is None else self.figures[self.candidate]
 
 
 def in_words(found: Found) -> list[str]:
@@ -50,16 +51,16 @@ def in_words(found: Found) -> list[str]:
 
 def result(found: Found) -> Iterator[str]:
     """The settings to take, and what they do; or why there are none."""
-    wish, choice, figures = found.wish, found.choice, found.figures
+    wish, figures, candidate = found.wish, found.figures, found.candidate
     if found.obstacle is not None:
         yield f"Unpatched: {found.obstacle}."
     elif wish.needs_nothing:
         yield f"Unpatched: {_wished(wish)} is what the model has without merging."
-    elif choice.candidate is not None and choice.is_fulfilled:
-        yield f"Found: {_line(choice.candidate, figures)}."
-    elif choice.candidate is not None:
+    elif candidate is not None and wish.holds(figures[candidate]):
+        yield f"Found: {_line(candidate, figures)}."
+    elif candidate is not None:
         yield f"Not reached: nothing tried is {_wished(wish)}."
-        yield f"Nearest: {_line(choice.candidate, figures)}."
+        yield f"Nearest: {_line(candidate, figures)}."
     elif any(measured.is_faster for measured in figures.values()):
         gentlest = min(
             (each for each in figures if figures[each].is_faster),
@@ -107,6 +108,6 @@ def _trials(found: Found) -> Iterator[str]:
         runs = found.evaluations / found.steps
         yield f"Trials: {found.evaluations} evaluations of the model, {runs:.1f} sampling runs"
     elif found.date:
-        yield f"No trials: measured on {found.date}; measure_again asks for them anew"
+        yield f"No trials: measured on {found.date}; set measure_again to measure anew"
     if found.untried is not None:
-        yield f"Not tried for want of trials: {found.untried}; runs of more steps have more"
+        yield f"Not tried: {found.untried}. Runs of more steps allow more trials."

@@ -7,16 +7,21 @@ does it, through all that other nodes put around it.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from statistics import mean, median_low
 from typing import Any
 
 import comfy.sample
 import torch
-from comfy.model_management import InterruptProcessingException
+from comfy.model_management import (
+    InterruptProcessingException,
+    throw_exception_if_processing_interrupted,
+)
 from comfy.model_patcher import ModelPatcher
 from comfy.nested_tensor import NestedTensor
 from comfy.samplers import KSAMPLER, KSampler
+from comfy.utils import ProgressBar
 from torch import Tensor
 
 from ...ops.clock import Clock
@@ -24,7 +29,7 @@ from ...patching.schedule import is_noise_alone
 from ...settings.config import ToMeConfig
 from ...settings.presets import settings_of
 from ...tuning.search import BALANCED, FAST, Candidate, Ladder, Measured
-from ...tuning.trial_steps import Place, full_steps, places
+from ...tuning.trial_steps import full_steps, trial_steps
 from .. import attachment
 
 log = logging.getLogger("tome_nodes")
@@ -70,32 +75,24 @@ class Answer:
     seconds: float
 
 
-Evaluate = Callable[[Tensor, int], Answer]
-"""Evaluates a model on the noisy latent of a step."""
-
-
 class Trials:
-    """Trials of settings on one model, for one sampling run.
+    """Trials of settings on one model, for one sampling run, shown as progress of the node.
 
     Attributes:
         steps: of the run, at least 1.
         shape: that of the latent, with all its samples.
         evaluations: how often the model was evaluated.
         from_noise: whether the run begins with noise alone.
-        budget: how often it may be: as often as two runs of a sampler that evaluates it once a
-            step do.
     """
 
     def __init__(
         self,
         model: ModelPatcher,
         sampling: Sampling,
-        on_evaluation: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ):
         self._model = attachment.detach(model)
         self._sampling = sampling
-        self._on_evaluation = on_evaluation
         self._clock = clock or Clock(model.load_device)
         sampler = KSampler(
             self._model,
@@ -112,15 +109,18 @@ class Trials:
         self.steps = len(self._sigmas) - 1
         self.shape = tuple(_parts(self._latent)[0].shape)
         self.evaluations = 0
-        self.budget = max(2 * self.steps, _LEAST_BUDGET)
-        self._way: dict[int, tuple[Tensor, Answer]] = {}
+        # As often as two runs of a sampler that evaluates the model once a step.
+        self._budget = max(2 * self.steps, _LEAST_BUDGET)
+        self._progress = ProgressBar(self._budget)
+        self._noisy: dict[int, Tensor] = {}
+        self._plain: dict[int, Answer] = {}
         self._unpatched: list[float] = []
         sampling_of_model = self._model.get_model_object("model_sampling")
         self.from_noise = attachment.is_empty(self._latent) or is_noise_alone(
             float(self._sigmas[0]), float(sampling_of_model.sigma_max)
         )
         config = ToMeConfig(**settings_of(FAST[0].preset, {}))
-        self._places = places(config, self.steps, self.from_noise)
+        self._trial_steps = trial_steps(config, self.steps, self.from_noise)
 
     @torch.no_grad()
     def measure(self, candidate: Candidate) -> Measured | None:
@@ -130,19 +130,20 @@ class Trials:
             InterruptProcessingException: the user stopped it.
         """
         config = ToMeConfig(**settings_of(candidate.preset, {"ratio": candidate.ratio}))
-        if not self._way:
+        if not self._plain:
             self._walk()
         full = full_steps(config, self.steps, self.from_noise)
-        needed = sum(1 + (place.before in full) for place in self._places)
-        left = self.budget - self.evaluations - _UNPATCHED_AGAIN
-        if left < needed:
+        before = {step - 1 for step in self._trial_steps} & {*full}
+        steps = sorted({*self._trial_steps} | before)
+        left = self._budget - self.evaluations - _UNPATCHED_AGAIN
+        if left < len(steps):
             return None
         patched = attachment.attach(self._model, config, is_quiet=True)
         try:
-            if len(self._places) == 1 and left >= 2 * needed:
+            if len(self._trial_steps) == 1 and left >= 2 * len(steps):
                 # A first evaluation may compile.
-                self._answers(patched, full)
-            merged, on_all = self._answers(patched, full)
+                self._answers(patched, steps)
+            answers = self._answers(patched, steps)
         except InterruptProcessingException:
             raise
         except Exception as error:
@@ -150,6 +151,8 @@ class Trials:
             log.warning("[ToMe] %s: %s: %s", candidate, type(error).__name__, error)
             return self._failed(f"{type(error).__name__}: {error}")
         self._unpatched.append(self._time_unpatched())
+        merged = {step: answers[step] for step in self._trial_steps}
+        on_all = {step: answers[step] for step in before}
         share = len(full) / self.steps if on_all else 0.0
         run = attachment.last_run(patched)
         change = (share * self._square(on_all) + (1 - share) * self._square(merged)) ** 0.5
@@ -172,56 +175,24 @@ class Trials:
         return Measured(seconds, seconds, 0.0, obstacle, has_failed=True)
 
     def _walk(self) -> None:
-        """Find the unpatched model's answers on the way of a run: Euler's, in a few large steps."""
-        steps = {0, *(place.step for place in self._places)}
-        steps |= {place.before for place in self._places if place.before is not None}
-        in_order = sorted(steps)
-
-        def work(evaluate: Evaluate, x: Tensor) -> None:
-            for step, following in zip(in_order, [*in_order[1:], self.steps], strict=True):
-                answer = evaluate(x, step)
-                self._way[step] = x, answer
-                sigma, next_sigma = self._sigmas[step], self._sigmas[following]
-                x = x + (x - answer.denoised) / sigma * (next_sigma - sigma)
-
-        self._evaluate(self._model, work)
+        """Find the unpatched model's answers on the way of a run."""
+        steps = sorted({0, *self._trial_steps, *(step - 1 for step in self._trial_steps if step)})
+        self._plain = self._answers(self._model, steps)
         # What is done once in a run, such as encoding the picture of a ControlNet, is in the first.
-        warm = [self._way[step][1].seconds for step in in_order[1:]]
+        warm = [self._plain[step].seconds for step in steps[1:]]
         self._unpatched.append(median_low(warm) if warm else self._time_unpatched())
 
     def _time_unpatched(self) -> float:
-        step = self._places[len(self._places) // 2].step
-        seconds: list[float] = []
+        step = self._trial_steps[len(self._trial_steps) // 2]
+        return self._answers(self._model, [step] * _UNPATCHED_AGAIN)[step].seconds
 
-        def work(evaluate: Evaluate, x: Tensor) -> None:
-            for _ in range(_UNPATCHED_AGAIN):
-                seconds.append(evaluate(self._way[step][0], step).seconds)
+    def _answers(self, model: ModelPatcher, steps: Sequence[int]) -> dict[int, Answer]:
+        """The answers of a model at some steps, in a run of its own.
 
-        self._evaluate(self._model, work)
-        return seconds[-1]
-
-    def _answers(
-        self, patched: ModelPatcher, full: Sequence[int]
-    ) -> tuple[dict[int, Answer], dict[int, Answer]]:
-        """The answers of a patched model on merged tokens, and on all, by step."""
-        merged: dict[int, Answer] = {}
-        on_all: dict[int, Answer] = {}
-
-        def at(place: Place, evaluate: Evaluate) -> None:
-            before = place.before
-            if before is not None and before in full:
-                on_all[before] = evaluate(self._way[before][0], before)
-            merged[place.step] = evaluate(self._way[place.step][0], place.step)
-
-        def work(evaluate: Evaluate, x: Tensor) -> None:
-            for place in self._places:
-                at(place, evaluate)
-
-        self._evaluate(patched, work)
-        return merged, on_all
-
-    def _evaluate(self, model: ModelPatcher, work: Callable[[Evaluate, Tensor], None]) -> None:
-        """Let ``work`` evaluate a model in a run of its own, from the first noisy latent on."""
+        The noisy latent of a step is that of the first model that was evaluated there: it comes
+        from the answer before it as with Euler's sampler, in few large steps.
+        """
+        answers: dict[int, Answer] = {}
 
         def sample(
             denoise: Callable[..., Tensor],
@@ -230,21 +201,13 @@ class Trials:
             extra_args: dict[str, Any],
             **others: Any,
         ) -> Tensor:
-            def evaluate(noisy: Tensor, step: int) -> Answer:
+            for step, following in zip(steps, [*steps[1:], self.steps], strict=True):
+                noisy = self._noisy.setdefault(step, x)
                 noise_level = sigmas[step] * noisy.new_ones(len(noisy))
-                self._clock.wait()
-                start = self._clock.now()
-                denoised = denoise(noisy, noise_level, **extra_args)
-                if not self._clock.tells:
-                    # Reading a number waits for it.
-                    denoised.flatten()[0].item()
-                end = self._clock.now()
-                self._clock.wait()
-                self.evaluations += 1
-                self._on_evaluation()
-                return Answer(denoised, self._clock.between(start, end))
-
-            work(evaluate, x)
+                answer = self._timed(partial(denoise, noisy, noise_level, **extra_args))
+                answers[step] = answer
+                sigma, next_sigma = self._sigmas[step], self._sigmas[following]
+                x = noisy + (noisy - answer.denoised) / sigma * (next_sigma - sigma)
             return x
 
         sampling = self._sampling
@@ -261,15 +224,36 @@ class Trials:
             disable_pbar=True,
             seed=sampling.seed,
         )
+        return answers
+
+    def _timed(self, denoise: Callable[[], Tensor]) -> Answer:
+        """Evaluate a model; raises if the user stopped the workflow."""
+        self._clock.wait()
+        start = self._clock.now()
+        denoised = denoise()
+        if not self._clock.tells:
+            # Reading a number waits for it.
+            denoised.flatten()[0].item()
+        end = self._clock.now()
+        self._clock.wait()
+        self.evaluations += 1
+        # The bar asks too, but not each time.
+        throw_exception_if_processing_interrupted()
+        self._progress.update(1)
+        return Answer(denoised, self._clock.between(start, end))
+
+    def end(self) -> None:
+        """Show that there are no more trials."""
+        self._progress.update_absolute(self._budget)
 
     def _square(self, answers: Mapping[int, Answer]) -> float:
         """The mean square of changes, where the variance of the unpatched latent is 1."""
         if not answers:
             return 0.0
-        _, last = self._way[max(self._way)]
+        last = self._plain[max(self._plain)]
         variance = float(last.denoised.float().var()) or 1.0
         squares = [
-            float((answer.denoised - self._way[step][1].denoised).float().square().mean())
+            float((answer.denoised - self._plain[step].denoised).float().square().mean())
             for step, answer in answers.items()
         ]
         return mean(squares) / variance

@@ -7,16 +7,11 @@ from typing import Any
 
 import torch
 from comfy.ldm.modules import attention
-from comfy.model_management import (
-    InterruptProcessingException,
-    get_torch_device_name,
-    throw_exception_if_processing_interrupted,
-)
+from comfy.model_management import InterruptProcessingException, get_torch_device_name
 from comfy.model_patcher import ModelPatcher
-from comfy.utils import ProgressBar
 from comfyui_version import __version__ as comfyui_version
 
-from ...tuning.search import Choice, Ladder, Wish, choose, find, next_candidate
+from ...tuning.search import Ladder, Wish, find, next_candidate
 from ...tuning.summary import Found
 from ..attachment import detach
 from ..models.base import class_name
@@ -52,47 +47,39 @@ def tune(
         InterruptProcessingException: the user stopped it; what was found until then is lost.
     """
     if wish.needs_nothing:
-        return Found(wish, Choice(None, True), {})
+        return Found(wish)
+    if sampling.denoise < _LEAST_DENOISE:
+        obstacle = f"with denoise {sampling.denoise:g} there is nothing to sample"
+        return Found(wish, obstacle=obstacle)
     try:
         ladders = ladders_for(model)
     except ValueError as error:
-        return _unpatched(wish, str(error))
+        return Found(wish, obstacle=str(error))
     try:
-        return _tried(model, sampling, wish, measure_again, ladders, make_trials)
+        return _tried(make_trials(model, sampling), model, sampling, wish, measure_again, ladders)
     except InterruptProcessingException:
         raise
     except Exception as error:
         # The sampler will fail too, and say it where it belongs; if not, all is well.
         obstacle = f"the model could not be tried: {type(error).__name__}: {error}"
         log.warning("[ToMe] %s", obstacle)
-        return _unpatched(wish, obstacle)
+        return Found(wish, obstacle=obstacle)
 
 
 def _tried(
+    trials: Trials,
     model: ModelPatcher,
     sampling: Sampling,
     wish: Wish,
     measure_again: bool,
     ladders: Sequence[Ladder],
-    make_trials: Callable[..., Trials],
 ) -> Found:
-    if sampling.denoise < _LEAST_DENOISE:
-        return _unpatched(wish, f"with denoise {sampling.denoise:g} there is nothing to sample")
-    progress = _Progress()
-    trials = make_trials(model, sampling, progress.advance)
     key = _key(model, sampling, trials)
     before = tune_cache.Kept() if measure_again else tune_cache.read(key)
-    if wish in before.wishes:
-        return Found(
-            wish,
-            choose(wish, before.figures),
-            before.figures,
-            date=before.date,
-            untried=next_candidate(wish, before.figures, ladders),
-        )
-    progress.begin(trials.budget)
-    figures = find(wish, before.figures, ladders, trials.measure)
-    progress.end()
+    figures = before.figures
+    if wish not in before.wishes:
+        figures = find(wish, figures, ladders, trials.measure)
+        trials.end()
     if trials.evaluations:
         facts = {each: found for each, found in figures.items() if not found.has_failed}
         is_settled = len(facts) == len(figures) > 0
@@ -100,38 +87,12 @@ def _tried(
         tune_cache.write(key, tune_cache.Kept(date.today().isoformat(), facts, wishes))
     return Found(
         wish,
-        choose(wish, figures),
         figures,
         trials.evaluations,
         trials.steps,
         "" if trials.evaluations else before.date,
         untried=next_candidate(wish, figures, ladders),
     )
-
-
-def _unpatched(wish: Wish, obstacle: str) -> Found:
-    return Found(wish, Choice(None, False), {}, obstacle=obstacle)
-
-
-class _Progress:
-    """A progress bar on the node, over all evaluations that there may be."""
-
-    def __init__(self) -> None:
-        self._bar: ProgressBar | None = None
-
-    def begin(self, total: int) -> None:
-        self._bar = ProgressBar(total)
-
-    def advance(self) -> None:
-        """One more evaluation; raises if the user stopped the workflow."""
-        # The bar asks too, but not each time.
-        throw_exception_if_processing_interrupted()
-        if self._bar is not None:
-            self._bar.update(1)
-
-    def end(self) -> None:
-        if self._bar is not None:
-            self._bar.update_absolute(self._bar.total)
 
 
 def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, Any]:
