@@ -25,7 +25,7 @@ class Slot:
     Attributes:
         name: of an input; of an output, its type or what it is called.
         text: what goes through it: the tooltip.
-        more: what the help page tells beside that.
+        more: what the help page adds.
         type: of an input, its type.
         optional: whether an input may be left out.
     """
@@ -38,7 +38,7 @@ class Slot:
 
     @property
     def is_text(self) -> bool:
-        """Whether a prompt may have a text in place of a link."""
+        """Whether a prompt may have a text instead of a link."""
         return self.type == "STRING"
 
 
@@ -82,7 +82,7 @@ PATCH = Caption(
         ),
         Slot(
             "settings",
-            "Settings that ToMe Tune found. What they name counts in place of the inputs below.",
+            "Settings that ToMe Tune found. They override the inputs below.",
             'A JSON object of inputs by name, such as `{"preset": "fast", "ratio": 0.5}`.',
             type="STRING",
             optional=True,
@@ -153,7 +153,7 @@ REPORT = Caption(
         Slot(
             "samples",
             "What the sampler made; the report is made after it.",
-            "It is of the run that made them.",
+            "It covers the run that made these samples.",
             type="LATENT",
         ),
         Slot(

@@ -8,7 +8,7 @@ import torch
 from comfy_execution.graph_utils import is_link
 
 from ..settings.config import OPTIONS, ToMeConfig
-from ..settings.options import OptionError, OptionTypeError, told
+from ..settings.options import OptionError, OptionTypeError, shown
 from ..settings.presets import CUSTOM, FREE, PRESET, settings_of
 from . import attachment
 from .node_texts import PATCH, Caption
@@ -25,7 +25,7 @@ def config_of(settings: str | None = None, **given: Any) -> ToMeConfig:
     """The settings that the inputs of the patch node stand for.
 
     Args:
-        settings: a JSON object of options that count in place of those given.
+        settings: a JSON object of options, which override those given.
         given: options by name.
 
     Raises:
@@ -40,7 +40,7 @@ def config_of(settings: str | None = None, **given: Any) -> ToMeConfig:
     try:
         return _config_of(**{**given, **found})
     except OptionError as error:
-        raise OptionError("settings", f"settings={told(settings)}: {error}") from error
+        raise OptionError("settings", f"settings={shown(settings)}: {error}") from error
 
 
 def _options_in(settings: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _options_in(settings: str) -> dict[str, Any]:
 
 
 def _fault_of_settings(settings: str, why: str) -> OptionError:
-    return OptionError("settings", f"settings={told(settings)} is not allowed: {why}")
+    return OptionError("settings", f"settings={shown(settings)} is not allowed: {why}")
 
 
 def _config_of(preset: str = PRESET.default, **given: Any) -> ToMeConfig:
@@ -93,9 +93,9 @@ def check(caption: Caption, inputs: Mapping[str, Any]) -> None:
             is_left_out = value is None and slot.optional
             if not is_left_out and not _IS_OF_TYPE[slot.type](value):
                 must = f"it must be of type {slot.type}"
-                raise OptionTypeError(name, f"{name}={told(value)} is not allowed: {must}")
+                raise OptionTypeError(name, f"{name}={shown(value)} is not allowed: {must}")
         elif name not in caption.names:
-            raise OptionError(name, _unknown(caption, name, told(value)))
+            raise OptionError(name, _unknown(caption, name, shown(value)))
 
 
 def fault(caption: Caption, inputs: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -146,13 +146,13 @@ def fault_of_options(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _fault_of_links(caption: Caption, inputs: Mapping[str, Any]) -> str | None:
-    """An error message if a node has a link too many, or a value in place of one."""
+    """An error message if a node has a link too many, or a value where a link belongs."""
     for slot in caption.inputs:
         value = inputs.get(slot.name, [])
         is_left_out = value is None and slot.optional
         if not (is_left_out or slot.is_text or isinstance(value, list)):
             must = f"it must be a link to an output of type {slot.type}"
-            return f"{slot.name}={told(value)} is not allowed: {must}"
+            return f"{slot.name}={shown(value)} is not allowed: {must}"
     for name, value in inputs.items():
         if is_link(value) and name not in caption.names:
             return _unknown(caption, name, f"{value}")

@@ -25,8 +25,8 @@ def log_line(
     """
     merged = f"merged {counts.merged_blocks}/{counts.blocks_present} blocks ({sizes(counts)})"
     steps = [f"{counts.merged_steps}/{counts.total_steps} steps"] if counts.total_steps else []
-    told = [*settings(config, counts.frames), *backend, *deviations(counts)]
-    return ", ".join([merged, *steps, *told, *([] if tuned is None else [times(tuned)])])
+    others = [*settings(config, counts.frames), *backend, *deviations(counts)]
+    return ", ".join([merged, *steps, *others, *([] if tuned is None else [times(tuned)])])
 
 
 def tried(choices: Mapping[Case, Probed], only_changed: bool = False) -> list[str]:
@@ -55,9 +55,10 @@ def _longest(probed: Probed) -> float:
 def _ways(probed: Probed) -> str:
     if not probed.seconds:
         return f"{probed.way} ({probed.default} failed)"
-    others = [name for name in probed.seconds if name != probed.way]
-    told = [f"{name} {seconds(probed.seconds[name])}" for name in others]
-    return f"{probed.way} ({', '.join([seconds(probed.seconds[probed.way]), *told])})"
+    others = [
+        f"{name} {seconds(time)}" for name, time in probed.seconds.items() if name != probed.way
+    ]
+    return f"{probed.way} ({', '.join([seconds(probed.seconds[probed.way]), *others])})"
 
 
 def times(tuned: Measured) -> str:

@@ -226,8 +226,9 @@ class ToMeConfig:
         least=0,
         most=100,
         advanced=True,
-        text="In scope stack, one step in so many, counted back from the last but one, runs on all "
-        "tokens. The steps after it keep the detail that it gave to merged tokens; 0: none does.",
+        text="In scope stack, the number of steps from one that runs on all tokens to the next, "
+        "counted back from the last but one; 0: no step does. The steps in between keep the detail "
+        "that it gave to merged tokens.",
         more="The first step does too if it begins with a picture, as in image to image. With "
         "`attn_tokens` k,v, self-attention in a UNet merges keys and values even in these steps. "
         "Each stack of a UNet keeps a tensor of the size of its tokens; a transformer keeps two "

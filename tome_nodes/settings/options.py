@@ -10,7 +10,7 @@ from typing import Any
 
 
 class OptionError(ValueError):
-    """An option has a value that is not allowed; the sentence tells which and what is.
+    """An option has a value that is not allowed; the message says which, and what is.
 
     Attributes:
         option: the name of the one option at fault.
@@ -30,8 +30,8 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, str | int | float)
 
 
-def told(value: Any) -> str:
-    """A value as an error message tells it; of a tensor, a model and the like only the type."""
+def shown(value: Any) -> str:
+    """A value as an error message shows it; of a tensor, a model and the like only the type."""
     if value is None or is_plain(value):
         return reprlib.repr(value)
     return f"<{type(value).__name__}>"
@@ -45,7 +45,7 @@ class Option:
         name: its name everywhere.
         default: its value where none is given, a bool, int, float or str as the option is.
         text: what it does, in two sentences at most: the tooltip.
-        more: what the help page tells beside that.
+        more: what the help page adds.
         least: smallest value of a number.
         most: largest value of a number.
         step: what one click in the editor adds to a number.
@@ -97,7 +97,7 @@ class Option:
             raise self._error(OptionError, value, allowed)
 
     def _error(self, kind: type[OptionError], value: Any, allowed: str) -> OptionError:
-        return kind(self.name, f"{self.name}={told(value)} is not allowed: it must be {allowed}")
+        return kind(self.name, f"{self.name}={shown(value)} is not allowed: it must be {allowed}")
 
 
 VIEW = Option(

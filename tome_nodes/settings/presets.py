@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .config import OPTIONS
-from .options import Option, OptionError, is_plain, told
+from .options import Option, OptionError, is_plain, shown
 
 FREE = ("ratio", "start_percent", "end_percent", "seed", "backend")
 """The options that no preset decides."""
@@ -98,7 +98,7 @@ def settings_of(
         if name not in FREE and not (is_plain(value) and value == defaults[name]):
             raise OptionError(
                 name,
-                f"{name}={told(value)} does not count under preset={preset!r}, which decides it: "
+                f"{name}={shown(value)} does not count under preset={preset!r}, which decides it: "
                 f"leave {name} out, or set preset to {CUSTOM!r}",
             )
     free = {name: value for name, value in given.items() if name in FREE}

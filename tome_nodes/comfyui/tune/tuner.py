@@ -96,7 +96,7 @@ def _tried(
 
 
 def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, Any]:
-    """All that measured figures depend on, as far as a host can tell."""
+    """All that measured figures depend on, as far as a host knows."""
     plain = detach(model)
     options = plain.model_options
     patches = {
