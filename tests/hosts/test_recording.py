@@ -1,5 +1,6 @@
 """The record of a run: always counts, and details if a report is connected."""
 
+import comfy.model_management
 import numpy as np
 import pytest
 import torch
@@ -213,6 +214,27 @@ def test_an_error_in_what_is_told_of_a_run_loses_no_picture(sd15, monkeypatch, c
     assert torch.equal(sample(patched, steps=2), expected)
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and "OSError: the disk is full" in warnings[0].getMessage()
+
+
+def test_an_error_in_one_part_of_a_report_leaves_the_others(sd15):
+    def broken(text):
+        raise OSError("nobody listens")
+
+    patched = attach(sd15, merging(), on_step=broken, wants_details=lambda: True)
+    sample(patched, steps=2)
+    run = last_run(patched)
+    assert run.counts.merged_steps == 2
+    assert {step for step, _ in run.recording.slots} == {0, 1}
+
+
+def test_an_interrupt_passes_through_a_report(sd15):
+    def stop(text):
+        raise comfy.model_management.InterruptProcessingException
+
+    patched = attach(sd15, merging(), on_step=stop)
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        sample(patched, steps=2)
+    assert last_run(patched) is None
 
 
 @pytest.mark.parametrize(

@@ -90,13 +90,9 @@ def heat_map(share: np.ndarray, picture: np.ndarray | None = None) -> np.ndarray
 def captioned(image: np.ndarray, title: str, lines: Sequence[str], key: bool = False) -> np.ndarray:
     """An image with a title and lines of text above it; ``key`` adds a heat map's key below it."""
     height, width = image.shape[:2]
-    top = _MARGIN + 40 + 26 * len(lines) + 8
     texts = [_width(title, _TITLE), *(_width(line, _TEXT) for line in lines), 440 * key]
     total = max(width, *texts) + 2 * _MARGIN
-    canvas, draw = _canvas(total, top + height + (54 if key else _MARGIN))
-    draw.text((_MARGIN, _MARGIN - 4), title, INK, _font(_TITLE))
-    for index, line in enumerate(lines):
-        draw.text((_MARGIN, _MARGIN + 38 + 26 * index), line, MUTED, _font(_TEXT))
+    canvas, draw, top = _headed(total, height + (54 if key else _MARGIN), title, lines)
     canvas.paste(Image.fromarray(image), (_MARGIN, top))
     if key:
         _ramp_key(canvas, draw, (_MARGIN, top + height + 20), "in no step", "in every step")
@@ -161,11 +157,11 @@ def chart(
         draw.text((x, top - 22), f"step {steps[0]}", MUTED, _font(_SMALL))
         if column * len(steps) > 100:
             draw.text((x + column * len(steps), top - 22), str(steps[-1]), MUTED, _font(14), "ra")
-        gap = 1 if column > 5 else 0
-        for (y, step), _ in np.ndenumerate(colours[..., 0]):
-            corner = x + column * step, top + row * y
-            end = corner[0] + column - 1 - gap, corner[1] + row - 2
-            draw.rectangle((*corner, *end), tuple(colours[y, step].round().astype(int)))
+        cells = colours.round().astype(np.uint8).repeat(row, 0).repeat(column, 1)
+        cells[row - 1 :: row] = PAPER
+        if column > 5:
+            cells[:, column - 1 :: column] = PAPER
+        canvas.paste(Image.fromarray(cells), (x, top))
 
     column_of_texts(_MARGIN, "block", names)
     kept = np.divide(after, before, out=np.full(before.shape, np.nan), where=before > 0)
@@ -223,12 +219,9 @@ def front(
         change: where to draw a level line, None for nowhere.
     """
     wrapped = [part for line in lines for part in _wrapped(line, _TEXT, 720)]
-    left, right, top = 80, 760, _MARGIN + 52 + 26 * len(wrapped) + 20
+    canvas, draw, top = _headed(800, 434, title, wrapped)
+    left, right, top = 80, 760, top + 24
     bottom = top + 340
-    canvas, draw = _canvas(800, bottom + 70)
-    draw.text((_MARGIN, _MARGIN - 4), title, INK, _font(_TITLE))
-    for index, line in enumerate(wrapped):
-        draw.text((_MARGIN, _MARGIN + 38 + 26 * index), line, MUTED, _font(_TEXT))
 
     speeds = [1.0, *(point.speed for point in points), *([] if speed is None else [speed])]
     changes = [0.02, *(point.change for point in points), *([] if change is None else [change])]
@@ -355,6 +348,18 @@ def _fitted(picture: np.ndarray, tokens: tuple[int, ...], scale: int) -> np.ndar
 def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
     canvas = Image.new("RGB", (width, height), PAPER)
     return canvas, ImageDraw.Draw(canvas)
+
+
+def _headed(
+    width: int, height: int, title: str, lines: Sequence[str]
+) -> tuple[Image.Image, ImageDraw.ImageDraw, int]:
+    """A canvas with a title and lines of text, and where the part of ``height`` below them is."""
+    top = _MARGIN + 48 + 26 * len(lines)
+    canvas, draw = _canvas(width, top + height)
+    draw.text((_MARGIN, _MARGIN - 4), title, INK, _font(_TITLE))
+    for index, line in enumerate(lines):
+        draw.text((_MARGIN, _MARGIN + 38 + 26 * index), line, MUTED, _font(_TEXT))
+    return canvas, draw, top
 
 
 @cache
