@@ -22,7 +22,7 @@ from host import merging, overridden, sample
 
 from tome_nodes.comfyui import host_checks
 from tome_nodes.comfyui.attachment import attach, is_attached
-from tome_nodes.comfyui.models.known import FAMILIES, family_of
+from tome_nodes.comfyui.models import RECORDS, record_of
 from tools.tiny_models import TINY
 from tools.tiny_models import sample as sample_transformer
 
@@ -125,11 +125,11 @@ def test_transformers_that_are_called_otherwise(
 def test_every_kind_of_transformer_is_as_known(models, kind):
     model = models(kind)
     diffusion_model = model.model.diffusion_model
-    assert host_checks.changed_part(model, family_of(diffusion_model), diffusion_model) is None
+    assert host_checks.changed_part(model, record_of(diffusion_model), diffusion_model) is None
 
 
 def test_every_family_can_be_checked():
-    assert all(callable(family.changed_part) for family in FAMILIES)
+    assert all(callable(record.changed_part) for record in RECORDS)
 
 
 class Container:

@@ -12,7 +12,7 @@ from pipelines import call, make_unet
 import tome_nodes
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.merging.plan import Plan, SlotPlan
-from tome_nodes.patching.out_of_memory import NO_MEMORY
+from tome_nodes.patching.evaluation import NO_MEMORY
 from tome_nodes.strategies.cells import CellStrategy
 from tools.tiny_models import TINY
 from tools.tiny_models import sample as sample_transformer
@@ -48,22 +48,20 @@ ERRORS = [
 
 @pytest.fixture
 def break_stage(monkeypatch):
-    """Have the n-th call of a stage raise an error, as if it came out of PyTorch."""
+    """Have the n-th call of a stage raise an error."""
 
     def broken(stage, error, call=1):
         target, name = STAGES[stage]
-        works = getattr(target, name)
-        names = {"__name__": "torch", "works": works, "error": error, "calls": []}
-        source = (
-            "def fails(*args, **kwargs):\n"
-            "    calls.append(None)\n"
-            f"    if len(calls) == {call}:\n"
-            "        raise error\n"
-            "    return works(*args, **kwargs)\n"
-        )
-        exec(source, names)
-        monkeypatch.setattr(target, name, names["fails"])
-        return names["calls"]
+        works, calls = getattr(target, name), []
+
+        def fails(*args, **kwargs):
+            calls.append(None)
+            if len(calls) == call:
+                raise error
+            return works(*args, **kwargs)
+
+        monkeypatch.setattr(target, name, fails)
+        return calls
 
     return broken
 

@@ -20,8 +20,8 @@ from ldm.modules.diffusionmodules.util import GroupNorm32, make_beta_schedule
 from torch import nn
 
 import tome_nodes
-from tome_nodes.pytorch.hooks import Attachment
-from tome_nodes.pytorch.ldm import LdmUNet
+from tome_nodes.pytorch.ldm import LdmUNets
+from tome_nodes.pytorch.patched_unet import Attachment
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 
 pytestmark = [
@@ -158,7 +158,7 @@ def run(model, sampler, steps=4):
 def shuffle(model, **options):
     """Attach the lossless plan to a model."""
     config = ToMeConfig(**{"ratio": 0.5, **EVERYTHING, **options})
-    Attachment(config, LdmUNet(), 1000, Shuffle).attach(model.model.diffusion_model)
+    Attachment(config, LdmUNets(), 1000, Shuffle).attach(model.model.diffusion_model)
 
 
 def attributes(model):

@@ -13,7 +13,7 @@ from common import DEVICE, Shuffle, relative_error
 from host import merging, needs, overridden
 
 from tome_nodes.comfyui.attachment import attach, detach, last_run
-from tome_nodes.comfyui.models.known import family_of
+from tome_nodes.comfyui.models import record_of
 from tome_nodes.comfyui.models.transformers import REFUSED, TRANSFORMERS
 from tome_nodes.merging.grid import Grid
 from tome_nodes.merging.layout import Picture
@@ -606,7 +606,7 @@ def test_an_unreachable_attention_is_refused_with_its_reason():
         "PixArtMS", (torch.nn.Module,), {"__module__": "comfy.ldm.pixart.pixartms"}
     )
     with pytest.raises(ValueError, match="a PixArtMS: its attention cannot be reached"):
-        family_of(model)
+        record_of(model)
 
 
 def test_attention_without_weights_runs(models):
@@ -669,8 +669,8 @@ def test_plans_that_blocks_share_are_of_their_own_ratio(models):
     sample(patched, tiny, tiny.size(16, 16), steps=1)
     assert set(lengths) == {(TEXT + 192, TEXT + 64)}
     unet = model.model.diffusion_model
-    run = Run(config, family_of(unet), unet, make_strategy)
-    block, other = run.sites.blocks[:2]
+    run = Run(config, record_of(unet), unet, make_strategy)
+    block, other = run.model.blocks[:2]
     moment = Moment(step=0, progress=0.0, picks=0, part=(), is_active=True)
     picture = (Picture(Grid(16, 16)),)
     k = torch.randn(1, TEXT + 256, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)

@@ -4,7 +4,7 @@ import torch
 from torch.testing import assert_close
 
 from tome_nodes.merging.plan import SlotPlan
-from tome_nodes.patching.run_merged import block_on_merged, module_on_merged
+from tome_nodes.patching.merge_modules import block_on_merged, module_on_merged
 
 PLAN = SlotPlan.from_owners(torch.tensor([[0, 0, 2, 2], [0, 1, 1, 0]]), 2)
 X = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(1))

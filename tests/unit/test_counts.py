@@ -12,11 +12,11 @@ from tome_nodes.settings.config import ToMeConfig
 
 def merged(block, before, after, **more):
     plan = KeptPlan(1, after, torch.device("cpu"))
-    return Outcome(block, before, after, plan, **more)
+    return Outcome(block, before, plan, **more)
 
 
 def left_alone(block, tokens, reason=None):
-    return Outcome(block, tokens, tokens, reason=reason)
+    return Outcome(block, tokens, reason=reason)
 
 
 def counts_of(*evaluations, total_steps=0, blocks=16):

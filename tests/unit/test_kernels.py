@@ -550,7 +550,7 @@ def test_a_broken_triton_is_as_if_it_were_not_there():
 
 def test_importing_the_pack_imports_neither_triton_nor_the_host():
     told = python(
-        "import tome_nodes.strategies, tome_nodes.patching.run_merged, tome_nodes.ops\n"
+        "import tome_nodes.strategies, tome_nodes.patching.merge_modules, tome_nodes.ops\n"
         "print([name for name in ('triton', 'comfy') if name in sys.modules])"
     )
     assert told.strip() == "[]"

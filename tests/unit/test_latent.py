@@ -42,13 +42,13 @@ def test_a_token_has_the_values_of_its_patch():
 class Whole:
     """A model on the tokens of an 8x8 latent that doubles it, and sees its plan."""
 
-    def __init__(self, latent, detail, ratio=0.5, refusal=None, failed=None):
+    def __init__(self, latent, detail, ratio=0.5, refusal=None):
         self.grid = Grid(8, 8, latent.shape[2] if latent.ndim == 5 else 1)
         config = ToMeConfig(ratio=ratio, strategy="window", min_tokens=1)
         engine = make_engine(config, make_strategy, latent.device, latent.dtype)
         engine.strategy.begin(torch.tensor(1))
         self.calls, self.refusal = [], refusal
-        self.model = WholeModel(0, self.grid, ratio, engine, detail, failed)
+        self.model = WholeModel(0, self.grid, ratio, engine, detail)
         self.denoised = self.model.run(latent, self.denoise)
 
     def denoise(self, latent):
@@ -138,10 +138,9 @@ def test_like_neighbours_of_the_latest_latent_merge():
     assert all(len(of_sample.unique()) == 32 for of_sample in right)
 
 
-@pytest.mark.parametrize(("state", "calls"), [("refusal", 2), ("failed", 1)])
-def test_where_no_block_can_merge_the_model_runs_on_its_latent(state, calls):
+def test_where_no_block_can_merge_the_model_runs_on_its_latent():
     latent, detail = random_latent(2, 3, 8, 8), Detail(is_coarse=True)
-    whole = Whole(latent, detail, **{state: "that are patched"})
-    assert whole.model.failed == "that are patched" and len(whole.calls) == calls
+    whole = Whole(latent, detail, refusal="that are patched")
+    assert whole.model.failed == "that are patched" and len(whole.calls) == 2
     assert torch.equal(whole.calls[-1], latent) and torch.equal(whole.denoised, 2 * latent)
     assert detail.latest is None

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from tome_nodes.merging.grid import Grid
-from tome_nodes.merging.layout import Layout
-from tome_nodes.patching.blocks import Family
+from tome_nodes.patching.blocks import Reasons, Stack
 from tome_nodes.patching.detail_cache import FADING, Details
 from tome_nodes.patching.evaluation import Run
-from tome_nodes.patching.merge_modules import InputSite, InputStack, Part
+from tome_nodes.patching.merge_modules import UNetRecord
 from tome_nodes.patching.outcome import Observer
 from tome_nodes.patching.schedule import Moment
 from tome_nodes.settings.config import ToMeConfig
@@ -23,10 +22,11 @@ GRID = Grid(4, 4)
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.feed_forward = nn.Linear(3, 3)
+        self.attn1, self.attn2 = nn.Identity(), None
+        self.ff = nn.Linear(3, 3)
 
     def forward(self, x):
-        return x + self.feed_forward(x)
+        return x + self.ff(x)
 
 
 class Model(nn.Module):
@@ -40,31 +40,16 @@ class Model(nn.Module):
         return x
 
 
-class ToyBlock(InputSite):
-    tokens_changed, attention_masked, attention_replaced = "changed", "masked", "replaced"
-
-    def parts(self):
-        return [Part(self.module.feed_forward, "merge_mlp")]
-
-    def layout(self, x):
-        return Layout.filled_by(GRID)
-
-    def needs_all_tokens(self, *args, **kwargs):
-        return False
-
-    def is_masked(self, kwargs):
-        return False
-
-
-class ToyStack(InputStack):
-    block_class = ToyBlock
-
-
-class Toy(Family):
-    stack_class = ToyStack
-
-    def stacks(self, model):
-        yield "blocks", model.blocks, model.blocks, 1
+def toy(batch=1):
+    """The record of a model whose blocks have no attention, for tokens of a batch."""
+    return UNetRecord(
+        stacks_of=lambda model: [Stack("blocks", model.blocks, tuple(model.blocks))],
+        reasons=Reasons("changed", "masked", "replaced"),
+        attends_to_text=lambda block: True,
+        needs_all_tokens=lambda *args: False,
+        masks=(),
+        shapes=lambda: ((batch, 3, GRID.height, GRID.width), None),
+    )
 
 
 class Noted(Observer):
@@ -79,7 +64,7 @@ def evaluated(moments, **settings):
     """The number of plans that each evaluation of a run made."""
     noted, model = Noted(), Model()
     config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1, **settings)
-    run = Run(config, Toy(), model, make_strategy, [noted])
+    run = Run(config, toy(), model, make_strategy, [noted])
     x = torch.randn(1, GRID.tokens, 3, generator=torch.Generator().manual_seed(0))
     for step, part in moments:
         moment = Moment(step, 0.0, step, part, is_active=True)
@@ -114,7 +99,7 @@ def test_a_limited_number_of_parts_is_kept_and_the_rest_shares_within_an_evaluat
 def test_the_outcome_of_each_block_is_reported():
     noted, model = Noted(), Model()
     config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
-    run = Run(config, Toy(), model, make_strategy, [noted])
+    run = Run(config, toy(), model, make_strategy, [noted])
     x = torch.randn(1, GRID.tokens, 3)
     with torch.no_grad():
         for active, obstacle in ((True, None), (False, None), (True, "it may not")):
@@ -135,7 +120,7 @@ def test_the_outcome_of_each_block_is_reported():
 def test_an_evaluation_that_raises_is_not_reported_and_leaves_nothing():
     noted, model = Noted(), Model()
     config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
-    run = Run(config, Toy(), model, make_strategy, [noted])
+    run = Run(config, toy(), model, make_strategy, [noted])
     x = torch.zeros(1, GRID.tokens, 3)
     with (
         pytest.raises(RuntimeError, match="on purpose"),
@@ -149,8 +134,8 @@ def test_an_evaluation_that_raises_is_not_reported_and_leaves_nothing():
 def refreshed(moments, **settings):
     """The model's change without merging, and of each evaluation its change and its result."""
     noted, model = Noted(), Model().double()
-    run = Run(ToMeConfig(scope="stack", min_tokens=1, **settings), Toy(), model, make_strategy)
-    run.sites.observers = [noted]
+    run = Run(ToMeConfig(scope="stack", min_tokens=1, **settings), toy(2), model, make_strategy)
+    run.model.observers = [noted]
     x = torch.randn(2, GRID.tokens, 3, generator=torch.Generator().manual_seed(0)).double()
     changes = []
     with torch.no_grad():
@@ -265,7 +250,7 @@ def test_parts_of_the_step_before_are_kept_and_older_ones_dropped():
 def test_overrides_follow_what_other_code_changes_between_evaluations():
     noted, model = Noted(), Model()
     config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
-    run = Run(config, Toy(), model, make_strategy, [noted])
+    run = Run(config, toy(), model, make_strategy, [noted])
     x = torch.randn(1, GRID.tokens, 3)
 
     def evaluate():
@@ -283,7 +268,7 @@ def test_overrides_follow_what_other_code_changes_between_evaluations():
             lengths.append(x.shape[1])
             return super().forward(x)
 
-    model.blocks[0].feed_forward = Replaced(3, 3)
+    model.blocks[0].ff = Replaced(3, 3)
     evaluate()
     assert lengths == [8]
     own = model.blocks[1].forward

@@ -11,17 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Set
 from typing import Any
 
-import torch
-from comfy.model_management import soft_empty_cache
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
 from ..merging.grid import Grid
 from ..merging.layout import Picture
+from ..patching.blocks import uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
-from ..patching.out_of_memory import WITHOUT_IT
 from ..patching.schedule import Moment, NoiseRange, is_noise_alone, step_index
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
@@ -29,8 +27,8 @@ from ..strategies import make_strategy
 from ..tuning.search import Measured
 from . import host_checks, workflow
 from .autotune_cache import probe
-from .models.base import ComfyFamily, Inputs, uncompiled
-from .models.known import family_of
+from .models import record_of
+from .models.base import ComfyRecord, Inputs
 from .network_wrapper import can_run_inside, inside
 from .run_report import RunReport
 
@@ -68,8 +66,8 @@ def attach(
     Raises:
         ValueError: the model does not belong to a family that can merge tokens.
     """
-    family = family_for(model)
-    changed = host_checks.changed_part(model, family, _network(model))
+    record = record_for(model)
+    changed = host_checks.changed_part(model, record, _network(model))
     if changed is not None:
         log.warning(
             "[ToMe] the model stays unpatched, as %s has another %s than this version of ToMe "
@@ -81,15 +79,15 @@ def attach(
     clone = detach(model)
     if not config.merges_nothing:
         attachment = _Attachment(
-            config, family, make_strategy, on_step, wants_details, tuned, is_quiet
+            config, record, make_strategy, on_step, wants_details, tuned, is_quiet
         )
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
     return clone
 
 
-def family_for(model: ModelPatcher) -> ComfyFamily:
-    """The family of a model.
+def record_for(model: ModelPatcher) -> ComfyRecord:
+    """What is known about models of the kind of a model.
 
     Raises:
         ValueError: the model does not belong to a family that can merge tokens.
@@ -97,7 +95,7 @@ def family_for(model: ModelPatcher) -> ComfyFamily:
     if not hasattr(model.model, "diffusion_model"):
         name = type(model.model).__name__
         raise ValueError(f"token merging does not work with a {name}: it is no diffusion model")
-    return family_of(_network(model))
+    return record_of(_network(model))
 
 
 def _network(model: ModelPatcher) -> nn.Module:
@@ -165,7 +163,7 @@ class _Attachment:
     def __init__(
         self,
         config: ToMeConfig,
-        family: ComfyFamily,
+        record: ComfyRecord,
         make_strategy: MakeStrategy,
         on_step: Callable[[str], None] | None,
         wants_details: Callable[[], bool] | None,
@@ -173,7 +171,7 @@ class _Attachment:
         is_quiet: bool,
     ):
         self.config = config
-        self.family = family
+        self.record = record
         self.make_strategy = make_strategy
         self.on_step = on_step
         self.wants_details = wants_details
@@ -210,20 +208,13 @@ class _Attachment:
         options = {} if transformer_options is None else transformer_options
         run: _SamplingRun | None = options.get(KEY)
 
-        def evaluate(latent: Tensor, options: dict[str, Any]) -> Tensor:
+        def denoise(latent: Tensor, options: dict[str, Any]) -> Tensor:
             return executor(latent, t, c_concat, c_crossattn, control, options, **kwargs)
 
         if run is None:
-            return evaluate(x, options)
+            return denoise(x, options)
         inputs = Inputs(_latent_shape(x, kwargs), kwargs)
-        try:
-            return run.evaluate(executor.class_obj, inputs, x, t, options, evaluate)
-        except torch.OutOfMemoryError as error:
-            if not run.gives_up(executor.class_obj, error):
-                raise
-        # Not in the handler, which keeps the tensors of the evaluation.
-        soft_empty_cache()
-        return run.evaluate(executor.class_obj, inputs, x, t, options, evaluate)
+        return run.evaluate(executor.class_obj, inputs, x, t, options, denoise)
 
 
 class _SamplingRun:
@@ -271,35 +262,31 @@ class _SamplingRun:
         # A GPU is idle from here on until the model runs.
         sigma = max(t.flatten().tolist())
         moment = self._moment(model, sigma, options)
-        with run.evaluation(moment, latent, t.device, dtype, obstacle, pictures=pictures) as merges:
-            if not merges:
-                return denoise(x, options)
-            own = self._attachment.family.options(options, run.sites)
-            whole = run.whole
-            if whole is None:
-                return denoise(x, own)
-            if can_run_inside(model, own):
-                return denoise(x, inside(whole, t, tuple(x.shape), own))
-            return whole.run(x, lambda latent: denoise(latent, own))
 
-    def gives_up(self, model: Any, error: torch.OutOfMemoryError) -> bool:
-        """Whether merging itself had no memory left; then it is over for this run."""
-        run = self._runs.get(uncompiled(model.diffusion_model))
-        if run is None or not run.sites.gives_up(error):
-            return False
-        log.warning("[ToMe] %s", WITHOUT_IT)
-        return True
+        def evaluate() -> Tensor:
+            with run.evaluation(moment, latent, t.device, dtype, obstacle, pictures) as evaluation:
+                if evaluation is None:
+                    return denoise(x, options)
+                own = self._attachment.record.options(options, evaluation)
+                whole = evaluation.whole
+                if whole is None:
+                    return denoise(x, own)
+                if can_run_inside(model, own):
+                    return denoise(x, inside(whole, t, tuple(x.shape), own))
+                return whole.run(x, lambda latent: denoise(latent, own))
+
+        return run.or_unmerged(evaluate)
 
     def _pictures(
         self, diffusion_model: nn.Module, inputs: Inputs
     ) -> tuple[tuple[Picture, ...], str | None]:
         """The pictures in the sequence, and why nothing can merge, None if something can."""
-        family = self._attachment.family
-        obstacle = family.obstacle(diffusion_model)
+        record = self._attachment.record
+        obstacle = record.obstacle(diffusion_model)
         if obstacle is not None:
             return (), obstacle
         try:
-            return family.pictures(diffusion_model, inputs), None
+            return record.pictures(diffusion_model, inputs), None
         except Exception as error:
             # A later host or another node may pass inputs in a different form.
             return (), f"the inputs of the model are of an unknown form: {error}"
@@ -323,7 +310,7 @@ class _SamplingRun:
             attachment = self._attachment
             self._runs[diffusion_model] = Run(
                 attachment.config,
-                attachment.family,
+                attachment.record,
                 diffusion_model,
                 attachment.make_strategy,
                 [report],

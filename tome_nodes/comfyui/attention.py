@@ -10,50 +10,30 @@ that it is given, so it also gets them as a mask.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..merging.plan import Plan
 from ..ops import Operations
+from ..patching.merge_attention import AttentionBlock
 from .key_weights import Attention, Note, flat, has_keys, weighed, with_sizes
 
 OVERRIDE = "optimized_attention_override"
 """The transformer option that the host calls instead of its attention."""
 
 
-class MergesCalls(Protocol):
-    """Merges calls of attention; see :class:`tome_nodes.patching.merge_attention.CallSite`."""
-
-    @property
-    def ops(self) -> Operations: ...
-
-    def call_plans(
-        self, k: Tensor, queries: int, kwargs: dict[str, Any]
-    ) -> tuple[Plan | None, Plan | None]: ...
-
-    def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None: ...
-
-    @property
-    def is_merged(self) -> bool: ...
-
-    def outer_log_sizes(self, keys: int, like: Tensor) -> Tensor | None: ...
-
-    def note_masked(self) -> None: ...
-
-    def note_unweighted(self, reason: str | None) -> None: ...
-
-
 def merge_attention(
-    options: dict[str, Any], merges: MergesCalls, called: dict[str, Any]
+    options: dict[str, Any], block_of: Callable[[], AttentionBlock | None], called: dict[str, Any]
 ) -> dict[str, Any]:
-    """Transformer options under which an attention runs on merged queries, keys and values.
+    """Transformer options under which attention runs on merged queries, keys and values.
 
     Args:
         options: the transformer options before; another node's override in them stays in effect
             and gets what is merged.
-        merges: makes the plans, and notes what could not merge.
+        block_of: the block that is running, None between blocks. It makes the plans, and notes what
+            could not merge.
         called: the keyword arguments of the module that calls the attention.
     """
     theirs = options.get(OVERRIDE)
@@ -68,22 +48,25 @@ def merge_attention(
         **kwargs: Any,
     ) -> Tensor:
         attend = func if theirs is None else partial(theirs, func)
+        block = block_of()
+        if block is None:
+            return attend(q, k, v, heads, mask=mask, **kwargs)
         # A later host may wrap what it hands over.
         if not isinstance(k, Tensor):
-            merges.note_masked()
+            block.note_masked()
             return attend(q, k, v, heads, mask=mask, **kwargs)
         by_head = bool(kwargs.get("skip_reshape"))
         tokens = q.shape[-2]
         bias = None if mask is None else _bias(mask, tokens, k)
         if mask is not None and bias is None:
-            merges.note_masked()
+            block.note_masked()
             return attend(q, k, v, heads, mask=mask, **kwargs)
-        if merges.is_merged:
-            outer = merges.outer_log_sizes(k.shape[-2], k)
-            rest = (q, k, v, heads, kwargs)
-            return _attend(func, theirs, bias, outer, merges.ops, merges.note_unweighted, *rest)
+        ops, note = block.ops, block.note_unweighted
+        if block.is_merged:
+            outer = block.outer_log_sizes(k.shape[-2], k)
+            return _attend(func, theirs, bias, outer, ops, note, q, k, v, heads, kwargs)
         flat_k = flat(k, by_head)
-        queries, keys = merges.call_plans(flat_k, tokens, called)
+        queries, keys = block.call_plans(flat_k, tokens, called)
         if queries is None and keys is None:
             return attend(q, k, v, heads, mask=mask, **kwargs)
         log_sizes = None
@@ -94,24 +77,12 @@ def merge_attention(
             # Keep only one flat copy in memory at a time.
             del flat_k
             v = _like(keys.merge_values(flat(v, by_head)), v, by_head)
-            log_sizes = merges.log_sizes(keys, k)
+            log_sizes = block.log_sizes(keys, k)
             bias = None if bias is None else _merged_keys(bias, keys, len(k))
         if queries is not None:
             q = _like(queries.merge(flat(q, by_head)), q, by_head)
             bias = None if bias is None else _merged_queries(bias, queries, len(q))
-        out = _attend(
-            func,
-            theirs,
-            bias,
-            log_sizes,
-            merges.ops,
-            merges.note_unweighted,
-            q,
-            k,
-            v,
-            heads,
-            kwargs,
-        )
+        out = _attend(func, theirs, bias, log_sizes, ops, note, q, k, v, heads, kwargs)
         if queries is None:
             return out
         out_by_head = bool(kwargs.get("skip_output_reshape"))

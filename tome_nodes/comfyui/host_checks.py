@@ -14,19 +14,19 @@ from comfy.samplers import CFGGuider
 from torch import Tensor
 
 from .attention import OVERRIDE
-from .models.base import ComfyFamily
+from .models.base import ComfyRecord
 
 _WRAPPERS = ("add_wrapper_with_key", "remove_wrappers_with_key", "get_wrappers")
 _APPLY_MODEL = ("x", "t", "c_concat", "c_crossattn", "control", "transformer_options")
 _NOISE_LEVELS = ("percent_to_sigma", "sigma_max")
 
 
-def changed_part(patcher: ModelPatcher, family: ComfyFamily, diffusion_model: Any) -> str | None:
+def changed_part(patcher: ModelPatcher, record: ComfyRecord, diffusion_model: Any) -> str | None:
     """The first part of the host that is not as the pack knows it, None if all are.
 
     Args:
         patcher: the model that the pack is to be applied to.
-        family: that of the model.
+        record: that of the model.
         diffusion_model: the model's own module.
     """
     model: Any = patcher.model
@@ -42,7 +42,7 @@ def changed_part(patcher: ModelPatcher, family: ComfyFamily, diffusion_model: An
         ("optimized_attention", _attention_calls_overrides()),
     ]
     changed = next((part for part, is_known in checks if not is_known), None)
-    return changed or family.changed_part(diffusion_model)
+    return changed or record.changed_part(diffusion_model)
 
 
 def version() -> str:

@@ -13,8 +13,8 @@ from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
+from ..patching.blocks import uncompiled
 from ..patching.whole_model import WholeModel
-from .models.base import uncompiled
 
 _NETWORK = WrappersMP.DIFFUSION_MODEL
 

@@ -113,8 +113,8 @@ class RunReport(Observer):
     def _last_run(
         self, run: Run, model: Any, config: ToMeConfig, tuned: Measured | None
     ) -> LastRun:
-        counts, engine, sites = self._counts, run.engine, run.sites
-        obstacle = log_line.obstacle(counts, sites.max_downsample, sites.shallowest)
+        counts, engine, patched = self._counts, run.engine, run.model
+        obstacle = log_line.obstacle(counts, patched.max_downsample, patched.shallowest)
         return LastRun(
             model=type(model.model_config).__name__,
             config=config,
@@ -123,7 +123,7 @@ class RunReport(Observer):
             backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
             worth_from=None if engine is None else engine.worth_from,
             choices={} if engine is None else dict(engine.choices),
-            shallowest=sites.shallowest,
+            shallowest=patched.shallowest,
             recording=None if self._recorder is None else self._recorder.finish(),
             tuned=tuned,
         )

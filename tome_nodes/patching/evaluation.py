@@ -5,9 +5,13 @@ which plans of an earlier step are kept. Then the overrides go on, the model run
 come off, and the observers get the result.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import RLock
+from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -18,13 +22,11 @@ from ..merging.plan import in_own_memory
 from ..merging.random_picks import step_key
 from ..ops.probe import Probe
 from ..settings.config import ToMeConfig
-from .blocks import Evaluation, Family, ModelSites, SharedPlans
-from .detail_cache import Detail, Details
+from .blocks import Evaluation, ModelRecord, PatchedModel, SharedPlans
+from .detail_cache import Details
 from .engine import Engine, MakeStrategy, make_engine
-from .out_of_memory import NO_MEMORY
 from .outcome import Evaluated, Observer, Outcome
 from .schedule import Moment, ratio_at
-from .turns import turns_of
 from .whole_model import WholeModel
 
 # How many parts of a step keep their plans for the next; samplers that tile have many parts.
@@ -33,44 +35,79 @@ _PARTS_KEPT = 64
 _REFRESHED = "every step that could merge ran on all tokens, as refresh_steps says"
 """The reason to report if there was no other step."""
 
+NO_MEMORY = "the device has no memory left for merging"
+"""The reason to report once the device has run out of memory in a merged evaluation."""
+
+log = logging.getLogger("tome_nodes")
+
+Result = TypeVar("Result")
+
+_locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+
+
+def lock_of(model: nn.Module) -> RLock:
+    """What a thread holds while it evaluates a model; it may evaluate it again meanwhile."""
+    return _locks.setdefault(model, RLock())
+
 
 class Run:
-    """The evaluations of one model, in one sampling run after another.
+    """The evaluations of one model in a sampling run.
 
     Attributes:
-        sites: the blocks of the model.
+        model: the model and its blocks.
         engine: what merging runs on; None before the first evaluation that may merge.
+        out_of_memory: whether to merge no more, since a merged evaluation ran out of memory and
+            one on all tokens did not.
     """
 
     def __init__(
         self,
         config: ToMeConfig,
-        family: Family,
+        record: ModelRecord,
         model: nn.Module,
         make_strategy: MakeStrategy,
         observers: Sequence[Observer] = (),
         probe: Probe | None = None,
     ):
-        self.sites = ModelSites(config, family, model, observers)
+        self.model = PatchedModel(config, record, model, observers)
         self.engine: Engine | None = None
+        self.out_of_memory = False
+        self._may_merge = False
+        self._config = config
         self._make_strategy = make_strategy
         self._probe = probe
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
-        self._kept: dict[Hashable, SharedPlans] = {}
+        self._plans: dict[Hashable, SharedPlans] = {}
         self._period = 0
         self._details = Details(config)
-        self._whole_failed: str | None = None
+        self._cannot_run_whole: str | None = None
 
     def restart(self) -> None:
-        """Drop the plans and the detail of earlier steps: another sampling run begins."""
-        self._kept.clear()
+        """Drop what is kept from step to step: another sampling run begins."""
+        self._plans.clear()
         self._details.clear()
-        self.sites.has_no_memory = False
+        self.out_of_memory = False
 
-    @property
-    def whole(self) -> WholeModel | None:
-        """What runs the model on merged tokens of its latent in this evaluation, else None."""
-        return self.sites.evaluation.whole
+    def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
+        """What ``evaluate`` returns; where merging leaves it no memory, without merging.
+
+        Args:
+            evaluate: evaluates the model within :meth:`evaluation`.
+        """
+        try:
+            return evaluate()
+        except torch.OutOfMemoryError:
+            if not self._may_merge:
+                raise
+        # Not in the handler, which keeps the tensors of the evaluation.
+        self.out_of_memory = True
+        try:
+            result = evaluate()
+        except BaseException:
+            self.out_of_memory = False
+            raise
+        log.warning("[ToMe] %s: the rest of this run goes on without it", NO_MEMORY)
+        return result
 
     @contextmanager
     def evaluation(
@@ -80,12 +117,11 @@ class Run:
         device: torch.device,
         dtype: torch.dtype,
         obstacle: str | None = None,
-        caller: str | None = None,
         pictures: tuple[Picture, ...] = (),
-    ) -> Iterator[bool]:
-        """Merge tokens in the model while it is evaluated; yields whether anything may merge.
+    ) -> Iterator[Evaluation | None]:
+        """Merge tokens in the model while it is evaluated; yields None if nothing may merge.
 
-        Observers get the result, unless the evaluation raised.
+        Observers get the result, unless the evaluation raised. Threads wait for each other.
 
         Args:
             moment: where the evaluation is in its run.
@@ -93,116 +129,128 @@ class Run:
             device: where the blocks will run.
             dtype: of their tokens.
             obstacle: why the host says that nothing can merge in this evaluation, None if it can.
-            caller: see :meth:`tome_nodes.patching.turns.Turns.turn`.
             pictures: those in the sequence of a transformer, in order.
         """
-        with turns_of(self.sites.model).turn(caller) as exits:
-            engine = None
-            if not moment.is_active:
-                obstacle = (
-                    f"start_percent={self.sites.config.start_percent} to "
-                    f"end_percent={self.sites.config.end_percent} covers no step of this run"
-                )
-            elif self.sites.has_no_memory:
-                obstacle = NO_MEMORY
-            elif obstacle is None:
-                engine = self.engine = self._engine(device, dtype)
-                obstacle = self._obstacle(engine, device, latent, pictures)
-            outcomes: Sequence[Outcome] = ()
-            if engine is None or obstacle is not None:
-                yield False
+        with lock_of(self.model.model):
+            obstacle = self._obstacle(moment, latent, device, dtype, obstacle, pictures)
+            self._may_merge = obstacle is None
+            if obstacle is not None:
+                yield None
+                outcomes: Sequence[Outcome] = ()
             else:
-                evaluation = self._begin(moment, latent, engine, device, pictures)
-                exits.enter_context(self.sites.installed(evaluation))
-                yield True
-                if self.sites.kept_in_graph:
-                    self._take_out_of_graph(evaluation)
-                outcomes = self.sites.outcomes()
-                if evaluation.whole is not None:
-                    self._whole_failed = evaluation.whole.failed
+                evaluation = self._begin(moment, latent, device, pictures)
+                with self._installed(evaluation):
+                    yield evaluation
+                    outcomes = self.model.outcomes()
+                self._keep(evaluation)
                 detail = evaluation.detail
                 merged = any(outcome.plan is not None for outcome in outcomes)
-                if self.sites.has_no_memory and not merged:
-                    obstacle = NO_MEMORY
                 if detail is not None and detail.is_full and not (detail.is_empty or merged):
                     obstacle = _REFRESHED
         result = Evaluated(
             moment.step,
-            len(self.sites.blocks),
+            len(self.model.blocks),
             outcomes,
             obstacle,
             moment.is_active and obstacle is not _REFRESHED,
         )
-        for observer in self.sites.observers:
+        for observer in self.model.observers:
             observer.evaluated(result)
 
-    def _take_out_of_graph(self, evaluation: Evaluation) -> None:
-        """Copy what is kept over evaluations: CUDA graphs write to the same memory each time."""
-        shared, detail = evaluation.plans, evaluation.detail
+    @contextmanager
+    def _installed(self, evaluation: Evaluation) -> Iterator[None]:
+        """Put the overrides on for an evaluation, perhaps in the middle of another."""
+        model = self.model
+        outer, model.evaluation = model.evaluation, evaluation
+        try:
+            with model.overrides.installed():
+                yield
+        finally:
+            for block in model.blocks:
+                block.forget()
+            model.evaluation = outer
+
+    def _obstacle(
+        self,
+        moment: Moment,
+        latent: Grid,
+        device: torch.device,
+        dtype: torch.dtype,
+        obstacle: str | None,
+        pictures: tuple[Picture, ...],
+    ) -> str | None:
+        """Why nothing can merge in an evaluation, None if something perhaps can."""
+        if not moment.is_active:
+            return (
+                f"start_percent={self._config.start_percent} to "
+                f"end_percent={self._config.end_percent} covers no step of this run"
+            )
+        if self.out_of_memory:
+            return NO_MEMORY
+        if obstacle is not None:
+            return obstacle
+        engine = self.engine = self._engine(device, dtype)
+        if engine.lacks is not None:
+            return f"the device {device} cannot do it: {engine.lacks}"
+        most = self.model.most_tokens(latent, pictures)
+        least = min(engine.least_tokens, engine.least_in_attention)
+        if most < least and not self.model.follows_blocks:
+            return self.model.too_few(most, least)
+        return None
+
+    def _begin(
+        self, moment: Moment, latent: Grid, device: torch.device, pictures: tuple[Picture, ...]
+    ) -> Evaluation:
+        config, engine = self._config, self.engine
+        assert engine is not None
+        key = step_key(config.seed, moment.picks)
+        engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
+        for observer in self.model.observers:
+            observer.begins(moment.step)
+        ratio = ratio_at(config, moment.progress)
+        evaluation = Evaluation(engine, ratio, latent, self._plans_for(moment), pictures)
+        if config.scope != "stack" or config.refresh_steps == 0:
+            return evaluation
+        picture = self.model.record.latent_among(pictures)
+        if picture is None:
+            if any(block.keeps_detail for block in self.model.blocks):
+                evaluation.detail = self._details.at(moment, device)
+        elif self._cannot_run_whole is None:
+            detail = evaluation.detail = self._details.at(moment, device)
+            grid = pictures[picture].grid
+            evaluation.whole = WholeModel(picture, grid, ratio, engine, detail)
+        else:
+            evaluation.failed_before = self._cannot_run_whole
+        return evaluation
+
+    def _keep(self, evaluation: Evaluation) -> None:
+        """Keep what later evaluations need to know of this one."""
+        if evaluation.whole is not None:
+            self._cannot_run_whole = evaluation.whole.failed
+        if not evaluation.kept_in_graph:
+            return
+        # CUDA graphs write to the same memory each time.
+        shared, detail = evaluation.shared_plans, evaluation.detail
         if shared is not None:
             for place, plans in shared.items():
                 shared[place] = [None if plan is None else in_own_memory(plan) for plan in plans]
         if detail is not None and detail.is_full:
             detail.changes = {stack: change.clone() for stack, change in detail.changes.items()}
 
-    def _obstacle(
-        self,
-        engine: Engine,
-        device: torch.device,
-        latent: Grid,
-        pictures: tuple[Picture, ...],
-    ) -> str | None:
-        """Why no block can merge on a device, None if one perhaps can."""
-        if engine.lacks is not None:
-            return f"the device {device} cannot do it: {engine.lacks}"
-        sites = self.sites
-        most = sites.most_tokens(latent, pictures)
-        least = min(engine.least_tokens, engine.least_in_attention)
-        return sites.too_few(most, least) if most < least and not sites.follows_blocks else None
-
-    def _begin(
-        self,
-        moment: Moment,
-        latent: Grid,
-        engine: Engine,
-        device: torch.device,
-        pictures: tuple[Picture, ...],
-    ) -> Evaluation:
-        key = step_key(self.sites.config.seed, moment.picks)
-        engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
-        for observer in self.sites.observers:
-            observer.begins(moment.step)
-        ratio = ratio_at(self.sites.config, moment.progress)
-        plans = self._plans_for(moment)
-        config, index = self.sites.config, self.sites.family.latent_among(pictures)
-        if config.scope != "stack" or config.refresh_steps == 0:
-            return Evaluation(engine, ratio, latent, plans, None, pictures)
-        detail = whole = None
-        if index is not None:
-            detail = Detail() if self._whole_failed else self._details.at(moment, device)
-            if not self._whole_failed and detail.denoised is None and not detail.is_coarse:
-                detail.is_full = True
-            grid = pictures[index].grid
-            whole = WholeModel(index, grid, ratio, engine, detail, self._whole_failed)
-        elif any(stack.keeps_detail for stack in self.sites.stacks):
-            detail = self._details.at(moment, device)
-        return Evaluation(engine, ratio, latent, plans, detail, pictures, whole)
-
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         place = device, dtype
         if place not in self._engines:
-            config, family = self.sites.config, self.sites.family
-            in_blocks = config.scope != "module" and family.merges_blocks
+            config, record = self._config, self.model.record
             engine = make_engine(
                 config,
                 self._make_strategy,
                 device,
                 dtype,
-                in_blocks,
-                family.merges_at_calls,
+                config.scope != "module" and record.merges_blocks,
+                record.merges_at_calls,
                 self._probe,
             )
-            for observer in self.sites.observers:
+            for observer in self.model.observers:
                 engine = replace(engine, plans_of=observer.watched(engine.plans_of))
             self._engines[place] = engine
         return self._engines[place]
@@ -212,12 +260,12 @@ class Run:
 
         A plan fits only the samples of its batch, so it is kept under what the batch is made of.
         """
-        every = self.sites.config.reuse_steps
+        every = self._config.reuse_steps
         if every == 0:
             return None
         if moment.step // every != self._period:
             self._period = moment.step // every
-            self._kept.clear()
-        if moment.part not in self._kept and len(self._kept) == _PARTS_KEPT:
+            self._plans.clear()
+        if moment.part not in self._plans and len(self._plans) == _PARTS_KEPT:
             return {}
-        return self._kept.setdefault(moment.part, {})
+        return self._plans.setdefault(moment.part, {})

@@ -1,21 +1,25 @@
 """Blocks that merge queries, keys and values where attention is called.
 
 By then they are projected, normalised and rotated by position, so all that is needed of a block is
-where the pictures are in its sequence. Everything else, such as text, stays as it is.
+where the pictures are in its sequence. Everything else, such as text, stays as it is. If it is
+known how a block is called, all of it can run on merged tokens.
 """
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..merging.layout import Layout
+from ..merging.layout import Layout, Picture
 from ..merging.plan import Plan
-from .blocks import BlockSite, Forward, Override
+from .blocks import Block, PatchedModel, Reasons, Stack, uncompiled
+from .overrides import Forward, Override
 from .whole_model import WholeModel
+
+Arguments = dict[str, Any]
 
 _FALLS_BACK = {
     "module": None,
@@ -48,53 +52,111 @@ class WholeBlock:
     returned: int | None = None
 
 
-class CallSite(BlockSite):
-    """A block that calls attention through its host; see :meth:`merging`."""
+@dataclass(frozen=True)
+class AttentionHost:
+    """How a host's transformers call attention.
 
-    def attention(self) -> nn.Module:
-        """The module that calls the self-attention; it may be the block itself."""
-        raise NotImplementedError
+    Attributes:
+        reasons: why a block cannot merge.
+        merging: the keyword arguments of an attention module that make the host call
+            :meth:`AttentionBlock.call_plans` and the rest, given the block and the arguments.
+        picture_start: where the pictures begin in the sequence, if the keyword arguments say so.
+        needs_all_tokens: why something in a block needs all tokens, given its arguments by name;
+            None if nothing does.
+    """
 
-    def layout(self, tokens: int, kwargs: dict[str, Any]) -> Layout | None:
-        """The layout of a sequence of ``tokens``, None if the pictures do not fit into it.
+    reasons: Reasons
+    merging: Callable[["AttentionBlock", Arguments], Arguments]
+    picture_start: Callable[[Arguments], int | None]
+    needs_all_tokens: Callable[[Mapping[str, Any]], str | None]
 
-        Args:
-            tokens: the number of keys of the attention.
-            kwargs: the keyword arguments of the attention module.
-        """
-        raise NotImplementedError
 
-    def merging(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments that make the host call :meth:`call_plans` and the rest."""
-        raise NotImplementedError
+@dataclass(frozen=True, kw_only=True)
+class TransformerRecord:
+    """What is known about the transformers of one kind.
 
-    def whole_block(self) -> WholeBlock | None:
-        """How the block is called; None if only its attention can merge."""
-        return None
+    Attributes:
+        blocks: the attributes of a model that hold its blocks.
+        at_end: whether the pictures are at the end of the sequence, as after text, or at its start.
+        host: how attention is called.
+        attention: the attribute of a block that calls its self-attention, or what returns it given
+            the block; empty if the block calls it itself and has no cross-attention.
+        whole: how blocks are called that can run on merged tokens, by the attribute of ``blocks``.
+        passes_options: whether blocks get the keyword arguments that :attr:`AttentionHost.merging`
+            changes. Otherwise attention has to find the running block in the evaluation.
+    """
 
-    def needs_all_tokens(self, arguments: Mapping[str, Any]) -> str | None:
-        """Why something in the block needs all tokens, given its arguments by name; else None."""
-        return None
+    blocks: tuple[str, ...]
+    at_end: bool
+    host: AttentionHost
+    attention: str | Callable[[Any], nn.Module] = ""
+    whole: Mapping[str, WholeBlock] = field(default_factory=dict)
+    passes_options: bool = True
+
+    merges_at_calls = True
+
+    @property
+    def reasons(self) -> Reasons:
+        """Why a block cannot merge."""
+        return self.host.reasons
+
+    @property
+    def merges_blocks(self) -> bool:
+        """Whether whole blocks may run on merged tokens."""
+        return bool(self.whole)
+
+    def stacks(self, model: Any) -> Iterator[Stack]:
+        """The blocks of a model by the attribute that holds them; one that it lacks is left out."""
+        for name in self.blocks:
+            holder, _, attribute = name.rpartition(".")
+            module = getattr(model.get_submodule(holder), attribute, None)
+            if module is not None:
+                blocks = module.values() if isinstance(module, nn.ModuleDict) else module
+                yield Stack(name, module, tuple(map(uncompiled, blocks)))
+
+    def block(self, model: PatchedModel, stack: Stack, index: int) -> "AttentionBlock":
+        """The block at an index of a stack."""
+        return AttentionBlock(model, stack, index, self)
+
+    def attention_of(self, block: Any) -> nn.Module:
+        """The module of a block that calls its self-attention."""
+        if callable(self.attention):
+            return self.attention(block)
+        return getattr(block, self.attention) if self.attention else block
+
+    def latent_among(self, pictures: Sequence[Picture]) -> int | None:
+        """The index of the latent, None if its blocks cannot all merge or it is not one picture."""
+        indices = [index for index, picture in enumerate(pictures) if picture.is_latent]
+        return indices[0] if len(indices) == 1 and self.whole else None
+
+
+class AttentionBlock(Block):
+    """A block that calls attention through its host."""
+
+    def __init__(self, model: PatchedModel, stack: Stack, index: int, record: TransformerRecord):
+        self.record = record
+        self._whole = record.whole.get(stack.name)
+        super().__init__(model, stack, index)
 
     def forget(self) -> None:
-        """Drop the notes and plans of an evaluation."""
         super().forget()
         self._outer_plan: Plan | None = None
         self._beside = 0
 
     def overrides(self) -> list[Override]:
-        module = self.attention()
-        if not self.stack.sites.config.merge_attn:
-            return [(self.module, self._note_block(self.module.forward))]
-        if module is self.module:
-            return [(module, self.timed(self._note_block(self._merge_calls(module.forward))))]
+        block = self.module
+        if not self.model.config.merge_attn:
+            return [(block, self._run_block(block.forward))]
+        attention = self.record.attention_of(block)
+        if attention is block:
+            return [(block, self.timed(self._run_block(self._merge_calls(block.forward))))]
         return [
-            (self.module, self.timed(self._note_block(self.module.forward))),
-            (module, self._merge_calls(module.forward)),
+            (block, self.timed(self._run_block(block.forward))),
+            (attention, self._merge_calls(attention.forward)),
         ]
 
     def call_plans(
-        self, k: Tensor, queries: int, kwargs: dict[str, Any]
+        self, k: Tensor, queries: int, kwargs: Arguments
     ) -> tuple[Plan | None, Plan | None]:
         """The plans of the queries and of the keys of one call of attention.
 
@@ -108,8 +170,8 @@ class CallSite(BlockSite):
         Returns:
             Both come from one matching. None for what stays as it is.
         """
-        sites, tokens = self.stack.sites, k.shape[1]
-        config, least = sites.config, sites.evaluation.engine.least_in_attention
+        config, tokens = self.model.config, k.shape[1]
+        least = self.evaluation.engine.least_in_attention
         worthy = self._worthy_layout(tokens, kwargs, least)
         if worthy is None:
             return None, None
@@ -120,7 +182,7 @@ class CallSite(BlockSite):
         if merges_keys and keys_ratio not in ratios:
             ratios.append(keys_ratio)
         if not ratios:
-            self.notes.reason = "the queries of a part of the tokens do not merge"
+            self.outcome.reason = "the queries of a part of the tokens do not merge"
             return None, None
         kind = "call" if merges_queries else "call with some of the queries"
         plans = self.plans(kind, k, worthy, ratios)
@@ -128,9 +190,9 @@ class CallSite(BlockSite):
         of_keys = plans[-1] if merges_keys else None
         noted = of_queries if of_keys is None else of_keys
         if noted is None:
-            self.notes.reason = self.why_no_plan(worthy, ratios[0])
+            self.outcome.reason = self.why_no_plan(worthy, ratios[0])
         else:
-            self.notes.ran(tokens, noted)
+            self.outcome.merged(tokens, noted)
         return of_queries, of_keys
 
     @property
@@ -148,47 +210,43 @@ class CallSite(BlockSite):
             return None
         if not beside:
             return self.log_sizes(plan, like)
-        if not self.stack.sites.config.proportional_attn:
+        if not self.model.config.proportional_attn:
             return None
-        evaluation = self.stack.sites.evaluation
+        evaluation = self.evaluation
         # Otherwise each block has a plan of its own.
         kept = {} if evaluation.whole is None else evaluation.log_sizes
-        place = self.notes.layout, beside, self.at_end, like.dtype
+        place = self.outcome.layout_key, beside, like.dtype
         if place not in kept:
             sizes = plan.log_sizes_in(like.dtype)
             kept[place] = self._with_beside(sizes, sizes.new_zeros(sizes.shape[0], beside))
         return kept[place]
 
-    @property
-    def at_end(self) -> bool:
-        """Whether the pictures are at the end of the sequence, not at its start."""
-        raise NotImplementedError
+    def note_masked(self) -> None:
+        """Note that the attention is masked, or called with other tokens."""
+        self.outcome.reason = self.record.reasons.attention_masked
 
     def _with_beside(self, merged: Tensor, beside: Tensor) -> Tensor:
         """What belongs to merged tokens and to those beside them, in the order of the sequence."""
-        return torch.cat([beside, merged] if self.at_end else [merged, beside], 1)
+        return torch.cat([beside, merged] if self.record.at_end else [merged, beside], 1)
 
-    def _note_block(self, forward: Forward) -> Forward:
-        sites = self.stack.sites
-        config = sites.config
-        whole = self.whole_block() if config.merge_attn and config.scope != "module" else None
+    def _run_block(self, forward: Forward) -> Forward:
+        config = self.model.config
+        whole = self._whole if config.merge_attn and config.scope != "module" else None
         on_merged = None if whole is None else self._run_whole(whole, forward)
 
         def block_forward(*args: Any, **kwargs: Any) -> Any:
-            if self._is_idle:
+            evaluation, outcome = self.evaluation, self.outcome
+            if evaluation.is_full_step:
                 return forward(*args, **kwargs)
-            model = sites.evaluation.whole
-            failed = None if model is None else model.failed
-            is_wide = config.scope == "block" or (model is not None and failed is None)
-            if is_wide and on_merged is not None and not sites.is_full_step:
+            failed = evaluation.cannot_run_whole
+            runs_whole = evaluation.whole is not None and failed is None
+            if on_merged is not None and (config.scope == "block" or runs_whole):
                 return on_merged(*args, **kwargs)
             # The number of tokens is not known until attention is called.
-            self.notes.tokens = 0
-            self.notes.fell_back = (
-                None if sites.is_full_step else failed or _FALLS_BACK[config.scope]
-            )
-            self.notes.reason = (
-                self.attention_replaced
+            outcome.entered(0)
+            outcome.fell_back = failed or _FALLS_BACK[config.scope]
+            outcome.reason = (
+                self.record.reasons.attention_replaced
                 if config.merge_attn
                 else "merge_attn is off, and nothing else merges in models of this kind"
             )
@@ -196,23 +254,19 @@ class CallSite(BlockSite):
 
         return block_forward
 
-    @property
-    def _is_idle(self) -> bool:
-        """Whether the block runs as ever in this step."""
-        sites = self.stack.sites
-        return sites.is_full_step and not sites.merges_keys_in_full_steps
-
     def _run_whole(self, whole: WholeBlock, forward: Forward) -> Forward:
         names = tuple(inspect.signature(self.module.forward).parameters)
 
         def block_forward(*args: Any, **kwargs: Any) -> Any:
             arguments = dict(zip(names, args, strict=False)) | kwargs
-            self.notes.tokens = 0
-            self.notes.reason = self.attention_replaced
-            self.notes.fell_back = self.needs_all_tokens(arguments) or _why_not(whole, arguments)
-            if self.notes.fell_back is not None:
-                if self.stack.sites.evaluation.whole is not None:
-                    self.stack.sites.evaluation.whole.refuse(self.notes.fell_back)
+            evaluation, outcome = self.evaluation, self.outcome
+            outcome.entered(0)
+            outcome.reason = self.record.reasons.attention_replaced
+            refused = self.record.host.needs_all_tokens(arguments) or _why_not(whole, arguments)
+            outcome.fell_back = refused
+            if refused is not None:
+                if evaluation.whole is not None:
+                    evaluation.whole.refuse(refused)
                 return forward(*args, **kwargs)
             x, positions = arguments[whole.tokens], arguments[whole.positions]
             plan = self._plan_of_block(x)
@@ -233,21 +287,30 @@ class CallSite(BlockSite):
 
         return block_forward
 
-    def _worthy_layout(self, tokens: int, kwargs: dict[str, Any], least: int) -> Layout | None:
+    def _layout(self, tokens: int, kwargs: Arguments) -> Layout | None:
+        """The layout of a sequence of ``tokens``, None if the pictures do not fit into it."""
+        at_end = self.record.at_end
+        layout = Layout.of_pictures(tokens, self.evaluation.pictures, at_end)
+        start = self.record.host.picture_start(kwargs)
+        if layout is not None and start is not None and at_end and self.record.passes_options:
+            return layout if start == layout.spans[0].start else None
+        return layout
+
+    def _worthy_layout(self, tokens: int, kwargs: Arguments, least: int) -> Layout | None:
         """The layout with only the pictures worth merging, None if none is; the reason is noted.
 
         ``least`` is the number of tokens from which one is.
         """
-        self.notes.tokens = tokens
-        layout = self.layout(tokens, kwargs)
+        self.outcome.entered(tokens)
+        layout = self._layout(tokens, kwargs)
         if layout is None:
-            self.notes.reason = self.tokens_changed
+            self.outcome.reason = self.record.reasons.tokens_changed
             return None
         return self.worthy(layout, least)
 
     def _plan_of_block(self, x: Tensor) -> Plan | None:
         """The plan for a whole block with these tokens, None if nothing merges; it is noted."""
-        evaluation = self.stack.sites.evaluation
+        evaluation = self.evaluation
         worthy = self._worthy_layout(x.shape[1], {}, evaluation.engine.least_tokens)
         if worthy is None:
             return None
@@ -257,30 +320,30 @@ class CallSite(BlockSite):
         else:
             plan = self._plan_in_model(whole, x, worthy)
         if plan is None:
-            self.notes.reason = self.why_no_plan(worthy, ratio)
+            self.outcome.reason = self.why_no_plan(worthy, ratio)
         else:
-            self.notes.ran(x.shape[1], plan)
+            self.outcome.merged(x.shape[1], plan)
         return plan
 
     def _plan_in_model(self, whole: WholeModel, x: Tensor, worthy: Layout) -> Plan | None:
         """The plan for a block in a model that runs as a whole on merged tokens."""
-        layout = self.layout(x.shape[1], {})
-        self.notes.layout = worthy.key
+        layout = self._layout(x.shape[1], {})
+        self.outcome.layout_key = worthy.key
         if whole.plan is None or layout is None:
             return None
         if len(x) != whole.batch:
             whole.refuse("that run on a part of the batch")
             return None
         plan, is_new = whole.plan_of(worthy, whole.start_in(layout), x)
-        self.notes.plans_made += is_new
-        self.notes.plans_reused += not is_new
+        self.outcome.plans_made += is_new
+        self.outcome.plans_reused += not is_new
         return plan
 
     def _positions(self, plan: Plan, positions: Tensor, along: int) -> Tensor:
         """The positions of merged tokens, each that of one of its tokens, and of what is beside."""
         tokens, beside = plan.tokens(), self._beside
         kept = torch.arange(beside, device=tokens.device).expand(len(tokens), -1)
-        if self.at_end:
+        if self.record.at_end:
             tokens = tokens + beside
         else:
             kept = kept + (positions.shape[along] - beside)
@@ -291,7 +354,16 @@ class CallSite(BlockSite):
 
     def _merge_calls(self, forward: Forward) -> Forward:
         def attention_forward(*args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **(kwargs if self._is_idle else self.merging(kwargs)))
+            evaluation = self.evaluation
+            if evaluation.is_full_step:
+                return forward(*args, **kwargs)
+            if self.record.passes_options:
+                return forward(*args, **self.record.host.merging(self, kwargs))
+            evaluation.running = self
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                evaluation.running = None
 
         return attention_forward
 

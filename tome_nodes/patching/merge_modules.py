@@ -2,235 +2,249 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..merging.grid import Grid
-from ..merging.layout import Layout
+from ..merging.layout import Layout, Picture
 from ..merging.plan import Plan
-from .blocks import BlockSite, ModelSites, Override, StackSite
-from .run_merged import attention_on_merged, block_on_merged, module_on_merged
+from .blocks import Block, PatchedModel, Reasons, Stack
+from .overrides import Forward, Override
+
+Shape = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Part:
-    """A module of a block that may run on merged tokens.
+class UNetRecord:
+    """What is known about the UNets of a host: how they are built, and how blocks are called.
+
+    A block has the modules ``attn1``, ``attn2`` (or None) and ``ff``, which take its tokens first.
 
     Attributes:
-        module: takes the tokens of the block as its first argument.
-        option: the name of the option that makes it merge.
-        attends_to_itself: whether it is a self-attention, so its keys are the block's tokens too.
+        stacks_of: the stacks of a model, in the order in which they run.
+        reasons: why a block cannot merge.
+        attends_to_text: whether ``attn1`` of a block is a cross-attention.
+        needs_all_tokens: whether something in a block needs all tokens, given the block, its index
+            in the stack and its other arguments.
+        masks: the keyword arguments of an attention that are masks over its tokens.
+        source: the keyword argument of an attention for the source of keys and values; empty if
+            it takes ``context`` and ``value``.
+        weigh_keys: the keyword arguments of a self-attention that add ``[batch, keys]`` to its
+            logits, given the block, the arguments before, and what to add in the dtype of the
+            tokens; None if the host has no way to do that.
+        shapes: the shapes of the feature map and of the latent, given the other arguments of a
+            block, where the host passes them on; otherwise a stack is called with its feature map.
     """
 
-    module: nn.Module
-    option: str
-    attends_to_itself: bool = False
+    stacks_of: Callable[[Any], Iterable[Stack]]
+    reasons: Reasons
+    attends_to_text: Callable[[Any], bool]
+    needs_all_tokens: Callable[..., bool]
+    masks: tuple[str, ...]
+    source: str = ""
+    weigh_keys: Callable[["ModuleBlock", dict[str, Any], Tensor], dict[str, Any]] | None = None
+    shapes: Callable[..., tuple[Shape | None, Shape | None]] | None = None
+
+    merges_at_calls = False
+    merges_blocks = True
+
+    def stacks(self, model: Any) -> Iterable[Stack]:
+        """The stacks of a model."""
+        return self.stacks_of(model)
+
+    def block(self, model: PatchedModel, stack: Stack, index: int) -> "ModuleBlock":
+        """The block at an index of a stack."""
+        return ModuleBlock(model, stack, index, self)
+
+    def latent_among(self, pictures: Sequence[Picture]) -> int | None:
+        """None: a UNet does not run as a whole on merged tokens, since its levels shrink them."""
+        return None
 
 
-class InputSite(BlockSite):
-    """A block whose modules take the tokens as first argument, in an :class:`InputStack`."""
+class ModuleBlock(Block):
+    """A block that takes its tokens as first argument, as do its modules."""
 
-    stack: "InputStack"
+    def __init__(self, model: PatchedModel, stack: Stack, index: int, record: UNetRecord):
+        self.record = record
+        super().__init__(model, stack, index)
 
     def forget(self) -> None:
-        """Drop the notes and plans of an evaluation."""
         super().forget()
         self._plan: Plan | None = None
         self._keys_plan: Plan | None = None
         self._outer_plan: Plan | None = None
 
+    @property
+    def keeps_detail(self) -> bool:
+        # A video model runs a temporal block, which needs all tokens, after each spatial one.
+        return not hasattr(self.stack.module, "time_stack")
+
     def overrides(self) -> list[Override]:
-        """The block and its modules, with what each of them runs instead."""
-        config, parts = self.stack.sites.config, self.parts()
-        self._attends_to_itself = any(part.attends_to_itself for part in parts)
-        block_forward = self._run_block(self.module.forward)
-        overrides: list[Override] = [(self.module, self.timed(block_forward))]
-        for part in parts:
-            forward = part.module.forward
-            if part.attends_to_itself:
-                if config.merge_attn or config.scope != "module":
-                    forward = self.self_attention(forward)
-                    overrides.append((part.module, self._run_self_attention(forward)))
-            elif getattr(config, part.option):
-                overrides.append((part.module, self._run_module(forward)))
+        config, block = self.model.config, self.module
+        overrides: list[Override] = []
+        if self.record.shapes is None and self.index == 0:
+            stack = self.stack.module
+            overrides.append((stack, self._run_stack(stack.forward)))
+        overrides.append((block, self.timed(self._run_block(block.forward))))
+        self._attends_to_itself = not self.record.attends_to_text(block)
+        if not self._attends_to_itself:
+            # Only queries merge, as in the x4 upscaler.
+            if config.merge_attn:
+                overrides.append((block.attn1, self._run_module(block.attn1.forward)))
+        elif config.merge_attn or config.scope != "module":
+            forward = self._with_source(block.attn1.forward)
+            overrides.append((block.attn1, self._run_self_attention(forward)))
+        if block.attn2 is not None and config.merge_crossattn:
+            overrides.append((block.attn2, self._run_module(block.attn2.forward)))
+        if config.merge_mlp:
+            overrides.append((block.ff, self._run_module(block.ff.forward)))
         return overrides
 
-    def parts(self) -> Sequence[Part]:
-        """The modules of the block that may each merge on their own."""
-        raise NotImplementedError
+    def _run_stack(self, forward: Forward) -> Forward:
+        def stack_forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.evaluation.feature_map = x.shape
+            return forward(x, *args, **kwargs)
 
-    def self_attention(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``.
+        return stack_forward
 
-        A family whose attention has a single source for keys and values uses that of the values.
-        """
-        return forward
-
-    def layout(self, x: Tensor, *args: Any, **kwargs: Any) -> Layout | None:
-        """The layout of the block's tokens, given the arguments of the block.
-
-        None if ``x``, ``[batch, tokens, channels]``, is not of the shape that the host reports.
-        """
-        raise NotImplementedError
-
-    def latent(self, *args: Any, **kwargs: Any) -> Grid:
-        """The grid of the latent that the model works on, given the arguments of the block."""
-        return self.stack.sites.evaluation.latent
-
-    def needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether something in the block needs all tokens, given the arguments of the block."""
-        raise NotImplementedError
-
-    def is_masked(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a module of the block is called with a mask over its tokens."""
-        raise NotImplementedError
-
-    def weigh_keys(self, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
-        """The keyword arguments of a self-attention that add ``log_sizes`` to its logits.
-
-        If the host's attention cannot do that, ``kwargs`` is returned as it is and the reason goes
-        to :meth:`note_unweighted`.
-
-        Args:
-            kwargs: the keyword arguments before.
-            log_sizes: ``[batch, keys]`` in the dtype of the tokens.
-        """
-        self.note_unweighted("this host has no way to weigh them")
-        return kwargs
-
-    def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        log_sizes = self.log_sizes(plan, x)
-        return kwargs if log_sizes is None else self.weigh_keys(kwargs, log_sizes)
-
-    def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether a module called with ``x`` can run under the plan; the answer is noted."""
-        if self.is_masked(kwargs) or not plan.fits(x):
-            self.note_masked()
-            return False
-        self.notes.ran(x.shape[1], plan)
-        return True
-
-    def _run_block(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        stack, sites, config = self.stack, self.stack.sites, self.stack.sites.config
+    def _run_block(self, forward: Forward) -> Forward:
+        config = self.model.config
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            evaluation, outcome = self.evaluation, self.outcome
             self._plan = self._keys_plan = self._outer_plan = None
-            self.notes.tokens = x.shape[1]
-            if sites.is_full_step:
-                return self._run_full(forward, x, *args, **kwargs)
-            if stack.plan is not None:
-                self.notes.plans_reused += 1
-                return self._in_stack(forward, x, *args, **kwargs)
-            least = sites.evaluation.engine.least_tokens
-            layout = self._worthy_layout(least, x, *args, **kwargs)
+            if self.index == 0:
+                evaluation.stack_plan = evaluation.stack_tokens = evaluation.stack_merged = None
+            outcome.entered(x.shape[1])
+            if evaluation.is_full_step:
+                return self._run_on_all_tokens(forward, x, *args, **kwargs)
+            if evaluation.stack_plan is not None:
+                outcome.plans_reused += 1
+                return self._run_in_stack(forward, x, *args, **kwargs)
+            layout = self._worthy_layout(evaluation.engine.least_tokens, x, *args, **kwargs)
             if layout is None:
                 return forward(x, *args, **kwargs)
-            fell_back = config.scope != "module" and self.needs_all_tokens(*args, **kwargs)
-            self.notes.fell_back = "that are patched" if fell_back else None
+            fell_back = config.scope != "module" and self._needs_all_tokens(*args, **kwargs)
+            outcome.fell_back = "that are patched" if fell_back else None
             if config.scope == "module" or fell_back:
                 self._plan_for_modules(x, layout)
                 return forward(x, *args, **kwargs)
-            ratio = sites.evaluation.ratio
-            (plan,) = self.plans("tokens", x, layout, [ratio])
+            plan = self._plan_at(evaluation.ratio, x, layout)
             if plan is None:
-                self.notes.reason = self.why_no_plan(layout, ratio)
                 return forward(x, *args, **kwargs)
-            if config.scope == "stack" and stack.runs_as_one_from(self, *args, **kwargs):
-                return self._in_stack(forward, stack.enter(plan, x), *args, **kwargs)
-            self.notes.ran(x.shape[1], plan)
+            if config.scope == "stack" and self._begins_stack(*args, **kwargs):
+                merged = plan.merge(x)
+                evaluation.stack_plan, evaluation.stack_tokens = plan, x
+                evaluation.stack_merged = merged
+                return self._run_in_stack(forward, merged, *args, **kwargs)
+            outcome.merged(x.shape[1], plan)
             self._outer_plan = plan
             return block_on_merged(forward, plan, x, *args, **kwargs)
 
         return block_forward
 
-    def _run_full(
-        self, forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Run the block on all tokens; its stack keeps what its blocks change together.
+    def _run_on_all_tokens(self, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the block on all tokens; what the blocks of its stack change together is kept.
 
         Its attention may merge keys and values.
         """
-        stack, sites = self.stack, self.stack.sites
-        engine = sites.evaluation.engine
+        evaluation, config = self.evaluation, self.model.config
+        engine = evaluation.engine
         if (
-            stack.runs_as_one_from(self, *args, **kwargs)
+            self._begins_stack(*args, **kwargs)
             and self._worthy_layout(engine.least_tokens, x, *args, **kwargs) is not None
         ):
             # Some blocks change their tokens in place.
-            stack.tokens = x.clone()
-        if sites.merges_keys_in_full_steps:
+            evaluation.stack_tokens = x.clone()
+        # Keys and values hardly change pictures (FIDELITY.md).
+        if config.merge_attn and config.attn_tokens == "k,v" and self._attends_to_itself:
             layout = self._worthy_layout(engine.least_in_attention, x, *args, **kwargs)
             if layout is not None:
-                self._plan_keys(x, layout)
-        y = forward(x, *args, **kwargs)
-        if stack.tokens is not None and self is stack.blocks[-1]:
-            stack.keep(y)
+                self.outcome.reason = self.record.reasons.attention_replaced
+                self._keys_plan = self._plan_at(evaluation.ratio, x, layout)
+        y: Tensor = forward(x, *args, **kwargs)
+        before, detail = evaluation.stack_tokens, evaluation.detail
+        if before is not None and detail is not None and self._ends_stack:
+            evaluation.stack_tokens = None
+            if detail.keeps_changes:
+                detail.changes[self.stack.name] = y - before
+                if torch.compiler.is_compiling():
+                    evaluation.kept_in_graph = True
         return y
 
-    def _in_stack(
-        self, forward: Callable[..., Tensor], merged: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def _run_in_stack(self, forward: Forward, merged: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the block on tokens that its stack has merged."""
-        stack = self.stack
-        assert stack.plan is not None and stack.tokens is not None
-        self.notes.ran(stack.tokens.shape[1], stack.plan)
-        self._outer_plan = stack.plan
-        y = forward(merged, *args, **kwargs)
-        return stack.leave(y) if self is stack.blocks[-1] else y
+        evaluation = self.evaluation
+        plan, x, before = evaluation.stack_plan, evaluation.stack_tokens, evaluation.stack_merged
+        assert plan is not None and x is not None and before is not None
+        self.outcome.merged(x.shape[1], plan)
+        self._outer_plan = plan
+        y: Tensor = forward(merged, *args, **kwargs)
+        if not self._ends_stack:
+            return y
+        evaluation.stack_plan = evaluation.stack_tokens = evaluation.stack_merged = None
+        if evaluation.detail is None:
+            return plan.add_change(x, before, y)
+        return evaluation.detail.add_change(self.stack.name, plan, x, before, y)
 
-    def _run_module(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            plan = self._plan
-            if plan is None or not self._takes(plan, x, kwargs):
-                return forward(x, *args, **kwargs)
-            return module_on_merged(forward, plan, x, *args, **kwargs)
+    def _begins_stack(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the block is the first, and all of its stack can run on merged tokens."""
+        return (
+            self.index == 0
+            and self.keeps_detail
+            and not any(
+                self.record.needs_all_tokens(block, index, *args, **kwargs)
+                for index, block in enumerate(self.stack.blocks)
+            )
+        )
 
-        return module_forward
+    @property
+    def _ends_stack(self) -> bool:
+        return self.index == len(self.stack.blocks) - 1
 
-    def _run_self_attention(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        config = self.stack.sites.config
-        weigh = self._weigh if config.proportional_attn else None
-
-        def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if self._outer_plan is not None:
-                if weigh is not None:
-                    kwargs = weigh(self._outer_plan, x, kwargs)
-                return forward(x, *args, **kwargs)
-            queries = self._plan if config.merge_attn and "q" in config.attn_tokens else None
-            keys = self._keys_plan
-            plan = keys if queries is None else queries
-            if plan is None or not self._takes(plan, x, kwargs):
-                return forward(x, *args, **kwargs)
-            return attention_on_merged(forward, queries, keys, weigh, x, *args, **kwargs)
-
-        return attention_forward
+    def _needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
+        return self.record.needs_all_tokens(self.module, self.index, *args, **kwargs)
 
     def _worthy_layout(self, least: int, x: Tensor, *args: Any, **kwargs: Any) -> Layout | None:
-        """The layout with only the pictures of ``least`` tokens that merge, None if none does.
+        """The layout of the block's tokens, ``[batch, tokens, channels]``, if they may merge.
 
-        The reason is noted, except at a level that the settings leave out.
+        The reason for None is noted, except at a level that the settings leave out.
+
+        Args:
+            least: the number of tokens from which a feature map may merge.
+            x: the tokens.
+            args: the other arguments of the block.
+            kwargs: the same by name.
         """
-        sites = self.stack.sites
-        layout, latent = self.layout(x, *args, **kwargs), self.latent(*args, **kwargs)
-        if layout is None:
-            self.notes.reason = self.tokens_changed
-            return None
-        spans = tuple(
-            span for span in layout.spans if span.grid.is_within(latent, sites.max_downsample)
+        evaluation, shapes = self.evaluation, self.record.shapes
+        shape, latent = (
+            (evaluation.feature_map, None) if shapes is None else shapes(*args, **kwargs)
         )
-        if not spans:
+        if shape is None or shape[0] != x.shape[0] or shape[-2] * shape[-1] != x.shape[1]:
+            self.outcome.reason = self.record.reasons.tokens_changed
             return None
-        return self.worthy(layout if spans == layout.spans else Layout(layout.length, spans), least)
+        grid = Grid(*shape[-2:])
+        whole = evaluation.latent if latent is None else Grid(*latent[-2:])
+        if not grid.is_within(whole, self.model.max_downsample):
+            return None
+        return self.worthy(Layout.filled_by(grid), least)
+
+    def _plan_at(self, ratio: float, x: Tensor, layout: Layout) -> Plan | None:
+        """A plan; the reason for None is noted."""
+        (plan,) = self.plans("tokens", x, layout, [ratio])
+        if plan is None:
+            self.outcome.reason = self.why_no_plan(layout, ratio)
+        return plan
 
     def _plan_for_modules(self, x: Tensor, layout: Layout) -> None:
         """Make the plans for the modules of the block, which merge each on their own."""
-        config = self.stack.sites.config
+        config = self.model.config
         if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
-            self.notes.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
+            self.outcome.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
             return
-        self.notes.reason = self.attention_replaced
+        self.outcome.reason = self.record.reasons.attention_replaced
         attends_to_itself = self._attends_to_itself
         merges_keys = config.merge_attn and "k,v" in config.attn_tokens and attends_to_itself
         merges_tokens = (
@@ -250,87 +264,190 @@ class InputSite(BlockSite):
         if merges_keys:
             self._keys_plan = plans[-1]
         if self._plan is None and self._keys_plan is None:
-            self.notes.reason = self.why_no_plan(layout, ratios[0])
+            self.outcome.reason = self.why_no_plan(layout, ratios[0])
 
-    def _plan_keys(self, x: Tensor, layout: Layout) -> None:
-        """Make the plan for the keys and values of a self-attention, if the block has one."""
-        if not self._attends_to_itself:
-            return
-        self.notes.reason = self.attention_replaced
-        ratio = self.stack.sites.evaluation.ratio
-        (self._keys_plan,) = self.plans("tokens", x, layout, [ratio])
-        if self._keys_plan is None:
-            self.notes.reason = self.why_no_plan(layout, ratio)
+    def _run_module(self, forward: Forward) -> Forward:
+        def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            plan = self._plan
+            if plan is None or not self._takes(plan, x, kwargs):
+                return forward(x, *args, **kwargs)
+            return module_on_merged(forward, plan, x, *args, **kwargs)
 
+        return module_forward
 
-class InputStack(StackSite):
-    """Consecutive blocks, which may run as one on merged tokens.
+    def _run_self_attention(self, forward: Forward) -> Forward:
+        config = self.model.config
+        weigh = self._weigh if config.proportional_attn else None
 
-    Attributes:
-        plan: the plan of the stack while it runs as one, else None.
-        tokens: the ``[batch, tokens, channels]`` that entered its first block, while it runs as one
-            or its change is to be kept; else None.
-    """
+        def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if self._outer_plan is not None:
+                if weigh is not None:
+                    kwargs = weigh(self._outer_plan, x, kwargs)
+                return forward(x, *args, **kwargs)
+            queries = self._plan if config.merge_attn and "q" in config.attn_tokens else None
+            keys = self._keys_plan
+            plan = keys if queries is None else queries
+            if plan is None or not self._takes(plan, x, kwargs):
+                return forward(x, *args, **kwargs)
+            return attention_on_merged(forward, queries, keys, weigh, x, *args, **kwargs)
 
-    block_class: ClassVar[type[InputSite]]
-    blocks: list[InputSite]
+        return attention_forward
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        blocks: Iterable[nn.Module],
-        level: int,
-        sites: ModelSites,
-    ):
-        super().__init__(name, module, blocks, level, sites)
-        self.plan: Plan | None = None
-        self.tokens: Tensor | None = None
-        self._merged: Tensor | None = None
+    def _with_source(self, forward: Forward) -> Forward:
+        """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``.
 
-    @property
-    def runs_as_one(self) -> bool:
-        """Whether nothing else runs between the blocks."""
+        One that has a single source for keys and values takes that of the values.
+        """
+        name = self.record.source
+        if not name:
+            return forward
+
+        def attention(
+            x: Tensor, context: Tensor | None = None, value: Tensor | None = None, **kwargs: Any
+        ) -> Tensor:
+            source = context if value is None else value
+            if source is not None and source is not x:
+                kwargs[name] = source
+            return forward(x, **kwargs)
+
+        return attention
+
+    def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of a self-attention that make each key count for its tokens."""
+        log_sizes = self.log_sizes(plan, x)
+        if log_sizes is None:
+            return kwargs
+        if self.record.weigh_keys is None:
+            self.outcome.unweighted = "this host has no way to weigh them"
+            return kwargs
+        return self.record.weigh_keys(self, kwargs, log_sizes)
+
+    def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether a module called with ``x`` can run under the plan; the answer is noted."""
+        if is_masked(kwargs, self.record.masks) or not plan.fits(x):
+            self.outcome.reason = self.record.reasons.attention_masked
+            return False
+        self.outcome.merged(x.shape[1], plan)
         return True
 
-    @property
-    def keeps_detail(self) -> bool:
-        return self.runs_as_one
 
-    def runs_as_one_from(self, block: InputSite, *args: Any, **kwargs: Any) -> bool:
-        """Whether ``block`` is the first and all blocks can run on merged tokens."""
-        return (
-            block.index == 0
-            and self.runs_as_one
-            and not any(each.needs_all_tokens(*args, **kwargs) for each in self.blocks)
-        )
+def is_masked(kwargs: Mapping[str, Any], masks: Iterable[str]) -> bool:
+    """Whether any of the arguments named by ``masks`` is given."""
+    return any(kwargs.get(name) is not None for name in masks)
 
-    def enter(self, plan: Plan, x: Tensor) -> Tensor:
-        """Merge the tokens that enter the first block."""
-        merged = plan.merge(x)
-        self.plan, self.tokens, self._merged = plan, x, merged
-        return merged
 
-    def leave(self, y: Tensor) -> Tensor:
-        """Add the change that the blocks made together to all tokens."""
-        plan, x, merged = self.plan, self.tokens, self._merged
-        assert plan is not None and x is not None and merged is not None
-        self.plan = self.tokens = self._merged = None
-        detail = self.sites.evaluation.detail
-        if detail is None:
-            return plan.add_change(x, merged, y)
-        return detail.add_change(self.name, plan, x, merged, y)
+def module_on_merged(
+    module: Callable[..., Tensor], plan: Plan, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run a module whose only merged tokens are ``x``: cross-attention or a feed-forward network.
 
-    def keep(self, y: Tensor) -> None:
-        """Keep what the blocks changed together on all tokens."""
-        detail, x = self.sites.evaluation.detail, self.tokens
-        assert detail is not None and x is not None
-        self.tokens = None
-        if detail.keeps_changes:
-            detail.changes[self.name] = y - x
-            if torch.compiler.is_compiling():
-                self.sites.kept_in_graph = True
+    Args:
+        module: maps ``[batch, slots, channels]`` to ``[batch, slots, channels]``.
+        plan: a plan that fits ``x``.
+        x: ``[batch, tokens, channels]``.
+        args: passed on.
+        kwargs: passed on.
 
-    def end(self) -> None:
-        self.plan = self.tokens = self._merged = None
-        super().end()
+    Returns:
+        ``[batch, tokens, channels]``.
+    """
+    return plan.unmerge(module(plan.merge(x), *args, **kwargs))
+
+
+def block_on_merged(
+    block: Callable[..., Tensor], plan: Plan, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run a residual block on merged tokens and add its change to all tokens.
+
+    The change is unmerged, not the result, so each token keeps its difference from the mean of its
+    slot.
+
+    Args:
+        block: maps ``[batch, slots, channels]`` to ``[batch, slots, channels]``.
+        plan: a plan that fits ``x``.
+        x: ``[batch, tokens, channels]``.
+        args: passed on.
+        kwargs: passed on.
+
+    Returns:
+        ``[batch, tokens, channels]``.
+    """
+    merged = plan.merge(x)
+    return plan.add_change(x, merged, block(merged, *args, **kwargs))
+
+
+def attention_on_merged(
+    attention: Callable[..., Tensor],
+    queries: Plan | None,
+    keys: Plan | None,
+    weigh: Callable[[Plan, Tensor, dict[str, Any]], dict[str, Any]] | None,
+    x: Tensor,
+    context: Tensor | None = None,
+    value: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Run self-attention on merged tokens, which are merged before its projections (section 4).
+
+    Args:
+        attention: called with ``x``, ``context`` and ``value``, like the host's attention.
+        queries: a plan that fits ``x``; None leaves the queries as they are.
+        keys: the same for keys and values.
+        weigh: takes the plan of the keys, their source and ``kwargs``; returns keyword arguments
+            that make the attention count each key once for every token it stands for. None is the
+            paper's attention: keys are means and count once.
+        x: ``[batch, tokens, channels]``, the source of the queries.
+        context: the source of the keys, ``x`` if None.
+        value: the source of the values, that of the keys if None.
+        kwargs: passed on.
+
+    Returns:
+        ``[batch, tokens, channels]``. Keys and values from a source that the plan does not fit are
+        not merged.
+    """
+    if keys is not None and not all(
+        source is None or keys.fits(source) for source in (context, value)
+    ):
+        keys = None
+    own_keys = context is None or context is x
+    own_value = None if value is context else value
+    tokens = x if context is None else context
+    merged = x if queries is None else None
+    if keys is None:
+        context = tokens
+    else:
+        if weigh is None:
+            means = context = values = keys.merge(tokens)
+        else:
+            means, context, values = keys.merge_inputs(tokens)
+            kwargs = weigh(keys, tokens, kwargs)
+        value = values if own_value is None else keys.merge(own_value)
+        if own_keys and keys is queries:
+            merged = means
+    if merged is None:
+        assert queries is not None
+        merged = queries.merge(x)
+    result = attention(merged, context=context, value=value, **kwargs)
+    return result if queries is None else queries.unmerge(result)
+
+
+def stacks_by_level(model: nn.Module, is_stack: Callable[[nn.Module], bool]) -> Iterable[Stack]:
+    """The stacks of a UNet that descends from latent-diffusion's, whose code each project copied.
+
+    Args:
+        model: the UNet, whose modules are in the order in which they run; its layers between levels
+            are a ``Downsample`` or an ``Upsample``.
+        is_stack: whether a module is a stack, which holds its blocks as ``transformer_blocks``.
+    """
+    level = 1
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if is_stack(module):
+            blocks: nn.ModuleList = module.transformer_blocks
+            yield Stack(name, module, tuple(blocks), level)
+        elif name.endswith(".x_upd"):
+            # A residual block that resizes does so on both of its ways.
+            continue
+        elif kind == "Downsample":
+            level *= 2
+        elif kind == "Upsample":
+            level //= 2

@@ -4,41 +4,72 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..merging.layout import Layout
+from ..merging.layout import Layout, LayoutKey
 from ..merging.plan import Plan
 from ..strategies.base import PlansOf
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Outcome:
     """What one block did in one model evaluation.
 
+    A block fills it in while it runs, one attribute at a time, which torch.compile can trace.
+    Observers get it once the evaluation is over.
+
     Attributes:
         block: its path within the model.
-        before: number of tokens that entered it, or its stack if that ran as one.
-        after: number of tokens that it ran on, or the last of its modules that merged.
-        plan: the plan behind ``after``, None if nothing merged.
-        layout: the pictures that plans were made for, None if it did not get that far.
+        before: number of tokens that entered it, or its stack if that ran as one; 0 if none of its
+            attentions was reached.
+        plan: the plan of what merged last, None if nothing did.
+        layout_key: the pictures that plans were made for, None if it did not get that far.
         plans_made: how many plans it made; those of two ratios from one matching count once.
         plans_reused: how many plans it took from another block or step.
         reason: why it ran on all its tokens, None if it merged or the settings leave it out.
         unweighted: why each merged key weighed as one token, None if it did not.
         fell_back: why only its modules merged although the scope is wider, None if the scope was
             followed.
+        has_run: whether the model called it.
     """
 
     block: str
-    before: int
-    after: int
+    before: int = 0
     plan: Plan | None = None
-    layout: Layout | None = None
+    layout_key: LayoutKey | None = None
     plans_made: int = 0
     plans_reused: int = 0
     reason: str | None = None
     unweighted: str | None = None
     fell_back: str | None = None
+    has_run: bool = False
+
+    def entered(self, tokens: int) -> None:
+        """So many tokens entered the block; of no account once something has merged."""
+        self.has_run = True
+        if self.plan is None:
+            self.before = tokens
+
+    def merged(self, tokens: int, plan: Plan) -> None:
+        """Something ran on the slots of ``plan`` instead of on ``tokens``."""
+        self.before, self.plan = tokens, plan
+
+    def complete(self) -> None:
+        """The block has run: drop what only counts if it merged, or only if it did not."""
+        if self.plan is None:
+            self.unweighted = self.fell_back = None
+        else:
+            self.reason = None
+
+    @property
+    def after(self) -> int:
+        """Number of tokens that the block ran on, or the last of its modules that merged."""
+        return self.before if self.plan is None else self.plan.slot_count
+
+    @property
+    def layout(self) -> Layout | None:
+        """The pictures that plans were made for."""
+        return None if self.layout_key is None else Layout.of_key(self.layout_key)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,47 +19,52 @@ from ..merging.plan import Plan, plans_by_frame, plans_of_sequence
 from .detail_cache import Detail, fitting
 from .engine import Engine
 
-# The distance of neighbouring tokens in the matching, where the latent has a variance of 1. Tokens
-# merge within windows of many tokens, and a slot should not reach across one.
-_APART = 0.1
+# How far apart neighbouring tokens are in the matching, where the latent has a variance of 1.
+# Tokens merge within windows of many tokens, and a slot should not reach across one.
+_NEIGHBOUR_DISTANCE = 0.1
 
 # The period of places in tokens: up to half of it, what is farther away is less alike, and windows
 # are smaller.
 _PERIOD = 64
 
-# Far from the origin, likeness by angle is likeness by distance.
-_FAR = 10.0
+# Tokens are compared by angle. This far from the origin, the same tokens are alike by angle as by
+# distance.
+_OFFSET = 10.0
 
 Denoise = Callable[[Tensor], Tensor]
 """Maps a noisy latent to the denoised one."""
 
 
 class WholeModel:
-    """An evaluation of a model whose blocks all run on the same slots of its latent.
+    """One evaluation of a model whose blocks all run on the same slots of its latent.
 
     Attributes:
         plan: that of the latent; None if nothing merges.
         batch: the number of samples of the latent.
-        failed: why no block can run on merged tokens, so that nothing is merged here; else None.
+        failed: why the blocks cannot run so, which is known once the first evaluation has tried;
+            else None.
     """
 
-    def __init__(
-        self,
-        picture: int,
-        grid: Grid,
-        ratio: float,
-        engine: Engine,
-        detail: Detail,
-        failed: str | None = None,
-    ):
+    def __init__(self, picture: int, grid: Grid, ratio: float, engine: Engine, detail: Detail):
+        """Prepare an evaluation.
+
+        Args:
+            picture: the index of the latent among the pictures of the sequence.
+            grid: of the latent's tokens.
+            ratio: the share of them to merge.
+            engine: makes the plans.
+            detail: what is kept from step to step.
+        """
         self.plan: Plan | None = None
         self.batch = 0
-        self.failed = failed
+        self.failed: str | None = None
         self._refused: str | None = None
         self._picture, self._grid = picture, grid
         self._ratio, self._engine, self._detail = ratio, engine, detail
-        self._parts: list[Plan | None] = []
+        self._pieces: list[Plan | None] = []
         self._plans: dict[LayoutKey, Plan | None] = {}
+        if detail.denoised is None and not detail.is_coarse:
+            detail.is_full = True
 
     def run(self, latent: Tensor, denoise: Denoise) -> Tensor:
         """The denoised latent, of the shape of ``latent``.
@@ -69,8 +74,6 @@ class WholeModel:
                 height if it is a video.
             denoise: the model; it may change its blocks' tokens by :meth:`plan_of`.
         """
-        if self.failed is not None:
-            return denoise(latent)
         detail, grid = self._detail, self._grid
         self.batch = len(latent)
         kept = fitting(detail.denoised, latent)
@@ -113,7 +116,7 @@ class WholeModel:
         """
         is_new = layout.key not in self._plans
         if is_new:
-            own = iter(self._parts)
+            own = iter(self._pieces)
             pieces = iter(
                 [
                     next(own) if span.start == start else self._engine
@@ -149,7 +152,7 @@ class WholeModel:
                 made = plans_by_frame(plans_of_grid, features, grid)
             else:
                 made = plans_of_grid(features, grid)
-            self._parts += made
+            self._pieces += made
             return made
 
         layout = Layout(self._grid.tokens, (Span(0, self._grid),))
@@ -227,10 +230,10 @@ def _features(latest: Tensor | None, grid: Grid, like: Tensor) -> Tensor:
         ),
         indexing="ij",
     )
-    radius = _APART * _PERIOD / math.tau
+    radius = _NEIGHBOUR_DISTANCE * _PERIOD / math.tau
     angles = torch.stack(places, 3).flatten(0, 2) * (math.tau / _PERIOD)
     apart = torch.cat([radius * angles.cos(), radius * angles.sin()], 1)
-    features = F.pad(apart, (0, 1), value=_FAR).expand(len(like), -1, -1)
+    features = F.pad(apart, (0, 1), value=_OFFSET).expand(len(like), -1, -1)
     if latest is None:
         return features
     values = tokens_of(latest, grid).float()

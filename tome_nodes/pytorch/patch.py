@@ -85,10 +85,10 @@ def apply_patch(
         **options,
     }
     config = ToMeConfig(**settings_of(preset, given, _DEFAULTS))
-    from .hooks import Attachment
+    from .patched_unet import Attachment
 
-    unet, timesteps, family = _find_unet(model)
-    Attachment(config, family, timesteps).attach(unet)
+    unet, timesteps, host = _find_unet(model)
+    Attachment(config, host, timesteps).attach(unet)
     return model
 
 
@@ -111,7 +111,7 @@ def remove_patch(model: Model) -> Model:
     Raises:
         TypeError: the model is of no kind that can be patched.
     """
-    from .hooks import detach
+    from .patched_unet import detach
 
     unet, _, _ = _find_unet(model)
     detach(unet)
@@ -119,20 +119,20 @@ def remove_patch(model: Model) -> Model:
 
 
 def _find_unet(model: object) -> tuple[Any, int, Any]:
-    """The UNet of a model, how many noise levels it was trained on, and its family."""
-    from .hooks import HookedFamily
-    from .ldm import LdmUNet
+    """The UNet of a model, how many noise levels it was trained on, and its host."""
+    from .ldm import LdmUNets
+    from .patched_unet import Host
 
-    families: list[HookedFamily] = [LdmUNet()]
+    hosts: list[Host] = [LdmUNets()]
     # If it is not imported, the model cannot be one of diffusers.
     if "diffusers" in sys.modules:
-        from .diffusers import DiffusersUNet
+        from .diffusers import DiffusersUNets
 
-        families.insert(0, DiffusersUNet())
-    for family in families:
-        if (found := family.find(model)) is not None:
+        hosts.insert(0, DiffusersUNets())
+    for host in hosts:
+        if (found := host.find(model)) is not None:
             unet, timesteps = found
-            return unet, timesteps or _TIMESTEPS, family
+            return unet, timesteps or _TIMESTEPS, host
     raise TypeError(
         "token merging needs a diffusers pipeline with a UNet2DConditionModel, such a UNet, or a "
         "latent-diffusion model with a UNet at model.model.diffusion_model; this is a "

@@ -1,14 +1,20 @@
-"""What all families of ComfyUI models share: the inputs of a model, and how it is recognised."""
+"""What is known about ComfyUI's models in general: their inputs, and other nodes' patches."""
 
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from ...merging.layout import Picture
-from ...patching.blocks import BlockSite, Family, ModelSites
+from ...patching.blocks import Evaluation, ModelRecord, Reasons
+
+REASONS = Reasons(
+    tokens_changed="another node changes the tokens of the transformer blocks",
+    attention_masked="another node masks the attention or changes its tokens",
+    attention_replaced="other nodes replace the attention of the transformer blocks",
+)
 
 _BLOCK_PATCHES = (
     "attn1_patch",
@@ -47,36 +53,23 @@ class Inputs:
         return list(found) if isinstance(found, list | tuple) else [found]
 
 
-class ComfyBlock(BlockSite):
-    """What blocks report of other nodes."""
-
-    tokens_changed = "another node changes the tokens of the transformer blocks"
-    attention_masked = "another node masks the attention or changes its tokens"
-    attention_replaced = "other nodes replace the attention of the transformer blocks"
-
-
-class ComfyFamily(Family):
-    """A family of ComfyUI's diffusion models: how its blocks are found and called."""
+class ComfyRecord(ModelRecord, Protocol):
+    """What is known about ComfyUI's models of one kind."""
 
     def matches(self, model: nn.Module) -> bool:
-        """Whether a model belongs to the family."""
-        raise NotImplementedError
+        """Whether a model is of this kind."""
 
     def pictures(self, model: Any, inputs: Inputs) -> tuple[Picture, ...]:
         """The pictures in the sequence of a transformer, in order; none for a UNet."""
-        return ()
 
     def changed_part(self, model: Any) -> str | None:
-        """The first part of a model that is not as the family knows it, None if all are."""
-        raise NotImplementedError
+        """The first part of a model that is not as this record knows it, None if all are."""
 
     def obstacle(self, model: nn.Module) -> str | None:
         """Why no block of a model can merge as the model is now, None if one perhaps can."""
-        return None
 
-    def options(self, options: dict[str, Any], sites: ModelSites) -> dict[str, Any]:
-        """The transformer options for an evaluation that merges; most families change none."""
-        return options
+    def options(self, options: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
+        """The transformer options for an evaluation that merges."""
 
 
 def takes(module: nn.Module, *names: str) -> bool:
@@ -90,11 +83,6 @@ def takes(module: nn.Module, *names: str) -> bool:
     parameters = inspect.signature(kind.forward).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return takes_any or set(names) <= parameters.keys()
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that a compiled one runs, or the module itself."""
-    return getattr(module, "_orig_mod", module)
 
 
 def class_name(model: nn.Module) -> str:

@@ -7,148 +7,56 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...merging.grid import Grid
-from ...merging.layout import Layout, Picture
-from ...merging.plan import Plan
-from ...ops import Operations
-from ...patching.blocks import Forward, ModelSites, StackParts, StackSite
-from ...patching.merge_attention import CallSite, WholeBlock
+from ...merging.layout import Picture
+from ...patching.blocks import Evaluation
+from ...patching.merge_attention import (
+    AttentionBlock,
+    AttentionHost,
+    TransformerRecord,
+    WholeBlock,
+)
 from ..attention import merge_attention
-from .base import ComfyBlock, ComfyFamily, Inputs, class_name, patches_blocks, takes, uncompiled
+from .base import REASONS, Inputs, class_name, patches_blocks, takes
 
 Pictures = Callable[[Any, Inputs], Iterable[Picture]]
 """Returns the pictures in the sequence of a model, in order."""
 
 
-class TransformerBlock(ComfyBlock, CallSite):
-    """A block that gets the transformer options as a keyword argument, as does its attention."""
-
-    def attention(self) -> nn.Module:
-        return self.stack.sites.family.attention(self.module)
-
-    def whole_block(self) -> WholeBlock | None:
-        stack, _, _ = self.name.rpartition(".")
-        return self.stack.sites.family.whole.get(stack)
-
-    @property
-    def at_end(self) -> bool:
-        return self.stack.sites.family.at_end
-
-    def needs_all_tokens(self, arguments: Mapping[str, Any]) -> str | None:
-        options = arguments.get("transformer_options") or {}
-        return "that are patched" if patches_blocks(options) else None
-
-    def layout(self, tokens: int, kwargs: dict[str, Any]) -> Layout | None:
-        sites = self.stack.sites
-        family: Transformer = sites.family
-        layout = Layout.of_pictures(tokens, sites.evaluation.pictures, family.at_end)
-        # Some models say where their picture begins.
-        told = (kwargs.get("transformer_options") or {}).get("img_slice")
-        if layout is not None and told is not None and family.at_end:
-            return layout if told[0] == layout.spans[0].start else None
-        return layout
-
-    def merging(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        options = kwargs.get("transformer_options") or {}
-        return kwargs | {"transformer_options": merge_attention(options, self, kwargs)}
+def _merging(block: AttentionBlock, kwargs: dict[str, Any]) -> dict[str, Any]:
+    options = kwargs.get("transformer_options") or {}
+    return kwargs | {"transformer_options": merge_attention(options, lambda: block, kwargs)}
 
 
-class TransformerStack(StackSite):
-    """The blocks of one kind in a model."""
-
-    block_class = TransformerBlock
-
-
-class EvaluationBlock(TransformerBlock):
-    """A block that gets no transformer options; see :class:`EvaluationStack`."""
-
-    stack: "EvaluationStack"
-
-    def layout(self, tokens: int, kwargs: dict[str, Any]) -> Layout | None:
-        return super().layout(tokens, {})
-
-    def _merge_calls(self, forward: Forward) -> Forward:
-        def attention_forward(*args: Any, **kwargs: Any) -> Any:
-            self.stack.running = self
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self.stack.running = None
-
-        return attention_forward
+def _picture_start(kwargs: Mapping[str, Any]) -> int | None:
+    """Some models say where their picture begins."""
+    span = (kwargs.get("transformer_options") or {}).get("img_slice")
+    return None if span is None else span[0]
 
 
-class EvaluationStack(TransformerStack):
-    """Blocks whose attention runs under the transformer options of the whole evaluation.
+def _needs_all_tokens(arguments: Mapping[str, Any]) -> str | None:
+    options = arguments.get("transformer_options") or {}
+    return "that are patched" if patches_blocks(options) else None
 
-    Attributes:
-        running: the block that is running, None between blocks.
-    """
 
-    block_class = EvaluationBlock
-    running: EvaluationBlock | None = None
-
-    @property
-    def ops(self) -> Operations:
-        return self.sites.evaluation.engine.strategy.ops
-
-    def call_plans(
-        self, k: Tensor, queries: int, kwargs: dict[str, Any]
-    ) -> tuple[Plan | None, Plan | None]:
-        """See :meth:`tome_nodes.patching.merge_attention.CallSite.call_plans`."""
-        block = self.running
-        return (None, None) if block is None else block.call_plans(k, queries, kwargs)
-
-    def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None:
-        """See :meth:`tome_nodes.patching.merge_attention.CallSite.log_sizes`."""
-        return None if self.running is None else self.running.log_sizes(plan, like)
-
-    @property
-    def is_merged(self) -> bool:
-        """Whole blocks do not merge here."""
-        return False
-
-    def outer_log_sizes(self, keys: int, like: Tensor) -> Tensor | None:
-        """See :meth:`tome_nodes.patching.merge_attention.CallSite.outer_log_sizes`."""
-        return None
-
-    def note_masked(self) -> None:
-        """Note that the attention is masked, or called with other tokens."""
-        if self.running is not None:
-            self.running.note_masked()
-
-    def note_unweighted(self, reason: str | None) -> None:
-        """Note why each merged key weighs as one token, None if it does not."""
-        if self.running is not None:
-            self.running.note_unweighted(reason)
+HOST = AttentionHost(REASONS, _merging, _picture_start, _needs_all_tokens)
+"""Attention reads the transformer options, a keyword argument of the module that calls it."""
 
 
 @dataclass(frozen=True)
-class Transformer(ComfyFamily):
+class Transformer(TransformerRecord):
     """Models of one kind.
 
     Attributes:
         classes: their full names, below ``comfy.ldm``.
-        blocks: the attributes of a model that hold its blocks.
         pictures_of: returns the pictures in the sequence of a model.
-        at_end: whether the pictures are at the end of the sequence, as after text, or at its start.
-        part: the attribute of a block that calls its self-attention; empty if the block calls it
-            itself and has no cross-attention.
-        whole: how blocks are called that can run on merged tokens, by the attribute of ``blocks``.
     """
 
     classes: tuple[str, ...]
-    blocks: tuple[str, ...]
     pictures_of: Pictures
-    at_end: bool
-    part: str = ""
-    whole: Mapping[str, WholeBlock] = field(default_factory=dict)
-
-    stack_class = TransformerStack
-    merges_at_calls = True
-    full_steps_may_merge_keys = False
+    host: AttentionHost = field(default=HOST, kw_only=True)
 
     @property
     def model_classes(self) -> tuple[str, ...]:
@@ -158,65 +66,32 @@ class Transformer(ComfyFamily):
     def matches(self, model: nn.Module) -> bool:
         return class_name(model) in self.model_classes
 
-    def stacks(self, model: nn.Module) -> Iterator[StackParts]:
-        for name in self.blocks:
-            holder, _, attribute = name.rpartition(".")
-            # Some models lack one of the kinds of blocks.
-            found = getattr(model.get_submodule(holder), attribute, None)
-            if found is not None:
-                blocks = found.values() if isinstance(found, nn.ModuleDict) else found
-                yield name, found, map(uncompiled, blocks), 1
+    def pictures(self, model: Any, inputs: Inputs) -> tuple[Picture, ...]:
+        return tuple(self.pictures_of(model, inputs))
 
     def obstacle(self, model: nn.Module) -> str | None:
-        blocks = [block for _, _, blocks, _ in self.stacks(model) for block in blocks]
+        blocks = [block for stack in self.stacks(model) for block in stack.blocks]
         is_known = all(map(_is_of_the_host, blocks))
         return None if is_known else "another node replaces the transformer blocks"
 
     def changed_part(self, model: Any) -> str | None:
-        for name, _, blocks, _ in self.stacks(model):
-            whole = self.whole.get(name)
-            for block in filter(_is_of_the_host, blocks):
+        for stack in self.stacks(model):
+            whole = self.whole.get(stack.name)
+            for block in filter(_is_of_the_host, stack.blocks):
                 if whole is not None and not takes(block, whole.tokens, whole.positions):
                     return f"{type(block).__name__}.forward"
                 try:
-                    module = self.attention(block)
+                    module = self.attention_of(block)
                 except (AttributeError, StopIteration):
-                    return f"{type(block).__name__}.{self.part}"
-                if not self._gets_options(module):
+                    return f"{type(block).__name__}.{self.attention}"
+                if self.passes_options and not takes(module, "transformer_options"):
                     return f"{type(module).__name__}.forward"
         return None
 
-    def _gets_options(self, attention: nn.Module) -> bool:
-        """Whether the module that calls attention gets the transformer options."""
-        return takes(attention, "transformer_options")
-
-    @property
-    def merges_blocks(self) -> bool:
-        return bool(self.whole)
-
-    def latent_among(self, pictures: Sequence[Picture]) -> int | None:
-        indices = [index for index, picture in enumerate(pictures) if picture.is_latent]
-        return indices[0] if len(indices) == 1 and self.whole else None
-
-    def attention(self, block: Any) -> nn.Module:
-        """The module of a block that calls its self-attention."""
-        return getattr(block, self.part) if self.part else block
-
-    def pictures(self, model: Any, inputs: Inputs) -> tuple[Picture, ...]:
-        return tuple(self.pictures_of(model, inputs))
-
-
-class WholeEvaluation(Transformer):
-    """Models that do not pass the transformer options to their blocks."""
-
-    stack_class = EvaluationStack
-
-    def _gets_options(self, attention: nn.Module) -> bool:
-        return True
-
-    def options(self, options: dict[str, Any], sites: ModelSites) -> dict[str, Any]:
-        (stack,) = sites.stacks
-        return merge_attention(options, cast(EvaluationStack, stack), {})
+    def options(self, options: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
+        if self.passes_options:
+            return options
+        return merge_attention(options, lambda: cast("AttentionBlock", evaluation.running), {})
 
 
 def _is_of_the_host(block: nn.Module) -> bool:
@@ -361,11 +236,9 @@ def _cogvideo(model: Any, inputs: Inputs) -> Iterator[Picture]:
     yield Picture(grid_of(inputs.shape, patch))
 
 
-class CosmosTransformer(Transformer):
-    """Cosmos 1, whose blocks are lists of modules."""
-
-    def attention(self, block: Any) -> nn.Module:
-        return next(part.block for part in block.blocks if part.block_type in ("full_attn", "fa"))
+def _cosmos_attention(block: Any) -> nn.Module:
+    """The blocks of Cosmos 1 are lists of modules."""
+    return next(part.block for part in block.blocks if part.block_type in ("full_attn", "fa"))
 
 
 _FLUX_BLOCKS = {
@@ -377,28 +250,28 @@ _FLUX_BLOCKS = {
 
 FLUX = Transformer(
     ("flux.model.Flux",),
-    ("double_blocks", "single_blocks"),
     with_references("patch_size"),
+    blocks=("double_blocks", "single_blocks"),
     at_end=True,
     whole=_FLUX_BLOCKS,
 )
 CHROMA = Transformer(
     ("chroma.model.Chroma", "chroma_radiance.model.ChromaRadiance"),
-    ("double_blocks", "single_blocks"),
     one_picture("patch_size"),
+    blocks=("double_blocks", "single_blocks"),
     at_end=True,
     whole=_FLUX_BLOCKS,
 )
 SD3 = Transformer(
     ("modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper",),
-    ("joint_blocks",),
     one_picture("patch_size"),
+    blocks=("joint_blocks",),
     at_end=True,
 )
 QWEN_IMAGE = Transformer(
     ("qwen_image.model.QwenImageTransformer2DModel",),
-    ("transformer_blocks",),
     _qwen,
+    blocks=("transformer_blocks",),
     at_end=True,
     whole={
         "transformer_blocks": WholeBlock(
@@ -412,66 +285,73 @@ QWEN_IMAGE = Transformer(
 )
 LUMINA = Transformer(
     ("lumina.model.NextDiT", "lumina.model.NextDiTPixelSpace"),
-    ("layers",),
     _lumina,
+    blocks=("layers",),
     at_end=True,
     whole={
         "layers": WholeBlock("x", "freqs_cis", along=1, absent=("x_mask", "timestep_zero_index"))
     },
 )
-KREA = Transformer(("krea2.model.SingleStreamDiT",), ("blocks",), _krea, at_end=True)
+KREA = Transformer(("krea2.model.SingleStreamDiT",), _krea, blocks=("blocks",), at_end=True)
 HIDREAM = Transformer(
     ("hidream.model.HiDreamImageTransformer2DModel",),
-    ("double_stream_blocks", "single_stream_blocks"),
     _hidream,
+    blocks=("double_stream_blocks", "single_stream_blocks"),
     at_end=False,
 )
-HIDREAM_O1 = WholeEvaluation(
+HIDREAM_O1 = Transformer(
     ("hidream_o1.model.HiDreamO1Transformer",),
-    ("language_model.layers",),
     _hidream_o1,
+    blocks=("language_model.layers",),
     at_end=True,
+    passes_options=False,
 )
 AURA_FLOW = Transformer(
     ("aura.mmdit.MMDiT",),
-    ("double_layers", "single_layers"),
     one_picture("patch_size"),
+    blocks=("double_layers", "single_layers"),
     at_end=True,
 )
 OMNIGEN = Transformer(
     ("omnigen.omnigen2.OmniGen2Transformer2DModel",),
-    ("layers",),
     with_references("patch_size", references_first=True),
+    blocks=("layers",),
     at_end=True,
 )
 BOOGU = Transformer(
     ("boogu.model.BooguTransformer2DModel",),
-    ("double_stream_layers", "single_stream_layers"),
     with_references("patch_size", references_first=True),
+    blocks=("double_stream_layers", "single_stream_layers"),
     at_end=True,
 )
 IDEOGRAM = Transformer(
-    ("ideogram4.model.Ideogram4Transformer2DModel",), ("layers",), one_picture(1), at_end=True
+    ("ideogram4.model.Ideogram4Transformer2DModel",),
+    one_picture(1),
+    blocks=("layers",),
+    at_end=True,
 )
 LENS = Transformer(
-    ("lens.model.LensTransformer2DModel",), ("transformer_blocks",), one_picture(1), at_end=False
+    ("lens.model.LensTransformer2DModel",),
+    one_picture(1),
+    blocks=("transformer_blocks",),
+    at_end=False,
 )
 MAGE_FLOW = Transformer(
     ("mage_flow.model.MageFlowTransformer2DModel",),
-    ("transformer_blocks",),
     with_references(1),
+    blocks=("transformer_blocks",),
     at_end=True,
 )
 JOY_IMAGE = Transformer(
     ("joyimage.model.JoyImageTransformer3DModel",),
-    ("double_blocks",),
     with_references("patch_size"),
+    blocks=("double_blocks",),
     at_end=False,
 )
 PIXEL_DIT = Transformer(
     ("pixeldit.model.PixDiT_T2I", "pixeldit.pid.PidNet"),
-    ("patch_blocks",),
     one_picture("patch_size"),
+    blocks=("patch_blocks",),
     at_end=True,
 )
 WAN = Transformer(
@@ -482,66 +362,72 @@ WAN = Transformer(
         "wan.model_animate.AnimateWanModel",
         "wan.model_wandancer.WanDancerModel",
     ),
-    ("blocks", "vace_blocks"),
     _wan,
+    blocks=("blocks", "vace_blocks"),
     at_end=False,
-    part="self_attn",
+    attention="self_attn",
     whole={"blocks": WholeBlock("x", "freqs", along=1, by_frame=("e",))},
 )
 WAN_SOUND = Transformer(
     ("wan.model.WanModel_S2V", "wan.model.HumoWanModel"),
-    ("blocks",),
     _wan_sound,
+    blocks=("blocks",),
     at_end=False,
-    part="self_attn",
+    attention="self_attn",
 )
 SCAIL = Transformer(
     ("wan.model.SCAILWanModel", "wan.model.SCAIL2WanModel"),
-    ("blocks",),
     _scail,
+    blocks=("blocks",),
     at_end=False,
-    part="self_attn",
+    attention="self_attn",
 )
 HUNYUAN_VIDEO = Transformer(
     ("hunyuan_video.model.HunyuanVideo",),
-    ("double_blocks", "single_blocks"),
     with_references("patch_size", references_first=True, condition="ref_latent"),
+    blocks=("double_blocks", "single_blocks"),
     at_end=True,
     whole=_FLUX_BLOCKS,
 )
 LTX = Transformer(
     ("lightricks.model.LTXVModel", "lightricks.av_model.LTXAVModel"),
-    ("transformer_blocks",),
     _ltx,
+    blocks=("transformer_blocks",),
     at_end=False,
-    part="attn1",
+    attention="attn1",
 )
-COSMOS_1 = CosmosTransformer(("cosmos.model.GeneralDIT",), ("blocks",), _cosmos, at_end=False)
+COSMOS_1 = Transformer(
+    ("cosmos.model.GeneralDIT",),
+    _cosmos,
+    blocks=("blocks",),
+    at_end=False,
+    attention=_cosmos_attention,
+)
 COSMOS_PREDICT = Transformer(
     ("cosmos.predict2.MiniTrainDIT", "anima.model.Anima"),
-    ("blocks",),
     _cosmos,
+    blocks=("blocks",),
     at_end=False,
-    part="self_attn",
+    attention="self_attn",
 )
 KANDINSKY = Transformer(
     ("kandinsky5.model.Kandinsky5",),
-    ("visual_transformer_blocks",),
     one_picture("patch_size"),
+    blocks=("visual_transformer_blocks",),
     at_end=False,
-    part="self_attention",
+    attention="self_attention",
 )
 MOCHI = Transformer(
     ("genmo.joint_model.asymm_models_joint.AsymmDiTJoint",),
-    ("blocks",),
     one_picture("patch_size"),
+    blocks=("blocks",),
     at_end=False,
 )
 COG_VIDEO = Transformer(
-    ("cogvideo.model.CogVideoXTransformer3DModel",), ("blocks",), _cogvideo, at_end=True
+    ("cogvideo.model.CogVideoXTransformer3DModel",), _cogvideo, blocks=("blocks",), at_end=True
 )
 MINIMAX = Transformer(
-    ("minimax.model.MiniMaxH3Model",), ("blocks",), one_picture("patch_size"), at_end=True
+    ("minimax.model.MiniMaxH3Model",), one_picture("patch_size"), blocks=("blocks",), at_end=True
 )
 
 TRANSFORMERS = (

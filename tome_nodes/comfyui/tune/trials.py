@@ -270,7 +270,7 @@ def ladders_for(model: ModelPatcher) -> list[Ladder]:
     Raises:
         ValueError: none, as the model does not belong to a family that can merge tokens.
     """
-    return [BALANCED, FAST] if attachment.family_for(model).merges_blocks else [BALANCED]
+    return [BALANCED, FAST] if attachment.record_for(model).merges_blocks else [BALANCED]
 
 
 def _parts(latent: Any) -> list[Tensor]:

@@ -1,0 +1,110 @@
+"""Put other forwards on modules for one evaluation, and take them off again."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+Forward = Callable[..., Any]
+
+Override = tuple[nn.Module, Forward]
+"""A module, and what it runs instead of its ``forward``."""
+
+
+class Overrides:
+    """Forwards that modules run instead of their own, in one thread and while they are installed.
+
+    They are made once and used again, unless other code has changed what a module runs.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Override]]):
+        """Prepare the overrides that ``make`` returns, in the order in which they go on."""
+        self._make = make
+        self._placed: list[_Placed] = []
+        self._thread: int | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Put them on; within a block of this, another one changes nothing."""
+        if self._thread is not None:
+            yield
+            return
+        try:
+            self._put_on()
+            yield
+        finally:
+            self._take_off()
+
+    def _put_on(self) -> None:
+        if not (self._placed and all(placed.still_fits for placed in self._placed)):
+            self._placed = [
+                _Placed.of(module, self._in_this_thread(module.forward, forward))
+                for module, forward in self._make()
+            ]
+        self._thread = get_ident()
+        for placed in self._placed:
+            # nn.Module.__setattr__ is slow, and SDXL has hundreds of these.
+            vars(placed.module)["forward"] = placed.forward
+
+    def _take_off(self) -> None:
+        self._thread = None
+        for placed in self._placed:
+            attributes = vars(placed.module)
+            if attributes.get("forward") is not placed.forward:
+                continue
+            if placed.before is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = placed.before
+
+    def _in_this_thread(self, plain: Forward, forward: Forward) -> Forward:
+        """An override for one thread: meanwhile, others may run an unpatched clone."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or get_ident() == self._thread:
+                return forward(*args, **kwargs)
+            return plain(*args, **kwargs)
+
+        return run
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """An override and where it goes.
+
+    Attributes:
+        module: where it goes.
+        forward: what the module is to run.
+        before: the ``forward`` that other code had set on the module, None for that of its class.
+        of_class: the ``forward`` of its class.
+        children: the modules in it.
+    """
+
+    module: nn.Module
+    forward: Forward
+    before: Forward | None
+    of_class: Forward
+    children: tuple[nn.Module | None, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, forward: Forward) -> "_Placed":
+        before, of_class = vars(module).get("forward"), _forward_of_class(module)
+        return cls(module, forward, before, of_class, tuple(module._modules.values()))
+
+    @property
+    def still_fits(self) -> bool:
+        """Whether the module runs what it ran when the override was made."""
+        return (
+            vars(self.module).get("forward") is self.before
+            and _forward_of_class(self.module) is self.of_class
+            and tuple(self.module._modules.values()) == self.children
+        )
+
+
+def _forward_of_class(module: nn.Module) -> Forward:
+    kind: Any = type(module)
+    return kind.forward
