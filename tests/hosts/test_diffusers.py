@@ -12,7 +12,7 @@ import pytest
 import tomesd
 import torch
 from common import EVERYTHING, TOMESD_OPTIONS, Counted, Shuffle, relative_error, theirs_and_ours
-from diffusers import AutoencoderKL, UNet2DModel
+from diffusers import AutoencoderKL, UNet2DConditionModel, UNet2DModel
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import (
     AttnProcessor,
@@ -27,7 +27,7 @@ from pipelines import CASES, DEVICE, GRID, TEXT_CHANNELS, call, inputs, make_une
 
 import tome_nodes
 from tome_nodes.merging.plan import SlotPlan
-from tome_nodes.pytorch.diffusers import DiffusersBlock, DiffusersUNets
+from tome_nodes.pytorch.diffusers import DiffusersUNets
 from tome_nodes.pytorch.patched_unet import Attachment
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies.bipartite import BipartiteStrategy
@@ -275,8 +275,7 @@ def test_a_weighed_key_counts_as_often_as_the_tokens_it_stands_for(unet, name):
     generator = torch.Generator().manual_seed(1)
     queries, keys = (torch.randn(2, n, 32, generator=generator).to(DEVICE) for n in (9, 5))
     sizes = torch.tensor([3, 1, 4, 1, 2], device=DEVICE)
-    block = DiffusersBlock("", 0, attention, None)
-    weighed = block.weigh_keys({}, sizes.log().expand(2, -1))
+    weighed = DiffusersUNets.record.weigh_keys(None, {}, sizes.log().expand(2, -1))
     repeated = keys.repeat_interleave(sizes, dim=1)
     expected = attention(queries, encoder_hidden_states=repeated)
     actual = attention(queries, encoder_hidden_states=keys, **weighed)
@@ -573,6 +572,7 @@ def test_a_call_that_fails_leaves_nothing_behind(unet, failure):
 INTERRUPTED = {
     "block": lambda unet: unet.mid_block.attentions[0].transformer_blocks[0].ff,
     "between blocks": lambda unet: unet.up_blocks[-1].resnets[0].conv1,
+    "the UNet itself": lambda unet: unet,
 }
 """Where an interrupt comes."""
 
@@ -957,6 +957,6 @@ def test_a_pipeline_with_a_compiled_unet_is_known():
     case = pipelines.sd15()
     case.pipeline.unet = torch.compile(case.pipeline.unet, backend="eager")
     tome_nodes.apply_patch(case.pipeline)
-    assert len(case.pipeline.unet._orig_mod._forward_pre_hooks) == 1
+    assert type(case.pipeline.unet._orig_mod) is not UNet2DConditionModel
     tome_nodes.remove_patch(case.pipeline)
-    assert not case.pipeline.unet._orig_mod._forward_pre_hooks
+    assert type(case.pipeline.unet._orig_mod) is UNet2DConditionModel

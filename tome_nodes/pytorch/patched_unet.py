@@ -18,6 +18,7 @@ from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.decorators import skip
 
 from ..merging.grid import Grid
 from ..patching.blocks import Reasons
@@ -111,17 +112,14 @@ class Attachment:
             kind: Any = type(unet)
             unet.__class__ = _patched(kind)
 
+    @skip
     def call(self, unet: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a UNet, whose call without merging is ``forward``, within an evaluation."""
         calls = self._calls_of(unet)
         if calls.is_running or not calls.begin(args, kwargs):
             return forward(*args, **kwargs)
 
-        def evaluate() -> Any:
-            with calls:
-                return forward(*args, **kwargs)
-
-        result = calls.run.or_unmerged(evaluate)
+        result = calls.run.or_unmerged(partial(_evaluate, calls, forward, args, kwargs))
         calls.complete()
         return result
 
@@ -133,6 +131,18 @@ class Attachment:
         if calls is None or calls.unet is not unet:
             calls = self._of_thread.calls = _Calls(*self._settings, unet, self._reported)
         return calls
+
+
+@skip
+def _evaluate(
+    calls: "_Calls", forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with calls:
+        return forward(*args, **kwargs)
+
+
+# Of what surrounds a UNet's forward, torch.compile traces nothing.
+skip(Run.or_unmerged)
 
 
 def detach(unet: nn.Module) -> None:
@@ -150,6 +160,7 @@ def _patched(kind: Any) -> Any:
     def calling(name: str) -> Callable[..., Any]:
         own = getattr(kind, name)
 
+        @skip
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             attachment: Attachment | None = vars(self).get(_STATE)
             if attachment is None:
