@@ -36,7 +36,7 @@ from tools.checkpoints import write_checkpoint  # noqa: E402
 from tools.server import ComfyServer  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-WORKFLOW = ROOT / "workflows" / "api" / "tome_tune.json"
+WORKFLOW = ROOT / "example_workflows" / "api" / "tome_tune.json"
 CHECKPOINT = "sd15.ckpt"
 CONTEXT_CHANNELS = 768
 

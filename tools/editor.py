@@ -2,9 +2,10 @@
 
     python -m tools.editor
 
-opens each file of `workflows/` and `subgraphs/` in the editor and saves it again. For a workflow it
-also saves the API format, in `workflows/api/`, and a thumbnail with the title of its note. Run it
-after changing a workflow or the nodes' inputs; the files can be edited in any ComfyUI.
+opens each file of `example_workflows/` and `subgraphs/` in the editor and saves it again. For a
+workflow it also saves the API format, in `example_workflows/api/`, and a thumbnail with the title
+of its note. Run it after changing a workflow or the nodes' inputs; the files can be edited in any
+ComfyUI.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tools.environment import ROOT
 from tools.server import HOST, ComfyServer
 from tools.steps import SetupError
 
-WORKFLOWS = ROOT / "workflows"
+WORKFLOWS = ROOT / "example_workflows"
 BLUEPRINTS = ROOT / "subgraphs"
 MODELS = (
     "checkpoints/v1-5-pruned-emaonly-fp16.safetensors",
