@@ -8,7 +8,7 @@ as in an inpainting model, say where in the photo the crop is.
     python -m benchmarks.denoiser --minutes 90      train, or continue training
 
 It can be stopped at any time, and continues where it stopped. Every few minutes the averaged
-weights are saved to `benchmarks/denoiser.safetensors`.
+weights are saved to `benchmarks/denoiser.npz`.
 """
 
 import math
@@ -30,13 +30,13 @@ from comfy.model_base import BaseModel, ModelType
 from comfy.model_patcher import ModelPatcher
 from comfy.model_sampling import ModelSamplingDiscrete
 from comfy.supported_models_base import BASE
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from benchmarks import weights
 from benchmarks.photos import Crop, photo
 from benchmarks.training import Training, below, run
 
-WEIGHTS = Path(__file__).with_name("denoiser.safetensors")
+WEIGHTS = Path(__file__).with_name("denoiser.npz")
 STATE = Path(__file__).parents[1] / "demo" / "denoiser-training.pt"
 
 NAMES = ("astronaut", "chelsea", "coffee", "china", "flower")
@@ -103,8 +103,8 @@ def load() -> ModelPatcher:
 
 def with_weights(model: BaseModel, file: Path) -> ModelPatcher:
     """A model with trained weights, ready to sample with."""
-    weights = {name: value.float() for name, value in load_file(file).items()}
-    model.diffusion_model.load_state_dict(weights)
+    trained, _ = weights.load(file)
+    model.diffusion_model.load_state_dict(trained)
     cpu = torch.device("cpu")
     return ModelPatcher(model, load_device=host_device(), offload_device=cpu)
 

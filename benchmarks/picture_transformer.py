@@ -32,7 +32,7 @@ from benchmarks import denoiser
 from benchmarks.photos import Crop
 from benchmarks.training import Training, run
 
-WEIGHTS = Path(__file__).with_name("picture_transformer.safetensors")
+WEIGHTS = Path(__file__).with_name("picture_transformer.npz")
 STATE = Path(__file__).parents[1] / "demo" / "picture-transformer-training.pt"
 
 SHORT_SIDE = 120

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from benchmarks.weights import load, save
 
 _SAVE_EVERY = 180
 """Seconds between two saves."""
@@ -42,10 +42,8 @@ class Training:
         self.model = model
         self.steps = 0
         if weights.exists() and not state.exists():
-            with safe_open(weights, "pt") as file:
-                names = tuple(file.keys())
-                model.load_state_dict({name: file.get_tensor(name).float() for name in names})
-                self.steps = int(file.metadata()["steps"])
+            trained, self.steps = load(weights)
+            model.load_state_dict(trained)
         self.average = {name: value.clone() for name, value in model.state_dict().items()}
         self._rate, self._full_share = rate, full_share
         self._state, self._weights = state, weights
@@ -95,9 +93,8 @@ class Training:
         unfinished = self._state.with_suffix(".part")
         torch.save(state, unfinished)
         os.replace(unfinished, self._state)
-        halves = {name: value.half().contiguous() for name, value in self.average.items()}
         unfinished = self._weights.with_suffix(".part")
-        save_file(halves, unfinished, metadata={"steps": str(self.steps)})
+        save(self.average, self.steps, unfinished)
         os.replace(unfinished, self._weights)
 
 

@@ -34,7 +34,7 @@ from benchmarks.photos import photo
 from benchmarks.picture_transformer import flow_loss, initialise
 from benchmarks.training import Training, below, happens, run
 
-WEIGHTS = Path(__file__).with_name("video_transformer.safetensors")
+WEIGHTS = Path(__file__).with_name("video_transformer.npz")
 STATE = Path(__file__).parents[1] / "demo" / "video-transformer-training.pt"
 
 SHORT_SIDE = 48

@@ -75,7 +75,7 @@ def test_the_judge_of_features_finds_no_error_in_the_plain_block(monkeypatch):
 def trainer(monkeypatch, tmp_path):
     """Starts a training on small crops, in its own folder."""
     monkeypatch.setattr(denoiser, "STATE", tmp_path / "state" / "training.pt")
-    monkeypatch.setattr(denoiser, "WEIGHTS", tmp_path / "denoiser.safetensors")
+    monkeypatch.setattr(denoiser, "WEIGHTS", tmp_path / "denoiser.npz")
     monkeypatch.setattr(denoiser, "SIDE", 32)
     return lambda: denoiser.Trainer(rate=1e-3, full_share=0.5)
 
@@ -94,7 +94,8 @@ def test_training_resumes_where_it_stopped(trainer):
     from_weights = trainer()
     assert from_weights.steps == 1
     for name, value in from_weights.average.items():
-        assert torch.equal(value, first.average[name].half().float())
+        kept = first.average[name]
+        assert (value - kept).abs().max() <= kept.abs().max() / 100 + 1e-3
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def transformers_in(monkeypatch, tmp_path):
     for module in (picture_transformer, video_transformer):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, "STATE", tmp_path / "state" / f"{name}.pt")
-        monkeypatch.setattr(module, "WEIGHTS", tmp_path / f"{name}.safetensors")
+        monkeypatch.setattr(module, "WEIGHTS", tmp_path / f"{name}.npz")
 
 
 @pytest.mark.parametrize("module", [picture_transformer, video_transformer])
