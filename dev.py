@@ -111,9 +111,7 @@ def bench(arguments: list[str]) -> int:
     others = {
         "fidelity": "benchmarks.fidelity",
         "transformers": "benchmarks.transformers",
-        "clips": "benchmarks.clips",
         "picture": "benchmarks.off_and_on",
-        "kernels": "benchmarks.kernels",
         "host-time": "benchmarks.host_time",
         "compatibility": "benchmarks.compatibility",
         "stacking": "benchmarks.stacking",
@@ -227,9 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         "--forecast, --device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, "
         "--name; with --fidelity, how much each changes: --quick, --only, --methods, --seeds; with "
         "--transformers, what merged keys gain there: --quick, --repeats, --name; with "
-        "--clips, how much they change a video; with "
         "--picture, the README's picture of off and on: --ratio, --presets, --model; with "
-        "--kernels, what the Triton kernels compile to: --quick, --targets; with "
         "--host-time, what merging adds before any kernel runs: --quick, --rounds; with "
         "--report, tables of what was measured on a GPU; with "
         "--compatibility, the table of other nodes beside ours: --only, --name; with "

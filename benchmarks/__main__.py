@@ -373,21 +373,21 @@ class Bench:
         RESULTS.mkdir(parents=True, exist_ok=True)
         files = {suffix: RESULTS / f"{self.arguments.name}.{suffix}" for suffix in EXTENSIONS}
         files["json"].write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
-        files["md"].write_text(figures.markdown(self.result, files["png"].name), encoding="utf-8")
+        files["md"].write_text(figures.markdown(self.result, files["webp"].name), encoding="utf-8")
         if with_plot:
-            plots.draw(self.result, files["png"])
+            plots.draw(self.result, files["webp"])
 
     def finish(self) -> int:
         """Print the summary; the exit code is 1 if any method was wrong."""
         from benchmarks.figures import summary
 
         took = minutes(time.monotonic() - self.start)
-        say(f"\n{took}; results: benchmarks/results/{self.arguments.name}.{{json,md,png}}")
+        say(f"\n{took}; results: benchmarks/results/{self.arguments.name}.{{json,md,webp}}")
         say(summary(self.result))
         return int(not self.all_right)
 
 
-EXTENSIONS = ("json", "md", "png")
+EXTENSIONS = ("json", "md", "webp")
 
 
 def say(text: str) -> None:

@@ -144,7 +144,7 @@ def main() -> None:
         for (of, name), pictures in shown.items():
             sheet = RESULTS / fidelity_figures.sheet_name(of, name)
             fidelity_figures.strips(pictures, list(result[of][name]), sheet)
-        fidelity_figures.plot(result, RESULTS / "fidelity.png")
+        fidelity_figures.plot(result, RESULTS / "fidelity.webp")
         page = fidelity_figures.markdown(result, summary)
         (RESULTS / "fidelity.md").write_text(page, encoding="utf-8")
     print(summary)

@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from benchmarks import webp
 from benchmarks.figures import grid
 
 matplotlib.use("agg")
@@ -88,7 +89,7 @@ def markdown(result: dict[str, Any], summary: str) -> str:
     for title, rows, table in tables:
         if rows:
             parts += [f"## {title}", table(rows), *_origins(rows)]
-    parts.append("![Error against time](fidelity.png)")
+    parts.append("![Error against time](fidelity.webp)")
     for judge, title in JUDGES.items():
         parts += [
             f"![{title}, {name}]({sheet_name(judge, name)})" for name in result.get(judge, {})
@@ -110,7 +111,7 @@ def _origins(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def sheet_name(judge: str, sampling: str) -> str:
     """The file with the pictures of a sampling."""
     words = sampling.replace(",", "").split()
-    return "-".join(["fidelity", judge, *words]) + ".png"
+    return "-".join(["fidelity", judge, *words]) + ".webp"
 
 
 def strips(pictures: dict[str, Tensor], rows: list[str], path: Path) -> None:
@@ -138,7 +139,7 @@ def strips(pictures: dict[str, Tensor], rows: list[str], path: Path) -> None:
             pixels = (picture.permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)
             tile = Image.fromarray(pixels).resize((side, side), Image.Resampling.NEAREST)
             sheet.paste(tile, (label + column * side, row * side))
-    sheet.save(path)
+    webp.save(sheet, path)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -173,7 +174,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.tight_layout()
     for axis, (_, points) in zip(axes, panels, strict=False):
         _label(axis, points)
-    figure.savefig(path, dpi=110)
+    webp.save_figure(figure, path, dpi=110)
     plt.close(figure)
 
 

@@ -37,7 +37,7 @@ from comfy.patcher_extension import WrapperExecutor  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from benchmarks import kernels as absent  # noqa: E402
+from benchmarks import absent_gpus as absent  # noqa: E402
 from benchmarks.figures import grid as table  # noqa: E402
 from benchmarks.figures import spread  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import webp
 from benchmarks.figures import Run, speed_up
 
 LOOKS = {
@@ -42,7 +43,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         by_error.set_title(f"{model}, {size}x{size}, batch {batch}: speed-up by fidelity")
     machine = result["machine"]["description"]
     figure.suptitle(f"{result['command']}\n{machine}, {result['date']}, ratio {result['ratio']}")
-    figure.savefig(path, dpi=90)
+    webp.save_figure(figure, path, dpi=90)
     pyplot.close(figure)
 
 

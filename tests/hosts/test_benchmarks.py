@@ -120,13 +120,13 @@ def test_the_summary_is_the_worst_run_with_the_best_scope_in_each():
 def test_a_results_file_shows_everything():
     shown = result(SLOW | {"refused": {"tomesd stack": "it is wrong"}})
     shown["left_out"] = ["2048x2048: too long"]
-    text = figures.markdown(shown, "hand.png")
+    text = figures.markdown(shown, "hand.webp")
     for part in (
         "| ours window block   |",
         "1.67",
         "Not timed: tomesd stack: it is wrong",
         "Left out: 2048x2048: too long",
-        "(hand.png)",
+        "(hand.webp)",
         figures.summary(shown),
     ):
         assert part in text
@@ -137,9 +137,9 @@ def test_a_results_file_shows_everything():
 def test_plots_are_drawn_for_one_size_and_for_several(tmp_path):
     larger = SLOW | {"size": 1024}
     for runs in ([SLOW], [SLOW, larger]):
-        path = tmp_path / f"{len(runs)}.png"
+        path = tmp_path / f"{len(runs)}.webp"
         plots.draw(result(*runs), path)
-        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.read_bytes()[8:12] == b"WEBP"
 
 
 def test_the_front_is_what_no_other_point_beats_in_both():

@@ -308,7 +308,7 @@ def test_the_page_says_where_each_row_comes_from():
         "| plain    | 0.1250 | 0.1250 | 0.1250 |   0.1250 |   0.1250 | 1.00 | 1.00-1.00 |" in page
     )
     assert "| theirs  | 0.1250 | 0.1250 | 0.1250 |   0.1250 |  0.5000 | 1.00 |" in page
-    assert "](fidelity-video-4-steps.png)" in page
+    assert "](fidelity-video-4-steps.webp)" in page
 
 
 def test_the_time_of_a_run_is_that_over_the_plain_run_of_its_round():

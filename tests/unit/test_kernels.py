@@ -559,7 +559,7 @@ def test_importing_the_pack_imports_neither_triton_nor_the_host():
 COMPILE = """
 import sys
 import torch
-from benchmarks.kernels import Shape, compile_for, count_variants
+from benchmarks.absent_gpus import Shape, compile_for, count_variants
 from tome_nodes.merging.grid import Grid
 
 # A large window with heads of 40, a grid one cell high, and float32.

@@ -1,15 +1,11 @@
 """Compile the Triton kernels for GPUs that are not here, the way their launchers launch them.
 
-python3 dev.py bench --kernels [--quick]
-
 Each launcher runs on tensors of real shapes, with Triton's own specialisation of arguments; only
-the launch itself is left out. The tables say what the machine code holds: registers, instructions
-that spill them to memory, shared memory, and whether matrix products run on tensor cores. A count
-of variants says how often each kernel compiles anew over pictures of many sizes.
+the launch itself is left out. What comes back says what the machine code holds: registers,
+instructions that spill them to memory, shared memory, and whether matrix products run on tensor
+cores. A count of variants says how often each kernel compiles anew over pictures of many sizes.
 """
 
-import argparse
-import json
 import os
 import re
 import subprocess
@@ -17,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,8 +26,6 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.driver import DriverBase  # noqa: E402
 
-from benchmarks.figures import grid as table  # noqa: E402
-from benchmarks.machine import origin  # noqa: E402
 from tome_nodes.merging.grid import Grid  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
 from tome_nodes.ops.triton import (  # noqa: E402
@@ -45,8 +39,6 @@ from tome_nodes.ops.triton import (  # noqa: E402
 )
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.strategies import make_strategy  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results"
 
 TARGETS: Mapping[str, GPUTarget] = {
     **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (75, 80, 86, 89, 90, 120)},
@@ -64,29 +56,6 @@ KERNELS = (
     (attending, "attend_kernel"),
     (widening, "widen_kernel"),
 )
-MOST_SPILLS = 16
-"""Instructions that a kernel may spend on spilling registers."""
-
-SIZES = (
-    512,
-    576,
-    640,
-    704,
-    768,
-    832,
-    896,
-    960,
-    1024,
-    1088,
-    1152,
-    1216,
-    1280,
-    1344,
-    1536,
-    1792,
-    2048,
-)
-"""Heights of pictures in pixels, over which variants are counted; the width is 1024."""
 
 
 @dataclass(frozen=True)
@@ -110,36 +79,6 @@ class Shape:
     cell: tuple[int, int] = (2, 2)
     dtype: torch.dtype = torch.float16
     batch: int = 2
-
-
-MODELS = (
-    Shape("SD 1.5", Grid(64, 64), 320, 8),
-    Shape("SD 1.5, balanced", Grid(64, 64), 320, 8, (2, 4)),
-    Shape("SD 2", Grid(96, 96), 320, 5),
-    Shape("SDXL", Grid(64, 64), 640, 10),
-    Shape("SDXL, fast", Grid(32, 32), 1280, 20),
-    Shape("Z-Image", Grid(64, 64), 3840, 30, dtype=torch.bfloat16, batch=1),
-    Shape("Flux, Qwen-Image", Grid(64, 64), 3072, 24, dtype=torch.bfloat16, batch=1),
-    Shape("Wan 14B", Grid(30, 52, 21), 5120, 40, (2, 2), torch.bfloat16, 1),
-)
-SWEEP = (
-    *(
-        Shape(f"{grid.height}x{grid.width} tokens", grid, 64, 1, dtype=torch.bfloat16)
-        for grid in (Grid(2, 64), Grid(64, 2), Grid(63, 65), Grid(3, 300), Grid(16, 16))
-    ),
-    *(
-        Shape(f"cells of {high}x{wide}", Grid(32, 32), 64, 1, (high, wide), torch.bfloat16)
-        for high, wide in ((1, 2), (4, 4), (3, 3), (8, 8))
-    ),
-    *(
-        Shape(f"{channels} channels", Grid(32, 32), channels, 1, dtype=torch.bfloat16)
-        for channels in (32, 40, 48, 80, 96, 128, 160, 256, 320, 1280, 5120)
-    ),
-    *(
-        Shape(f"{dtype}".removeprefix("torch."), Grid(64, 64), 640, 10, dtype=dtype)
-        for dtype in (torch.float32, torch.float16, torch.bfloat16)
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -349,97 +288,3 @@ def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
     x = torch.empty(1, 1, shape.channels, dtype=shape.dtype)
     counts["merge_windows"] -= sum(window_merging.suits(x, heads) for heads in {1, shape.heads})
     return counts
-
-
-def main() -> int:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="dev.py bench --kernels", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one GPU of each maker, fewer shapes")
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS])
-    arguments = parser.parse_args()
-    targets = ("sm_80", "gfx942") if arguments.quick else arguments.targets
-    shapes = MODELS[:2] if arguments.quick else (*MODELS, *SWEEP)
-    compiled = []
-    for target in targets:
-        compiled += (found := compile_for(target, shapes))
-        failed = sum(each.error is not None for each in found)
-        print(f"{target}: {len(found)} kernels, {failed} failed", flush=True)
-    of_unets = MODELS[:5]
-    variants = {shape.name: count_variants(shape, SIZES) for shape in of_unets}
-    line = summary(compiled, variants)
-    if not arguments.quick:
-        result = {
-            **origin("cpu", "--kernels"),
-            "triton": triton.__version__,
-            "compiled": [asdict(each) for each in compiled],
-            "variants": variants,
-        }
-        (RESULTS / "kernels.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        (RESULTS / "kernels.md").write_text(page(result, line), encoding="utf-8")
-    print(line)
-    return 0
-
-
-def page(result: Mapping[str, Any], line: str) -> str:
-    """The tables as Markdown: for each kernel and GPU the most of everything."""
-    rows = []
-    for kernel in [name.removesuffix("_kernel") for _, name in KERNELS]:
-        for target in TARGETS:
-            all_of = [
-                each
-                for each in result["compiled"]
-                if each["kernel"] == kernel and each["target"] == target
-            ]
-            good = [each for each in all_of if each["error"] is None]
-            if all_of:
-                most = [
-                    str(max((each[name] for each in good), default=0))
-                    for name in ("registers", "spilling", "shared", "tensor_cores")
-                ]
-                rows.append([kernel, target, str(len(all_of)), str(len(all_of) - len(good)), *most])
-    head = [
-        "kernel",
-        "GPU",
-        "compiled",
-        "failed",
-        "registers",
-        "spilling",
-        "shared",
-        "on tensor cores",
-    ]
-    failures = sorted(
-        {
-            f"- {each['kernel']} on {each['target']}, {', '.join(each['shapes'])}: {each['error']}"
-            for each in result["compiled"]
-            if each["error"] is not None
-        }
-    )
-    names = list(next(iter(result["variants"].values())))
-    of_sizes = [
-        [model, *(str(counts[name]) for name in names)]
-        for model, counts in result["variants"].items()
-    ]
-    parts = [
-        f"# Kernels: `{result['command']}`",
-        f"Triton {result['triton']}, {result['date']}. Compiled, not run: no GPU was there. The "
-        "most over all shapes: registers of a thread, instructions that spill them, bytes of "
-        "shared memory, instructions on tensor cores.",
-        f"`{line}`",
-        table(head, rows),
-        *(["Failed:", "\n".join(failures)] if failures else []),
-        f"How often each kernel compiles over {len(SIZES)} sizes of pictures:",
-        table(["model", *names], of_sizes),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def summary(compiled: Sequence[Compiled], variants: Mapping[str, Mapping[str, int]]) -> str:
-    """The last line."""
-    failed = sum(each.error is not None for each in compiled)
-    spilling = sum(each.spilling > MOST_SPILLS for each in compiled)
-    most = max(count for counts in variants.values() for count in counts.values())
-    return f"summary: kernels={len(compiled)} failed={failed} spilling={spilling} variants={most}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
