@@ -1,6 +1,6 @@
 """What users read of the nodes: names, descriptions, inputs and outputs, each said once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..settings.config import OPTIONS
 from ..settings.options import (
@@ -26,15 +26,15 @@ class Slot:
         name: of an input; of an output, its type or what it is called.
         text: what goes through it: the tooltip.
         more: what the help page adds.
-        type: of an input, its type.
+        type: the host's name for what goes through it.
         optional: whether an input may be left out.
     """
 
     name: str
     text: str
     more: str = ""
-    type: str = ""
     optional: bool = False
+    type: str = field(kw_only=True)
 
     @property
     def is_text(self) -> bool:
@@ -89,7 +89,7 @@ PATCH = Caption(
         ),
     ),
     options=(PRESET, *OPTIONS.values()),
-    outputs=(Slot("MODEL", "The model with token merging."),),
+    outputs=(Slot("MODEL", "The model with token merging.", type="MODEL"),),
 )
 
 REMOVE = Caption(
@@ -102,6 +102,7 @@ REMOVE = Caption(
             "MODEL",
             "The model without token merging.",
             "The model at the input is not changed.",
+            type="MODEL",
         ),
     ),
 )
@@ -130,10 +131,20 @@ TUNE = Caption(
     ),
     options=(GOAL, SPEED_UP, CHANGE, *SAMPLING, MEASURE_AGAIN),
     outputs=(
-        Slot("MODEL", "The model with the settings found, or unpatched if none make it faster."),
-        Slot("IMAGE", "All settings tried, by speed and change, with the ones found."),
-        Slot("text", "What was found and tried, in words."),
-        Slot("settings", "The settings as JSON, for the input settings of ToMe Patch Model."),
+        Slot(
+            "MODEL",
+            "The model with the settings found, or unpatched if none make it faster.",
+            type="MODEL",
+        ),
+        Slot(
+            "IMAGE", "All settings tried, by speed and change, with the ones found.", type="IMAGE"
+        ),
+        Slot("text", "What was found and tried, in words.", type="STRING"),
+        Slot(
+            "settings",
+            "The settings as JSON, for the input settings of ToMe Patch Model.",
+            type="STRING",
+        ),
     ),
 )
 
@@ -165,7 +176,10 @@ REPORT = Caption(
         ),
     ),
     options=(VIEW, LEVEL, STEP, FRAME),
-    outputs=(Slot("IMAGE", "The map or the chart."), Slot("STRING", "The report in words.")),
+    outputs=(
+        Slot("IMAGE", "The map or the chart.", type="IMAGE"),
+        Slot("STRING", "The report in words.", type="STRING"),
+    ),
 )
 
 CAPTIONS = (PATCH, TUNE, REMOVE, REPORT)

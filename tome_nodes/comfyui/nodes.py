@@ -28,19 +28,19 @@ _WISHES = [
 ]
 
 
+# By the names that slots have for them.
+_KINDS: Mapping[str, Any] = {
+    kind.io_type: kind for kind in (io.Model, io.Conditioning, io.Latent, io.Image, io.String)
+}
+
+
 def _schema(
-    caption: Caption,
-    slots: list[Any],
-    outputs: list[Any],
-    extras: Mapping[str, Mapping[str, Any]] | None = None,
-    **others: Any,
+    caption: Caption, extras: Mapping[str, Mapping[str, Any]] | None = None, **others: Any
 ) -> io.Schema:
     """The schema of a node.
 
     Args:
         caption: the texts of the node.
-        slots: the types of its linked inputs, in the order of the caption.
-        outputs: the types of its outputs, in the same order.
         extras: further settings of inputs, by name of the input.
         others: further settings of the schema.
     """
@@ -52,19 +52,19 @@ def _schema(
         description=caption.text,
         inputs=[
             *(
-                kind.Input(
+                _KINDS[slot.type].Input(
                     slot.name,
                     tooltip=slot.text,
                     optional=slot.optional,
-                    **({"force_input": True} if kind is io.String else {}),
+                    **({"force_input": True} if slot.is_text else {}),
                 )
-                for kind, slot in zip(slots, caption.inputs, strict=True)
+                for slot in caption.inputs
             ),
             *(_input(option, **extras.get(option.name, {})) for option in caption.options),
         ],
         outputs=[
-            kind.Output(display_name=slot.name, tooltip=slot.text)
-            for kind, slot in zip(outputs, caption.outputs, strict=True)
+            _KINDS[slot.type].Output(display_name=slot.name, tooltip=slot.text)
+            for slot in caption.outputs
         ],
         **others,
     )
@@ -120,8 +120,6 @@ class ToMePatchModel(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return _schema(
             PATCH,
-            [io.Model, io.String],
-            [io.Model],
             {
                 # For web/js/preset.js.
                 "preset": {"extra_dict": {"custom": CUSTOM, "free": [*FREE]}},
@@ -168,8 +166,6 @@ class ToMeTune(_LinksChecked):
     def define_schema(cls) -> io.Schema:
         return _schema(
             TUNE,
-            [io.Model, io.Conditioning, io.Conditioning, io.Latent],
-            [io.Model, io.Image, io.String, io.String],
             {"seed": {"control_after_generate": False}},
             search_aliases=[*_ALIASES, "benchmark", "auto tune", "best settings"],
             is_output_node=True,
@@ -213,7 +209,7 @@ class ToMeRemovePatch(_LinksChecked):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return _schema(REMOVE, [io.Model], [io.Model], search_aliases=_ALIASES)
+        return _schema(REMOVE, search_aliases=_ALIASES)
 
     @classmethod
     def execute(cls, model: Any, **others: Any) -> io.NodeOutput:
@@ -228,8 +224,6 @@ class ToMeReport(_LinksChecked):
     def define_schema(cls) -> io.Schema:
         return _schema(
             REPORT,
-            [io.Model, io.Latent, io.Image],
-            [io.Image, io.String],
             search_aliases=[*_ALIASES, "statistics", "merge map", "heat map"],
             is_output_node=True,
             not_idempotent=True,

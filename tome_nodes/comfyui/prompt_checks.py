@@ -14,6 +14,7 @@ from comfy_execution.utils import get_executing_context
 
 from .node_texts import CAPTIONS
 from .validation import LINKS, fault
+from .workflow import running_server
 
 Verdict = str | bool
 """The error message of a node, or True if it has none."""
@@ -26,10 +27,7 @@ _CAPTIONS = {caption.id: caption for caption in CAPTIONS}
 
 def look_at_prompts() -> None:
     """Make the server look for faults in our nodes in each prompt."""
-    # Imported here, as it is not needed without a server.
-    from server import PromptServer
-
-    server = getattr(PromptServer, "instance", None)
+    server = running_server()
     if server is not None:
         server.add_on_prompt_handler(_look)
 

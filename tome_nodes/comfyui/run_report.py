@@ -103,8 +103,12 @@ class RunReport(Observer):
         """
         try:
             last = self._last_run(run, model, config, tuned)
-            if not is_quiet:
-                self._log(last, run)
+            if last.obstacle is not None and not is_quiet:
+                log.warning("[ToMe] nothing merged: %s", last.obstacle)
+            elif not is_quiet:
+                backend = [] if run.engine is None else run.engine.in_words()
+                backend += log_line.tried(last.choices, only_changed=True)
+                log.info("[ToMe] %s", log_line.log_line(self._counts, config, backend, tuned))
         except Exception as error:
             _warn("the report of this run is missing", error)
             return None
@@ -127,14 +131,6 @@ class RunReport(Observer):
             recording=None if self._recorder is None else self._recorder.finish(),
             tuned=tuned,
         )
-
-    def _log(self, last: LastRun, run: Run) -> None:
-        if last.obstacle is not None:
-            log.warning("[ToMe] nothing merged: %s", last.obstacle)
-            return
-        backend = [] if run.engine is None else run.engine.in_words()
-        backend += log_line.tried(last.choices, only_changed=True)
-        log.info("[ToMe] %s", log_line.log_line(last.counts, last.config, backend, last.tuned))
 
 
 def _warn(lost: str, error: Exception) -> None:

@@ -4,6 +4,7 @@ Nodes that a node creates while it runs count as that node, which is the one tha
 """
 
 from collections.abc import Set
+from typing import Any
 
 from comfy_execution.graph import DynamicPrompt
 from comfy_execution.graph_utils import is_link
@@ -33,12 +34,17 @@ def feeds(node: str, class_type: str, input_name: str) -> bool:
     )
 
 
-def show_text(node: str, text: str) -> None:
-    """Show a text on a node in the editor that queued the workflow, if there is one."""
+def running_server() -> Any:
+    """The server that runs in this process, a PromptServer of the host; None if there is none."""
     # Imported here, as it is not needed without a server.
     from server import PromptServer
 
-    server = getattr(PromptServer, "instance", None)
+    return getattr(PromptServer, "instance", None)
+
+
+def show_text(node: str, text: str) -> None:
+    """Show a text on a node in the editor that queued the workflow, if there is one."""
+    server = running_server()
     if server is not None and server.client_id is not None:
         # Nodes 2.0 renders it as Markdown, which needs two spaces before a line break.
         server.send_progress_text(text.replace("\n", "  \n"), node, server.client_id)
