@@ -31,7 +31,9 @@ def brute_force_keys(owners, x, heads):
     for head in x.double().chunk(heads, dim=2):
         means = brute_force_merge(owners, head)
         lengths = brute_force_merge(owners, head.norm(dim=2, keepdim=True))
-        pieces.append(means * lengths / means.norm(dim=2, keepdim=True))
+        # A mean of exactly 0 has no direction to stretch.
+        norms = means.norm(dim=2, keepdim=True).clamp_min(1e-6)
+        pieces.append(means * lengths / norms)
     return torch.cat(pieces, 2)
 
 
