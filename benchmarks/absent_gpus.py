@@ -193,7 +193,7 @@ def launch(shape: Shape, target: GPUTarget) -> None:
     """Call each operation of a backend as merging tokens of this shape does on a GPU."""
     x = torch.zeros(shape.batch, shape.grid.tokens, shape.channels, dtype=shape.dtype)
     config = ToMeConfig(strategy="window", ratio=0.5, sy=shape.cell[0], sx=shape.cell[1])
-    strategy = make_strategy(config, kernels)
+    strategy = make_strategy(config, kernels.TRITON)
     strategy.begin(torch.tensor(7))
     plan = strategy.plan(x, shape.grid, 0.5)
     assert plan is not None

@@ -362,7 +362,7 @@ def bias_costs(repeats: int) -> dict[str, float]:
 
     from benchmarks.rounds import interleaved
     from tome_nodes.comfyui.attention import weigh_attention
-    from tome_nodes.ops import reference
+    from tome_nodes.ops import TORCH
 
     def seconds(qkv: tuple[torch.Tensor, ...], options: dict[str, Any]) -> float:
         start = time.perf_counter()
@@ -373,7 +373,7 @@ def bias_costs(repeats: int) -> dict[str, float]:
     for keys in (2048, 4096):
         q, k, v = (torch.randn(1, tokens, 320) for tokens in (4096, keys, keys))
         sizes = torch.randint(1, 5, (1, keys)).log()
-        options = {"plain": {}, "weighed": weigh_attention({}, sizes, reference, lambda _: None)}
+        options = {"plain": {}, "weighed": weigh_attention({}, sizes, TORCH, None, lambda _: None)}
         runs = {name: partial(seconds, (q, k, v), each) for name, each in options.items()}
         times = interleaved(runs, repeats)
         costs[str(keys)] = min(times["weighed"]) / min(times["plain"]) - 1

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,7 @@ from benchmarks.rounds import interleaved  # noqa: E402
 from tome_nodes.comfyui import key_weights  # noqa: E402
 from tome_nodes.comfyui.attachment import KEY, attach  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
-from tome_nodes.ops.autotune import Case, Probed  # noqa: E402
-from tome_nodes.ops.probe import Probe  # noqa: E402
-from tome_nodes.ops.reference import Ways  # noqa: E402
+from tome_nodes.ops.autotune import Autotune, Case, Choice, Ways  # noqa: E402
 from tome_nodes.patching import engine  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import settings_of  # noqa: E402
@@ -247,24 +245,25 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
     def resolve(backend: str, device: Any, dtype: Any) -> tuple[str, None]:
         return ("torch" if backend == "torch" else "triton"), None
 
-    def choose(probe: Probe, device: Any, case: Case, default: str, ways: Ways) -> Probed:
-        return Probed(default, default, {})
+    def choose(probe: Autotune, device: Any, case: Case, default: str, ways: Ways) -> Choice:
+        return Choice(default, default, {})
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(engine, "_worth_from", worth_from))
         stack.enter_context(patch.object(engine, "resolve", resolve))
         # As on a GPU whose ways were tried before, and whose defaults are the fastest.
-        stack.enter_context(patch.object(Probe, "is_for", lambda *_: True))
-        stack.enter_context(patch.object(Probe, "choose", choose))
+        stack.enter_context(patch.object(Autotune, "is_for", lambda *_: True))
+        stack.enter_context(patch.object(Autotune, "choose", choose))
         stack.enter_context(absent.absent_gpus())
         stand_ins = []
         for module, name in absent.KERNELS:
             stand_in = _Unlaunched(getattr(module, name).kernel)
             stack.enter_context(patch.object(module, name, stand_in))
             stand_ins.append(stand_in)
-        able = key_weights.Abilities(flash=True, cudnn=True, kernel=True)
-        stack.enter_context(patch.object(key_weights, "abilities", lambda *_: able))
-        match = kernels.match_windows
+        capable = key_weights.Capabilities(flash=True, cudnn=True, kernel=True)
+        stack.enter_context(patch.object(key_weights, "capabilities", lambda *_: capable))
+        match = kernels.TRITON.match_windows
+        assert match is not None
         zeros: dict[tuple[torch.Size, ...], tuple[Tensor, ...]] = {}
 
         def valid(*arguments: Any) -> tuple[Tensor, ...]:
@@ -275,7 +274,8 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
                 zeros[shapes] = tuple(torch.zeros_like(each) for each in made)
             return zeros[shapes]
 
-        stack.enter_context(patch.object(kernels, "match_windows", valid))
+        matching_nothing = replace(kernels.TRITON, match_windows=valid)
+        stack.enter_context(patch.object(kernels, "TRITON", matching_nothing))
         yield stand_ins
 
 

@@ -245,7 +245,7 @@ def _attend(
         with patch.object(key_weights, "way_of", lambda *_: way):
             mask = log_sizes[:, None, None]
             return key_weights.weighed(
-                attention_pytorch, None, log_sizes, ops, _no_note, q, k, v, heads, mask
+                attention_pytorch, None, log_sizes, ops, None, _no_note, q, k, v, heads, mask
             )
 
 
@@ -272,8 +272,8 @@ def _choice(
     kinds: Mapping[str, Mapping[str, Any]], q: Tensor, shape: Shape, ops: Operations
 ) -> dict[str, Any]:
     """Which way our code takes, which was fastest, and the share of time lost between the two."""
-    able = key_weights.abilities(q, ops)
-    way = key_weights.way_of("attention_pytorch", shape.channels, able)
+    capable = key_weights.capabilities(q, ops)
+    way = key_weights.way_of("attention_pytorch", shape.channels, capable)
     medians = {
         name: statistics.median(row["seconds"])
         for name, row in kinds.items()

@@ -10,29 +10,28 @@ import torch
 
 from benchmarks.gpu.record import Record
 from tome_nodes.comfyui import attachment
-from tome_nodes.ops.autotune import Case, Probed
-from tome_nodes.ops.probe import Probe
+from tome_nodes.ops.autotune import Autotune, Case, Choice
 
 
 @dataclass
 class _Store:
     entries: list[dict[str, Any]] = field(default_factory=list)
 
-    def read(self, device: torch.device, case: Case, default: str) -> Probed | None:
+    def read(self, device: torch.device, case: Case, default: str) -> Choice | None:
         return None
 
-    def keep(self, device: torch.device, case: Case, probed: Probed) -> None:
+    def keep(self, device: torch.device, case: Case, choice: Choice) -> None:
         self.entries.append(
             {
                 "case": " ".join(map(str, case)),
-                "default": probed.default,
-                "taken": probed.way,
-                "seconds": dict(probed.seconds),
+                "default": choice.default,
+                "taken": choice.way,
+                "seconds": dict(choice.seconds),
             }
         )
 
 
-class _DryProbe(Probe):
+class _DryProbe(Autotune):
     """Of a CPU, too."""
 
     def is_for(self, device: torch.device) -> bool:
@@ -43,6 +42,6 @@ class _DryProbe(Probe):
 def tried(record: Record) -> Iterator[list[dict[str, Any]]]:
     """Models patched in it have a probe of their own; yields what that finds, case by case."""
     store = _Store()
-    probe = (_DryProbe if record.is_dry else Probe)(store)
-    with patch.object(attachment, "probe", lambda: probe):
+    probe = (_DryProbe if record.is_dry else Autotune)(store)
+    with patch.object(attachment, "autotune", lambda: probe):
         yield store.entries

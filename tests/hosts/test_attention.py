@@ -16,9 +16,9 @@ from tome_nodes.comfyui import attention as merging_attention
 from tome_nodes.comfyui import key_weights
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.attention import OVERRIDE, weigh_attention
-from tome_nodes.comfyui.key_weights import Abilities, Way, way_of
-from tome_nodes.ops import reference
-from tome_nodes.ops.autotune import ChoosingOperations, Probed
+from tome_nodes.comfyui.key_weights import Capabilities, Way, way_of
+from tome_nodes.ops import TORCH
+from tome_nodes.ops.autotune import Choice, Tuner
 
 BATCH, HEADS = 2, 4
 
@@ -46,9 +46,9 @@ def attention_to_repeated(q, k, v, sizes):
     return torch.stack(samples)
 
 
-def weighed(function, q, k, v, sizes, notes, options=None, ops=reference, **kwargs):
+def weighed(function, q, k, v, sizes, notes, options=None, ops=TORCH, tuner=None, **kwargs):
     log_sizes = sizes.log().to(q.dtype)
-    options = weigh_attention(options or {}, log_sizes, ops, notes.append)
+    options = weigh_attention(options or {}, log_sizes, ops, tuner, notes.append)
     return function(q, k, v, HEADS, transformer_options=options, **kwargs)
 
 
@@ -97,7 +97,7 @@ def test_the_scale_of_the_caller_is_kept():
         assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-OLD, NEW = Abilities(), Abilities(flash=True, cudnn=True, kernel=True)
+OLD, NEW = Capabilities(), Capabilities(flash=True, cudnn=True, kernel=True)
 
 
 @pytest.mark.parametrize("channels", [32, 40, 64, 80, 96, 128, 160, 192, 248, 256, 512])
@@ -121,32 +121,30 @@ def test_further_channels_are_taken_where_they_stay_in_the_kernel_of_flash(chann
 
 
 def test_what_is_not_possible_is_not_taken():
-    only_flash = Abilities(flash=True)
+    only_flash = Capabilities(flash=True)
     assert way_of("attention_pytorch", 40, only_flash, may_widen=False) is Way.MASK
     assert way_of("attention_pytorch", 64, only_flash) is Way.MASK
     assert way_of("attention_flash", 64, only_flash) is Way.CHANNELS
     assert way_of("attention_flash", 64, only_flash, may_widen=False) is None
-    able = replace(NEW, cudnn=False)
-    assert way_of("attention_flash", 40, able, may_widen=False) is Way.KERNEL
-    assert way_of("attention_flash", 40, able, may_widen=False, may_replace=False) is None
-    assert way_of("attention_pytorch", 64, able, may_replace=False) is Way.MASK
+    capable = replace(NEW, cudnn=False)
+    assert way_of("attention_flash", 40, capable, may_widen=False) is Way.KERNEL
+    assert way_of("attention_flash", 40, capable, may_widen=False, may_replace=False) is None
+    assert way_of("attention_pytorch", 64, capable, may_replace=False) is Way.MASK
 
 
 class Attended:
     """Operations that attend in plain torch, and count how often."""
 
-    NAME = "triton"
-    count = 0
-
-    def __getattr__(self, name):
-        return getattr(reference, name)
+    def __init__(self):
+        self.count = 0
+        self.ops = replace(TORCH, name="triton", attend=self.attend)
 
     def attend(self, *arguments):
         self.count += 1
-        return reference.attend(*arguments)
+        return TORCH.attend(*arguments)
 
 
-WAYS = {Way.MASK: OLD, Way.CHANNELS: NEW, Way.KERNEL: Abilities(flash=True, kernel=True)}
+WAYS = {Way.MASK: OLD, Way.CHANNELS: NEW, Way.KERNEL: Capabilities(flash=True, kernel=True)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -165,11 +163,11 @@ def test_each_way_is_right_in_any_precision_and_layout(monkeypatch, channels, ke
     bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     gqa = {"enable_gqa": True} if key_heads < HEADS else {}
     kernels = Attended()
-    for way, able in WAYS.items():
-        monkeypatch.setattr(key_weights, "abilities", lambda *_, able=able: able)
+    for way, capable in WAYS.items():
+        monkeypatch.setattr(key_weights, "capabilities", lambda *_, capable=capable: capable)
         kernels.count = 0
         notes = []
-        attend = partial(weighed, attention.attention_pytorch, ops=kernels, **gqa)
+        attend = partial(weighed, attention.attention_pytorch, ops=kernels.ops, **gqa)
         flat = attend(q, k, v, sizes, notes)
         assert flat.dtype == dtype and flat.is_contiguous()
         assert relative_error(flat.double(), expected) < bound
@@ -187,28 +185,29 @@ def test_each_way_is_right_in_any_precision_and_layout(monkeypatch, channels, ke
 
 
 def test_a_way_that_was_the_fastest_is_taken_only_where_it_is_possible(monkeypatch):
-    monkeypatch.setattr(key_weights, "abilities", lambda *_: NEW)
+    monkeypatch.setattr(key_weights, "capabilities", lambda *_: NEW)
     kernels = Attended()
 
     def choose(device, case, default, ways):
-        return Probed("kernel" if "kernel" in ways() else default, default, {})
+        return Choice("kernel" if "kernel" in ways() else default, default, {})
 
-    ops = ChoosingOperations(kernels, choose, may_use_torch=False)
+    tuner = Tuner(choose)
     q, k, v, sizes = tensors(64, 37, 29)
     expected = attention_to_repeated(q, k, v, sizes)
     # Our kernel does not know this argument.
     for kwargs, count in (({}, 1), ({"window_size": 3}, 1), ({}, 2)):
-        out = weighed(attention.attention_pytorch, q, k, v, sizes, [], ops=ops, **kwargs)
+        tools = {"ops": kernels.ops, "tuner": tuner}
+        out = weighed(attention.attention_pytorch, q, k, v, sizes, [], **tools, **kwargs)
         assert kernels.count == count
         assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_under_the_override_of_another_node_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(key_weights, "abilities", lambda *_: NEW)
-    ops = ChoosingOperations(reference, lambda *_: pytest.fail("tried"), may_use_torch=False)
+    monkeypatch.setattr(key_weights, "capabilities", lambda *_: NEW)
+    tuner = Tuner(lambda *_: pytest.fail("tried"))
     q, k, v, sizes = tensors(64, 37, 29)
     options = {OVERRIDE: lambda func, *args, **kwargs: func(*args, **kwargs)}
-    actual = weighed(attention.attention_pytorch, q, k, v, sizes, [], options, ops=ops)
+    actual = weighed(attention.attention_pytorch, q, k, v, sizes, [], options, tuner=tuner)
     assert_close(actual.double(), attention_to_repeated(q, k, v, sizes), atol=1e-5, rtol=1e-5)
 
 

@@ -13,9 +13,8 @@ from host import merging, sample
 from tome_nodes.comfyui import attachment, autotune_cache, key_weights
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.comfyui.autotune_cache import FILE, KeptChoices
-from tome_nodes.comfyui.key_weights import Abilities, Way, way_of, ways_of
-from tome_nodes.ops.autotune import Probed
-from tome_nodes.ops.probe import Probe
+from tome_nodes.comfyui.key_weights import Capabilities, Way, way_of, ways_of
+from tome_nodes.ops.autotune import Autotune, Choice
 from tome_nodes.report.pages import in_words
 
 pytestmark = pytest.mark.usefixtures("user_folder")
@@ -24,7 +23,7 @@ CPU = torch.device("cpu")
 CASE = ("weights", "attention_pytorch", 4096, "float16")
 
 
-class OnAnyDevice(Probe):
+class OnAnyDevice(Autotune):
     def is_for(self, device):
         return True
 
@@ -55,7 +54,7 @@ def probed(monkeypatch):
         clock.between = between
         probe = OnAnyDevice(KeptChoices(), lambda device: clock)
         with monkeypatch.context() as patch:
-            patch.setattr(attachment, "probe", lambda: probe)
+            patch.setattr(attachment, "autotune", lambda: probe)
             patch.setattr(key_weights, "_in_channels", in_channels)
             patched = attach(model, merging(**settings))
             picture = sample(patched)
@@ -110,10 +109,10 @@ def test_nothing_is_tried_or_written_on_a_cpu(sd15):
     assert not FILE.path.exists()
 
 
-ABLE = Abilities(flash=True, cudnn=True, kernel=True)
+ABLE = Capabilities(flash=True, cudnn=True, kernel=True)
 
 
-@pytest.mark.parametrize("able", [Abilities(), ABLE])
+@pytest.mark.parametrize("able", [Capabilities(), ABLE])
 @pytest.mark.parametrize("channels", [40, 64, 128, 512])
 @pytest.mark.parametrize(
     "function",
@@ -133,7 +132,7 @@ def test_all_ways_are_tried_where_all_are_there():
 
 
 def test_what_is_kept_comes_back_for_the_same_machine_case_and_default(monkeypatch):
-    entry = Probed("channels", "mask", {"mask": 2e-3, "channels": 1e-3})
+    entry = Choice("channels", "mask", {"mask": 2e-3, "channels": 1e-3})
     KeptChoices().keep(CPU, CASE, entry)
     kept = KeptChoices()
     assert kept.read(CPU, CASE, "mask") == entry
@@ -154,7 +153,7 @@ def entry_with(**change):
 def test_a_file_of_ours_is_read():
     FILE.path.parent.mkdir()
     FILE.path.write_text(entry_with())
-    assert KeptChoices().read(CPU, CASE, "mask") == Probed("mask", "mask", {"mask": 0.1})
+    assert KeptChoices().read(CPU, CASE, "mask") == Choice("mask", "mask", {"mask": 0.1})
 
 
 @pytest.mark.parametrize(
@@ -174,7 +173,7 @@ def test_a_broken_file_is_ignored_with_one_warning(change, caplog):
     text = entry_with(**change)
     FILE.path.write_text(text)
     kept = KeptChoices()
-    entry = Probed("channels", "mask", {"mask": 2e-3, "channels": 1e-3})
+    entry = Choice("channels", "mask", {"mask": 2e-3, "channels": 1e-3})
     for case in (CASE, (*CASE, 1)):
         assert kept.read(CPU, case, "mask") is None
         kept.keep(CPU, case, entry)

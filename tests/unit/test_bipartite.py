@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from tome_nodes.merging.grid import Grid
 from tome_nodes.merging.random_picks import pick_per_cell, step_key
-from tome_nodes.ops import reference
+from tome_nodes.ops import TORCH
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.bipartite import BipartiteStrategy, match, split_tokens
 
@@ -22,7 +22,7 @@ def features_of(grid, batch=2, channels=6, seed=0):
 
 
 def plan_of(config, features, grid, step=0):
-    strategy = BipartiteStrategy(config, reference)
+    strategy = BipartiteStrategy(config, TORCH)
     strategy.begin(torch.tensor(step_key(config.seed, step)))
     return strategy.plan(features, grid, config.ratio)
 
@@ -180,7 +180,7 @@ def test_equal_features_still_give_a_partition():
 
 def test_a_strategy_that_was_not_started_says_so():
     with pytest.raises(RuntimeError, match="begin must come before plans"):
-        BipartiteStrategy(ToMeConfig(), reference).plan(torch.zeros(1, 16, 4), Grid(4, 4), 0.5)
+        BipartiteStrategy(ToMeConfig(), TORCH).plan(torch.zeros(1, 16, 4), Grid(4, 4), 0.5)
 
 
 def test_matching_carries_no_gradient():

@@ -16,7 +16,7 @@ from common import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bipartite import brute_force_groups, features_of, groups
-from test_operations import HEADS, OPERATIONS, brute_force_keys, parameters_of
+from test_operations import HEADS, brute_force_keys
 from test_plan import brute_force_merge, partitions
 from torch.testing import assert_close
 
@@ -28,7 +28,7 @@ import triton.language as tl
 from tome_nodes.merging.grid import Grid
 from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.merging.random_picks import pick_per_cell, step_key
-from tome_nodes.ops import operations, reference, resolve
+from tome_nodes.ops import TORCH, operations, reference, resolve
 from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.triton import matching, merging
 from tome_nodes.settings.config import ToMeConfig
@@ -138,7 +138,7 @@ def surrounded(x):
 
 def window_plan(features, grid, step=0, ratio=0.5, **options):
     config = ToMeConfig(strategy="window", ratio=ratio, **options)
-    strategy = make_strategy(config, kernels)
+    strategy = make_strategy(config, kernels.TRITON)
     strategy.begin(torch.tensor(step_key(config.seed, step), device=DEVICE))
     return strategy.plan(features.to(DEVICE), grid, config.ratio)
 
@@ -189,7 +189,7 @@ def test_matching_takes_any_dtype_and_strides(height, width, channels, dtype):
     grid = Grid(height, width)
     features = features_of(grid, batch=3, channels=channels, seed=height).to(dtype)
     plan = window_plan(surrounded(features.to(DEVICE)), grid)
-    plain = make_strategy(ToMeConfig(strategy="window"), reference)
+    plain = make_strategy(ToMeConfig(strategy="window"), TORCH)
     plain.begin(torch.tensor(step_key(0, 0)))
     # In float32, so that rounding makes no two similarities equal.
     expected = plain.plan(features.float(), grid, 0.5)
@@ -212,7 +212,9 @@ def test_matching_makes_a_plan_of_any_features(value):
 @given(partitions(), st.integers(1, 70), st.sampled_from(DTYPES))
 def test_merge_and_added_change(owners, channels, dtype):
     generator = torch.Generator().manual_seed(1)
-    plan = SlotPlan.from_owners(torch.tensor(owners, device=DEVICE), len(set(owners[0])), kernels)
+    plan = SlotPlan.from_owners(
+        torch.tensor(owners, device=DEVICE), len(set(owners[0])), kernels.TRITON
+    )
     x = torch.randn(*plan.slot_of_token.shape, channels, generator=generator).to(dtype)
     merged = plan.merge(surrounded(x.to(DEVICE)))
     assert merged.dtype == dtype
@@ -232,7 +234,9 @@ def test_merge_and_added_change(owners, channels, dtype):
 @given(partitions(), st.sampled_from(HEADS), st.sampled_from([1, 7, 33]), st.sampled_from(DTYPES))
 def test_each_head_of_a_key_is_as_long_as_its_tokens_are_on_average(owners, heads, channels, dtype):
     generator = torch.Generator().manual_seed(2)
-    plan = SlotPlan.from_owners(torch.tensor(owners, device=DEVICE), len(set(owners[0])), kernels)
+    plan = SlotPlan.from_owners(
+        torch.tensor(owners, device=DEVICE), len(set(owners[0])), kernels.TRITON
+    )
     x = torch.randn(*plan.slot_of_token.shape, heads * channels, generator=generator).to(dtype)
     view = surrounded(x.to(DEVICE))
     means, keys = kernels.merge_keys(view, plan.slot_of_token, plan.order, plan.offsets, heads)
@@ -245,7 +249,7 @@ def test_each_head_of_a_key_is_as_long_as_its_tokens_are_on_average(owners, head
 def test_queries_and_values_are_means_and_keys_of_one_head():
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
     owners = [[0, 0, 2, 2], [0, 1, 1, 0]]
-    plan = SlotPlan.from_owners(torch.tensor(owners, device=DEVICE), 2, kernels)
+    plan = SlotPlan.from_owners(torch.tensor(owners, device=DEVICE), 2, kernels.TRITON)
     queries, keys, values = plan.merge_inputs(x.to(DEVICE))
     assert values is queries
     assert_close(queries.double().cpu(), brute_force_merge(owners, x), rtol=1e-6, atol=1e-6)
@@ -265,7 +269,7 @@ WINDOWED = [
 @pytest.mark.parametrize(("grid", "sy", "sx", "ratio", "heads", "channels"), WINDOWED)
 def test_slots_in_windows_are_their_means(grid, sy, sx, ratio, heads, channels, dtype):
     generator = torch.Generator().manual_seed(0)
-    strategy = make_strategy(ToMeConfig(strategy="window", sy=sy, sx=sx), kernels)
+    strategy = make_strategy(ToMeConfig(strategy="window", sy=sy, sx=sx), kernels.TRITON)
     strategy.begin(torch.tensor(7, device=DEVICE))
     # All are alike but a few, so slots hold from one token to as many as a window has.
     x = torch.randn(2, grid.tokens, heads * channels, generator=generator)
@@ -279,7 +283,7 @@ def test_slots_in_windows_are_their_means(grid, sy, sx, ratio, heads, channels, 
     ):
         expected = means_of(owners, x[sample], plan.tokens()[sample])
         assert_close(plan.merge(x)[sample].double().cpu(), expected, rtol=bound, atol=bound)
-    wide = replace(plan, ops=reference)
+    wide = replace(plan, ops=TORCH)
     for actual, whole in zip(plan.merge_inputs(x), wide.merge_inputs(x), strict=True):
         assert_close(actual, whole, rtol=bound, atol=bound)
     assert_close(plan.merge_keys(x, heads), wide.merge_keys(x, heads), rtol=bound, atol=bound)
@@ -294,7 +298,7 @@ def means_of(owners, x, order):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_order_of_the_members_of_a_slot_does_not_change_a_bit(dtype):
     grid = Grid(20, 24)
-    strategy = make_strategy(ToMeConfig(strategy="window"), kernels)
+    strategy = make_strategy(ToMeConfig(strategy="window"), kernels.TRITON)
     strategy.begin(torch.tensor(7, device=DEVICE))
     x = torch.randn(1, grid.tokens, 64, generator=torch.Generator().manual_seed(0))
     x = x.to(DEVICE, dtype)
@@ -376,23 +380,23 @@ def test_attention_names_what_does_not_fit():
 
 
 def test_wrong_input_is_named():
-    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2]], device=DEVICE), 2, kernels)
+    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2]], device=DEVICE), 2, kernels.TRITON)
     with pytest.raises(ValueError, match=r"x is \(1, 3, 4\) of torch.float64: it must be"):
         plan.merge(torch.zeros(1, 3, 4, dtype=torch.float64, device=DEVICE))
 
 
 def test_heads_that_do_not_fit_the_channels_are_named():
-    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2]], device=DEVICE), 2, kernels)
+    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2]], device=DEVICE), 2, kernels.TRITON)
     x = torch.zeros(1, 3, 4, device=DEVICE)
     with pytest.raises(ValueError, match="x has 4 channels, which 3 heads cannot share evenly"):
         kernels.merge_keys(x, plan.slot_of_token, plan.order, plan.offsets, 3)
 
 
-def test_triton_has_every_operation_of_a_backend():
-    assert operations("triton") is kernels and kernels.NAME == "triton"
-    shared = "chosen", "unmerge"
-    assert all(getattr(kernels, name) is getattr(reference, name) for name in shared)
-    for name in set(OPERATIONS) - {*shared}:
+def test_triton_has_every_operation_with_the_parameters_of_plain_torch():
+    triton = operations("triton")
+    assert triton is kernels.TRITON and triton.name == "triton"
+    assert triton.unmerge is TORCH.unmerge
+    for name in ("merge", "merge_keys", "add_change", "attend", "widen"):
         schema = getattr(torch.ops.tome_nodes, name).default._schema
         parameters = {
             argument.name: argument.default_value
@@ -400,7 +404,8 @@ def test_triton_has_every_operation_of_a_backend():
             else inspect.Parameter.empty
             for argument in schema.arguments
         }
-        assert parameters == parameters_of(name)
+        plain = inspect.signature(getattr(TORCH, name)).parameters
+        assert parameters == {key: each.default for key, each in plain.items()}
 
 
 def test_operators_pass_the_checks_of_torch():
@@ -439,7 +444,7 @@ class Broken:
 
 
 def test_an_operator_gives_way_as_its_launcher_does(monkeypatch, caplog):
-    strategy = make_strategy(ToMeConfig(strategy="window"), kernels)
+    strategy = make_strategy(ToMeConfig(strategy="window"), kernels.TRITON)
     strategy.begin(torch.tensor(7, device=DEVICE))
     grid = Grid(8, 8)
     x = torch.randn(1, grid.tokens, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -452,9 +457,9 @@ def test_an_operator_gives_way_as_its_launcher_does(monkeypatch, caplog):
 
 
 def test_a_kernel_gives_way_to_torch_for_a_shape_it_fails_on(monkeypatch, caplog):
-    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2, 3, 3]], device=DEVICE), 3, kernels)
+    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2, 3, 3]], device=DEVICE), 3, kernels.TRITON)
     x = torch.randn(1, 5, 11, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    expected = replace(plan, ops=reference).merge(x)
+    expected = replace(plan, ops=TORCH).merge(x)
     with monkeypatch.context() as patch:
         patch.setattr(merging, "merge_kernel", Broken())
         assert_close(plan.merge(x), expected)
@@ -484,7 +489,7 @@ def test_matching_by_kernel_gives_way_to_torch(monkeypatch, caplog):
 
 def test_only_compiled_code_calls_kernels_as_operators():
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2, 2]] * 2, device=DEVICE), 2, kernels)
+    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2, 2]] * 2, device=DEVICE), 2, kernels.TRITON)
 
     def called(merge):
         with torch.profiler.profile() as profile:

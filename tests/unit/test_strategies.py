@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from tome_nodes.merging.grid import Grid
 from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.merging.random_picks import step_key
-from tome_nodes.ops import reference
+from tome_nodes.ops import TORCH
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies import make_strategy, strategy_class
 from tome_nodes.strategies.cells import frames_of_cell
@@ -23,7 +23,7 @@ cell_sides = st.sampled_from([1, 2, 3, 8])
 
 
 def plan_of(config, features, grid, step=0):
-    strategy = make_strategy(config, reference)
+    strategy = make_strategy(config, TORCH)
     strategy.begin(torch.tensor(step_key(config.seed, step)))
     return strategy.plan(features, grid, config.ratio)
 
@@ -137,7 +137,7 @@ def test_clusters_are_ranks_of_similarity_to_the_mean():
     st.integers(0, 99),
 )
 def test_two_ratios_come_from_one_matching(strategy, grid, ratios, seed):
-    made = make_strategy(ToMeConfig(strategy=strategy), reference)
+    made = make_strategy(ToMeConfig(strategy=strategy), TORCH)
     made.begin(torch.tensor(step_key(0, 0)))
     features = features_of(grid, seed=seed)
     plans = made.plans(features, grid, ratios)
@@ -156,7 +156,7 @@ def test_two_ratios_come_from_one_matching(strategy, grid, ratios, seed):
 @pytest.mark.parametrize("strategy", ["pool", "cluster"])
 def test_the_other_strategies_have_a_ratio_for_keys_too(strategy):
     grid = Grid(8, 8)
-    made = make_strategy(ToMeConfig(strategy=strategy), reference)
+    made = make_strategy(ToMeConfig(strategy=strategy), TORCH)
     queries, keys = made.plans(features_of(grid), grid, [0.0, 0.75])
     assert queries is None
     assert keys.slot_count == 16

@@ -26,7 +26,7 @@ from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from ..tuning.search import Measured
 from . import host_checks, workflow
-from .autotune_cache import probe
+from .autotune_cache import autotune
 from .models import record_of
 from .models.base import ComfyRecord, Inputs
 from .network_wrapper import can_run_inside, inside
@@ -314,7 +314,7 @@ class _SamplingRun:
                 diffusion_model,
                 attachment.make_strategy,
                 [report],
-                probe(),
+                autotune(),
             )
         return self._runs[diffusion_model]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..merging.plan import Plan
 from ..ops import Operations
+from ..ops.autotune import Tuner
 from ..patching.merge_attention import AttentionBlock
 from .key_weights import Attention, Note, flat, has_keys, weighed, with_sizes
 
@@ -61,10 +62,10 @@ def merge_attention(
         if mask is not None and bias is None:
             block.note_masked()
             return attend(q, k, v, heads, mask=mask, **kwargs)
-        ops, note = block.ops, block.note_unweighted
+        tools = block.ops, block.tuner, block.note_unweighted
         if block.is_merged:
             outer = block.outer_log_sizes(k.shape[-2], k)
-            return _attend(func, theirs, bias, outer, ops, note, q, k, v, heads, kwargs)
+            return _attend(func, theirs, bias, outer, *tools, q, k, v, heads, kwargs)
         flat_k = flat(k, by_head)
         queries, keys = block.call_plans(flat_k, tokens, called)
         if queries is None and keys is None:
@@ -82,7 +83,7 @@ def merge_attention(
         if queries is not None:
             q = _like(queries.merge(flat(q, by_head)), q, by_head)
             bias = None if bias is None else _merged_queries(bias, queries, len(q))
-        out = _attend(func, theirs, bias, log_sizes, ops, note, q, k, v, heads, kwargs)
+        out = _attend(func, theirs, bias, log_sizes, *tools, q, k, v, heads, kwargs)
         if queries is None:
             return out
         out_by_head = bool(kwargs.get("skip_output_reshape"))
@@ -92,7 +93,11 @@ def merge_attention(
 
 
 def weigh_attention(
-    options: dict[str, Any], log_sizes: Tensor, ops: Operations, note: Note
+    options: dict[str, Any],
+    log_sizes: Tensor,
+    ops: Operations,
+    tuner: Tuner | None,
+    note: Note,
 ) -> dict[str, Any]:
     """Transformer options under which an attention adds ``log_sizes`` to its logits.
 
@@ -100,6 +105,7 @@ def weigh_attention(
         options: the transformer options before; another node's override in them stays in effect.
         log_sizes: ``[batch, keys]`` in the dtype of queries and keys.
         ops: the operations of the backend.
+        tuner: chooses among the ways to add them; None for the default.
         note: called with None once the logits are weighed, or with the reason why they are not.
     """
     theirs = options.get(OVERRIDE)
@@ -118,7 +124,7 @@ def weigh_attention(
         if mask is not None or not (isinstance(k, Tensor) and has_keys(k, log_sizes)):
             note("another node changes how the attention is called")
             sizes = None
-        return _attend(func, theirs, mask, sizes, ops, note, q, k, v, heads, kwargs)
+        return _attend(func, theirs, mask, sizes, ops, tuner, note, q, k, v, heads, kwargs)
 
     return options | {OVERRIDE: override}
 
@@ -129,6 +135,7 @@ def _attend(
     bias: Tensor | None,
     log_sizes: Tensor | None,
     ops: Operations,
+    tuner: Tuner | None,
     note: Note,
     q: Tensor,
     k: Tensor,
@@ -140,12 +147,12 @@ def _attend(
     if theirs is None:
         if log_sizes is None:
             return func(q, k, v, heads, mask=bias, **kwargs)
-        return weighed(func, bias, log_sizes, ops, note, q, k, v, heads, **kwargs)
+        return weighed(func, bias, log_sizes, ops, tuner, note, q, k, v, heads, **kwargs)
     mask = bias
     if log_sizes is not None:
         mask = with_sizes(bias, log_sizes)
         note(None)
-        func = partial(weighed, func, bias, log_sizes, ops, note)
+        func = partial(weighed, func, bias, log_sizes, ops, tuner, note)
     return theirs(func, q, k, v, heads, mask=mask, **kwargs)
 
 

@@ -9,24 +9,23 @@ import torch
 from comfy.model_management import get_torch_device_name
 from comfyui_version import __version__ as comfyui_version
 
-from ..ops.autotune import Case, Probed
-from ..ops.probe import Probe
+from ..ops.autotune import Autotune, Case, Choice
 from .json_cache import UserFile, line_of, positive, text
 
 _METHOD = 1
 """Rises with each change of a kernel or of how ways are measured: older choices are void."""
 
 
-def _to_json(probed: Probed) -> dict[str, Any]:
-    return {"way": probed.way, "seconds": dict(probed.seconds)}
+def _to_json(choice: Choice) -> dict[str, Any]:
+    return {"way": choice.way, "seconds": dict(choice.seconds)}
 
 
-def _from_json(entry: Mapping[str, Any]) -> Probed:
+def _from_json(entry: Mapping[str, Any]) -> Choice:
     way = text(entry["way"])
     seconds = {text(name): positive(time) for name, time in entry["seconds"].items()}
     if seconds and way not in seconds:
         raise ValueError(f"there is no time of {way!r}")
-    return Probed(way, text(entry["of"]["default"]), seconds)
+    return Choice(way, text(entry["of"]["default"]), seconds)
 
 
 FILE = UserFile(
@@ -41,15 +40,15 @@ FILE = UserFile(
 
 
 class KeptChoices:
-    """The choices in the file, which is read once; see :class:`tome_nodes.ops.probe.Store`."""
+    """The choices in the file, which is read once; see :class:`tome_nodes.ops.autotune.Store`."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Probed] | None = None
+        self._entries: dict[str, Choice] | None = None
         self._is_usable = True
         self._lock = Lock()
 
-    def read(self, device: torch.device, case: Case, default: str) -> Probed | None:
-        """See :meth:`tome_nodes.ops.probe.Store.read`."""
+    def read(self, device: torch.device, case: Case, default: str) -> Choice | None:
+        """See :meth:`tome_nodes.ops.autotune.Store.read`."""
         with self._lock:
             if self._entries is None:
                 found = FILE.read()
@@ -57,20 +56,20 @@ class KeptChoices:
                 self._is_usable = found is not None
             return self._entries.get(line_of(_key(device, case, default)))
 
-    def keep(self, device: torch.device, case: Case, probed: Probed) -> None:
-        """See :meth:`tome_nodes.ops.probe.Store.keep`."""
-        key = _key(device, case, probed.default)
+    def keep(self, device: torch.device, case: Case, choice: Choice) -> None:
+        """See :meth:`tome_nodes.ops.autotune.Store.keep`."""
+        key = _key(device, case, choice.default)
         with self._lock:
             if self._entries is not None:
-                self._entries[line_of(key)] = probed
+                self._entries[line_of(key)] = choice
             if self._is_usable:
-                FILE.keep(key, probed)
+                FILE.keep(key, choice)
 
 
 @lru_cache(maxsize=1)
-def probe() -> Probe:
+def autotune() -> Autotune:
     """Chooses from several ways by their time, once for each case on this machine."""
-    return Probe(KeptChoices())
+    return Autotune(KeptChoices())
 
 
 def _key(device: torch.device, case: Case, default: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Operations
+from ..ops.autotune import Tuner
 from ..ops.reference import FURTHER
 
 Attention = Callable[..., Tensor]
@@ -68,7 +69,7 @@ class Way(str, Enum):
 
 
 @dataclass(frozen=True)
-class Abilities:
+class Capabilities:
     """What runs fast on a device in some dtype.
 
     Attributes:
@@ -85,7 +86,7 @@ class Abilities:
 def way_of(
     function: str,
     head_channels: int,
-    able: Abilities,
+    capable: Capabilities,
     may_widen: bool = True,
     may_replace: bool = True,
 ) -> Way | None:
@@ -99,20 +100,20 @@ def way_of(
     Args:
         function: name of the host's attention function.
         head_channels: those of a head.
-        able: what the device runs fast.
+        capable: what the device runs fast.
         may_widen: whether queries and keys can get further channels.
         may_replace: whether our kernel can take the place of the function.
     """
     if function not in _TAKE_MASK | _TAKE_CHANNELS:
         return None
     takes_mask = function in _TAKE_MASK
-    if takes_mask and not (function == "attention_pytorch" and able.flash):
+    if takes_mask and not (function == "attention_pytorch" and capable.flash):
         return Way.MASK
     if may_widen and head_channels in _STAYING:
         return Way.CHANNELS
-    if takes_mask and able.cudnn and head_channels <= _MOST_WITH_CUDNN:
+    if takes_mask and capable.cudnn and head_channels <= _MOST_WITH_CUDNN:
         return Way.MASK
-    if may_replace and able.kernel and head_channels <= _FLASH_HEADS[-1]:
+    if may_replace and capable.kernel and head_channels <= _FLASH_HEADS[-1]:
         return Way.KERNEL
     if takes_mask:
         return Way.MASK
@@ -120,31 +121,31 @@ def way_of(
 
 
 def ways_of(
-    function: str, head_channels: int, able: Abilities, may_widen: bool, may_replace: bool
+    function: str, head_channels: int, capable: Capabilities, may_widen: bool, may_replace: bool
 ) -> list[Way]:
     """All ways to weigh keys, for the arguments of :func:`way_of`."""
     possible = {
         Way.MASK: function in _TAKE_MASK,
         Way.CHANNELS: may_widen,
-        Way.KERNEL: may_replace and able.kernel and head_channels <= _FLASH_HEADS[-1],
+        Way.KERNEL: may_replace and capable.kernel and head_channels <= _FLASH_HEADS[-1],
     }
     return [way for way, is_possible in possible.items() if is_possible]
 
 
-def abilities(q: Tensor, ops: Operations) -> Abilities:
+def capabilities(q: Tensor, ops: Operations) -> Capabilities:
     """What runs fast where queries are, in their dtype."""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
-        return Abilities()
-    return _abilities(q.device, ops.NAME == "triton")
+        return Capabilities()
+    return _capabilities(q.device, ops.name == "triton")
 
 
 @lru_cache(maxsize=16)
-def _abilities(device: torch.device, has_kernels: bool) -> Abilities:
+def _capabilities(device: torch.device, has_kernels: bool) -> Capabilities:
     """What runs fast on a GPU in half precision; asking it takes longer than a launch."""
     is_new = torch.cuda.get_device_properties(device).major >= _FIRST_WITH_FLASH
     is_nvidia = torch.version.hip is None
     cuda = torch.backends.cuda
-    return Abilities(
+    return Capabilities(
         flash=is_new and cuda.is_flash_attention_available(),
         cudnn=is_new
         and is_nvidia
@@ -160,6 +161,7 @@ def weighed(
     bias: Tensor | None,
     log_sizes: Tensor,
     ops: Operations,
+    tuner: Tuner | None,
     note: Note,
     q: Tensor,
     k: Tensor,
@@ -184,8 +186,8 @@ def weighed(
     may_widen = bias is None and _same_heads(q, k, by_head) and not (by_head and name in _TAKE_MASK)
     is_plain = k.shape == v.shape and q.dtype == k.dtype == v.dtype
     may_replace = is_plain and bias is None and kwargs.keys() <= _KNOWN_ARGUMENTS
-    able = abilities(q, ops)
-    default = way_of(name, head_channels, able, may_widen, may_replace)
+    capable = capabilities(q, ops)
+    default = way_of(name, head_channels, capable, may_widen, may_replace)
     if default is None:
         note(f"{name} takes no weights")
         return func(q, k, v, heads, mask=bias, **kwargs)
@@ -200,17 +202,17 @@ def weighed(
         return func(q, k, v, heads, mask=own, **kwargs)
 
     def ways() -> Mapping[str, Callable[[], Tensor]]:
-        possible = ways_of(name, head_channels, able, may_widen, may_replace)
+        possible = ways_of(name, head_channels, capable, may_widen, may_replace)
         return {way.value: partial(attend, way.value) for way in possible}
 
     # What another node's override makes of the mask is its business.
-    if mask is not None:
+    if mask is not None or tuner is None:
         return attend(default)
     call = (
         *("weights", name, q.shape, k.shape, k.shape[-2] % 8 == 0, heads, by_head),
         *(k.is_contiguous(), may_widen, may_replace, kwargs.get("attn_precision") is not None),
     )
-    return attend(ops.chosen(q, call, default.value, ways))
+    return attend(tuner.way(q, call, default.value, ways))
 
 
 def _in_channels(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import Operations, reference
+from ..ops import TORCH, Operations
 from .grid import Grid
 from .layout import Layout
 
@@ -104,11 +104,11 @@ class SlotPlan(Plan):
     offsets: Tensor
     log_size_of_slot: Tensor
     slot_count: int
-    ops: Operations = reference
+    ops: Operations = TORCH
     window: tuple[int, int, int] | None = None
 
     @classmethod
-    def from_slots(cls, slots: Tensor, slot_count: int, ops: Operations = reference) -> "SlotPlan":
+    def from_slots(cls, slots: Tensor, slot_count: int, ops: Operations = TORCH) -> "SlotPlan":
         """Build a plan from the slot of each token, ``[batch, tokens]`` int64.
 
         Every slot must hold at least one token. This is not checked, since reading the values would
@@ -125,9 +125,7 @@ class SlotPlan(Plan):
         return cls(slot_of_token, order, offsets, log_size_of_slot, slot_count, ops)
 
     @classmethod
-    def from_owners(
-        cls, owners: Tensor, slot_count: int, ops: Operations = reference
-    ) -> "SlotPlan":
+    def from_owners(cls, owners: Tensor, slot_count: int, ops: Operations = TORCH) -> "SlotPlan":
         """Build a plan from the token that each token merges into, ``[batch, tokens]`` int64.
 
         Every owner must own itself. ``slot_count`` is the number of owners, the same in each

@@ -1,75 +1,22 @@
-"""The backends of a plan's operations: plain torch, or Triton kernels where available."""
-
-from collections.abc import Sequence
-from typing import Protocol
+"""The operations of a plan, in plain torch or as Triton kernels where available."""
 
 import torch
-from torch import Tensor
 
 from . import reference
+from .operations import KernelFailed, Operation, Operations
 
+__all__ = ["TORCH", "KernelFailed", "Operation", "Operations", "operations", "resolve"]
 
-class Operations(Protocol):
-    """The functions of a backend's module.
-
-    :mod:`tome_nodes.ops.reference` is plain torch and documents the functions.
-    :mod:`tome_nodes.ops.triton` is Triton and also has ``match_windows``.
-
-    A plan's arrays number tokens and slots over the whole batch: those of sample ``b`` start at
-    ``b * tokens`` and ``b * slots``.
-
-    * ``slot_of_token``: ``[batch, tokens]`` int64, the slot of each token.
-    * ``order``: ``[batch * tokens]`` int64, the tokens slot by slot.
-    * ``offsets``: ``[batch * slots]`` int64, where each slot begins in ``order``.
-    """
-
-    NAME: str
-    """``torch`` or ``triton``."""
-
-    def chosen(self, x: Tensor, call: reference.Call, default: str, ways: reference.Ways) -> str:
-        """See :func:`tome_nodes.ops.reference.chosen`."""
-
-    def merge(
-        self,
-        x: Tensor,
-        slot_of_token: Tensor,
-        order: Tensor,
-        offsets: Tensor,
-        window: Sequence[int] | None = None,
-    ) -> Tensor:
-        """See :func:`tome_nodes.ops.reference.merge`."""
-
-    def merge_keys(
-        self,
-        x: Tensor,
-        slot_of_token: Tensor,
-        order: Tensor,
-        offsets: Tensor,
-        heads: int = 1,
-        window: Sequence[int] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See :func:`tome_nodes.ops.reference.merge_keys`."""
-
-    def unmerge(self, y: Tensor, slot_of_token: Tensor, /) -> Tensor:
-        """See :func:`tome_nodes.ops.reference.unmerge`."""
-
-    def add_change(self, x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) -> Tensor:
-        """See :func:`tome_nodes.ops.reference.add_change`."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, scale: float) -> Tensor:
-        """See :func:`tome_nodes.ops.reference.attend`."""
-
-    def widen(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_sizes: Tensor,
-        heads: int,
-        scale: float,
-        constant: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :func:`tome_nodes.ops.reference.widen`."""
+TORCH = Operations(
+    "torch",
+    reference.merge,
+    reference.merge_keys,
+    reference.unmerge,
+    reference.add_change,
+    reference.attend,
+    reference.widen,
+)
+"""Plain torch, on any device."""
 
 
 def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str | None]:
@@ -101,9 +48,9 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str
 
 
 def operations(backend: str) -> Operations:
-    """The module of a backend: Triton's for ``triton``, otherwise plain torch."""
+    """The operations of a backend, ``torch`` or ``triton``."""
     if backend != "triton":
-        return reference
-    from . import triton as kernels
+        return TORCH
+    from .triton import TRITON
 
-    return kernels
+    return TRITON

@@ -1,25 +1,42 @@
-"""Operations that may be carried out in several ways, of which the fastest is to be taken.
+"""Try several ways to do the same on the user's device, at the real shape, and take the fastest.
 
 Only implementations are chosen here. What merges follows from the settings alone.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+import logging
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from . import Operations, reference
-from .reference import Call, Ways
+from . import TORCH, Operation, Operations
+from .clock import Clock
+
+log = logging.getLogger("tome_nodes")
+
+_WARM_UPS, _REPEATS = 3, 7
+
+_LONGEST = 1.0
+"""Seconds after which a case gets fewer repeats."""
+
+_MARGIN = 1.1
+"""How many times as fast as the default another way must be to take its place."""
+
+Call = tuple[Hashable, ...]
+"""An operation, and all that its time depends on: names, numbers, sizes of tensors."""
 
 Case = tuple[Hashable, ...]
 """Calls that take about as long: the same as texts and whole numbers."""
 
+Ways = Callable[[], Mapping[str, Callable[[], object]]]
+"""Returns the ways to carry out a call, by name: functions that carry it out once."""
+
 
 @dataclass(frozen=True)
-class Probed:
+class Choice:
     """A way that was chosen from several by their time.
 
     Attributes:
@@ -31,6 +48,211 @@ class Probed:
     way: str
     default: str
     seconds: Mapping[str, float]
+
+
+class Store(Protocol):
+    """Where choices are kept."""
+
+    def read(self, device: torch.device, case: Case, default: str) -> Choice | None:
+        """What was chosen before on this device with these versions, None if nothing was."""
+
+    def keep(self, device: torch.device, case: Case, choice: Choice) -> None:
+        """Keep what was chosen."""
+
+
+class Autotune:
+    """Chooses ways by their time, once for each case in a process, and keeps what it chose."""
+
+    def __init__(self, store: Store, clock_of: Callable[[torch.device], Clock] = Clock):
+        self._store = store
+        self._clock_of = clock_of
+        self._known: dict[tuple[torch.device, Case, str], Choice] = {}
+        self._has_failed = False
+
+    def is_for(self, device: torch.device) -> bool:
+        """Whether there is anything to choose on a device; on a CPU, what is fastest is known."""
+        return device.type == "cuda"
+
+    def choose(self, device: torch.device, case: Case, default: str, ways: Ways) -> Choice | None:
+        """The fastest way of a case; None while a graph is captured, which cannot be timed.
+
+        An error is no reason to fail: the default is taken then.
+        """
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        place = device, case, default
+        if place not in self._known:
+            try:
+                self._known[place] = self._chosen(device, case, default, ways())
+            except Exception as error:
+                self._known[place] = Choice(default, default, {})
+                # It would come again with each case.
+                if not self._has_failed:
+                    log.warning(
+                        "[ToMe] which way is the fastest here cannot be tried: %s: %s",
+                        type(error).__name__,
+                        error,
+                    )
+                self._has_failed = True
+        return self._known[place]
+
+    def _chosen(
+        self,
+        device: torch.device,
+        case: Case,
+        default: str,
+        ways: Mapping[str, Callable[[], object]],
+    ) -> Choice:
+        if len(ways) < 2:
+            return Choice(default, default, {})
+        kept = self._store.read(device, case, default)
+        if kept is not None and kept.way in ways:
+            return kept
+        errors: dict[str, Exception] = {}
+        found = fastest(default, ways, self._clock_of(device), errors)
+        # Next time, there may be room.
+        has_room = not any(isinstance(error, torch.OutOfMemoryError) for error in errors.values())
+        if has_room and all(seconds > 0 for seconds in found.seconds.values()):
+            self._store.keep(device, case, found)
+        return found
+
+
+def fastest(
+    default: str,
+    ways: Mapping[str, Callable[[], object]],
+    clock: Clock,
+    errors: dict[str, Exception] | None = None,
+) -> Choice:
+    """The way that takes the least time; the default, unless another is clearly faster.
+
+    The ways run in turn, three rounds to warm up and seven that count, or fewer where they take
+    more than a second. A way that fails is left out.
+
+    Args:
+        default: the name of one of the ways.
+        ways: by name.
+        clock: that of the device.
+        errors: gets those of ways that fail, by name.
+    """
+    errors = {} if errors is None else errors
+    running = dict(ways)
+
+    def rounds(count: int) -> list[dict[str, float]]:
+        taken = [_round(running, clock, errors) for _ in range(count)]
+        clock.wait()
+        return [{name: clock.between(*moments) for name, moments in each.items()} for each in taken]
+
+    rounds(1)
+    taken = rounds(1)
+    # Where even one round is long, it counts.
+    enough = int(_LONGEST / max(sum(taken[0].values()), 1e-9))
+    if enough > 0 and len(running) > 1:
+        rounds(_WARM_UPS - 2)
+        # In a run, the device has its work before it is free.
+        clock.occupy()
+        taken = rounds(min(_REPEATS, enough))
+    seconds = {name: median(each[name] for each in taken) for name in running}
+    if len(seconds) < 2:
+        return Choice(next(iter(running), default), default, {})
+    best = min(seconds, key=lambda name: seconds[name])
+    is_clear = default not in seconds or seconds[best] * _MARGIN <= seconds[default]
+    return Choice(best if is_clear else default, default, seconds)
+
+
+def _round(
+    ways: dict[str, Callable[[], object]], clock: Clock, errors: dict[str, Exception]
+) -> dict[str, tuple[object, object]]:
+    """When each way began and ended, one after the other; one that fails leaves ``ways``."""
+    moments = {}
+    for name, way in list(ways.items()):
+        start = clock.now()
+        try:
+            way()
+        except Exception as error:
+            # Out of memory, or a kernel that does not compile: whoever takes it will say so.
+            errors[name] = error
+            del ways[name]
+        else:
+            moments[name] = start, clock.now()
+    return moments
+
+
+class Tuner:
+    """The ways that one model takes. Under torch.compile these are the defaults.
+
+    Attributes:
+        choices: what was chosen so far, by the case.
+    """
+
+    def __init__(self, choose: Callable[[torch.device, Case, str, Ways], Choice | None]):
+        """Let ``choose`` choose: :meth:`Autotune.choose`, or what does the same."""
+        self.choices: dict[Case, Choice] = {}
+        self._choose = choose
+        # By the call itself: rounding its sizes each time would cost as much as a launch.
+        self._taken: dict[tuple[Call, str, torch.dtype, bool], str] = {}
+
+    def way(self, x: Tensor, call: Call, default: str, ways: Ways) -> str:
+        """The name of the way to take.
+
+        Args:
+            x: a tensor of the device and dtype.
+            call: what is to be done.
+            default: the name of one of the ways.
+            ways: returns the ways.
+        """
+        if torch.compiler.is_compiling():
+            return default
+        key = call, default, x.dtype, x.is_contiguous()
+        taken = self._taken.get(key)
+        if taken is not None:
+            return taken
+        case = (*case_of(call), default, x.is_contiguous(), str(x.dtype).removeprefix("torch."))
+        choice = self._choose(x.device, case, default, ways)
+        if choice is None:
+            return default
+        self.choices[case] = choice
+        self._taken[key] = choice.way
+        return choice.way
+
+
+_SIZES: Mapping[str, Callable[..., Call]] = {
+    "merge": lambda x, slot_of_token, order, offsets, window=None: (
+        x.shape,
+        offsets.shape,
+        window is not None,
+    ),
+    "merge_keys": lambda x, slot_of_token, order, offsets, heads=1, window=None: (
+        x.shape,
+        offsets.shape,
+        heads,
+        window is not None,
+    ),
+    "add_change": lambda x, before, after, slot_of_token: (x.shape, before.shape),
+    "widen": lambda q, k, v, log_sizes, heads, scale, constant: (q.shape, k.shape, heads),
+}
+"""What the time of an operation depends on, given its arguments."""
+
+
+def tuned(ops: Operations, tuner: Tuner) -> Operations:
+    """Operations each of which takes plain torch where that is faster."""
+
+    def faster(name: str) -> Operation:
+        own, plain, sizes_of = getattr(ops, name), getattr(TORCH, name), _SIZES[name]
+
+        def operation(*arguments: Any) -> Any:
+            def ways() -> Mapping[str, Callable[[], object]]:
+                return {
+                    ops.name: lambda: own(*arguments),
+                    TORCH.name: lambda: plain(*arguments),
+                }
+
+            way = tuner.way(arguments[0], (name, *sizes_of(*arguments)), ops.name, ways)
+            return own(*arguments) if way == ops.name else plain(*arguments)
+
+        return operation
+
+    changed: dict[str, Any] = {name: faster(name) for name in _SIZES}
+    return replace(ops, **changed)
 
 
 def case_of(call: Call) -> Case:
@@ -52,116 +274,3 @@ def case_of(call: Call) -> Case:
 def _about(count: int) -> int:
     digits = max(0, count.bit_length() - 4)
     return count >> digits << digits
-
-
-Choose = Callable[[torch.device, Case, str, Ways], Probed | None]
-"""Chooses a way of a case on a device, given the default; None if it cannot be done now."""
-
-
-_Key = tuple[Call, str, torch.dtype, bool]
-
-
-class ChoosingOperations:
-    """Operations that take the fastest way of each case.
-
-    Under torch.compile they take the default.
-
-    Attributes:
-        NAME: that of ``ops``.
-        choices: what was chosen so far, by the case.
-    """
-
-    def __init__(self, ops: Operations, choose: Choose, may_use_torch: bool):
-        """Let ``choose`` choose the ways.
-
-        Args:
-            ops: the operations of a backend.
-            choose: chooses; asked once for each case.
-            may_use_torch: whether plain torch may take the place of any of ``ops``.
-        """
-        self.NAME = ops.NAME
-        self.choices: dict[Case, Probed] = {}
-        self.attend = ops.attend
-        self.unmerge = ops.unmerge
-        self._ops = ops
-        self._choose = choose
-        self._may_use_torch = may_use_torch and ops.NAME != reference.NAME
-        # By the call itself: rounding its sizes each time would cost as much as a launch.
-        self._taken: dict[_Key, str] = {}
-
-    def chosen(self, x: Tensor, call: Call, default: str, ways: Ways) -> str:
-        """See :func:`tome_nodes.ops.reference.chosen`."""
-        if torch.compiler.is_compiling():
-            return default
-        key = call, default, x.dtype, x.is_contiguous()
-        return self._taken.get(key) or self._take(key, x, ways)
-
-    def _take(self, key: _Key, x: Tensor, ways: Ways) -> str:
-        call, default, dtype, is_contiguous = key
-        case = (*case_of(call), default, is_contiguous, str(dtype).removeprefix("torch."))
-        probed = self._choose(x.device, case, default, ways)
-        if probed is None:
-            return default
-        self.choices[case] = probed
-        self._taken[key] = probed.way
-        return probed.way
-
-    def merge(
-        self,
-        x: Tensor,
-        slot_of_token: Tensor,
-        order: Tensor,
-        offsets: Tensor,
-        window: Sequence[int] | None = None,
-    ) -> Tensor:
-        """See :func:`tome_nodes.ops.reference.merge`."""
-        arguments = x, slot_of_token, order, offsets, window
-        call = "merge", x.shape, offsets.shape, window is not None
-        return self._ops_for(call, arguments).merge(*arguments)
-
-    def merge_keys(
-        self,
-        x: Tensor,
-        slot_of_token: Tensor,
-        order: Tensor,
-        offsets: Tensor,
-        heads: int = 1,
-        window: Sequence[int] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See :func:`tome_nodes.ops.reference.merge_keys`."""
-        arguments = x, slot_of_token, order, offsets, heads, window
-        call = "merge_keys", x.shape, offsets.shape, heads, window is not None
-        return self._ops_for(call, arguments).merge_keys(*arguments)
-
-    def add_change(self, x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) -> Tensor:
-        """See :func:`tome_nodes.ops.reference.add_change`."""
-        arguments = x, before, after, slot_of_token
-        call = "add_change", x.shape, before.shape
-        return self._ops_for(call, arguments).add_change(*arguments)
-
-    def widen(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_sizes: Tensor,
-        heads: int,
-        scale: float,
-        constant: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :func:`tome_nodes.ops.reference.widen`."""
-        arguments = q, k, v, log_sizes, heads, scale, constant
-        call = "widen", q.shape, k.shape, heads
-        return self._ops_for(call, arguments).widen(*arguments)
-
-    def _ops_for(self, call: Call, arguments: tuple[Any, ...]) -> Operations:
-        """The backend or plain torch, for the operation that a call begins with."""
-        if not self._may_use_torch:
-            return self._ops
-
-        def ways() -> Mapping[str, Callable[[], object]]:
-            both = (self._ops, reference)
-            return {each.NAME: partial(getattr(each, str(call[0])), *arguments) for each in both}
-
-        way = self.chosen(arguments[0], call, self.NAME, ways)
-        return reference if way == reference.NAME else self._ops

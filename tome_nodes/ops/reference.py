@@ -2,39 +2,23 @@
 
 A plan's arrays number tokens and slots over the whole batch: those of sample ``b`` start at
 ``b * tokens`` and ``b * slots``.
+
+* ``slot_of_token``: ``[batch, tokens]`` int64, the slot of each token.
+* ``order``: ``[batch * tokens]`` int64, the tokens slot by slot.
+* ``offsets``: ``[batch * slots]`` int64, where each slot begins in ``order``.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-NAME = "torch"
 
 FURTHER = 8
 """Channels that :func:`widen` adds: attention's fast path needs heads of a multiple of this."""
 
 # Devices whose embedding_bag sums each slot in a fixed order, without atomics.
 _BAG_DEVICES = frozenset({"cpu", "cuda", "xpu"})
-
-Call = tuple[Hashable, ...]
-"""What is done, and after that all that its time depends on: names, numbers, sizes of tensors."""
-
-Ways = Callable[[], Mapping[str, Callable[[], object]]]
-"""Makes the ways to do the same, by name; to call one is to do it once."""
-
-
-def chosen(x: Tensor, call: Call, default: str, ways: Ways) -> str:
-    """The name of the way to take where there are several; the default, since nothing is measured.
-
-    Args:
-        x: a tensor of the device and dtype.
-        call: what is to be done.
-        default: the name of one of the ways.
-        ways: makes the ways.
-    """
-    return default
 
 
 def merge(

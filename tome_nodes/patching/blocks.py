@@ -18,6 +18,7 @@ from ..merging.grid import Grid
 from ..merging.layout import Layout, LayoutKey, Picture
 from ..merging.plan import Plan, plans_of_sequence
 from ..ops import Operations
+from ..ops.autotune import Tuner
 from ..settings.config import ToMeConfig
 from .detail_cache import Detail
 from .engine import Engine
@@ -275,6 +276,11 @@ class Block:
     def ops(self) -> Operations:
         """The operations of the current evaluation."""
         return self.evaluation.engine.strategy.ops
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """What chooses among ways to do the same."""
+        return self.evaluation.engine.tuner
 
     def note_unweighted(self, reason: str | None) -> None:
         """Note why each merged key weighs as one token, None if it does not."""

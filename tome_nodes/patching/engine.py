@@ -1,15 +1,14 @@
 """What merging runs on: the strategy, with a backend that works on the model's device."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from ..merging.grid import Grid
 from ..ops import Operations, operations, resolve
-from ..ops.autotune import Case, ChoosingOperations, Probed
-from ..ops.probe import Probe
+from ..ops.autotune import Autotune, Case, Choice, Tuner, tuned
 from ..settings.config import ToMeConfig
 from ..strategies.base import PlansOf, Strategy
 
@@ -30,7 +29,7 @@ class Engine:
             settings say.
         no_triton: why it does not use Triton, if it could be expected to.
         lacks: the error of the device if it cannot merge at all, else None.
-        choices: which ways of its operations were measured to be the fastest.
+        tuner: chooses among ways to do the same; None where there is nothing to choose.
     """
 
     strategy: Strategy
@@ -40,12 +39,17 @@ class Engine:
     worth_from: int
     no_triton: str | None
     lacks: str | None
-    choices: Mapping[Case, Probed] = field(default_factory=dict)
+    tuner: Tuner | None = None
 
     @property
     def backend(self) -> str:
         """``torch`` or ``triton``."""
-        return self.strategy.ops.NAME
+        return self.strategy.ops.name
+
+    @property
+    def choices(self) -> Mapping[Case, Choice]:
+        """Which ways were measured to be the fastest."""
+        return {} if self.tuner is None else self.tuner.choices
 
     def in_words(self) -> list[str]:
         """What a report says about it: nothing if it is as expected."""
@@ -63,7 +67,7 @@ def make_engine(
     dtype: torch.dtype,
     in_blocks: bool = False,
     at_calls: bool = False,
-    probe: Probe | None = None,
+    autotune: Autotune | None = None,
 ) -> Engine:
     """The engine for some settings and tokens of one device and dtype.
 
@@ -74,7 +78,7 @@ def make_engine(
         dtype: that of the tokens.
         in_blocks: whether whole blocks of the model may run on merged tokens.
         at_calls: whether its attention merges where it is called, as in transformers.
-        probe: measures which ways of an operation are the fastest; None for the defaults.
+        autotune: chooses the fastest among ways to do the same; None for the defaults.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for a small plan.
@@ -92,10 +96,11 @@ def make_engine(
     if lacks is not None and backend == "triton":
         backend, no_triton = "torch", lacks
         lacks = missing_operation(grouping, make_strategy, backend, device, dtype)
-    ops, choices = operations(backend), {}
-    if probe is not None and probe.is_for(device):
-        ops = ChoosingOperations(ops, probe.choose, may_use_torch=config.backend == "auto")
-        choices = ops.choices
+    ops, tuner = operations(backend), None
+    if autotune is not None and autotune.is_for(device):
+        tuner = Tuner(autotune.choose)
+        if config.backend == "auto" and backend == "triton":
+            ops = tuned(ops, tuner)
     strategy = make_strategy(config, ops)
     in_attention = _worth_from(strategy, device, False, at_calls)
     worth_from = _worth_from(strategy, device, True, at_calls) if in_blocks else in_attention
@@ -107,7 +112,7 @@ def make_engine(
         worth_from,
         no_triton,
         lacks,
-        choices,
+        tuner,
     )
 
 
@@ -123,7 +128,7 @@ def _worth_from(strategy: Strategy, device: torch.device, in_blocks: bool, at_ca
         return 256
     if in_blocks:
         return 768
-    if strategy.ops.NAME == "triton":
+    if strategy.ops.name == "triton":
         return strategy.least_tokens_with_kernels
     return strategy.least_tokens_at_calls if at_calls else strategy.least_tokens
 

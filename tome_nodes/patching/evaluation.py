@@ -20,7 +20,7 @@ from ..merging.grid import Grid
 from ..merging.layout import Picture
 from ..merging.plan import in_own_memory
 from ..merging.random_picks import step_key
-from ..ops.probe import Probe
+from ..ops.autotune import Autotune
 from ..settings.config import ToMeConfig
 from .blocks import Evaluation, ModelRecord, PatchedModel, SharedPlans
 from .detail_cache import Details
@@ -67,7 +67,7 @@ class Run:
         model: nn.Module,
         make_strategy: MakeStrategy,
         observers: Sequence[Observer] = (),
-        probe: Probe | None = None,
+        autotune: Autotune | None = None,
     ):
         self.model = PatchedModel(config, record, model, observers)
         self.engine: Engine | None = None
@@ -75,7 +75,7 @@ class Run:
         self._may_merge = False
         self._config = config
         self._make_strategy = make_strategy
-        self._probe = probe
+        self._autotune = autotune
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
         self._plans: dict[Hashable, SharedPlans] = {}
         self._period = 0
@@ -248,7 +248,7 @@ class Run:
                 dtype,
                 config.scope != "module" and record.merges_blocks,
                 record.merges_at_calls,
-                self._probe,
+                self._autotune,
             )
             for observer in self.model.observers:
                 engine = replace(engine, plans_of=observer.watched(engine.plans_of))

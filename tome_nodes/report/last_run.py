@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..ops.autotune import Case, Probed
+from ..ops.autotune import Case, Choice
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
 from .counts import Counts
@@ -36,7 +36,7 @@ class LastRun:
     obstacle: str | None
     backend: str | None
     worth_from: int | None
-    choices: Mapping[Case, Probed]
+    choices: Mapping[Case, Choice]
     shallowest: int
     recording: Recording | None
     tuned: Measured | None

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ..ops.autotune import Case, Probed
+from ..ops.autotune import Case, Choice
 from ..patching.outcome import Evaluated
 from ..settings.config import ToMeConfig
 from ..strategies import strategy_class
@@ -29,7 +29,7 @@ def log_line(
     return ", ".join([merged, *steps, *others, *([] if tuned is None else [times(tuned)])])
 
 
-def tried(choices: Mapping[Case, Probed], only_changed: bool = False) -> list[str]:
+def tried(choices: Mapping[Case, Choice], only_changed: bool = False) -> list[str]:
     """Which ways were tried and taken, such as ``weights by mask (1.2 ms, kernel 1.5 ms)``.
 
     Of each operation, the case that takes longest.
@@ -38,27 +38,27 @@ def tried(choices: Mapping[Case, Probed], only_changed: bool = False) -> list[st
         choices: see :class:`tome_nodes.patching.engine.Engine`.
         only_changed: whether to leave out cases in which the default was taken.
     """
-    longest: dict[str, Probed] = {}
-    for (operation, *_), probed in choices.items():
-        is_changed = probed.way != probed.default
-        if is_changed or (probed.seconds and not only_changed):
-            known = longest.get(str(operation), probed)
-            if _longest(probed) >= _longest(known):
-                longest[str(operation)] = probed
-    return [f"{operation} by {_ways(probed)}" for operation, probed in longest.items()]
+    longest: dict[str, Choice] = {}
+    for (operation, *_), choice in choices.items():
+        is_changed = choice.way != choice.default
+        if is_changed or (choice.seconds and not only_changed):
+            known = longest.get(str(operation), choice)
+            if _longest(choice) >= _longest(known):
+                longest[str(operation)] = choice
+    return [f"{operation} by {_ways(choice)}" for operation, choice in longest.items()]
 
 
-def _longest(probed: Probed) -> float:
-    return max(probed.seconds.values(), default=0.0)
+def _longest(choice: Choice) -> float:
+    return max(choice.seconds.values(), default=0.0)
 
 
-def _ways(probed: Probed) -> str:
-    if not probed.seconds:
-        return f"{probed.way} ({probed.default} failed)"
+def _ways(choice: Choice) -> str:
+    if not choice.seconds:
+        return f"{choice.way} ({choice.default} failed)"
     others = [
-        f"{name} {seconds(time)}" for name, time in probed.seconds.items() if name != probed.way
+        f"{name} {seconds(time)}" for name, time in choice.seconds.items() if name != choice.way
     ]
-    return f"{probed.way} ({', '.join([seconds(probed.seconds[probed.way]), *others])})"
+    return f"{choice.way} ({', '.join([seconds(choice.seconds[choice.way]), *others])})"
 
 
 def times(tuned: Measured) -> str:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..merging.grid import Grid
 from ..merging.plan import SlotPlan
-from ..ops import Operations, reference
+from ..ops import TORCH, Operations
 from .cells import Cells, CellStrategy, split_cells
 
 # The most scores in memory at once; a larger map is matched in pieces.
@@ -53,7 +53,7 @@ def match(
     src: Tensor,
     dst: Tensor,
     merges: list[int],
-    ops: Operations = reference,
+    ops: Operations = TORCH,
 ) -> list[SlotPlan]:
     """Merge the src tokens that are most similar to their nearest dst into it.
 

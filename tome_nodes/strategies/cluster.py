@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..merging.grid import Grid
 from ..merging.plan import Plan, SlotPlan
-from ..ops import Operations, reference
+from ..ops import TORCH, Operations
 from .base import Strategy
 
 
@@ -26,7 +26,7 @@ class ClusterStrategy(Strategy):
 
 
 @torch.no_grad()
-def cluster(features: Tensor, slots: int, ops: Operations = reference) -> SlotPlan:
+def cluster(features: Tensor, slots: int, ops: Operations = TORCH) -> SlotPlan:
     """Cut the tokens, ranked by cosine similarity to their mean, into ``slots`` equal groups.
 
     Args:

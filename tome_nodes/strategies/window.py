@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..merging.grid import Grid
 from ..merging.plan import Plan, SlotPlan
+from ..ops import KernelFailed
 from .cells import Cells, CellStrategy, split_cells
 
 # Features that a CPU gathers at once, so that they fit its cache; a GPU takes a whole map.
@@ -59,19 +60,16 @@ class WindowStrategy(CellStrategy):
 
         ``window`` is the height and width of a window in cells.
         """
-        if self.ops.NAME != "triton":
+        match = self.ops.match_windows
+        if match is None:
             return None
-        from ..ops import triton as kernels
-
         key = self.key if self.config.use_rand else None
         shape = (cells.grid.height, cells.grid.width, cells.sy, cells.sx, *window)
         plans = []
         for quota in quotas:
             try:
-                slot_of_token, order, offsets, log_sizes = kernels.match_windows(
-                    features, key, *shape, quota
-                )
-            except kernels.KernelFailed:
+                slot_of_token, order, offsets, log_sizes = match(features, key, *shape, quota)
+            except KernelFailed:
                 return None
             slots = log_sizes.shape[1]
             in_tokens = cells.grid.width, window[0] * cells.sy, window[1] * cells.sx

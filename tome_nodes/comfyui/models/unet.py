@@ -51,7 +51,7 @@ def _needs_all_tokens(
 def _weigh_keys(block: ModuleBlock, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
     block.note_unweighted(REPLACED)
     options = kwargs.get("transformer_options") or {}
-    weighed = weigh_attention(options, log_sizes, block.ops, block.note_unweighted)
+    weighed = weigh_attention(options, log_sizes, block.ops, block.tuner, block.note_unweighted)
     return kwargs | {"transformer_options": weighed}
 
 

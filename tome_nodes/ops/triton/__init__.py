@@ -14,23 +14,22 @@ Importing this needs Triton; :func:`tome_nodes.ops.resolve` says whether it is a
 import torch
 import triton
 
-from ..reference import chosen, unmerge
+from ..operations import Operations
+from ..reference import unmerge
 from .adding import add_change
 from .attending import attend
 from .key_merging import merge_keys
 from .matching import match_windows
 from .merging import merge
-from .shared import DTYPES, KernelFailed
+from .shared import DTYPES
 from .widening import widen
 
 __all__ = [
     "DTYPES",
-    "NAME",
+    "TRITON",
     "VERSION",
-    "KernelFailed",
     "add_change",
     "attend",
-    "chosen",
     "match_windows",
     "merge",
     "merge_keys",
@@ -39,7 +38,8 @@ __all__ = [
     "widen",
 ]
 
-NAME = "triton"
+TRITON = Operations("triton", merge, merge_keys, unmerge, add_change, attend, widen, match_windows)
+"""The kernels. Copying slots to tokens has none: torch needs one launch, too."""
 
 VERSION = triton.__version__
 """Triton's."""

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..operations import KernelFailed
+
 log = logging.getLogger("tome_nodes")
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -22,10 +24,6 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 BLOCK_ROWS, BLOCK_CHANNELS, BLOCK_WARPS = 8, 64, 2
 
 
-class KernelFailed(Exception):
-    """A kernel cannot be compiled or launched, and no function of the reference takes its place."""
-
-
 def operator(
     shapes: Callable[..., Any], reference: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -36,7 +34,8 @@ def operator(
 
     Args:
         shapes: makes empty results from the same arguments, for tracing.
-        reference: computes the same; without it, a failure raises :class:`KernelFailed`.
+        reference: computes the same; without it, a failure raises
+            :class:`tome_nodes.ops.KernelFailed`.
     """
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:

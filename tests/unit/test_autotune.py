@@ -1,8 +1,8 @@
 """Ways to do the same, tried once, with a clock that the tests set."""
 
+from dataclasses import replace
 from itertools import count
 from statistics import median
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from torch.testing import assert_close
 
 from tome_nodes.merging.grid import Grid
 from tome_nodes.merging.plan import SlotPlan
-from tome_nodes.ops import reference
-from tome_nodes.ops.autotune import ChoosingOperations, Probed, case_of
-from tome_nodes.ops.probe import Probe, fastest
+from tome_nodes.ops import TORCH, autotune
+from tome_nodes.ops.autotune import Autotune, Choice, Tuner, case_of, fastest, tuned
+from tome_nodes.patching import engine
 from tome_nodes.patching.engine import make_engine
 from tome_nodes.report import log_line
 from tome_nodes.settings.config import ToMeConfig
@@ -45,8 +45,8 @@ class Memory(dict):
     def read(self, device, case, default):
         return self.get((device, case, default))
 
-    def keep(self, device, case, probed):
-        self[device, case, probed.default] = probed
+    def keep(self, device, case, choice):
+        self[device, case, choice.default] = choice
 
 
 @pytest.fixture
@@ -93,10 +93,10 @@ def test_a_way_that_fails_is_left_out():
     slow, quick = clock.taking(2e-3), clock.taking(1e-3)
     found = fastest("a", {"a": fails, "b": slow, "c": quick}, clock)
     assert (found.way, found.seconds.keys()) == ("c", {"b", "c"})
-    assert fastest("a", {"a": slow, "b": fails}, clock) == Probed("a", "a", {})
-    assert fastest("a", {"a": fails, "b": slow}, clock) == Probed("b", "a", {})
+    assert fastest("a", {"a": slow, "b": fails}, clock) == Choice("a", "a", {})
+    assert fastest("a", {"a": fails, "b": slow}, clock) == Choice("b", "a", {})
     # Whoever takes it says what is wrong.
-    assert fastest("a", {"a": fails, "b": fails}, clock) == Probed("a", "a", {})
+    assert fastest("a", {"a": fails, "b": fails}, clock) == Choice("a", "a", {})
 
 
 def test_a_way_that_fails_later_is_left_out_too():
@@ -124,13 +124,13 @@ def test_an_interrupt_goes_on():
 
 def test_each_case_is_measured_once_and_kept(idle):
     clock, memory = Clock(), Memory()
-    probe = Probe(memory, lambda device: clock)
+    probe = Autotune(memory, lambda device: clock)
     ways = {"mask": clock.taking(2e-3), "channels": clock.taking(1e-3)}
     first = probe.choose(GPU, ("weights", 40), "mask", lambda: ways)
     assert first.way == "channels"
     calls = ways["mask"].calls
     assert probe.choose(GPU, ("weights", 40), "mask", lambda: ways) is first
-    assert Probe(memory, None).choose(GPU, ("weights", 40), "mask", lambda: ways) is first
+    assert Autotune(memory, None).choose(GPU, ("weights", 40), "mask", lambda: ways) is first
     assert ways["mask"].calls == calls
     probe.choose(GPU, ("weights", 64), "mask", lambda: ways)
     assert ways["mask"].calls == 2 * calls
@@ -138,8 +138,8 @@ def test_each_case_is_measured_once_and_kept(idle):
 
 def test_what_was_kept_counts_only_where_that_way_is_there(idle):
     clock, memory = Clock(), Memory()
-    memory.keep(GPU, ("weights",), Probed("kernel", "mask", {"mask": 2.0, "kernel": 1.0}))
-    probe = Probe(memory, lambda device: clock)
+    memory.keep(GPU, ("weights",), Choice("kernel", "mask", {"mask": 2.0, "kernel": 1.0}))
+    probe = Autotune(memory, lambda device: clock)
     ways = {"mask": clock.taking(1e-3), "channels": clock.taking(1e-3)}
     assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "mask"
 
@@ -149,7 +149,7 @@ def test_what_could_not_be_tried_is_not_kept(idle):
         raise torch.OutOfMemoryError("no room")
 
     clock, memory = Clock(), Memory()
-    probe = Probe(memory, lambda device: clock)
+    probe = Autotune(memory, lambda device: clock)
     ways = {"mask": fails, "channels": clock.taking(1e-3)}
     assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "channels"
     assert memory == {}
@@ -165,25 +165,25 @@ def test_a_way_that_does_not_work_here_is_not_tried_again(idle):
 
     clock, memory = Clock(), Memory()
     ways = {"mask": fails, "channels": clock.taking(1e-3)}
-    probe = Probe(memory, lambda device: clock)
+    probe = Autotune(memory, lambda device: clock)
     assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "channels"
-    assert memory == {(GPU, ("weights",), "mask"): Probed("channels", "mask", {})}
+    assert memory == {(GPU, ("weights",), "mask"): Choice("channels", "mask", {})}
 
 
 def test_a_single_way_is_not_tried(idle):
     clock, memory = Clock(), Memory()
     way = clock.taking(1e-3)
-    found = Probe(memory, lambda device: clock).choose(
+    found = Autotune(memory, lambda device: clock).choose(
         GPU, ("weights",), "mask", lambda: {"mask": way}
     )
-    assert found == Probed("mask", "mask", {})
+    assert found == Choice("mask", "mask", {})
     assert (way.calls, memory) == (0, {})
 
 
 def test_times_of_nothing_are_not_kept(idle):
     clock, memory = Clock(), Memory()
     ways = {"mask": clock.taking(0.0), "channels": clock.taking(0.0)}
-    probe = Probe(memory, lambda device: clock)
+    probe = Autotune(memory, lambda device: clock)
     assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "mask"
     assert memory == {}
 
@@ -199,10 +199,10 @@ def test_an_error_of_the_probe_is_no_error_of_the_run(part, idle, monkeypatch, c
         monkeypatch.setattr(clock, "wait", fails)
     else:
         monkeypatch.setattr(memory, part, fails)
-    probe = Probe(memory, lambda device: clock)
+    probe = Autotune(memory, lambda device: clock)
     for case in (("weights",), ("merge",)):
         ways = {"a": clock.taking(2e-3), "b": clock.taking(1e-3)}
-        assert probe.choose(GPU, case, "a", lambda ways=ways: ways) == Probed("a", "a", {})
+        assert probe.choose(GPU, case, "a", lambda ways=ways: ways) == Choice("a", "a", {})
     (record,) = caplog.records
     assert "cuDNN of another version" in record.getMessage()
 
@@ -210,21 +210,21 @@ def test_an_error_of_the_probe_is_no_error_of_the_run(part, idle, monkeypatch, c
 def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     memory = Memory()
-    assert Probe(memory).choose(GPU, ("weights",), "mask", lambda: pytest.fail("tried")) is None
+    assert Autotune(memory).choose(GPU, ("weights",), "mask", lambda: pytest.fail("tried")) is None
     assert memory == {}
 
 
-def test_a_cpu_is_not_probed():
-    engine = make_engine(
-        ToMeConfig(), make_strategy, torch.device("cpu"), torch.float32, probe=Probe(Memory())
+def test_nothing_is_tried_on_a_cpu():
+    made = make_engine(
+        ToMeConfig(), make_strategy, torch.device("cpu"), torch.float32, autotune=Autotune(Memory())
     )
-    assert engine.strategy.ops is reference
-    assert engine.choices == {}
+    assert made.strategy.ops is TORCH
+    assert made.choices == {}
 
 
-def probe_by(clock):
+def autotune_by(clock):
     """A probe that keeps nothing after the test."""
-    return Probe(Memory(), lambda device: clock)
+    return Autotune(Memory(), lambda device: clock)
 
 
 SWAPPED = "merge", "merge_keys", "add_change", "widen"
@@ -234,7 +234,7 @@ SWAPPED = "merge", "merge_keys", "add_change", "widen"
 def backend(clock, seconds):
     """The operations of plain torch under the name of the other backend, timed by the clock."""
 
-    plain = {name: getattr(reference, name) for name in SWAPPED}
+    plain = {name: getattr(TORCH, name) for name in SWAPPED}
 
     def timed(name):
         def run(*arguments):
@@ -245,12 +245,7 @@ def backend(clock, seconds):
         run.calls = 0
         return run
 
-    return SimpleNamespace(
-        NAME="triton",
-        attend=reference.attend,
-        unmerge=reference.unmerge,
-        **{name: timed(name) for name in plain},
-    )
+    return replace(TORCH, name="triton", **{name: timed(name) for name in plain})
 
 
 def operations_on(x, plan, ops):
@@ -270,55 +265,64 @@ def operations_on(x, plan, ops):
 def test_plain_torch_takes_the_place_of_slow_kernels(is_slow, monkeypatch):
     clock = Clock()
     kernels = backend(clock, 2e-3 if is_slow else 1e-3)
-    for name in SWAPPED:
-        plain = getattr(reference, name)
 
-        def timed(*arguments, plain=plain):
+    def taking(operation):
+        def timed(*arguments):
             clock.time += 1e-3
-            return plain(*arguments)
+            return operation(*arguments)
 
-        monkeypatch.setattr(reference, name, timed)
-    ops = ChoosingOperations(kernels, probe_by(clock).choose, may_use_torch=True)
+        return timed
+
+    plain = {name: taking(getattr(TORCH, name)) for name in SWAPPED}
+    monkeypatch.setattr(autotune, "TORCH", replace(TORCH, **plain))
+    tuner = Tuner(autotune_by(clock).choose)
+    ops = tuned(kernels, tuner)
     x = torch.randn(2, 6, 8, device=DEVICE)
     plan = SlotPlan.from_slots(torch.tensor([[0, 1, 2, 0, 1, 2]] * 2, device=DEVICE), 3)
-    expected = operations_on(x, plan, reference)
+    expected = operations_on(x, plan, TORCH)
     actual = operations_on(x, plan, ops)
     for one, other in zip(actual, expected, strict=True):
         assert_close(one, other)
     calls = kernels.merge.calls
     operations_on(x, plan, ops)
     assert kernels.merge.calls == calls + (not is_slow)
-    assert {choice.way for choice in ops.choices.values()} == {"torch" if is_slow else "triton"}
-    assert [case[0] for case in ops.choices] == [*SWAPPED]
+    assert {choice.way for choice in tuner.choices.values()} == {"torch" if is_slow else "triton"}
+    assert [case[0] for case in tuner.choices] == [*SWAPPED]
 
 
-def test_a_backend_that_was_asked_for_stays():
-    clock = Clock()
-    kernels = backend(clock, 1.0)
-    ops = ChoosingOperations(kernels, probe_by(clock).choose, may_use_torch=False)
-    x = torch.randn(1, 4, 8, device=DEVICE)
-    plan = SlotPlan.from_slots(torch.tensor([[0, 1, 0, 1]], device=DEVICE), 2)
-    operations_on(x, plan, ops)
-    assert ops.choices == {}
-    assert kernels.merge.calls == 1
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_backend_that_was_asked_for_stays(backend, monkeypatch):
+    kernels = pytest.importorskip("tome_nodes.ops.triton")
+    if not kernels.runs_on(torch.device(DEVICE)):
+        pytest.skip("no kernels run on this device")
+    monkeypatch.setattr(engine, "resolve", lambda *_: ("triton", None))
+    monkeypatch.setattr(Autotune, "is_for", lambda *_: True)
+    made = make_engine(
+        ToMeConfig(backend=backend),
+        make_strategy,
+        DEVICE,
+        torch.float32,
+        autotune=autotune_by(Clock()),
+    )
+    assert made.tuner is not None
+    assert (made.strategy.ops is kernels.TRITON) == (backend == "triton")
 
 
 def test_under_compile_the_default_is_taken():
-    ops = ChoosingOperations(reference, probe_by(Clock()).choose, may_use_torch=True)
+    tuner = Tuner(autotune_by(Clock()).choose)
 
     @torch.compile(backend="eager", fullgraph=True)
     def chosen(x):
-        way = ops.chosen(x, ("weights",), "mask", lambda: {"mask": x.sum, "channels": x.mean})
+        way = tuner.way(x, ("weights",), "mask", lambda: {"mask": x.sum, "channels": x.mean})
         return x + 1 if way == "mask" else x - 1
 
     x = torch.zeros(3, device=DEVICE)
     assert torch.equal(chosen(x), x + 1)
-    assert ops.choices == {}
+    assert tuner.choices == {}
 
 
 def test_sizes_may_be_symbols_under_compile():
-    ops = ChoosingOperations(reference, probe_by(Clock()).choose, may_use_torch=True)
-
+    ops = tuned(replace(TORCH, name="triton"), Tuner(autotune_by(Clock()).choose))
     graphs = []
 
     def compiled(graph, _):
@@ -353,15 +357,15 @@ def test_nearly_equal_numbers_of_tokens_are_one_case():
         (16,),
         (18,),
     ]
-    ops = ChoosingOperations(reference, probe_by(Clock()).choose, may_use_torch=True)
+    tuner = Tuner(autotune_by(Clock()).choose)
     ways = {"mask": lambda: None, "channels": lambda: None}
     for tokens in (1030, 1040):
         x = torch.zeros(1, tokens, 4, device=DEVICE)
-        ops.chosen(x, ("weights", x.shape), "mask", lambda: ways)
-    ops.chosen(x, ("weights", x.shape), "channels", lambda: ways)
-    ops.chosen(x.mT.contiguous().mT, ("weights", x.shape), "mask", lambda: ways)
-    assert len(ops.choices) == 3
-    assert all(type(part) in (str, int, bool) for case in ops.choices for part in case)
+        tuner.way(x, ("weights", x.shape), "mask", lambda: ways)
+    tuner.way(x, ("weights", x.shape), "channels", lambda: ways)
+    tuner.way(x.mT.contiguous().mT, ("weights", x.shape), "mask", lambda: ways)
+    assert len(tuner.choices) == 3
+    assert all(type(part) in (str, int, bool) for case in tuner.choices for part in case)
 
 
 def test_matching_is_not_chosen_by_time():
@@ -369,27 +373,27 @@ def test_matching_is_not_chosen_by_time():
     kernels = pytest.importorskip("tome_nodes.ops.triton")
     if not kernels.runs_on(torch.device(DEVICE)):
         pytest.skip("no kernels run on this device")
-    clock = Clock()
-    ops = ChoosingOperations(kernels, probe_by(clock).choose, may_use_torch=True)
+    tuner = Tuner(autotune_by(Clock()).choose)
+    ops = tuned(kernels.TRITON, tuner)
     strategy = make_strategy(ToMeConfig(strategy="window", min_tokens=1), ops)
     strategy.begin(torch.zeros((), dtype=torch.int64, device=DEVICE))
     plan = strategy.plan(torch.randn(1, 256, 16, device=DEVICE), Grid(16, 16), 0.5)
     assert plan.ops is ops
-    assert ops.choices == {}
+    assert tuner.choices == {}
 
 
 def test_in_words():
     choices = {
-        ("weights", 1024): Probed("mask", "mask", {"mask": 1e-4, "channels": 2e-4}),
-        ("weights", 4096): Probed("channels", "mask", {"mask": 2e-3, "channels": 1.5e-3}),
-        ("weights", 77): Probed("mask", "mask", {}),
-        ("merge", 4096): Probed("triton", "triton", {"triton": 2e-5, "torch": 1e-4}),
+        ("weights", 1024): Choice("mask", "mask", {"mask": 1e-4, "channels": 2e-4}),
+        ("weights", 4096): Choice("channels", "mask", {"mask": 2e-3, "channels": 1.5e-3}),
+        ("weights", 77): Choice("mask", "mask", {}),
+        ("merge", 4096): Choice("triton", "triton", {"triton": 2e-5, "torch": 1e-4}),
     }
     weights = "weights by channels (1.5 ms, mask 2 ms)"
     assert log_line.tried(choices) == [weights, "merge by triton (0.02 ms, torch 0.1 ms)"]
     assert log_line.tried(choices, only_changed=True) == [weights]
     assert log_line.tried({}) == []
-    choices |= {("weights", 9216): Probed("mask", "mask", {"mask": 8e-3, "channels": 9e-3})}
-    choices |= {("widen", 9216): Probed("torch", "triton", {})}
+    choices |= {("weights", 9216): Choice("mask", "mask", {"mask": 8e-3, "channels": 9e-3})}
+    choices |= {("widen", 9216): Choice("torch", "triton", {})}
     assert log_line.tried(choices)[0] == "weights by mask (8 ms, channels 9 ms)"
     assert log_line.tried(choices, only_changed=True) == [weights, "widen by torch (triton failed)"]
