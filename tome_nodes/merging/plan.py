@@ -104,7 +104,7 @@ class SlotPlan(Plan):
     offsets: Tensor
     log_size_of_slot: Tensor
     slot_count: int
-    ops: Operations = TORCH
+    ops: Operations
     window: tuple[int, int, int] | None = None
 
     @classmethod
