@@ -68,7 +68,9 @@ def test_weighed_attention_launches_two_more_kernels():
     from tome_nodes.comfyui.attention import weigh_attention
 
     q, k, v = (torch.randn(1, tokens, 80, device=DEVICE) for tokens in (16, 8, 8))
-    options = weigh_attention({}, torch.zeros(1, 8, device=DEVICE), kernels, lambda _: None)
+    options = weigh_attention(
+        {}, torch.zeros(1, 8, device=DEVICE), kernels.TRITON, None, lambda _: None
+    )
     counts = []
     for more in ({}, {"transformer_options": options}):
         with Launches() as launches:
