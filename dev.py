@@ -105,24 +105,19 @@ def bench(arguments: list[str]) -> int:
     """Measure what merging costs and saves."""
     from tools import environment
 
-    modules = {"comfyui": "benchmarks", "diffusers": "benchmarks.diffusers_host"}
-    parser = argparse.ArgumentParser(prog="dev.py bench", add_help=False)
-    parser.add_argument("--host", choices=modules, default="comfyui")
+    parser = argparse.ArgumentParser(prog="dev.py bench", add_help=False, allow_abbrev=False)
     others = {
         "fidelity": "benchmarks.fidelity",
-        "transformers": "benchmarks.transformers",
-        "picture": "benchmarks.off_and_on",
-        "host-time": "benchmarks.host_time",
+        "picture": "benchmarks.fidelity.off_and_on",
+        "host-time": "benchmarks.speed.host_time",
         "compatibility": "benchmarks.compatibility",
-        "stacking": "benchmarks.stacking",
-        "tune": "benchmarks.tuning",
-        "report": "benchmarks.gpu.report",
+        "report": "benchmarks.speed.report",
     }
     for name in others:
         parser.add_argument(f"--{name}", action="store_true")
     chosen, rest = parser.parse_known_args(arguments)
     asked = [others[name] for name in others if getattr(chosen, name.replace("-", "_"))]
-    module = [*asked, modules[chosen.host]][0]
+    module = [*asked, "benchmarks.speed"][0]
     environment.prepare()
     return _call(environment.PYTHON, "-m", module, *rest, folder=ROOT)
 
@@ -140,7 +135,7 @@ def gpu(arguments: list[str]) -> int:
         carried.pack(chosen.carried or ROOT / "carried", chosen.has)
         return 0
     chosen, rest = parser.parse_known_args(arguments)
-    command = ("-m", "benchmarks.gpu", *rest)
+    command = ("-m", "benchmarks.speed.gpu", *rest)
     if chosen.carried is None:
         environment.prepare()
         return _call(environment.PYTHON, *command, folder=ROOT)
@@ -221,16 +216,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "bench",
-        "measure all methods against the unpatched model; more arguments: --host, --quick, "
-        "--forecast, --device, --model, --size, --batch, --ratio, --methods, --repeats, --minutes, "
-        "--name; with --fidelity, how much each changes: --quick, --only, --methods, --seeds; with "
-        "--transformers, what merged keys gain there: --quick, --repeats, --name; with "
-        "--picture, the README's picture of off and on: --ratio, --presets, --model; with "
-        "--host-time, what merging adds before any kernel runs: --quick, --rounds; with "
-        "--report, tables of what was measured on a GPU; with "
-        "--compatibility, the table of other nodes beside ours: --only, --name; with "
-        "--stacking, whether merging and other nodes add up: --quick, --preset, --rounds; with "
-        "--tune, whether ToMe Tune keeps its word: --wish, --size, --steps, --rounds",
+        "measure all methods against the unpatched model; more arguments: --transformers, "
+        "--quick, --model, --size, --methods, --minutes, --name; with --fidelity, how much each "
+        "changes: --quick, --only, --methods, --seeds; with --picture, the README's picture of off "
+        "and on: --ratio, --presets, --model; with --host-time, what merging adds before any "
+        "kernel runs: --quick, --rounds; with --report, tables of what was measured on a GPU; with "
+        "--compatibility, the table of other nodes beside ours: --only, --name",
     )
     add(
         "gpu",

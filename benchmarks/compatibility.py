@@ -32,10 +32,10 @@ import torch  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.figures import grid  # noqa: E402
 from benchmarks.lossless import lossless  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.neighbours import ALL, KINDS, SIDES, Neighbour  # noqa: E402
+from benchmarks.speed.figures import grid  # noqa: E402
 from tome_nodes.comfyui.attachment import attach, last_run  # noqa: E402
 from tome_nodes.patching.engine import MakeStrategy  # noqa: E402
 from tome_nodes.report import log_line  # noqa: E402

@@ -18,7 +18,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.nested_tensor import NestedTensor
 from torch import Tensor, nn
 
-from benchmarks.models import PREFIX
+from benchmarks.speed.models import PREFIX
 from tools import tiny_models, transformers
 from tools.checkpoints import write_checkpoint
 from tools.environment import ROOT

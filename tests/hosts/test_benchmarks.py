@@ -15,10 +15,10 @@ from common import relative_error
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import __main__ as command
-from benchmarks import checks, figures, plots
+from benchmarks.speed import checks, figures, plots
 from benchmarks.forecast import UNLISTED, affordable, forecast, parabola
-from benchmarks.measure import Launches, PeakMemory, Subject
-from benchmarks.methods import HostMethod, methods
+from benchmarks.speed.measure import Launches, PeakMemory, Subject
+from benchmarks.speed.methods import HostMethod, methods
 from benchmarks.rounds import interleaved
 from benchmarks.slope import log_log_slope
 from tome_nodes.merging.plan import SlotPlan
@@ -428,7 +428,7 @@ def test_merging_keys_launches_few_kernels():
     # Triton must not interpret the kernels.
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     told = subprocess.run(
-        [sys.executable, "-m", "benchmarks.host_time", "--quick"],
+        [sys.executable, "-m", "benchmarks.speed.host_time", "--quick"],
         cwd=Path(command.__file__).parents[1],
         env=clean,
         capture_output=True,

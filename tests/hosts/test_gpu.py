@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from benchmarks.gpu import keys, report, suite, unets
-from benchmarks.gpu.record import Record
-from benchmarks.methods import HostMethod
+from benchmarks.speed import keys, report, suite, unets
+from benchmarks.speed.record import Record
+from benchmarks.speed.methods import HostMethod
 from tome_nodes.ops import TORCH
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.window import WindowStrategy
@@ -37,7 +37,7 @@ def dry_run(number, folder, *arguments):
     """The lines and the result of a command, in a process of its own."""
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # dev.py would first bring the environment up to date, unless what it needs is carried.
-    command = ["dev.py", "gpu"] if "--carried" in arguments else ["-m", "benchmarks.gpu"]
+    command = ["dev.py", "gpu"] if "--carried" in arguments else ["-m", "benchmarks.speed"]
     command += [str(number), "--dry", "--out", str(folder), *arguments]
     told = subprocess.run(
         [sys.executable, *command],
@@ -113,7 +113,7 @@ def test_keys_and_blocks_are_measured_from_a_carried_folder(tmp_path):
 
 def test_without_a_gpu_there_is_a_message(tmp_path):
     told = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "2", "--out", str(tmp_path)],
+        [sys.executable, "-m", "benchmarks.speed", "2", "--out", str(tmp_path)],
         cwd=ROOT,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

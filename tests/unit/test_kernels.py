@@ -564,7 +564,7 @@ def test_importing_the_pack_imports_neither_triton_nor_the_host():
 COMPILE = """
 import sys
 import torch
-from benchmarks.absent_gpus import Shape, compile_for, count_variants
+from benchmarks.speed.absent_gpus import Shape, compile_for, count_variants
 from tome_nodes.merging.grid import Grid
 
 # A large window with heads of 40, a grid one cell high, and float32.

@@ -4,7 +4,7 @@ It has the layout of Flux in small: blocks of two streams and of one, text besid
 positions by rotation, a flow from noise to pixels, guidance by leaving the prompt out. 48x48 = 2304
 tokens of 2x2 pixels. The prompt names the photo, and further channels say where in it the crop is.
 
-    python -m benchmarks.picture_transformer --minutes 60      train, or continue training
+    python -m benchmarks.fidelity.picture_transformer --minutes 60      train, or continue training
 
 It can be stopped at any time, and continues where it stopped.
 """
@@ -28,18 +28,18 @@ from comfy.model_base import ModelType
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from benchmarks import denoiser
-from benchmarks.photos import Crop
-from benchmarks.training import Training, run
+from benchmarks.fidelity import denoiser
+from benchmarks.fidelity.photos import Crop
+from benchmarks.fidelity.training import Training, run
 
 WEIGHTS = Path(__file__).with_name("picture_transformer.npz")
-STATE = Path(__file__).parents[1] / "demo" / "picture-transformer-training.pt"
+STATE = Path(__file__).parents[2] / "demo" / "picture-transformer-training.pt"
 
 SHORT_SIDE = 120
 SIDE = 96
 PATCH = 2
 LENGTHS = 6
-"""How many waves tell a place; see :func:`benchmarks.denoiser.waves`."""
+"""How many waves tell a place; see :func:`benchmarks.fidelity.denoiser.waves`."""
 
 SHIFT = 0.5
 """How much more of the steps are noisy ones; 0 for none."""

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.gpu.record import Record
+from benchmarks.speed.record import Record
 from tome_nodes.comfyui import attachment
 from tome_nodes.ops.autotune import Autotune, Case, Choice
 

@@ -7,7 +7,7 @@ while a disc cut out of another photo moves across. The prompt names both photos
 frame, further channels say where in its photo each pixel is; those between have to find out by
 attention.
 
-    python -m benchmarks.video_transformer --minutes 60      train, or continue training
+    python -m benchmarks.fidelity.video_transformer --minutes 60      train, or continue training
 
 It can be stopped at any time, and continues where it stopped.
 """
@@ -29,13 +29,13 @@ from comfy.model_base import BaseModel, ModelType
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from benchmarks import denoiser
-from benchmarks.photos import photo
-from benchmarks.picture_transformer import flow_loss, initialise
-from benchmarks.training import Training, below, happens, run
+from benchmarks.fidelity import denoiser
+from benchmarks.fidelity.photos import photo
+from benchmarks.fidelity.picture_transformer import flow_loss, initialise
+from benchmarks.fidelity.training import Training, below, happens, run
 
 WEIGHTS = Path(__file__).with_name("video_transformer.npz")
-STATE = Path(__file__).parents[1] / "demo" / "video-transformer-training.pt"
+STATE = Path(__file__).parents[2] / "demo" / "video-transformer-training.pt"
 
 SHORT_SIDE = 48
 FRAMES, SIDE = 9, 32
@@ -44,7 +44,7 @@ TOLD_EVERY = 2
 """One of so many frames is told its place."""
 
 LENGTHS = 5
-"""How many waves tell a place; see :func:`benchmarks.denoiser.waves`."""
+"""How many waves tell a place; see :func:`benchmarks.fidelity.denoiser.waves`."""
 
 PLACE_CHANNELS = 4 * LENGTHS + 2
 SHIFT = 5.0

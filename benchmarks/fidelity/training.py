@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.weights import load, save
+from benchmarks.fidelity.weights import load, save
 
 _SAVE_EVERY = 180
 """Seconds between two saves."""

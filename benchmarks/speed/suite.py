@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.outcomes import FILE
-from benchmarks.gpu.record import Record, say
-
-ROOT = Path(__file__).parents[2]
+from benchmarks.speed.outcomes import FILE
+from benchmarks.speed.record import Record, say
+from tools.environment import ROOT
 
 SUITES: Sequence[Sequence[str]] = (
     ("tests/unit/test_kernels.py", "-n", "4"),
@@ -101,7 +100,7 @@ def run(record: Record) -> int:
 def _start(suite: Sequence[str], folder: Path) -> _Running:
     lines, log = folder / "lines", folder / "log"
     lines.touch()
-    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.outcomes"]
+    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.speed.outcomes"]
     command += ["-p", "no:cacheprovider", "-q", "--tb=short", "--show-capture=no", *suite]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -147,7 +146,7 @@ def _keep(record: Record, ran: _Running) -> None:
     log = ran.log.read_text(encoding="utf-8", errors="replace")
     if code != 0 and not counts["failed"]:
         record.result["failed"][ran.name] = f"exit code {code}\n{log[-2000:]}"
-    with (record.folder / "gpu-1.log").open("a", encoding="utf-8") as file:
+    with (record.folder / f"{record.name}.log").open("a", encoding="utf-8") as file:
         file.write(f"== {ran.name}\n{log}\n")
     record.write()
     say(f"{row}; {record.left:.0f} s left")

@@ -1,7 +1,6 @@
 """Tables, plots and picture strips of the fidelity results."""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from benchmarks import webp
-from benchmarks.figures import grid
+from benchmarks.speed.figures import grid
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -35,24 +34,6 @@ JUDGES = {
     "video": "Videos of a transformer",
 }
 """The judges of pictures, by their part of the results."""
-
-
-def features_table(features: dict[str, Any]) -> str:
-    """Errors of attention and of the block by noise level, and the time of the block."""
-    levels = list(next(iter(features.values()))["errors"])
-    columns = [(place, level) for place in ("attention", "block") for level in levels]
-    rows = [
-        [
-            name,
-            *(
-                f"{row['errors'][level][place]:.4f}" if place in row["errors"][level] else ""
-                for place, level in columns
-            ),
-            *_time(row),
-        ]
-        for name, row in features.items()
-    ]
-    return grid(["one block", *(f"{place} {level}" for place, level in columns), *TIME], rows)
 
 
 def pictures_table(pictures: dict[str, Any], title: str) -> str:
@@ -82,13 +63,9 @@ def markdown(result: dict[str, Any], summary: str) -> str:
         "How to read this: [FIDELITY](../FIDELITY.md).",
         f"`{summary}`",
     ]
-    tables = [("One block of a UNet", result.get("features", {}), features_table)]
     for judge, title in JUDGES.items():
         for name, rows in result.get(judge, {}).items():
-            tables.append((f"{title}, {name}", rows, partial(pictures_table, title=name)))
-    for title, rows, table in tables:
-        if rows:
-            parts += [f"## {title}", table(rows), *_origins(rows)]
+            parts += [f"## {title}, {name}", pictures_table(rows, name), *_origins(rows)]
     parts.append("![Error against time](fidelity.webp)")
     for judge, title in JUDGES.items():
         parts += [
@@ -145,21 +122,13 @@ def strips(pictures: dict[str, Tensor], rows: list[str], path: Path) -> None:
 def plot(result: dict[str, Any], path: Path) -> None:
     """Plot error against time for each judge, in its first sampling; the lower left is best."""
     panels: list[tuple[str, dict[str, tuple[float, float]]]] = []
-    if "features" in result:
-        middle = list(next(iter(result["features"].values()))["errors"])[1]
-        points = {
-            name: (row["time"], row["errors"][middle]["block"])
-            for name, row in result["features"].items()
-        }
-        panels.append((f"update of one block, noise {middle}", points))
     for judge, title in JUDGES.items():
         for name, rows in list(result.get(judge, {}).items())[:1]:
             points = {
                 method: (row["time"], row["error"]) for method, row in rows.items() if row["error"]
             }
             panels.append((f"{title}, {name}", points))
-    figure, grid_of_axes = plt.subplots(2, 2, figsize=(15, 13))
-    axes = list(grid_of_axes.flat)
+    figure, axes = plt.subplots(1, len(JUDGES), figsize=(22, 7))
     for axis, (title, points) in zip(axes, panels, strict=False):
         front = _front(points)
         axis.plot(*zip(*(points[name] for name in front), strict=True), color="0.8", zorder=0)
@@ -208,52 +177,29 @@ def _front(points: dict[str, tuple[float, float]]) -> list[str]:
     return front
 
 
-def summary(result: dict[str, Any], speed_ups: Mapping[str, float]) -> str:
-    """The last line of the run: the worst case over noise levels, samplings and judges.
+def summary(result: dict[str, Any]) -> str:
+    """The last line of the run: the worst case over the samplings of a judge."""
 
-    Args:
-        result: of the run.
-        speed_ups: of preset *fast* on transformers, by judge.
-    """
-    words = []
-    features = result.get("features", {})
-
-    def worst(judge: str, figure: str, name: str, other: str) -> list[float]:
+    def worst(judge: str, figure: str, name: str, other: str) -> float | None:
         """The largest share that a figure of a method has of another's, if both were judged."""
         shares = [
             rows[name][figure] / rows[other][figure]
             for rows in result.get(judge, {}).values()
             if name in rows and other in rows
         ]
-        return [max(shares)] if shares else []
+        return max(shares, default=None)
 
-    def attention(name: str, other: str) -> list[float]:
-        if name not in features or other not in features:
-            return []
-        levels = zip(features[name]["errors"], features[other]["errors"], strict=True)
-        return [
-            max(
-                features[name]["errors"][own]["attention"]
-                / features[other]["errors"][same]["attention"]
-                for own, same in levels
-            )
-        ]
-
-    for word, shares in {
-        "attn_error_vs_tomesd": attention(DEFAULT, TOMESD),
+    shares = {
         "image_error_vs_tomesd": worst("pictures", "error", DEFAULT, TOMESD),
-        "kv75_error_vs_todo": attention(KV75, TODO) + worst("pictures", "error", KV75, TODO),
+        "kv75_error_vs_todo": worst("pictures", "error", KV75, TODO),
         "fast_error_vs_tomesd": worst("pictures", "error", FAST, TOMESD),
         "fast_time": worst("pictures", "time", FAST, PLAIN),
-        "dit_fast_speedup": [speed_ups["image"]] if "image" in speed_ups else [],
         "dit_fast_error_vs_paper": worst("image", "error", FAST, PAPER),
+        "dit_fast_time": worst("image", "time", FAST, PLAIN),
         "video_kv_error_vs_pool": worst("video", "error", BALANCED75, POOLED),
-        "video_fast_speedup": [speed_ups["video"]] if "video" in speed_ups else [],
         "video_fast_error_vs_pool": worst("video", "error", FAST, POOLED),
+        "video_fast_time": worst("video", "time", FAST, PLAIN),
         "video_flicker": worst("video", "flicker", FAST, POOLED),
-    }.items():
-        if shares:
-            words.append(f"{word}={max(shares):.2f}")
-    if "bias" in result:
-        words.append(f"bias_cost={max(result['bias'].values()):.3f}")
-    return "summary: " + " ".join(words)
+    }
+    words = (f"{name}={share:.2f}" for name, share in shares.items() if share is not None)
+    return " ".join(["summary:", *words])

@@ -1,4 +1,4 @@
-"""Tables of what `dev.py gpu` has measured, and the figures for the README."""
+"""Pages of what was measured, and the figures of a GPU for the README."""
 
 import argparse
 import json
@@ -8,12 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+from benchmarks.speed import figures
 
-from benchmarks import figures  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 Result = Mapping[str, Any]
 
 
@@ -39,15 +36,27 @@ def main() -> int:
 
 
 def page(results: Mapping[int, Result]) -> str:
-    """A readable page of the results, by the number of their command."""
-    sections = {1: tests, 2: unets, 3: transformers}
+    """A readable page of the results from a GPU, by the number of their command."""
     parts = ["# On a GPU", readme(results)]
-    for number, result in results.items():
-        parts += [f"## `{result['command']}`", source(result), *sections[number](result)]
-        parts += [f"Failed: {name}: {why}" for name, why in result["failed"].items()]
-        if result["left_out"]:
-            parts.append(f"No time for: {'; '.join(result['left_out'])}.")
+    for result in results.values():
+        parts += section(result)
+    return joined(parts)
+
+
+def joined(parts: Sequence[str]) -> str:
+    """Paragraphs as a page."""
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def section(result: Result) -> list[str]:
+    """Everything in a result, whatever it measured."""
+    parts = [f"## `{result['command']}`", source(result)]
+    for tables in (tests, unets, transformers):
+        parts += tables(result)
+    parts += [f"Failed: {name}: {why}" for name, why in result["failed"].items()]
+    if result["left_out"]:
+        parts.append(f"No time for: {'; '.join(result['left_out'])}.")
+    return parts
 
 
 def source(result: Result) -> str:
@@ -77,7 +86,7 @@ def readme(results: Mapping[int, Result]) -> str:
     for row in results.get(3, {}).get("blocks", []):
         plain = statistics.median(row["methods"]["unpatched"]["seconds"])
         gains = [
-            f"{times_faster(row, name):.2f}" if name in row["methods"] else ""
+            f"{figures.speed_up(row, name):.2f}" if name in row["methods"] else ""
             for name in ("preset balanced", "whole block")
         ]
         name = f"a block of {row['name']}, {row['size']}, {row['tokens']} tokens"
@@ -166,7 +175,7 @@ def transformers(result: Result) -> Sequence[str]:
             [
                 name,
                 f"{1000 * statistics.median(each['seconds']):.2f}",
-                f"{times_faster(row, name):.2f}",
+                f"{figures.speed_up(row, name):.2f}",
                 f"{each['error']:.3f}",
                 f"{each['peak_bytes'] / 1e6:.0f}",
                 each.get("merged", ""),
@@ -182,13 +191,6 @@ def transformers(result: Result) -> Sequence[str]:
         parts += [f"Not timed: {name}: {why}" for name, why in row["refused"].items()]
         parts += tried(row)
     return parts
-
-
-def times_faster(row: Result, name: str) -> float:
-    """How many times faster than unpatched a block is: the median over the rounds."""
-    seconds = {key: each["seconds"] for key, each in row["methods"].items()}
-    pairs = zip(seconds["unpatched"], seconds[name], strict=True)
-    return statistics.median(plain / own for plain, own in pairs)
 
 
 def _milliseconds(kind: Mapping[str, Any]) -> str:

@@ -19,14 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.host import use_cpu  # noqa: E402
+from benchmarks.host import use_cpu
+from tools.environment import ROOT
 
 use_cpu()
 
@@ -37,12 +34,12 @@ from comfy.patcher_extension import WrapperExecutor  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from benchmarks import absent_gpus as absent  # noqa: E402
-from benchmarks.figures import grid as table  # noqa: E402
-from benchmarks.figures import spread  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
-from benchmarks.measure import Subject, merged_blocks  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
+from benchmarks.speed import absent_gpus as absent  # noqa: E402
+from benchmarks.speed.figures import grid as table  # noqa: E402
+from benchmarks.speed.figures import spread  # noqa: E402
+from benchmarks.speed.measure import Subject, merged_blocks  # noqa: E402
 from tome_nodes.comfyui import key_weights  # noqa: E402
 from tome_nodes.comfyui.attachment import KEY, attach  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
@@ -147,7 +144,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 class Calls(TorchDispatchMode):
     """Counts the operators that would launch a kernel on a GPU.
 
-    Other than :class:`benchmarks.measure.Launches`, it sees the copies that views may hide.
+    Other than :class:`benchmarks.speed.measure.Launches`, it sees the copies that views may hide.
     """
 
     def __init__(self) -> None:

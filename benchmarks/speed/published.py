@@ -17,35 +17,22 @@ class Model:
         name: as people call it.
         kind: the name of its class in ``comfy.supported_models``.
         settings: those of one block in the published width.
-        latent: channels, frames if it is a video, height and width of the latent to measure at.
         text: channels of the prompt.
-        extras: further conditions of the prompt.
         width: channels of its tokens.
         linear: multiplications per token in the linear layers of a block, over ``width**2``.
-        tokens: lengths of the sequences in common use, by a name.
     """
 
     name: str
     kind: str
     settings: Mapping[str, Any]
-    latent: tuple[int, ...]
     text: int
-    extras: Mapping[str, Any]
     width: int
     linear: float
-    tokens: Mapping[str, int]
 
     def attention_share(self, tokens: int) -> float:
         """The share of attention in the multiplications of all blocks, by arithmetic."""
         attention = 2 * tokens * self.width
         return attention / (attention + self.linear * self.width**2)
-
-    def speed_up(self, tokens: int, way: Mapping[str, Any]) -> float:
-        """How many times faster it is if tokens merge for free in one of :data:`WAYS`."""
-        kept, attention = 1 - way["ratio"], self.attention_share(tokens)
-        if way.get("scope") == "block":
-            return 1 / (kept * (1 - attention) + kept**2 * attention)
-        return 1 / (1 - attention + kept * attention)
 
 
 def _wan(width: int, hidden: int, heads: int) -> Mapping[str, Any]:
@@ -85,12 +72,9 @@ MODELS = (
             "time_scale": 1000.0,
             "pad_tokens_multiple": 32,
         },
-        (16, 128, 128),
         64,
-        {},
         3840,
         4 + 3 * 8 / 3,
-        {"1024x1024": 4096, "2048x2048": 16384},
     ),
     Model(
         "Flux",
@@ -113,12 +97,9 @@ MODELS = (
             "guidance_embed": True,
             "txt_ids_dims": [],
         },
-        (16, 128, 128),
         64,
-        {},
         3072,
         12,
-        {"1024x1024": 4096, "2048x2048": 16384},
     ),
     Model(
         "Qwen-Image",
@@ -131,34 +112,25 @@ MODELS = (
             "num_attention_heads": 24,
             "joint_attention_dim": 64,
         },
-        (16, 1, 128, 128),
         64,
-        {},
         3072,
         12,
-        {"1328x1328": 6889},
     ),
     Model(
         "Wan 14B",
         "WAN21_T2V",
         _wan(5120, 13824, 40),
-        (16, 3, 48, 80),
         64,
-        {},
         5120,
         4 + 2 + 2 * 2.7,
-        {"480p, 81 frames": 32760, "720p, 81 frames": 75600},
     ),
     Model(
         "Wan 1.3B",
         "WAN21_T2V",
         _wan(1536, 8960, 12),
-        (16, 21, 60, 104),
         64,
-        {},
         1536,
         4 + 2 + 2 * 5.83,
-        {"480p, 81 frames": 32760},
     ),
     Model(
         "HunyuanVideo",
@@ -185,12 +157,9 @@ MODELS = (
             "vision_in_dim": None,
             "meanflow_sum": False,
         },
-        (16, 3, 48, 80),
         64,
-        {},
         3072,
         12,
-        {"720p, 129 frames": 118800},
     ),
 )
 
@@ -200,5 +169,5 @@ def inputs(model: Model, shape: tuple[int, ...]) -> tuple[Tensor, Any]:
     generator = torch.Generator().manual_seed(0)
     text = torch.randn(1, 64, model.text, generator=generator)
     pooled = torch.randn(1, 64, generator=generator)
-    prompt = [[text, {"pooled_output": pooled, **model.extras}]]
+    prompt = [[text, {"pooled_output": pooled}]]
     return comfy.sample.prepare_noise(torch.zeros(1, *shape), 0), prompt

@@ -4,8 +4,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from benchmarks.measure import Launches, Subject, merged_blocks
-from benchmarks.methods import HostMethod, Method
+from benchmarks.speed.measure import Subject, merged_blocks
+from benchmarks.speed.methods import HostMethod, Method
 from tome_nodes.merging.grid import Grid
 from tome_nodes.patching.engine import make_engine
 
@@ -91,21 +91,6 @@ def check_distance(error: float, ideal_error: float | None) -> None:
         raise WrongOutput(
             f"it differs from the unpatched model by {error:.3f}; allowed: {farthest:.3f}"
         )
-
-
-def launches_per_block(method: HostMethod, subject: Subject, unpatched: int) -> float:
-    """Launches per merged block in addition to unpatched, in the second step of a sampling run."""
-    counter = Launches(subject.device)
-    with merged_blocks() as blocks:
-        subject.run(method.always().patch(subject.model), _nothing(), counter)
-    return (counter.count - unpatched) / blocks[0][0]
-
-
-def launches_unpatched(subject: Subject) -> int:
-    """Launches of the unpatched model in the second step of a sampling run."""
-    counter = Launches(subject.device)
-    subject.run(subject.model, _nothing(), counter)
-    return counter.count
 
 
 def unpatched_output(subject: Subject, model: ModelPatcher | None = None) -> Tensor:

@@ -9,7 +9,6 @@ cores. A count of variants says how often each kernel compiles anew over picture
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,17 +17,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
 
-import torch  # noqa: E402
-import triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.driver import DriverBase  # noqa: E402
-
-from tome_nodes.merging.grid import Grid  # noqa: E402
-from tome_nodes.ops import triton as kernels  # noqa: E402
-from tome_nodes.ops.triton import (  # noqa: E402
+from tome_nodes.merging.grid import Grid
+from tome_nodes.ops import triton as kernels
+from tome_nodes.ops.triton import (
     adding,
     attending,
     key_merging,
@@ -37,8 +33,8 @@ from tome_nodes.ops.triton import (  # noqa: E402
     widening,
     window_merging,
 )
-from tome_nodes.settings.config import ToMeConfig  # noqa: E402
-from tome_nodes.strategies import make_strategy  # noqa: E402
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.strategies import make_strategy
 
 TARGETS: Mapping[str, GPUTarget] = {
     **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (75, 80, 86, 89, 90, 120)},

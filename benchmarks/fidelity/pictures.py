@@ -13,8 +13,8 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
-from benchmarks import denoiser
-from benchmarks.photos import Crop, photo
+from benchmarks.fidelity import denoiser
+from benchmarks.fidelity.photos import Crop, photo
 
 MOST_PSNR = 99.0
 """Stands for the infinite ratio of equal pictures."""
@@ -122,7 +122,7 @@ class Judge:
 
 
 class PictureJudge(Judge):
-    """The judge whose model is the UNet of :mod:`benchmarks.denoiser`."""
+    """The judge whose model is the UNet of :mod:`benchmarks.fidelity.denoiser`."""
 
     def __init__(self, steps: int, seeds: int, guidance: float = 2.0, scheduler: str | None = None):
         self.crops = denoiser.held_out_crops(len(denoiser.NAMES) * seeds)

@@ -20,30 +20,42 @@ class Record:
     Attributes:
         device: where it measures.
         result: the content of the file.
-        is_dry: whether it only goes through the motions, on the CPU.
+        is_dry: whether it only goes through the motions.
+        folder: where the file goes.
+        name: that of the file.
     """
 
-    def __init__(self, number: int, folder: Path, minutes: float, is_dry: bool):
+    def __init__(
+        self,
+        name: str,
+        command: str,
+        folder: Path,
+        minutes: float,
+        device: str,
+        is_dry: bool = False,
+    ):
         """Begin a run.
 
         Args:
-            number: that of the command.
-            folder: where ``gpu-NUMBER.json`` goes.
+            name: that of the file, which is ``NAME.json``.
+            command: what a user types to repeat the run.
+            folder: where the file goes.
             minutes: after which nothing else begins.
-            is_dry: whether to run on the CPU.
+            device: ``cpu`` or ``cuda``.
+            is_dry: whether it only goes through the motions.
         """
-        self.device = torch.device("cpu" if is_dry else "cuda")
+        self.device = torch.device(device)
         self.is_dry = is_dry
         self.folder = folder
-        self._number = number
+        self.name = name
         self._end = time.monotonic() + 60 * minutes
         self.result: dict[str, Any] = {
-            **origin(self.device.type),
-            "gpu": None if is_dry else gpu(),
+            **origin(device),
+            "command": command,
+            "gpu": gpu() if device == "cuda" else None,
             "failed": {},
             "left_out": [],
         }
-        self.result["command"] = f"python3 dev.py gpu {number}" + " --dry" * is_dry
         folder.mkdir(parents=True, exist_ok=True)
         self.write()
 
@@ -99,7 +111,7 @@ class Record:
 
     def write(self) -> None:
         """Write the file."""
-        path = self.folder / f"gpu-{self._number}.json"
+        path = self.folder / f"{self.name}.json"
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
         unfinished.replace(path)

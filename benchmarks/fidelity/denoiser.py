@@ -5,7 +5,7 @@ cross-attention to a prompt, guidance by leaving the prompt out, SD's noise sche
 velocities. Pixels take the place of latents. The prompt names the photo; additional input channels,
 as in an inpainting model, say where in the photo the crop is.
 
-    python -m benchmarks.denoiser --minutes 90      train, or continue training
+    python -m benchmarks.fidelity.denoiser --minutes 90      train, or continue training
 
 It can be stopped at any time, and continues where it stopped. Every few minutes the averaged
 weights are saved to `benchmarks/denoiser.npz`.
@@ -32,12 +32,12 @@ from comfy.model_sampling import ModelSamplingDiscrete
 from comfy.supported_models_base import BASE
 from torch import Tensor, nn
 
-from benchmarks import weights
-from benchmarks.photos import Crop, photo
-from benchmarks.training import Training, below, run
+from benchmarks.fidelity import weights
+from benchmarks.fidelity.photos import Crop, photo
+from benchmarks.fidelity.training import Training, below, run
 
 WEIGHTS = Path(__file__).with_name("denoiser.npz")
-STATE = Path(__file__).parents[1] / "demo" / "denoiser-training.pt"
+STATE = Path(__file__).parents[2] / "demo" / "denoiser-training.pt"
 
 NAMES = ("astronaut", "chelsea", "coffee", "china", "flower")
 SHORT_SIDE = 80

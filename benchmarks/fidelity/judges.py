@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import denoiser, picture_transformer, video_transformer
-from benchmarks.pictures import Judge, batch_of_crops
+from benchmarks.fidelity import denoiser, picture_transformer, video_transformer
+from benchmarks.fidelity.pictures import Judge, batch_of_crops
 
 
 class PictureTransformerJudge(Judge):
-    """The judge whose model is the Flux of :mod:`benchmarks.picture_transformer`."""
+    """The judge whose model is the Flux of :mod:`benchmarks.fidelity.picture_transformer`."""
 
     sampler, scheduler = "euler", "simple"
 
@@ -26,7 +26,7 @@ class PictureTransformerJudge(Judge):
 
 
 class VideoTransformerJudge(Judge):
-    """The judge whose model is the Wan of :mod:`benchmarks.video_transformer`."""
+    """The judge whose model is the Wan of :mod:`benchmarks.fidelity.video_transformer`."""
 
     sampler, scheduler = "euler", "simple"
 

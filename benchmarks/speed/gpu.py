@@ -1,4 +1,4 @@
-"""Run one of the three commands; `dev.py gpu` calls it."""
+"""The three commands of `dev.py gpu`, which benchmarks/GPU.md explains."""
 
 import argparse
 import os
@@ -6,10 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.host import use  # noqa: E402
+from benchmarks.host import use
+from tools.environment import ROOT
 
 # Without a GPU, the profiler would log its absence as an error.
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")
@@ -26,16 +24,23 @@ def main() -> int:
     if not (arguments.dry or torch.cuda.is_available()):
         print("PyTorch sees no GPU here; --dry goes through the motions without one.")
         return 2
-    use("cpu" if arguments.dry else "cuda")
-    from benchmarks.gpu import keys, suite, unets
-    from benchmarks.gpu.record import Record
+    device = "cpu" if arguments.dry else "cuda"
+    use(device)
+    from benchmarks.speed import suite, transformers, unets, weighing
+    from benchmarks.speed.record import Record
 
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.out or Path(scratch if arguments.dry else os.environ.get("OUT", RESULTS))
-        record = Record(arguments.number, folder, arguments.minutes, arguments.dry)
-        run = {1: suite.run, 2: unets.run, 3: keys.run}[arguments.number]
-        with torch.no_grad():
-            return run(record)
+    number, dry = arguments.number, arguments.dry
+    command = f"python3 dev.py gpu {number}" + " --dry" * dry
+    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
+        folder = arguments.out or Path(scratch if dry else os.environ.get("OUT", RESULTS))
+        record = Record(f"gpu-{number}", command, folder, arguments.minutes, device, dry)
+        if number == 1:
+            return suite.run(record)
+        if number == 2:
+            return unets.run(record, unets.DRY_CASES if dry else unets.CASES)
+        if dry:
+            return transformers.run(record, transformers.DRY_BLOCKS, weighing.DRY_SHAPES)
+        return transformers.run(record, transformers.BLOCKS, weighing.SHAPES)
 
 
 def _arguments() -> argparse.Namespace:

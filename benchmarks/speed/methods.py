@@ -34,13 +34,11 @@ class Method:
         name: its name in the tables.
         family: ``ideal``, ``peer`` or ``ours``.
         ideal: name of the ideal that runs the same modules on merged tokens, if there is one.
-        headline: whether to measure it even if there is little time.
     """
 
     name: str
     family: str
     ideal: str | None = None
-    headline: bool = False
 
     def patch(self, model: ModelPatcher) -> ModelPatcher:
         """A clone that runs this method."""
@@ -60,10 +58,6 @@ class HostMethod(Method):
 
     def patch(self, model: ModelPatcher) -> ModelPatcher:
         return attach(model, self.config, self.make_strategy)
-
-    def recorded(self, model: ModelPatcher) -> ModelPatcher:
-        """A clone that runs this method and records each run in detail."""
-        return attach(model, self.config, self.make_strategy, wants_details=lambda: True)
 
     def lossless(self, model: ModelPatcher) -> ModelPatcher:
         return attach(model, self.always().config, lossless(self.make_strategy))
@@ -242,7 +236,6 @@ def methods(
             levels | ALWAYS | settings,
             make_strategy=IdealStrategy,
             ideal=f"ideal {scope}",
-            headline=scope != "all",
         )
         for scope, settings in scopes.items()
     ]
@@ -250,7 +243,6 @@ def methods(
         NodeMethod(
             name="core TomePatchModel",
             family="peer",
-            headline=True,
             module=nodes_tomesd,
             inputs={"ratio": ratio},
             lossless_inputs={"ratio": 0.0},
@@ -262,7 +254,6 @@ def methods(
                 levels | ALWAYS | scopes[scope],
                 make_strategy=TomesdStrategy,
                 ideal=f"ideal {scope}",
-                headline=True,
             )
             for scope in ("attn", "all")
         ),
@@ -281,7 +272,6 @@ def methods(
             "ours",
             fast | settings | dict(variant),
             ideal=f"ideal {scope}",
-            headline=scope != "all" and not suffix,
         )
         for suffix, variant in variants.items()
         for scope, settings in scopes.items()

@@ -1,7 +1,7 @@
-"""Error against time saved, by trained models: features in one block of a UNet, its pictures, and
-the pictures and videos of transformers.
+"""Error against time saved, by trained models: pictures of a UNet, pictures and videos of
+transformers.
 
-python3 dev.py bench --fidelity [--quick] [--only features pictures image video]
+python3 dev.py bench --fidelity [--quick] [--only pictures image video]
     [--methods NAME ...] [--repeats 3] [--seeds 1]
 
 With ``--quick``, the methods of the last line are taken once and nothing is kept. With
@@ -11,18 +11,13 @@ With ``--quick``, the methods of the last line are taken once and nothing is kep
 import argparse
 import asyncio
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.fidelity_figures import (  # noqa: E402
+from benchmarks.fidelity.page import (
     BALANCED75,
     DEFAULT,
     FAST,
@@ -36,10 +31,11 @@ from benchmarks.fidelity_figures import (  # noqa: E402
     TODO,
     TOMESD,
 )
-from benchmarks.host import use_cpu  # noqa: E402
+from benchmarks.host import use_cpu
+from tools.environment import ROOT
 
 if TYPE_CHECKING:
-    from benchmarks.pictures import Judge
+    from benchmarks.fidelity.pictures import Judge
 
 RESULTS = ROOT / "benchmarks" / "results"
 IN_SHORT = (TOMESD, PAPER, POOLED, DEFAULT, BALANCED75, FAST, FAST_DEFAULT)
@@ -92,14 +88,14 @@ def main() -> None:
     if arguments.device == "cpu":
         use_cpu()
 
-    from benchmarks import fidelity_figures
+    from benchmarks.fidelity import page
     from benchmarks.machine import origin
 
     path = RESULTS / "fidelity.json"
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if arguments.quick:
         result = {}
-    every = {"features": methods(), "pictures": methods()}
+    every = {"pictures": methods()}
     every |= dict.fromkeys(("image", "video"), methods_of_transformers())
     names = IN_SUMMARY if arguments.quick else arguments.methods
     known = {name for each in every.values() for name in each}
@@ -120,11 +116,6 @@ def main() -> None:
     def keep(place: dict[str, Any], rows: dict[str, Any]) -> None:
         place |= {name: row | {"origin": taken} for name, row in rows.items()}
 
-    if "features" in arguments.only and chosen("features"):
-        rows = judge_features(chosen("features"), repeats if arguments.quick else max(repeats, 5))
-        print(fidelity_figures.features_table(rows), flush=True)
-        keep(result.setdefault("features", {}), rows)
-        result["bias"] = bias_costs(3 if arguments.quick else 15)
     for sampling in SAMPLINGS:
         patches = chosen(sampling.judge, sampling.methods)
         is_left_out = arguments.quick and not sampling.is_quick
@@ -132,21 +123,21 @@ def main() -> None:
             print(f"{sampling.judge}, {sampling.name}", flush=True)
             judge = judge_of(sampling, arguments.seeds)
             rows, pictures = judged(judge, patches, repeats)
-            print(fidelity_figures.pictures_table(rows, sampling.name), flush=True)
+            print(page.pictures_table(rows, sampling.name), flush=True)
             keep(result.setdefault(sampling.judge, {}).setdefault(sampling.name, {}), rows)
             shown[sampling.judge, sampling.name] = pictures
     # Rows that were read have strings for noise levels.
     result = json.loads(json.dumps(result))
-    summary = fidelity_figures.summary(result, speed_ups())
+    summary = page.summary(result)
     if not arguments.quick:
         RESULTS.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         for (of, name), pictures in shown.items():
-            sheet = RESULTS / fidelity_figures.sheet_name(of, name)
-            fidelity_figures.strips(pictures, list(result[of][name]), sheet)
-        fidelity_figures.plot(result, RESULTS / "fidelity.webp")
-        page = fidelity_figures.markdown(result, summary)
-        (RESULTS / "fidelity.md").write_text(page, encoding="utf-8")
+            sheet = RESULTS / page.sheet_name(of, name)
+            page.strips(pictures, list(result[of][name]), sheet)
+        page.plot(result, RESULTS / "fidelity.webp")
+        text = page.markdown(result, summary)
+        (RESULTS / "fidelity.md").write_text(text, encoding="utf-8")
     print(summary)
 
 
@@ -156,8 +147,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
     parser.add_argument("--seeds", type=int, default=1, help="pictures of each photo")
-    judges = ("features", *JUDGES)
-    parser.add_argument("--only", nargs="+", choices=judges, default=judges)
+    parser.add_argument("--only", nargs="+", choices=JUDGES, default=[*JUDGES])
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="take only these again")
     return parser.parse_args()
 
@@ -183,7 +173,7 @@ def methods() -> Mapping[str, Patch]:
     """Functions that patch a model, by name; the share in a name is that of the tokens merged."""
     from comfy_extras import nodes_hypertile, nodes_tomesd
 
-    from benchmarks.methods import ToDoStrategy, TomesdStrategy
+    from benchmarks.speed.methods import ToDoStrategy, TomesdStrategy
 
     def node(module: ModuleType, **inputs: Any) -> Callable[[Any], Any]:
         async def nodes() -> list[Any]:
@@ -244,35 +234,9 @@ def methods_of_transformers() -> Mapping[str, Patch]:
     }
 
 
-ONLY_OF_RUNS = frozenset({"ours balanced 0.6, one plan", "ours fast 0.6, no full step"})
-"""Methods that differ from another one only in a run of a model of several blocks."""
-
-
-def judge_features(methods: Mapping[str, Patch], repeats: int) -> dict[str, Any]:
-    """Errors of every method at every noise level, and its time as a share of the plain block's."""
-    import torch
-
-    from benchmarks.features import FeatureJudge
-    from benchmarks.rounds import interleaved
-
-    with torch.no_grad():
-        judge = FeatureJudge()
-        patched = {
-            name: patch(judge.model) for name, patch in methods.items() if name not in ONLY_OF_RUNS
-        }
-        errors = {name: judge.errors(each) for name, each in patched.items()}
-        for name, levels in errors.items():
-            if not all(places["block"] > 0 for places in levels.values()):
-                raise ValueError(f"{name} changed nothing")
-        models = {PLAIN: judge.model, **patched}
-        runs = {name: partial(judge.seconds, model) for name, model in models.items()}
-        shares = time_shares(interleaved(runs, repeats))
-    return {name: {"errors": errors[name], **shares[name]} for name in patched}
-
-
 def time_shares(taken: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
     """Time over that of the plain model in the same round: median and quartiles over the rounds."""
-    from benchmarks.figures import spread
+    from benchmarks.speed.figures import spread
 
     shares = {}
     for name, each in taken.items():
@@ -284,8 +248,8 @@ def time_shares(taken: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any
 
 def judge_of(sampling: Sampling, seeds: int) -> "Judge":
     """The judge of a sampling."""
-    from benchmarks.judges import PictureTransformerJudge, VideoTransformerJudge
-    from benchmarks.pictures import PictureJudge
+    from benchmarks.fidelity.judges import PictureTransformerJudge, VideoTransformerJudge
+    from benchmarks.fidelity.pictures import PictureJudge
 
     judges = {
         "pictures": PictureJudge,
@@ -320,64 +284,6 @@ def judged(
     taken = interleaved({name: partial(seconds, name) for name in models}, repeats)
     shares = time_shares(taken)
     return {name: judge.figures(pictures[name]) | shares[name] for name in models}, pictures
-
-
-def speed_ups() -> dict[str, float]:
-    """How many times faster preset fast runs transformers of published widths, by judge.
-
-    The least of the models that ``dev.py bench --transformers`` has timed by their blocks, at a
-    ratio of 0.5 and of so many tokens, in runs of :data:`SAMPLINGS`.
-    """
-    from tome_nodes.patching.detail_cache import is_full
-    from tome_nodes.patching.schedule import Moment
-    from tome_nodes.settings.config import ToMeConfig
-    from tome_nodes.settings.presets import settings_of
-
-    config = ToMeConfig(**settings_of("fast", {"ratio": 0.5}))
-    text = (RESULTS / "transformers.json").read_text(encoding="utf-8")
-    blocks = json.loads(text)["blocks"]
-    faster = {}
-    for judge, tokens in (("image", 4096), ("video", 32760)):
-        times = []
-        for steps in {sampling.steps for sampling in SAMPLINGS if sampling.judge == judge}:
-            moments = [
-                Moment(step, 0.0, step, None, True, steps - 1 - step) for step in range(steps)
-            ]
-            full = sum(is_full(config, moment) for moment in moments) / steps
-            for block in blocks:
-                if block["tokens"] == tokens:
-                    times.append(full + (1 - full) / block["speed_up"]["whole block 0.5"])
-        if times:
-            faster[judge] = 1 / max(times)
-    return faster
-
-
-def bias_costs(repeats: int) -> dict[str, float]:
-    """Time of attention with weighed keys over that without, by number of keys; 8 heads of 40."""
-    import time
-    from functools import partial
-
-    import torch
-    from comfy.ldm.modules.attention import optimized_attention
-
-    from benchmarks.rounds import interleaved
-    from tome_nodes.comfyui.attention import weigh_attention
-    from tome_nodes.ops import TORCH
-
-    def seconds(qkv: tuple[torch.Tensor, ...], options: dict[str, Any]) -> float:
-        start = time.perf_counter()
-        optimized_attention(*qkv, 8, transformer_options=options)
-        return time.perf_counter() - start
-
-    costs = {}
-    for keys in (2048, 4096):
-        q, k, v = (torch.randn(1, tokens, 320) for tokens in (4096, keys, keys))
-        sizes = torch.randint(1, 5, (1, keys)).log()
-        options = {"plain": {}, "weighed": weigh_attention({}, sizes, TORCH, None, lambda _: None)}
-        runs = {name: partial(seconds, (q, k, v), each) for name, each in options.items()}
-        times = interleaved(runs, repeats)
-        costs[str(keys)] = min(times["weighed"]) / min(times["plain"]) - 1
-    return costs
 
 
 if __name__ == "__main__":

@@ -13,13 +13,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.host import use_cpu  # noqa: E402
+from benchmarks.host import use_cpu
+from tools.environment import ROOT
 
 DOCS = ROOT / "web" / "docs"
 PICTURES = {
@@ -42,10 +39,10 @@ def main() -> None:
     if arguments.device == "cpu":
         use_cpu()
 
-    from benchmarks import denoiser
-    from benchmarks.judges import PictureTransformerJudge, VideoTransformerJudge
+    from benchmarks.fidelity import denoiser
+    from benchmarks.fidelity.judges import PictureTransformerJudge, VideoTransformerJudge
+    from benchmarks.fidelity.pictures import Judge, PictureJudge
     from benchmarks.machine import machine
-    from benchmarks.pictures import Judge, PictureJudge
     from tome_nodes.comfyui.attachment import attach
     from tome_nodes.settings.config import ToMeConfig
     from tome_nodes.settings.presets import settings_of

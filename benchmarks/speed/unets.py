@@ -14,11 +14,10 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from torch.nn.attention import SDPBackend
 
-from benchmarks import checks, figures
-from benchmarks.gpu.record import Record, say
-from benchmarks.gpu.tried import tried
-from benchmarks.measure import Launches, PeakMemory, Subject, merged_blocks
-from benchmarks.methods import (
+from benchmarks.rounds import interleaved
+from benchmarks.speed import checks, figures
+from benchmarks.speed.measure import Launches, PeakMemory, Subject, merged_blocks
+from benchmarks.speed.methods import (
     ALWAYS,
     HostMethod,
     IdealStrategy,
@@ -26,8 +25,9 @@ from benchmarks.methods import (
     backend_variants,
     methods,
 )
-from benchmarks.models import REDUCED, SHAPES, load
-from benchmarks.rounds import interleaved
+from benchmarks.speed.models import REDUCED, SHAPES, load
+from benchmarks.speed.record import Record, say
+from benchmarks.speed.tried import tried
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 
@@ -54,12 +54,14 @@ class Case:
     """A comparison.
 
     Attributes:
-        model: one of :data:`benchmarks.models.SHAPES`.
+        model: one of :data:`benchmarks.speed.models.SHAPES`.
         size: side of the picture in pixels.
         seconds: what its rounds may take, beyond the least of them.
         attention: ``flash`` or ``cudnn``, which PyTorch is asked for first.
         is_compiled: whether the model is compiled, which takes about a minute for each method.
         is_traced: whether launches are counted and traces kept.
+        is_small: whether the model is a small version of the published one.
+        methods: the names of those to measure; empty for all.
     """
 
     model: str
@@ -68,6 +70,8 @@ class Case:
     attention: str = "flash"
     is_compiled: bool = False
     is_traced: bool = False
+    is_small: bool = False
+    methods: Sequence[str] = ()
 
     @property
     def title(self) -> str:
@@ -76,43 +80,56 @@ class Case:
         return f"{self.model} {self.size}, {self.attention} first{compiled}"
 
 
+_ON_TORCH = "ours window attn on torch"
+NAMES = (
+    *(f"ideal {scope}" for scope in ("attn", "block", "stack")),
+    *("core TomePatchModel", "tomesd attn", "ToDo"),
+    *(f"ours window {scope}" for scope in ("attn", "block", "stack")),
+    _ON_TORCH,
+)
+"""The methods of :func:`benchmarks.speed.methods.methods`; presets and their ideal come on top."""
+
+COMPILED = ("preset balanced", "preset fast", "ideal k,v", "ideal stack")
+"""What is compiled, the most important first."""
+
+ONE_EVALUATION = (*(name for name in NAMES if name != _ON_TORCH), "ideal k,v", "preset balanced")
+"""What a CPU measures, by one evaluation: one of preset *fast* says little about a run of it."""
+
 CASES = (
     Case("sd15", 1024, 30, is_traced=True),
     Case("sdxl", 1024, 50, is_traced=True),
     Case("sd15", 2048, 50),
     Case("sdxl", 1024, 30, "cudnn"),
-    Case("sd15", 1024, 15, is_compiled=True),
+    Case("sd15", 1024, 15, is_compiled=True, methods=COMPILED),
     Case("sdxl", 2048, 40),
     Case("sd15", 512, 10),
     Case("sdxl", 512, 15),
     Case("sd15", 1024, 20, "cudnn"),
     Case("sd15", 2048, 40, "cudnn"),
-    Case("sdxl", 1024, 20, is_compiled=True),
+    Case("sdxl", 1024, 20, is_compiled=True, methods=COMPILED),
     Case("sd15", 768, 15),
     Case("sdxl", 768, 20),
     Case("sd15", 1536, 30),
     Case("sdxl", 1536, 30),
 )
-"""The most important first."""
+"""For a GPU, the most important first."""
 
 DRY_CASES = (
-    Case("sd15", 128, 0, is_traced=True),
-    Case("sd15", 64, 0, "cudnn", is_compiled=True),
+    Case("sd15", 128, 0, is_traced=True, is_small=True),
+    Case("sd15", 64, 0, "cudnn", is_compiled=True, is_small=True, methods=COMPILED[:1]),
 )
 
-NAMES = (
-    *(f"ideal {scope}" for scope in ("attn", "block", "stack")),
-    *("core TomePatchModel", "tomesd attn", "ToDo"),
-    *(f"ours window {scope}" for scope in ("attn", "block", "stack")),
-    "ours window attn on torch",
+CPU_CASES = (
+    Case("sd15", 512, 60, is_traced=True, methods=ONE_EVALUATION),
+    Case("sdxl", 512, 60, is_traced=True, methods=ONE_EVALUATION),
 )
-"""The methods of :func:`benchmarks.methods.methods`; presets and their ideal come on top."""
+QUICK_CASES = (
+    Case("sd15", 256, 5, is_traced=True, is_small=True, methods=ONE_EVALUATION),
+    Case("sdxl", 320, 5, is_traced=True, is_small=True, methods=ONE_EVALUATION),
+)
 
 TRACED = ("unpatched", "preset balanced")
 """Whose traces are kept."""
-
-COMPILED = ("unpatched", "preset balanced", "preset fast", "ideal k,v", "ideal stack")
-"""What is compiled, the most important first."""
 
 _CHECK_SECONDS = 60.0
 _COMPILE_SECONDS = 75.0
@@ -128,14 +145,14 @@ class Prepared:
     methods: Sequence[Method]
 
 
-def run(record: Record) -> int:
+def run(record: Record, cases: Sequence[Case]) -> int:
     """Measure all cases for which there is time."""
     result = record.result
-    result |= {"ratio": RATIO, "checks": {}, "runs": [], "slopes": {}}
+    result |= {"ratio": RATIO, "checks": {}, "runs": []}
     prepared: dict[str, Prepared | None] = {}
-    for case in DRY_CASES if record.is_dry else CASES:
+    for case in cases:
         if case.model not in prepared:
-            make = partial(_prepare, record, case.model)
+            make = partial(_prepare, record, case)
             name = f"{case.model}: loading and checking"
             prepared[case.model] = record.attempt(name, _CHECK_SECONDS, make)
         with_model = prepared[case.model]
@@ -150,16 +167,8 @@ def run(record: Record) -> int:
 
 
 def goals(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Efficiency at its worst, and times faster by model, size and preset."""
-    found: dict[str, Any] = {"runs": len(runs)}
-    shares = [
-        share
-        for each in runs
-        if (best := figures.best_of_ours(each)) is not None
-        and (share := figures.efficiency(each, best)) is not None
-    ]
-    if shares:
-        found["efficiency"] = min(shares)
+    """The worst over all runs, and times faster by model, size and preset."""
+    found: dict[str, Any] = {"runs": len(runs), **figures.worst_case(runs)}
     for each in runs:
         if each["attention"] == "flash" and not each["compiled"]:
             for name in ("balanced", "fast"):
@@ -191,11 +200,14 @@ def chosen_methods(max_downsample: int | str, device: torch.device) -> list[Meth
     return [ideal_keys, *(each for each in every if each.name in NAMES), *presets]
 
 
-def _prepare(record: Record, name: str) -> Prepared:
-    """Load a model, and check all methods on it."""
-    shape = (REDUCED if record.is_dry else SHAPES)[name]
+def _prepare(record: Record, case: Case) -> Prepared:
+    """Load the model of a case, and check all methods on it."""
+    name = case.model
+    shape = (REDUCED if case.is_small else SHAPES)[name]
     model = load(shape, record.device)
-    subject = Subject(model, shape.context_channels, 64 if record.is_dry else 512, 1)
+    # On a CPU a small picture is enough for a check; on a GPU it should be like the timed ones.
+    size = 512 if record.device.type == "cuda" else 64 if case.is_small else 128
+    subject = Subject(model, shape.context_channels, size, 1)
     dtype = model.model.get_dtype_inference()
     expected = checks.unpatched_output(subject)
     said = record.result["checks"][name] = {}
@@ -223,9 +235,11 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
     for method in prepared.methods:
         patched[method.name] = method.patch(subject.model)
         rows[method.name] = {"family": method.family, "ideal": method.ideal}
+    if case.methods:
+        wanted = {"unpatched", *case.methods}
+        patched = {name: model for name, model in patched.items() if name in wanted}
     if case.is_compiled:
-        names = COMPILED[:2] if record.is_dry else COMPILED
-        patched = {name: _compiled(patched[name], record) for name in names if name in patched}
+        patched = {name: _compiled(model, record) for name, model in patched.items()}
     refused: dict[str, str] = {}
     with asked_first(case.attention), tried(record) as found:
         expected = None
@@ -255,8 +269,7 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
         "compiled": case.is_compiled,
         "dtype": str(prepared.model.model.get_dtype_inference()).removeprefix("torch."),
         "repeats": repeats,
-        "evaluations": EVALUATIONS,
-        "forecast": {},
+        "evaluations": _evaluations(record),
         "refused": refused,
         "methods": {name: rows[name] for name in patched},
         "tried": found,
@@ -297,8 +310,8 @@ def _trace(
     if merged != "none":
         added = counter.count - rows["unpatched"]["launches"]
         row["launches_per_block"] = added / int(merged)
-    if name in TRACED:
-        file = f"gpu-trace-{case.model}-{name.split()[-1]}.json.gz"
+    if name in TRACED and (record.is_dry or record.device.type == "cuda"):
+        file = f"{record.name}-trace-{case.model}-{name.split()[-1]}.json.gz"
         counter.save(Path(record.folder) / file)
 
 
@@ -310,16 +323,19 @@ def _time(
     rows: Mapping[str, dict[str, Any]],
 ) -> int:
     """Time all in turn, and return the number of rounds."""
-    evaluations = 1 if record.is_dry else EVALUATIONS
     least, most = ROUNDS
     runs = {
-        name: partial(subject.time, model, evaluations=evaluations)
+        name: partial(subject.time, model, evaluations=_evaluations(record))
         for name, model in patched.items()
     }
     seconds = interleaved(runs, most, record.pace(least, case.seconds))
     for name, values in seconds.items():
         rows[name]["seconds"] = values
     return len(seconds["unpatched"])
+
+
+def _evaluations(record: Record) -> int:
+    return EVALUATIONS if record.device.type == "cuda" else 1
 
 
 @contextmanager

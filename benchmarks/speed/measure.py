@@ -14,8 +14,6 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
 
-from tome_nodes.comfyui.attachment import last_run
-
 Instrument = AbstractContextManager[Any]
 
 
@@ -87,20 +85,6 @@ class Evaluations:
         before = [nullcontext()] if self.device.type == "cuda" else []
         self.run(patched, *before, *[watch] * evaluations)
         return watch.seconds / evaluations
-
-    def stages(self, recorded: ModelPatcher) -> dict[str, float]:
-        """Seconds that one evaluation spends in matching, merging, unmerging and the model itself.
-
-        Args:
-            recorded: a patched clone that records its runs.
-        """
-        watch = Stopwatch(self.device)
-        self.run(recorded, watch)
-        run = last_run(recorded)
-        if run is None or run.recording is None or run.recording.overhead is None:
-            raise RuntimeError("nothing was recorded of the run")
-        parts = run.recording.overhead
-        return {**parts, "model": watch.seconds - sum(parts.values())}
 
     def _evaluation(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         if len(self._outputs) == len(self._instruments):

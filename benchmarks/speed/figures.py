@@ -1,0 +1,120 @@
+"""Figures derived from measurements, tables of them, and the summary line.
+
+Needs only the dictionaries of a results file, so old results can be shown again.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import median, quantiles
+from typing import Any
+
+Run = Mapping[str, Any]
+"""The comparison of one model at one size and batch."""
+
+WORTH_SAVING = 0.05
+"""If the ideal saves a smaller share of the time, efficiency is mostly noise."""
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, median(values), high
+
+
+def share_of_time(run: Run, name: str) -> float:
+    """Time relative to unpatched: the median over the rounds, each by its own unpatched run."""
+    rows = run["methods"]
+    pairs = zip(rows[name]["seconds"], rows["unpatched"]["seconds"], strict=True)
+    return median(own / plain for own, plain in pairs)
+
+
+def speed_up(run: Run, name: str) -> float:
+    """Times faster than unpatched."""
+    return 1 / share_of_time(run, name)
+
+
+def efficiency(run: Run, name: str) -> float | None:
+    """The share of its ideal's saving that a method reaches; None if there is little to save."""
+    ideal = run["methods"][name].get("ideal")
+    if ideal not in run["methods"]:
+        return None
+    saved = 1 - share_of_time(run, ideal)
+    return (1 - share_of_time(run, name)) / saved if saved >= WORTH_SAVING else None
+
+
+def best_of_ours(run: Run) -> str | None:
+    """Our fastest method among those that have an ideal."""
+    own = [
+        name
+        for name, row in run["methods"].items()
+        if row["family"] == "ours" and row.get("ideal") in run["methods"]
+    ]
+    return min(own, key=lambda name: share_of_time(run, name), default=None)
+
+
+def worst_case(runs: Sequence[Run]) -> dict[str, float]:
+    """The worst over all runs, with our best scope in each; what was not measured is missing."""
+    found: dict[str, list[float | None]] = {}
+    for run in runs:
+        best = best_of_ours(run)
+        if best is None:
+            continue
+        gain = speed_up(run, best)
+        row = {"efficiency": efficiency(run, best), "vs_unpatched": gain}
+        for peer in ("tomesd", "core"):
+            own = [speed_up(run, name) for name in run["methods"] if name.startswith(peer)]
+            row[f"vs_{peer}"] = gain / max(own) if own else None
+        row["launches"] = run["methods"][best].get("launches_per_block")
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    worst = {}
+    for name, values in found.items():
+        if known := [value for value in values if value is not None]:
+            worst[name] = max(known) if name == "launches" else min(known)
+    return worst
+
+
+def title(run: Run) -> str:
+    """For example ``sd15, 512x512, batch 2``."""
+    note = f" ({run['note']})" if run["note"] else ""
+    return f"{run['model']}{note}, {run['size']}x{run['size']}, batch {run['batch']}"
+
+
+def table(run: Run) -> str:
+    """One row for each method, in Markdown that is readable as plain text."""
+    head = [
+        *("method", "seconds", "quartiles", "times faster", "efficiency"),
+        *("error", "peak MB", "merged", "launches"),
+    ]
+    rows = []
+    for name, row in run["methods"].items():
+        low, middle, high = spread(row["seconds"])
+        share = None if name == row.get("ideal") else efficiency(run, name)
+        launches = row.get("launches_per_block")
+        rows.append(
+            [
+                name,
+                f"{middle:.4g}",
+                f"{low:.4g}-{high:.4g}",
+                f"{speed_up(run, name):.2f}",
+                "" if share is None else f"{share:.2f}",
+                f"{row['error']:.3f}",
+                f"{row['peak_bytes'] / 1e6:.0f}",
+                row.get("merged", ""),
+                "" if launches is None else f"{launches:.1f}",
+            ]
+        )
+    return grid(head, rows)
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, the first column aligned left and the others right."""
+    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        return "| " + " | ".join([cells[0].ljust(widths[0]), *padded[1:]]) + " |"
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([line(head), line(rule), *map(line, rows)])

@@ -1,0 +1,236 @@
+"""Single blocks of transformers at their real lengths."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from benchmarks.rounds import interleaved
+from benchmarks.speed import checks, weighing
+from benchmarks.speed.figures import speed_up
+from benchmarks.speed.measure import Evaluations, PeakMemory, merged_blocks
+from benchmarks.speed.methods import ALWAYS, HostMethod, IdealStrategy
+from benchmarks.speed.published import MODELS, inputs
+from benchmarks.speed.record import Record, say
+from benchmarks.speed.tried import tried
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
+from tools.tiny_models import TINY
+from tools.transformers import build
+
+LEAST_ROUNDS, ROUNDS = 3, 7
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a model at a length.
+
+    Attributes:
+        model: its name in :data:`benchmarks.speed.published.MODELS`.
+        size: that of the picture or video, in words.
+        latent: channels, frames if it is a video, height and width.
+        tiny: name of the tiny model that takes its place, if one does.
+    """
+
+    model: str
+    size: str
+    latent: tuple[int, ...]
+    tiny: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The length of the sequence, without text."""
+        frames = self.latent[1] if len(self.latent) == 4 else 1
+        return frames * (self.latent[-2] // 2) * (self.latent[-1] // 2)
+
+
+BLOCKS = (
+    Block("Wan 1.3B", "480p, 81 frames", (16, 21, 60, 104)),
+    Block("Z-Image", "1024x1024", (16, 128, 128)),
+    Block("Flux", "1024x1024", (16, 128, 128)),
+    Block("Wan 14B", "480p, 81 frames", (16, 21, 60, 104)),
+    Block("Z-Image", "2048x2048", (16, 256, 256)),
+    Block("Flux", "2048x2048", (16, 256, 256)),
+    Block("Wan 14B", "720p, 81 frames", (16, 21, 90, 160)),
+    Block("Wan 1.3B", "720p, 81 frames", (16, 21, 90, 160)),
+)
+"""For a GPU: 4,096 to 75,600 tokens, the most important first."""
+
+CPU_BLOCKS = (
+    Block("Z-Image", "1024x1024", (16, 128, 128)),
+    Block("Flux", "1024x1024", (16, 128, 128)),
+    Block("Qwen-Image", "1024x1024", (16, 1, 128, 128)),
+    Block("Wan 14B", "640x384, 9 frames", (16, 3, 48, 80)),
+    Block("HunyuanVideo", "640x384, 9 frames", (16, 3, 48, 80)),
+    Block("Wan 1.3B", "480p, 81 frames", (16, 21, 60, 104)),
+)
+QUICK_BLOCKS = (
+    Block("Z-Image", "320x256", (16, 40, 32)),
+    Block("Flux", "320x256", (16, 40, 32)),
+    Block("Wan 1.3B", "320x256, 17 frames", (16, 5, 40, 32)),
+)
+DRY_BLOCKS = (
+    Block("Wan 1.3B", "tiny", (16, 5, 16, 20), "wan21"),
+    Block("Z-Image", "tiny", (16, 40, 32), "z_image"),
+    Block("Flux", "tiny", (16, 40, 32), "flux"),
+)
+
+_WAY_SECONDS = 20.0
+_BLOCK_SECONDS = 45.0
+_WAYS_FIRST = 4
+
+
+def run(record: Record, blocks: Sequence[Block], shapes: Sequence[weighing.Shape]) -> int:
+    """Measure ways to weigh keys and blocks in turn, as long as there is time."""
+    result = record.result
+    result |= {"ways": [], "blocks": []}
+
+    def ways(some: Sequence[weighing.Shape]) -> None:
+        for shape in some:
+            measure = partial(weighing.measure, record, shape)
+            found = record.attempt(f"weighing, {shape.name}", _WAY_SECONDS, measure)
+            if found is not None:
+                result["ways"].append(found)
+                say(weighing.line(found))
+
+    ways(shapes[:_WAYS_FIRST])
+    for block in blocks:
+        measure = partial(_measure, record, block)
+        found = record.attempt(f"block, {block.model} {block.size}", _BLOCK_SECONDS, measure)
+        if found is not None:
+            result["blocks"].append(found)
+            say(line(found))
+    ways(shapes[_WAYS_FIRST:])
+    return record.finish(goals(result))
+
+
+def goals(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Times faster with preset *balanced*, and the time lost to a way that is not the fastest."""
+    found: dict[str, Any] = {"ways": len(result["ways"]), "blocks": len(result["blocks"])}
+    lost = [row["lost"] for row in result["ways"] if row["lost"] is not None]
+    if lost:
+        found["lost"] = max(lost)
+    for row in result["blocks"]:
+        key = f"{row['name']}_{row['tokens']}_balanced".lower().replace(" ", "_")
+        found[key] = speed_up(row, "preset balanced")
+    return found
+
+
+ON_CPU = ("ideal block", "preset balanced", "balanced 0.75", "whole block")
+"""The methods that say most; on a CPU, all of them would take an hour."""
+
+
+def methods() -> list[HostMethod]:
+    """What merges in a block, beginning with the ideals."""
+
+    def method(name: str, family: str, config: Mapping[str, Any], **more: Any) -> HostMethod:
+        return HostMethod(name=name, family=family, config=ToMeConfig(**config), **more)
+
+    # Weights are no part of an ideal.
+    even = {"proportional_attn": False, **ALWAYS}
+    ideals = {"ideal k,v": {"attn_tokens": "k,v"}, "ideal block": {"scope": "block"}}
+    return [
+        *(
+            method(name, "ideal", given | even, ideal=name, make_strategy=IdealStrategy)
+            for name, given in ideals.items()
+        ),
+        *(
+            method(f"preset {name}", "ours", settings_of(name, {}), ideal="ideal k,v")
+            for name in ("quality", "balanced")
+        ),
+        method("balanced 0.75", "ours", settings_of("balanced", {"ratio": 0.75})),
+        method(
+            "balanced on torch",
+            "ours",
+            settings_of("balanced", {"backend": "torch"}),
+            ideal="ideal k,v",
+        ),
+        method(
+            "whole block",
+            "ours",
+            {"strategy": "window", "scope": "block"},
+            ideal="ideal block",
+        ),
+    ]
+
+
+def _measure(record: Record, block: Block) -> dict[str, Any]:
+    """Check and time a block in each way."""
+    model = next(each for each in MODELS if each.name == block.model)
+    if block.tiny is not None:
+        tiny = TINY[block.tiny]
+        model = replace(model, settings=tiny.settings, text=tiny.text)
+    on_gpu = record.device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    noise, prompt = inputs(model, block.latent)
+    subject = Evaluations(
+        build(model.kind, model.settings, dtype), noise, [prompt, prompt], 1.0, "simple"
+    )
+    memory = PeakMemory(subject.device)
+    expected, _ = subject.run(subject.model, nullcontext(), memory)
+    rows: dict[str, dict[str, Any]] = {
+        "unpatched": {"family": "unpatched", "error": 0.0, "peak_bytes": memory.bytes}
+    }
+    patched: dict[str, ModelPatcher] = {"unpatched": subject.model}
+    refused: dict[str, str] = {}
+    with tried(record) as found:
+        for method in methods():
+            if not (on_gpu or record.is_dry or method.name in ON_CPU):
+                continue
+            try:
+                row = _checked(method, subject, expected, dtype)
+            except Exception as error:
+                refused[method.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                name = f"block, {block.model} {block.size}, {method.name}"
+                record.result["failed"][name] = refused[method.name]
+            else:
+                rows[method.name] = row
+                patched[method.name] = method.patch(subject.model)
+        runs = {
+            name: partial(subject.time, each, evaluations=2 if on_gpu else 1)
+            for name, each in patched.items()
+        }
+        pace = record.pace(LEAST_ROUNDS, _BLOCK_SECONDS / 2)
+        for name, seconds in interleaved(runs, ROUNDS, pace).items():
+            rows[name]["seconds"] = seconds
+    return {
+        **{"name": block.model, "size": block.size, "tokens": block.tokens},
+        "attention_share": model.attention_share(block.tokens),
+        "dtype": str(dtype).removeprefix("torch."),
+        "refused": refused,
+        "methods": rows,
+        "tried": found,
+    }
+
+
+def _checked(
+    method: HostMethod, subject: Evaluations, expected: Tensor, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Check the wiring of a method, and note what it merges, changes and takes of memory."""
+    (lossless,) = subject.run(method.lossless(subject.model), nullcontext())
+    error = checks.difference(lossless, expected)
+    if not error < checks.TOLERANCES[dtype]:
+        raise checks.WrongOutput(f"with lossless plans it differs by {error:.2g}")
+    memory = PeakMemory(subject.device)
+    with merged_blocks() as blocks:
+        output, _ = subject.run(method.patch(subject.model), nullcontext(), memory)
+    return {
+        "family": method.family,
+        "ideal": method.ideal,
+        "error": checks.difference(output, expected),
+        "peak_bytes": memory.bytes,
+        "merged": "{}/{}".format(*blocks[0]) if blocks else "none",
+    }
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A block in words: milliseconds unpatched, and times faster."""
+    plain = statistics.median(row["methods"]["unpatched"]["seconds"])
+    parts = [f"{name} {speed_up(row, name):.2f}" for name in row["methods"] if name != "unpatched"]
+    return f"  {row['tokens']} tokens, {1000 * plain:.2f} ms; times faster: {'; '.join(parts)}"
