@@ -111,6 +111,7 @@ def bench(arguments: list[str]) -> int:
         "picture": "benchmarks.fidelity.off_and_on",
         "host-time": "benchmarks.speed.host_time",
         "compatibility": "benchmarks.compatibility",
+        "tune": "benchmarks.speed.tuning",
         "report": "benchmarks.speed.report",
     }
     for name in others:
@@ -220,8 +221,9 @@ def _parser() -> argparse.ArgumentParser:
         "--quick, --model, --size, --methods, --minutes, --name; with --fidelity, how much each "
         "changes: --quick, --only, --methods, --seeds; with --picture, the README's picture of off "
         "and on: --ratio, --presets, --model; with --host-time, what merging adds before any "
-        "kernel runs: --quick, --rounds; with --report, tables of what was measured on a GPU; with "
-        "--compatibility, the table of other nodes beside ours: --only, --name",
+        "kernel runs: --quick, --rounds; with --tune, whether ToMe Tune keeps "
+        "its word: --wish, --size, --steps, --rounds; with --report, tables of what was measured "
+        "on a GPU; with --compatibility, the table of other nodes beside ours: --only, --name",
     )
     add(
         "gpu",

@@ -76,9 +76,11 @@ def worst_case(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def title(run: Run) -> str:
-    """For example ``sd15, 512x512, batch 2``."""
+    """For example ``sd15, 512x512, batch 2, cudnn first, compiled``."""
     note = f" ({run['note']})" if run["note"] else ""
-    return f"{run['model']}{note}, {run['size']}x{run['size']}, batch {run['batch']}"
+    words = [f"{run['model']}{note}", f"{run['size']}x{run['size']}", f"batch {run['batch']}"]
+    words += ["cudnn first"] * (run["attention"] == "cudnn") + ["compiled"] * run["compiled"]
+    return ", ".join(words)
 
 
 def table(run: Run) -> str:

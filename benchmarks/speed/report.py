@@ -116,8 +116,7 @@ def unets(result: Result) -> Sequence[str]:
     """A table for each comparison, and where the time goes in those that were traced."""
     parts = []
     for run in result.get("runs", []):
-        asked = f"{run['attention']} first{', compiled' * run['compiled']}"
-        parts += [f"### {figures.title(run)}, {asked}", figures.table(run)]
+        parts += [f"### {figures.title(run)}", figures.table(run)]
         parts += [f"Not timed: {name}: {why}" for name, why in run["refused"].items()]
         kernels = {name: row["kernels"] for name, row in run["methods"].items() if "kernels" in row}
         for name in ("unpatched", "preset balanced"):

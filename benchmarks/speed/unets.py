@@ -75,9 +75,10 @@ class Case:
 
     @property
     def title(self) -> str:
-        """For example ``sd15 1024, flash first, compiled``."""
-        compiled = ", compiled" * self.is_compiled
-        return f"{self.model} {self.size}, {self.attention} first{compiled}"
+        """For example ``sd15 1024, cudnn first, compiled``."""
+        words = [f"{self.model} {self.size}"]
+        words += ["cudnn first"] * (self.attention == "cudnn") + ["compiled"] * self.is_compiled
+        return ", ".join(words)
 
 
 _ON_TORCH = "ours window attn on torch"

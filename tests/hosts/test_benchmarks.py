@@ -6,24 +6,22 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import comfy.sd
 import pytest
 import torch
 from common import relative_error
-from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import __main__ as command
-from benchmarks.speed import checks, figures, plots
-from benchmarks.forecast import UNLISTED, affordable, forecast, parabola
+from benchmarks.rounds import interleaved
+from benchmarks.speed import __main__ as command
+from benchmarks.speed import checks, figures, report, unets
 from benchmarks.speed.measure import Launches, PeakMemory, Subject
 from benchmarks.speed.methods import HostMethod, methods
-from benchmarks.rounds import interleaved
-from benchmarks.slope import log_log_slope
+from benchmarks.speed.record import Record
 from tome_nodes.merging.plan import SlotPlan
-from tome_nodes.settings.config import OPTIONS, ToMeConfig
+from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.window import WindowStrategy
+from tools.environment import ROOT
 
 pytestmark = pytest.mark.newest_only
 
@@ -49,23 +47,10 @@ def run(**rows):
         "batch": 2,
         "dtype": "float32",
         "repeats": 2,
-        "forecast": {"ideal block": 1.5},
+        "attention": "flash",
+        "compiled": False,
         "refused": {},
         "methods": {name.replace("_", " "): each for name, each in rows.items()},
-    }
-
-
-def result(*runs):
-    return {
-        "name": "hand",
-        "date": "2026-01-01",
-        "command": "none",
-        "ratio": 0.5,
-        "machine": {"description": "paper", "torch": "2"},
-        "slopes": {"window": 1.02, "cluster": 1.7},
-        "matching_seconds": {},
-        "runs": list(runs),
-        "left_out": [],
     }
 
 
@@ -102,79 +87,32 @@ def test_efficiency_is_the_share_of_the_ideal_saving():
     assert figures.efficiency(NO_GAIN, "ours window block") is None
 
 
-def test_the_summary_is_the_worst_run_with_the_best_scope_in_each():
-    assert figures.summary(result(SLOW)) == (
-        "summary: efficiency=0.80 slope=1.02 vs_unpatched=1.67 vs_tomesd=1.25 vs_core=1.33 "
-        "launches=2.0"
-    )
-    assert figures.summary(result(SLOW, NO_GAIN)) == (
-        "summary: efficiency=0.80 slope=1.02 vs_unpatched=0.80 vs_tomesd=1.25 vs_core=1.33 "
-        "launches=9.0"
-    )
-    assert figures.summary(result()) == (
-        "summary: efficiency=none slope=1.02 vs_unpatched=none vs_tomesd=none vs_core=none "
-        "launches=none"
-    )
+def test_the_worst_case_is_that_of_the_best_scope_in_each_run():
+    found = {"efficiency": 0.8, "vs_unpatched": 10 / 6, "vs_tomesd": 1.25, "vs_core": 4 / 3}
+    assert figures.worst_case([SLOW]) == pytest.approx(found | {"launches": 2.0})
+    found["vs_unpatched"] = 0.8
+    assert figures.worst_case([SLOW, NO_GAIN]) == pytest.approx(found | {"launches": 9.0})
+    assert figures.worst_case([]) == {}
 
 
-def test_a_results_file_shows_everything():
-    shown = result(SLOW | {"refused": {"tomesd stack": "it is wrong"}})
-    shown["left_out"] = ["2048x2048: too long"]
-    text = figures.markdown(shown, "hand.webp")
+def test_a_page_shows_everything(tmp_path):
+    record = Record("hand", "none", tmp_path, 1, "cpu")
+    record.result |= {
+        "runs": [SLOW | {"refused": {"tomesd stack": "it is wrong"}}],
+        "left_out": ["2048x2048"],
+        "failed": {"sdxl": "no memory"},
+    }
+    text = report.joined(report.section(record.result))
     for part in (
         "| ours window block   |",
         "1.67",
         "Not timed: tomesd stack: it is wrong",
-        "Left out: 2048x2048: too long",
-        "(hand.webp)",
-        figures.summary(shown),
+        "No time for: 2048x2048",
+        "Failed: sdxl: no memory",
+        figures.table(SLOW),
     ):
         assert part in text
-    lines = figures.table(SLOW).splitlines()
-    assert len({len(line) for line in lines}) == 1
-
-
-def test_plots_are_drawn_for_one_size_and_for_several(tmp_path):
-    larger = SLOW | {"size": 1024}
-    for runs in ([SLOW], [SLOW, larger]):
-        path = tmp_path / f"{len(runs)}.webp"
-        plots.draw(result(*runs), path)
-        assert path.read_bytes()[8:12] == b"WEBP"
-
-
-def test_the_front_is_what_no_other_point_beats_in_both():
-    points = {"a": (0.0, 1.0), "b": (0.1, 1.5), "c": (0.2, 1.4), "d": (0.3, 2.0), "e": (0.1, 1.2)}
-    assert plots.pareto(points) == ["a", "b", "d"]
-
-
-def test_labels_do_not_overlap_and_stay_near_their_points():
-    assert plots.spaced([1, 5, 9], 2) == [1, 5, 9]
-    assert plots.spaced([4, 4, 4, 20], 2) == pytest.approx([2, 4, 6, 20])
-    assert plots.spaced([0, 9, 9, 10], 1) == pytest.approx([0, 28 / 3 - 1, 28 / 3, 28 / 3 + 1])
-
-
-@pytest.mark.parametrize("power", [0, 1, 2, 1.5])
-def test_the_slope_is_the_exponent_of_growth(power):
-    assert log_log_slope({n: 3e-5 * n**power for n in (1024, 4096, 16384)}) == pytest.approx(power)
-
-
-def test_three_points_determine_a_parabola():
-    value = parabola({x: 7 + 3 * x + 0.5 * x * x for x in (4, 9, 25)})
-    assert value(1000) == pytest.approx(7 + 3000 + 500_000)
-
-
-@pytest.mark.parametrize(
-    ("available", "expected"),
-    [
-        (None, ("all", 3)),
-        (80, ("all", 3)),
-        (79, ("headline", 3)),
-        (39, ("headline", 1)),
-        (19, None),
-    ],
-)
-def test_the_available_time_decides_what_runs(available, expected):
-    assert affordable(1, {"all": 20, "headline": 10}, 3, available) == expected
+    assert len({len(line) for line in figures.table(SLOW).splitlines()}) == 1
 
 
 def test_every_other_round_is_reversed():
@@ -304,35 +242,6 @@ def test_variants_measure_each_scope_of_ours_again():
         assert f"ours window {scope} in cells of 4" in names
 
 
-@pytest.fixture(scope="module")
-def ideal():
-    return next(each for each in methods(0.5, "auto") if each.name == "ideal block")
-
-
-@pytest.fixture(scope="module")
-def foretold(model, ideal):
-    return forecast(lambda size: Subject(model, 768, size, 1), [ideal])
-
-
-def test_flops_at_three_sizes_predict_those_at_a_fourth(model, ideal, foretold):
-    other = Subject(model, 768, 96, 1)
-    flops = []
-    for patched in (other.model, ideal.patch(other.model)):
-        counter = FlopCounterMode(display=False, custom_mapping=UNLISTED)
-        other.run(patched, counter)
-        flops.append(counter.get_total_flops())
-    assert foretold.unpatched(96) == pytest.approx(flops[0])
-    assert foretold.speed_ups(96) == {"ideal block": pytest.approx(flops[0] / flops[1])}
-
-
-def test_the_flops_of_attention_grow_with_the_square_of_its_tokens(foretold):
-    attention = 6 * 2 * 4 * 320  # blocks, samples, two products, channels
-    tokens = [(size // 8) ** 2 for size in (512, 1024, 2048)]
-    small, middle, large = (foretold.unpatched(size) for size in (512, 1024, 2048))
-    bend = (large - middle) / (tokens[2] - tokens[1]) - (middle - small) / (tokens[1] - tokens[0])
-    assert bend / (tokens[2] - tokens[0]) == pytest.approx(attention, rel=1e-6)
-
-
 def test_peak_memory_counts_what_is_held_at_one_time():
     meter = PeakMemory(CPU)
     with meter:
@@ -353,56 +262,50 @@ def test_launches_are_operators_except_views():
     assert counter.count == 3
 
 
-@pytest.mark.parametrize(
-    "options", [*({"scope": each} for each in OPTIONS["scope"].choices), {"kv_ratio": 0.7}]
-)
-def test_stages_are_timed_separately(subject, options):
-    seconds = subject.stages(wrong(WindowStrategy, **options).always().recorded(subject.model))
-    assert list(seconds) == ["matching", "merging", "unmerging", "model"]
-    assert min(seconds.values()) > 0
-
-
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
-    """A run of the benchmark that writes to another folder."""
+def written(tmp_path, monkeypatch):
+    """Runs the command line in another folder, and returns its exit code and its files."""
     monkeypatch.setattr(command, "RESULTS", tmp_path)
-    monkeypatch.setattr("sys.argv", ["bench", "--quick", "--name", "here"])
-    return command.Bench(command._arguments())
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["bench", *arguments, "--name", "here"])
+        code = command.main()
+        files = {each.suffix: each.read_text() for each in tmp_path.glob("here.*")}
+        return code, json.loads(files[".json"]), files[".md"]
+
+    return run
 
 
-def test_a_wrong_method_is_named_and_the_others_continue(bench, subject, capsys):
-    (good,) = [each for each in methods(0.5, "auto") if each.name == "ours window block"]
-    right, refused, launches = bench.check(subject, [wrong(OffByOne), good])
-    assert right == [good]
-    assert list(refused) == ["wrong"] and "differ from the means" in refused["wrong"]
-    assert list(launches) == ["ours window block"]
-    assert 0 < launches["ours window block"] < 100
-    assert "ERROR: wrong is not timed: its plan merges" in capsys.readouterr().out
-    assert bench.finish() == 1
-
-
-def test_a_comparison_is_written_as_soon_as_it_is_made(bench, model, tmp_path, capsys):
-    subject = Subject(model, 768, 128, 1)
-    names = ("ideal block", "core TomePatchModel", "tomesd all", "ours window block")
-    chosen = [each for each in methods(0.5, "auto") if each.name in names]
-    run = bench.compare(subject, chosen, 2)
+def test_a_comparison_is_timed_and_written(written, capsys, monkeypatch):
+    monkeypatch.setattr(unets, "ROUNDS", (1, 1))
+    names = ("ideal block", "core TomePatchModel", "tomesd attn", "ours window block")
+    arguments = ("--quick", "--model", "sd15", "--size", "128", "--methods", *names)
+    code, result, page = written(*arguments)
+    (run,) = result["runs"]
     assert list(run["methods"]) == ["unpatched", *names]
-    assert all(len(row["seconds"]) == 2 for row in run["methods"].values())
-    assert all(row["peak_bytes"] > 0 for row in run["methods"].values())
+    for row in run["methods"].values():
+        assert len(row["seconds"]) == 1 and row["peak_bytes"] > 0
     assert run["methods"]["ours window block"]["merged"] == "6/6"
+    assert 0 < run["methods"]["ours window block"]["launches_per_block"] < 100
     assert 0 < run["methods"]["ours window block"]["error"] < 1
-    details = {"model": "sd15", "note": "", "size": 128, "batch": 2, "dtype": "float32"}
-    bench.keep(run | details | {"forecast": {}})
-    assert json.loads((tmp_path / "here.json").read_text())["runs"] == bench.result["runs"]
-    assert figures.table(bench.result["runs"][0]) in (tmp_path / "here.md").read_text()
-    assert bench.finish() == 0
-    assert capsys.readouterr().out.splitlines()[-1] == figures.summary(bench.result)
-    assert bench.device == CPU
+    assert figures.table(run) in page
+    assert capsys.readouterr().out.splitlines()[-1] == result["summary"]
+    assert code == 0
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--size", "500"], ["--ratio", "0.6"], ["--batch", "0"], ["--model", "flux"]]
-)
+def test_blocks_of_transformers_are_timed_on_a_cpu(written, monkeypatch):
+    from benchmarks.speed import transformers
+
+    monkeypatch.setattr(transformers, "QUICK_BLOCKS", transformers.DRY_BLOCKS[1:])
+    code, result, page = written("--transformers", "--quick")
+    assert code == 0 and [row["name"] for row in result["blocks"]] == ["Z-Image", "Flux"]
+    for row in result["blocks"]:
+        assert row["methods"].keys() == {"unpatched", *transformers.ON_CPU}
+        assert not row["methods"]["whole block"]["merged"].startswith("0")
+    assert "### A block of Flux, tiny, 320 tokens, float32" in page
+
+
+@pytest.mark.parametrize("arguments", [["--size", "500"], ["--model", "flux"]])
 def test_invalid_arguments_are_refused(arguments, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench", *arguments])
     with pytest.raises(SystemExit):
@@ -410,26 +313,12 @@ def test_invalid_arguments_are_refused(arguments, monkeypatch, capsys):
     assert f"{arguments[0]}" in capsys.readouterr().err
 
 
-def test_methods_are_chosen_by_name_with_their_ideals():
-    chosen_methods = command.chosen_methods
-    every = methods(0.5, "auto")
-    assert chosen_methods(every, ["all"]) == every
-    headline = chosen_methods(every, ["headline"])
-    assert 0 < len(headline) < len(every) and all(each.headline for each in headline)
-    names = [each.name for each in chosen_methods(every, ["ours window k,v", "tomesd all"])]
-    assert names == ["ideal all", "tomesd all", "ours window k,v"]
-    with pytest.raises(
-        SystemExit, match="there is no tomes; it must be all, headline, or some of ideal"
-    ):
-        chosen_methods(every, ["tomes"])
-
-
 def test_merging_keys_launches_few_kernels():
     # Triton must not interpret the kernels.
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     told = subprocess.run(
         [sys.executable, "-m", "benchmarks.speed.host_time", "--quick"],
-        cwd=Path(command.__file__).parents[1],
+        cwd=ROOT,
         env=clean,
         capture_output=True,
         text=True,

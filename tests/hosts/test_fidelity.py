@@ -9,13 +9,12 @@ import torch
 from host import merging
 from PIL import Image
 
-from benchmarks import (
+from benchmarks.fidelity import __main__ as fidelity
+from benchmarks.fidelity import (
     denoiser,
-    features,
-    fidelity,
-    fidelity_figures,
     judges,
     off_and_on,
+    page,
     photos,
     picture_transformer,
     pictures,
@@ -56,19 +55,6 @@ def test_frechet_distance_is_that_of_the_matrix_root():
 def test_the_spectrum_peaks_at_the_frequency_of_a_wave():
     wave = torch.sin(torch.arange(64) * 2 * torch.pi * 8 / 64).expand(1, 3, 64, 64)
     assert pictures._spectrum(wave).argmax() == 8 - 1
-
-
-def test_the_judge_of_features_finds_no_error_in_the_plain_block(monkeypatch):
-    monkeypatch.setattr(features, "SIDE", 16)
-    monkeypatch.setattr(features, "PHOTOS", {"chelsea": photos.PHOTOS["chelsea"]})
-    with torch.no_grad():
-        judge = features.FeatureJudge()
-        for errors in judge.errors(judge.model).values():
-            assert errors == {"attention": 0, "block": 0}
-        for errors in judge.errors(attach(judge.model, merging())).values():
-            assert 0 < errors["attention"] < 1
-        for errors in judge.errors(attach(judge.model, merging(scope="block"))).values():
-            assert list(errors) == ["block"]
 
 
 @pytest.fixture
@@ -190,7 +176,7 @@ def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
 def test_a_transformer_paints_the_photos_and_fast_stays_closer_than_the_paper():
     assert picture_transformer.WEIGHTS.stat().st_size < 12e6
     judge = judges.PictureTransformerJudge(steps=4, seeds=1, guidance=1.0)
-    names = fidelity_figures.FAST, fidelity_figures.PAPER
+    names = page.FAST, page.PAPER
     fast, paper = (fidelity.methods_of_transformers()[name](judge.model) for name in names)
     assert judge.measure(fast)[0]["error"] < judge.measure(paper)[0]["error"]
     whole = {name: photos.photo(name, picture_transformer.SHORT_SIDE) for name in denoiser.NAMES}
@@ -227,27 +213,23 @@ def test_the_sheet_of_off_and_on_has_a_column_for_each_model():
 
 def test_the_front_is_what_no_other_point_beats_in_time_and_error():
     points = {"slow": (0.9, 0.1), "fast": (0.5, 0.4), "beaten": (0.8, 0.5), "best": (0.6, 0.2)}
-    assert fidelity_figures._front(points) == ["fast", "best", "slow"]
+    assert page._front(points) == ["fast", "best", "slow"]
 
 
 NAMES = {
-    "plain": fidelity_figures.PLAIN,
-    "ours": fidelity_figures.DEFAULT,
-    "kv": fidelity_figures.KV75,
-    "tomesd": fidelity_figures.TOMESD,
-    "todo": fidelity_figures.TODO,
-    "fast": fidelity_figures.FAST,
-    "paper": fidelity_figures.PAPER,
-    "pooled": fidelity_figures.POOLED,
-    "balanced": fidelity_figures.BALANCED75,
+    "plain": page.PLAIN,
+    "ours": page.DEFAULT,
+    "kv": page.KV75,
+    "tomesd": page.TOMESD,
+    "todo": page.TODO,
+    "fast": page.FAST,
+    "paper": page.PAPER,
+    "pooled": page.POOLED,
+    "balanced": page.BALANCED75,
 }
 
 
-def test_the_summary_takes_the_worst_noise_level_sampling_and_judge():
-    def block(*errors):
-        levels = zip("abc", errors, strict=False)
-        return {"errors": {level: {"attention": error} for level, error in levels}, "time": 1}
-
+def test_the_summary_takes_the_worst_sampling():
     def rows(**errors):
         return {NAMES[name]: {"error": error, "time": 0.5} for name, error in errors.items()}
 
@@ -255,41 +237,27 @@ def test_the_summary_takes_the_worst_noise_level_sampling_and_judge():
         return {name: row | {"flicker": row["error"] / 2} for name, row in rows(**errors).items()}
 
     result = {
-        "features": {
-            NAMES["ours"]: block(1, 3),
-            NAMES["tomesd"]: block(2, 4),
-            NAMES["todo"]: block(2, 4),
-            NAMES["kv"]: block(2, 1),
-        },
         "pictures": {
             "12 steps": rows(plain=1, ours=1, tomesd=5, todo=5, kv=2, fast=4),
             "few steps": rows(plain=2, ours=1, tomesd=4, fast=3.4),
         },
         "image": {"8 steps": rows(fast=1, paper=2), "4 steps": rows(fast=3, paper=4)},
         "video": {"8 steps": flickering(fast=1, pooled=2, balanced=1)},
-        "bias": {"2048": 0.01, "4096": -0.02},
     }
-    assert fidelity_figures.summary(result, {"image": 1.5, "video": 2.5}) == (
-        "summary: attn_error_vs_tomesd=0.75 image_error_vs_tomesd=0.25 kv75_error_vs_todo=1.00 "
-        "fast_error_vs_tomesd=0.85 fast_time=1.00 dit_fast_speedup=1.50 "
-        "dit_fast_error_vs_paper=0.75 video_kv_error_vs_pool=0.50 video_fast_speedup=2.50 "
-        "video_fast_error_vs_pool=0.50 video_flicker=0.50 bias_cost=0.010"
+    assert page.summary(result) == (
+        "summary: image_error_vs_tomesd=0.25 kv75_error_vs_todo=0.40 fast_error_vs_tomesd=0.85 "
+        "fast_time=1.00 dit_fast_error_vs_paper=0.75 video_kv_error_vs_pool=0.50 "
+        "video_fast_error_vs_pool=0.50 video_flicker=0.50"
     )
-    assert fidelity_figures.summary({}, {}) == "summary: "
+    assert page.summary({}) == "summary:"
 
 
 def test_the_page_says_where_each_row_comes_from():
-    row = {
-        "errors": {"0.5": {"attention": 0.25, "block": 0.5}},
-        "time": 0.75,
-        "quartiles": [0.5, 1],
-    }
     first = {"command": "bench", "machine": "paper", "date": "2026-01-02"}
     again = {"command": "again", "machine": "stone", "date": "2026-01-03"}
     figures = dict.fromkeys(("error", "psnr", "ssim", "spectrum"), 0.125)
     figures |= {"time": 1.0, "quartiles": [1, 1], "origin": first}
     result = {
-        "features": {"ours": row | {"origin": first}},
         "pictures": {"12 steps": {"plain": figures | {"distance": 0.125}}},
         "video": {
             "4 steps": {
@@ -299,16 +267,15 @@ def test_the_page_says_where_each_row_comes_from():
             }
         },
     }
-    page = fidelity_figures.markdown(result, "summary: all=well")
-    assert "`summary: all=well`" in page
-    assert page.count("`bench`, paper, 2026-01-02.") == 3
-    assert page.count("Of theirs: `again`, stone, 2026-01-03.") == 1
-    assert "| ours      |        0.2500 |    0.5000 | 0.75 | 0.50-1.00 |" in page
+    text = page.markdown(result, "summary: all=well")
+    assert "`summary: all=well`" in text
+    assert text.count("`bench`, paper, 2026-01-02.") == 2
+    assert text.count("Of theirs: `again`, stone, 2026-01-03.") == 1
     assert (
-        "| plain    | 0.1250 | 0.1250 | 0.1250 |   0.1250 |   0.1250 | 1.00 | 1.00-1.00 |" in page
+        "| plain    | 0.1250 | 0.1250 | 0.1250 |   0.1250 |   0.1250 | 1.00 | 1.00-1.00 |" in text
     )
-    assert "| theirs  | 0.1250 | 0.1250 | 0.1250 |   0.1250 |  0.5000 | 1.00 |" in page
-    assert "](fidelity-video-4-steps.webp)" in page
+    assert "| theirs  | 0.1250 | 0.1250 | 0.1250 |   0.1250 |  0.5000 | 1.00 |" in text
+    assert "](fidelity-video-4-steps.webp)" in text
 
 
 def test_the_time_of_a_run_is_that_over_the_plain_run_of_its_round():

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import comfy.ops
@@ -12,9 +13,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from benchmarks.speed import keys, report, suite, unets
-from benchmarks.speed.record import Record
+from benchmarks.speed import report, suite, transformers, unets, weighing
 from benchmarks.speed.methods import HostMethod
+from benchmarks.speed.record import Record
 from tome_nodes.ops import TORCH
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.window import WindowStrategy
@@ -24,9 +25,14 @@ from tools.environment import ROOT, comfyui_directory
 pytestmark = pytest.mark.newest_only
 
 
+def dry_record(number, folder, minutes=8.5):
+    command = f"python3 dev.py gpu {number} --dry"
+    return Record(f"gpu-{number}", command, folder, minutes, "cpu", is_dry=True)
+
+
 @pytest.fixture
 def record(tmp_path):
-    return Record(2, tmp_path, 8.5, is_dry=True)
+    return dry_record(2, tmp_path)
 
 
 def written(folder, number=2):
@@ -37,7 +43,7 @@ def dry_run(number, folder, *arguments):
     """The lines and the result of a command, in a process of its own."""
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # dev.py would first bring the environment up to date, unless what it needs is carried.
-    command = ["dev.py", "gpu"] if "--carried" in arguments else ["-m", "benchmarks.speed"]
+    command = ["dev.py", "gpu"] if "--carried" in arguments else ["-m", "benchmarks.speed.gpu"]
     command += [str(number), "--dry", "--out", str(folder), *arguments]
     told = subprocess.run(
         [sys.executable, *command],
@@ -75,7 +81,7 @@ def test_unets_are_measured_in_each_way(tmp_path):
         assert row["seconds"][0] > 0 and row["peak_bytes"] > 0
     assert all(first["methods"][name]["launches"] > 0 for name in unets.TRACED)
     assert first["methods"]["preset balanced"]["merged"] == "6/6"
-    traces = {"gpu-trace-sd15-unpatched.json.gz", "gpu-trace-sd15-balanced.json.gz"}
+    traces = {f"gpu-2-trace-sd15-{name}.json.gz" for name in ("unpatched", "balanced")}
     assert {file.name for file in tmp_path.iterdir()} == traces | {"gpu-2.json"}
     assert {each["case"].split()[0] for each in first["tried"]} == {"weights"}
     # Nothing is tried in a compiled model.
@@ -92,12 +98,14 @@ def test_keys_and_blocks_are_measured_from_a_carried_folder(tmp_path):
     assert (folder / carried.ARCHIVE).stat().st_size < 16 * 2**20
     result = dry_run(3, tmp_path / "out", "--carried", str(folder))
     for row in result["ways"]:
-        assert row["kinds"].keys() == keys.KINDS.keys()
-        assert all(len(kind["seconds"]) == keys.ROUNDS for kind in row["kinds"].values())
+        assert row["kinds"].keys() == weighing.KINDS.keys()
+        assert all(len(kind["seconds"]) == weighing.ROUNDS for kind in row["kinds"].values())
         assert row["taken"] == "mask, cuDNN"
-    assert [row["name"] for row in result["blocks"]] == [each[0] for each in keys.DRY_BLOCKS]
+    assert [row["name"] for row in result["blocks"]] == [
+        each.model for each in transformers.DRY_BLOCKS
+    ]
     for row in result["blocks"]:
-        names = {"unpatched", *(method.name for method in keys.block_methods())}
+        names = {"unpatched", *(method.name for method in transformers.methods())}
         assert row["methods"].keys() == names
         assert all(
             name == "unpatched" or not row["methods"][name]["merged"].startswith("0")
@@ -113,7 +121,7 @@ def test_keys_and_blocks_are_measured_from_a_carried_folder(tmp_path):
 
 def test_without_a_gpu_there_is_a_message(tmp_path):
     told = subprocess.run(
-        [sys.executable, "-m", "benchmarks.speed", "2", "--out", str(tmp_path)],
+        [sys.executable, "-m", "benchmarks.speed.gpu", "2", "--out", str(tmp_path)],
         cwd=ROOT,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -123,10 +131,18 @@ def test_without_a_gpu_there_is_a_message(tmp_path):
     assert "--dry" in told.stdout and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("module", "number"), [(suite, 1), (unets, 2), (keys, 3)])
-def test_nothing_begins_after_the_limit(module, number, tmp_path):
-    late = Record(number, tmp_path, 0, is_dry=True)
-    assert module.run(late) == 0
+@pytest.mark.parametrize(
+    ("run", "number"),
+    [
+        (suite.run, 1),
+        (partial(unets.run, cases=unets.CASES), 2),
+        (partial(transformers.run, blocks=transformers.BLOCKS, shapes=weighing.SHAPES), 3),
+    ],
+    ids=["tests", "unets", "transformers"],
+)
+def test_nothing_begins_after_the_limit(run, number, tmp_path):
+    late = dry_record(number, tmp_path, minutes=0)
+    assert run(late) == 0
     result = written(tmp_path, number)
     assert result["left_out"] and not result["failed"]
     assert f"left_out={len(result['left_out'])}" in result["summary"]
@@ -164,15 +180,11 @@ def test_a_failure_is_kept_and_the_others_go_on(record, tmp_path):
 
 
 def test_rounds_stop_when_their_time_is_over(tmp_path):
-    record = Record(2, tmp_path, 1, is_dry=False) if torch.cuda.is_available() else None
-    record = record or Record(2, tmp_path, 1, is_dry=True)
-    record.is_dry = False
+    record = Record("here", "", tmp_path, 1, "cpu")
     enough = record.pace(3, 0.0)
     assert [enough(done) for done in (1, 2, 3)] == [False, False, True]
     assert not record.pace(3, 60.0)(3)
-    late = Record(2, tmp_path, 0, is_dry=True)
-    late.is_dry = False
-    assert late.pace(3, 60.0)(1)
+    assert Record("late", "", tmp_path, 0, "cpu").pace(3, 60.0)(1)
 
 
 def test_tests_that_fail_are_named(tmp_path, monkeypatch):
@@ -187,7 +199,7 @@ def test_tests_that_fail_are_named(tmp_path, monkeypatch):
     broken.write_text("import nothing_of_this_name\n")
     suites = [(str(file),), (str(broken),)]
     monkeypatch.setattr(suite, "DRY_SUITES", suites)
-    record = Record(1, tmp_path, 8.5, is_dry=True)
+    record = dry_record(1, tmp_path)
     assert suite.run(record) == 1
     assert record.result["outcomes"] == {"passed": 1, "failed": 1, "skipped": 1}
     wrong, imports = record.result["failed"].items()
@@ -200,8 +212,8 @@ def test_a_wrong_way_to_weigh_keys_is_not_timed(record, monkeypatch):
     def unweighted(q, k, v, log_sizes, scale):
         return TORCH.attend(q, k, v, torch.zeros_like(log_sizes), scale)
 
-    monkeypatch.setattr(keys, "operations", lambda _: replace(TORCH, attend=unweighted))
-    row = keys._ways(record, keys.DRY_SHAPES[0])
+    monkeypatch.setattr(weighing, "operations", lambda _: replace(TORCH, attend=unweighted))
+    row = weighing.measure(record, weighing.DRY_SHAPES[0])
     assert "off by" in row["kinds"]["kernel"]["refused"]
     assert "seconds" not in row["kinds"]["kernel"] and row["fastest"] != "kernel"
     (failed,) = record.result["failed"]
@@ -220,7 +232,7 @@ def test_a_wrong_method_is_not_timed(record, monkeypatch):
     ]
     monkeypatch.setattr(unets, "chosen_methods", lambda *_: methods)
     record.result["checks"] = {}
-    prepared = unets._prepare(record, "sd15")
+    prepared = unets._prepare(record, unets.DRY_CASES[0])
     assert [method.name for method in prepared.methods] == ["right"]
     assert "ratio=0.6 asks" in record.result["failed"]["sd15: wrong"]
 
@@ -238,7 +250,7 @@ def test_a_folder_without_results_says_where_to_read_on(tmp_path, monkeypatch, c
     monkeypatch.setattr("sys.argv", ["report", str(tmp_path)])
     assert report.main() == 1
     assert "benchmarks/GPU.md" in capsys.readouterr().out
-    Record(2, tmp_path, 1, is_dry=True).finish({})
+    dry_record(2, tmp_path).finish({})
     assert report.main() == 0
     assert "cut off" not in (tmp_path / "gpu.md").read_text()
 

@@ -1,0 +1,138 @@
+"""Does ToMe Tune keep its word? What it finds through the HTTP queue, measured again.
+
+A server samples the workflow of ToMe Tune with the first level of Stable Diffusion 1.5's UNet, of
+the published width and with random weights. Then the settings that it gave out are timed here
+against the unpatched model, run by run in turn.
+"""
+
+import argparse
+import json
+import logging
+import re
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.host import use_cpu
+from tools.environment import ROOT
+
+use_cpu()
+
+import comfy.sample  # noqa: E402
+import comfy.sd  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks.machine import origin  # noqa: E402
+from benchmarks.rounds import interleaved  # noqa: E402
+from benchmarks.speed.figures import spread  # noqa: E402
+from tome_nodes.comfyui.attachment import attach  # noqa: E402
+from tome_nodes.comfyui.validation import config_of  # noqa: E402
+from tools.checkpoints import write_checkpoint  # noqa: E402
+from tools.server import ComfyServer  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+WORKFLOW = ROOT / "example_workflows" / "api" / "tome_tune.json"
+CHECKPOINT = "sd15.ckpt"
+CONTEXT_CHANNELS = 768
+
+
+def main() -> int:
+    """Tune, measure again, and write both down; 1 if the wish does not hold."""
+    arguments = _arguments()
+    logging.getLogger("tome_nodes").setLevel(logging.ERROR)
+    torch.set_grad_enabled(False)
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder)
+        file = write_checkpoint(
+            base / "models" / "checkpoints" / CHECKPOINT, "sd15", levels=arguments.levels
+        )
+        with ComfyServer(base) as server:
+            nothing = tuned(server, 256, 1.0, arguments.steps)
+            found = tuned(server, arguments.size, arguments.wish, arguments.steps)
+        print(found["text"], flush=True)
+        seconds = timed(file, found["settings"], arguments)
+    again = spread([plain / own for plain, own in zip(*seconds.values(), strict=True)])
+    result = {
+        **origin("cpu", "--tune"),
+        "size": arguments.size,
+        "steps": arguments.steps,
+        "wish": arguments.wish,
+        "found": found,
+        "wish of 1.0 at 256": nothing,
+        "seconds": seconds,
+        "times as fast, measured again": again,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    name = RESULTS / f"{arguments.name}.json"
+    name.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    least, middle, most = again
+    print(f"\nA wish of 1.0 at 256: {nothing['text']}")
+    print(f"Measured again: {least:.2f} to {most:.2f} times as fast")
+    print(
+        f"summary: wish={arguments.wish:g} found={found['speed']:.2f} again={middle:.2f} "
+        f"settings={json.dumps(found['settings'])} at_256={json.dumps(nothing['settings'])}"
+    )
+    return 0 if most >= arguments.wish and nothing["settings"]["ratio"] == 0 else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dev.py bench --tune", description=__doc__)
+    parser.add_argument("--wish", type=float, default=1.2, help="times as fast")
+    parser.add_argument("--size", type=int, default=512, help="pixels across and down")
+    parser.add_argument("--levels", type=int, default=1, help="of the UNet, from 1 to 4")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3, help="timed runs of each model")
+    parser.add_argument("--name", default="tune", help="name of the result file")
+    return parser.parse_args()
+
+
+def tuned(server: ComfyServer, size: int, wish: float, steps: int) -> dict[str, Any]:
+    """What ToMe Tune says through the queue: its text, its settings and their speed."""
+    graph = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    by_class = {node["class_type"]: node["inputs"] for node in graph.values()}
+    by_class["CheckpointLoaderSimple"]["ckpt_name"] = CHECKPOINT
+    by_class["EmptyLatentImage"] |= {"width": size, "height": size}
+    by_class["ToMeTune"] |= {"goal": "speed", "speed_up": wish, "steps": steps}
+    by_class["KSampler"]["steps"] = 1
+    (number,) = (name for name, node in graph.items() if node["class_type"] == "ToMeTune")
+    graph["shown"] = {"class_type": "PreviewAny", "inputs": {"source": [number, 3]}}
+    outputs = server.run(graph)["outputs"]
+    (text,), (settings,) = outputs[number]["text"], outputs["shown"]["text"]
+    speed = re.search(r"^(?:Found|Nearest): .*: (\S+) times as fast", text, re.MULTILINE)
+    return {
+        "text": text,
+        "settings": json.loads(settings),
+        "speed": float(speed[1]) if speed else 1.0,
+    }
+
+
+def timed(
+    file: Path, settings: dict[str, Any], arguments: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Seconds of sampling runs of the unpatched model and of the patched one, in turn."""
+    model = comfy.sd.load_checkpoint_guess_config(str(file), output_vae=False, output_clip=False)[0]
+    models = {"unpatched": model, "patched": attach(model, config_of(json.dumps(settings)))}
+    side = arguments.size // 8
+    latent = torch.zeros(1, 4, side, side)
+    noise = comfy.sample.prepare_noise(latent, 1)
+    prompt = [[torch.zeros(1, 77, CONTEXT_CHANNELS), {}]]
+
+    def seconds(name: str, steps: int = arguments.steps) -> float:
+        began = time.perf_counter()
+        comfy.sample.sample(
+            models[name],
+            *(noise, steps, 7.0, "dpmpp_2m", "karras", prompt, prompt, latent),
+            disable_pbar=True,
+        )
+        return time.perf_counter() - began
+
+    for name in models:
+        seconds(name, 1)
+    return interleaved({name: partial(seconds, name) for name in models}, arguments.rounds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
