@@ -9,10 +9,12 @@ touched, so LoRA, saving, model merging and other nodes' patches work as before.
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Set
-from typing import Any
+from threading import Lock
+from typing import Any, cast
 
+import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
 from ..merging.grid import Grid
@@ -66,8 +68,7 @@ def attach(
     Raises:
         ValueError: the model does not belong to a family that can merge tokens.
     """
-    record = record_for(model)
-    changed = host_checks.changed_part(model, record, _network(model))
+    changed = host_checks.changed_part(model, record_for(model), _network(model))
     if changed is not None:
         log.warning(
             "[ToMe] the model stays unpatched, as %s has another %s than this version of ToMe "
@@ -78,9 +79,8 @@ def attach(
         return model
     clone = detach(model)
     if not config.merges_nothing:
-        attachment = _Attachment(
-            config, record, make_strategy, on_step, wants_details, tuned, is_quiet
-        )
+        attachment = _Attachment(config, make_strategy, on_step, wants_details, tuned, is_quiet)
+        clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, attachment.pre_run)
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.outer_sample)
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, attachment.apply_model)
     return clone
@@ -133,6 +133,7 @@ def _attachment(model: ModelPatcher) -> "_Attachment | None":
 def detach(model: ModelPatcher) -> ModelPatcher:
     """A clone of ``model`` without token merging."""
     clone = model.clone()
+    clone.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
     clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     return clone
@@ -163,7 +164,6 @@ class _Attachment:
     def __init__(
         self,
         config: ToMeConfig,
-        record: ComfyRecord,
         make_strategy: MakeStrategy,
         on_step: Callable[[str], None] | None,
         wants_details: Callable[[], bool] | None,
@@ -171,13 +171,26 @@ class _Attachment:
         is_quiet: bool,
     ):
         self.config = config
-        self.record = record
         self.make_strategy = make_strategy
         self.on_step = on_step
         self.wants_details = wants_details
         self.tuned = tuned
         self.is_quiet = is_quiet
         self.runs: dict[str | None, LastRun] = {}
+        self._running: set[_SamplingRun] = set()
+
+    def pre_run(self, patcher: ModelPatcher) -> None:
+        """Warn if the host prepares the patched model for a run that is not wrapped.
+
+        A guider of two models takes its wrappers from the first only.
+        """
+        if not self._running:
+            log.warning(
+                "[ToMe] the settings of ToMe Patch Model on %s are not used in this run, as it "
+                "takes part in the run of another model, for example as the negative model of a "
+                "guider; patch that model, whose settings then count for both",
+                type(patcher.model).__name__,
+            )
 
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap one sampling run; at its end the host drops its model options and our run."""
@@ -187,8 +200,12 @@ class _Attachment:
         run = _SamplingRun(self, is_empty(latent))
         guider = executor.class_obj
         guider.model_options["transformer_options"][KEY] = run
-        result = executor(*args, **kwargs)
-        last = run.finish(guider.model_patcher.model)
+        self._running.add(run)
+        try:
+            result = executor(*args, **kwargs)
+        finally:
+            self._running.discard(run)
+        last = run.finish()
         if last is not None:
             self.runs[sampler] = last
         return result
@@ -218,18 +235,23 @@ class _Attachment:
 
 
 class _SamplingRun:
-    """The state of one sampling run, which may evaluate a model and deep clones of it."""
+    """The state of one sampling run, which may evaluate several models, and in several threads."""
 
     def __init__(self, attachment: _Attachment, from_noise: bool):
         self._attachment = attachment
         self._from_noise = from_noise
         self._config = attachment.config
-        self._runs: dict[nn.Module, Run] = {}
-        self._report: RunReport | None = None
+        self._runs: dict[nn.Module, Run | None] = {}
+        self._reports: dict[type, tuple[RunReport, Run, Any]] = {}
         self._schedule: list[float] = []
         self._step = 0
         self._sigma: float | None = None
         self._calls: Counter[Hashable] = Counter()
+        self._lock = Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_SamplingRun":
+        # Another node may copy the transformer options for each evaluation.
+        return self
 
     def evaluate(
         self,
@@ -245,29 +267,27 @@ class _SamplingRun:
         ``denoise`` evaluates it on a latent under transformer options.
         """
         latent = Grid(*inputs.shape[-2:])
-        if self._report is None:
-            self._schedule = options.get("sample_sigmas", t[:1]).tolist()
-            wants_details = self._attachment.wants_details
-            self._report = RunReport(
-                max(1, len(self._schedule) - 1),
-                latent,
-                t.device,
-                self._attachment.on_step,
-                wants_details is not None and wants_details(),
-            )
         diffusion_model = uncompiled(model.diffusion_model)
-        run = self._run_of(diffusion_model, self._report)
-        pictures, obstacle = self._pictures(diffusion_model, inputs)
-        dtype = model.get_dtype_inference()
         # A GPU is idle from here on until the model runs.
         sigma = max(t.flatten().tolist())
-        moment = self._moment(model, sigma, options)
+        with self._lock:
+            if not self._schedule:
+                self._schedule = options.get("sample_sigmas", t[:1]).tolist()
+            if diffusion_model not in self._runs:
+                self._runs[diffusion_model] = self._run_of(model, latent, t.device)
+            run = self._runs[diffusion_model]
+            moment = self._moment(model, sigma, options)
+        if run is None:
+            return denoise(x, options)
+        record = cast(ComfyRecord, run.model.record)
+        pictures, obstacle = _pictures(record, diffusion_model, inputs)
+        dtype = model.get_dtype_inference()
 
         def evaluate() -> Tensor:
             with run.evaluation(moment, latent, t.device, dtype, obstacle, pictures) as evaluation:
                 if evaluation is None:
                     return denoise(x, options)
-                own = self._attachment.record.options(options, evaluation)
+                own = record.options(options, evaluation)
                 whole = evaluation.whole
                 if whole is None:
                     return denoise(x, own)
@@ -277,19 +297,37 @@ class _SamplingRun:
 
         return run.or_unmerged(evaluate)
 
-    def _pictures(
-        self, diffusion_model: nn.Module, inputs: Inputs
-    ) -> tuple[tuple[Picture, ...], str | None]:
-        """The pictures in the sequence, and why nothing can merge, None if something can."""
-        record = self._attachment.record
-        obstacle = record.obstacle(diffusion_model)
-        if obstacle is not None:
-            return (), obstacle
+    def _run_of(self, model: Any, latent: Grid, device: torch.device) -> Run | None:
+        """The evaluations of a model that is new in this run; None, and a warning, if unmerged.
+
+        Models of one class, which are deep clones of each other, share a report.
+        """
+        attachment, network = self._attachment, uncompiled(model.diffusion_model)
+        is_first = not self._reports
         try:
-            return record.pictures(diffusion_model, inputs), None
-        except Exception as error:
-            # A later host or another node may pass inputs in a different form.
-            return (), f"the inputs of the model are of an unknown form: {error}"
+            record = record_of(network)
+            changed = None if is_first else record.changed_part(network)
+            obstacle = changed and f"{host_checks.version()} has another {changed}"
+        except ValueError as error:
+            obstacle = str(error)
+        if obstacle is not None:
+            log.warning("[ToMe] a second model of this run stays unmerged: %s", obstacle)
+            return None
+        kind = type(network)
+        if kind in self._reports:
+            report = self._reports[kind][0]
+        else:
+            wants_details = attachment.wants_details
+            report = RunReport(
+                max(1, len(self._schedule) - 1),
+                latent,
+                device,
+                attachment.on_step if is_first else None,
+                is_first and wants_details is not None and wants_details(),
+            )
+        run = Run(self._config, record, network, attachment.make_strategy, [report], autotune())
+        self._reports.setdefault(kind, (report, run, model))
+        return run
 
     def _moment(self, model: Any, sigma: float, options: dict[str, Any]) -> Moment:
         step = self._step = step_index(self._schedule, sigma, self._step)
@@ -304,19 +342,6 @@ class _SamplingRun:
             from_noise=self._from_noise
             or is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),
         )
-
-    def _run_of(self, diffusion_model: nn.Module, report: RunReport) -> Run:
-        if diffusion_model not in self._runs:
-            attachment = self._attachment
-            self._runs[diffusion_model] = Run(
-                attachment.config,
-                attachment.record,
-                diffusion_model,
-                attachment.make_strategy,
-                [report],
-                autotune(),
-            )
-        return self._runs[diffusion_model]
 
     def _part(self, options: dict[str, Any], sigma: float) -> Hashable:
         """What the batch of an evaluation is made of, as far as the options say.
@@ -335,14 +360,28 @@ class _SamplingRun:
         self._calls[composition] += 1
         return composition, self._calls[composition]
 
-    def finish(self, model: Any) -> LastRun | None:
+    def finish(self) -> LastRun | None:
         """Report the run; returns what is kept of it, None if nothing was evaluated.
 
-        ``model`` is a BaseModel of the host.
+        A second model of another class has a report of its own in the log.
         """
-        if self._report is None:
-            return None
-        # Deep clones of the model do the same.
-        run = next(iter(self._runs.values()))
         attachment = self._attachment
-        return self._report.finish(run, model, self._config, attachment.tuned, attachment.is_quiet)
+        last_runs = [
+            report.finish(run, model, self._config, attachment.tuned, attachment.is_quiet)
+            for report, run, model in self._reports.values()
+        ]
+        return last_runs[0] if last_runs else None
+
+
+def _pictures(
+    record: ComfyRecord, diffusion_model: nn.Module, inputs: Inputs
+) -> tuple[tuple[Picture, ...], str | None]:
+    """The pictures in the sequence, and why nothing can merge, None if something can."""
+    obstacle = record.obstacle(diffusion_model)
+    if obstacle is not None:
+        return (), obstacle
+    try:
+        return record.pictures(diffusion_model, inputs), None
+    except Exception as error:
+        # A later host or another node may pass inputs in a different form.
+        return (), f"the inputs of the model are of an unknown form: {error}"

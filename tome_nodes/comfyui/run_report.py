@@ -5,6 +5,7 @@ Nothing that goes wrong here costs the picture.
 
 import logging
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class RunReport(Observer):
         if self._recorder is not None:
             self._followers.append(self._recorder.evaluated)
         self.follows_blocks = with_details
+        # The host may evaluate a model and its clones on several devices at once.
+        self._lock = Lock()
 
     def watched(self, plans_of: PlansOf) -> PlansOf:
         return plans_of if self._recorder is None else self._recorder.watched(plans_of)
@@ -66,14 +69,15 @@ class RunReport(Observer):
             self._recorder.begins(step)
 
     def evaluated(self, result: Evaluated) -> None:
-        for follower in [*self._followers]:
-            try:
-                follower(result)
-            except InterruptProcessingException:
-                raise
-            except Exception as error:
-                self._followers.remove(follower)
-                _warn("the report of this run is not complete", error)
+        with self._lock:
+            for follower in [*self._followers]:
+                try:
+                    follower(result)
+                except InterruptProcessingException:
+                    raise
+                except Exception as error:
+                    self._followers.remove(follower)
+                    _warn("the report of this run is not complete", error)
 
     def _show(self, result: Evaluated) -> None:
         """Show what happened in a step, once."""
