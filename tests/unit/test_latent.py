@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tome_nodes.merging.grid import Grid
 from tome_nodes.merging.layout import Layout, Span
-from tome_nodes.patching.detail_cache import Detail
+from tome_nodes.patching.detail_cache import MOVES, Detail
 from tome_nodes.patching.engine import make_engine
 from tome_nodes.patching.whole_model import WholeModel, latent_of, tokens_of
 from tome_nodes.settings.config import ToMeConfig
@@ -112,10 +112,31 @@ def test_detail_of_the_step_on_all_tokens_is_kept():
     full = Whole(latent, detail)
     assert torch.equal(full.denoised, 2 * latent) and full.model.plan is None
     detail.is_full = False
-    later = random_latent(2, 3, 8, 8, seed=1)
+    later = latent + 0.3 * random_latent(2, 3, 8, 8, seed=1)
     whole = Whole(later, detail)
     kept = full.denoised - whole.means(full.denoised)
     torch.testing.assert_close(whole.denoised, 2 * whole.means(later) + kept)
+
+
+@pytest.mark.parametrize("other", [slice(None), slice(1)], ids=["all samples", "one of two"])
+def test_detail_of_another_place_is_not_added(other):
+    detail = Detail(is_full=True)
+    latent = random_latent(2, 3, 8, 8)
+    Whole(latent, detail)
+    detail.is_full = False
+    later = latent.clone()
+    later[other] = random_latent(2, 3, 8, 8, seed=1)[other]
+    whole = Whole(later, detail)
+    assert whole.model.failed == MOVES and whole.model.plan is None and len(whole.calls) == 2
+    assert torch.equal(whole.denoised, 2 * later)
+
+
+def test_detail_of_a_nearly_plain_place_belongs():
+    detail = Detail(is_full=True)
+    full = Whole(1 + 0.01 * random_latent(2, 3, 8, 8), detail)
+    detail.is_full = False
+    later = Whole(2 + 0.01 * random_latent(2, 3, 8, 8, seed=1), detail)
+    assert full.model.failed is None and later.model.failed is None and len(later.calls) == 1
 
 
 @pytest.mark.parametrize("denoised", [None, torch.ones(2, 3, 4, 4)])

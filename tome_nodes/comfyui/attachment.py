@@ -290,7 +290,7 @@ class _SamplingRun:
                 own = record.options(options, evaluation)
                 whole = evaluation.whole
                 if whole is None:
-                    return denoise(x, own)
+                    return evaluation.or_on_all_tokens(lambda: denoise(x, own))
                 if can_run_inside(model, own):
                     return denoise(x, inside(whole, t, tuple(x.shape), own))
                 return whole.run(x, lambda latent: denoise(latent, own))

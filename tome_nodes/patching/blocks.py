@@ -7,7 +7,7 @@ attention is called.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from ..merging.plan import Plan, plans_of_sequence
 from ..ops import Operations
 from ..ops.autotune import Tuner
 from ..settings.config import ToMeConfig
-from .detail_cache import Detail
+from .detail_cache import MOVES, Detail
 from .engine import Engine
 from .outcome import Observer, Outcome
 from .overrides import Forward, Override, Overrides
@@ -42,7 +42,8 @@ class Evaluation:
         pictures: those in the sequence of a transformer, in order.
         detail: what is kept from step to step, None for nothing.
         whole: runs the model on merged tokens of its latent, or tries to; None for other scopes.
-        failed_before: why it cannot, from an earlier evaluation of the run; else None.
+        merges_in_modules: why stacks merge only in their modules, if that is known from an earlier
+            evaluation of the run or from kept detail that does not belong; else None.
         log_sizes: those of merged tokens and what is beside them, by the sequence, shared by the
             blocks of a model that runs as a whole.
         feature_map: ``[batch, channels, height, width]`` of the stack that is running, where the
@@ -62,7 +63,7 @@ class Evaluation:
     pictures: tuple[Picture, ...] = ()
     detail: Detail | None = None
     whole: WholeModel | None = None
-    failed_before: str | None = None
+    merges_in_modules: str | None = None
     log_sizes: dict[Hashable, Tensor] = field(default_factory=dict)
     feature_map: Sequence[int] | None = None
     stack_plan: Plan | None = None
@@ -77,9 +78,21 @@ class Evaluation:
         return self.detail is not None and self.detail.is_full
 
     @property
-    def cannot_run_whole(self) -> str | None:
-        """Why the model cannot run as a whole on merged tokens, as far as that was tried."""
-        return self.failed_before if self.whole is None else self.whole.failed
+    def falls_back(self) -> str | None:
+        """Why the model merges only in its modules although its scope is wider, as far as known."""
+        return self.merges_in_modules if self.whole is None else self.whole.failed
+
+    def or_on_all_tokens(self, denoise: Callable[[], Tensor]) -> Tensor:
+        """The answer of a model, evaluated once more if its detail is of another place.
+
+        Args:
+            denoise: evaluates the model; its stacks may add the detail they have kept.
+        """
+        denoised = denoise()
+        if self.detail is None or self.detail.is_of(denoised):
+            return denoised
+        self.detail, self.merges_in_modules = None, MOVES
+        return denoise()
 
 
 @dataclass(frozen=True, eq=False)

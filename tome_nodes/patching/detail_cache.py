@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..merging.plan import Plan
@@ -40,6 +41,20 @@ def is_full(config: ToMeConfig, moment: Moment) -> bool:
     return place % every == 0
 
 
+_MOST_APART = 0.4
+"""How far apart the means of two answers for one place are at most, as a share of the sum of their
+variances. Those of two places are 1 apart on average (benchmarks/FIDELITY.md)."""
+
+_ALIKE = 0.01
+"""A squared difference that is never too large; latents have a variance of about 1."""
+
+_NEIGHBOURHOOD = 4
+"""The side of the squares of a latent whose means are compared."""
+
+MOVES = "as other places of the picture are evaluated from step to step"
+"""The reason to report if kept detail is of another place."""
+
+
 @dataclass(eq=False)
 class Detail:
     """What one part of a step keeps for later steps.
@@ -51,7 +66,8 @@ class Detail:
         keeps_changes: whether there is room for what stacks change.
         changes: what each stack changed when it last did, ``[batch, tokens, channels]``, by name.
         share: the share of the detail of these changes that is still right, a scalar.
-        denoised: the denoised latent when the model last ran on all tokens.
+        denoised: the denoised latent when the model last ran on all tokens; of a model whose stacks
+            keep their changes, only the means of its neighbourhoods.
         latest: the denoised latent of the last step.
     """
 
@@ -81,6 +97,44 @@ class Detail:
         x = torch.addcmul(x, kept, self.share)
         before = torch.addcmul(before, plan.merge(kept), self.share)
         return plan.add_change(x, before, after)
+
+    def is_of(self, denoised: Tensor) -> bool:
+        """Whether the changes that were kept belong to a model's answer; none do so, too.
+
+        On all tokens, what tells it for the next answers is kept.
+
+        Args:
+            denoised: ``[batch, channels, height, width]``.
+        """
+        if not self.changes:
+            return True
+        means = _means(denoised)
+        if self.is_full:
+            self.denoised = means
+        kept = fitting(self.denoised, means)
+        return kept is None or belongs(kept, means)
+
+
+def _means(denoised: Tensor) -> Tensor:
+    """The means of a latent's neighbourhoods, ``[batch, means, channels]``."""
+    height, width = denoised.shape[-2:]
+    size = min(height, _NEIGHBOURHOOD), min(width, _NEIGHBOURHOOD)
+    return F.avg_pool2d(denoised.float(), size).flatten(2).transpose(1, 2)
+
+
+def belongs(kept: Tensor, new: Tensor) -> bool:
+    """Whether what was kept is of the place that is evaluated now, in each sample.
+
+    Nodes that tile may evaluate other places from step to step, and only the answer tells them
+    apart: the means of its neighbourhoods change little over the steps, and much between places.
+
+    Args:
+        kept: means of the answer that was kept, ``[batch, means, channels]``.
+        new: the same of the new answer.
+    """
+    kept, new = (each.float() - each.float().mean(1, keepdim=True) for each in (kept, new))
+    apart, spread = (new - kept).square().mean((1, 2)), (new.square() + kept.square()).mean((1, 2))
+    return bool((apart <= _MOST_APART * spread + _ALIKE).all())
 
 
 def fitting(kept: Tensor | None, like: Tensor) -> Tensor | None:

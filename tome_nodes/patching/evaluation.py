@@ -80,7 +80,7 @@ class Run:
         self._plans: dict[Hashable, SharedPlans] = {}
         self._period = 0
         self._details = Details(config)
-        self._cannot_run_whole: str | None = None
+        self._falls_back: str | None = None
 
     def restart(self) -> None:
         """Drop what is kept from step to step: another sampling run begins."""
@@ -211,22 +211,21 @@ class Run:
         evaluation = Evaluation(engine, ratio, latent, self._plans_for(moment), pictures)
         if config.scope != "stack" or config.refresh_steps == 0:
             return evaluation
+        if self._falls_back is not None:
+            evaluation.merges_in_modules = self._falls_back
+            return evaluation
         picture = self.model.record.latent_among(pictures)
-        if picture is None:
-            if any(block.keeps_detail for block in self.model.blocks):
-                evaluation.detail = self._details.at(moment, device)
-        elif self._cannot_run_whole is None:
+        if picture is not None:
             detail = evaluation.detail = self._details.at(moment, device)
             grid = pictures[picture].grid
             evaluation.whole = WholeModel(picture, grid, ratio, engine, detail)
-        else:
-            evaluation.failed_before = self._cannot_run_whole
+        elif any(block.keeps_detail for block in self.model.blocks):
+            evaluation.detail = self._details.at(moment, device)
         return evaluation
 
     def _keep(self, evaluation: Evaluation) -> None:
         """Keep what later evaluations need to know of this one."""
-        if evaluation.whole is not None:
-            self._cannot_run_whole = evaluation.whole.failed
+        self._falls_back = evaluation.falls_back
         if not evaluation.kept_in_graph:
             return
         # CUDA graphs write to the same memory each time.

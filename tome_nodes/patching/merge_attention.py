@@ -238,7 +238,7 @@ class AttentionBlock(Block):
             evaluation, outcome = self.evaluation, self.outcome
             if evaluation.is_full_step:
                 return forward(*args, **kwargs)
-            failed = evaluation.cannot_run_whole
+            failed = evaluation.falls_back
             runs_whole = evaluation.whole is not None and failed is None
             if on_merged is not None and (config.scope == "block" or runs_whole):
                 return on_merged(*args, **kwargs)

@@ -126,9 +126,8 @@ class ModuleBlock(Block):
             layout = self._worthy_layout(evaluation.engine.least_tokens, x, *args, **kwargs)
             if layout is None:
                 return forward(x, *args, **kwargs)
-            fell_back = config.scope != "module" and self._needs_all_tokens(*args, **kwargs)
-            outcome.fell_back = "that are patched" if fell_back else None
-            if config.scope == "module" or fell_back:
+            outcome.fell_back = self._why_in_modules(*args, **kwargs)
+            if config.scope == "module" or outcome.fell_back is not None:
                 self._plan_for_modules(x, layout)
                 return forward(x, *args, **kwargs)
             plan = self._plan_at(evaluation.ratio, x, layout)
@@ -203,6 +202,12 @@ class ModuleBlock(Block):
     @property
     def _ends_stack(self) -> bool:
         return self.index == len(self.stack.blocks) - 1
+
+    def _why_in_modules(self, *args: Any, **kwargs: Any) -> str | None:
+        """Why the block merges only in its modules although the scope is wider, else None."""
+        if self.model.config.scope != "module" and self._needs_all_tokens(*args, **kwargs):
+            return "that are patched"
+        return self.evaluation.falls_back
 
     def _needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
         return self.record.needs_all_tokens(self.module, self.index, *args, **kwargs)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..merging.grid import Grid
 from ..merging.layout import Layout, LayoutKey, Span
 from ..merging.plan import Plan, plans_by_frame, plans_of_sequence
-from .detail_cache import Detail, fitting
+from .detail_cache import MOVES, Detail, belongs, fitting
 from .engine import Engine
 
 # How far apart neighbouring tokens are in the matching, where the latent has a variance of 1.
@@ -82,7 +82,9 @@ class WholeModel:
             self._match(latent)
         plan = self.plan
         if plan is None:
-            denoised = detail.denoised = denoise(latent)
+            denoised = denoise(latent)
+            # Whoever gets the answer may change it in place.
+            detail.denoised = denoised.clone()
         else:
             merged = plan.unmerge(plan.merge(tokens_of(latent, grid)))
             denoised = denoise(latent_of(merged, latent.shape, grid))
@@ -95,9 +97,13 @@ class WholeModel:
                 tokens = _blended(plan, slots, latent.shape, grid)
             else:
                 own = tokens_of(kept.to(slots.dtype), grid)
-                tokens = plan.add_change(own, plan.merge(own), slots)
+                means = plan.merge(own)
+                if not belongs(means, slots):
+                    self.plan, self.failed = None, MOVES
+                    return denoise(latent)
+                tokens = plan.add_change(own, means, slots)
             denoised = latent_of(tokens, latent.shape, grid)
-        detail.latest = denoised
+        detail.latest = denoised.clone()
         return denoised
 
     def refuse(self, reason: str) -> None:
