@@ -8,7 +8,7 @@ touched, so LoRA, saving, model merging and other nodes' patches work as before.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Set
+from collections.abc import Callable, Hashable, Mapping, Set
 from threading import Lock
 from typing import Any, cast
 
@@ -27,10 +27,12 @@ from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from ..tuning.search import Measured
-from . import host_checks, workflow
+from . import comfy_compiler, host_checks, workflow
+from .asking import Evaluate, ask
 from .autotune_cache import autotune
 from .models import record_of
 from .models.base import ComfyRecord, Inputs
+from .models.unknown import UnknownTransformer
 from .network_wrapper import can_run_inside, inside
 from .run_report import RunReport
 
@@ -198,11 +200,12 @@ class _Attachment:
         self.runs.pop(sampler, None)
         latent = args[1] if len(args) > 1 else kwargs.get("latent_image")
         run = _SamplingRun(self, is_empty(latent))
-        guider = executor.class_obj
-        guider.model_options["transformer_options"][KEY] = run
+        options = executor.class_obj.model_options["transformer_options"]
+        options[KEY] = run
         self._running.add(run)
         try:
-            result = executor(*args, **kwargs)
+            with comfy_compiler.switched_off(options):
+                result = executor(*args, **kwargs)
         finally:
             self._running.discard(run)
         last = run.finish()
@@ -231,7 +234,14 @@ class _Attachment:
         if run is None:
             return denoise(x, options)
         inputs = Inputs(_latent_shape(x, kwargs), kwargs)
-        return run.evaluate(executor.class_obj, inputs, x, t, options, denoise)
+
+        def evaluate_alone(
+            latent: Tensor, conditions: Mapping[str, Any], options: dict[str, Any]
+        ) -> Tensor:
+            model = executor.class_obj
+            return model._apply_model(latent, t, c_concat, c_crossattn, None, options, **conditions)
+
+        return run.evaluate(executor.class_obj, inputs, x, t, options, denoise, evaluate_alone)
 
 
 class _SamplingRun:
@@ -241,6 +251,7 @@ class _SamplingRun:
         self._attachment = attachment
         self._from_noise = from_noise
         self._config = attachment.config
+        self._records: dict[nn.Module, ComfyRecord | str] = {}
         self._runs: dict[nn.Module, Run | None] = {}
         self._reports: dict[type, tuple[RunReport, Run, Any]] = {}
         self._schedule: list[float] = []
@@ -261,30 +272,44 @@ class _SamplingRun:
         t: Tensor,
         options: dict[str, Any],
         denoise: Callable[[Tensor, dict[str, Any]], Tensor],
+        evaluate_alone: Evaluate,
     ) -> Tensor:
         """Merge tokens in ``model``, a BaseModel of the host, while it evaluates noise level ``t``.
 
-        ``denoise`` evaluates it on a latent under transformer options.
+        Args:
+            denoise: evaluates it on a latent under transformer options.
+            evaluate_alone: does so without what other nodes put around it.
         """
         latent = Grid(*inputs.shape[-2:])
         diffusion_model = uncompiled(model.diffusion_model)
+        record = self._record_of(diffusion_model)
+        answer = None
+        if isinstance(record, UnknownTransformer):
+            answer = ask(diffusion_model, x, inputs, options, evaluate_alone)
+            record = record.answered(answer.stacks, answer.passes_options)
         # A GPU is idle from here on until the model runs.
         sigma = max(t.flatten().tolist())
         with self._lock:
             if not self._schedule:
                 self._schedule = options.get("sample_sigmas", t[:1]).tolist()
             if diffusion_model not in self._runs:
-                self._runs[diffusion_model] = self._run_of(model, latent, t.device)
+                self._runs[diffusion_model] = self._run_of(model, record, latent, t.device)
             run = self._runs[diffusion_model]
             moment = self._moment(model, sigma, options)
         if run is None:
             return denoise(x, options)
         record = cast(ComfyRecord, run.model.record)
-        pictures, obstacle = _pictures(record, diffusion_model, inputs)
+        layouts = None
+        if answer is None:
+            pictures, obstacle = _pictures(record, diffusion_model, inputs)
+        else:
+            pictures, layouts, obstacle = answer.pictures, answer.layouts, answer.obstacle
         dtype = model.get_dtype_inference()
 
         def evaluate() -> Tensor:
-            with run.evaluation(moment, latent, t.device, dtype, obstacle, pictures) as evaluation:
+            with run.evaluation(
+                moment, latent, t.device, dtype, obstacle, pictures, layouts
+            ) as evaluation:
                 if evaluation is None:
                     return denoise(x, options)
                 own = record.options(options, evaluation)
@@ -297,20 +322,30 @@ class _SamplingRun:
 
         return run.or_unmerged(evaluate)
 
-    def _run_of(self, model: Any, latent: Grid, device: torch.device) -> Run | None:
+    def _record_of(self, network: nn.Module) -> ComfyRecord | str:
+        """The record of a diffusion model, or why it cannot merge."""
+        if network not in self._records:
+            try:
+                self._records[network] = record_of(network)
+            except ValueError as error:
+                self._records[network] = str(error)
+        return self._records[network]
+
+    def _run_of(
+        self, model: Any, record: ComfyRecord | str, latent: Grid, device: torch.device
+    ) -> Run | None:
         """The evaluations of a model that is new in this run; None, and a warning, if unmerged.
 
         Models of one class, which are deep clones of each other, share a report.
         """
         attachment, network = self._attachment, uncompiled(model.diffusion_model)
         is_first = not self._reports
-        try:
-            record = record_of(network)
+        if isinstance(record, str):
+            obstacle: str | None = record
+        else:
             changed = None if is_first else record.changed_part(network)
             obstacle = changed and f"{host_checks.version()} has another {changed}"
-        except ValueError as error:
-            obstacle = str(error)
-        if obstacle is not None:
+        if isinstance(record, str) or obstacle is not None:
             log.warning("[ToMe] a second model of this run stays unmerged: %s", obstacle)
             return None
         kind = type(network)

@@ -26,6 +26,10 @@ from .outcome import Observer, Outcome
 from .overrides import Forward, Override, Overrides
 from .whole_model import WholeModel
 
+Layouts = Mapping[str, Mapping[tuple[int, int], Layout | None]]
+"""Layouts by the name of a block, and by the number of queries and keys of an attention in it; None
+if nothing in that attention merges."""
+
 SharedPlans = dict[tuple[str, LayoutKey], list[Plan | None]]
 """Plans that blocks share, by purpose and layout."""
 
@@ -40,6 +44,7 @@ class Evaluation:
         latent: the grid of the latent, or of the part of it that is evaluated.
         shared_plans: those that blocks share; None if each makes its own.
         pictures: those in the sequence of a transformer, in order.
+        layouts: where they are, if that was found by asking; None if the record of the model says.
         detail: what is kept from step to step, None for nothing.
         whole: runs the model on merged tokens of its latent, or tries to; None for other scopes.
         merges_in_modules: why stacks merge only in their modules, if that is known from an earlier
@@ -61,6 +66,7 @@ class Evaluation:
     latent: Grid
     shared_plans: SharedPlans | None
     pictures: tuple[Picture, ...] = ()
+    layouts: Layouts | None = None
     detail: Detail | None = None
     whole: WholeModel | None = None
     merges_in_modules: str | None = None

@@ -22,7 +22,7 @@ from ..merging.plan import in_own_memory
 from ..merging.random_picks import step_key
 from ..ops.autotune import Autotune
 from ..settings.config import ToMeConfig
-from .blocks import Evaluation, ModelRecord, PatchedModel, SharedPlans
+from .blocks import Evaluation, Layouts, ModelRecord, PatchedModel, SharedPlans
 from .detail_cache import Details
 from .engine import Engine, MakeStrategy, make_engine
 from .outcome import Evaluated, Observer, Outcome
@@ -118,6 +118,7 @@ class Run:
         dtype: torch.dtype,
         obstacle: str | None = None,
         pictures: tuple[Picture, ...] = (),
+        layouts: Layouts | None = None,
     ) -> Iterator[Evaluation | None]:
         """Merge tokens in the model while it is evaluated; yields None if nothing may merge.
 
@@ -130,6 +131,7 @@ class Run:
             dtype: of their tokens.
             obstacle: why the host says that nothing can merge in this evaluation, None if it can.
             pictures: those in the sequence of a transformer, in order.
+            layouts: where they are, if that was found by asking.
         """
         with lock_of(self.model.model):
             obstacle = self._obstacle(moment, latent, device, dtype, obstacle, pictures)
@@ -139,6 +141,7 @@ class Run:
                 outcomes: Sequence[Outcome] = ()
             else:
                 evaluation = self._begin(moment, latent, device, pictures)
+                evaluation.layouts = layouts
                 with self._installed(evaluation):
                     yield evaluation
                     outcomes = self.model.outcomes()

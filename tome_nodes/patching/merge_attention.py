@@ -82,6 +82,9 @@ class TransformerRecord:
         attention: the attribute of a block that calls its self-attention, or what returns it given
             the block; empty if the block calls it itself and has no cross-attention.
         whole: how blocks are called that can run on merged tokens, by the attribute of ``blocks``.
+        method: the method by which a model runs a block.
+        calls_in_parts: whether the queries of the latent attend in calls of their own, and only
+            these calls have its keys.
         passes_options: whether blocks get the keyword arguments that :attr:`AttentionHost.merging`
             changes. Otherwise attention has to find the running block in the evaluation.
     """
@@ -91,6 +94,8 @@ class TransformerRecord:
     host: AttentionHost
     attention: str | Callable[[Any], nn.Module] = ""
     whole: Mapping[str, WholeBlock] = field(default_factory=dict)
+    method: str = "forward"
+    calls_in_parts: bool = False
     passes_options: bool = True
 
     merges_at_calls = True
@@ -144,15 +149,16 @@ class AttentionBlock(Block):
         self._beside = 0
 
     def overrides(self) -> list[Override]:
-        block = self.module
+        block, name = self.module, self.record.method
+        method = getattr(block, name)
         if not self.model.config.merge_attn:
-            return [(block, self._run_block(block.forward))]
+            return [(block, name, self._run_block(method))]
         attention = self.record.attention_of(block)
         if attention is block:
-            return [(block, self.timed(self._run_block(self._merge_calls(block.forward))))]
+            return [(block, name, self.timed(self._run_block(self._merge_calls(method))))]
         return [
-            (block, self.timed(self._run_block(block.forward))),
-            (attention, self._merge_calls(attention.forward)),
+            (block, name, self.timed(self._run_block(method))),
+            (attention, "forward", self._merge_calls(attention.forward)),
         ]
 
     def call_plans(
@@ -171,8 +177,17 @@ class AttentionBlock(Block):
             Both come from one matching. None for what stays as it is.
         """
         config, tokens = self.model.config, k.shape[1]
-        least = self.evaluation.engine.least_in_attention
-        worthy = self._worthy_layout(tokens, kwargs, least)
+        evaluation = self.evaluation
+        if evaluation.layouts is None:
+            layout = self._layout(tokens, kwargs)
+        else:
+            found = evaluation.layouts.get(self.name, {})
+            layout = found.get((queries, tokens))
+            if layout is None and (queries, tokens) in found:
+                return None, None
+        if self.record.calls_in_parts and not self._asks_for_latent(queries, tokens):
+            return None, None
+        worthy = self._worthy(layout, tokens, evaluation.engine.least_in_attention)
         if worthy is None:
             return None, None
         ratio, keys_ratio = self.ratios()
@@ -296,13 +311,15 @@ class AttentionBlock(Block):
             return layout if start == layout.spans[0].start else None
         return layout
 
-    def _worthy_layout(self, tokens: int, kwargs: Arguments, least: int) -> Layout | None:
+    def _worthy(self, layout: Layout | None, tokens: int, least: int) -> Layout | None:
         """The layout with only the pictures worth merging, None if none is; the reason is noted.
 
-        ``least`` is the number of tokens from which one is.
+        Args:
+            layout: that of a sequence, None if it is not known.
+            tokens: the length of the sequence.
+            least: the number of tokens from which a picture is worth merging.
         """
         self.outcome.entered(tokens)
-        layout = self._layout(tokens, kwargs)
         if layout is None:
             self.outcome.reason = self.record.reasons.tokens_changed
             return None
@@ -311,7 +328,8 @@ class AttentionBlock(Block):
     def _plan_of_block(self, x: Tensor) -> Plan | None:
         """The plan for a whole block with these tokens, None if nothing merges; it is noted."""
         evaluation = self.evaluation
-        worthy = self._worthy_layout(x.shape[1], {}, evaluation.engine.least_tokens)
+        layout = self._layout(x.shape[1], {})
+        worthy = self._worthy(layout, x.shape[1], evaluation.engine.least_tokens)
         if worthy is None:
             return None
         ratio, whole = evaluation.ratio, evaluation.whole

@@ -86,20 +86,20 @@ class ModuleBlock(Block):
         overrides: list[Override] = []
         if self.record.shapes is None and self.index == 0:
             stack = self.stack.module
-            overrides.append((stack, self._run_stack(stack.forward)))
+            overrides.append((stack, "forward", self._run_stack(stack.forward)))
         overrides.append((block, self.timed(self._run_block(block.forward))))
         self._attends_to_itself = not self.record.attends_to_text(block)
         if not self._attends_to_itself:
             # Only queries merge, as in the x4 upscaler.
             if config.merge_attn:
-                overrides.append((block.attn1, self._run_module(block.attn1.forward)))
+                overrides.append((block.attn1, "forward", self._run_module(block.attn1.forward)))
         elif config.merge_attn or config.scope != "module":
             forward = self._with_source(block.attn1.forward)
-            overrides.append((block.attn1, self._run_self_attention(forward)))
+            overrides.append((block.attn1, "forward", self._run_self_attention(forward)))
         if block.attn2 is not None and config.merge_crossattn:
-            overrides.append((block.attn2, self._run_module(block.attn2.forward)))
+            overrides.append((block.attn2, "forward", self._run_module(block.attn2.forward)))
         if config.merge_mlp:
-            overrides.append((block.ff, self._run_module(block.ff.forward)))
+            overrides.append((block.ff, "forward", self._run_module(block.ff.forward)))
         return overrides
 
     def _run_stack(self, forward: Forward) -> Forward:

@@ -1,4 +1,4 @@
-"""Put other forwards on modules for one evaluation, and take them off again."""
+"""Put other methods on modules for one evaluation, and take them off again."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ from torch import nn
 
 Forward = Callable[..., Any]
 
-Override = tuple[nn.Module, Forward]
-"""A module, and what it runs instead of its ``forward``."""
+Override = tuple[nn.Module, str, Forward]
+"""A module, the name of a method such as ``forward``, and what it runs instead."""
 
 
 class Overrides:
-    """Forwards that modules run instead of their own, in one thread and while they are installed.
+    """Methods that modules run instead of their own, in one thread and while they are installed.
 
     They are made once and used again, unless other code has changed what a module runs.
     """
@@ -42,24 +42,24 @@ class Overrides:
     def _put_on(self) -> None:
         if not (self._placed and all(placed.still_fits for placed in self._placed)):
             self._placed = [
-                _Placed.of(module, self._in_this_thread(module.forward, forward))
-                for module, forward in self._make()
+                _Placed.of(module, name, self._in_this_thread(getattr(module, name), method))
+                for module, name, method in self._make()
             ]
         self._thread = get_ident()
         for placed in self._placed:
             # nn.Module.__setattr__ is slow, and SDXL has hundreds of these.
-            vars(placed.module)["forward"] = placed.forward
+            vars(placed.module)[placed.name] = placed.method
 
     def _take_off(self) -> None:
         self._thread = None
         for placed in self._placed:
             attributes = vars(placed.module)
-            if attributes.get("forward") is not placed.forward:
+            if attributes.get(placed.name) is not placed.method:
                 continue
             if placed.before is None:
-                del attributes["forward"]
+                del attributes[placed.name]
             else:
-                attributes["forward"] = placed.before
+                attributes[placed.name] = placed.before
 
     def _in_this_thread(self, plain: Forward, forward: Forward) -> Forward:
         """An override for one thread: meanwhile, others may run an unpatched clone."""
@@ -78,33 +78,30 @@ class _Placed:
 
     Attributes:
         module: where it goes.
-        forward: what the module is to run.
-        before: the ``forward`` that other code had set on the module, None for that of its class.
-        of_class: the ``forward`` of its class.
+        name: the method that it replaces.
+        method: what the module is to run.
+        before: the method that other code had set on the module, None for that of its class.
+        of_class: the method of its class.
         children: the modules in it.
     """
 
     module: nn.Module
-    forward: Forward
+    name: str
+    method: Forward
     before: Forward | None
     of_class: Forward
     children: tuple[nn.Module | None, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, forward: Forward) -> "_Placed":
-        before, of_class = vars(module).get("forward"), _forward_of_class(module)
-        return cls(module, forward, before, of_class, tuple(module._modules.values()))
+    def of(cls, module: nn.Module, name: str, method: Forward) -> "_Placed":
+        before, of_class = vars(module).get(name), getattr(type(module), name)
+        return cls(module, name, method, before, of_class, tuple(module._modules.values()))
 
     @property
     def still_fits(self) -> bool:
         """Whether the module runs what it ran when the override was made."""
         return (
-            vars(self.module).get("forward") is self.before
-            and _forward_of_class(self.module) is self.of_class
+            vars(self.module).get(self.name) is self.before
+            and getattr(type(self.module), self.name) is self.of_class
             and tuple(self.module._modules.values()) == self.children
         )
-
-
-def _forward_of_class(module: nn.Module) -> Forward:
-    kind: Any = type(module)
-    return kind.forward

@@ -5,6 +5,7 @@ from torch import nn
 from .base import ComfyRecord, class_name
 from .transformers import REFUSED, TRANSFORMERS
 from .unet import UNET
+from .unknown import unknown_transformer
 
 RECORDS: tuple[ComfyRecord, ...] = (UNET, *TRANSFORMERS)
 """In order: the first that matches a model is used."""
@@ -14,13 +15,13 @@ def record_of(model: nn.Module) -> ComfyRecord:
     """The record of a diffusion model.
 
     Raises:
-        ValueError: it has no record, or no blocks. The message names its class.
+        ValueError: it is refused, or has no blocks. The message names its class.
     """
     name = type(model).__name__
-    record = next((each for each in RECORDS if each.matches(model)), None)
-    if record is None:
-        why = REFUSED.get(class_name(model), "this kind of model is not known")
+    if (why := REFUSED.get(class_name(model))) is not None:
         raise ValueError(f"token merging does not work with a {name}: {why}")
+    known = (each for each in RECORDS if each.matches(model))
+    record = next(known, None) or unknown_transformer(model)
     if not any(stack.blocks for stack in record.stacks(model)):
         raise ValueError(
             f"token merging needs a model with transformer blocks, and this {name} has none"

@@ -1,0 +1,68 @@
+"""Keep ComfyUI's compiler away from runs that merge tokens.
+
+From version 0.34 on, ComfyUI records which memory the blocks of some models allocate, and hands out
+the same memory in later steps. Tensors that outlive a block, or sizes that differ from step to
+step, end the process, and merging needs both.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+from comfy.cli_args import args
+
+OPTION = "disable_comfy_compiler"
+"""The name of the host's command line option, and of the transformer option of later hosts."""
+
+_lock = Lock()
+_runs = 0
+_before: Any = None
+
+
+@contextmanager
+def switched_off(transformer_options: dict[str, Any]) -> Iterator[None]:
+    """Keep the compiler off for a run. It may be nested, and run beside others in other threads.
+
+    The transformer option is enough where the host takes it. Elsewhere only the host's command line
+    option is left, which holds for the whole process until the last run that merges has ended.
+
+    Args:
+        transformer_options: those of the run.
+    """
+    transformer_options[OPTION] = True
+    if not hasattr(args, OPTION) or _host_takes_option():
+        yield
+        return
+    _enter()
+    try:
+        yield
+    finally:
+        _leave()
+
+
+def _host_takes_option() -> bool:
+    """Whether the host asks the transformer options before it records anything."""
+    try:
+        from comfy.model_prefetch import malloc_graph_enabled
+    except ImportError:
+        return False
+    return "transformer_options" in inspect.signature(malloc_graph_enabled).parameters
+
+
+def _enter() -> None:
+    global _runs, _before
+    with _lock:
+        if _runs == 0:
+            _before = getattr(args, OPTION)
+            setattr(args, OPTION, True)
+        _runs += 1
+
+
+def _leave() -> None:
+    global _runs
+    with _lock:
+        _runs -= 1
+        if _runs == 0:
+            setattr(args, OPTION, _before)
