@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..merging.layout import Layout, Picture, Span
-from ..merging.picture_search import Sides, changed, changes, fingerprints, is_changed, span_of
+from ..merging.picture_search import Sides, changed, changes, fingerprints, most_changed, span_of
 from ..patching.blocks import Layouts, uncompiled
 from ..patching.evaluation import lock_of
 from ..patching.overrides import Forward, Overrides
@@ -144,11 +144,19 @@ def _answer(
     sizes = [_sides(each.shape) for value in references.values() for each in _tensors(value)]
     found: dict[str, dict[tuple[int, int], Layout | None]] = {}
     reasons: list[str] = []
-    for block, seen in before.blocks.items():
+    for block in before.order:
+        if block in before.left_out:
+            representative, _ = before.left_out[block]
+            if not _same_places(before, after, block, found[representative], sides):
+                # What stood for it did not do to its tokens what follows reckons with.
+                reasons.append("its tokens change places between blocks")
+                break
+            found[block] = found[representative]
+            continue
         again = after.blocks.get(block)
         other = None if with_references is None else with_references.blocks.get(block)
         layouts = found[block] = {}
-        for index, call in enumerate(seen.calls):
+        for index, call in enumerate(before.blocks[block].calls):
             later = again.calls[index] if again and index < len(again.calls) else None
             referring = other.calls[index] if other and index < len(other.calls) else None
             layout, reason = _layout(call, later, referring, batch, sides, sizes)
@@ -157,11 +165,6 @@ def _answer(
                 layouts[place], reason = None, "several attentions of a block differ"
             if reason is not None:
                 reasons.append(reason)
-    for block, (representative, _) in before.left_out.items():
-        if _same_places(before, after, block):
-            found[block] = found[representative]
-        else:
-            reasons.append("its tokens change places between blocks")
     merging = _without_refiners(
         {block: layouts for block, layouts in found.items() if any(layouts.values())}
     )
@@ -265,11 +268,13 @@ class _Watch:
     Attributes:
         blocks: what each block did that ran and attends, by name.
         left_out: which block stood for each block that was left out, and what entered it.
+        order: the names of all blocks that the model called, in the order of their first calls.
     """
 
     def __init__(self, network: nn.Module):
         self.blocks: dict[str, _Seen] = {}
         self.left_out: dict[str, tuple[str, list[Tensor]]] = {}
+        self.order: dict[str, None] = {}
         self._network = network
         self._running: str | None = None
         self._results: dict[Any, tuple[str, Any]] = {}
@@ -290,6 +295,7 @@ class _Watch:
         kind = _kind(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            self.order.setdefault(name)
             given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
             entered = [fingerprints(each) for each in given if _has_tokens(each)]
             place = kind, tuple(each.shape for each in given)
@@ -356,20 +362,25 @@ def _has_tokens(x: Tensor) -> bool:
     return x.is_floating_point() and x.ndim > 2
 
 
-def _same_places(before: _Watch, after: _Watch, block: str) -> bool:
-    """Whether the tokens that depend on the latent enter a block as they enter what stood for it."""
+def _same_places(
+    before: _Watch, after: _Watch, block: str, layouts: Mapping[Any, Layout | None], sides: Sides
+) -> bool:
+    """Whether the picture's tokens enter a block where they enter the one that stood for it.
+
+    ``layouts`` are those of the other one.
+    """
     representative, first = before.left_out[block]
     if after.left_out.get(block, (None,))[0] != representative:
         return False
     _, second = after.left_out[block]
-    pairs = (
-        (before.blocks[representative].entered, after.blocks[representative].entered),
-        (first, second),
-    )
-    masks = [
-        [is_changed(changes(*each)) for each in zip(*pair, strict=True)] for pair in pairs
-    ]
-    return all(torch.equal(*each) for each in zip(*masks, strict=True))
+    grids = {layout.spans[0].grid for layout in layouts.values() if layout is not None}
+
+    def places(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[list[int]]]:
+        all_changes = [changes(*pair).flatten(1) for pair in pairs]
+        return [most_changed(each, sides, grid) for each in all_changes for grid in grids]
+
+    stands = before.blocks[representative].entered, after.blocks[representative].entered
+    return places(list(zip(*stands, strict=True))) == places(list(zip(first, second, strict=True)))
 
 
 def _references(inputs: Inputs) -> dict[str, Any]:

@@ -402,7 +402,14 @@ class _SamplingRun:
         """
         attachment = self._attachment
         last_runs = [
-            report.finish(run, model, self._config, attachment.tuned, attachment.is_quiet)
+            report.finish(
+                run,
+                model,
+                self._config,
+                attachment.tuned,
+                attachment.is_quiet,
+                cast(ComfyRecord, run.model.record).remarks,
+            )
             for report, run, model in self._reports.values()
         ]
         return last_runs[0] if last_runs else None

@@ -4,7 +4,7 @@ Nothing that goes wrong here costs the picture.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -92,6 +92,7 @@ class RunReport(Observer):
         config: ToMeConfig,
         tuned: Measured | None = None,
         is_quiet: bool = False,
+        remarks: Sequence[str] = (),
     ) -> LastRun | None:
         """Log what was merged in the run, or why nothing was, and sum it up.
 
@@ -101,6 +102,7 @@ class RunReport(Observer):
             config: the settings.
             tuned: what ToMe Tune measured with them.
             is_quiet: whether to log nothing.
+            remarks: more to say about the model, in a few words each.
 
         Returns:
             What is kept of the run; None if it could not be summed up, which is logged.
@@ -110,7 +112,7 @@ class RunReport(Observer):
             if last.obstacle is not None and not is_quiet:
                 log.warning("[ToMe] nothing merged: %s", last.obstacle)
             elif not is_quiet:
-                backend = [] if run.engine is None else run.engine.in_words()
+                backend = [*remarks, *([] if run.engine is None else run.engine.in_words())]
                 backend += log_line.tried(last.choices, only_changed=True)
                 log.info("[ToMe] %s", log_line.log_line(self._counts, config, backend, tuned))
         except Exception as error:

@@ -118,6 +118,22 @@ def span_of(changes: Tensor, sides: Sides) -> Span | None:
     return None
 
 
+def most_changed(changes: Tensor, sides: Sides, grid: Grid) -> list[list[int]]:
+    """The tokens of each sample that hold a probed pixel, if they are of this grid; else none.
+
+    Args:
+        changes: how much each token changes, ``[batch, tokens]``; none may change at all.
+        sides: of the picture, in pixels.
+        grid: of its tokens.
+    """
+    number = next((len(places) for each, places in _grids(sides) if each == grid), 0)
+    most = changes.topk(min(number, changes.shape[1]))
+    return [
+        sorted(tokens[values > 0].tolist())
+        for values, tokens in zip(most.values, most.indices, strict=True)
+    ]
+
+
 def _grids(sides: Sides) -> Iterator[tuple[Grid, list[int]]]:
     """Possible grids of a picture's tokens, and the tokens with a probed pixel, in order."""
     pixels = probed_pixels(sides)

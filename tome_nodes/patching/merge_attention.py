@@ -79,12 +79,12 @@ class TransformerRecord:
         blocks: the attributes of a model that hold its blocks.
         at_end: whether the pictures are at the end of the sequence, as after text, or at its start.
         host: how attention is called.
-        attention: the attribute of a block that calls its self-attention, or what returns it given
-            the block; empty if the block calls it itself and has no cross-attention.
+        attention: the attribute of a block that calls its self-attention; empty if the block calls
+            it itself.
         whole: how blocks are called that can run on merged tokens, by the attribute of ``blocks``.
         method: the method by which a model runs a block.
-        calls_in_parts: whether the queries of the latent attend in calls of their own, and only
-            these calls have its keys.
+        calls_in_parts: whether the queries of a block attend in several calls. Only those that
+            attend to its whole sequence merge, all by one plan.
         passes_options: whether blocks get the keyword arguments that :attr:`AttentionHost.merging`
             changes. Otherwise attention has to find the running block in the evaluation.
     """
@@ -92,7 +92,7 @@ class TransformerRecord:
     blocks: tuple[str, ...]
     at_end: bool
     host: AttentionHost
-    attention: str | Callable[[Any], nn.Module] = ""
+    attention: str = ""
     whole: Mapping[str, WholeBlock] = field(default_factory=dict)
     method: str = "forward"
     calls_in_parts: bool = False
@@ -125,8 +125,6 @@ class TransformerRecord:
 
     def attention_of(self, block: Any) -> nn.Module:
         """The module of a block that calls its self-attention."""
-        if callable(self.attention):
-            return self.attention(block)
         return getattr(block, self.attention) if self.attention else block
 
     def latent_among(self, pictures: Sequence[Picture]) -> int | None:
@@ -147,6 +145,8 @@ class AttentionBlock(Block):
         super().forget()
         self._outer_plan: Plan | None = None
         self._beside = 0
+        self._entered = 0
+        self._plans_of_parts: dict[Any, list[Plan | None]] = {}
 
     def overrides(self) -> list[Override]:
         block, name = self.module, self.record.method
@@ -185,7 +185,7 @@ class AttentionBlock(Block):
             layout = found.get((queries, tokens))
             if layout is None and (queries, tokens) in found:
                 return None, None
-        if self.record.calls_in_parts and not self._asks_for_latent(queries, tokens):
+        if tokens < self._entered:
             return None, None
         worthy = self._worthy(layout, tokens, evaluation.engine.least_in_attention)
         if worthy is None:
@@ -200,7 +200,9 @@ class AttentionBlock(Block):
             self.outcome.reason = "the queries of a part of the tokens do not merge"
             return None, None
         kind = "call" if merges_queries else "call with some of the queries"
-        plans = self.plans(kind, k, worthy, ratios)
+        plans = self._plans_of_parts.get((kind, worthy.key)) or self.plans(kind, k, worthy, ratios)
+        if self.record.calls_in_parts:
+            self._plans_of_parts[kind, worthy.key] = plans
         of_queries = plans[0] if merges_queries else None
         of_keys = plans[-1] if merges_keys else None
         noted = of_queries if of_keys is None else of_keys
@@ -378,6 +380,10 @@ class AttentionBlock(Block):
             if self.record.passes_options:
                 return forward(*args, **self.record.host.merging(self, kwargs))
             evaluation.running = self
+            if self.record.calls_in_parts:
+                given = (*args, *kwargs.values())
+                self._entered = next(x.shape[1] for x in given if isinstance(x, Tensor))
+                self._plans_of_parts = {}
             try:
                 return forward(*args, **kwargs)
             finally:

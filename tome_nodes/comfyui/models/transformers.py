@@ -5,7 +5,7 @@ Tokens merge where a block calls attention, so a record needs nothing else.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
@@ -56,6 +56,7 @@ class Transformer(TransformerRecord):
 
     classes: tuple[str, ...]
     pictures_of: Pictures
+    remarks: ClassVar[tuple[str, ...]] = ()
     host: AttentionHost = field(default=HOST, kw_only=True)
 
     @property
@@ -76,13 +77,15 @@ class Transformer(TransformerRecord):
 
     def changed_part(self, model: Any) -> str | None:
         for stack in self.stacks(model):
+            if any(not hasattr(block, self.method) for block in stack.blocks):
+                return f"{type(stack.blocks[0]).__name__}.{self.method}"
             whole = self.whole.get(stack.name)
             for block in filter(_is_of_the_host, stack.blocks):
                 if whole is not None and not takes(block, whole.tokens, whole.positions):
                     return f"{type(block).__name__}.forward"
                 try:
                     module = self.attention_of(block)
-                except (AttributeError, StopIteration):
+                except AttributeError:
                     return f"{type(block).__name__}.{self.attention}"
                 if self.passes_options and not takes(module, "transformer_options"):
                     return f"{type(module).__name__}.forward"
@@ -231,16 +234,6 @@ def _cosmos(model: Any, inputs: Inputs) -> Iterator[Picture]:
     yield Picture(grid_of(inputs.shape, patch))
 
 
-def _cogvideo(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    patch = model.patch_size_t or 1, model.patch_size, model.patch_size
-    yield Picture(grid_of(inputs.shape, patch))
-
-
-def _cosmos_attention(block: Any) -> nn.Module:
-    """The blocks of Cosmos 1 are lists of modules."""
-    return next(part.block for part in block.blocks if part.block_type in ("full_attn", "fa"))
-
-
 _FLUX_BLOCKS = {
     "double_blocks": WholeBlock(
         "img", "pe", along=2, absent=("attn_mask", "modulation_dims_img"), returned=0
@@ -283,6 +276,23 @@ QWEN_IMAGE = Transformer(
         )
     },
 )
+QWEN_IMAGE_21 = Transformer(
+    ("qwen_image21.model.QwenImage21Transformer2DModel",),
+    one_picture(1),
+    blocks=("transformer_blocks",),
+    at_end=True,
+    calls_in_parts=True,
+    passes_options=False,
+)
+SENSENOVA = Transformer(
+    ("sensenova.model.SenseNovaU15",),
+    one_picture(32),
+    blocks=("language_model.model.layers",),
+    at_end=True,
+    method="forward_generation",
+    calls_in_parts=True,
+    passes_options=False,
+)
 LUMINA = Transformer(
     ("lumina.model.NextDiT", "lumina.model.NextDiTPixelSpace"),
     _lumina,
@@ -306,54 +316,6 @@ HIDREAM_O1 = Transformer(
     at_end=True,
     passes_options=False,
 )
-AURA_FLOW = Transformer(
-    ("aura.mmdit.MMDiT",),
-    one_picture("patch_size"),
-    blocks=("double_layers", "single_layers"),
-    at_end=True,
-)
-OMNIGEN = Transformer(
-    ("omnigen.omnigen2.OmniGen2Transformer2DModel",),
-    with_references("patch_size", references_first=True),
-    blocks=("layers",),
-    at_end=True,
-)
-BOOGU = Transformer(
-    ("boogu.model.BooguTransformer2DModel",),
-    with_references("patch_size", references_first=True),
-    blocks=("double_stream_layers", "single_stream_layers"),
-    at_end=True,
-)
-IDEOGRAM = Transformer(
-    ("ideogram4.model.Ideogram4Transformer2DModel",),
-    one_picture(1),
-    blocks=("layers",),
-    at_end=True,
-)
-LENS = Transformer(
-    ("lens.model.LensTransformer2DModel",),
-    one_picture(1),
-    blocks=("transformer_blocks",),
-    at_end=False,
-)
-MAGE_FLOW = Transformer(
-    ("mage_flow.model.MageFlowTransformer2DModel",),
-    with_references(1),
-    blocks=("transformer_blocks",),
-    at_end=True,
-)
-JOY_IMAGE = Transformer(
-    ("joyimage.model.JoyImageTransformer3DModel",),
-    with_references("patch_size"),
-    blocks=("double_blocks",),
-    at_end=False,
-)
-PIXEL_DIT = Transformer(
-    ("pixeldit.model.PixDiT_T2I", "pixeldit.pid.PidNet"),
-    one_picture("patch_size"),
-    blocks=("patch_blocks",),
-    at_end=True,
-)
 WAN = Transformer(
     (
         "wan.model.WanModel",
@@ -374,6 +336,15 @@ WAN_SOUND = Transformer(
     blocks=("blocks",),
     at_end=False,
     attention="self_attn",
+)
+WAN_ANIMATE_2 = Transformer(
+    ("wan.model_animate2.WanAnimate2Model",),
+    one_picture("patch_size"),
+    blocks=("blocks",),
+    at_end=False,
+    method="forward_gen",
+    calls_in_parts=True,
+    passes_options=False,
 )
 SCAIL = Transformer(
     ("wan.model.SCAILWanModel", "wan.model.SCAIL2WanModel"),
@@ -396,13 +367,6 @@ LTX = Transformer(
     at_end=False,
     attention="attn1",
 )
-COSMOS_1 = Transformer(
-    ("cosmos.model.GeneralDIT",),
-    _cosmos,
-    blocks=("blocks",),
-    at_end=False,
-    attention=_cosmos_attention,
-)
 COSMOS_PREDICT = Transformer(
     ("cosmos.predict2.MiniTrainDIT", "anima.model.Anima"),
     _cosmos,
@@ -410,32 +374,15 @@ COSMOS_PREDICT = Transformer(
     at_end=False,
     attention="self_attn",
 )
-KANDINSKY = Transformer(
-    ("kandinsky5.model.Kandinsky5",),
-    one_picture("patch_size"),
-    blocks=("visual_transformer_blocks",),
-    at_end=False,
-    attention="self_attention",
-)
-MOCHI = Transformer(
-    ("genmo.joint_model.asymm_models_joint.AsymmDiTJoint",),
-    one_picture("patch_size"),
-    blocks=("blocks",),
-    at_end=False,
-)
-COG_VIDEO = Transformer(
-    ("cogvideo.model.CogVideoXTransformer3DModel",), _cogvideo, blocks=("blocks",), at_end=True
-)
 MINIMAX = Transformer(
     ("minimax.model.MiniMaxH3Model",), one_picture("patch_size"), blocks=("blocks",), at_end=True
 )
 
 TRANSFORMERS = (
-    *(FLUX, CHROMA, SD3, QWEN_IMAGE, LUMINA, KREA, HIDREAM, HIDREAM_O1, AURA_FLOW, OMNIGEN, BOOGU),
-    *(IDEOGRAM, LENS, MAGE_FLOW, JOY_IMAGE, PIXEL_DIT, WAN, WAN_SOUND, SCAIL, HUNYUAN_VIDEO, LTX),
-    *(COSMOS_1, COSMOS_PREDICT, KANDINSKY, MOCHI, COG_VIDEO, MINIMAX),
+    *(FLUX, CHROMA, SD3, QWEN_IMAGE, QWEN_IMAGE_21, SENSENOVA, LUMINA, KREA, HIDREAM, HIDREAM_O1),
+    *(WAN, WAN_ANIMATE_2, WAN_SOUND, SCAIL, HUNYUAN_VIDEO, LTX, COSMOS_PREDICT, MINIMAX),
 )
-"""All records."""
+"""All records. Whatever is not among them is asked where its pictures are."""
 
 _NO_OPTIONS = "its attention cannot be reached: ComfyUI does not hand it the transformer options"
 _NO_PICTURE = "it makes no picture"

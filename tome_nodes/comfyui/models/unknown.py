@@ -13,6 +13,8 @@ from .transformers import Transformer, one_picture
 class UnknownTransformer(Transformer):
     """A transformer of any class, whose pictures are found by :mod:`tome_nodes.comfyui.asking`."""
 
+    remarks = ("unknown model, picture found by asking",)
+
     def obstacle(self, model: nn.Module) -> str | None:
         return None
 

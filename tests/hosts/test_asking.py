@@ -1,0 +1,192 @@
+"""Transformers without a record: they are asked where their picture is."""
+
+import comfy.model_management
+import pytest
+import torch
+from common import Shuffle, relative_error
+from host import merging, overridden
+from models import made_up
+from models.made_up import MERGING, REFUSED, Turning
+
+from tome_nodes.comfyui import asking, attachment
+from tome_nodes.comfyui.attachment import attach
+from tome_nodes.comfyui.models.unknown import unknown_transformer
+from tools.tiny_models import TEXT, TINY, Tiny, conditioning, sample
+
+OVERRIDE = "optimized_attention_override"
+FOUND = "unknown model, picture found by asking"
+
+
+def keys_only(**options):
+    return merging(**{"strategy": "window", "attn_tokens": "k,v"} | options)
+
+
+def made(kind):
+    """A made-up model, and what the samplers of tests need to know of it."""
+    frames = 3 if kind is made_up.VideoAmongReferences else None
+    return made_up.build(kind), Tiny(kind.__name__, {}, 0, frames=frames, patch=kind.patch[1])
+
+
+def keys_of(model, tiny, size, config=None, **options):
+    """The numbers of keys of all attentions, and the result."""
+    numbers = []
+
+    def spy(func, q, k, v, heads, mask=None, **kwargs):
+        numbers.append(k.shape[-2])
+        return func(q, k, v, heads, mask=mask, **kwargs)
+
+    watched = model.clone()
+    watched.model_options["transformer_options"][OVERRIDE] = spy
+    if config is not None:
+        watched = attach(watched, config)
+    return numbers, sample(watched, tiny, size, **options)
+
+
+@pytest.fixture
+def no_records(monkeypatch):
+    """All transformers are asked."""
+    monkeypatch.setattr(attachment, "record_of", unknown_transformer)
+
+
+KNOWN = [
+    *("flux", "flux2", "chroma", "sd3", "qwen_image", "lumina2", "z_image", "krea2", "hidream"),
+    *("wan21", "wan21_i2v", "wan21_vace", "wan21_camera", "wan21_humo", "wan22_s2v", "wan21_scail"),
+    *("hunyuan_video", "ltxv", "ltxav", "cosmos_predict2", "anima", "minimax_h3"),
+]
+"""Kinds that have a record; those without are asked in all other tests."""
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_asking_finds_what_the_record_says(models, told, monkeypatch, kind):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(8, 10)
+    expected, picture = keys_of(model, tiny, size, keys_only(), steps=1)
+    monkeypatch.setattr(attachment, "record_of", unknown_transformer)
+    asked, same_picture = keys_of(model, tiny, size, keys_only(), steps=1)
+    assert asked == expected
+    assert torch.equal(same_picture, picture)
+    assert FOUND in told()[-1]
+    shuffled = sample(attach(model, keys_only(), Shuffle), tiny, size)
+    assert relative_error(shuffled, sample(model, tiny, size)) < 1e-5
+    assert overridden(model) == []
+
+
+@pytest.mark.parametrize("kind", MERGING)
+@pytest.mark.parametrize("attn_tokens", ["k,v", "q,k,v"])
+def test_made_up_models_merge_their_pictures_only(told, kind, attn_tokens):
+    model, tiny = made(kind)
+    size = tiny.size(8, 10)
+    config = keys_only(attn_tokens=attn_tokens)
+    before, plain = keys_of(model, tiny, size)
+    after, merged = keys_of(model, tiny, size, config)
+    picture = 80 * (tiny.frames or 1)
+    fewer = [(long, short) for long, short in zip(before, after, strict=True) if long != short]
+    assert fewer
+    assert all(picture // 2 - 8 <= long - short <= picture // 2 for long, short in fewer)
+    assert 1e-6 < relative_error(merged, plain) < 0.5
+    assert FOUND in told()[-1]
+    assert relative_error(sample(attach(model, config, Shuffle), tiny, size), plain) < 1e-5
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_whose_tokens_do_not_stand_row_by_row_do_not_merge(told, kind):
+    model, tiny = made(kind)
+    size = tiny.size(8, 10)
+    plain = sample(model, tiny, size)
+    assert torch.equal(sample(attach(model, keys_only()), tiny, size), plain)
+    assert f"nothing merged: the picture of a {kind.__name__} was not found by asking" in told()[-1]
+    assert overridden(model) == []
+
+
+def test_blocks_between_which_tokens_change_places_do_not_merge(told):
+    model, tiny = made(Turning)
+    size = tiny.size(8, 10)
+    plain = sample(model, tiny, size)
+    assert relative_error(sample(attach(model, keys_only(), Shuffle), tiny, size), plain) < 1e-5
+    assert "merged 1/3 blocks" in told()[-1]
+
+
+def test_references_of_an_unknown_model_merge_within_themselves(told):
+    model, tiny = made(made_up.VideoAmongReferences)
+    size = tiny.size(8, 10)
+    references = [
+        torch.randn(1, 16, 1, *sides, generator=torch.Generator().manual_seed(3))
+        for sides in ((12, 16), (16, 20))
+    ]
+    prompts = [conditioning(tiny, seed, reference_latents=references) for seed in (5, 6)]
+    before, plain = keys_of(model, tiny, size, prompts=prompts)
+    after, _ = keys_of(model, tiny, size, keys_only(), prompts=prompts)
+    assert before[0] == 48 + 80 + 240 + 32
+    assert before[0] - after[0] == (48 + 80 + 240) // 2
+    shuffled = sample(attach(model, keys_only(), Shuffle), tiny, size, prompts=prompts)
+    assert relative_error(shuffled, plain) < 1e-5
+
+
+def test_prompts_of_different_lengths(told):
+    model, tiny = made(made_up.RegistersAndTextBehind)
+    size = tiny.size(8, 10)
+    (text, extras), = conditioning(tiny, 5)
+    prompts = [[[text[:, : TEXT // 2], extras]], conditioning(tiny, 6)]
+    plain = sample(model, tiny, size, prompts=prompts)
+    shuffled = sample(attach(model, keys_only(), Shuffle), tiny, size, prompts=prompts)
+    assert relative_error(shuffled, plain) < 1e-5
+    assert "merged 3/3 blocks" in told()[-1]
+
+
+def test_asking_disturbs_nothing(monkeypatch):
+    """Neither other nodes' wrappers and overrides nor random numbers, and it asks once."""
+    model, tiny = made(made_up.RegistersAndTextBehind)
+    size = tiny.size(8, 10)
+    seen = []
+
+    def wrapper(executor, *args, **kwargs):
+        seen.append("wrapper")
+        return executor(*args, **kwargs)
+
+    def theirs(func, *args, **kwargs):
+        seen.append("override")
+        return func(*args, **kwargs)
+
+    other = model.clone()
+    other.add_wrapper_with_key("diffusion_model", "other", wrapper)
+    other.model_options["transformer_options"][OVERRIDE] = theirs
+    asked = []
+    ask = asking._asked
+    monkeypatch.setattr(asking, "_asked", lambda *args: asked.append(args) or ask(*args))
+    sample(other, tiny, size, sampler="euler_ancestral")
+    expected, seen[:] = [*seen], []
+    state = torch.get_rng_state()
+    merged = sample(attach(other, keys_only(ratio=0.5), Shuffle), tiny, size, sampler="euler_ancestral")
+    assert seen == expected
+    torch.set_rng_state(state)
+    plain = sample(other, tiny, size, sampler="euler_ancestral")
+    assert relative_error(merged, plain) < 1e-5
+    assert len(asked) == 1
+    sample(attach(other, keys_only()), tiny, size)
+    assert len(asked) == 1
+
+
+def test_a_model_that_cannot_be_asked_runs_unmerged(told, monkeypatch):
+    model, tiny = made(made_up.RegistersAndTextBehind)
+    size = tiny.size(8, 10)
+    plain = sample(model, tiny, size)
+
+    def fails(*_):
+        raise RuntimeError("no pixel today")
+
+    monkeypatch.setattr(asking, "changed", fails)
+    assert torch.equal(sample(attach(model, keys_only()), tiny, size), plain)
+    assert "could not be asked (RuntimeError: no pixel today)" in told()[-1]
+
+
+def test_an_interrupt_while_asking_ends_the_run(monkeypatch):
+    model, tiny = made(made_up.RegistersAndTextBehind)
+    ended = comfy.model_management.InterruptProcessingException
+
+    def interrupts(*_):
+        raise ended
+
+    monkeypatch.setattr(asking, "changed", interrupts)
+    with pytest.raises(ended):
+        sample(attach(model, keys_only()), tiny, tiny.size(8, 10))
+    assert overridden(model) == []
