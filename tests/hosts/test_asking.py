@@ -166,6 +166,15 @@ def test_asking_disturbs_nothing(monkeypatch):
     assert len(asked) == 1
 
 
+def test_what_a_model_keeps_for_later_evaluations_is_as_if_nobody_had_asked(told):
+    model, tiny = made(made_up.Caching)
+    size = tiny.size(8, 10)
+    plain = sample(model, tiny, size, cfg=1.0)
+    model.model.diffusion_model.kept = []
+    assert torch.equal(sample(attach(model, keys_only()), tiny, size, cfg=1.0), plain)
+    assert "a Caching keeps something from one evaluation to the next" in told()[-1]
+
+
 def test_a_model_that_cannot_be_asked_runs_unmerged(told, monkeypatch):
     model, tiny = made(made_up.RegistersAndTextBehind)
     size = tiny.size(8, 10)

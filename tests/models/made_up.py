@@ -310,6 +310,24 @@ class Turning(MadeUp):
         return picture.unflatten(1, turned).transpose(2, 3).flatten(1, 3)
 
 
+class Caching(MadeUp):
+    """What is before the picture runs in the first evaluation only, and its tokens are kept."""
+
+    def make_blocks(self) -> None:
+        super().make_blocks()
+        self.kept: list[Tensor] = []
+
+    def run(self, picture, text, sides, options, **kwargs):
+        first = not self.kept
+        for index, block in enumerate(self.blocks):
+            if first:
+                self.kept.append(text)
+                text = block(text, transformer_options=options)
+            x = torch.cat([self.kept[index], picture], 1)
+            picture = block(x, transformer_options=options)[:, -picture.shape[1] :]
+        return picture
+
+
 class InPlaceBlock(Block):
     """A block that changes its tokens in place, so that no memory of it stays."""
 

@@ -33,8 +33,14 @@ Evaluate = Callable[[Tensor, Mapping[str, Any], dict[str, Any]], Any]
 _OTHERS = ("wrappers", "callbacks", "patches", "patches_replace", OVERRIDE)
 """Transformer options of other nodes, which have nothing to do with what is asked."""
 
+_PLAIN = (bool, int, float, str, Tensor, list, tuple)
+"""Types of transformer options that cannot be a memory of the model."""
+
 _NUMBERING = ("idx", "index", "layer", "block")
 """Parts of the names of attributes that tell which of several equal blocks one is."""
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes of all modules."""
 
 _MOST_KEPT = 64
 
@@ -71,7 +77,7 @@ class Answer:
 
 
 def ask(
-    network: nn.Module,
+    model: Any,
     latent: Tensor,
     inputs: Inputs,
     options: Mapping[str, Any],
@@ -80,23 +86,25 @@ def ask(
     """Where the pictures of a model are; an earlier answer, if there is one for such inputs.
 
     Args:
-        network: the diffusion model, not compiled.
+        model: a BaseModel of the host.
         latent: as the host's model gets it; with sound, both are packed into one.
         inputs: the shape of the latent, and the conditions.
         options: the transformer options.
         evaluate: evaluates the host's model, without the wrappers of other nodes.
     """
+    network = uncompiled(model.diffusion_model)
     with lock_of(network):
         kept = _answers.setdefault(network, {})
         form = _form((inputs.shape, inputs.conditions))
         if form not in kept:
             if len(kept) >= _MOST_KEPT:
                 kept.clear()
-            kept[form] = _asked(network, latent, inputs, options, evaluate)
+            kept[form] = _asked(model, network, latent, inputs, options, evaluate)
         return kept[form]
 
 
 def _asked(
+    model: nn.Module,
     network: nn.Module,
     latent: Tensor,
     inputs: Inputs,
@@ -106,11 +114,15 @@ def _asked(
     name = type(network).__name__
     if len(inputs.shape) not in (4, 5):
         return Answer(obstacle=f"a {name} makes no picture")
-    own = {key: value for key, value in options.items() if key not in _OTHERS}
+    own = {
+        key: value
+        for key, value in options.items()
+        if key not in _OTHERS and isinstance(value, _PLAIN)
+    }
     references = _references(inputs)
 
     def watched(latent: Tensor, others: Mapping[str, Any]) -> _Watch:
-        watch = _Watch(network)
+        watch = _Watch(model, network)
         with watch.installed():
             evaluate(latent, {**inputs.conditions, **others}, own | {OVERRIDE: watch.attention})
         return watch
@@ -120,11 +132,12 @@ def _asked(
             before = watched(latent, {})
             after = watched(_changed_latent(latent, inputs.shape), {})
             with_references = watched(latent, _changed_all(references)) if references else None
-            return _answer(name, before, after, with_references, inputs, references, len(latent))
+        answer = _answer(name, before, after, with_references, inputs, references, len(latent))
     except Exception as error:
         # It may fail where the model itself does not, and then only merging is lost.
         why = f"{type(error).__name__}: {error}"
-        return Answer(obstacle=f"where the picture of a {name} is could not be asked ({why})")
+        answer = Answer(obstacle=f"where the picture of a {name} is could not be asked ({why})")
+    return answer
 
 
 def _answer(
@@ -137,6 +150,8 @@ def _answer(
     batch: int,
 ) -> Answer:
     """What was found by comparing evaluations."""
+    if any(each.has_kept for each in (before, after, with_references) if each is not None):
+        return Answer(obstacle=f"a {name} keeps something from one evaluation to the next")
     if not before.blocks:
         why = "does not hand the transformer options to its attention"
         return Answer(obstacle=f"a {name} {why}, or attends outside of its blocks")
@@ -269,13 +284,16 @@ class _Watch:
         blocks: what each block did that ran and attends, by name.
         left_out: which block stood for each block that was left out, and what entered it.
         order: the names of all blocks that the model called, in the order of their first calls.
+        has_kept: whether the model has kept something of its blocks for later evaluations.
     """
 
-    def __init__(self, network: nn.Module):
+    def __init__(self, model: nn.Module, network: nn.Module):
         self.blocks: dict[str, _Seen] = {}
         self.left_out: dict[str, tuple[str, list[Tensor]]] = {}
         self.order: dict[str, None] = {}
-        self._network = network
+        self.has_kept = False
+        self._memory: _Memory | None = None
+        self._model, self._network = model, network
         self._running: str | None = None
         self._results: dict[Any, tuple[str, Any]] = {}
 
@@ -288,13 +306,19 @@ class _Watch:
                 for name, block in blocks_of(self._network)
             ]
         )
-        with overrides.installed():
-            yield
+        try:
+            with overrides.installed():
+                yield
+        finally:
+            self.has_kept = self._memory is not None and self._memory.restore()
 
     def _watched(self, name: str, block: nn.Module, forward: Forward) -> Forward:
         kind = _kind(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if self._memory is None:
+                # What is kept before has nothing to do with attention, such as places.
+                self._memory = _Memory(self._model)
             self.order.setdefault(name)
             given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
             entered = [fingerprints(each) for each in given if _has_tokens(each)]
@@ -344,6 +368,76 @@ def _by_head(v: Tensor, q: Tensor, heads: int, by_head: bool) -> Tensor:
     elif v.ndim == 3:
         v = v.unflatten(2, (-1, q.shape[2] // heads))
     return v if v.shape[2] == heads else v.repeat_interleave(heads // v.shape[2], 2)
+
+
+class _Memory:
+    """What the modules of a model hold beside their weights."""
+
+    def __init__(self, model: nn.Module):
+        self._before = [
+            (vars(module), name, value, _content(value))
+            for module in model.modules()
+            for name, value in vars(module).items()
+            if name not in _OF_MODULES
+        ]
+        self._names = [(vars(module), set(vars(module))) for module in model.modules()]
+
+    def restore(self) -> bool:
+        """Take back what the model has kept, and return whether there was anything.
+
+        Only what holds tensors counts: the host notes on modules what it has loaded of them.
+        """
+        keeps = False
+        for attributes, name, value, content in self._before:
+            now = attributes.get(name)
+            if now is not value and _holds_tensors(now):
+                attributes[name], keeps = value, True
+            elif content is not None and _holds_tensors(_new_in(content, _content(value))):
+                _refill(value, content)
+                keeps = True
+        for attributes, names in self._names:
+            for name in set(attributes) - names:
+                if _holds_tensors(attributes[name]):
+                    del attributes[name]
+                    keeps = True
+        return keeps
+
+
+def _content(value: Any) -> list[Any] | dict[Any, Any] | None:
+    """A copy of what a list or a mapping holds, or an object of another class; else None."""
+    if isinstance(value, list | dict):
+        return value.copy()
+    is_object = hasattr(value, "__dict__") and not isinstance(value, nn.Module | type | Tensor)
+    return dict(vars(value)) if is_object and not callable(value) else None
+
+
+def _new_in(before: Any, now: Any) -> list[Any]:
+    """The values that a list or a mapping did not hold before."""
+    known = {id(each) for each in (before.values() if isinstance(before, dict) else before)}
+    values = now.values() if isinstance(now, dict) else now
+    return [each for each in values if id(each) not in known]
+
+
+def _refill(value: Any, content: Any) -> None:
+    if isinstance(value, list):
+        value[:] = content
+        return
+    held = value if isinstance(value, dict) else vars(value)
+    held.clear()
+    held.update(content)
+
+
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    """Whether a value is a tensor or holds any."""
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or isinstance(value, nn.Module | type):
+        return False
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(each, depth - 1) for each in value.values())
+    if isinstance(value, list | tuple | set):
+        return any(_holds_tensors(each, depth - 1) for each in value)
+    return hasattr(value, "__dict__") and _holds_tensors(vars(value), depth - 1)
 
 
 def _kind(block: nn.Module) -> Any:

@@ -29,6 +29,7 @@ from ..strategies import make_strategy
 from ..tuning.search import Measured
 from . import comfy_compiler, host_checks, workflow
 from .asking import Evaluate, ask
+from .attention import sparse_attention
 from .autotune_cache import autotune
 from .models import record_of
 from .models.base import ComfyRecord, Inputs
@@ -285,7 +286,7 @@ class _SamplingRun:
         record = self._record_of(diffusion_model)
         answer = None
         if isinstance(record, UnknownTransformer):
-            answer = ask(diffusion_model, x, inputs, options, evaluate_alone)
+            answer = ask(model, x, inputs, options, evaluate_alone)
             record = record.answered(answer.stacks, answer.passes_options)
         # A GPU is idle from here on until the model runs.
         sigma = max(t.flatten().tolist())
@@ -304,6 +305,7 @@ class _SamplingRun:
             pictures, obstacle = _pictures(record, diffusion_model, inputs)
         else:
             pictures, layouts, obstacle = answer.pictures, answer.layouts, answer.obstacle
+        obstacle = obstacle or sparse_attention(options)
         dtype = model.get_dtype_inference()
 
         def evaluate() -> Tensor:

@@ -8,7 +8,7 @@ The logarithms of the sizes are added in whatever attention function runs in the
 that it is given, so it also gets them as a mask.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,9 @@ from .key_weights import Attention, Note, flat, has_keys, weighed, with_sizes
 
 OVERRIDE = "optimized_attention_override"
 """The transformer option that the host calls instead of its attention."""
+
+_SPARSE = "nodes_sparse_attention"
+"""The module of the host whose functions attend to some keys only."""
 
 
 def merge_attention(
@@ -48,8 +51,10 @@ def merge_attention(
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        attend = func if theirs is None else partial(theirs, func)
         block = block_of()
+        if theirs is None and block is not None:
+            func = _stored_attention(block) or func
+        attend = func if theirs is None else partial(theirs, func)
         if block is None:
             return attend(q, k, v, heads, mask=mask, **kwargs)
         # A later host may wrap what it hands over.
@@ -90,6 +95,33 @@ def merge_attention(
         return _like(queries.unmerge(flat(out, out_by_head)), out, out_by_head)
 
     return options | {OVERRIDE: override}
+
+
+def _stored_attention(block: AttentionBlock) -> Attention | None:
+    """The attention that is stored with the weights of a block, as of ComfyUI 0.38.
+
+    The host calls it instead of its own where there is no override; None if there is none.
+    """
+    for module in block.attention.modules():
+        stored = getattr(module, "comfy_attention", None)
+        if stored is not None:
+            return getattr(stored, "function", None)
+    return None
+
+
+def sparse_attention(options: Mapping[str, Any]) -> str | None:
+    """Why nothing merges beside the host's sparse attention, None if that is not in use.
+
+    It runs on as many keys as queries, and would say nothing where merging leaves fewer.
+    """
+    replaced = options.get("patches_replace", {}).get("dit", {})
+    functions = (options.get(OVERRIDE), *replaced.values())
+    if any(getattr(each, "__module__", "").endswith(_SPARSE) for each in functions):
+        return (
+            "Model Sparse Attention needs all keys, and is used instead; without that node, tokens "
+            "merge"
+        )
+    return None
 
 
 def weigh_attention(

@@ -24,7 +24,13 @@ Note = Callable[[str | None], None]
 
 # Attention functions of the host that add a mask cheaply.
 _TAKE_MASK = frozenset(
-    {"attention_basic", "attention_split", "attention_sub_quad", "attention_pytorch"}
+    {
+        "attention_basic",
+        "attention_comfy_kitchen_int8",
+        "attention_pytorch",
+        "attention_split",
+        "attention_sub_quad",
+    }
 )
 # Those that take no mask, or are slow with one.
 _TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})

@@ -148,12 +148,17 @@ class AttentionBlock(Block):
         self._entered = 0
         self._plans_of_parts: dict[Any, list[Plan | None]] = {}
 
+    @property
+    def attention(self) -> nn.Module:
+        """The module that calls self-attention."""
+        return self.record.attention_of(self.module)
+
     def overrides(self) -> list[Override]:
         block, name = self.module, self.record.method
         method = getattr(block, name)
         if not self.model.config.merge_attn:
             return [(block, name, self._run_block(method))]
-        attention = self.record.attention_of(block)
+        attention = self.attention
         if attention is block:
             return [(block, name, self.timed(self._run_block(self._merge_calls(method))))]
         return [

@@ -87,7 +87,7 @@ class ModuleBlock(Block):
         if self.record.shapes is None and self.index == 0:
             stack = self.stack.module
             overrides.append((stack, "forward", self._run_stack(stack.forward)))
-        overrides.append((block, self.timed(self._run_block(block.forward))))
+        overrides.append((block, "forward", self.timed(self._run_block(block.forward))))
         self._attends_to_itself = not self.record.attends_to_text(block)
         if not self._attends_to_itself:
             # Only queries merge, as in the x4 upscaler.

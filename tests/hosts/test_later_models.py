@@ -1,0 +1,171 @@
+"""Models of later hosts, by twins with the same contract (see `CONTRIBUTING.md`)."""
+
+import sys
+import types
+
+import pytest
+import torch
+from common import Shuffle, relative_error
+from host import merging, overridden
+from models import made_up
+from models.twins import QwenImage21, SenseNova, StoredAttention, WanAnimate2, named
+
+from tome_nodes.comfyui.attachment import attach
+from tome_nodes.comfyui.models import TRANSFORMERS
+from tome_nodes.strategies.bipartite import BipartiteStrategy
+from tools.tiny_models import TEXT, TINY, Tiny, conditioning, sample
+
+OVERRIDE = "optimized_attention_override"
+PICTURE = 80
+
+
+@named("qwen_image21.model.QwenImage21Transformer2DModel")
+class Cached(QwenImage21):
+    """Runs what is before the picture once."""
+
+    caches = True
+
+
+TWINS = {
+    "qwen_image_21": (QwenImage21, Tiny("", {}, 3, patch=1)),
+    "qwen_image_21_cached": (Cached, Tiny("", {}, 3, patch=1)),
+    "sensenova": (SenseNova, Tiny("", {}, 3, channels=3, patch=32)),
+    "wan_animate_2": (WanAnimate2, Tiny("", {}, 2, frames=4)),
+}
+
+
+def keys_only(**options):
+    return merging(**{"strategy": "window", "attn_tokens": "k,v"} | options)
+
+
+@pytest.fixture(params=TWINS)
+def twin(request):
+    """A twin, and what the sampler of tests needs to know of it."""
+    kind, tiny = TWINS[request.param]
+    model = made_up.build(kind)
+
+    def afresh(**options):
+        """Sample in a run of its own, for which nothing is kept from the last."""
+        model.model.diffusion_model.kept = []
+        return options
+
+    return model, tiny, afresh
+
+
+def calls_of(model, tiny, **options):
+    """Queries and keys of each attention, and the result."""
+    calls = []
+
+    def spy(func, q, k, v, heads, mask=None, **kwargs):
+        calls.append((q.shape[-2], k.shape[-2]))
+        return func(q, k, v, heads, mask=mask, **kwargs)
+
+    watched = model.clone()
+    watched.model_options["transformer_options"][OVERRIDE] = spy
+    return watched, calls
+
+
+def test_twins_merge_the_keys_of_the_picture_and_nothing_else(twin, told):
+    model, tiny, afresh = twin
+    size = tiny.size(8, 10)
+    watched, calls = calls_of(model, tiny)
+    plain = sample(watched, tiny, size, **afresh(cfg=1.0))
+    before, calls[:] = [*calls], []
+    merged = sample(attach(watched, keys_only()), tiny, size, **afresh(cfg=1.0))
+    picture = PICTURE * (tiny.frames or 1)
+    fewer = [(old, new) for old, new in zip(before, calls, strict=True) if old != new]
+    assert len(fewer) == 2 * tiny.blocks * (tiny.frames or 1)
+    assert all(
+        queries == new_queries and picture // 2 - 8 <= keys - new_keys <= picture // 2
+        for (queries, keys), (new_queries, new_keys) in fewer
+    )
+    assert 1e-6 < relative_error(merged, plain) < 0.5
+    assert f"merged {tiny.blocks}/{tiny.blocks} blocks" in told()[-1]
+    assert "by asking" not in told()[-1]
+
+
+def test_lossless_plans_reproduce_twins(twin):
+    model, tiny, afresh = twin
+    size = tiny.size(7, 9)
+    plain = sample(model, tiny, size, **afresh(cfg=1.0))
+    shuffled = sample(attach(model, keys_only(), Shuffle), tiny, size, **afresh(cfg=1.0))
+    assert relative_error(shuffled, plain) < 1e-5
+    assert overridden(model) == []
+
+
+def test_references_of_qwen_image_21_stay_in_the_prefix():
+    model, tiny = made_up.build(QwenImage21), TWINS["qwen_image_21"][1]
+    size = tiny.size(8, 10)
+    reference = torch.randn(1, 16, 12, 16, generator=torch.Generator().manual_seed(3))
+    prompts = [conditioning(tiny, seed, reference_latents=[reference]) for seed in (5, 6)]
+    watched, calls = calls_of(model, tiny)
+    plain = sample(watched, tiny, size, steps=1, cfg=1.0, prompts=prompts)
+    before, calls[:] = [*calls], []
+    sample(attach(watched, keys_only()), tiny, size, steps=1, cfg=1.0, prompts=prompts)
+    assert before[:3] == [(TEXT, TEXT), (192, TEXT + 192), (80, TEXT + 272)]
+    assert calls[:3] == [(TEXT, TEXT), (192, TEXT + 192), (80, TEXT + 232)]
+    shuffled = attach(model, keys_only(), Shuffle)
+    result = sample(shuffled, tiny, size, steps=1, cfg=1.0, prompts=prompts)
+    assert relative_error(result, plain) < 1e-5
+
+
+def test_the_frames_of_wan_animate_2_share_one_plan_in_each_block(monkeypatch):
+    made = []
+    plans = BipartiteStrategy.plans
+
+    def counted(self, features, grid, ratios):
+        made.append(grid)
+        return plans(self, features, grid, ratios)
+
+    monkeypatch.setattr(BipartiteStrategy, "plans", counted)
+    model, tiny = made_up.build(WanAnimate2), TWINS["wan_animate_2"][1]
+    attached = attach(model, keys_only(), Shuffle)
+    sample(attached, tiny, tiny.size(8, 10), steps=1, cfg=1.0)
+    made.clear()
+    sample(attached, tiny, tiny.size(8, 10), steps=1, cfg=1.0)
+    # The reference attends without a pose. Of a video, the first frame and the others merge apart.
+    assert len(made) == tiny.blocks * 2 * 2
+
+
+@pytest.mark.parametrize("kind", ["minimax_h3", "krea2", "wan21"])
+def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(models, kind, told):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(8, 10)
+    expected = sample(attach(model, keys_only()), tiny, size)
+    record = next(each for each in TRANSFORMERS if each.matches(model.model.diffusion_model))
+    stored = StoredAttention()
+    blocks = model.model.diffusion_model.blocks
+    modules = [getattr(block, record.attention or "attn") for block in blocks]
+    try:
+        for module in modules:
+            module.comfy_attention = stored
+        result = sample(attach(model, keys_only()), tiny, size)
+    finally:
+        for module in modules:
+            del module.comfy_attention
+    assert relative_error(result, expected) < 1e-5
+    picture = PICTURE * (tiny.frames or 1)
+    assert stored.keys
+    assert all(keys < tiny.before + picture for keys in stored.keys)
+    assert "weigh as one token" not in told()[-1]
+
+
+@pytest.mark.parametrize("hook", ["override", "patch"])
+def test_beside_a_sparse_attention_nothing_merges_and_the_log_says_why(models, told, hook):
+    tiny, model = TINY["minimax_h3"], models("minimax_h3")
+    size = tiny.size(8, 10)
+    module = types.ModuleType("comfy_extras.nodes_sparse_attention")
+    exec(  # noqa: S102
+        "def override(func, *args, **kwargs):\n    return func(*args, **kwargs)\n"
+        "def patch(args, extra):\n    return extra['original_block'](args)\n",
+        vars(module),
+    )
+    sparse = model.clone()
+    if hook == "override":
+        sparse.model_options["transformer_options"][OVERRIDE] = module.override
+    else:
+        sparse.set_model_patch_replace(module.patch, "dit", "double_block", 0)
+    plain = sample(sparse, tiny, size)
+    assert torch.equal(sample(attach(sparse, keys_only()), tiny, size), plain)
+    assert "nothing merged: Model Sparse Attention needs all keys" in told()[-1]
+    assert module.__name__ not in sys.modules
