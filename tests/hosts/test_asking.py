@@ -125,7 +125,7 @@ def test_references_of_an_unknown_model_merge_within_themselves(told):
 def test_prompts_of_different_lengths(told):
     model, tiny = made(made_up.RegistersAndTextBehind)
     size = tiny.size(8, 10)
-    (text, extras), = conditioning(tiny, 5)
+    ((text, extras),) = conditioning(tiny, 5)
     prompts = [[[text[:, : TEXT // 2], extras]], conditioning(tiny, 6)]
     plain = sample(model, tiny, size, prompts=prompts)
     shuffled = sample(attach(model, keys_only(), Shuffle), tiny, size, prompts=prompts)
@@ -156,7 +156,9 @@ def test_asking_disturbs_nothing(monkeypatch):
     sample(other, tiny, size, sampler="euler_ancestral")
     expected, seen[:] = [*seen], []
     state = torch.get_rng_state()
-    merged = sample(attach(other, keys_only(ratio=0.5), Shuffle), tiny, size, sampler="euler_ancestral")
+    merged = sample(
+        attach(other, keys_only(ratio=0.5), Shuffle), tiny, size, sampler="euler_ancestral"
+    )
     assert seen == expected
     torch.set_rng_state(state)
     plain = sample(other, tiny, size, sampler="euler_ancestral")

@@ -155,7 +155,7 @@ def test_beside_a_sparse_attention_nothing_merges_and_the_log_says_why(models, t
     tiny, model = TINY["minimax_h3"], models("minimax_h3")
     size = tiny.size(8, 10)
     module = types.ModuleType("comfy_extras.nodes_sparse_attention")
-    exec(  # noqa: S102
+    exec(
         "def override(func, *args, **kwargs):\n    return func(*args, **kwargs)\n"
         "def patch(args, extra):\n    return extra['original_block'](args)\n",
         vars(module),

@@ -127,9 +127,7 @@ class MadeUp(nn.Module):
             for amount in (0, -side % each)
         ]
         deep = F.pad(deep, pads, mode="replicate")
-        sides = tuple(
-            side // each for side, each in zip(deep.shape[2:], self.patch, strict=True)
-        )
+        sides = tuple(side // each for side, each in zip(deep.shape[2:], self.patch, strict=True))
         cut = [size for pair in zip(sides, self.patch, strict=True) for size in pair]
         values = deep.reshape(*deep.shape[:2], *cut).permute(0, 2, 4, 6, 1, 3, 5, 7)
         tokens = self.to_tokens(values.reshape(len(x), sides[0] * sides[1] * sides[2], -1))

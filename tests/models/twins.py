@@ -55,9 +55,7 @@ class QwenImage21(MadeUp):
         self.kept: list[tuple[Tensor, Tensor]] = []
 
     def run(self, picture, text, sides, options, ref_latents=(), **kwargs):
-        references = [
-            self.tokens_of(each)[0].expand(len(picture), -1, -1) for each in ref_latents
-        ]
+        references = [self.tokens_of(each)[0].expand(len(picture), -1, -1) for each in ref_latents]
         x = torch.cat([text, *references, picture], 1)
         ends, prefix = [text.shape[1]], x.shape[1] - picture.shape[1]
         for each in (*references, picture):

@@ -40,7 +40,7 @@ _PATCHES = (1, 2, 4, 8, 14, 16, 32)
 _PATCH_FRAMES = (1, 2, 4)
 
 _FEATURES = 8
-"""How many numbers stand for a token. One of them could be the same before and after by rounding."""
+"""How many numbers stand for a token; one alone could stay the same by rounding."""
 
 
 def probed_pixels(sides: Sides) -> list[Sides]:

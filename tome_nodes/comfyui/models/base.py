@@ -56,8 +56,9 @@ class Inputs:
 class ComfyRecord(ModelRecord, Protocol):
     """What is known about ComfyUI's models of one kind."""
 
-    remarks: tuple[str, ...]
-    """What the log says about models of this kind, in a few words each."""
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the log says about models of this kind, in a few words each."""
 
     def matches(self, model: nn.Module) -> bool:
         """Whether a model is of this kind."""
