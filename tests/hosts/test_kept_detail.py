@@ -2,6 +2,7 @@
 
 import copy
 
+import comfy.model_management
 import pytest
 import torch
 from common import relative_error
@@ -109,3 +110,25 @@ def test_a_copy_of_the_options_keeps_what_was_kept(model_of, kind):
 
     model = attach(model_of(kind), kept())
     assert torch.equal(sampled(wrapped(model, copying), kind), sampled(model, kind))
+
+
+# Flux changes tokens in place, so that it has no gradients.
+@pytest.mark.parametrize("kind", ["z_image", "sd15"])
+def test_nothing_is_kept_while_gradients_are_computed(model_of, kind, told, monkeypatch):
+    """As in nodes that guide a model by the gradient of its answer."""
+    # Otherwise the host runs kernels that have no gradients.
+    monkeypatch.setattr(comfy.model_management, "in_training", True)
+    sizes = []
+
+    def guided(apply_model, args):
+        with torch.enable_grad():
+            noisy = args["input"].clone().requires_grad_()
+            answer = apply_model(noisy, args["timestep"], **args["c"])
+            (gradient,) = torch.autograd.grad(answer.square().mean(), noisy)
+        sizes.append(gradient.norm())
+        return answer.detach()
+
+    sampled(wrapped(attach(model_of(kind), kept()), guided), kind)
+    assert len(sizes) == 8
+    assert all(torch.isfinite(size) and size > 0 for size in sizes)
+    assert "as gradients are computed" in told()[-1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
+from comfy_extras import nodes_easycache
 from common import FakeClock
 from host import conditioning, overridden, sample
 
@@ -249,6 +250,38 @@ def test_blocks_that_run_on_merged_tokens_have_both_ladders(sd15, models):
     assert ladders_for(sd15) == [BALANCED, FAST]
     assert ladders_for(models("flux")) == [BALANCED, FAST]
     assert ladders_for(models("sd3")) == [BALANCED]
+
+
+@pytest.mark.parametrize("kind", ["flux", "sd15"])
+@pytest.mark.parametrize("candidate", [BALANCED[2], FAST[2]], ids=str)
+@pytest.mark.parametrize("cache", [nodes_easycache.LazyCacheNode, nodes_easycache.EasyCacheNode])
+def test_a_node_that_skips_evaluations_is_not_measured_in_place_of_the_model(
+    models, load, kind, candidate, cache
+):
+    if kind == "sd15":
+        model, run = load("sd15", levels=2), sampling_of_unet()
+    else:
+        model, run = models(kind), sampling(kind)
+    (skipping,) = cache.execute(model, 3.0, 0.0, 1.0, False).args
+    expected, found = (Trials(each, run).measure(candidate) for each in (model, skipping))
+    assert found.obstacle is None
+    assert found.change == pytest.approx(expected.change, rel=1e-3)
+
+
+def test_a_node_that_answers_in_place_of_the_model_is_said(models):
+    model = models("flux").clone()
+    model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "theirs", lambda _, x, *args: 0.5 * x)
+    found = tune(model, sampling(), Wish("speed", 1.2))
+    assert found.obstacle == (
+        "the model could not be tried: RuntimeError: other code answers in place of the model"
+    )
+
+
+@pytest.mark.parametrize("steps", [4, 20])
+def test_evaluations_that_were_skipped_count_for_the_limit(models, steps):
+    (skipping,) = nodes_easycache.LazyCacheNode.execute(models("flux"), 3.0, 0.0, 1.0, False).args
+    found = tune(skipping, sampling(steps=steps), Wish("speed", 1.3))
+    assert 0 < found.evaluations <= 2 * steps
 
 
 @pytest.mark.parametrize("denoise", [0.0, 1e-9])
