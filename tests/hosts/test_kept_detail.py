@@ -8,8 +8,8 @@ import torch
 from common import relative_error
 from host import merging, sample
 
-from tome_nodes.comfyui.attachment import attach
-from tools.tiny_models import TINY
+from tome_nodes.comfyui.attachment import KEY, attach
+from tools.tiny_models import TINY, build
 from tools.tiny_models import sample as sample_transformer
 
 MOVES = "as other places of the picture are evaluated from step to step"
@@ -132,3 +132,49 @@ def test_nothing_is_kept_while_gradients_are_computed(model_of, kind, told, monk
     assert len(sizes) == 8
     assert all(torch.isfinite(size) and size > 0 for size in sizes)
     assert "as gradients are computed" in told()[-1]
+
+
+@pytest.mark.parametrize("kind", ["flux", "z_image"])
+def test_models_that_share_a_step_may_take_turns_in_any_order(model_of, kind):
+    """As threads on several devices do, each with a deep clone of the model."""
+    model, twin = model_of(kind), build(TINY[kind]).model
+
+    class Shared(Tiles):
+        def __init__(self, turns):
+            super().__init__(0)
+            self.turns = turns
+
+        def __call__(self, apply_model, args):
+            level = float(args["timestep"].max())
+            if level not in self.levels:
+                self.levels.append(level)
+            halves, answers = args["input"].chunk(2, -1), {}
+            for each in self.turns[len(self.levels) % 2]:
+                evaluate = twin.apply_model if each else apply_model
+                given = halves[each].contiguous(), args["timestep"]
+                answers[each] = evaluate(*given, **args["c"])
+            return torch.cat([answers[0], answers[1]], -1)
+
+    patched = attach(model, kept())
+    expected = sampled(wrapped(patched, Shared([(0, 1), (0, 1)])), kind)
+    assert torch.equal(sampled(wrapped(patched, Shared([(0, 1), (1, 0)])), kind), expected)
+
+
+def test_what_is_counted_in_a_step_is_counted_under_a_lock(model_of):
+    """Else threads on several devices lose counts, and get the detail of each other's parts."""
+    counted = []
+
+    class Watched(dict):
+        def get(self, name, default=None):
+            if name == "context_window":
+                counted.append(self[KEY]._lock.locked())
+            return super().get(name, default)
+
+    def watching(apply_model, args):
+        options = Watched(args["c"]["transformer_options"])
+        return apply_model(
+            args["input"], args["timestep"], **args["c"] | {"transformer_options": options}
+        )
+
+    sampled(wrapped(attach(model_of("flux"), kept()), watching), "flux")
+    assert counted == [True] * 8
