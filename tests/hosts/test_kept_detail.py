@@ -87,6 +87,39 @@ def test_detail_of_one_place_is_added(model_of, told, kind, sampler):
     assert MOVES not in line
 
 
+@pytest.mark.parametrize("kind", ["flux", "z_image"])
+def test_a_node_may_leave_out_the_negative_prompt_in_every_second_step(model_of, kind):
+    """Its calls are then counted as those of the other prompt, which paints the same place."""
+
+    def apart(skips):
+        levels = set()
+
+        def evaluate(apply_model, args):
+            levels.add(float(args["timestep"].max()))
+            assert args["cond_or_uncond"] == [1, 0]
+            answers = []
+            for each in (1,) if skips and len(levels) % 2 == 0 else (0, 1):
+                noisy, level = args["input"][each : each + 1], args["timestep"][each : each + 1]
+                given = {
+                    name: value[each : each + 1] if torch.is_tensor(value) else value
+                    for name, value in args["c"].items()
+                }
+                answers.append(apply_model(noisy, level, **given))
+            return torch.cat([answers[0], answers[-1]])
+
+        return evaluate
+
+    model = model_of(kind)
+    changes = [
+        relative_error(
+            sampled(wrapped(attach(model, kept()), apart(skips)), kind),
+            sampled(wrapped(model, apart(skips)), kind),
+        )
+        for skips in (False, True)
+    ]
+    assert changes[1] < 2 * changes[0]
+
+
 @kinds
 def test_a_node_may_change_the_answer_in_place(model_of, kind):
     def doubled(apply_model, args):
