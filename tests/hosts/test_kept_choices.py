@@ -5,10 +5,13 @@ There is no GPU here, so a CPU is probed, by a clock that these tests set.
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import folder_paths
 import pytest
 import torch
 from common import FakeClock, relative_error
@@ -248,4 +251,30 @@ def test_a_folder_where_nothing_can_be_locked_is_written_to(monkeypatch):
     entry = Choice("channels", "mask", {"mask": 2e-3, "channels": 1e-3})
     kept.read(CPU, CASE, "mask")
     kept.keep(CPU, CASE, entry)
+    assert KeptChoices().read(CPU, CASE, "mask") == entry
+
+
+def test_windows_has_a_lock_of_its_own(monkeypatch, tmp_path):
+    """With a stand-in for the module that only Windows has."""
+    calls = []
+
+    def locking(number, mode, count):
+        assert os.fstat(number).st_size == 0
+        calls.append((mode, count))
+
+    with monkeypatch.context() as patch:
+        windows = SimpleNamespace(LK_LOCK="lock", LK_UNLCK="unlock", locking=locking)
+        patch.setitem(sys.modules, "msvcrt", windows)
+        patch.setattr(sys, "platform", "win32")
+        locked = runpy.run_path(file_lock.__file__)["locked"]
+    with pytest.raises(KeyError), locked(tmp_path / "a file.json"):
+        assert calls == [("lock", 1)]
+        raise KeyError
+    assert calls == [("lock", 1), ("unlock", 1)]
+
+
+def test_a_folder_with_any_name_will_do(user_folder):
+    folder_paths.set_user_directory(str(user_folder / "Bücher und 絵 & co"))
+    entry = Choice("channels", "mask", {"mask": 2e-3, "channels": 1e-3})
+    KeptChoices().keep(CPU, CASE, entry)
     assert KeptChoices().read(CPU, CASE, "mask") == entry
