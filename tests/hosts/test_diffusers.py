@@ -12,7 +12,14 @@ import pytest
 import tomesd
 import torch
 from common import EVERYTHING, TOMESD_OPTIONS, Counted, Shuffle, relative_error, theirs_and_ours
-from diffusers import AutoencoderKL, UNet2DConditionModel, UNet2DModel
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    EulerAncestralDiscreteScheduler,
+    LCMScheduler,
+    UNet2DConditionModel,
+    UNet2DModel,
+)
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import (
     AttnProcessor,
@@ -610,6 +617,38 @@ def test_an_override_of_other_code_is_run_and_comes_back(unet):
     assert lengths == [TOKENS // 2]
 
 
+def test_a_forward_with_other_names_merges_as_before(unet):
+    tome_nodes.apply_patch(unet)
+    expected = call(unet)
+    own = unet.forward
+    for theirs in (
+        lambda *args, **kwargs: own(*args, **kwargs),
+        lambda x, t, **others: own(x, t, **others),
+        lambda x, timesteps=None, **others: own(x, others.pop("timestep", timesteps), **others),
+    ):
+        unet.forward = theirs
+        assert torch.equal(call(unet), expected)
+    unet.forward = lambda **kwargs: own(**kwargs)
+    with torch.no_grad():
+        assert torch.equal(unet(timestep=torch.tensor(500), **inputs(unet)).sample, expected)
+
+
+def test_a_call_that_is_not_as_of_a_unet_runs_unmerged_and_says_so_once(unet, told):
+    own, arguments = unet.forward, inputs(unet)
+    expected = call(unet)
+    tome_nodes.apply_patch(unet)
+    text = arguments["encoder_hidden_states"]
+    unet.forward = lambda text, x: own(x["sample"], x["timestep"], text)
+    with torch.no_grad():
+        for _ in range(2):
+            given = {"sample": arguments["sample"], "timestep": torch.tensor(500)}
+            assert torch.equal(unet(text, given).sample, expected)
+    assert told() == [
+        "[ToMe] nothing merged: the UNet was called without a sample and a timestep, as other code "
+        "has replaced its forward"
+    ]
+
+
 @pytest.mark.parametrize("order", ["patch first", "offload first"])
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_offloading(unet, offload, order):
@@ -654,6 +693,58 @@ def test_another_picture_at_the_first_timestep_begins_a_run(unet, options):
     tome_nodes.apply_patch(unet, **options)
     run(0, 900)
     assert all(map(torch.equal, run(1, 900, 600, 300), expected))
+
+
+def ended_by_denoising_end(case):
+    case(steps=8, denoising_end=0.7)
+
+
+def ended_by_interrupt(case):
+    def interrupt(pipeline, step, timestep, values):
+        pipeline._interrupt = step == 2
+        return values
+
+    case(steps=8, callback_on_step_end=interrupt)
+
+
+@pytest.mark.parametrize("options", KEEP_OVER_STEPS, ids=str)
+@pytest.mark.parametrize("end", [ended_by_denoising_end, ended_by_interrupt])
+def test_a_picture_after_one_that_ended_early_begins_a_run(end, options):
+    first, second = CASES["sdxl"](), CASES["sdxl_img2img"]()
+    unet = second.pipeline.unet = first.pipeline.unet
+
+    def picture():
+        return second(steps=8, strength=0.4, seed=3)
+
+    tome_nodes.apply_patch(unet, max_downsample=2, **options)
+    expected = picture()
+    tome_nodes.apply_patch(unet, max_downsample=2, **options)
+    end(first)
+    assert torch.equal(picture(), expected)
+
+
+@pytest.mark.parametrize("options", KEEP_OVER_STEPS, ids=str)
+def test_another_picture_at_a_lower_timestep_begins_a_run(unet, options):
+    """Timesteps that are numbers say nothing about their schedule."""
+    tome_nodes.apply_patch(unet, **options)
+    expected = [call(unet, timestep, seed=1) for timestep in (500, 300)]
+    tome_nodes.apply_patch(unet, **options)
+    for timestep in 900, 600:
+        call(unet, timestep)
+    assert all(map(torch.equal, [call(unet, each, seed=1) for each in (500, 300)], expected))
+
+
+@pytest.mark.parametrize(
+    "scheduler", [DDIMScheduler, EulerAncestralDiscreteScheduler, LCMScheduler]
+)
+def test_a_run_goes_on_whatever_noise_its_sampler_adds(untried, scheduler):
+    case = CASES["sd15"]()
+    case.pipeline.scheduler = scheduler()
+    config = ToMeConfig(min_tokens=1, reuse_steps=99)
+    Attachment(config, DiffusersUNets(), 1000, Counted).attach(case.pipeline.unet)
+    Counted.made = 0
+    case(steps=8)
+    assert Counted.made == 1 + 1
 
 
 @pytest.mark.parametrize("options", KEEP_OVER_STEPS, ids=str)
@@ -803,6 +894,23 @@ def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
     with torch.no_grad():
         difference = (loss(sample + way) - loss(sample - way)) / 2
     assert difference.item() == pytest.approx((sample.grad * way).sum().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("options", KEEP_OVER_STEPS, ids=str)
+def test_nothing_is_kept_while_gradients_are_computed(unet, told, options):
+    """A sample that looks like the next step of the one before, as timesteps of training may."""
+
+    def gradients(*timesteps):
+        for timestep in timesteps:
+            unet.zero_grad()
+            unet(timestep=torch.tensor(timestep), **inputs(unet)).sample.square().mean().backward()
+        return [parameter.grad.clone() for parameter in unet.parameters()]
+
+    tome_nodes.apply_patch(unet, **options)
+    first = gradients(300)
+    tome_nodes.apply_patch(unet, **options)
+    assert all(map(torch.equal, gradients(800, 600, 300), first))
+    assert ("as gradients are computed" in told()[-1]) == ("scope" in options)
 
 
 def test_gradient_checkpointing_is_left_alone(unet, told):

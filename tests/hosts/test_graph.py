@@ -1,5 +1,7 @@
 """Who feeds whom in the workflow that runs, also where nodes make nodes."""
 
+import sys
+from types import ModuleType
 from unittest.mock import call, create_autospec
 
 import pytest
@@ -97,3 +99,12 @@ def test_text_is_sent_only_where_an_editor_queued_the_workflow(monkeypatch):
     assert server.mock_calls == [
         call.send_progress_text("5/16 blocks  \nstep 1/2", "tome", "editor")
     ]
+
+
+def test_the_server_is_not_imported_only_to_ask_for_it(monkeypatch):
+    """In ComfyUI 0.18.2, what it imports may be of another folder by then."""
+    monkeypatch.delitem(sys.modules, "server")
+    assert workflow.running_server() is None
+    assert "server" not in sys.modules
+    monkeypatch.setitem(sys.modules, "server", ModuleType("server"))
+    assert workflow.running_server() is None

@@ -4,13 +4,20 @@ There is no GPU here, so a CPU is probed, by a clock that these tests set.
 """
 
 import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import folder_paths
 import pytest
 import torch
 from common import FakeClock, relative_error
 from host import merging, sample
 
-from tome_nodes.comfyui import attachment, autotune_cache, key_weights
+from tome_nodes.comfyui import attachment, autotune_cache, file_lock, key_weights
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.comfyui.autotune_cache import FILE, KeptChoices
 from tome_nodes.comfyui.key_weights import Capabilities, Way, way_of, ways_of
@@ -190,3 +197,84 @@ def test_a_way_that_is_unknown_here_is_measured_anew(sd15, probed):
     _, run, again, _ = probed(sd15, CHANNELS)
     assert again == calls > 0
     assert "Tried here: weights by channels (1 ms, mask 2 ms)" in in_words(run)
+
+
+WRITER = """
+import sys
+import comfyui_in_process
+import folder_paths
+folder_paths.set_user_directory(sys.argv[1])
+from tome_nodes.comfyui.json_cache import UserFile
+file = UserFile("shared.json", "a test", "", 1000, dict, lambda entry: {"by": entry["by"]})
+print("ready", flush=True)
+input()
+for number in range(40):
+    file.keep({"by": sys.argv[2], "number": number}, {"by": sys.argv[2]})
+"""
+
+
+def test_processes_that_write_at_the_same_time_lose_no_entry(user_folder):
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), str(root / "tests")])
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(user_folder), str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path},
+            text=True,
+        )
+        for number in range(3)
+    ]
+    for writer in writers:
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+    for writer in writers:
+        writer.communicate()
+        assert writer.returncode == 0
+    (path,) = user_folder.rglob("shared.json")
+    entries = [
+        (each["of"]["by"], each["of"]["number"])
+        for each in json.loads(path.read_text())["measured"]
+    ]
+    assert sorted(entries) == [(str(by), number) for by in range(3) for number in range(40)]
+
+
+def test_a_folder_where_nothing_can_be_locked_is_written_to(monkeypatch):
+    def refuse(*_):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(file_lock, "_lock", refuse)
+    kept = KeptChoices()
+    entry = Choice("channels", "mask", {"mask": 2e-3, "channels": 1e-3})
+    kept.read(CPU, CASE, "mask")
+    kept.keep(CPU, CASE, entry)
+    assert KeptChoices().read(CPU, CASE, "mask") == entry
+
+
+def test_windows_has_a_lock_of_its_own(monkeypatch, tmp_path):
+    """With a stand-in for the module that only Windows has."""
+    calls = []
+
+    def locking(number, mode, count):
+        assert os.fstat(number).st_size == 0
+        calls.append((mode, count))
+
+    with monkeypatch.context() as patch:
+        windows = SimpleNamespace(LK_LOCK="lock", LK_UNLCK="unlock", locking=locking)
+        patch.setitem(sys.modules, "msvcrt", windows)
+        patch.setattr(sys, "platform", "win32")
+        locked = runpy.run_path(file_lock.__file__)["locked"]
+    with pytest.raises(KeyError), locked(tmp_path / "a file.json"):
+        assert calls == [("lock", 1)]
+        raise KeyError
+    assert calls == [("lock", 1), ("unlock", 1)]
+
+
+def test_a_folder_with_any_name_will_do(user_folder):
+    folder_paths.set_user_directory(str(user_folder / "Bücher und 絵 & co"))
+    entry = Choice("channels", "mask", {"mask": 2e-3, "channels": 1e-3})
+    KeptChoices().keep(CPU, CASE, entry)
+    assert KeptChoices().read(CPU, CASE, "mask") == entry

@@ -2,13 +2,14 @@
 
 import copy
 
+import comfy.model_management
 import pytest
 import torch
 from common import relative_error
 from host import merging, sample
 
-from tome_nodes.comfyui.attachment import attach
-from tools.tiny_models import TINY
+from tome_nodes.comfyui.attachment import KEY, attach
+from tools.tiny_models import TINY, build
 from tools.tiny_models import sample as sample_transformer
 
 MOVES = "as other places of the picture are evaluated from step to step"
@@ -86,6 +87,39 @@ def test_detail_of_one_place_is_added(model_of, told, kind, sampler):
     assert MOVES not in line
 
 
+@pytest.mark.parametrize("kind", ["flux", "z_image"])
+def test_a_node_may_leave_out_the_negative_prompt_in_every_second_step(model_of, kind):
+    """Its calls are then counted as those of the other prompt, which paints the same place."""
+
+    def apart(skips):
+        levels = set()
+
+        def evaluate(apply_model, args):
+            levels.add(float(args["timestep"].max()))
+            assert args["cond_or_uncond"] == [1, 0]
+            answers = []
+            for each in (1,) if skips and len(levels) % 2 == 0 else (0, 1):
+                noisy, level = args["input"][each : each + 1], args["timestep"][each : each + 1]
+                given = {
+                    name: value[each : each + 1] if torch.is_tensor(value) else value
+                    for name, value in args["c"].items()
+                }
+                answers.append(apply_model(noisy, level, **given))
+            return torch.cat([answers[0], answers[-1]])
+
+        return evaluate
+
+    model = model_of(kind)
+    changes = [
+        relative_error(
+            sampled(wrapped(attach(model, kept()), apart(skips)), kind),
+            sampled(wrapped(model, apart(skips)), kind),
+        )
+        for skips in (False, True)
+    ]
+    assert changes[1] < 2 * changes[0]
+
+
 @kinds
 def test_a_node_may_change_the_answer_in_place(model_of, kind):
     def doubled(apply_model, args):
@@ -109,3 +143,71 @@ def test_a_copy_of_the_options_keeps_what_was_kept(model_of, kind):
 
     model = attach(model_of(kind), kept())
     assert torch.equal(sampled(wrapped(model, copying), kind), sampled(model, kind))
+
+
+# Flux changes tokens in place, so that it has no gradients.
+@pytest.mark.parametrize("kind", ["z_image", "sd15"])
+def test_nothing_is_kept_while_gradients_are_computed(model_of, kind, told, monkeypatch):
+    """As in nodes that guide a model by the gradient of its answer."""
+    # Otherwise the host runs kernels that have no gradients.
+    monkeypatch.setattr(comfy.model_management, "in_training", True, raising=False)
+    sizes = []
+
+    def guided(apply_model, args):
+        with torch.enable_grad():
+            noisy = args["input"].clone().requires_grad_()
+            answer = apply_model(noisy, args["timestep"], **args["c"])
+            (gradient,) = torch.autograd.grad(answer.square().mean(), noisy)
+        sizes.append(gradient.norm())
+        return answer.detach()
+
+    sampled(wrapped(attach(model_of(kind), kept()), guided), kind)
+    assert len(sizes) == 8
+    assert all(torch.isfinite(size) and size > 0 for size in sizes)
+    assert "as gradients are computed" in told()[-1]
+
+
+@pytest.mark.parametrize("kind", ["flux", "z_image"])
+def test_models_that_share_a_step_may_take_turns_in_any_order(model_of, kind):
+    """As threads on several devices do, each with a deep clone of the model."""
+    model, twin = model_of(kind), build(TINY[kind]).model
+
+    class Shared(Tiles):
+        def __init__(self, turns):
+            super().__init__(0)
+            self.turns = turns
+
+        def __call__(self, apply_model, args):
+            level = float(args["timestep"].max())
+            if level not in self.levels:
+                self.levels.append(level)
+            halves, answers = args["input"].chunk(2, -1), {}
+            for each in self.turns[len(self.levels) % 2]:
+                evaluate = twin.apply_model if each else apply_model
+                given = halves[each].contiguous(), args["timestep"]
+                answers[each] = evaluate(*given, **args["c"])
+            return torch.cat([answers[0], answers[1]], -1)
+
+    patched = attach(model, kept())
+    expected = sampled(wrapped(patched, Shared([(0, 1), (0, 1)])), kind)
+    assert torch.equal(sampled(wrapped(patched, Shared([(0, 1), (1, 0)])), kind), expected)
+
+
+def test_what_is_counted_in_a_step_is_counted_under_a_lock(model_of):
+    """Else threads on several devices lose counts, and get the detail of each other's parts."""
+    counted = []
+
+    class Watched(dict):
+        def get(self, name, default=None):
+            if name == "context_window":
+                counted.append(self[KEY]._lock.locked())
+            return super().get(name, default)
+
+    def watching(apply_model, args):
+        options = Watched(args["c"]["transformer_options"])
+        return apply_model(
+            args["input"], args["timestep"], **args["c"] | {"transformer_options": options}
+        )
+
+    sampled(wrapped(attach(model_of("flux"), kept()), watching), "flux")
+    assert counted == [True] * 8

@@ -10,6 +10,7 @@ import pytest
 import torch
 from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
+from comfy_extras import nodes_easycache
 from common import FakeClock
 from host import conditioning, overridden, sample
 
@@ -251,6 +252,38 @@ def test_blocks_that_run_on_merged_tokens_have_both_ladders(sd15, models):
     assert ladders_for(models("sd3")) == [BALANCED]
 
 
+@pytest.mark.parametrize("kind", ["flux", "sd15"])
+@pytest.mark.parametrize("candidate", [BALANCED[2], FAST[2]], ids=str)
+@pytest.mark.parametrize("cache", [nodes_easycache.LazyCacheNode, nodes_easycache.EasyCacheNode])
+def test_a_node_that_skips_evaluations_is_not_measured_in_place_of_the_model(
+    models, load, kind, candidate, cache
+):
+    if kind == "sd15":
+        model, run = load("sd15", levels=2), sampling_of_unet()
+    else:
+        model, run = models(kind), sampling(kind)
+    (skipping,) = cache.execute(model, 3.0, 0.0, 1.0, False).args
+    expected, found = (Trials(each, run).measure(candidate) for each in (model, skipping))
+    assert found.obstacle is None
+    assert found.change == pytest.approx(expected.change, rel=1e-3)
+
+
+def test_a_node_that_answers_in_place_of_the_model_is_said(models):
+    model = models("flux").clone()
+    model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "theirs", lambda _, x, *args: 0.5 * x)
+    found = tune(model, sampling(), Wish("speed", 1.2))
+    assert found.obstacle == (
+        "the model could not be tried: RuntimeError: other code answers in place of the model"
+    )
+
+
+@pytest.mark.parametrize("steps", [4, 20])
+def test_evaluations_that_were_skipped_count_for_the_limit(models, steps):
+    (skipping,) = nodes_easycache.LazyCacheNode.execute(models("flux"), 3.0, 0.0, 1.0, False).args
+    found = tune(skipping, sampling(steps=steps), Wish("speed", 1.3))
+    assert 0 < found.evaluations <= 2 * steps
+
+
 @pytest.mark.parametrize("denoise", [0.0, 1e-9])
 def test_nothing_to_sample_is_said(timed, denoise):
     found = tuned(timed, Wish("speed", 1.2), denoise=denoise)
@@ -405,7 +438,7 @@ def test_our_own_patch_is_not_another_kind_of_model(timed):
 def test_what_is_kept_is_in_the_users_folder_and_readable(timed, user_folder):
     found = tuned(timed, Wish("speed", 1.2))
     path = user_folder / "__tome_nodes" / "tune.json"
-    assert [*user_folder.rglob("*.*")] == [path]
+    assert {*user_folder.rglob("*.*")} == {path, path.with_suffix(".lock")}
     (entry,) = json.loads(path.read_text())["measured"]
     assert entry["of"]["latent"] == [1, 16, 32, 32]
     assert entry["wishes"] == [{"goal": "speed", "amount": 1.2}]
@@ -464,7 +497,7 @@ def test_a_file_that_is_not_ours_is_left_as_it_is(told, text):
     assert tune_cache.read({}) == tune_cache.Kept()
     tune_cache.write({}, tune_cache.Kept("2026-11-23", FIGURES))
     assert path.read_text() == text
-    assert [*path.parent.iterdir()] == [path]
+    assert {*path.parent.iterdir()} == {path, path.with_suffix(".lock")}
     assert all("not as this version writes it" in line for line in told()) and len(told()) == 2
 
 

@@ -126,6 +126,9 @@ def test_numbers_that_are_not_finite_are_refused(name, value):
             "max_downsample=3 is not allowed: .* auto \\| 1 \\| 2 \\| 4 \\| 8$",
         ),
         ({"max_downsample": "2"}, "max_downsample='2' is not allowed"),
+        # Both are equal to 1.
+        ({"max_downsample": True}, "max_downsample=True is not allowed"),
+        ({"max_downsample": 1.0}, r"max_downsample=1\.0 is not allowed"),
     ],
 )
 def test_contradictions_are_refused_in_a_sentence_that_names_the_option(settings, sentence):

@@ -83,7 +83,6 @@ def test_only_a_host_knows_its_libraries():
         "comfy_execution": {"comfyui"},
         "comfyui_version": {"comfyui"},
         "folder_paths": {"comfyui"},
-        "server": {"comfyui"},
         "comfy_api": {"comfyui.nodes"},
         "diffusers": {"pytorch"},
         "triton": {"ops.triton"},
@@ -118,7 +117,18 @@ def test_kernels_import_only_what_earlier_tritons_have():
 STANDARD = {
     *("collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "inspect"),
     *("json", "logging", "math", "reprlib", "statistics", "struct", "sys", "threading", "time"),
-    *("datetime", "itertools", "pathlib", "traceback", "types", "typing", "uuid", "weakref"),
+    *(
+        "datetime",
+        "fcntl",
+        "itertools",
+        "msvcrt",
+        "pathlib",
+        "traceback",
+        "types",
+        "typing",
+        "uuid",
+        "weakref",
+    ),
 }
 
 

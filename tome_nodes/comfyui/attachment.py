@@ -373,17 +373,18 @@ class _SamplingRun:
             step=step,
             progress=step / last_step if last_step > 0 else 0.0,
             picks=step,
-            part=self._part(options, sigma),
+            part=self._part(uncompiled(model.diffusion_model), options, sigma),
             is_active=sigma in NoiseRange.of(self._config, model.model_sampling.percent_to_sigma),
             steps_left=max(0, last_step - step),
             from_noise=self._from_noise
             or is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),
         )
 
-    def _part(self, options: dict[str, Any], sigma: float) -> Hashable:
-        """What the batch of an evaluation is made of, as far as the options say.
+    def _part(self, network: nn.Module, options: dict[str, Any], sigma: float) -> Hashable:
+        """What the batch of an evaluation of a network is made of, as far as the options say.
 
-        They say nothing about tiles, but tiles come in the same order in each step.
+        They say nothing about tiles, but a network gets its tiles in the same order in each step;
+        which of several devices is the first is left to chance.
         """
         window = options.get("context_window")
         composition = (
@@ -394,8 +395,8 @@ class _SamplingRun:
         if sigma != self._sigma:
             self._sigma = sigma
             self._calls.clear()
-        self._calls[composition] += 1
-        return composition, self._calls[composition]
+        self._calls[network, composition] += 1
+        return composition, self._calls[network, composition]
 
     def finish(self) -> LastRun | None:
         """Report the run; returns what is kept of it, None if nothing was evaluated.

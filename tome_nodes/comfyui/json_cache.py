@@ -14,6 +14,8 @@ from uuid import uuid4
 
 import folder_paths
 
+from .file_lock import locked
+
 log = logging.getLogger("tome_nodes")
 
 Entry = TypeVar("Entry")
@@ -61,6 +63,11 @@ class UserFile(Generic[Entry]):
 
         Where there is no file, there are no entries.
         """
+        # Windows does not replace a file that another process has open.
+        with locked(self.path):
+            return self._read()
+
+    def _read(self) -> dict[str, Entry] | None:
         path = self.path
         try:
             content = path.read_text(encoding="utf-8")
@@ -93,7 +100,18 @@ class UserFile(Generic[Entry]):
 
     def keep(self, key: Mapping[str, Any], entry: Entry) -> None:
         """Keep an entry, in place of the one with this key; a warning if it cannot be written."""
-        entries = self.read()
+        path = self.path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _warn(error)
+            return
+        # Another ComfyUI may have the same folder.
+        with locked(path):
+            self._keep(key, entry)
+
+    def _keep(self, key: Mapping[str, Any], entry: Entry) -> None:
+        entries = self._read()
         if entries is None:
             return
         entries.pop(line_of(key), None)
@@ -107,18 +125,21 @@ class UserFile(Generic[Entry]):
             ],
         }
         path = self.path
-        # Another ComfyUI may have the same folder.
+        # Whoever reads it without a lock finds it whole.
         draft = path.with_suffix(f".{uuid4().hex}.draft")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             draft.write_text(
                 json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8"
             )
             draft.replace(path)
         except OSError as error:
-            log.warning("[ToMe] what was measured is not kept: %s", error)
+            _warn(error)
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
+
+
+def _warn(error: OSError) -> None:
+    log.warning("[ToMe] what was measured is not kept: %s", error)
 
 
 def line_of(key: Mapping[str, Any]) -> str:

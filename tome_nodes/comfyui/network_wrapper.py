@@ -22,19 +22,35 @@ _NETWORK = WrappersMP.DIFFUSION_MODEL
 def can_run_inside(model: Any, options: dict[str, Any]) -> bool:
     """Whether another node wraps the network of a model, and we can be inside of it.
 
-    Not in a compiled network, whose graph may outlive the wrappers. Only if what enters it is the
-    noisy latent, and what leaves it the difference to the denoised one over the noise level.
+    Only if what enters it is the noisy latent, and what leaves it the difference to the denoised
+    one over the noise level.
+
+    Args:
+        model: a BaseModel of the host.
+        options: the transformer options of an evaluation.
+    """
+    return is_wrapped(model, options) and isinstance(model.model_sampling, CONST)
+
+
+def is_wrapped(model: Any, options: dict[str, Any]) -> bool:
+    """Whether another node wraps the network of a model, and it can be wrapped inside of that.
+
+    Not a compiled network, whose graph may outlive the wrappers.
 
     Args:
         model: a BaseModel of the host.
         options: the transformer options of an evaluation.
     """
     network: nn.Module = model.diffusion_model
-    return (
-        any(options.get("wrappers", {}).get(_NETWORK, {}).values())
-        and isinstance(model.model_sampling, CONST)
-        and uncompiled(network) is network
-    )
+    wrappers = options.get("wrappers", {}).get(_NETWORK, {})
+    return any(wrappers.values()) and uncompiled(network) is network
+
+
+def innermost(wrapper: Callable[..., Any], key: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The transformer options of an evaluation in which a wrapper of the network is the last."""
+    wrappers = options["wrappers"]
+    others = {name: each for name, each in wrappers[_NETWORK].items() if name != key}
+    return options | {"wrappers": {**wrappers, _NETWORK: {**others, key: [wrapper]}}}
 
 
 def inside(whole: WholeModel, t: Tensor, shape: tuple[int, ...], options: dict[str, Any]) -> Any:
@@ -62,7 +78,4 @@ def inside(whole: WholeModel, t: Tensor, shape: tuple[int, ...], options: dict[s
 
         return ((latent - whole.run(latent, denoise)) / sigma).to(given.dtype)
 
-    wrappers = options["wrappers"]
-    # The last of them is the innermost.
-    network = {**wrappers[_NETWORK], "tome_nodes": [run]}
-    return options | {"wrappers": {**wrappers, _NETWORK: network}}
+    return innermost(run, "tome_nodes", options)

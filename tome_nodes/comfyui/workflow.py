@@ -3,6 +3,7 @@
 Nodes that a node creates while it runs count as that node, which is the one that the user sees.
 """
 
+import sys
 from collections.abc import Set
 from typing import Any
 
@@ -36,10 +37,9 @@ def feeds(node: str, class_type: str, input_name: str) -> bool:
 
 def running_server() -> Any:
     """The server that runs in this process, a PromptServer of the host; None if there is none."""
-    # Imported here, as it is not needed without a server.
-    from server import PromptServer
-
-    return getattr(PromptServer, "instance", None)
+    # Not imported: without a server none is needed, and an early import may find others' modules.
+    module = sys.modules.get("server")
+    return getattr(getattr(module, "PromptServer", None), "instance", None)
 
 
 def show_text(node: str, text: str) -> None:

@@ -54,6 +54,9 @@ _NEIGHBOURHOOD = 4
 MOVES = "as other places of the picture are evaluated from step to step"
 """The reason to report if kept detail is of another place."""
 
+GRADIENTS = "as gradients are computed"
+"""The reason to report while nothing is kept, since it would be of another training sample."""
+
 
 @dataclass(eq=False)
 class Detail:

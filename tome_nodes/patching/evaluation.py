@@ -23,7 +23,7 @@ from ..merging.random_picks import step_key
 from ..ops.autotune import Autotune
 from ..settings.config import ToMeConfig
 from .blocks import Evaluation, Layouts, ModelRecord, PatchedModel, SharedPlans
-from .detail_cache import Details
+from .detail_cache import GRADIENTS, Details
 from .engine import Engine, MakeStrategy, make_engine
 from .outcome import Evaluated, Observer, Outcome
 from .schedule import Moment, ratio_at
@@ -214,6 +214,9 @@ class Run:
         evaluation = Evaluation(engine, ratio, latent, self._plans_for(moment), pictures)
         if config.scope != "stack" or config.refresh_steps == 0:
             return evaluation
+        if torch.is_grad_enabled():
+            evaluation.merges_in_modules = GRADIENTS
+            return evaluation
         if self._falls_back is not None:
             evaluation.merges_in_modules = self._falls_back
             return evaluation
@@ -228,7 +231,8 @@ class Run:
 
     def _keep(self, evaluation: Evaluation) -> None:
         """Keep what later evaluations need to know of this one."""
-        self._falls_back = evaluation.falls_back
+        if not torch.is_grad_enabled():
+            self._falls_back = evaluation.falls_back
         if not evaluation.kept_in_graph:
             return
         # CUDA graphs write to the same memory each time.
@@ -261,10 +265,13 @@ class Run:
         """The plans to share in this evaluation: those of an earlier step, or none yet.
 
         A plan fits only the samples of its batch, so it is kept under what the batch is made of.
+        While gradients are computed, each evaluation may have another sample.
         """
         every = self._config.reuse_steps
         if every == 0:
             return None
+        if torch.is_grad_enabled():
+            return {}
         if moment.step // every != self._period:
             self._period = moment.step // every
             self._plans.clear()

@@ -13,8 +13,9 @@ import math
 import struct
 from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
+from itertools import zip_longest
 from threading import local
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torch._dynamo.decorators import skip
 
 from ..merging.grid import Grid
 from ..patching.blocks import Reasons
+from ..patching.detail_cache import belongs
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
 from ..patching.merge_modules import UNetRecord
@@ -38,6 +40,10 @@ REASONS = Reasons(
     tokens_changed="other code changes the tokens of the transformer blocks",
     attention_masked="other code masks the attention or changes its tokens",
     attention_replaced="other code replaces the attention of the transformer blocks",
+)
+
+_UNKNOWN_CALL = (
+    "the UNet was called without a sample and a timestep, as other code has replaced its forward"
 )
 
 RECOMPUTED = "gradient checkpointing runs the transformer blocks again outside of the UNet's call"
@@ -201,8 +207,9 @@ class _Calls:
     The place follows from the second argument of a call, the timestep. It falls from the number of
     noise levels that the model was trained on, less one, to 0, and ``ratio`` moves to ``ratio_end``
     in step with it. A new run begins at a larger timestep than in the call before, after a call
-    that failed, and with another sample at the first timestep, unless that comes from the same
-    schedule: guidance may call the UNet with several samples in each step.
+    that failed, and with another sample: at the first timestep, unless that comes from the same
+    schedule, as guidance may call the UNet with several samples in each step; and at a smaller one,
+    since the run before may have ended early.
 
     It is a context manager, to be entered for a call that has begun.
 
@@ -231,7 +238,7 @@ class _Calls:
         self._reported = reported
         self._shape: torch.Size | None = None
         self._timestep = self._first_timestep = math.nan
-        # What the first call of a run got, until the next step.
+        # What the first call of the last step got.
         self._first: tuple[Tensor, Tensor | float] | None = None
         self._completed = True
         self._step = 0
@@ -239,9 +246,15 @@ class _Calls:
 
     @torch.compiler.disable
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Begin a call with these arguments; returns whether they are those of a UNet."""
+        """Begin a call with these arguments; returns whether they are those of a UNet.
+
+        If not, that is said once.
+        """
         sample, timestep = _first_two_arguments(self.unet, args, kwargs)
-        if sample is None or timestep is None:
+        is_sample = isinstance(sample, Tensor) and sample.ndim >= 4
+        is_timestep = isinstance(timestep, SupportsFloat)
+        if not (is_sample and is_timestep):
+            self._warn_once(_UNKNOWN_CALL)
             return False
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
         self._follow(noise, sample, timestep)
@@ -278,11 +291,14 @@ class _Calls:
         if not counts.merged_anything:
             model = self.run.model
             reason = log_line.obstacle(counts, model.max_downsample, model.shallowest)
-            if self._is_new(reason):
-                log.warning("[ToMe] nothing merged: %s", reason)
+            self._warn_once(reason)
         elif self._is_new(self._shape):
             backend = [] if self.run.engine is None else self.run.engine.in_words()
             log.info("[ToMe] %s", log_line.log_line(counts, self._config, backend))
+
+    def _warn_once(self, reason: str) -> None:
+        if self._is_new(reason):
+            log.warning("[ToMe] nothing merged: %s", reason)
 
     def _is_new(self, what: Hashable) -> bool:
         is_new = what not in self._reported
@@ -293,24 +309,30 @@ class _Calls:
         """Count the steps of a run, and the calls of a step."""
         if self._begins_run(noise, sample, timestep):
             self._step = self._call = 0
-            self._first_timestep, self._first = noise, (sample.detach().clone(), timestep)
+            self._first_timestep = noise
             self.run.restart()
         elif noise == self._timestep:
             self._call += 1
         else:
             self._step += 1
             self._call = 0
-            self._first = None
+        if self._call == 0:
+            self._first = sample.detach().clone(), timestep
         self._timestep = noise
 
     def _begins_run(self, noise: float, sample: Tensor, timestep: Tensor | float) -> bool:
-        if not (self._completed and noise <= self._timestep):
+        if self._first is None or not (self._completed and noise <= self._timestep):
             return True
-        if noise != self._timestep or self._first is None:
-            return False
         first, its_timestep = self._first
+        if noise < self._timestep:
+            return not (
+                _is_of_one_schedule(timestep, its_timestep)
+                or first.shape != sample.shape
+                or _goes_on(first, sample.detach().to(first.device))
+            )
         return (
-            not _is_of_one_schedule(timestep, its_timestep)
+            self._step == 0
+            and not _may_be_of_one_schedule(timestep, its_timestep)
             and first.shape == sample.shape
             and not torch.equal(first, sample.to(first.device))
         )
@@ -334,19 +356,47 @@ class _Calls:
         return -math.inf if percent == 1 else (1 - percent) * self._noisiest
 
 
-def _is_of_one_schedule(timestep: Tensor | float, other: Tensor | float) -> bool:
+def _may_be_of_one_schedule(timestep: Tensor | float, other: Tensor | float) -> bool:
     """Whether timesteps may be elements of one tensor."""
     if not (isinstance(timestep, Tensor) and isinstance(other, Tensor)):
         return True
     return timestep.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
+def _is_of_one_schedule(timestep: Tensor | float, other: Tensor | float) -> bool:
+    """Whether timesteps are elements of one tensor, which has more of them."""
+    return (
+        isinstance(timestep, Tensor)
+        and isinstance(other, Tensor)
+        and _may_be_of_one_schedule(timestep, other)
+        and timestep.untyped_storage().nbytes() > timestep.numel() * timestep.element_size()
+    )
+
+
+def _goes_on(before: Tensor, sample: Tensor) -> bool:
+    """Whether a sample may be that of the step after another: a sampler does not change it much.
+
+    Both are ``[batch, channels, height, width]``. Channels that say what to paint may be the same
+    in each run, so each channel is compared alone.
+    """
+    before, sample = (each.flatten(2).flatten(0, 1).unsqueeze(2) for each in (before, sample))
+    return belongs(before, sample)
+
+
 def _first_two_arguments(
     unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The sample and the timestep of a call, by position or name; None if missing."""
-    names = list(inspect.signature(unet.forward).parameters)[:2]
-    given = [*args[:2], *(kwargs.get(name) for name in names[len(args) :]), None, None]
+    """The sample and the timestep of a call, by position or name; None if missing.
+
+    Other code may replace ``forward`` by a function whose arguments have other names, or none.
+    """
+    own = list(inspect.signature(type(unet).forward).parameters)[1:3]
+    replaced = list(inspect.signature(unet.forward).parameters)[:2]
+    named = [
+        next((kwargs[name] for name in names if name in kwargs), None)
+        for names in zip_longest(own, replaced)
+    ]
+    given = [*args[:2], *named[len(args) :], None, None]
     return given[0], given[1]
 
 

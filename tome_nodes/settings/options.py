@@ -75,7 +75,9 @@ class Option:
             OptionError: it is out of range, NaN, or none of the choices.
         """
         if self.choices:
-            if not is_plain(value) or value not in self.choices:
+            # True and 1.0 are equal to 1, but no choice.
+            is_number = isinstance(value, bool | float)
+            if not is_plain(value) or is_number or value not in self.choices:
                 allowed = " | ".join(map(str, self.choices))
                 raise self._error(OptionError, value, f"one of {allowed}")
         elif self.is_of_host:

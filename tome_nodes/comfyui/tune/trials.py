@@ -20,6 +20,7 @@ from comfy.model_management import (
 )
 from comfy.model_patcher import ModelPatcher
 from comfy.nested_tensor import NestedTensor
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from comfy.samplers import KSAMPLER, KSampler
 from comfy.utils import ProgressBar
 from torch import Tensor
@@ -31,6 +32,7 @@ from ...settings.presets import settings_of
 from ...tuning.search import BALANCED, FAST, Candidate, Ladder, Measured
 from ...tuning.trial_steps import full_steps, trial_steps
 from .. import attachment
+from ..network_wrapper import innermost, is_wrapped
 
 log = logging.getLogger("tome_nodes")
 
@@ -73,6 +75,47 @@ class Answer:
 
     denoised: Tensor
     seconds: float
+
+
+class _OutOfBudget(Exception):
+    """There are not enough evaluations left."""
+
+
+class _Reached:
+    """Tells whether evaluations get as far as the network of a model: other nodes may skip it."""
+
+    _KEY = "tome_nodes_reached"
+
+    def __init__(self) -> None:
+        self.is_reached = False
+
+    def watched(self, model: ModelPatcher) -> ModelPatcher:
+        """A clone of a model whose evaluations are followed."""
+        clone = model.clone()
+        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, self._KEY, self._apply_model)
+        return clone
+
+    def _apply_model(
+        self,
+        executor: WrapperExecutor,
+        x: Tensor,
+        t: Tensor,
+        c_concat: Tensor | None = None,
+        c_crossattn: Tensor | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        options = {} if transformer_options is None else transformer_options
+        if is_wrapped(executor.class_obj, options):
+            options = innermost(self._network, self._KEY, options)
+        else:
+            self.is_reached = True
+        return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+
+    def _network(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        self.is_reached = True
+        return executor(*args, **kwargs)
 
 
 class Trials:
@@ -130,27 +173,33 @@ class Trials:
             InterruptProcessingException: the user stopped it.
         """
         config = ToMeConfig(**settings_of(candidate.preset, {"ratio": candidate.ratio}))
-        if not self._plain:
-            self._walk()
+        try:
+            if not self._plain:
+                self._walk()
+            return self._measured(candidate, config)
+        except _OutOfBudget:
+            return None
+
+    def _measured(self, candidate: Candidate, config: ToMeConfig) -> Measured:
         full = full_steps(config, self.steps, self.from_noise)
         before = {step - 1 for step in self._trial_steps} & {*full}
         steps = sorted({*self._trial_steps} | before)
         left = self._budget - self.evaluations - _UNPATCHED_AGAIN
         if left < len(steps):
-            return None
+            raise _OutOfBudget
         patched = attachment.attach(self._model, config, is_quiet=True)
         try:
             if len(self._trial_steps) == 1 and left >= 2 * len(steps):
                 # A first evaluation may compile.
                 self._answers(patched, steps)
             answers = self._answers(patched, steps)
-        except InterruptProcessingException:
+            self._unpatched.append(self._time_unpatched())
+        except (InterruptProcessingException, _OutOfBudget):
             raise
         except Exception as error:
             # The sampler would fail in the same way: another preset may do better.
             log.warning("[ToMe] %s: %s: %s", candidate, type(error).__name__, error)
             return self._failed(f"{type(error).__name__}: {error}")
-        self._unpatched.append(self._time_unpatched())
         merged = {step: answers[step] for step in self._trial_steps}
         on_all = {step: answers[step] for step in before}
         share = len(full) / self.steps if on_all else 0.0
@@ -189,10 +238,32 @@ class Trials:
     def _answers(self, model: ModelPatcher, steps: Sequence[int]) -> dict[int, Answer]:
         """The answers of a model at some steps, in a run of its own.
 
+        Nodes that skip evaluations answer with what they have kept in a run. From the first such
+        answer on, another run goes on, which begins one step before.
+
+        Raises:
+            RuntimeError: other code answers where nothing can have been kept.
+            _OutOfBudget: there are not enough evaluations left for further runs.
+        """
+        answers: list[Answer] = []
+        while len(answers) < len(steps):
+            first = max(0, len(answers) - 1)
+            if self.evaluations + len(steps) - first > self._budget:
+                raise _OutOfBudget
+            new = self._answers_in_a_run(model, steps[first:])[len(answers) - first :]
+            if not new:
+                raise RuntimeError("other code answers in place of the model")
+            answers += new
+        return dict(zip(steps, answers, strict=True))
+
+    def _answers_in_a_run(self, model: ModelPatcher, steps: Sequence[int]) -> list[Answer]:
+        """The answers at some steps, up to the first that is not of the model's network.
+
         The noisy latent of a step is that of the first model that was evaluated there: it comes
         from the answer before it as with Euler's sampler, in few large steps.
         """
-        answers: dict[int, Answer] = {}
+        answers: list[Answer] = []
+        reached = _Reached()
 
         def sample(
             denoise: Callable[..., Tensor],
@@ -204,15 +275,20 @@ class Trials:
             for step, following in zip(steps, [*steps[1:], self.steps], strict=True):
                 noisy = self._noisy.setdefault(step, x)
                 noise_level = sigmas[step] * noisy.new_ones(len(noisy))
+                reached.is_reached = False
                 answer = self._timed(partial(denoise, noisy, noise_level, **extra_args))
-                answers[step] = answer
+                if not reached.is_reached:
+                    break
+                self.evaluations += 1
+                self._progress.update(1)
+                answers.append(answer)
                 sigma, next_sigma = self._sigmas[step], self._sigmas[following]
                 x = noisy + (noisy - answer.denoised) / sigma * (next_sigma - sigma)
             return x
 
         sampling = self._sampling
         comfy.sample.sample_custom(
-            model,
+            reached.watched(model),
             self._noise,
             sampling.cfg,
             KSAMPLER(sample),
@@ -236,10 +312,8 @@ class Trials:
             denoised.flatten()[0].item()
         end = self._clock.now()
         self._clock.wait()
-        self.evaluations += 1
         # The bar asks too, but not each time.
         throw_exception_if_processing_interrupted()
-        self._progress.update(1)
         return Answer(denoised, self._clock.between(start, end))
 
     def end(self) -> None:
