@@ -1,9 +1,9 @@
-"""Tell an attention function of the host how many tokens each key stands for.
+"""Let an attention function of the host weigh each key by the tokens that it stands for.
 
 If key j stands for n_j equal keys, softmax over all of them is softmax over the merged keys with
 log n_j added to the logits. There are three ways to add them: a mask, further channels of queries
 and keys, and a kernel of our own in place of the function. Which one is fastest depends on the
-function and on the GPU. One is the default; a probe may find that another is faster.
+function and on the GPU. One is the default; measuring may show that another is faster.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,18 +32,18 @@ _TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})
 # Channels of a head for which PyTorch's flash attention has a kernel; others are padded to these.
 _FLASH_HEADS = (32, 64, 96, 128, 192, 256)
 
-_STAYING = frozenset(
+_HEADS_WITH_ROOM = frozenset(
     channels
     for channels in range(1, _FLASH_HEADS[-1] + 1)
     if not any(channels <= kernel < channels + FURTHER for kernel in _FLASH_HEADS)
 )
-"""Channels of a head to which further ones can be added in the same kernel."""
+"""Channels of a head to which further ones can be added without needing a larger kernel."""
 
 _MOST_WITH_CUDNN = 128
 """Channels of a head that cuDNN's attention takes."""
 
 _FIRST_WITH_FLASH = 8
-"""Ampere, as CUDA counts; AMD's GPUs count higher, from 9 on."""
+"""Ampere's major version of compute capability; those of AMD's GPUs are higher, from 9 on."""
 
 _KNOWN_ARGUMENTS = frozenset(
     {
@@ -61,7 +61,7 @@ _KNOWN_ARGUMENTS = frozenset(
 
 
 class Way(str, Enum):
-    """How an attention function is told the sizes."""
+    """How an attention function gets the sizes."""
 
     MASK = "mask"
     CHANNELS = "channels"
@@ -109,7 +109,7 @@ def way_of(
     takes_mask = function in _TAKE_MASK
     if takes_mask and not (function == "attention_pytorch" and capable.flash):
         return Way.MASK
-    if may_widen and head_channels in _STAYING:
+    if may_widen and head_channels in _HEADS_WITH_ROOM:
         return Way.CHANNELS
     if takes_mask and capable.cudnn and head_channels <= _MOST_WITH_CUDNN:
         return Way.MASK
@@ -205,7 +205,7 @@ def weighed(
         possible = ways_of(name, head_channels, capable, may_widen, may_replace)
         return {way.value: partial(attend, way.value) for way in possible}
 
-    # What another node's override makes of the mask is its business.
+    # Another node's override has passed a mask on, perhaps a changed one, so that is used.
     if mask is not None or tuner is None:
         return attend(default)
     call = (

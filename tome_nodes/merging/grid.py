@@ -1,4 +1,4 @@
-"""The picture or video behind a flat sequence of tokens."""
+"""The rows, columns and frames of a flat sequence of tokens."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Grid:
 
     @property
     def parts(self) -> "tuple[Grid, ...]":
-        """The grids that tokens merge within: the first frame of a video is separate.
+        """The grids whose tokens may merge with each other: a video's first frame is separate.
 
         The VAEs of video models make the first latent frame from one frame, and each of the others
         from several.
@@ -42,5 +42,5 @@ class Grid:
         return self.height >= least.height and self.width >= least.width
 
     def downsampled(self, times: int) -> "Grid":
-        """A UNet's feature map that is so many times smaller; each halving rounds up."""
+        """The feature map of a UNet that is ``times`` smaller; each halving rounds up."""
         return Grid(-(-self.height // times), -(-self.width // times))

@@ -16,7 +16,7 @@ class Picture:
     Attributes:
         grid: of its tokens.
         padding: the number of tokens after it that never merge.
-        is_latent: whether it is known to be all of the latent that is sampled.
+        is_latent: whether it is known to be the latent that is sampled, all of it.
     """
 
     grid: Grid

@@ -1,6 +1,6 @@
-"""Try several ways to do the same on the user's device, at the real shape, and take the fastest.
+"""Try several implementations of an operation on the user's device, and take the fastest.
 
-Only implementations are chosen here. What merges follows from the settings alone.
+They compute the same. What merges follows from the settings alone.
 """
 
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger("tome_nodes")
 _WARM_UPS, _REPEATS = 3, 7
 
 _LONGEST = 1.0
-"""Seconds after which a case gets fewer repeats."""
+"""Seconds of all repeats together from which on there are fewer of them."""
 
 _MARGIN = 1.1
 """How many times as fast as the default another way must be to take its place."""
@@ -29,10 +29,10 @@ Call = tuple[Hashable, ...]
 """An operation, and all that its time depends on: names, numbers, sizes of tensors."""
 
 Case = tuple[Hashable, ...]
-"""Calls that take about as long: the same as texts and whole numbers."""
+"""A group of calls that take about the same time, described by names and whole numbers."""
 
 Ways = Callable[[], Mapping[str, Callable[[], object]]]
-"""Returns the ways to carry out a call, by name: functions that carry it out once."""
+"""Returns the ways to carry out a call by name, each a function that does it once."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Autotune:
         return device.type == "cuda"
 
     def choose(self, device: torch.device, case: Case, default: str, ways: Ways) -> Choice | None:
-        """The fastest way of a case; None while a graph is captured, which cannot be timed.
+        """The fastest way of a case; None while a CUDA graph is captured, which cannot be timed.
 
-        An error is no reason to fail: the default is taken then.
+        After an error the default is taken.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
@@ -86,7 +86,7 @@ class Autotune:
                 self._known[place] = self._chosen(device, case, default, ways())
             except Exception as error:
                 self._known[place] = Choice(default, default, {})
-                # It would come again with each case.
+                # Another case would probably fail in the same way.
                 if not self._has_failed:
                     log.warning(
                         "[ToMe] which way is the fastest here cannot be tried: %s: %s",
@@ -110,7 +110,7 @@ class Autotune:
             return kept
         errors: dict[str, Exception] = {}
         found = fastest(default, ways, self._clock_of(device), errors)
-        # Next time, there may be room.
+        # Next time, there may be enough memory.
         has_room = not any(isinstance(error, torch.OutOfMemoryError) for error in errors.values())
         if has_room and all(seconds > 0 for seconds in found.seconds.values()):
             self._store.keep(device, case, found)
@@ -125,14 +125,14 @@ def fastest(
 ) -> Choice:
     """The way that takes the least time; the default, unless another is clearly faster.
 
-    The ways run in turn, three rounds to warm up and seven that count, or fewer where they take
-    more than a second. A way that fails is left out.
+    The ways take turns: three rounds to warm up and seven that count, or fewer where these would
+    take more than a second. A way that fails is left out.
 
     Args:
         default: the name of one of the ways.
         ways: by name.
         clock: that of the device.
-        errors: gets those of ways that fail, by name.
+        errors: filled with the errors of the ways that fail, by name.
     """
     errors = {} if errors is None else errors
     running = dict(ways)
@@ -144,11 +144,11 @@ def fastest(
 
     rounds(1)
     taken = rounds(1)
-    # Where even one round is long, it counts.
+    # Where a single round takes that long, it is the one that counts.
     enough = int(_LONGEST / max(sum(taken[0].values()), 1e-9))
     if enough > 0 and len(running) > 1:
         rounds(_WARM_UPS - 2)
-        # In a run, the device has its work before it is free.
+        # As in a sampling run, where work is queued before the device is free for it.
         clock.occupy()
         taken = rounds(min(_REPEATS, enough))
     seconds = {name: median(each[name] for each in taken) for name in running}
@@ -169,7 +169,7 @@ def _round(
         try:
             way()
         except Exception as error:
-            # Out of memory, or a kernel that does not compile: whoever takes it will say so.
+            # Out of memory, or a kernel that does not compile. It is reported if it is used.
             errors[name] = error
             del ways[name]
         else:
@@ -178,7 +178,7 @@ def _round(
 
 
 class Tuner:
-    """The ways that one model takes. Under torch.compile these are the defaults.
+    """The ways chosen for one model. Under torch.compile these are the defaults.
 
     Attributes:
         choices: what was chosen so far, by the case.
@@ -188,7 +188,7 @@ class Tuner:
         """Let ``choose`` choose: :meth:`Autotune.choose`, or what does the same."""
         self.choices: dict[Case, Choice] = {}
         self._choose = choose
-        # By the call itself: rounding its sizes each time would cost as much as a launch.
+        # By the call, not the case: rounding its sizes each time would cost as much as a launch.
         self._taken: dict[tuple[Call, str, torch.dtype, bool], str] = {}
 
     def way(self, x: Tensor, call: Call, default: str, ways: Ways) -> str:
@@ -234,7 +234,7 @@ _SIZES: Mapping[str, Callable[..., Call]] = {
 
 
 def tuned(ops: Operations, tuner: Tuner) -> Operations:
-    """Operations each of which takes plain torch where that is faster."""
+    """Operations that use plain torch in place of ``ops`` wherever that is faster."""
 
     def faster(name: str) -> Operation:
         own, plain, sizes_of = getattr(ops, name), getattr(TORCH, name), _SIZES[name]
@@ -256,9 +256,9 @@ def tuned(ops: Operations, tuner: Tuner) -> Operations:
 
 
 def case_of(call: Call) -> Case:
-    """The case of a call: its numbers of tokens and slots count to an eighth.
+    """The case of a call: its numbers of tokens and slots are rounded down, by an eighth at most.
 
-    These are all but the last of a size, and the only one of an index.
+    They are the second to last side of a tensor, and the only side of an index.
     """
     parts: list[Hashable] = []
     for part in call:

@@ -19,8 +19,8 @@ from torch import nn
 from ..merging.grid import Grid
 from ..merging.layout import Picture
 from ..merging.plan import in_own_memory
-from ..merging.random_picks import step_key
 from ..ops.autotune import Autotune
+from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
 from .blocks import Evaluation, ModelRecord, PatchedModel, SharedPlans
 from .detail_cache import Details

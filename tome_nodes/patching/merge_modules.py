@@ -23,7 +23,7 @@ class UNetRecord:
     A block has the modules ``attn1``, ``attn2`` (or None) and ``ff``, which take its tokens first.
 
     Attributes:
-        stacks_of: the stacks of a model, in the order in which they run.
+        stacks: the stacks of a model, in the order in which they run.
         reasons: why a block cannot merge.
         attends_to_text: whether ``attn1`` of a block is a cross-attention.
         needs_all_tokens: whether something in a block needs all tokens, given the block, its index
@@ -38,7 +38,7 @@ class UNetRecord:
             block, where the host passes them on; otherwise a stack is called with its feature map.
     """
 
-    stacks_of: Callable[[Any], Iterable[Stack]]
+    stacks: Callable[[Any], Iterable[Stack]]
     reasons: Reasons
     attends_to_text: Callable[[Any], bool]
     needs_all_tokens: Callable[..., bool]
@@ -49,10 +49,6 @@ class UNetRecord:
 
     merges_at_calls = False
     merges_blocks = True
-
-    def stacks(self, model: Any) -> Iterable[Stack]:
-        """The stacks of a model."""
-        return self.stacks_of(model)
 
     def block(self, model: PatchedModel, stack: Stack, index: int) -> "ModuleBlock":
         """The block at an index of a stack."""
@@ -90,7 +86,7 @@ class ModuleBlock(Block):
         overrides.append((block, self.timed(self._run_block(block.forward))))
         self._attends_to_itself = not self.record.attends_to_text(block)
         if not self._attends_to_itself:
-            # Only queries merge, as in the x4 upscaler.
+            # Its keys are text, so only its queries merge, as in the x4 upscaler.
             if config.merge_attn:
                 overrides.append((block.attn1, self._run_module(block.attn1.forward)))
         elif config.merge_attn or config.scope != "module":
@@ -133,14 +129,15 @@ class ModuleBlock(Block):
             plan = self._plan_at(evaluation.ratio, x, layout)
             if plan is None:
                 return forward(x, *args, **kwargs)
+            merged = plan.merge(x)
             if config.scope == "stack" and self._begins_stack(*args, **kwargs):
-                merged = plan.merge(x)
                 evaluation.stack_plan, evaluation.stack_tokens = plan, x
                 evaluation.stack_merged = merged
                 return self._run_in_stack(forward, merged, *args, **kwargs)
             outcome.merged(x.shape[1], plan)
             self._outer_plan = plan
-            return block_on_merged(forward, plan, x, *args, **kwargs)
+            # Not the result is unmerged: each token keeps its difference from the mean of its slot.
+            return plan.add_change(x, merged, forward(merged, *args, **kwargs))
 
         return block_forward
 
@@ -204,7 +201,7 @@ class ModuleBlock(Block):
         return self.index == len(self.stack.blocks) - 1
 
     def _why_in_modules(self, *args: Any, **kwargs: Any) -> str | None:
-        """Why the block merges only in its modules although the scope is wider, else None."""
+        """Why the block merges only in its modules although the scope is wider, if it does."""
         if self.model.config.scope != "module" and self._needs_all_tokens(*args, **kwargs):
             return "that are patched"
         return self.evaluation.falls_back
@@ -276,7 +273,7 @@ class ModuleBlock(Block):
             plan = self._plan
             if plan is None or not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)
-            return module_on_merged(forward, plan, x, *args, **kwargs)
+            return plan.unmerge(forward(plan.merge(x), *args, **kwargs))
 
         return module_forward
 
@@ -328,7 +325,7 @@ class ModuleBlock(Block):
         return self.record.weigh_keys(self, kwargs, log_sizes)
 
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether a module called with ``x`` can run under the plan; the answer is noted."""
+        """Whether a module called with ``x`` can run under the plan; noted in the outcome."""
         if is_masked(kwargs, self.record.masks) or not plan.fits(x):
             self.outcome.reason = self.record.reasons.attention_masked
             return False
@@ -339,46 +336,6 @@ class ModuleBlock(Block):
 def is_masked(kwargs: Mapping[str, Any], masks: Iterable[str]) -> bool:
     """Whether any of the arguments named by ``masks`` is given."""
     return any(kwargs.get(name) is not None for name in masks)
-
-
-def module_on_merged(
-    module: Callable[..., Tensor], plan: Plan, x: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    """Run a module whose only merged tokens are ``x``: cross-attention or a feed-forward network.
-
-    Args:
-        module: maps ``[batch, slots, channels]`` to ``[batch, slots, channels]``.
-        plan: a plan that fits ``x``.
-        x: ``[batch, tokens, channels]``.
-        args: passed on.
-        kwargs: passed on.
-
-    Returns:
-        ``[batch, tokens, channels]``.
-    """
-    return plan.unmerge(module(plan.merge(x), *args, **kwargs))
-
-
-def block_on_merged(
-    block: Callable[..., Tensor], plan: Plan, x: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    """Run a residual block on merged tokens and add its change to all tokens.
-
-    The change is unmerged, not the result, so each token keeps its difference from the mean of its
-    slot.
-
-    Args:
-        block: maps ``[batch, slots, channels]`` to ``[batch, slots, channels]``.
-        plan: a plan that fits ``x``.
-        x: ``[batch, tokens, channels]``.
-        args: passed on.
-        kwargs: passed on.
-
-    Returns:
-        ``[batch, tokens, channels]``.
-    """
-    merged = plan.merge(x)
-    return plan.add_change(x, merged, block(merged, *args, **kwargs))
 
 
 def attention_on_merged(
@@ -450,7 +407,7 @@ def stacks_by_level(model: nn.Module, is_stack: Callable[[nn.Module], bool]) -> 
             blocks: nn.ModuleList = module.transformer_blocks
             yield Stack(name, module, tuple(blocks), level)
         elif name.endswith(".x_upd"):
-            # A residual block that resizes does so on both of its ways.
+            # A residual block that resizes also does so in its skip connection, which counts once.
             continue
         elif kind == "Downsample":
             level *= 2

@@ -45,7 +45,7 @@ class DiffusersUNets(Host):
     """``UNet2DConditionModel``, whose blocks are ``BasicTransformerBlock``."""
 
     record = UNetRecord(
-        stacks_of=_stacks,
+        stacks=_stacks,
         reasons=REASONS,
         attends_to_text=lambda block: block.only_cross_attention,
         needs_all_tokens=_needs_all_tokens,

@@ -26,7 +26,7 @@ from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
 from ..patching.merge_modules import UNetRecord
 from ..patching.outcome import Evaluated, Observer
-from ..patching.schedule import Moment, NoiseRange, is_noise_alone
+from ..patching.schedule import Moment, is_active, is_noise_alone
 from ..report import log_line
 from ..report.counts import Counts
 from ..settings.config import ToMeConfig
@@ -323,7 +323,7 @@ class _Calls:
             progress=done / self._noisiest if self._noisiest > 0 else 0.0,
             picks=bits,
             part=(self._call, shape),
-            is_active=timestep in NoiseRange.of(self._config, self._noise_at),
+            is_active=is_active(self._config, timestep, self._noise_at),
             from_noise=is_noise_alone(self._first_timestep, self._noisiest),
         )
 

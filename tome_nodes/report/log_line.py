@@ -1,4 +1,4 @@
-"""A run in words: the log line, the live line, and the first lines of a report."""
+"""A run in words: the line in the log, the line on the node, and some of a report."""
 
 from collections.abc import Mapping
 
@@ -30,9 +30,9 @@ def log_line(
 
 
 def tried(choices: Mapping[Case, Choice], only_changed: bool = False) -> list[str]:
-    """Which ways were tried and taken, such as ``weights by mask (1.2 ms, kernel 1.5 ms)``.
+    """The ways taken after trials, such as ``weights by mask (1.2 ms, kernel 1.5 ms)``.
 
-    Of each operation, the case that takes longest.
+    For each operation, only the case that takes longest.
 
     Args:
         choices: see :class:`tome_nodes.patching.engine.Engine`.
@@ -75,15 +75,12 @@ def seconds(time: float) -> str:
 
 def live_line(result: Evaluated, total_steps: int) -> str:
     """What one evaluation merged, for example ``5/16 blocks, 4096→2048 tokens, step 3/20``."""
-    return f"{_evaluation(result)}, step {result.step + 1}/{total_steps}"
-
-
-def _evaluation(result: Evaluated) -> str:
+    step = f"step {result.step + 1}/{total_steps}"
     merged = {(outcome.before, outcome.after) for outcome in result.merged}
     if not merged:
-        return "all tokens"
+        return f"all tokens, {step}"
     lengths = ", ".join(f"{before}→{after}" for before, after in sorted(merged, reverse=True))
-    return f"{len(result.merged)}/{result.blocks} blocks, {lengths} tokens"
+    return f"{len(result.merged)}/{result.blocks} blocks, {lengths} tokens, {step}"
 
 
 def sizes(counts: Counts) -> str:
@@ -101,7 +98,7 @@ def _span(lengths: list[int]) -> str:
 
 
 def deviations(counts: Counts) -> list[str]:
-    """What differed from the settings, in a few words each."""
+    """What was done differently than the settings say, in a few words each."""
     return [
         *(f"module scope in {len(names)} {why}" for why, names in counts.fell_back.items()),
         *(f"merged keys weigh as one token ({reason})" for reason in sorted(counts.unweighted)),

@@ -8,7 +8,7 @@ _MOST = 3
 
 
 def full_steps(config: ToMeConfig, steps: int, from_noise: bool) -> list[int]:
-    """The steps of a run that settings run on all tokens.
+    """The steps of a run that run on all tokens.
 
     Args:
         config: the settings.
@@ -26,10 +26,10 @@ def full_steps(config: ToMeConfig, steps: int, from_noise: bool) -> list[int]:
 
 
 def trial_steps(config: ToMeConfig, steps: int, from_noise: bool) -> list[int]:
-    """Up to three steps over a run, from its first to its last, for settings as of ``config``.
+    """Up to three steps, spread over a run, at which to try settings like ``config``.
 
-    They are right after steps on all tokens as far as there are such steps, so that settings keep
-    their detail there as they do in a run.
+    Where steps run on all tokens, these are the steps right after them: there, merged tokens keep
+    detail as they do in a run.
     """
     full = full_steps(config, steps, from_noise)
     found = [step + 1 for step in full if step + 1 < steps and step + 1 not in full]
