@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 from tome_nodes.merging.plan import Plan, SlotPlan
 from tome_nodes.ops import Operations
 from tome_nodes.patching.engine import MakeStrategy

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.lossless import lossless
 from tome_nodes.comfyui.attachment import attach
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 from tome_nodes.merging.plan import Plan
 from tome_nodes.ops import Operations
 from tome_nodes.patching.engine import MakeStrategy

@@ -307,7 +307,7 @@ def test_merging_equal_tokens_changes_nothing(sd15, settings):
 
 def test_keys_that_are_hidden_from_all_stay_hidden_from_merged_queries():
     pytest.importorskip("triton", reason="Triton is not made for this system")
-    from tome_nodes.merging.grid import Grid
+    from tome_nodes.merging.layout import Grid
     from tome_nodes.ops import triton as kernels
     from tome_nodes.settings.config import ToMeConfig
     from tome_nodes.strategies import make_strategy

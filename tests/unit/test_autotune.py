@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.ops import TORCH, autotune
 from tome_nodes.ops.autotune import Autotune, Choice, Tuner, case_of, fastest, tuned

@@ -25,7 +25,7 @@ pytest.importorskip("triton", reason="Triton is not made for this system")
 import triton
 import triton.language as tl
 
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.ops import TORCH, operations, reference, resolve
 from tome_nodes.ops import triton as kernels
@@ -565,7 +565,7 @@ COMPILE = """
 import sys
 import torch
 from benchmarks.speed.absent_gpus import Shape, compile_for, count_variants
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 
 # A large window with heads of 40, a grid one cell high, and float32.
 shapes = [

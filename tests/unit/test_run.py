@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 from tome_nodes.patching.blocks import Reasons, Stack
 from tome_nodes.patching.detail_cache import FADING, Details
 from tome_nodes.patching.evaluation import Run

@@ -17,8 +17,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
-from ..merging.grid import Grid
-from ..merging.layout import Picture
+from ..merging.layout import Grid, Picture
 from ..patching.blocks import uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run

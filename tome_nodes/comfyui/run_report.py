@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from comfy.model_management import InterruptProcessingException
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..patching.evaluation import Run
 from ..patching.outcome import Evaluated, Observer
 from ..patching.overrides import Forward

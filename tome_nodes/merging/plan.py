@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops import TORCH, Operations
-from .grid import Grid
-from .layout import Layout
+from .layout import Grid, Layout
 
 
 class Plan:
@@ -372,7 +371,7 @@ def plans_of_sequence(
 ) -> list[Plan | None]:
     """Plans of a sequence: each picture merges within itself, and everything else is kept.
 
-    Each of the :attr:`tome_nodes.merging.grid.Grid.parts` of a video merges within itself.
+    Each of the :attr:`tome_nodes.merging.layout.Grid.parts` of a video merges within itself.
 
     Args:
         layout: where the pictures are, at least one.

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..merging.grid import Grid
-from ..merging.layout import Layout, LayoutKey, Picture
+from ..merging.layout import Grid, Layout, LayoutKey, Picture
 from ..merging.plan import Plan, plans_of_sequence
 from ..ops import Operations
 from ..ops.autotune import Tuner

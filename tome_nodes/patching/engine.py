@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..ops import Operations, operations, resolve
 from ..ops.autotune import Autotune, Case, Choice, Tuner, tuned
 from ..settings.config import ToMeConfig

@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..merging.grid import Grid
-from ..merging.layout import Picture
+from ..merging.layout import Grid, Picture
 from ..merging.plan import in_own_memory
 from ..ops.autotune import Autotune
 from ..ops.random_picks import step_key

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..merging.grid import Grid
-from ..merging.layout import Layout, Picture
+from ..merging.layout import Grid, Layout, Picture
 from ..merging.plan import Plan
 from .blocks import Block, PatchedModel, Reasons, Stack
 from .overrides import Forward, Override

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.decorators import skip
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..patching.blocks import Reasons
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run

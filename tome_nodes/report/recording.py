@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..merging.plan import Plan
 from ..ops.clock import Clock
 from ..patching.outcome import Evaluated, Observer

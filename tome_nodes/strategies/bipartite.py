@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..merging.plan import SlotPlan
 from ..ops import TORCH, Operations
 from .cells import Cells, CellStrategy, split_cells

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..merging.plan import Plan, plans_by_frame
 from ..ops import Operations
 from ..ops.random_picks import pick_per_cell

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..merging.plan import Plan, SlotPlan
 from ..ops import KernelFailed
 from .cells import Cells, CellStrategy, split_cells

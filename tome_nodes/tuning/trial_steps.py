@@ -1,7 +1,6 @@
 """The steps of a sampling run at which settings are tried."""
 
 from ..patching.detail_cache import is_full
-from ..patching.schedule import Moment
 from ..settings.config import ToMeConfig
 
 _MOST = 3
@@ -15,14 +14,9 @@ def full_steps(config: ToMeConfig, steps: int, from_noise: bool) -> list[int]:
         steps: those of the run, at least 1.
         from_noise: whether it begins with noise alone.
     """
-
-    def moment(step: int) -> Moment:
-        left = steps - 1 - step
-        return Moment(step, 0.0, 0, None, True, steps_left=left, from_noise=from_noise)
-
     if config.scope != "stack":
         return []
-    return [step for step in range(steps) if is_full(config, moment(step))]
+    return [step for step in range(steps) if is_full(config, step, steps - 1 - step, from_noise)]
 
 
 def trial_steps(config: ToMeConfig, steps: int, from_noise: bool) -> list[int]:
