@@ -17,15 +17,15 @@ _METHOD = 2
 
 
 def _to_json(choice: Choice) -> dict[str, Any]:
-    return {"way": choice.way, "seconds": dict(choice.seconds)}
+    return {"way": choice.variant, "seconds": dict(choice.seconds)}
 
 
 def _from_json(entry: Mapping[str, Any]) -> Choice:
-    way = text(entry["way"])
+    variant = text(entry["way"])
     seconds = {text(name): positive(time) for name, time in entry["seconds"].items()}
-    if seconds and way not in seconds:
-        raise ValueError(f"there is no time of {way!r}")
-    return Choice(way, text(entry["of"]["default"]), seconds)
+    if seconds and variant not in seconds:
+        raise ValueError(f"there is no time of {variant!r}")
+    return Choice(variant, text(entry["of"]["default"]), seconds)
 
 
 FILE = UserFile(

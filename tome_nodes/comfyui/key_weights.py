@@ -60,7 +60,7 @@ _KNOWN_ARGUMENTS = frozenset(
 """Those of an attention function that mean the same, or nothing, to our kernel."""
 
 
-class Way(str, Enum):
+class Variant(str, Enum):
     """How an attention function gets the sizes."""
 
     MASK = "mask"
@@ -83,13 +83,13 @@ class Capabilities:
     kernel: bool = False
 
 
-def way_of(
+def variant_of(
     function: str,
     head_channels: int,
     capable: Capabilities,
     may_widen: bool = True,
     may_replace: bool = True,
-) -> Way | None:
+) -> Variant | None:
     """The fastest way to weigh keys, None if there is none.
 
     In PyTorch's attention, a mask leaves flash for another kernel: cuDNN's, about as fast, or else
@@ -108,28 +108,28 @@ def way_of(
         return None
     takes_mask = function in _TAKE_MASK
     if takes_mask and not (function == "attention_pytorch" and capable.flash):
-        return Way.MASK
+        return Variant.MASK
     if may_widen and head_channels in _HEADS_WITH_ROOM:
-        return Way.CHANNELS
+        return Variant.CHANNELS
     if takes_mask and capable.cudnn and head_channels <= _MOST_WITH_CUDNN:
-        return Way.MASK
+        return Variant.MASK
     if may_replace and capable.kernel and head_channels <= _FLASH_HEADS[-1]:
-        return Way.KERNEL
+        return Variant.KERNEL
     if takes_mask:
-        return Way.MASK
-    return Way.CHANNELS if may_widen else None
+        return Variant.MASK
+    return Variant.CHANNELS if may_widen else None
 
 
-def ways_of(
+def variants_of(
     function: str, head_channels: int, capable: Capabilities, may_widen: bool, may_replace: bool
-) -> list[Way]:
-    """All ways to weigh keys, for the arguments of :func:`way_of`."""
+) -> list[Variant]:
+    """All ways to weigh keys, for the arguments of :func:`variant_of`."""
     possible = {
-        Way.MASK: function in _TAKE_MASK,
-        Way.CHANNELS: may_widen,
-        Way.KERNEL: may_replace and capable.kernel and head_channels <= _FLASH_HEADS[-1],
+        Variant.MASK: function in _TAKE_MASK,
+        Variant.CHANNELS: may_widen,
+        Variant.KERNEL: may_replace and capable.kernel and head_channels <= _FLASH_HEADS[-1],
     }
-    return [way for way, is_possible in possible.items() if is_possible]
+    return [variant for variant, is_possible in possible.items() if is_possible]
 
 
 def capabilities(q: Tensor, ops: Operations) -> Capabilities:
@@ -187,23 +187,23 @@ def weighed(
     is_plain = k.shape == v.shape and q.dtype == k.dtype == v.dtype
     may_replace = is_plain and bias is None and kwargs.keys() <= _KNOWN_ARGUMENTS
     capable = capabilities(q, ops)
-    default = way_of(name, head_channels, capable, may_widen, may_replace)
+    default = variant_of(name, head_channels, capable, may_widen, may_replace)
     if default is None:
         note(f"{name} takes no weights")
         return func(q, k, v, heads, mask=bias, **kwargs)
     note(None)
 
-    def attend(way: str) -> Tensor:
-        if way == Way.CHANNELS:
+    def attend(variant: str) -> Tensor:
+        if variant == Variant.CHANNELS:
             return _in_channels(func, log_sizes, ops, q, k, v, heads, **kwargs)
-        if way == Way.KERNEL:
+        if variant == Variant.KERNEL:
             return _in_kernel(log_sizes, ops, q, k, v, head_channels, **kwargs)
         own = with_sizes(bias, log_sizes) if mask is None else mask
         return func(q, k, v, heads, mask=own, **kwargs)
 
-    def ways() -> Mapping[str, Callable[[], Tensor]]:
-        possible = ways_of(name, head_channels, capable, may_widen, may_replace)
-        return {way.value: partial(attend, way.value) for way in possible}
+    def variants() -> Mapping[str, Callable[[], Tensor]]:
+        possible = variants_of(name, head_channels, capable, may_widen, may_replace)
+        return {each.value: partial(attend, each.value) for each in possible}
 
     # Another node's override has passed a mask on, perhaps a changed one, so that is used.
     if mask is not None or tuner is None:
@@ -212,7 +212,7 @@ def weighed(
         *("weights", name, q.shape, k.shape, k.shape[-2] % 8 == 0, heads, by_head),
         *(k.is_contiguous(), may_widen, may_replace, kwargs.get("attn_precision") is not None),
     )
-    return attend(tuner.way(q, call, default.value, ways))
+    return attend(tuner.variant(q, call, default.value, variants))
 
 
 def _in_channels(

@@ -23,7 +23,7 @@ _LONGEST = 1.0
 """Seconds of all repeats together from which on there are fewer of them."""
 
 _MARGIN = 1.1
-"""How many times as fast as the default another way must be to take its place."""
+"""How many times as fast as the default a variant must be to take its place."""
 
 Call = tuple[Hashable, ...]
 """An operation, and all that its time depends on: names, numbers, sizes of tensors."""
@@ -31,21 +31,21 @@ Call = tuple[Hashable, ...]
 Case = tuple[Hashable, ...]
 """A group of calls that take about the same time, described by names and whole numbers."""
 
-Ways = Callable[[], Mapping[str, Callable[[], object]]]
-"""Returns the ways to carry out a call by name, each a function that does it once."""
+Variants = Callable[[], Mapping[str, Callable[[], object]]]
+"""Returns the variants of a call by name, each a function that carries it out once."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A way that was chosen from several by their time.
+    """A variant that was chosen from several by their time.
 
     Attributes:
-        way: its name.
-        default: the name of the way that is taken where nothing is measured.
-        seconds: of the ways that ran, by name.
+        variant: its name.
+        default: the name of the variant that is taken where nothing is measured.
+        seconds: of the variants that ran, by name.
     """
 
-    way: str
+    variant: str
     default: str
     seconds: Mapping[str, float]
 
@@ -61,7 +61,7 @@ class Store(Protocol):
 
 
 class Autotune:
-    """Chooses ways by their time, once for each case in a process, and keeps what it chose."""
+    """Chooses variants by their time, once for each case in a process, and keeps what it chose."""
 
     def __init__(self, store: Store, clock_of: Callable[[torch.device], Clock] = Clock):
         self._store = store
@@ -73,8 +73,10 @@ class Autotune:
         """Whether there is anything to choose on a device; on a CPU, what is fastest is known."""
         return device.type == "cuda"
 
-    def choose(self, device: torch.device, case: Case, default: str, ways: Ways) -> Choice | None:
-        """The fastest way of a case; None while a CUDA graph is captured, which cannot be timed.
+    def choose(
+        self, device: torch.device, case: Case, default: str, variants: Variants
+    ) -> Choice | None:
+        """The fastest variant of a case; None while a graph is captured, which cannot be timed.
 
         After an error the default is taken.
         """
@@ -83,7 +85,7 @@ class Autotune:
         place = device, case, default
         if place not in self._known:
             try:
-                self._known[place] = self._chosen(device, case, default, ways())
+                self._known[place] = self._chosen(device, case, default, variants())
             except Exception as error:
                 self._known[place] = Choice(default, default, {})
                 # Another case would probably fail in the same way.
@@ -101,15 +103,15 @@ class Autotune:
         device: torch.device,
         case: Case,
         default: str,
-        ways: Mapping[str, Callable[[], object]],
+        variants: Mapping[str, Callable[[], object]],
     ) -> Choice:
-        if len(ways) < 2:
+        if len(variants) < 2:
             return Choice(default, default, {})
         kept = self._store.read(device, case, default)
-        if kept is not None and kept.way in ways:
+        if kept is not None and kept.variant in variants:
             return kept
         errors: dict[str, Exception] = {}
-        found = fastest(default, ways, self._clock_of(device), errors)
+        found = fastest(default, variants, self._clock_of(device), errors)
         # Next time, there may be enough memory.
         has_room = not any(isinstance(error, torch.OutOfMemoryError) for error in errors.values())
         if has_room and all(seconds > 0 for seconds in found.seconds.values()):
@@ -119,23 +121,23 @@ class Autotune:
 
 def fastest(
     default: str,
-    ways: Mapping[str, Callable[[], object]],
+    variants: Mapping[str, Callable[[], object]],
     clock: Clock,
     errors: dict[str, Exception] | None = None,
 ) -> Choice:
-    """The way that takes the least time; the default, unless another is clearly faster.
+    """The variant that takes the least time; the default, unless another is clearly faster.
 
-    The ways take turns: three rounds to warm up and seven that count, or fewer where these would
-    take more than a second. A way that fails is left out.
+    The variants take turns: three rounds to warm up and seven that count, or fewer where these
+    would take more than a second. A variant that fails is left out.
 
     Args:
-        default: the name of one of the ways.
-        ways: by name.
+        default: the name of one of the variants.
+        variants: by name.
         clock: that of the device.
-        errors: filled with the errors of the ways that fail, by name.
+        errors: filled with the errors of the variants that fail, by name.
     """
     errors = {} if errors is None else errors
-    running = dict(ways)
+    running = dict(variants)
 
     def rounds(count: int) -> list[dict[str, float]]:
         taken = [_round(running, clock, errors) for _ in range(count)]
@@ -160,45 +162,45 @@ def fastest(
 
 
 def _round(
-    ways: dict[str, Callable[[], object]], clock: Clock, errors: dict[str, Exception]
+    variants: dict[str, Callable[[], object]], clock: Clock, errors: dict[str, Exception]
 ) -> dict[str, tuple[object, object]]:
-    """When each way began and ended, one after the other; one that fails leaves ``ways``."""
+    """When each variant began and ended, in turn; one that fails is removed from ``variants``."""
     moments = {}
-    for name, way in list(ways.items()):
+    for name, variant in list(variants.items()):
         start = clock.now()
         try:
-            way()
+            variant()
         except Exception as error:
             # Out of memory, or a kernel that does not compile. It is reported if it is used.
             errors[name] = error
-            del ways[name]
+            del variants[name]
         else:
             moments[name] = start, clock.now()
     return moments
 
 
 class Tuner:
-    """The ways chosen for one model. Under torch.compile these are the defaults.
+    """The variants chosen for one model. Under torch.compile these are the defaults.
 
     Attributes:
         choices: what was chosen so far, by the case.
     """
 
-    def __init__(self, choose: Callable[[torch.device, Case, str, Ways], Choice | None]):
+    def __init__(self, choose: Callable[[torch.device, Case, str, Variants], Choice | None]):
         """Let ``choose`` choose: :meth:`Autotune.choose`, or what does the same."""
         self.choices: dict[Case, Choice] = {}
         self._choose = choose
         # By the call, not the case: rounding its sizes each time would cost as much as a launch.
         self._taken: dict[tuple[Call, str, torch.dtype, bool], str] = {}
 
-    def way(self, x: Tensor, call: Call, default: str, ways: Ways) -> str:
-        """The name of the way to take.
+    def variant(self, x: Tensor, call: Call, default: str, variants: Variants) -> str:
+        """The name of the variant to take.
 
         Args:
             x: a tensor of the device and dtype.
             call: what is to be done.
-            default: the name of one of the ways.
-            ways: returns the ways.
+            default: the name of one of the variants.
+            variants: returns the variants.
         """
         if torch.compiler.is_compiling():
             return default
@@ -207,12 +209,12 @@ class Tuner:
         if taken is not None:
             return taken
         case = (*case_of(call), default, x.is_contiguous(), str(x.dtype).removeprefix("torch."))
-        choice = self._choose(x.device, case, default, ways)
+        choice = self._choose(x.device, case, default, variants)
         if choice is None:
             return default
         self.choices[case] = choice
-        self._taken[key] = choice.way
-        return choice.way
+        self._taken[key] = choice.variant
+        return choice.variant
 
 
 _SIZES: Mapping[str, Callable[..., Call]] = {
@@ -240,14 +242,14 @@ def tuned(ops: Operations, tuner: Tuner) -> Operations:
         own, plain, sizes_of = getattr(ops, name), getattr(TORCH, name), _SIZES[name]
 
         def operation(*arguments: Any) -> Any:
-            def ways() -> Mapping[str, Callable[[], object]]:
+            def variants() -> Mapping[str, Callable[[], object]]:
                 return {
                     ops.name: lambda: own(*arguments),
                     TORCH.name: lambda: plain(*arguments),
                 }
 
-            way = tuner.way(arguments[0], (name, *sizes_of(*arguments)), ops.name, ways)
-            return own(*arguments) if way == ops.name else plain(*arguments)
+            variant = tuner.variant(arguments[0], (name, *sizes_of(*arguments)), ops.name, variants)
+            return own(*arguments) if variant == ops.name else plain(*arguments)
 
         return operation
 

@@ -48,7 +48,7 @@ class Engine:
 
     @property
     def choices(self) -> Mapping[Case, Choice]:
-        """Which ways were measured to be the fastest."""
+        """The implementations that were measured to be the fastest."""
         return {} if self.tuner is None else self.tuner.choices
 
     def in_words(self) -> list[str]:

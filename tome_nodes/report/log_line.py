@@ -40,25 +40,25 @@ def tried(choices: Mapping[Case, Choice], only_changed: bool = False) -> list[st
     """
     longest: dict[str, Choice] = {}
     for (operation, *_), choice in choices.items():
-        is_changed = choice.way != choice.default
+        is_changed = choice.variant != choice.default
         if is_changed or (choice.seconds and not only_changed):
             known = longest.get(str(operation), choice)
             if _longest(choice) >= _longest(known):
                 longest[str(operation)] = choice
-    return [f"{operation} by {_ways(choice)}" for operation, choice in longest.items()]
+    return [f"{operation} by {_with_times(choice)}" for operation, choice in longest.items()]
 
 
 def _longest(choice: Choice) -> float:
     return max(choice.seconds.values(), default=0.0)
 
 
-def _ways(choice: Choice) -> str:
+def _with_times(choice: Choice) -> str:
     if not choice.seconds:
-        return f"{choice.way} ({choice.default} failed)"
+        return f"{choice.variant} ({choice.default} failed)"
     others = [
-        f"{name} {seconds(time)}" for name, time in choice.seconds.items() if name != choice.way
+        f"{name} {seconds(time)}" for name, time in choice.seconds.items() if name != choice.variant
     ]
-    return f"{choice.way} ({', '.join([seconds(choice.seconds[choice.way]), *others])})"
+    return f"{choice.variant} ({', '.join([seconds(choice.seconds[choice.variant]), *others])})"
 
 
 def times(tuned: Measured) -> str:
