@@ -278,21 +278,71 @@ class ModuleBlock(Block):
 
     def _run_self_attention(self, forward: Forward) -> Forward:
         config = self.model.config
-        weigh = self._weigh if config.proportional_attn else None
 
         def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self._outer_plan is not None:
-                if weigh is not None:
-                    kwargs = weigh(self._outer_plan, x, kwargs)
+                if config.proportional_attn:
+                    kwargs = self._weigh(self._outer_plan, x, kwargs)
                 return forward(x, *args, **kwargs)
             queries = self._plan if config.merge_attn and "q" in config.attn_tokens else None
             keys = self._keys_plan
             plan = keys if queries is None else queries
             if plan is None or not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)
-            return attention_on_merged(forward, queries, keys, weigh, x, *args, **kwargs)
+            return self._attend_on_merged(forward, queries, keys, x, *args, **kwargs)
 
         return attention_forward
+
+    def _attend_on_merged(
+        self,
+        attention: Forward,
+        queries: Plan | None,
+        keys: Plan | None,
+        x: Tensor,
+        context: Tensor | None = None,
+        value: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run self-attention on tokens that are merged before its projections (section 4).
+
+        Args:
+            attention: called with ``x``, ``context`` and ``value``, like the host's attention.
+            queries: a plan that fits ``x``; None leaves the queries as they are.
+            keys: the same for keys and values.
+            x: ``[batch, tokens, channels]``, the source of the queries.
+            context: the source of the keys, ``x`` if None.
+            value: the source of the values, that of the keys if None.
+            kwargs: passed on, with what weighs the keys.
+
+        Returns:
+            ``[batch, tokens, channels]``. Keys and values from a source that the plan does not fit
+            are not merged.
+        """
+        if keys is not None and not all(
+            source is None or keys.fits(source) for source in (context, value)
+        ):
+            keys = None
+        own_keys = context is None or context is x
+        own_value = None if value is context else value
+        tokens = x if context is None else context
+        merged = x if queries is None else None
+        if keys is None:
+            context = tokens
+        else:
+            if self.model.config.proportional_attn:
+                means, context, values = keys.merge_inputs(tokens)
+                kwargs = self._weigh(keys, tokens, kwargs)
+            else:
+                # As in the paper, keys are means and count once.
+                means = context = values = keys.merge(tokens)
+            value = values if own_value is None else keys.merge(own_value)
+            if own_keys and keys is queries:
+                merged = means
+        if merged is None:
+            assert queries is not None
+            merged = queries.merge(x)
+        result: Tensor = attention(merged, context=context, value=value, **kwargs)
+        return result if queries is None else queries.unmerge(result)
 
     def _with_source(self, forward: Forward) -> Forward:
         """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``.
@@ -335,60 +385,6 @@ class ModuleBlock(Block):
 def is_masked(kwargs: Mapping[str, Any], masks: Iterable[str]) -> bool:
     """Whether any of the arguments named by ``masks`` is given."""
     return any(kwargs.get(name) is not None for name in masks)
-
-
-def attention_on_merged(
-    attention: Callable[..., Tensor],
-    queries: Plan | None,
-    keys: Plan | None,
-    weigh: Callable[[Plan, Tensor, dict[str, Any]], dict[str, Any]] | None,
-    x: Tensor,
-    context: Tensor | None = None,
-    value: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """Run self-attention on merged tokens, which are merged before its projections (section 4).
-
-    Args:
-        attention: called with ``x``, ``context`` and ``value``, like the host's attention.
-        queries: a plan that fits ``x``; None leaves the queries as they are.
-        keys: the same for keys and values.
-        weigh: takes the plan of the keys, their source and ``kwargs``; returns keyword arguments
-            that make the attention count each key once for every token it stands for. None is the
-            paper's attention: keys are means and count once.
-        x: ``[batch, tokens, channels]``, the source of the queries.
-        context: the source of the keys, ``x`` if None.
-        value: the source of the values, that of the keys if None.
-        kwargs: passed on.
-
-    Returns:
-        ``[batch, tokens, channels]``. Keys and values from a source that the plan does not fit are
-        not merged.
-    """
-    if keys is not None and not all(
-        source is None or keys.fits(source) for source in (context, value)
-    ):
-        keys = None
-    own_keys = context is None or context is x
-    own_value = None if value is context else value
-    tokens = x if context is None else context
-    merged = x if queries is None else None
-    if keys is None:
-        context = tokens
-    else:
-        if weigh is None:
-            means = context = values = keys.merge(tokens)
-        else:
-            means, context, values = keys.merge_inputs(tokens)
-            kwargs = weigh(keys, tokens, kwargs)
-        value = values if own_value is None else keys.merge(own_value)
-        if own_keys and keys is queries:
-            merged = means
-    if merged is None:
-        assert queries is not None
-        merged = queries.merge(x)
-    result = attention(merged, context=context, value=value, **kwargs)
-    return result if queries is None else queries.unmerge(result)
 
 
 def stacks_by_level(model: nn.Module, is_stack: Callable[[nn.Module], bool]) -> Iterable[Stack]:
