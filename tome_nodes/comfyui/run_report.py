@@ -1,6 +1,6 @@
 """What is reported of a sampling run: live on the node, in the log, and kept for ToMe Report.
 
-Nothing that goes wrong here costs the picture.
+An error here never stops the sampling.
 """
 
 import logging

@@ -91,7 +91,8 @@ class Autotune:
                 # Another case would probably fail in the same way.
                 if not self._has_failed:
                     log.warning(
-                        "[ToMe] which way is the fastest here cannot be tried: %s: %s",
+                        "[ToMe] what is fastest here could not be measured, so defaults are used: "
+                        "%s: %s",
                         type(error).__name__,
                         error,
                     )

@@ -297,9 +297,9 @@ def _ramp_key(
     corner: tuple[int, int],
     least: str,
     most: str,
-    length: int = 130,
 ) -> None:
     x, y = corner
+    length = 130
     draw.text((x, y + 7), least, MUTED, _font(_SMALL), "lm")
     x += _width(least, _SMALL) + 8
     ramp = colours_of(np.linspace(0, 1, length)[None].repeat(14, 0)).round().astype(np.uint8)

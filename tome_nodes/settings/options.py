@@ -145,10 +145,10 @@ GOAL = Option(
     default="speed",
     choices={
         "speed": "At least `speed_up` times as fast as without merging, with the least change.",
-        "likeness": "A change of at most `change`, at the highest speed.",
+        "likeness": "The highest speed with a change of at most `change`.",
     },
     text="What the settings should reach. speed: at least speed_up, with the least change to the "
-    "picture; likeness: a change of at most change, at the highest speed.",
+    "picture; likeness: the highest speed with at most the given change.",
 )
 
 SPEED_UP = Option(

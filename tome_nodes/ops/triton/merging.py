@@ -110,18 +110,10 @@ def merge(
     offsets: Tensor,
     window: Sequence[int] | None = None,
 ) -> Tensor:
-    """The mean of each slot; see :func:`tome_nodes.ops.reference.merge`.
+    """The mean of each slot, summed in float32, as :func:`tome_nodes.ops.reference.merge`.
 
-    Args:
-        x: ``[batch, tokens, channels]`` of float32, float16 or bfloat16, any strides.
-        slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
-        order: ``[batch * tokens]`` int64, tokens slot by slot.
-        offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
-        window: see :attr:`tome_nodes.merging.plan.SlotPlan.window`; in half precision the tokens
-            of a window are then summed together.
-
-    Returns:
-        ``[batch, slots, channels]`` of the dtype of ``x``, summed in float32.
+    ``x`` is of float32, float16 or bfloat16. With ``window``, the tokens of a window are summed
+    together in half precision.
     """
     require_tokens(x, "x")
     slots = len(offsets) // len(x)
@@ -144,18 +136,9 @@ def merge_keys(
     heads: int = 1,
     window: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Means, plain and stretched; see :func:`tome_nodes.ops.reference.merge_keys`.
+    """Means, plain and stretched, as :func:`tome_nodes.ops.reference.merge_keys`.
 
-    Args:
-        x: ``[batch, tokens, heads * head_channels]``, otherwise as for :func:`merge`.
-        slot_of_token: as for :func:`merge`.
-        order: as for :func:`merge`.
-        offsets: as for :func:`merge`.
-        heads: number of heads; each is stretched separately.
-        window: as for :func:`merge`.
-
-    Returns:
-        Two ``[batch, slots, heads * head_channels]`` of the dtype of ``x``, summed in float32.
+    Dtypes, sums and ``window`` are those of :func:`merge`.
     """
     require_tokens(x, "x")
     if x.shape[2] % heads:
