@@ -10,7 +10,7 @@ from tome_nodes.merging.plan import Plan, SlotPlan
 from tome_nodes.ops import Operations
 from tome_nodes.patching.engine import MakeStrategy
 from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.strategies.base import Strategy
+from tome_nodes.strategies.strategy import Strategy
 
 
 class LosslessStrategy(Strategy):

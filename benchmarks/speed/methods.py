@@ -20,7 +20,7 @@ from tome_nodes.ops import Operations
 from tome_nodes.patching.engine import MakeStrategy
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
-from tome_nodes.strategies.base import Strategy
+from tome_nodes.strategies.strategy import Strategy
 
 ALWAYS: dict[str, Any] = {"min_tokens": 1}
 """Settings that merge maps of any size."""

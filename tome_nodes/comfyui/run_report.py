@@ -20,7 +20,7 @@ from ..report.counts import Counts
 from ..report.last_run import LastRun
 from ..report.recording import Recorder
 from ..settings.config import ToMeConfig
-from ..strategies.base import PlansOf
+from ..strategies.strategy import PlansOf
 from ..tuning.search import Measured
 
 log = logging.getLogger("tome_nodes")

@@ -10,7 +10,7 @@ from ..merging.layout import Grid
 from ..ops import Operations, operations, resolve
 from ..ops.autotune import Autotune, Case, Choice, Tuner, tuned
 from ..settings.config import ToMeConfig
-from ..strategies.base import PlansOf, Strategy
+from ..strategies.strategy import PlansOf, Strategy
 
 MakeStrategy = Callable[[ToMeConfig, Operations], Strategy]
 """Makes the strategy for given settings and operations."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..merging.layout import Layout, LayoutKey
 from ..merging.plan import Plan
-from ..strategies.base import PlansOf
+from ..strategies.strategy import PlansOf
 from .overrides import Forward
 
 

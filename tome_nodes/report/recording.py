@@ -19,7 +19,7 @@ from ..merging.plan import Plan
 from ..ops.clock import Clock
 from ..patching.outcome import Evaluated, Observer
 from ..patching.overrides import Forward
-from ..strategies.base import PlansOf
+from ..strategies.strategy import PlansOf
 
 MATCHING, MERGING, UNMERGING = "matching", "merging", "unmerging"
 

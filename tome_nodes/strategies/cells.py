@@ -11,7 +11,7 @@ from ..merging.plan import Plan, plans_by_frame
 from ..ops import Operations
 from ..ops.random_picks import pick_per_cell
 from ..settings.config import ToMeConfig
-from .base import Strategy
+from .strategy import Strategy
 
 # Lengths of cells in a video to choose from, in frames; those that merge better come first.
 _FRAMES_OF_CELL = (4, 5, 3, 2)

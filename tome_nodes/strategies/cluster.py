@@ -9,7 +9,7 @@ from torch import Tensor
 from ..merging.layout import Grid
 from ..merging.plan import Plan, SlotPlan
 from ..ops import TORCH, Operations
-from .base import Strategy
+from .strategy import Strategy
 
 
 class ClusterStrategy(Strategy):

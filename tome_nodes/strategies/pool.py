@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..merging.layout import Grid
 from ..merging.plan import Plan, plans_by_frame
-from .base import Strategy
+from .strategy import Strategy
 
 NEAREST_SHARE = 0.75
 """Share of one token in pooled keys and values; `benchmarks/FIDELITY.md` compares others."""
