@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 from tome_nodes.merging.plan import Plan, SlotPlan
 from tome_nodes.ops import Operations
 from tome_nodes.patching.engine import MakeStrategy
 from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.strategies.base import Strategy
+from tome_nodes.strategies.strategy import Strategy
 
 
 class LosslessStrategy(Strategy):

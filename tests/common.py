@@ -66,7 +66,7 @@ def relative_error(actual, expected):
 class FakeClock:
     """Stands for :class:`tome_nodes.ops.clock.Clock`; time passes only where a test says so."""
 
-    tells = True
+    can_measure = True
 
     def __init__(self):
         self.time = 0.0

@@ -22,12 +22,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.triton import (
     adding,
     attending,
-    key_merging,
     matching,
     merging,
     widening,
@@ -46,7 +45,6 @@ TARGETS: Mapping[str, GPUTarget] = {
 KERNELS = (
     (matching, "match_windows_kernel"),
     (merging, "merge_kernel"),
-    (key_merging, "merge_keys_kernel"),
     (window_merging, "merge_windows_kernel"),
     (adding, "add_change_kernel"),
     (attending, "attend_kernel"),
@@ -280,7 +278,7 @@ def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
                 made.setdefault(each.name, set()).update(each.made)
     counts = {name: len(binaries) for name, binaries in made.items()}
     # Means, keys of one head and keys of all heads are taken by variants of one kernel.
-    counts["merge_keys"] -= 1
+    counts["merge"] -= len({1, shape.heads})
     x = torch.empty(1, 1, shape.channels, dtype=shape.dtype)
     counts["merge_windows"] -= sum(window_merging.suits(x, heads) for heads in {1, shape.heads})
     return counts

@@ -43,7 +43,7 @@ from benchmarks.speed.measure import Subject, merged_blocks  # noqa: E402
 from tome_nodes.comfyui import key_weights  # noqa: E402
 from tome_nodes.comfyui.attachment import KEY, attach  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
-from tome_nodes.ops.autotune import Autotune, Case, Choice, Ways  # noqa: E402
+from tome_nodes.ops.autotune import Autotune, Case, Choice, Variants  # noqa: E402
 from tome_nodes.patching import engine  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import settings_of  # noqa: E402
@@ -242,7 +242,7 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
     def resolve(backend: str, device: Any, dtype: Any) -> tuple[str, None]:
         return ("torch" if backend == "torch" else "triton"), None
 
-    def choose(probe: Autotune, device: Any, case: Case, default: str, ways: Ways) -> Choice:
+    def choose(probe: Autotune, device: Any, case: Case, default: str, ways: Variants) -> Choice:
         return Choice(default, default, {})
 
     with ExitStack() as stack:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from benchmarks.lossless import lossless
 from tome_nodes.comfyui.attachment import attach
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 from tome_nodes.merging.plan import Plan
 from tome_nodes.ops import Operations
 from tome_nodes.patching.engine import MakeStrategy
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
-from tome_nodes.strategies.base import Strategy
+from tome_nodes.strategies.strategy import Strategy
 
 ALWAYS: dict[str, Any] = {"min_tokens": 1}
 """Settings that merge maps of any size."""

@@ -25,7 +25,7 @@ class _Store:
             {
                 "case": " ".join(map(str, case)),
                 "default": choice.default,
-                "taken": choice.way,
+                "taken": choice.variant,
                 "seconds": dict(choice.seconds),
             }
         )

@@ -18,7 +18,7 @@ from benchmarks.speed import checks
 from benchmarks.speed.measure import Stopwatch
 from benchmarks.speed.record import Record
 from tome_nodes.comfyui import key_weights
-from tome_nodes.comfyui.key_weights import Way
+from tome_nodes.comfyui.key_weights import Variant
 from tome_nodes.ops import Operations, operations
 
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
@@ -72,16 +72,16 @@ DRY_SHAPES = (
     Shape("heads of 128", 1, 64, 40, 2, 128, torch.bfloat16),
 )
 
-KINDS: Mapping[str, tuple[bool, Way | None, Sequence[SDPBackend]]] = {
+KINDS: Mapping[str, tuple[bool, Variant | None, Sequence[SDPBackend]]] = {
     "all keys, flash": (False, None, (FLASH,)),
     "all keys, cuDNN": (False, None, (CUDNN,)),
     "unweighted, flash": (True, None, (FLASH,)),
     "unweighted, cuDNN": (True, None, (CUDNN,)),
-    "channels, flash": (True, Way.CHANNELS, (FLASH,)),
-    "channels, cuDNN": (True, Way.CHANNELS, (CUDNN,)),
-    "mask, cuDNN": (True, Way.MASK, (CUDNN,)),
-    "mask, efficient": (True, Way.MASK, (EFFICIENT,)),
-    "kernel": (True, Way.KERNEL, (FLASH,)),
+    "channels, flash": (True, Variant.CHANNELS, (FLASH,)),
+    "channels, cuDNN": (True, Variant.CHANNELS, (CUDNN,)),
+    "mask, cuDNN": (True, Variant.MASK, (CUDNN,)),
+    "mask, efficient": (True, Variant.MASK, (EFFICIENT,)),
+    "kernel": (True, Variant.KERNEL, (FLASH,)),
 }
 """What is timed: whether keys merge, how they are weighed, and which of PyTorch's attentions runs.
 
@@ -154,7 +154,7 @@ def _attend(
     v: Tensor,
     heads: int,
     log_sizes: Tensor | None,
-    way: Way | None,
+    way: Variant | None,
     ops: Operations,
     allowed: Sequence[SDPBackend],
     is_dry: bool,
@@ -163,7 +163,7 @@ def _attend(
     with patch.object(comfy.ops, "SDPA_BACKEND_PRIORITY", [*allowed], create=is_dry):
         if log_sizes is None:
             return attention_pytorch(q, k, v, heads)
-        with patch.object(key_weights, "way_of", lambda *_: way):
+        with patch.object(key_weights, "variant_of", lambda *_: way):
             mask = log_sizes[:, None, None]
             return key_weights.weighed(
                 attention_pytorch, None, log_sizes, ops, None, _no_note, q, k, v, heads, mask
@@ -194,7 +194,7 @@ def _choice(
 ) -> dict[str, Any]:
     """Which way our code takes, which was fastest, and the share of time lost between the two."""
     capable = key_weights.capabilities(q, ops)
-    way = key_weights.way_of("attention_pytorch", shape.channels, capable)
+    way = key_weights.variant_of("attention_pytorch", shape.channels, capable)
     medians = {
         name: statistics.median(row["seconds"])
         for name, row in kinds.items()

@@ -16,7 +16,7 @@ from tome_nodes.comfyui import attention as merging_attention
 from tome_nodes.comfyui import key_weights
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.attention import OVERRIDE, weigh_attention
-from tome_nodes.comfyui.key_weights import Capabilities, Way, way_of
+from tome_nodes.comfyui.key_weights import Capabilities, Variant, variant_of
 from tome_nodes.ops import TORCH
 from tome_nodes.ops.autotune import Choice, Tuner
 
@@ -103,33 +103,33 @@ OLD, NEW = Capabilities(), Capabilities(flash=True, cudnn=True, kernel=True)
 @pytest.mark.parametrize("channels", [32, 40, 64, 80, 96, 128, 160, 192, 248, 256, 512])
 def test_further_channels_are_taken_where_they_stay_in_the_kernel_of_flash(channels):
     stays = channels in {40, 80, 160, 248}
-    taken = way_of("attention_pytorch", channels, NEW)
-    without_cudnn = way_of("attention_pytorch", channels, replace(NEW, cudnn=False))
-    of_flash = way_of("attention_flash", channels, NEW)
+    taken = variant_of("attention_pytorch", channels, NEW)
+    without_cudnn = variant_of("attention_pytorch", channels, replace(NEW, cudnn=False))
+    of_flash = variant_of("attention_flash", channels, NEW)
     if stays:
-        assert taken is without_cudnn is of_flash is Way.CHANNELS
+        assert taken is without_cudnn is of_flash is Variant.CHANNELS
     else:
         # cuDNN's heads have at most 128 channels, and those of our kernel 256.
-        kernel = Way.KERNEL if channels <= 256 else Way.MASK
-        assert taken is (Way.MASK if channels <= 128 else kernel)
+        kernel = Variant.KERNEL if channels <= 256 else Variant.MASK
+        assert taken is (Variant.MASK if channels <= 128 else kernel)
         assert without_cudnn is kernel
-        assert of_flash is (Way.KERNEL if channels <= 256 else Way.CHANNELS)
-    assert way_of("attention_pytorch", channels, OLD) is Way.MASK
-    assert way_of("attention_xformers", channels, OLD) is Way.CHANNELS
-    assert way_of("attention_basic", channels, NEW) is Way.MASK
-    assert way_of("attention_sage", channels, NEW) is None
+        assert of_flash is (Variant.KERNEL if channels <= 256 else Variant.CHANNELS)
+    assert variant_of("attention_pytorch", channels, OLD) is Variant.MASK
+    assert variant_of("attention_xformers", channels, OLD) is Variant.CHANNELS
+    assert variant_of("attention_basic", channels, NEW) is Variant.MASK
+    assert variant_of("attention_sage", channels, NEW) is None
 
 
 def test_what_is_not_possible_is_not_taken():
     only_flash = Capabilities(flash=True)
-    assert way_of("attention_pytorch", 40, only_flash, may_widen=False) is Way.MASK
-    assert way_of("attention_pytorch", 64, only_flash) is Way.MASK
-    assert way_of("attention_flash", 64, only_flash) is Way.CHANNELS
-    assert way_of("attention_flash", 64, only_flash, may_widen=False) is None
+    assert variant_of("attention_pytorch", 40, only_flash, may_widen=False) is Variant.MASK
+    assert variant_of("attention_pytorch", 64, only_flash) is Variant.MASK
+    assert variant_of("attention_flash", 64, only_flash) is Variant.CHANNELS
+    assert variant_of("attention_flash", 64, only_flash, may_widen=False) is None
     capable = replace(NEW, cudnn=False)
-    assert way_of("attention_flash", 40, capable, may_widen=False) is Way.KERNEL
-    assert way_of("attention_flash", 40, capable, may_widen=False, may_replace=False) is None
-    assert way_of("attention_pytorch", 64, capable, may_replace=False) is Way.MASK
+    assert variant_of("attention_flash", 40, capable, may_widen=False) is Variant.KERNEL
+    assert variant_of("attention_flash", 40, capable, may_widen=False, may_replace=False) is None
+    assert variant_of("attention_pytorch", 64, capable, may_replace=False) is Variant.MASK
 
 
 class Attended:
@@ -144,7 +144,11 @@ class Attended:
         return TORCH.attend(*arguments)
 
 
-WAYS = {Way.MASK: OLD, Way.CHANNELS: NEW, Way.KERNEL: Capabilities(flash=True, kernel=True)}
+WAYS = {
+    Variant.MASK: OLD,
+    Variant.CHANNELS: NEW,
+    Variant.KERNEL: Capabilities(flash=True, kernel=True),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -178,10 +182,10 @@ def test_each_way_is_right_in_any_precision_and_layout(monkeypatch, channels, ke
             assert relative_error(out.double(), expected) < bound
         assert notes == [None] * 3
         is_widened = channels == 40 and key_heads == HEADS
-        if way is Way.KERNEL:
+        if way is Variant.KERNEL:
             assert kernels.count == (2 if is_widened else 3)
         else:
-            assert kernels.count == (3 if way is Way.CHANNELS and channels == 256 else 0)
+            assert kernels.count == (3 if way is Variant.CHANNELS and channels == 256 else 0)
 
 
 def test_a_way_that_was_the_fastest_is_taken_only_where_it_is_possible(monkeypatch):
@@ -307,7 +311,7 @@ def test_merging_equal_tokens_changes_nothing(sd15, settings):
 
 def test_keys_that_are_hidden_from_all_stay_hidden_from_merged_queries():
     pytest.importorskip("triton", reason="Triton is not made for this system")
-    from tome_nodes.merging.grid import Grid
+    from tome_nodes.merging.layout import Grid
     from tome_nodes.ops import triton as kernels
     from tome_nodes.settings.config import ToMeConfig
     from tome_nodes.strategies import make_strategy

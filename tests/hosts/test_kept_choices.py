@@ -20,7 +20,7 @@ from host import merging, sample
 from tome_nodes.comfyui import attachment, autotune_cache, file_lock, key_weights
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.comfyui.autotune_cache import FILE, KeptChoices
-from tome_nodes.comfyui.key_weights import Capabilities, Way, way_of, ways_of
+from tome_nodes.comfyui.key_weights import Capabilities, Variant, variant_of, variants_of
 from tome_nodes.ops.autotune import Autotune, Choice
 from tome_nodes.report.pages import in_words
 
@@ -129,13 +129,16 @@ def test_the_default_is_one_of_the_ways(function, channels, able):
     for may_widen in (True, False):
         for may_replace in (True, False):
             rest = function, channels, able, may_widen, may_replace
-            assert way_of(*rest) in (ways_of(*rest) or [None])
+            assert variant_of(*rest) in (variants_of(*rest) or [None])
 
 
 def test_all_ways_are_tried_where_all_are_there():
-    assert ways_of("attention_pytorch", 64, ABLE, True, True) == [*Way]
-    assert ways_of("attention_flash", 64, ABLE, True, True) == [Way.CHANNELS, Way.KERNEL]
-    assert ways_of("attention_pytorch", 512, ABLE, False, True) == [Way.MASK]
+    assert variants_of("attention_pytorch", 64, ABLE, True, True) == [*Variant]
+    assert variants_of("attention_flash", 64, ABLE, True, True) == [
+        Variant.CHANNELS,
+        Variant.KERNEL,
+    ]
+    assert variants_of("attention_pytorch", 512, ABLE, False, True) == [Variant.MASK]
 
 
 def test_what_is_kept_comes_back_for_the_same_machine_case_and_default(monkeypatch):

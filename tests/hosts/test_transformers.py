@@ -15,8 +15,7 @@ from host import merging, needs, overridden
 from tome_nodes.comfyui.attachment import attach, detach, last_run
 from tome_nodes.comfyui.models import record_of
 from tome_nodes.comfyui.models.transformers import REFUSED, TRANSFORMERS
-from tome_nodes.merging.grid import Grid
-from tome_nodes.merging.layout import Picture
+from tome_nodes.merging.layout import Grid, Picture
 from tome_nodes.patching.evaluation import Run
 from tome_nodes.patching.schedule import Moment
 from tome_nodes.report import drawing

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.ops import TORCH, autotune
 from tome_nodes.ops.autotune import Autotune, Choice, Tuner, case_of, fastest, tuned
@@ -69,19 +69,19 @@ def test_the_fastest_is_taken_if_it_is_a_tenth_faster_than_the_default(times):
     assert {way.calls for way in ways.values()} == {10}
     best = min(medians)
     if medians[0] > 1.1001 * best:
-        assert medians[int(found.way)] == pytest.approx(best, rel=1e-6)
+        assert medians[int(found.variant)] == pytest.approx(best, rel=1e-6)
     if medians[0] < 1.0999 * best:
-        assert found.way == "0"
+        assert found.variant == "0"
 
 
 def test_long_ways_run_less_often():
     clock = Clock()
     ways = {"mask": clock.taking(2.0), "kernel": clock.taking(1.0)}
-    assert fastest("mask", ways, clock).way == "kernel"
+    assert fastest("mask", ways, clock).variant == "kernel"
     # To compile, and once to count.
     assert [way.calls for way in ways.values()] == [2, 2]
     ways = {"mask": clock.taking(0.2), "kernel": clock.taking(0.1)}
-    assert fastest("mask", ways, clock).way == "kernel"
+    assert fastest("mask", ways, clock).variant == "kernel"
     assert [way.calls for way in ways.values()] == [6, 6]
 
 
@@ -92,7 +92,7 @@ def test_a_way_that_fails_is_left_out():
     clock = Clock()
     slow, quick = clock.taking(2e-3), clock.taking(1e-3)
     found = fastest("a", {"a": fails, "b": slow, "c": quick}, clock)
-    assert (found.way, found.seconds.keys()) == ("c", {"b", "c"})
+    assert (found.variant, found.seconds.keys()) == ("c", {"b", "c"})
     assert fastest("a", {"a": slow, "b": fails}, clock) == Choice("a", "a", {})
     assert fastest("a", {"a": fails, "b": slow}, clock) == Choice("b", "a", {})
     # Whoever takes it says what is wrong.
@@ -110,7 +110,7 @@ def test_a_way_that_fails_later_is_left_out_too():
 
     errors = {}
     ways = {"a": fails_at_last, "b": clock.taking(2e-3), "c": clock.taking(3e-3)}
-    assert fastest("a", ways, clock, errors).way == "b"
+    assert fastest("a", ways, clock, errors).variant == "b"
     assert errors.keys() == {"a"}
 
 
@@ -127,7 +127,7 @@ def test_each_case_is_measured_once_and_kept(idle):
     probe = Autotune(memory, lambda device: clock)
     ways = {"mask": clock.taking(2e-3), "channels": clock.taking(1e-3)}
     first = probe.choose(GPU, ("weights", 40), "mask", lambda: ways)
-    assert first.way == "channels"
+    assert first.variant == "channels"
     calls = ways["mask"].calls
     assert probe.choose(GPU, ("weights", 40), "mask", lambda: ways) is first
     assert Autotune(memory, None).choose(GPU, ("weights", 40), "mask", lambda: ways) is first
@@ -141,7 +141,7 @@ def test_what_was_kept_counts_only_where_that_way_is_there(idle):
     memory.keep(GPU, ("weights",), Choice("kernel", "mask", {"mask": 2.0, "kernel": 1.0}))
     probe = Autotune(memory, lambda device: clock)
     ways = {"mask": clock.taking(1e-3), "channels": clock.taking(1e-3)}
-    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "mask"
+    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).variant == "mask"
 
 
 def test_what_could_not_be_tried_is_not_kept(idle):
@@ -151,7 +151,7 @@ def test_what_could_not_be_tried_is_not_kept(idle):
     clock, memory = Clock(), Memory()
     probe = Autotune(memory, lambda device: clock)
     ways = {"mask": fails, "channels": clock.taking(1e-3)}
-    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "channels"
+    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).variant == "channels"
     assert memory == {}
     # Nor is it tried again in this process.
     calls = ways["channels"].calls
@@ -166,7 +166,7 @@ def test_a_way_that_does_not_work_here_is_not_tried_again(idle):
     clock, memory = Clock(), Memory()
     ways = {"mask": fails, "channels": clock.taking(1e-3)}
     probe = Autotune(memory, lambda device: clock)
-    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "channels"
+    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).variant == "channels"
     assert memory == {(GPU, ("weights",), "mask"): Choice("channels", "mask", {})}
 
 
@@ -184,7 +184,7 @@ def test_times_of_nothing_are_not_kept(idle):
     clock, memory = Clock(), Memory()
     ways = {"mask": clock.taking(0.0), "channels": clock.taking(0.0)}
     probe = Autotune(memory, lambda device: clock)
-    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).way == "mask"
+    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).variant == "mask"
     assert memory == {}
 
 
@@ -286,7 +286,9 @@ def test_plain_torch_takes_the_place_of_slow_kernels(is_slow, monkeypatch):
     calls = kernels.merge.calls
     operations_on(x, plan, ops)
     assert kernels.merge.calls == calls + (not is_slow)
-    assert {choice.way for choice in tuner.choices.values()} == {"torch" if is_slow else "triton"}
+    assert {choice.variant for choice in tuner.choices.values()} == {
+        "torch" if is_slow else "triton"
+    }
     assert [case[0] for case in tuner.choices] == [*SWAPPED]
 
 
@@ -313,7 +315,7 @@ def test_under_compile_the_default_is_taken():
 
     @torch.compile(backend="eager", fullgraph=True)
     def chosen(x):
-        way = tuner.way(x, ("weights",), "mask", lambda: {"mask": x.sum, "channels": x.mean})
+        way = tuner.variant(x, ("weights",), "mask", lambda: {"mask": x.sum, "channels": x.mean})
         return x + 1 if way == "mask" else x - 1
 
     x = torch.zeros(3, device=DEVICE)
@@ -361,9 +363,9 @@ def test_nearly_equal_numbers_of_tokens_are_one_case():
     ways = {"mask": lambda: None, "channels": lambda: None}
     for tokens in (1030, 1040):
         x = torch.zeros(1, tokens, 4, device=DEVICE)
-        tuner.way(x, ("weights", x.shape), "mask", lambda: ways)
-    tuner.way(x, ("weights", x.shape), "channels", lambda: ways)
-    tuner.way(x.mT.contiguous().mT, ("weights", x.shape), "mask", lambda: ways)
+        tuner.variant(x, ("weights", x.shape), "mask", lambda: ways)
+    tuner.variant(x, ("weights", x.shape), "channels", lambda: ways)
+    tuner.variant(x.mT.contiguous().mT, ("weights", x.shape), "mask", lambda: ways)
     assert len(tuner.choices) == 3
     assert all(type(part) in (str, int, bool) for case in tuner.choices for part in case)
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tome_nodes.merging.grid import Grid
-from tome_nodes.merging.random_picks import pick_per_cell, step_key
+from tome_nodes.merging.layout import Grid
 from tome_nodes.ops import TORCH
+from tome_nodes.ops.random_picks import pick_per_cell, step_key
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.bipartite import BipartiteStrategy, match, split_tokens
 
@@ -63,7 +63,7 @@ def test_plan_is_the_brute_force_grouping(grid, sx, sy, ratio, use_rand, seed):
         assert plan is None
         return
     assert plan.slot_count == grid.tokens - merges
-    picks = pick_per_cell(torch.tensor(step_key(seed, 0)), cells, sy * sx)
+    picks = pick_per_cell(torch.tensor(step_key(seed, 0)), cells.height, cells.width, sy * sx)
     src, dst = split_tokens(grid, sy, sx, picks if use_rand else torch.zeros_like(picks))
     for sample in range(len(features)):
         expected = brute_force_groups(features[sample], src.tolist(), dst.tolist(), merges)
@@ -73,7 +73,7 @@ def test_plan_is_the_brute_force_grouping(grid, sx, sy, ratio, use_rand, seed):
 @given(grids, cell_sides, cell_sides, st.integers(0, 2**32))
 def test_split_has_the_pick_of_each_whole_cell_as_dst_and_all_others_as_src(grid, sy, sx, key):
     cells = grid.cells(sy, sx)
-    picks = pick_per_cell(torch.tensor(key & 0xFFFFFFFF), cells, sy * sx)
+    picks = pick_per_cell(torch.tensor(key & 0xFFFFFFFF), cells.height, cells.width, sy * sx)
     src, dst = split_tokens(grid, sy, sx, picks)
     assert sorted([*src.tolist(), *dst.tolist()]) == list(range(grid.tokens))
     corners = [
@@ -161,7 +161,7 @@ def test_picks_are_spread_evenly_over_cells_and_steps():
     counts = torch.zeros(choices)
     together = torch.zeros(choices, choices)
     for step in range(50):
-        picks = pick_per_cell(torch.tensor(step_key(7, step)), cells, choices)
+        picks = pick_per_cell(torch.tensor(step_key(7, step)), cells.height, cells.width, choices)
         counts += torch.bincount(picks, minlength=choices)
         pairs = picks[:-1] * choices + picks[1:]
         together += torch.bincount(pairs, minlength=choices**2).view(choices, choices)

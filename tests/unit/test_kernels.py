@@ -25,11 +25,11 @@ pytest.importorskip("triton", reason="Triton is not made for this system")
 import triton
 import triton.language as tl
 
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 from tome_nodes.merging.plan import SlotPlan
-from tome_nodes.merging.random_picks import pick_per_cell, step_key
 from tome_nodes.ops import TORCH, operations, reference, resolve
 from tome_nodes.ops import triton as kernels
+from tome_nodes.ops.random_picks import pick_per_cell, step_key
 from tome_nodes.ops.triton import matching, merging
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
@@ -159,7 +159,7 @@ def test_matching_is_the_brute_force_grouping_of_each_window(grid, cell, ratio, 
     if plan is None:
         assert int(grid.tokens * ratio) * cells.tokens * 2 < grid.tokens or cells.tokens == 0
         return
-    picks = pick_per_cell(torch.tensor(step_key(seed, 0)), cells, sy * sx)
+    picks = pick_per_cell(torch.tensor(step_key(seed, 0)), cells.height, cells.width, sy * sx)
     src, dst = split_windows(grid, sy, sx, picks if use_rand else torch.zeros_like(picks))
     quota, rest = divmod(grid.tokens - plan.slot_count, len(src))
     assert rest == 0
@@ -565,7 +565,7 @@ COMPILE = """
 import sys
 import torch
 from benchmarks.speed.absent_gpus import Shape, compile_for, count_variants
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 
 # A large window with heads of 40, a grid one cell high, and float32.
 shapes = [
@@ -596,7 +596,7 @@ def test_kernels_compile_for_gpus_that_are_not_present_and_once_for_many_sizes(t
     )
     *compiled, variants = told.splitlines()
     names = (
-        *("match_windows", "merge", "merge_keys", "merge_windows"),
+        *("match_windows", "merge", "merge_windows"),
         *("add_change", "attend", "widen"),
     )
     rows = [line.split("|") for line in compiled]

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tome_nodes.merging.grid import Grid
-from tome_nodes.merging.layout import Layout, Span
+from tome_nodes.merging.layout import Grid, Layout, Span
 from tome_nodes.patching.detail_cache import MOVES, Detail
 from tome_nodes.patching.engine import make_engine
 from tome_nodes.patching.whole_model import WholeModel, latent_of, tokens_of

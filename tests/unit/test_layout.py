@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tome_nodes.merging.grid import Grid
-from tome_nodes.merging.layout import Layout, Picture, Span
+from tome_nodes.merging.layout import Grid, Layout, Picture, Span
 from tome_nodes.merging.plan import SlotPlan, plans_of_sequence
 
 GRID = Grid(2, 3)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 from tome_nodes.merging.plan import FramesPlan, KeptPlan, SequencePlan, SlotPlan
 from tome_nodes.strategies.pool import PoolPlan
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 from tome_nodes.patching.blocks import Reasons, Stack
 from tome_nodes.patching.detail_cache import FADING, Details
 from tome_nodes.patching.evaluation import Run
@@ -43,7 +43,7 @@ class Model(nn.Module):
 def toy(batch=1):
     """The record of a model whose blocks have no attention, for tokens of a batch."""
     return UNetRecord(
-        stacks_of=lambda model: [Stack("blocks", model.blocks, tuple(model.blocks))],
+        stacks=lambda model: [Stack("blocks", model.blocks, tuple(model.blocks))],
         reasons=Reasons("changed", "masked", "replaced"),
         attends_to_text=lambda block: True,
         needs_all_tokens=lambda *args: False,

@@ -3,7 +3,7 @@
 import pytest
 
 from tome_nodes.patching.blocks import deepest_level
-from tome_nodes.patching.schedule import NoiseRange, is_noise_alone, ratio_at, step_index
+from tome_nodes.patching.schedule import is_active, is_noise_alone, ratio_at, step_index
 from tome_nodes.settings.config import ToMeConfig
 
 
@@ -43,16 +43,19 @@ def test_noise_alone_is_at_the_highest_level():
     assert not is_noise_alone(11.0, 14.6) and not is_noise_alone(0.75, 1.0)
 
 
-def test_noise_range_holds_its_start_and_not_its_end():
-    noise = NoiseRange(start=5.0, end=1.0)
-    assert 5.0 in noise and 1.5 in noise
-    assert 1.0 not in noise and 5.1 not in noise
-    assert 1.0 not in NoiseRange(start=1.0, end=1.0)
+@pytest.mark.parametrize(
+    ("noise", "expected"), [(7.6, False), (7.5, True), (5.1, True), (5.0, False), (1.0, False)]
+)
+def test_merging_is_on_from_the_noise_level_of_its_start_and_off_at_that_of_its_end(
+    noise, expected
+):
+    config = ToMeConfig(start_percent=0.25, end_percent=0.5)
+    assert is_active(config, noise, lambda percent: 10 * (1 - percent)) is expected
 
 
-def test_noise_range_of_settings_is_that_of_the_model():
-    noise = NoiseRange.of(ToMeConfig(start_percent=0.25, end_percent=0.5), lambda p: 10 * (1 - p))
-    assert (noise.start, noise.end) == (7.5, 5.0)
+def test_merging_that_ends_where_it_starts_is_never_on():
+    config = ToMeConfig(start_percent=0.5, end_percent=0.5)
+    assert not is_active(config, 5.0, lambda percent: 10 * (1 - percent))
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from test_bipartite import brute_force_groups, features_of, grids, groups
 from torch.testing import assert_close
 
-from tome_nodes.merging.grid import Grid
+from tome_nodes.merging.layout import Grid
 from tome_nodes.merging.plan import SlotPlan
-from tome_nodes.merging.random_picks import step_key
 from tome_nodes.ops import TORCH
+from tome_nodes.ops.random_picks import step_key
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies import make_strategy, strategy_class
 from tome_nodes.strategies.cells import frames_of_cell

@@ -17,12 +17,11 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
-from ..merging.grid import Grid
-from ..merging.layout import Picture
+from ..merging.layout import Grid, Picture
 from ..patching.blocks import uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
-from ..patching.schedule import Moment, NoiseRange, is_noise_alone, step_index
+from ..patching.schedule import Moment, is_active, is_noise_alone, step_index
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
@@ -374,7 +373,7 @@ class _SamplingRun:
             progress=step / last_step if last_step > 0 else 0.0,
             picks=step,
             part=self._part(uncompiled(model.diffusion_model), options, sigma),
-            is_active=sigma in NoiseRange.of(self._config, model.model_sampling.percent_to_sigma),
+            is_active=is_active(self._config, sigma, model.model_sampling.percent_to_sigma),
             steps_left=max(0, last_step - step),
             from_noise=self._from_noise
             or is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),

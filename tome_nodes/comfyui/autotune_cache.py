@@ -12,20 +12,20 @@ from comfyui_version import __version__ as comfyui_version
 from ..ops.autotune import Autotune, Case, Choice
 from .json_cache import UserFile, line_of, positive, text
 
-_METHOD = 1
+_METHOD = 2
 """Rises with each change of a kernel or of how ways are measured: older choices are void."""
 
 
 def _to_json(choice: Choice) -> dict[str, Any]:
-    return {"way": choice.way, "seconds": dict(choice.seconds)}
+    return {"way": choice.variant, "seconds": dict(choice.seconds)}
 
 
 def _from_json(entry: Mapping[str, Any]) -> Choice:
-    way = text(entry["way"])
+    variant = text(entry["way"])
     seconds = {text(name): positive(time) for name, time in entry["seconds"].items()}
-    if seconds and way not in seconds:
-        raise ValueError(f"there is no time of {way!r}")
-    return Choice(way, text(entry["of"]["default"]), seconds)
+    if seconds and variant not in seconds:
+        raise ValueError(f"there is no time of {variant!r}")
+    return Choice(variant, text(entry["of"]["default"]), seconds)
 
 
 FILE = UserFile(

@@ -1,9 +1,9 @@
-"""Tell an attention function of the host how many tokens each key stands for.
+"""Let an attention function of the host weigh each key by the tokens that it stands for.
 
 If key j stands for n_j equal keys, softmax over all of them is softmax over the merged keys with
 log n_j added to the logits. There are three ways to add them: a mask, further channels of queries
 and keys, and a kernel of our own in place of the function. Which one is fastest depends on the
-function and on the GPU. One is the default; a probe may find that another is faster.
+function and on the GPU. One is the default; measuring may show that another is faster.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,18 +38,18 @@ _TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})
 # Channels of a head for which PyTorch's flash attention has a kernel; others are padded to these.
 _FLASH_HEADS = (32, 64, 96, 128, 192, 256)
 
-_STAYING = frozenset(
+_HEADS_WITH_ROOM = frozenset(
     channels
     for channels in range(1, _FLASH_HEADS[-1] + 1)
     if not any(channels <= kernel < channels + FURTHER for kernel in _FLASH_HEADS)
 )
-"""Channels of a head to which further ones can be added in the same kernel."""
+"""Channels of a head to which further ones can be added without needing a larger kernel."""
 
 _MOST_WITH_CUDNN = 128
 """Channels of a head that cuDNN's attention takes."""
 
 _FIRST_WITH_FLASH = 8
-"""Ampere, as CUDA counts; AMD's GPUs count higher, from 9 on."""
+"""Ampere's major version of compute capability; those of AMD's GPUs are higher, from 9 on."""
 
 _KNOWN_ARGUMENTS = frozenset(
     {
@@ -66,8 +66,8 @@ _KNOWN_ARGUMENTS = frozenset(
 """Those of an attention function that mean the same, or nothing, to our kernel."""
 
 
-class Way(str, Enum):
-    """How an attention function is told the sizes."""
+class Variant(str, Enum):
+    """How an attention function gets the sizes."""
 
     MASK = "mask"
     CHANNELS = "channels"
@@ -89,13 +89,13 @@ class Capabilities:
     kernel: bool = False
 
 
-def way_of(
+def variant_of(
     function: str,
     head_channels: int,
     capable: Capabilities,
     may_widen: bool = True,
     may_replace: bool = True,
-) -> Way | None:
+) -> Variant | None:
     """The fastest way to weigh keys, None if there is none.
 
     In PyTorch's attention, a mask leaves flash for another kernel: cuDNN's, about as fast, or else
@@ -114,28 +114,28 @@ def way_of(
         return None
     takes_mask = function in _TAKE_MASK
     if takes_mask and not (function == "attention_pytorch" and capable.flash):
-        return Way.MASK
-    if may_widen and head_channels in _STAYING:
-        return Way.CHANNELS
+        return Variant.MASK
+    if may_widen and head_channels in _HEADS_WITH_ROOM:
+        return Variant.CHANNELS
     if takes_mask and capable.cudnn and head_channels <= _MOST_WITH_CUDNN:
-        return Way.MASK
+        return Variant.MASK
     if may_replace and capable.kernel and head_channels <= _FLASH_HEADS[-1]:
-        return Way.KERNEL
+        return Variant.KERNEL
     if takes_mask:
-        return Way.MASK
-    return Way.CHANNELS if may_widen else None
+        return Variant.MASK
+    return Variant.CHANNELS if may_widen else None
 
 
-def ways_of(
+def variants_of(
     function: str, head_channels: int, capable: Capabilities, may_widen: bool, may_replace: bool
-) -> list[Way]:
-    """All ways to weigh keys, for the arguments of :func:`way_of`."""
+) -> list[Variant]:
+    """All ways to weigh keys, for the arguments of :func:`variant_of`."""
     possible = {
-        Way.MASK: function in _TAKE_MASK,
-        Way.CHANNELS: may_widen,
-        Way.KERNEL: may_replace and capable.kernel and head_channels <= _FLASH_HEADS[-1],
+        Variant.MASK: function in _TAKE_MASK,
+        Variant.CHANNELS: may_widen,
+        Variant.KERNEL: may_replace and capable.kernel and head_channels <= _FLASH_HEADS[-1],
     }
-    return [way for way, is_possible in possible.items() if is_possible]
+    return [variant for variant, is_possible in possible.items() if is_possible]
 
 
 def capabilities(q: Tensor, ops: Operations) -> Capabilities:
@@ -193,32 +193,32 @@ def weighed(
     is_plain = k.shape == v.shape and q.dtype == k.dtype == v.dtype
     may_replace = is_plain and bias is None and kwargs.keys() <= _KNOWN_ARGUMENTS
     capable = capabilities(q, ops)
-    default = way_of(name, head_channels, capable, may_widen, may_replace)
+    default = variant_of(name, head_channels, capable, may_widen, may_replace)
     if default is None:
         note(f"{name} takes no weights")
         return func(q, k, v, heads, mask=bias, **kwargs)
     note(None)
 
-    def attend(way: str) -> Tensor:
-        if way == Way.CHANNELS:
+    def attend(variant: str) -> Tensor:
+        if variant == Variant.CHANNELS:
             return _in_channels(func, log_sizes, ops, q, k, v, heads, **kwargs)
-        if way == Way.KERNEL:
+        if variant == Variant.KERNEL:
             return _in_kernel(log_sizes, ops, q, k, v, head_channels, **kwargs)
         own = with_sizes(bias, log_sizes) if mask is None else mask
         return func(q, k, v, heads, mask=own, **kwargs)
 
-    def ways() -> Mapping[str, Callable[[], Tensor]]:
-        possible = ways_of(name, head_channels, capable, may_widen, may_replace)
-        return {way.value: partial(attend, way.value) for way in possible}
+    def variants() -> Mapping[str, Callable[[], Tensor]]:
+        possible = variants_of(name, head_channels, capable, may_widen, may_replace)
+        return {each.value: partial(attend, each.value) for each in possible}
 
-    # What another node's override makes of the mask is its business.
+    # Another node's override has passed a mask on, perhaps a changed one, so that is used.
     if mask is not None or tuner is None:
         return attend(default)
     call = (
         *("weights", name, q.shape, k.shape, k.shape[-2] % 8 == 0, heads, by_head),
         *(k.is_contiguous(), may_widen, may_replace, kwargs.get("attn_precision") is not None),
     )
-    return attend(tuner.way(q, call, default.value, ways))
+    return attend(tuner.variant(q, call, default.value, variants))
 
 
 def _in_channels(

@@ -26,7 +26,7 @@ class Slot:
         name: of an input; of an output, its type or what it is called.
         text: what goes through it: the tooltip.
         more: what the help page adds.
-        type: the host's name for what goes through it.
+        type: the host's name for the type of what goes through it.
         optional: whether an input may be left out.
     """
 
@@ -52,7 +52,7 @@ class Caption:
         text: what it does.
         inputs: its places for links, which come before its options.
         options: its other inputs, in the editor's order.
-        outputs: what it gives.
+        outputs: its outputs, in order.
     """
 
     id: str
@@ -95,7 +95,7 @@ PATCH = Caption(
 REMOVE = Caption(
     id="ToMeRemovePatch",
     name="ToMe Remove Patch",
-    text="Gives the model without any token merging; all other patches stay.",
+    text="Removes token merging from a model; all other patches stay.",
     inputs=(Slot("model", "A model, with token merging or without.", type="MODEL"),),
     outputs=(
         Slot(

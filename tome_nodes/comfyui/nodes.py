@@ -260,7 +260,7 @@ def _wants_details(node: str | None) -> Callable[[], bool] | None:
     return None if node is None else partial(workflow.feeds, node, REPORT.id, "model")
 
 
-def _shown(cls: Any, page: pages.Report) -> tuple[torch.Tensor, dict[str, Any]]:
+def _shown(cls: Any, page: pages.Page) -> tuple[torch.Tensor, dict[str, Any]]:
     """The picture of a page, ``[1, height, width, 3]`` float from 0 to 1, and what a node shows.
 
     ``web/js/report.js`` shows it.

@@ -1,6 +1,6 @@
 """What is reported of a sampling run: live on the node, in the log, and kept for ToMe Report.
 
-Nothing that goes wrong here costs the picture.
+An error here never stops the sampling.
 """
 
 import logging
@@ -11,22 +11,23 @@ from typing import Any
 import torch
 from comfy.model_management import InterruptProcessingException
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..patching.evaluation import Run
-from ..patching.outcome import Evaluated, Function, Observer
+from ..patching.outcome import Evaluated, Observer
+from ..patching.overrides import Forward
 from ..report import log_line
 from ..report.counts import Counts
 from ..report.last_run import LastRun
 from ..report.recording import Recorder
 from ..settings.config import ToMeConfig
-from ..strategies.base import PlansOf
+from ..strategies.strategy import PlansOf
 from ..tuning.search import Measured
 
 log = logging.getLogger("tome_nodes")
 
 
 class RunReport(Observer):
-    """Follows a sampling run from its first evaluation, and says at its end what came of it."""
+    """Follows a sampling run from its first evaluation, and reports at its end what was merged."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class RunReport(Observer):
     def watched(self, plans_of: PlansOf) -> PlansOf:
         return plans_of if self._recorder is None else self._recorder.watched(plans_of)
 
-    def timed(self, block: str, forward: Function) -> Function:
+    def timed(self, block: str, forward: Forward) -> Forward:
         return forward if self._recorder is None else self._recorder.timed(block, forward)
 
     def begins(self, step: int) -> None:

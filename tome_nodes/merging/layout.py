@@ -3,10 +3,51 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .grid import Grid
-
 LayoutKey = tuple[int, tuple[tuple[int, int, int, int], ...]]
 """A layout as plain numbers: torch.compile cannot return a frozen dataclass from a graph."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Size of a feature map in tokens, which are in order of frame, row and column.
+
+    Attributes:
+        height: tokens down.
+        width: tokens across.
+        frames: 1 for a picture.
+    """
+
+    height: int
+    width: int
+    frames: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.frames * self.height * self.width
+
+    @property
+    def parts(self) -> "tuple[Grid, ...]":
+        """The grids whose tokens may merge with each other: a video's first frame is separate.
+
+        The VAEs of video models make the first latent frame from one frame, and each of the others
+        from several.
+        """
+        if self.frames == 1:
+            return (self,)
+        return Grid(self.height, self.width), Grid(self.height, self.width, self.frames - 1)
+
+    def cells(self, sy: int, sx: int) -> "Grid":
+        """How many whole cells of ``sy`` by ``sx`` tokens fit, down and across."""
+        return Grid(self.height // sy, self.width // sx)
+
+    def is_within(self, latent: "Grid", max_downsample: int) -> bool:
+        """Whether this feature map is at most ``max_downsample`` times smaller than ``latent``."""
+        least = latent.downsampled(max_downsample)
+        return self.height >= least.height and self.width >= least.width
+
+    def downsampled(self, times: int) -> "Grid":
+        """The feature map of a UNet that is ``times`` smaller; each halving rounds up."""
+        return Grid(-(-self.height // times), -(-self.width // times))
 
 
 @dataclass(frozen=True)
@@ -16,7 +57,7 @@ class Picture:
     Attributes:
         grid: of its tokens.
         padding: the number of tokens after it that never merge.
-        is_latent: whether it is known to be all of the latent that is sampled.
+        is_latent: whether it is known to be the latent that is sampled, all of it.
     """
 
     grid: Grid

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .grid import Grid
-from .layout import Span
+from .layout import Grid, Span
 
 Sides = tuple[int, int, int]
 """Frames, height and width of a latent in pixels."""

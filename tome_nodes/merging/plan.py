@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops import TORCH, Operations
-from .grid import Grid
-from .layout import Layout
+from .layout import Grid, Layout
 
 
 class Plan:
@@ -27,7 +26,7 @@ class Plan:
         raise NotImplementedError
 
     def tokens(self) -> Tensor:
-        """One token of each slot, ``[batch, slots]`` int64, to stand for what cannot be merged."""
+        """One token of each slot, ``[batch, slots]`` int64, for what has no mean, as positions."""
         raise NotImplementedError
 
     def log_sizes(self) -> Tensor:
@@ -37,7 +36,7 @@ class Plan:
     def log_sizes_in(self, dtype: torch.dtype) -> Tensor:
         """:meth:`log_sizes` in the dtype of keys, made once for all blocks that share the plan."""
         if torch.compiler.is_compiling():
-            # A compiler shares them itself, and what a graph made must not outlive it.
+            # The compiler shares them itself, and a tensor of its graph must not be kept.
             return self.log_sizes().to(dtype)
         kept = self._log_sizes
         if kept is None or kept.dtype != dtype:
@@ -63,8 +62,7 @@ class Plan:
 
         ``[batch, tokens, channels]`` to three ``[batch, slots, channels]``. The first is the mean.
         """
-        means = self.merge(x)
-        return means, means, means
+        return self.merge(x), self.merge_keys(x, 1), self.merge_values(x)
 
     def merge_keys(self, k: Tensor, heads: int) -> Tensor:
         """The keys of the slots, from ``[batch, tokens, heads * channels]``."""
@@ -180,7 +178,7 @@ class SlotPlan(Plan):
 
 @dataclass(frozen=True, eq=False)
 class KeptPlan(Plan):
-    """A plan that merges nothing: each token has a slot of its own."""
+    """A plan in which nothing merges: each token has a slot of its own."""
 
     batch: int
     slot_count: int
@@ -210,84 +208,79 @@ class KeptPlan(Plan):
 
 @dataclass(frozen=True, eq=False)
 class SequencePlan(Plan):
-    """The plans of the parts of a sequence; slots are in the order of the parts.
+    """The plans of consecutive pieces of a sequence, whose slots follow each other.
 
     Attributes:
         batch: number of samples.
-        lengths: number of tokens of each part.
-        parts: the plan of each part.
+        lengths: number of tokens of each piece.
+        plans: the plan of each piece.
         slot_count: see :class:`Plan`.
     """
 
     batch: int
     lengths: tuple[int, ...]
-    parts: tuple[Plan, ...]
+    plans: tuple[Plan, ...]
     slot_count: int
 
     @classmethod
-    def of(cls, batch: int, parts: Sequence[tuple[int, Plan]]) -> "SequencePlan":
-        """A plan for ``batch`` samples, from the number of tokens and the plan of each part."""
-        lengths, plans = zip(*parts, strict=True)
+    def of(cls, batch: int, pieces: Sequence[tuple[int, Plan]]) -> "SequencePlan":
+        """A plan for ``batch`` samples, from the number of tokens and the plan of each piece."""
+        lengths, plans = zip(*pieces, strict=True)
         return cls(batch, lengths, plans, sum(plan.slot_count for plan in plans))
 
     def slots(self) -> Tensor:
         slots, first = [], 0
-        for plan in self.parts:
+        for plan in self.plans:
             slots.append(plan.slots() + first)
             first += plan.slot_count
         return torch.cat(slots, 1)
 
     def tokens(self) -> Tensor:
         tokens, first = [], 0
-        for length, plan in zip(self.lengths, self.parts, strict=True):
+        for length, plan in zip(self.lengths, self.plans, strict=True):
             tokens.append(plan.tokens() + first)
             first += length
         return torch.cat(tokens, 1)
 
     def log_sizes(self) -> Tensor:
-        return torch.cat([plan.log_sizes() for plan in self.parts], 1)
+        return torch.cat([plan.log_sizes() for plan in self.plans], 1)
 
     def is_even(self) -> bool:
-        first, length = self.parts[0].slot_count, self.lengths[0]
+        first, length = self.plans[0].slot_count, self.lengths[0]
         return all(
             plan.is_even() and own * first == length * plan.slot_count
-            for own, plan in zip(self.lengths, self.parts, strict=True)
+            for own, plan in zip(self.lengths, self.plans, strict=True)
         )
 
     def fits(self, x: Tensor) -> bool:
         return x.ndim == 3 and x.shape[:2] == (self.batch, sum(self.lengths))
 
     def merge(self, x: Tensor) -> Tensor:
-        return torch.cat([plan.merge(part) for plan, part in self._split(x)], 1)
-
-    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        merged = [plan.merge_inputs(part) for plan, part in self._split(x)]
-        queries, keys, values = (torch.cat(each, 1) for each in zip(*merged, strict=True))
-        return queries, keys, values
+        return torch.cat([plan.merge(piece) for plan, piece in self._split(x)], 1)
 
     def merge_keys(self, k: Tensor, heads: int) -> Tensor:
-        return torch.cat([plan.merge_keys(part, heads) for plan, part in self._split(k)], 1)
+        return torch.cat([plan.merge_keys(piece, heads) for plan, piece in self._split(k)], 1)
 
     def merge_values(self, v: Tensor) -> Tensor:
-        return torch.cat([plan.merge_values(part) for plan, part in self._split(v)], 1)
+        return torch.cat([plan.merge_values(piece) for plan, piece in self._split(v)], 1)
 
     def unmerge(self, y: Tensor) -> Tensor:
-        parts = y.split([plan.slot_count for plan in self.parts], 1)
-        unmerged = [plan.unmerge(part) for plan, part in zip(self.parts, parts, strict=True)]
+        pieces = y.split([plan.slot_count for plan in self.plans], 1)
+        unmerged = [plan.unmerge(piece) for plan, piece in zip(self.plans, pieces, strict=True)]
         return torch.cat(unmerged, 1)
 
     def _split(self, x: Tensor) -> list[tuple[Plan, Tensor]]:
-        return list(zip(self.parts, x.split(list(self.lengths), 1), strict=True))
+        return list(zip(self.plans, x.split(list(self.lengths), 1), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
 class FramesPlan(Plan):
-    """The plan of a video whose frames merge each on its own.
+    """The plan of a video in which each frame merges on its own.
 
     Attributes:
         frames: their number.
         length: the number of tokens of each.
-        each: the plan of all frames of all videos, as samples of their own.
+        each: the plan of a batch with all frames of all videos as its samples.
     """
 
     frames: int
@@ -316,10 +309,6 @@ class FramesPlan(Plan):
     def merge(self, x: Tensor) -> Tensor:
         return self._joined(self.each.merge(self._cut(x)))
 
-    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, values = self.each.merge_inputs(self._cut(x))
-        return self._joined(queries), self._joined(keys), self._joined(values)
-
     def merge_keys(self, k: Tensor, heads: int) -> Tensor:
         return self._joined(self.each.merge_keys(self._cut(k), heads))
 
@@ -333,7 +322,7 @@ class FramesPlan(Plan):
         return self._joined(self.each.add_change(self._cut(x), self._cut(before), self._cut(after)))
 
     def _cut(self, x: Tensor) -> Tensor:
-        """Frames as samples."""
+        """The tokens of a batch of videos as those of a batch of frames."""
         return x.unflatten(1, (self.frames, -1)).flatten(0, 1)
 
     def _joined(self, x: Tensor) -> Tensor:
@@ -341,13 +330,13 @@ class FramesPlan(Plan):
         return x.unflatten(0, (-1, self.frames)).flatten(1, 2)
 
     def _numbered(self, indices: Tensor, of_frame: int) -> Tensor:
-        """Indices in a frame as indices in the video; a frame has ``of_frame``."""
+        """Indices within a frame, of ``of_frame`` values each, as indices within the video."""
         first = torch.arange(self.frames, device=indices.device) * of_frame
         return self._joined(indices + first.repeat(len(indices) // self.frames)[:, None])
 
 
 def in_own_memory(plan: Plan) -> Plan:
-    """A copy of a plan, none of whose tensors is in the memory of a captured graph."""
+    """A copy of a plan with tensors of its own, not in the memory of a captured CUDA graph."""
 
     def own(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -364,7 +353,7 @@ def in_own_memory(plan: Plan) -> Plan:
 def plans_by_frame(
     plans_of: Callable[[Tensor, Grid], list[Plan | None]], features: Tensor, grid: Grid
 ) -> list[Plan | None]:
-    """Plans of a video whose frames merge each on its own.
+    """Plans of a video in which each frame merges on its own.
 
     Args:
         plans_of: makes the plans of pictures, the same number for each.
@@ -382,7 +371,7 @@ def plans_of_sequence(
 ) -> list[Plan | None]:
     """Plans of a sequence: each picture merges within itself, and everything else is kept.
 
-    Each of the :attr:`tome_nodes.merging.grid.Grid.parts` of a video merges within itself.
+    Each of the :attr:`tome_nodes.merging.layout.Grid.parts` of a video merges within itself.
 
     Args:
         layout: where the pictures are, at least one.

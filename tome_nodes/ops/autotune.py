@@ -1,6 +1,6 @@
-"""Try several ways to do the same on the user's device, at the real shape, and take the fastest.
+"""Try several implementations of an operation on the user's device, and take the fastest.
 
-Only implementations are chosen here. What merges follows from the settings alone.
+They compute the same. What merges follows from the settings alone.
 """
 
 import logging
@@ -20,32 +20,32 @@ log = logging.getLogger("tome_nodes")
 _WARM_UPS, _REPEATS = 3, 7
 
 _LONGEST = 1.0
-"""Seconds after which a case gets fewer repeats."""
+"""Seconds of all repeats together from which on there are fewer of them."""
 
 _MARGIN = 1.1
-"""How many times as fast as the default another way must be to take its place."""
+"""How many times as fast as the default a variant must be to take its place."""
 
 Call = tuple[Hashable, ...]
 """An operation, and all that its time depends on: names, numbers, sizes of tensors."""
 
 Case = tuple[Hashable, ...]
-"""Calls that take about as long: the same as texts and whole numbers."""
+"""A group of calls that take about the same time, described by names and whole numbers."""
 
-Ways = Callable[[], Mapping[str, Callable[[], object]]]
-"""Returns the ways to carry out a call, by name: functions that carry it out once."""
+Variants = Callable[[], Mapping[str, Callable[[], object]]]
+"""Returns the variants of a call by name, each a function that carries it out once."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A way that was chosen from several by their time.
+    """A variant that was chosen from several by their time.
 
     Attributes:
-        way: its name.
-        default: the name of the way that is taken where nothing is measured.
-        seconds: of the ways that ran, by name.
+        variant: its name.
+        default: the name of the variant that is taken where nothing is measured.
+        seconds: of the variants that ran, by name.
     """
 
-    way: str
+    variant: str
     default: str
     seconds: Mapping[str, float]
 
@@ -61,7 +61,7 @@ class Store(Protocol):
 
 
 class Autotune:
-    """Chooses ways by their time, once for each case in a process, and keeps what it chose."""
+    """Chooses variants by their time, once for each case in a process, and keeps what it chose."""
 
     def __init__(self, store: Store, clock_of: Callable[[torch.device], Clock] = Clock):
         self._store = store
@@ -73,23 +73,26 @@ class Autotune:
         """Whether there is anything to choose on a device; on a CPU, what is fastest is known."""
         return device.type == "cuda"
 
-    def choose(self, device: torch.device, case: Case, default: str, ways: Ways) -> Choice | None:
-        """The fastest way of a case; None while a graph is captured, which cannot be timed.
+    def choose(
+        self, device: torch.device, case: Case, default: str, variants: Variants
+    ) -> Choice | None:
+        """The fastest variant of a case; None while a graph is captured, which cannot be timed.
 
-        An error is no reason to fail: the default is taken then.
+        After an error the default is taken.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
         place = device, case, default
         if place not in self._known:
             try:
-                self._known[place] = self._chosen(device, case, default, ways())
+                self._known[place] = self._chosen(device, case, default, variants())
             except Exception as error:
                 self._known[place] = Choice(default, default, {})
-                # It would come again with each case.
+                # Another case would probably fail in the same way.
                 if not self._has_failed:
                     log.warning(
-                        "[ToMe] which way is the fastest here cannot be tried: %s: %s",
+                        "[ToMe] what is fastest here could not be measured, so defaults are used: "
+                        "%s: %s",
                         type(error).__name__,
                         error,
                     )
@@ -101,16 +104,16 @@ class Autotune:
         device: torch.device,
         case: Case,
         default: str,
-        ways: Mapping[str, Callable[[], object]],
+        variants: Mapping[str, Callable[[], object]],
     ) -> Choice:
-        if len(ways) < 2:
+        if len(variants) < 2:
             return Choice(default, default, {})
         kept = self._store.read(device, case, default)
-        if kept is not None and kept.way in ways:
+        if kept is not None and kept.variant in variants:
             return kept
         errors: dict[str, Exception] = {}
-        found = fastest(default, ways, self._clock_of(device), errors)
-        # Next time, there may be room.
+        found = fastest(default, variants, self._clock_of(device), errors)
+        # Next time, there may be enough memory.
         has_room = not any(isinstance(error, torch.OutOfMemoryError) for error in errors.values())
         if has_room and all(seconds > 0 for seconds in found.seconds.values()):
             self._store.keep(device, case, found)
@@ -119,23 +122,23 @@ class Autotune:
 
 def fastest(
     default: str,
-    ways: Mapping[str, Callable[[], object]],
+    variants: Mapping[str, Callable[[], object]],
     clock: Clock,
     errors: dict[str, Exception] | None = None,
 ) -> Choice:
-    """The way that takes the least time; the default, unless another is clearly faster.
+    """The variant that takes the least time; the default, unless another is clearly faster.
 
-    The ways run in turn, three rounds to warm up and seven that count, or fewer where they take
-    more than a second. A way that fails is left out.
+    The variants take turns: three rounds to warm up and seven that count, or fewer where these
+    would take more than a second. A variant that fails is left out.
 
     Args:
-        default: the name of one of the ways.
-        ways: by name.
+        default: the name of one of the variants.
+        variants: by name.
         clock: that of the device.
-        errors: gets those of ways that fail, by name.
+        errors: filled with the errors of the variants that fail, by name.
     """
     errors = {} if errors is None else errors
-    running = dict(ways)
+    running = dict(variants)
 
     def rounds(count: int) -> list[dict[str, float]]:
         taken = [_round(running, clock, errors) for _ in range(count)]
@@ -144,11 +147,11 @@ def fastest(
 
     rounds(1)
     taken = rounds(1)
-    # Where even one round is long, it counts.
+    # Where a single round takes that long, it is the one that counts.
     enough = int(_LONGEST / max(sum(taken[0].values()), 1e-9))
     if enough > 0 and len(running) > 1:
         rounds(_WARM_UPS - 2)
-        # In a run, the device has its work before it is free.
+        # As in a sampling run, where work is queued before the device is free for it.
         clock.occupy()
         taken = rounds(min(_REPEATS, enough))
     seconds = {name: median(each[name] for each in taken) for name in running}
@@ -160,45 +163,45 @@ def fastest(
 
 
 def _round(
-    ways: dict[str, Callable[[], object]], clock: Clock, errors: dict[str, Exception]
+    variants: dict[str, Callable[[], object]], clock: Clock, errors: dict[str, Exception]
 ) -> dict[str, tuple[object, object]]:
-    """When each way began and ended, one after the other; one that fails leaves ``ways``."""
+    """When each variant began and ended, in turn; one that fails is removed from ``variants``."""
     moments = {}
-    for name, way in list(ways.items()):
+    for name, variant in list(variants.items()):
         start = clock.now()
         try:
-            way()
+            variant()
         except Exception as error:
-            # Out of memory, or a kernel that does not compile: whoever takes it will say so.
+            # Out of memory, or a kernel that does not compile. It is reported if it is used.
             errors[name] = error
-            del ways[name]
+            del variants[name]
         else:
             moments[name] = start, clock.now()
     return moments
 
 
 class Tuner:
-    """The ways that one model takes. Under torch.compile these are the defaults.
+    """The variants chosen for one model. Under torch.compile these are the defaults.
 
     Attributes:
         choices: what was chosen so far, by the case.
     """
 
-    def __init__(self, choose: Callable[[torch.device, Case, str, Ways], Choice | None]):
+    def __init__(self, choose: Callable[[torch.device, Case, str, Variants], Choice | None]):
         """Let ``choose`` choose: :meth:`Autotune.choose`, or what does the same."""
         self.choices: dict[Case, Choice] = {}
         self._choose = choose
-        # By the call itself: rounding its sizes each time would cost as much as a launch.
+        # By the call, not the case: rounding its sizes each time would cost as much as a launch.
         self._taken: dict[tuple[Call, str, torch.dtype, bool], str] = {}
 
-    def way(self, x: Tensor, call: Call, default: str, ways: Ways) -> str:
-        """The name of the way to take.
+    def variant(self, x: Tensor, call: Call, default: str, variants: Variants) -> str:
+        """The name of the variant to take.
 
         Args:
             x: a tensor of the device and dtype.
             call: what is to be done.
-            default: the name of one of the ways.
-            ways: returns the ways.
+            default: the name of one of the variants.
+            variants: returns the variants.
         """
         if torch.compiler.is_compiling():
             return default
@@ -207,12 +210,12 @@ class Tuner:
         if taken is not None:
             return taken
         case = (*case_of(call), default, x.is_contiguous(), str(x.dtype).removeprefix("torch."))
-        choice = self._choose(x.device, case, default, ways)
+        choice = self._choose(x.device, case, default, variants)
         if choice is None:
             return default
         self.choices[case] = choice
-        self._taken[key] = choice.way
-        return choice.way
+        self._taken[key] = choice.variant
+        return choice.variant
 
 
 _SIZES: Mapping[str, Callable[..., Call]] = {
@@ -234,20 +237,20 @@ _SIZES: Mapping[str, Callable[..., Call]] = {
 
 
 def tuned(ops: Operations, tuner: Tuner) -> Operations:
-    """Operations each of which takes plain torch where that is faster."""
+    """Operations that use plain torch in place of ``ops`` wherever that is faster."""
 
     def faster(name: str) -> Operation:
         own, plain, sizes_of = getattr(ops, name), getattr(TORCH, name), _SIZES[name]
 
         def operation(*arguments: Any) -> Any:
-            def ways() -> Mapping[str, Callable[[], object]]:
+            def variants() -> Mapping[str, Callable[[], object]]:
                 return {
                     ops.name: lambda: own(*arguments),
                     TORCH.name: lambda: plain(*arguments),
                 }
 
-            way = tuner.way(arguments[0], (name, *sizes_of(*arguments)), ops.name, ways)
-            return own(*arguments) if way == ops.name else plain(*arguments)
+            variant = tuner.variant(arguments[0], (name, *sizes_of(*arguments)), ops.name, variants)
+            return own(*arguments) if variant == ops.name else plain(*arguments)
 
         return operation
 
@@ -256,9 +259,9 @@ def tuned(ops: Operations, tuner: Tuner) -> Operations:
 
 
 def case_of(call: Call) -> Case:
-    """The case of a call: its numbers of tokens and slots count to an eighth.
+    """The case of a call: its numbers of tokens and slots are rounded down, by an eighth at most.
 
-    These are all but the last of a size, and the only one of an index.
+    They are the second to last side of a tensor, and the only side of an index.
     """
     parts: list[Hashable] = []
     for part in call:

@@ -13,16 +13,16 @@ class Clock:
     """Measures time on a device without making it wait.
 
     Attributes:
-        tells: whether it can, which is so on a CPU and on CUDA and ROCm.
+        can_measure: whether it can on this device: a CPU, CUDA or ROCm.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._has_events = device.type == "cuda"
-        self.tells = self._has_events or device.type == "cpu"
+        self.can_measure = self._has_events or device.type == "cpu"
 
     def now(self) -> Any:
-        """This moment; of a GPU, the one at which it has done all that it was given."""
+        """The present moment; on a GPU, the one at which it has finished all that it was given."""
         if not self._has_events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -30,13 +30,13 @@ class Clock:
         return event
 
     def occupy(self) -> None:
-        """Give the device about a millisecond of nothing to do, in which it gets further work."""
+        """Keep a GPU busy for about a millisecond, so that it always has further work waiting."""
         if self._has_events:
             with torch.cuda.device(self._device):
                 torch.cuda._sleep(_CYCLES)
 
     def wait(self) -> None:
-        """Wait until the device has done all that it was given."""
+        """Wait until the device has finished all that it was given."""
         if self._has_events:
             torch.cuda.synchronize(self._device)
 

@@ -1,4 +1,4 @@
-"""What a backend offers."""
+"""The record of operations that a backend provides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..merging.grid import Grid
-from ..merging.layout import Layout, LayoutKey, Picture
+from ..merging.layout import Grid, Layout, LayoutKey, Picture
 from ..merging.plan import Plan, plans_of_sequence
 from ..ops import Operations
 from ..ops.autotune import Tuner
@@ -286,7 +285,7 @@ class Block:
 
     @property
     def evaluation(self) -> Evaluation:
-        """The current evaluation; overrides run in no other time."""
+        """The current evaluation; overrides run only during one."""
         evaluation = self.model.evaluation
         assert evaluation is not None
         return evaluation
@@ -298,7 +297,7 @@ class Block:
 
     @property
     def tuner(self) -> Tuner | None:
-        """What chooses among ways to do the same."""
+        """Chooses among implementations of an operation, None for the defaults."""
         return self.evaluation.engine.tuner
 
     def note_unweighted(self, reason: str | None) -> None:
@@ -318,7 +317,7 @@ class Block:
         return plan.log_sizes_in(like.dtype)
 
     def worthy(self, layout: Layout, least: int) -> Layout | None:
-        """The layout with only the pictures of at least so many tokens, None if there is none.
+        """The layout with only the pictures of at least ``least`` tokens, None if there are none.
 
         The reason for None is noted.
         """

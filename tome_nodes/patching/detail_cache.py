@@ -25,19 +25,26 @@ FADING = 0.8
 """The share of a stack's detail that is still right one step later (benchmarks/FIDELITY.md)."""
 
 
-def is_full(config: ToMeConfig, moment: Moment) -> bool:
-    """Whether a step runs on all tokens: one in ``refresh_steps``.
+def is_full(config: ToMeConfig, step: int, steps_left: int | None, from_noise: bool) -> bool:
+    """Whether a step runs on all tokens: every ``refresh_steps``-th does.
 
-    They are counted back from the last step but one, if the last is known: that gives the last one
-    fresh detail, and costs no step that nothing comes after. The first step is one only if the run
-    begins with a picture: noise has no detail to keep, and that of a picture must not get lost.
+    If the number of steps is known, they are counted back from the second to last. So the last
+    step has fresh detail, and is not one of them: nothing would use the detail that it gives. The
+    first step is one only if the run begins with a picture: noise has no detail to keep, and that
+    of a picture must not get lost.
+
+    Args:
+        config: the settings.
+        step: the number of the step, from 0.
+        steps_left: how many steps come after it, None if that is not known.
+        from_noise: whether the run begins with noise alone.
     """
     every = config.refresh_steps
     if every == 0:
         return False
-    if moment.step == 0:
-        return not moment.from_noise
-    place = moment.step if moment.steps_left is None else moment.steps_left - 1
+    if step == 0:
+        return not from_noise
+    place = step if steps_left is None else steps_left - 1
     return place % every == 0
 
 
@@ -102,9 +109,9 @@ class Detail:
         return plan.add_change(x, before, after)
 
     def is_of(self, denoised: Tensor) -> bool:
-        """Whether the changes that were kept belong to a model's answer; none do so, too.
+        """Whether the changes that were kept belong to the place of a model's answer, if any are.
 
-        On all tokens, what tells it for the next answers is kept.
+        A step on all tokens keeps the means of its answer, to compare later answers with.
 
         Args:
             denoised: ``[batch, channels, height, width]``.
@@ -180,7 +187,7 @@ class Details:
             )
             if len(self._kept) < _PARTS_KEPT:
                 self._kept[moment.part] = detail
-        detail.is_full = is_full(self._config, moment)
+        detail.is_full = is_full(self._config, moment.step, moment.steps_left, moment.from_noise)
         if detail.is_full:
             detail.changes.clear()
             self._steps_when_full = self._steps

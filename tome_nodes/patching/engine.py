@@ -6,11 +6,11 @@ from functools import lru_cache
 
 import torch
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..ops import Operations, operations, resolve
 from ..ops.autotune import Autotune, Case, Choice, Tuner, tuned
 from ..settings.config import ToMeConfig
-from ..strategies.base import PlansOf, Strategy
+from ..strategies.strategy import PlansOf, Strategy
 
 MakeStrategy = Callable[[ToMeConfig, Operations], Strategy]
 """Makes the strategy for given settings and operations."""
@@ -24,12 +24,12 @@ class Engine:
         strategy: groups the tokens.
         plans_of: makes its plans, perhaps under observation.
         least_tokens: the smallest grid that merges, in tokens.
-        least_in_attention: the same where only attention merges, though the scope is wider.
+        least_in_attention: the same where only attention merges although the scope is wider.
         worth_from: the smallest grid for which merging is worth it, in tokens, whatever the
             settings say.
         no_triton: why it does not use Triton, if it could be expected to.
         lacks: the error of the device if it cannot merge at all, else None.
-        tuner: chooses among ways to do the same; None where there is nothing to choose.
+        tuner: chooses among implementations of an operation; None for the defaults.
     """
 
     strategy: Strategy
@@ -48,11 +48,11 @@ class Engine:
 
     @property
     def choices(self) -> Mapping[Case, Choice]:
-        """Which ways were measured to be the fastest."""
+        """The implementations that were measured to be the fastest."""
         return {} if self.tuner is None else self.tuner.choices
 
     def in_words(self) -> list[str]:
-        """What a report says about it: nothing if it is as expected."""
+        """What a report says about the backend: nothing for plain torch where that is expected."""
         if self.backend == "triton":
             return ["triton"]
         if self.no_triton is not None:
@@ -78,7 +78,7 @@ def make_engine(
         dtype: that of the tokens.
         in_blocks: whether whole blocks of the model may run on merged tokens.
         at_calls: whether its attention merges where it is called, as in transformers.
-        autotune: chooses the fastest among ways to do the same; None for the defaults.
+        autotune: chooses the fastest among implementations; None for the defaults.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for a small plan.
@@ -143,7 +143,7 @@ def missing_operation(
 ) -> str | None:
     """The error of a device that cannot run an operation of merging, None if it can.
 
-    Tried once, since kernels compile for it.
+    The answer is kept, since Triton has to compile its kernels for it.
     """
     strategy = make_strategy(config, operations(backend))
     # The largest cells are 8 tokens high and wide.

@@ -16,11 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..merging.grid import Grid
-from ..merging.layout import Picture
+from ..merging.layout import Grid, Picture
 from ..merging.plan import in_own_memory
-from ..merging.random_picks import step_key
 from ..ops.autotune import Autotune
+from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
 from .blocks import Evaluation, Layouts, ModelRecord, PatchedModel, SharedPlans
 from .detail_cache import GRADIENTS, Details

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..merging.grid import Grid
-from ..merging.layout import Layout, Picture
+from ..merging.layout import Grid, Layout, Picture
 from ..merging.plan import Plan
 from .blocks import Block, PatchedModel, Reasons, Stack
 from .overrides import Forward, Override
@@ -23,7 +22,7 @@ class UNetRecord:
     A block has the modules ``attn1``, ``attn2`` (or None) and ``ff``, which take its tokens first.
 
     Attributes:
-        stacks_of: the stacks of a model, in the order in which they run.
+        stacks: the stacks of a model, in the order in which they run.
         reasons: why a block cannot merge.
         attends_to_text: whether ``attn1`` of a block is a cross-attention.
         needs_all_tokens: whether something in a block needs all tokens, given the block, its index
@@ -38,7 +37,7 @@ class UNetRecord:
             block, where the host passes them on; otherwise a stack is called with its feature map.
     """
 
-    stacks_of: Callable[[Any], Iterable[Stack]]
+    stacks: Callable[[Any], Iterable[Stack]]
     reasons: Reasons
     attends_to_text: Callable[[Any], bool]
     needs_all_tokens: Callable[..., bool]
@@ -49,10 +48,6 @@ class UNetRecord:
 
     merges_at_calls = False
     merges_blocks = True
-
-    def stacks(self, model: Any) -> Iterable[Stack]:
-        """The stacks of a model."""
-        return self.stacks_of(model)
 
     def block(self, model: PatchedModel, stack: Stack, index: int) -> "ModuleBlock":
         """The block at an index of a stack."""
@@ -90,7 +85,7 @@ class ModuleBlock(Block):
         overrides.append((block, "forward", self.timed(self._run_block(block.forward))))
         self._attends_to_itself = not self.record.attends_to_text(block)
         if not self._attends_to_itself:
-            # Only queries merge, as in the x4 upscaler.
+            # Its keys are text, so only its queries merge, as in the x4 upscaler.
             if config.merge_attn:
                 overrides.append((block.attn1, "forward", self._run_module(block.attn1.forward)))
         elif config.merge_attn or config.scope != "module":
@@ -133,14 +128,15 @@ class ModuleBlock(Block):
             plan = self._plan_at(evaluation.ratio, x, layout)
             if plan is None:
                 return forward(x, *args, **kwargs)
+            merged = plan.merge(x)
             if config.scope == "stack" and self._begins_stack(*args, **kwargs):
-                merged = plan.merge(x)
                 evaluation.stack_plan, evaluation.stack_tokens = plan, x
                 evaluation.stack_merged = merged
                 return self._run_in_stack(forward, merged, *args, **kwargs)
             outcome.merged(x.shape[1], plan)
             self._outer_plan = plan
-            return block_on_merged(forward, plan, x, *args, **kwargs)
+            # Not the result is unmerged: each token keeps its difference from the mean of its slot.
+            return plan.add_change(x, merged, forward(merged, *args, **kwargs))
 
         return block_forward
 
@@ -204,7 +200,7 @@ class ModuleBlock(Block):
         return self.index == len(self.stack.blocks) - 1
 
     def _why_in_modules(self, *args: Any, **kwargs: Any) -> str | None:
-        """Why the block merges only in its modules although the scope is wider, else None."""
+        """Why the block merges only in its modules although the scope is wider, if it does."""
         if self.model.config.scope != "module" and self._needs_all_tokens(*args, **kwargs):
             return "that are patched"
         return self.evaluation.falls_back
@@ -276,27 +272,77 @@ class ModuleBlock(Block):
             plan = self._plan
             if plan is None or not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)
-            return module_on_merged(forward, plan, x, *args, **kwargs)
+            return plan.unmerge(forward(plan.merge(x), *args, **kwargs))
 
         return module_forward
 
     def _run_self_attention(self, forward: Forward) -> Forward:
         config = self.model.config
-        weigh = self._weigh if config.proportional_attn else None
 
         def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self._outer_plan is not None:
-                if weigh is not None:
-                    kwargs = weigh(self._outer_plan, x, kwargs)
+                if config.proportional_attn:
+                    kwargs = self._weigh(self._outer_plan, x, kwargs)
                 return forward(x, *args, **kwargs)
             queries = self._plan if config.merge_attn and "q" in config.attn_tokens else None
             keys = self._keys_plan
             plan = keys if queries is None else queries
             if plan is None or not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)
-            return attention_on_merged(forward, queries, keys, weigh, x, *args, **kwargs)
+            return self._attend_on_merged(forward, queries, keys, x, *args, **kwargs)
 
         return attention_forward
+
+    def _attend_on_merged(
+        self,
+        attention: Forward,
+        queries: Plan | None,
+        keys: Plan | None,
+        x: Tensor,
+        context: Tensor | None = None,
+        value: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run self-attention on tokens that are merged before its projections (section 4).
+
+        Args:
+            attention: called with ``x``, ``context`` and ``value``, like the host's attention.
+            queries: a plan that fits ``x``; None leaves the queries as they are.
+            keys: the same for keys and values.
+            x: ``[batch, tokens, channels]``, the source of the queries.
+            context: the source of the keys, ``x`` if None.
+            value: the source of the values, that of the keys if None.
+            kwargs: passed on, with what weighs the keys.
+
+        Returns:
+            ``[batch, tokens, channels]``. Keys and values from a source that the plan does not fit
+            are not merged.
+        """
+        if keys is not None and not all(
+            source is None or keys.fits(source) for source in (context, value)
+        ):
+            keys = None
+        own_keys = context is None or context is x
+        own_value = None if value is context else value
+        tokens = x if context is None else context
+        merged = x if queries is None else None
+        if keys is None:
+            context = tokens
+        else:
+            if self.model.config.proportional_attn:
+                means, context, values = keys.merge_inputs(tokens)
+                kwargs = self._weigh(keys, tokens, kwargs)
+            else:
+                # As in the paper, keys are means and count once.
+                means = context = values = keys.merge(tokens)
+            value = values if own_value is None else keys.merge(own_value)
+            if own_keys and keys is queries:
+                merged = means
+        if merged is None:
+            assert queries is not None
+            merged = queries.merge(x)
+        result: Tensor = attention(merged, context=context, value=value, **kwargs)
+        return result if queries is None else queries.unmerge(result)
 
     def _with_source(self, forward: Forward) -> Forward:
         """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``.
@@ -328,7 +374,7 @@ class ModuleBlock(Block):
         return self.record.weigh_keys(self, kwargs, log_sizes)
 
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether a module called with ``x`` can run under the plan; the answer is noted."""
+        """Whether a module called with ``x`` can run under the plan; noted in the outcome."""
         if is_masked(kwargs, self.record.masks) or not plan.fits(x):
             self.outcome.reason = self.record.reasons.attention_masked
             return False
@@ -339,100 +385,6 @@ class ModuleBlock(Block):
 def is_masked(kwargs: Mapping[str, Any], masks: Iterable[str]) -> bool:
     """Whether any of the arguments named by ``masks`` is given."""
     return any(kwargs.get(name) is not None for name in masks)
-
-
-def module_on_merged(
-    module: Callable[..., Tensor], plan: Plan, x: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    """Run a module whose only merged tokens are ``x``: cross-attention or a feed-forward network.
-
-    Args:
-        module: maps ``[batch, slots, channels]`` to ``[batch, slots, channels]``.
-        plan: a plan that fits ``x``.
-        x: ``[batch, tokens, channels]``.
-        args: passed on.
-        kwargs: passed on.
-
-    Returns:
-        ``[batch, tokens, channels]``.
-    """
-    return plan.unmerge(module(plan.merge(x), *args, **kwargs))
-
-
-def block_on_merged(
-    block: Callable[..., Tensor], plan: Plan, x: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    """Run a residual block on merged tokens and add its change to all tokens.
-
-    The change is unmerged, not the result, so each token keeps its difference from the mean of its
-    slot.
-
-    Args:
-        block: maps ``[batch, slots, channels]`` to ``[batch, slots, channels]``.
-        plan: a plan that fits ``x``.
-        x: ``[batch, tokens, channels]``.
-        args: passed on.
-        kwargs: passed on.
-
-    Returns:
-        ``[batch, tokens, channels]``.
-    """
-    merged = plan.merge(x)
-    return plan.add_change(x, merged, block(merged, *args, **kwargs))
-
-
-def attention_on_merged(
-    attention: Callable[..., Tensor],
-    queries: Plan | None,
-    keys: Plan | None,
-    weigh: Callable[[Plan, Tensor, dict[str, Any]], dict[str, Any]] | None,
-    x: Tensor,
-    context: Tensor | None = None,
-    value: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """Run self-attention on merged tokens, which are merged before its projections (section 4).
-
-    Args:
-        attention: called with ``x``, ``context`` and ``value``, like the host's attention.
-        queries: a plan that fits ``x``; None leaves the queries as they are.
-        keys: the same for keys and values.
-        weigh: takes the plan of the keys, their source and ``kwargs``; returns keyword arguments
-            that make the attention count each key once for every token it stands for. None is the
-            paper's attention: keys are means and count once.
-        x: ``[batch, tokens, channels]``, the source of the queries.
-        context: the source of the keys, ``x`` if None.
-        value: the source of the values, that of the keys if None.
-        kwargs: passed on.
-
-    Returns:
-        ``[batch, tokens, channels]``. Keys and values from a source that the plan does not fit are
-        not merged.
-    """
-    if keys is not None and not all(
-        source is None or keys.fits(source) for source in (context, value)
-    ):
-        keys = None
-    own_keys = context is None or context is x
-    own_value = None if value is context else value
-    tokens = x if context is None else context
-    merged = x if queries is None else None
-    if keys is None:
-        context = tokens
-    else:
-        if weigh is None:
-            means = context = values = keys.merge(tokens)
-        else:
-            means, context, values = keys.merge_inputs(tokens)
-            kwargs = weigh(keys, tokens, kwargs)
-        value = values if own_value is None else keys.merge(own_value)
-        if own_keys and keys is queries:
-            merged = means
-    if merged is None:
-        assert queries is not None
-        merged = queries.merge(x)
-    result = attention(merged, context=context, value=value, **kwargs)
-    return result if queries is None else queries.unmerge(result)
 
 
 def stacks_by_level(model: nn.Module, is_stack: Callable[[nn.Module], bool]) -> Iterable[Stack]:
@@ -450,7 +402,7 @@ def stacks_by_level(model: nn.Module, is_stack: Callable[[nn.Module], bool]) -> 
             blocks: nn.ModuleList = module.transformer_blocks
             yield Stack(name, module, tuple(blocks), level)
         elif name.endswith(".x_upd"):
-            # A residual block that resizes does so on both of its ways.
+            # A residual block that resizes also does so in its skip connection, which counts once.
             continue
         elif kind == "Downsample":
             level *= 2

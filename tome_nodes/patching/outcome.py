@@ -1,14 +1,12 @@
 """What the blocks of a model did in one evaluation, and who follows it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from ..merging.layout import Layout, LayoutKey
 from ..merging.plan import Plan
-from ..strategies.base import PlansOf
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from ..strategies.strategy import PlansOf
+from .overrides import Forward
 
 
 @dataclass(eq=False)
@@ -45,13 +43,13 @@ class Outcome:
     has_run: bool = False
 
     def entered(self, tokens: int) -> None:
-        """So many tokens entered the block; of no account once something has merged."""
+        """Note how many tokens entered the block; ignored once something has merged."""
         self.has_run = True
         if self.plan is None:
             self.before = tokens
 
     def merged(self, tokens: int, plan: Plan) -> None:
-        """Something ran on the slots of ``plan`` instead of on ``tokens``."""
+        """Note that something ran on the slots of ``plan`` instead of on ``tokens`` tokens."""
         self.before, self.plan = tokens, plan
 
     def complete(self) -> None:
@@ -110,7 +108,7 @@ class Observer:
         """A function that makes the same plans as ``plans_of`` while the observer watches."""
         return plans_of
 
-    def timed(self, block: str, forward: Function) -> Function:
+    def timed(self, block: str, forward: Forward) -> Forward:
         """The forward of a block, perhaps wrapped to time it."""
         return forward
 

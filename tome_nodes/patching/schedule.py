@@ -7,22 +7,6 @@ from ..settings.config import ToMeConfig
 
 
 @dataclass(frozen=True)
-class NoiseRange:
-    """The noise levels at which merging is on: from ``start`` down to ``end``, without ``end``."""
-
-    start: float
-    end: float
-
-    @classmethod
-    def of(cls, config: ToMeConfig, noise_at: Callable[[float], float]) -> "NoiseRange":
-        """The range of some settings; ``noise_at`` gives the noise level at a share from 0 to 1."""
-        return cls(noise_at(config.start_percent), noise_at(config.end_percent))
-
-    def __contains__(self, noise: float) -> bool:
-        return self.end < noise <= self.start
-
-
-@dataclass(frozen=True)
 class Moment:
     """Where a model evaluation is in its sampling run, as the host knows it.
 
@@ -44,6 +28,14 @@ class Moment:
     is_active: bool
     steps_left: int | None = None
     from_noise: bool = True
+
+
+def is_active(config: ToMeConfig, noise: float, noise_at: Callable[[float], float]) -> bool:
+    """Whether merging is on at a noise level: from ``start_percent`` on, before ``end_percent``.
+
+    ``noise_at`` gives the noise level at a share of the sampling from 0 to 1.
+    """
+    return noise_at(config.end_percent) < noise <= noise_at(config.start_percent)
 
 
 def is_noise_alone(noise: float, most: float) -> bool:

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.grid import Grid
-from ..merging.layout import Layout, LayoutKey, Span
+from ..merging.layout import Grid, Layout, LayoutKey, Span
 from ..merging.plan import Plan, plans_by_frame, plans_of_sequence
 from .detail_cache import MOVES, Detail, belongs, fitting
 from .engine import Engine

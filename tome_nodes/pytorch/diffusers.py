@@ -21,11 +21,11 @@ def _stacks(model: Any) -> Iterator[Stack]:
     for name, module in model.named_modules():
         if not isinstance(module, Transformer2DModel):
             continue
-        way, _, rest = name.partition(".")
+        side, _, rest = name.partition(".")
         depth = deepest
-        if way == "down_blocks":
+        if side == "down_blocks":
             depth = int(rest.partition(".")[0])
-        elif way == "up_blocks":
+        elif side == "up_blocks":
             depth = deepest - int(rest.partition(".")[0])
         yield Stack(name, module, tuple(module.transformer_blocks), 2**depth)
 
@@ -45,7 +45,7 @@ class DiffusersUNets(Host):
     """``UNet2DConditionModel``, whose blocks are ``BasicTransformerBlock``."""
 
     record = UNetRecord(
-        stacks_of=_stacks,
+        stacks=_stacks,
         reasons=REASONS,
         attends_to_text=lambda block: block.only_cross_attention,
         needs_all_tokens=_needs_all_tokens,

@@ -30,7 +30,7 @@ class LdmUNets(Host):
     """``UNetModel``."""
 
     record = UNetRecord(
-        stacks_of=_stacks,
+        stacks=_stacks,
         reasons=REASONS,
         # Blocks of Stable Diffusion 1 lack the attribute.
         attends_to_text=lambda block: getattr(block, "disable_self_attn", False),

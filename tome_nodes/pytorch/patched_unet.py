@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.decorators import skip
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..patching.blocks import Reasons
 from ..patching.detail_cache import belongs
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
 from ..patching.merge_modules import UNetRecord
 from ..patching.outcome import Evaluated, Observer
-from ..patching.schedule import Moment, NoiseRange, is_noise_alone
+from ..patching.schedule import Moment, is_active, is_noise_alone
 from ..report import log_line
 from ..report.counts import Counts
 from ..settings.config import ToMeConfig
@@ -345,7 +345,7 @@ class _Calls:
             progress=done / self._noisiest if self._noisiest > 0 else 0.0,
             picks=bits,
             part=(self._call, shape),
-            is_active=timestep in NoiseRange.of(self._config, self._noise_at),
+            is_active=is_active(self._config, timestep, self._noise_at),
             from_noise=is_noise_alone(self._first_timestep, self._noisiest),
         )
 

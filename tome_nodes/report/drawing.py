@@ -122,7 +122,7 @@ def chart(
     after: np.ndarray,
     seconds: np.ndarray | None,
 ) -> np.ndarray:
-    """A chart of each block in each step: tokens before and after merging, and seconds.
+    """A chart of the tokens before and after merging, and the time, of each block in each step.
 
     Args:
         names: names of the blocks, one per row.
@@ -297,9 +297,9 @@ def _ramp_key(
     corner: tuple[int, int],
     least: str,
     most: str,
-    length: int = 130,
 ) -> None:
     x, y = corner
+    length = 130
     draw.text((x, y + 7), least, MUTED, _font(_SMALL), "lm")
     x += _width(least, _SMALL) + 8
     ramp = colours_of(np.linspace(0, 1, length)[None].repeat(14, 0)).round().astype(np.uint8)
@@ -353,7 +353,7 @@ def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
 def _headed(
     width: int, height: int, title: str, lines: Sequence[str]
 ) -> tuple[Image.Image, ImageDraw.ImageDraw, int]:
-    """A canvas with a title and lines of text, and where the part of ``height`` below them is."""
+    """A canvas with a title and lines of text, and where the ``height`` left below them begins."""
     top = _MARGIN + 48 + 26 * len(lines)
     canvas, draw = _canvas(width, top + height)
     draw.text((_MARGIN, _MARGIN - 4), title, INK, _font(_TITLE))

@@ -21,9 +21,9 @@ class LastRun:
         obstacle: why nothing was merged, None if something was.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
             chose one.
-        worth_from: estimated size in tokens from which merging a feature map is worth it; None if
-            the run never chose a backend.
-        choices: which ways of an operation were measured to be the fastest.
+        worth_from: the estimated number of tokens from which merging a feature map is worth it;
+            None if the run never chose a backend.
+        choices: the ways to carry out operations that were measured to be the fastest.
         shallowest: how many times smaller than the latent the largest feature map with attention
             is.
         recording: the details, None if no report was connected when the run began.

@@ -1,4 +1,4 @@
-"""A run in words: the log line, the live line, and the first lines of a report."""
+"""A run in words: the line in the log, the line on the node, and some of a report."""
 
 from collections.abc import Mapping
 
@@ -30,9 +30,9 @@ def log_line(
 
 
 def tried(choices: Mapping[Case, Choice], only_changed: bool = False) -> list[str]:
-    """Which ways were tried and taken, such as ``weights by mask (1.2 ms, kernel 1.5 ms)``.
+    """The ways taken after trials, such as ``weights by mask (1.2 ms, kernel 1.5 ms)``.
 
-    Of each operation, the case that takes longest.
+    For each operation, only the case that takes longest.
 
     Args:
         choices: see :class:`tome_nodes.patching.engine.Engine`.
@@ -40,25 +40,25 @@ def tried(choices: Mapping[Case, Choice], only_changed: bool = False) -> list[st
     """
     longest: dict[str, Choice] = {}
     for (operation, *_), choice in choices.items():
-        is_changed = choice.way != choice.default
+        is_changed = choice.variant != choice.default
         if is_changed or (choice.seconds and not only_changed):
             known = longest.get(str(operation), choice)
             if _longest(choice) >= _longest(known):
                 longest[str(operation)] = choice
-    return [f"{operation} by {_ways(choice)}" for operation, choice in longest.items()]
+    return [f"{operation} by {_with_times(choice)}" for operation, choice in longest.items()]
 
 
 def _longest(choice: Choice) -> float:
     return max(choice.seconds.values(), default=0.0)
 
 
-def _ways(choice: Choice) -> str:
+def _with_times(choice: Choice) -> str:
     if not choice.seconds:
-        return f"{choice.way} ({choice.default} failed)"
+        return f"{choice.variant} ({choice.default} failed)"
     others = [
-        f"{name} {seconds(time)}" for name, time in choice.seconds.items() if name != choice.way
+        f"{name} {seconds(time)}" for name, time in choice.seconds.items() if name != choice.variant
     ]
-    return f"{choice.way} ({', '.join([seconds(choice.seconds[choice.way]), *others])})"
+    return f"{choice.variant} ({', '.join([seconds(choice.seconds[choice.variant]), *others])})"
 
 
 def times(tuned: Measured) -> str:
@@ -75,15 +75,12 @@ def seconds(time: float) -> str:
 
 def live_line(result: Evaluated, total_steps: int) -> str:
     """What one evaluation merged, for example ``5/16 blocks, 4096→2048 tokens, step 3/20``."""
-    return f"{_evaluation(result)}, step {result.step + 1}/{total_steps}"
-
-
-def _evaluation(result: Evaluated) -> str:
+    step = f"step {result.step + 1}/{total_steps}"
     merged = {(outcome.before, outcome.after) for outcome in result.merged}
     if not merged:
-        return "all tokens"
+        return f"all tokens, {step}"
     lengths = ", ".join(f"{before}→{after}" for before, after in sorted(merged, reverse=True))
-    return f"{len(result.merged)}/{result.blocks} blocks, {lengths} tokens"
+    return f"{len(result.merged)}/{result.blocks} blocks, {lengths} tokens, {step}"
 
 
 def sizes(counts: Counts) -> str:
@@ -101,7 +98,7 @@ def _span(lengths: list[int]) -> str:
 
 
 def deviations(counts: Counts) -> list[str]:
-    """What differed from the settings, in a few words each."""
+    """What was done differently than the settings say, in a few words each."""
     return [
         *(f"module scope in {len(names)} {why}" for why, names in counts.fell_back.items()),
         *(f"merged keys weigh as one token ({reason})" for reason in sorted(counts.unweighted)),

@@ -14,19 +14,19 @@ from . import drawing, log_line
 from .last_run import LastRun
 from .recording import MATCHING, Recording
 
-# A share of the run from which matching is worth a hint.
+# The share of a run's time from which on a hint says that matching is slow.
 _MUCH = 0.1
 
 
 PictureAt = Callable[[float], np.ndarray]
-"""The frame of a decoded video at a place from 0, its first, to 1, its last.
+"""Returns the frame of a decoded video at a place from 0, its first, to 1, its last.
 
 ``[height, width, channels]`` float from 0 to 1.
 """
 
 
 @dataclass(frozen=True)
-class Report:
+class Page:
     """A picture, ``[height, width, 3]`` uint8, and a text."""
 
     picture: np.ndarray
@@ -46,9 +46,9 @@ NO_RUN = (
 )
 
 
-def notice(title: str, *sentences: str) -> Report:
+def notice(title: str, *sentences: str) -> Page:
     """A report that says why there is nothing to report."""
-    return Report(drawing.card(title, sentences), "\n".join(sentences))
+    return Page(drawing.card(title, sentences), "\n".join(sentences))
 
 
 def report_of(
@@ -58,7 +58,7 @@ def report_of(
     step: int = -1,
     picture_at: PictureAt | None = None,
     frame: int = -1,
-) -> Report:
+) -> Page:
     """The report of a run.
 
     Args:
@@ -81,14 +81,14 @@ def report_of(
         drawn = _chart(recording)
     else:
         drawn = _map(run, recording, view, level, step, picture_at, frame)
-    return Report(drawn, "\n".join(lines))
+    return Page(drawn, "\n".join(lines))
 
 
-def tuning_page(found: Found) -> Report:
+def tuning_page(found: Found) -> Page:
     """What ToMe Tune found, with all settings that it tried."""
     lines = tuning_words.in_words(found)
     if not found.figures:
-        return Report(drawing.card("ToMe Tune", lines), "\n".join(lines))
+        return Page(drawing.card("ToMe Tune", lines), "\n".join(lines))
     points = [
         drawing.Point(
             f"{candidate.preset} {candidate.ratio:.2f}",
@@ -108,7 +108,7 @@ def tuning_page(found: Found) -> Report:
         amount if is_speed else None,
         None if is_speed else amount,
     )
-    return Report(drawn, "\n".join(lines))
+    return Page(drawn, "\n".join(lines))
 
 
 def in_words(run: LastRun) -> list[str]:

@@ -1,6 +1,6 @@
 """A sampling run in detail: which tokens merged in each step, and how long everything took.
 
-A recorder watches a run only if a report is connected. It does not wait for the device before the
+A recorder watches a run only if a ToMe Report is connected. It waits for the device only once the
 run is over, and then copies everything at once.
 """
 
@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..merging.plan import Plan
 from ..ops.clock import Clock
-from ..patching.outcome import Evaluated, Function, Observer
-from ..strategies.base import PlansOf
+from ..patching.outcome import Evaluated, Observer
+from ..patching.overrides import Forward
+from ..strategies.strategy import PlansOf
 
 MATCHING, MERGING, UNMERGING = "matching", "merging", "unmerging"
 
@@ -104,17 +105,17 @@ class Recorder(Observer):
 
         return watched_plans_of
 
-    def timed(self, block: str, forward: Function) -> Function:
+    def timed(self, block: str, forward: Forward) -> Forward:
         @wraps(forward)
         def timed_forward(*args: Any, **kwargs: Any) -> Any:
             return self.time(block, forward, *args, **kwargs)
 
-        return cast(Function, timed_forward)
+        return timed_forward
 
     def time(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function, add its time to that of ``name`` if it can be measured, and return."""
         # Traced code runs once, and not when the model runs.
-        if torch.compiler.is_compiling() or not self._clock.tells:
+        if torch.compiler.is_compiling() or not self._clock.can_measure:
             return function(*args, **kwargs)
         start = self._clock.now()
         result = function(*args, **kwargs)
@@ -173,5 +174,5 @@ class _WatchedPlan:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._plan, name)
-        part = _TIMED.get(name)
-        return value if part is None else partial(self._recorder.time, part, value)
+        kind = _TIMED.get(name)
+        return value if kind is None else partial(self._recorder.time, kind, value)

@@ -68,8 +68,8 @@ class ToMeConfig:
         least=0,
         most=2**64 - 1,
         advanced=True,
-        text="Seed of the random picks. It is apart from the sampler's seed and does not move its "
-        "noise.",
+        text="Seed of the random picks. It is separate from the sampler's seed and does not change "
+        "its noise.",
     )
     backend: str = _option(
         "auto",
@@ -85,10 +85,11 @@ class ToMeConfig:
             "bipartite": "The paper's matching: each token may merge into the most alike of all "
             "the tokens that stay.",
             "window": "The same within windows of 16x16 tokens. The cost of matching grows with "
-            "the picture and not with its square, so take this one for large pictures.",
-            "pool": "The mean of each cell, without comparing. `ratio` does not count.",
-            "cluster": "Tokens that are about as like the mean of all, wherever they are in the "
-            "picture.",
+            "the number of tokens, not with its square, so use this one for large pictures.",
+            "pool": "The mean of each cell, without comparing tokens. `ratio` has no effect, "
+            "except that 0 merges nothing.",
+            "cluster": "Tokens that are about equally similar to the mean of all tokens, wherever "
+            "they are in the picture.",
         },
         advanced=True,
         text="How tokens are grouped: bipartite matches over the whole map as in the paper, window "
@@ -152,7 +153,7 @@ class ToMeConfig:
         text="Share of the keys and values of self-attention to merge, in module scope; -1 takes "
         "ratio for them too. Merging keys changes the picture far less than merging queries: ratio "
         "0 with kv_ratio 0.75 is gentle and fast.",
-        more="Both shares come from one matching, the smaller one being its better part.",
+        more="Both shares come from one matching; the smaller one takes its best matches.",
     )
     ratio_end: float = _option(
         -1.0,
@@ -161,7 +162,7 @@ class ToMeConfig:
         step=0.05,
         unset=-1.0,
         advanced=True,
-        text="Ratio at the last step, to which it moves from ratio in equal parts; -1 keeps ratio "
+        text="Ratio at the last step, to which it moves from ratio in equal steps; -1 keeps ratio "
         "throughout. The paper found 0.6 falling to 0.4 better than a steady 0.5.",
     )
     sx: int = _option(
@@ -185,9 +186,9 @@ class ToMeConfig:
         advanced=True,
         text="Length of a cell in frames, for video; 0 takes 2 to 5, whichever divides the frames "
         "best. 1 keeps cells within frames.",
-        more="A longer cell is `sx` or `sy` tokens in a row, whichever is fewer, in so many "
-        "frames. The first latent frame always merges apart from the others. Where the whole model "
-        "runs on merged tokens, 0 keeps cells within frames too.",
+        more="A cell of several frames is `sx` or `sy` tokens of a row wide, whichever is fewer. "
+        "The first latent frame always merges on its own. Where the whole model runs on merged "
+        "tokens, 0 keeps cells within frames too.",
     )
     use_rand: bool = _option(
         True,
@@ -226,10 +227,10 @@ class ToMeConfig:
         least=0,
         most=100,
         advanced=True,
-        text="In scope stack, the number of steps from one that runs on all tokens to the next, "
-        "counted back from the last but one; 0: no step does. The steps in between keep the detail "
-        "that it gave to merged tokens.",
-        more="The first step does too if it begins with a picture, as in image to image. With "
+        text="In scope stack, how often a step runs on all tokens: 4 is every fourth step, counted "
+        "back from the second to last; 0 is never. The steps in between keep the detail that "
+        "merged tokens got in it.",
+        more="The first step also does if it begins with a picture, as in image to image. With "
         "`attn_tokens` k,v, self-attention in a UNet merges keys and values even in these steps. "
         "Each stack of a UNet keeps a tensor of the size of its tokens; a transformer keeps two "
         "latents.",

@@ -26,7 +26,7 @@ class OptionTypeError(OptionError, TypeError):
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is one that options have, and not something else that came over a link."""
+    """Whether a value is of a type that options have, not a model or tensor from a link."""
     return isinstance(value, str | int | float)
 
 
@@ -50,8 +50,9 @@ class Option:
         most: largest value of a number.
         step: what one click in the editor adds to a number.
         unset: value of a number, below ``least``, that stands for ``ratio``.
-        choices: what it may be, if it is one of a few, and what each does where that takes a table.
-        is_of_host: whether it is one of the names that the host has for something.
+        choices: its allowed values if they are few, each with what it does if the help page has a
+            table of them, else with an empty text.
+        is_of_host: whether its values are names that the host defines, such as those of samplers.
         advanced: whether the editor folds it away.
     """
 
@@ -146,10 +147,10 @@ GOAL = Option(
     default="speed",
     choices={
         "speed": "At least `speed_up` times as fast as without merging, with the least change.",
-        "likeness": "At most `change`, as fast as can be.",
+        "likeness": "The highest speed with a change of at most `change`.",
     },
     text="What the settings should reach. speed: at least speed_up, with the least change to the "
-    "picture; likeness: at most change, as fast as can be.",
+    "picture; likeness: the highest speed with at most the given change.",
 )
 
 SPEED_UP = Option(
@@ -175,7 +176,7 @@ MEASURE_AGAIN = Option(
     name="measure_again",
     default=False,
     text="Measure even if this was measured before. What is found is kept for the same kind of "
-    "model, size, steps, device and versions, so that the same wish takes no trials.",
+    "model, size, steps, device and versions, so that asking for the same again takes no trials.",
 )
 
 SAMPLING = (
@@ -206,7 +207,7 @@ SAMPLING = (
         name="sampler_name",
         default="euler",
         is_of_host=True,
-        text="As in the sampler. The trials themselves go the way of Euler's.",
+        text="As in the sampler. The trials themselves step as Euler's sampler does.",
     ),
     Option(
         name="scheduler",
@@ -223,7 +224,7 @@ SAMPLING = (
         text="As in the sampler; below 1, sampling starts from the latent under some noise.",
     ),
 )
-"""What a sampler is given, as the host's KSampler has it."""
+"""The inputs of a sampler, as those of the host's KSampler."""
 
 STEP = Option(
     name="step",

@@ -1,4 +1,4 @@
-"""Named settings: points on the front of speed against likeness in `benchmarks/FIDELITY.md`.
+"""Named settings, compared for speed and likeness in `benchmarks/FIDELITY.md`.
 
 A preset says how to merge; how much, when and with which seed stay free.
 """
@@ -86,7 +86,7 @@ def settings_of(
     Args:
         preset: one of :data:`PRESETS`, or :data:`CUSTOM`.
         given: options. One that the preset decides has to be at its default.
-        defaults: what an option is where the caller was given none.
+        defaults: the value of each option that the caller's user did not set.
 
     Raises:
         OptionError: no such preset, or an option that would not count.

@@ -5,10 +5,10 @@ from types import MappingProxyType
 
 from ..ops import Operations
 from ..settings.config import ToMeConfig
-from .base import Strategy
 from .bipartite import BipartiteStrategy
 from .cluster import ClusterStrategy
 from .pool import PoolStrategy
+from .strategy import Strategy
 from .window import WindowStrategy
 
 STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(

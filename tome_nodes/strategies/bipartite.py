@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..merging.plan import SlotPlan
 from ..ops import TORCH, Operations
 from .cells import Cells, CellStrategy, split_cells
@@ -28,13 +28,7 @@ class BipartiteStrategy(CellStrategy):
 
 
 def split_tokens(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:
-    """Split the tokens of a grid into src and dst.
-
-    Args:
-        grid: the feature map.
-        sy: height of a cell.
-        sx: width of a cell.
-        picks: ``[cells]`` int64, which token of its cell, row by row, is the dst.
+    """Split the tokens of a grid into src and dst; arguments as for ``split_cells``.
 
     Returns:
         ``src`` and ``dst`` token indices, int64; dst has one token for each whole cell, src has

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..merging.plan import Plan, plans_by_frame
-from ..merging.random_picks import pick_per_cell
 from ..ops import Operations
+from ..ops.random_picks import pick_per_cell
 from ..settings.config import ToMeConfig
-from .base import Strategy
+from .strategy import Strategy
 
-# Lengths of cells in video to choose from, in frames, the one that merges best first.
+# Lengths of cells in a video to choose from, in frames; those that merge better come first.
 _FRAMES_OF_CELL = (4, 5, 3, 2)
 
 
@@ -76,7 +76,7 @@ class CellStrategy(Strategy):
         return [made.get(count) for count in merges]
 
     def cells_of(self, grid: Grid) -> Cells:
-        """How a grid is cut: a cell of a video reaches over frames, and over tokens in a row."""
+        """How a grid is cut: in a video, a cell reaches over several frames and tokens of a row."""
         config = self.config
         if grid.frames == 1:
             return Cells(grid, config.sy, config.sx)
@@ -104,7 +104,8 @@ class CellStrategy(Strategy):
         if grid not in self._splits:
             cells = self.cells_of(grid)
             if self.config.use_rand:
-                picks = pick_per_cell(self.key, cells.count, cells.sy * cells.sx)
+                count = cells.count
+                picks = pick_per_cell(self.key, count.height, count.width, cells.sy * cells.sx)
             else:
                 picks = self.key.new_zeros(cells.count.tokens)
             self._splits[grid] = self.split(cells, picks)
@@ -112,12 +113,12 @@ class CellStrategy(Strategy):
 
 
 def _length(config: ToMeConfig, frames: int) -> int:
-    """The length of a cell in frames, in a video of so many."""
+    """The length of a cell in frames, in a video with this number of frames."""
     return min(config.st, frames) or frames_of_cell(frames)
 
 
 def frames_of_cell(frames: int) -> int:
-    """How many frames a cell reaches over in a video of so many: as few as can be are left out."""
+    """The length of a cell that leaves out the fewest of a video's frames."""
     lengths = [length for length in _FRAMES_OF_CELL if length <= frames]
     return min(lengths, key=lambda length: frames % length)
 

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..merging.plan import Plan, SlotPlan
 from ..ops import TORCH, Operations
-from .base import Strategy
+from .strategy import Strategy
 
 
 class ClusterStrategy(Strategy):

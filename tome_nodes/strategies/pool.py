@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..merging.plan import Plan, plans_by_frame
-from .base import Strategy
+from .strategy import Strategy
 
 NEAREST_SHARE = 0.75
 """Share of one token in pooled keys and values; `benchmarks/FIDELITY.md` compares others."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..merging.plan import Plan, SlotPlan
 from ..ops import KernelFailed
 from .cells import Cells, CellStrategy, split_cells
@@ -79,13 +79,7 @@ class WindowStrategy(CellStrategy):
 
 
 def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:
-    """Split the tokens of each window into src and dst.
-
-    Args:
-        grid: the feature map.
-        sy: height of a cell.
-        sx: width of a cell.
-        picks: ``[cells]`` int64, which token of its cell, row by row, is the dst.
+    """Split the tokens of each window into src and dst; arguments as for ``split_cells``.
 
     Returns:
         Token indices, int64: src ``[windows, cells * (sy * sx - 1)]`` and dst

@@ -1,1 +1,1 @@
-"""Finding the settings that fulfil a wish, by trying them on the user's own model and device."""
+"""ToMe Tune: which settings to try on the user's model and device, and which to take."""

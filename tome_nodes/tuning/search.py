@@ -14,9 +14,9 @@ FASTER = 1.03
 """Times as fast as the unpatched model from which settings count as faster, not as noise."""
 
 ALIKE = 1.05
-"""Factor between two changes, or :data:`FASTER` between two speeds, up to which they are equal."""
+"""Two changes that differ by less than this factor count as equal; speeds, by :data:`FASTER`."""
 
-# Above this, merging in attention alone is not enough in most pictures.
+# For a higher speed, merging in attention alone is rarely enough in a picture.
 _MODEST = 1.25
 
 
@@ -63,7 +63,7 @@ class Measured:
         change: the root mean square of what they change in the denoised latent, over all steps, in
             standard deviations of the unpatched latent at the end.
         obstacle: why nothing merged, or the error of the trial; None if there is neither.
-        has_failed: whether it is an error, which need not come again.
+        has_failed: whether it is an error, which need not happen again.
     """
 
     seconds: float
@@ -108,13 +108,16 @@ class Wish:
         return measured.is_faster and measured.change <= self.amount
 
     def is_passed(self, measured: Measured) -> bool:
-        """Whether settings are fast enough, or change too much, as all are at higher ratios."""
+        """Whether settings are beyond what was asked for, and so are those of higher ratios.
+
+        That is, they are fast enough, or change too much.
+        """
         if self.goal == SPEED:
             return measured.speed >= max(self.amount, FASTER)
         return measured.change > self.amount
 
     def best(self, figures: Figures) -> Candidate | None:
-        """The settings that fulfil it best: of equal ones the gentler, None if there are none."""
+        """The settings that fulfil it best, None if none do; of equal ones, the gentler."""
         fulfil = {each: measured for each, measured in figures.items() if self.holds(measured)}
         if self.goal == LIKENESS:
             return _fastest(fulfil)
@@ -143,7 +146,7 @@ def choose(wish: Wish, figures: Figures) -> Candidate | None:
     if wish.needs_nothing:
         return None
     best = wish.best(figures)
-    # Whoever asks for a likeness would rather wait than get less of it.
+    # Who asks for likeness prefers a slower run to a larger change.
     if best is not None or wish.goal == LIKENESS:
         return best
     return _fastest({each: measured for each, measured in figures.items() if measured.is_faster})
@@ -193,7 +196,7 @@ def find(
         wish: what they should do.
         figures: what is known already.
         ladders: settings that may be tried.
-        trial: measures some settings; None if there is no time left for it.
+        trial: measures some settings; returns None if it would take too many evaluations.
 
     Returns:
         What is known then.
@@ -205,6 +208,6 @@ def find(
         if measured is not None:
             known[candidate] = measured
         else:
-            # Another may cost less.
+            # A trial of another ladder may take fewer.
             open_ladders = [ladder for ladder in open_ladders if candidate not in ladder]
     return known

@@ -1,4 +1,4 @@
-"""What was found, in words."""
+"""What ToMe Tune found, in words."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,16 +13,17 @@ HINT = (
 
 @dataclass(frozen=True)
 class Found:
-    """What looking for settings came to.
+    """The result of a search for settings.
 
     Attributes:
         wish: what they should do.
         figures: what is known of those that were tried.
-        evaluations: of the model, for trials; 0 if there were none.
+        evaluations: how often trials evaluated the model; 0 if there were none.
         steps: of a sampling run.
         date: the day on which it was measured, if it was on an earlier one.
         obstacle: why nothing was tried, None if something could be.
-        untried: the settings that the trials did not suffice for; None if no others can be better.
+        untried: the settings to try next, had there been more evaluations; None if no others can be
+            better.
     """
 
     wish: Wish

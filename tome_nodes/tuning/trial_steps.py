@@ -1,35 +1,29 @@
 """The steps of a sampling run at which settings are tried."""
 
 from ..patching.detail_cache import is_full
-from ..patching.schedule import Moment
 from ..settings.config import ToMeConfig
 
 _MOST = 3
 
 
 def full_steps(config: ToMeConfig, steps: int, from_noise: bool) -> list[int]:
-    """The steps of a run that settings run on all tokens.
+    """The steps of a run that run on all tokens.
 
     Args:
         config: the settings.
         steps: those of the run, at least 1.
         from_noise: whether it begins with noise alone.
     """
-
-    def moment(step: int) -> Moment:
-        left = steps - 1 - step
-        return Moment(step, 0.0, 0, None, True, steps_left=left, from_noise=from_noise)
-
     if config.scope != "stack":
         return []
-    return [step for step in range(steps) if is_full(config, moment(step))]
+    return [step for step in range(steps) if is_full(config, step, steps - 1 - step, from_noise)]
 
 
 def trial_steps(config: ToMeConfig, steps: int, from_noise: bool) -> list[int]:
-    """Up to three steps over a run, from its first to its last, for settings as of ``config``.
+    """Up to three steps, spread over a run, at which to try settings like ``config``.
 
-    They are right after steps on all tokens as far as there are such steps, so that settings keep
-    their detail there as they do in a run.
+    Where steps run on all tokens, these are the steps right after them: there, merged tokens keep
+    detail as they do in a run.
     """
     full = full_steps(config, steps, from_noise)
     found = [step + 1 for step in full if step + 1 < steps and step + 1 not in full]

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, cast
 
 from torch import nn
 
-from ...merging.grid import Grid
-from ...merging.layout import Picture
+from ...merging.layout import Grid, Picture
 from ...patching.blocks import Evaluation
 from ...patching.merge_attention import (
     AttentionBlock,

@@ -97,7 +97,7 @@ class ComfyUNet(UNetRecord):
 
 
 UNET = ComfyUNet(
-    stacks_of=_stacks,
+    stacks=_stacks,
     reasons=REASONS,
     attends_to_text=lambda block: block.disable_self_attn,
     needs_all_tokens=_needs_all_tokens,

@@ -1,7 +1,7 @@
 """Try settings on a model of ComfyUI: how long it takes to evaluate, and how its answers change.
 
-The model is evaluated at a few noise levels on the way of an unpatched run, each time as a sampler
-does it, through all that other nodes put around it.
+The model is evaluated at a few noise levels of an unpatched run, each time as a sampler does it,
+with everything that other nodes put around it.
 """
 
 import logging
@@ -224,7 +224,7 @@ class Trials:
         return Measured(seconds, seconds, 0.0, obstacle, has_failed=True)
 
     def _walk(self) -> None:
-        """Find the unpatched model's answers on the way of a run."""
+        """Find the unpatched model's answers at the steps of a run."""
         steps = sorted({0, *self._trial_steps, *(step - 1 for step in self._trial_steps if step)})
         self._plain = self._answers(self._model, steps)
         # What is done once in a run, such as encoding the picture of a ControlNet, is in the first.
@@ -307,7 +307,7 @@ class Trials:
         self._clock.wait()
         start = self._clock.now()
         denoised = denoise()
-        if not self._clock.tells:
+        if not self._clock.can_measure:
             # Reading a number waits for it.
             denoised.flatten()[0].item()
         end = self._clock.now()

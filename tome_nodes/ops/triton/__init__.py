@@ -18,9 +18,8 @@ from ..operations import Operations
 from ..reference import unmerge
 from .adding import add_change
 from .attending import attend
-from .key_merging import merge_keys
 from .matching import match_windows
-from .merging import merge
+from .merging import merge, merge_keys
 from .shared import DTYPES
 from .widening import widen
 

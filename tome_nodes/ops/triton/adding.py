@@ -55,16 +55,9 @@ def _shapes(x, before, after, slot_of_token):
 
 @operator(_shapes, reference.add_change)
 def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) -> Tensor:
-    """``x`` plus the change of its slots; see :func:`tome_nodes.ops.reference.add_change`.
+    """``x`` plus the change of its slots, as :func:`tome_nodes.ops.reference.add_change`.
 
-    Args:
-        x: ``[batch, tokens, channels]`` of float32, float16 or bfloat16, any strides.
-        before: ``[batch, slots, channels]`` of the same dtype, any strides.
-        after: the same after the change.
-        slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
-
-    Returns:
-        ``[batch, tokens, channels]`` of the dtype of ``x``, summed in float32.
+    Tensors are of float32, float16 or bfloat16, of any strides; sums are in float32.
     """
     require_tokens(x, "x")
     batch, tokens, channels = x.shape

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..hashing import MULTIPLIERS
+from ..random_picks import MULTIPLIERS
 from .shared import (
     has_fast_products,
     operator,
@@ -18,7 +18,7 @@ from .shared import (
 # Pairs of token and cell that a warp matches: 32 registers a thread for each value of a pair.
 _PAIRS_OF_A_WARP = 1024
 
-# Features of as many channels are loaded in more than one round.
+# The number of channels from which on they are loaded in larger groups.
 _MANY = 48
 
 # Warps of a program, and channels loaded at once, so that registers suffice on every GPU: warps of
@@ -31,7 +31,7 @@ _FIRST, _SECOND, _THIRD = (tl.constexpr(multiplier) for multiplier in MULTIPLIER
 
 @triton.jit
 def _scramble(bits):
-    """:func:`tome_nodes.ops.hashing.scramble` of uint32 values."""
+    """:func:`tome_nodes.ops.random_picks.scramble` of uint32 values."""
     bits = (bits ^ (bits >> 16)) * tl.full((), _FIRST, tl.uint32)
     bits = (bits ^ (bits >> 16)) * tl.full((), _SECOND, tl.uint32)
     bits = (bits ^ (bits >> 16)) * tl.full((), _THIRD, tl.uint32)
@@ -40,7 +40,7 @@ def _scramble(bits):
 
 @triton.jit
 def _pick(stream, cell, CHOICES: tl.constexpr, RANDOM: tl.constexpr):
-    """:func:`tome_nodes.merging.random_picks.pick_per_cell` for some cells; 0 if not random."""
+    """:func:`tome_nodes.ops.random_picks.pick_per_cell` for some cells; 0 if not random."""
     if RANDOM:
         bits = _scramble(stream + cell.to(tl.uint32))
         return ((bits.to(tl.uint64) * CHOICES) >> 32).to(tl.int32)
@@ -195,7 +195,7 @@ def match_windows_kernel(
         dst_norm += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
     similarity = products / tl.sqrt(tl.maximum(dst_norm, 1e-24))[:, None]
     similarity = similarity / tl.sqrt(tl.maximum(token_norm, 1e-24))[None, :]
-    # What is not a number comes last of the src, so that the quota holds whatever the features.
+    # NaN ranks last among the src, so that the quota holds whatever the features are.
     similarity = tl.where(similarity == similarity, similarity, -2.0)
     similarity = tl.where(is_cell[:, None], similarity, float("-inf"))
     best, nearest = tl.max(similarity, axis=0, return_indices=True)
@@ -203,7 +203,7 @@ def match_windows_kernel(
     is_src = inside & (is_dst == 0)
     rank = _rank(tl.where(is_src, best, float("-inf")))
     least = _greatest_reached(rank, quota)
-    # Of those that are as alike as the last one to merge, the first ones merge.
+    # Of those exactly as similar as the last one that merges, the first ones in the window merge.
     level = rank == least
     ahead = quota - tl.sum((rank > least).to(tl.int32))
     merged = is_src & ((rank > least) | (level & (tl.cumsum(level.to(tl.int32), 0) <= ahead)))
@@ -256,7 +256,7 @@ def match_windows(
     """In each window, merge the ``quota`` src tokens most similar to their nearest dst into it.
 
     Groups as :func:`tome_nodes.strategies.window.match_windows` does with the picks of
-    :func:`tome_nodes.merging.random_picks.pick_per_cell`. Slots are numbered window by window.
+    :func:`tome_nodes.ops.random_picks.pick_per_cell`. Slots are numbered window by window.
 
     Args:
         features: ``[batch, height * width, channels]`` of float32, float16 or bfloat16, any

@@ -1,4 +1,4 @@
-"""The mean of each slot."""
+"""The mean of each slot, and that mean stretched to the mean length of its tokens."""
 
 from collections.abc import Sequence
 
@@ -12,16 +12,19 @@ from .shared import (
     BLOCK_CHANNELS,
     BLOCK_ROWS,
     BLOCK_WARPS,
-    load_of_slots,
     operator,
+    padded,
     require_tokens,
-    slot_extent,
     strides,
 )
 from .window_merging import merge_windows, suits
 
-# Tokens of a slot that are loaded at once: 64 values a thread.
+# The most tokens of a slot that are loaded at once.
 _MEMBERS = 8
+
+# Where means are stretched: the most slots of a program, and the most values that it loads at once,
+# 64 a thread.
+_SLOTS_OF_KEYS, _VALUES_OF_KEYS, _WARPS_OF_KEYS = 16, 8192, 4
 
 
 @triton.jit(do_not_specialize=("tokens", "slots"))
@@ -30,54 +33,69 @@ def merge_kernel(
     order,
     offsets,
     means,
+    keys,
     stride_sample,
     stride_token,
     stride_channel,
     tokens,
-    channels,
     slots,
-    SLOTS: tl.constexpr,
+    channels,
+    HEAD_CHANNELS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    SLOTS: tl.constexpr,
     MEMBERS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    """The mean of ``SLOTS`` slots in ``CHANNELS`` channels, summed in float32.
+    """The means of ``SLOTS`` slots in one head, and with ``KEYS`` these stretched.
 
-    The grid is blocks of slots by blocks of channels by samples. ``means`` is contiguous. There are
-    ``tokens`` and ``slots`` in each sample.
+    The grid is blocks of slots by heads of ``HEAD_CHANNELS``, padded to ``CHANNELS``, by samples.
+    A length needs all channels of a head; without ``KEYS``, a head is any group of channels.
+    ``means`` and ``keys`` are contiguous. There are ``tokens`` and ``slots`` in each sample.
     """
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    is_slot = slot < slots
     sample = tl.program_id(2).to(tl.int64)
-    is_channel = channel < channels
-    start, size = slot_extent(offsets, slot, slots, sample, tokens)
-    first = sample * tokens
+    first_channel = tl.program_id(1) * HEAD_CHANNELS
+    lane = tl.arange(0, CHANNELS)
+    channel = first_channel + lane
+    # Heads share all channels evenly, other groups perhaps not.
+    is_channel = lane < tl.minimum(HEAD_CHANNELS, channels - first_channel)
+    row = sample * slots + slot
+    start = tl.load(offsets + row, mask=is_slot, other=0)
+    end = tl.load(offsets + row + 1, mask=slot + 1 < slots, other=0)
+    end = tl.where(slot + 1 < slots, end, (sample + 1) * tokens)
+    size = tl.where(is_slot, end - start, 0)
+    first_token = sample * tokens
     x += sample * stride_sample
     total = tl.zeros((SLOTS, CHANNELS), tl.float32)
+    lengths = tl.zeros((SLOTS,), tl.float32)
     # Not a range: the interpreter of Triton 3.6 cannot take its bound from a tensor.
     most = tl.max(size)
     index = most * 0
     while index < most:
-        values = load_of_slots(
-            x,
-            order,
-            start,
-            size,
-            index,
-            first,
-            channel,
-            is_channel,
-            stride_token,
-            stride_channel,
-            MEMBERS,
-        )
+        # Several tokens of each slot at once, so that a large slot takes hardly longer.
+        member = index + tl.arange(0, MEMBERS)[None, :]
+        is_held = member < size[:, None]
+        token = tl.load(order + start[:, None] + member, mask=is_held, other=first_token)
+        token -= first_token
+        values = tl.load(
+            x + (token * stride_token)[:, :, None] + channel[None, None, :] * stride_channel,
+            mask=is_held[:, :, None] & is_channel[None, None, :],
+            other=0.0,
+        ).to(tl.float32)
         total += tl.sum(values, axis=1)
+        if KEYS:
+            lengths += tl.sum(tl.sqrt(tl.sum(values * values, axis=2)), axis=1)
         index += MEMBERS
-    mean = total / tl.maximum(size, 1).to(tl.float32)[:, None]
-    tl.store(
-        means + (sample * slots + slot)[:, None] * channels + channel[None, :],
-        mean.to(means.dtype.element_ty),
-        mask=(slot < slots)[:, None] & is_channel[None, :],
-    )
+    count = tl.maximum(size, 1).to(tl.float32)
+    mean = total / count[:, None]
+    place = row[:, None] * channels + channel[None, :]
+    mask = is_slot[:, None] & is_channel[None, :]
+    tl.store(means + place, mean.to(means.dtype.element_ty), mask=mask)
+    if KEYS:
+        length = tl.maximum(tl.sqrt(tl.sum(mean * mean, axis=1)), 1e-6)
+        key = mean * (lengths / count / length)[:, None]
+        tl.store(keys + place, key.to(keys.dtype.element_ty), mask=mask)
 
 
 def _shapes(x, slot_of_token, order, offsets, window=None):
@@ -92,38 +110,76 @@ def merge(
     offsets: Tensor,
     window: Sequence[int] | None = None,
 ) -> Tensor:
-    """The mean of each slot; see :func:`tome_nodes.ops.reference.merge`.
+    """The mean of each slot, summed in float32, as :func:`tome_nodes.ops.reference.merge`.
 
-    Args:
-        x: ``[batch, tokens, channels]`` of float32, float16 or bfloat16, any strides.
-        slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
-        order: ``[batch * tokens]`` int64, tokens slot by slot.
-        offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
-        window: see :attr:`tome_nodes.merging.plan.SlotPlan.window`; in half precision the tokens
-            of a window are then summed together.
-
-    Returns:
-        ``[batch, slots, channels]`` of the dtype of ``x``, summed in float32.
+    ``x`` is of float32, float16 or bfloat16. With ``window``, the tokens of a window are summed
+    together in half precision.
     """
     require_tokens(x, "x")
-    batch, tokens, channels = x.shape
-    slots = len(offsets) // batch
+    slots = len(offsets) // len(x)
     if window is not None and suits(x):
         return merge_windows(x, slot_of_token, slots, window)[0]
+    return _merge_slots(x, order, offsets, slots)[0]
+
+
+def _shapes_of_keys(x, slot_of_token, order, offsets, heads=1, window=None):
+    means = _shapes(x, slot_of_token, order, offsets)
+    return means, torch.empty_like(means)
+
+
+@operator(_shapes_of_keys, reference.merge_keys)
+def merge_keys(
+    x: Tensor,
+    slot_of_token: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    heads: int = 1,
+    window: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Means, plain and stretched, as :func:`tome_nodes.ops.reference.merge_keys`.
+
+    Dtypes, sums and ``window`` are those of :func:`merge`.
+    """
+    require_tokens(x, "x")
+    if x.shape[2] % heads:
+        raise ValueError(f"x has {x.shape[2]} channels, which {heads} heads cannot share evenly")
+    slots = len(offsets) // len(x)
+    if window is not None and suits(x, heads):
+        return merge_windows(x, slot_of_token, slots, window, heads)
+    return _merge_slots(x, order, offsets, slots, heads)
+
+
+def _merge_slots(
+    x: Tensor, order: Tensor, offsets: Tensor, slots: int, heads: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Means and these stretched in each of ``heads``; the means twice without ``heads``."""
+    batch, tokens, channels = x.shape
     means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
+    if heads is None:
+        keys, head_channels, lanes = means, BLOCK_CHANNELS, BLOCK_CHANNELS
+        members, at_once, warps = _MEMBERS, BLOCK_ROWS, BLOCK_WARPS
+    else:
+        keys, head_channels = torch.empty_like(means), channels // heads
+        lanes = padded(head_channels)
+        members = max(1, min(_MEMBERS, _VALUES_OF_KEYS // lanes))
+        at_once = max(1, min(_SLOTS_OF_KEYS, _VALUES_OF_KEYS // (members * lanes)))
+        warps = _WARPS_OF_KEYS
     with torch.cuda.device_of(x):
-        merge_kernel[(-(-slots // BLOCK_ROWS), -(-channels // BLOCK_CHANNELS), batch)](
+        merge_kernel[(-(-slots // at_once), -(-channels // head_channels), batch)](
             x=x,
             order=order,
             offsets=offsets,
             means=means,
+            keys=keys,
             **strides(x),
             tokens=tokens,
-            channels=channels,
             slots=slots,
-            SLOTS=BLOCK_ROWS,
-            CHANNELS=BLOCK_CHANNELS,
-            MEMBERS=_MEMBERS,
-            num_warps=BLOCK_WARPS,
+            channels=channels,
+            HEAD_CHANNELS=head_channels,
+            CHANNELS=lanes,
+            SLOTS=at_once,
+            MEMBERS=members,
+            KEYS=heads is not None,
+            num_warps=warps,
         )
-    return means
+    return means, keys

@@ -1,4 +1,4 @@
-"""Parts that several kernels and their launchers share."""
+"""What several kernels and their launchers share."""
 
 import logging
 from collections.abc import Callable
@@ -29,8 +29,8 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a launcher as a torch operator, which torch.compile calls in its place.
 
-    Called directly otherwise: an operator takes as long again as a launch. Arguments whose shapes
-    it has failed on go to the reference from then on.
+    Without torch.compile it is called directly, since an operator adds as much time as a launch.
+    Once it has failed, arguments of the same shapes go to the reference.
 
     Args:
         shapes: makes empty results from the same arguments, for tracing.
@@ -62,7 +62,7 @@ def operator(
                     )
             if reference is None:
                 raise KernelFailed(name)
-            # As the kernel's results are; torch.compile relies on it.
+            # Contiguous like the kernel's results, which torch.compile relies on.
             result = reference(*args, **kwargs)
             if isinstance(result, tuple):
                 return tuple(each.contiguous() for each in result)
@@ -135,46 +135,3 @@ def token_beside_windows(index, width, covered_rows, covered_columns):
         index // columns * width + covered_columns + index % columns,
         index + covered_rows * covered_columns,
     )
-
-
-@triton.jit
-def slot_extent(offsets, slot, slots, sample, tokens):
-    """Where slots of a sample begin in the order, and how many tokens they hold.
-
-    Both are 0 beyond the last of its ``slots`` slots. It has ``tokens`` tokens.
-    """
-    place = sample * slots + slot
-    start = tl.load(offsets + place, mask=slot < slots, other=0)
-    end = tl.load(offsets + place + 1, mask=slot + 1 < slots, other=0)
-    end = tl.where(slot + 1 < slots, end, (sample + 1) * tokens)
-    return start, tl.where(slot < slots, end - start, 0)
-
-
-@triton.jit
-def load_of_slots(
-    x,
-    order,
-    start,
-    size,
-    index,
-    first,
-    channel,
-    is_channel,
-    stride_token,
-    stride_channel,
-    MEMBERS: tl.constexpr,
-):
-    """``MEMBERS`` tokens of each slot from ``index`` on, in float32: slots by members by channels.
-
-    Those that a slot does not hold are 0. All are loaded at once, so that a large slot takes hardly
-    longer than a small one. ``x`` points to the sample's tokens, and ``first`` is the number of the
-    first of them.
-    """
-    member = index + tl.arange(0, MEMBERS)[None, :]
-    is_held = member < size[:, None]
-    token = tl.load(order + start[:, None] + member, mask=is_held, other=first) - first
-    return tl.load(
-        x + (token * stride_token)[:, :, None] + channel[None, None, :] * stride_channel,
-        mask=is_held[:, :, None] & is_channel[None, None, :],
-        other=0.0,
-    ).to(tl.float32)

@@ -83,19 +83,9 @@ def _shapes(q, k, v, log_sizes, heads, scale, constant):
 def widen(
     q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, heads: int, scale: float, constant: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add channels to each head; see :func:`tome_nodes.ops.reference.widen`.
+    """Add channels to each head, as :func:`tome_nodes.ops.reference.widen`.
 
-    Args:
-        q: ``[batch, queries, heads * channels]`` of float32, float16 or bfloat16, any strides.
-        k: ``[batch, keys, heads * channels]`` of the same dtype, any strides.
-        v: the same.
-        log_sizes: ``[batch, keys]`` of the dtype of ``k``.
-        heads: number of heads.
-        scale: factor for the channels of the queries.
-        constant: value of the added channels of the queries.
-
-    Returns:
-        The three with ``reference.FURTHER`` more channels in each head.
+    Tensors are of float32, float16 or bfloat16, of any strides.
     """
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         require_tokens(x, name)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..merging.grid import Grid
+from ..merging.layout import Grid
 from ..merging.plan import Plan
 from ..ops import Operations
 from ..settings.config import ToMeConfig
@@ -17,8 +17,8 @@ PlansOf = Callable[[Tensor, Grid, Sequence[float]], list[Plan | None]]
 class Strategy:
     """Groups the tokens of a grid; made for one model on one device.
 
-    What is known without an instance is an attribute of the class. The values here are those of
-    most strategies.
+    What is known without an instance is an attribute of the class, with the value that most
+    strategies have.
     """
 
     uses_cells: ClassVar[bool] = True
@@ -28,13 +28,13 @@ class Strategy:
     """Whether the ratio sets how many tokens merge, not only whether any do."""
 
     compares_afar: ClassVar[bool] = False
-    """Whether a token is compared with tokens from the whole grid, which is slow."""
+    """Whether tokens are compared over the whole grid, which is slow."""
 
     least_tokens: ClassVar[int] = 4096
     """The smallest grid worth matching on a GPU, in tokens, by arithmetic."""
 
     least_tokens_at_calls: ClassVar[int] = 4096
-    """The same for matching at the calls of attention in a transformer, which are wider."""
+    """The same where keys and values merge in the attention of a transformer, which is wider."""
 
     least_tokens_with_kernels: ClassVar[int] = 4096
     """The same if the strategy runs on Triton kernels."""
@@ -45,7 +45,7 @@ class Strategy:
 
     @classmethod
     def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float:
-        """The largest share of the tokens of a video, or of a picture, that can merge."""
+        """The largest share of the tokens that can merge, given the number of frames."""
         return 1 - 1 / (config.sx * config.sy) if cls.uses_cells else 1.0
 
     def begin(self, key: Tensor) -> None:
