@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tools.environment import NEWEST, is_earlier
+
 # Without a GPU, the kernels run in Triton's interpreter, which must be chosen before they load.
 ON_GPU = torch.cuda.is_available()
 if ON_GPU:
@@ -45,7 +47,7 @@ def told(caplog, request):
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """A folder of UNet files, each made on first use."""
-    from tools.checkpoints import write_checkpoint
+    from models.checkpoints import write_checkpoint
 
     folder = tmp_path_factory.mktemp("unets")
 
@@ -103,7 +105,8 @@ def server(tmp_path_factory):
     It has the checkpoints `sd15.ckpt` and `sdxl.ckpt`, the ControlNet `canny.ckpt`, and for the
     editor the names of the sample workflows' models.
     """
-    from tools.checkpoints import write_checkpoint, write_controlnet
+    from models.checkpoints import write_checkpoint, write_controlnet
+
     from tools.editor import offer_files
     from tools.server import ComfyServer
 
@@ -120,6 +123,14 @@ def server(tmp_path_factory):
 def info(server):
     """The nodes of the server, by class name."""
     return server.get("/object_info")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("newest_only"):
+        from comfyui_version import __version__
+
+        if is_earlier(__version__, NEWEST):
+            pytest.skip(f"the same on ComfyUI {__version__} and {NEWEST}")
 
 
 def pytest_itemcollected(item):

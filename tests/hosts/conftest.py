@@ -2,17 +2,6 @@
 
 import comfyui_in_process  # noqa: F401
 import pytest
-from comfyui_version import __version__
-
-from tools.environment import NEWEST, is_earlier
-
-
-def pytest_collection_modifyitems(items):
-    if is_earlier(__version__, NEWEST):
-        skip = pytest.mark.skip(reason=f"the same on ComfyUI {__version__} and {NEWEST}")
-        for item in items:
-            if item.get_closest_marker("newest_only"):
-                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
@@ -20,8 +9,7 @@ def models():
     """Tiny transformers by kind, each built once."""
     import comfy.supported_models
     from host import needs
-
-    from tools.tiny_models import TINY, build
+    from models.comfyui import TINY, build
 
     made = {}
 

@@ -14,6 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_execution.graph_utils import is_link
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models.comfyui import FLUX, build_class
 from safetensors.torch import save_file
 from test_server import PLAIN, patch, txt2img
 
@@ -23,9 +24,7 @@ from tome_nodes.comfyui.nodes import ToMePatchModel, ToMeRemovePatch, ToMeReport
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.options import FRAME, LEVEL, STEP, VIEW, OptionError
 from tome_nodes.settings.presets import FREE, PRESET, PRESETS
-from tools import transformers
 from tools.server import ExecutionFailed, PromptRejected
-from tools.tiny_models import FLUX
 
 GRAPHS = 1000
 OURS = "custom_nodes/tome-nodes/tome_nodes"
@@ -505,7 +504,7 @@ def what_ran(graph, outputs):
 def transformer(server):
     """A transformer among the server's files."""
     file = server.base / "models" / "diffusion_models" / TRANSFORMER
-    weights = transformers.build("Flux", TINY_FLUX).model.diffusion_model.state_dict()
+    weights = build_class("Flux", TINY_FLUX).model.diffusion_model.state_dict()
     file.parent.mkdir(exist_ok=True)
     save_file({name: weight.half() for name, weight in weights.items()}, file)
     yield

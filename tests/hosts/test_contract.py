@@ -19,12 +19,12 @@ from comfy.model_patcher import ModelPatcher
 from comfy.samplers import CFGGuider
 from common import relative_error
 from host import merging, overridden, sample
+from models.comfyui import TINY
+from models.comfyui import sample as sample_transformer
 
 from tome_nodes.comfyui import host_checks
 from tome_nodes.comfyui.attachment import attach, is_attached
 from tome_nodes.comfyui.models import RECORDS, record_of
-from tools.tiny_models import TINY
-from tools.tiny_models import sample as sample_transformer
 
 
 def renamed(function, *names):

@@ -7,7 +7,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import accelerate
-import pipelines
 import pytest
 import tomesd
 import torch
@@ -23,7 +22,8 @@ from diffusers.models.attention_processor import (
 from diffusers.models.embeddings import ImageProjection
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import CASES, DEVICE, GRID, TEXT_CHANNELS, call, inputs, make_unet
+from models import pipelines
+from models.pipelines import CASES, DEVICE, GRID, TEXT_CHANNELS, call, inputs, make_unet
 
 import tome_nodes
 from tome_nodes.merging.plan import SlotPlan

@@ -28,7 +28,7 @@ from diffusers import StableDiffusionPipeline
 import {library} as tomesd
 
 sys.path.insert(0, "tests/hosts")
-from pipelines import sd15
+from models.pipelines import sd15
 
 pipe = sd15().pipeline
 assert isinstance(pipe, StableDiffusionPipeline)
@@ -80,7 +80,7 @@ def test_the_same_images_as_with_tomesd(tmp_path, monkeypatch):
 
 def test_the_example_of_the_documentation_merges_and_stops_merging(monkeypatch, told):
     import diffusers
-    from pipelines import sd15
+    from models.pipelines import sd15
 
     case = sd15()
 
@@ -146,7 +146,7 @@ NOT_THE_DEFAULT = {
 
 
 def test_every_option_has_an_effect_by_keyword():
-    from pipelines import call, make_unet
+    from models.pipelines import call, make_unet
 
     # Frames are of video, which no UNet of diffusers makes; steps on all tokens are of stacks.
     others = {"backend", "st", "refresh_steps"}
@@ -159,7 +159,7 @@ def test_every_option_has_an_effect_by_keyword():
 
 
 def test_a_run_that_begins_half_way_begins_on_all_tokens_in_stacks():
-    from pipelines import call, make_unet
+    from models.pipelines import call, make_unet
 
     unet = make_unet()
     plain = call(unet)
@@ -170,7 +170,7 @@ def test_a_run_that_begins_half_way_begins_on_all_tokens_in_stacks():
 
 
 def test_the_backend_is_set_by_keyword(told):
-    from pipelines import call, make_unet
+    from models.pipelines import call, make_unet
 
     unet = make_unet("one_level")
     for backend in "torch", "triton":

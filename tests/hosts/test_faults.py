@@ -7,15 +7,15 @@ import pytest
 import torch
 from common import EVERYTHING
 from host import merging, overridden, sample
-from pipelines import call, make_unet
+from models.comfyui import TINY
+from models.comfyui import sample as sample_transformer
+from models.pipelines import call, make_unet
 
 import tome_nodes
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.merging.plan import Plan, SlotPlan
 from tome_nodes.patching.evaluation import NO_MEMORY
 from tome_nodes.strategies.cells import CellStrategy
-from tools.tiny_models import TINY
-from tools.tiny_models import sample as sample_transformer
 
 STAGES = {
     "plan": (CellStrategy, "cells_of"),

@@ -4,11 +4,11 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from common import Shuffle, relative_error
+from models.comfyui import TINY, sample
 
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
-from tools.tiny_models import TINY, sample
 
 FAST = ToMeConfig(**settings_of("fast", {"ratio": 0.5}) | {"min_tokens": 1})
 

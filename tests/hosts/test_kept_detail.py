@@ -6,10 +6,10 @@ import pytest
 import torch
 from common import relative_error
 from host import merging, sample
+from models.comfyui import TINY
+from models.comfyui import sample as sample_transformer
 
 from tome_nodes.comfyui.attachment import attach
-from tools.tiny_models import TINY
-from tools.tiny_models import sample as sample_transformer
 
 MOVES = "as other places of the picture are evaluated from step to step"
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from ldm.models.diffusion.ddim import DDIMSampler
 from ldm.models.diffusion.plms import PLMSSampler
 from ldm.modules.attention import BasicTransformerBlock
-from ldm.modules.diffusionmodules.openaimodel import UNetModel
 from ldm.modules.diffusionmodules.util import GroupNorm32, make_beta_schedule
+from models.ldm import TEXT_CHANNELS, make_unet
 from torch import nn
 
 import tome_nodes
@@ -32,7 +32,6 @@ pytestmark = [
     ),
 ]
 
-TEXT_CHANNELS = 32
 GRID = (12, 16)
 TOKENS = 12 * 16
 ROUNDING = 5e-5
@@ -97,31 +96,13 @@ FAMILIES = {
 
 def make_model(family="sd1"):
     """A model of a family, the same each time, that changes its input substantially."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        unet = UNetModel(
-            image_size=64,
-            in_channels=4,
-            out_channels=4,
-            model_channels=32,
-            num_res_blocks=1,
-            attention_resolutions=[1, 2],
-            channel_mult=(1, 2),
-            use_spatial_transformer=True,
-            context_dim=TEXT_CHANNELS,
-            legacy=False,
-            **FAMILIES[family],
-        )
-        for parameter in unet.parameters():
-            if not parameter.any():
-                # Untrained, its output would be zero.
-                parameter.data.normal_(0, 0.1)
+    unet = make_unet(**FAMILIES[family])
     if family == "sd1":
         for module in unet.modules():
             if isinstance(module, BasicTransformerBlock):
                 module.__class__ = BlockOfVersion1
                 del module.disable_self_attn
-    return LatentDiffusion(unet.eval()).to(DEVICE)
+    return LatentDiffusion(unet).to(DEVICE)
 
 
 def inputs(batch=2, grid=GRID):

@@ -141,7 +141,7 @@ def test_without_a_server_the_node_checks_by_itself():
 
 
 def test_apply_patch_takes_a_preset(told):
-    from pipelines import call, make_unet
+    from models.pipelines import call, make_unet
 
     import tome_nodes
 
@@ -160,7 +160,7 @@ def test_apply_patch_takes_a_preset(told):
     [("sx", 4, 2), ("max_downsample", "auto", 1), ("proportional_attn", True, False)],
 )
 def test_apply_patch_refuses_what_does_not_count(name, value, default):
-    from pipelines import make_unet
+    from models.pipelines import make_unet
 
     import tome_nodes
 

@@ -11,6 +11,7 @@ from comfy.ldm.modules.attention import attention_basic, attention_pytorch
 from comfy.nested_tensor import NestedTensor
 from common import DEVICE, Shuffle, relative_error
 from host import merging, needs, overridden
+from models.comfyui import TEXT, TINY, build, conditioning, sample
 
 from tome_nodes.comfyui.attachment import attach, detach, last_run
 from tome_nodes.comfyui.models import record_of
@@ -23,7 +24,6 @@ from tome_nodes.report import drawing
 from tome_nodes.report.pages import report_of
 from tome_nodes.settings.presets import PRESETS
 from tome_nodes.strategies import make_strategy
-from tools.tiny_models import TEXT, TINY, build, conditioning, sample
 
 OVERRIDE = "optimized_attention_override"
 

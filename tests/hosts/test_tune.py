@@ -12,6 +12,8 @@ from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
 from common import FakeClock
 from host import conditioning, overridden, sample
+from models import comfyui as tiny_models
+from models.comfyui import TINY, build
 
 from tome_nodes.comfyui.attachment import KEY, attach, is_attached, last_run
 from tome_nodes.comfyui.tune import tune_cache
@@ -21,8 +23,6 @@ from tome_nodes.report import pages
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 from tome_nodes.tuning.search import BALANCED, FAST, Candidate, Measured, Wish
-from tools import tiny_models
-from tools.tiny_models import TINY, build
 
 SPEEDS = {
     "balanced": dict(zip((0.3, 0.45, 0.6, 0.75, 0.85), (1.05, 1.1, 1.25, 1.4, 1.5), strict=True)),

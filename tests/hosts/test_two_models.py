@@ -5,9 +5,9 @@ import pytest
 import torch
 from common import Shuffle, relative_error
 from host import merging, needs
+from models.comfyui import TINY, conditioning
 
 from tome_nodes.comfyui.attachment import attach
-from tools.tiny_models import TINY, conditioning
 
 nodes = pytest.importorskip("comfy_extras.nodes_custom_sampler")
 

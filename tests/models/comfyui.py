@@ -1,19 +1,20 @@
-"""Tiny instances of ComfyUI's own models with random weights, and their inputs.
+"""Tiny instances of ComfyUI's own model classes with random weights, and their inputs.
 
 Import this after ComfyUI is on the path and told how to run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import comfy.model_management
 import comfy.sample
+import comfy.supported_models
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.nested_tensor import NestedTensor
-
-from tools import transformers
 
 TEXT = 20
 """Number of tokens in a prompt."""
@@ -693,13 +694,81 @@ UNETS: dict[str, Tiny] = {
         channels=4,
         patch=1,
     ),
+    "sd2": Tiny(
+        "SD20",
+        {
+            **_UNET,
+            "adm_in_channels": None,
+            "use_linear_in_transformer": True,
+            "num_head_channels": 16,
+            "transformer_depth": [1, 1, 0],
+            "transformer_depth_middle": 1,
+            "transformer_depth_output": [1, 1, 1, 1, 0, 0],
+        },
+        7,
+        channels=4,
+        patch=1,
+    ),
+    "x4_upscaler": Tiny(
+        "SD_X4Upscaler",
+        {
+            **_UNET,
+            "in_channels": 7,
+            "num_classes": 1000,
+            "use_linear_in_transformer": True,
+            "num_heads": 4,
+            "disable_self_attentions": [True, True, False],
+            "transformer_depth": [0, 1, 1],
+            "transformer_depth_middle": 1,
+            "transformer_depth_output": [0, 0, 1, 1, 1, 1],
+        },
+        7,
+        channels=4,
+        patch=1,
+    ),
 }
 """UNets with all kinds of levels that the published ones have, by a name for tests."""
 
 
-def build(tiny: Tiny) -> Any:
-    """A model patcher in float32."""
-    return transformers.build(tiny.name, tiny.settings)
+def build(tiny: Tiny) -> ModelPatcher:
+    """A model in float32."""
+    return build_class(tiny.name, tiny.settings)
+
+
+def build_class(
+    name: str, settings: Mapping[str, Any], dtype: torch.dtype = torch.float32
+) -> ModelPatcher:
+    """A model that the host runs on its device.
+
+    Args:
+        name: the name of a class in ``comfy.supported_models``.
+        settings: those of the class, as its loader would read them from a file.
+        dtype: that of inference.
+    """
+    config = getattr(comfy.supported_models, name)(dict(settings))
+    # The class has put sizes of the published model in their place.
+    config.unet_config.update(settings)
+    config.set_inference_dtype(dtype, None)
+    device = torch.device("cpu")
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        # Fills memory that a file would be read into with NaN: some buffers are not parameters.
+        torch.use_deterministic_algorithms(True)
+        base = config.get_model({}, device=device)
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+    generator = torch.Generator().manual_seed(0)
+    for buffer in base.buffers():
+        if buffer.isnan().all():
+            buffer.data.normal_(0.0, 0.3, generator=generator)
+    for parameter in base.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
+        else:
+            parameter.data.normal_(0.3, 0.3, generator=generator)
+    return ModelPatcher(
+        base, load_device=comfy.model_management.get_torch_device(), offload_device=device
+    )
 
 
 def sample(
@@ -714,6 +783,7 @@ def sample(
     prompts: Any = None,
     picture: float = 0.0,
     sampler: str = "euler",
+    scheduler: str = "simple",
     **options: Any,
 ) -> torch.Tensor:
     """Sample a latent of ``size``, from noise or from a ``picture`` of one value; no sound."""
@@ -729,7 +799,7 @@ def sample(
         steps,
         cfg,
         sampler,
-        "simple",
+        scheduler,
         positive,
         negative,
         empty,
