@@ -23,13 +23,10 @@ import comfy.sd
 import comfy_extras.nodes_post_processing  # noqa: F401
 import torch
 from comfy.model_patcher import ModelPatcher
-from models.comfyui import TINY, UNETS, Tiny, build, conditioning
+from models.comfyui import KINDS, build, conditioning
 from torch import Tensor
 
 from . import stand_ins
-
-KINDS: Mapping[str, Tiny] = UNETS | TINY
-"""The tiny models, by name."""
 
 SIDES = (8, 12)
 """Height and width of the latents in tokens: two windows of no square shape."""

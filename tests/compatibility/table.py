@@ -21,7 +21,7 @@ import comfy.samplers
 import comfyui_version
 import torch
 from comfy.model_patcher import ModelPatcher
-from models.comfyui import build, sample
+from models.comfyui import KINDS, build, sample
 from torch import Tensor
 
 from benchmarks.lossless import lossless
@@ -35,7 +35,7 @@ from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies import make_strategy
 from tools.environment import ROOT
 
-from .neighbours import ALL, KINDS, SIDES, Neighbour
+from .neighbours import ALL, SIDES, Neighbour
 
 RESULTS = ROOT / "benchmarks" / "results"
 STEPS = 4

@@ -6,18 +6,18 @@ import pytest
 
 @pytest.fixture(scope="session")
 def models():
-    """Tiny transformers by kind, each built once."""
+    """Tiny models by kind, each built once."""
     import comfy.supported_models
     from host import needs
-    from models.comfyui import TINY, build
+    from models.comfyui import KINDS, build
 
     made = {}
 
     def model(kind):
-        name = TINY[kind].name
+        name = KINDS[kind].name
         needs(name, hasattr(comfy.supported_models, name))
         if kind not in made:
-            made[kind] = build(TINY[kind])
+            made[kind] = build(KINDS[kind])
         return made[kind]
 
     return model

@@ -11,6 +11,8 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from common import Counted, Shuffle, relative_error
 from host import CONTEXT_CHANNELS, conditioning, merging, needs, overridden, sample
+from models import comfyui
+from models.comfyui import UNETS
 from safetensors.torch import load_file
 
 from tome_nodes.comfyui import attachment
@@ -21,13 +23,17 @@ from tome_nodes.settings.config import OPTIONS
 ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
 
 
-@pytest.mark.parametrize("family", CONTEXT_CHANNELS)
-def test_a_lossless_plan_reproduces_the_unpatched_model(load, told, family):
-    model = load(family, **({"levels": 2} if family in ("sd15", "sd15_inpaint", "sd2") else {}))
-    options = {"channels": CONTEXT_CHANNELS[family], "batch": 3 if family == "svd" else 1}
+def sample_tiny(model, kind, steps=2):
+    """Sample with a tiny UNet; that of videos has its frames in the batch."""
+    batch = 3 if kind == "svd" else 1
+    return comfyui.sample(model, UNETS[kind], (12, 16), steps=steps, batch=batch)
+
+
+@pytest.mark.parametrize("kind", UNETS)
+def test_a_lossless_plan_reproduces_the_unpatched_model(models, told, kind):
+    model = models(kind)
     patched = attach(model, merging(max_downsample=8, **ALL_MODULES), Shuffle)
-    expected = sample(model, **options)
-    assert relative_error(sample(patched, **options), expected) < 5e-5
+    assert relative_error(sample_tiny(patched, kind), sample_tiny(model, kind)) < 5e-5
     merged, present = told()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
     assert merged == present
     # Counted from the weights' names, as the list of overrides is not.
@@ -83,17 +89,14 @@ def test_each_module_can_be_merged_alone(sd15, module):
         ("stack", "q,k,v"),
     ],
 )
-@pytest.mark.parametrize("family", ["sd15", "sdxl", "svd"])
+@pytest.mark.parametrize("kind", ["sd15", "sdxl", "svd"])
 def test_a_lossless_plan_reproduces_the_unpatched_model_in_every_scope(
-    load, told, family, scope, attn_tokens
+    models, told, kind, scope, attn_tokens
 ):
-    model = load(family, **({"levels": 2} if family == "sd15" else {}))
-    options = {"channels": CONTEXT_CHANNELS[family], "batch": 3 if family == "svd" else 1}
+    model = models(kind)
     config = merging(max_downsample=8, scope=scope, attn_tokens=attn_tokens)
-    expected = sample(model, steps=1, **options)
-    assert (
-        relative_error(sample(attach(model, config, Shuffle), steps=1, **options), expected) < 5e-5
-    )
+    shuffled = sample_tiny(attach(model, config, Shuffle), kind, steps=1)
+    assert relative_error(shuffled, sample_tiny(model, kind, steps=1)) < 5e-5
     merged, present = told()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
     assert merged == present
 
@@ -211,24 +214,46 @@ def test_a_ratio_that_rises_from_zero_merges(sd15, told):
     assert "2/3 steps" in told()[-1]
 
 
+@pytest.fixture(scope="module")
+def shallow():
+    """A UNet of one level, which compiles quickly."""
+    one_level = {
+        "channel_mult": (1,),
+        "num_res_blocks": [1],
+        "transformer_depth": [1],
+        "transformer_depth_output": [1, 1],
+    }
+    return comfyui.build_class("SD15", UNETS["sd15"].settings | one_level)
+
+
+@pytest.fixture
+def sample_compiled():
+    """Sample with a compiled model."""
+    torch._dynamo.reset()
+
+    def sample(model, steps, **options):
+        from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+        set_torch_compile_wrapper(model, **options)
+        return sample_tiny(model, "sd15", steps)
+
+    yield sample
+    torch._dynamo.reset()
+
+
 @pytest.mark.newest_only
 @pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 @pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
-def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(sd15, strategy, scope):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
+def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(
+    shallow, sample_compiled, strategy, scope
+):
     from torch._dynamo.testing import CompileCounter
 
-    config = merging(strategy=strategy, scope=scope, reuse_steps=1)
-    expected = sample(attach(sd15, config), steps=2)
-    compiled = attach(sd15, config)
-    graphs = CompileCounter()
-    torch._dynamo.reset()
-    try:
-        set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
-        assert relative_error(sample(compiled, steps=2), expected) < 1e-5
-        assert graphs.frame_count == 1
-    finally:
-        torch._dynamo.reset()
+    config, graphs = merging(strategy=strategy, scope=scope, reuse_steps=1), CompileCounter()
+    expected = sample_tiny(attach(shallow, config), "sd15", steps=2)
+    actual = sample_compiled(attach(shallow, config), steps=2, backend=graphs, fullgraph=True)
+    assert relative_error(actual, expected) < 1e-5
+    assert graphs.frame_count == 1
 
 
 class InOnePool:
@@ -253,24 +278,18 @@ class InOnePool:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"reuse_steps": 6},
         {"strategy": "window", "scope": "stack", "reuse_steps": 6},
         {"strategy": "window", "scope": "stack", "attn_tokens": "k,v", "refresh_steps": 4},
     ],
 )
-def test_what_is_kept_over_steps_is_not_in_the_memory_of_a_graph(sd15, settings):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
+def test_what_is_kept_over_steps_is_not_in_the_memory_of_a_graph(
+    shallow, sample_compiled, settings
+):
     config = merging(**settings)
-    expected = sample(attach(sd15, config), steps=8)
-    assert relative_error(expected, sample(sd15, steps=8)) > 1e-3
-    compiled = attach(sd15, config)
-    torch._dynamo.reset()
-    try:
-        set_torch_compile_wrapper(compiled, backend=InOnePool())
-        assert relative_error(sample(compiled, steps=8), expected) < 1e-5
-    finally:
-        torch._dynamo.reset()
+    expected = sample_tiny(attach(shallow, config), "sd15", steps=8)
+    assert relative_error(expected, sample_tiny(shallow, "sd15", steps=8)) > 1e-3
+    actual = sample_compiled(attach(shallow, config), steps=8, backend=InOnePool())
+    assert relative_error(actual, expected) < 1e-5
 
 
 def test_merged_tokens_reach_the_attention(sd15):
@@ -660,17 +679,15 @@ def test_weights_that_stay_offloaded_work_under_the_patch(checkpoints):
 @pytest.mark.newest_only
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
-def test_half_precision_merges_as_many_tokens_to_a_like_result(checkpoints, told, dtype, strategy):
-    path = str(checkpoints("sd15", levels=1))
-    model = comfy.sd.load_diffusion_model(path, model_options={"dtype": dtype})
-    # On a CPU the host would compute in float32.
-    model.model.manual_cast_dtype = None
+def test_half_precision_merges_as_many_tokens_to_a_like_result(told, dtype, strategy):
+    tiny = UNETS["sd15"]
+    model = comfyui.build_class(tiny.name, tiny.settings, dtype)
     assert model.model.get_dtype_inference() == dtype
-    plain = sample(model, steps=1)
-    error = relative_error(sample(attach(model, merging(strategy=strategy)), steps=1), plain)
-    assert 1e-3 < error < 0.5
+    plain = sample_tiny(model, "sd15", steps=1)
+    merged = sample_tiny(attach(model, merging(strategy=strategy)), "sd15", steps=1)
+    assert 1e-3 < relative_error(merged, plain) < 0.5
     slots = 48 if strategy == "pool" else 96
-    assert told()[-1].startswith(f"[ToMe] merged 6/6 blocks (192 -> {slots} tokens), 1/1 steps")
+    assert told()[-1].startswith(f"[ToMe] merged 3/7 blocks (192 -> {slots} tokens), 1/1 steps")
 
 
 def test_a_deep_clone_merges_in_its_own_weights(checkpoints, told):
@@ -685,23 +702,17 @@ def test_a_deep_clone_merges_in_its_own_weights(checkpoints, told):
     assert overridden(deep) == overridden(model) == []
 
 
-def test_torch_compile_keeps_one_graph_over_steps_and_runs(sd15):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
+def test_torch_compile_keeps_one_graph_over_steps_and_runs(shallow, sample_compiled):
     from torch._dynamo.testing import CompileCounter
 
-    config = merging(**ALL_MODULES)
-    expected = sample(attach(sd15, config), steps=3)
-    plain = sample(sd15, steps=3)
-    compiled = sd15.clone()
-    graphs = CompileCounter()
-    torch._dynamo.reset()
-    try:
-        set_torch_compile_wrapper(compiled, backend=graphs)
-        assert relative_error(sample(compiled, steps=3), plain) < 1e-5
-        for _ in range(2):
-            assert relative_error(sample(attach(compiled, config), steps=3), expected) < 1e-5
-        assert graphs.frame_count == 2
-        assert relative_error(sample(compiled, steps=3), plain) < 1e-5
-        assert graphs.frame_count == 2
-    finally:
-        torch._dynamo.reset()
+    config, graphs = merging(**ALL_MODULES), CompileCounter()
+    expected = sample_tiny(attach(shallow, config), "sd15", steps=3)
+    plain = sample_tiny(shallow, "sd15", steps=3)
+    compiled = shallow.clone()
+    assert relative_error(sample_compiled(compiled, steps=3, backend=graphs), plain) < 1e-5
+    for _ in range(2):
+        again = sample_tiny(attach(compiled, config), "sd15", steps=3)
+        assert relative_error(again, expected) < 1e-5
+    assert graphs.frame_count == 2
+    assert relative_error(sample_tiny(compiled, "sd15", steps=3), plain) < 1e-5
+    assert graphs.frame_count == 2

@@ -694,6 +694,37 @@ UNETS: dict[str, Tiny] = {
         channels=4,
         patch=1,
     ),
+    "sd15_inpaint": Tiny(
+        "SD15",
+        {
+            **_UNET,
+            "in_channels": 9,
+            "adm_in_channels": None,
+            "use_linear_in_transformer": False,
+            "transformer_depth": [1, 1, 0],
+            "transformer_depth_middle": 1,
+            "transformer_depth_output": [1, 1, 1, 1, 0, 0],
+        },
+        7,
+        channels=4,
+        patch=1,
+    ),
+    "sdxl_refiner": Tiny(
+        "SDXLRefiner",
+        {
+            **_UNET,
+            "num_classes": "sequential",
+            "adm_in_channels": 32 + 5 * 256,
+            "use_linear_in_transformer": True,
+            "num_head_channels": 16,
+            "transformer_depth": [0, 4, 0],
+            "transformer_depth_middle": 4,
+            "transformer_depth_output": [0, 0, 4, 4, 0, 0],
+        },
+        16,
+        channels=4,
+        patch=1,
+    ),
     "sd2": Tiny(
         "SD20",
         {
@@ -726,8 +757,35 @@ UNETS: dict[str, Tiny] = {
         channels=4,
         patch=1,
     ),
+    "svd": Tiny(
+        "SVD_img2vid",
+        {
+            **_UNET,
+            "in_channels": 8,
+            "num_classes": "sequential",
+            "adm_in_channels": 3 * 256,
+            "use_linear_in_transformer": True,
+            "num_head_channels": 16,
+            "transformer_depth": [1, 1, 0],
+            "transformer_depth_middle": 1,
+            "transformer_depth_output": [1, 1, 1, 1, 0, 0],
+            "use_temporal_attention": True,
+            "use_temporal_resblock": True,
+            "extra_ff_mix_layer": True,
+            "use_spatial_context": True,
+            "merge_strategy": "learned_with_images",
+            "merge_factor": 0.0,
+            "video_kernel_size": [3, 1, 1],
+        },
+        7,
+        channels=4,
+        patch=1,
+    ),
 }
 """UNets with all kinds of levels that the published ones have, by a name for tests."""
+
+KINDS = UNETS | TINY
+"""All of them."""
 
 
 def build(tiny: Tiny) -> ModelPatcher:
