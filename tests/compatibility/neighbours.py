@@ -23,7 +23,7 @@ import comfy.sd
 import comfy_extras.nodes_post_processing  # noqa: F401
 import torch
 from comfy.model_patcher import ModelPatcher
-from models.comfyui import KINDS, build, conditioning
+from models.comfyui import KINDS, TINY, build, conditioning
 from torch import Tensor
 
 from . import stand_ins
