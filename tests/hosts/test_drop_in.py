@@ -27,7 +27,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 import {library} as tomesd
 
-sys.path.insert(0, "tests/hosts")
+sys.path.insert(0, "tests")
 from models.pipelines import sd15
 
 pipe = sd15().pipeline
