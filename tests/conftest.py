@@ -32,7 +32,7 @@ def pytest_addoption(parser):
 
 
 @pytest.fixture
-def told(caplog, request):
+def log_messages(caplog, request):
     """The pack's log messages so far; they name the kernels only in the tests of kernels."""
     caplog.set_level(logging.INFO, logger="tome_nodes")
     names_kernels = not ON_GPU or "kernels" in request.path.name

@@ -131,8 +131,8 @@ class Bench:
         except Failed as reason:
             return Cell(NONE, str(reason))
         try:
-            result, told = self._both(kind, neighbour, setting, order, lossless(make_strategy))
-            merged, told_of_merged = self._merged(kind, neighbour, setting)
+            result, lines = self._both(kind, neighbour, setting, order, lossless(make_strategy))
+            merged, lines_of_merged = self._merged(kind, neighbour, setting)
         except Exception as error:
             return Cell(WRONG, _in_words(error))
         if not _difference(result, expected) < CLOSE:
@@ -140,7 +140,7 @@ class Bench:
         if not merged.isfinite().all():
             return Cell(WRONG, "the result of merging is not finite")
         own = self._merged(kind, NOBODY, setting)[1]
-        new = [each for each in dict.fromkeys((*told, *told_of_merged)) if each not in own]
+        new = [each for each in dict.fromkeys((*lines, *lines_of_merged)) if each not in own]
         if not new:
             return Cell(RIGHT)
         return Cell(ASIDE if new[0].startswith(_NOTHING) else PARTLY, "; ".join(new))
@@ -191,7 +191,7 @@ class Bench:
         else:
             both = attach(neighbour.patch(model, kind), config, make)
         result = run(neighbour, both, kind)
-        return result, _told(both)
+        return result, _log_lines(both)
 
     def model(self, kind: str) -> ModelPatcher:
         return self._once(("model", kind), lambda: build(KINDS[kind]))
@@ -339,7 +339,7 @@ def run(neighbour: Neighbour, model: ModelPatcher, kind: str) -> Tensor:
         )
 
 
-def _told(model: ModelPatcher) -> list[str]:
+def _log_lines(model: ModelPatcher) -> list[str]:
     """What our log tells of the last run of a model, apart from what merged."""
     last = last_run(model)
     if last is None:

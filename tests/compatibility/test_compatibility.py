@@ -141,7 +141,7 @@ def test_what_differs_by_setting_is_said_once():
 
 
 @pytest.mark.parametrize("name", ["HyperTile", "PatchModelAddDownscale", "SelfAttentionGuidance"])
-def test_merging_next_to_another_node_changes_the_result_reproducibly(bench, told, name):
+def test_merging_next_to_another_node_changes_the_result_reproducibly(bench, log_messages, name):
     neighbour = BY_NAME[name]
     theirs = neighbour.patch(bench.model("sd15"), "sd15")
     config = ToMeConfig(ratio=0.5, **EVERYTHING)
@@ -151,7 +151,7 @@ def test_merging_next_to_another_node_changes_the_result_reproducibly(bench, tol
     )
     assert 1e-3 < relative_error(merged, expected) < 1
     assert torch.equal(again, merged)
-    assert told()[-1].startswith("[ToMe] merged 7/7 blocks (")
+    assert log_messages()[-1].startswith("[ToMe] merged 7/7 blocks (")
 
 
 def test_a_partly_loaded_model():

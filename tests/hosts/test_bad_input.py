@@ -121,10 +121,10 @@ NOT_A_LINK = [
 @pytest.mark.parametrize("value", ["text", 5, float("nan"), {"a": 1}, {"__value__": ABSENT}])
 @pytest.mark.parametrize(("kind", "name", "type_"), NOT_A_LINK)
 def test_a_value_in_place_of_a_link_is_refused(server, kind, name, type_, value):
-    told = "<dict>" if isinstance(value, dict) else repr(value)
+    shown = "<dict>" if isinstance(value, dict) else repr(value)
     assert refusal(server, NODES[kind](**{"model": PLAIN, name: value})) == {
         "tested": [
-            f"Custom validation failed for node: links - {name}={told} is not allowed: "
+            f"Custom validation failed for node: links - {name}={shown} is not allowed: "
             f"it must be a link to an output of type {type_}"
         ]
     }

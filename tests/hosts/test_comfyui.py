@@ -30,11 +30,13 @@ def sample_tiny(model, kind, steps=2):
 
 
 @pytest.mark.parametrize("kind", UNETS)
-def test_a_lossless_plan_reproduces_the_unpatched_model(models, told, kind):
+def test_a_lossless_plan_reproduces_the_unpatched_model(models, log_messages, kind):
     model = models(kind)
     patched = attach(model, merging(max_downsample=8, **ALL_MODULES), Shuffle)
     assert relative_error(sample_tiny(patched, kind), sample_tiny(model, kind)) < 5e-5
-    merged, present = told()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
+    merged, present = (
+        log_messages()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
+    )
     assert merged == present
     # Counted from the weights' names, as the list of overrides is not.
     spatial = re.compile(r"(.*\.transformer_blocks\.\d+)\.attn2\.to_q\.weight")
@@ -53,21 +55,23 @@ def test_a_lossless_plan_reproduces_the_unpatched_model(models, told, kind):
         ("sdxl_refiner", {}, 2, "20/44"),
     ],
 )
-def test_auto_takes_the_shallowest_level_with_attention(load, told, family, options, level, blocks):
+def test_auto_takes_the_shallowest_level_with_attention(
+    load, log_messages, family, options, level, blocks
+):
     channels = CONTEXT_CHANNELS[family]
     model = load(family, **options)
     automatic = sample(attach(model, merging()), channels=channels, steps=1)
     tokens = (12 // level) * (16 // level)
-    assert told()[-1].startswith(
+    assert log_messages()[-1].startswith(
         f"[ToMe] merged {blocks} blocks ({tokens} -> {tokens // 2} tokens)"
     )
     fixed = sample(attach(model, merging(max_downsample=level)), channels=channels, steps=1)
     assert torch.equal(automatic, fixed)
 
 
-def test_deeper_levels_join_up_to_max_downsample(load, told):
+def test_deeper_levels_join_up_to_max_downsample(load, log_messages):
     sample(attach(load("sd15", levels=2), merging(max_downsample=8)), steps=1)
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] merged 11/11 blocks (192 -> 96 tokens x5, 48 -> 24 tokens x6), 1/1 steps, "
         "ratio 0.50"
     ]
@@ -91,13 +95,15 @@ def test_each_module_can_be_merged_alone(sd15, module):
 )
 @pytest.mark.parametrize("kind", ["sd15", "sdxl", "svd"])
 def test_a_lossless_plan_reproduces_the_unpatched_model_in_every_scope(
-    models, told, kind, scope, attn_tokens
+    models, log_messages, kind, scope, attn_tokens
 ):
     model = models(kind)
     config = merging(max_downsample=8, scope=scope, attn_tokens=attn_tokens)
     shuffled = sample_tiny(attach(model, config, Shuffle), kind, steps=1)
     assert relative_error(shuffled, sample_tiny(model, kind, steps=1)) < 5e-5
-    merged, present = told()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
+    merged, present = (
+        log_messages()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
+    )
     assert merged == present
 
 
@@ -143,7 +149,9 @@ def test_what_runs_on_merged_tokens(sd15, settings, lengths):
 
 
 @pytest.mark.parametrize("scope", ["block", "stack"])
-def test_wider_scopes_fall_back_to_modules_next_to_patches_that_need_all_tokens(sd15, told, scope):
+def test_wider_scopes_fall_back_to_modules_next_to_patches_that_need_all_tokens(
+    sd15, log_messages, scope
+):
     lengths = []
 
     def note(q, k, v, options):
@@ -154,7 +162,7 @@ def test_wider_scopes_fall_back_to_modules_next_to_patches_that_need_all_tokens(
     theirs.set_model_attn1_patch(note)
     wide = sample(attach(theirs, merging(scope=scope)), steps=1)
     assert set(lengths) == {192}
-    assert told()[-1].endswith(f"{scope} scope, module scope in 6 that are patched")
+    assert log_messages()[-1].endswith(f"{scope} scope, module scope in 6 that are patched")
     assert torch.equal(wide, sample(attach(theirs, merging(scope="module")), steps=1))
 
 
@@ -187,16 +195,16 @@ def test_a_stack_of_one_block_is_that_block(sd15):
     assert torch.equal(block, stack)
 
 
-def test_ratio_moves_over_the_steps(sd15, told):
+def test_ratio_moves_over_the_steps(sd15, log_messages):
     sample(attach(sd15, merging(ratio=0.6, ratio_end=0.4)), steps=5)
-    assert told()[-1] == (
+    assert log_messages()[-1] == (
         "[ToMe] merged 6/6 blocks (192 -> 77-116 tokens), 5/5 steps, ratio 0.60 to 0.40"
     )
 
 
-def test_a_run_of_one_step_uses_the_first_ratio(sd15, told):
+def test_a_run_of_one_step_uses_the_first_ratio(sd15, log_messages):
     sample(attach(sd15, merging(ratio=0.6, ratio_end=0.0)), steps=1)
-    assert "(192 -> 77 tokens)" in told()[-1]
+    assert "(192 -> 77 tokens)" in log_messages()[-1]
 
 
 def test_a_device_without_room_for_a_small_plan_says_so(sd15, monkeypatch, untried):
@@ -209,9 +217,9 @@ def test_a_device_without_room_for_a_small_plan_says_so(sd15, monkeypatch, untri
     assert overridden(sd15) == []
 
 
-def test_a_ratio_that_rises_from_zero_merges(sd15, told):
+def test_a_ratio_that_rises_from_zero_merges(sd15, log_messages):
     sample(attach(sd15, merging(ratio=0.0, ratio_end=0.5)), steps=3)
-    assert "2/3 steps" in told()[-1]
+    assert "2/3 steps" in log_messages()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -305,11 +313,11 @@ def test_merged_tokens_reach_the_attention(sd15):
     assert lengths == [(2, 48, 320)]
 
 
-def test_ratio_zero_is_the_unpatched_model(sd15, told):
+def test_ratio_zero_is_the_unpatched_model(sd15, log_messages):
     patched = attach(sd15, merging(ratio=0.0))
     assert patched.get_all_wrappers(WrappersMP.APPLY_MODEL) == []
     assert torch.equal(sample(patched), sample(sd15))
-    assert told() == []
+    assert log_messages() == []
 
 
 def test_patching_again_replaces_the_settings(sd15):
@@ -395,20 +403,20 @@ def test_an_override_of_another_node_is_run_and_comes_back(sd15):
     assert lengths == [96]
 
 
-def test_steps_on_all_tokens_merge_keys_and_values_if_these_are_to_merge(sd15, told):
+def test_steps_on_all_tokens_merge_keys_and_values_if_these_are_to_merge(sd15, log_messages):
     # The only step begins with a picture, so in stack scope it runs on all tokens.
     options = {"steps": 1, "picture": 1.0, "denoise": 0.5}
     in_stacks = {"scope": "stack", "refresh_steps": 4}
     keys = {"strategy": "window", "attn_tokens": "k,v"}
     of_keys = sample(attach(sd15, merging(**keys)), **options)
     assert torch.equal(sample(attach(sd15, merging(**keys, **in_stacks)), **options), of_keys)
-    assert "1/1 steps" in told()[-1]
+    assert "1/1 steps" in log_messages()[-1]
     plain = sample(sd15, **options)
     assert not torch.equal(of_keys, plain)
     for settings in ({"attn_tokens": "q,k,v"}, {**keys, "merge_attn": False}):
         patched = attach(sd15, merging(**settings, **in_stacks))
         assert torch.equal(sample(patched, **options), plain)
-        assert "every step that could merge ran on all tokens" in told()[-1]
+        assert "every step that could merge ran on all tokens" in log_messages()[-1]
 
 
 def test_the_same_seed_gives_the_same_image_and_another_seed_another(sd15):
@@ -452,22 +460,22 @@ def test_cond_and_uncond_merge_alike_in_one_batch_or_two(sd15, monkeypatch):
     ],
     ids=str,
 )
-def test_odd_sizes(load, told, size, line):
+def test_odd_sizes(load, log_messages, size, line):
     model = load("sd15", levels=2)
     plain = sample(model, size=size, steps=1)
     patched = attach(model, merging(max_downsample=2, **ALL_MODULES))
     assert relative_error(sample(patched, size=size, steps=1), plain) < 1
-    assert told()[-1].startswith(f"[ToMe] {line}")
+    assert log_messages()[-1].startswith(f"[ToMe] {line}")
     lossless = attach(model, merging(max_downsample=8, **ALL_MODULES), Shuffle)
     assert relative_error(sample(lossless, size=size, steps=1), plain) < 1e-5
 
 
-def test_a_second_sampler_at_another_size_starts_afresh(sd15, told):
+def test_a_second_sampler_at_another_size_starts_afresh(sd15, log_messages):
     patched = attach(sd15, merging())
     small = sample(patched, size=(8, 8))
     sample(patched, size=(12, 20))
     assert torch.equal(sample(patched, size=(8, 8)), small)
-    assert [line.split(" tokens")[0].split("(")[1] for line in told()] == [
+    assert [line.split(" tokens")[0].split("(")[1] for line in log_messages()] == [
         "64 -> 32",
         "240 -> 120",
         "64 -> 32",
@@ -484,9 +492,9 @@ def test_a_second_sampler_at_another_size_starts_afresh(sd15, told):
     ],
     ids=str,
 )
-def test_percent_limits_choose_the_steps(sd15, told, limits, steps):
+def test_percent_limits_choose_the_steps(sd15, log_messages, limits, steps):
     sample(attach(sd15, merging(**limits)), steps=4, scheduler="sgm_uniform")
-    assert f", {steps} steps," in told()[-1]
+    assert f", {steps} steps," in log_messages()[-1]
 
 
 @pytest.mark.parametrize(
@@ -523,13 +531,13 @@ def test_a_run_without_merging_says_why_in_one_warning(load, caplog, settings, f
     assert torch.equal(merged, sample(model, channels=CONTEXT_CHANNELS[family]))
 
 
-def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, told, monkeypatch, untried):
+def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, log_messages, monkeypatch, untried):
     def missing(*_):
         raise NotImplementedError("no such operation here\nand a long explanation")
 
     monkeypatch.setattr(SlotPlan, "merge", missing)
     assert torch.equal(sample(attach(sd15, merging())), sample(sd15))
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] nothing merged: the device cpu cannot do it: "
         "NotImplementedError: no such operation here"
     ]
@@ -553,20 +561,20 @@ def test_text_as_context_of_self_attention_is_never_merged(load):
     assert lengths == [39, 77]
 
 
-def test_the_log_says_that_a_ratio_is_capped(sd15, told):
+def test_the_log_says_that_a_ratio_is_capped(sd15, log_messages):
     sample(attach(sd15, merging(ratio=0.9)), steps=1)
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] merged 6/6 blocks (192 -> 48 tokens), 1/1 steps, ratio 0.90 capped at 0.75"
     ]
 
 
-def test_steps_aside_where_another_node_replaces_the_attention(sd15, told):
+def test_steps_aside_where_another_node_replaces_the_attention(sd15, log_messages):
     theirs = sd15.clone()
     for block in ("input", 1), ("input", 2), ("middle", 0), *(("output", i) for i in range(3)):
         theirs.set_model_attn1_replace(lambda q, k, v, options: v, *block)
     both = attach(theirs, merging())
     assert torch.equal(sample(both), sample(theirs))
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] nothing merged: other nodes replace the attention of the transformer blocks"
     ]
 
@@ -604,7 +612,7 @@ def test_patches_that_keep_the_tokens_have_their_keys_merged_too(sd15):
     assert lengths == [96]
 
 
-def test_steps_aside_where_another_node_changes_the_batch(sd15, told):
+def test_steps_aside_where_another_node_changes_the_batch(sd15, log_messages):
     def couple(q, k, v, options):
         return q.repeat(2, 1, 1), k.repeat(2, 1, 1), v.repeat(2, 1, 1)
 
@@ -613,15 +621,15 @@ def test_steps_aside_where_another_node_changes_the_batch(sd15, told):
     theirs.set_model_attn2_output_patch(lambda n, options: n[: len(n) // 2])
     alone = merging(merge_attn=False, merge_crossattn=True)
     assert torch.equal(sample(attach(theirs, alone)), sample(theirs))
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] nothing merged: another node masks the attention or changes its tokens"
     ]
 
 
-def test_area_conditioning_merges_each_area_on_its_own_grid(sd15, told):
+def test_area_conditioning_merges_each_area_on_its_own_grid(sd15, log_messages):
     positive = conditioning(768, 0.5) + conditioning(768, 0.75, area=(6, 16, 0, 0), strength=1.0)
     sample(attach(sd15, merging()), positive=positive, steps=1)
-    assert "(192 -> 96 tokens x6, 96 -> 48 tokens x6)" in told()[-1]
+    assert "(192 -> 96 tokens x6, 96 -> 48 tokens x6)" in log_messages()[-1]
 
 
 def test_lora_weights_apply_under_the_patch(sd15):
@@ -637,7 +645,7 @@ def test_lora_weights_apply_under_the_patch(sd15):
     assert relative_error(sample(late, steps=1), expected) < 1e-5
 
 
-def test_merged_models_keep_the_patch_of_the_first(sd15, load, told):
+def test_merged_models_keep_the_patch_of_the_first(sd15, load, log_messages):
     from comfy_extras.nodes_model_merging import ModelMergeSimple
 
     other = load("sd15", levels=1, seed=2)
@@ -646,7 +654,7 @@ def test_merged_models_keep_the_patch_of_the_first(sd15, load, told):
     expected = sample(plain, steps=1)
     assert relative_error(expected, sample(sd15, steps=1)) > 1e-3
     assert relative_error(sample(patched, steps=1), expected) < 1e-5
-    assert told()[-1].startswith("[ToMe] merged 6/6 blocks")
+    assert log_messages()[-1].startswith("[ToMe] merged 6/6 blocks")
 
 
 def test_saved_weights_are_those_of_the_source(sd15, tmp_path):
@@ -679,7 +687,7 @@ def test_weights_that_stay_offloaded_work_under_the_patch(checkpoints):
 @pytest.mark.newest_only
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
-def test_half_precision_merges_as_many_tokens_to_a_like_result(told, dtype, strategy):
+def test_half_precision_merges_as_many_tokens_to_a_like_result(log_messages, dtype, strategy):
     tiny = UNETS["sd15"]
     model = comfyui.build_class(tiny.name, tiny.settings, dtype)
     assert model.model.get_dtype_inference() == dtype
@@ -687,10 +695,12 @@ def test_half_precision_merges_as_many_tokens_to_a_like_result(told, dtype, stra
     merged = sample_tiny(attach(model, merging(strategy=strategy)), "sd15", steps=1)
     assert 1e-3 < relative_error(merged, plain) < 0.5
     slots = 48 if strategy == "pool" else 96
-    assert told()[-1].startswith(f"[ToMe] merged 3/7 blocks (192 -> {slots} tokens), 1/1 steps")
+    assert log_messages()[-1].startswith(
+        f"[ToMe] merged 3/7 blocks (192 -> {slots} tokens), 1/1 steps"
+    )
 
 
-def test_a_deep_clone_merges_in_its_own_weights(checkpoints, told):
+def test_a_deep_clone_merges_in_its_own_weights(checkpoints, log_messages):
     model = comfy.sd.load_diffusion_model(str(checkpoints("sd15", levels=1)))
     patched = attach(model, merging())
     expected = sample(patched, steps=1)
@@ -698,7 +708,7 @@ def test_a_deep_clone_merges_in_its_own_weights(checkpoints, told):
     deep = patched.deepclone_multigpu()
     assert deep.model is not patched.model
     assert torch.equal(sample(deep, steps=1), expected)
-    assert told()[0] == told()[1]
+    assert log_messages()[0] == log_messages()[1]
     assert overridden(deep) == overridden(model) == []
 
 

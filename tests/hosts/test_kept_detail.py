@@ -69,19 +69,19 @@ def change(model, kind, offset, config):
 
 
 @kinds
-def test_detail_of_another_place_is_not_added(model_of, told, kind):
+def test_detail_of_another_place_is_not_added(model_of, log_messages, kind):
     model = model_of(kind)
     still, moving = (change(model, kind, offset, kept()) for offset in (0, 6))
     assert moving < 2 * still
-    assert sum(MOVES in line for line in told()) == 1
+    assert sum(MOVES in line for line in log_messages()) == 1
 
 
 @kinds
 @pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "heun"])
-def test_detail_of_one_place_is_added(model_of, told, kind, sampler):
+def test_detail_of_one_place_is_added(model_of, log_messages, kind, sampler):
     model = attach(model_of(kind), kept())
     sampled(wrapped(model, Tiles(0)), kind, sampler=sampler)
-    (line,) = told()
+    (line,) = log_messages()
     assert "stack scope" in line
     assert MOVES not in line
 

@@ -55,13 +55,13 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize("scope", ["module", "block", "stack"])
 @pytest.mark.parametrize("strategy", ["bipartite", "window"])
-def test_a_model_computes_the_same_with_kernels(sd15, told, strategy, scope):
+def test_a_model_computes_the_same_with_kernels(sd15, log_messages, strategy, scope):
     options = {"strategy": strategy, "scope": scope, "merge_mlp": True}
     small = {"size": (4, 10), "steps": 1}
     expected = sample(attach(sd15, merging(backend="torch", **options)), **small)
     actual = sample(attach(sd15, merging(backend="triton", **options)), **small)
     assert relative_error(actual, expected) < 1e-5
-    assert told()[-1].endswith(", triton") and "triton" not in told()[-2]
+    assert log_messages()[-1].endswith(", triton") and "triton" not in log_messages()[-2]
 
 
 def test_weighed_attention_launches_two_more_kernels():
@@ -122,7 +122,9 @@ def test_torch_compile_keeps_one_graph_with_kernels(sd15):
         torch._dynamo.reset()
 
 
-def test_a_kernel_that_fails_gives_way_to_torch_before_the_run(sd15, told, monkeypatch, untried):
+def test_a_kernel_that_fails_gives_way_to_torch_before_the_run(
+    sd15, log_messages, monkeypatch, untried
+):
     def broken(*_):
         raise RuntimeError("Failed to find C compiler\nand more")
 
@@ -130,6 +132,6 @@ def test_a_kernel_that_fails_gives_way_to_torch_before_the_run(sd15, told, monke
     small = {"size": (4, 8), "steps": 1}
     plain = sample(attach(sd15, merging(backend="torch")), **small)
     assert torch.equal(sample(attach(sd15, merging(backend="triton")), **small), plain)
-    assert told()[-1].endswith(
+    assert log_messages()[-1].endswith(
         ", torch as Triton cannot be used (RuntimeError: Failed to find C compiler)"
     )

@@ -159,12 +159,14 @@ def attributes(model):
     ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_lossless_plan_reproduces_the_model_in_every_scope(family, scope, attn_tokens, told):
+def test_a_lossless_plan_reproduces_the_model_in_every_scope(
+    family, scope, attn_tokens, log_messages
+):
     model = make_model(family)
     expected = call(model)
     shuffle(model, scope=scope, attn_tokens=attn_tokens)
     assert relative_error(call(model), expected) < ROUNDING
-    assert told()[-1].startswith("[ToMe] merged 7/7 blocks")
+    assert log_messages()[-1].startswith("[ToMe] merged 7/7 blocks")
 
 
 @pytest.mark.parametrize("sampler", [DDIMSampler, PLMSSampler])
@@ -230,13 +232,13 @@ def test_equal_to_tomesd_on_blocks_of_version_1():
     assert relative_error(plain, ours) > 1e-3
 
 
-def test_the_log_says_if_attention_cannot_weigh_its_keys(told):
+def test_the_log_says_if_attention_cannot_weigh_its_keys(log_messages):
     model = make_model()
     tome_nodes.apply_patch(model)
     as_tomesd = call(model)
     tome_nodes.apply_patch(model, proportional_attn=True)
     assert torch.equal(call(model), as_tomesd)
-    assert ["weigh as one token" in line for line in told()] == [False, True]
+    assert ["weigh as one token" in line for line in log_messages()] == [False, True]
 
 
 def test_text_as_context_of_self_attention_is_never_merged():
@@ -263,15 +265,15 @@ def test_every_handle_of_a_model_is_accepted():
         assert not torch.equal(call(model), expected)
 
 
-def test_the_number_of_noise_levels_is_that_of_the_model(told):
+def test_the_number_of_noise_levels_is_that_of_the_model(log_messages):
     model = make_model()
     tome_nodes.apply_patch(model, start_percent=0.6)
     call(model, timestep=500)
-    assert told() == []
+    assert log_messages() == []
     model.num_timesteps = 2000
     tome_nodes.apply_patch(model, start_percent=0.6)
     call(model, timestep=500)
-    assert told()[-1].startswith("[ToMe] merged 3/7 blocks")
+    assert log_messages()[-1].startswith("[ToMe] merged 3/7 blocks")
 
 
 def test_percent_limits_choose_the_steps_of_a_sampler():
@@ -294,7 +296,7 @@ def test_a_copy_merges_in_its_own_weights():
     assert torch.equal(call(other), expected)
 
 
-def test_gradient_checkpointing_is_left_alone(told):
+def test_gradient_checkpointing_is_left_alone(log_messages):
     model = make_model("sd1")
 
     def gradients():
@@ -308,13 +310,13 @@ def test_gradient_checkpointing_is_left_alone(told):
     expected = gradients()
     tome_nodes.apply_patch(model)
     assert all(map(torch.equal, gradients(), expected))
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] nothing merged: gradient checkpointing runs the transformer blocks again outside "
         "of the UNet's call"
     ]
 
 
-def test_a_masked_attention_runs_on_all_tokens(told):
+def test_a_masked_attention_runs_on_all_tokens(log_messages):
     model = make_model("sd2")
     unmasked = call(model)
     for module in model.modules():
@@ -324,7 +326,9 @@ def test_a_masked_attention_runs_on_all_tokens(told):
     assert relative_error(expected, unmasked) > 1e-3
     tome_nodes.apply_patch(model, max_downsample=8)
     assert torch.equal(call(model), expected)
-    assert told() == ["[ToMe] nothing merged: other code masks the attention or changes its tokens"]
+    assert log_messages() == [
+        "[ToMe] nothing merged: other code masks the attention or changes its tokens"
+    ]
 
 
 def test_an_override_of_other_code_runs_on_merged_tokens_and_comes_back():

@@ -185,11 +185,11 @@ def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15):
 
 
 def test_each_step_is_reported_once(load):
-    told = []
+    steps = []
     model = load("sd15", levels=2)
-    patched = attach(model, merging(max_downsample=8, end_percent=0.5), on_step=told.append)
+    patched = attach(model, merging(max_downsample=8, end_percent=0.5), on_step=steps.append)
     sample(patched, steps=2, sampler="heun", scheduler="sgm_uniform")
-    assert told == [
+    assert steps == [
         "11/11 blocks, 192→96, 48→24 tokens, step 1/2",
         "all tokens, step 2/2",
     ]

@@ -59,18 +59,18 @@ def calls_of(model, tiny, size, config=None, **options):
 
 @every_kind
 @pytest.mark.parametrize("attn_tokens", ["k,v", "q,k,v"])
-def test_a_lossless_plan_reproduces_the_unpatched_model(models, told, kind, attn_tokens):
+def test_a_lossless_plan_reproduces_the_unpatched_model(models, log_messages, kind, attn_tokens):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(7, 9)
     expected = sample(model, tiny, size)
     shuffled = attach(model, keys_only(attn_tokens=attn_tokens), Shuffle)
     assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
-    assert told()[-1].startswith(f"[ToMe] merged {tiny.blocks}/{tiny.blocks} blocks (")
+    assert log_messages()[-1].startswith(f"[ToMe] merged {tiny.blocks}/{tiny.blocks} blocks (")
     assert overridden(model) == []
 
 
 @every_kind
-def test_the_picture_merges_and_everything_else_stays(models, told, kind):
+def test_the_picture_merges_and_everything_else_stays(models, log_messages, kind):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     plain_keys, plain = calls_of(model, tiny, size, steps=1)
@@ -85,7 +85,7 @@ def test_the_picture_merges_and_everything_else_stays(models, told, kind):
     assert picture // 2 <= slots <= picture // 2 + 8
     assert torch.equal(after[:, : tiny.before], before[:, : tiny.before])
     assert torch.equal(after[:, tiny.before + slots :], before[:, tiny.before + picture :])
-    assert f"({before.shape[1]} -> {after.shape[1]} tokens" in told()[-1]
+    assert f"({before.shape[1]} -> {after.shape[1]} tokens" in log_messages()[-1]
     assert 1e-6 < relative_error(merged, plain) < 0.5
 
 
@@ -105,7 +105,7 @@ def test_a_run_can_be_repeated_and_leaves_nothing(models, kind):
 
 
 @every_kind
-def test_an_override_that_ignores_its_function_gives_the_same_picture(models, told, kind):
+def test_an_override_that_ignores_its_function_gives_the_same_picture(models, log_messages, kind):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     lengths = []
@@ -121,7 +121,7 @@ def test_an_override_that_ignores_its_function_gives_the_same_picture(models, to
     assert sum(lengths) < sum(all_keys)
     expected = sample(attach(model, keys_only()), tiny, size, steps=1)
     assert relative_error(merged, expected) < 1e-5
-    assert "weigh as one token" not in told()[0]
+    assert "weigh as one token" not in log_messages()[0]
 
 
 @pytest.mark.parametrize("kind", ["flux", "z_image", "sd3", "omnigen2", "hidream", "wan21"])
@@ -141,12 +141,12 @@ def test_batches_of_one_prompt_and_of_two(models, kind, cfg):
         *("aura_flow", "omnigen2", "boogu", "joy_image", "wan21", "cosmos_predict2"),
     ],
 )
-def test_sides_that_are_not_a_whole_number_of_patches(models, told, kind):
+def test_sides_that_are_not_a_whole_number_of_patches(models, log_messages, kind):
     tiny, model = TINY[kind], models(kind)
     expected = sample(model, tiny, (15, 17))
     shuffled = attach(model, keys_only(), Shuffle)
     assert relative_error(sample(shuffled, tiny, (15, 17)), expected) < 1e-5
-    assert told()[-1].startswith(f"[ToMe] merged {tiny.blocks}/{tiny.blocks} blocks (")
+    assert log_messages()[-1].startswith(f"[ToMe] merged {tiny.blocks}/{tiny.blocks} blocks (")
     keys, _ = calls_of(model, tiny, (15, 17), keys_only(ratio=0.75), steps=1)
     picture = 72 * (tiny.frames or 1)
     assert min(key.shape[1] for key in keys if key.shape[1] > 16) < tiny.before + picture
@@ -387,14 +387,14 @@ def test_an_exception_or_an_interrupt_leaves_nothing(models, kind_of_end, scope)
     ],
 )
 @pytest.mark.parametrize("scope", ["block", "stack"])
-def test_whole_blocks_run_on_merged_tokens(models, told, kind, scope):
+def test_whole_blocks_run_on_merged_tokens(models, log_messages, kind, scope):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(7, 9)
     expected = sample(model, tiny, size, batch=2)
     whole = keys_only(scope=scope, ratio=0.5)
     shuffled = attach(model, whole, Shuffle)
     assert relative_error(sample(shuffled, tiny, size, batch=2), expected) < 1e-5
-    assert "module scope in" not in told()[-1]
+    assert "module scope in" not in log_messages()[-1]
     keys, merged = calls_of(model, tiny, size, whole, steps=3)
     plain_keys, plain = calls_of(model, tiny, size, steps=3)
     # Self-attention in the blocks has fewer keys, and no other attention has.
@@ -441,14 +441,14 @@ def test_weights_count_next_to_text_in_whole_blocks(models, kind, scope):
     ids=str,
 )
 def test_one_step_in_four_and_the_first_on_a_picture_run_on_all_tokens(
-    models, told, options, merged
+    models, log_messages, options, merged
 ):
     tiny, model = TINY["flux"], models("flux")
     patched = attach(model, merging(**{**PRESETS["fast"].options, "ratio": 0.5}))
     sample(patched, tiny, tiny.size(8, 10), steps=6, **options)
     # Of each run, the last step but one, and the first if it is given a picture under some noise.
     steps = 6 - options.get("start_step", 0) - (6 - options.get("last_step", 6))
-    assert f", {merged}/{steps} steps, ratio 0.50, window, stack scope" in told()[-1]
+    assert f", {merged}/{steps} steps, ratio 0.50, window, stack scope" in log_messages()[-1]
 
 
 @pytest.mark.parametrize(
@@ -470,18 +470,18 @@ def test_whole_blocks_with_references_and_masks(models, kind, extras, scope):
 
 
 @pytest.mark.parametrize("scope", ["block", "stack"])
-def test_blocks_that_treat_frames_differently_merge_in_their_attention(models, told, scope):
+def test_blocks_that_treat_frames_differently_merge_in_their_attention(models, log_messages, scope):
     tiny, model = TINY["wan22_5b"], models("wan22_5b")
     size = tiny.size(8, 10)
     masked = {"noise_mask": torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1).expand(1, 1, 2, 16, 20)}
     expected = sample(model, tiny, size, **masked)
     shuffled = attach(model, keys_only(scope=scope), Shuffle)
     assert relative_error(sample(shuffled, tiny, size, **masked), expected) < 1e-5
-    assert "module scope in 2 whose tokens are treated differently" in told()[-1]
+    assert "module scope in 2 whose tokens are treated differently" in log_messages()[-1]
 
 
 @pytest.mark.parametrize("scope", ["block", "stack"])
-def test_blocks_without_positions_merge_in_their_attention(models, told, scope):
+def test_blocks_without_positions_merge_in_their_attention(models, log_messages, scope):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)
     patched = model.clone()
@@ -489,11 +489,11 @@ def test_blocks_without_positions_merge_in_their_attention(models, told, scope):
     expected = sample(patched, tiny, size)
     shuffled = attach(patched, keys_only(scope=scope), Shuffle)
     assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
-    assert "module scope in 4 that are called differently than expected" in told()[-1]
+    assert "module scope in 4 that are called differently than expected" in log_messages()[-1]
 
 
 @pytest.mark.parametrize("scope", ["block", "stack"])
-def test_blocks_that_other_nodes_patch_merge_in_their_attention(models, told, scope):
+def test_blocks_that_other_nodes_patch_merge_in_their_attention(models, log_messages, scope):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)
     patched = model.clone()
@@ -501,34 +501,34 @@ def test_blocks_that_other_nodes_patch_merge_in_their_attention(models, told, sc
     expected = sample(patched, tiny, size)
     shuffled = attach(patched, keys_only(scope=scope), Shuffle)
     assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
-    assert "module scope in 4 that are patched" in told()[-1]
+    assert "module scope in 4 that are patched" in log_messages()[-1]
 
 
 @pytest.mark.parametrize(
     ("kind", "scope", "what"),
     [("krea2", "block", "whole blocks"), ("krea2", "stack", "stacks of blocks")],
 )
-def test_wider_scopes_fall_back_to_attention(models, told, kind, scope, what):
+def test_wider_scopes_fall_back_to_attention(models, log_messages, kind, scope, what):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(16, 16)
     merged = sample(attach(model, merging(strategy="window", scope=scope)), tiny, size)
     expected = sample(attach(model, merging(strategy="window")), tiny, size)
     assert torch.equal(merged, expected)
     words = f"module scope in {tiny.blocks} as this kind of model does not merge {what}"
-    assert words in told()[0]
+    assert words in log_messages()[0]
 
 
-def test_what_a_transformer_cannot_merge_is_reported(models, told):
+def test_what_a_transformer_cannot_merge_is_reported(models, log_messages):
     tiny, model = TINY["flux"], models("flux")
     config = merging(merge_attn=False, merge_mlp=True)
     size = tiny.size(8, 10)
     assert torch.equal(sample(attach(model, config), tiny, size), sample(model, tiny, size))
-    assert told()[-1] == (
+    assert log_messages()[-1] == (
         "[ToMe] nothing merged: merge_attn is off, and nothing else merges in models of this kind"
     )
 
 
-def test_a_block_that_another_node_replaces_is_left_to_it(models, told):
+def test_a_block_that_another_node_replaces_is_left_to_it(models, log_messages):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)
     other = model.clone()
@@ -536,7 +536,7 @@ def test_a_block_that_another_node_replaces_is_left_to_it(models, told):
     expected = sample(other, tiny, size)
     shuffled = attach(other, keys_only(), Shuffle)
     assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
-    assert told()[-1].startswith("[ToMe] merged 3/4 blocks")
+    assert log_messages()[-1].startswith("[ToMe] merged 3/4 blocks")
     calling = model.clone()
     calling.set_model_patch_replace(
         lambda args, extra: extra["original_block"](args), "dit", "double_block", 1
@@ -544,10 +544,10 @@ def test_a_block_that_another_node_replaces_is_left_to_it(models, told):
     expected = sample(calling, tiny, size)
     shuffled = attach(calling, keys_only(), Shuffle)
     assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
-    assert told()[-1].startswith("[ToMe] merged 4/4 blocks")
+    assert log_messages()[-1].startswith("[ToMe] merged 4/4 blocks")
 
 
-def test_tokens_that_another_node_adds_stay(models, told):
+def test_tokens_that_another_node_adds_stay(models, log_messages):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)
 
@@ -562,7 +562,7 @@ def test_tokens_that_another_node_adds_stay(models, told):
     expected = sample(other, tiny, size)
     shuffled = attach(other, keys_only(), Shuffle)
     assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
-    assert f"merged 4/4 blocks ({2 * TEXT + 80} -> " in told()[-1]
+    assert f"merged 4/4 blocks ({2 * TEXT + 80} -> " in log_messages()[-1]
 
 
 def test_an_unknown_subclass_is_refused(models):
@@ -681,18 +681,18 @@ def test_plans_that_blocks_share_are_of_their_own_ratio(models):
         assert (queries.slot_count, keys.slot_count) == (TEXT + 192, TEXT + 64)
 
 
-def test_runs_without_a_step_to_merge_say_so(models, told):
+def test_runs_without_a_step_to_merge_say_so(models, log_messages):
     tiny, model = TINY["flux"], models("flux")
     plain = sample(model, tiny, tiny.size(8, 10), steps=1)
     patched = attach(model, keys_only(scope="stack"))
     assert torch.equal(sample(patched, tiny, tiny.size(8, 10), steps=1), plain)
-    assert "nothing merged: every step that could merge ran on all tokens" in told()[-1]
+    assert "nothing merged: every step that could merge ran on all tokens" in log_messages()[-1]
 
 
-def test_without_steps_on_all_tokens_a_stack_merges_in_its_attention(models, told):
+def test_without_steps_on_all_tokens_a_stack_merges_in_its_attention(models, log_messages):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)
     stack, module = (keys_only(scope=scope, refresh_steps=0) for scope in ("stack", "module"))
     merged = sample(attach(model, stack), tiny, size)
     assert torch.equal(merged, sample(attach(model, module), tiny, size))
-    assert "module scope in 4 as this kind" in told()[0]
+    assert "module scope in 4 as this kind" in log_messages()[0]

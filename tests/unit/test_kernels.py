@@ -463,8 +463,8 @@ def test_a_kernel_gives_way_to_torch_for_a_shape_it_fails_on(monkeypatch, caplog
         patch.setattr(merging, "merge_kernel", Broken())
         assert_close(plan.merge(x), expected)
         assert_close(plan.merge(2 * x), 2 * expected)
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
         "[ToMe] torch takes the place of the Triton kernel merge for tokens of (1, 5, 11): "
         "RuntimeError: out of resource: shared memory"
     ]
@@ -542,7 +542,7 @@ def test_the_pack_imports_no_triton_and_without_it_takes_torch_and_gives_the_rea
 
 
 def test_a_broken_triton_is_as_if_it_were_not_there():
-    told = python(
+    output = python(
         "import types\n"
         "class Broken(types.ModuleType):\n"
         "    def __getattr__(self, name): raise OSError(f'{name} has gone\\nfar away')\n"
@@ -551,4 +551,4 @@ def test_a_broken_triton_is_as_if_it_were_not_there():
         "from tome_nodes.ops import resolve\n"
         "print(*resolve('auto', torch.device('cuda'), torch.float16))"
     )
-    assert told.startswith("torch ") and "has gone" in told and "far" not in told
+    assert output.startswith("torch ") and "has gone" in output and "far" not in output
