@@ -98,6 +98,14 @@ def untried():
     engine.missing_operation.cache_clear()
 
 
+@pytest.fixture
+def fresh_compiler():
+    """A compiler that has compiled nothing, in this test and after it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """A running server with this pack and the models that graphs need.

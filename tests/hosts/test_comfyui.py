@@ -9,7 +9,7 @@ import comfy.sd
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from common import Counted, Shuffle, relative_error
+from common import Counted, Shuffle, input_lengths, relative_error
 from host import CONTEXT_CHANNELS, conditioning, merging, needs, overridden, sample
 from models import comfyui
 from models.comfyui import UNETS
@@ -110,17 +110,9 @@ def test_a_lossless_plan_reproduces_the_unpatched_model_in_every_scope(
 def lengths_in_first_block(model, config):
     """How many tokens the queries, keys, text queries and feed-forward of a block work on."""
     block = model.model.diffusion_model.input_blocks[1][1].transformer_blocks[0]
-    lengths = []
-    modules = (block.attn1.to_q, block.attn1.to_k, block.attn2.to_q, block.ff.net)
-    hooks = [
-        module.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
-        for module in modules
-    ]
-    try:
+    layers = block.attn1.to_q, block.attn1.to_k, block.attn2.to_q, block.ff.net
+    with input_lengths(*layers) as lengths:
         sample(attach(model, config), steps=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return lengths
 
 
@@ -235,9 +227,8 @@ def shallow():
 
 
 @pytest.fixture
-def sample_compiled():
+def sample_compiled(fresh_compiler):
     """Sample with a compiled model."""
-    torch._dynamo.reset()
 
     def sample(model, steps, **options):
         from comfy_api.torch_helpers import set_torch_compile_wrapper
@@ -245,8 +236,7 @@ def sample_compiled():
         set_torch_compile_wrapper(model, **options)
         return sample_tiny(model, "sd15", steps)
 
-    yield sample
-    torch._dynamo.reset()
+    return sample
 
 
 @pytest.mark.newest_only
@@ -300,19 +290,6 @@ def test_what_is_kept_over_steps_is_not_in_the_memory_of_a_graph(
     assert relative_error(actual, expected) < 1e-5
 
 
-def test_merged_tokens_reach_the_attention(sd15):
-    lengths = []
-    attention = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1
-    hook = attention.to_q.register_forward_hook(
-        lambda _, inputs, __: lengths.append(inputs[0].shape)
-    )
-    try:
-        sample(attach(sd15, merging(ratio=0.75)), steps=1)
-    finally:
-        hook.remove()
-    assert lengths == [(2, 48, 320)]
-
-
 def test_ratio_zero_is_the_unpatched_model(sd15, log_messages):
     patched = attach(sd15, merging(ratio=0.0))
     assert patched.get_all_wrappers(WrappersMP.APPLY_MODEL) == []
@@ -360,12 +337,8 @@ def test_a_run_that_fails_leaves_nothing_behind(sd15, failure):
     def fail(*_):
         raise failure("on purpose")
 
-    hook = target.register_forward_hook(fail)
-    try:
-        with pytest.raises(failure, match="on purpose"):
-            sample(patched)
-    finally:
-        hook.remove()
+    with target.register_forward_hook(fail), pytest.raises(failure, match="on purpose"):
+        sample(patched)
     assert overridden(sd15) == []
     assert torch.equal(sample(sd15), before)
 
@@ -437,15 +410,12 @@ def test_the_noise_of_the_sampler_does_not_change(sd15, sampler):
 def test_cond_and_uncond_merge_alike_in_one_batch_or_two(sd15, monkeypatch):
     patched = attach(sd15, merging())
     batches = []
-    hook = sd15.model.diffusion_model.register_forward_pre_hook(
+    with sd15.model.diffusion_model.register_forward_pre_hook(
         lambda _, inputs: batches.append(len(inputs[0]))
-    )
-    try:
+    ):
         together = sample(patched)
         monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_: 0)
         apart = sample(patched)
-    finally:
-        hook.remove()
     assert batches == [2, 2, 1, 1, 1, 1]
     assert relative_error(apart, together) < 1e-4
 
@@ -547,17 +517,9 @@ def test_text_as_context_of_self_attention_is_never_merged(load):
     model = load("x4_upscaler")
     block = model.model.diffusion_model.input_blocks[4][1].transformer_blocks[0]
     assert block.disable_self_attn
-    lengths = []
-    hooks = [
-        layer.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
-        for layer in (block.attn1.to_q, block.attn1.to_k)
-    ]
-    try:
+    with input_lengths(block.attn1.to_q, block.attn1.to_k) as lengths:
         # A grid of 7x11 has as many tokens as the text.
         sample(attach(model, merging()), size=(14, 22), channels=1024, steps=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
     assert lengths == [39, 77]
 
 
@@ -600,15 +562,9 @@ def test_patches_that_keep_the_tokens_have_their_keys_merged_too(sd15):
     theirs.set_model_attn1_patch(lambda q, k, v, options: (q, k * 1.5, v * 0.5))
     lossless = sample(attach(theirs, merging(), Shuffle), steps=1)
     assert relative_error(lossless, sample(theirs, steps=1)) < 1e-5
-    lengths = []
     attention = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1
-    hook = attention.to_k.register_forward_hook(
-        lambda _, inputs, __: lengths.append(inputs[0].shape[1])
-    )
-    try:
+    with input_lengths(attention.to_k) as lengths:
         sample(attach(theirs, merging()), steps=1)
-    finally:
-        hook.remove()
     assert lengths == [96]
 
 

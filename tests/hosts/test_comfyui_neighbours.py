@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfy.ldm.modules.attention import BasicTransformerBlock, SpatialTransformer
 from comfy.patcher_extension import WrappersMP
-from common import DEVICE, EVERYTHING, Counted, Shuffle, relative_error
+from common import DEVICE, EVERYTHING, Counted, Shuffle, input_lengths, relative_error
 from host import conditioning, merging, overridden, sample
 
 from tome_nodes.comfyui.attachment import attach
@@ -131,19 +131,13 @@ def test_patches_of_the_inside_of_blocks_see_all_tokens(sd15, log_messages, name
 
 
 def test_keys_and_values_of_other_nodes_are_left_alone_and_queries_too(sd15):
-    lengths = []
     attention = sd15.model.diffusion_model.middle_block[1].transformer_blocks[0].attn1
-    hook = attention.to_q.register_forward_hook(
-        lambda _, inputs, __: lengths.append(inputs[0].shape[1])
-    )
     theirs = sd15.clone()
     theirs.set_model_attn1_patch(
         lambda n, context, value, options: (n, torch.cat([n, n], 1), torch.cat([n, n], 1))
     )
-    try:
+    with input_lengths(attention.to_q) as lengths:
         sample(attach(theirs, merging(attn_tokens="k,v")), steps=1)
-    finally:
-        hook.remove()
     assert lengths == [192]
 
 
@@ -235,11 +229,8 @@ def test_another_thread_may_run_the_unpatched_model_in_the_meantime(sd15, option
     merged = attach(sd15, merging(**EVERYTHING, **options))
     expected = sample(merged, steps=1)
     block = next(each for each in unet.modules() if isinstance(each, BasicTransformerBlock))
-    hook = block.attn2.register_forward_hook(evaluate_elsewhere)
-    try:
+    with block.attn2.register_forward_hook(evaluate_elsewhere):
         actual = sample(merged, steps=1)
-    finally:
-        hook.remove()
     assert len(outputs) == 2
     assert torch.equal(*outputs)
     assert torch.equal(actual, expected)

@@ -128,11 +128,8 @@ def test_without_memory_of_its_own_the_model_fails_as_ever(sd15, scope):
     patched = attach(sd15, settings(scope))
     expected = sample(patched)
     hook = sd15.model.diffusion_model.middle_block[1].register_forward_hook(no_room)
-    try:
-        with pytest.raises(torch.OutOfMemoryError, match="no room in the model"):
-            sample(patched)
-    finally:
-        hook.remove()
+    with hook, pytest.raises(torch.OutOfMemoryError, match="no room in the model"):
+        sample(patched)
     assert overridden(sd15) == []
     assert torch.equal(sample(patched), expected)
 

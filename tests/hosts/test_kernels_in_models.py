@@ -104,7 +104,7 @@ def test_launches_per_merged_block(sd15, scope, reuse_steps):
     assert more == matches + blocks * len(["merge", "unmerge"]) + per_step
 
 
-def test_torch_compile_keeps_one_graph_with_kernels(sd15):
+def test_torch_compile_keeps_one_graph_with_kernels(sd15, fresh_compiler):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from torch._dynamo.testing import CompileCounter
 
@@ -113,13 +113,9 @@ def test_torch_compile_keeps_one_graph_with_kernels(sd15):
     expected = sample(attach(sd15, config), **small)
     compiled = attach(sd15, config)
     graphs = CompileCounter()
-    torch._dynamo.reset()
-    try:
-        set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
-        assert relative_error(sample(compiled, **small), expected) < 1e-5
-        assert graphs.frame_count == 1
-    finally:
-        torch._dynamo.reset()
+    set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
+    assert relative_error(sample(compiled, **small), expected) < 1e-5
+    assert graphs.frame_count == 1
 
 
 def test_a_kernel_that_fails_gives_way_to_torch_before_the_run(

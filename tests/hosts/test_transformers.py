@@ -331,7 +331,7 @@ def test_weights_count_next_to_text(models, kind):
         *((kind, "stack") for kind in ("flux", "wan21")),
     ],
 )
-def test_torch_compile_makes_one_graph(models, kind, scope):
+def test_torch_compile_makes_one_graph(models, fresh_compiler, kind, scope):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from torch._dynamo.testing import CompileCounter
 
@@ -344,17 +344,13 @@ def test_torch_compile_makes_one_graph(models, kind, scope):
     gentler = sample(attach(model, other_config), tiny, size)
     plain = sample(model, tiny, size)
     graphs = CompileCounter()
-    torch._dynamo.reset()
-    try:
-        compiled = model.clone()
-        set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
-        assert relative_error(sample(compiled, tiny, size), plain) < 1e-5
-        assert relative_error(sample(attach(compiled, config), tiny, size), expected) < 1e-5
-        other = attach(compiled, other_config)
-        assert relative_error(sample(other, tiny, size), gentler) < 1e-5
-        assert relative_error(sample(compiled, tiny, size), plain) < 1e-5
-    finally:
-        torch._dynamo.reset()
+    compiled = model.clone()
+    set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
+    assert relative_error(sample(compiled, tiny, size), plain) < 1e-5
+    assert relative_error(sample(attach(compiled, config), tiny, size), expected) < 1e-5
+    other = attach(compiled, other_config)
+    assert relative_error(sample(other, tiny, size), gentler) < 1e-5
+    assert relative_error(sample(compiled, tiny, size), plain) < 1e-5
 
 
 @pytest.mark.parametrize("scope", ["module", "block", "stack"])

@@ -77,6 +77,24 @@ COSMOS = {
     "use_adaln_lora": True,
     "adaln_lora_dim": 16,
 }
+OMNIGEN = {
+    "in_channels": 16,
+    "hidden_size": 96,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "multiple_of": 16,
+    "axes_dim_rope": (8, 8, 8),
+    "axes_lens": (64, 64, 64),
+}
+LTX = {
+    "in_channels": 128,
+    "cross_attention_dim": 64,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "caption_channels": 32,
+    "num_layers": 2,
+}
 HUNYUAN = {
     "image_model": "hunyuan_video",
     "in_channels": 16,
@@ -326,19 +344,7 @@ TINY: dict[str, Tiny] = {
     ),
     "omnigen2": Tiny(
         "Omnigen2",
-        {
-            "image_model": "omnigen2",
-            "in_channels": 16,
-            "hidden_size": 96,
-            "num_layers": 2,
-            "num_refiner_layers": 1,
-            "num_attention_heads": 4,
-            "num_kv_heads": 2,
-            "multiple_of": 16,
-            "axes_dim_rope": (8, 8, 8),
-            "axes_lens": (64, 64, 64),
-            "text_feat_dim": 32,
-        },
+        {**OMNIGEN, "image_model": "omnigen2", "num_layers": 2, "text_feat_dim": 32},
         2,
         before=TEXT,
         prompt=every_token,
@@ -346,17 +352,10 @@ TINY: dict[str, Tiny] = {
     "boogu": Tiny(
         "Boogu",
         {
+            **OMNIGEN,
             "image_model": "boogu",
-            "in_channels": 16,
-            "hidden_size": 96,
             "num_layers": 3,
             "num_double_stream_layers": 1,
-            "num_refiner_layers": 1,
-            "num_attention_heads": 4,
-            "num_kv_heads": 2,
-            "multiple_of": 16,
-            "axes_dim_rope": (8, 8, 8),
-            "axes_lens": (64, 64, 64),
             "instruction_feat_dim": 32,
         },
         4,
@@ -466,15 +465,7 @@ TINY: dict[str, Tiny] = {
     "hunyuan_video": Tiny("HunyuanVideo", HUNYUAN, 4, before=TEXT, frames=4),
     "ltxv": Tiny(
         "LTXV",
-        {
-            "image_model": "ltxv",
-            "in_channels": 128,
-            "cross_attention_dim": 64,
-            "attention_head_dim": 32,
-            "num_attention_heads": 2,
-            "caption_channels": 32,
-            "num_layers": 2,
-        },
+        {"image_model": "ltxv", **LTX},
         2,
         channels=128,
         frames=5,
@@ -503,12 +494,7 @@ TINY: dict[str, Tiny] = {
         "LTXAV",
         {
             "image_model": "ltxav",
-            "in_channels": 128,
-            "cross_attention_dim": 64,
-            "attention_head_dim": 32,
-            "num_attention_heads": 2,
-            "caption_channels": 32,
-            "num_layers": 2,
+            **LTX,
             "audio_attention_head_dim": 16,
             "audio_num_attention_heads": 2,
             "audio_cross_attention_dim": 32,
@@ -650,7 +636,7 @@ TINY: dict[str, Tiny] = {
 }
 """Transformers, by a name for tests."""
 
-_UNET = {
+_UNET: dict[str, Any] = {
     "image_size": 32,
     "in_channels": 4,
     "out_channels": 4,
@@ -658,117 +644,68 @@ _UNET = {
     "num_res_blocks": [1, 1, 1],
     "channel_mult": (1, 2, 4),
     "use_spatial_transformer": True,
+    "use_linear_in_transformer": True,
     "legacy": False,
     "context_dim": 32,
     "use_temporal_attention": False,
+    "adm_in_channels": None,
+    "transformer_depth": [1, 1, 0],
+    "transformer_depth_middle": 1,
+    "transformer_depth_output": [1, 1, 1, 1, 0, 0],
 }
+_SD15 = _UNET | {"use_linear_in_transformer": False}
+_SDXL = _UNET | {"num_classes": "sequential", "num_head_channels": 16}
+
+
+def _unet(name: str, settings: dict[str, Any], blocks: int) -> Tiny:
+    return Tiny(name, settings, blocks, channels=4, patch=1)
+
 
 UNETS: dict[str, Tiny] = {
-    "sd15": Tiny(
-        "SD15",
-        {
-            **_UNET,
-            "adm_in_channels": None,
-            "use_linear_in_transformer": False,
-            "transformer_depth": [1, 1, 0],
-            "transformer_depth_middle": 1,
-            "transformer_depth_output": [1, 1, 1, 1, 0, 0],
-        },
-        7,
-        channels=4,
-        patch=1,
-    ),
-    "sdxl": Tiny(
+    "sd15": _unet("SD15", _SD15, 7),
+    "sdxl": _unet(
         "SDXL",
         {
-            **_UNET,
-            "num_classes": "sequential",
+            **_SDXL,
             "adm_in_channels": 32 + 6 * 256,
-            "use_linear_in_transformer": True,
-            "num_head_channels": 16,
             "transformer_depth": [0, 1, 2],
             "transformer_depth_middle": 2,
             "transformer_depth_output": [0, 0, 1, 1, 2, 2],
         },
         11,
-        channels=4,
-        patch=1,
     ),
-    "sd15_inpaint": Tiny(
-        "SD15",
-        {
-            **_UNET,
-            "in_channels": 9,
-            "adm_in_channels": None,
-            "use_linear_in_transformer": False,
-            "transformer_depth": [1, 1, 0],
-            "transformer_depth_middle": 1,
-            "transformer_depth_output": [1, 1, 1, 1, 0, 0],
-        },
-        7,
-        channels=4,
-        patch=1,
-    ),
-    "sdxl_refiner": Tiny(
+    "sd15_inpaint": _unet("SD15", {**_SD15, "in_channels": 9}, 7),
+    "sdxl_refiner": _unet(
         "SDXLRefiner",
         {
-            **_UNET,
-            "num_classes": "sequential",
+            **_SDXL,
             "adm_in_channels": 32 + 5 * 256,
-            "use_linear_in_transformer": True,
-            "num_head_channels": 16,
             "transformer_depth": [0, 4, 0],
             "transformer_depth_middle": 4,
             "transformer_depth_output": [0, 0, 4, 4, 0, 0],
         },
         16,
-        channels=4,
-        patch=1,
     ),
-    "sd2": Tiny(
-        "SD20",
-        {
-            **_UNET,
-            "adm_in_channels": None,
-            "use_linear_in_transformer": True,
-            "num_head_channels": 16,
-            "transformer_depth": [1, 1, 0],
-            "transformer_depth_middle": 1,
-            "transformer_depth_output": [1, 1, 1, 1, 0, 0],
-        },
-        7,
-        channels=4,
-        patch=1,
-    ),
-    "x4_upscaler": Tiny(
+    "sd2": _unet("SD20", {**_UNET, "num_head_channels": 16}, 7),
+    "x4_upscaler": _unet(
         "SD_X4Upscaler",
         {
             **_UNET,
             "in_channels": 7,
             "num_classes": 1000,
-            "use_linear_in_transformer": True,
             "num_heads": 4,
             "disable_self_attentions": [True, True, False],
             "transformer_depth": [0, 1, 1],
-            "transformer_depth_middle": 1,
             "transformer_depth_output": [0, 0, 1, 1, 1, 1],
         },
         7,
-        channels=4,
-        patch=1,
     ),
-    "svd": Tiny(
+    "svd": _unet(
         "SVD_img2vid",
         {
-            **_UNET,
+            **_SDXL,
             "in_channels": 8,
-            "num_classes": "sequential",
             "adm_in_channels": 3 * 256,
-            "use_linear_in_transformer": True,
-            "num_head_channels": 16,
-            "transformer_depth": [1, 1, 0],
-            "transformer_depth_middle": 1,
-            "transformer_depth_output": [1, 1, 1, 1, 0, 0],
             "use_temporal_attention": True,
             "use_temporal_resblock": True,
             "extra_ff_mix_layer": True,
@@ -778,8 +715,6 @@ UNETS: dict[str, Tiny] = {
             "video_kernel_size": [3, 1, 1],
         },
         7,
-        channels=4,
-        patch=1,
     ),
 }
 """UNets with all kinds of levels that the published ones have, by a name for tests."""
