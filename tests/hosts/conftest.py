@@ -23,6 +23,20 @@ def models():
     return model
 
 
+@pytest.fixture(scope="session")
+def shallow():
+    """A tiny UNet of one level and four blocks, which compiles quickly."""
+    from models.comfyui import UNETS, build_class
+
+    one_level = {
+        "channel_mult": (1,),
+        "num_res_blocks": [1],
+        "transformer_depth": [1],
+        "transformer_depth_output": [1, 1],
+    }
+    return build_class("SD15", UNETS["sd15"].settings | one_level)
+
+
 @pytest.fixture
 def user_folder(tmp_path):
     """A user folder of its own for each test."""

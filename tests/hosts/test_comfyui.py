@@ -214,18 +214,6 @@ def test_a_ratio_that_rises_from_zero_merges(sd15, log_messages):
     assert "2/3 steps" in log_messages()[-1]
 
 
-@pytest.fixture(scope="module")
-def shallow():
-    """A UNet of one level, which compiles quickly."""
-    one_level = {
-        "channel_mult": (1,),
-        "num_res_blocks": [1],
-        "transformer_depth": [1],
-        "transformer_depth_output": [1, 1],
-    }
-    return comfyui.build_class("SD15", UNETS["sd15"].settings | one_level)
-
-
 @pytest.fixture
 def sample_compiled(fresh_compiler):
     """Sample with a compiled model."""
