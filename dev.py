@@ -14,17 +14,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
+TESTS = ROOT / "tests"
 GRACE_SECONDS = 15
+
+# The tiny models of the tests are those of the demo, too.
+sys.path.append(str(TESTS))
 
 # The whole suite runs in two processes; all tests that need the server share one of them.
 SIDE_BY_SIDE = ("-n", "2", "--dist", "loadgroup")
 
 EPILOG = """\
-The first demo, bench, gpu, soak or test makes .venv, with pinned packages and a real ComfyUI; this
-takes a few minutes and 6 GB. With --comfyui VERSION they use an earlier ComfyUI that is pinned; set
-COMFYUI_PATH to the folder of your own to use that instead. The commands "lint" and "test
-tests/unit" need only PyTorch, and fetch no ComfyUI and no browser. To undo everything, delete .venv
-and demo.
+The first demo, test, bench, gpu, soak or compatibility makes .venv, with pinned packages and a real
+ComfyUI; this takes a few minutes and 6 GB. With --comfyui VERSION they use an earlier ComfyUI that
+is pinned; set COMFYUI_PATH to the folder of your own to use that instead. The commands "lint" and
+"test tests/unit" need only PyTorch, and fetch no ComfyUI and no browser. To undo everything, delete
+.venv and demo.
 """
 
 
@@ -42,7 +46,7 @@ def main() -> int:
 
     parser = _parser()
     arguments, rest = parser.parse_known_args()
-    if rest and arguments.command not in ("test", "bench", "gpu", "soak", "generate"):
+    if rest and arguments.command in ("demo", "lint"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if version := getattr(arguments, "comfyui", None):
         os.environ["COMFYUI_PATH"] = str(environment.pinned_comfyui(version))
@@ -53,8 +57,8 @@ def main() -> int:
             return bench(rest)
         if arguments.command == "gpu":
             return gpu(rest)
-        if arguments.command == "soak":
-            return soak(rest)
+        if arguments.command in ("soak", "compatibility"):
+            return check(arguments.command, rest)
         if arguments.command == "generate":
             from tools import generate
 
@@ -110,7 +114,6 @@ def bench(arguments: list[str]) -> int:
         "fidelity": "benchmarks.fidelity",
         "picture": "benchmarks.fidelity.off_and_on",
         "host-time": "benchmarks.speed.host_time",
-        "compatibility": "benchmarks.compatibility",
         "tune": "benchmarks.speed.tuning",
         "report": "benchmarks.speed.report",
     }
@@ -146,14 +149,13 @@ def gpu(arguments: list[str]) -> int:
         return _call(sys.executable, *command, folder=ROOT)
 
 
-def soak(arguments: list[str]) -> int:
-    """Do many random runs in one process, and see whether any fails or leaves anything behind."""
+def check(name: str, arguments: list[str]) -> int:
+    """Run a test that is too long for the suite: ``soak`` or ``compatibility``."""
     from tools import environment
 
     environment.prepare()
-    command = ("-m", "benchmarks.soak", *arguments)
     settings = {"OMP_NUM_THREADS": "1"}
-    return _call(environment.PYTHON, *command, folder=ROOT, settings=settings)
+    return _call(environment.PYTHON, "-m", name, *arguments, folder=TESTS, settings=settings)
 
 
 def lint() -> int:
@@ -223,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         "and on: --ratio, --presets, --model; with --host-time, what merging adds before any "
         "kernel runs: --quick, --rounds; with --tune, whether ToMe Tune keeps "
         "its word: --wish, --size, --steps, --rounds; with --report, tables of what was measured "
-        "on a GPU; with --compatibility, the table of other nodes beside ours: --only, --name",
+        "on a GPU",
     )
     add(
         "gpu",
@@ -235,6 +237,11 @@ def _parser() -> argparse.ArgumentParser:
         "soak",
         "do many random runs in one process, and see whether any fails or leaves anything behind; "
         "more arguments: --runs, --quick, --seed, --only, --unpatched, --save",
+    )
+    add(
+        "compatibility",
+        "merge beside each of some sixty other nodes, and write the table of what comes of it; "
+        "more arguments: --only, --name",
     )
     add(
         "generate",

@@ -1,11 +1,12 @@
-"""Makes ComfyUI importable; modules that import its parts import this one first."""
+"""Makes ComfyUI and the tiny models importable; import this before any of their parts."""
 
 import sys
 
-from tools.environment import comfyui_directory
+from tools.environment import ROOT, comfyui_directory
 
-if str(comfyui_directory()) not in sys.path:
-    sys.path.insert(0, str(comfyui_directory()))
+for folder in (ROOT / "tests", comfyui_directory()):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 
 def use_cpu() -> None:

@@ -31,15 +31,15 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
-def origin(device: str, *options: str) -> dict[str, Any]:
+def origin(device: str, command: str) -> dict[str, Any]:
     """What each file of results begins with.
 
     Args:
         device: that of the measurement.
-        options: those of ``dev.py bench`` that chose this one.
+        command: what chose it, such as ``bench --tune``; further arguments are added.
     """
     return {
-        "command": " ".join(["python3 dev.py bench", *options, *sys.argv[1:]]),
+        "command": " ".join(["python3 dev.py", command, *sys.argv[1:]]),
         "date": date.today().isoformat(),
         "machine": machine(device),
     }

@@ -1,11 +1,15 @@
 """Put the real ComfyUI on the path and tell it how to run, before anything imports it.
 
-Importing this is enough. The tests that need ComfyUI do it in the conftest of their folder.
+Importing this is enough. The tests that need ComfyUI do it in the conftest of their folder, and
+what runs without pytest in its ``__main__``.
 """
 
 import sys
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.environment import comfyui_directory
 

@@ -1,5 +1,7 @@
 """What the tests of all hosts share."""
 
+from contextlib import ExitStack, contextmanager
+
 import tomesd
 import torch
 from hypothesis import strategies as st
@@ -56,6 +58,19 @@ def theirs_and_ours(model, call, options):
         outputs.append(call(model))
         library.remove_patch(model)
     return outputs
+
+
+@contextmanager
+def input_lengths(*layers):
+    """How many tokens layers are called with, as a list that grows as they are."""
+    lengths = []
+    with ExitStack() as hooks:
+        for layer in layers:
+            hook = layer.register_forward_hook(
+                lambda _, inputs, __: lengths.append(inputs[0].shape[1])
+            )
+            hooks.enter_context(hook)
+        yield lengths
 
 
 def relative_error(actual, expected):

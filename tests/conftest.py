@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tools.environment import NEWEST, is_earlier
+
 # Without a GPU, the kernels run in Triton's interpreter, which must be chosen before they load.
 ON_GPU = torch.cuda.is_available()
 if ON_GPU:
@@ -30,7 +32,7 @@ def pytest_addoption(parser):
 
 
 @pytest.fixture
-def told(caplog, request):
+def log_messages(caplog, request):
     """The pack's log messages so far; they name the kernels only in the tests of kernels."""
     caplog.set_level(logging.INFO, logger="tome_nodes")
     names_kernels = not ON_GPU or "kernels" in request.path.name
@@ -45,7 +47,7 @@ def told(caplog, request):
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """A folder of UNet files, each made on first use."""
-    from tools.checkpoints import write_checkpoint
+    from models.checkpoints import write_checkpoint
 
     folder = tmp_path_factory.mktemp("unets")
 
@@ -96,6 +98,14 @@ def untried():
     engine.missing_operation.cache_clear()
 
 
+@pytest.fixture
+def fresh_compiler():
+    """A compiler that has compiled nothing, in this test and after it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """A running server with this pack and the models that graphs need.
@@ -103,7 +113,8 @@ def server(tmp_path_factory):
     It has the checkpoints `sd15.ckpt` and `sdxl.ckpt`, the ControlNet `canny.ckpt`, and for the
     editor the names of the sample workflows' models.
     """
-    from tools.checkpoints import write_checkpoint, write_controlnet
+    from models.checkpoints import write_checkpoint, write_controlnet
+
     from tools.editor import offer_files
     from tools.server import ComfyServer
 
@@ -120,6 +131,14 @@ def server(tmp_path_factory):
 def info(server):
     """The nodes of the server, by class name."""
     return server.get("/object_info")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("newest_only"):
+        from comfyui_version import __version__
+
+        if is_earlier(__version__, NEWEST):
+            pytest.skip(f"the same on ComfyUI {__version__} and {NEWEST}")
 
 
 def pytest_itemcollected(item):

@@ -130,7 +130,7 @@ def _checkpoint(chosen: Path | None, graph: workflow.Graph) -> Path:
     }
     for family, file in ours.items():
         if not file.exists():
-            from tools.checkpoints import write_checkpoint
+            from models.checkpoints import write_checkpoint
 
             write_checkpoint(file, family, **CHECKPOINTS[family])
     wants_sdxl = any("xl" in name.lower() for name in workflow.checkpoint_names(graph))

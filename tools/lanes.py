@@ -10,7 +10,8 @@ from tools.environment import NEWEST, RELEASES, ROOT, pinned_comfyui
 
 TESTS = ROOT / "tests"
 UNIT_TESTS = TESTS / "unit"
-HOST_TESTS = TESTS / "hosts"
+EDITOR_TESTS = TESTS / "editor"
+ON_COMFYUI = ("tests/hosts", "tests/compatibility", "tests/soak")
 
 # The next argument belongs to the option, and may look like the path of a test.
 TAKES_A_VALUE = ("-k", "-m", "--deselect", "--ignore", "--ignore-glob")
@@ -34,9 +35,8 @@ def needs_comfyui(pytest_arguments: Sequence[str]) -> bool:
 
 def needs_browser(pytest_arguments: Sequence[str]) -> bool:
     """Whether any test of the editor would run."""
-    without = (UNIT_TESTS, HOST_TESTS)
-    paths = chosen_paths(pytest_arguments)
-    return not paths or not all(any(map(path.is_relative_to, without)) for path in paths)
+    paths = chosen_paths(pytest_arguments) or [TESTS]
+    return any(path in (TESTS, EDITOR_TESTS) or EDITOR_TESTS in path.parents for path in paths)
 
 
 def lane_of(comfyui: Path) -> list[str]:
@@ -45,4 +45,4 @@ def lane_of(comfyui: Path) -> list[str]:
     Those of the editor need the front end of the newest.
     """
     earlier = [pinned_comfyui(version) for version in RELEASES if version != NEWEST]
-    return ["tests/hosts"] if comfyui in earlier else ["tests"]
+    return [*ON_COMFYUI] if comfyui in earlier else ["tests"]

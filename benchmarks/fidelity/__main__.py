@@ -101,7 +101,7 @@ def main() -> None:
     known = {name for each in every.values() for name in each}
     if unknown := set(names or ()) - known:
         raise SystemExit(f"--methods has {sorted(unknown)}; there are {', '.join(sorted(known))}")
-    taken = origin(arguments.device, "--fidelity")
+    taken = origin(arguments.device, "bench --fidelity")
     taken["machine"] = taken["machine"]["description"]
     repeats = 1 if arguments.quick else arguments.repeats
     shown: dict[tuple[str, str], dict[str, Any]] = {}

@@ -395,7 +395,7 @@ def main() -> int:
     page, line = tables(found), summary(found)
     if not arguments.quick:
         result = {
-            **origin("cpu", "--host-time"),
+            **origin("cpu", "bench --host-time"),
             "models": {
                 name: {method: asdict(each) for method, each in figures.items()}
                 for name, figures in found.items()

@@ -11,9 +11,8 @@ import comfy.utils
 import torch
 from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.model_patcher import ModelPatcher
+from models.checkpoints import write_checkpoint
 from torch import nn
-
-from tools.checkpoints import write_checkpoint
 
 PREFIX = "model.diffusion_model."
 
@@ -24,7 +23,7 @@ class Shape:
 
     Attributes:
         family: name of the checkpoint's family.
-        options: other arguments of :func:`tools.checkpoints.write_checkpoint`.
+        options: other arguments of :func:`models.checkpoints.write_checkpoint`.
         context_channels: channels of its text tokens.
         max_downsample: the levels at which methods merge. For SD 1.5 this is the first level. SDXL
             has no attention there, and most of its blocks are at 4.

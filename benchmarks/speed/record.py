@@ -50,7 +50,7 @@ class Record:
         self.name = name
         self._end = time.monotonic() + 60 * minutes
         self.result: dict[str, Any] = {
-            **origin(device),
+            **origin(device, "bench"),
             "command": command,
             "gpu": gpu() if device == "cuda" else None,
             "failed": {},

@@ -29,12 +29,12 @@ SUITES: Sequence[Sequence[str]] = (
     ("tests/hosts/test_diffusers.py", "-n", "2"),
     ("tests/hosts/test_faults.py",),
     ("tests/hosts/test_comfyui_neighbours.py",),
-    ("tests/hosts/test_inside.py",),
+    ("tests/hosts/test_network_wrapper.py",),
     ("tests/hosts/test_ldm.py",),
     ("tests/hosts/test_presets.py",),
     ("tests/hosts/test_recording.py",),
     ("tests/hosts/test_report.py",),
-    ("tests/hosts/test_contract.py",),
+    ("tests/hosts/test_host_checks.py",),
     ("tests/hosts/test_drop_in.py",),
 )
 """Arguments of pytest, the most important first."""

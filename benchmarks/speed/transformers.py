@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
+from models.comfyui import TINY, build_class
 from torch import Tensor
 
 from benchmarks.rounds import interleaved
@@ -21,8 +22,6 @@ from benchmarks.speed.record import Record, say
 from benchmarks.speed.tried import tried
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
-from tools.tiny_models import TINY
-from tools.transformers import build
 
 LEAST_ROUNDS, ROUNDS = 3, 7
 
@@ -170,7 +169,7 @@ def _measure(record: Record, block: Block) -> dict[str, Any]:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     noise, prompt = inputs(model, block.latent)
     subject = Evaluations(
-        build(model.kind, model.settings, dtype), noise, [prompt, prompt], 1.0, "simple"
+        build_class(model.kind, model.settings, dtype), noise, [prompt, prompt], 1.0, "simple"
     )
     memory = PeakMemory(subject.device)
     expected, _ = subject.run(subject.model, nullcontext(), memory)

@@ -24,13 +24,13 @@ use_cpu()
 import comfy.sample  # noqa: E402
 import comfy.sd  # noqa: E402
 import torch  # noqa: E402
+from models.checkpoints import write_checkpoint  # noqa: E402
 
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
 from benchmarks.speed.figures import spread  # noqa: E402
 from tome_nodes.comfyui.attachment import attach  # noqa: E402
 from tome_nodes.comfyui.validation import config_of  # noqa: E402
-from tools.checkpoints import write_checkpoint  # noqa: E402
 from tools.server import ComfyServer  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -56,7 +56,7 @@ def main() -> int:
         seconds = timed(file, found["settings"], arguments)
     again = spread([plain / own for plain, own in zip(*seconds.values(), strict=True)])
     result = {
-        **origin("cpu", "--tune"),
+        **origin("cpu", "bench --tune"),
         "size": arguments.size,
         "steps": arguments.steps,
         "wish": arguments.wish,

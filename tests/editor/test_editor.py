@@ -552,8 +552,8 @@ def test_generated_image_brings_its_workflow_back(editor, server):
     assert patch_inputs(editor)["ratio"] == 0.45
 
 
-def test_each_template_opens_from_the_template_browser(fresh_editor):
-    editor = fresh_editor
+def test_each_template_opens_from_the_template_browser(nodes_2_editor):
+    editor = nodes_2_editor
     # The list holds only those that it has room for, and its search would replace it under a click.
     editor.page.set_viewport_size({"width": 1600, "height": 2400})
     for file in workflow_files():
@@ -718,12 +718,14 @@ def test_all_of_a_report_is_shown_in_a_node_of_any_size(fresh_editor):
     assert editor.warnings() == editor.errors == []
 
 
+# Each in one of the designs: what is wired and run is the same, and so is how.
 @pytest.mark.parametrize(
-    ("blueprint", "models", "latent", "side"),
+    ("fresh_editor", "blueprint", "models", "latent", "side"),
     [
-        ("ToMe hires fix", ["model"], ("KSampler", "samples"), 128),
+        ({}, "ToMe hires fix", ["model"], ("KSampler", "samples"), 128),
         # Any model samples in two parts; Wan's are too large to be written here.
         (
+            NODES_2,
             "ToMe Wan 2.2 video",
             ["high_noise_model", "low_noise_model"],
             ("EmptyLatentImage", "latent"),
@@ -731,6 +733,7 @@ def test_all_of_a_report_is_shown_in_a_node_of_any_size(fresh_editor):
         ),
     ],
     ids=["hires_fix", "wan"],
+    indirect=["fresh_editor"],
 )
 def test_blueprint_is_placed_wired_and_run(fresh_editor, blueprint, models, latent, side):
     editor = fresh_editor
@@ -753,9 +756,9 @@ def test_blueprint_is_placed_wired_and_run(fresh_editor, blueprint, models, late
     assert editor.warnings() == editor.errors == []
 
 
-@pytest.mark.parametrize("language", ["es", "fr", "ja", "ko", "ru", "zh"])
+@pytest.mark.parametrize("language", ["fr", "zh"])
 def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(browser, server, language):
-    """The languages that both the editor and the pack have."""
+    """Two of those that both the editor and the pack have; what is served is tested for all."""
     texts = json.loads(text_of(ROOT / "locales" / language / "nodeDefs.json"))[PATCH_TYPE]
     with open_editor(browser, server, NODES_2 | {"Comfy.Locale": language}) as editor:
         editor.open("small.json", json.dumps(small_graph()))
@@ -789,8 +792,8 @@ IS_SAVED = """() => app.nodeOutputs[
     app.rootGraph.nodes.find(node => node.type === 'SaveImage').id]?.images"""
 
 
-def test_tune_shows_what_it_found(fresh_editor, picture, pytestconfig):
-    editor = fresh_editor
+def test_tune_shows_what_it_found(nodes_2_editor, picture, pytestconfig):
+    editor = nodes_2_editor
     # The picture of the help page has more settings to show.
     side, steps = (448, 24) if pytestconfig.getoption("pictures") else (192, 8)
     graph = small_graph("tome_tune", side=side)

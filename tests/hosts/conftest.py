@@ -2,37 +2,39 @@
 
 import comfyui_in_process  # noqa: F401
 import pytest
-from comfyui_version import __version__
-
-from tools.environment import NEWEST, is_earlier
-
-
-def pytest_collection_modifyitems(items):
-    if is_earlier(__version__, NEWEST):
-        skip = pytest.mark.skip(reason=f"the same on ComfyUI {__version__} and {NEWEST}")
-        for item in items:
-            if item.get_closest_marker("newest_only"):
-                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
 def models():
-    """Tiny transformers by kind, each built once."""
+    """Tiny models by kind, each built once."""
     import comfy.supported_models
     from host import needs
-
-    from tools.tiny_models import TINY, build
+    from models.comfyui import KINDS, build
 
     made = {}
 
     def model(kind):
-        name = TINY[kind].name
+        name = KINDS[kind].name
         needs(name, hasattr(comfy.supported_models, name))
         if kind not in made:
-            made[kind] = build(TINY[kind])
+            made[kind] = build(KINDS[kind])
         return made[kind]
 
     return model
+
+
+@pytest.fixture(scope="session")
+def shallow():
+    """A tiny UNet of one level and four blocks, which compiles quickly."""
+    from models.comfyui import UNETS, build_class
+
+    one_level = {
+        "channel_mult": (1,),
+        "num_res_blocks": [1],
+        "transformer_depth": [1],
+        "transformer_depth_output": [1, 1],
+    }
+    return build_class("SD15", UNETS["sd15"].settings | one_level)
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import torch
 from common import Shuffle, relative_error
 from host import merging, overridden
 from models import made_up
+from models.comfyui import TEXT, TINY, Tiny, conditioning, sample
 from models.made_up import MERGING, REFUSED, Turning
 
 from tome_nodes.comfyui import asking, attachment
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.unknown import unknown_transformer
-from tools.tiny_models import TEXT, TINY, Tiny, conditioning, sample
 
 OVERRIDE = "optimized_attention_override"
 FOUND = "unknown model, picture found by asking"
@@ -57,7 +57,7 @@ KNOWN = [
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-def test_asking_finds_what_the_record_says(models, told, monkeypatch, kind):
+def test_asking_finds_what_the_record_says(models, log_messages, monkeypatch, kind):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     expected, picture = keys_of(model, tiny, size, keys_only(), steps=1)
@@ -65,7 +65,7 @@ def test_asking_finds_what_the_record_says(models, told, monkeypatch, kind):
     asked, same_picture = keys_of(model, tiny, size, keys_only(), steps=1)
     assert asked == expected
     assert torch.equal(same_picture, picture)
-    assert FOUND in told()[-1]
+    assert FOUND in log_messages()[-1]
     shuffled = sample(attach(model, keys_only(), Shuffle), tiny, size)
     assert relative_error(shuffled, sample(model, tiny, size)) < 1e-5
     assert overridden(model) == []
@@ -73,7 +73,7 @@ def test_asking_finds_what_the_record_says(models, told, monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", MERGING)
 @pytest.mark.parametrize("attn_tokens", ["k,v", "q,k,v"])
-def test_made_up_models_merge_their_pictures_only(told, kind, attn_tokens):
+def test_made_up_models_merge_their_pictures_only(log_messages, kind, attn_tokens):
     model, tiny = made(kind)
     size = tiny.size(8, 10)
     config = keys_only(attn_tokens=attn_tokens)
@@ -84,29 +84,32 @@ def test_made_up_models_merge_their_pictures_only(told, kind, attn_tokens):
     assert fewer
     assert all(picture // 2 - 8 <= long - short <= picture // 2 for long, short in fewer)
     assert 1e-6 < relative_error(merged, plain) < 0.5
-    assert FOUND in told()[-1]
+    assert FOUND in log_messages()[-1]
     assert relative_error(sample(attach(model, config, Shuffle), tiny, size), plain) < 1e-5
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_models_whose_tokens_do_not_stand_row_by_row_do_not_merge(told, kind):
+def test_models_whose_tokens_do_not_stand_row_by_row_do_not_merge(log_messages, kind):
     model, tiny = made(kind)
     size = tiny.size(8, 10)
     plain = sample(model, tiny, size)
     assert torch.equal(sample(attach(model, keys_only()), tiny, size), plain)
-    assert f"nothing merged: the picture of a {kind.__name__} was not found by asking" in told()[-1]
+    assert (
+        f"nothing merged: the picture of a {kind.__name__} was not found by asking"
+        in log_messages()[-1]
+    )
     assert overridden(model) == []
 
 
-def test_blocks_between_which_tokens_change_places_do_not_merge(told):
+def test_blocks_between_which_tokens_change_places_do_not_merge(log_messages):
     model, tiny = made(Turning)
     size = tiny.size(8, 10)
     plain = sample(model, tiny, size)
     assert relative_error(sample(attach(model, keys_only(), Shuffle), tiny, size), plain) < 1e-5
-    assert "merged 1/3 blocks" in told()[-1]
+    assert "merged 1/3 blocks" in log_messages()[-1]
 
 
-def test_references_of_an_unknown_model_merge_within_themselves(told):
+def test_references_of_an_unknown_model_merge_within_themselves(log_messages):
     model, tiny = made(made_up.VideoAmongReferences)
     size = tiny.size(8, 10)
     references = [
@@ -122,7 +125,7 @@ def test_references_of_an_unknown_model_merge_within_themselves(told):
     assert relative_error(shuffled, plain) < 1e-5
 
 
-def test_prompts_of_different_lengths(told):
+def test_prompts_of_different_lengths(log_messages):
     model, tiny = made(made_up.RegistersAndTextBehind)
     size = tiny.size(8, 10)
     ((text, extras),) = conditioning(tiny, 5)
@@ -130,7 +133,7 @@ def test_prompts_of_different_lengths(told):
     plain = sample(model, tiny, size, prompts=prompts)
     shuffled = sample(attach(model, keys_only(), Shuffle), tiny, size, prompts=prompts)
     assert relative_error(shuffled, plain) < 1e-5
-    assert "merged 3/3 blocks" in told()[-1]
+    assert "merged 3/3 blocks" in log_messages()[-1]
 
 
 def test_asking_disturbs_nothing(monkeypatch):
@@ -168,16 +171,16 @@ def test_asking_disturbs_nothing(monkeypatch):
     assert len(asked) == 1
 
 
-def test_what_a_model_keeps_for_later_evaluations_is_as_if_nobody_had_asked(told):
+def test_what_a_model_keeps_for_later_evaluations_is_as_if_nobody_had_asked(log_messages):
     model, tiny = made(made_up.Caching)
     size = tiny.size(8, 10)
     plain = sample(model, tiny, size, cfg=1.0)
     model.model.diffusion_model.kept = []
     assert torch.equal(sample(attach(model, keys_only()), tiny, size, cfg=1.0), plain)
-    assert "a Caching keeps something from one evaluation to the next" in told()[-1]
+    assert "a Caching keeps something from one evaluation to the next" in log_messages()[-1]
 
 
-def test_a_model_that_cannot_be_asked_runs_unmerged(told, monkeypatch):
+def test_a_model_that_cannot_be_asked_runs_unmerged(log_messages, monkeypatch):
     model, tiny = made(made_up.RegistersAndTextBehind)
     size = tiny.size(8, 10)
     plain = sample(model, tiny, size)
@@ -187,7 +190,7 @@ def test_a_model_that_cannot_be_asked_runs_unmerged(told, monkeypatch):
 
     monkeypatch.setattr(asking, "changed", fails)
     assert torch.equal(sample(attach(model, keys_only()), tiny, size), plain)
-    assert "could not be asked (RuntimeError: no pixel today)" in told()[-1]
+    assert "could not be asked (RuntimeError: no pixel today)" in log_messages()[-1]
 
 
 def test_an_interrupt_while_asking_ends_the_run(monkeypatch):

@@ -242,7 +242,7 @@ def test_the_override_of_another_node_runs_first():
     assert options == {"optimized_attention_override": theirs}
 
 
-def test_weights_hold_under_an_override_that_ignores_the_function_it_is_given(sd15, told):
+def test_weights_hold_under_an_override_that_ignores_the_function_it_is_given(sd15, log_messages):
     other = sd15.clone()
     options = other.model_options["transformer_options"]
     options["optimized_attention_override"] = lambda func, *args, **kwargs: (
@@ -250,17 +250,17 @@ def test_weights_hold_under_an_override_that_ignores_the_function_it_is_given(sd
     )
     merged = sample(attach(other, merging()))
     assert relative_error(merged, sample(attach(sd15, merging()))) < 1e-5
-    assert all(line.endswith("ratio 0.50") for line in told())
+    assert all(line.endswith("ratio 0.50") for line in log_messages())
 
 
-def test_the_log_tells_where_an_override_changes_the_keys(sd15, told):
+def test_the_log_tells_where_an_override_changes_the_keys(sd15, log_messages):
     other = sd15.clone()
     options = other.model_options["transformer_options"]
     options["optimized_attention_override"] = lambda func, q, k, v, heads, mask=None, **kwargs: (
         func(q, k[:, ::2], v[:, ::2], heads, **kwargs)
     )
     sample(attach(other, merging()))
-    assert told()[-1].endswith(
+    assert log_messages()[-1].endswith(
         "merged keys weigh as one token (another node changes how the attention is called)"
     )
 

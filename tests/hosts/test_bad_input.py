@@ -14,6 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_execution.graph_utils import is_link
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models.comfyui import FLUX, build_class
 from safetensors.torch import save_file
 from test_server import PLAIN, patch, txt2img
 
@@ -23,11 +24,9 @@ from tome_nodes.comfyui.nodes import ToMePatchModel, ToMeRemovePatch, ToMeReport
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.options import FRAME, LEVEL, STEP, VIEW, OptionError
 from tome_nodes.settings.presets import FREE, PRESET, PRESETS
-from tools import transformers
 from tools.server import ExecutionFailed, PromptRejected
-from tools.tiny_models import FLUX
 
-GRAPHS = 1000
+GRAPHS = 500
 OURS = "custom_nodes/tome-nodes/tome_nodes"
 TRANSFORMER = "bad_input_flux.safetensors"
 SECONDS_OF_SILENCE = 120
@@ -122,10 +121,10 @@ NOT_A_LINK = [
 @pytest.mark.parametrize("value", ["text", 5, float("nan"), {"a": 1}, {"__value__": ABSENT}])
 @pytest.mark.parametrize(("kind", "name", "type_"), NOT_A_LINK)
 def test_a_value_in_place_of_a_link_is_refused(server, kind, name, type_, value):
-    told = "<dict>" if isinstance(value, dict) else repr(value)
+    shown = "<dict>" if isinstance(value, dict) else repr(value)
     assert refusal(server, NODES[kind](**{"model": PLAIN, name: value})) == {
         "tested": [
-            f"Custom validation failed for node: links - {name}={told} is not allowed: "
+            f"Custom validation failed for node: links - {name}={shown} is not allowed: "
             f"it must be a link to an output of type {type_}"
         ]
     }
@@ -505,7 +504,7 @@ def what_ran(graph, outputs):
 def transformer(server):
     """A transformer among the server's files."""
     file = server.base / "models" / "diffusion_models" / TRANSFORMER
-    weights = transformers.build("Flux", TINY_FLUX).model.diffusion_model.state_dict()
+    weights = build_class("Flux", TINY_FLUX).model.diffusion_model.state_dict()
     file.parent.mkdir(exist_ok=True)
     save_file({name: weight.half() for name, weight in weights.items()}, file)
     yield

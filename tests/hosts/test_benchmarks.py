@@ -316,7 +316,7 @@ def test_invalid_arguments_are_refused(arguments, monkeypatch, capsys):
 def test_merging_keys_launches_few_kernels():
     # Triton must not interpret the kernels.
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-m", "benchmarks.speed.host_time", "--quick"],
         cwd=ROOT,
         env=clean,
@@ -324,6 +324,6 @@ def test_merging_keys_launches_few_kernels():
         text=True,
         check=True,
     ).stdout
-    launches = float(re.search(r"^summary: host_ms_sd15=\S+ .* launches=(\S+)$", told, re.M)[1])
+    launches = float(re.search(r"^summary: host_ms_sd15=\S+ .* launches=(\S+)$", output, re.M)[1])
     # Matching, merging, weighing, and taking the further channels off: one each. One more for all.
     assert launches == 4.2

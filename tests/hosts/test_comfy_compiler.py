@@ -18,13 +18,13 @@ import torch
 from comfy.cli_args import args
 from common import relative_error
 from host import merging
+from models.comfyui import Tiny, sample
 from models.made_up import RecordedBeforeWrappers, RecordedBlocks, build
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tome_nodes.comfyui import comfy_compiler
 from tome_nodes.comfyui.attachment import attach
-from tools.tiny_models import Tiny, sample
 
 FAILED = "aimdo memory compile error"
 TINY = Tiny("made up", {}, 3)

@@ -9,8 +9,10 @@ import comfy.sd
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from common import Counted, Shuffle, relative_error
+from common import Counted, Shuffle, input_lengths, relative_error
 from host import CONTEXT_CHANNELS, conditioning, merging, needs, overridden, sample
+from models import comfyui
+from models.comfyui import UNETS
 from safetensors.torch import load_file
 
 from tome_nodes.comfyui import attachment
@@ -21,14 +23,20 @@ from tome_nodes.settings.config import OPTIONS
 ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
 
 
-@pytest.mark.parametrize("family", CONTEXT_CHANNELS)
-def test_a_lossless_plan_reproduces_the_unpatched_model(load, told, family):
-    model = load(family, **({"levels": 2} if family in ("sd15", "sd15_inpaint", "sd2") else {}))
-    options = {"channels": CONTEXT_CHANNELS[family], "batch": 3 if family == "svd" else 1}
+def sample_tiny(model, kind, steps=2):
+    """Sample with a tiny UNet; that of videos has its frames in the batch."""
+    batch = 3 if kind == "svd" else 1
+    return comfyui.sample(model, UNETS[kind], (12, 16), steps=steps, batch=batch)
+
+
+@pytest.mark.parametrize("kind", UNETS)
+def test_a_lossless_plan_reproduces_the_unpatched_model(models, log_messages, kind):
+    model = models(kind)
     patched = attach(model, merging(max_downsample=8, **ALL_MODULES), Shuffle)
-    expected = sample(model, **options)
-    assert relative_error(sample(patched, **options), expected) < 5e-5
-    merged, present = told()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
+    assert relative_error(sample_tiny(patched, kind), sample_tiny(model, kind)) < 5e-5
+    merged, present = (
+        log_messages()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
+    )
     assert merged == present
     # Counted from the weights' names, as the list of overrides is not.
     spatial = re.compile(r"(.*\.transformer_blocks\.\d+)\.attn2\.to_q\.weight")
@@ -47,21 +55,23 @@ def test_a_lossless_plan_reproduces_the_unpatched_model(load, told, family):
         ("sdxl_refiner", {}, 2, "20/44"),
     ],
 )
-def test_auto_takes_the_shallowest_level_with_attention(load, told, family, options, level, blocks):
+def test_auto_takes_the_shallowest_level_with_attention(
+    load, log_messages, family, options, level, blocks
+):
     channels = CONTEXT_CHANNELS[family]
     model = load(family, **options)
     automatic = sample(attach(model, merging()), channels=channels, steps=1)
     tokens = (12 // level) * (16 // level)
-    assert told()[-1].startswith(
+    assert log_messages()[-1].startswith(
         f"[ToMe] merged {blocks} blocks ({tokens} -> {tokens // 2} tokens)"
     )
     fixed = sample(attach(model, merging(max_downsample=level)), channels=channels, steps=1)
     assert torch.equal(automatic, fixed)
 
 
-def test_deeper_levels_join_up_to_max_downsample(load, told):
+def test_deeper_levels_join_up_to_max_downsample(load, log_messages):
     sample(attach(load("sd15", levels=2), merging(max_downsample=8)), steps=1)
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] merged 11/11 blocks (192 -> 96 tokens x5, 48 -> 24 tokens x6), 1/1 steps, "
         "ratio 0.50"
     ]
@@ -83,35 +93,26 @@ def test_each_module_can_be_merged_alone(sd15, module):
         ("stack", "q,k,v"),
     ],
 )
-@pytest.mark.parametrize("family", ["sd15", "sdxl", "svd"])
+@pytest.mark.parametrize("kind", ["sd15", "sdxl", "svd"])
 def test_a_lossless_plan_reproduces_the_unpatched_model_in_every_scope(
-    load, told, family, scope, attn_tokens
+    models, log_messages, kind, scope, attn_tokens
 ):
-    model = load(family, **({"levels": 2} if family == "sd15" else {}))
-    options = {"channels": CONTEXT_CHANNELS[family], "batch": 3 if family == "svd" else 1}
+    model = models(kind)
     config = merging(max_downsample=8, scope=scope, attn_tokens=attn_tokens)
-    expected = sample(model, steps=1, **options)
-    assert (
-        relative_error(sample(attach(model, config, Shuffle), steps=1, **options), expected) < 5e-5
+    shuffled = sample_tiny(attach(model, config, Shuffle), kind, steps=1)
+    assert relative_error(shuffled, sample_tiny(model, kind, steps=1)) < 5e-5
+    merged, present = (
+        log_messages()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
     )
-    merged, present = told()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
     assert merged == present
 
 
 def lengths_in_first_block(model, config):
     """How many tokens the queries, keys, text queries and feed-forward of a block work on."""
     block = model.model.diffusion_model.input_blocks[1][1].transformer_blocks[0]
-    lengths = []
-    modules = (block.attn1.to_q, block.attn1.to_k, block.attn2.to_q, block.ff.net)
-    hooks = [
-        module.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
-        for module in modules
-    ]
-    try:
+    layers = block.attn1.to_q, block.attn1.to_k, block.attn2.to_q, block.ff.net
+    with input_lengths(*layers) as lengths:
         sample(attach(model, config), steps=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return lengths
 
 
@@ -140,7 +141,9 @@ def test_what_runs_on_merged_tokens(sd15, settings, lengths):
 
 
 @pytest.mark.parametrize("scope", ["block", "stack"])
-def test_wider_scopes_fall_back_to_modules_next_to_patches_that_need_all_tokens(sd15, told, scope):
+def test_wider_scopes_fall_back_to_modules_next_to_patches_that_need_all_tokens(
+    sd15, log_messages, scope
+):
     lengths = []
 
     def note(q, k, v, options):
@@ -151,7 +154,7 @@ def test_wider_scopes_fall_back_to_modules_next_to_patches_that_need_all_tokens(
     theirs.set_model_attn1_patch(note)
     wide = sample(attach(theirs, merging(scope=scope)), steps=1)
     assert set(lengths) == {192}
-    assert told()[-1].endswith(f"{scope} scope, module scope in 6 that are patched")
+    assert log_messages()[-1].endswith(f"{scope} scope, module scope in 6 that are patched")
     assert torch.equal(wide, sample(attach(theirs, merging(scope="module")), steps=1))
 
 
@@ -184,16 +187,16 @@ def test_a_stack_of_one_block_is_that_block(sd15):
     assert torch.equal(block, stack)
 
 
-def test_ratio_moves_over_the_steps(sd15, told):
+def test_ratio_moves_over_the_steps(sd15, log_messages):
     sample(attach(sd15, merging(ratio=0.6, ratio_end=0.4)), steps=5)
-    assert told()[-1] == (
+    assert log_messages()[-1] == (
         "[ToMe] merged 6/6 blocks (192 -> 77-116 tokens), 5/5 steps, ratio 0.60 to 0.40"
     )
 
 
-def test_a_run_of_one_step_uses_the_first_ratio(sd15, told):
+def test_a_run_of_one_step_uses_the_first_ratio(sd15, log_messages):
     sample(attach(sd15, merging(ratio=0.6, ratio_end=0.0)), steps=1)
-    assert "(192 -> 77 tokens)" in told()[-1]
+    assert "(192 -> 77 tokens)" in log_messages()[-1]
 
 
 def test_a_device_without_room_for_a_small_plan_says_so(sd15, monkeypatch, untried):
@@ -206,29 +209,37 @@ def test_a_device_without_room_for_a_small_plan_says_so(sd15, monkeypatch, untri
     assert overridden(sd15) == []
 
 
-def test_a_ratio_that_rises_from_zero_merges(sd15, told):
+def test_a_ratio_that_rises_from_zero_merges(sd15, log_messages):
     sample(attach(sd15, merging(ratio=0.0, ratio_end=0.5)), steps=3)
-    assert "2/3 steps" in told()[-1]
+    assert "2/3 steps" in log_messages()[-1]
+
+
+@pytest.fixture
+def sample_compiled(fresh_compiler):
+    """Sample with a compiled model."""
+
+    def sample(model, steps, **options):
+        from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+        set_torch_compile_wrapper(model, **options)
+        return sample_tiny(model, "sd15", steps)
+
+    return sample
 
 
 @pytest.mark.newest_only
 @pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 @pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
-def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(sd15, strategy, scope):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
+def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(
+    shallow, sample_compiled, strategy, scope
+):
     from torch._dynamo.testing import CompileCounter
 
-    config = merging(strategy=strategy, scope=scope, reuse_steps=1)
-    expected = sample(attach(sd15, config), steps=2)
-    compiled = attach(sd15, config)
-    graphs = CompileCounter()
-    torch._dynamo.reset()
-    try:
-        set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
-        assert relative_error(sample(compiled, steps=2), expected) < 1e-5
-        assert graphs.frame_count == 1
-    finally:
-        torch._dynamo.reset()
+    config, graphs = merging(strategy=strategy, scope=scope, reuse_steps=1), CompileCounter()
+    expected = sample_tiny(attach(shallow, config), "sd15", steps=2)
+    actual = sample_compiled(attach(shallow, config), steps=2, backend=graphs, fullgraph=True)
+    assert relative_error(actual, expected) < 1e-5
+    assert graphs.frame_count == 1
 
 
 class InOnePool:
@@ -253,44 +264,25 @@ class InOnePool:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"reuse_steps": 6},
         {"strategy": "window", "scope": "stack", "reuse_steps": 6},
         {"strategy": "window", "scope": "stack", "attn_tokens": "k,v", "refresh_steps": 4},
     ],
 )
-def test_what_is_kept_over_steps_is_not_in_the_memory_of_a_graph(sd15, settings):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
+def test_what_is_kept_over_steps_is_not_in_the_memory_of_a_graph(
+    shallow, sample_compiled, settings
+):
     config = merging(**settings)
-    expected = sample(attach(sd15, config), steps=8)
-    assert relative_error(expected, sample(sd15, steps=8)) > 1e-3
-    compiled = attach(sd15, config)
-    torch._dynamo.reset()
-    try:
-        set_torch_compile_wrapper(compiled, backend=InOnePool())
-        assert relative_error(sample(compiled, steps=8), expected) < 1e-5
-    finally:
-        torch._dynamo.reset()
+    expected = sample_tiny(attach(shallow, config), "sd15", steps=8)
+    assert relative_error(expected, sample_tiny(shallow, "sd15", steps=8)) > 1e-3
+    actual = sample_compiled(attach(shallow, config), steps=8, backend=InOnePool())
+    assert relative_error(actual, expected) < 1e-5
 
 
-def test_merged_tokens_reach_the_attention(sd15):
-    lengths = []
-    attention = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1
-    hook = attention.to_q.register_forward_hook(
-        lambda _, inputs, __: lengths.append(inputs[0].shape)
-    )
-    try:
-        sample(attach(sd15, merging(ratio=0.75)), steps=1)
-    finally:
-        hook.remove()
-    assert lengths == [(2, 48, 320)]
-
-
-def test_ratio_zero_is_the_unpatched_model(sd15, told):
+def test_ratio_zero_is_the_unpatched_model(sd15, log_messages):
     patched = attach(sd15, merging(ratio=0.0))
     assert patched.get_all_wrappers(WrappersMP.APPLY_MODEL) == []
     assert torch.equal(sample(patched), sample(sd15))
-    assert told() == []
+    assert log_messages() == []
 
 
 def test_patching_again_replaces_the_settings(sd15):
@@ -333,12 +325,8 @@ def test_a_run_that_fails_leaves_nothing_behind(sd15, failure):
     def fail(*_):
         raise failure("on purpose")
 
-    hook = target.register_forward_hook(fail)
-    try:
-        with pytest.raises(failure, match="on purpose"):
-            sample(patched)
-    finally:
-        hook.remove()
+    with target.register_forward_hook(fail), pytest.raises(failure, match="on purpose"):
+        sample(patched)
     assert overridden(sd15) == []
     assert torch.equal(sample(sd15), before)
 
@@ -376,20 +364,20 @@ def test_an_override_of_another_node_is_run_and_comes_back(sd15):
     assert lengths == [96]
 
 
-def test_steps_on_all_tokens_merge_keys_and_values_if_these_are_to_merge(sd15, told):
+def test_steps_on_all_tokens_merge_keys_and_values_if_these_are_to_merge(sd15, log_messages):
     # The only step begins with a picture, so in stack scope it runs on all tokens.
     options = {"steps": 1, "picture": 1.0, "denoise": 0.5}
     in_stacks = {"scope": "stack", "refresh_steps": 4}
     keys = {"strategy": "window", "attn_tokens": "k,v"}
     of_keys = sample(attach(sd15, merging(**keys)), **options)
     assert torch.equal(sample(attach(sd15, merging(**keys, **in_stacks)), **options), of_keys)
-    assert "1/1 steps" in told()[-1]
+    assert "1/1 steps" in log_messages()[-1]
     plain = sample(sd15, **options)
     assert not torch.equal(of_keys, plain)
     for settings in ({"attn_tokens": "q,k,v"}, {**keys, "merge_attn": False}):
         patched = attach(sd15, merging(**settings, **in_stacks))
         assert torch.equal(sample(patched, **options), plain)
-        assert "every step that could merge ran on all tokens" in told()[-1]
+        assert "every step that could merge ran on all tokens" in log_messages()[-1]
 
 
 def test_the_same_seed_gives_the_same_image_and_another_seed_another(sd15):
@@ -410,15 +398,12 @@ def test_the_noise_of_the_sampler_does_not_change(sd15, sampler):
 def test_cond_and_uncond_merge_alike_in_one_batch_or_two(sd15, monkeypatch):
     patched = attach(sd15, merging())
     batches = []
-    hook = sd15.model.diffusion_model.register_forward_pre_hook(
+    with sd15.model.diffusion_model.register_forward_pre_hook(
         lambda _, inputs: batches.append(len(inputs[0]))
-    )
-    try:
+    ):
         together = sample(patched)
         monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_: 0)
         apart = sample(patched)
-    finally:
-        hook.remove()
     assert batches == [2, 2, 1, 1, 1, 1]
     assert relative_error(apart, together) < 1e-4
 
@@ -433,22 +418,22 @@ def test_cond_and_uncond_merge_alike_in_one_batch_or_two(sd15, monkeypatch):
     ],
     ids=str,
 )
-def test_odd_sizes(load, told, size, line):
+def test_odd_sizes(load, log_messages, size, line):
     model = load("sd15", levels=2)
     plain = sample(model, size=size, steps=1)
     patched = attach(model, merging(max_downsample=2, **ALL_MODULES))
     assert relative_error(sample(patched, size=size, steps=1), plain) < 1
-    assert told()[-1].startswith(f"[ToMe] {line}")
+    assert log_messages()[-1].startswith(f"[ToMe] {line}")
     lossless = attach(model, merging(max_downsample=8, **ALL_MODULES), Shuffle)
     assert relative_error(sample(lossless, size=size, steps=1), plain) < 1e-5
 
 
-def test_a_second_sampler_at_another_size_starts_afresh(sd15, told):
+def test_a_second_sampler_at_another_size_starts_afresh(sd15, log_messages):
     patched = attach(sd15, merging())
     small = sample(patched, size=(8, 8))
     sample(patched, size=(12, 20))
     assert torch.equal(sample(patched, size=(8, 8)), small)
-    assert [line.split(" tokens")[0].split("(")[1] for line in told()] == [
+    assert [line.split(" tokens")[0].split("(")[1] for line in log_messages()] == [
         "64 -> 32",
         "240 -> 120",
         "64 -> 32",
@@ -465,9 +450,9 @@ def test_a_second_sampler_at_another_size_starts_afresh(sd15, told):
     ],
     ids=str,
 )
-def test_percent_limits_choose_the_steps(sd15, told, limits, steps):
+def test_percent_limits_choose_the_steps(sd15, log_messages, limits, steps):
     sample(attach(sd15, merging(**limits)), steps=4, scheduler="sgm_uniform")
-    assert f", {steps} steps," in told()[-1]
+    assert f", {steps} steps," in log_messages()[-1]
 
 
 @pytest.mark.parametrize(
@@ -504,13 +489,13 @@ def test_a_run_without_merging_says_why_in_one_warning(load, caplog, settings, f
     assert torch.equal(merged, sample(model, channels=CONTEXT_CHANNELS[family]))
 
 
-def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, told, monkeypatch, untried):
+def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, log_messages, monkeypatch, untried):
     def missing(*_):
         raise NotImplementedError("no such operation here\nand a long explanation")
 
     monkeypatch.setattr(SlotPlan, "merge", missing)
     assert torch.equal(sample(attach(sd15, merging())), sample(sd15))
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] nothing merged: the device cpu cannot do it: "
         "NotImplementedError: no such operation here"
     ]
@@ -520,34 +505,26 @@ def test_text_as_context_of_self_attention_is_never_merged(load):
     model = load("x4_upscaler")
     block = model.model.diffusion_model.input_blocks[4][1].transformer_blocks[0]
     assert block.disable_self_attn
-    lengths = []
-    hooks = [
-        layer.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
-        for layer in (block.attn1.to_q, block.attn1.to_k)
-    ]
-    try:
+    with input_lengths(block.attn1.to_q, block.attn1.to_k) as lengths:
         # A grid of 7x11 has as many tokens as the text.
         sample(attach(model, merging()), size=(14, 22), channels=1024, steps=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
     assert lengths == [39, 77]
 
 
-def test_the_log_says_that_a_ratio_is_capped(sd15, told):
+def test_the_log_says_that_a_ratio_is_capped(sd15, log_messages):
     sample(attach(sd15, merging(ratio=0.9)), steps=1)
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] merged 6/6 blocks (192 -> 48 tokens), 1/1 steps, ratio 0.90 capped at 0.75"
     ]
 
 
-def test_steps_aside_where_another_node_replaces_the_attention(sd15, told):
+def test_steps_aside_where_another_node_replaces_the_attention(sd15, log_messages):
     theirs = sd15.clone()
     for block in ("input", 1), ("input", 2), ("middle", 0), *(("output", i) for i in range(3)):
         theirs.set_model_attn1_replace(lambda q, k, v, options: v, *block)
     both = attach(theirs, merging())
     assert torch.equal(sample(both), sample(theirs))
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] nothing merged: other nodes replace the attention of the transformer blocks"
     ]
 
@@ -573,19 +550,13 @@ def test_patches_that_keep_the_tokens_have_their_keys_merged_too(sd15):
     theirs.set_model_attn1_patch(lambda q, k, v, options: (q, k * 1.5, v * 0.5))
     lossless = sample(attach(theirs, merging(), Shuffle), steps=1)
     assert relative_error(lossless, sample(theirs, steps=1)) < 1e-5
-    lengths = []
     attention = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1
-    hook = attention.to_k.register_forward_hook(
-        lambda _, inputs, __: lengths.append(inputs[0].shape[1])
-    )
-    try:
+    with input_lengths(attention.to_k) as lengths:
         sample(attach(theirs, merging()), steps=1)
-    finally:
-        hook.remove()
     assert lengths == [96]
 
 
-def test_steps_aside_where_another_node_changes_the_batch(sd15, told):
+def test_steps_aside_where_another_node_changes_the_batch(sd15, log_messages):
     def couple(q, k, v, options):
         return q.repeat(2, 1, 1), k.repeat(2, 1, 1), v.repeat(2, 1, 1)
 
@@ -594,15 +565,15 @@ def test_steps_aside_where_another_node_changes_the_batch(sd15, told):
     theirs.set_model_attn2_output_patch(lambda n, options: n[: len(n) // 2])
     alone = merging(merge_attn=False, merge_crossattn=True)
     assert torch.equal(sample(attach(theirs, alone)), sample(theirs))
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] nothing merged: another node masks the attention or changes its tokens"
     ]
 
 
-def test_area_conditioning_merges_each_area_on_its_own_grid(sd15, told):
+def test_area_conditioning_merges_each_area_on_its_own_grid(sd15, log_messages):
     positive = conditioning(768, 0.5) + conditioning(768, 0.75, area=(6, 16, 0, 0), strength=1.0)
     sample(attach(sd15, merging()), positive=positive, steps=1)
-    assert "(192 -> 96 tokens x6, 96 -> 48 tokens x6)" in told()[-1]
+    assert "(192 -> 96 tokens x6, 96 -> 48 tokens x6)" in log_messages()[-1]
 
 
 def test_lora_weights_apply_under_the_patch(sd15):
@@ -618,7 +589,7 @@ def test_lora_weights_apply_under_the_patch(sd15):
     assert relative_error(sample(late, steps=1), expected) < 1e-5
 
 
-def test_merged_models_keep_the_patch_of_the_first(sd15, load, told):
+def test_merged_models_keep_the_patch_of_the_first(sd15, load, log_messages):
     from comfy_extras.nodes_model_merging import ModelMergeSimple
 
     other = load("sd15", levels=1, seed=2)
@@ -627,7 +598,7 @@ def test_merged_models_keep_the_patch_of_the_first(sd15, load, told):
     expected = sample(plain, steps=1)
     assert relative_error(expected, sample(sd15, steps=1)) > 1e-3
     assert relative_error(sample(patched, steps=1), expected) < 1e-5
-    assert told()[-1].startswith("[ToMe] merged 6/6 blocks")
+    assert log_messages()[-1].startswith("[ToMe] merged 6/6 blocks")
 
 
 def test_saved_weights_are_those_of_the_source(sd15, tmp_path):
@@ -660,20 +631,20 @@ def test_weights_that_stay_offloaded_work_under_the_patch(checkpoints):
 @pytest.mark.newest_only
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
-def test_half_precision_merges_as_many_tokens_to_a_like_result(checkpoints, told, dtype, strategy):
-    path = str(checkpoints("sd15", levels=1))
-    model = comfy.sd.load_diffusion_model(path, model_options={"dtype": dtype})
-    # On a CPU the host would compute in float32.
-    model.model.manual_cast_dtype = None
+def test_half_precision_merges_as_many_tokens_to_a_like_result(log_messages, dtype, strategy):
+    tiny = UNETS["sd15"]
+    model = comfyui.build_class(tiny.name, tiny.settings, dtype)
     assert model.model.get_dtype_inference() == dtype
-    plain = sample(model, steps=1)
-    error = relative_error(sample(attach(model, merging(strategy=strategy)), steps=1), plain)
-    assert 1e-3 < error < 0.5
+    plain = sample_tiny(model, "sd15", steps=1)
+    merged = sample_tiny(attach(model, merging(strategy=strategy)), "sd15", steps=1)
+    assert 1e-3 < relative_error(merged, plain) < 0.5
     slots = 48 if strategy == "pool" else 96
-    assert told()[-1].startswith(f"[ToMe] merged 6/6 blocks (192 -> {slots} tokens), 1/1 steps")
+    assert log_messages()[-1].startswith(
+        f"[ToMe] merged 3/7 blocks (192 -> {slots} tokens), 1/1 steps"
+    )
 
 
-def test_a_deep_clone_merges_in_its_own_weights(checkpoints, told):
+def test_a_deep_clone_merges_in_its_own_weights(checkpoints, log_messages):
     model = comfy.sd.load_diffusion_model(str(checkpoints("sd15", levels=1)))
     patched = attach(model, merging())
     expected = sample(patched, steps=1)
@@ -681,27 +652,21 @@ def test_a_deep_clone_merges_in_its_own_weights(checkpoints, told):
     deep = patched.deepclone_multigpu()
     assert deep.model is not patched.model
     assert torch.equal(sample(deep, steps=1), expected)
-    assert told()[0] == told()[1]
+    assert log_messages()[0] == log_messages()[1]
     assert overridden(deep) == overridden(model) == []
 
 
-def test_torch_compile_keeps_one_graph_over_steps_and_runs(sd15):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
+def test_torch_compile_keeps_one_graph_over_steps_and_runs(shallow, sample_compiled):
     from torch._dynamo.testing import CompileCounter
 
-    config = merging(**ALL_MODULES)
-    expected = sample(attach(sd15, config), steps=3)
-    plain = sample(sd15, steps=3)
-    compiled = sd15.clone()
-    graphs = CompileCounter()
-    torch._dynamo.reset()
-    try:
-        set_torch_compile_wrapper(compiled, backend=graphs)
-        assert relative_error(sample(compiled, steps=3), plain) < 1e-5
-        for _ in range(2):
-            assert relative_error(sample(attach(compiled, config), steps=3), expected) < 1e-5
-        assert graphs.frame_count == 2
-        assert relative_error(sample(compiled, steps=3), plain) < 1e-5
-        assert graphs.frame_count == 2
-    finally:
-        torch._dynamo.reset()
+    config, graphs = merging(**ALL_MODULES), CompileCounter()
+    expected = sample_tiny(attach(shallow, config), "sd15", steps=3)
+    plain = sample_tiny(shallow, "sd15", steps=3)
+    compiled = shallow.clone()
+    assert relative_error(sample_compiled(compiled, steps=3, backend=graphs), plain) < 1e-5
+    for _ in range(2):
+        again = sample_tiny(attach(compiled, config), "sd15", steps=3)
+        assert relative_error(again, expected) < 1e-5
+    assert graphs.frame_count == 2
+    assert relative_error(sample_tiny(compiled, "sd15", steps=3), plain) < 1e-5
+    assert graphs.frame_count == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfy.ldm.modules.attention import BasicTransformerBlock, SpatialTransformer
 from comfy.patcher_extension import WrappersMP
-from common import DEVICE, EVERYTHING, Counted, Shuffle, relative_error
+from common import DEVICE, EVERYTHING, Counted, Shuffle, input_lengths, relative_error
 from host import conditioning, merging, overridden, sample
 
 from tome_nodes.comfyui.attachment import attach
@@ -39,11 +39,11 @@ def in_parts(model, parts_of):
 
 @pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 @pytest.mark.parametrize(("sx", "sy"), [(8, 8), (1, 8), (8, 1), (5, 3)])
-def test_cells_of_every_size_merge(sd15, told, strategy, sx, sy):
+def test_cells_of_every_size_merge(sd15, log_messages, strategy, sx, sy):
     odd = {"steps": 1, "size": (16, 17)}
     merged = sample(attach(sd15, merging(strategy=strategy, sx=sx, sy=sy)), **odd)
     assert 1e-3 < relative_error(merged, sample(sd15, **odd)) < 1
-    assert told()[-1].startswith("[ToMe] merged 6/6 blocks (272 -> ")
+    assert log_messages()[-1].startswith("[ToMe] merged 6/6 blocks (272 -> ")
 
 
 @scopes
@@ -63,18 +63,20 @@ def test_tiles_do_not_share_plans(sd15, untried):
 
 
 @scopes
-def test_a_replaced_attention_takes_only_its_own_block_out_of_wide_scopes(sd15, told, scope):
+def test_a_replaced_attention_takes_only_its_own_block_out_of_wide_scopes(
+    sd15, log_messages, scope
+):
     theirs = sd15.clone()
     theirs.set_model_attn1_replace(lambda q, k, v, options: v, "middle", 0)
     expected = sample(theirs, steps=1)
     config = merging(scope=scope, merge_mlp=True)
     assert relative_error(sample(attach(theirs, config, Shuffle), steps=1), expected) < 1e-5
-    assert told()[-1].startswith("[ToMe] merged 6/6 blocks")
-    assert ("module scope in 1 that are patched" in told()[-1]) == (scope != "module")
+    assert log_messages()[-1].startswith("[ToMe] merged 6/6 blocks")
+    assert ("module scope in 1 that are patched" in log_messages()[-1]) == (scope != "module")
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_replaced_attention_takes_its_stack_out_of_stack_scope(load, told, index):
+def test_a_replaced_attention_takes_its_stack_out_of_stack_scope(load, log_messages, index):
     model = load("sdxl")
     number, stack = next(
         (number, block[1])
@@ -89,7 +91,7 @@ def test_a_replaced_attention_takes_its_stack_out_of_stack_scope(load, told, ind
     expected = sample(theirs, **options)
     patched = attach(theirs, merging(scope="stack", merge_mlp=True), Shuffle)
     assert relative_error(sample(patched, **options), expected) < 5e-5
-    assert "module scope in 1 that are patched" in told()[-1]
+    assert "module scope in 1 that are patched" in log_messages()[-1]
 
 
 def names_of_block_patches():
@@ -114,7 +116,7 @@ def names_of_block_patches():
 
 @pytest.mark.parametrize("scope", ["block", "stack"])
 @pytest.mark.parametrize("name", names_of_block_patches())
-def test_patches_of_the_inside_of_blocks_see_all_tokens(sd15, told, name, scope):
+def test_patches_of_the_inside_of_blocks_see_all_tokens(sd15, log_messages, name, scope):
     seen = set()
 
     def patch(*arguments):
@@ -125,23 +127,17 @@ def test_patches_of_the_inside_of_blocks_see_all_tokens(sd15, told, name, scope)
     theirs.set_model_patch(patch, name)
     sample(attach(theirs, merging(scope=scope)), steps=1)
     assert seen == {192}
-    assert "module scope in 6 that are patched" in told()[-1]
+    assert "module scope in 6 that are patched" in log_messages()[-1]
 
 
 def test_keys_and_values_of_other_nodes_are_left_alone_and_queries_too(sd15):
-    lengths = []
     attention = sd15.model.diffusion_model.middle_block[1].transformer_blocks[0].attn1
-    hook = attention.to_q.register_forward_hook(
-        lambda _, inputs, __: lengths.append(inputs[0].shape[1])
-    )
     theirs = sd15.clone()
     theirs.set_model_attn1_patch(
         lambda n, context, value, options: (n, torch.cat([n, n], 1), torch.cat([n, n], 1))
     )
-    try:
+    with input_lengths(attention.to_q) as lengths:
         sample(attach(theirs, merging(attn_tokens="k,v")), steps=1)
-    finally:
-        hook.remove()
     assert lengths == [192]
 
 
@@ -233,11 +229,8 @@ def test_another_thread_may_run_the_unpatched_model_in_the_meantime(sd15, option
     merged = attach(sd15, merging(**EVERYTHING, **options))
     expected = sample(merged, steps=1)
     block = next(each for each in unet.modules() if isinstance(each, BasicTransformerBlock))
-    hook = block.attn2.register_forward_hook(evaluate_elsewhere)
-    try:
+    with block.attn2.register_forward_hook(evaluate_elsewhere):
         actual = sample(merged, steps=1)
-    finally:
-        hook.remove()
     assert len(outputs) == 2
     assert torch.equal(*outputs)
     assert torch.equal(actual, expected)
@@ -265,14 +258,14 @@ def test_an_evaluation_may_run_within_another(sd15):
     assert overridden(sd15) == []
 
 
-def test_tiles_made_within_the_model_merge_at_their_own_level(sd15, told):
+def test_tiles_made_within_the_model_merge_at_their_own_level(sd15, log_messages):
     def tiled(executor, x, *args, **kwargs):
         return torch.cat([executor(tile, *args, **kwargs) for tile in x.split(6, dim=2)], 2)
 
     theirs = sd15.clone()
     theirs.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "theirs", tiled)
     sample(attach(theirs, merging()), steps=1)
-    assert told()[-1].startswith("[ToMe] merged 6/6 blocks (96 -> 48 tokens)")
+    assert log_messages()[-1].startswith("[ToMe] merged 6/6 blocks (96 -> 48 tokens)")
 
 
 @pytest.mark.parametrize(
@@ -289,28 +282,30 @@ def test_tiles_made_within_the_model_merge_at_their_own_level(sd15, told):
         ),
     ],
 )
-def test_the_reported_reason_for_nothing_merged_is_the_real_one(sd15, told, options, size, reason):
+def test_the_reported_reason_for_nothing_merged_is_the_real_one(
+    sd15, log_messages, options, size, reason
+):
     config = merging(**{"min_tokens": 1, **options})
     sample(attach(sd15, config), size=size, steps=1)
-    assert told() == [f"[ToMe] nothing merged: {reason}"]
+    assert log_messages() == [f"[ToMe] nothing merged: {reason}"]
 
 
-def test_pool_follows_the_ratio_to_zero(sd15, told):
+def test_pool_follows_the_ratio_to_zero(sd15, log_messages):
     config = merging(strategy="pool", ratio_end=0.0)
     sample(attach(sd15, config), steps=3)
-    assert "2/3 steps" in told()[-1]
+    assert "2/3 steps" in log_messages()[-1]
 
 
 @pytest.mark.parametrize(
     ("family", "scope", "blocks"),
     [("sdxl", "module", "5/17"), ("sdxl", "block", "17/17"), ("sdxl", "stack", "17/17")],
 )
-def test_wide_scopes_reach_down_to_where_most_blocks_are(load, told, family, scope, blocks):
+def test_wide_scopes_reach_down_to_where_most_blocks_are(load, log_messages, family, scope, blocks):
     sample(attach(load(family), merging(scope=scope)), channels=2048, steps=1)
-    assert told()[-1].startswith(f"[ToMe] merged {blocks} blocks")
+    assert log_messages()[-1].startswith(f"[ToMe] merged {blocks} blocks")
 
 
-def test_two_prompts_in_areas_merge(sd15, told):
+def test_two_prompts_in_areas_merge(sd15, log_messages):
     area = conditioning(768, 0.5, area=(6, 8, 0, 0), strength=1.0)
     sample(attach(sd15, merging(reuse_steps=2)), positive=conditioning(768, 0.3) + area, steps=2)
-    assert "2/2 steps" in told()[-1]
+    assert "2/2 steps" in log_messages()[-1]

@@ -7,7 +7,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import accelerate
-import pipelines
 import pytest
 import tomesd
 import torch
@@ -30,7 +29,8 @@ from diffusers.models.attention_processor import (
 from diffusers.models.embeddings import ImageProjection
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import CASES, DEVICE, GRID, TEXT_CHANNELS, call, inputs, make_unet
+from models import pipelines
+from models.pipelines import CASES, DEVICE, GRID, TEXT_CHANNELS, call, inputs, make_unet
 
 import tome_nodes
 from tome_nodes.merging.plan import SlotPlan
@@ -71,7 +71,7 @@ def merged_blocks(line):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_lossless_plan_reproduces_every_pipeline(name, told):
+def test_a_lossless_plan_reproduces_every_pipeline(name, log_messages):
     case = CASES[name]()
     expected = case()
     shuffle(case.pipeline.unet)
@@ -79,7 +79,7 @@ def test_a_lossless_plan_reproduces_every_pipeline(name, told):
     state = torch.get_rng_state()
     assert relative_error(case(), expected) < ROUNDING
     assert torch.equal(torch.get_rng_state(), state)
-    merged, present = merged_blocks(told()[-1])
+    merged, present = merged_blocks(log_messages()[-1])
     assert merged == present > 0
 
 
@@ -108,12 +108,14 @@ def test_merging_changes_every_pipeline_and_removing_it_restores_it_bit_for_bit(
     ],
 )
 @pytest.mark.parametrize("family", ["sd15", "sd21", "sdxl"])
-def test_a_lossless_plan_reproduces_the_unet_in_every_scope(family, scope, attn_tokens, told):
+def test_a_lossless_plan_reproduces_the_unet_in_every_scope(
+    family, scope, attn_tokens, log_messages
+):
     unet = make_unet(family)
     expected = call(unet)
     shuffle(unet, scope=scope, attn_tokens=attn_tokens)
     assert relative_error(call(unet), expected) < ROUNDING
-    merged, present = merged_blocks(told()[-1])
+    merged, present = merged_blocks(log_messages()[-1])
     assert merged == present
 
 
@@ -236,7 +238,7 @@ def test_attention_processors(unet, name, when):
 
 
 @torch.no_grad()
-def test_ip_adapter(unet, told):
+def test_ip_adapter(unet, log_messages):
     arguments = inputs(unet) | {"timestep": torch.tensor(500)}
     without = unet(**arguments).sample
     ip_adapter(unet)
@@ -260,16 +262,16 @@ def test_ip_adapter(unet, told):
     for options in {}, {"scope": "block"}:
         shuffle(unet, **options)
         assert relative_error(unet(**arguments).sample, expected) < ROUNDING
-    assert told()[-1].endswith("block scope, module scope in 7 that are patched")
+    assert log_messages()[-1].endswith("block scope, module scope in 7 that are patched")
 
 
 @pytest.mark.parametrize("options", [{"attn_tokens": "q"}, {"kv_ratio": 0.75}], ids=str)
-def test_queries_and_keys_cannot_differ_before_fused_projections(unet, told, options):
+def test_queries_and_keys_cannot_differ_before_fused_projections(unet, log_messages, options):
     expected = call(unet)
     unet.fuse_qkv_projections()
     tome_nodes.apply_patch(unet, **options)
     assert relative_error(call(unet), expected) < ROUNDING
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] nothing merged: fused projections need attn_tokens=q,k,v and kv_ratio=-1"
     ]
 
@@ -291,18 +293,18 @@ def test_a_weighed_key_counts_as_often_as_the_tokens_it_stands_for(unet, name):
 
 
 @pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
-def test_weighing_keys_changes_the_output(unet, told, scope):
+def test_weighing_keys_changes_the_output(unet, log_messages, scope):
     results = []
     for proportional_attn in False, True:
         tome_nodes.apply_patch(unet, scope=scope, proportional_attn=proportional_attn)
         results.append(call(unet))
     assert relative_error(*results) > 1e-4
-    assert not any("weigh as one token" in line for line in told())
+    assert not any("weigh as one token" in line for line in log_messages())
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
-def test_a_mask_over_the_picture_keeps_all_tokens(told, scope):
+def test_a_mask_over_the_picture_keeps_all_tokens(log_messages, scope):
     unet = make_unet("one_level")
     mask = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(2)).to(DEVICE) > 0.3
     arguments = inputs(unet) | {"timestep": torch.tensor(500), "attention_mask": mask}
@@ -310,7 +312,9 @@ def test_a_mask_over_the_picture_keeps_all_tokens(told, scope):
     assert relative_error(expected, call(unet)) > 1e-3
     tome_nodes.apply_patch(unet, scope=scope)
     assert torch.equal(unet(**arguments).sample, expected)
-    assert told() == ["[ToMe] nothing merged: other code masks the attention or changes its tokens"]
+    assert log_messages() == [
+        "[ToMe] nothing merged: other code masks the attention or changes its tokens"
+    ]
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
@@ -354,14 +358,14 @@ def test_samples_merge_alike_in_one_batch_or_alone(unet):
     ],
     ids=str,
 )
-def test_odd_sizes(unet, told, grid, line):
+def test_odd_sizes(unet, log_messages, grid, line):
     expected = call(unet, grid=grid)
     shuffle(unet)
     assert relative_error(call(unet, grid=grid), expected) < ROUNDING
     tome_nodes.apply_patch(unet, **EVERYTHING)
     error = relative_error(call(unet, grid=grid), expected)
     assert (error > 1e-3) == line.startswith("merged")
-    assert told()[-1].startswith(f"[ToMe] {line}")
+    assert log_messages()[-1].startswith(f"[ToMe] {line}")
 
 
 def test_a_pipeline_at_an_odd_size():
@@ -443,7 +447,7 @@ def test_plans_are_kept_for_a_limited_number_of_calls_of_a_step(unet, untried):
     assert Counted.made == 64 + 2 * 2 + 1
 
 
-def test_steps_aside_where_other_code_changes_the_tokens(unet, told):
+def test_steps_aside_where_other_code_changes_the_tokens(unet, log_messages):
     expected = call(unet)
     tome_nodes.apply_patch(unet, max_downsample=8)
     for block in unet.modules():
@@ -457,7 +461,7 @@ def test_steps_aside_where_other_code_changes_the_tokens(unet, told):
     tome_nodes.remove_patch(unet)
     assert torch.equal(call(unet), changed)
     assert relative_error(changed, expected) > 1e-6
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] nothing merged: other code changes the tokens of the transformer blocks"
     ]
 
@@ -633,7 +637,7 @@ def test_a_forward_with_other_names_merges_as_before(unet):
         assert torch.equal(unet(timestep=torch.tensor(500), **inputs(unet)).sample, expected)
 
 
-def test_a_call_that_is_not_as_of_a_unet_runs_unmerged_and_says_so_once(unet, told):
+def test_a_call_that_is_not_as_of_a_unet_runs_unmerged_and_says_so_once(unet, log_messages):
     own, arguments = unet.forward, inputs(unet)
     expected = call(unet)
     tome_nodes.apply_patch(unet)
@@ -643,7 +647,7 @@ def test_a_call_that_is_not_as_of_a_unet_runs_unmerged_and_says_so_once(unet, to
         for _ in range(2):
             given = {"sample": arguments["sample"], "timestep": torch.tensor(500)}
             assert torch.equal(unet(text, given).sample, expected)
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] nothing merged: the UNet was called without a sample and a timestep, as other code "
         "has replaced its forward"
     ]
@@ -824,10 +828,12 @@ def test_kv_ratio_is_for_module_scope_only(unet):
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_keys_that_are_not_to_merge_are_the_reason(unet, told):
+def test_keys_that_are_not_to_merge_are_the_reason(unet, log_messages):
     tome_nodes.apply_patch(unet, attn_tokens="k,v", kv_ratio=0.0)
     call(unet)
-    assert told() == ["[ToMe] nothing merged: the ratio is 0 at every step that could merge"]
+    assert log_messages() == [
+        "[ToMe] nothing merged: the ratio is 0 at every step that could merge"
+    ]
 
 
 def compile_whole(unet, **options):
@@ -897,7 +903,7 @@ def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
 
 
 @pytest.mark.parametrize("options", KEEP_OVER_STEPS, ids=str)
-def test_nothing_is_kept_while_gradients_are_computed(unet, told, options):
+def test_nothing_is_kept_while_gradients_are_computed(unet, log_messages, options):
     """A sample that looks like the next step of the one before, as timesteps of training may."""
 
     def gradients(*timesteps):
@@ -910,10 +916,10 @@ def test_nothing_is_kept_while_gradients_are_computed(unet, told, options):
     first = gradients(300)
     tome_nodes.apply_patch(unet, **options)
     assert all(map(torch.equal, gradients(800, 600, 300), first))
-    assert ("as gradients are computed" in told()[-1]) == ("scope" in options)
+    assert ("as gradients are computed" in log_messages()[-1]) == ("scope" in options)
 
 
-def test_gradient_checkpointing_is_left_alone(unet, told):
+def test_gradient_checkpointing_is_left_alone(unet, log_messages):
     def gradients():
         unet.zero_grad()
         unet(timestep=torch.tensor(500), **inputs(unet)).sample.square().mean().backward()
@@ -924,16 +930,16 @@ def test_gradient_checkpointing_is_left_alone(unet, told):
     expected = gradients()
     tome_nodes.apply_patch(unet)
     assert all(map(torch.equal, gradients(), expected))
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] nothing merged: gradient checkpointing runs the transformer blocks again outside "
         "of the UNet's call"
     ]
     call(unet)
-    assert told()[-1].startswith("[ToMe] merged 3/7 blocks")
+    assert log_messages()[-1].startswith("[ToMe] merged 3/7 blocks")
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_feed_forward_in_chunks(unet, told, dim):
+def test_a_feed_forward_in_chunks(unet, log_messages, dim):
     expected = call(unet)
     for block in unet.modules():
         if isinstance(block, BasicTransformerBlock):
@@ -943,12 +949,12 @@ def test_a_feed_forward_in_chunks(unet, told, dim):
     assert relative_error(call(unet), expected) < ROUNDING
     tome_nodes.apply_patch(unet, scope="stack", merge_mlp=True)
     assert 1e-3 < relative_error(call(unet), expected) < 1
-    assert told()[-1].endswith("stack scope, module scope in 3 that are patched")
+    assert log_messages()[-1].endswith("stack scope, module scope in 3 that are patched")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
-def test_half_precision(dtype, strategy, told):
+def test_half_precision(dtype, strategy, log_messages):
     unet = make_unet().to(dtype)
     arguments = {name: value.to(dtype) for name, value in inputs(unet).items()}
     with torch.no_grad():
@@ -957,20 +963,20 @@ def test_half_precision(dtype, strategy, told):
         merged = unet(timestep=torch.tensor(500), **arguments).sample
     assert merged.dtype == dtype
     assert 1e-3 < relative_error(merged.float(), plain.float()) < 1
-    assert told()[-1].startswith("[ToMe] merged 3/7 blocks")
+    assert log_messages()[-1].startswith("[ToMe] merged 3/7 blocks")
 
 
-def test_what_was_merged_is_logged_once_for_each_size(told):
+def test_what_was_merged_is_logged_once_for_each_size(log_messages):
     case = CASES["sd15"]()
     tome_nodes.apply_patch(case.pipeline, ratio=0.9, scope="block", strategy="window")
     case()
     case()
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] merged 3/7 blocks (192 -> 48 tokens), ratio 0.90 capped at 0.75, window, "
         "block scope"
     ]
     case(height=64, width=64)
-    assert len(told()) == 2
+    assert len(log_messages()) == 2
 
 
 @pytest.mark.parametrize(
@@ -1002,7 +1008,7 @@ def test_a_call_without_merging_says_why_in_one_warning(caplog, family, options,
     ]
 
 
-def test_steps_aside_on_a_device_that_lacks_an_operation(unet, told, monkeypatch, untried):
+def test_steps_aside_on_a_device_that_lacks_an_operation(unet, log_messages, monkeypatch, untried):
     def missing(*_):
         raise NotImplementedError("no such operation here\nand a long explanation")
 
@@ -1010,19 +1016,19 @@ def test_steps_aside_on_a_device_that_lacks_an_operation(unet, told, monkeypatch
     monkeypatch.setattr(SlotPlan, "merge", missing)
     tome_nodes.apply_patch(unet)
     assert torch.equal(call(unet), expected)
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] nothing merged: the device cpu cannot do it: "
         "NotImplementedError: no such operation here"
     ]
 
 
-def test_blocks_that_attend_to_text_only_have_their_queries_merged(told):
+def test_blocks_that_attend_to_text_only_have_their_queries_merged(log_messages):
     unet = make_unet(only_cross_attention=True)
     expected = call(unet)
     shuffle(unet)
     assert relative_error(call(unet), expected) < ROUNDING
     assert lengths_in_first_block(unet) == [0.5, 7 / TOKENS, 1, 1]
-    assert told()[-1].startswith("[ToMe] merged 3/7 blocks")
+    assert log_messages()[-1].startswith("[ToMe] merged 3/7 blocks")
 
 
 def test_other_models_are_refused_by_name():

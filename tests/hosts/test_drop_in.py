@@ -27,8 +27,8 @@ import torch
 from diffusers import StableDiffusionPipeline
 import {library} as tomesd
 
-sys.path.insert(0, "tests/hosts")
-from pipelines import sd15
+sys.path.insert(0, "tests")
+from models.pipelines import sd15
 
 pipe = sd15().pipeline
 assert isinstance(pipe, StableDiffusionPipeline)
@@ -78,9 +78,9 @@ def test_the_same_images_as_with_tomesd(tmp_path, monkeypatch):
     assert all(relative_error(image, plain) > 1e-3 for image in images)
 
 
-def test_the_example_of_the_documentation_merges_and_stops_merging(monkeypatch, told):
+def test_the_example_of_the_documentation_merges_and_stops_merging(monkeypatch, log_messages):
     import diffusers
-    from pipelines import sd15
+    from models.pipelines import sd15
 
     case = sd15()
 
@@ -102,9 +102,9 @@ def test_the_example_of_the_documentation_merges_and_stops_merging(monkeypatch, 
     exec(script, names)
     assert names["image"].size == (128, 96)
     merged = ["[ToMe] merged 3/7 blocks (192 -> 96 tokens), ratio 0.50"]
-    assert told() == merged
+    assert log_messages() == merged
     names["pipe"]("a lighthouse at dusk")
-    assert told() == merged
+    assert log_messages() == merged
 
 
 def test_importing_the_package_imports_no_host_and_no_backend():
@@ -146,7 +146,7 @@ NOT_THE_DEFAULT = {
 
 
 def test_every_option_has_an_effect_by_keyword():
-    from pipelines import call, make_unet
+    from models.pipelines import call, make_unet
 
     # Frames are of video, which no UNet of diffusers makes; steps on all tokens are of stacks.
     others = {"backend", "st", "refresh_steps"}
@@ -159,7 +159,7 @@ def test_every_option_has_an_effect_by_keyword():
 
 
 def test_a_run_that_begins_half_way_begins_on_all_tokens_in_stacks():
-    from pipelines import call, make_unet
+    from models.pipelines import call, make_unet
 
     unet = make_unet()
     plain = call(unet)
@@ -169,11 +169,11 @@ def test_a_run_that_begins_half_way_begins_on_all_tokens_in_stacks():
     assert torch.equal(refreshed, plain)
 
 
-def test_the_backend_is_set_by_keyword(told):
-    from pipelines import call, make_unet
+def test_the_backend_is_set_by_keyword(log_messages):
+    from models.pipelines import call, make_unet
 
     unet = make_unet("one_level")
     for backend in "torch", "triton":
         call(tome_nodes.apply_patch(unet, backend=backend))
     # Where Triton is not available, the log says so.
-    assert ["triton" in line.lower() for line in told()] == [False, True]
+    assert ["triton" in line.lower() for line in log_messages()] == [False, True]

@@ -7,15 +7,15 @@ import pytest
 import torch
 from common import EVERYTHING
 from host import merging, overridden, sample
-from pipelines import call, make_unet
+from models.comfyui import TINY
+from models.comfyui import sample as sample_transformer
+from models.pipelines import call, make_unet
 
 import tome_nodes
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.merging.plan import Plan, SlotPlan
 from tome_nodes.patching.evaluation import NO_MEMORY
 from tome_nodes.strategies.cells import CellStrategy
-from tools.tiny_models import TINY
-from tools.tiny_models import sample as sample_transformer
 
 STAGES = {
     "plan": (CellStrategy, "cells_of"),
@@ -88,14 +88,16 @@ def test_the_first_error_is_raised_and_the_next_run_is_as_ever(
 
 
 @by_stage
-def test_without_memory_for_merging_the_run_goes_on_unmerged(sd15, told, break_stage, scope, stage):
+def test_without_memory_for_merging_the_run_goes_on_unmerged(
+    sd15, log_messages, break_stage, scope, stage
+):
     patched = attach(sd15, settings(scope))
     plain, expected = sample(sd15), sample(patched)
     calls = break_stage(stage, torch.OutOfMemoryError("no room"))
     actual = sample(patched)
     assert len(calls) == 1
     assert torch.equal(actual, plain)
-    assert told()[1:] == [
+    assert log_messages()[1:] == [
         f"[ToMe] {NO_MEMORY}: the rest of this run goes on without it",
         f"[ToMe] nothing merged: {NO_MEMORY}",
     ]
@@ -104,7 +106,7 @@ def test_without_memory_for_merging_the_run_goes_on_unmerged(sd15, told, break_s
 
 
 @by_scope
-def test_what_merged_before_memory_ran_out_is_kept(sd15, told, break_stage, scope):
+def test_what_merged_before_memory_ran_out_is_kept(sd15, log_messages, break_stage, scope):
     stage = "merge" if scope == "module" else "merge of blocks"
     patched = attach(sd15, settings(scope))
     plain, expected = sample(sd15, steps=4), sample(patched, steps=4)
@@ -115,7 +117,7 @@ def test_what_merged_before_memory_ran_out_is_kept(sd15, told, break_stage, scop
     assert not torch.equal(actual, plain)
     assert not torch.equal(actual, expected)
     assert actual.isfinite().all()
-    assert told()[-1].startswith("[ToMe] merged ")
+    assert log_messages()[-1].startswith("[ToMe] merged ")
 
 
 @by_scope
@@ -126,18 +128,15 @@ def test_without_memory_of_its_own_the_model_fails_as_ever(sd15, scope):
     patched = attach(sd15, settings(scope))
     expected = sample(patched)
     hook = sd15.model.diffusion_model.middle_block[1].register_forward_hook(no_room)
-    try:
-        with pytest.raises(torch.OutOfMemoryError, match="no room in the model"):
-            sample(patched)
-    finally:
-        hook.remove()
+    with hook, pytest.raises(torch.OutOfMemoryError, match="no room in the model"):
+        sample(patched)
     assert overridden(sd15) == []
     assert torch.equal(sample(patched), expected)
 
 
 @pytest.mark.parametrize(("scope", "stage"), [case for case in CASES if case[0] != "block"])
 @pytest.mark.parametrize("kind", ["flux", "z_image"])
-def test_transformers_go_on_unmerged(models, told, break_stage, kind, scope, stage):
+def test_transformers_go_on_unmerged(models, log_messages, break_stage, kind, scope, stage):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     if stage == "unmerge of blocks":
@@ -149,14 +148,14 @@ def test_transformers_go_on_unmerged(models, told, break_stage, kind, scope, sta
     break_stage(stage, torch.OutOfMemoryError("no room"))
     actual = sample_transformer(patched, tiny, size)
     assert torch.equal(actual, plain)
-    assert told()[-1] == f"[ToMe] nothing merged: {NO_MEMORY}"
+    assert log_messages()[-1] == f"[ToMe] nothing merged: {NO_MEMORY}"
     assert overridden(model) == []
     assert torch.equal(sample_transformer(patched, tiny, size), expected)
 
 
 @pytest.mark.parametrize("stage", ["plan", "merge of blocks", "unmerge"])
 @by_scope
-def test_a_unet_of_diffusers_goes_on_unmerged(told, break_stage, scope, stage):
+def test_a_unet_of_diffusers_goes_on_unmerged(log_messages, break_stage, scope, stage):
     unet = make_unet()
     plain = [call(unet, timestep) for timestep in (900, 600)]
     options = {name: value for name, value in EVERYTHING.items() if name != "min_tokens"}
@@ -166,7 +165,7 @@ def test_a_unet_of_diffusers_goes_on_unmerged(told, break_stage, scope, stage):
     merged = [call(unet, timestep) for timestep in (900, 600)]
     break_stage(stage, torch.OutOfMemoryError("no room"))
     assert all(map(torch.equal, [call(unet, each) for each in (900, 600)], plain))
-    warned, *_, last = told()[1:]
+    warned, *_, last = log_messages()[1:]
     assert warned == f"[ToMe] {NO_MEMORY}: the rest of this run goes on without it"
     assert last == f"[ToMe] nothing merged: {NO_MEMORY}"
     assert all(map(torch.equal, [call(unet, each) for each in (900, 600)], merged))

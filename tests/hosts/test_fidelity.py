@@ -166,7 +166,7 @@ def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(trainer):
 
 def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
     assert denoiser.WEIGHTS.stat().st_size < 12e6
-    judge = pictures.PictureJudge(steps=4, seeds=1)
+    judge = pictures.PictureJudge(steps=2, seeds=1)
     whole = {name: photos.photo(name, denoiser.SHORT_SIDE) for name in denoiser.NAMES}
     asked = torch.stack([crop.of(whole[crop.photo]) for crop in judge.crops])
     distances = (judge.expected[:, None] - asked).square().mean((2, 3, 4)).sqrt()
@@ -187,7 +187,7 @@ def test_a_transformer_paints_the_photos_and_fast_stays_closer_than_the_paper():
 
 def test_a_transformer_films_the_photos_it_was_asked_for():
     assert video_transformer.WEIGHTS.stat().st_size < 12e6
-    judge = judges.VideoTransformerJudge(steps=4, seeds=1, guidance=1.0)
+    judge = judges.VideoTransformerJudge(steps=2, seeds=1, guidance=1.0)
     films, side = video_transformer.Photos(), video_transformer.SIDE
     asked = torch.stack([films.render(clip, side)[0] for clip in judge.clips])
     asked = denoiser.to_pixels(asked)

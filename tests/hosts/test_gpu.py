@@ -45,16 +45,16 @@ def dry_run(number, folder, *arguments):
     # dev.py would first bring the environment up to date, unless what it needs is carried.
     command = ["dev.py", "gpu"] if "--carried" in arguments else ["-m", "benchmarks.speed.gpu"]
     command += [str(number), "--dry", "--out", str(folder), *arguments]
-    told = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
         env=clean,
         capture_output=True,
         text=True,
     )
-    assert told.returncode == 0, told.stdout + told.stderr
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     result = written(folder, number)
-    assert told.stdout.splitlines()[-1] == result["summary"]
+    assert ended.stdout.splitlines()[-1] == result["summary"]
     assert (result["failed"], result["left_out"]) == ({}, [])
     return result
 
@@ -120,15 +120,15 @@ def test_keys_and_blocks_are_measured_from_a_carried_folder(tmp_path):
 
 
 def test_without_a_gpu_there_is_a_message(tmp_path):
-    told = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.speed.gpu", "2", "--out", str(tmp_path)],
         cwd=ROOT,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )
-    assert (told.returncode, told.stderr) == (2, "")
-    assert "--dry" in told.stdout and not list(tmp_path.iterdir())
+    assert (ended.returncode, ended.stderr) == (2, "")
+    assert "--dry" in ended.stdout and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

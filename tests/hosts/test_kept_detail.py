@@ -7,10 +7,10 @@ import pytest
 import torch
 from common import relative_error
 from host import merging, sample
+from models.comfyui import TINY, build
+from models.comfyui import sample as sample_transformer
 
 from tome_nodes.comfyui.attachment import KEY, attach
-from tools.tiny_models import TINY, build
-from tools.tiny_models import sample as sample_transformer
 
 MOVES = "as other places of the picture are evaluated from step to step"
 
@@ -70,19 +70,19 @@ def change(model, kind, offset, config):
 
 
 @kinds
-def test_detail_of_another_place_is_not_added(model_of, told, kind):
+def test_detail_of_another_place_is_not_added(model_of, log_messages, kind):
     model = model_of(kind)
     still, moving = (change(model, kind, offset, kept()) for offset in (0, 6))
     assert moving < 2 * still
-    assert sum(MOVES in line for line in told()) == 1
+    assert sum(MOVES in line for line in log_messages()) == 1
 
 
 @kinds
 @pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "heun"])
-def test_detail_of_one_place_is_added(model_of, told, kind, sampler):
+def test_detail_of_one_place_is_added(model_of, log_messages, kind, sampler):
     model = attach(model_of(kind), kept())
     sampled(wrapped(model, Tiles(0)), kind, sampler=sampler)
-    (line,) = told()
+    (line,) = log_messages()
     assert "stack scope" in line
     assert MOVES not in line
 
@@ -147,7 +147,7 @@ def test_a_copy_of_the_options_keeps_what_was_kept(model_of, kind):
 
 # Flux changes tokens in place, so that it has no gradients.
 @pytest.mark.parametrize("kind", ["z_image", "sd15"])
-def test_nothing_is_kept_while_gradients_are_computed(model_of, kind, told, monkeypatch):
+def test_nothing_is_kept_while_gradients_are_computed(model_of, kind, log_messages, monkeypatch):
     """As in nodes that guide a model by the gradient of its answer."""
     # Otherwise the host runs kernels that have no gradients.
     monkeypatch.setattr(comfy.model_management, "in_training", True, raising=False)
@@ -164,7 +164,7 @@ def test_nothing_is_kept_while_gradients_are_computed(model_of, kind, told, monk
     sampled(wrapped(attach(model_of(kind), kept()), guided), kind)
     assert len(sizes) == 8
     assert all(torch.isfinite(size) and size > 0 for size in sizes)
-    assert "as gradients are computed" in told()[-1]
+    assert "as gradients are computed" in log_messages()[-1]
 
 
 @pytest.mark.parametrize("kind", ["flux", "z_image"])

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="Triton is not made for this system")
 
 from common import DEVICE, relative_error
 from host import merging, sample
+from models import comfyui
 
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.ops import triton as kernels
@@ -53,15 +54,19 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def sample_small(model, steps):
+    return comfyui.sample(model, comfyui.UNETS["sd15"], (4, 8), steps=steps)
+
+
 @pytest.mark.parametrize("scope", ["module", "block", "stack"])
 @pytest.mark.parametrize("strategy", ["bipartite", "window"])
-def test_a_model_computes_the_same_with_kernels(sd15, told, strategy, scope):
+def test_a_model_computes_the_same_with_kernels(sd15, log_messages, strategy, scope):
     options = {"strategy": strategy, "scope": scope, "merge_mlp": True}
     small = {"size": (4, 10), "steps": 1}
     expected = sample(attach(sd15, merging(backend="torch", **options)), **small)
     actual = sample(attach(sd15, merging(backend="triton", **options)), **small)
     assert relative_error(actual, expected) < 1e-5
-    assert told()[-1].endswith(", triton") and "triton" not in told()[-2]
+    assert log_messages()[-1].endswith(", triton") and "triton" not in log_messages()[-2]
 
 
 def test_weighed_attention_launches_two_more_kernels():
@@ -82,47 +87,44 @@ def test_weighed_attention_launches_two_more_kernels():
 
 
 @pytest.mark.parametrize(("scope", "reuse_steps"), [("module", 0), ("module", 1), ("stack", 1)])
-def test_launches_per_merged_block(sd15, scope, reuse_steps):
+def test_launches_per_merged_block(shallow, scope, reuse_steps):
     """Stands in for a GPU's profiler: the launches of one more step in steady state."""
 
     def launches_of_a_step(model):
         # What merging runs on is tried once, before the first run.
-        sample(model, size=(4, 8), steps=1)
+        sample_small(model, 1)
         counts = []
         for steps in (1, 2):
             with Launches() as launches:
-                sample(model, size=(4, 8), steps=steps)
+                sample_small(model, steps)
             counts.append(launches.count)
         return counts[1] - counts[0]
 
     config = merging(strategy="window", scope=scope, reuse_steps=reuse_steps, backend="triton")
-    more = launches_of_a_step(attach(sd15, config)) - launches_of_a_step(sd15)
-    blocks = 6
+    more = launches_of_a_step(attach(shallow, config)) - launches_of_a_step(shallow)
+    blocks = 4
     matches = 1 if reuse_steps else blocks
     # The key of the random picks.
     per_step = 1
     assert more == matches + blocks * len(["merge", "unmerge"]) + per_step
 
 
-def test_torch_compile_keeps_one_graph_with_kernels(sd15):
+def test_torch_compile_keeps_one_graph_with_kernels(shallow, fresh_compiler):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from torch._dynamo.testing import CompileCounter
 
     config = merging(strategy="window", scope="stack", backend="triton")
-    small = {"size": (4, 8), "steps": 2}
-    expected = sample(attach(sd15, config), **small)
-    compiled = attach(sd15, config)
+    expected = sample_small(attach(shallow, config), 2)
+    compiled = attach(shallow, config)
     graphs = CompileCounter()
-    torch._dynamo.reset()
-    try:
-        set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
-        assert relative_error(sample(compiled, **small), expected) < 1e-5
-        assert graphs.frame_count == 1
-    finally:
-        torch._dynamo.reset()
+    set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
+    assert relative_error(sample_small(compiled, 2), expected) < 1e-5
+    assert graphs.frame_count == 1
 
 
-def test_a_kernel_that_fails_gives_way_to_torch_before_the_run(sd15, told, monkeypatch, untried):
+def test_a_kernel_that_fails_gives_way_to_torch_before_the_run(
+    sd15, log_messages, monkeypatch, untried
+):
     def broken(*_):
         raise RuntimeError("Failed to find C compiler\nand more")
 
@@ -130,6 +132,6 @@ def test_a_kernel_that_fails_gives_way_to_torch_before_the_run(sd15, told, monke
     small = {"size": (4, 8), "steps": 1}
     plain = sample(attach(sd15, merging(backend="torch")), **small)
     assert torch.equal(sample(attach(sd15, merging(backend="triton")), **small), plain)
-    assert told()[-1].endswith(
+    assert log_messages()[-1].endswith(
         ", torch as Triton cannot be used (RuntimeError: Failed to find C compiler)"
     )

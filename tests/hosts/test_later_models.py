@@ -8,12 +8,12 @@ import torch
 from common import Shuffle, relative_error
 from host import merging, overridden
 from models import made_up
+from models.comfyui import TEXT, TINY, Tiny, conditioning, sample
 from models.twins import QwenImage21, SenseNova, StoredAttention, WanAnimate2, named
 
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models import TRANSFORMERS
 from tome_nodes.strategies.bipartite import BipartiteStrategy
-from tools.tiny_models import TEXT, TINY, Tiny, conditioning, sample
 
 OVERRIDE = "optimized_attention_override"
 PICTURE = 80
@@ -65,7 +65,7 @@ def calls_of(model, tiny, **options):
     return watched, calls
 
 
-def test_twins_merge_the_keys_of_the_picture_and_nothing_else(twin, told):
+def test_twins_merge_the_keys_of_the_picture_and_nothing_else(twin, log_messages):
     model, tiny, afresh = twin
     size = tiny.size(8, 10)
     watched, calls = calls_of(model, tiny)
@@ -80,8 +80,8 @@ def test_twins_merge_the_keys_of_the_picture_and_nothing_else(twin, told):
         for (queries, keys), (new_queries, new_keys) in fewer
     )
     assert 1e-6 < relative_error(merged, plain) < 0.5
-    assert f"merged {tiny.blocks}/{tiny.blocks} blocks" in told()[-1]
-    assert "by asking" not in told()[-1]
+    assert f"merged {tiny.blocks}/{tiny.blocks} blocks" in log_messages()[-1]
+    assert "by asking" not in log_messages()[-1]
 
 
 def test_lossless_plans_reproduce_twins(twin):
@@ -128,7 +128,9 @@ def test_the_frames_of_wan_animate_2_share_one_plan_in_each_block(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["minimax_h3", "krea2", "wan21"])
-def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(models, kind, told):
+def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(
+    models, kind, log_messages
+):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     expected = sample(attach(model, keys_only()), tiny, size)
@@ -147,11 +149,11 @@ def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(model
     picture = PICTURE * (tiny.frames or 1)
     assert stored.keys
     assert all(keys < tiny.before + picture for keys in stored.keys)
-    assert "weigh as one token" not in told()[-1]
+    assert "weigh as one token" not in log_messages()[-1]
 
 
 @pytest.mark.parametrize("hook", ["override", "patch"])
-def test_beside_a_sparse_attention_nothing_merges_and_the_log_says_why(models, told, hook):
+def test_beside_a_sparse_attention_nothing_merges_and_the_log_says_why(models, log_messages, hook):
     tiny, model = TINY["minimax_h3"], models("minimax_h3")
     size = tiny.size(8, 10)
     module = types.ModuleType("comfy_extras.nodes_sparse_attention")
@@ -167,5 +169,5 @@ def test_beside_a_sparse_attention_nothing_merges_and_the_log_says_why(models, t
         sparse.set_model_patch_replace(module.patch, "dit", "double_block", 0)
     plain = sample(sparse, tiny, size)
     assert torch.equal(sample(attach(sparse, keys_only()), tiny, size), plain)
-    assert "nothing merged: Model Sparse Attention needs all keys" in told()[-1]
+    assert "nothing merged: Model Sparse Attention needs all keys" in log_messages()[-1]
     assert module.__name__ not in sys.modules

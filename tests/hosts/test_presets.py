@@ -74,8 +74,8 @@ OTHERS = {
 def test_an_option_that_does_not_count_is_refused_unless_it_is_at_its_default(preset, name):
     default = getattr(ToMeConfig(), name)
     assert settings_of(preset, {name: default}) == settings_of(preset, {})
-    told = rf"{name}={OTHERS[name]!r} does not count under preset='{preset}'.* leave {name} out"
-    with pytest.raises(OptionError, match=told) as refused:
+    message = rf"{name}={OTHERS[name]!r} does not count under preset='{preset}'.* leave {name} out"
+    with pytest.raises(OptionError, match=message) as refused:
         settings_of(preset, {"ratio": 0.3, name: OTHERS[name]})
     assert refused.value.option == name
 
@@ -95,9 +95,9 @@ def test_an_unknown_preset_is_named():
 
 
 @every_preset
-def test_ratio_is_the_share_that_merges(sd15, told, preset):
+def test_ratio_is_the_share_that_merges(sd15, log_messages, preset):
     sample(patched(sd15, ratio=0.4, preset=preset), **SIZE)
-    (line,) = told()
+    (line,) = log_messages()
     kept = 256 - int(256 * 0.4)
     assert f"(256 -> {kept} tokens)" in line
     assert "ratio 0.40" in line
@@ -140,8 +140,8 @@ def test_without_a_server_the_node_checks_by_itself():
     assert check(preset="custom", sx=4) is check(preset=None, sx=4) is True
 
 
-def test_apply_patch_takes_a_preset(told):
-    from pipelines import call, make_unet
+def test_apply_patch_takes_a_preset(log_messages):
+    from models.pipelines import call, make_unet
 
     import tome_nodes
 
@@ -150,7 +150,7 @@ def test_apply_patch_takes_a_preset(told):
         tome_nodes.apply_patch(unet, preset="best")
     tome_nodes.apply_patch(unet, 0.25, preset="fast", scope="module")
     call(unet, 999, grid=(16, 16))
-    assert told() == [
+    assert log_messages() == [
         "[ToMe] merged 3/3 blocks (256 -> 192 tokens), ratio 0.25, window, stack scope"
     ]
 
@@ -160,7 +160,7 @@ def test_apply_patch_takes_a_preset(told):
     [("sx", 4, 2), ("max_downsample", "auto", 1), ("proportional_attn", True, False)],
 )
 def test_apply_patch_refuses_what_does_not_count(name, value, default):
-    from pipelines import make_unet
+    from models.pipelines import make_unet
 
     import tome_nodes
 

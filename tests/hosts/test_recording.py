@@ -156,28 +156,21 @@ def test_a_run_that_fails_leaves_no_record(sd15):
         raise RuntimeError("on purpose")
 
     hook = sd15.model.diffusion_model.out.register_forward_hook(fail)
-    try:
-        with pytest.raises(RuntimeError, match="on purpose"):
-            sample(patched)
-    finally:
-        hook.remove()
+    with hook, pytest.raises(RuntimeError, match="on purpose"):
+        sample(patched)
     assert last_run(patched) is None
 
 
-def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15):
+def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15, fresh_compiler):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from torch._dynamo.testing import CompileCounter
 
     expected = sample(attach(sd15, merging()))
     compiled = attach(sd15, merging(), wants_details=lambda: True)
     graphs = CompileCounter()
-    torch._dynamo.reset()
-    try:
-        set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
-        assert relative_error(sample(compiled), expected) < 1e-5
-        assert graphs.frame_count == 1
-    finally:
-        torch._dynamo.reset()
+    set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
+    assert relative_error(sample(compiled), expected) < 1e-5
+    assert graphs.frame_count == 1
     recording = last_run(compiled).recording
     assert recording.overhead is None
     assert {block.seconds for block in recording.blocks.values()} == {None}
@@ -185,11 +178,11 @@ def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15):
 
 
 def test_each_step_is_reported_once(load):
-    told = []
+    steps = []
     model = load("sd15", levels=2)
-    patched = attach(model, merging(max_downsample=8, end_percent=0.5), on_step=told.append)
+    patched = attach(model, merging(max_downsample=8, end_percent=0.5), on_step=steps.append)
     sample(patched, steps=2, sampler="heun", scheduler="sgm_uniform")
-    assert told == [
+    assert steps == [
         "11/11 blocks, 192→96, 48→24 tokens, step 1/2",
         "all tokens, step 2/2",
     ]

@@ -155,6 +155,6 @@ def test_too_few_tokens_get_a_hint_that_says_how_many_are_missing(sd15, min_toke
 def test_a_run_without_a_step_in_range_says_so(sd15):
     run = run_of(sd15, start_percent=1.0)
     for view in VIEW.choices:
-        told = report_of(run, view).text.splitlines()
-        assert told[0].startswith("Nothing merged: start_percent=1.0 to end_percent=1.0 covers no")
-        assert not any(line.startswith(("Hint", "Details", "Time")) for line in told)
+        lines = report_of(run, view).text.splitlines()
+        assert lines[0].startswith("Nothing merged: start_percent=1.0 to end_percent=1.0 covers no")
+        assert not any(line.startswith(("Hint", "Details", "Time")) for line in lines)

@@ -118,9 +118,9 @@ def test_each_view_of_a_run_is_a_different_picture(server, shown):
 def test_a_report_added_after_the_run_has_counts_and_says_how_to_get_the_rest(shown):
     graph = with_report(seed=13)
     assert shown(without(graph, "report")) == {}
-    told, card = shown(graph)["report"]
-    assert "Merged: 6 of 6 blocks" in told
-    assert "Details: maps and times were not recorded" in told
+    text, card = shown(graph)["report"]
+    assert "Merged: 6 of 6 blocks" in text
+    assert "Details: maps and times were not recorded" in text
     assert card.width == 800
 
     # Only the sampler is executed again for these, not the patch node.
@@ -132,16 +132,16 @@ def test_a_report_added_after_the_run_has_counts_and_says_how_to_get_the_rest(sh
 @pytest.mark.parametrize("model", [PLAIN, TOME], ids=["no patch", "ratio 0"])
 def test_a_model_without_merging_is_reported(shown, model):
     graph = with_report({"ratio": 0.0}, model=model)
-    told, card = shown(graph)["report"]
-    assert told.startswith("This model has no token merging.\nHint: connect the model")
+    text, card = shown(graph)["report"]
+    assert text.startswith("This model has no token merging.\nHint: connect the model")
     assert card.width == 800
 
 
 def test_samples_that_another_model_made_are_reported(shown):
     graph = with_report(seed=16, samples="plain")
     second_sampler(graph, "plain", model=PLAIN)
-    told, _ = shown(graph)["report"]
-    assert told.startswith("No run of this model is known that made these samples.\nHint: ")
+    text, _ = shown(graph)["report"]
+    assert text.startswith("No run of this model is known that made these samples.\nHint: ")
 
 
 def test_each_report_is_about_the_run_and_the_patch_it_is_connected_to(shown):
@@ -207,10 +207,10 @@ def test_a_graph_that_no_editor_queued_is_reported_too(server, shown):
 )
 @pytest.mark.parametrize("view", ["merge map", "chart"])
 def test_the_report_says_why_settings_gain_nothing(shown, settings, side, parts, view):
-    told, _ = shown(with_report(settings, side=side, view=view))["report"]
+    text, _ = shown(with_report(settings, side=side, view=view))["report"]
     for part in parts:
-        assert part in told
-    assert told.count("Hint: ") <= 1
+        assert part in text
+    assert text.count("Hint: ") <= 1
 
 
 def test_a_report_is_made_without_a_warning(server, shown):

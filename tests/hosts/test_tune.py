@@ -13,6 +13,8 @@ from comfy.patcher_extension import WrappersMP
 from comfy_extras import nodes_easycache
 from common import FakeClock
 from host import conditioning, overridden, sample
+from models import comfyui as tiny_models
+from models.comfyui import TINY, build
 
 from tome_nodes.comfyui.attachment import KEY, attach, is_attached, last_run
 from tome_nodes.comfyui.tune import tune_cache
@@ -22,8 +24,6 @@ from tome_nodes.report import pages
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 from tome_nodes.tuning.search import BALANCED, FAST, Candidate, Measured, Wish
-from tools import tiny_models
-from tools.tiny_models import TINY, build
 
 SPEEDS = {
     "balanced": dict(zip((0.3, 0.45, 0.6, 0.75, 0.85), (1.05, 1.1, 1.25, 1.4, 1.5), strict=True)),
@@ -200,16 +200,16 @@ def test_the_model_that_comes_in_may_merge_already(timed):
     assert last_run(patched) is None
 
 
-def test_the_log_and_the_report_of_a_run_end_with_what_was_measured(sd15, told):
+def test_the_log_and_the_report_of_a_run_end_with_what_was_measured(sd15, log_messages):
     config = ToMeConfig(**settings_of("balanced", {"ratio": 0.5}))
     patched = attach(sd15, config, tuned=Measured(0.041, 0.25, 0.1))
     sample(patched, (16, 16))
-    assert told()[-1].endswith(", window, 41 ms an evaluation, 0.25 s unpatched")
+    assert log_messages()[-1].endswith(", window, 41 ms an evaluation, 0.25 s unpatched")
     assert "ToMe Tune: 41 ms an evaluation, 0.25 s unpatched, 6.10 times as fast" in pages.in_words(
         last_run(patched)
     )
     sample(attach(sd15, config), (16, 16))
-    assert told()[-1].endswith(", window")
+    assert log_messages()[-1].endswith(", window")
 
 
 @pytest.mark.parametrize("wish", [Wish("speed", 1.0), Wish("likeness", 0.0)])
@@ -291,7 +291,7 @@ def test_nothing_to_sample_is_said(timed, denoise):
     assert timed[2] == []
 
 
-def test_a_trial_that_fails_leaves_the_others(timed, told):
+def test_a_trial_that_fails_leaves_the_others(timed, log_messages):
     model, _, _ = timed
 
     def fail(executor, *args, **kwargs):
@@ -303,7 +303,7 @@ def test_a_trial_that_fails_leaves_the_others(timed, told):
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "fail", fail)
     found = tuned(timed, Wish("speed", 1.35))
     assert found.candidate == Candidate("balanced", 0.75)
-    assert "[ToMe] fast, ratio 0.50: ValueError: no room" in told()
+    assert "[ToMe] fast, ratio 0.50: ValueError: no room" in log_messages()
     # It need not come again.
     timed[2].clear()
     assert tuned(timed, Wish("speed", 1.35)).candidate == found.candidate
@@ -490,7 +490,7 @@ def broken(**change):
     ],
     ids=lambda text: text[:60],
 )
-def test_a_file_that_is_not_ours_is_left_as_it_is(told, text):
+def test_a_file_that_is_not_ours_is_left_as_it_is(log_messages, text):
     path = tune_cache.FILE.path
     path.parent.mkdir()
     path.write_text(text)
@@ -498,10 +498,13 @@ def test_a_file_that_is_not_ours_is_left_as_it_is(told, text):
     tune_cache.write({}, tune_cache.Kept("2026-11-23", FIGURES))
     assert path.read_text() == text
     assert {*path.parent.iterdir()} == {path, path.with_suffix(".lock")}
-    assert all("not as this version writes it" in line for line in told()) and len(told()) == 2
+    assert (
+        all("not as this version writes it" in line for line in log_messages())
+        and len(log_messages()) == 2
+    )
 
 
-def test_a_broken_file_does_not_keep_the_node_from_measuring(timed, told):
+def test_a_broken_file_does_not_keep_the_node_from_measuring(timed, log_messages):
     tune_cache.FILE.path.parent.mkdir()
     tune_cache.FILE.path.write_text("{")
     found = tuned(timed, Wish("speed", 1.2))
@@ -509,18 +512,18 @@ def test_a_broken_file_does_not_keep_the_node_from_measuring(timed, told):
     assert tune_cache.FILE.path.read_text() == "{"
 
 
-def test_a_file_that_cannot_be_read_is_no_obstacle(told):
+def test_a_file_that_cannot_be_read_is_no_obstacle(log_messages):
     tune_cache.FILE.path.mkdir(parents=True)
     assert tune_cache.read({}) == tune_cache.Kept()
     tune_cache.write({}, tune_cache.Kept("2026-11-23", FIGURES))
     assert tune_cache.FILE.path.is_dir()
-    assert all("cannot be read" in line for line in told()) and len(told()) == 2
+    assert all("cannot be read" in line for line in log_messages()) and len(log_messages()) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(told, user_folder):
+def test_a_folder_that_cannot_be_written_is_no_obstacle(log_messages, user_folder):
     (user_folder / "__tome_nodes").write_text("")
     tune_cache.write({}, tune_cache.Kept("2026-11-23", FIGURES))
-    assert told()
+    assert log_messages()
     assert (user_folder / "__tome_nodes").read_text() == ""
 
 

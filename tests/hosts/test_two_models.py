@@ -5,9 +5,9 @@ import pytest
 import torch
 from common import Shuffle, relative_error
 from host import merging, needs
+from models.comfyui import TINY, conditioning
 
 from tome_nodes.comfyui.attachment import attach
-from tools.tiny_models import TINY, conditioning
 
 nodes = pytest.importorskip("comfy_extras.nodes_custom_sampler")
 
@@ -27,37 +27,37 @@ def sampled(positive, negative, kinds=("flux", "z_image"), steps=2):
 
 @pytest.mark.parametrize("scope", ["module", "stack"])
 @pytest.mark.parametrize("kinds", [("flux", "z_image"), ("z_image", "flux"), ("flux", "sd3")])
-def test_each_merges_as_a_model_of_its_own_kind(models, told, kinds, scope):
+def test_each_merges_as_a_model_of_its_own_kind(models, log_messages, kinds, scope):
     positive, negative = map(models, kinds)
     expected = sampled(positive, negative, kinds)
     config = merging(scope=scope, strategy="window", attn_tokens="k,v")
     shuffled = sampled(attach(positive, config, Shuffle), negative, kinds)
     assert relative_error(shuffled, expected) < 1e-5
     lines = [f"[ToMe] merged {TINY[kind].blocks}/{TINY[kind].blocks} blocks (" for kind in kinds]
-    assert [line[: len(start)] for line, start in zip(told(), lines, strict=True)] == lines
+    assert [line[: len(start)] for line, start in zip(log_messages(), lines, strict=True)] == lines
 
 
-def test_one_that_cannot_merge_runs_unmerged_and_says_so(models, told, monkeypatch):
+def test_one_that_cannot_merge_runs_unmerged_and_says_so(models, log_messages, monkeypatch):
     from tome_nodes.comfyui import models as records
 
     positive, negative = models("flux"), models("z_image")
-    known = [each for each in records.RECORDS if not each.matches(negative.model.diffusion_model)]
-    monkeypatch.setattr(records, "RECORDS", known)
+    name = "comfy.ldm.lumina.model.NextDiT"
+    monkeypatch.setattr(records, "REFUSED", {name: "it is not for today"})
     expected = sampled(positive, negative)
     config = merging(strategy="window", attn_tokens="k,v")
     assert relative_error(sampled(attach(positive, config, Shuffle), negative), expected) < 1e-5
-    warning, line = told()
+    warning, line = log_messages()
     assert warning == (
         "[ToMe] a second model of this run stays unmerged: token merging does not work with a "
-        "NextDiT: this kind of model is not known"
+        "NextDiT: it is not for today"
     )
     assert line.startswith("[ToMe] merged ")
 
 
-def test_a_patch_on_the_negative_model_alone_is_not_silent(models, told):
+def test_a_patch_on_the_negative_model_alone_is_not_silent(models, log_messages):
     positive, negative = models("flux"), models("z_image")
     expected = sampled(positive, negative)
     assert torch.equal(sampled(positive, attach(negative, merging())), expected)
-    (warning,) = told()
+    (warning,) = log_messages()
     assert warning.startswith("[ToMe] the settings of ToMe Patch Model on Lumina2 are not used")
     assert "negative" in warning

@@ -1,6 +1,6 @@
 """Transformers that no host has, as a model of tomorrow might be, in the host's own sampler.
 
-Import this after ComfyUI is on the path and told how to run.
+Import this after ComfyUI is on the path and log_messages how to run.
 """
 
 from __future__ import annotations

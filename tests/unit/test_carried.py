@@ -48,10 +48,10 @@ def test_what_is_carried_can_be_imported(comfyui, tmp_path):
     assert settings["COMFYUI_PATH"] == str(scratch / "ComfyUI")
     assert (scratch / "ComfyUI" / "comfy" / "ops.py").is_file()
     script = "import carried_here; print(carried_here.VALUE)"
-    told = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", script], env=settings, capture_output=True, text=True, check=True
     )
-    assert told.stdout == "7\n"
+    assert ended.stdout == "7\n"
 
 
 def test_a_folder_without_comfyui_is_refused(tmp_path):

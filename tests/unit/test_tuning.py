@@ -220,35 +220,35 @@ def test_settings_without_steps_on_all_tokens_have_none():
     assert full_steps(ToMeConfig(**settings_of("balanced", {})), 20, True) == []
 
 
-def told(wish, figures, **others):
+def text_lines(wish, figures, **others):
     return in_words(Found(wish, figures, **others))
 
 
 def test_the_result_comes_first():
-    assert told(Wish("speed", 1.2), PICTURE, evaluations=30, steps=20)[0] == (
+    assert text_lines(Wish("speed", 1.2), PICTURE, evaluations=30, steps=20)[0] == (
         "Found: fast, ratio 0.30: 1.20 times as fast, change 0.050."
     )
-    assert told(Wish("speed", 3.0), PICTURE)[:2] == [
+    assert text_lines(Wish("speed", 3.0), PICTURE)[:2] == [
         "Not reached: nothing tried is 3.00 times as fast.",
         "Nearest: fast, ratio 0.70: 1.75 times as fast, change 0.300.",
     ]
-    assert told(Wish("likeness", 0.001), PICTURE)[:2] == [
+    assert text_lines(Wish("likeness", 0.001), PICTURE)[:2] == [
         "Unpatched: nothing that is faster has a change of 0.001 or less.",
         "Nearest: balanced, ratio 0.45: 1.05 times as fast, change 0.020.",
     ]
-    assert told(Wish("speed", 1.0), {}) == [
+    assert text_lines(Wish("speed", 1.0), {}) == [
         "Unpatched: 1.00 times as fast is what the model has without merging."
     ]
 
 
 def test_a_model_that_gains_nothing_is_told_why():
     nothing = {each: measured(1.0, 0.0, "too few tokens") for each in (BALANCED[2], FAST[2])}
-    first, hint, *tried = told(Wish("speed", 1.2), nothing)
+    first, hint, *tried = text_lines(Wish("speed", 1.2), nothing)
     assert first == "Unpatched: nothing is faster here. Nothing merged: too few tokens."
     assert hint.startswith("Hint: ")
     assert tried == [f"Tried {each}: nothing merged" for each in nothing]
     slow = {BALANCED[2]: replace(PICTURE[BALANCED[2]], seconds=1.25)}
-    assert told(Wish("speed", 1.2), slow)[0] == (
+    assert text_lines(Wish("speed", 1.2), slow)[0] == (
         "Unpatched: nothing is faster here. Best: balanced, ratio 0.60: 0.80 times as fast, change "
         "0.030."
     )
@@ -256,7 +256,7 @@ def test_a_model_that_gains_nothing_is_told_why():
 
 def test_a_trial_that_failed_is_told_as_that():
     failed = {BALANCED[2]: replace(measured(1.0, 0.0, "OSError: gone"), has_failed=True)}
-    assert told(Wish("speed", 1.2), failed) == [
+    assert text_lines(Wish("speed", 1.2), failed) == [
         "Unpatched: nothing is faster here. Trial failed: OSError: gone.",
         HINT,
         "Tried balanced, ratio 0.60: trial failed",
@@ -264,16 +264,16 @@ def test_a_trial_that_failed_is_told_as_that():
 
 
 def test_settings_that_there_were_no_trials_for_are_named():
-    assert told(Wish("speed", 1.2), PICTURE, evaluations=8, steps=4, untried=FAST[2])[-1] == (
+    assert text_lines(Wish("speed", 1.2), PICTURE, evaluations=8, steps=4, untried=FAST[2])[-1] == (
         "Not tried: fast, ratio 0.50. Runs of more steps allow more trials."
     )
 
 
 def test_what_trials_cost_is_told():
     wish = Wish("speed", 1.2)
-    assert told(wish, PICTURE, evaluations=30, steps=20)[-1] == (
+    assert text_lines(wish, PICTURE, evaluations=30, steps=20)[-1] == (
         "Trials: 30 evaluations of the model, 1.5 sampling runs"
     )
-    assert told(wish, PICTURE, date="2026-11-23")[-1] == (
+    assert text_lines(wish, PICTURE, date="2026-11-23")[-1] == (
         "No trials: measured on 2026-11-23; set measure_again to measure anew"
     )

@@ -401,6 +401,8 @@ REFUSED: Mapping[str, str] = {
         "ace.ace_step15.AceStepConditionGenerationModel": _NO_PICTURE,
         "hunyuan3d.model.Hunyuan3Dv2": _NO_PICTURE,
         "hunyuan3dv2_1.hunyuandit.HunYuanDiTPlain": _NO_PICTURE,
+        "minimax_music.dit.MiniMaxMusic3DiT": _NO_PICTURE,
+        "trellis2.model.Trellis2": _NO_PICTURE,
         "triposplat.model.LatentSeqMMFlowModel": _NO_PICTURE,
     }.items()
 }

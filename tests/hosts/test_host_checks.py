@@ -19,12 +19,12 @@ from comfy.model_patcher import ModelPatcher
 from comfy.samplers import CFGGuider
 from common import relative_error
 from host import merging, overridden, sample
+from models.comfyui import TINY
+from models.comfyui import sample as sample_transformer
 
 from tome_nodes.comfyui import host_checks
 from tome_nodes.comfyui.attachment import attach, is_attached
 from tome_nodes.comfyui.models import RECORDS, record_of
-from tools.tiny_models import TINY
-from tools.tiny_models import sample as sample_transformer
 
 
 def renamed(function, *names):
@@ -47,10 +47,10 @@ def said(part):
     ]
 
 
-def check_unpatched(model, told, part):
+def check_unpatched(model, log_messages, part):
     patched = attach(model, merging())
     assert not is_attached(patched)
-    assert told() == said(part)
+    assert log_messages() == said(part)
     return patched
 
 
@@ -63,33 +63,33 @@ def check_unpatched(model, told, part):
         (CrossAttention, "forward", ("self", "x"), "BasicTransformerBlock.attn1.forward"),
     ],
 )
-def test_other_parameters(sd15, told, monkeypatch, owner, name, parameters, part):
+def test_other_parameters(sd15, log_messages, monkeypatch, owner, name, parameters, part):
     expected = sample(sd15)
     monkeypatch.setattr(owner, name, renamed(getattr(owner, name), *parameters))
-    assert torch.equal(sample(check_unpatched(sd15, told, part)), expected)
+    assert torch.equal(sample(check_unpatched(sd15, log_messages, part)), expected)
 
 
 @pytest.mark.parametrize("name", ["apply_model", "get_dtype_inference"])
-def test_a_method_that_is_gone(sd15, told, monkeypatch, name):
+def test_a_method_that_is_gone(sd15, log_messages, monkeypatch, name):
     monkeypatch.delattr(BaseModel, name)
-    check_unpatched(sd15, told, f"BaseModel.{name}")
+    check_unpatched(sd15, log_messages, f"BaseModel.{name}")
 
 
-def test_noise_levels_that_are_named_otherwise(sd15, told, monkeypatch):
+def test_noise_levels_that_are_named_otherwise(sd15, log_messages, monkeypatch):
     kind = next(
         each for each in type(sd15.model.model_sampling).__mro__ if "percent_to_sigma" in vars(each)
     )
     monkeypatch.delattr(kind, "percent_to_sigma")
-    check_unpatched(sd15, told, "BaseModel.model_sampling")
+    check_unpatched(sd15, log_messages, "BaseModel.model_sampling")
 
 
-def test_wrappers_that_are_gone(sd15, told, monkeypatch):
+def test_wrappers_that_are_gone(sd15, log_messages, monkeypatch):
     monkeypatch.delattr(ModelPatcher, "add_wrapper_with_key")
     assert attach(sd15, merging()) is sd15
-    assert told() == said("ModelPatcher")
+    assert log_messages() == said("ModelPatcher")
 
 
-def test_a_module_of_a_block_that_is_named_otherwise(sd15, told):
+def test_a_module_of_a_block_that_is_named_otherwise(sd15, log_messages):
     block = next(
         each
         for each in sd15.model.diffusion_model.modules()
@@ -98,7 +98,7 @@ def test_a_module_of_a_block_that_is_named_otherwise(sd15, told):
     feed_forward = block.ff
     del block.ff
     try:
-        check_unpatched(sd15, told, "BasicTransformerBlock.ff")
+        check_unpatched(sd15, log_messages, "BasicTransformerBlock.ff")
     finally:
         block.ff = feed_forward
 
@@ -111,13 +111,13 @@ def test_a_module_of_a_block_that_is_named_otherwise(sd15, told):
     ],
 )
 def test_transformers_that_are_called_otherwise(
-    models, told, monkeypatch, kind, owner, parameters, part
+    models, log_messages, monkeypatch, kind, owner, parameters, part
 ):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     expected = sample_transformer(model, tiny, size)
     monkeypatch.setattr(owner, "forward", renamed(owner.forward, *parameters))
-    patched = check_unpatched(model, told, part)
+    patched = check_unpatched(model, log_messages, part)
     assert torch.equal(sample_transformer(patched, tiny, size), expected)
 
 
@@ -184,7 +184,7 @@ def host_038(monkeypatch):
     return install
 
 
-def test_the_attention_of_038_merges_where_overrides_get_tensors(models, told, host_038):
+def test_the_attention_of_038_merges_where_overrides_get_tensors(models, log_messages, host_038):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)
     config = merging(strategy="window", attn_tokens="k,v")
@@ -194,14 +194,16 @@ def test_the_attention_of_038_merges_where_overrides_get_tensors(models, told, h
     host_038(takes_for_overrides=True)
     assert relative_error(sample_transformer(model, tiny, size), plain) < 1e-5
     assert relative_error(sample_transformer(attach(model, config), tiny, size), expected) < 1e-5
-    assert told()[-1].startswith("[ToMe] merged ")
+    assert log_messages()[-1].startswith("[ToMe] merged ")
     assert overridden(model) == []
 
 
-def test_the_attention_of_038_is_left_alone_where_overrides_get_containers(models, told, host_038):
+def test_the_attention_of_038_is_left_alone_where_overrides_get_containers(
+    models, log_messages, host_038
+):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)
     host_038(takes_for_overrides=False)
     expected = sample_transformer(model, tiny, size)
-    patched = check_unpatched(model, told, "optimized_attention")
+    patched = check_unpatched(model, log_messages, "optimized_attention")
     assert torch.equal(sample_transformer(patched, tiny, size), expected)

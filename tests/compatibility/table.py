@@ -1,6 +1,6 @@
 """Beside which other nodes does merging work, on which models?
 
-Each node of :mod:`benchmarks.neighbours` meets merging in several settings, before it and after it,
+Each node of :mod:`.neighbours` meets merging in several settings, before it and after it,
 on tiny instances of ComfyUI's own model classes. With a lossless plan, which only shuffles tokens,
 the result must be that of the other node alone. A second run, with the plan of the settings, tells
 where merging stepped aside and why.
@@ -10,39 +10,32 @@ import argparse
 import itertools
 import json
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+import comfy.sample
+import comfy.samplers
+import comfyui_version
+import torch
+from comfy.model_patcher import ModelPatcher
+from models.comfyui import KINDS, build, sample
+from torch import Tensor
 
-from benchmarks.host import use_cpu  # noqa: E402
+from benchmarks.lossless import lossless
+from benchmarks.machine import origin
+from benchmarks.speed.figures import grid
+from tome_nodes.comfyui.attachment import attach, last_run
+from tome_nodes.patching.engine import MakeStrategy
+from tome_nodes.report import log_line
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
+from tome_nodes.strategies import make_strategy
+from tools.environment import ROOT
 
-use_cpu()
-
-import comfy.sample  # noqa: E402
-import comfy.samplers  # noqa: E402
-import comfyui_version  # noqa: E402
-import torch  # noqa: E402
-from comfy.model_patcher import ModelPatcher  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from benchmarks.lossless import lossless  # noqa: E402
-from benchmarks.machine import origin  # noqa: E402
-from benchmarks.neighbours import ALL, KINDS, SIDES, Neighbour  # noqa: E402
-from benchmarks.speed.figures import grid  # noqa: E402
-from tome_nodes.comfyui.attachment import attach, last_run  # noqa: E402
-from tome_nodes.patching.engine import MakeStrategy  # noqa: E402
-from tome_nodes.report import log_line  # noqa: E402
-from tome_nodes.settings.config import ToMeConfig  # noqa: E402
-from tome_nodes.settings.presets import settings_of  # noqa: E402
-from tome_nodes.strategies import make_strategy  # noqa: E402
-from tools.tiny_models import build, sample  # noqa: E402
+from .neighbours import ALL, SIDES, Neighbour
 
 RESULTS = ROOT / "benchmarks" / "results"
 STEPS = 4
@@ -138,8 +131,8 @@ class Bench:
         except Failed as reason:
             return Cell(NONE, str(reason))
         try:
-            result, told = self._both(kind, neighbour, setting, order, lossless(make_strategy))
-            merged, told_of_merged = self._merged(kind, neighbour, setting)
+            result, lines = self._both(kind, neighbour, setting, order, lossless(make_strategy))
+            merged, lines_of_merged = self._merged(kind, neighbour, setting)
         except Exception as error:
             return Cell(WRONG, _in_words(error))
         if not _difference(result, expected) < CLOSE:
@@ -147,7 +140,7 @@ class Bench:
         if not merged.isfinite().all():
             return Cell(WRONG, "the result of merging is not finite")
         own = self._merged(kind, NOBODY, setting)[1]
-        new = [each for each in dict.fromkeys((*told, *told_of_merged)) if each not in own]
+        new = [each for each in dict.fromkeys((*lines, *lines_of_merged)) if each not in own]
         if not new:
             return Cell(RIGHT)
         return Cell(ASIDE if new[0].startswith(_NOTHING) else PARTLY, "; ".join(new))
@@ -198,7 +191,7 @@ class Bench:
         else:
             both = attach(neighbour.patch(model, kind), config, make)
         result = run(neighbour, both, kind)
-        return result, _told(both)
+        return result, _log_lines(both)
 
     def model(self, kind: str) -> ModelPatcher:
         return self._once(("model", kind), lambda: build(KINDS[kind]))
@@ -226,7 +219,7 @@ def row_of(bench: Bench, neighbour: Neighbour) -> Row:
 
 def main() -> int:
     """Run all cells and write the table; 1 if one of them is wrong."""
-    parser = argparse.ArgumentParser(prog="dev.py bench --compatibility", description=__doc__)
+    parser = argparse.ArgumentParser(prog="dev.py compatibility", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=[each.name for each in ALL])
     parser.add_argument("--name", default="compatibility", help="name of the result files")
     arguments = parser.parse_args()
@@ -237,7 +230,7 @@ def main() -> int:
             began = time.monotonic()
             rows[neighbour.name] = row_of(bench, neighbour)
             print(f"{neighbour.name}: {time.monotonic() - began:.0f} s", flush=True)
-    result = {**origin("cpu", "--compatibility"), "host": comfyui_version.__version__}
+    result = {**origin("cpu", "compatibility"), "host": comfyui_version.__version__}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{arguments.name}.json").write_text(
         json.dumps(result | {"rows": in_short(rows)}, indent=1) + "\n", encoding="utf-8"
@@ -346,7 +339,7 @@ def run(neighbour: Neighbour, model: ModelPatcher, kind: str) -> Tensor:
         )
 
 
-def _told(model: ModelPatcher) -> list[str]:
+def _log_lines(model: ModelPatcher) -> list[str]:
     """What our log tells of the last run of a model, apart from what merged."""
     last = last_run(model)
     if last is None:
@@ -365,7 +358,3 @@ def _in_words(error: Exception) -> str:
     """An error on one line."""
     line = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {line[:100]}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,11 +4,11 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from common import Shuffle, relative_error
+from models.comfyui import TINY, sample
 
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
-from tools.tiny_models import TINY, sample
 
 FAST = ToMeConfig(**settings_of("fast", {"ratio": 0.5}) | {"min_tokens": 1})
 
@@ -45,7 +45,7 @@ def noted(model, evaluated):
 @pytest.mark.parametrize("ours_first", [True, False])
 @pytest.mark.parametrize("kind", ["flux", "wan21", "qwen_image", "wan21_i2v"])
 def test_a_wrapper_of_the_network_sees_the_latent_and_the_answer_for_it(
-    models, told, kind, ours_first
+    models, log_messages, kind, ours_first
 ):
     tiny, model = TINY[kind], models(kind)
     seen, evaluated = [], []
@@ -57,7 +57,7 @@ def test_a_wrapper_of_the_network_sees_the_latent_and_the_answer_for_it(
         assert torch.equal(entered[:, : noisy.shape[1]], noisy)
         sigma = t.view(-1, *[1] * (noisy.ndim - 1))
         assert relative_error(noisy - sigma * out, denoised) < 1e-5
-    assert told()[-1].startswith("[ToMe] merged ")
+    assert log_messages()[-1].startswith("[ToMe] merged ")
     assert (
         relative_error(sample(attach(model, FAST), tiny, tiny.size(8, 10), steps=6), result) < 1e-4
     )

@@ -195,8 +195,8 @@ class Runs:
             raise
         except Exception as error:
             # With its traceback, it would keep tensors alive.
-            told = f"{type(error).__name__}: {error}"
-        raise FailedError(told)
+            message = f"{type(error).__name__}: {error}"
+        raise FailedError(message)
 
     def _sample_both(
         self, model: Model, prepared: Any, draw: Draw, beside: Beside, merging: Merging | None

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.soak.draws import FAULTS, Beside, Draw, Fault, Sampling, Traits, draw
-from benchmarks.soak.merging import Merging
-from benchmarks.soak.models import Transformer, UNetOfDiffusers
-from benchmarks.soak.runs import Runs
-from benchmarks.soak.tally import Tally, Verdict, growth, told
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.presets import PRESETS, settings_of
+
+from .draws import FAULTS, Beside, Draw, Fault, Sampling, Traits, draw
+from .merging import Merging
+from .models import UNetOfDiffusers, transformer
+from .runs import Runs
+from .tally import Tally, Verdict, failure_text, growth
 
 RUN = Draw(1, "flux", {"preset": "custom", "min_tokens": 1, "ratio": 0.5}, Sampling((6, 8)))
 STOPPED = replace(RUN, fault=Fault("exception", 0.9, 1))
@@ -25,8 +26,8 @@ BESIDE = replace(RUN, beside=Beside(False, True, replace(RUN, model="sd3")))
 def judged():
     """What becomes of a run with some stand-in for our part."""
     makers = {
-        "flux": lambda: Transformer("flux"),
-        "sd3": lambda: Transformer("sd3"),
+        "flux": lambda: transformer("flux"),
+        "sd3": lambda: transformer("sd3"),
         "diffusers": UNetOfDiffusers,
     }
 
@@ -264,7 +265,7 @@ def test_the_last_line_and_the_exit_code(made, is_good, line):
 
 
 def test_a_failure_is_told_with_its_settings_and_how_to_repeat_it():
-    first, settings, repeat = told(BESIDE, ["it failed"], 7).splitlines()
+    first, settings, repeat = failure_text(BESIDE, ["it failed"], 7).splitlines()
     assert first == "failed: run 1: it failed"
     assert json.loads(settings.removeprefix("  settings: "))["beside"]["draw"]["model"] == "sd3"
     assert repeat == "  repeat: python3 dev.py soak --seed 7 --only 1"

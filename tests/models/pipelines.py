@@ -1,4 +1,6 @@
-"""Pipelines of diffusers with small random weights, for the tests of that host."""
+"""Tiny UNets and pipelines of diffusers with random weights."""
+
+from typing import Any
 
 import torch
 from diffusers import (
@@ -14,19 +16,20 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
+from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEXT_CHANNELS = 32
 HEIGHT, WIDTH = 96, 128
 GRID = (HEIGHT // 8, WIDTH // 8)
 
-_SD = {
+_SD: dict[str, Any] = {
     "block_out_channels": (32, 64, 64),
     "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
     "attention_head_dim": 4,
 }
-_UNETS = {
+_UNETS: dict[str, dict[str, Any]] = {
     "one_level": {
         "block_out_channels": (32, 64),
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -51,7 +54,7 @@ _UNETS = {
 }
 
 
-def make_unet(family="sd15", **options):
+def make_unet(family: str = "sd15", **options: Any) -> UNet2DConditionModel:
     """A UNet of a family, the same each time, that changes its input substantially."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -72,14 +75,16 @@ def make_unet(family="sd15", **options):
     return unet.eval().to(DEVICE)
 
 
-def inputs(unet, batch=2, grid=GRID, seed=0):
+def inputs(
+    unet: UNet2DConditionModel, batch: int = 2, grid: tuple[int, int] = GRID, seed: int = 0
+) -> dict[str, Any]:
     """The arguments of a call of the UNet, except the timestep."""
     generator = torch.Generator().manual_seed(seed)
 
-    def noise(*shape):
+    def noise(*shape: int) -> Tensor:
         return torch.randn(batch, *shape, generator=generator).to(DEVICE, unet.dtype)
 
-    arguments = {
+    arguments: dict[str, Any] = {
         "sample": noise(unet.config.in_channels, *grid),
         "encoder_hidden_states": noise(7, TEXT_CHANNELS),
     }
@@ -94,13 +99,13 @@ def inputs(unet, batch=2, grid=GRID, seed=0):
 
 
 @torch.no_grad()
-def call(unet, timestep=500, **options):
+def call(unet: Any, timestep: float = 500, **options: Any) -> Tensor:
     """One evaluation of a UNet, which may be compiled."""
     arguments = inputs(getattr(unet, "_orig_mod", unet), **options)
     return unet(arguments.pop("sample"), torch.tensor(timestep), **arguments).sample
 
 
-def _make_vae():
+def _make_vae() -> AutoencoderKL:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoencoderKL(
@@ -112,7 +117,7 @@ def _make_vae():
         ).eval()
 
 
-def _text(batch, seed):
+def _text(batch: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, 7, TEXT_CHANNELS, generator=generator).to(DEVICE)
 
@@ -120,13 +125,20 @@ def _text(batch, seed):
 class Case:
     """A pipeline and how to run it; the output of text encoders stands in for them."""
 
-    def __init__(self, pipeline, **arguments):
+    def __init__(self, pipeline: Any, **arguments: Any):
         self.pipeline = pipeline.to(DEVICE)
         self.arguments = arguments
         pipeline.set_progress_bar_config(disable=True)
 
-    def __call__(self, steps=2, batch=1, guidance_scale=4.0, seed=0, **options):
-        text = {
+    def __call__(
+        self,
+        steps: int = 2,
+        batch: int = 1,
+        guidance_scale: float = 4.0,
+        seed: int = 0,
+        **options: Any,
+    ) -> Tensor:
+        text: dict[str, Any] = {
             "prompt_embeds": _text(batch, 1),
             "negative_prompt_embeds": _text(batch, 2),
         }
@@ -145,12 +157,12 @@ class Case:
         ).images
 
 
-def picture(channels=3, seed=5):
+def picture(channels: int = 3, seed: int = 5) -> Tensor:
     """``[1, channels, HEIGHT, WIDTH]`` from 0 to 1."""
     return torch.rand(1, channels, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def _parts(family, **scheduler_options):
+def _parts(family: str, **scheduler_options: Any) -> dict[str, Any]:
     return {
         "unet": make_unet(family),
         "vae": _make_vae(),
@@ -165,42 +177,42 @@ _SIZE = {"height": HEIGHT, "width": WIDTH}
 _SECOND_ENCODER = {"text_encoder_2": None, "tokenizer_2": None, "add_watermarker": False}
 
 
-def sd15():
+def sd15() -> Case:
     return Case(StableDiffusionPipeline(**_parts("sd15"), **_NO_CHECKER), **_SIZE)
 
 
-def sd15_ancestral():
+def sd15_ancestral() -> Case:
     """With a scheduler that adds noise in each step."""
     parts = _parts("sd15") | {"scheduler": EulerAncestralDiscreteScheduler(steps_offset=1)}
     return Case(StableDiffusionPipeline(**parts, **_NO_CHECKER), **_SIZE)
 
 
-def sd21():
+def sd21() -> Case:
     parts = _parts("sd21", prediction_type="v_prediction")
     return Case(StableDiffusionPipeline(**parts, **_NO_CHECKER), **_SIZE)
 
 
-def sdxl():
+def sdxl() -> Case:
     return Case(StableDiffusionXLPipeline(**_parts("sdxl"), **_SECOND_ENCODER), **_SIZE)
 
 
-def sd15_img2img():
+def sd15_img2img() -> Case:
     pipeline = StableDiffusionImg2ImgPipeline(**_parts("sd15"), **_NO_CHECKER)
     return Case(pipeline, image=picture(), strength=1.0)
 
 
-def sdxl_img2img():
+def sdxl_img2img() -> Case:
     pipeline = StableDiffusionXLImg2ImgPipeline(**_parts("sdxl"), **_SECOND_ENCODER)
     return Case(pipeline, image=picture(), strength=1.0)
 
 
-def sd15_inpaint():
+def sd15_inpaint() -> Case:
     pipeline = StableDiffusionInpaintPipeline(**_parts("sd15_inpaint"), **_NO_CHECKER)
     mask = (picture(channels=1, seed=6) > 0.5).float()
     return Case(pipeline, image=picture(), mask_image=mask, **_SIZE)
 
 
-def sd15_controlnet():
+def sd15_controlnet() -> Case:
     parts = _parts("sd15")
     controlnet = ControlNetModel.from_unet(parts["unet"]).eval()
     for layer in (*controlnet.controlnet_down_blocks, controlnet.controlnet_mid_block):

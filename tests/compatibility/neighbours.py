@@ -1,7 +1,7 @@
 """Other nodes that people put beside ours, each as it changes a model or the sampling of it.
 
 Most are ComfyUI's own. Those of other packs cannot run here, so a stand-in does to the model object
-what they do (:mod:`benchmarks.stand_ins`), and says where that is to be read.
+what they do (:mod:`.stand_ins`), and says where that is to be read.
 """
 
 import asyncio
@@ -23,13 +23,10 @@ import comfy.sd
 import comfy_extras.nodes_post_processing  # noqa: F401
 import torch
 from comfy.model_patcher import ModelPatcher
+from models.comfyui import KINDS, TINY, build, conditioning
 from torch import Tensor
 
-from benchmarks import stand_ins
-from tools.tiny_models import TINY, UNETS, Tiny, build, conditioning
-
-KINDS: Mapping[str, Tiny] = UNETS | TINY
-"""The tiny models, by name."""
+from . import stand_ins
 
 SIDES = (8, 12)
 """Height and width of the latents in tokens: two windows of no square shape."""
@@ -38,7 +35,7 @@ Patch = Callable[[ModelPatcher, str], Any]
 """Takes a model and the name of its kind; returns what the node makes of the model."""
 
 Sampling = Callable[[ModelPatcher, str], dict[str, Any]]
-"""Takes the same; returns further arguments of :func:`tools.tiny_models.sample`."""
+"""Takes the same; returns further arguments of :func:`models.comfyui.sample`."""
 
 
 def _unchanged(model: ModelPatcher, kind: str) -> ModelPatcher:
@@ -336,7 +333,7 @@ def _unguided(model: ModelPatcher, kind: str) -> Any:
 
 _SAMPLERS = "comfy_extras/nodes_custom_sampler.py"
 _NODES = "nodes.py"
-_UNETS = tuple(UNETS)
+_UNETS = ("sd15", "sdxl")
 _VIDEOS = tuple(kind for kind, tiny in KINDS.items() if (tiny.frames or 1) > 1)
 _WINDOWS: Mapping[str, Any] = {
     "context_schedule": "standard_static",

@@ -1,19 +1,20 @@
-"""Tiny instances of ComfyUI's own models with random weights, and their inputs.
+"""Tiny instances of ComfyUI's own model classes with random weights, and their inputs.
 
 Import this after ComfyUI is on the path and told how to run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import comfy.model_management
 import comfy.sample
+import comfy.supported_models
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.nested_tensor import NestedTensor
-
-from tools import transformers
 
 TEXT = 20
 """Number of tokens in a prompt."""
@@ -75,6 +76,24 @@ COSMOS = {
     "pos_emb_cls": "rope3d",
     "use_adaln_lora": True,
     "adaln_lora_dim": 16,
+}
+OMNIGEN = {
+    "in_channels": 16,
+    "hidden_size": 96,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "multiple_of": 16,
+    "axes_dim_rope": (8, 8, 8),
+    "axes_lens": (64, 64, 64),
+}
+LTX = {
+    "in_channels": 128,
+    "cross_attention_dim": 64,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "caption_channels": 32,
+    "num_layers": 2,
 }
 HUNYUAN = {
     "image_model": "hunyuan_video",
@@ -325,19 +344,7 @@ TINY: dict[str, Tiny] = {
     ),
     "omnigen2": Tiny(
         "Omnigen2",
-        {
-            "image_model": "omnigen2",
-            "in_channels": 16,
-            "hidden_size": 96,
-            "num_layers": 2,
-            "num_refiner_layers": 1,
-            "num_attention_heads": 4,
-            "num_kv_heads": 2,
-            "multiple_of": 16,
-            "axes_dim_rope": (8, 8, 8),
-            "axes_lens": (64, 64, 64),
-            "text_feat_dim": 32,
-        },
+        {**OMNIGEN, "image_model": "omnigen2", "num_layers": 2, "text_feat_dim": 32},
         2,
         before=TEXT,
         prompt=every_token,
@@ -345,17 +352,10 @@ TINY: dict[str, Tiny] = {
     "boogu": Tiny(
         "Boogu",
         {
+            **OMNIGEN,
             "image_model": "boogu",
-            "in_channels": 16,
-            "hidden_size": 96,
             "num_layers": 3,
             "num_double_stream_layers": 1,
-            "num_refiner_layers": 1,
-            "num_attention_heads": 4,
-            "num_kv_heads": 2,
-            "multiple_of": 16,
-            "axes_dim_rope": (8, 8, 8),
-            "axes_lens": (64, 64, 64),
             "instruction_feat_dim": 32,
         },
         4,
@@ -465,15 +465,7 @@ TINY: dict[str, Tiny] = {
     "hunyuan_video": Tiny("HunyuanVideo", HUNYUAN, 4, before=TEXT, frames=4),
     "ltxv": Tiny(
         "LTXV",
-        {
-            "image_model": "ltxv",
-            "in_channels": 128,
-            "cross_attention_dim": 64,
-            "attention_head_dim": 32,
-            "num_attention_heads": 2,
-            "caption_channels": 32,
-            "num_layers": 2,
-        },
+        {"image_model": "ltxv", **LTX},
         2,
         channels=128,
         frames=5,
@@ -502,12 +494,7 @@ TINY: dict[str, Tiny] = {
         "LTXAV",
         {
             "image_model": "ltxav",
-            "in_channels": 128,
-            "cross_attention_dim": 64,
-            "attention_head_dim": 32,
-            "num_attention_heads": 2,
-            "caption_channels": 32,
-            "num_layers": 2,
+            **LTX,
             "audio_attention_head_dim": 16,
             "audio_num_attention_heads": 2,
             "audio_cross_attention_dim": 32,
@@ -649,7 +636,7 @@ TINY: dict[str, Tiny] = {
 }
 """Transformers, by a name for tests."""
 
-_UNET = {
+_UNET: dict[str, Any] = {
     "image_size": 32,
     "in_channels": 4,
     "out_channels": 4,
@@ -657,49 +644,124 @@ _UNET = {
     "num_res_blocks": [1, 1, 1],
     "channel_mult": (1, 2, 4),
     "use_spatial_transformer": True,
+    "use_linear_in_transformer": True,
     "legacy": False,
     "context_dim": 32,
     "use_temporal_attention": False,
+    "adm_in_channels": None,
+    "transformer_depth": [1, 1, 0],
+    "transformer_depth_middle": 1,
+    "transformer_depth_output": [1, 1, 1, 1, 0, 0],
 }
+_SD15 = _UNET | {"use_linear_in_transformer": False}
+_SDXL = _UNET | {"num_classes": "sequential", "num_head_channels": 16}
+
+
+def _unet(name: str, settings: dict[str, Any], blocks: int) -> Tiny:
+    return Tiny(name, settings, blocks, channels=4, patch=1)
+
 
 UNETS: dict[str, Tiny] = {
-    "sd15": Tiny(
-        "SD15",
-        {
-            **_UNET,
-            "adm_in_channels": None,
-            "use_linear_in_transformer": False,
-            "transformer_depth": [1, 1, 0],
-            "transformer_depth_middle": 1,
-            "transformer_depth_output": [1, 1, 1, 1, 0, 0],
-        },
-        7,
-        channels=4,
-        patch=1,
-    ),
-    "sdxl": Tiny(
+    "sd15": _unet("SD15", _SD15, 7),
+    "sdxl": _unet(
         "SDXL",
         {
-            **_UNET,
-            "num_classes": "sequential",
+            **_SDXL,
             "adm_in_channels": 32 + 6 * 256,
-            "use_linear_in_transformer": True,
-            "num_head_channels": 16,
             "transformer_depth": [0, 1, 2],
             "transformer_depth_middle": 2,
             "transformer_depth_output": [0, 0, 1, 1, 2, 2],
         },
         11,
-        channels=4,
-        patch=1,
+    ),
+    "sd15_inpaint": _unet("SD15", {**_SD15, "in_channels": 9}, 7),
+    "sdxl_refiner": _unet(
+        "SDXLRefiner",
+        {
+            **_SDXL,
+            "adm_in_channels": 32 + 5 * 256,
+            "transformer_depth": [0, 4, 0],
+            "transformer_depth_middle": 4,
+            "transformer_depth_output": [0, 0, 4, 4, 0, 0],
+        },
+        16,
+    ),
+    "sd2": _unet("SD20", {**_UNET, "num_head_channels": 16}, 7),
+    "x4_upscaler": _unet(
+        "SD_X4Upscaler",
+        {
+            **_UNET,
+            "in_channels": 7,
+            "num_classes": 1000,
+            "num_heads": 4,
+            "disable_self_attentions": [True, True, False],
+            "transformer_depth": [0, 1, 1],
+            "transformer_depth_output": [0, 0, 1, 1, 1, 1],
+        },
+        7,
+    ),
+    "svd": _unet(
+        "SVD_img2vid",
+        {
+            **_SDXL,
+            "in_channels": 8,
+            "adm_in_channels": 3 * 256,
+            "use_temporal_attention": True,
+            "use_temporal_resblock": True,
+            "extra_ff_mix_layer": True,
+            "use_spatial_context": True,
+            "merge_strategy": "learned_with_images",
+            "merge_factor": 0.0,
+            "video_kernel_size": [3, 1, 1],
+        },
+        7,
     ),
 }
 """UNets with all kinds of levels that the published ones have, by a name for tests."""
 
+KINDS = UNETS | TINY
+"""All of them."""
 
-def build(tiny: Tiny) -> Any:
-    """A model patcher in float32."""
-    return transformers.build(tiny.name, tiny.settings)
+
+def build(tiny: Tiny) -> ModelPatcher:
+    """A model in float32."""
+    return build_class(tiny.name, tiny.settings)
+
+
+def build_class(
+    name: str, settings: Mapping[str, Any], dtype: torch.dtype = torch.float32
+) -> ModelPatcher:
+    """A model that the host runs on its device.
+
+    Args:
+        name: the name of a class in ``comfy.supported_models``.
+        settings: those of the class, as its loader would read them from a file.
+        dtype: that of inference.
+    """
+    config = getattr(comfy.supported_models, name)(dict(settings))
+    # The class has put sizes of the published model in their place.
+    config.unet_config.update(settings)
+    config.set_inference_dtype(dtype, None)
+    device = torch.device("cpu")
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        # Fills memory that a file would be read into with NaN: some buffers are not parameters.
+        torch.use_deterministic_algorithms(True)
+        base = config.get_model({}, device=device)
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+    generator = torch.Generator().manual_seed(0)
+    for buffer in base.buffers():
+        if buffer.isnan().all():
+            buffer.data.normal_(0.0, 0.3, generator=generator)
+    for parameter in base.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
+        else:
+            parameter.data.normal_(0.3, 0.3, generator=generator)
+    return ModelPatcher(
+        base, load_device=comfy.model_management.get_torch_device(), offload_device=device
+    )
 
 
 def sample(
@@ -714,6 +776,7 @@ def sample(
     prompts: Any = None,
     picture: float = 0.0,
     sampler: str = "euler",
+    scheduler: str = "simple",
     **options: Any,
 ) -> torch.Tensor:
     """Sample a latent of ``size``, from noise or from a ``picture`` of one value; no sound."""
@@ -729,7 +792,7 @@ def sample(
         steps,
         cfg,
         sampler,
-        "simple",
+        scheduler,
         positive,
         negative,
         empty,

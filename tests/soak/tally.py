@@ -1,4 +1,4 @@
-"""What became of the runs: counts, memory, and how they are told."""
+"""What became of the runs: counts, memory, and the words for them."""
 
 import json
 import sys
@@ -126,7 +126,7 @@ class Progress:
         print(f"\r{text}" if self._is_terminal else text, flush=True)
 
 
-def told(run: Draw, failures: Sequence[str], seed: int) -> str:
+def failure_text(run: Draw, failures: Sequence[str], seed: int) -> str:
     """What failed in a run, its settings, and how to repeat it."""
     return "\n".join(
         [

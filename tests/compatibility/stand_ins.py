@@ -2,7 +2,7 @@
 
 Each is our own, written after what the node does to the model object: which wrapper, attribute or
 option it sets, whether it calls what was there before, and when it skips what. Thresholds are such
-that a run of four steps skips something. The sources are named in :mod:`benchmarks.neighbours`.
+that a run of four steps skips something. The sources are named in :mod:`.neighbours`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

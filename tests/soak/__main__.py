@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 
+import comfyui_in_process  # noqa: F401
 import torch
 
 from benchmarks.host import use_cpu
@@ -38,14 +39,13 @@ from benchmarks.machine import origin
 from tools.environment import ROOT
 
 from .draws import Draw, draw
-from .tally import Progress, Tally, page, told
+from .tally import Progress, Tally, failure_text, page
 from .traces import resident_bytes, steady_memory
 
 use_cpu()
 
 from .merging import Merging, NoMerging  # noqa: E402
-from .models import all_models  # noqa: E402
-from .neighbours import load_nodes  # noqa: E402
+from .models import all_models, load_nodes  # noqa: E402
 from .runs import Runs  # noqa: E402
 
 QUICK = 100
@@ -61,7 +61,7 @@ def soak(runs: Runs, draws: Iterable[Draw], progress: Progress, seed: int) -> Ta
         verdict = runs.run(each)
         tally.add(each, verdict, resident_bytes())
         if verdict.failures:
-            progress.tell(told(each, verdict.failures, seed))
+            progress.tell(failure_text(each, verdict.failures, seed))
         progress.show(tally)
     return tally
 
@@ -102,8 +102,7 @@ def main() -> int:
         tally = soak(runs, draws, Progress(len(numbers)), arguments.seed)
     if arguments.save:
         result = {
-            **origin("cpu"),
-            "command": " ".join(["python3 dev.py soak", *sys.argv[1:]]),
+            **origin("cpu", "soak"),
             "models": len(models),
             "minutes": (time.monotonic() - began) / 60,
             "summary": tally.summary(),

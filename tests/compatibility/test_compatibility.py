@@ -6,15 +6,16 @@ import pytest
 import torch
 from common import EVERYTHING, relative_error
 from host import merging, overridden
+from models.comfyui import TINY, build, sample
 
-from benchmarks import compatibility
-from benchmarks.compatibility import COLUMNS, Bench, Cell, meetings, run
-from benchmarks.neighbours import ALL, BY_NAME, Neighbour
 from tome_nodes.comfyui.attachment import attach, detach, is_attached
 from tome_nodes.settings.config import ToMeConfig
-from tools.tiny_models import TINY, build, sample
 
-TABLE = json.loads((compatibility.RESULTS / "compatibility.json").read_text(encoding="utf-8"))
+from . import table
+from .neighbours import ALL, BY_NAME, Neighbour
+from .table import COLUMNS, Bench, Cell, meetings, run
+
+TABLE = json.loads((table.RESULTS / "compatibility.json").read_text(encoding="utf-8"))
 
 # Those that reach deepest into a model meet all settings, on a kind of model that they change.
 THOROUGHLY = {
@@ -63,7 +64,7 @@ def test_the_table_has_every_node_on_every_kind_of_model():
     for row in TABLE["rows"].values():
         assert list(row) == list(COLUMNS)
         assert all(cell["verdict"] != "wrong" for cells in row.values() for cell in cells.values())
-    page = (compatibility.RESULTS / "compatibility.md").read_text(encoding="utf-8")
+    page = (table.RESULTS / "compatibility.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
     assert rows[2:] == list(TABLE["rows"])
 
@@ -73,9 +74,7 @@ def test_the_table_has_every_node_on_every_kind_of_model():
 def test_a_cell_of_the_table_is_still_so(bench, name):
     neighbour = BY_NAME[name]
     kinds = [
-        kind
-        for kind in COLUMNS
-        if in_table(name, kind, "fast", "ours first").verdict != compatibility.NONE
+        kind for kind in COLUMNS if in_table(name, kind, "fast", "ours first").verdict != table.NONE
     ]
     kind = kinds[len(name) % len(kinds)]
     setting, order = meetings(neighbour)[ALL.index(neighbour) % 8]
@@ -89,7 +88,7 @@ def test_all_settings_and_orders_of_a_node(bench, name):
     for setting, order in meetings(neighbour):
         found = bench.cell(kind, neighbour, setting, order)
         assert found == in_table(name, kind, setting, order), (setting, order)
-        assert found.verdict != compatibility.NONE
+        assert found.verdict != table.NONE
     assert ours_in(bench.model(kind)) == []
 
 
@@ -122,27 +121,27 @@ def an_error(model, kind):
 def test_what_is_wrong_is_found(bench, patch, why):
     neighbour = Neighbour(name=why, source="nodes.py", patch=patch)
     found = bench.cell("flux", neighbour, "quality", "ours first")
-    assert found == Cell(compatibility.WRONG, why)
-    shown = compatibility._shown({"quality, ours first": found}, {})
+    assert found == Cell(table.WRONG, why)
+    shown = table._shown({"quality, ours first": found}, {})
     assert shown == "wrong [1]"
 
 
 def test_what_differs_by_setting_is_said_once():
-    partly = Cell(compatibility.PARTLY, "no room")
+    partly = Cell(table.PARTLY, "no room")
     cells = {
-        f"{setting}, {order}": partly if setting == "fast" else Cell(compatibility.RIGHT)
+        f"{setting}, {order}": partly if setting == "fast" else Cell(table.RIGHT)
         for setting, order in meetings(ALL[0])
     }
     notes = {"another": 1}
-    assert compatibility._shown(cells, notes) == "partly [2]"
+    assert table._shown(cells, notes) == "partly [2]"
     assert notes == {"another": 1, "fast: no room": 2}
-    assert compatibility._shown({"fast, ours first": partly}, notes) == "partly [3]"
-    short = compatibility.in_short({"a node": {"flux": cells}})["a node"]["flux"]
+    assert table._shown({"fast, ours first": partly}, notes) == "partly [3]"
+    short = table.in_short({"a node": {"flux": cells}})["a node"]["flux"]
     assert short["fast, ours first, fast, theirs first"] == {"verdict": "partly", "why": "no room"}
 
 
 @pytest.mark.parametrize("name", ["HyperTile", "PatchModelAddDownscale", "SelfAttentionGuidance"])
-def test_merging_next_to_another_node_changes_the_result_reproducibly(bench, told, name):
+def test_merging_next_to_another_node_changes_the_result_reproducibly(bench, log_messages, name):
     neighbour = BY_NAME[name]
     theirs = neighbour.patch(bench.model("sd15"), "sd15")
     config = ToMeConfig(ratio=0.5, **EVERYTHING)
@@ -152,7 +151,7 @@ def test_merging_next_to_another_node_changes_the_result_reproducibly(bench, tol
     )
     assert 1e-3 < relative_error(merged, expected) < 1
     assert torch.equal(again, merged)
-    assert told()[-1].startswith("[ToMe] merged 7/7 blocks (")
+    assert log_messages()[-1].startswith("[ToMe] merged 7/7 blocks (")
 
 
 def test_a_partly_loaded_model():

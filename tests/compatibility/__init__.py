@@ -1,0 +1,1 @@
+"""Merging beside other nodes, on tiny models of ComfyUI's own classes."""

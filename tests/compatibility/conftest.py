@@ -1,0 +1,3 @@
+"""The tests of this folder run on ComfyUI."""
+
+import comfyui_in_process  # noqa: F401

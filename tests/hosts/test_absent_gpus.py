@@ -1,0 +1,65 @@
+"""The kernels compile for GPUs that are not there."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tools.environment import ROOT
+
+pytest.importorskip("triton", reason="Triton is not made for this system")
+pytestmark = pytest.mark.newest_only
+
+COMPILE = """
+import torch
+from benchmarks.speed.absent_gpus import Shape, compile_for, count_variants
+from tome_nodes.merging.layout import Grid
+
+# A large window with heads of 40, a grid one cell high, and float32.
+shapes = [
+    Shape("balanced", Grid(32, 32), 320, 8, (2, 4), torch.float16),
+    Shape("one cell high", Grid(2, 64), 64, 1, (2, 2), torch.bfloat16),
+    Shape("float32", Grid(16, 16), 320, 5, (4, 2), torch.float32),
+]
+balanced, high, single = shapes
+# Kernels that take 16 bits differ most between GPUs.
+for target, chosen in {"sm_75": [balanced, high], "sm_90": shapes, "gfx942": [balanced]}.items():
+    for each in compile_for(target, chosen):
+        print(each.kernel, each.target, each.error, each.spilling, each.tensor_cores > 0, sep="|")
+# Windows of eight by four cells, and of five by four.
+print(count_variants(balanced, (512, 704)))
+"""
+
+
+ABSENT = {("merge_windows", "sm_75"), ("attend", "sm_75"), ("attend", "gfx942")}
+"""Kernels that GPUs do not take."""
+
+
+def test_kernels_compile_for_gpus_that_are_not_present_and_once_for_many_sizes(tmp_path):
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    output = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    *compiled, variants = output.splitlines()
+    names = (
+        *("match_windows", "merge", "merge_windows"),
+        *("add_change", "attend", "widen"),
+    )
+    rows = [line.split("|") for line in compiled]
+    assert {(kernel, target) for kernel, target, *_ in rows} == {
+        (kernel, target)
+        for kernel in names
+        for target in ("sm_75", "sm_90", "gfx942")
+        if (kernel, target) not in ABSENT
+    }
+    assert {error for _, _, error, _, _ in rows} == {"None"}
+    assert max(int(spilling) for *_, spilling, _ in rows) <= 16
+    on_tensor_cores = {kernel for kernel, *_, products in rows if products == "True"}
+    assert on_tensor_cores == {"match_windows", "merge_windows", "attend"}
+    assert ast.literal_eval(variants) == dict.fromkeys(names, 1)

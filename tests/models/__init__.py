@@ -1,0 +1,1 @@
+"""The tiny models of all tests, benchmarks and tools, and tiny checkpoints."""
