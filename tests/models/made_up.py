@@ -172,7 +172,7 @@ class RegistersAndTextBehind(MadeUp):
 
 
 class VideoAmongReferences(MadeUp):
-    """References, a video, and text padded to a multiple of 16, in blocks that get no options."""
+    """References, a video, and text padded to a multiple of 16, in blocks given their attention."""
 
     def make_blocks(self) -> None:
         self.trunk = nn.Module()
@@ -190,14 +190,14 @@ class VideoAmongReferences(MadeUp):
             )
 
         for layer in self.trunk.layers:
-            x = layer(x, attend)
+            x = layer(x, attend, transformer_options=dict(options))
         return x[:, start : start + picture.shape[1]]
 
 
 class Closed(Block):
     """A block that is given its attention."""
 
-    def forward(self, x, attend):
+    def forward(self, x, attend, transformer_options=None):
         x = x + self.attn.to_out(attend(*self.attn.project(self.norm(x))))
         return x + self.mlp(self.norm(x))
 

@@ -9,6 +9,7 @@ touched, so LoRA, saving, model merging and other nodes' patches work as before.
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Set
+from functools import partial
 from threading import Lock
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from ..tuning.search import Measured
 from . import comfy_compiler, host_checks, workflow
-from .asking import Evaluate, ask
+from .asking import Answer, ask
 from .attention import sparse_attention
 from .autotune_cache import autotune
 from .models import record_of
@@ -241,7 +242,16 @@ class _Attachment:
             model = executor.class_obj
             return model._apply_model(latent, t, c_concat, c_crossattn, None, options, **conditions)
 
-        return run.evaluate(executor.class_obj, inputs, x, t, options, denoise, evaluate_alone)
+        asked = partial(
+            ask,
+            executor.class_obj,
+            x,
+            inputs,
+            (c_concat, c_crossattn),
+            options,
+            evaluate_alone,
+        )
+        return run.evaluate(executor.class_obj, inputs, x, t, options, denoise, asked)
 
 
 class _SamplingRun:
@@ -272,20 +282,20 @@ class _SamplingRun:
         t: Tensor,
         options: dict[str, Any],
         denoise: Callable[[Tensor, dict[str, Any]], Tensor],
-        evaluate_alone: Evaluate,
+        asked: Callable[[], Answer],
     ) -> Tensor:
         """Merge tokens in ``model``, a BaseModel of the host, while it evaluates noise level ``t``.
 
         Args:
             denoise: evaluates it on a latent under transformer options.
-            evaluate_alone: does so without what other nodes put around it.
+            asked: asks it where its pictures are.
         """
         latent = Grid(*inputs.shape[-2:])
         diffusion_model = uncompiled(model.diffusion_model)
         record = self._record_of(diffusion_model)
         answer = None
         if isinstance(record, UnknownTransformer):
-            answer = ask(model, x, inputs, options, evaluate_alone)
+            answer = asked()
             record = record.answered(answer.stacks, answer.passes_options)
         # A GPU is idle from here on until the model runs.
         sigma = max(t.flatten().tolist())

@@ -117,20 +117,18 @@ def span_of(changes: Tensor, sides: Sides) -> Span | None:
     return None
 
 
-def most_changed(changes: Tensor, sides: Sides, grid: Grid) -> list[list[int]]:
-    """The tokens of each sample that hold a probed pixel, if they are of this grid; else none.
+def most_changed(changes: Tensor, sides: Sides, grid: Grid, batch: int) -> list[int]:
+    """The tokens of all samples that hold a probed pixel, if they are of this grid; else none.
 
     Args:
-        changes: how much each token changes, ``[batch, tokens]``; none may change at all.
+        changes: how much each token changes, in any shape; none may change at all.
         sides: of the picture, in pixels.
         grid: of its tokens.
+        batch: number of samples.
     """
     number = next((len(places) for each, places in _grids(sides) if each == grid), 0)
-    most = changes.topk(min(number, changes.shape[1]))
-    return [
-        sorted(tokens[values > 0].tolist())
-        for values, tokens in zip(most.values, most.indices, strict=True)
-    ]
+    most = changes.flatten().topk(min(number * batch, changes.numel()))
+    return sorted(most.indices[most.values > 0].tolist())
 
 
 def _grids(sides: Sides) -> Iterator[tuple[Grid, list[int]]]:

@@ -1,0 +1,190 @@
+"""Evaluate a model so that no token sees another, at next to no cost, and watch its attention."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..merging.picture_search import fingerprints
+from ..patching.overrides import Forward, Override, Overrides
+from .attention import OVERRIDE
+from .key_weights import flat
+from .model_memory import Memory
+from .models.unknown import blocks_of
+
+_NUMBERING = ("idx", "index", "layer", "block")
+"""Parts of the names of attributes that tell which of several equal blocks one is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What one attention got.
+
+    Attributes:
+        queries: their number.
+        keys: their number.
+        is_masked: whether its mask differs from query to query.
+        prints: the fingerprints of the keys, ``[batch, keys, features]``.
+    """
+
+    queries: int
+    keys: int
+    is_masked: bool
+    prints: Tensor
+
+
+@dataclass(eq=False)
+class Seen:
+    """What one block did.
+
+    Attributes:
+        entered: the fingerprints of the tokens that entered it.
+        calls: its calls of attention.
+        reads_own_options: whether these have the transformer options that the block was given by
+            name, and not those of the model.
+    """
+
+    entered: list[Tensor]
+    calls: list[Call] = field(default_factory=list)
+    reads_own_options: bool = True
+
+
+class TokenwiseEvaluation:
+    """Follows one evaluation of a model.
+
+    Meanwhile attention only hands on the value of each token, linear layers only copy channels, and
+    of blocks that are alike only the first runs, whose result stands for theirs.
+
+    Attributes:
+        blocks: what each block did that ran, by name.
+        left_out: which block stood for each block that was left out, and what entered it.
+        order: the names of all blocks that the model called, in the order of their first calls.
+        has_kept: whether the model has kept something of its blocks for later evaluations. It has
+            been taken back.
+    """
+
+    def __init__(self, model: nn.Module, network: nn.Module):
+        """Prepare to follow ``network``, the diffusion model of the host's ``model``."""
+        self.blocks: dict[str, Seen] = {}
+        self.left_out: dict[str, tuple[str, list[Tensor]]] = {}
+        self.order: dict[str, None] = {}
+        self.has_kept = False
+        self._memory: Memory | None = None
+        self._model, self._network = model, network
+        self._running: str | None = None
+        self._results: dict[Any, tuple[str, Any]] = {}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Follow what is evaluated within this block, under :meth:`options`."""
+        overrides = Overrides(self._overrides)
+        before = Memory(self._model)
+        try:
+            with overrides.installed():
+                yield
+        finally:
+            self.has_kept = self._memory is not None and self._memory.restore()
+            if self.has_kept:
+                before.restore()
+
+    def options(self, options: dict[str, Any], are_own: bool = False) -> dict[str, Any]:
+        """Transformer options for the evaluation, or ``are_own``, for one of its blocks."""
+        return options | {OVERRIDE: partial(self._attention, are_own)}
+
+    def _overrides(self) -> Iterator[Override]:
+        for name, block in blocks_of(self._network):
+            yield block, "forward", self._watched(name, block, block.forward)
+            for module in block.modules():
+                if isinstance(module, nn.Linear):
+                    yield module, "forward", _cheap(module.out_features)
+
+    def _watched(self, name: str, block: nn.Module, forward: Forward) -> Forward:
+        kind = _kind(block)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._memory is None:
+                # What is kept before has nothing to do with attention, such as places.
+                self._memory = Memory(self._model)
+            self.order.setdefault(name)
+            given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            entered = [fingerprints(each) for each in given if _has_tokens(each)]
+            place = kind, tuple(each.shape for each in given)
+            if place in self._results:
+                representative, result = self._results[place]
+                self.left_out[name] = representative, entered
+                return result
+            self.blocks[name] = Seen(entered)
+            if kwargs.get("transformer_options") is not None:
+                own = self.options(kwargs["transformer_options"], are_own=True)
+                kwargs["transformer_options"] = own
+            outer, self._running = self._running, name
+            try:
+                result = forward(*args, **kwargs)
+            finally:
+                self._running = outer
+            self._results[place] = name, result
+            return result
+
+        return run
+
+    def _attention(
+        self,
+        are_own: bool,
+        func: Callable[..., Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The value of each token in place of attention; 0 where queries are of other tokens."""
+        by_head = bool(kwargs.get("skip_reshape"))
+        if self._running is not None:
+            seen = self.blocks[self._running]
+            is_masked = mask is not None and mask.ndim > 1 and mask.shape[-2] > 1
+            call = Call(q.shape[-2], k.shape[-2], is_masked, fingerprints(flat(k, by_head)))
+            seen.calls.append(call)
+            seen.reads_own_options &= are_own
+        own = _by_head(v, q, heads, by_head)
+        if q.shape[-2] != own.shape[1]:
+            own = own.new_zeros(len(q), q.shape[-2], *own.shape[2:])
+        return own.transpose(1, 2) if kwargs.get("skip_output_reshape") else own.flatten(2)
+
+
+def _cheap(out_features: int) -> Forward:
+    """What a linear layer does: which token is which shows as well, and no weights are read."""
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x[..., torch.arange(out_features, device=x.device) % x.shape[-1]]
+
+    return run
+
+
+def _by_head(v: Tensor, q: Tensor, heads: int, by_head: bool) -> Tensor:
+    """Values as ``[batch, tokens, heads, channels]``, with as many heads as queries."""
+    if by_head:
+        v = v.transpose(1, 2)
+    elif v.ndim == 3:
+        v = v.unflatten(2, (-1, q.shape[2] // heads))
+    return v if v.shape[2] == heads else v.repeat_interleave(heads // v.shape[2], 2)
+
+
+def _kind(block: nn.Module) -> Any:
+    """What two blocks have in common if they do the same to their tokens, as far as can be seen."""
+    shapes = tuple((name, tuple(each.shape)) for name, each in block.named_parameters())
+    settings = tuple(
+        (path, name, value)
+        for path, module in block.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and not any(part in name for part in _NUMBERING)
+    )
+    return type(block), shapes, settings
+
+
+def _has_tokens(x: Tensor) -> bool:
+    return x.is_floating_point() and x.ndim > 2
