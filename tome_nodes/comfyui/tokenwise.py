@@ -19,6 +19,9 @@ from .models.unknown import blocks_of
 _NUMBERING = ("idx", "index", "layer", "block")
 """Parts of the names of attributes that tell which of several equal blocks one is."""
 
+_FEWEST_CHANNELS = 16
+"""Those of a token."""
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -187,4 +190,5 @@ def _kind(block: nn.Module) -> Any:
 
 
 def _has_tokens(x: Tensor) -> bool:
-    return x.is_floating_point() and x.ndim > 2
+    """Whether an argument may be tokens with their channels, and not the rotation of positions."""
+    return x.is_floating_point() and x.ndim > 2 and x.shape[-1] >= _FEWEST_CHANNELS

@@ -85,8 +85,8 @@ def fingerprints(x: Tensor) -> Tensor:
 
 
 def changes(before: Tensor, after: Tensor) -> Tensor:
-    """How much tokens change, from their fingerprints: ``[..., features]`` to ``[...]`` float64."""
-    return (after.double() - before.double()).abs().sum(-1).cpu()
+    """How much tokens change, from their fingerprints: ``[..., features]`` to ``[...]`` float32."""
+    return (after.float() - before.float()).abs().sum(-1).cpu()
 
 
 def is_changed(changes: Tensor) -> Tensor:
