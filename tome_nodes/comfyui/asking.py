@@ -239,7 +239,7 @@ def _reference_spans(change: Tensor, latent: Span, references: Sequence[Sides]) 
     """The spans of references, one after another, as long as they stand row by row."""
     change[:, latent.start : latent.stop] = 0
     for sides in references:
-        span = span_of(change, sides)
+        span = span_of(change, sides, others_follow=True)
         if span is None:
             return
         change[:, : span.stop] = 0

@@ -81,12 +81,17 @@ def fingerprints(x: Tensor) -> Tensor:
     """A few numbers that stand for each token: ``[..., channels]`` to ``[..., features]``."""
     channels = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=torch.float32)
     features = torch.arange(1, _FEATURES + 1, device=x.device, dtype=torch.float32)
-    return x @ torch.outer(channels.sqrt() * channels, features).sin().to(x.dtype)
+    # Small enough that sums of large tokens fit into half precision.
+    weights = torch.outer(channels.sqrt() * channels, features).sin() / 64
+    return x @ weights.to(x.dtype)
 
 
 def changes(before: Tensor, after: Tensor) -> Tensor:
     """How much tokens change, from their fingerprints: ``[..., features]`` to ``[...]`` float32."""
-    return (after.float() - before.float()).abs().sum(-1).cpu()
+    change = (after.float() - before.float()).abs().sum(-1).cpu()
+    # In half precision, tokens that change by much may overflow.
+    most = change[change.isfinite()].max() if change.isfinite().any() else change.new_ones(())
+    return change.where(change.isfinite(), 10 * most)
 
 
 def is_changed(changes: Tensor) -> Tensor:
@@ -94,12 +99,13 @@ def is_changed(changes: Tensor) -> Tensor:
     return changes > _NOISE * changes.amax()
 
 
-def span_of(changes: Tensor, sides: Sides) -> Span | None:
+def span_of(changes: Tensor, sides: Sides, others_follow: bool = False) -> Span | None:
     """The first span of tokens that change, if it is a picture whose tokens stand row by row.
 
     Args:
         changes: how much each token changes with the picture, ``[batch, tokens]``.
         sides: of the picture, in pixels.
+        others_follow: whether tokens of other pictures may change right behind it.
     """
     changing = is_changed(changes).all(0)
     if not changing.any():
@@ -108,6 +114,8 @@ def span_of(changes: Tensor, sides: Sides) -> Span | None:
     for grid, places in _grids(sides):
         stop, number = start + grid.tokens, len(places)
         if number < _LEAST_APART or not changing[start:stop].all() or stop > len(changing):
+            continue
+        if not others_follow and changing[stop : stop + 1].any():
             continue
         most = changes[:, start:stop].sort(1, descending=True)
         is_there = most.indices[:, :number].sort(1).values == torch.tensor(places)
