@@ -6,7 +6,6 @@ scope records the sizes that are allocated in it; in later passes they have to b
 was allocated in a block has to be free when the block ends.
 """
 
-import gc
 import threading
 import weakref
 from contextlib import nullcontext
@@ -65,7 +64,6 @@ class Compiler(TorchDispatchMode):
 
     def _end(self, may_stay=False):
         name, sizes, made = self._scopes.pop()
-        gc.collect()
         stays = any(each() is not None for each in made.values())
         if self.recorded.setdefault(name, sizes) != sizes or (stays and not may_stay):
             raise RuntimeError(FAILED)
