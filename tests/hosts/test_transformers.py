@@ -23,6 +23,7 @@ from tome_nodes.report import drawing
 from tome_nodes.report.pages import report_of
 from tome_nodes.settings.presets import PRESETS
 from tome_nodes.strategies import make_strategy
+from tools.families import FAMILIES, Family, fate_of
 
 OVERRIDE = "optimized_attention_override"
 
@@ -618,6 +619,22 @@ def test_every_class_that_the_host_loads_is_known():
     known |= {f"comfy.ldm.{name}" for name in ASKED}
     analysers = ("rt_detr", "depth_anything", "sam3")
     assert {name for name in made_of if not any(part in name for part in analysers)} <= known
+
+
+@pytest.mark.newest_only
+def test_families_of_templates_are_of_classes_of_the_host():
+    import importlib
+
+    named = {each.model_class for each in FAMILIES} - {None}
+    for name in named - LATER:
+        module, _, found = f"comfy.ldm.{name}".rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), found), type)
+    fates = {name: fate_of(Family("", "", name)) for name in named}
+    assert {name for name in named if fates[name] == "asked"} == named & ASKED
+    refused = {name for name in named if f"comfy.ldm.{name}" in REFUSED}
+    assert {name for name in named if fates[name] == "refused"} == refused
+    assert fates["modules.diffusionmodules.openaimodel.UNetModel"] == "known"
+    assert fate_of(Family("", "", None)) == "untried"
 
 
 def test_an_unreachable_attention_is_refused_with_its_reason():
