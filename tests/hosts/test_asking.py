@@ -1,13 +1,16 @@
 """Transformers without a record: they are asked where their picture is."""
 
+from dataclasses import replace
+
 import comfy.model_management
 import pytest
 import torch
 from common import Shuffle, relative_error
 from host import merging, overridden
 from models import made_up
-from models.comfyui import TEXT, TINY, Tiny, conditioning, sample
+from models.comfyui import TEXT, TINY, Tiny, build, conditioning, sample
 from models.made_up import MERGING, REFUSED, Turning
+from torch.utils.flop_counter import FlopCounterMode
 
 from tome_nodes.comfyui import asking, attachment
 from tome_nodes.comfyui.attachment import attach
@@ -40,12 +43,6 @@ def keys_of(model, tiny, size, config=None, **options):
     if config is not None:
         watched = attach(watched, config)
     return numbers, sample(watched, tiny, size, **options)
-
-
-@pytest.fixture
-def no_records(monkeypatch):
-    """All transformers are asked."""
-    monkeypatch.setattr(attachment, "record_of", unknown_transformer)
 
 
 KNOWN = [
@@ -172,6 +169,33 @@ def test_asking_disturbs_nothing(monkeypatch):
     assert len(asked) == 1
     sample(attach(other, keys_only()), tiny, size)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "depth"),
+    [
+        ("flux", {"depth": 19, "depth_single_blocks": 38}),
+        ("z_image", {"n_layers": 30, "n_refiner_layers": 2}),
+        ("wan21", {"num_layers": 30}),
+    ],
+)
+def test_asking_takes_a_small_part_of_an_evaluation(monkeypatch, kind, depth):
+    """By arithmetic, at the depth of published models."""
+    tiny = replace(TINY[kind], settings={**TINY[kind].settings, **depth})
+    model, size = build(tiny), tiny.size(16, 16)
+    whole, part = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with whole:
+        sample(model, tiny, size, steps=1, cfg=1.0)
+    ask = asking._asked
+
+    def counted(*arguments):
+        with part:
+            return ask(*arguments)
+
+    monkeypatch.setattr(asking, "_asked", counted)
+    monkeypatch.setattr(attachment, "record_of", unknown_transformer)
+    sample(attach(model, keys_only()), tiny, size, steps=1, cfg=1.0)
+    assert 0 < part.get_total_flops() < 0.05 * whole.get_total_flops()
 
 
 def test_what_a_model_keeps_for_later_evaluations_is_as_if_nobody_had_asked(log_messages):
