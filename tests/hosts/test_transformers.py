@@ -583,6 +583,30 @@ def test_blocks_that_treat_tokens_differently_merge_in_their_attention(
 
 
 @pytest.mark.parametrize("scope", ["block", "stack"])
+@pytest.mark.parametrize("apart", ["by token", "by segment"])
+def test_segments_that_treat_the_video_differently(models, log_messages, apart, scope):
+    """A later MiniMax H3 tells the tokens of its video apart where it is masked."""
+    tiny, model = TINY["minimax_h3"], models("minimax_h3")
+    size = tiny.size(8, 10)
+
+    def replaced(args, extra):
+        *others, (start, stop, how) = args["mod_segments"]
+        if apart == "by token":
+            last = [(start, stop, torch.full((stop - start,), how, device=args["img"].device))]
+        else:
+            last = [(start, start + 80, how), (start + 80, stop, how + 1)]
+        return extra["original_block"](args | {"mod_segments": [*others, *last]})
+
+    masked = model.clone()
+    for index in range(2):
+        masked.set_model_patch_replace(replaced, "dit", "double_block", index)
+    expected = sample(masked, tiny, size)
+    shuffled = attach(masked, keys_only(scope=scope), Shuffle)
+    assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
+    assert f"module scope in 2 {TREATED}" in log_messages()[-1]
+
+
+@pytest.mark.parametrize("scope", ["block", "stack"])
 def test_blocks_without_positions_merge_in_their_attention(models, log_messages, scope):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)

@@ -37,7 +37,7 @@ TREATED_DIFFERENTLY = "whose tokens are treated differently"
 class WholeBlock:
     """How a block is called, so that all of it can run on merged tokens.
 
-    Of an argument that is a tuple, the first is meant.
+    Of an argument that is a tuple, the first is meant; that of positions may hold no other tensor.
 
     Attributes:
         tokens: the argument with the tokens that merge, ``[batch, tokens, channels]``. It may have
@@ -49,8 +49,9 @@ class WholeBlock:
             they are None.
         by_frame: arguments that treat frames differently if they have this many dimensions, and
             several frames in the second.
-        segments: the argument with (start, stop, ...) for all tokens that are treated alike, in
-            order. All pictures have to be in the last.
+        segments: the argument with (start, stop, how) for all tokens that are treated alike, in
+            order. All pictures have to be in the last, and ``how`` is a tensor if it tells tokens
+            apart.
         returned: the index of the tokens in what the block returns, None if that is the tokens.
         names: those of the block's positional arguments, if its signature does not tell them.
         seen_by: the modules of a block in which others attend to these tokens.
@@ -245,12 +246,11 @@ class AttentionBlock(Block):
 
         ``[batch, keys]`` of the dtype of ``like``; None for nothing.
         """
-        plan, beside = self._outer_plan, self._beside
+        plan = self._outer_plan
         if plan is None:
             return None
-        if beside is None:
-            beside = keys - plan.slot_count
-        if beside < 0 or keys != plan.slot_count + beside:
+        beside = keys - plan.slot_count
+        if beside < 0 or self._beside not in (beside, None):
             return None
         if not beside:
             return self.log_sizes(plan, like)
@@ -337,8 +337,8 @@ class AttentionBlock(Block):
                 name: _with_first(arguments[name], change) for name, change in changes.items()
             }
             if whole.segments:
-                *others, (start, _, *treated) = arguments[whole.segments]
-                arguments[whole.segments] = [*others, (start, merged.shape[1], *treated)]
+                *others, (start, _, how) = arguments[whole.segments]
+                arguments[whole.segments] = [*others, (start, merged.shape[1], how)]
             result = forward(**arguments)
             self._outer_plan, self._beside = None, 0
             if whole.returned is None:
@@ -454,9 +454,8 @@ def _why_not(whole: WholeBlock, arguments: Mapping[str, Any], pictures: int) -> 
     if not isinstance(x, Tensor) or x.ndim < 2:
         return _CALLED_DIFFERENTLY
     tokens = _in_rows(x).shape[1]
-    positions = [_first(arguments.get(name)) for name in whole.positions]
     if not all(
-        isinstance(each, Tensor) and each.shape[whole.along] >= tokens for each in positions
+        _are_positions(arguments.get(name), tokens, whole.along) for name in whole.positions
     ) or not all(isinstance(arguments.get(name), Tensor) for name in whole.by_frame):
         return _CALLED_DIFFERENTLY
     if (
@@ -465,7 +464,7 @@ def _why_not(whole: WholeBlock, arguments: Mapping[str, Any], pictures: int) -> 
             arguments[name].ndim == number and arguments[name].shape[1] > 1
             for name, number in whole.by_frame.items()
         )
-        or (whole.segments and arguments[whole.segments][-1][0] > tokens - pictures)
+        or (whole.segments and _are_apart(arguments[whole.segments], tokens - pictures))
         or any(
             isinstance(value, Tensor) and tokens in value.shape[1:-1]
             for name, value in arguments.items()
@@ -474,6 +473,22 @@ def _why_not(whole: WholeBlock, arguments: Mapping[str, Any], pictures: int) -> 
     ):
         return TREATED_DIFFERENTLY
     return None
+
+
+def _are_positions(value: Any, tokens: int, along: int) -> bool:
+    """Whether an argument tells the positions of at least this many tokens, in one tensor."""
+    first, *others = value if isinstance(value, tuple) else (value,)
+    return (
+        isinstance(first, Tensor)
+        and first.shape[along] >= tokens
+        and not any(isinstance(each, Tensor) for each in others)
+    )
+
+
+def _are_apart(segments: Sequence[tuple[int, int, Any]], start: int) -> bool:
+    """Whether segments of a sequence treat tokens differently that are pictures, from start on."""
+    last, _, how = segments[-1]
+    return last > start or isinstance(how, Tensor)
 
 
 def _first(value: Any) -> Any:
