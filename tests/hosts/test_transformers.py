@@ -3,6 +3,7 @@
 from itertools import count
 
 import comfy.ldm.flux.model
+import comfy.ldm.lightricks.model
 import comfy.model_management
 import numpy as np
 import pytest
@@ -327,7 +328,7 @@ def test_weights_count_next_to_text(models, kind):
     [
         *((kind, "module") for kind in ("flux", "z_image", "qwen_image", "wan21", "omnigen2")),
         *((kind, "block") for kind in ("flux", "wan21")),
-        *((kind, "stack") for kind in ("flux", "wan21")),
+        *((kind, "stack") for kind in ("flux", "wan21", "sd3", "cosmos_predict2")),
     ],
 )
 def test_torch_compile_makes_one_graph(models, fresh_compiler, kind, scope):
@@ -374,6 +375,13 @@ def test_an_exception_or_an_interrupt_leaves_nothing(models, kind_of_end, scope)
     assert torch.equal(sample(patched, tiny, size), expected)
 
 
+def needs_whole_blocks(kind):
+    """Skip where the blocks of a model get their positions in another form."""
+    if kind in ("ltxv", "ltxav"):
+        has_matrix = hasattr(comfy.ldm.lightricks.model, "freqs_cis_matrix")
+        needs("LTX that rotates by a matrix", has_matrix)
+
+
 CALLS = {"sd3": 3, "ltxav": 4, "minimax_h3": 4}
 """How often the blocks of a model attend to its picture in a step, if not once each.
 
@@ -392,6 +400,7 @@ the two prompts one after the other.
 )
 @pytest.mark.parametrize("scope", ["block", "stack"])
 def test_whole_blocks_run_on_merged_tokens(models, log_messages, kind, scope):
+    needs_whole_blocks(kind)
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(7, 9)
     # MiniMax H3 takes one sample at a time.
@@ -443,6 +452,7 @@ def test_weights_count_next_to_text_in_whole_blocks(models, kind, scope):
 )
 @pytest.mark.parametrize("scope", ["block", "stack"])
 def test_merged_keys_in_whole_blocks_weigh_as_much_as_all_keys(models, kind, scope):
+    needs_whole_blocks(kind)
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     calls = []
@@ -568,6 +578,7 @@ SEVERAL = "as the latent is more than one picture"
 def test_blocks_that_treat_tokens_differently_merge_in_their_attention(
     models, log_messages, kind, extras, options, reasons, scope
 ):
+    needs_whole_blocks(kind)
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     prompts = [conditioning(tiny, seed, **extras) for seed in (5, 6)]

@@ -250,7 +250,8 @@ class AttentionBlock(Block):
         if plan is None:
             return None
         beside = keys - plan.slot_count
-        if beside < 0 or self._beside not in (beside, None):
+        # Not ``in``, which torch.compile gets wrong where sizes are symbolic.
+        if beside < 0 or (self._beside is not None and beside != self._beside):
             return None
         if not beside:
             return self.log_sizes(plan, like)
