@@ -447,6 +447,30 @@ def test_weights_count_next_to_text_in_whole_blocks(models, kind, scope):
     assert weighed < unweighed
 
 
+@pytest.mark.parametrize("kind", ["ltxav", "minimax_h3"])
+def test_sound_beside_a_whole_model_stays_as_it_is(models, kind):
+    tiny, model = TINY[kind], models(kind)
+    size = tiny.size(7, 9)
+
+    def sounds_of(patched):
+        sounds = []
+        sample(
+            patched,
+            tiny,
+            size,
+            steps=4,
+            callback=lambda step, denoised, x, steps: sounds.append(denoised.unbind()[1]),
+        )
+        return torch.stack(sounds)
+
+    expected = sounds_of(model)
+    assert expected.shape[2:] == tiny.sound
+    shuffled = attach(model, keys_only(scope="stack"), Shuffle)
+    assert relative_error(sounds_of(shuffled), expected) < 1e-5
+    merged = sounds_of(attach(model, keys_only(scope="stack")))
+    assert 1e-6 < relative_error(merged, expected) < 0.5
+
+
 @pytest.mark.parametrize(
     "kind", ["flux", "wan21", "krea2", "sd3", "ltxv", "ltxav", "cosmos_predict2", "minimax_h3"]
 )

@@ -459,13 +459,16 @@ def _why_not(whole: WholeBlock, arguments: Mapping[str, Any], pictures: int) -> 
         _are_positions(arguments.get(name), tokens, whole.along) for name in whole.positions
     ) or not all(isinstance(arguments.get(name), Tensor) for name in whole.by_frame):
         return _CALLED_DIFFERENTLY
+    segments = arguments.get(whole.segments)
+    if whole.segments and not isinstance(segments, list):
+        return _CALLED_DIFFERENTLY
     if (
         any(arguments.get(name) is not None for name in whole.absent)
         or any(
             arguments[name].ndim == number and arguments[name].shape[1] > 1
             for name, number in whole.by_frame.items()
         )
-        or (whole.segments and _are_apart(arguments[whole.segments], tokens - pictures))
+        or (segments and _are_apart(segments, tokens - pictures))
         or any(
             isinstance(value, Tensor) and tokens in value.shape[1:-1]
             for name, value in arguments.items()
