@@ -449,6 +449,7 @@ def test_weights_count_next_to_text_in_whole_blocks(models, kind, scope):
 
 @pytest.mark.parametrize("kind", ["ltxav", "minimax_h3"])
 def test_sound_beside_a_whole_model_stays_as_it_is(models, kind):
+    needs_whole_blocks(kind)
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(7, 9)
 
