@@ -1,5 +1,7 @@
 """What other nodes see of a model that runs as a whole on merged tokens."""
 
+import math
+
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
@@ -18,14 +20,23 @@ def watched(model, seen, change=lambda x: x):
 
     def wrapper(executor, x, *args, **kwargs):
         x = change(x)
-        entered = x.clone()
+        # With sound, the video is the first of two.
+        entered = (x[0] if isinstance(x, list) else x).clone()
         out = executor(x, *args, **kwargs)
-        seen.append((entered, out))
+        seen.append((entered, out[0] if isinstance(out, list) else out))
         return out
 
     clone = model.clone()
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "theirs", wrapper)
     return clone
+
+
+def video_of(latent, packed):
+    """The video in a latent that the host packs together with sound, if it does."""
+    if packed is None:
+        return latent
+    shape = packed[0][1:]
+    return latent[..., : math.prod(shape)].reshape(len(latent), *shape)
 
 
 def noted(model, evaluated):
@@ -34,7 +45,8 @@ def noted(model, evaluated):
     def wrapper(executor, x, t, *args, **kwargs):
         noisy = x.clone()
         denoised = executor(x, t, *args, **kwargs)
-        evaluated.append((noisy, t, denoised))
+        packed = kwargs.get("latent_shapes")
+        evaluated.append((video_of(noisy, packed), t, video_of(denoised, packed)))
         return denoised
 
     clone = model.clone()
@@ -43,7 +55,7 @@ def noted(model, evaluated):
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-@pytest.mark.parametrize("kind", ["flux", "wan21", "qwen_image", "wan21_i2v"])
+@pytest.mark.parametrize("kind", ["flux", "wan21", "qwen_image", "wan21_i2v", "ltxav"])
 def test_a_wrapper_of_the_network_sees_the_latent_and_the_answer_for_it(
     models, log_messages, kind, ours_first
 ):

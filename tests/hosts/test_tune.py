@@ -249,7 +249,7 @@ def test_videos_with_and_without_sound(models, kind, size):
 def test_blocks_that_run_on_merged_tokens_have_both_ladders(sd15, models):
     assert ladders_for(sd15) == [BALANCED, FAST]
     assert ladders_for(models("flux")) == [BALANCED, FAST]
-    assert ladders_for(models("sd3")) == [BALANCED]
+    assert ladders_for(models("hidream")) == [BALANCED]
 
 
 @pytest.mark.parametrize("kind", ["flux", "sd15"])

@@ -272,6 +272,7 @@ TINY: dict[str, Tiny] = {
         2,
         before=TEXT,
         text=64,
+        frames=1,
     ),
     "hidream": Tiny(
         "HiDream",

@@ -36,6 +36,7 @@ from .models.base import ComfyRecord, Inputs
 from .models.unknown import UnknownTransformer
 from .network_wrapper import can_run_inside, inside
 from .run_report import RunReport
+from .sound import run_packed
 
 KEY = "tome_nodes"
 """Our key among the wrappers of a model and in its transformer options."""
@@ -328,8 +329,9 @@ class _SamplingRun:
                 if whole is None:
                     return evaluation.or_on_all_tokens(lambda: denoise(x, own))
                 if can_run_inside(model, own):
-                    return denoise(x, inside(whole, t, tuple(x.shape), own))
-                return whole.run(x, lambda latent: denoise(latent, own))
+                    shape = (len(x), *inputs.shape[1:])
+                    return denoise(x, inside(whole, t, shape, own))
+                return run_packed(whole, x, inputs.shape, lambda latent: denoise(latent, own))
 
         return run.or_unmerged(evaluate)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..patching.blocks import uncompiled
 from ..patching.whole_model import WholeModel
+from .sound import run_beside
 
 _NETWORK = WrappersMP.DIFFUSION_MODEL
 
@@ -63,19 +64,24 @@ def inside(whole: WholeModel, t: Tensor, shape: tuple[int, ...], options: dict[s
         options: the transformer options before.
     """
 
-    def run(network: Callable[..., Tensor], given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(network: Callable[..., Any], entering: Any, *args: Any, **kwargs: Any) -> Any:
         batch, channels, *sides = shape
+        given, *sound = entering if isinstance(entering, list) else [entering]
         if not isinstance(given, Tensor) or [len(given), *given.shape[2:]] != [batch, *sides]:
             # A tile, which merges nothing.
-            return network(given, *args, **kwargs)
+            return network(entering, *args, **kwargs)
         latent, rest = given[:, :channels].float(), given[:, channels:]
         # Where no noise is left, the host multiplies the answer by 0.
         sigma = t.view(-1, *[1] * (latent.ndim - 1)).clamp_min(1e-6)
 
-        def denoise(noisy: Tensor) -> Tensor:
-            out = network(torch.cat([noisy.to(given.dtype), rest], 1), *args, **kwargs)
-            return noisy - sigma * out.float()
+        def denoise(noisy: Tensor) -> list[Tensor]:
+            both = [torch.cat([noisy.to(given.dtype), rest], 1), *sound]
+            out = network(both if sound else both[0], *args, **kwargs)
+            video, *others = out if sound else [out]
+            return [noisy - sigma * video.float(), *others]
 
-        return ((latent - whole.run(latent, denoise)) / sigma).to(given.dtype)
+        video, *others = run_beside(whole, latent, denoise)
+        leaving = ((latent - video) / sigma).to(given.dtype)
+        return [leaving, *others] if sound else leaving
 
     return innermost(run, "tome_nodes", options)

@@ -28,28 +28,44 @@ _FALLS_BACK = {
 }
 """The reason to report if a block merges only in its attention, by scope."""
 
+_SEVERAL = "as the latent is more than one picture"
+_CALLED_DIFFERENTLY = "that are called differently than expected"
+TREATED_DIFFERENTLY = "whose tokens are treated differently"
+
 
 @dataclass(frozen=True)
 class WholeBlock:
     """How a block is called, so that all of it can run on merged tokens.
 
+    Of an argument that is a tuple, the first is meant; that of positions may hold no other tensor.
+
     Attributes:
-        tokens: the argument with the tokens that merge, ``[batch, tokens, channels]``.
-        positions: the argument that tells the position of each token of the attention.
+        tokens: the argument with the tokens that merge, ``[batch, tokens, channels]``. It may have
+            no batch, or several dimensions that together run over the tokens.
+        positions: the arguments that tell the position of each token of the attention; none if the
+            tokens themselves hold theirs.
         along: the dimension of ``positions`` that runs over these tokens.
         absent: arguments that treat tokens differently, so that the block needs all of them unless
             they are None.
-        by_frame: arguments that treat frames differently if they are ``[batch, frames, number,
-            channels]`` with several frames.
+        by_frame: arguments that treat frames differently if they have this many dimensions, and
+            several frames in the second.
+        segments: the argument with (start, stop, how) for all tokens that are treated alike, in
+            order. All pictures have to be in the last, and ``how`` is a tensor if it tells tokens
+            apart.
         returned: the index of the tokens in what the block returns, None if that is the tokens.
+        names: those of the block's positional arguments, if its signature does not tell them.
+        seen_by: the modules of a block in which others attend to these tokens.
     """
 
     tokens: str
-    positions: str
-    along: int
+    positions: tuple[str, ...] = ()
+    along: int = 1
     absent: tuple[str, ...] = ()
-    by_frame: tuple[str, ...] = ()
+    by_frame: Mapping[str, int] = field(default_factory=dict)
+    segments: str = ""
     returned: int | None = None
+    names: tuple[str, ...] = ()
+    seen_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,7 +160,7 @@ class AttentionBlock(Block):
     def forget(self) -> None:
         super().forget()
         self._outer_plan: Plan | None = None
-        self._beside = 0
+        self._beside: int | None = 0
         self._entered = 0
         self._plans_of_parts: dict[Any, list[Plan | None]] = {}
 
@@ -161,9 +177,12 @@ class AttentionBlock(Block):
         attention = self.attention
         if attention is block:
             return [(block, name, self.timed(self._run_block(self._merge_calls(method))))]
+        whole = self._whole_in_scope
+        seen_by = [] if whole is None else [getattr(block, each) for each in whole.seen_by]
         return [
             (block, name, self.timed(self._run_block(method))),
             (attention, "forward", self._merge_calls(attention.forward)),
+            *((module, "forward", self._weigh_calls(module.forward)) for module in seen_by),
         ]
 
     def call_plans(
@@ -227,8 +246,12 @@ class AttentionBlock(Block):
 
         ``[batch, keys]`` of the dtype of ``like``; None for nothing.
         """
-        plan, beside = self._outer_plan, self._beside
-        if plan is None or keys != plan.slot_count + beside:
+        plan = self._outer_plan
+        if plan is None:
+            return None
+        beside = keys - plan.slot_count
+        # Not ``in``, which torch.compile gets wrong where sizes are symbolic.
+        if beside < 0 or (self._beside is not None and beside != self._beside):
             return None
         if not beside:
             return self.log_sizes(plan, like)
@@ -251,9 +274,14 @@ class AttentionBlock(Block):
         """What belongs to merged tokens and to those beside them, in the order of the sequence."""
         return torch.cat([beside, merged] if self.record.at_end else [merged, beside], 1)
 
-    def _run_block(self, forward: Forward) -> Forward:
+    @property
+    def _whole_in_scope(self) -> WholeBlock | None:
+        """How all of the block runs on merged tokens, None if the settings do not say so."""
         config = self.model.config
-        whole = self._whole if config.merge_attn and config.scope != "module" else None
+        return self._whole if config.merge_attn and config.scope != "module" else None
+
+    def _run_block(self, forward: Forward) -> Forward:
+        config, whole = self.model.config, self._whole_in_scope
         on_merged = None if whole is None else self._run_whole(whole, forward)
 
         def block_forward(*args: Any, **kwargs: Any) -> Any:
@@ -266,7 +294,8 @@ class AttentionBlock(Block):
                 return on_merged(*args, **kwargs)
             # The number of tokens is not known until attention is called.
             outcome.entered(0)
-            outcome.fell_back = failed or _FALLS_BACK[config.scope]
+            is_several = on_merged is not None and config.refresh_steps > 0
+            outcome.fell_back = failed or (_SEVERAL if is_several else _FALLS_BACK[config.scope])
             outcome.reason = (
                 self.record.reasons.attention_replaced
                 if config.merge_attn
@@ -277,34 +306,47 @@ class AttentionBlock(Block):
         return block_forward
 
     def _run_whole(self, whole: WholeBlock, forward: Forward) -> Forward:
-        names = tuple(inspect.signature(self.module.forward).parameters)
+        names = whole.names or tuple(inspect.signature(self.module.forward).parameters)
 
         def block_forward(*args: Any, **kwargs: Any) -> Any:
             arguments = dict(zip(names, args, strict=False)) | kwargs
             evaluation, outcome = self.evaluation, self.outcome
             outcome.entered(0)
             outcome.reason = self.record.reasons.attention_replaced
-            refused = self.record.host.needs_all_tokens(arguments) or _why_not(whole, arguments)
+            refused = self.record.host.needs_all_tokens(arguments) or _why_not(
+                whole, arguments, sum(picture.tokens for picture in evaluation.pictures)
+            )
             outcome.fell_back = refused
             if refused is not None:
                 if evaluation.whole is not None:
                     evaluation.whole.refuse(refused)
                 return forward(*args, **kwargs)
-            x, positions = arguments[whole.tokens], arguments[whole.positions]
+            given = _first(arguments[whole.tokens])
+            x = _in_rows(given)
             plan = self._plan_of_block(x)
             if plan is None:
                 return forward(*args, **kwargs)
             merged = plan.merge(x)
-            self._outer_plan, self._beside = plan, positions.shape[whole.along] - x.shape[1]
             # Some blocks change their tokens in place.
-            arguments[whole.tokens] = merged.clone()
-            arguments[whole.positions] = self._positions(plan, positions, whole.along)
+            changes = {whole.tokens: _shaped(merged.clone(), given)}
+            self._outer_plan, self._beside = plan, None
+            for name in whole.positions:
+                positions = _first(arguments[name])
+                self._beside = positions.shape[whole.along] - x.shape[1]
+                changes[name] = self._positions(plan, positions, whole.along, self._beside)
+            arguments |= {
+                name: _with_first(arguments[name], change) for name, change in changes.items()
+            }
+            if whole.segments:
+                *others, (start, _, how) = arguments[whole.segments]
+                arguments[whole.segments] = [*others, (start, merged.shape[1], how)]
             result = forward(**arguments)
             self._outer_plan, self._beside = None, 0
             if whole.returned is None:
-                return plan.add_change(x, merged, result)
+                return plan.add_change(x, merged, _in_rows(result)).reshape(given.shape)
             result = list(result)
-            result[whole.returned] = plan.add_change(x, merged, result[whole.returned])
+            changed = plan.add_change(x, merged, _in_rows(result[whole.returned]))
+            result[whole.returned] = changed.reshape(given.shape)
             return tuple(result)
 
         return block_forward
@@ -364,9 +406,9 @@ class AttentionBlock(Block):
         self.outcome.plans_reused += not is_new
         return plan
 
-    def _positions(self, plan: Plan, positions: Tensor, along: int) -> Tensor:
+    def _positions(self, plan: Plan, positions: Tensor, along: int, beside: int) -> Tensor:
         """The positions of merged tokens, each that of one of its tokens, and of what is beside."""
-        tokens, beside = plan.tokens(), self._beside
+        tokens = plan.tokens()
         kept = torch.arange(beside, device=tokens.device).expand(len(tokens), -1)
         if self.record.at_end:
             tokens = tokens + beside
@@ -376,6 +418,13 @@ class AttentionBlock(Block):
         by_token = positions.movedim(along, 1).expand(len(tokens), *[-1] * (positions.ndim - 1))
         samples = torch.arange(len(tokens), device=tokens.device)[:, None]
         return by_token[samples, chosen].movedim(1, along)
+
+    def _weigh_calls(self, forward: Forward) -> Forward:
+        def attention_forward(*args: Any, **kwargs: Any) -> Any:
+            given = self.record.host.merging(self, kwargs) if self.is_merged else kwargs
+            return forward(*args, **given)
+
+        return attention_forward
 
     def _merge_calls(self, forward: Forward) -> Forward:
         def attention_forward(*args: Any, **kwargs: Any) -> Any:
@@ -397,25 +446,70 @@ class AttentionBlock(Block):
         return attention_forward
 
 
-def _why_not(whole: WholeBlock, arguments: Mapping[str, Any]) -> str | None:
-    """Why a block called like this cannot run on merged tokens, None if it can."""
-    x, positions = arguments.get(whole.tokens), arguments.get(whole.positions)
-    if (
-        not (isinstance(x, Tensor) and isinstance(positions, Tensor))
-        or x.ndim != 3
-        or positions.shape[whole.along] < x.shape[1]
-        or not all(isinstance(arguments.get(name), Tensor) for name in whole.by_frame)
-    ):
-        return "that are called differently than expected"
-    tokens = x.shape[1]
+def _why_not(whole: WholeBlock, arguments: Mapping[str, Any], pictures: int) -> str | None:
+    """Why a block called like this cannot run on merged tokens, None if it can.
+
+    ``pictures`` is the number of tokens that are pictures.
+    """
+    x = _first(arguments.get(whole.tokens))
+    if not isinstance(x, Tensor) or x.ndim < 2:
+        return _CALLED_DIFFERENTLY
+    tokens = _in_rows(x).shape[1]
+    if not all(
+        _are_positions(arguments.get(name), tokens, whole.along) for name in whole.positions
+    ) or not all(isinstance(arguments.get(name), Tensor) for name in whole.by_frame):
+        return _CALLED_DIFFERENTLY
+    segments = arguments.get(whole.segments)
+    if whole.segments and not isinstance(segments, list):
+        return _CALLED_DIFFERENTLY
     if (
         any(arguments.get(name) is not None for name in whole.absent)
-        or any(arguments[each].ndim == 4 and len(arguments[each][0]) > 1 for each in whole.by_frame)
+        or any(
+            arguments[name].ndim == number and arguments[name].shape[1] > 1
+            for name, number in whole.by_frame.items()
+        )
+        or (segments and _are_apart(segments, tokens - pictures))
         or any(
             isinstance(value, Tensor) and tokens in value.shape[1:-1]
             for name, value in arguments.items()
-            if name not in (whole.tokens, whole.positions)
+            if name not in (whole.tokens, *whole.positions)
         )
     ):
-        return "whose tokens are treated differently"
+        return TREATED_DIFFERENTLY
     return None
+
+
+def _are_positions(value: Any, tokens: int, along: int) -> bool:
+    """Whether an argument tells the positions of at least this many tokens, in one tensor."""
+    first, *others = value if isinstance(value, tuple) else (value,)
+    return (
+        isinstance(first, Tensor)
+        and first.shape[along] >= tokens
+        and not any(isinstance(each, Tensor) for each in others)
+    )
+
+
+def _are_apart(segments: Sequence[tuple[int, int, Any]], start: int) -> bool:
+    """Whether segments of a sequence treat tokens differently that are pictures, from start on."""
+    last, _, how = segments[-1]
+    return last > start or isinstance(how, Tensor)
+
+
+def _first(value: Any) -> Any:
+    """A value, or the first of a tuple."""
+    return value[0] if isinstance(value, tuple) else value
+
+
+def _with_first(value: Any, first: Tensor) -> Any:
+    """A value with another in place of :func:`_first`."""
+    return (first, *value[1:]) if isinstance(value, tuple) else first
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Tokens as ``[batch, tokens, channels]``."""
+    return x[None] if x.ndim == 2 else x.flatten(1, -2)
+
+
+def _shaped(x: Tensor, like: Tensor) -> Tensor:
+    """Tokens ``[batch, tokens, channels]`` with as many dimensions as ``like``."""
+    return x[0] if like.ndim == 2 else x.unflatten(1, (*[1] * (like.ndim - 3), -1))

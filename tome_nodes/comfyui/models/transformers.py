@@ -3,6 +3,7 @@
 Tokens merge where a block calls attention, so a record needs nothing else.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
@@ -12,6 +13,7 @@ from torch import nn
 from ...merging.layout import Grid, Picture
 from ...patching.blocks import Evaluation
 from ...patching.merge_attention import (
+    TREATED_DIFFERENTLY,
     AttentionBlock,
     AttentionHost,
     TransformerRecord,
@@ -37,7 +39,14 @@ def _picture_start(kwargs: Mapping[str, Any]) -> int | None:
 
 def _needs_all_tokens(arguments: Mapping[str, Any]) -> str | None:
     options = arguments.get("transformer_options") or {}
-    return "that are patched" if patches_blocks(options) else None
+    if patches_blocks(options):
+        return "that are patched"
+    return TREATED_DIFFERENTLY if any(map(_is_by_frame, arguments.values())) else None
+
+
+def _is_by_frame(value: Any) -> bool:
+    """Whether an argument is a time of its own for each frame or token, as LTX passes it."""
+    return getattr(value, "num_frames", 1) * getattr(value, "patches_per_frame", 1) > 1
 
 
 HOST = AttentionHost(REASONS, _merging, _picture_start, _needs_all_tokens)
@@ -80,7 +89,7 @@ class Transformer(TransformerRecord):
                 return f"{type(stack.blocks[0]).__name__}.{self.method}"
             whole = self.whole.get(stack.name)
             for block in filter(_is_of_the_host, stack.blocks):
-                if whole is not None and not takes(block, whole.tokens, whole.positions):
+                if whole is not None and not takes(block, whole.tokens, *whole.positions):
                     return f"{type(block).__name__}.forward"
                 try:
                     module = self.attention_of(block)
@@ -170,8 +179,9 @@ def _krea(model: Any, inputs: Inputs) -> Iterator[Picture]:
     method = getattr(model, "default_ref_method", None)
     if inputs.conditions.get("ref_latents_method", method) is not None:
         shapes += [each.shape for each in inputs.tensors("ref_latents")]
-    for shape in shapes:
-        yield Picture(grid_of((*shape[:2], *shape[-2:]), model.patch))
+    for index, shape in enumerate(shapes):
+        is_latent = index == 0 and math.prod(shape[2:-2]) == 1
+        yield Picture(grid_of((*shape[:2], *shape[-2:]), model.patch), is_latent=is_latent)
 
 
 def _hidream(model: Any, inputs: Inputs) -> Iterator[Picture]:
@@ -223,21 +233,22 @@ def _wan_frames(model: Any, inputs: Inputs) -> Iterator[Picture]:
 def _ltx(model: Any, inputs: Inputs) -> Iterator[Picture]:
     """Keyframes are the last frames. Some of their tokens may be left out, so they never merge."""
     frames, height, width = inputs.shape[-3:]
-    for each in inputs.tensors("keyframe_idxs"):
-        frames -= -(-each.shape[2] // (height * width))
-    yield Picture(Grid(height, width, frames))
+    keyframes = sum(
+        -(-each.shape[2] // (height * width)) for each in inputs.tensors("keyframe_idxs")
+    )
+    yield Picture(Grid(height, width, frames - keyframes), is_latent=keyframes == 0)
 
 
 def _cosmos(model: Any, inputs: Inputs) -> Iterator[Picture]:
     patch = model.patch_temporal, model.patch_spatial, model.patch_spatial
-    yield Picture(grid_of(inputs.shape, patch))
+    yield Picture(grid_of(inputs.shape, patch), is_latent=True)
 
 
 _FLUX_BLOCKS = {
     "double_blocks": WholeBlock(
-        "img", "pe", along=2, absent=("attn_mask", "modulation_dims_img"), returned=0
+        "img", ("pe",), along=2, absent=("attn_mask", "modulation_dims_img"), returned=0
     ),
-    "single_blocks": WholeBlock("x", "pe", along=2, absent=("attn_mask", "modulation_dims")),
+    "single_blocks": WholeBlock("x", ("pe",), along=2, absent=("attn_mask", "modulation_dims")),
 }
 
 FLUX = Transformer(
@@ -259,6 +270,8 @@ SD3 = Transformer(
     one_picture("patch_size"),
     blocks=("joint_blocks",),
     at_end=True,
+    # The positions are in the tokens.
+    whole={"joint_blocks": WholeBlock("x", names=("context", "x"), returned=1)},
 )
 QWEN_IMAGE = Transformer(
     ("qwen_image.model.QwenImageTransformer2DModel",),
@@ -268,7 +281,7 @@ QWEN_IMAGE = Transformer(
     whole={
         "transformer_blocks": WholeBlock(
             "hidden_states",
-            "image_rotary_emb",
+            ("image_rotary_emb",),
             along=2,
             absent=("timestep_zero_index",),
             returned=1,
@@ -297,11 +310,15 @@ LUMINA = Transformer(
     _lumina,
     blocks=("layers",),
     at_end=True,
-    whole={
-        "layers": WholeBlock("x", "freqs_cis", along=1, absent=("x_mask", "timestep_zero_index"))
-    },
+    whole={"layers": WholeBlock("x", ("freqs_cis",), absent=("x_mask", "timestep_zero_index"))},
 )
-KREA = Transformer(("krea2.model.SingleStreamDiT",), _krea, blocks=("blocks",), at_end=True)
+KREA = Transformer(
+    ("krea2.model.SingleStreamDiT",),
+    _krea,
+    blocks=("blocks",),
+    at_end=True,
+    whole={"blocks": WholeBlock("x", ("freqs",), along=2, absent=("mask", "timestep_zero_index"))},
+)
 HIDREAM = Transformer(
     ("hidream.model.HiDreamImageTransformer2DModel",),
     _hidream,
@@ -327,7 +344,7 @@ WAN = Transformer(
     blocks=("blocks", "vace_blocks"),
     at_end=False,
     attention="self_attn",
-    whole={"blocks": WholeBlock("x", "freqs", along=1, by_frame=("e",))},
+    whole={"blocks": WholeBlock("x", ("freqs",), by_frame={"e": 4})},
 )
 WAN_SOUND = Transformer(
     ("wan.model.WanModel_S2V", "wan.model.HumoWanModel"),
@@ -360,11 +377,28 @@ HUNYUAN_VIDEO = Transformer(
     whole=_FLUX_BLOCKS,
 )
 LTX = Transformer(
-    ("lightricks.model.LTXVModel", "lightricks.av_model.LTXAVModel"),
+    ("lightricks.model.LTXVModel",),
     _ltx,
     blocks=("transformer_blocks",),
     at_end=False,
     attention="attn1",
+    whole={"transformer_blocks": WholeBlock("x", ("pe",), absent=("self_attention_mask",))},
+)
+LTX_SOUND = Transformer(
+    ("lightricks.av_model.LTXAVModel",),
+    _ltx,
+    blocks=("transformer_blocks",),
+    at_end=False,
+    attention="attn1",
+    whole={
+        "transformer_blocks": WholeBlock(
+            "x",
+            ("v_pe", "v_cross_pe"),
+            absent=("self_attention_mask",),
+            returned=0,
+            seen_by=("video_to_audio_attn",),
+        )
+    },
 )
 COSMOS_PREDICT = Transformer(
     ("cosmos.predict2.MiniTrainDIT", "anima.model.Anima"),
@@ -372,14 +406,28 @@ COSMOS_PREDICT = Transformer(
     blocks=("blocks",),
     at_end=False,
     attention="self_attn",
+    whole={
+        "blocks": WholeBlock(
+            "x_B_T_H_W_D",
+            ("rope_emb_L_1_1_D",),
+            absent=("extra_per_block_pos_emb",),
+            by_frame={"emb_B_T_D": 3},
+        )
+    },
 )
 MINIMAX = Transformer(
-    ("minimax.model.MiniMaxH3Model",), one_picture("patch_size"), blocks=("blocks",), at_end=True
+    ("minimax.model.MiniMaxH3Model",),
+    one_picture("patch_size"),
+    blocks=("blocks",),
+    at_end=True,
+    whole={
+        "blocks": WholeBlock("x", ("rope_freqs",), absent=("attention",), segments="mod_segments")
+    },
 )
 
 TRANSFORMERS = (
     *(FLUX, CHROMA, SD3, QWEN_IMAGE, QWEN_IMAGE_21, SENSENOVA, LUMINA, KREA, HIDREAM, HIDREAM_O1),
-    *(WAN, WAN_ANIMATE_2, WAN_SOUND, SCAIL, HUNYUAN_VIDEO, LTX, COSMOS_PREDICT, MINIMAX),
+    *(WAN, WAN_ANIMATE_2, WAN_SOUND, SCAIL, HUNYUAN_VIDEO, LTX, LTX_SOUND, COSMOS_PREDICT, MINIMAX),
 )
 """All records. Whatever is not among them is asked where its pictures are."""
 
