@@ -17,7 +17,8 @@ def published_files() -> list[Path]:
     The registry's client publishes what git tracks except what `.comfyignore` names; here files
     that are about to be tracked count as well.
     """
-    rules = [".git/"]
+    # A folder, or in a work tree beside the repository a file.
+    rules = [".git"]
     for name in (".gitignore", ".comfyignore"):
         rules += (ROOT / name).read_text(encoding="utf-8").splitlines()
     ignored = GitIgnoreSpec.from_lines(rules)

@@ -19,11 +19,11 @@ CONTEXT_CHANNELS = {
 }
 
 
-def needs(part, is_there):
-    """Skip the test if this ComfyUI lacks a part, which only an earlier one than ours may."""
+def needs(part, is_there, since=NEWEST):
+    """Skip the test if this ComfyUI lacks a part, which only one before ``since`` may."""
     if not is_there:
         reason = f"ComfyUI {__version__} has no {part}"
-        assert is_earlier(__version__, NEWEST), reason
+        assert is_earlier(__version__, since), reason
         pytest.skip(reason)
 
 

@@ -1,14 +1,18 @@
-"""Models of later hosts, by twins with the same contract (see `CONTRIBUTING.md`)."""
+"""Models of later hosts, by twins with the same contract (see `CONTRIBUTING.md`).
+
+Where the host has the real class, that is tested as well.
+"""
 
 import sys
 import types
 
+import comfy.supported_models
 import pytest
 import torch
 from common import Shuffle, relative_error
-from host import merging, overridden
+from host import merging, needs, overridden
 from models import made_up
-from models.comfyui import TEXT, TINY, Tiny, conditioning, sample
+from models.comfyui import TEXT, TINY, WAN_ANIMATE_2, Tiny, build, conditioning, sample
 from models.twins import QwenImage21, SenseNova, StoredAttention, WanAnimate2, named
 
 from tome_nodes.comfyui.attachment import attach
@@ -125,6 +129,65 @@ def test_the_frames_of_wan_animate_2_share_one_plan_in_each_block(monkeypatch):
     sample(attached, tiny, tiny.size(8, 10), steps=1, cfg=1.0)
     # The reference attends without a pose. Of a video, the first frame and the others merge apart.
     assert len(made) == tiny.blocks * 2 * 2
+
+
+def test_attention_to_a_long_prompt_never_merges():
+    """The prompt has more tokens than the picture, and its attention the same queries."""
+    model, tiny = made_up.build(WanAnimate2), TWINS["wan_animate_2"][1]
+    size, long = tiny.size(2, 3), 30
+    prompts = conditioning(tiny, 5, tokens=long), conditioning(tiny, 6, tokens=long)
+    watched, calls = calls_of(model, tiny)
+    sample(watched, tiny, size, cfg=1.0, prompts=prompts)
+    before, calls[:] = [*calls], []
+    sample(attach(watched, keys_only()), tiny, size, cfg=1.0, prompts=prompts)
+    assert (24, long) in before
+    assert calls.count((24, long)) == before.count((24, long))
+    assert calls != before
+
+
+@pytest.fixture(scope="module")
+def animate_2():
+    """The real model, and prompts for a size, with a video of poses or without."""
+    tiny = WAN_ANIMATE_2
+    needs(tiny.name, hasattr(comfy.supported_models, tiny.name), since="0.33.0")
+
+    def prompts(size, posed):
+        generator = torch.Generator().manual_seed(3)
+        poses = torch.randn(1, 16, tiny.frames - 1, *size, generator=generator)
+        extras = {"pose_video_latent": poses} if posed else {}
+        return conditioning(tiny, 5, **extras), conditioning(tiny, 6, **extras)
+
+    return build(tiny), prompts
+
+
+def test_the_real_wan_animate_2_merges_the_keys_of_its_frames(animate_2, log_messages):
+    model, prompts = animate_2
+    tiny, video = WAN_ANIMATE_2, 4 * PICTURE
+    size = tiny.size(8, 10)
+    posed = {"prompts": prompts(size, True), "cfg": 1.0}
+    watched, calls = calls_of(model, tiny)
+    plain = sample(watched, tiny, size, **posed)
+    before, calls[:] = [*calls], []
+    merged = sample(attach(watched, keys_only()), tiny, size, **posed)
+    # The poses, with their prompt; each frame; the frames' prompt.
+    poses, prompt = [(240, 240), (240, TEXT)], [(video, TEXT)]
+    assert {*before} == {*poses, *prompt, (PICTURE, video), (PICTURE, video + PICTURE)}
+    halves = (PICTURE, video // 2), (PICTURE, video // 2 + PICTURE)
+    assert {*calls} == {*poses, *prompt, *halves}
+    assert len(calls) == len(before)
+    assert 1e-6 < relative_error(merged, plain) < 0.5
+    assert f"merged {tiny.blocks}/{tiny.blocks} blocks" in log_messages()[-1]
+
+
+@pytest.mark.parametrize("posed", [True, False])
+def test_lossless_plans_reproduce_the_real_wan_animate_2(animate_2, posed):
+    model, prompts = animate_2
+    tiny, size = WAN_ANIMATE_2, WAN_ANIMATE_2.size(7, 9)
+    options = {"prompts": prompts(size, posed)}
+    plain = sample(model, tiny, size, **options)
+    shuffled = sample(attach(model, keys_only(), Shuffle), tiny, size, **options)
+    assert relative_error(shuffled, plain) < 1e-5
+    assert overridden(model) == []
 
 
 @pytest.mark.parametrize("kind", ["minimax_h3", "krea2", "wan21"])

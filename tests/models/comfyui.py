@@ -637,6 +637,9 @@ TINY: dict[str, Tiny] = {
 }
 """Transformers, by a name for tests."""
 
+WAN_ANIMATE_2 = Tiny("WAN_Animate2", {**WAN, "model_type": "animate2", "in_dim": 36}, 2, frames=4)
+"""A transformer that ComfyUI 0.33.0 has and the newest pinned one does not."""
+
 _UNET: dict[str, Any] = {
     "image_size": 32,
     "in_channels": 4,
@@ -804,9 +807,9 @@ def sample(
     return sampled if tiny.sound is None else sampled.unbind()[0]
 
 
-def conditioning(tiny: Tiny, seed: int, **extras: Any) -> list[list[Any]]:
+def conditioning(tiny: Tiny, seed: int, tokens: int = TEXT, **extras: Any) -> list[list[Any]]:
     """A random prompt in the form of the host."""
     random = torch.Generator().manual_seed(seed)
-    text = torch.randn(1, TEXT, tiny.text, generator=random)
+    text = torch.randn(1, tokens, tiny.text, generator=random)
     pooled = torch.randn(1, tiny.pooled, generator=random)
     return [[text, {"pooled_output": pooled, **tiny.prompt(random), **extras}]]

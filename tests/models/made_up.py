@@ -11,7 +11,6 @@ import comfy.conds
 import comfy.model_base
 import comfy.model_management
 import comfy.model_patcher
-import comfy.model_prefetch
 import comfy.ops
 import comfy.supported_models
 import torch
@@ -324,48 +323,6 @@ class Caching(MadeUp):
             x = torch.cat([self.kept[index], picture], 1)
             picture = block(x, transformer_options=options)[:, -picture.shape[1] :]
         return picture
-
-
-class InPlaceBlock(Block):
-    """A block that changes its tokens in place, so that no memory of it stays."""
-
-    def forward(self, x, mask=None, transformer_options=None):
-        x.add_(self.attn(self.norm(x), mask=mask, transformer_options=transformer_options))
-        return x.add_(self.mlp(self.norm(x)))
-
-
-class RecordedBeforeWrappers(MadeUp):
-    """Has its memory recorded from before other nodes' wrappers, as MiniMax H3 does."""
-
-    def make_blocks(self) -> None:
-        self.blocks = nn.ModuleList(InPlaceBlock() for _ in range(3))
-
-    def forward(self, x, timestep, context=None, transformer_options=None, **kwargs):
-        comfy.model_prefetch.malloc_graph_begin(x.device)
-        out = super().forward(x, timestep, context, transformer_options, **kwargs)
-        comfy.model_prefetch.malloc_graph_end()
-        return out
-
-    def run(self, picture, text, sides, options, **kwargs):
-        x = torch.cat([text, picture], 1)
-        for block in self.blocks:
-            comfy.model_prefetch.malloc_graph_block()
-            x = block(x, transformer_options=options)
-        comfy.model_prefetch.malloc_graph_block(ends=True)
-        return x[:, text.shape[1] :]
-
-
-class RecordedBlocks(RecordedBeforeWrappers):
-    """Has the memory of its blocks recorded, as Qwen-Image 2.1 does."""
-
-    def forward(self, *args, **kwargs):
-        return MadeUp.forward(self, *args, **kwargs)
-
-    def run(self, picture, text, sides, options, **kwargs):
-        comfy.model_prefetch.malloc_graph_begin(picture.device)
-        x = super().run(picture, text, sides, options, **kwargs)
-        comfy.model_prefetch.malloc_graph_end()
-        return x
 
 
 MERGING = (RegistersAndTextBehind, VideoAmongReferences, OrderChanges)

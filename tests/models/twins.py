@@ -153,27 +153,19 @@ class SenseNova(MadeUp):
         return picture
 
 
-@named("wan.model_animate2.WanAnimate2Block")
-class _FrameBlock(nn.Module):
+@named("wan.model_animate2.WanAnimate2SelfAttention")
+class _FrameAttention(Attention):
     """Is never called by ``forward``."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
-        self.self_attn, self.cross_attn = Attention(), Attention()
-        self.mlp = nn.Linear(WIDTH, WIDTH)
-
-    def forward_pose(self, x, e, freqs, context, transformer_options=None):
-        q, k, v = self.self_attn.project(self.norm(x))
+    def forward_pose(self, x, freqs, transformer_options=None):
+        q, k, v = self.project(x)
         out = optimized_attention(
             flat(q), flat(k), flat(v), heads=HEADS, transformer_options=transformer_options
         )
-        return x + self.self_attn.to_out(out), k, v
+        return self.to_out(out), k, v
 
-    def forward_gen(
-        self, x, e, freqs, context, k_pose, v_pose, f_gen, hw, buffers, transformer_options=None
-    ):
-        q, k, v = self.self_attn.project(self.norm(x))
+    def forward_gen(self, x, freqs, k_pose, v_pose, f_gen, hw, buffers, transformer_options=None):
+        q, k, v = self.project(x)
         frames = []
         for index in range(f_gen):
             keys, values = k, v
@@ -190,7 +182,32 @@ class _FrameBlock(nn.Module):
                     transformer_options=transformer_options,
                 )
             )
-        x = x + self.self_attn.to_out(torch.cat(frames, 1))
+        return self.to_out(torch.cat(frames, 1))
+
+
+@named("wan.model_animate2.WanAnimate2Block")
+class _FrameBlock(nn.Module):
+    """Is never called by ``forward``."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.self_attn, self.cross_attn = _FrameAttention(), Attention()
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+
+    def forward_pose(self, x, e, freqs, context, transformer_options=None):
+        out, k, v = self.self_attn.forward_pose(
+            self.norm(x), freqs, transformer_options=transformer_options
+        )
+        return x + out, k, v
+
+    def forward_gen(
+        self, x, e, freqs, context, k_pose, v_pose, f_gen, hw, buffers, transformer_options=None
+    ):
+        x = x + self.self_attn.forward_gen(
+            *(self.norm(x), freqs, k_pose, v_pose, f_gen, hw, buffers),
+            transformer_options=transformer_options,
+        )
         x = x + self.cross_attn(self.norm(x), context, transformer_options=transformer_options)
         return x + self.mlp(self.norm(x))
 

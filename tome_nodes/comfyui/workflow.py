@@ -37,9 +37,12 @@ def feeds(node: str, class_type: str, input_name: str) -> bool:
 
 def running_server() -> Any:
     """The server that runs in this process, a PromptServer of the host; None if there is none."""
-    # Not imported: without a server none is needed, and an early import may find others' modules.
-    module = sys.modules.get("server")
-    return getattr(getattr(module, "PromptServer", None), "instance", None)
+    # Without a server none is needed, and an early import may find others' modules.
+    if "server" not in sys.modules:
+        return None
+    import server
+
+    return getattr(getattr(server, "PromptServer", None), "instance", None)
 
 
 def show_text(node: str, text: str) -> None:

@@ -98,7 +98,7 @@ class TransformerRecord:
         attention: the attribute of a block that calls its self-attention; empty if the block calls
             it itself.
         whole: how blocks are called that can run on merged tokens, by the attribute of ``blocks``.
-        method: the method by which a model runs a block.
+        method: the method by which a model runs a block, and a block the module of its attention.
         calls_in_parts: whether the queries of a block attend in several calls. Only those that
             attend to its whole sequence merge, all by one plan.
         passes_options: whether blocks get the keyword arguments that :attr:`AttentionHost.merging`
@@ -181,7 +181,7 @@ class AttentionBlock(Block):
         seen_by = [] if whole is None else [getattr(block, each) for each in whole.seen_by]
         return [
             (block, name, self.timed(self._run_block(method))),
-            (attention, "forward", self._merge_calls(attention.forward)),
+            (attention, name, self._merge_calls(getattr(attention, name))),
             *((module, "forward", self._weigh_calls(module.forward)) for module in seen_by),
         ]
 

@@ -95,6 +95,8 @@ class Transformer(TransformerRecord):
                     module = self.attention_of(block)
                 except AttributeError:
                     return f"{type(block).__name__}.{self.attention}"
+                if not hasattr(module, self.method):
+                    return f"{type(module).__name__}.{self.method}"
                 if self.passes_options and not takes(module, "transformer_options"):
                     return f"{type(module).__name__}.forward"
         return None
@@ -358,6 +360,7 @@ WAN_ANIMATE_2 = Transformer(
     one_picture("patch_size"),
     blocks=("blocks",),
     at_end=False,
+    attention="self_attn",
     method="forward_gen",
     calls_in_parts=True,
     passes_options=False,
