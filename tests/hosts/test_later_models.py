@@ -3,6 +3,7 @@
 Where the host has the real class, that is tested as well.
 """
 
+import copy
 import sys
 import types
 
@@ -213,6 +214,34 @@ def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(
     assert stored.keys
     assert all(keys < tiny.before + picture for keys in stored.keys)
     assert "weigh as one token" not in log_messages()[-1]
+
+
+@pytest.mark.parametrize("scope", ["module", "block", "stack"])
+def test_a_control_of_minimax_h3_sees_all_tokens(models, log_messages, scope):
+    """As MiniMaxH3FunControl, it runs a block of its own on the rows of the model's first one."""
+    tiny, model = TINY["minimax_h3"], models("minimax_h3")
+    size = tiny.size(8, 10)
+    control = copy.deepcopy(model.model.diffusion_model.blocks[0])
+    rows = []
+
+    def controlled(args, extra):
+        options = {
+            name: each for name, each in args["transformer_options"].items() if name != OVERRIDE
+        }
+        given = args["t_emb"], args["mod_segments"], args["rope_freqs"]
+        hint = control(args["img"].clone(), *given, transformer_options=options)
+        rows.append(len(hint))
+        return {"img": extra["original_block"](args)["img"] + 0.5 * hint}
+
+    other = model.clone()
+    other.set_model_patch_replace(controlled, "dit", "double_block", 0)
+    plain = sample(other, tiny, size, steps=4)
+    assert relative_error(plain, sample(model, tiny, size, steps=4)) > 1e-3
+    config = keys_only(scope=scope, refresh_steps=4)
+    shuffled = sample(attach(other, config, Shuffle), tiny, size, steps=4)
+    assert relative_error(shuffled, plain) < 1e-5
+    assert set(rows) == {tiny.before + PICTURE * tiny.frames}
+    assert "merged 2/2 blocks" in log_messages()[-1]
 
 
 @pytest.mark.parametrize("hook", ["override", "patch"])
