@@ -27,7 +27,7 @@ ARCHIVE = "comfyui.tar.gz"
 LEFT_OUT = frozenset(
     {
         *("api_server", "app", "blueprints", "comfy_api_nodes", "custom_nodes", "input", "models"),
-        *("output", "script_examples", "tests", "tests-unit", "user", "venv"),
+        *("output", "script_examples", "temp", "tests", "tests-unit", "user", "venv"),
     }
 )
 """Folders of ComfyUI that no measurement needs; those that start with a dot are left out, too."""

@@ -26,7 +26,7 @@ from tome_nodes.settings.options import FRAME, LEVEL, STEP, VIEW, OptionError
 from tome_nodes.settings.presets import FREE, PRESET, PRESETS
 from tools.server import ExecutionFailed, PromptRejected
 
-GRAPHS = 500
+GRAPHS = 1000
 OURS = "custom_nodes/tome-nodes/tome_nodes"
 TRANSFORMER = "bad_input_flux.safetensors"
 SECONDS_OF_SILENCE = 120

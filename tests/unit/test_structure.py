@@ -83,6 +83,7 @@ def test_only_a_host_knows_its_libraries():
         "comfy_execution": {"comfyui"},
         "comfyui_version": {"comfyui"},
         "folder_paths": {"comfyui"},
+        "server": {"comfyui"},
         "comfy_api": {"comfyui.nodes"},
         "diffusers": {"pytorch"},
         "triton": {"ops.triton"},

@@ -227,9 +227,9 @@ class ToMeConfig:
         least=0,
         most=100,
         advanced=True,
-        text="In scope stack, how often a step runs on all tokens: 4 is every fourth step, counted "
-        "back from the second to last; 0 is never. The steps in between keep the detail that "
-        "merged tokens got in it.",
+        text="In scope stack, how many steps there are from one that runs on all tokens to the "
+        "next, counted back from the second to last; 0 is never. The steps in between keep the "
+        "detail that merged tokens got in it.",
         more="The first step also does if it begins with a picture, as in image to image. With "
         "`attn_tokens` k,v, self-attention in a UNet merges keys and values even in these steps. "
         "Each stack of a UNet keeps a tensor of the size of its tokens; a transformer keeps two "
