@@ -1,5 +1,7 @@
 """Transformers without a record: they are asked where their picture is."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import comfy.model_management
@@ -207,6 +209,21 @@ def test_what_a_model_keeps_for_later_evaluations_is_as_if_nobody_had_asked(log_
     model.model.diffusion_model.kept = []
     assert torch.equal(sample(attach(model, keys_only()), tiny, size, cfg=1.0), plain)
     assert "a Caching keeps something from one evaluation to the next" in log_messages()[-1]
+
+
+def test_a_model_that_was_asked_is_freed_at_once():
+    """ComfyUI collects all garbage before each run while a model that nobody has stays loaded."""
+    model, tiny = made(made_up.RegistersAndTextBehind)
+    patched = attach(model, keys_only())
+    held = weakref.ref(patched)
+    gc.collect()
+    gc.disable()
+    try:
+        sample(patched, tiny, tiny.size(8, 10))
+        del patched
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_model_that_cannot_be_asked_runs_unmerged(log_messages, monkeypatch):

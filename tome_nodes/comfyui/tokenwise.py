@@ -93,6 +93,8 @@ class TokenwiseEvaluation:
             self.has_kept = self._memory is not None and self._memory.restore()
             if self.has_kept:
                 before.restore()
+            # It holds the host's patcher, which would outlive the run.
+            self._memory = None
 
     def options(self, options: dict[str, Any], are_own: bool = False) -> dict[str, Any]:
         """Transformer options for the evaluation, or ``are_own``, for one of its blocks."""
