@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..merging.plan import Plan
 from ..ops import Operations
@@ -53,7 +53,7 @@ def merge_attention(
     ) -> Tensor:
         block = block_of()
         if theirs is None and block is not None:
-            func = _stored_attention(block) or func
+            func = block.stored_attention or func
         attend = func if theirs is None else partial(theirs, func)
         if block is None:
             return attend(q, k, v, heads, mask=mask, **kwargs)
@@ -97,12 +97,12 @@ def merge_attention(
     return options | {OVERRIDE: override}
 
 
-def _stored_attention(block: AttentionBlock) -> Attention | None:
-    """The attention that is stored with the weights of a block, as of ComfyUI 0.38.
+def stored_attention(attention: nn.Module) -> Attention | None:
+    """The function that is stored with the weights of an attention module, as of ComfyUI 0.38.
 
     The host calls it instead of its own where there is no override; None if there is none.
     """
-    for module in block.attention.modules():
+    for module in attention.modules():
         stored = getattr(module, "comfy_attention", None)
         if stored is not None:
             return getattr(stored, "function", None)

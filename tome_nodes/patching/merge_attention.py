@@ -79,12 +79,15 @@ class AttentionHost:
         picture_start: where the pictures begin in the sequence, if the keyword arguments say so.
         needs_all_tokens: why something in a block needs all tokens, given its arguments by name;
             None if nothing does.
+        stored_attention: the attention function that is stored with the weights of an attention
+            module, None if there is none.
     """
 
     reasons: Reasons
     merging: Callable[["AttentionBlock", Arguments], Arguments]
     picture_start: Callable[[Arguments], int | None]
     needs_all_tokens: Callable[[Mapping[str, Any]], str | None]
+    stored_attention: Callable[[nn.Module], Callable[..., Tensor] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +153,17 @@ class TransformerRecord:
 
 
 class AttentionBlock(Block):
-    """A block that calls attention through its host."""
+    """A block that calls attention through its host.
+
+    Attributes:
+        record: what is known about its model.
+        stored_attention: see :class:`AttentionHost`; that of the module that calls self-attention.
+    """
 
     def __init__(self, model: PatchedModel, stack: Stack, index: int, record: TransformerRecord):
         self.record = record
         self._whole = record.whole.get(stack.name)
+        self.stored_attention: Callable[..., Tensor] | None = None
         super().__init__(model, stack, index)
 
     def forget(self) -> None:
@@ -164,17 +173,13 @@ class AttentionBlock(Block):
         self._entered = 0
         self._plans_of_parts: dict[Any, list[Plan | None]] = {}
 
-    @property
-    def attention(self) -> nn.Module:
-        """The module that calls self-attention."""
-        return self.record.attention_of(self.module)
-
     def overrides(self) -> list[Override]:
         block, name = self.module, self.record.method
         method = getattr(block, name)
         if not self.model.config.merge_attn:
             return [(block, name, self._run_block(method))]
-        attention = self.attention
+        attention = self.record.attention_of(block)
+        self.stored_attention = self.record.host.stored_attention(attention)
         if attention is block:
             return [(block, name, self.timed(self._run_block(self._merge_calls(method))))]
         whole = self._whole_in_scope

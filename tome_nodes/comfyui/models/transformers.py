@@ -19,7 +19,7 @@ from ...patching.merge_attention import (
     TransformerRecord,
     WholeBlock,
 )
-from ..attention import merge_attention
+from ..attention import merge_attention, stored_attention
 from .base import REASONS, Inputs, class_name, patches_blocks, takes
 
 Pictures = Callable[[Any, Inputs], Iterable[Picture]]
@@ -49,7 +49,7 @@ def _is_by_frame(value: Any) -> bool:
     return getattr(value, "num_frames", 1) * getattr(value, "patches_per_frame", 1) > 1
 
 
-HOST = AttentionHost(REASONS, _merging, _picture_start, _needs_all_tokens)
+HOST = AttentionHost(REASONS, _merging, _picture_start, _needs_all_tokens, stored_attention)
 """Attention reads the transformer options, a keyword argument of the module that calls it."""
 
 
