@@ -28,7 +28,7 @@ from torch import nn
 
 import tome_nodes
 from tome_nodes.pytorch.ldm import LdmUNets
-from tome_nodes.pytorch.patched_unet import Attachment
+from tome_nodes.pytorch.patched_model import Attachment
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 
 pytestmark = [

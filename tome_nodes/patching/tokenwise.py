@@ -65,6 +65,7 @@ class TokenwiseEvaluation:
         order: the names of all blocks that the model called, in the order of their first calls.
         has_kept: whether the model has kept something of its blocks for later evaluations. It has
             been taken back.
+        network: the one that is followed.
         unreached: what the model does if none of its attentions was followed.
     """
 
@@ -77,7 +78,7 @@ class TokenwiseEvaluation:
         self.order: dict[str, None] = {}
         self.has_kept = False
         self._memory: Memory | None = None
-        self._model, self._network = model, network
+        self._model, self.network = model, network
         self._running: str | None = None
         self._results: dict[Any, tuple[str, Any]] = {}
 
@@ -102,11 +103,11 @@ class TokenwiseEvaluation:
 
     def overrides(self) -> Iterator[Override]:
         """What modules run meanwhile."""
-        for name, block in blocks_of(self._network):
+        for name, block in blocks_of(self.network):
             yield block, "forward", self._watched(name, block, block.forward)
             for module in block.modules():
                 if isinstance(module, nn.Linear):
-                    yield module, "forward", _cheap(module.out_features)
+                    yield module, "forward", cheap(module.out_features)
 
     def _watched(self, name: str, block: nn.Module, forward: Forward) -> Forward:
         kind = _kind(block)
@@ -170,7 +171,7 @@ class TokenwiseEvaluation:
         return own.transpose(1, 2) if kwargs.get("skip_output_reshape") else own.flatten(2)
 
 
-def _cheap(out_features: int) -> Forward:
+def cheap(out_features: int) -> Forward:
     """What a linear layer does: which token is which shows as well, and no weights are read."""
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
