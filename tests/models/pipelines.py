@@ -334,7 +334,7 @@ def make_flux() -> FluxTransformer2DModel:
     )
 
 
-_FLUX_TEXT = {
+_FLUX_TEXT: dict[str, Any] = {
     "prompt_embeds": noise(1, TEXT, TEXT_CHANNELS),
     "pooled_prompt_embeds": noise(1, TEXT_CHANNELS),
 }
@@ -405,7 +405,7 @@ def sd3() -> TransformerCase:
         text_encoder_3=None,
         tokenizer_3=None,
     )
-    negative = {f"negative_{name}": -value for name, value in _FLUX_TEXT.items()}
+    negative: dict[str, Any] = {f"negative_{name}": -value for name, value in _FLUX_TEXT.items()}
     return TransformerCase(pipeline, 80, **_FLUX_TEXT, **negative, height=128, width=160)
 
 

@@ -76,6 +76,9 @@ class Overrides:
         def run(*args: Any, **kwargs: Any) -> Any:
             return own(*args, **kwargs) if self.are_of_this_thread else plain(*args, **kwargs)
 
+        # torch.compile keeps few graphs of one code, and blocks may be compiled one by one.
+        run.__code__ = run.__code__.replace()
+
         return run
 
 

@@ -110,8 +110,12 @@ def _sides_of_tokens(tokens: int, arguments: Mapping[str, Any]) -> Sequence[Side
                 own = sizes[: len(sizes) // max(1, repeats)]
                 if own and sum(map(math.prod, own)) == tokens:
                     return own
-        elif isinstance(value, Tensor) and _are_places(value, tokens):
-            return _sides_of_places(value)
+        elif (
+            isinstance(value, Tensor)
+            and _are_places(value, tokens)
+            and (found := _sides_of_places(value, tokens))
+        ):
+            return found
     return []
 
 
@@ -126,22 +130,28 @@ def _triples(value: Any) -> Iterator[Sides]:
 
 
 def _are_places(value: Tensor, tokens: int) -> bool:
-    """Whether a tensor may be the places of so many tokens, perhaps with a batch."""
-    return value.ndim in (2, 3) and value.shape[-2] == tokens and value.shape[-1] in (2, 3, 4)
+    """Whether a tensor may be the places of so many tokens, perhaps behind those of text."""
+    return value.ndim in (2, 3) and value.shape[-2] >= tokens and value.shape[-1] in (2, 3, 4)
 
 
-def _sides_of_places(places: Tensor) -> list[Sides]:
-    """The sizes of pictures whose tokens are at these places, ``[tokens, coordinates]``.
+def _sides_of_places(places: Tensor, tokens: int) -> tuple[Sides, ...]:
+    """The sizes of pictures whose tokens are at the last of these places.
 
-    They may have a batch. Tokens stand row by row. Empty if any do not.
+    Tokens stand row by row. Empty if any do not.
+
+    Args:
+        places: ``[places, coordinates]``, perhaps for each sample.
+        tokens: the number of tokens.
     """
-    if places not in _known_places:
-        _known_places[places] = tuple(_found_sides(places.detach().double().cpu()))
-    return list(_known_places[places])
+    kept = _known_places.setdefault(places, {})
+    if tokens not in kept:
+        rows = places if places.ndim == 2 else places[0]
+        kept[tokens] = tuple(_found_sides(rows[-tokens:].detach().double().cpu()))
+    found: tuple[Sides, ...] = kept[tokens]
+    return found
 
 
 def _found_sides(places: Tensor) -> list[Sides]:
-    places = places if places.ndim == 2 else places[0]
     sizes: list[Sides] = []
     start = 0
     while start < len(places):

@@ -274,7 +274,9 @@ class Calls:
         if not counts.merged_anything:
             model = self.own_run.model
             reason = log_line.obstacle(counts, model.max_downsample, model.shallowest)
-            self.warn_once(reason)
+            # A cache leaves blocks out in some steps only.
+            if self._shape not in self._reported or reason != REASONS.attention_replaced:
+                self.warn_once(reason)
         elif self._is_new(self._shape):
             engine = self.own_run.engine
             backend = [] if engine is None else engine.in_words()

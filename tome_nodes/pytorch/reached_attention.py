@@ -125,13 +125,15 @@ def _rebound(function: FunctionType, attend: Attend) -> FunctionType:
     names = dict(function.__globals__)
     # torch.compile would look up its names in the module of this name.
     del names["__name__"]
-    if (dispatch := names.get(_DISPATCH)) is not None:
-        names[_DISPATCH] = _in_place_of(dispatch, False, attend)
+    if _DISPATCH in names:
+        own = function.__globals__
+        names[_DISPATCH] = _in_place_of(lambda: own[_DISPATCH], False, attend)
     for name, value in function.__globals__.items():
         if value is F:
             names[name] = reached = ModuleType("functional")
             vars(reached).update(vars(F))
-            setattr(reached, _PYTORCH, _in_place_of(F.scaled_dot_product_attention, True, attend))
+            in_place = _in_place_of(lambda: F.scaled_dot_product_attention, True, attend)
+            setattr(reached, _PYTORCH, in_place)
     names |= {name: _rebound(each, attend) for name, each in _helpers(function)}
     same = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
@@ -141,7 +143,11 @@ def _rebound(function: FunctionType, attend: Attend) -> FunctionType:
     return same
 
 
-def _in_place_of(function: Callable[..., Tensor], by_head: bool, attend: Attend) -> Any:
+def _in_place_of(
+    find: Callable[[], Callable[..., Tensor]], by_head: bool, attend: Attend
+) -> Callable[..., Tensor]:
+    """A function in place of the one that ``find`` returns, which other code may replace later."""
+
     def reached(
         query: Tensor,
         key: Tensor,
@@ -168,7 +174,7 @@ def _in_place_of(function: Callable[..., Tensor], by_head: bool, attend: Attend)
             kwargs["scale"] = scale
         if not by_head:
             query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        own = AttentionFunction(function, by_head, others)
+        own = AttentionFunction(find(), by_head, others)
         out = attend(own, query, key, value, query.shape[1], attn_mask, kwargs, is_plain)
         return out if by_head else out.transpose(1, 2)
 
