@@ -1,9 +1,11 @@
 """The attach to transformers of real diffusers pipelines, whose pictures are found by asking."""
 
 import copy
+import re
 import threading
 
 import accelerate
+import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from diffusers import (
     TaylorSeerCacheConfig,
 )
 from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from models import pipelines
 from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
 
@@ -22,6 +25,7 @@ from tome_nodes.pytorch import transformers
 from tome_nodes.pytorch.patched_model import Attachment
 from tome_nodes.pytorch.transformers import DiffusersTransformers
 from tome_nodes.settings.config import ToMeConfig
+from tools.environment import ROOT
 
 pytestmark = pytest.mark.newest_only
 
@@ -51,13 +55,13 @@ def state(model):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The queries and keys of all calls of attention, in the order of the calls."""
+    """The queries, keys and masks of all calls of attention, in the order of the calls."""
     seen = []
     attend = F.scaled_dot_product_attention
 
-    def spy(query, key, *args, **kwargs):
-        seen.append((query, key))
-        return attend(query, key, *args, **kwargs)
+    def spy(query, key, value, attn_mask=None, *args, **kwargs):
+        seen.append((query, key, attn_mask))
+        return attend(query, key, value, attn_mask, *args, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     return seen
@@ -96,7 +100,7 @@ def test_only_pictures_merge_and_text_stays_in_place_bit_for_bit(name, calls):
     assert merged.isfinite().all()
     pictures = case.picture + case.references
     changed = 0
-    for (query, key), (queries_left, keys_left) in zip(before, calls, strict=True):
+    for (query, key, _), (queries_left, keys_left, mask) in zip(before, calls, strict=True):
         assert queries_left.shape == query.shape
         fewer = key.shape[2] - keys_left.shape[2]
         assert fewer in (0, pictures // 2)
@@ -106,6 +110,10 @@ def test_only_pictures_merge_and_text_stays_in_place_bit_for_bit(name, calls):
             at = slice(None, beside) if torch.equal(key[:, :, :1], keys_left[:, :, :1]) else None
             at = at if at is not None else slice(-beside or key.shape[2], None)
             assert torch.equal(keys_left[:, :, at], key[:, :, at])
+        if fewer:
+            # Keys weigh as much as the tokens that they stand for, text and padding as one.
+            weights = mask.double().exp().sum(-1)
+            assert torch.allclose(weights, torch.full_like(weights, key.shape[2]))
         changed += fewer > 0
     assert changed >= 2
 
@@ -139,6 +147,31 @@ def test_another_pipeline_of_the_class_is_not_touched_in_any_thread(flux):
     assert all(torch.equal(each, expected) for each in results[other])
 
 
+@torch.no_grad()
+def test_an_unpatched_clone_gets_its_own_result_while_the_patched_one_runs(flux):
+    clone = copy.copy(flux.transformer)
+    arguments = flux_arguments()
+    expected, results = clone(**arguments).sample, []
+    merge(flux.transformer)
+
+    def clone_runs(*_):
+        if not results:
+            results.append(None)
+            thread = threading.Thread(target=lambda: results.append(evaluated()))
+            thread.start()
+            thread.join()
+
+    @torch.no_grad()
+    def evaluated():
+        return clone(**arguments).sample
+
+    hook = flux.transformer.single_transformer_blocks[0].register_forward_pre_hook(clone_runs)
+    merged = flux.transformer(**arguments).sample
+    hook.remove()
+    assert torch.equal(results[1], expected)
+    assert not torch.equal(merged, expected)
+
+
 def test_an_error_in_the_middle_leaves_nothing_behind(flux):
     merge(flux.pipeline)
     expected = flux()
@@ -164,8 +197,8 @@ def test_percents_and_ratios_follow_the_steps_of_the_pipeline(name, calls):
         merge(case.pipeline, **options)
         calls.clear()
         case(steps=4)
-        longest = max(query.shape[2] for query, _ in calls)
-        lengths = [key.shape[2] for query, key in calls if query.shape[2] == longest]
+        longest = max(query.shape[2] for query, *_ in calls)
+        lengths = [key.shape[2] for query, key, _ in calls if query.shape[2] == longest]
         each = len(lengths) // 4
         # Attention to text has the fewest.
         return [max(lengths[step * each : (step + 1) * each]) for step in range(4)]
@@ -185,7 +218,7 @@ def test_a_picture_to_begin_with_begins_at_a_later_step(flux, calls):
     flux.pipeline.scheduler.set_begin_index(2)
     arguments = flux_arguments()
     flux.transformer(**arguments)
-    assert {key.shape[2] for _, key in calls} == {TEXT + 40}
+    assert {key.shape[2] for _, key, _ in calls} == {TEXT + 40}
 
 
 def flux_arguments(height=8, width=10, seed=3):
@@ -207,7 +240,7 @@ def test_a_transformer_without_a_pipeline(flux, calls):
     transformer = flux.transformer
     assert merge(transformer) is transformer
     transformer(**flux_arguments())
-    assert {key.shape[2] for _, key in calls} == {TEXT + 40}
+    assert {key.shape[2] for _, key, _ in calls} == {TEXT + 40}
     with pytest.raises(ValueError, match=r"start_percent=0\.2 needs a pipeline, .* at 0\.0"):
         merge(transformer, start_percent=0.2)
     with pytest.raises(TypeError, match="this is a FlowMatchEulerDiscreteScheduler"):
@@ -230,7 +263,7 @@ def test_references_merge_within_themselves(calls):
     calls.clear()
     merge(transformer)
     transformer(**arguments)
-    assert {key.shape[2] for _, key in calls} == {TEXT + 40 + 24 + 12}
+    assert {key.shape[2] for _, key, _ in calls} == {TEXT + 40 + 24 + 12}
 
 
 @torch.no_grad()
@@ -364,6 +397,19 @@ def test_arguments_of_attention(flux):
     assert relative_error(flux(**options), expected) < ROUNDING
 
 
+def test_pictures_as_prompts(flux):
+    """IP-Adapter's processors are modules, and attend twice."""
+    for block in flux.transformer.transformer_blocks:
+        processor = FluxIPAdapterAttnProcessor(32, TEXT_CHANNELS)
+        block.attn.set_processor(pipelines.lively(processor))
+    options = {"joint_attention_kwargs": {"ip_hidden_states": [noise(1, 4, TEXT_CHANNELS)]}}
+    expected = flux(**options)
+    shuffle(flux.pipeline)
+    assert relative_error(flux(**options), expected) < ROUNDING
+    merge(flux.pipeline)
+    assert 1e-3 < relative_error(flux(**options), expected) < 0.5
+
+
 def test_gradient_checkpointing_is_left_alone(flux, log_messages):
     transformer = flux.transformer.train()
     transformer.enable_gradient_checkpointing()
@@ -377,3 +423,29 @@ def test_gradient_checkpointing_is_left_alone(flux, log_messages):
     merge(transformer)
     assert torch.equal(gradient(), expected)
     assert "gradient checkpointing" in log_messages()[-1]
+
+
+def test_the_page_on_python_names_and_runs_what_is_tested(monkeypatch, log_messages, flux):
+    class Pretrained(diffusers.FluxPipeline):
+        """Small random weights, and no text encoder."""
+
+        @classmethod
+        def from_pretrained(cls, name):
+            vae = pipelines.make_vae(shift_factor=0.0)
+            return cls(**{**flux.pipeline.components, "vae": vae})
+
+        def __call__(self, prompt):
+            arguments = {**flux.arguments, "height": 256, "width": 256}
+            return super().__call__(**arguments, num_inference_steps=2)
+
+    monkeypatch.setattr(diffusers, "FluxPipeline", Pretrained)
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    _, script = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names = {}
+    exec(script, names)
+    assert names["image"].size == (256, 256)
+    assert log_messages() == [
+        "[ToMe] merged 3/3 blocks (263 -> 110 tokens), ratio 0.60 of k,v in self-attention, window"
+    ]
+    named = set(re.findall(r"`(\w+Pipeline)`", page))
+    assert named == {type(make().pipeline).__name__ for make in TRANSFORMERS.values()}

@@ -130,7 +130,7 @@ def call(unet: Any, timestep: float = 500, **options: Any) -> Tensor:
     return unet(arguments.pop("sample"), torch.tensor(timestep), **arguments).sample
 
 
-def _make_vae() -> AutoencoderKL:
+def make_vae(**options: Any) -> AutoencoderKL:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoencoderKL(
@@ -139,6 +139,7 @@ def _make_vae() -> AutoencoderKL:
             up_block_types=("UpDecoderBlock2D",) * 4,
             latent_channels=4,
             norm_num_groups=4,
+            **options,
         ).eval()
 
 
@@ -190,7 +191,7 @@ def picture(channels: int = 3, seed: int = 5) -> Tensor:
 def _parts(family: str, **scheduler_options: Any) -> dict[str, Any]:
     return {
         "unet": make_unet(family),
-        "vae": _make_vae(),
+        "vae": make_vae(),
         "text_encoder": None,
         "tokenizer": None,
         "scheduler": DDIMScheduler(clip_sample=False, steps_offset=1, **scheduler_options),
