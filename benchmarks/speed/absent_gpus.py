@@ -209,7 +209,7 @@ def launch(shape: Shape, target: GPUTarget) -> None:
     # Heads of a sweep have all channels of a token.
     head_channels = shape.channels // shape.heads
     takes = head_channels <= attending.MOST_CHANNELS and shape.dtype.itemsize == 2
-    # Elsewhere it is not taken, see tome_nodes/comfyui/key_weights.py.
+    # Elsewhere it is not taken, see tome_nodes/patching/key_weights.py.
     if takes and target.backend == "cuda" and target.arch >= 80:
         q, k = (each.unflatten(2, (shape.heads, -1)) for each in (x, merged))
         kernels.attend(q, k, k, log_sizes.float(), 0.125)

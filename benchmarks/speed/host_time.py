@@ -40,11 +40,10 @@ from benchmarks.speed import absent_gpus as absent  # noqa: E402
 from benchmarks.speed.figures import grid as table  # noqa: E402
 from benchmarks.speed.figures import spread  # noqa: E402
 from benchmarks.speed.measure import Subject, merged_blocks  # noqa: E402
-from tome_nodes.comfyui import key_weights  # noqa: E402
 from tome_nodes.comfyui.attachment import KEY, attach  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
 from tome_nodes.ops.autotune import Autotune, Case, Choice, Variants  # noqa: E402
-from tome_nodes.patching import detail_cache, engine  # noqa: E402
+from tome_nodes.patching import detail_cache, engine, key_weights  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import settings_of  # noqa: E402
 

@@ -17,9 +17,9 @@ from benchmarks.rounds import interleaved
 from benchmarks.speed import checks
 from benchmarks.speed.measure import Stopwatch
 from benchmarks.speed.record import Record
-from tome_nodes.comfyui import key_weights
-from tome_nodes.comfyui.key_weights import Variant
 from tome_nodes.ops import Operations, operations
+from tome_nodes.patching import key_weights
+from tome_nodes.patching.key_weights import Variant
 
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH

@@ -12,13 +12,12 @@ from common import DEVICE, relative_error
 from host import merging, needs, sample
 from torch.testing import assert_close
 
-from tome_nodes.comfyui import attention as merging_attention
-from tome_nodes.comfyui import key_weights
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.attention import OVERRIDE, weigh_attention
-from tome_nodes.comfyui.key_weights import Capabilities, Variant, variant_of
 from tome_nodes.ops import TORCH
 from tome_nodes.ops.autotune import Choice, Tuner
+from tome_nodes.patching import attention_call, key_weights
+from tome_nodes.patching.key_weights import Capabilities, Variant, variant_of
 
 BATCH, HEADS = 2, 4
 
@@ -323,9 +322,9 @@ def test_keys_that_are_hidden_from_all_stay_hidden_from_merged_queries():
     bias = torch.zeros(1, 1, 64, 20, dtype=torch.float16, device=DEVICE)
     bias[..., 5] = -torch.inf
     for merged in (
-        merging_attention._merged_queries(bias, plan, 1)[..., 5],
-        merging_attention._merged_keys(bias.mT, plan, 1)[:, :, 5],
+        attention_call._merged_queries(bias, plan, 1)[..., 5],
+        attention_call._merged_keys(bias.mT, plan, 1)[:, :, 5],
     ):
         assert (merged == torch.finfo(torch.float16).min).all()
-    others = merging_attention._merged_queries(bias, plan, 1)[..., :5]
+    others = attention_call._merged_queries(bias, plan, 1)[..., :5]
     assert torch.equal(others, torch.zeros_like(others))

@@ -17,11 +17,12 @@ import torch
 from common import FakeClock, relative_error
 from host import merging, sample
 
-from tome_nodes.comfyui import attachment, autotune_cache, file_lock, key_weights
+from tome_nodes.comfyui import attachment, autotune_cache, file_lock
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.comfyui.autotune_cache import FILE, KeptChoices
-from tome_nodes.comfyui.key_weights import Capabilities, Variant, variant_of, variants_of
 from tome_nodes.ops.autotune import Autotune, Choice
+from tome_nodes.patching import key_weights
+from tome_nodes.patching.key_weights import Capabilities, Variant, variant_of, variants_of
 from tome_nodes.report.pages import in_words
 
 pytestmark = pytest.mark.usefixtures("user_folder")

@@ -35,7 +35,7 @@ from models.pipelines import CASES, DEVICE, GRID, TEXT_CHANNELS, call, inputs, m
 import tome_nodes
 from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.pytorch.diffusers import DiffusersUNets
-from tome_nodes.pytorch.patched_unet import Attachment
+from tome_nodes.pytorch.patched_model import Attachment
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
@@ -932,7 +932,7 @@ def test_gradient_checkpointing_is_left_alone(unet, log_messages):
     assert all(map(torch.equal, gradients(), expected))
     assert log_messages() == [
         "[ToMe] nothing merged: gradient checkpointing runs the transformer blocks again outside "
-        "of the UNet's call"
+        "of the model's call"
     ]
     call(unet)
     assert log_messages()[-1].startswith("[ToMe] merged 3/7 blocks")

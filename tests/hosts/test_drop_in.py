@@ -97,7 +97,7 @@ def test_the_example_of_the_documentation_merges_and_stops_merging(monkeypatch, 
 
     monkeypatch.setattr(diffusers, "StableDiffusionPipeline", Pretrained)
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    script, _ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     names = {}
     exec(script, names)
     assert names["image"].size == (128, 96)

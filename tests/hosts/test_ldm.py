@@ -28,7 +28,7 @@ from torch import nn
 
 import tome_nodes
 from tome_nodes.pytorch.ldm import LdmUNets
-from tome_nodes.pytorch.patched_unet import Attachment
+from tome_nodes.pytorch.patched_model import Attachment
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 
 pytestmark = [
@@ -307,7 +307,7 @@ def test_gradient_checkpointing_is_left_alone(log_messages):
     assert all(map(torch.equal, gradients(), expected))
     assert log_messages() == [
         "[ToMe] nothing merged: gradient checkpointing runs the transformer blocks again outside "
-        "of the UNet's call"
+        "of the model's call"
     ]
 
 

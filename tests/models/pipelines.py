@@ -1,13 +1,32 @@
-"""Tiny UNets and pipelines of diffusers with random weights."""
+"""Tiny UNets, transformers and pipelines of diffusers with random weights."""
 
 from typing import Any
 
 import torch
 from diffusers import (
     AutoencoderKL,
+    CogVideoXDDIMScheduler,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
     ControlNetModel,
     DDIMScheduler,
     EulerAncestralDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
+    FluxKontextPipeline,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+    Lumina2Pipeline,
+    Lumina2Transformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionInpaintPipeline,
@@ -15,11 +34,17 @@ from diffusers import (
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEXT_CHANNELS = 32
+TEXT = 7
 HEIGHT, WIDTH = 96, 128
 GRID = (HEIGHT // 8, WIDTH // 8)
 
@@ -105,7 +130,7 @@ def call(unet: Any, timestep: float = 500, **options: Any) -> Tensor:
     return unet(arguments.pop("sample"), torch.tensor(timestep), **arguments).sample
 
 
-def _make_vae() -> AutoencoderKL:
+def make_vae(**options: Any) -> AutoencoderKL:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoencoderKL(
@@ -114,6 +139,7 @@ def _make_vae() -> AutoencoderKL:
             up_block_types=("UpDecoderBlock2D",) * 4,
             latent_channels=4,
             norm_num_groups=4,
+            **options,
         ).eval()
 
 
@@ -165,7 +191,7 @@ def picture(channels: int = 3, seed: int = 5) -> Tensor:
 def _parts(family: str, **scheduler_options: Any) -> dict[str, Any]:
     return {
         "unet": make_unet(family),
-        "vae": _make_vae(),
+        "vae": make_vae(),
         "text_encoder": None,
         "tokenizer": None,
         "scheduler": DDIMScheduler(clip_sample=False, steps_offset=1, **scheduler_options),
@@ -226,5 +252,380 @@ CASES = {
     for case in (
         *(sd15, sd15_ancestral, sd21, sdxl),
         *(sd15_img2img, sdxl_img2img, sd15_inpaint, sd15_controlnet),
+    )
+}
+
+
+def noise(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def lively(model: Any) -> Any:
+    """A model with other weights, the same each time, that changes its input substantially."""
+    with torch.no_grad():
+        for index, weight in enumerate(model.parameters()):
+            # Some are zeros at first, so that blocks would change nothing.
+            spread = 1.0 if weight.ndim < 2 else weight[0].numel() ** -0.5
+            weight.copy_(spread * noise(*weight.shape, seed=index))
+            if weight.ndim < 2:
+                weight.mul_(0.1).add_(1.0)
+    return model.eval().to(DEVICE)
+
+
+class TransformerCase:
+    """A pipeline with a transformer and how to run it.
+
+    Attributes:
+        pipeline: without text encoders, whose output stands in for them, and without a VAE.
+        arguments: those of its call.
+        picture: the tokens of its picture.
+        beside: the tokens of text that stand in the sequence beside it.
+        references: the tokens of other pictures.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        picture: int,
+        beside: int = TEXT,
+        references: int = 0,
+        **arguments: Any,
+    ):
+        self.pipeline, self.arguments = pipeline, arguments
+        self.picture, self.beside, self.references = picture, beside, references
+        pipeline.set_progress_bar_config(disable=True)
+
+    @property
+    def transformer(self) -> Any:
+        return self.pipeline.transformer
+
+    @torch.no_grad()
+    def __call__(self, steps: int = 2, seed: int = 0, **options: Any) -> Tensor:
+        arguments: dict[str, Any] = {
+            "num_inference_steps": steps,
+            "generator": torch.Generator().manual_seed(seed),
+            "output_type": "latent",
+            "return_dict": False,
+        }
+        result = self.pipeline(**{**self.arguments, **arguments, **options})[0]
+        return torch.stack(result) if isinstance(result, list) else result
+
+
+_NOTHING = {"vae": None, "text_encoder": None, "tokenizer": None}
+_SECOND = {"text_encoder_2": None, "tokenizer_2": None}
+
+
+def _scheduler(**options: Any) -> FlowMatchEulerDiscreteScheduler:
+    return FlowMatchEulerDiscreteScheduler(**options)
+
+
+def make_flux() -> FluxTransformer2DModel:
+    return lively(
+        FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_CHANNELS,
+            pooled_projection_dim=TEXT_CHANNELS,
+            axes_dims_rope=(4, 4, 8),
+        )
+    )
+
+
+_FLUX_TEXT: dict[str, Any] = {
+    "prompt_embeds": noise(1, TEXT, TEXT_CHANNELS),
+    "pooled_prompt_embeds": noise(1, TEXT_CHANNELS),
+}
+
+
+def flux() -> TransformerCase:
+    pipeline = FluxPipeline(
+        _scheduler(use_dynamic_shifting=True), **_NOTHING, **_SECOND, transformer=make_flux()
+    )
+    return TransformerCase(pipeline, 80, **_FLUX_TEXT, height=128, width=160)
+
+
+def flux_kontext() -> TransformerCase:
+    """With a reference picture behind the latent, in the same sequence."""
+    pipeline = FluxKontextPipeline(
+        _scheduler(use_dynamic_shifting=True), **_NOTHING, **_SECOND, transformer=make_flux()
+    )
+    pipeline.latent_channels = 4
+    return TransformerCase(
+        pipeline,
+        80,
+        references=48,
+        **_FLUX_TEXT,
+        image=noise(1, 4, 12, 16, seed=7),
+        height=128,
+        width=160,
+        max_area=128 * 160,
+    )
+
+
+def flux2() -> TransformerCase:
+    transformer = Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT_CHANNELS,
+        axes_dims_rope=(4, 4, 4, 4),
+    )
+    pipeline = Flux2Pipeline(
+        _scheduler(use_dynamic_shifting=True), **_NOTHING, transformer=lively(transformer)
+    )
+    text = noise(1, TEXT, TEXT_CHANNELS)
+    return TransformerCase(pipeline, 80, prompt_embeds=text, height=128, width=160)
+
+
+def sd3() -> TransformerCase:
+    transformer = SD3Transformer2DModel(
+        sample_size=32,
+        in_channels=4,
+        num_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT_CHANNELS,
+        caption_projection_dim=32,
+        pooled_projection_dim=TEXT_CHANNELS,
+        out_channels=4,
+        pos_embed_max_size=32,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    pipeline = StableDiffusion3Pipeline(
+        lively(transformer),
+        _scheduler(shift=3.0),
+        **_NOTHING,
+        **_SECOND,
+        text_encoder_3=None,
+        tokenizer_3=None,
+    )
+    negative: dict[str, Any] = {f"negative_{name}": -value for name, value in _FLUX_TEXT.items()}
+    return TransformerCase(pipeline, 80, **_FLUX_TEXT, **negative, height=128, width=160)
+
+
+def make_qwen() -> QwenImageTransformer2DModel:
+    return lively(
+        QwenImageTransformer2DModel(
+            in_channels=16,
+            out_channels=4,
+            num_layers=3,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_CHANNELS,
+            axes_dims_rope=(4, 4, 8),
+        )
+    )
+
+
+def qwen_image() -> TransformerCase:
+    pipeline = QwenImagePipeline(
+        _scheduler(use_dynamic_shifting=True), **_NOTHING, transformer=make_qwen()
+    )
+    return TransformerCase(
+        pipeline,
+        80,
+        prompt_embeds=noise(1, TEXT, TEXT_CHANNELS),
+        prompt_embeds_mask=torch.ones(1, TEXT, dtype=torch.long),
+        negative_prompt_embeds=noise(1, TEXT, TEXT_CHANNELS, seed=2),
+        negative_prompt_embeds_mask=torch.ones(1, TEXT, dtype=torch.long),
+        height=128,
+        width=160,
+    )
+
+
+def z_image() -> TransformerCase:
+    """It pads its text and its picture to multiples of 32 tokens."""
+    transformer = ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=3,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=TEXT_CHANNELS,
+        axes_dims=[4, 4, 8],
+        axes_lens=[256, 64, 64],
+    )
+    pipeline = ZImagePipeline(_scheduler(shift=3.0), **_NOTHING, transformer=lively(transformer))
+    return TransformerCase(
+        pipeline,
+        80,
+        beside=32 + 16,
+        prompt_embeds=[noise(TEXT, TEXT_CHANNELS)],
+        negative_prompt_embeds=[noise(TEXT, TEXT_CHANNELS, seed=2)],
+        height=128,
+        width=160,
+    )
+
+
+def _make_wan() -> WanTransformer3DModel:
+    return lively(
+        WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            text_dim=TEXT_CHANNELS,
+            freq_dim=32,
+            ffn_dim=64,
+            num_layers=2,
+            rope_max_seq_len=64,
+        )
+    )
+
+
+def wan() -> TransformerCase:
+    """With two experts, one for each half of the steps."""
+    pipeline = WanPipeline(
+        None,
+        None,
+        None,
+        UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        _make_wan(),
+        _make_wan(),
+        boundary_ratio=0.8,
+    )
+    return TransformerCase(
+        pipeline,
+        3 * 80,
+        beside=0,
+        prompt_embeds=noise(1, TEXT, TEXT_CHANNELS),
+        negative_prompt_embeds=noise(1, TEXT, TEXT_CHANNELS, seed=2),
+        num_frames=9,
+        height=128,
+        width=160,
+    )
+
+
+def ltx() -> TransformerCase:
+    transformer = LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        cross_attention_dim=32,
+        num_layers=2,
+        caption_channels=TEXT_CHANNELS,
+    )
+    pipeline = LTXPipeline(
+        _scheduler(use_dynamic_shifting=True), **_NOTHING, transformer=lively(transformer)
+    )
+    mask = torch.ones(1, TEXT, dtype=torch.long)
+    return TransformerCase(
+        pipeline,
+        3 * 80,
+        beside=0,
+        prompt_embeds=noise(1, TEXT, TEXT_CHANNELS),
+        prompt_attention_mask=mask,
+        negative_prompt_embeds=noise(1, TEXT, TEXT_CHANNELS, seed=2),
+        negative_prompt_attention_mask=mask,
+        num_frames=17,
+        height=256,
+        width=320,
+    )
+
+
+def hunyuan_video() -> TransformerCase:
+    transformer = HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=2,
+        num_refiner_layers=1,
+        text_embed_dim=TEXT_CHANNELS,
+        pooled_projection_dim=TEXT_CHANNELS,
+        rope_axes_dim=(4, 4, 8),
+    )
+    pipeline = HunyuanVideoPipeline(
+        None, None, lively(transformer), None, _scheduler(shift=7.0), None, None
+    )
+    return TransformerCase(
+        pipeline,
+        3 * 80,
+        **_FLUX_TEXT,
+        prompt_attention_mask=torch.ones(1, TEXT, dtype=torch.bool),
+        num_frames=9,
+        height=128,
+        width=160,
+    )
+
+
+def cogvideox() -> TransformerCase:
+    """Its frames come before the channels, and its scheduler counts no steps."""
+    transformer = CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=TEXT_CHANNELS,
+        num_layers=2,
+        sample_width=20,
+        sample_height=16,
+        sample_frames=9,
+        max_text_seq_length=TEXT,
+    )
+    pipeline = CogVideoXPipeline(
+        None,
+        None,
+        None,
+        lively(transformer),
+        CogVideoXDDIMScheduler(prediction_type="v_prediction"),
+    )
+    return TransformerCase(
+        pipeline,
+        3 * 80,
+        prompt_embeds=noise(1, TEXT, TEXT_CHANNELS),
+        negative_prompt_embeds=noise(1, TEXT, TEXT_CHANNELS, seed=2),
+        num_frames=9,
+        height=128,
+        width=160,
+    )
+
+
+def lumina2() -> TransformerCase:
+    """With fewer heads of keys than of queries."""
+    transformer = Lumina2Transformer2DModel(
+        in_channels=4,
+        hidden_size=32,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=16,
+        axes_dim_rope=(4, 4, 8),
+        axes_lens=(64, 64, 64),
+        cap_feat_dim=TEXT_CHANNELS,
+    )
+    pipeline = Lumina2Pipeline(lively(transformer), _scheduler(shift=6.0), **_NOTHING)
+    mask = torch.ones(1, TEXT, dtype=torch.long)
+    return TransformerCase(
+        pipeline,
+        80,
+        prompt_embeds=noise(1, TEXT, TEXT_CHANNELS),
+        prompt_attention_mask=mask,
+        negative_prompt_embeds=noise(1, TEXT, TEXT_CHANNELS, seed=2),
+        negative_prompt_attention_mask=mask,
+        height=128,
+        width=160,
+    )
+
+
+TRANSFORMERS = {
+    case.__name__: case
+    for case in (
+        *(flux, flux_kontext, flux2, sd3, qwen_image, z_image),
+        *(wan, ltx, hunyuan_video, cogvideox, lumina2),
     )
 }

@@ -1,29 +1,22 @@
-"""Ask a transformer that has no record where its picture is.
+"""Ask a transformer of the host that has no record where its picture is.
 
-It is evaluated twice, the second time on a changed latent, while no token sees another
-(:mod:`tome_nodes.comfyui.tokenwise`). The keys that differ are those of the picture
-(:mod:`tome_nodes.merging.picture_search`). This takes about a hundredth of an evaluation, once for
-each form of the inputs.
+See :mod:`tome_nodes.patching.asking`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from comfy.model_management import InterruptProcessingException
 from torch import Tensor, nn
 
-from ..merging.layout import Layout, Picture, Span
-from ..merging.picture_search import Sides, changed, changes, most_changed, span_of
-from ..patching.blocks import Layouts, uncompiled
-from ..patching.evaluation import lock_of
+from ..merging.picture_search import changed
+from ..patching.asking import Answer, compared, form_of, kept_answer, sides_of
+from ..patching.blocks import uncompiled
+from ..patching.tokenwise import TokenwiseEvaluation
 from .attention import OVERRIDE
 from .models.base import Inputs
-from .tokenwise import Call, TokenwiseEvaluation
 
 Evaluate = Callable[[Tensor, Mapping[str, Any], dict[str, Any]], Any]
 """Evaluates the host's model on a latent, under conditions and transformer options."""
@@ -33,39 +26,6 @@ _OTHERS = ("wrappers", "callbacks", "patches", "patches_replace", OVERRIDE)
 
 _PLAIN = (bool, int, float, str, Tensor, list, tuple)
 """Types of transformer options that cannot be a memory of the model."""
-
-_MOST_KEPT = 64
-
-_answers: WeakKeyDictionary[nn.Module, dict[Any, "Answer"]] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Where the pictures are in the sequences of a model, for inputs of one form.
-
-    Attributes:
-        layouts: by the name of each block that attends to a picture, and by the number of queries
-            and keys of an attention; None where there is no picture.
-        stacks: the names of the lists that hold these blocks.
-        passes_options: whether their attention reads the transformer options that they are given.
-        obstacle: why nothing can merge, None if something can.
-    """
-
-    layouts: Layouts = field(default_factory=dict)
-    stacks: tuple[str, ...] = ()
-    passes_options: bool = True
-    obstacle: str | None = None
-
-    @property
-    def pictures(self) -> tuple[Picture, ...]:
-        """All pictures, once for each attention that they are in."""
-        return tuple(
-            Picture(span.grid)
-            for layouts in self.layouts.values()
-            for layout in layouts.values()
-            if layout is not None
-            for span in layout.spans
-        )
 
 
 def ask(
@@ -87,14 +47,10 @@ def ask(
         evaluate: evaluates the host's model, without the wrappers of other nodes.
     """
     network = uncompiled(model.diffusion_model)
-    with lock_of(network):
-        kept = _answers.setdefault(network, {})
-        form = _form((inputs.shape, inputs.conditions, others))
-        if form not in kept:
-            if len(kept) >= _MOST_KEPT:
-                kept.clear()
-            kept[form] = _asked(model, network, latent, inputs, options, evaluate)
-        return kept[form]
+    form = form_of((inputs.shape, inputs.conditions, others))
+    return kept_answer(
+        network, form, lambda: _asked(model, network, latent, inputs, options, evaluate)
+    )
 
 
 def _asked(
@@ -116,163 +72,49 @@ def _asked(
     references = _references(inputs)
 
     def watched(latent: Tensor, others: Mapping[str, Any]) -> TokenwiseEvaluation:
-        evaluation = TokenwiseEvaluation(model, network)
+        evaluation = _Tokenwise(model, network)
         with evaluation.installed():
             evaluate(latent, {**inputs.conditions, **others}, evaluation.options(own))
         return evaluation
 
-    try:
-        with torch.no_grad(), _undisturbed(network, latent.device):
-            before = watched(latent, {})
-            after = watched(_changed_latent(latent, inputs.shape), {})
-            with_references = watched(latent, _changed_all(references)) if references else None
-        return _answer(name, before, after, with_references, inputs, references, len(latent))
-    except InterruptProcessingException:
-        raise
-    except Exception as error:
-        # It may fail where the model itself does not, and then only merging is lost.
-        why = f"{type(error).__name__}: {error}"
-        return Answer(obstacle=f"where the picture of a {name} is could not be asked ({why})")
+    def evaluations() -> Iterator[TokenwiseEvaluation]:
+        yield watched(latent, {})
+        yield watched(_changed_latent(latent, inputs.shape), {})
+        if references:
+            yield watched(latent, _changed_all(references))
 
-
-def _answer(
-    name: str,
-    before: TokenwiseEvaluation,
-    after: TokenwiseEvaluation,
-    with_references: TokenwiseEvaluation | None,
-    inputs: Inputs,
-    references: Mapping[str, Any],
-    batch: int,
-) -> Answer:
-    """What was found by comparing evaluations."""
-    if any(each.has_kept for each in (before, after, with_references) if each is not None):
-        return Answer(obstacle=f"a {name} keeps something from one evaluation to the next")
-    if not any(seen.calls for seen in before.blocks.values()):
-        why = "does not hand the transformer options to its attention"
-        return Answer(obstacle=f"a {name} {why}, or attends outside of its blocks")
-    sides = _sides(inputs.shape)
-    sizes = [_sides(each.shape) for value in references.values() for each in _tensors(value)]
-    found: dict[str, dict[tuple[int, int], Layout | None]] = {}
-    reasons: list[str] = []
-    for block in before.order:
-        if block in before.left_out:
-            representative, _ = before.left_out[block]
-            if not _same_places(before, after, block, found[representative], sides, batch):
-                # What stood for it did not do to its tokens what follows reckons with.
-                reasons.append("its tokens change places between blocks")
-                break
-            found[block] = found[representative]
-            continue
-        again = after.blocks.get(block)
-        other = None if with_references is None else with_references.blocks.get(block)
-        layouts = found[block] = {}
-        for index, call in enumerate(before.blocks[block].calls):
-            later = again.calls[index] if again and index < len(again.calls) else None
-            referring = other.calls[index] if other and index < len(other.calls) else None
-            layout, reason = _layout(call, later, referring, batch, sides, sizes)
-            place = call.queries, call.keys
-            if layouts.setdefault(place, layout) != layout:
-                layouts[place], reason = None, "several attentions of a block differ"
-            if reason is not None:
-                reasons.append(reason)
-    merging = _without_refiners(
-        {block: layouts for block, layouts in found.items() if any(layouts.values())}
+    return compared(
+        name,
+        lambda: [*evaluations()],
+        sides_of(inputs.shape),
+        [sides_of(each.shape) for value in references.values() for each in _tensors(value)],
+        len(latent),
+        network,
+        latent.device,
+        (InterruptProcessingException,),
     )
-    if not merging:
-        why = reasons[0] if reasons else "its attention has no keys that depend on the picture"
-        return Answer(obstacle=f"the picture of a {name} was not found by asking: {why}")
-    stacks = dict.fromkeys(block.rpartition(".")[0] for block in merging)
-    passes_options = all(
-        before.blocks[block].reads_own_options for block in merging if block in before.blocks
+
+
+class _Tokenwise(TokenwiseEvaluation):
+    """Follows attention through the transformer options."""
+
+    unreached = (
+        "does not hand the transformer options to its attention, or attends outside of its blocks"
     )
-    return Answer(merging, tuple(stacks), passes_options)
 
+    def options(self, options: dict[str, Any], are_own: bool = False) -> dict[str, Any]:
+        """Transformer options for the evaluation, or ``are_own``, for one of its blocks."""
 
-def _without_refiners(found: Layouts) -> Layouts:
-    """The layouts of the lists with the longest sequence.
+        def override(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+            return self.attention(are_own, *args, **kwargs)
 
-    Others hold few blocks: some prepare the picture before the text joins it.
-    """
-    longest: dict[str, int] = {}
-    for block, layouts in found.items():
-        stack = block.rpartition(".")[0]
-        length = max(layout.length for layout in layouts.values() if layout is not None)
-        longest[stack] = max(length, longest.get(stack, 0))
-    most = max(longest.values(), default=0)
-    return {
-        block: layouts
-        for block, layouts in found.items()
-        if longest[block.rpartition(".")[0]] == most
-    }
+        return options | {OVERRIDE: override}
 
-
-def _layout(
-    call: Call,
-    later: Call | None,
-    referring: Call | None,
-    batch: int,
-    sides: Sides,
-    references: Sequence[Sides],
-) -> tuple[Layout | None, str | None]:
-    """Where the pictures are in one attention, or why it has none that can merge."""
-    if later is None or later.prints.shape != call.prints.shape:
-        return None, "its attention depends on the values of the latent"
-    change = changes(call.prints, later.prints)
-    if not change.any():
-        return None, None
-    if len(change) != batch:
-        return None, "its attention runs in windows or frames of its own"
-    if call.queries != call.keys:
-        return None, "only a part of its tokens attend, or the keys are pooled or kept"
-    if call.is_masked:
-        return None, "its attention has a mask that differs from query to query"
-    span = span_of(change, sides)
-    if span is None:
-        return None, "the tokens of its picture do not stand row by row"
-    spans = [span]
-    if referring is not None and referring.prints.shape == call.prints.shape:
-        spans += _reference_spans(changes(call.prints, referring.prints), span, references)
-    return Layout(call.keys, tuple(sorted(spans, key=lambda span: span.start))), None
-
-
-def _reference_spans(change: Tensor, latent: Span, references: Sequence[Sides]) -> Iterator[Span]:
-    """The spans of references, one after another, as long as they stand row by row."""
-    change[:, latent.start : latent.stop] = 0
-    for sides in references:
-        span = span_of(change, sides, others_follow=True)
-        if span is None:
-            return
-        change[:, : span.stop] = 0
-        yield span
-
-
-def _same_places(
-    before: TokenwiseEvaluation,
-    after: TokenwiseEvaluation,
-    block: str,
-    layouts: Mapping[Any, Layout | None],
-    sides: Sides,
-    batch: int,
-) -> bool:
-    """Whether the picture's tokens enter a block where they enter the one that stood for it.
-
-    ``layouts`` are those of the other one.
-    """
-    representative, first = before.left_out[block]
-    if after.left_out.get(block, (None,))[0] != representative:
-        return False
-    _, second = after.left_out[block]
-    grids = {layout.spans[0].grid for layout in layouts.values() if layout is not None}
-
-    def places(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[list[int]]:
-        return [
-            most_changed(changes(*pair), sides, grid, batch)
-            for pair in zip(one, other, strict=True)
-            for grid in grids
-        ]
-
-    stood = before.blocks[representative].entered, after.blocks[representative].entered
-    return places(*stood) == places(first, second)
+    def given(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        options = kwargs.get("transformer_options")
+        if options is None:
+            return kwargs
+        return kwargs | {"transformer_options": self.options(options, are_own=True)}
 
 
 def _references(inputs: Inputs) -> dict[str, Any]:
@@ -313,30 +155,3 @@ def _changed_latent(latent: Tensor, shape: Sequence[int]) -> Tensor:
     size = prod(shape[1:])
     picture = changed(latent[..., :size].reshape(len(latent), *shape[1:]))
     return torch.cat([picture.flatten(1).view_as(latent[..., :size]), latent[..., size:]], -1)
-
-
-def _sides(shape: Sequence[int]) -> Sides:
-    """Frames, height and width of a latent."""
-    return shape[2] if len(shape) == 5 else 1, shape[-2], shape[-1]
-
-
-def _form(value: Any) -> Any:
-    """The form of inputs: what they are but the values of tensors, and the number of samples."""
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape[1:])
-    if isinstance(value, Mapping):
-        return tuple((name, _form(each)) for name, each in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(map(_form, value))
-    return value if isinstance(value, int | str | None) else type(value)
-
-
-@contextmanager
-def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[None]:
-    """What compiles does not, and random numbers are afterwards as they were before."""
-    devices = [device] if device.type == "cuda" else []
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices))
-        if any(each is not uncompiled(each) for each in network.modules()):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield

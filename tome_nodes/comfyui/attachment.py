@@ -19,6 +19,7 @@ from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
 from ..merging.layout import Grid, Picture
+from ..patching.asking import Answer
 from ..patching.blocks import uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
@@ -28,7 +29,7 @@ from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from ..tuning.search import Measured
 from . import comfy_compiler, host_checks, workflow
-from .asking import Answer, ask
+from .asking import ask
 from .attention import sparse_attention
 from .autotune_cache import autotune
 from .models import record_of

@@ -375,3 +375,20 @@ class Block:
 def uncompiled(module: Any) -> Any:
     """The module that a compiled one runs, or the module itself."""
     return getattr(module, "_orig_mod", module)
+
+
+def lists_of(model: nn.Module, name: str = "") -> Iterator[str]:
+    """The names of the outermost lists of modules in a model, which hold its blocks."""
+    for child_name, child in model.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield path
+        else:
+            yield from lists_of(child, path)
+
+
+def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in the outermost lists of a model, by the names of their blocks."""
+    for name in lists_of(model):
+        for index, block in enumerate(model.get_submodule(name).children()):
+            yield f"{name}.{index}", uncompiled(block)

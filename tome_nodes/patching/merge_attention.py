@@ -6,7 +6,7 @@ known how a block is called, all of it can run on merged tokens.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +81,7 @@ class AttentionHost:
             None if nothing does.
         stored_attention: the attention function that is stored with the weights of an attention
             module, None if there is none.
+        overrides: what else modules of a block have to run, given the block.
     """
 
     reasons: Reasons
@@ -88,6 +89,7 @@ class AttentionHost:
     picture_start: Callable[[Arguments], int | None]
     needs_all_tokens: Callable[[Mapping[str, Any]], str | None]
     stored_attention: Callable[[nn.Module], Callable[..., Tensor] | None]
+    overrides: Callable[["AttentionBlock"], Iterable[Override]] = lambda block: ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +183,8 @@ class AttentionBlock(Block):
         attention = self.record.attention_of(block)
         self.stored_attention = self.record.host.stored_attention(attention)
         if attention is block:
-            return [(block, name, self.timed(self._run_block(self._merge_calls(method))))]
+            own = self.timed(self._run_block(self._merge_calls(method)))
+            return [(block, name, own), *self.record.host.overrides(self)]
         whole = self._whole_in_scope
         seen_by = [] if whole is None else [getattr(block, each) for each in whole.seen_by]
         return [

@@ -11,8 +11,9 @@ from torch import nn
 
 Forward = Callable[..., Any]
 
-Override = tuple[nn.Module, str, Forward]
-"""A module, the name of a method such as ``forward``, and what it runs instead."""
+Override = tuple[nn.Module, str, Any]
+"""A module, the name of a method such as ``forward``, and what it runs instead; or the name of an
+attribute, and what it is instead, in all threads."""
 
 
 class Overrides:
@@ -42,8 +43,8 @@ class Overrides:
     def _put_on(self) -> None:
         if not (self._placed and all(placed.still_fits for placed in self._placed)):
             self._placed = [
-                _Placed.of(module, name, self._in_this_thread(getattr(module, name), method))
-                for module, name, method in self._make()
+                _Placed.of(module, name, self._in_this_thread(module, name, own))
+                for module, name, own in self._make()
             ]
         self._thread = get_ident()
         for placed in self._placed:
@@ -61,13 +62,22 @@ class Overrides:
             else:
                 attributes[placed.name] = placed.before
 
-    def _in_this_thread(self, plain: Forward, forward: Forward) -> Forward:
-        """An override for one thread: meanwhile, others may run an unpatched clone."""
+    @property
+    def are_of_this_thread(self) -> bool:
+        """Whether they count in this thread: meanwhile, others may run an unpatched clone."""
+        return torch.compiler.is_compiling() or get_ident() == self._thread
+
+    def _in_this_thread(self, module: nn.Module, name: str, own: Any) -> Any:
+        """An override for one thread, if it is a method."""
+        if not hasattr(type(module), name):
+            return own
+        plain = getattr(module, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or get_ident() == self._thread:
-                return forward(*args, **kwargs)
-            return plain(*args, **kwargs)
+            return own(*args, **kwargs) if self.are_of_this_thread else plain(*args, **kwargs)
+
+        # torch.compile keeps few graphs of one code, and blocks may be compiled one by one.
+        run.__code__ = run.__code__.replace()
 
         return run
 
@@ -79,22 +89,22 @@ class _Placed:
     Attributes:
         module: where it goes.
         name: the method that it replaces.
-        method: what the module is to run.
+        method: what the module is to run, or an attribute to have.
         before: the method that other code had set on the module, None for that of its class.
-        of_class: the method of its class.
+        of_class: the method of its class, None for an attribute.
         children: the modules in it.
     """
 
     module: nn.Module
     name: str
-    method: Forward
-    before: Forward | None
-    of_class: Forward
+    method: Any
+    before: Any
+    of_class: Any
     children: tuple[nn.Module | None, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, name: str, method: Forward) -> "_Placed":
-        before, of_class = vars(module).get(name), getattr(type(module), name)
+    def of(cls, module: nn.Module, name: str, method: Any) -> "_Placed":
+        before, of_class = vars(module).get(name), getattr(type(module), name, None)
         return cls(module, name, method, before, of_class, tuple(module._modules.values()))
 
     @property
@@ -102,6 +112,6 @@ class _Placed:
         """Whether the module runs what it ran when the override was made."""
         return (
             vars(self.module).get(self.name) is self.before
-            and getattr(type(self.module), self.name) is self.of_class
+            and getattr(type(self.module), self.name, None) is self.of_class
             and tuple(self.module._modules.values()) == self.children
         )

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ..patching.blocks import Stack, uncompiled
 from ..patching.merge_modules import ModuleBlock, UNetRecord, is_masked
 from ..settings.config import ToMeConfig
-from .patched_unet import REASONS, RECOMPUTED, Host
+from .patched_model import REASONS, RECOMPUTED
+from .patched_unet import TIMESTEPS, UNetHost
 
 # IP-Adapter scales its masks to the number of queries, as if they were a whole picture.
 _MASKS = ("attention_mask", "ip_adapter_masks")
@@ -41,7 +42,7 @@ def _weigh_keys(block: ModuleBlock, kwargs: dict[str, Any], log_sizes: Tensor) -
     return kwargs | {"attention_mask": log_sizes[:, None]}
 
 
-class DiffusersUNets(Host):
+class DiffusersUNets(UNetHost):
     """``UNet2DConditionModel``, whose blocks are ``BasicTransformerBlock``."""
 
     record = UNetRecord(
@@ -54,13 +55,13 @@ class DiffusersUNets(Host):
         weigh_keys=_weigh_keys,
     )
 
-    def find(self, model: object) -> tuple[nn.Module, int | None] | None:
+    def find(self, model: object) -> list[tuple[nn.Module, int]]:
         """The UNet of a pipeline, or the model itself if it is one."""
         unet = uncompiled(getattr(model, "unet", model))
         if not isinstance(unet, UNet2DConditionModel):
-            return None
+            return []
         scheduler_config = getattr(getattr(model, "scheduler", None), "config", {})
-        return unet, scheduler_config.get("num_train_timesteps")
+        return [(unet, scheduler_config.get("num_train_timesteps") or TIMESTEPS)]
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:

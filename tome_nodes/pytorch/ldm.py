@@ -12,7 +12,8 @@ from torch import nn
 from ..patching.blocks import Stack, uncompiled
 from ..patching.merge_modules import UNetRecord, stacks_by_level
 from ..settings.config import ToMeConfig
-from .patched_unet import REASONS, RECOMPUTED, Host
+from .patched_model import REASONS, RECOMPUTED
+from .patched_unet import TIMESTEPS, UNetHost
 
 
 def _stacks(model: nn.Module) -> Iterable[Stack]:
@@ -26,7 +27,7 @@ def _is_stack(module: nn.Module) -> bool:
     )
 
 
-class LdmUNets(Host):
+class LdmUNets(UNetHost):
     """``UNetModel``."""
 
     record = UNetRecord(
@@ -39,14 +40,14 @@ class LdmUNets(Host):
         source="context",
     )
 
-    def find(self, model: object) -> tuple[nn.Module, int | None] | None:
+    def find(self, model: object) -> list[tuple[nn.Module, int]]:
         """The UNet at ``model.model.diffusion_model``, ``model.diffusion_model`` or ``model``."""
         inner = getattr(model, "model", model)
         unet = uncompiled(getattr(inner, "diffusion_model", inner))
         parts = ("input_blocks", "middle_block", "output_blocks")
         if not (isinstance(unet, nn.Module) and all(hasattr(unet, name) for name in parts)):
-            return None
-        return unet, getattr(model, "num_timesteps", None)
+            return []
+        return [(unet, getattr(model, "num_timesteps", None) or TIMESTEPS)]
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
         if torch.is_grad_enabled() and any(

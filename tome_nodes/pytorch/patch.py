@@ -9,8 +9,6 @@ from ..settings.presets import CUSTOM, settings_of
 
 Model = TypeVar("Model")
 
-_TIMESTEPS = 1000
-
 # What tomesd always does, as values of our options.
 _AS_TOMESD = {"min_tokens": 1, "proportional_attn": False}
 
@@ -85,10 +83,13 @@ def apply_patch(
         **options,
     }
     config = ToMeConfig(**settings_of(preset, given, _DEFAULTS))
-    from .patched_unet import Attachment
+    from .patched_model import Attachment
 
-    unet, timesteps, host = _find_unet(model)
-    Attachment(config, host, timesteps).attach(unet)
+    found = _found(model)
+    for _, context, host in found:
+        host.check(config, context)
+    for network, context, host in found:
+        Attachment(config, host, context).attach(network)
     return model
 
 
@@ -111,30 +112,30 @@ def remove_patch(model: Model) -> Model:
     Raises:
         TypeError: the model is of no kind that can be patched.
     """
-    from .patched_unet import detach
+    from .patched_model import detach
 
-    unet, _, _ = _find_unet(model)
-    detach(unet)
+    for network, _, _ in _found(model):
+        detach(network)
     return model
 
 
-def _find_unet(model: object) -> tuple[Any, int, Any]:
-    """The UNet of a model, how many noise levels it was trained on, and its host."""
+def _found(model: object) -> list[tuple[Any, Any, Any]]:
+    """The networks of a model that merge, what surrounds each, and its host."""
     from .ldm import LdmUNets
-    from .patched_unet import Host
+    from .patched_model import Host
 
     hosts: list[Host] = [LdmUNets()]
     # If it is not imported, the model cannot be one of diffusers.
     if "diffusers" in sys.modules:
         from .diffusers import DiffusersUNets
+        from .transformers import DiffusersTransformers
 
-        hosts.insert(0, DiffusersUNets())
+        hosts = [DiffusersUNets(), DiffusersTransformers(), *hosts]
     for host in hosts:
-        if (found := host.find(model)) is not None:
-            unet, timesteps = found
-            return unet, timesteps or _TIMESTEPS, host
+        if found := host.find(model):
+            return [(network, context, host) for network, context in found]
     raise TypeError(
-        "token merging needs a diffusers pipeline with a UNet2DConditionModel, such a UNet, or a "
-        "latent-diffusion model with a UNet at model.model.diffusion_model; this is a "
-        f"{type(model).__name__}"
+        "token merging needs a diffusers pipeline with a transformer or a UNet2DConditionModel, "
+        "such a transformer or UNet, or a latent-diffusion model with a UNet at "
+        f"model.model.diffusion_model; this is a {type(model).__name__}"
     )

@@ -1,207 +1,60 @@
-"""Attach token merging to a UNet that is called as a PyTorch module, and take it off again.
+"""The calls of a UNet, and their place in a sampling run.
 
-This is what the diffusers and latent-diffusion hosts share. A patched UNet is of a class made from
-its own, whose calls put the overrides on the transformer blocks and take them off again. Between
-calls it has nothing but its settings, so copying, offloading, LoRA and saving work as before.
-torch.compile runs what surrounds the UNet's forward outside its graph, so it finds the same code in
-each call.
+This is what the diffusers and latent-diffusion hosts share.
 """
 
 import inspect
-import logging
 import math
 import struct
-from collections.abc import Callable, Hashable
-from functools import lru_cache, partial
+from collections.abc import Hashable
 from itertools import zip_longest
-from threading import local
-from typing import Any, ClassVar, SupportsFloat, SupportsIndex
+from typing import Any, ClassVar, SupportsFloat
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.decorators import skip
 
 from ..merging.layout import Grid
-from ..patching.blocks import Reasons
 from ..patching.detail_cache import belongs
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
 from ..patching.merge_modules import UNetRecord
-from ..patching.outcome import Evaluated, Observer
 from ..patching.schedule import Moment, is_active, is_noise_alone
-from ..report import log_line
-from ..report.counts import Counts
 from ..settings.config import ToMeConfig
-from ..strategies import make_strategy
+from .patched_model import Calls, Host, execution_device
 
-log = logging.getLogger("tome_nodes")
-
-REASONS = Reasons(
-    tokens_changed="other code changes the tokens of the transformer blocks",
-    attention_masked="other code masks the attention or changes its tokens",
-    attention_replaced="other code replaces the attention of the transformer blocks",
-)
+TIMESTEPS = 1000
+"""The number of noise levels of a UNet that does not say how many it was trained on."""
 
 _UNKNOWN_CALL = (
     "the UNet was called without a sample and a timestep, as other code has replaced its forward"
 )
 
-RECOMPUTED = "gradient checkpointing runs the transformer blocks again outside of the UNet's call"
-"""The obstacle if a model computes gradients by running blocks a second time."""
 
-_STATE = "_tome_nodes"
-"""The attribute of a patched UNet for its :class:`Attachment`."""
-
-
-class Host:
+class UNetHost(Host):
     """A library whose UNets are called as modules."""
 
     record: ClassVar[UNetRecord]
     """How its UNets are built."""
 
-    def find(self, model: object) -> tuple[nn.Module, int | None] | None:
-        """The UNet of a model, and its number of noise levels, None if the model does not say.
+    def has_blocks(self, model: nn.Module) -> bool:
+        return any(stack.blocks for stack in self.record.stacks(model))
 
-        None if there is no such UNet.
-        """
-        raise NotImplementedError
+    def calls(
+        self,
+        config: ToMeConfig,
+        context: Any,
+        make_strategy: MakeStrategy,
+        model: nn.Module,
+        reported: set[Hashable],
+    ) -> "UNetCalls":
+        return UNetCalls(config, self, context, make_strategy, model, reported)
 
-    def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
+    def obstacle(self, model: nn.Module, config: ToMeConfig) -> str | None:
         """Why a UNet cannot merge tokens in its current state, None if it can."""
         raise NotImplementedError
 
 
-class Attachment:
-    """The settings of one patched UNet, and its calls.
-
-    A copy of the UNet gets a new attachment with the same settings. Each thread that calls the UNet
-    is on a sampling run of its own.
-    """
-
-    def __init__(
-        self,
-        config: ToMeConfig,
-        host: Host,
-        timesteps: int,
-        make_strategy: MakeStrategy = make_strategy,
-    ):
-        """Prepare the calls.
-
-        Args:
-            config: the settings.
-            host: that of the UNet.
-            timesteps: the number of noise levels that the model was trained on.
-            make_strategy: makes the strategy.
-        """
-        self._settings = (config, host, timesteps, make_strategy)
-        self._of_thread = local()
-        self._reported: set[Hashable] = set()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._settings
-
-    def attach(self, unet: nn.Module) -> None:
-        """Merge tokens in each call of a UNet, in place of any earlier settings.
-
-        Raises:
-            TypeError: the UNet has no transformer blocks.
-        """
-        config, host, *_ = self._settings
-        if not any(stack.blocks for stack in host.record.stacks(unet)):
-            raise TypeError(
-                f"token merging needs a model with transformer blocks, and this "
-                f"{type(unet).__name__} has none"
-            )
-        detach(unet)
-        if not config.merges_nothing:
-            vars(unet)[_STATE] = self
-            kind: Any = type(unet)
-            unet.__class__ = _patched(kind)
-
-    @skip
-    def call(self, unet: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a UNet, whose call without merging is ``forward``, within an evaluation."""
-        calls = self._calls_of(unet)
-        if calls.is_running or not calls.begin(args, kwargs):
-            return forward(*args, **kwargs)
-
-        result = calls.run.or_unmerged(partial(_evaluate, calls, forward, args, kwargs))
-        calls.complete()
-        return result
-
-    @torch.compiler.disable
-    def _calls_of(self, unet: nn.Module) -> "_Calls":
-        """The calls of a UNet in this thread."""
-        calls: _Calls | None = getattr(self._of_thread, "calls", None)
-        # Shallow copies of a UNet, such as replicas, share its attachment.
-        if calls is None or calls.unet is not unet:
-            calls = self._of_thread.calls = _Calls(*self._settings, unet, self._reported)
-        return calls
-
-
-@skip
-def _evaluate(
-    calls: "_Calls", forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    with calls:
-        return forward(*args, **kwargs)
-
-
-# Of what surrounds a UNet's forward, torch.compile traces nothing.
-skip(Run.or_unmerged)
-
-
-def detach(unet: nn.Module) -> None:
-    """Give a UNet its own class back, if it is patched."""
-    kind: Any = type(unet)
-    # A class that other code has put on top of ours stays, and finds no attachment.
-    if vars(unet).pop(_STATE, None) is not None and kind is _patched(own := kind.__mro__[1]):
-        unet.__class__ = own
-
-
-@lru_cache(maxsize=64)
-def _patched(kind: Any) -> Any:
-    """A class like ``kind``, whose instances merge tokens while they are called."""
-
-    def calling(name: str) -> Callable[..., Any]:
-        own = getattr(kind, name)
-
-        @skip
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            attachment: Attachment | None = vars(self).get(_STATE)
-            if attachment is None:
-                return own(self, *args, **kwargs)
-            return attachment.call(self, partial(own, self), *args, **kwargs)
-
-        return call
-
-    def reduce(self: nn.Module, protocol: SupportsIndex) -> tuple[Any, ...]:
-        _, _, *state = kind.__reduce_ex__(self, protocol)
-        return _new, (kind,), *state
-
-    # Whoever asks for the class of a UNet, such as a pipeline that is saved, finds its own names.
-    attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    # One that was compiled before calls the second.
-    attributes |= {name: calling(name) for name in ("__call__", "_call_impl")}
-    return type(kind.__name__, (kind,), attributes | {"__reduce_ex__": reduce})
-
-
-def _new(kind: Any) -> Any:
-    """An empty instance of a patched class, for copies."""
-    patched = _patched(kind)
-    return patched.__new__(patched)
-
-
-class _Latest(Observer):
-    """Keeps what the latest evaluation did."""
-
-    result: Evaluated | None = None
-
-    def evaluated(self, result: Evaluated) -> None:
-        self.result = result
-
-
-class _Calls:
+class UNetCalls(Calls):
     """The calls of a UNet in one thread, and their place in a sampling run.
 
     The place follows from the second argument of a call, the timestep. It falls from the number of
@@ -210,100 +63,46 @@ class _Calls:
     that failed, and with another sample: at the first timestep, unless that comes from the same
     schedule, as guidance may call the UNet with several samples in each step; and at a smaller one,
     since the run before may have ended early.
-
-    It is a context manager, to be entered for a call that has begun.
-
-    Attributes:
-        unet: the one that is called.
-        run: its evaluations.
-        is_running: whether this is in the middle of a call.
     """
+
+    run: Run
 
     def __init__(
         self,
         config: ToMeConfig,
-        host: Host,
+        host: UNetHost,
         timesteps: int,
         make_strategy: MakeStrategy,
         unet: nn.Module,
         reported: set[Hashable],
     ):
-        self.unet = unet
-        self._latest = _Latest()
-        self.run = Run(config, host.record, unet, make_strategy, [self._latest])
-        self.is_running = False
-        self._config = config
+        """Prepare the calls of a UNet that was trained on a number of noise levels."""
+        super().__init__(config, unet, reported)
+        self.run = Run(config, host.record, unet, make_strategy, [self.latest])
         self._host = host
         self._noisiest = timesteps - 1
-        self._reported = reported
-        self._shape: torch.Size | None = None
         self._timestep = self._first_timestep = math.nan
         # What the first call of the last step got.
         self._first: tuple[Tensor, Tensor | float] | None = None
-        self._completed = True
         self._step = 0
         self._call = 0
 
     @torch.compiler.disable
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Begin a call with these arguments; returns whether they are those of a UNet.
-
-        If not, that is said once.
-        """
-        sample, timestep = _first_two_arguments(self.unet, args, kwargs)
+        sample, timestep = _first_two_arguments(self.network, args, kwargs)
         is_sample = isinstance(sample, Tensor) and sample.ndim >= 4
         is_timestep = isinstance(timestep, SupportsFloat)
         if not (is_sample and is_timestep):
-            self._warn_once(_UNKNOWN_CALL)
+            self.warn_once(_UNKNOWN_CALL)
             return False
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
         self._follow(noise, sample, timestep)
-        self._completed = False
-        self._latest.result = None
-        self._shape = sample.shape
         moment = self._moment(noise, sample.shape)
         # This may visit every module of the UNet, so only ask if it matters.
-        obstacle = self._host.obstacle(self.unet, self._config) if moment.is_active else None
-        device, latent = _execution_device(self.unet, sample), Grid(*sample.shape[-2:])
-        self._arguments = moment, latent, device, sample.dtype, obstacle
+        obstacle = self._host.obstacle(self.network, self.config) if moment.is_active else None
+        device, latent = execution_device(self.network, sample), Grid(*sample.shape[-2:])
+        self.prepare(sample.shape, moment, latent, device, sample.dtype, obstacle)
         return True
-
-    @torch.compiler.disable
-    def __enter__(self) -> None:
-        self._evaluation = self.run.evaluation(*self._arguments)
-        self._evaluation.__enter__()
-        self.is_running = True
-
-    @torch.compiler.disable
-    def __exit__(self, *error: Any) -> bool | None:
-        self.is_running = False
-        return self._evaluation.__exit__(*error)
-
-    @torch.compiler.disable
-    def complete(self) -> None:
-        """The call has returned: log what merged, once for each size; or why nothing did, once."""
-        self._completed = True
-        result = self._latest.result
-        if result is None or not result.is_active:
-            return
-        counts = Counts()
-        counts.evaluated(result)
-        if not counts.merged_anything:
-            model = self.run.model
-            reason = log_line.obstacle(counts, model.max_downsample, model.shallowest)
-            self._warn_once(reason)
-        elif self._is_new(self._shape):
-            backend = [] if self.run.engine is None else self.run.engine.in_words()
-            log.info("[ToMe] %s", log_line.log_line(counts, self._config, backend))
-
-    def _warn_once(self, reason: str) -> None:
-        if self._is_new(reason):
-            log.warning("[ToMe] nothing merged: %s", reason)
-
-    def _is_new(self, what: Hashable) -> bool:
-        is_new = what not in self._reported
-        self._reported.add(what)
-        return is_new
 
     def _follow(self, noise: float, sample: Tensor, timestep: Tensor | float) -> None:
         """Count the steps of a run, and the calls of a step."""
@@ -321,7 +120,7 @@ class _Calls:
         self._timestep = noise
 
     def _begins_run(self, noise: float, sample: Tensor, timestep: Tensor | float) -> bool:
-        if self._first is None or not (self._completed and noise <= self._timestep):
+        if self._first is None or not (self.completed and noise <= self._timestep):
             return True
         first, its_timestep = self._first
         if noise < self._timestep:
@@ -345,7 +144,7 @@ class _Calls:
             progress=done / self._noisiest if self._noisiest > 0 else 0.0,
             picks=bits,
             part=(self._call, shape),
-            is_active=is_active(self._config, timestep, self._noise_at),
+            is_active=is_active(self.config, timestep, self._noise_at),
             from_noise=is_noise_alone(self._first_timestep, self._noisiest),
         )
 
@@ -398,9 +197,3 @@ def _first_two_arguments(
     ]
     given = [*args[:2], *named[len(args) :], None, None]
     return given[0], given[1]
-
-
-def _execution_device(unet: nn.Module, sample: Tensor) -> torch.device:
-    """Where the blocks will run. Offloaded weights and inputs may be elsewhere before the call."""
-    device = getattr(getattr(unet, "_hf_hook", None), "execution_device", None)
-    return sample.device if device is None else torch.device(device)

@@ -1,11 +1,10 @@
 """Transformers without a record: what does not have to be known about them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ...patching.blocks import uncompiled
+from ...patching.blocks import lists_of
 from .transformers import Transformer, one_picture
 
 
@@ -34,20 +33,3 @@ class UnknownTransformer(Transformer):
 def unknown_transformer(model: nn.Module) -> UnknownTransformer:
     """The record of a transformer of which nothing is known."""
     return UnknownTransformer((), one_picture(1), blocks=tuple(lists_of(model)), at_end=False)
-
-
-def lists_of(model: nn.Module, name: str = "") -> Iterator[str]:
-    """The names of the outermost lists of modules in a model, which hold its blocks."""
-    for child_name, child in model.named_children():
-        path = f"{name}.{child_name}" if name else child_name
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield path
-        else:
-            yield from lists_of(child, path)
-
-
-def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in the outermost lists of a model, by the names of their blocks."""
-    for name in lists_of(model):
-        for index, block in enumerate(model.get_submodule(name).children()):
-            yield f"{name}.{index}", uncompiled(block)

@@ -1,4 +1,4 @@
-"""Let an attention function of the host weigh each key by the tokens that it stands for.
+"""Let an attention function of a host weigh each key by the tokens that it stands for.
 
 If key j stands for n_j equal keys, softmax over all of them is softmax over the merged keys with
 log n_j added to the logits. There are three ways to add them: a mask, further channels of queries
@@ -22,18 +22,21 @@ from ..ops.reference import FURTHER
 Attention = Callable[..., Tensor]
 Note = Callable[[str | None], None]
 
-# Attention functions of the host that add a mask cheaply.
-_TAKE_MASK = frozenset(
+# PyTorch's attention, as ComfyUI and diffusers call it.
+_PYTORCH = frozenset({"attention_pytorch", "native"})
+
+# Attention functions that add a mask cheaply: PyTorch's, ComfyUI's, and backends of diffusers.
+_TAKE_MASK = _PYTORCH | {
+    *("attention_basic", "attention_comfy_kitchen_int8", "attention_split", "attention_sub_quad"),
+    *("flex", "_native_cudnn", "_native_efficient", "_native_math"),
+}
+# Those that take no mask, or are slow with one.
+_TAKE_CHANNELS = frozenset(
     {
-        "attention_basic",
-        "attention_comfy_kitchen_int8",
-        "attention_pytorch",
-        "attention_split",
-        "attention_sub_quad",
+        *("attention_flash", "attention_xformers"),
+        *("flash", "flash_hub", "_flash_3", "_flash_3_hub", "_native_flash", "xformers"),
     }
 )
-# Those that take no mask, or are slow with one.
-_TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})
 
 # Channels of a head for which PyTorch's flash attention has a kernel; others are padded to these.
 _FLASH_HEADS = (32, 64, 96, 128, 192, 256)
@@ -104,7 +107,7 @@ def variant_of(
     than flash.
 
     Args:
-        function: name of the host's attention function.
+        function: name of the attention function.
         head_channels: those of a head.
         capable: what the device runs fast.
         may_widen: whether queries and keys can get further channels.
@@ -113,7 +116,7 @@ def variant_of(
     if function not in _TAKE_MASK | _TAKE_CHANNELS:
         return None
     takes_mask = function in _TAKE_MASK
-    if takes_mask and not (function == "attention_pytorch" and capable.flash):
+    if takes_mask and not (function in _PYTORCH and capable.flash):
         return Variant.MASK
     if may_widen and head_channels in _HEADS_WITH_ROOM:
         return Variant.CHANNELS

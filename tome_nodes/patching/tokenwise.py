@@ -1,20 +1,18 @@
 """Evaluate a model so that no token sees another, at next to no cost, and watch its attention."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..merging.picture_search import fingerprints
-from ..patching.overrides import Forward, Override, Overrides
-from .attention import OVERRIDE
+from .blocks import blocks_of
 from .key_weights import flat
 from .model_memory import Memory
-from .models.unknown import blocks_of
+from .overrides import Forward, Override, Overrides
 
 _NUMBERING = ("idx", "index", "layer", "block")
 """Parts of the names of attributes that tell which of several equal blocks one is."""
@@ -47,8 +45,7 @@ class Seen:
     Attributes:
         entered: the fingerprints of the tokens that entered it.
         calls: its calls of attention.
-        reads_own_options: whether these have the transformer options that the block was given by
-            name, and not those of the model.
+        reads_own_options: whether these have what the block was given by name to follow them.
     """
 
     entered: list[Tensor]
@@ -68,23 +65,27 @@ class TokenwiseEvaluation:
         order: the names of all blocks that the model called, in the order of their first calls.
         has_kept: whether the model has kept something of its blocks for later evaluations. It has
             been taken back.
+        network: the one that is followed.
+        unreached: what the model does if none of its attentions was followed.
     """
 
+    unreached = "attends outside of its blocks"
+
     def __init__(self, model: nn.Module, network: nn.Module):
-        """Prepare to follow ``network``, the diffusion model of the host's ``model``."""
+        """Prepare to follow ``network``, a part of ``model``, which may keep something, too."""
         self.blocks: dict[str, Seen] = {}
         self.left_out: dict[str, tuple[str, list[Tensor]]] = {}
         self.order: dict[str, None] = {}
         self.has_kept = False
         self._memory: Memory | None = None
-        self._model, self._network = model, network
+        self._model, self.network = model, network
         self._running: str | None = None
         self._results: dict[Any, tuple[str, Any]] = {}
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Follow what is evaluated within this block, under :meth:`options`."""
-        overrides = Overrides(self._overrides)
+        """Follow what is evaluated within this block."""
+        overrides = Overrides(self.overrides)
         before = Memory(self._model)
         try:
             with overrides.installed():
@@ -96,16 +97,17 @@ class TokenwiseEvaluation:
             # It holds the host's patcher, which would outlive the run.
             self._memory = None
 
-    def options(self, options: dict[str, Any], are_own: bool = False) -> dict[str, Any]:
-        """Transformer options for the evaluation, or ``are_own``, for one of its blocks."""
-        return options | {OVERRIDE: partial(self._attention, are_own)}
+    def given(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of a block, perhaps with others by which attention is followed."""
+        return kwargs
 
-    def _overrides(self) -> Iterator[Override]:
-        for name, block in blocks_of(self._network):
+    def overrides(self) -> Iterator[Override]:
+        """What modules run meanwhile."""
+        for name, block in blocks_of(self.network):
             yield block, "forward", self._watched(name, block, block.forward)
             for module in block.modules():
                 if isinstance(module, nn.Linear):
-                    yield module, "forward", _cheap(module.out_features)
+                    yield module, "forward", cheap(module.out_features)
 
     def _watched(self, name: str, block: nn.Module, forward: Forward) -> Forward:
         kind = _kind(block)
@@ -115,20 +117,18 @@ class TokenwiseEvaluation:
                 # What is kept before has nothing to do with attention, such as places.
                 self._memory = Memory(self._model)
             self.order.setdefault(name)
-            given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-            entered = [fingerprints(each) for each in given if _has_tokens(each)]
-            place = kind, tuple(each.shape for each in given)
+            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            entered = [fingerprints(each) for each in tensors if _has_tokens(each)]
+            place = kind, tuple(each.shape for each in tensors)
             if place in self._results:
                 representative, result = self._results[place]
                 self.left_out[name] = representative, entered
                 return result
             self.blocks[name] = Seen(entered)
-            if kwargs.get("transformer_options") is not None:
-                own = self.options(kwargs["transformer_options"], are_own=True)
-                kwargs["transformer_options"] = own
+            given = self.given(kwargs)
             outer, self._running = self._running, name
             try:
-                result = forward(*args, **kwargs)
+                result = forward(*args, **given)
             finally:
                 self._running = outer
             self._results[place] = name, result
@@ -136,10 +136,9 @@ class TokenwiseEvaluation:
 
         return run
 
-    def _attention(
+    def attention(
         self,
         are_own: bool,
-        func: Callable[..., Tensor],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -147,7 +146,18 @@ class TokenwiseEvaluation:
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The value of each token in place of attention; 0 where queries are of other tokens."""
+        """The value of each token in place of attention; 0 where queries are of other tokens.
+
+        Args:
+            are_own: whether the attention has what its block was given by name.
+            q: in the layouts of :func:`tome_nodes.patching.attention_call.merged_attention`, as are
+                the others.
+            k: keys.
+            v: values.
+            heads: the number of heads of the queries.
+            mask: None for none.
+            kwargs: the other arguments of the attention function.
+        """
         by_head = bool(kwargs.get("skip_reshape"))
         if self._running is not None:
             seen = self.blocks[self._running]
@@ -161,7 +171,7 @@ class TokenwiseEvaluation:
         return own.transpose(1, 2) if kwargs.get("skip_output_reshape") else own.flatten(2)
 
 
-def _cheap(out_features: int) -> Forward:
+def cheap(out_features: int) -> Forward:
     """What a linear layer does: which token is which shows as well, and no weights are read."""
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

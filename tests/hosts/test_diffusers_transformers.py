@@ -1,0 +1,451 @@
+"""The attach to transformers of real diffusers pipelines, whose pictures are found by asking."""
+
+import copy
+import re
+import threading
+
+import accelerate
+import diffusers
+import pytest
+import torch
+import torch.nn.functional as F
+from common import Shuffle, relative_error
+from diffusers import (
+    FirstBlockCacheConfig,
+    FlowMatchEulerDiscreteScheduler,
+    TaylorSeerCacheConfig,
+)
+from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from models import pipelines
+from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
+
+import tome_nodes
+from tome_nodes.pytorch import transformers
+from tome_nodes.pytorch.patched_model import Attachment
+from tome_nodes.pytorch.transformers import DiffusersTransformers
+from tome_nodes.settings.config import ToMeConfig
+from tools.environment import ROOT
+
+pytestmark = pytest.mark.newest_only
+
+ROUNDING = 1e-5
+KEYS = {"strategy": "window", "attn_tokens": "k,v", "min_tokens": 1}
+
+
+def shuffle(model, **options):
+    """Attach the lossless plan to the transformers of a pipeline."""
+    host = DiffusersTransformers()
+    for network, steps in host.find(model):
+        config = ToMeConfig(**{"ratio": 0.5, **KEYS, **options})
+        Attachment(config, host, steps, Shuffle).attach(network)
+
+
+def merge(model, **options):
+    return tome_nodes.apply_patch(model, **KEYS, proportional_attn=True, **options)
+
+
+def state(model):
+    """What the modules of a model are and hold, weights left out."""
+    return [
+        (type(module), {name: repr(value) for name, value in vars(module).items()})
+        for module in model.modules()
+    ]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The queries, keys and masks of all calls of attention, in the order of the calls."""
+    seen = []
+    attend = F.scaled_dot_product_attention
+
+    def spy(query, key, value, attn_mask=None, *args, **kwargs):
+        seen.append((query, key, attn_mask))
+        return attend(query, key, value, attn_mask, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    return seen
+
+
+@pytest.fixture
+def flux():
+    return pipelines.flux()
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("attn_tokens", ["k,v", "q,k,v"])
+def test_a_lossless_plan_reproduces_every_pipeline(name, attn_tokens, log_messages):
+    case = TRANSFORMERS[name]()
+    expected = case()
+    before = state(case.transformer)
+    shuffle(case.pipeline, attn_tokens=attn_tokens)
+    random = torch.get_rng_state()
+    assert relative_error(case(), expected) < ROUNDING
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(line.startswith("[ToMe] merged") for line in log_messages())
+    assert len(log_messages()) == (2 if name == "wan" else 1)
+    assert tome_nodes.remove_patch(case.pipeline) is case.pipeline
+    assert state(case.transformer) == before
+    assert torch.equal(case(), expected)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_only_pictures_merge_and_text_stays_in_place_bit_for_bit(name, calls):
+    case = TRANSFORMERS[name]()
+    case(steps=1)
+    before = [*calls]
+    calls.clear()
+    assert merge(case.pipeline) is case.pipeline
+    merged = case(steps=1)
+    assert merged.isfinite().all()
+    pictures = case.picture + case.references
+    changed = 0
+    for (query, key, _), (queries_left, keys_left, mask) in zip(before, calls, strict=True):
+        assert queries_left.shape == query.shape
+        fewer = key.shape[2] - keys_left.shape[2]
+        assert fewer in (0, pictures // 2)
+        if fewer and not changed:
+            beside = key.shape[2] - pictures
+            assert beside in (case.beside, 0)
+            at = slice(None, beside) if torch.equal(key[:, :, :1], keys_left[:, :, :1]) else None
+            at = at if at is not None else slice(-beside or key.shape[2], None)
+            assert torch.equal(keys_left[:, :, at], key[:, :, at])
+        if fewer:
+            # Keys weigh as much as the tokens that they stand for, text and padding as one.
+            weights = mask.double().exp().sum(-1)
+            assert torch.allclose(weights, torch.full_like(weights, key.shape[2]))
+        changed += fewer > 0
+    assert changed >= 2
+
+
+@pytest.mark.parametrize("name", ["flux", "z_image", "sd3"])
+def test_ratio_zero_is_the_unpatched_pipeline(name):
+    case = TRANSFORMERS[name]()
+    expected = case()
+    merge(case.pipeline, ratio=0)
+    assert torch.equal(case(), expected)
+
+
+def test_another_pipeline_of_the_class_is_not_touched_in_any_thread(flux):
+    other = pipelines.flux()
+    expected = other(steps=3)
+    merge(flux.pipeline)
+    merged = flux(steps=3)
+    assert relative_error(merged, expected) > 1e-3
+    results = {flux: [], other: []}
+
+    def run(case):
+        results[case] += [case(steps=3) for _ in range(3)]
+
+    threads = [threading.Thread(target=run, args=(case,)) for case in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results[flux]) == len(results[other]) == 3
+    assert all(torch.equal(each, merged) for each in results[flux])
+    assert all(torch.equal(each, expected) for each in results[other])
+
+
+@torch.no_grad()
+def test_an_unpatched_clone_gets_its_own_result_while_the_patched_one_runs(flux):
+    clone = copy.copy(flux.transformer)
+    arguments = flux_arguments()
+    expected, results = clone(**arguments).sample, []
+    merge(flux.transformer)
+
+    def clone_runs(*_):
+        if not results:
+            results.append(None)
+            thread = threading.Thread(target=lambda: results.append(evaluated()))
+            thread.start()
+            thread.join()
+
+    @torch.no_grad()
+    def evaluated():
+        return clone(**arguments).sample
+
+    hook = flux.transformer.single_transformer_blocks[0].register_forward_pre_hook(clone_runs)
+    merged = flux.transformer(**arguments).sample
+    hook.remove()
+    assert torch.equal(results[1], expected)
+    assert not torch.equal(merged, expected)
+
+
+def test_an_error_in_the_middle_leaves_nothing_behind(flux):
+    merge(flux.pipeline)
+    expected = flux()
+    before = state(flux.transformer)
+
+    def fails(*_):
+        raise RuntimeError("no block today")
+
+    hook = flux.transformer.single_transformer_blocks[0].register_forward_hook(fails)
+    with pytest.raises(RuntimeError, match="no block today"):
+        flux()
+    hook.remove()
+    assert state(flux.transformer) == before
+    assert torch.equal(flux(), expected)
+
+
+@pytest.mark.parametrize("name", ["flux", "z_image", "cogvideox", "wan"])
+def test_percents_and_ratios_follow_the_steps_of_the_pipeline(name, calls):
+    case = TRANSFORMERS[name]()
+
+    def keys(**options):
+        """The keys of self-attention in each of four steps."""
+        merge(case.pipeline, **options)
+        calls.clear()
+        case(steps=4)
+        longest = max(query.shape[2] for query, *_ in calls)
+        lengths = [key.shape[2] for query, key, _ in calls if query.shape[2] == longest]
+        each = len(lengths) // 4
+        # Attention to text has the fewest.
+        return [max(lengths[step * each : (step + 1) * each]) for step in range(4)]
+
+    first, second, third, fourth = keys(start_percent=0.5)
+    assert first == second > third == fourth
+    first, second, third, fourth = keys(end_percent=0.25)
+    assert first < second == third == fourth
+    falling = keys(ratio=0.6, ratio_end=0.0)
+    assert falling == sorted(falling)
+    assert len(set(falling)) == 4
+
+
+def test_a_picture_to_begin_with_begins_at_a_later_step(flux, calls):
+    merge(flux.pipeline, start_percent=0.5)
+    flux.pipeline.scheduler.set_timesteps(4, mu=1.0)
+    flux.pipeline.scheduler.set_begin_index(2)
+    arguments = flux_arguments()
+    flux.transformer(**arguments)
+    assert {key.shape[2] for _, key, _ in calls} == {TEXT + 40}
+
+
+def flux_arguments(height=8, width=10, seed=3):
+    places = torch.zeros(height, width, 3)
+    places[..., 1] += torch.arange(height)[:, None]
+    places[..., 2] += torch.arange(width)
+    return {
+        "hidden_states": noise(1, height * width, 16, seed=seed),
+        "encoder_hidden_states": noise(1, TEXT, TEXT_CHANNELS),
+        "pooled_projections": noise(1, TEXT_CHANNELS),
+        "timestep": torch.tensor([0.5], device=DEVICE),
+        "img_ids": places.view(-1, 3).to(DEVICE),
+        "txt_ids": torch.zeros(TEXT, 3, device=DEVICE),
+    }
+
+
+@torch.no_grad()
+def test_a_transformer_without_a_pipeline(flux, calls):
+    transformer = flux.transformer
+    assert merge(transformer) is transformer
+    transformer(**flux_arguments())
+    assert {key.shape[2] for _, key, _ in calls} == {TEXT + 40}
+    with pytest.raises(ValueError, match=r"start_percent=0\.2 needs a pipeline, .* at 0\.0"):
+        merge(transformer, start_percent=0.2)
+    with pytest.raises(TypeError, match="this is a FlowMatchEulerDiscreteScheduler"):
+        merge(FlowMatchEulerDiscreteScheduler())
+
+
+@torch.no_grad()
+def test_references_merge_within_themselves(calls):
+    """As pipelines that edit pictures call Qwen-Image."""
+    transformer = pipelines.make_qwen()
+    arguments = {
+        "hidden_states": noise(2, 80 + 48 + 24, 16),
+        "encoder_hidden_states": noise(2, TEXT, TEXT_CHANNELS),
+        "timestep": torch.tensor([0.5, 0.5], device=DEVICE),
+        "img_shapes": [[(1, 8, 10), (1, 6, 8), (1, 4, 6)]] * 2,
+    }
+    expected = transformer(**arguments).sample
+    shuffle(transformer)
+    assert relative_error(transformer(**arguments).sample, expected) < ROUNDING
+    calls.clear()
+    merge(transformer)
+    transformer(**arguments)
+    assert {key.shape[2] for _, key, _ in calls} == {TEXT + 40 + 24 + 12}
+
+
+@torch.no_grad()
+def test_tokens_that_do_not_stand_row_by_row_do_not_merge(flux, log_messages):
+    arguments = flux_arguments()
+    arguments["img_ids"] = arguments["img_ids"][torch.randperm(80, generator=torch.Generator())]
+    expected = flux.transformer(**arguments).sample
+    merge(flux.transformer)
+    for _ in range(2):
+        assert torch.equal(flux.transformer(**arguments).sample, expected)
+    assert log_messages() == [
+        "[ToMe] nothing merged: the latent of this FluxTransformer2DModel is of an unknown form"
+    ]
+
+
+def test_a_transformer_is_asked_once(flux, monkeypatch):
+    asked = []
+    compared = transformers.compared
+    monkeypatch.setattr(
+        transformers, "compared", lambda *args: asked.append(args) or compared(*args)
+    )
+    merge(flux.pipeline)
+    for _ in range(2):
+        flux()
+    assert len(asked) == 1
+    flux(height=160)
+    assert len(asked) == 2
+
+
+def test_fast_merges_in_modules_where_no_record_says_more(flux, log_messages):
+    tome_nodes.apply_patch(flux.pipeline, preset="fast")
+    flux(height=256, width=256)
+    assert "module scope in 3 as this kind of model does not merge stacks" in log_messages()[-1]
+
+
+CACHES = {
+    "first_block": FirstBlockCacheConfig(threshold=0.3),
+    "taylor_seer": TaylorSeerCacheConfig(
+        cache_interval=2, max_order=1, disable_cache_before_step=2
+    ),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache_first", [True, False])
+def test_caches_in_either_order(flux, cache, cache_first, log_messages):
+    def attach():
+        shuffle(flux.pipeline)
+
+    def enable():
+        flux.transformer.enable_cache(CACHES[cache])
+
+    enable()
+    expected = flux(steps=6)
+    flux.transformer.disable_cache()
+    for each in (enable, attach) if cache_first else (attach, enable):
+        each()
+    assert relative_error(flux(steps=6), expected) < ROUNDING
+    assert len(log_messages()) == 1
+    assert log_messages()[0].startswith("[ToMe] merged 3/3 blocks")
+    tome_nodes.remove_patch(flux.pipeline)
+    assert torch.equal(flux(steps=6), expected)
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        lambda model: accelerate.cpu_offload_with_hook(model, execution_device=DEVICE),
+        lambda model: accelerate.cpu_offload(model, DEVICE),
+        lambda model: model.enable_group_offload(DEVICE, offload_type="leaf_level"),
+    ],
+    ids=["model", "sequential", "group"],
+)
+def test_offloaded_weights(flux, offload):
+    expected = flux()
+    offload(flux.transformer)
+    shuffle(flux.pipeline)
+    assert relative_error(flux(), expected) < ROUNDING
+
+
+@pytest.mark.parametrize("backend", ["native", "_native_math", "flex"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_attention_backends(flux, backend, log_messages):
+    merge(flux.pipeline)
+    expected = flux()
+    with attention_backend(backend):
+        assert relative_error(flux(), expected) < ROUNDING
+    assert "weigh as one token" not in log_messages()[-1]
+
+
+@pytest.mark.parametrize("way", ["before", "after", "in_place", "block_by_block"])
+def test_compiled_transformers(flux, way):
+    def run():
+        return flux(steps=1)
+
+    transformer, options = flux.transformer, {"backend": "eager", "fullgraph": True}
+    plain = run()
+    merge(flux.pipeline)
+    expected = run()
+    torch._dynamo.reset()
+    if way == "before":
+        tome_nodes.remove_patch(flux.pipeline)
+    if way in ("before", "after"):
+        flux.pipeline.transformer = torch.compile(transformer, **options)
+    elif way == "in_place":
+        transformer.compile(**options)
+    else:
+        transformer.compile_repeated_blocks(**options)
+    if way == "before":
+        run()
+        merge(flux.pipeline)
+    # There may be more blocks than graphs of one code.
+    with torch._dynamo.config.patch(recompile_limit=2):
+        assert relative_error(run(), expected) < ROUNDING
+    tome_nodes.remove_patch(flux.pipeline)
+    assert relative_error(run(), plain) < ROUNDING
+    torch._dynamo.reset()
+
+
+def test_copies_of_a_pipeline_follow_their_own_scheduler(flux):
+    merge(flux.pipeline, start_percent=0.5)
+    expected = flux(steps=4)
+    flux.pipeline = copy.deepcopy(flux.pipeline)
+    assert torch.equal(flux(steps=4), expected)
+
+
+def test_arguments_of_attention(flux):
+    options = {"joint_attention_kwargs": {"scale": 0.7}}
+    expected = flux(**options)
+    shuffle(flux.pipeline)
+    assert relative_error(flux(**options), expected) < ROUNDING
+
+
+def test_pictures_as_prompts(flux):
+    """IP-Adapter's processors are modules, and attend twice."""
+    for block in flux.transformer.transformer_blocks:
+        processor = FluxIPAdapterAttnProcessor(32, TEXT_CHANNELS)
+        block.attn.set_processor(pipelines.lively(processor))
+    options = {"joint_attention_kwargs": {"ip_hidden_states": [noise(1, 4, TEXT_CHANNELS)]}}
+    expected = flux(**options)
+    shuffle(flux.pipeline)
+    assert relative_error(flux(**options), expected) < ROUNDING
+    merge(flux.pipeline)
+    assert 1e-3 < relative_error(flux(**options), expected) < 0.5
+
+
+def test_gradient_checkpointing_is_left_alone(flux, log_messages):
+    transformer = flux.transformer.train()
+    transformer.enable_gradient_checkpointing()
+
+    def gradient():
+        transformer.zero_grad()
+        transformer(**flux_arguments()).sample.square().mean().backward()
+        return transformer.x_embedder.weight.grad.clone()
+
+    expected = gradient()
+    merge(transformer)
+    assert torch.equal(gradient(), expected)
+    assert "gradient checkpointing" in log_messages()[-1]
+
+
+def test_the_page_on_python_names_and_runs_what_is_tested(monkeypatch, log_messages, flux):
+    class Pretrained(diffusers.FluxPipeline):
+        """Small random weights, and no text encoder."""
+
+        @classmethod
+        def from_pretrained(cls, name):
+            vae = pipelines.make_vae(shift_factor=0.0)
+            return cls(**{**flux.pipeline.components, "vae": vae})
+
+        def __call__(self, prompt):
+            arguments = {**flux.arguments, "height": 256, "width": 256}
+            return super().__call__(**arguments, num_inference_steps=2)
+
+    monkeypatch.setattr(diffusers, "FluxPipeline", Pretrained)
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    _, script = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names = {}
+    exec(script, names)
+    assert names["image"].size == (256, 256)
+    assert log_messages() == [
+        "[ToMe] merged 3/3 blocks (263 -> 110 tokens), ratio 0.60 of k,v in self-attention, window"
+    ]
+    named = set(re.findall(r"`(\w+Pipeline)`", page))
+    assert named == {type(make().pipeline).__name__ for make in TRANSFORMERS.values()}

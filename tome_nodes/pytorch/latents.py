@@ -1,0 +1,180 @@
+"""The pictures among the arguments of a transformer of diffusers.
+
+Some transformers get a latent ``[batch, channels, height, width]``, or of a video, and cut it into
+tokens. Others get its tokens, ``[batch, tokens, channels]``, with reference pictures behind it.
+Their sizes are then in another argument: the place of each token, or numbers.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..merging.picture_search import Sides, changed
+
+_SIDES = ("num_frames", "height", "width")
+
+# Reading them from a GPU would make it wait in each evaluation.
+_known_places = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class Latents:
+    """The argument of a transformer that holds the latent, and perhaps references.
+
+    Attributes:
+        value: the argument, a tensor, or a list of one ``[channels, frames, height, width]`` for
+            each sample.
+        sides: frames, height and width of the latent, and then of the references: in pixels of a
+            latent, or in tokens.
+        frames_first: whether frames come before the channels.
+    """
+
+    value: Any
+    sides: tuple[Sides, ...]
+    frames_first: bool = False
+
+    @property
+    def one(self) -> Tensor:
+        """The tensor, or the first of the list."""
+        first = self.value[0] if isinstance(self.value, list) else self.value
+        assert isinstance(first, Tensor)
+        return first
+
+    @property
+    def batch(self) -> int:
+        """The number of samples."""
+        return len(self.value)
+
+    @property
+    def are_tokens(self) -> bool:
+        return not isinstance(self.value, list) and self.value.ndim == 3
+
+    def with_changed(self, references: bool) -> Any:
+        """The argument with its latent changed, or its references."""
+        if isinstance(self.value, list):
+            return [changed(each[None])[0] for each in self.value]
+        if not self.are_tokens:
+            by_channel = self.value.transpose(1, 2) if self.frames_first else self.value
+            after = changed(by_channel)
+            return after.transpose(1, 2) if self.frames_first else after
+        pieces = list(self.value.split([math.prod(sides) for sides in self.sides], 1))
+        for index in range(1, len(pieces)) if references else (0,):
+            picture = pieces[index].transpose(1, 2).unflatten(2, self.sides[index])
+            pieces[index] = changed(picture).flatten(2).transpose(1, 2)
+        return torch.cat(pieces, 1)
+
+
+def latents_of(arguments: Mapping[str, Any], channels: int | None) -> Latents | None:
+    """The latents among the arguments of a transformer, None if they are not of a known form.
+
+    Args:
+        arguments: by name, the latents first.
+        channels: those of the latent; None if that is not known.
+    """
+    value = next(iter(arguments.values()), None)
+    if isinstance(value, list):
+        is_list = all(isinstance(each, Tensor) and each.ndim == 4 for each in value)
+        alike = is_list and len({each.shape for each in value}) == 1
+        return Latents(value, (_sides(value[0].shape[-3:]),)) if alike else None
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return None
+    if value.ndim == 3:
+        sides = _sides_of_tokens(value.shape[1], arguments)
+        return Latents(value, tuple(sides)) if sides else None
+    if value.ndim == 4:
+        return Latents(value, ((1, value.shape[2], value.shape[3]),))
+    if value.ndim == 5:
+        frames_first = value.shape[1] != channels and value.shape[2] == channels
+        frames = value.shape[1 if frames_first else 2]
+        return Latents(value, ((frames, value.shape[3], value.shape[4]),), frames_first)
+    return None
+
+
+def _sides_of_tokens(tokens: int, arguments: Mapping[str, Any]) -> Sequence[Sides]:
+    """The sizes of the pictures whose tokens follow each other; empty if nothing tells them."""
+    frames, *picture = (arguments.get(name) for name in _SIDES)
+    if all(isinstance(each, int) for each in picture):
+        sides = _sides([frames or 1, *picture])
+        if math.prod(sides) == tokens:
+            return [sides]
+    for value in list(arguments.values())[1:]:
+        if isinstance(value, list | tuple):
+            sizes = list(_triples(value))
+            for repeats in (1, len(value)):
+                # The sizes of one sample, or of each.
+                own = sizes[: len(sizes) // max(1, repeats)]
+                if own and sum(map(math.prod, own)) == tokens:
+                    return own
+        elif (
+            isinstance(value, Tensor)
+            and _are_places(value, tokens)
+            and (found := _sides_of_places(value, tokens))
+        ):
+            return found
+    return []
+
+
+def _triples(value: Any) -> Iterator[Sides]:
+    """The frames, height and width in lists of lists."""
+    if isinstance(value, list | tuple):
+        if len(value) == 3 and all(isinstance(each, int) for each in value):
+            yield _sides(value)
+        else:
+            for each in value:
+                yield from _triples(each)
+
+
+def _are_places(value: Tensor, tokens: int) -> bool:
+    """Whether a tensor may be the places of so many tokens, perhaps behind those of text."""
+    return value.ndim in (2, 3) and value.shape[-2] >= tokens and value.shape[-1] in (2, 3, 4)
+
+
+def _sides_of_places(places: Tensor, tokens: int) -> tuple[Sides, ...]:
+    """The sizes of pictures whose tokens are at the last of these places.
+
+    Tokens stand row by row. Empty if any do not.
+
+    Args:
+        places: ``[places, coordinates]``, perhaps for each sample.
+        tokens: the number of tokens.
+    """
+    kept = _known_places.setdefault(places, {})
+    if tokens not in kept:
+        rows = places if places.ndim == 2 else places[0]
+        kept[tokens] = tuple(_found_sides(rows[-tokens:].detach().double().cpu()))
+    found: tuple[Sides, ...] = kept[tokens]
+    return found
+
+
+def _found_sides(places: Tensor) -> list[Sides]:
+    sizes: list[Sides] = []
+    start = 0
+    while start < len(places):
+        rest = places[start:] - places[start]
+        width = _steps(rest)
+        height = _steps(rest[::width][: len(rest) // width])
+        rows = rest[: height * width].unflatten(0, (height, width))
+        if height * width == 1 or not torch.equal(rows, rows[:, :1] + rows[:1]):
+            return []
+        sizes.append((1, height, width))
+        start += height * width
+    return sizes
+
+
+def _steps(places: Tensor) -> int:
+    """How many places from the first on, which is 0, follow each other at the same distance."""
+    if len(places) < 2 or int((places[1] != 0).sum()) != 1:
+        return 1
+    line = torch.arange(len(places), dtype=places.dtype)[:, None] * places[1]
+    other = (places != line).any(1).nonzero()
+    return int(other[0]) if len(other) else len(places)
+
+
+def _sides(sizes: Sequence[Any]) -> Sides:
+    frames, height, width = sizes
+    return frames, height, width

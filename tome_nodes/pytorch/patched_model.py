@@ -1,0 +1,304 @@
+"""Attach token merging to a model that is called as a PyTorch module, and take it off again.
+
+A patched model is of a class made from its own, whose calls put the overrides on the transformer
+blocks and take them off again. Between calls it has nothing but its settings, so copying,
+offloading, LoRA and saving work as before. torch.compile runs what surrounds the model's forward
+outside its graph, so it finds the same code in each call.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, partial
+from threading import local
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.decorators import skip
+
+from ..patching.blocks import Reasons
+from ..patching.engine import MakeStrategy
+from ..patching.evaluation import Run
+from ..patching.outcome import Evaluated, Observer
+from ..report import log_line
+from ..report.counts import Counts
+from ..settings.config import ToMeConfig
+from ..strategies import make_strategy
+
+log = logging.getLogger("tome_nodes")
+
+REASONS = Reasons(
+    tokens_changed="other code changes the tokens of the transformer blocks",
+    attention_masked="other code masks the attention or changes its tokens",
+    attention_replaced="other code replaces the attention of the transformer blocks",
+)
+
+RECOMPUTED = "gradient checkpointing runs the transformer blocks again outside of the model's call"
+"""The obstacle if a model computes gradients by running blocks a second time."""
+
+_STATE = "_tome_nodes"
+"""The attribute of a patched model for its :class:`Attachment`."""
+
+
+class Host:
+    """A library whose models are called as modules."""
+
+    def find(self, model: object) -> Sequence[tuple[nn.Module, Any]]:
+        """The models to patch in what a user has passed, none if there are none.
+
+        With each, what :meth:`calls` needs to know of its surroundings.
+        """
+        raise NotImplementedError
+
+    def check(self, config: ToMeConfig, context: Any) -> None:
+        """Check that settings can be followed, given what :meth:`find` returned with a model.
+
+        Raises:
+            ValueError: an option cannot count there.
+        """
+
+    def has_blocks(self, model: nn.Module) -> bool:
+        """Whether a model has transformer blocks."""
+        raise NotImplementedError
+
+    def calls(
+        self,
+        config: ToMeConfig,
+        context: Any,
+        make_strategy: MakeStrategy,
+        model: nn.Module,
+        reported: set[Hashable],
+    ) -> "Calls":
+        """The calls of a model in one thread.
+
+        Args:
+            config: the settings.
+            context: what :meth:`find` returned with the model.
+            make_strategy: makes the strategy.
+            model: the one that is called.
+            reported: what has been logged of it.
+        """
+        raise NotImplementedError
+
+
+class Attachment:
+    """The settings of one patched model, and its calls.
+
+    A copy of the model gets a new attachment with the same settings. Each thread that calls it is
+    on a sampling run of its own.
+    """
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        host: Host,
+        context: Any,
+        make_strategy: MakeStrategy = make_strategy,
+    ):
+        """Prepare the calls.
+
+        Args:
+            config: the settings.
+            host: that of the model.
+            context: what the host has found with it.
+            make_strategy: makes the strategy.
+        """
+        self._settings = (config, host, context, make_strategy)
+        self._of_thread = local()
+        self._reported: set[Hashable] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._settings
+
+    def attach(self, model: nn.Module) -> None:
+        """Merge tokens in each call of a model, in place of any earlier settings.
+
+        Raises:
+            TypeError: the model has no transformer blocks.
+        """
+        config, host, *_ = self._settings
+        if not host.has_blocks(model):
+            raise TypeError(
+                f"token merging needs a model with transformer blocks, and this "
+                f"{type(model).__name__} has none"
+            )
+        detach(model)
+        if not config.merges_nothing:
+            vars(model)[_STATE] = self
+            kind: Any = type(model)
+            model.__class__ = _patched(kind)
+
+    @skip
+    def call(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a model, whose call without merging is ``forward``, within an evaluation."""
+        calls = self._calls_of(model)
+        if calls.is_running or not calls.begin(args, kwargs):
+            return forward(*args, **kwargs)
+
+        result = calls.own_run.or_unmerged(partial(_evaluate, calls, forward, args, kwargs))
+        calls.complete()
+        return result
+
+    @torch.compiler.disable
+    def _calls_of(self, model: nn.Module) -> "Calls":
+        """The calls of a model in this thread."""
+        calls: Calls | None = getattr(self._of_thread, "calls", None)
+        # Shallow copies of a model, such as replicas, share its attachment.
+        if calls is None or calls.network is not model:
+            config, host, context, make_strategy = self._settings
+            calls = host.calls(config, context, make_strategy, model, self._reported)
+            self._of_thread.calls = calls
+        return calls
+
+
+@skip
+def _evaluate(
+    calls: "Calls", forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with calls:
+        return forward(*args, **kwargs)
+
+
+# Of what surrounds a model's forward, torch.compile traces nothing.
+skip(Run.or_unmerged)
+
+
+def detach(model: nn.Module) -> None:
+    """Give a model its own class back, if it is patched."""
+    kind: Any = type(model)
+    # A class that other code has put on top of ours stays, and finds no attachment.
+    if vars(model).pop(_STATE, None) is not None and kind is _patched(own := kind.__mro__[1]):
+        model.__class__ = own
+
+
+@lru_cache(maxsize=64)
+def _patched(kind: Any) -> Any:
+    """A class like ``kind``, whose instances merge tokens while they are called."""
+
+    def calling(name: str) -> Callable[..., Any]:
+        own = getattr(kind, name)
+
+        @skip
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            attachment: Attachment | None = vars(self).get(_STATE)
+            if attachment is None:
+                return own(self, *args, **kwargs)
+            return attachment.call(self, partial(own, self), *args, **kwargs)
+
+        return call
+
+    def reduce(self: nn.Module, protocol: SupportsIndex) -> tuple[Any, ...]:
+        _, _, *state = kind.__reduce_ex__(self, protocol)
+        return _new, (kind,), *state
+
+    # Whoever asks for the class of a model, such as a pipeline that is saved, finds its own names.
+    attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    # One that was compiled before calls the second.
+    attributes |= {name: calling(name) for name in ("__call__", "_call_impl")}
+    return type(kind.__name__, (kind,), attributes | {"__reduce_ex__": reduce})
+
+
+def _new(kind: Any) -> Any:
+    """An empty instance of a patched class, for copies."""
+    patched = _patched(kind)
+    return patched.__new__(patched)
+
+
+class Latest(Observer):
+    """Keeps what the latest evaluation did."""
+
+    result: Evaluated | None = None
+
+    def evaluated(self, result: Evaluated) -> None:
+        self.result = result
+
+
+class Calls:
+    """The calls of a model in one thread.
+
+    It is a context manager, to be entered for a call that has begun.
+
+    Attributes:
+        config: the settings.
+        network: the model that is called.
+        run: its evaluations, None before the first.
+        latest: what the latest evaluation did.
+        is_running: whether this is in the middle of a call.
+        completed: whether the last call has returned.
+    """
+
+    def __init__(self, config: ToMeConfig, network: nn.Module, reported: set[Hashable]):
+        self.config = config
+        self.network = network
+        self.run: Run | None = None
+        self.latest = Latest()
+        self.is_running = False
+        self.completed = True
+        self._reported = reported
+        self._shape: Hashable = None
+        self._arguments: tuple[Any, ...] = ()
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Begin a call with these arguments; returns whether they are those of such a model.
+
+        If not, that is said once.
+        """
+        raise NotImplementedError
+
+    def prepare(self, shape: Hashable, *arguments: Any) -> None:
+        """Settle the arguments of the evaluation of a call, for inputs of some shape."""
+        self.completed = False
+        self.latest.result = None
+        self._shape, self._arguments = shape, arguments
+
+    @torch.compiler.disable
+    def __enter__(self) -> None:
+        self._evaluation = self.own_run.evaluation(*self._arguments)
+        self._evaluation.__enter__()
+        self.is_running = True
+
+    @torch.compiler.disable
+    def __exit__(self, *error: Any) -> bool | None:
+        self.is_running = False
+        return self._evaluation.__exit__(*error)
+
+    @torch.compiler.disable
+    def complete(self) -> None:
+        """The call has returned: log what merged, once for each size; or why nothing did, once."""
+        self.completed = True
+        result = self.latest.result
+        if result is None or not result.is_active:
+            return
+        counts = Counts()
+        counts.evaluated(result)
+        if not counts.merged_anything:
+            model = self.own_run.model
+            reason = log_line.obstacle(counts, model.max_downsample, model.shallowest)
+            # A cache leaves blocks out in some steps only.
+            if self._shape not in self._reported or reason != REASONS.attention_replaced:
+                self.warn_once(reason)
+        elif self._is_new(self._shape):
+            engine = self.own_run.engine
+            backend = [] if engine is None else engine.in_words()
+            log.info("[ToMe] %s", log_line.log_line(counts, self.config, backend))
+
+    def warn_once(self, reason: str) -> None:
+        if self._is_new(reason):
+            log.warning("[ToMe] nothing merged: %s", reason)
+
+    def _is_new(self, what: Hashable) -> bool:
+        is_new = what not in self._reported
+        self._reported.add(what)
+        return is_new
+
+    @property
+    def own_run(self) -> Run:
+        """The evaluations, once a call has begun."""
+        assert self.run is not None
+        return self.run
+
+
+def execution_device(model: nn.Module, sample: Tensor) -> torch.device:
+    """Where the blocks will run. Offloaded weights and inputs may be elsewhere before the call."""
+    device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    return sample.device if device is None else torch.device(device)

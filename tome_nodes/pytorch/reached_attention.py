@@ -1,0 +1,181 @@
+"""Reach the attention of diffusers' transformers, without changing what other models call.
+
+An attention processor calls a function of diffusers or of PyTorch by a global name of its module.
+For one evaluation, a module gets a processor whose code is the same and finds another function
+under that name.
+"""
+
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeGuard
+
+import torch.nn.functional as F
+from diffusers.models import attention_dispatch
+from torch import Tensor, nn
+
+from ..patching.overrides import Override
+
+Attend = Callable[..., Tensor]
+"""Attends in place of a function. Gets that; queries, keys, values, heads, mask and keyword
+arguments as :func:`tome_nodes.patching.attention_call.merged_attention` takes them; and whether
+nothing else is special about the call, such as a causal mask."""
+
+_DISPATCH = "dispatch_attention_fn"
+_PYTORCH = "scaled_dot_product_attention"
+
+_DEEPEST = 3
+"""How many functions may be between a processor and the attention function."""
+
+
+class AttentionFunction:
+    """An attention function of diffusers or PyTorch, in the layouts of ``merged_attention``.
+
+    Attributes:
+        __name__: by which :mod:`tome_nodes.patching.key_weights` knows it.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], by_head: bool, others: dict[str, Any]):
+        """Wrap a function.
+
+        Args:
+            function: gets queries, keys and values as ``[batch, tokens, heads, channels]``.
+            by_head: whether it gets them as ``[batch, heads, tokens, channels]`` instead.
+            others: the arguments that it gets whatever the tokens.
+        """
+        self.__name__ = "native" if by_head else _backend(others.get("backend"))
+        self._function, self._by_head, self._others = function, by_head, others
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not skip_reshape:
+            q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+        if not self._by_head:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = self._function(q, k, v, attn_mask=mask, **kwargs, **self._others)
+        if skip_output_reshape:
+            return out if self._by_head else out.transpose(1, 2)
+        return (out.transpose(1, 2) if self._by_head else out).flatten(2)
+
+
+def _backend(backend: Any) -> str:
+    """The name of a backend of diffusers; None is the one in use."""
+    if backend is None:
+        backend, _ = attention_dispatch._AttentionBackendRegistry.get_active_backend()
+    return str(getattr(backend, "value", backend))
+
+
+def reaching(block: nn.Module, attend: Attend) -> Iterator[Override]:
+    """Overrides by which all attention in a block calls ``attend`` in place of its function."""
+    for module in block.modules():
+        processor = getattr(module, "processor", None)
+        called = type(processor).__call__ if callable(processor) else None
+        if _reaches(called):
+            yield module, "processor", _processor(processor, _rebound(called, attend))
+        own = type(module).forward
+        if "forward" not in vars(module) and _reaches(own):
+            yield module, "forward", MethodType(_rebound(own, attend), module)
+
+
+def _processor(processor: Any, call: FunctionType) -> Any:
+    """A processor whose call is another, and that shares all else with the given one."""
+    kind: Any = type(processor)
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    calling: Any = type(kind.__name__, (kind,), names | {"__call__": call})
+    same = calling.__new__(calling)
+    same.__dict__ = processor.__dict__
+    return same
+
+
+def _reaches(function: Any, depth: int = _DEEPEST) -> TypeGuard[FunctionType]:
+    """Whether a function calls attention, perhaps through others of its module."""
+    return isinstance(function, FunctionType) and bool(
+        {_DISPATCH, _PYTORCH} & _names(function.__code__)
+        or any(True for _ in _helpers(function, depth))
+    )
+
+
+def _names(code: CodeType) -> set[str]:
+    """The global names and attributes in some code, and in the functions in it."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _helpers(function: FunctionType, depth: int = _DEEPEST) -> Iterator[tuple[str, FunctionType]]:
+    """The functions of the same module that a function calls and that call attention."""
+    if depth == 0:
+        return
+    for name in _names(function.__code__):
+        each = function.__globals__.get(name)
+        is_near = getattr(each, "__globals__", None) is function.__globals__
+        if is_near and _reaches(each, depth - 1):
+            yield name, each
+
+
+def _rebound(function: FunctionType, attend: Attend) -> FunctionType:
+    """The same function, which calls ``attend`` in place of attention functions."""
+    names = dict(function.__globals__)
+    # torch.compile would look up its names in the module of this name.
+    del names["__name__"]
+    if _DISPATCH in names:
+        own = function.__globals__
+        names[_DISPATCH] = _in_place_of(lambda: own[_DISPATCH], False, attend)
+    for name, value in function.__globals__.items():
+        if value is F:
+            names[name] = reached = ModuleType("functional")
+            vars(reached).update(vars(F))
+            in_place = _in_place_of(lambda: F.scaled_dot_product_attention, True, attend)
+            setattr(reached, _PYTORCH, in_place)
+    names |= {name: _rebound(each, attend) for name, each in _helpers(function)}
+    same = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    same.__kwdefaults__ = function.__kwdefaults__
+    same.__annotations__ = function.__annotations__
+    return same
+
+
+def _in_place_of(
+    find: Callable[[], Callable[..., Tensor]], by_head: bool, attend: Attend
+) -> Callable[..., Tensor]:
+    """A function in place of the one that ``find`` returns, which other code may replace later."""
+
+    def reached(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        attention_kwargs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> Tensor:
+        special = {
+            "dropout_p": dropout_p,
+            "is_causal": is_causal,
+            "attention_kwargs": attention_kwargs,
+        }
+        others |= {name: value for name, value in special.items() if value}
+        is_plain = not any(special.values()) and others.get("parallel_config") is None
+        if enable_gqa:
+            others["enable_gqa"] = True
+        kwargs: dict[str, Any] = {"skip_reshape": True, "skip_output_reshape": True}
+        if scale is not None:
+            kwargs["scale"] = scale
+        if not by_head:
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        own = AttentionFunction(find(), by_head, others)
+        out = attend(own, query, key, value, query.shape[1], attn_mask, kwargs, is_plain)
+        return out if by_head else out.transpose(1, 2)
+
+    return reached

@@ -1,0 +1,297 @@
+"""The transformers of the diffusers library, whose pictures are found by asking.
+
+Keys and values merge where a transformer calls attention. Its pipeline tells the steps.
+"""
+
+import inspect
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from ..merging.layout import Grid
+from ..patching.asking import Answer, compared, form_of, kept_answer
+from ..patching.attention_call import merged_attention
+from ..patching.blocks import lists_of, uncompiled
+from ..patching.engine import MakeStrategy
+from ..patching.evaluation import Run
+from ..patching.merge_attention import AttentionBlock, AttentionHost, TransformerRecord
+from ..patching.overrides import Override
+from ..patching.schedule import Moment, is_active
+from ..patching.tokenwise import TokenwiseEvaluation, cheap
+from ..settings.config import ToMeConfig
+from .bare_copy import bare_copy
+from .latents import Latents, latents_of
+from .patched_model import REASONS, RECOMPUTED, Calls, Host, execution_device
+from .reached_attention import AttentionFunction, reaching
+
+_MODULE = "diffusers.models.transformers."
+"""Where the library has its transformers."""
+
+_COMPONENT = "transformer"
+"""What the names of a pipeline's transformers begin with."""
+
+_BY_STEPS = ("start_percent", "end_percent", "ratio_end", "reuse_steps")
+"""Options that count the steps of a run."""
+
+
+def _merging(block: AttentionBlock) -> Iterator[Override]:
+    """Overrides by which the attention of a block merges."""
+
+    def attend(
+        func: AttentionFunction,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+        is_plain: bool,
+    ) -> Tensor:
+        if not block.model.overrides.are_of_this_thread or block.evaluation.is_full_step:
+            return func(q, k, v, heads, mask, **kwargs)
+        if not is_plain:
+            block.note_masked()
+            return func(q, k, v, heads, mask, **kwargs)
+        return merged_attention(block, {}, func, None, q, k, v, heads, mask, kwargs)
+
+    return reaching(block.module, attend)
+
+
+_HOST = AttentionHost(
+    REASONS,
+    merging=lambda block, kwargs: kwargs,
+    picture_start=lambda kwargs: None,
+    needs_all_tokens=lambda arguments: None,
+    stored_attention=lambda module: None,
+    overrides=_merging,
+)
+
+
+class Steps:
+    """The steps of a pipeline, as its scheduler counts them."""
+
+    def __init__(self, pipeline: Any = None, scheduler: Any = None):
+        """Follow the scheduler that a pipeline has at the time, or else the given one, if any."""
+        # A pipeline should be freed at once when nobody else holds it.
+        self._pipeline = None if pipeline is None else ref(pipeline)
+        self._scheduler = getattr(pipeline, "scheduler", scheduler)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Steps, (None, self.scheduler)
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler, None if nothing tells the steps."""
+        pipeline = None if self._pipeline is None else self._pipeline()
+        return getattr(pipeline, "scheduler", self._scheduler)
+
+    def schedule(self) -> Tensor | None:
+        """The timesteps of the run, another tensor in each; None if they are not known."""
+        timesteps = getattr(self.scheduler, "timesteps", None)
+        return timesteps if isinstance(timesteps, Tensor) and len(timesteps) else None
+
+    def first(self) -> int:
+        """The step at which the run begins: later if it begins with a picture."""
+        return getattr(self.scheduler, "begin_index", None) or 0
+
+    def step(self, timesteps: Tensor, timestep: float) -> int:
+        """The step of an evaluation at a timestep."""
+        if hasattr(self.scheduler, "step_index"):
+            # It is counted from the first step's end on.
+            index = self.scheduler.step_index
+            return self.first() if index is None else min(index, len(timesteps) - 1)
+        return int((timesteps.double().cpu() - timestep).abs().argmin())
+
+
+class DiffusersTransformers(Host):
+    """Transformers of pictures and videos."""
+
+    def find(self, model: object) -> Sequence[tuple[nn.Module, Steps]]:
+        """The transformers of a pipeline, or the model itself if it is one."""
+        components = getattr(model, "components", None)
+        if not isinstance(components, Mapping):
+            own = uncompiled(model)
+            kinds = type(own).__mro__ if isinstance(own, nn.Module) else ()
+            is_one = any(kind.__module__.startswith(_MODULE) for kind in kinds)
+            return [(own, Steps())] if is_one else []
+        named = ((name, uncompiled(each)) for name, each in components.items())
+        steps = Steps(model)
+        return [
+            (each, steps)
+            for name, each in named
+            if name.startswith(_COMPONENT) and isinstance(each, nn.Module)
+        ]
+
+    def check(self, config: ToMeConfig, context: Steps) -> None:
+        for name in _BY_STEPS:
+            value, default = getattr(config, name), getattr(ToMeConfig, name)
+            if context.scheduler is None and value != default:
+                raise ValueError(
+                    f"{name}={value} needs a pipeline, whose scheduler counts the steps: pass the "
+                    f"pipeline instead of its transformer, or leave {name} at {default}"
+                )
+
+    def has_blocks(self, model: nn.Module) -> bool:
+        return any(True for _ in lists_of(model))
+
+    def calls(
+        self,
+        config: ToMeConfig,
+        context: Steps,
+        make_strategy: MakeStrategy,
+        model: nn.Module,
+        reported: set[Hashable],
+    ) -> "TransformerCalls":
+        return TransformerCalls(config, context, make_strategy, model, reported)
+
+
+class TransformerCalls(Calls):
+    """The calls of a transformer in one thread, and their place in a sampling run."""
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        steps: Steps,
+        make_strategy: MakeStrategy,
+        network: nn.Module,
+        reported: set[Hashable],
+    ):
+        """Prepare the calls of a transformer at the steps of its pipeline."""
+        super().__init__(config, network, reported)
+        self._make_strategy = make_strategy
+        self._steps = steps
+        self._schedule: Tensor | None = None
+        self._step = self._call = 0
+        self._timestep = math.nan
+
+    @torch.compiler.disable
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        signature = inspect.signature(type(self.network).forward)
+        arguments = dict(signature.bind_partial(self.network, *args, **kwargs).arguments)
+        _, *names = arguments
+        given = {name: arguments[name] for name in names} | arguments.get("kwargs", {})
+        channels = getattr(getattr(self.network, "config", None), "in_channels", None)
+        latents = latents_of(given, channels)
+        if latents is None:
+            name = type(self.network).__name__
+            self.warn_once(f"the latent of this {name} is of an unknown form")
+            return False
+        self._follow(given)
+        device = execution_device(self.network, latents.one)
+        answer = _ask(self.network, given, latents, device)
+        if self.run is None:
+            stacks = answer.stacks or tuple(lists_of(self.network))
+            record = TransformerRecord(blocks=stacks, at_end=False, host=_HOST)
+            self.run = Run(self.config, record, self.network, self._make_strategy, [self.latest])
+        shape = latents.one.shape
+        self.prepare(
+            (shape, latents.sides),
+            self._moment((shape, latents.sides)),
+            Grid(*latents.sides[0][1:]),
+            device,
+            latents.one.dtype,
+            answer.obstacle or self._obstacle(),
+            answer.pictures,
+            answer.layouts,
+        )
+        return True
+
+    def _obstacle(self) -> str | None:
+        """Why nothing can merge while the model computes gradients, None if something can."""
+        recomputes = getattr(self.network, "is_gradient_checkpointing", False)
+        return RECOMPUTED if recomputes and torch.is_grad_enabled() else None
+
+    def _follow(self, arguments: Mapping[str, Any]) -> None:
+        """Find the step of an evaluation, and count the calls of a step."""
+        schedule = self._steps.schedule()
+        timestep = _timestep(arguments)
+        if schedule is None:
+            step = self._step + (timestep != self._timestep)
+        else:
+            step = self._steps.step(schedule, timestep)
+        begins = schedule is not self._schedule or step < self._step or not self.completed
+        if begins and self.run is not None:
+            self.run.restart()
+        self._call = 0 if begins or step != self._step else self._call + 1
+        self._schedule, self._step, self._timestep = schedule, step, timestep
+
+    def _moment(self, shape: Hashable) -> Moment:
+        first, step = self._steps.first(), self._step
+        steps = step + 1 if self._schedule is None else len(self._schedule)
+        last = steps - 1
+        return Moment(
+            step=step,
+            progress=(step - first) / (last - first) if last > first else 0.0,
+            picks=step,
+            part=(self._call, shape),
+            is_active=is_active(self.config, 1 - step / steps, lambda percent: 1 - percent),
+            steps_left=None if self._schedule is None else last - step,
+            from_noise=first == 0,
+        )
+
+
+def _timestep(arguments: Mapping[str, Any]) -> float:
+    """The timestep of a call, 0 if it has none."""
+    named = (arguments[name] for name in ("timestep", "t", "timesteps") if name in arguments)
+    value = next(named, 0)
+    return float(value.max()) if isinstance(value, Tensor) else float(value)
+
+
+def _ask(
+    network: nn.Module, arguments: Mapping[str, Any], latents: Latents, device: torch.device
+) -> Answer:
+    """Where the pictures of a transformer are; asked once for arguments of one form."""
+
+    def ask() -> Answer:
+        copy = bare_copy(network, device)
+        (latent, *_) = arguments
+
+        def watched(value: Any) -> TokenwiseEvaluation:
+            evaluation = _Tokenwise(copy, copy)
+            with evaluation.installed():
+                copy.forward(**{**arguments, latent: value})
+            return evaluation
+
+        def evaluations() -> Iterator[TokenwiseEvaluation]:
+            yield watched(latents.value)
+            yield watched(latents.with_changed(references=False))
+            if len(latents.sides) > 1:
+                yield watched(latents.with_changed(references=True))
+
+        name = type(network).__name__
+        sides, *references = latents.sides
+        return compared(
+            name, lambda: [*evaluations()], sides, references, latents.batch, copy, device
+        )
+
+    return kept_answer(network, (latents.sides, form_of(arguments)), ask)
+
+
+class _Tokenwise(TokenwiseEvaluation):
+    """Follows attention where it is called. No weights of linear layers are needed."""
+
+    def overrides(self) -> Iterator[Override]:
+        yield from super().overrides()
+        yield from reaching(self.network, self._reached)
+        for module in self.network.modules():
+            if isinstance(module, nn.Linear):
+                yield module, "forward", cheap(module.out_features)
+
+    def _reached(
+        self,
+        func: AttentionFunction,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+        is_plain: bool,
+    ) -> Tensor:
+        if not is_plain:
+            mask = torch.empty(q.shape[-2], k.shape[-2], device="meta")
+        return self.attention(True, q, k, v, heads, mask, **kwargs)
