@@ -9,6 +9,8 @@ from ..strategies import strategy_class
 from ..tuning.search import Measured
 from .counts import Counts
 
+ARROW = "\N{RIGHTWARDS ARROW}"
+
 
 def log_line(
     counts: Counts, config: ToMeConfig, backend: list[str], tuned: Measured | None = None
@@ -74,12 +76,12 @@ def seconds(time: float) -> str:
 
 
 def live_line(result: Evaluated, total_steps: int) -> str:
-    """What one evaluation merged, for example ``5/16 blocks, 4096→2048 tokens, step 3/20``."""
+    """What one evaluation merged: how many blocks, their tokens before and after, and the step."""
     step = f"step {result.step + 1}/{total_steps}"
     merged = {(outcome.before, outcome.after) for outcome in result.merged}
     if not merged:
         return f"all tokens, {step}"
-    lengths = ", ".join(f"{before}→{after}" for before, after in sorted(merged, reverse=True))
+    lengths = ", ".join(f"{before}{ARROW}{after}" for before, after in sorted(merged, reverse=True))
     return f"{len(result.merged)}/{result.blocks} blocks, {lengths} tokens, {step}"
 
 
