@@ -249,7 +249,7 @@ def _qwen_references(conditioning: str) -> Node:
 
 
 QWEN_IMAGE_EDIT = Sample(
-    "Qwen-Image-Edit 2511: an edit with a reference",
+    "Qwen-Image-Edit with a reference",
     note(
         "Each of the two pictures that the model looks at merges within itself, and so does the "
         "new one. They make the work about three times as large, so there is more to save.",
@@ -492,7 +492,11 @@ LTX = Sample(
                         ),
                     ),
                 ),
-                "size": Node("EmptyLTXVLatentVideo", {"width": 640, "height": 352, "length": 121}),
+                "size": Node(
+                    "EmptyLTXVLatentVideo",
+                    {"width": 640, "height": 352, "length": 121},
+                    title="Half of the size",
+                ),
                 "silence": Node(
                     "LTXVEmptyLatentAudio",
                     {"frames_number": 121, "frame_rate": 25},
