@@ -231,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
         "bench",
         "measure all methods against the unpatched model; more arguments: --transformers, "
         "--quick, --model, --size, --methods, --minutes, --name; with --fidelity, how much each "
-        "changes: --quick, --only, --methods, --seeds; with --picture, the README's picture of off "
+        "changes: --quick, --only, --methods, --seeds; with --picture, the picture of off "
         "and on: --ratio, --presets, --model; with --host-time, what merging adds before any "
         "kernel runs: --quick, --rounds; with --tune, whether ToMe Tune keeps "
         "its word: --wish, --size, --steps, --rounds; with --report, tables of what was measured "

@@ -2,15 +2,16 @@
 
     python -m tools.editor
 
-opens each file of `example_workflows/` and `subgraphs/` in the editor and saves it again. For a
-workflow it also saves the API format, in `example_workflows/api/`, and a thumbnail with the title
-of its note. Run it after changing a workflow or the nodes' inputs; the files can be edited in any
-ComfyUI.
+makes the workflows of `tools/sample_workflows.py`, opens each file of `example_workflows/` and
+`subgraphs/` in the editor and saves it again. For a workflow it also saves the API format, in
+`example_workflows/api/`, and a thumbnail with the title of its note. Run it after changing a
+workflow or the nodes' inputs; the other files can be edited in any ComfyUI.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, sync_pla
 
 from tools.browser import find_browser
 from tools.environment import ROOT
+from tools.sample_workflows import SAMPLES
+from tools.samples import editor_graph, model_files
 from tools.server import HOST, ComfyServer
 from tools.steps import SetupError
 
@@ -32,20 +35,10 @@ BLUEPRINTS = ROOT / "subgraphs"
 MODELS = (
     "checkpoints/v1-5-pruned-emaonly-fp16.safetensors",
     "checkpoints/sd_xl_base_1.0.safetensors",
-    "controlnet/control_v11p_sd15_canny_fp16.safetensors",
     "diffusion_models/z_image_turbo_bf16.safetensors",
-    "diffusion_models/flux1-dev.safetensors",
-    "diffusion_models/qwen_image_edit_2511_fp8mixed.safetensors",
-    "diffusion_models/wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors",
-    "diffusion_models/wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors",
     "text_encoders/qwen_3_4b.safetensors",
-    "text_encoders/clip_l.safetensors",
-    "text_encoders/t5xxl_fp16.safetensors",
-    "text_encoders/qwen_2.5_vl_7b_fp8_scaled.safetensors",
-    "text_encoders/umt5_xxl_fp8_e4m3fn_scaled.safetensors",
     "vae/ae.safetensors",
-    "vae/qwen_image_vae.safetensors",
-    "vae/wan_2.1_vae.safetensors",
+    *model_files(SAMPLES.values()),
 )
 
 # Every new ComfyUI has a file of this name in its input folder; here it is a picture of our own.
@@ -258,7 +251,7 @@ class Editor:
         font = ImageFont.load_default(TITLE_FONT)
         ImageDraw.Draw(card).text((30, TITLE_HEIGHT // 2), title, "white", font, "lm")
         data = BytesIO()
-        card.save(data, "JPEG", quality=90)
+        card.save(data, "JPEG", quality=80)
         return data.getvalue()
 
     def execute(self, command: str) -> None:
@@ -357,6 +350,10 @@ def main() -> None:
     """Save all sample workflows and blueprints again."""
     with tempfile.TemporaryDirectory() as base, ComfyServer(base) as server:
         offer_files(server)
+        info = server.get("/object_info")
+        for name, sample in SAMPLES.items():
+            graph = json.dumps(editor_graph(sample, info))
+            (WORKFLOWS / f"{name}.json").write_text(graph, encoding="utf-8")
         with open_browser() as browser, open_editor(browser, server) as editor:
             for file in [*workflow_files(), *blueprint_files()]:
                 editor.open(file.name, file.read_text(encoding="utf-8"))

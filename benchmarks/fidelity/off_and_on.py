@@ -3,7 +3,7 @@
 python3 dev.py bench --picture [--model unet] [--ratio 0.6] [--presets balanced fast]
     [--repeats 3]
 
-It writes web/docs/off-and-on.jpg, which the README shows, or with --model transformer or video
+It writes web/docs/off-and-on.jpg for docs/measured.md, or with --model transformer or video
 off-and-on-transformer.jpg or off-and-on-video.jpg, which the help page shows, and prints a caption.
 The models are the trained ones of `dev.py bench --fidelity`, since random weights paint noise.
 """

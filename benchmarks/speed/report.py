@@ -1,4 +1,4 @@
-"""Pages of what was measured, and the figures of a GPU for the README."""
+"""Pages of what was measured, and the figures of a GPU for docs/measured.md."""
 
 import argparse
 import json
@@ -72,7 +72,7 @@ def source(result: Result) -> str:
 
 
 def readme(results: Mapping[int, Result]) -> str:
-    """Times faster with presets, in one table, for the README; empty if none was timed."""
+    """Times faster with presets, in one table, for docs/measured.md; empty if none was timed."""
     rows = []
     for run in results.get(2, {}).get("runs", []):
         if run["attention"] == "flash" and not run["compiled"]:

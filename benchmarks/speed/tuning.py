@@ -101,7 +101,7 @@ def tuned(server: ComfyServer, size: int, wish: float, steps: int) -> dict[str, 
     graph["shown"] = {"class_type": "PreviewAny", "inputs": {"source": [number, 3]}}
     outputs = server.run(graph)["outputs"]
     (text,), (settings,) = outputs[number]["text"], outputs["shown"]["text"]
-    speed = re.search(r"^(?:Found|Nearest): .*: (\S+) times as fast", text, re.MULTILINE)
+    speed = re.search(r"^(?:Found|Taken): .*: (\S+) times as fast", text, re.MULTILINE)
     return {
         "text": text,
         "settings": json.loads(settings),

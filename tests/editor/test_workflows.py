@@ -1,11 +1,13 @@
 """The sample workflows: complete, in step with their API format, and run by the real server."""
 
+import importlib.util
 import json
 import re
 import struct
 from io import BytesIO
 from itertools import combinations
 from operator import ge, le
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,25 +22,36 @@ from tools.editor import (
     blueprint_files,
     workflow_files,
 )
+from tools.sample_workflows import SAMPLES
+from tools.samples import HUGGING_FACE, Column, Node, Sample, editor_graph
 from tools.server import ExecutionFailed, PromptRejected
 from tools.workflow import PATCH
 
 PACK = "tome-nodes"
 NAMES = [
-    *("tome_compare", "tome_controlnet", "tome_flux", "tome_hires_fix", "tome_img2img"),
-    *("tome_qwen_image_edit", "tome_sdxl", "tome_tune", "tome_txt2img", "tome_wan_video"),
-    "tome_z_image",
+    *("tome_compare", "tome_flux_2", "tome_hires_fix", "tome_img2img", "tome_krea_2", "tome_ltx_2"),
+    *("tome_minimax_h3", "tome_qwen_image_2_1", "tome_qwen_image_edit", "tome_sdxl", "tome_tune"),
+    *("tome_txt2img", "tome_wan_video", "tome_z_image"),
 ]
-TRANSFORMERS = ["tome_flux", "tome_qwen_image_edit", "tome_wan_video", "tome_z_image"]
+TRANSFORMERS = sorted([*SAMPLES, "tome_z_image"])
 """Those whose models are too large to be written here as small ones."""
+UNPATCHED_PASSES = {"tome_ltx_2": 1}
+"""How many samplers of a workflow run without merging."""
+LATER_FILES = {
+    "minimax_h3_fl2v_turbo_8step_v1.0_comfyui_bf16.safetensors",
+    "minimax_h3_video_vae_int8_convrot.safetensors",
+    "qwen_image_2.1_int8_convrot.safetensors",
+    "qwen3vl_8b_int8_convrot.safetensors",
+    "qwen_image_2.1_vae_bf16.safetensors",
+}
+"""Models of newer templates than those of the pinned ComfyUI: of 0.1.123, where they were seen."""
 TINY_MODELS = {
     "v1-5-pruned-emaonly-fp16.safetensors": "sd15.ckpt",
     "sd_xl_base_1.0.safetensors": "sdxl.ckpt",
-    "control_v11p_sd15_canny_fp16.safetensors": "canny.ckpt",
 }
 TINY_SIZES = {"sd15.ckpt": 128, "sdxl.ckpt": 192}
 SIZED = {"EmptyLatentImage", "ImageScale"}
-WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
+WIDGET_TYPES = {"INT", "FLOAT", "FLOAT,INT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
 NOTES = {"Note", "MarkdownNote"}
 TITLE_BAR = 30
 
@@ -112,8 +125,8 @@ def reduced(prompt):
     copy = json.loads(json.dumps(prompt))
     nodes = list(copy.values())
     for node in nodes:
-        for name in node["inputs"].keys() & {"ckpt_name", "control_net_name"}:
-            node["inputs"][name] = TINY_MODELS[node["inputs"][name]]
+        if "ckpt_name" in node["inputs"]:
+            node["inputs"]["ckpt_name"] = TINY_MODELS[node["inputs"]["ckpt_name"]]
     (loader,) = (node["inputs"] for node in nodes if node["class_type"] == "CheckpointLoaderSimple")
     (sized,) = (node["inputs"] for node in nodes if node["class_type"] in SIZED)
     sized["width"] = sized["height"] = TINY_SIZES[loader["ckpt_name"]]
@@ -201,7 +214,6 @@ def test_loaders_say_where_their_models_come_from(name):
 @pytest.mark.parametrize(
     ("name", "size", "tokens", "ratio"),
     [
-        ("tome_controlnet", 128, (256, 103), "0.60"),
         ("tome_img2img", 128, (256, 103), "0.60"),
         ("tome_txt2img", 128, (256, 103), "0.60"),
         # 4 windows of 256 tokens, of which 154 merge.
@@ -241,11 +253,43 @@ def test_the_workflow_that_tunes_runs_to_an_image_and_says_what_it_found(server)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_every_model_that_samples_comes_from_a_node_of_ours_behind_all_else(name):
     graph = api_file(name)
-    samplers = [node for node in graph.values() if node["class_type"].startswith("KSampler")]
-    assert len(samplers) == (2 if name == "tome_wan_video" else 1)
-    patches = {node["inputs"]["model"][0] for node in samplers}
-    assert {graph[patch]["class_type"] for patch in patches} == {PATCH}
-    assert len(patches) == len(samplers)
+    samples = [
+        node["inputs"]["model"][0]
+        for node in graph.values()
+        if node["class_type"].startswith("KSampler") or node["class_type"].endswith("Guider")
+        if "model" in node["inputs"]
+    ]
+    patches = [key for key, node in graph.items() if node["class_type"] == PATCH]
+    assert len(patches) == (2 if name == "tome_wan_video" else 1)
+    assert {key for key in samples if key in patches} == {*patches}
+    assert len(samples) - len(patches) == UNPATCHED_PASSES.get(name, 0)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_samples_are_the_files(name, info):
+    made, saved = editor_graph(SAMPLES[name], info), editor_file(name)
+    assert to_api_format(made, info) == api_file(name)
+    for node, there in zip(made["nodes"], saved["nodes"], strict=True):
+        assert node["properties"].get("models") == there["properties"].get("models")
+    assert made["nodes"][-1]["widgets_values"] == saved["nodes"][-1]["widgets_values"]
+
+
+def test_an_input_that_a_class_does_not_have_is_named(info):
+    sample = Sample("", "", (Column("", 1, {"wrong": Node("VAELoader", {"vae": "x"})}),))
+    with pytest.raises(ValueError, match="VAELoader has no input vae"):
+        editor_graph(sample, info)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_models_are_those_of_comfyuis_own_templates(name):
+    package = importlib.util.find_spec("comfyui_workflow_templates_json")
+    (folder,) = package.submodule_search_locations
+    texts = [file.read_text(encoding="utf-8") for file in Path(folder).rglob("*.json")]
+    for column in SAMPLES[name].columns:
+        for node in column.nodes.values():
+            for _, path in node.models:
+                is_there = any(f"{HUGGING_FACE}/{path}" in text for text in texts)
+                assert is_there or path.rpartition("/")[2] in LATER_FILES, path
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
@@ -255,15 +299,20 @@ def test_server_accepts_the_api_format_and_reads_the_models_that_it_names(server
     with pytest.raises(ExecutionFailed) as failed:
         server.run(graph)
     (kind,) = re.findall(r"^node \d+ \((\w+)\)", str(failed.value))
-    assert kind in ("UNETLoader", "CLIPLoader", "DualCLIPLoader", "VAELoader")
+    assert kind in ("UNETLoader", "CLIPLoader", "VAELoader", "LTXVAudioVAELoader")
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_server_refuses_a_model_that_it_does_not_have(server, name):
     """Else its acceptance above would say nothing."""
     graph = api_file(name)
-    (number,) = (key for key in graph if graph[key]["class_type"] == "VAELoader")
-    graph[number]["inputs"]["vae_name"] = "no_such_file.safetensors"
+    number, file = next(
+        (key, name)
+        for key, node in graph.items()
+        for name, value in node["inputs"].items()
+        if str(value).endswith(".safetensors")
+    )
+    graph[number]["inputs"][file] = "no_such_file.safetensors"
     with pytest.raises(PromptRejected) as refused:
         server.queue(graph)
     assert number in refused.value.node_errors

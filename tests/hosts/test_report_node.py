@@ -76,9 +76,10 @@ def test_the_text_says_what_the_run_did(shown):
     (time,) = (line for line in lines if line.startswith("Time"))
     assert [line for line in lines if line != time and not line.startswith("Hint")] == [
         "Merged: 6 of 6 blocks, 256 -> 128 tokens",
+        "Helped: not measured",
         "Model: SD15",
         "Steps: merged in 2 of 2",
-        "Plans: 12 made, 0 reused",
+        "Matching: done 12 times, reused 0 times",
         "Settings: ratio 0.50, bipartite, module scope",
         "Backend: torch",
     ]

@@ -204,9 +204,12 @@ def test_the_log_and_the_report_of_a_run_end_with_what_was_measured(sd15, log_me
     config = ToMeConfig(**settings_of("balanced", {"ratio": 0.5}))
     patched = attach(sd15, config, tuned=Measured(0.041, 0.25, 0.1))
     sample(patched, (16, 16))
-    assert log_messages()[-1].endswith(", window, 41 ms an evaluation, 0.25 s unpatched")
-    assert "ToMe Tune: 41 ms an evaluation, 0.25 s unpatched, 6.10 times as fast" in pages.in_words(
-        last_run(patched)
+    assert log_messages()[-1].endswith(
+        ", window, 6.10 times as fast: 41 ms an evaluation, 0.25 s unpatched"
+    )
+    assert (
+        "Helped: 6.10 times as fast: 41 ms an evaluation, 0.25 s unpatched (ToMe Tune)"
+        in pages.in_words(last_run(patched))
     )
     sample(attach(sd15, config), (16, 16))
     assert log_messages()[-1].endswith(", window")

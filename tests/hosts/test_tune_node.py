@@ -123,7 +123,8 @@ def test_its_model_can_be_reported_on(server):
         assert text.startswith("This model has no token merging.")
     else:
         assert re.search(
-            r"^ToMe Tune: \S+ m?s an evaluation, \S+ m?s unpatched, \d\.\d\d times as fast$",
+            r"^Helped: \d\.\d\d times as fast: \S+ m?s an evaluation, \S+ m?s unpatched "
+            r"\(ToMe Tune\)$",
             text,
             re.M,
         )

@@ -124,7 +124,7 @@ def test_options_of_pytest_are_left_to_it():
     ("file", "named"),
     [
         ("pyproject.toml", [f'requires-comfyui = ">={OLDEST}"']),
-        ("README.md", [f"| **ComfyUI** | {OLDEST} or later."]),
+        ("README.md", [f"It needs ComfyUI {OLDEST} or later."]),
         (".ci/run", [f"dev.py test --comfyui {each}\n" for each in RELEASES if each != NEWEST]),
         (".github/workflows/test.yml", [f'"{each}"' for each in RELEASES]),
     ],

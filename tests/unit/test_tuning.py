@@ -230,11 +230,12 @@ def test_the_result_comes_first():
     )
     assert text_lines(Wish("speed", 3.0), PICTURE)[:2] == [
         "Not reached: nothing tried is 3.00 times as fast.",
-        "Nearest: fast, ratio 0.70: 1.75 times as fast, change 0.300.",
+        "Taken: fast, ratio 0.70: 1.75 times as fast, change 0.300.",
     ]
-    assert text_lines(Wish("likeness", 0.001), PICTURE)[:2] == [
+    assert text_lines(Wish("likeness", 0.001), PICTURE)[:3] == [
         "Unpatched: nothing that is faster has a change of 0.001 or less.",
         "Nearest: balanced, ratio 0.45: 1.05 times as fast, change 0.020.",
+        "Hint: set change to 0.02 to take it.",
     ]
     assert text_lines(Wish("speed", 1.0), {}) == [
         "Unpatched: 1.00 times as fast is what the model has without merging."

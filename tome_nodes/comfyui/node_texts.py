@@ -71,8 +71,8 @@ class Caption:
 PATCH = Caption(
     id="ToMePatchModel",
     name="ToMe Patch Model",
-    text="Makes picture and video models faster by token merging: where neighbouring tokens are "
-    "alike, the model works on their mean. Put it between the model loader and the sampler. Needs "
+    text="Makes picture and video models faster by token merging: where parts of the picture are "
+    "alike, the model does their work once. Put it between the model loader and the sampler. Needs "
     "no training; gains most on video and large pictures.",
     inputs=(
         Slot(

@@ -38,6 +38,10 @@ NOT_MERGING = (
     "This model has no token merging.",
     "Hint: connect the model that comes out of ToMe Patch Model, with a ratio above 0.",
 )
+UNMEASURED = (
+    "to see what it saved, let ToMe Tune measure it, or run again with ratio 0 and compare the "
+    "times in the log."
+)
 NO_RUN = (
     "No run to report",
     "No run of this model is known that made these samples.",
@@ -112,7 +116,10 @@ def tuning_page(found: Found) -> Page:
 
 
 def in_words(run: LastRun) -> list[str]:
-    """The report of a run, line by line: what came out, what to change, and then the rest."""
+    """The report of a run, line by line.
+
+    First what happened, then whether it helped, what to do next, and the rest.
+    """
     counts, recording, hint = run.counts, run.recording, hint_for(run)
     is_merged = run.obstacle is None
     if is_merged:
@@ -120,8 +127,11 @@ def in_words(run: LastRun) -> list[str]:
         lines = [f"Merged: {blocks}, {log_line.sizes(counts)}"]
     else:
         lines = [f"Nothing merged: {run.obstacle}"]
-    if run.tuned is not None:
-        lines += [f"ToMe Tune: {log_line.times(run.tuned)}, {run.tuned.speed:.2f} times as fast"]
+    if is_merged:
+        helped = "not measured" if run.tuned is None else f"{log_line.times(run.tuned)} (ToMe Tune)"
+        lines += [f"Helped: {helped}"]
+    if is_merged and run.tuned is None and hint is None:
+        hint = UNMEASURED
     if hint is not None:
         lines += [f"Hint: {hint}"]
     if is_merged:
@@ -130,7 +140,7 @@ def in_words(run: LastRun) -> list[str]:
     if is_merged:
         lines += [
             f"Steps: merged in {counts.merged_steps} of {counts.total_steps}",
-            f"Plans: {counts.plans_made} made, {counts.plans_reused} reused",
+            f"Matching: done {counts.plans_made} times, reused {counts.plans_reused} times",
         ]
     lines += [f"Settings: {', '.join(log_line.settings(run.config, counts.frames, defaults=True))}"]
     if run.backend is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import ceil
 
 from .search import SPEED, Candidate, Figures, Measured, Wish, choose
 
@@ -61,7 +62,7 @@ def result(found: Found) -> Iterator[str]:
         yield f"Found: {_line(candidate, figures)}."
     elif candidate is not None:
         yield f"Not reached: nothing tried is {_wished(wish)}."
-        yield f"Nearest: {_line(candidate, figures)}."
+        yield f"Taken: {_line(candidate, figures)}."
     elif any(measured.is_faster for measured in figures.values()):
         gentlest = min(
             (each for each in figures if figures[each].is_faster),
@@ -69,6 +70,9 @@ def result(found: Found) -> Iterator[str]:
         )
         yield f"Unpatched: nothing that is faster has {_wished(wish)}."
         yield f"Nearest: {_line(gentlest, figures)}."
+        # As fine as the input is.
+        allowed = ceil(100 * figures[gentlest].change) / 100
+        yield f"Hint: set change to {allowed:.2f} to take it."
     else:
         yield f"Unpatched: nothing is faster here. {_why_not(figures)}"
         yield HINT
