@@ -90,6 +90,23 @@ TITLE = """id => {
 every_workflow = pytest.mark.parametrize("file", workflow_files(), ids=lambda file: file.stem)
 
 
+# A test runs in the front end that ComfyUI requires; one whose subject the newest changes, in both.
+in_both_front_ends = pytest.mark.parametrize(
+    "front_end",
+    [
+        pytest.param("server", id="required"),
+        pytest.param("newest_server", id="newest", marks=pytest.mark.xdist_group("newest_server")),
+    ],
+    indirect=True,
+)
+
+
+@pytest.fixture(scope="module", params=["server"], ids=["required"])
+def front_end(request):
+    """The server of a front end."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture(scope="module")
 def browser():
     expect.set_options(timeout=PATIENCE_MS)
@@ -98,29 +115,29 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def editor(browser, server):
+def editor(browser, front_end):
     """An editor for tests that only open files in it."""
-    with open_editor(browser, server) as editor:
+    with open_editor(browser, front_end) as editor:
         yield editor
 
 
 @pytest.fixture(params=[{}, NODES_2], ids=["classic", "nodes_2"])
-def fresh_editor(request, browser, server):
+def fresh_editor(request, browser, front_end):
     """An editor in a fresh profile, in the classic design and in that called Nodes 2.0."""
-    with open_editor(browser, server, request.param) as editor:
+    with open_editor(browser, front_end, request.param) as editor:
         yield editor
 
 
 @pytest.fixture(params=[{}, NODES_2 | UNFOLDED], ids=["classic", "nodes_2"])
-def unfolded_editor(request, browser, server):
+def unfolded_editor(request, browser, front_end):
     """The same, with the advanced inputs of Nodes 2.0 shown; the classic design has none."""
-    with open_editor(browser, server, request.param) as editor:
+    with open_editor(browser, front_end, request.param) as editor:
         yield editor
 
 
 @pytest.fixture
-def nodes_2_editor(browser, server):
-    with open_editor(browser, server, NODES_2) as editor:
+def nodes_2_editor(browser, front_end):
+    with open_editor(browser, front_end, NODES_2) as editor:
         yield editor
 
 
@@ -218,9 +235,9 @@ def test_editor_warns_of_a_node_that_it_does_not_have(editor):
     assert editor.warnings() != []
 
 
-def test_editor_offers_to_download_a_model_that_is_missing(browser, server):
+def test_editor_offers_to_download_a_model_that_is_missing(browser, front_end):
     text = text_of(WORKFLOWS / "tome_txt2img.json").replace("v1-5-pruned-emaonly-fp16", "not_here")
-    with open_editor(browser, server) as editor:
+    with open_editor(browser, front_end) as editor:
         editor.open("missing.json", text)
         (warning,) = editor.warnings()
         assert "not_here.safetensors is missing" in warning
@@ -440,7 +457,7 @@ def test_node_is_the_first_that_is_found_by_what_people_type(editor):
     editor.page.keyboard.press("Escape")
 
 
-def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, server):
+def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, front_end):
     editor = fresh_editor
     editor.open("plain.json", json.dumps(without_patch(small_graph())))
     editor.look_at(*CORNER)
@@ -454,10 +471,10 @@ def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, server):
     assert kind == PATCH_TYPE
     assert graph[inputs["model"][0]][0] == "CheckpointLoaderSimple"
 
-    read = len(server.log)
+    read = len(front_end.log)
     editor.run()
     assert width_of_image(editor) == 64
-    assert re.search(r"\[ToMe\] .*2/2 steps|\[ToMe\] nothing merged", server.log[read:])
+    assert re.search(r"\[ToMe\] .*2/2 steps|\[ToMe\] nothing merged", front_end.log[read:])
     assert editor.warnings() == editor.errors == []
 
 
@@ -511,7 +528,9 @@ def test_advanced_inputs_fold(nodes_2_editor, picture):
     expect(names).to_have_text(plain)
 
 
-def test_workflow_is_the_same_after_saving_and_loading_the_page_anew(fresh_editor, server, request):
+def test_workflow_is_the_same_after_saving_and_loading_the_page_anew(
+    fresh_editor, front_end, request
+):
     editor = fresh_editor
     # The server keeps what other profiles have saved.
     editor.open(
@@ -523,30 +542,30 @@ def test_workflow_is_the_same_after_saving_and_loading_the_page_anew(fresh_edito
         editor.page.keyboard.press("Control+s")
         editor.page.get_by_role("button", name="Confirm").click()
     assert saved.value.ok
-    editor.go_to(server.url)
+    editor.go_to(front_end.url)
     assert api_graph(editor) == before
     assert patch_inputs(editor)["ratio"] == 0.35
 
 
-def test_shared_file_is_the_same_graph_in_another_profile(fresh_editor, browser, server):
+def test_shared_file_is_the_same_graph_in_another_profile(fresh_editor, browser, front_end):
     fresh_editor.open(
         "mine.json", json.dumps(small_graph(preset="custom", ratio=0.35, strategy="window", sy=4))
     )
     shared = fresh_editor.save()
-    with open_editor(browser, server) as other:
+    with open_editor(browser, front_end) as other:
         other.drop("shared.json", "application/json", shared.encode())
         assert api_graph(other) == api_graph(fresh_editor)
         assert other.warnings() == other.errors == []
 
 
-def test_generated_image_brings_its_workflow_back(editor, server):
+def test_generated_image_brings_its_workflow_back(editor, front_end):
     editor.open("small.json", json.dumps(small_graph(ratio=0.45, seed=7)))
     before = api_graph(editor)
     with editor.page.expect_response("**/api/prompt") as queued:
         editor.run()
     assert width_of_image(editor) == 64
     number = queued.value.json()["prompt_id"]
-    (png,) = server.images(server.get(f"/history/{number}")[number])
+    (png,) = front_end.images(front_end.get(f"/history/{number}")[number])
     editor.drop("picture.png", "image/png", png)
     assert api_graph(editor) == before
     assert patch_inputs(editor)["ratio"] == 0.45
@@ -757,10 +776,10 @@ def test_blueprint_is_placed_wired_and_run(fresh_editor, blueprint, models, late
 
 
 @pytest.mark.parametrize("language", ["fr", "zh"])
-def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(browser, server, language):
+def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(browser, front_end, language):
     """Two of those that both the editor and the pack have; what is served is tested for all."""
     texts = json.loads(text_of(ROOT / "locales" / language / "nodeDefs.json"))[PATCH_TYPE]
-    with open_editor(browser, server, NODES_2 | {"Comfy.Locale": language}) as editor:
+    with open_editor(browser, front_end, NODES_2 | {"Comfy.Locale": language}) as editor:
         editor.open("small.json", json.dumps(small_graph()))
         node = editor.node(PATCH_TYPE)
         expect(node).to_contain_text(texts["display_name"])
