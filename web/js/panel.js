@@ -1,6 +1,5 @@
 const MARGIN = 10;
 
-// How high what an element holds is at this width.
 function heightAt(element, width) {
   const copy = element.cloneNode(true);
   Object.assign(copy.style, { position: "absolute", visibility: "hidden", width: `${width}px` });
@@ -11,9 +10,9 @@ function heightAt(element, width) {
   return height;
 }
 
-// Give a node a part for text and pictures, which is as high as they are. Until there are any, it
-// takes the room that is left. The host cuts a long text, and draws a picture as large as the room
-// that happens to be left.
+// Add a part to a node that shows elements, and return what puts them there. It is as high as they
+// are; before there are any, it takes the room that is left. (The host cuts a long text, and draws a
+// picture as large as the room that happens to be left.)
 export function addPanel(node) {
   const element = document.createElement("div");
   Object.assign(element.style, {
@@ -45,11 +44,13 @@ export function addPanel(node) {
     return [0, height];
   };
 
-  return function show(...parts) {
-    element.replaceChildren(...parts);
+  const put = (...parts) => element.replaceChildren(...parts);
+  const show = (...parts) => {
+    put(...parts);
     measuredAt = undefined;
     widget.computeSize = computeSize;
     if (!LiteGraph.vueNodesMode) node.expandToFitContent();
     node.setDirtyCanvas(true, true);
   };
+  return { put, show };
 }
