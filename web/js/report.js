@@ -80,7 +80,7 @@ function removeHosts(node, name) {
   if (widget) node.removeWidget(widget);
 }
 
-// The newest front end takes its own line away when the run ends, and cannot bring it back.
+// The newest front end takes its own line away when the run ends, and none keeps it over an undo.
 function showLine({ detail: { nodeId, text } }) {
   const node = nodeOf(`${nodeId}`);
   if (node?.comfyClass !== LIVE) return;
