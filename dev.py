@@ -103,6 +103,7 @@ def test(pytest_arguments: list[str]) -> int:
         environment.prepare_light()
     if lanes.needs_browser(pytest_arguments):
         browser.ensure_browser()
+        environment.bring_newest_front_end()
     command = ("-m", "pytest", *pytest_arguments)
     return _call(environment.PYTHON, *command, folder=ROOT, settings=settings)
 

@@ -2,12 +2,13 @@
 
 import logging
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
 from hypothesis import settings
 
-from tools.environment import NEWEST, is_earlier
+from tools.environment import NEWEST, is_earlier, newest_front_end
 
 # Without a GPU, the kernels run in Triton's interpreter, which must be chosen before they load.
 ON_GPU = torch.cuda.is_available()
@@ -106,8 +107,8 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory):
+@contextmanager
+def serving(base, *arguments):
     """A running server with this pack and the models that graphs need.
 
     It has the checkpoints `sd15.ckpt` and `sdxl.ckpt`, the ControlNet `canny.ckpt`, and for the
@@ -118,12 +119,26 @@ def server(tmp_path_factory):
     from tools.editor import offer_files
     from tools.server import ComfyServer
 
-    base = tmp_path_factory.mktemp("server")
     write_checkpoint(base / "models/checkpoints/sd15.ckpt", "sd15", levels=1)
     write_checkpoint(base / "models/checkpoints/sdxl.ckpt", "sdxl")
     write_controlnet(base / "models/controlnet/canny.ckpt", levels=1)
-    with ComfyServer(base) as running:
+    with ComfyServer(base, arguments=arguments) as running:
         offer_files(running)
+        yield running
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """A running server, with the front end that its ComfyUI requires."""
+    with serving(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def newest_server(tmp_path_factory):
+    """A running server, with the newest front end."""
+    option = f"--front-end-root={newest_front_end()}"
+    with serving(tmp_path_factory.mktemp("newest_server"), option) as running:
         yield running
 
 
@@ -142,6 +157,8 @@ def pytest_runtest_setup(item):
 
 
 def pytest_itemcollected(item):
-    """Where tests run side by side, those that need the server share one."""
-    if "server" in getattr(item, "fixturenames", ()):
+    """Where tests run side by side, those that need a server share one."""
+    if item.get_closest_marker("xdist_group"):
+        return
+    if not {"server", "front_end"}.isdisjoint(getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.xdist_group("server"))

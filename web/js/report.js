@@ -1,11 +1,16 @@
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
+import { addPanel } from "./panel.js";
 
-// The nodes, and how much room each is born with for its text and picture.
-const ROOM = { ToMeReport: 720, ToMeTune: 600 };
+// The nodes that show what a run gives back, and how much room each is born with for it.
+const ROOM = { ToMeReport: 670, ToMeTune: 550 };
 const WIDTH = 560;
-const MARGIN = 10;
+// The host's own widgets for a picture and a line, which ours replace.
 const HOSTS_PICTURE = "$$canvas-image-preview";
+const HOSTS_LINE = "$$node-text-preview";
+
+// The node whose line says what each step merges.
+const LIVE = "ToMePatchModel";
 
 // The elements of a report's lines; the first says what came out.
 function linesOf(text) {
@@ -27,33 +32,115 @@ async function loaded({ filename, subfolder, type }) {
   return picture;
 }
 
-function heightAt(element, width) {
-  const copy = element.cloneNode(true);
-  Object.assign(copy.style, { position: "absolute", visibility: "hidden", width: `${width}px` });
-  copy.classList.remove("h-full", "w-full");
-  document.body.append(copy);
-  const height = copy.offsetHeight;
-  copy.remove();
-  return height;
+// What stands where the report comes.
+function placeholder() {
+  const element = document.createElement("div");
+  element.textContent = "The report comes here when the workflow has run.";
+  Object.assign(element.style, {
+    flex: "1",
+    display: "flex",
+    alignItems: "center",
+    justifyContent: "center",
+    textAlign: "center",
+    border: "1px dashed currentColor",
+    borderRadius: "8px",
+    opacity: "0.8",
+  });
+  return element;
 }
 
 // How to show an output on each of our nodes.
 const shows = new WeakMap();
 
+const rootGraph = () => app.rootGraph ?? app.graph;
+
+// The key of a node among the host's outputs.
+const keyOf = (node) =>
+  node.graph === rootGraph() ? `${node.id}` : `${node.graph.id}:${node.id}`;
+
 // After an undo or in another tab, nodes are new ones, and the host has their outputs still.
 function restore(outputs) {
-  const root = app.rootGraph ?? app.graph;
-  for (const graph of [root, ...(root.subgraphs?.values() ?? [])]) {
+  for (const graph of [rootGraph(), ...(rootGraph().subgraphs?.values() ?? [])]) {
     for (const node of graph.nodes) {
-      const output = outputs[graph === root ? node.id : `${graph.id}:${node.id}`];
+      const output = outputs[keyOf(node)];
       if (output?.text) shows.get(node)?.(output);
     }
   }
 }
 
-// The host cuts a long text, and draws a picture as large as the room that happens to be left.
+// The node of an id such as 3, or 7:3 in the subgraph that node 7 holds.
+function nodeOf(id) {
+  const [own, ...holders] = id.split(":").reverse();
+  const inside = (graph, holder) => graph?.getNodeById(holder)?.subgraph;
+  return holders.reduceRight(inside, rootGraph())?.getNodeById(own);
+}
+
+function removeHosts(node, name) {
+  const widget = node.widgets.find((widget) => widget.name === name);
+  if (widget) node.removeWidget(widget);
+}
+
+// The newest front end takes its own line away when the run ends, and none keeps it over an undo.
+function showLine({ detail: { nodeId, text } }) {
+  const node = nodeOf(`${nodeId}`);
+  if (node?.comfyClass !== LIVE) return;
+  removeHosts(node, HOSTS_LINE);
+  const output = { text: [text] };
+  app.nodeOutputs[keyOf(node)] = output;
+  shows.get(node)(output);
+}
+
+function showsLines(node) {
+  let panel;
+  shows.set(node, ({ text }) => {
+    panel ??= addPanel(node);
+    const line = document.createElement("div");
+    line.style.whiteSpace = "pre-line";
+    line.textContent = text[0];
+    panel.show(line);
+  });
+}
+
+function showsReports(node) {
+  const panel = addPanel(node);
+  panel.put(placeholder());
+
+  let latest;
+  const showOutput = async (output) => {
+    latest = output;
+    // From now on, this shows the picture instead of the host.
+    node.hideOutputImages = true;
+    node.onDrawBackground = () => {};
+    removeHosts(node, HOSTS_PICTURE);
+
+    const text = document.createElement("div");
+    text.append(...linesOf(output.text[0]));
+    panel.show(text);
+    // The host deletes its temporary pictures when it starts.
+    const picture = await loaded(output.images[0]).catch(() => null);
+    if (!picture || latest !== output) return;
+    // The host's menu of a node saves and copies these.
+    node.imgs = [picture];
+    panel.show(text, picture);
+  };
+  shows.set(node, showOutput);
+
+  const before = node.onExecuted;
+  node.onExecuted = function (output) {
+    before?.call(this, output);
+    return showOutput(output);
+  };
+
+  const [width, least] = node.computeSize();
+  node.setSize([Math.max(width, WIDTH), least + ROOM[node.comfyClass]]);
+}
+
 app.registerExtension({
   name: "ToMeNodes.Report",
+
+  setup() {
+    api.addEventListener("progress_text", showLine);
+  },
 
   onNodeOutputsUpdated: restore,
 
@@ -62,74 +149,7 @@ app.registerExtension({
   },
 
   nodeCreated(node) {
-    if (!(node.comfyClass in ROOM)) return;
-    const element = document.createElement("div");
-    Object.assign(element.style, {
-      display: "flex",
-      flexDirection: "column",
-      gap: "8px",
-      fontSize: "12px",
-      lineHeight: "16px",
-      userSelect: "text",
-      overflowWrap: "anywhere",
-    });
-    const widget = node.addDOMWidget("report", "report", element, {
-      serialize: false,
-      hideInPanel: true,
-      hideOnZoom: false,
-      margin: MARGIN,
-    });
-    widget.serialize = false;
-
-    // In the classic design, a widget has to say how high it is. In Nodes 2.0, one that does not
-    // say it is as high as what is in it.
-    let height = 0;
-    let measuredAt;
-    widget.computeLayoutSize = undefined;
-    widget.computeSize = () => {
-      const width = node.size[0] - 2 * MARGIN;
-      if (width !== measuredAt) {
-        measuredAt = width;
-        height = element.hasChildNodes() ? heightAt(element, width) + 2 * MARGIN : 0;
-      }
-      return [0, height];
-    };
-
-    const show = (...parts) => {
-      element.replaceChildren(...parts);
-      measuredAt = undefined;
-      if (!LiteGraph.vueNodesMode) node.expandToFitContent();
-      node.setDirtyCanvas(true, true);
-    };
-
-    let latest;
-    const showOutput = async (output) => {
-      latest = output;
-      // From now on, this shows the picture instead of the host.
-      node.hideOutputImages = true;
-      node.onDrawBackground = () => {};
-      const hosts = node.widgets.findIndex(({ name }) => name === HOSTS_PICTURE);
-      if (hosts >= 0) node.widgets.splice(hosts, 1);
-
-      const text = document.createElement("div");
-      text.append(...linesOf(output.text[0]));
-      show(text);
-      // The host deletes its temporary pictures when it starts.
-      const picture = await loaded(output.images[0]).catch(() => null);
-      if (!picture || latest !== output) return;
-      // The host's menu of a node saves and copies these.
-      node.imgs = [picture];
-      show(text, picture);
-    };
-    shows.set(node, showOutput);
-
-    const before = node.onExecuted;
-    node.onExecuted = function (output) {
-      before?.call(this, output);
-      return showOutput(output);
-    };
-
-    const [width, least] = node.computeSize();
-    node.setSize([Math.max(width, WIDTH), least + ROOM[node.comfyClass]]);
+    if (node.comfyClass === LIVE) showsLines(node);
+    else if (node.comfyClass in ROOM) showsReports(node);
   },
 });
