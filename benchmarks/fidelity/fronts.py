@@ -1,0 +1,114 @@
+"""Error against time of everything that a user could pick, by judges whose picture is noise's.
+
+python3 dev.py bench --fronts [--only image few] [--steps 20 8 4] [--pictures 3]
+
+It writes results/fronts.json after each step count, then the tables and one picture for each judge.
+Rows of other judges and step counts stay as they are.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.host import use_cpu
+from tools.environment import ROOT
+
+if TYPE_CHECKING:
+    from benchmarks.fidelity.judges import SceneJudge
+
+RESULTS = ROOT / "benchmarks" / "results"
+JUDGES: dict[str, tuple[str, float, tuple[int, ...]]] = {
+    "image": ("A flow that takes many steps, with guidance", 3.0, (20, 8)),
+    "few": ("The same distilled to four steps, without guidance", 1.0, (8, 4)),
+}
+"""The judges by name: a title, the scale of guidance, the step counts."""
+
+MANY = 40
+"""The steps of the run that stands for as many as one likes."""
+
+
+def main() -> None:
+    """Take the fronts that the command line asks for."""
+    arguments = _arguments()
+    use_cpu()
+
+    from benchmarks.fidelity import calibration, fronts_page
+    from benchmarks.machine import origin
+
+    path = RESULTS / "fronts.json"
+    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    taken = origin("cpu", "bench --fronts")
+    taken["machine"] = taken["machine"]["description"]
+    for name in arguments.only:
+        _, guidance, counts = JUDGES[name]
+        for steps in counts:
+            if steps not in arguments.steps:
+                continue
+            print(f"{name}, {steps} steps", flush=True)
+            rows = front(judge_of(name, steps, guidance, arguments.pictures))
+            result.setdefault(name, {})[str(steps)] = {"rows": rows, "origin": taken}
+            path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for name in result:
+        fronts_page.plot(result[name], JUDGES[name][0], RESULTS / f"fronts-{name}.webp")
+    summary = fronts_page.summary(result)
+    titles = {name: title for name, (title, *_) in JUDGES.items()}
+    text = fronts_page.markdown(result, titles, calibration.table(result), summary)
+    (RESULTS / "fronts.md").write_text(text, encoding="utf-8")
+    print(summary)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dev.py bench --fronts", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=JUDGES, default=[*JUDGES])
+    parser.add_argument("--steps", nargs="+", type=int, default=[20, 8, 4])
+    parser.add_argument("--pictures", type=int, default=3)
+    return parser.parse_args()
+
+
+def judge_of(name: str, steps: int, guidance: float, pictures: int) -> "SceneJudge":
+    """A judge, which has painted its pictures in so many steps."""
+    from benchmarks.fidelity import scene_transformer, student
+    from benchmarks.fidelity.judges import SceneJudge
+
+    weights = {"image": scene_transformer.WEIGHTS, "few": student.WEIGHTS}[name]
+    return SceneJudge(steps, guidance=guidance, pictures=pictures, weights=weights)
+
+
+def front(judge: "SceneJudge") -> dict[str, Mapping[str, Any]]:
+    """Figures of everything to pick, by name; ``time`` is the cost over that of the plain run."""
+    from benchmarks.fidelity.options import Meter, Option, options
+
+    many = judge.pictures(judge.model, MANY)
+    rows: dict[str, Mapping[str, Any]] = {}
+    whole = 0.0
+    for option in [Option("plain", "plain"), *options(judge.steps)]:
+        patched = option.patch(judge.model)
+        meter = Meter(judge.tokens)
+        with meter.watching(patched, option):
+            pictures = judge.pictures(patched, option.steps, option.shrunk)
+        whole = whole or meter.cost
+        pictures = enlarged(pictures, option.shrunk)
+        rows[option.name] = {
+            "kind": option.kind,
+            "time": meter.cost / whole,
+            "evaluations": meter.evaluations,
+            **judge.figures(pictures),
+            "error against many": (pictures - many).square().mean().sqrt().item(),
+        }
+        row = rows[option.name]
+        print(f"  {option.name}: {row['error']:.4f} at {row['time']:.2f}", flush=True)
+    return rows
+
+
+def enlarged(pictures: Any, times: int) -> Any:
+    """Pictures scaled up, as a user would."""
+    import torch.nn.functional as F
+
+    if times == 1:
+        return pictures
+    return F.interpolate(pictures, scale_factor=times, mode="bicubic").clamp(0, 1)
+
+
+if __name__ == "__main__":
+    main()
