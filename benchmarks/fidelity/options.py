@@ -55,10 +55,10 @@ class Option:
 def options(steps: int) -> list[Option]:
     """Everything to pick in place of a run of so many steps."""
     found = [Option(f"{fewer} steps", STEPS, steps=fewer) for fewer in FEWER[steps]]
-    for node in ("EasyCache", "LazyCache"):
+    caches = {"EasyCache": rivals.easy_cache, "LazyCache": rivals.lazy_cache}
+    for name, cache in caches.items():
         for threshold in (0.1, 0.2, 0.4):
-            name = f"{node} {threshold:g}"
-            found.append(Option(name, CACHE, rivals.cache(node, threshold)))
+            found.append(Option(f"{name} {threshold:g}", CACHE, cache(threshold)))
     found += [
         Option("forecast", FORECAST, rivals.forecast()),
         Option("half the size", SIZE, shrunk=2),
@@ -74,8 +74,8 @@ def options(steps: int) -> list[Option]:
         found.append(Option(f"balanced {ratio:g}", OURS, preset("balanced", ratio), keys=1 - ratio))
     for ratio in (0.3, 0.5, 0.6, 0.75):
         found.append(Option(f"fast {ratio:g}", OURS, preset("fast", ratio)))
-    others = {"EasyCache 0.2": rivals.cache("EasyCache"), "forecast": rivals.forecast()}
-    for name, other in others.items():
+    both = {"EasyCache 0.2": rivals.easy_cache(), "forecast": rivals.forecast()}
+    for name, other in both.items():
         balanced = _then(preset("balanced", 0.6), other)
         found += [
             Option(f"balanced 0.6, {name}", BOTH, balanced, keys=0.4),

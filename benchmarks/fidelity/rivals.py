@@ -3,7 +3,6 @@
 Each function returns a patch, which makes a patched clone of a ComfyUI model.
 """
 
-import asyncio
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,19 +21,21 @@ _MOST_NOISE = 0.99
 """Pure noise has no signal, so the logarithm of its ratio is taken at this noise level instead."""
 
 
-def cache(node: str, threshold: float = 0.2) -> Patch:
-    """ComfyUI's EasyCache or LazyCache, by the node's id, at its defaults but for the threshold."""
+def easy_cache(threshold: float = 0.2) -> Patch:
+    """ComfyUI's EasyCache, at its defaults but for the threshold."""
+    return _cache(nodes_easycache.EasyCacheNode, threshold)
 
-    async def nodes() -> list[Any]:
-        return await (await nodes_easycache.comfy_entrypoint()).get_node_list()
 
-    (chosen,) = (each for each in asyncio.run(nodes()) if each.define_schema().node_id == node)
+def lazy_cache(threshold: float = 0.2) -> Patch:
+    """ComfyUI's LazyCache, at its defaults but for the threshold."""
+    return _cache(nodes_easycache.LazyCacheNode, threshold)
+
+
+def _cache(node: Any, threshold: float) -> Patch:
     inputs = {"start_percent": 0.15, "end_percent": 0.95, "verbose": False}
-
-    def patch(model: ModelPatcher) -> ModelPatcher:
-        return chosen.EXECUTE_NORMALIZED(model=model, reuse_threshold=threshold, **inputs)[0]
-
-    return patch
+    return lambda model: node.EXECUTE_NORMALIZED(model=model, reuse_threshold=threshold, **inputs)[
+        0
+    ]
 
 
 def is_evaluated(step: int, steps: int, every: int | None = None) -> bool:

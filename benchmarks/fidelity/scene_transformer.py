@@ -32,7 +32,9 @@ from benchmarks.fidelity.training import Training, below, run
 from tools.environment import ROOT
 
 WEIGHTS = Path(__file__).with_name("scene_transformer.npz")
-STATE = Path(os.environ.get("JUDGES", ROOT / "demo")) / "scene-transformer-training.pt"
+STATES = Path(os.environ.get("JUDGES", ROOT / "demo"))
+"""The folder of unfinished trainings."""
+STATE = STATES / "scene-transformer-training.pt"
 
 PATCH = 2
 SIDE = 256
@@ -44,7 +46,7 @@ SHIFT = 1.15
 SCENES = 3000
 """How many scenes a training sees, each of which it crops anew every time."""
 HELD_OUT = 10**6
-"""Scenes of this seed and above are held out from training."""
+"""Judged captions are those of scenes from this seed on, on which nothing was trained."""
 
 FLUX: dict[str, Any] = {
     "in_channels": latents.CHANNELS,
@@ -103,9 +105,9 @@ def new_transformer() -> nn.Module:
 class Scenes:
     """Latents of scenes, held in memory, and random crops of them."""
 
-    def __init__(self, generator: torch.Generator, count: int = SCENES):
+    def __init__(self, generator: torch.Generator):
         self.generator = generator
-        made = [scenes.scene(seed, SIDE) for seed in range(count)]
+        made = [scenes.scene(seed, SIDE) for seed in range(SCENES)]
         self.latents = torch.cat([latents.encode(pixels[None]).half() for pixels, _ in made])
         self.prompts = torch.stack([scenes.prompt(caption) for _, caption in made])
 

@@ -2,14 +2,13 @@
 
 The teacher goes from one of five noise levels to the next in several small steps, with guidance.
 The student, which starts as the teacher, learns to get there in one step without guidance
-(progressive distillation, with the last of its rounds first). As a way of the teacher ends where it
-ends, there is nothing to average over, and pictures stay sharp.
+(progressive distillation in one round). Where the teacher's way ends is decided by where it starts,
+so the student has nothing to average over, and pictures stay sharp.
 
     python -m benchmarks.fidelity.student --minutes 30      train, or continue training
 """
 
 import math
-import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,10 +23,9 @@ from torch import Tensor, nn
 from benchmarks.fidelity import scene_transformer, weights
 from benchmarks.fidelity.picture_transformer import differentiable
 from benchmarks.fidelity.training import Training, below, run
-from tools.environment import ROOT
 
 WEIGHTS = Path(__file__).with_name("student.npz")
-STATE = Path(os.environ.get("JUDGES", ROOT / "demo")) / "student-training.pt"
+STATE = scene_transformer.STATES / "student-training.pt"
 
 STEPS = 4
 SMALL_STEPS = 4
