@@ -66,6 +66,12 @@ def _skips_nothing(rows: Rows) -> tuple[str, bool]:
     return f"{all_of_them - ran} of {all_of_them} skipped", ran == all_of_them
 
 
+def _queries_hurt_most(rows: Rows) -> tuple[str, bool]:
+    names = ("q,k,v 0.5, as the paper", "k,v 0.5, unweighted")
+    with_queries, without = (rows[name]["error"] for name in names)
+    return f"{with_queries / without:.1f} times the error", with_queries > without
+
+
 CLAIMS = (
     Claim(
         "FLUX.1-dev, 50 steps: forecasting has a better reward than as few steps (TaylorSeer 0.986 "
@@ -96,6 +102,13 @@ CLAIMS = (
         "image",
         SHOWN,
         lambda rows: _against_fewer(rows, "EasyCache 0.2"),
+    ),
+    Claim(
+        "Video transformers: dropping queries hurts more than dropping as many keys and values",
+        "AsymRnR, arXiv 2412.11706",
+        "image",
+        SHOWN,
+        _queries_hurt_most,
     ),
     Claim(
         "FLUX.2 Klein, distilled, in 4 steps: TeaCache skips nothing",

@@ -64,6 +64,8 @@ def options(steps: int) -> list[Option]:
         Option("half the size", SIZE, shrunk=2),
         Option("ToDo k,v 0.75", MERGING, _todo(), keys=0.25),
         Option("pooled k,v 0.75", MERGING, _pooled(), keys=0.25),
+        Option("q,k,v 0.5, as the paper", MERGING, _paper(), queries=0.5, keys=0.5),
+        Option("k,v 0.5, unweighted", MERGING, _paper(attn_tokens="k,v"), keys=0.5),
         Option("blocks 0.5, as ToMA", MERGING, _toma(0.5)),
     ]
     if steps >= 8:
@@ -90,6 +92,11 @@ def _todo() -> Patch:
 
 def _pooled() -> Patch:
     return ours(ratio=0.75, strategy="pool", attn_tokens="k,v")
+
+
+def _paper(**settings: Any) -> Patch:
+    """Merged keys count once, as in the paper."""
+    return ours(proportional_attn=False, **settings)
 
 
 def _toma(ratio: float) -> Patch:
