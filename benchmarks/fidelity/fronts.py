@@ -1,6 +1,6 @@
 """Error against time of everything that a user could pick, by judges whose picture is noise's.
 
-python3 dev.py bench --fronts [--only image few] [--steps 20 8 4] [--pictures 3]
+python3 dev.py bench --fronts [--only pictures image few] [--steps 20 12 8 4] [--pictures 3]
 
 It writes results/fronts.json after each step count, then the tables and one picture for each judge.
 Rows of other judges and step counts stay as they are.
@@ -8,7 +8,7 @@ Rows of other judges and step counts stay as they are.
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.host import use_cpu
@@ -16,9 +16,12 @@ from tools.environment import ROOT
 
 if TYPE_CHECKING:
     from benchmarks.fidelity.judges import SceneJudge
+    from benchmarks.fidelity.options import Option
+    from benchmarks.fidelity.pictures import Judge
 
 RESULTS = ROOT / "benchmarks" / "results"
 JUDGES: dict[str, tuple[str, float, tuple[int, ...]]] = {
+    "pictures": ("The UNet of crops of photos", 2.0, (12,)),
     "image": ("A flow that takes many steps, with guidance", 3.0, (20, 8)),
     "few": ("The same distilled to four steps, without guidance", 1.0, (8, 4)),
 }
@@ -46,7 +49,10 @@ def main() -> None:
             if steps not in arguments.steps:
                 continue
             print(f"{name}, {steps} steps", flush=True)
-            rows = front(judge_of(name, steps, guidance, arguments.pictures))
+            if name == "pictures":
+                rows = front_of_unet(steps, guidance)
+            else:
+                rows = front(judge_of(name, steps, guidance, arguments.pictures))
             result.setdefault(name, {})[str(steps)] = {"rows": rows, "origin": taken}
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for name in result:
@@ -61,7 +67,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --fronts", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=JUDGES, default=[*JUDGES])
-    parser.add_argument("--steps", nargs="+", type=int, default=[20, 8, 4])
+    parser.add_argument("--steps", nargs="+", type=int, default=[20, 12, 8, 4])
     parser.add_argument("--pictures", type=int, default=3)
     return parser.parse_args()
 
@@ -77,14 +83,37 @@ def judge_of(name: str, steps: int, guidance: float, pictures: int) -> "SceneJud
 
 def front(judge: "SceneJudge") -> dict[str, Mapping[str, Any]]:
     """Figures of everything to pick, by name; ``time`` is the cost over that of the plain run."""
-    from benchmarks.fidelity.options import Meter, Option, options
+    from benchmarks.fidelity.options import options
+
+    return _rows(judge, options(judge.steps), judge.tokens)
+
+
+def front_of_unet(steps: int, guidance: float) -> dict[str, Mapping[str, Any]]:
+    """The same for the UNet; what merges is taken from the results of ``bench --fidelity``."""
+    from benchmarks.fidelity.options import MERGING, OURS, without_merging
+    from benchmarks.fidelity.pictures import PictureJudge
+
+    judge = PictureJudge(steps, 1, guidance)
+    rows = _rows(judge, without_merging(steps), None)
+    results = json.loads((RESULTS / "fidelity.json").read_text(encoding="utf-8"))
+    for name, row in results["pictures"][f"{steps} steps"].items():
+        is_preset = name.startswith(("ours quality", "ours balanced", "ours fast"))
+        if name not in rows:
+            rows[name] = row | {"kind": OURS if is_preset else MERGING, "evaluations": steps}
+    return rows
+
+
+def _rows(
+    judge: "Judge", picked: "Sequence[Option]", tokens: int | None
+) -> dict[str, Mapping[str, Any]]:
+    from benchmarks.fidelity.options import Meter, Option
 
     many = judge.pictures(judge.model, MANY)
     rows: dict[str, Mapping[str, Any]] = {}
     whole = 0.0
-    for option in [Option("plain", "plain"), *options(judge.steps)]:
+    for option in [Option("plain", "plain"), *picked]:
         patched = option.patch(judge.model)
-        meter = Meter(judge.tokens)
+        meter = Meter(tokens)
         with meter.watching(patched, option):
             pictures = judge.pictures(patched, option.steps, option.shrunk)
         whole = whole or meter.cost

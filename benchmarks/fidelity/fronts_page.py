@@ -60,7 +60,7 @@ def table(rows: Rows, title: str) -> str:
             rows[name]["kind"],
             f"{rows[name]['time']:.2f}",
             str(rows[name]["evaluations"]),
-            *(f"{rows[name][column]:.4f}" for column in columns),
+            *(f"{rows[name][column]:.4f}" if column in rows[name] else "" for column in columns),
         ]
         for name in ordered
     ]

@@ -25,7 +25,12 @@ TOKENS = 4096
 
 STEPS, CACHE, FORECAST, SIZE = "fewer steps", "cache", "forecast", "lower resolution"
 MERGING, OURS, BOTH = "merging", "ours", "ours and another"
-FEWER: dict[int, Sequence[int]] = {20: (16, 13, 10, 8, 6), 8: (7, 6, 5, 4, 3), 4: (3, 2)}
+FEWER: dict[int, Sequence[int]] = {
+    20: (16, 13, 10, 8, 6),
+    12: (10, 9, 8, 7, 6),
+    8: (7, 6, 5, 4, 3),
+    4: (3, 2),
+}
 """To how many steps a run of so many can be cut."""
 
 
@@ -52,15 +57,23 @@ class Option:
     keys: float = 1.0
 
 
-def options(steps: int) -> list[Option]:
-    """Everything to pick in place of a run of so many steps."""
+def without_merging(steps: int) -> list[Option]:
+    """What to pick on any model in place of a run of so many steps, without merging."""
     found = [Option(f"{fewer} steps", STEPS, steps=fewer) for fewer in FEWER[steps]]
     caches = {"EasyCache": rivals.easy_cache, "LazyCache": rivals.lazy_cache}
     for name, cache in caches.items():
         for threshold in (0.1, 0.2, 0.4):
             found.append(Option(f"{name} {threshold:g}", CACHE, cache(threshold)))
+    found.append(Option("forecast", FORECAST, rivals.forecast()))
+    if steps >= 8:
+        found.append(Option("forecast, more skipped", FORECAST, rivals.forecast(4)))
+    return found
+
+
+def options(steps: int) -> list[Option]:
+    """Everything to pick on a transformer in place of a run of so many steps."""
+    found = without_merging(steps)
     found += [
-        Option("forecast", FORECAST, rivals.forecast()),
         Option("half the size", SIZE, shrunk=2),
         Option("ToDo k,v 0.75", MERGING, _todo(), keys=0.25),
         Option("pooled k,v 0.75", MERGING, _pooled(), keys=0.25),
@@ -68,8 +81,6 @@ def options(steps: int) -> list[Option]:
         Option("k,v 0.5, unweighted", MERGING, _paper(attn_tokens="k,v"), keys=0.5),
         Option("blocks 0.5, as ToMA", MERGING, _toma(0.5)),
     ]
-    if steps >= 8:
-        found.append(Option("forecast, more skipped", FORECAST, rivals.forecast(4)))
     for ratio in (0.5, 0.75):
         found.append(Option(f"quality {ratio:g}", OURS, preset("quality", ratio), keys=1 - ratio))
     for ratio in (0.6, 0.75, 0.85):
@@ -111,24 +122,29 @@ def _then(first: Patch, second: Patch) -> Patch:
 class Meter:
     """Adds up what the evaluations of a model cost, by the tokens that reach one of its blocks.
 
+    Args:
+        tokens: those of a picture and its prompt; None for a UNet, whose evaluations cost the same.
+
     Attributes:
         cost: so far, 1 for each sample evaluated on all tokens.
         evaluations: how many there were, those of several samples at once counting as one.
     """
 
-    def __init__(self, tokens: int):
+    def __init__(self, tokens: int | None):
         self.cost, self.evaluations = 0.0, 0
         self._tokens = tokens
 
     @contextmanager
     def watching(self, model: ModelPatcher, option: Option) -> Iterator[None]:
         """Count what the model does meanwhile."""
-        blocks: Any = model.model.diffusion_model.single_blocks
-        layer: nn.Linear = blocks[len(blocks) // 2].linear1
+        network: Any = model.model.diffusion_model
+        layer: nn.Module = network.out if self._tokens is None else _middle(network)
 
         def count(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            samples, tokens, _channels = arguments[0].shape
-            share = cost_of_block(tokens / self._tokens, option.queries, option.keys)
+            samples, tokens = arguments[0].shape[:2]
+            share = 1.0
+            if self._tokens is not None:
+                share = cost_of_block(tokens / self._tokens, option.queries, option.keys)
             self.cost += samples * share
             self.evaluations += 1
 
@@ -137,6 +153,13 @@ class Meter:
             yield
         finally:
             handle.remove()
+
+
+def _middle(network: Any) -> nn.Module:
+    """The first layer of a block in the middle."""
+    blocks = network.single_blocks
+    layer: nn.Module = blocks[len(blocks) // 2].linear1
+    return layer
 
 
 def cost_of_block(tokens: float, queries: float = 1.0, keys: float = 1.0) -> float:

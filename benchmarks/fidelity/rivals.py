@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from comfy.model_patcher import ModelPatcher
+from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from comfy_extras import nodes_easycache
 from torch import Tensor
@@ -18,7 +19,7 @@ DAMPING = 0.8
 """The share of the change that a forecast takes over."""
 
 _MOST_NOISE = 0.99
-"""Pure noise has no signal, so the logarithm of its ratio is taken at this noise level instead."""
+"""Pure noise has no signal. A flow's logarithm is taken at this noise level instead."""
 
 
 def easy_cache(threshold: float = 0.2) -> Patch:
@@ -50,7 +51,7 @@ def is_evaluated(step: int, steps: int, every: int | None = None) -> bool:
 
 
 def forecast(every: int | None = None) -> Patch:
-    """Put a straight line in the logarithm of signal to noise in place of steps of a flow.
+    """Put a straight line in the logarithm of signal to noise in place of some steps.
 
     The line goes through the guided, denoised latents of the last two steps in which the model
     ran. A sampler has to evaluate once a step.
@@ -58,6 +59,7 @@ def forecast(every: int | None = None) -> Patch:
 
     def patch(model: ModelPatcher) -> ModelPatcher:
         clone = model.clone()
+        is_flow = isinstance(model.get_model_object("model_sampling"), CONST)
         known: list[tuple[float, Tensor]] = []
 
         def predict(
@@ -67,7 +69,7 @@ def forecast(every: int | None = None) -> Patch:
             step = int((levels - level.max()).abs().argmin())
             if step == 0:
                 known.clear()
-            now = _log_ratio(float(level.max()))
+            now = _log_ratio(float(level.max()), is_flow)
             if not is_evaluated(step, len(levels) - 1, every):
                 (before, first), (after, last) = known
                 return last + DAMPING * (now - after) / (after - before) * (last - first)
@@ -81,7 +83,9 @@ def forecast(every: int | None = None) -> Patch:
     return patch
 
 
-def _log_ratio(level: float) -> float:
-    """The logarithm of signal to noise at a noise level of a flow."""
+def _log_ratio(level: float, is_flow: bool) -> float:
+    """The logarithm of signal to noise at a noise level."""
+    if not is_flow:
+        return -2 * math.log(level)
     level = min(level, _MOST_NOISE)
     return 2 * math.log((1 - level) / level)
