@@ -152,27 +152,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:
-    """Our patch with some settings, on maps of any size; ``other`` makes another strategy."""
-    from tome_nodes.comfyui.attachment import attach
-    from tome_nodes.settings.config import ToMeConfig
-
-    own: dict[str, Any] = {} if other is None else {"make_strategy": other}
-    config = ToMeConfig(**{"ratio": 0.5, **settings, "min_tokens": 1})
-    return partial(attach, config=config, **own)
-
-
-def preset(name: str, ratio: float = 0.6, **others: Any) -> Patch:
-    """Our patch with a preset; ``others`` are settings that it decides otherwise."""
-    from tome_nodes.settings.presets import settings_of
-
-    return ours(**{**settings_of(name, {"ratio": ratio}), **others})
-
-
 def methods() -> Mapping[str, Patch]:
     """Functions that patch a model, by name; the share in a name is that of the tokens merged."""
     from comfy_extras import nodes_hypertile, nodes_tomesd
 
+    from benchmarks.fidelity.merging_methods import ours, preset
     from benchmarks.speed.methods import ToDoStrategy, TomesdStrategy
 
     def node(module: ModuleType, **inputs: Any) -> Callable[[Any], Any]:
@@ -220,6 +204,8 @@ def methods() -> Mapping[str, Patch]:
 
 def methods_of_transformers() -> Mapping[str, Patch]:
     """As :func:`methods`, for the transformers; no other node merges in one."""
+    from benchmarks.fidelity.merging_methods import ours, preset
+
     window = {"strategy": "window"}
     return {
         PAPER: ours(proportional_attn=False),

@@ -130,8 +130,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
             panels.append((f"{title}, {name}", points))
     figure, axes = plt.subplots(1, len(JUDGES), figsize=(22, 7))
     for axis, (title, points) in zip(axes, panels, strict=False):
-        front = _front(points)
-        axis.plot(*zip(*(points[name] for name in front), strict=True), color="0.8", zorder=0)
+        unbeaten = front(points)
+        axis.plot(*zip(*(points[name] for name in unbeaten), strict=True), color="0.8", zorder=0)
         for name, point in points.items():
             axis.scatter(*point, color="tab:blue" if name.startswith("ours") else "tab:red", s=25)
         axis.set_yscale("log")
@@ -142,12 +142,12 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axis.remove()
     figure.tight_layout()
     for axis, (_, points) in zip(axes, panels, strict=False):
-        _label(axis, points)
+        label(axis, points)
     webp.save_figure(figure, path, dpi=110)
     plt.close(figure)
 
 
-def _label(axis: Any, points: dict[str, tuple[float, float]]) -> None:
+def label(axis: Any, points: dict[str, tuple[float, float]]) -> None:
     """Write the names next to the points, moved up where they would overlap."""
     placed: list[tuple[float, float]] = []
     wide, high = 190, 12
@@ -168,13 +168,13 @@ def _label(axis: Any, points: dict[str, tuple[float, float]]) -> None:
         )
 
 
-def _front(points: dict[str, tuple[float, float]]) -> list[str]:
+def front(points: dict[str, tuple[float, float]]) -> list[str]:
     """The names that no other point beats in both time and error, by time."""
-    front: list[str] = []
+    unbeaten: list[str] = []
     for name in sorted(points, key=lambda name: points[name]):
-        if not front or points[name][1] < points[front[-1]][1]:
-            front.append(name)
-    return front
+        if not unbeaten or points[name][1] < points[unbeaten[-1]][1]:
+            unbeaten.append(name)
+    return unbeaten
 
 
 def summary(result: dict[str, Any]) -> str:

@@ -138,13 +138,13 @@ def flow_loss(
     noise = torch.randn(pixels.shape, generator=generator)
     now = times.view(-1, *[1] * (pixels.ndim - 1))
     inputs = torch.cat([(1 - now) * pixels + now * noise, places], dim=1)
-    with _differentiable():
+    with differentiable():
         answer = model(inputs, unit * times, prompts)
     return (answer - (noise - pixels)).square().mean()
 
 
 @contextmanager
-def _differentiable() -> Iterator[None]:
+def differentiable() -> Iterator[None]:
     """Have the host rotate by position in a way that has a gradient."""
     before = comfy.model_management.in_training
     comfy.model_management.in_training = True

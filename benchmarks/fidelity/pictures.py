@@ -58,17 +58,32 @@ class Judge:
         self._taken.append(time.perf_counter() - start)
         return result
 
-    def pictures(self, patched: ModelPatcher) -> Tensor:
-        """``[pictures, 3, height, width]`` from 0 to 1; videos have frames before the height."""
-        batches = [self._sample(patched, seed) for seed in range(self.seeds)]
-        return denoiser.to_pixels(torch.cat(batches))
+    def decode(self, latent: Tensor) -> Tensor:
+        """The pixels of what the model paints, from 0 to 1."""
+        return denoiser.to_pixels(latent)
 
-    def _sample(self, patched: ModelPatcher, seed: int) -> Tensor:
+    def pictures(self, patched: ModelPatcher, steps: int | None = None, shrunk: int = 1) -> Tensor:
+        """``[pictures, 3, height, width]`` from 0 to 1; videos have frames before the height.
+
+        Args:
+            patched: the model.
+            steps: in how many, None for those of the judge.
+            shrunk: by how much to divide the sides. The noise is that of the full size, averaged.
+        """
+        painted = [self._sample(patched, seed, steps, shrunk) for seed in range(self.seeds)]
+        return self.decode(torch.cat(painted))
+
+    def _sample(self, patched: ModelPatcher, seed: int, steps: int | None, shrunk: int) -> Tensor:
         empty, prompts, others = self.batch(seed)
+        noise = comfy.sample.prepare_noise(empty, seed)
+        if shrunk > 1:
+            # The mean of so many independent numbers has a deviation smaller by their root.
+            noise = F.avg_pool2d(noise, shrunk) * shrunk
+            empty = torch.zeros_like(noise)
         return comfy.sample.sample(
             patched,
-            comfy.sample.prepare_noise(empty, seed),
-            self.steps,
+            noise,
+            steps or self.steps,
             self.guidance,
             self.sampler,
             self.scheduler,

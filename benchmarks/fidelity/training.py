@@ -47,13 +47,12 @@ class Training:
         self.average = {name: value.clone() for name, value in model.state_dict().items()}
         self._rate, self._full_share = rate, full_share
         self._state, self._weights = state, weights
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0
-        )
+        self._optimizers = optimizers(model, rate)
         if state.exists():
             kept = torch.load(state, weights_only=True)
             model.load_state_dict(kept["model"])
-            self._optimizer.load_state_dict(kept["optimizer"])
+            for optimizer, its_state in zip(self._optimizers, kept["optimizers"], strict=True):
+                optimizer.load_state_dict(its_state)
             self.average, self.steps = kept["average"], kept["steps"]
         self.generator = torch.Generator().manual_seed(self.steps)
 
@@ -67,14 +66,16 @@ class Training:
 
     def step(self) -> tuple[Hashable, float]:
         """One update; returns the loss before it, and what to report it under."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._rate * min(1.0, (self.steps + 1) / _WARM_UP)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._rate * min(1.0, (self.steps + 1) / _WARM_UP)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.in_bfloat16):
             kind, loss = self.loss()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         self.steps += 1
         keep = min(0.999, self.steps / (self.steps + 10))
         for name, value in self.model.state_dict().items():
@@ -86,7 +87,7 @@ class Training:
         self._state.parent.mkdir(parents=True, exist_ok=True)
         state = {
             "model": self.model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "average": self.average,
             "steps": self.steps,
         }
@@ -96,6 +97,23 @@ class Training:
         unfinished = self._weights.with_suffix(".part")
         save(self.average, self.steps, unfinished)
         os.replace(unfinished, self._weights)
+
+
+def optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of blocks, which takes fewer steps than AdamW; AdamW for the rest."""
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        is_in_block = "blocks." in name and parameter.ndim == 2
+        (matrices if is_in_block else rest).append(parameter)
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    ]
+    if matrices:
+        found.append(
+            torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        )
+    return found
 
 
 def below(limit: int, generator: torch.Generator) -> int:

@@ -1,0 +1,53 @@
+"""A latent in place of a trained autoencoder's: cosines of 4x4 pixels, the lowest frequencies.
+
+Eight channels: six of brightness and one of each of two colours. The basis is orthonormal, so
+decoding is the transpose of encoding. Frequencies are scaled by the root of their own deviation in
+scenes: as in the latents of trained autoencoders, power falls with frequency, but less than it does
+in pixels.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CELL = 4
+"""Pixels on a side of what one position of the latent holds."""
+CHANNELS = 8
+FREQUENCIES = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))
+"""Of brightness, down and across; colours have the first only."""
+
+MEAN = 0.5
+
+
+def encode(pixels: Tensor) -> Tensor:
+    """The latent ``[batch, 8, height / 4, width / 4]`` of ``[batch, 3, height, width]`` pixels."""
+    return F.conv2d(pixels - MEAN, _basis(), stride=CELL) / _scales()
+
+
+def decode(latent: Tensor) -> Tensor:
+    """The pixels of a latent, from 0 to 1."""
+    pixels = F.conv_transpose2d(latent * _scales(), _basis(), stride=CELL)
+    return (pixels + MEAN).clamp(0, 1)
+
+
+def _basis() -> Tensor:
+    """Orthonormal ``[8, 3, 4, 4]``."""
+    root = math.sqrt
+    brightness = torch.full((3,), 1 / root(3))
+    red = torch.tensor([1, -1, 0]) / root(2)
+    blue = torch.tensor([1, 1, -2]) / root(6)
+    places = (torch.arange(CELL) + 0.5) * math.pi / CELL
+    waves = [torch.cos(k * places) * root((2 if k else 1) / CELL) for k in range(CELL)]
+    cells = [waves[down][:, None] * waves[across] for down, across in FREQUENCIES]
+    channels = [(brightness, cell) for cell in cells] + [(red, cells[0]), (blue, cells[0])]
+    return torch.stack([colour[:, None, None] * cell for colour, cell in channels])
+
+
+_SCALES = (0.896, 0.368, 0.368, 0.251, 0.233, 0.233, 0.534, 0.575)
+"""Roots of the deviations in 160 scenes, times a number that gives latents a mean power of 1."""
+
+
+def _scales() -> Tensor:
+    return torch.tensor(_SCALES).view(1, CHANNELS, 1, 1)

@@ -1,0 +1,91 @@
+"""What people use instead of merging: caches that skip steps, and forecasts of steps.
+
+Each function returns a patch, which makes a patched clone of a ComfyUI model.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from comfy.model_patcher import ModelPatcher
+from comfy.model_sampling import CONST
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from comfy_extras import nodes_easycache
+from torch import Tensor
+
+Patch = Callable[[ModelPatcher], ModelPatcher]
+
+DAMPING = 0.8
+"""The share of the change that a forecast takes over."""
+
+_MOST_NOISE = 0.99
+"""Pure noise has no signal. A flow's logarithm is taken at this noise level instead."""
+
+
+def easy_cache(threshold: float = 0.2) -> Patch:
+    """ComfyUI's EasyCache, at its defaults but for the threshold."""
+    return _cache(nodes_easycache.EasyCacheNode, threshold)
+
+
+def lazy_cache(threshold: float = 0.2) -> Patch:
+    """ComfyUI's LazyCache, at its defaults but for the threshold."""
+    return _cache(nodes_easycache.LazyCacheNode, threshold)
+
+
+def _cache(node: Any, threshold: float) -> Patch:
+    inputs = {"start_percent": 0.15, "end_percent": 0.95, "verbose": False}
+    return lambda model: node.EXECUTE_NORMALIZED(model=model, reuse_threshold=threshold, **inputs)[
+        0
+    ]
+
+
+def is_evaluated(step: int, steps: int, every: int | None = None) -> bool:
+    """Whether a forecast lets the model run in a step.
+
+    The first two steps run, from 16 steps on the first three, and the last; in between one in
+    ``every``, which is two by default, and three from 16 steps on.
+    """
+    first = 3 if steps >= 16 else 2
+    every = every or first
+    return step < first or step == steps - 1 or (step - first) % every == every - 1
+
+
+def forecast(every: int | None = None) -> Patch:
+    """Put a straight line in the logarithm of signal to noise in place of some steps.
+
+    The line goes through the guided, denoised latents of the last two steps in which the model
+    ran. A sampler has to evaluate once a step.
+    """
+
+    def patch(model: ModelPatcher) -> ModelPatcher:
+        clone = model.clone()
+        is_flow = isinstance(model.get_model_object("model_sampling"), CONST)
+        known: list[tuple[float, Tensor]] = []
+
+        def predict(
+            executor: WrapperExecutor, x: Tensor, level: Tensor, options: Any, *others: Any
+        ) -> Tensor:
+            levels = options["transformer_options"]["sample_sigmas"]
+            step = int((levels - level.max()).abs().argmin())
+            if step == 0:
+                known.clear()
+            now = _log_ratio(float(level.max()), is_flow)
+            if not is_evaluated(step, len(levels) - 1, every):
+                (before, first), (after, last) = known
+                return last + DAMPING * (now - after) / (after - before) * (last - first)
+            denoised = executor(x, level, options, *others)
+            known[:] = [*known[-1:], (now, denoised)]
+            return denoised
+
+        clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "forecast", predict)
+        return clone
+
+    return patch
+
+
+def _log_ratio(level: float, is_flow: bool) -> float:
+    """The logarithm of signal to noise at a noise level."""
+    if not is_flow:
+        return -2 * math.log(level)
+    level = min(level, _MOST_NOISE)
+    return 2 * math.log((1 - level) / level)

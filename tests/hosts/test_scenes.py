@@ -1,0 +1,280 @@
+"""The scenes of the judges look like photos, their captions give no picture away, and the judges of
+them, what users pick instead of merging, and the tables are what they say."""
+
+import json
+import math
+
+import pytest
+import torch
+from host import merging
+
+from benchmarks.fidelity import (
+    calibration,
+    fronts,
+    fronts_page,
+    judges,
+    latents,
+    likeness,
+    options,
+    photos,
+    rivals,
+    scene_transformer,
+    scenes,
+    student,
+)
+from benchmarks.fidelity.weights import save
+from tome_nodes.comfyui.attachment import attach
+
+pytestmark = pytest.mark.newest_only
+
+
+def test_a_seed_makes_the_same_scene_every_time():
+    first, caption = scenes.scene(5, 64)
+    scenes.scene(6, 64)
+    again, same = scenes.scene(5, 64)
+    assert torch.equal(first, again) and caption == same
+    assert first.shape == (3, 64, 64) and 0 <= first.min() < first.max() <= 1
+    assert not torch.equal(first, scenes.scene(6, 64)[0])
+
+
+def slope(pictures):
+    """How the logarithm of power falls with that of frequency, in windowed square pictures."""
+    side = pictures.shape[-1]
+    window = torch.hann_window(side)
+    centred = (pictures - pictures.mean((-1, -2), keepdim=True)) * window * window[:, None]
+    power = torch.fft.fft2(centred.double()).abs().square().mean((0, 1))
+    places = torch.fft.fftfreq(side) * side
+    radius = (places[:, None] ** 2 + places**2).sqrt()
+    rings = range(3, side // 4)
+    y = torch.stack([power[(radius - ring).abs() < 0.5].mean().log() for ring in rings])
+    x = torch.tensor(rings).double().log()
+    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
+
+
+def test_the_power_of_scenes_falls_with_frequency_as_that_of_photos():
+    of_photos = [slope(photos.photo(name, 128)[None, :, :128, :128]) for name in photos.PHOTOS]
+    made, _ = scenes.scenes(range(16), 128)
+    assert min(of_photos) < slope(made) < max(of_photos)
+    assert slope(torch.rand(4, 3, 128, 128)) > -0.5
+
+
+def test_captions_leave_open_where_anything_is():
+    captions = {seed: scenes.caption_of(seed) for seed in range(400)}
+    assert len({caption.palette for caption in captions.values()}) == scenes.PALETTES
+    for kind, values in (("size", 3), ("fill", 3), ("letters", 2)):
+        assert len({getattr(caption, kind) for caption in captions.values()}) == values
+    first, second = [seed for seed in captions if captions[seed] == captions[0]][:2]
+    assert torch.equal(scenes.prompt(captions[first]), scenes.prompt(captions[second]))
+    one, other = (scenes.scene(seed, 64)[0] for seed in (first, second))
+    # As far apart as scenes of one palette are that have nothing else in common.
+    assert (one - other).square().mean().sqrt() > 0.5 * one.std()
+
+
+def test_a_prompt_tells_each_part_of_a_caption_in_a_token_of_its_own():
+    caption = scenes.Caption(palette=1, size=2, fill=0, letters=1)
+    for place, other in enumerate(
+        (
+            scenes.Caption(2, 2, 0, 1),
+            scenes.Caption(1, 0, 0, 1),
+            scenes.Caption(1, 2, 1, 1),
+            scenes.Caption(1, 2, 0, 0),
+        )
+    ):
+        differs = (scenes.prompt(caption) != scenes.prompt(other)).any(1)
+        assert differs.tolist() == [token == place for token in range(4)]
+    assert not scenes.prompt(None).any()
+
+
+def test_decoding_is_the_inverse_of_encoding_for_what_a_latent_holds():
+    generator = torch.Generator().manual_seed(0)
+    latent = torch.randn(2, latents.CHANNELS, 5, 7, generator=generator) * 0.1
+    assert torch.allclose(latents.encode(latents.decode(latent)), latent, atol=1e-5)
+    grey = torch.full((1, 3, 8, 8), 0.3)
+    assert torch.allclose(latents.decode(latents.encode(grey)), grey, atol=1e-6)
+    made, _ = scenes.scenes(range(8), 128)
+    encoded = latents.encode(made)
+    assert (latents.decode(encoded) - made).square().mean().sqrt() < 0.06
+    assert 0.7 < encoded.square().mean() < 1.4
+
+
+def test_a_forecast_runs_the_model_where_it_says():
+    def pattern(steps, every=None):
+        ran = (rivals.is_evaluated(step, steps, every) for step in range(steps))
+        return "".join("F" if each else "S" for each in ran)
+
+    assert pattern(8) == "FFSFSFSF"
+    assert pattern(4) == "FFSF"
+    assert pattern(20) == "FFFSSFSSFSSFSSFSSFSF"
+    assert pattern(8, every=4) == "FFSSSFSF"
+    assert pattern(8, every=1) == "F" * 8
+
+
+def test_a_forecast_continues_a_straight_line_in_the_logarithm_of_signal_to_noise(
+    untrained, monkeypatch
+):
+    monkeypatch.setattr(rivals, "DAMPING", 1.0)
+    patched = rivals.forecast()(untrained.model)
+    (predict,) = patched.wrappers["predict_noise"]["forecast"]
+    levels = torch.linspace(0.95, 0, 9)
+
+    def line(_x, level, *_):
+        return torch.full((1,), 3 * 2 * math.log((1 - level) / level) + 1)
+
+    options_of_run = {"transformer_options": {"sample_sigmas": levels}}
+    for level in levels[:-1]:
+        found = predict(line, torch.zeros(1), level[None], options_of_run, 0)
+        assert found.item() == pytest.approx(line(None, float(level)).item(), rel=1e-4)
+
+
+@pytest.fixture
+def untrained(monkeypatch, tmp_path):
+    """A judge of two small pictures by a transformer with random weights."""
+    monkeypatch.setattr(scene_transformer, "SIDE", 64)
+    monkeypatch.setattr(scene_transformer, "LATENT_SIDE", 16)
+    model = scene_transformer.new_transformer()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05, generator=generator)
+    weights = tmp_path / "weights.npz"
+    save(model.state_dict(), 1, weights)
+    return judges.SceneJudge(steps=8, pictures=2, weights=weights)
+
+
+def test_a_judge_of_scenes_finds_no_error_in_the_plain_model(untrained):
+    plain, shown = untrained.measure(untrained.model)
+    assert shown.shape == (2, 3, 64, 64)
+    assert (plain["error"], plain["ssim"]) == (0, 1)
+    merged, _ = untrained.measure(attach(untrained.model, merging(strategy="window")))
+    assert 0 < merged["error"] < 1
+    assert untrained.pictures(untrained.model, shrunk=2).shape == (2, 3, 32, 32)
+
+
+def test_the_front_of_a_judge_has_the_cost_of_everything_that_saves_time(untrained, monkeypatch):
+    monkeypatch.setattr(fronts, "MANY", 9)
+    rows = fronts.front(untrained)
+    assert json.loads(json.dumps(rows)) == rows
+    assert rows["plain"]["error"] == 0 and rows["plain"]["time"] == 1
+    assert rows["5 steps"]["time"] == 5 / 8 == rows["forecast"]["time"]
+    assert rows["5 steps"]["evaluations"] == rows["forecast"]["evaluations"] == 5
+    attention = options.FLUX.attention_share(options.TOKENS)
+    assert rows["balanced 0.6"]["time"] == pytest.approx(1 - 0.6 * attention)
+    quarter = (16 + 4) / (64 + 4)
+    small = quarter * (1 - attention) + quarter**2 * attention
+    assert rows["half the size"]["time"] == pytest.approx(small)
+    # Six of eight steps run on half of the 64 tokens and four of the prompt.
+    half = (32 + 4) / (64 + 4)
+    merged = half * (1 - attention) + half**2 * attention
+    assert rows["fast 0.5"]["time"] == pytest.approx((2 + 6 * merged) / 8)
+    assert rows["fast 0.5"]["evaluations"] == 8
+
+
+def test_neighbours_are_as_alike_as_they_are_made():
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(2, 16, 16, 32, generator=generator)
+    assert abs(likeness.likeness(noise)) < 0.05
+    # Of four neighbours across, three have the same values; of any two tokens far apart, none.
+    wide = noise[:, :, ::4].repeat_interleave(4, 2)
+    assert likeness.likeness(wide) == pytest.approx((0.75 + 0) / 2, abs=0.1)
+    assert likeness.likeness(noise + 100) == pytest.approx(0, abs=0.05)
+
+
+def test_likeness_is_that_of_the_tokens_of_the_picture(untrained):
+    network = untrained.model.model.diffusion_model
+    latent = torch.zeros(2, latents.CHANNELS, 16, 16)
+    found = likeness.features(network, latent, 0.5, untrained.prompts)
+    assert {name.split()[0] for name in found} == {"tokens", "keys"}
+    assert {tuple(tokens.shape) for tokens in found.values()} == {(2, 8, 8, 192)}
+
+
+def test_merging_keys_saves_attention_and_merging_tokens_saves_all():
+    attention = options.FLUX.attention_share(options.TOKENS)
+    assert options.cost_of_block(1) == pytest.approx(1)
+    assert options.cost_of_block(1, keys=0) == pytest.approx(1 - attention)
+    assert options.cost_of_block(1, 0.5, 0.5) == pytest.approx(1 - 0.75 * attention)
+    assert options.cost_of_block(0.5) == pytest.approx(0.5 - attention / 4)
+
+
+def test_training_of_a_teacher_and_its_student_resumes_where_it_stopped(monkeypatch, tmp_path):
+    monkeypatch.setattr(scene_transformer, "SCENES", 2)
+    for module in (scene_transformer, student):
+        monkeypatch.setattr(module, "STATE", tmp_path / f"{module.__name__}.pt")
+        monkeypatch.setattr(module, "WEIGHTS", tmp_path / f"{module.__name__}.npz")
+        first = module.Trainer(rate=1e-3, full_share=0.0)
+        before = {name: value.clone() for name, value in first.model.state_dict().items()}
+        _, loss = first.step()
+        # An untrained answer is 0, and noise and latents have a power of about 1 each; the
+        # student starts as its teacher, which is nearly right.
+        assert (1 < loss < 4) if module is scene_transformer else (0 <= loss < 1)
+        first.save()
+        second = module.Trainer(rate=1e-3, full_share=0.0)
+        assert second.steps == 1
+        assert any(not torch.equal(before[name], value) for name, value in second.average.items())
+        for name, value in second.average.items():
+            assert torch.equal(value, first.average[name])
+
+
+def test_the_levels_of_a_student_are_those_of_the_host(untrained):
+    from comfy.samplers import calculate_sigmas
+
+    sampling = untrained.model.get_model_object("model_sampling")
+    theirs = calculate_sigmas(sampling, "simple", 4)
+    assert torch.allclose(theirs, torch.tensor(student.levels(4)), atol=2e-3)
+
+
+def row(kind, time, error, **others):
+    figures = {"evaluations": 8, "psnr": 30.0, "ssim": 0.9, "spectrum": 0.1}
+    return {"kind": kind, "time": time, "error": error, "error against many": error} | (
+        figures | others
+    )
+
+
+ROWS = {
+    "plain": row("plain", 1.0, 0.0),
+    "6 steps": row("fewer steps", 0.8, 0.1),
+    "4 steps": row("fewer steps", 0.4, 0.3),
+    "EasyCache 0.2": row("cache", 1.0, 0.0),
+    "forecast": row("forecast", 0.6, 0.05),
+    "q,k,v 0.5, as the paper": row("merging", 0.95, 0.6),
+    "k,v 0.5, unweighted": row("merging", 0.95, 0.3),
+    "balanced": row("ours", 0.9, 0.04),
+    "fast": row("ours", 0.6, 0.4),
+}
+
+
+def test_our_best_preset_is_compared_with_rivals_at_its_time():
+    # At 0.9, halfway between six steps and the plain run, fewer steps have an error of 0.05.
+    assert fronts_page.best_share(ROWS, "fewer steps") == pytest.approx(0.04 / 0.05)
+    assert fronts_page.best_share(ROWS, "cache") is None
+    both = {"image": {"20": {"rows": ROWS}, "8": {"rows": ROWS | {"fast": row("ours", 0.6, 0.1)}}}}
+    # At 0.6, halfway between six and four steps, it is 0.2; the worst step count counts.
+    assert fronts_page.summary(both) == "summary: vs_fewer_steps_image=0.80"
+
+
+def test_rivals_are_compared_at_any_time():
+    rivals_at = [(0.4, 0.3), (0.8, 0.1), (0.9, 0.2)]
+    assert fronts_page.error_at(0.6, rivals_at) == pytest.approx(0.2)
+    assert fronts_page.error_at(0.2, rivals_at) == pytest.approx(0.3)
+    assert fronts_page.error_at(0.9, rivals_at) == pytest.approx(0.05)
+    assert fronts_page.error_at(0.5, []) is None
+
+
+def test_the_table_marks_what_nothing_beats(tmp_path):
+    text = fronts_page.table(ROWS, "8 steps")
+    for name in ("6 steps", "4 steps", "forecast", "balanced"):
+        assert (f"| **{name}**" in text) == (name != "6 steps")
+    assert "**fast**" not in text and "**plain**" not in text
+    fronts_page.plot({"8": {"rows": ROWS}}, "judge", tmp_path / "front.webp")
+    assert (tmp_path / "front.webp").stat().st_size > 1000
+
+
+def test_a_judge_is_like_what_is_published_or_not():
+    rows = ROWS | {"EasyCache 0.2": row("cache", 0.4, 0.2, psnr=25.0)}
+    result = {"image": {"20": {"rows": rows}}, "few": {"4": {"rows": ROWS}}}
+    lines = calibration.table(result).splitlines()[2:]
+    answers = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in lines]
+    assert answers[0] == ["0.25 of the error of fewer steps, at 0.60", "yes"]
+    assert answers[1] == ["2.50 times, 25.0 dB", "yes"]
+    assert answers[3] == ["0.67 of the error of fewer steps, at 0.40", "yes"]
+    assert answers[4] == ["2.0 times the error", "yes"]
+    assert answers[5] == ["0 of 8 skipped", "yes"]
+    assert answers[6] == ["not asked", ""]
