@@ -34,7 +34,7 @@ from models.pipelines import CASES, DEVICE, GRID, TEXT_CHANNELS, call, inputs, m
 
 import tome_nodes
 from tome_nodes.merging.plan import SlotPlan
-from tome_nodes.pytorch.diffusers import DiffusersUNets
+from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
 from tome_nodes.pytorch.patched_model import Attachment
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies.bipartite import BipartiteStrategy

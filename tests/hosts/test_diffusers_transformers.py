@@ -22,8 +22,8 @@ from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
 
 import tome_nodes
 from tome_nodes.pytorch import transformers
+from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers
 from tome_nodes.pytorch.patched_model import Attachment
-from tome_nodes.pytorch.transformers import DiffusersTransformers
 from tome_nodes.settings.config import ToMeConfig
 from tools.environment import ROOT
 

@@ -140,3 +140,8 @@ def test_a_strategy_is_named_only_where_it_is_chosen(strategy):
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             assert not (isinstance(node, ast.Constant) and node.value == strategy), name
+
+
+def test_no_two_files_have_one_name():
+    names = [file.name for file in FILES if file.name != "__init__.py"]
+    assert sorted(names) == sorted(set(names))

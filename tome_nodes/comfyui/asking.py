@@ -1,6 +1,6 @@
 """Ask a transformer of the host that has no record where its picture is.
 
-See :mod:`tome_nodes.patching.asking`.
+See :mod:`tome_nodes.patching.answer`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from comfy.model_management import InterruptProcessingException
 from torch import Tensor, nn
 
 from ..merging.picture_search import changed
-from ..patching.asking import Answer, compared, form_of, kept_answer, sides_of
+from ..patching.answer import Answer, compared, form_of, kept_answer, sides_of
 from ..patching.blocks import uncompiled
 from ..patching.tokenwise import TokenwiseEvaluation
 from .attention import OVERRIDE

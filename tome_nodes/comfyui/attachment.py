@@ -19,7 +19,7 @@ from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
 from ..merging.layout import Grid, Picture
-from ..patching.asking import Answer
+from ..patching.answer import Answer
 from ..patching.blocks import uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run

@@ -127,8 +127,8 @@ def _found(model: object) -> list[tuple[Any, Any, Any]]:
     hosts: list[Host] = [LdmUNets()]
     # If it is not imported, the model cannot be one of diffusers.
     if "diffusers" in sys.modules:
-        from .diffusers import DiffusersUNets
-        from .transformers import DiffusersTransformers
+        from .diffusers_transformers import DiffusersTransformers
+        from .diffusers_unets import DiffusersUNets
 
         hosts = [DiffusersUNets(), DiffusersTransformers(), *hosts]
     for host in hosts:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..merging.layout import Grid
-from ..patching.asking import Answer, compared, form_of, kept_answer
+from ..patching.answer import Answer, compared, form_of, kept_answer
 from ..patching.attention_call import merged_attention
 from ..patching.blocks import lists_of, uncompiled
 from ..patching.engine import MakeStrategy
