@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, sync_playwright
 
 from tools.browser import find_browser
@@ -71,6 +71,14 @@ VIEWPORT = {"width": 1600, "height": 1000}
 THUMBNAIL_SIZE = (800, 500)
 THUMBNAIL_SCALE = 1.3
 TITLE_HEIGHT, TITLE_FONT, TITLE_COLOUR = 120, 48, "#233323"
+
+# What a workflow shows in the end: a box of the picture of a help page.
+HELP = ROOT / "web" / "docs"
+RESULTS = {
+    "tome_compare.json": ("ToMeReport.jpg", (42, 330, 558, 885)),
+    "tome_tune.json": ("ToMeTune.jpg", (30, 516, 570, 870)),
+}
+RESULT_SIZE = (360, 360)
 
 # Away from the editor's bars, which cover parts of the canvas.
 THUMBNAIL_CORNER = {"x": 100, "y": 110}
@@ -236,10 +244,11 @@ class Editor:
         """The text of the open workflow in API format, as File > Export (API) writes it."""
         return self._export("output")
 
-    def picture(self) -> bytes:
+    def picture(self, name: str) -> bytes:
         """A JPEG of the title of the workflow's note, over its first node of ours.
 
-        The list of templates shows it small, beside the file's name only.
+        The list of templates shows it small, beside the file's name only. Where the help page has a
+        picture of what comes out, a part of that is beside the node.
         """
         title, left, top = self.page.evaluate(TITLE_AND_PLACE)
         self.look_at(left - 40, top - 60, THUMBNAIL_SCALE)
@@ -250,6 +259,12 @@ class Editor:
         card.paste(graph, (0, TITLE_HEIGHT))
         font = ImageFont.load_default(TITLE_FONT)
         ImageDraw.Draw(card).text((30, TITLE_HEIGHT // 2), title, "white", font, "lm")
+        if name in RESULTS:
+            file, box = RESULTS[name]
+            with Image.open(HELP / file) as shown:
+                result = ImageOps.contain(shown.crop(box), RESULT_SIZE)
+            down = TITLE_HEIGHT + (height - TITLE_HEIGHT - result.height) // 2
+            card.paste(result, (width - result.width - 10, down))
         data = BytesIO()
         card.save(data, "JPEG", quality=80)
         return data.getvalue()
@@ -366,7 +381,7 @@ def main() -> None:
                 (file.parent / "api" / file.name).write_text(
                     editor.save_for_api(), encoding="utf-8"
                 )
-                file.with_suffix(".jpg").write_bytes(editor.picture())
+                file.with_suffix(".jpg").write_bytes(editor.picture(file.name))
 
 
 if __name__ == "__main__":

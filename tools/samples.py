@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import NAMESPACE_URL, uuid5
 
 from tome_nodes.comfyui.node_texts import PATCH
 from tome_nodes.settings.presets import CUSTOM, FREE, PRESET
@@ -125,6 +126,7 @@ def editor_graph(sample: Sample, info: Mapping[str, Schema]) -> dict[str, Any]:
         lowest = max(lowest, bottom)
     nodes.append(_note(len(nodes) + 1, sample, lowest + 2 * GROUP_TITLE))
     return {
+        "id": str(uuid5(NAMESPACE_URL, sample.title)),
         "last_node_id": len(nodes),
         "last_link_id": len(links),
         "nodes": nodes,

@@ -42,9 +42,9 @@ class ToMeConfig:
         least=0.0,
         most=0.95,
         step=0.05,
-        text="How much to merge. More is faster and changes the picture more; 0 is exactly the "
-        "unpatched model. It is a share of the tokens, the small squares that the model cuts the "
-        "picture into; under quality and balanced, of the keys and values of self-attention only.",
+        text="How much to merge: more is faster and changes the picture more; 0 is exactly the "
+        "unpatched model. A share of the tokens, the small squares that the model cuts the picture "
+        "into; under quality and balanced, of the keys and values of self-attention only.",
         more="One token of each cell always stays, so of a picture at most `1 - 1/(sx*sy)` merge: "
         "0.75 with the cells of quality, fast and paper, 0.875 with those of balanced.",
     )

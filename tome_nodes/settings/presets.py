@@ -44,8 +44,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "fast": Preset(
             "Runs all transformer blocks of a level on merged tokens in three of four steps, and "
-            "on all tokens in the fourth: saves most, changes most, and is what to take for SDXL, where "
-            "self-attention is a small part of the work.",
+            "on all tokens in the fourth: saves most, changes most, and is what to take for SDXL, "
+            "where self-attention is a small part of the work.",
             {"strategy": "window", "scope": "stack", "attn_tokens": "k,v", "refresh_steps": 4},
         ),
         "paper": Preset(
