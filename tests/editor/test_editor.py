@@ -21,6 +21,7 @@ from tools.editor import (
     workflow_files,
 )
 from tools.environment import ROOT
+from tools.server import ExecutionFailed
 from tools.workflow import PATCH as PATCH_TYPE
 
 PATCH, REMOVE = "ToMe Patch Model", "ToMe Remove Patch"
@@ -287,11 +288,11 @@ STRETCH = """([id, across, down]) => {
     node.setSize([node.size[0] + across, node.size[1] + down])
     app.extensionManager.workflow.activeWorkflow.changeTracker.checkState()
 }"""
-LINK = """([kind, name]) => {
-    const patch = app.rootGraph.nodes.find(node => node.type === 'ToMePatchModel')
+LINK = """([kind, name, type = 'ToMePatchModel']) => {
+    const target = app.rootGraph.nodes.find(node => node.type === type)
     const source = LiteGraph.createNode(kind)
     app.rootGraph.add(source)
-    source.connect(0, patch, patch.inputs.findIndex(slot => slot.name === name))
+    source.connect(0, target, target.inputs.findIndex(slot => slot.name === name))
 }"""
 UNLINK = """name => {
     const patch = app.rootGraph.nodes.find(node => node.type === 'ToMePatchModel')
@@ -769,6 +770,23 @@ def test_all_of_a_report_is_shown_in_a_node_of_any_size(fresh_editor):
     assert editor.warnings() == editor.errors == []
 
 
+def place_and_wire(editor, blueprint, models, latent):
+    """Link a blueprint from the search to and from a small graph; return its node's type."""
+    editor.open("plain.json", json.dumps(small_graph()))
+    editor.look_at(*CORNER, scale=0.75)
+    editor.search(blueprint).filter(has_text=blueprint).first.click()
+    editor.place(1200, 560)
+    placed = editor.page.evaluate("() => app.rootGraph.nodes.find(node => node.subgraph).type")
+    for name in models:
+        editor.connect("CheckpointLoaderSimple", "MODEL", placed, name)
+    editor.connect("CLIPTextEncode", "CONDITIONING", placed, "positive")
+    editor.connect("CLIPTextEncode", "CONDITIONING", placed, "negative")
+    editor.connect(latent[0], "LATENT", placed, latent[1])
+    editor.connect("CheckpointLoaderSimple", "VAE", placed, "vae")
+    editor.connect(placed, "IMAGE", "SaveImage", "images")
+    return placed
+
+
 # Each in one of the designs: what is wired and run is the same, and so is how.
 @pytest.mark.parametrize(
     ("fresh_editor", "blueprint", "models", "latent", "side"),
@@ -788,23 +806,28 @@ def test_all_of_a_report_is_shown_in_a_node_of_any_size(fresh_editor):
 )
 def test_blueprint_is_placed_wired_and_run(fresh_editor, blueprint, models, latent, side):
     editor = fresh_editor
-    editor.open("plain.json", json.dumps(small_graph()))
-    editor.look_at(*CORNER, scale=0.75)
-    editor.search(blueprint).filter(has_text=blueprint).first.click()
-    editor.place(1200, 560)
-    placed = editor.page.evaluate("() => app.rootGraph.nodes.find(node => node.subgraph).type")
-    for name in models:
-        editor.connect("CheckpointLoaderSimple", "MODEL", placed, name)
-    editor.connect("CLIPTextEncode", "CONDITIONING", placed, "positive")
-    editor.connect("CLIPTextEncode", "CONDITIONING", placed, "negative")
-    editor.connect(latent[0], "LATENT", placed, latent[1])
-    editor.connect("CheckpointLoaderSimple", "VAE", placed, "vae")
-    editor.connect(placed, "IMAGE", "SaveImage", "images")
+    place_and_wire(editor, blueprint, models, latent)
     ratios = [inputs["ratio"] for kind, inputs in api_graph(editor).values() if kind == PATCH_TYPE]
     assert ratios == [0.6] * (1 + len(models))
     editor.run()
     assert width_of_image(editor) == side
     assert editor.warnings() == editor.errors == []
+
+
+def test_blueprint_of_ltx_2_is_placed_and_wired(editor, front_end):
+    """What it does is tested on a small LTX-2; the model here is another, so its run fails."""
+    upscaler = front_end.base / "models/latent_upscale_models/empty.safetensors"
+    upscaler.parent.mkdir(exist_ok=True)
+    upscaler.touch()
+    latent = "EmptyLatentImage", "latent"
+    placed = place_and_wire(editor, "ToMe LTX-2 two passes", ["model"], latent)
+    editor.page.evaluate(LINK, ["LatentUpscaleModelLoader", "upscale_model", placed])
+    assert editor.errors == []
+    prompt = exported(editor)
+    (loader,) = (each for each in prompt.values() if each["class_type"].endswith("ModelLoader"))
+    loader["inputs"]["model_name"] = upscaler.name
+    with pytest.raises(ExecutionFailed, match=r"LatentUpscaleModelLoader|LTXVSeparateAVLatent"):
+        front_end.run(prompt)
 
 
 @pytest.mark.parametrize("language", ["fr", "zh"])
