@@ -50,12 +50,23 @@ class Host:
         """
         raise NotImplementedError
 
-    def check(self, config: ToMeConfig, context: Any) -> None:
-        """Check that settings can be followed, given what :meth:`find` returned with a model.
+    def check(self, model: nn.Module, config: ToMeConfig, context: Any) -> None:
+        """Check that a model can be patched.
+
+        Args:
+            model: one that :meth:`find` returned.
+            config: the settings.
+            context: what it returned with the model.
 
         Raises:
+            TypeError: the model has no transformer blocks.
             ValueError: an option cannot count there.
         """
+        if not self.has_blocks(model):
+            raise TypeError(
+                f"token merging needs a model with transformer blocks, and this "
+                f"{type(model).__name__} has none"
+            )
 
     def has_blocks(self, model: nn.Module) -> bool:
         """Whether a model has transformer blocks."""
@@ -111,17 +122,8 @@ class Attachment:
         return type(self), self._settings
 
     def attach(self, model: nn.Module) -> None:
-        """Merge tokens in each call of a model, in place of any earlier settings.
-
-        Raises:
-            TypeError: the model has no transformer blocks.
-        """
-        config, host, *_ = self._settings
-        if not host.has_blocks(model):
-            raise TypeError(
-                f"token merging needs a model with transformer blocks, and this "
-                f"{type(model).__name__} has none"
-            )
+        """Merge tokens in each call of a model, in place of any earlier settings."""
+        config, *_ = self._settings
         detach(model)
         if not config.merges_nothing:
             vars(model)[_STATE] = self
