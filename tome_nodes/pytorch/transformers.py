@@ -16,7 +16,6 @@ from ..merging.layout import Grid
 from ..patching.asking import Answer, compared, form_of, kept_answer
 from ..patching.attention_call import merged_attention
 from ..patching.blocks import lists_of, uncompiled
-from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
 from ..patching.merge_attention import AttentionBlock, AttentionHost, TransformerRecord
 from ..patching.overrides import Override
@@ -25,7 +24,7 @@ from ..patching.tokenwise import TokenwiseEvaluation, cheap
 from ..settings.config import ToMeConfig
 from .bare_copy import bare_copy
 from .latents import Latents, latents_of
-from .patched_model import REASONS, RECOMPUTED, Calls, Host, execution_device
+from .patched_model import REASONS, RECOMPUTED, Attachment, Calls, Host, execution_device
 from .reached_attention import AttentionFunction, reaching
 
 _MODULE = "diffusers.models.transformers."
@@ -139,32 +138,17 @@ class DiffusersTransformers(Host):
     def has_blocks(self, model: nn.Module) -> bool:
         return any(True for _ in lists_of(model))
 
-    def calls(
-        self,
-        config: ToMeConfig,
-        context: Steps,
-        make_strategy: MakeStrategy,
-        model: nn.Module,
-        reported: set[Hashable],
-    ) -> "TransformerCalls":
-        return TransformerCalls(config, context, make_strategy, model, reported)
+    def calls(self, attachment: Attachment, model: nn.Module) -> "TransformerCalls":
+        return TransformerCalls(attachment, model)
 
 
 class TransformerCalls(Calls):
     """The calls of a transformer in one thread, and their place in a sampling run."""
 
-    def __init__(
-        self,
-        config: ToMeConfig,
-        steps: Steps,
-        make_strategy: MakeStrategy,
-        network: nn.Module,
-        reported: set[Hashable],
-    ):
-        """Prepare the calls of a transformer at the steps of its pipeline."""
-        super().__init__(config, network, reported)
-        self._make_strategy = make_strategy
-        self._steps = steps
+    def __init__(self, attachment: Attachment, network: nn.Module):
+        super().__init__(attachment, network)
+        self._make_strategy = attachment.make_strategy
+        self._steps: Steps = attachment.context
         self._schedule: Tensor | None = None
         self._step = self._call = 0
         self._timestep = math.nan
