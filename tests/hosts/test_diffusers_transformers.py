@@ -337,11 +337,12 @@ def test_caches_in_either_order(flux, cache, cache_first, log_messages):
     ],
     ids=["model", "sequential", "group"],
 )
-def test_offloaded_weights(flux, offload):
+def test_offloaded_weights(flux, offload, log_messages):
     expected = flux()
     offload(flux.transformer)
     shuffle(flux.pipeline)
     assert relative_error(flux(), expected) < ROUNDING
+    assert log_messages()[0].startswith("[ToMe] merged 3/3 blocks")
 
 
 @pytest.mark.parametrize("backend", ["native", "_native_math", "flex"])
@@ -390,11 +391,12 @@ def test_copies_of_a_pipeline_follow_their_own_scheduler(flux):
     assert torch.equal(flux(steps=4), expected)
 
 
-def test_arguments_of_attention(flux):
+def test_arguments_of_attention(flux, log_messages):
     options = {"joint_attention_kwargs": {"scale": 0.7}}
     expected = flux(**options)
     shuffle(flux.pipeline)
     assert relative_error(flux(**options), expected) < ROUNDING
+    assert log_messages()[0].startswith("[ToMe] merged 3/3 blocks")
 
 
 def test_pictures_as_prompts(flux):

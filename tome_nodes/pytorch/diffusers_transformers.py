@@ -16,7 +16,6 @@ from ..merging.layout import Grid
 from ..patching.answer import Answer, compared, form_of, kept_answer
 from ..patching.attention_call import merged_attention
 from ..patching.blocks import lists_of, uncompiled
-from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
 from ..patching.merge_attention import AttentionBlock, AttentionHost, TransformerRecord
 from ..patching.overrides import Override
@@ -25,7 +24,7 @@ from ..patching.tokenwise import TokenwiseEvaluation, cheap
 from ..settings.config import ToMeConfig
 from .bare_copy import bare_copy
 from .latents import Latents, latents_of
-from .patched_model import REASONS, RECOMPUTED, Calls, Host, execution_device
+from .patched_model import REASONS, RECOMPUTED, Attachment, Calls, Host, execution_device
 from .reached_attention import AttentionFunction, reaching
 
 _MODULE = "diffusers.models.transformers."
@@ -98,13 +97,13 @@ class Steps:
         """The step at which the run begins: later if it begins with a picture."""
         return getattr(self.scheduler, "begin_index", None) or 0
 
-    def step(self, timesteps: Tensor, timestep: float) -> int:
-        """The step of an evaluation at a timestep."""
-        if hasattr(self.scheduler, "step_index"):
-            # It is counted from the first step's end on.
-            index = self.scheduler.step_index
-            return self.first() if index is None else min(index, len(timesteps) - 1)
-        return int((timesteps.double().cpu() - timestep).abs().argmin())
+    def counted(self) -> int | None:
+        """The step of an evaluation, None if the scheduler does not count them."""
+        if not hasattr(self.scheduler, "step_index"):
+            return None
+        # It is counted from the end of the first step on.
+        index: int | None = self.scheduler.step_index
+        return self.first() if index is None else min(index, len(self.scheduler.timesteps) - 1)
 
 
 class DiffusersTransformers(Host):
@@ -126,7 +125,8 @@ class DiffusersTransformers(Host):
             if name.startswith(_COMPONENT) and isinstance(each, nn.Module)
         ]
 
-    def check(self, config: ToMeConfig, context: Steps) -> None:
+    def check(self, model: nn.Module, config: ToMeConfig, context: Steps) -> None:
+        super().check(model, config, context)
         for name in _BY_STEPS:
             value, default = getattr(config, name), getattr(ToMeConfig, name)
             if context.scheduler is None and value != default:
@@ -138,42 +138,24 @@ class DiffusersTransformers(Host):
     def has_blocks(self, model: nn.Module) -> bool:
         return any(True for _ in lists_of(model))
 
-    def calls(
-        self,
-        config: ToMeConfig,
-        context: Steps,
-        make_strategy: MakeStrategy,
-        model: nn.Module,
-        reported: set[Hashable],
-    ) -> "TransformerCalls":
-        return TransformerCalls(config, context, make_strategy, model, reported)
+    def calls(self, attachment: Attachment, model: nn.Module) -> "TransformerCalls":
+        return TransformerCalls(attachment, model)
 
 
 class TransformerCalls(Calls):
     """The calls of a transformer in one thread, and their place in a sampling run."""
 
-    def __init__(
-        self,
-        config: ToMeConfig,
-        steps: Steps,
-        make_strategy: MakeStrategy,
-        network: nn.Module,
-        reported: set[Hashable],
-    ):
-        """Prepare the calls of a transformer at the steps of its pipeline."""
-        super().__init__(config, network, reported)
-        self._make_strategy = make_strategy
-        self._steps = steps
+    def __init__(self, attachment: Attachment, network: nn.Module):
+        super().__init__(attachment, network)
+        self._make_strategy = attachment.make_strategy
+        self._steps: Steps = attachment.context
         self._schedule: Tensor | None = None
         self._step = self._call = 0
         self._timestep = math.nan
 
     @torch.compiler.disable
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        signature = inspect.signature(type(self.network).forward)
-        arguments = dict(signature.bind_partial(self.network, *args, **kwargs).arguments)
-        _, *names = arguments
-        given = {name: arguments[name] for name in names} | arguments.get("kwargs", {})
+        given = _by_name(self.network, args, kwargs)
         channels = getattr(getattr(self.network, "config", None), "in_channels", None)
         latents = latents_of(given, channels)
         if latents is None:
@@ -207,17 +189,19 @@ class TransformerCalls(Calls):
 
     def _follow(self, arguments: Mapping[str, Any]) -> None:
         """Find the step of an evaluation, and count the calls of a step."""
-        schedule = self._steps.schedule()
-        timestep = _timestep(arguments)
-        if schedule is None:
-            step = self._step + (timestep != self._timestep)
-        else:
-            step = self._steps.step(schedule, timestep)
+        schedule, step = self._steps.schedule(), self._steps.counted()
+        if schedule is None or step is None:
+            # It may be on a GPU, which then has to be waited for.
+            before, self._timestep = self._timestep, _timestep(arguments)
+            if schedule is None:
+                step = self._step + (self._timestep != before)
+            else:
+                step = int((schedule.double().cpu() - self._timestep).abs().argmin())
         begins = schedule is not self._schedule or step < self._step or not self.completed
         if begins and self.run is not None:
             self.run.restart()
         self._call = 0 if begins or step != self._step else self._call + 1
-        self._schedule, self._step, self._timestep = schedule, step, timestep
+        self._schedule, self._step = schedule, step
 
     def _moment(self, shape: Hashable) -> Moment:
         first, step = self._steps.first(), self._step
@@ -232,6 +216,20 @@ class TransformerCalls(Calls):
             steps_left=None if self._schedule is None else last - step,
             from_noise=first == 0,
         )
+
+
+def _by_name(
+    network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Mapping[str, Any]:
+    """The arguments of a call, in the order of the transformer's own; none if others are given."""
+    try:
+        bound = inspect.signature(type(network).forward).bind_partial(network, *args, **kwargs)
+    except TypeError:
+        # Other code may replace what is called.
+        return {}
+    _, *names = bound.arguments
+    others = bound.arguments.get("kwargs", {})
+    return {name: bound.arguments[name] for name in names if name != "kwargs"} | others
 
 
 def _timestep(arguments: Mapping[str, Any]) -> float:

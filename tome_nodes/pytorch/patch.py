@@ -1,4 +1,4 @@
-"""Two functions for Stable Diffusion models in Python: add token merging, and remove it."""
+"""Two functions for diffusion models in Python: add token merging, and remove it."""
 
 import sys
 from inspect import signature
@@ -34,9 +34,9 @@ def apply_patch(
     it. Applying again replaces all settings. The global random generators are not touched.
 
     Args:
-        model: a diffusers pipeline, its ``UNet2DConditionModel``, a latent-diffusion model (with a
-            UNet at ``model.model.diffusion_model``), or its UNet, compiled or not. Its input is
-            ``[batch, channels, height, width]``, of any batch, size, dtype and device.
+        model: a diffusers pipeline, its ``UNet2DConditionModel`` or transformer, a latent-diffusion
+            model (with a UNet at ``model.model.diffusion_model``), or its UNet, compiled or not.
+            Its input is of any batch, size, dtype and device.
         ratio: share of the tokens of a feature map to merge away, 0 to 0.95.
         max_downsample: merge feature maps at most this many times smaller than the latent: 1, 2, 4
             or 8. ``"auto"`` takes the shallowest level with attention, or with a wider ``scope``
@@ -52,18 +52,18 @@ def apply_patch(
             it decides must have their defaults here.
         options: the other options of :data:`tome_nodes.settings.config.OPTIONS`. Their defaults
             are the same, except that ``min_tokens`` is 1 and ``proportional_attn`` is off: as in
-            tomesd, feature maps of any size merge, and a merged key weighs as one token. Percents
-            and the way to ``ratio_end`` are shares of the noise levels of training, which the
-            timestep of the UNet counts down, not of the steps of a run; ``refresh_steps`` counts
-            from the first step, as the last is not known.
+            tomesd, feature maps of any size merge, and a merged key weighs as one token. For a
+            transformer, percents and the way to ``ratio_end`` are shares of the steps of its
+            pipeline. For a UNet they are shares of the noise levels of training, which its timestep
+            counts down; ``refresh_steps`` counts from the first step, as the last is not known.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: the model is none of these, or an option is unknown or has the wrong type.
-        ValueError: an option is out of range, or has no effect under the preset. The model is not
-            changed.
+        ValueError: an option is out of range, has no effect under the preset, or counts steps that
+            a transformer without its pipeline does not know. The model is not changed.
     """
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
@@ -86,8 +86,8 @@ def apply_patch(
     from .patched_model import Attachment
 
     found = _found(model)
-    for _, context, host in found:
-        host.check(config, context)
+    for network, context, host in found:
+        host.check(network, config, context)
     for network, context, host in found:
         Attachment(config, host, context).attach(network)
     return model

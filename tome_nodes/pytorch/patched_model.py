@@ -50,34 +50,30 @@ class Host:
         """
         raise NotImplementedError
 
-    def check(self, config: ToMeConfig, context: Any) -> None:
-        """Check that settings can be followed, given what :meth:`find` returned with a model.
+    def check(self, model: nn.Module, config: ToMeConfig, context: Any) -> None:
+        """Check that a model can be patched.
+
+        Args:
+            model: one that :meth:`find` returned.
+            config: the settings.
+            context: what it returned with the model.
 
         Raises:
+            TypeError: the model has no transformer blocks.
             ValueError: an option cannot count there.
         """
+        if not self.has_blocks(model):
+            raise TypeError(
+                f"token merging needs a model with transformer blocks, and this "
+                f"{type(model).__name__} has none"
+            )
 
     def has_blocks(self, model: nn.Module) -> bool:
         """Whether a model has transformer blocks."""
         raise NotImplementedError
 
-    def calls(
-        self,
-        config: ToMeConfig,
-        context: Any,
-        make_strategy: MakeStrategy,
-        model: nn.Module,
-        reported: set[Hashable],
-    ) -> "Calls":
-        """The calls of a model in one thread.
-
-        Args:
-            config: the settings.
-            context: what :meth:`find` returned with the model.
-            make_strategy: makes the strategy.
-            model: the one that is called.
-            reported: what has been logged of it.
-        """
+    def calls(self, attachment: "Attachment", model: nn.Module) -> "Calls":
+        """The calls of a patched model in one thread."""
         raise NotImplementedError
 
 
@@ -86,6 +82,12 @@ class Attachment:
 
     A copy of the model gets a new attachment with the same settings. Each thread that calls it is
     on a sampling run of its own.
+
+    Attributes:
+        config: the settings.
+        context: what the host has found with the model.
+        make_strategy: makes the strategy.
+        reported: what has been logged.
     """
 
     def __init__(
@@ -95,35 +97,20 @@ class Attachment:
         context: Any,
         make_strategy: MakeStrategy = make_strategy,
     ):
-        """Prepare the calls.
-
-        Args:
-            config: the settings.
-            host: that of the model.
-            context: what the host has found with it.
-            make_strategy: makes the strategy.
-        """
-        self._settings = (config, host, context, make_strategy)
+        self.config = config
+        self.context = context
+        self.make_strategy = make_strategy
+        self.reported: set[Hashable] = set()
+        self._host = host
         self._of_thread = local()
-        self._reported: set[Hashable] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._settings
+        return type(self), (self.config, self._host, self.context, self.make_strategy)
 
     def attach(self, model: nn.Module) -> None:
-        """Merge tokens in each call of a model, in place of any earlier settings.
-
-        Raises:
-            TypeError: the model has no transformer blocks.
-        """
-        config, host, *_ = self._settings
-        if not host.has_blocks(model):
-            raise TypeError(
-                f"token merging needs a model with transformer blocks, and this "
-                f"{type(model).__name__} has none"
-            )
+        """Merge tokens in each call of a model, in place of any earlier settings."""
         detach(model)
-        if not config.merges_nothing:
+        if not self.config.merges_nothing:
             vars(model)[_STATE] = self
             kind: Any = type(model)
             model.__class__ = _patched(kind)
@@ -145,9 +132,7 @@ class Attachment:
         calls: Calls | None = getattr(self._of_thread, "calls", None)
         # Shallow copies of a model, such as replicas, share its attachment.
         if calls is None or calls.network is not model:
-            config, host, context, make_strategy = self._settings
-            calls = host.calls(config, context, make_strategy, model, self._reported)
-            self._of_thread.calls = calls
+            calls = self._of_thread.calls = self._host.calls(self, model)
         return calls
 
 
@@ -227,14 +212,14 @@ class Calls:
         completed: whether the last call has returned.
     """
 
-    def __init__(self, config: ToMeConfig, network: nn.Module, reported: set[Hashable]):
-        self.config = config
+    def __init__(self, attachment: Attachment, network: nn.Module):
+        self.config = attachment.config
         self.network = network
         self.run: Run | None = None
         self.latest = Latest()
         self.is_running = False
         self.completed = True
-        self._reported = reported
+        self._reported = attachment.reported
         self._shape: Hashable = None
         self._arguments: tuple[Any, ...] = ()
 

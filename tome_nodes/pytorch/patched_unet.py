@@ -6,7 +6,6 @@ This is what the diffusers and latent-diffusion hosts share.
 import inspect
 import math
 import struct
-from collections.abc import Hashable
 from itertools import zip_longest
 from typing import Any, ClassVar, SupportsFloat
 
@@ -15,12 +14,11 @@ from torch import Tensor, nn
 
 from ..merging.layout import Grid
 from ..patching.detail_cache import belongs
-from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
 from ..patching.merge_modules import UNetRecord
 from ..patching.schedule import Moment, is_active, is_noise_alone
 from ..settings.config import ToMeConfig
-from .patched_model import Calls, Host, execution_device
+from .patched_model import Attachment, Calls, Host, execution_device
 
 TIMESTEPS = 1000
 """The number of noise levels of a UNet that does not say how many it was trained on."""
@@ -39,15 +37,8 @@ class UNetHost(Host):
     def has_blocks(self, model: nn.Module) -> bool:
         return any(stack.blocks for stack in self.record.stacks(model))
 
-    def calls(
-        self,
-        config: ToMeConfig,
-        context: Any,
-        make_strategy: MakeStrategy,
-        model: nn.Module,
-        reported: set[Hashable],
-    ) -> "UNetCalls":
-        return UNetCalls(config, self, context, make_strategy, model, reported)
+    def calls(self, attachment: Attachment, model: nn.Module) -> "UNetCalls":
+        return UNetCalls(attachment, self, model)
 
     def obstacle(self, model: nn.Module, config: ToMeConfig) -> str | None:
         """Why a UNet cannot merge tokens in its current state, None if it can."""
@@ -67,20 +58,13 @@ class UNetCalls(Calls):
 
     run: Run
 
-    def __init__(
-        self,
-        config: ToMeConfig,
-        host: UNetHost,
-        timesteps: int,
-        make_strategy: MakeStrategy,
-        unet: nn.Module,
-        reported: set[Hashable],
-    ):
-        """Prepare the calls of a UNet that was trained on a number of noise levels."""
-        super().__init__(config, unet, reported)
-        self.run = Run(config, host.record, unet, make_strategy, [self.latest])
+    def __init__(self, attachment: Attachment, host: UNetHost, unet: nn.Module):
+        super().__init__(attachment, unet)
+        make_strategy = attachment.make_strategy
+        self.run = Run(self.config, host.record, unet, make_strategy, [self.latest])
         self._host = host
-        self._noisiest = timesteps - 1
+        # The context is the number of noise levels that the UNet was trained on.
+        self._noisiest = attachment.context - 1
         self._timestep = self._first_timestep = math.nan
         # What the first call of the last step got.
         self._first: tuple[Tensor, Tensor | float] | None = None
