@@ -48,7 +48,7 @@ NOTE_LIVE_LINES = """() => {
     app.api.addEventListener('progress_text', event => window.liveLines.push(event.detail.text))
 }"""
 REPORT = """type => app.rootGraph.nodes.find(node => node.type === type)
-    .widgets.find(widget => widget.name === 'report').element.innerText"""
+    .widgets.find(widget => widget.name === 'report').element.textContent"""
 PICTURE_IS_SHOWN = """type => app.rootGraph.nodes.find(node => node.type === type)
     .widgets.find(widget => widget.name === 'report').element.querySelector('img')"""
 MOVE_AND_UNDO = """async () => {
@@ -60,11 +60,6 @@ MOVE_AND_UNDO = """async () => {
     tracker.checkState()
     await tracker.undo()
 }"""
-LINES = """() => {
-    const node = app.rootGraph.nodes.find(node => node.type === 'ToMeReport')
-    const { element } = node.widgets.find(widget => widget.name === 'report')
-    return [...element.firstChild?.children ?? []].map(line => line.textContent)
-}"""
 IS_SHOWN_AGAIN = """() => {
     const node = app.rootGraph.nodes.find(node => node.type === 'ToMeReport')
     const { element } = node.widgets.find(widget => widget.name === 'report')
@@ -74,10 +69,6 @@ ALL_IMAGES_ARE_SHOWN = """() => app.rootGraph.nodes
     .filter(node => ['SaveImage', 'ToMeReport'].includes(node.type))
     .every(node => node.imgs?.[0]?.naturalWidth)"""
 
-TITLE_BAR = """type => {
-    const node = app.rootGraph.nodes.find(node => node.type === type)
-    return app.canvas.ds.convertOffsetToCanvas([node.pos[0] + node.size[0] / 2, node.pos[1] - 15])
-}"""
 TITLE = """id => {
     const node = app.rootGraph.getNodeById(id)
     return [node.pos[0] + node.size[0] / 2, node.pos[1] - 15]
@@ -688,20 +679,20 @@ def test_live_line_and_report_are_shown(fresh_editor, picture):
     *_, line = editor.page.evaluate("() => window.liveLines")
     assert line == "6/6 blocks, 2304→918 tokens, step 2/2"
     assert editor.page.evaluate(REPORT, PATCH_TYPE) == line
-    assert editor.page.evaluate(REPORT, REPORT_TYPE).startswith("Merged: 6 of 6 blocks")
+    shown = editor.page.evaluate(REPORT, REPORT_TYPE)
+    assert shown.startswith("Merged: 6 of 6 blocks")
     editor.look_at(1980, -60)
     picture(editor, "ToMeReport", (100, 110, 610, 885))
     # Undo makes new nodes, and so does coming back from another tab.
-    shown = editor.page.evaluate(LINES)
     editor.page.evaluate(MOVE_AND_UNDO)
     editor.page.wait_for_function(IS_SHOWN_AGAIN)
-    assert editor.page.evaluate(LINES) == shown
+    assert editor.page.evaluate(REPORT, REPORT_TYPE) == shown
     assert editor.page.evaluate(REPORT, PATCH_TYPE) == line
     editor.open("other.json", json.dumps(graph_with_report(128)))
-    assert editor.page.evaluate(LINES) == []
+    assert editor.page.evaluate(REPORT, REPORT_TYPE) != shown
     editor.page.locator(".workflow-tab").filter(has_text="report").click()
     editor.page.wait_for_function(IS_SHOWN_AGAIN)
-    assert editor.page.evaluate(LINES) == shown
+    assert editor.page.evaluate(REPORT, REPORT_TYPE) == shown
     assert editor.page.evaluate(REPORT, PATCH_TYPE) == line
     assert editor.warnings() == editor.errors == []
 
@@ -848,8 +839,8 @@ def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(browser, fro
 def test_help_page_is_shown(editor):
     page = editor.page
     editor.open("tome_txt2img.json", text_of(WORKFLOWS / "tome_txt2img.json"))
-    x, y = page.evaluate(TITLE_BAR, "ToMePatchModel")
-    page.mouse.click(x, y)
+    (node,) = patches(editor)
+    editor.click(*page.evaluate(TITLE, node))
     page.get_by_test_id("info-button").click()
     shown = page.locator(".node-help-content")
     expect(shown.get_by_role("heading", name=PATCH)).to_be_visible()
