@@ -19,6 +19,7 @@ from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from models import pipelines
 from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
+from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
 from tome_nodes.pytorch import transformers
@@ -353,6 +354,17 @@ def test_attention_backends(flux, backend, log_messages):
     with attention_backend(backend):
         assert relative_error(flux(), expected) < ROUNDING
     assert "weigh as one token" not in log_messages()[-1]
+
+
+def test_applying_again_makes_no_other_graph(flux):
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    flux.pipeline.transformer = torch.compile(flux.transformer, backend=graphs, fullgraph=True)
+    for _ in range(2):
+        merge(flux.pipeline)
+        flux(steps=2)
+    assert graphs.frame_count == 1
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("way", ["before", "after", "in_place", "block_by_block"])

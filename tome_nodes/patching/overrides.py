@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
+from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,6 +16,11 @@ Forward = Callable[..., Any]
 Override = tuple[nn.Module, str, Any]
 """A module, the name of a method such as ``forward``, and what it runs instead; or the name of an
 attribute, and what it is instead, in all threads."""
+
+
+_codes: WeakKeyDictionary[nn.Module, dict[str, CodeType]] = WeakKeyDictionary()
+"""A code of its own for each override: torch.compile keeps few graphs of one, and blocks may be
+compiled one by one."""
 
 
 class Overrides:
@@ -76,8 +83,9 @@ class Overrides:
         def run(*args: Any, **kwargs: Any) -> Any:
             return own(*args, **kwargs) if self.are_of_this_thread else plain(*args, **kwargs)
 
-        # torch.compile keeps few graphs of one code, and blocks may be compiled one by one.
-        run.__code__ = run.__code__.replace()
+        # The same each time, so that torch.compile finds the graph that it has made.
+        codes = _codes.setdefault(module, {})
+        run.__code__ = codes.setdefault(name, run.__code__.replace())
 
         return run
 

@@ -8,6 +8,7 @@ under that name.
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch.nn.functional as F
 from diffusers.models import attention_dispatch
@@ -73,26 +74,59 @@ def _backend(backend: Any) -> str:
     return str(getattr(backend, "value", backend))
 
 
+def _plainly(
+    func: AttentionFunction,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+    is_plain: bool,
+) -> Tensor:
+    return func(q, k, v, heads, mask, **kwargs)
+
+
+class _Reached(nn.Module):
+    """Holds what attention calls for one evaluation, as its attribute ``attend``."""
+
+    attend: Attend
+
+
+_known: WeakKeyDictionary[nn.Module, dict[Any, tuple[_Reached, Any]]] = WeakKeyDictionary()
+"""What modules run, by module and by what they ran before: the same each time, so that
+torch.compile finds the graph that it has made."""
+
+
 def reaching(block: nn.Module, attend: Attend) -> Iterator[Override]:
     """Overrides by which all attention in a block calls ``attend`` in place of its function."""
     for module in block.modules():
+        known = _known.setdefault(module, {})
         processor = getattr(module, "processor", None)
-        called = type(processor).__call__ if callable(processor) else None
-        if _reaches(called):
-            yield module, "processor", _processor(processor, _rebound(called, attend))
+        kind: Any = type(processor)
+        if callable(processor) and _reaches(kind.__call__):
+            if kind not in known:
+                known[kind] = (reached := _Reached()), _calling(kind, reached)
+            reached, calling = known[kind]
+            same = calling.__new__(calling)
+            # It shares all but its call with the processor.
+            same.__dict__ = processor.__dict__
+            yield from ((reached, "attend", attend), (module, "processor", same))
         own = type(module).forward
         if "forward" not in vars(module) and _reaches(own):
-            yield module, "forward", MethodType(_rebound(own, attend), module)
+            if own not in known:
+                known[own] = (reached := _Reached()), _rebound(own, reached)
+            reached, forward = known[own]
+            yield from (
+                (reached, "attend", attend),
+                (module, "forward", MethodType(forward, module)),
+            )
 
 
-def _processor(processor: Any, call: FunctionType) -> Any:
-    """A processor whose call is another, and that shares all else with the given one."""
-    kind: Any = type(processor)
+def _calling(kind: Any, reached: _Reached) -> Any:
+    """A class of processors like ``kind`` whose attention calls ``reached.attend``."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    calling: Any = type(kind.__name__, (kind,), names | {"__call__": call})
-    same = calling.__new__(calling)
-    same.__dict__ = processor.__dict__
-    return same
+    return type(kind.__name__, (kind,), names | {"__call__": _rebound(kind.__call__, reached)})
 
 
 def _reaches(function: Any, depth: int = _DEEPEST) -> TypeGuard[FunctionType]:
@@ -120,21 +154,21 @@ def _helpers(function: FunctionType, depth: int = _DEEPEST) -> Iterator[tuple[st
             yield name, each
 
 
-def _rebound(function: FunctionType, attend: Attend) -> FunctionType:
-    """The same function, which calls ``attend`` in place of attention functions."""
+def _rebound(function: FunctionType, reached: _Reached) -> FunctionType:
+    """The same function, which calls ``reached.attend`` in place of attention functions."""
     names = dict(function.__globals__)
     # torch.compile would look up its names in the module of this name.
     del names["__name__"]
     if _DISPATCH in names:
         own = function.__globals__
-        names[_DISPATCH] = _in_place_of(lambda: own[_DISPATCH], False, attend)
+        names[_DISPATCH] = _in_place_of(lambda: own[_DISPATCH], False, reached)
     for name, value in function.__globals__.items():
         if value is F:
-            names[name] = reached = ModuleType("functional")
-            vars(reached).update(vars(F))
-            in_place = _in_place_of(lambda: F.scaled_dot_product_attention, True, attend)
-            setattr(reached, _PYTORCH, in_place)
-    names |= {name: _rebound(each, attend) for name, each in _helpers(function)}
+            names[name] = functional = ModuleType("functional")
+            vars(functional).update(vars(F))
+            in_place = _in_place_of(lambda: F.scaled_dot_product_attention, True, reached)
+            setattr(functional, _PYTORCH, in_place)
+    names |= {name: _rebound(each, reached) for name, each in _helpers(function)}
     same = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
@@ -144,11 +178,11 @@ def _rebound(function: FunctionType, attend: Attend) -> FunctionType:
 
 
 def _in_place_of(
-    find: Callable[[], Callable[..., Tensor]], by_head: bool, attend: Attend
+    find: Callable[[], Callable[..., Tensor]], by_head: bool, reached: _Reached
 ) -> Callable[..., Tensor]:
     """A function in place of the one that ``find`` returns, which other code may replace later."""
 
-    def reached(
+    def attention(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -175,7 +209,9 @@ def _in_place_of(
         if not by_head:
             query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         own = AttentionFunction(find(), by_head, others)
+        # Another thread may be here when the evaluation ends.
+        attend = getattr(reached, "attend", _plainly)
         out = attend(own, query, key, value, query.shape[1], attn_mask, kwargs, is_plain)
         return out if by_head else out.transpose(1, 2)
 
-    return reached
+    return attention
