@@ -23,8 +23,23 @@ _MOST_NOISE = 0.99
 
 
 def easy_cache(threshold: float = 0.2) -> Patch:
-    """ComfyUI's EasyCache, at its defaults but for the threshold."""
-    return _cache(nodes_easycache.EasyCacheNode, threshold)
+    """ComfyUI's EasyCache, at its defaults but for the threshold.
+
+    In a step that it skips it writes into the model's input. Of a flow in float32 that is the noisy
+    latent itself, which the host still needs, and pictures are ruined. Models that people run are
+    in half precision and get a copy, so the judges' get one too.
+    """
+
+    def patch(model: ModelPatcher) -> ModelPatcher:
+        clone = model.clone()
+        clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "copy", _with_a_copy)
+        return _cache(nodes_easycache.EasyCacheNode, threshold)(clone)
+
+    return patch
+
+
+def _with_a_copy(executor: WrapperExecutor, x: Tensor, *others: Any, **named: Any) -> Any:
+    return executor(x.clone(), *others, **named)
 
 
 def lazy_cache(threshold: float = 0.2) -> Patch:

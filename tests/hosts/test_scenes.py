@@ -58,6 +58,15 @@ def test_the_power_of_scenes_falls_with_frequency_as_that_of_photos():
     assert slope(torch.rand(4, 3, 128, 128)) > -0.5
 
 
+def test_larger_leaves_have_fewer_edges():
+    def edges(size):
+        seeds = [seed for seed in range(200) if scenes.caption_of(seed).size == size][:8]
+        return scenes.scenes(seeds, 128)[0].diff(dim=-1).abs().mean()
+
+    small, middle, large = (edges(size) for size in range(3))
+    assert small > middle > large
+
+
 def test_captions_leave_open_where_anything_is():
     captions = {seed: scenes.caption_of(seed) for seed in range(400)}
     assert len({caption.palette for caption in captions.values()}) == scenes.PALETTES
@@ -186,6 +195,17 @@ def test_likeness_is_that_of_the_tokens_of_the_picture(untrained):
     assert {tuple(tokens.shape) for tokens in found.values()} == {(2, 8, 8, 192)}
 
 
+def test_easycache_skips_steps_of_a_model_in_single_precision_without_ruining_them(untrained):
+    network = untrained.model.model
+    seen = torch.zeros(1, latents.CHANNELS, 16, 16)
+    patched = rivals.easy_cache(3.0)(untrained.model)
+    names = [*patched.wrappers["diffusion_model"]]
+    assert names.index("copy") < names.index("easycache")
+    (copying,) = patched.wrappers["diffusion_model"]["copy"]
+    copying(lambda x: x.add_(1), seen)
+    assert not seen.any() and network.get_dtype() == torch.float32
+
+
 def test_merging_keys_saves_attention_and_merging_tokens_saves_all():
     attention = options.FLUX.attention_share(options.TOKENS)
     assert options.cost_of_block(1) == pytest.approx(1)
@@ -245,7 +265,7 @@ def test_our_best_preset_is_compared_with_rivals_at_its_time():
     # At 0.9, halfway between six steps and the plain run, fewer steps have an error of 0.05.
     assert fronts_page.best_share(ROWS, "fewer steps") == pytest.approx(0.04 / 0.05)
     assert fronts_page.best_share(ROWS, "cache") is None
-    both = {"image": {"20": {"rows": ROWS}, "8": {"rows": ROWS | {"fast": row("ours", 0.6, 0.1)}}}}
+    both = {"image": {"20": ROWS, "8": ROWS | {"fast": row("ours", 0.6, 0.1)}}}
     # At 0.6, halfway between six and four steps, it is 0.2; the worst step count counts.
     assert fronts_page.summary(both) == "summary: vs_fewer_steps_image=0.80"
 
@@ -263,13 +283,13 @@ def test_the_table_marks_what_nothing_beats(tmp_path):
     for name in ("6 steps", "4 steps", "forecast", "balanced"):
         assert (f"| **{name}**" in text) == (name != "6 steps")
     assert "**fast**" not in text and "**plain**" not in text
-    fronts_page.plot({"8": {"rows": ROWS}}, "judge", tmp_path / "front.webp")
+    fronts_page.plot({"8": ROWS}, "judge", tmp_path / "front.webp")
     assert (tmp_path / "front.webp").stat().st_size > 1000
 
 
 def test_a_judge_is_like_what_is_published_or_not():
     rows = ROWS | {"EasyCache 0.2": row("cache", 0.4, 0.2, psnr=25.0)}
-    result = {"image": {"20": {"rows": rows}}, "few": {"4": {"rows": ROWS}}}
+    result = {"image": {"20": rows}, "few": {"4": ROWS}}
     lines = calibration.table(result).splitlines()[2:]
     answers = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in lines]
     assert answers[0] == ["0.25 of the error of fewer steps, at 0.60", "yes"]
