@@ -84,7 +84,10 @@ def judge_of(name: str, steps: int, guidance: float, pictures: int) -> "SceneJud
     from benchmarks.fidelity import scene_transformer, student
     from benchmarks.fidelity.judges import SceneJudge
 
-    weights = {"image": scene_transformer.WEIGHTS, "few": student.WEIGHTS}[name]
+    module = {"image": scene_transformer, "few": student}[name]
+    weights = module.WEIGHTS
+    if not weights.exists():
+        raise SystemExit(f"{weights} is missing; train it with python -m {module.__name__}")
     return SceneJudge(steps, guidance=guidance, pictures=pictures, weights=weights)
 
 

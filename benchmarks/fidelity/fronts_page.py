@@ -89,7 +89,7 @@ def plot(counts: Mapping[str, Any], title: str, path: Path) -> None:
         axis.margins(x=0.25, y=0.1)
         axis.set(title=f"{title}, {steps} steps", xlabel="time, unpatched = 1", ylabel="error")
         axis.grid(alpha=0.3)
-        axis.legend(loc="upper right", fontsize=8)
+        axis.legend(loc="lower left", fontsize=8)
     figure.tight_layout()
     for axis, rows in zip(axes[0], counts.values(), strict=True):
         label(axis, points(rows))
