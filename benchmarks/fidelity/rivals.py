@@ -33,9 +33,14 @@ def easy_cache(threshold: float = 0.2) -> Patch:
     def patch(model: ModelPatcher) -> ModelPatcher:
         clone = model.clone()
         clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "copy", _with_a_copy)
-        return _cache(nodes_easycache.EasyCacheNode, threshold)(clone)
+        return easy_cache_alone(threshold)(clone)
 
     return patch
+
+
+def easy_cache_alone(threshold: float = 0.2) -> Patch:
+    """The same without a copy of the input."""
+    return _cache(nodes_easycache.EasyCacheNode, threshold)
 
 
 def _with_a_copy(executor: WrapperExecutor, x: Tensor, *others: Any, **named: Any) -> Any:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 from host import merging
 
 from benchmarks.fidelity import (
@@ -195,15 +196,26 @@ def test_likeness_is_that_of_the_tokens_of_the_picture(untrained):
     assert {tuple(tokens.shape) for tokens in found.values()} == {(2, 8, 8, 192)}
 
 
-def test_easycache_skips_steps_of_a_model_in_single_precision_without_ruining_them(untrained):
-    network = untrained.model.model
-    seen = torch.zeros(1, latents.CHANNELS, 16, 16)
-    patched = rivals.easy_cache(3.0)(untrained.model)
-    names = [*patched.wrappers["diffusion_model"]]
-    assert names.index("copy") < names.index("easycache")
-    (copying,) = patched.wrappers["diffusion_model"]["copy"]
-    copying(lambda x: x.add_(1), seen)
-    assert not seen.any() and network.get_dtype() == torch.float32
+@pytest.mark.parametrize("gets_a_copy", [True, False])
+def test_easycache_writes_into_the_latent_of_a_flow_in_single_precision_without_a_copy(
+    untrained, gets_a_copy
+):
+    make = rivals.easy_cache if gets_a_copy else rivals.easy_cache_alone
+    patched = make(3.0)(untrained.model)
+    was_written_to = []
+
+    def watch(executor, x, *others, **named):
+        before = x.clone()
+        answer = executor(x, *others, **named)
+        was_written_to.append(not torch.equal(before, x))
+        return answer
+
+    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "watch", watch)
+    meter = options.Meter(untrained.tokens)
+    with meter.watching(patched, options.Option("EasyCache", options.CACHE)):
+        untrained.pictures(patched)
+    assert meter.evaluations < len(was_written_to) == 8
+    assert any(was_written_to) is not gets_a_copy
 
 
 def test_merging_keys_saves_attention_and_merging_tokens_saves_all():
