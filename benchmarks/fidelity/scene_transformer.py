@@ -20,14 +20,13 @@ if __name__ == "__main__":
 
 import comfy.latent_formats
 import comfy.ldm.flux.model
-import comfy.ops
 import torch
 from comfy.model_base import BaseModel, ModelType
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from benchmarks.fidelity import denoiser, latents, scenes
-from benchmarks.fidelity.picture_transformer import differentiable, initialise
+from benchmarks.fidelity import denoiser, latents, picture_transformer, scenes
+from benchmarks.fidelity.picture_transformer import differentiable
 from benchmarks.fidelity.training import Training, below, run
 from tools.environment import ROOT
 
@@ -86,20 +85,8 @@ def load(weights: Path = WEIGHTS) -> ModelPatcher:
 
 
 def new_transformer() -> nn.Module:
-    """An untrained transformer; the host's layers have no initial weights."""
-    transformer = comfy.ldm.flux.model.Flux(
-        **FLUX, dtype=torch.float32, operations=comfy.ops.disable_weight_init
-    )
-    initialise(transformer)
-    outputs = ("mod.lin", "modulation.lin", "final_layer.linear", "adaLN_modulation.1")
-    for name, module in transformer.named_modules():
-        # Blocks start as the identity, so that the deep network trains from the start.
-        if isinstance(module, nn.Linear) and name.endswith(outputs):
-            nn.init.zeros_(module.weight)
-        if isinstance(module, nn.LayerNorm):
-            # Blocks change their tokens in place, which the gradient of a norm does not survive.
-            module.register_forward_pre_hook(lambda _, tokens: (tokens[0].clone(),))
-    return transformer.requires_grad_(True)
+    """An untrained transformer."""
+    return picture_transformer.new_transformer(FLUX)
 
 
 class Scenes:
