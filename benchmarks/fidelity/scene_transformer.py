@@ -9,6 +9,7 @@ where anything is: the picture comes from the noise, as in a model that people u
 It can be stopped at any time, and continues where it stopped.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,13 @@ class Scenes:
 
 
 def random_times(size: int, generator: torch.Generator) -> Tensor:
-    """Times from 0 to 1, most of them in the middle, spread evenly over their distribution."""
+    """Times spread evenly over the steps of a run, so that pure noise is among them.
+
+    With few near 1, a model has never seen pure noise and takes it for half of a picture.
+    """
     even = (torch.arange(size) + torch.rand(size, generator=generator)) / size
-    return torch.sigmoid(0.4 + 1.2 * torch.special.ndtri(even.clamp(1e-4, 1 - 1e-4)))
+    ratio = math.exp(SHIFT)
+    return ratio * even / (1 + (ratio - 1) * even)
 
 
 class Trainer(Training):

@@ -253,6 +253,14 @@ def test_the_levels_of_a_student_are_those_of_the_host(untrained):
     assert torch.allclose(theirs, torch.tensor(student.levels(4)), atol=2e-3)
 
 
+def test_training_sees_one_time_between_any_two_levels_of_a_run():
+    times = scene_transformer.random_times(16, torch.Generator().manual_seed(0))
+    ends = student.levels(16)
+    falling = times.sort(descending=True).values.tolist()
+    for time, above, below in zip(falling, ends[:-1], ends[1:], strict=True):
+        assert below <= time <= above
+
+
 def row(kind, time, error, **others):
     figures = {"evaluations": 8, "psnr": 30.0, "ssim": 0.9, "spectrum": 0.1}
     return {"kind": kind, "time": time, "error": error, "error against many": error} | (
