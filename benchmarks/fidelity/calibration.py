@@ -131,8 +131,8 @@ def table(result: Mapping[str, Any]) -> str:
     """Each claim, what its judge says, and whether that is alike."""
     lines = []
     for claim in CLAIMS:
-        taken = result.get(claim.judge, {}).get(str(claim.steps))
-        said, is_alike = claim.answer(taken["rows"]) if taken else ("not asked", None)
+        rows = result.get(claim.judge, {}).get(str(claim.steps))
+        said, is_alike = claim.answer(rows) if rows else ("not asked", None)
         alike = {True: "yes", False: "no", None: ""}[is_alike]
         lines.append([claim.text, claim.source, f"{claim.judge}, {claim.steps} steps", said, alike])
     return grid(["published", "source", "judge", "says", "alike"], lines)

@@ -1,9 +1,10 @@
 """Error against time of everything that a user could pick, by judges whose picture is noise's.
 
-python3 dev.py bench --fronts [--only pictures image few] [--steps 20 12 8 4] [--pictures 3]
+python3 dev.py bench --fronts [--only pictures image few] [--steps 20 12 8 4]
+    [--names "6 steps" ...] [--pictures 2]
 
 It writes results/fronts.json after each step count, then the tables and one picture for each judge.
-Rows of other judges and step counts stay as they are.
+All other rows stay as they are.
 """
 
 import argparse
@@ -26,6 +27,9 @@ JUDGES: dict[str, tuple[str, float, tuple[int, ...]]] = {
     "few": ("The same distilled to four steps, without guidance", 1.0, (8, 4)),
 }
 """The judges by name: a title, the scale of guidance, the step counts."""
+
+Rows = dict[str, Mapping[str, Any]]
+"""The figures of everything to pick, by name."""
 
 MANY = 40
 """The steps of the run that stands for as many as one likes."""
@@ -50,10 +54,12 @@ def main() -> None:
                 continue
             print(f"{name}, {steps} steps", flush=True)
             if name == "pictures":
-                rows = front_of_unet(steps, guidance)
+                rows = front_of_unet(steps, guidance, arguments.names)
             else:
-                rows = front(judge_of(name, steps, guidance, arguments.pictures))
-            result.setdefault(name, {})[str(steps)] = {"rows": rows, "origin": taken}
+                judge = judge_of(name, steps, guidance, arguments.pictures)
+                rows = front(judge, arguments.names)
+            kept = result.setdefault(name, {}).setdefault(str(steps), {})
+            kept |= {each: {"origin": taken, **row} for each, row in rows.items()}
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for name in result:
         fronts_page.plot(result[name], JUDGES[name][0], RESULTS / f"fronts-{name}.webp")
@@ -68,7 +74,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --fronts", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=JUDGES, default=[*JUDGES])
     parser.add_argument("--steps", nargs="+", type=int, default=[20, 12, 8, 4])
-    parser.add_argument("--pictures", type=int, default=3)
+    parser.add_argument("--names", nargs="+", help="take only these rows again")
+    parser.add_argument("--pictures", type=int, default=2)
     return parser.parse_args()
 
 
@@ -77,24 +84,27 @@ def judge_of(name: str, steps: int, guidance: float, pictures: int) -> "SceneJud
     from benchmarks.fidelity import scene_transformer, student
     from benchmarks.fidelity.judges import SceneJudge
 
-    weights = {"image": scene_transformer.WEIGHTS, "few": student.WEIGHTS}[name]
+    module = {"image": scene_transformer, "few": student}[name]
+    weights = module.WEIGHTS
+    if not weights.exists():
+        raise SystemExit(f"{weights} is missing; train it with python -m {module.__name__}")
     return SceneJudge(steps, guidance=guidance, pictures=pictures, weights=weights)
 
 
-def front(judge: "SceneJudge") -> dict[str, Mapping[str, Any]]:
+def front(judge: "SceneJudge", names: Sequence[str] | None = None) -> Rows:
     """Figures of everything to pick, by name; ``time`` is the cost over that of the plain run."""
     from benchmarks.fidelity.options import options
 
-    return _rows(judge, options(judge.steps), judge.tokens)
+    return _rows(judge, options(judge.steps), judge.tokens, names)
 
 
-def front_of_unet(steps: int, guidance: float) -> dict[str, Mapping[str, Any]]:
+def front_of_unet(steps: int, guidance: float, names: Sequence[str] | None = None) -> Rows:
     """The same for the UNet; what merges is taken from the results of ``bench --fidelity``."""
     from benchmarks.fidelity.options import MERGING, OURS, without_merging
     from benchmarks.fidelity.pictures import PictureJudge
 
     judge = PictureJudge(steps, 1, guidance)
-    rows = _rows(judge, without_merging(steps), None)
+    rows = _rows(judge, without_merging(steps), None, names)
     results = json.loads((RESULTS / "fidelity.json").read_text(encoding="utf-8"))
     for name, row in results["pictures"][f"{steps} steps"].items():
         is_preset = name.startswith(("ours quality", "ours balanced", "ours fast"))
@@ -104,14 +114,18 @@ def front_of_unet(steps: int, guidance: float) -> dict[str, Mapping[str, Any]]:
 
 
 def _rows(
-    judge: "Judge", picked: "Sequence[Option]", tokens: int | None
-) -> dict[str, Mapping[str, Any]]:
+    judge: "Judge",
+    picked: "Sequence[Option]",
+    tokens: int | None,
+    names: Sequence[str] | None,
+) -> Rows:
     from benchmarks.fidelity.options import Meter, Option
 
     many = judge.pictures(judge.model, MANY)
-    rows: dict[str, Mapping[str, Any]] = {}
+    rows: Rows = {}
     whole = 0.0
-    for option in [Option("plain", "plain"), *picked]:
+    chosen = [option for option in picked if names is None or option.name in names]
+    for option in [Option("plain", "plain"), *chosen]:
         patched = option.patch(judge.model)
         meter = Meter(tokens)
         with meter.watching(patched, option):

@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 
 from benchmarks import webp
-from benchmarks.fidelity.page import front, label
+from benchmarks.fidelity.page import front, label, origins
 from benchmarks.speed.figures import grid
 
 matplotlib.use("agg")
@@ -41,10 +41,8 @@ def markdown(
     ]
     for judge, counts in result.items():
         parts.append(f"## {titles[judge]}")
-        for steps, taken in counts.items():
-            origin = taken["origin"]
-            command = f"`{origin['command']}`, {origin['machine']}, {origin['date']}."
-            parts += [table(taken["rows"], f"{steps} steps"), command]
+        for steps, rows in counts.items():
+            parts += [table(rows, f"{steps} steps"), *origins(rows)]
         parts.append(f"![Error against time](fronts-{judge}.webp)")
     return "\n\n".join(parts) + "\n"
 
@@ -79,8 +77,7 @@ def points(rows: Rows, kinds: Sequence[str] = tuple(COLOURS)) -> dict[str, Point
 def plot(counts: Mapping[str, Any], title: str, path: Path) -> None:
     """Plot error against time for each step count; the lower left is best."""
     figure, axes = plt.subplots(1, len(counts), figsize=(10 * len(counts), 8), squeeze=False)
-    for axis, (steps, taken) in zip(axes[0], counts.items(), strict=True):
-        rows = taken["rows"]
+    for axis, (steps, rows) in zip(axes[0], counts.items(), strict=True):
         shown = points(rows)
         unbeaten = front(shown)
         axis.plot(*zip(*(shown[name] for name in unbeaten), strict=True), color="0.8", zorder=0)
@@ -92,10 +89,10 @@ def plot(counts: Mapping[str, Any], title: str, path: Path) -> None:
         axis.margins(x=0.25, y=0.1)
         axis.set(title=f"{title}, {steps} steps", xlabel="time, unpatched = 1", ylabel="error")
         axis.grid(alpha=0.3)
-        axis.legend(loc="upper right", fontsize=8)
+        axis.legend(loc="lower left", fontsize=8)
     figure.tight_layout()
-    for axis, taken in zip(axes[0], counts.values(), strict=True):
-        label(axis, points(taken["rows"]))
+    for axis, rows in zip(axes[0], counts.values(), strict=True):
+        label(axis, points(rows))
     webp.save_figure(figure, path, dpi=110)
     plt.close(figure)
 
@@ -128,7 +125,7 @@ def summary(result: Mapping[str, Any]) -> str:
     words = []
     for rival, kind in (("fewer_steps", "fewer steps"), ("cache", "cache")):
         for judge, counts in result.items():
-            shares = [best_share(taken["rows"], kind) for taken in counts.values()]
+            shares = [best_share(rows, kind) for rows in counts.values()]
             known = [share for share in shares if share is not None]
             if known:
                 words.append(f"vs_{rival}_{judge}={max(known):.2f}")

@@ -65,7 +65,7 @@ def markdown(result: dict[str, Any], summary: str) -> str:
     ]
     for judge, title in JUDGES.items():
         for name, rows in result.get(judge, {}).items():
-            parts += [f"## {title}, {name}", pictures_table(rows, name), *_origins(rows)]
+            parts += [f"## {title}, {name}", pictures_table(rows, name), *origins(rows)]
     parts.append("![Error against time](fidelity.webp)")
     for judge, title in JUDGES.items():
         parts += [
@@ -74,7 +74,7 @@ def markdown(result: dict[str, Any], summary: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _origins(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def origins(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Where the rows of a table come from, the run of most rows first."""
     runs: dict[str, list[str]] = {}
     for name, row in rows.items():

@@ -10,7 +10,7 @@ It can be stopped at any time, and continues where it stopped.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,10 @@ def place(crop: Crop) -> Tensor:
     return denoiser.place(crop, SHORT_SIDE, LENGTHS)
 
 
-def new_transformer() -> nn.Module:
-    """An untrained transformer; the host's layers have no initial weights."""
+def new_transformer(settings: Mapping[str, Any] = FLUX) -> nn.Module:
+    """An untrained Flux; the host's layers have no initial weights."""
     transformer = comfy.ldm.flux.model.Flux(
-        **FLUX, dtype=torch.float32, operations=comfy.ops.disable_weight_init
+        **settings, dtype=torch.float32, operations=comfy.ops.disable_weight_init
     )
     initialise(transformer)
     outputs = ("mod.lin", "modulation.lin", "final_layer.linear", "adaLN_modulation.1")

@@ -23,8 +23,28 @@ _MOST_NOISE = 0.99
 
 
 def easy_cache(threshold: float = 0.2) -> Patch:
-    """ComfyUI's EasyCache, at its defaults but for the threshold."""
+    """ComfyUI's EasyCache, at its defaults but for the threshold.
+
+    In a step that it skips it writes into the model's input. Of a flow in float32 that is the noisy
+    latent itself, which the host still needs, and pictures are ruined. Models that people run are
+    in half precision and get a copy, so the judges' get one too.
+    """
+
+    def patch(model: ModelPatcher) -> ModelPatcher:
+        clone = model.clone()
+        clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "copy", _with_a_copy)
+        return easy_cache_alone(threshold)(clone)
+
+    return patch
+
+
+def easy_cache_alone(threshold: float = 0.2) -> Patch:
+    """The same without a copy of the input."""
     return _cache(nodes_easycache.EasyCacheNode, threshold)
+
+
+def _with_a_copy(executor: WrapperExecutor, x: Tensor, *others: Any, **named: Any) -> Any:
+    return executor(x.clone(), *others, **named)
 
 
 def lazy_cache(threshold: float = 0.2) -> Patch:

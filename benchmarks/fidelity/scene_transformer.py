@@ -9,6 +9,7 @@ where anything is: the picture comes from the noise, as in a model that people u
 It can be stopped at any time, and continues where it stopped.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,13 @@ if __name__ == "__main__":
 
 import comfy.latent_formats
 import comfy.ldm.flux.model
-import comfy.ops
 import torch
 from comfy.model_base import BaseModel, ModelType
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from benchmarks.fidelity import denoiser, latents, scenes
-from benchmarks.fidelity.picture_transformer import differentiable, initialise
+from benchmarks.fidelity import denoiser, latents, picture_transformer, scenes
+from benchmarks.fidelity.picture_transformer import differentiable
 from benchmarks.fidelity.training import Training, below, run
 from tools.environment import ROOT
 
@@ -86,20 +86,8 @@ def load(weights: Path = WEIGHTS) -> ModelPatcher:
 
 
 def new_transformer() -> nn.Module:
-    """An untrained transformer; the host's layers have no initial weights."""
-    transformer = comfy.ldm.flux.model.Flux(
-        **FLUX, dtype=torch.float32, operations=comfy.ops.disable_weight_init
-    )
-    initialise(transformer)
-    outputs = ("mod.lin", "modulation.lin", "final_layer.linear", "adaLN_modulation.1")
-    for name, module in transformer.named_modules():
-        # Blocks start as the identity, so that the deep network trains from the start.
-        if isinstance(module, nn.Linear) and name.endswith(outputs):
-            nn.init.zeros_(module.weight)
-        if isinstance(module, nn.LayerNorm):
-            # Blocks change their tokens in place, which the gradient of a norm does not survive.
-            module.register_forward_pre_hook(lambda _, tokens: (tokens[0].clone(),))
-    return transformer.requires_grad_(True)
+    """An untrained transformer."""
+    return picture_transformer.new_transformer(FLUX)
 
 
 class Scenes:
@@ -123,9 +111,13 @@ class Scenes:
 
 
 def random_times(size: int, generator: torch.Generator) -> Tensor:
-    """Times from 0 to 1, most of them in the middle, spread evenly over their distribution."""
+    """Times spread evenly over the steps of a run, so that pure noise is among them.
+
+    With few near 1, a model has never seen pure noise and takes it for half of a picture.
+    """
     even = (torch.arange(size) + torch.rand(size, generator=generator)) / size
-    return torch.sigmoid(0.4 + 1.2 * torch.special.ndtri(even.clamp(1e-4, 1 - 1e-4)))
+    ratio = math.exp(SHIFT)
+    return ratio * even / (1 + (ratio - 1) * even)
 
 
 class Trainer(Training):

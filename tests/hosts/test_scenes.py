@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 from host import merging
 
 from benchmarks.fidelity import (
@@ -56,6 +57,15 @@ def test_the_power_of_scenes_falls_with_frequency_as_that_of_photos():
     made, _ = scenes.scenes(range(16), 128)
     assert min(of_photos) < slope(made) < max(of_photos)
     assert slope(torch.rand(4, 3, 128, 128)) > -0.5
+
+
+def test_larger_leaves_have_fewer_edges():
+    def edges(size):
+        seeds = [seed for seed in range(200) if scenes.caption_of(seed).size == size][:8]
+        return scenes.scenes(seeds, 128)[0].diff(dim=-1).abs().mean()
+
+    small, middle, large = (edges(size) for size in range(3))
+    assert small > middle > large
 
 
 def test_captions_leave_open_where_anything_is():
@@ -186,6 +196,28 @@ def test_likeness_is_that_of_the_tokens_of_the_picture(untrained):
     assert {tuple(tokens.shape) for tokens in found.values()} == {(2, 8, 8, 192)}
 
 
+@pytest.mark.parametrize("gets_a_copy", [True, False])
+def test_easycache_writes_into_the_latent_of_a_flow_in_single_precision_without_a_copy(
+    untrained, gets_a_copy
+):
+    make = rivals.easy_cache if gets_a_copy else rivals.easy_cache_alone
+    patched = make(3.0)(untrained.model)
+    was_written_to = []
+
+    def watch(executor, x, *others, **named):
+        before = x.clone()
+        answer = executor(x, *others, **named)
+        was_written_to.append(not torch.equal(before, x))
+        return answer
+
+    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "watch", watch)
+    meter = options.Meter(untrained.tokens)
+    with meter.watching(patched, options.Option("EasyCache", options.CACHE)):
+        untrained.pictures(patched)
+    assert meter.evaluations < len(was_written_to) == 8
+    assert any(was_written_to) is not gets_a_copy
+
+
 def test_merging_keys_saves_attention_and_merging_tokens_saves_all():
     attention = options.FLUX.attention_share(options.TOKENS)
     assert options.cost_of_block(1) == pytest.approx(1)
@@ -221,6 +253,14 @@ def test_the_levels_of_a_student_are_those_of_the_host(untrained):
     assert torch.allclose(theirs, torch.tensor(student.levels(4)), atol=2e-3)
 
 
+def test_training_sees_one_time_between_any_two_levels_of_a_run():
+    times = scene_transformer.random_times(16, torch.Generator().manual_seed(0))
+    ends = student.levels(16)
+    falling = times.sort(descending=True).values.tolist()
+    for time, above, below in zip(falling, ends[:-1], ends[1:], strict=True):
+        assert below <= time <= above
+
+
 def row(kind, time, error, **others):
     figures = {"evaluations": 8, "psnr": 30.0, "ssim": 0.9, "spectrum": 0.1}
     return {"kind": kind, "time": time, "error": error, "error against many": error} | (
@@ -245,7 +285,7 @@ def test_our_best_preset_is_compared_with_rivals_at_its_time():
     # At 0.9, halfway between six steps and the plain run, fewer steps have an error of 0.05.
     assert fronts_page.best_share(ROWS, "fewer steps") == pytest.approx(0.04 / 0.05)
     assert fronts_page.best_share(ROWS, "cache") is None
-    both = {"image": {"20": {"rows": ROWS}, "8": {"rows": ROWS | {"fast": row("ours", 0.6, 0.1)}}}}
+    both = {"image": {"20": ROWS, "8": ROWS | {"fast": row("ours", 0.6, 0.1)}}}
     # At 0.6, halfway between six and four steps, it is 0.2; the worst step count counts.
     assert fronts_page.summary(both) == "summary: vs_fewer_steps_image=0.80"
 
@@ -263,13 +303,13 @@ def test_the_table_marks_what_nothing_beats(tmp_path):
     for name in ("6 steps", "4 steps", "forecast", "balanced"):
         assert (f"| **{name}**" in text) == (name != "6 steps")
     assert "**fast**" not in text and "**plain**" not in text
-    fronts_page.plot({"8": {"rows": ROWS}}, "judge", tmp_path / "front.webp")
+    fronts_page.plot({"8": ROWS}, "judge", tmp_path / "front.webp")
     assert (tmp_path / "front.webp").stat().st_size > 1000
 
 
 def test_a_judge_is_like_what_is_published_or_not():
     rows = ROWS | {"EasyCache 0.2": row("cache", 0.4, 0.2, psnr=25.0)}
-    result = {"image": {"20": {"rows": rows}}, "few": {"4": {"rows": ROWS}}}
+    result = {"image": {"20": rows}, "few": {"4": ROWS}}
     lines = calibration.table(result).splitlines()[2:]
     answers = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in lines]
     assert answers[0] == ["0.25 of the error of fewer steps, at 0.60", "yes"]
