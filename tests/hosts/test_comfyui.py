@@ -413,7 +413,11 @@ def test_cond_and_uncond_merge_alike_in_one_batch_or_two(sd15, monkeypatch):
     [
         ((7, 9), "merged 11/11 blocks (63 -> 32 tokens x5, 20 -> 10 tokens x6), "),
         ((13, 16), "merged 11/11 blocks (208 -> 104 tokens x5, 56 -> 28 tokens x6), "),
-        ((1, 24), "nothing merged: a feature map of 1x12 tokens holds no cell of sy=2 by sx=2"),
+        (
+            (1, 24),
+            "nothing merged: a feature map of 1x12 tokens holds no cell of sy=2 by sx=2; "
+            "take a larger picture",
+        ),
         ((33, 5), "merged 11/11 blocks (165 -> 83 tokens x5, 51 -> 26 tokens x6), "),
     ],
     ids=str,
@@ -461,7 +465,7 @@ def test_percent_limits_choose_the_steps(sd15, log_messages, limits, steps):
         (
             {"start_percent": 0.5, "end_percent": 0.5},
             "sd15",
-            "start_percent=0.5 to end_percent=0.5 covers no step of this run",
+            "start_percent=0.5 to end_percent=0.5 covers no step of this run; widen them",
         ),
         (
             {"max_downsample": 1},
@@ -469,11 +473,11 @@ def test_percent_limits_choose_the_steps(sd15, log_messages, limits, steps):
             "max_downsample=1 leaves out every transformer block: this model's start at 2; "
             "use preset fast, or max_downsample auto under preset custom",
         ),
-        ({"ratio": 0.004}, "sd15", "192 tokens are too few for ratio=0.004"),
+        ({"ratio": 0.004}, "sd15", "192 tokens are too few for ratio=0.004; raise it"),
         (
             {"merge_attn": False},
             "sd15",
-            "merge_attn, merge_crossattn and merge_mlp are all off",
+            "merge_attn, merge_crossattn and merge_mlp are all off; switch one on",
         ),
     ],
 )

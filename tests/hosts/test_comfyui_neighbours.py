@@ -271,14 +271,23 @@ def test_tiles_made_within_the_model_merge_at_their_own_level(sd15, log_messages
 @pytest.mark.parametrize(
     ("options", "size", "reason"),
     [
-        ({}, (1, 48), "a feature map of 1x48 tokens holds no cell of sy=2 by sx=2"),
-        ({"ratio": 0.01}, (6, 8), "48 tokens are too few for ratio=0.01"),
-        ({"ratio": 0.0, "ratio_end": 0.5}, (6, 8), "the ratio is 0 at every step that could merge"),
-        ({"min_tokens": 49}, (6, 8), "48 tokens are fewer than 49"),
+        (
+            {},
+            (1, 48),
+            "a feature map of 1x48 tokens holds no cell of sy=2 by sx=2; take a larger picture",
+        ),
+        ({"ratio": 0.01}, (6, 8), "48 tokens are too few for ratio=0.01; raise it"),
+        (
+            {"ratio": 0.0, "ratio_end": 0.5},
+            (6, 8),
+            "the ratio is 0 at every step that could merge; raise it",
+        ),
+        ({"min_tokens": 49}, (6, 8), "48 tokens are fewer than min_tokens=49; lower it"),
         (
             {"min_tokens": 0},
             (6, 8),
-            "48 tokens are fewer than 256, which is where merging is worth it here (min_tokens=0)",
+            "48 tokens are fewer than 256, which is where merging is worth it here "
+            "(min_tokens=0); take a larger picture",
         ),
     ],
 )

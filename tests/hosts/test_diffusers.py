@@ -350,7 +350,11 @@ def test_samples_merge_alike_in_one_batch_or_alone(unet):
             (13, 16),
             "merged 7/7 blocks (208 -> 104 tokens x3, 56 -> 28 tokens x3, 16 -> 8 tokens x1), ",
         ),
-        ((1, 24), "nothing merged: a feature map of 1x24 tokens holds no cell of sy=2 by sx=2"),
+        (
+            (1, 24),
+            "nothing merged: a feature map of 1x24 tokens holds no cell of sy=2 by sx=2; "
+            "take a larger picture",
+        ),
         (
             (33, 5),
             "merged 7/7 blocks (165 -> 83 tokens x3, 51 -> 26 tokens x3, 18 -> 9 tokens x1), ",
@@ -832,7 +836,7 @@ def test_keys_that_are_not_to_merge_are_the_reason(unet, log_messages):
     tome_nodes.apply_patch(unet, attn_tokens="k,v", kv_ratio=0.0)
     call(unet)
     assert log_messages() == [
-        "[ToMe] nothing merged: the ratio is 0 at every step that could merge"
+        "[ToMe] nothing merged: the ratio is 0 at every step that could merge; raise it"
     ]
 
 
@@ -988,11 +992,11 @@ def test_what_was_merged_is_logged_once_for_each_size(log_messages):
             "max_downsample=1 leaves out every transformer block: this model's start at 2; "
             "use preset fast, or max_downsample auto under preset custom",
         ),
-        ("sd15", {"ratio": 0.004}, "192 tokens are too few for ratio=0.004"),
+        ("sd15", {"ratio": 0.004}, "192 tokens are too few for ratio=0.004; raise it"),
         (
             "sd15",
             {"merge_attn": False},
-            "merge_attn, merge_crossattn and merge_mlp are all off",
+            "merge_attn, merge_crossattn and merge_mlp are all off; switch one on",
         ),
     ],
 )

@@ -138,7 +138,7 @@ def test_levels_are_relative_to_the_latent(load):
 
 def test_a_run_without_merging_says_why(sd15):
     run, _ = recorded(sd15, merge_attn=False)
-    assert run.obstacle == "merge_attn, merge_crossattn and merge_mlp are all off"
+    assert run.obstacle == "merge_attn, merge_crossattn and merge_mlp are all off; switch one on"
     assert run.recording.slots == {}
     assert {(b.before, b.after) for b in run.recording.blocks.values()} == {(192, 192)}
 

@@ -200,7 +200,11 @@ def test_a_graph_that_no_editor_queued_is_reported_too(server, shown):
     [
         ({}, 64, ["Nothing merged: 64 tokens are fewer than 256", "2.0 times as wide and high."]),
         ({"min_tokens": 1}, 64, ["Merged: 6 of 6", "too few to gain", "set min_tokens to 0"]),
-        ({"merge_attn": False}, 128, ["merge_attn, merge_crossattn and merge_mlp are all off"]),
+        (
+            {"merge_attn": False},
+            128,
+            ["merge_attn, merge_crossattn and merge_mlp are all off; switch one on"],
+        ),
         ({"start_percent": 1.0}, 128, ["Nothing merged: start_percent=1.0 to end_percent=1.0"]),
         ({"ratio": 0.9}, 128, ["ratio 0.90 capped at 0.75", "Hint: the cells merge no"]),
     ],

@@ -226,7 +226,8 @@ def test_too_few_tokens_leave_the_model_unpatched(timed):
     found = tuned(timed, Wish("speed", 1.2), size=(16, 16))
     assert found.candidate is None
     assert {measured.obstacle for measured in found.figures.values()} == {
-        "64 tokens are fewer than 256, which is where merging is worth it here (min_tokens=0)"
+        "64 tokens are fewer than 256, which is where merging is worth it here "
+        "(min_tokens=0); take a larger picture"
     }
 
 

@@ -215,12 +215,12 @@ class PatchedModel:
 
     def too_few(self, tokens: int, least: int) -> str:
         """The reason to report if a picture has fewer tokens than ``least``."""
-        automatic = (
-            ""
-            if self.config.min_tokens
-            else ", which is where merging is worth it here (min_tokens=0)"
+        if self.config.min_tokens:
+            return f"{tokens} tokens are fewer than min_tokens={least}; lower it"
+        return (
+            f"{tokens} tokens are fewer than {least}, which is where merging is worth it here "
+            "(min_tokens=0); take a larger picture"
         )
-        return f"{tokens} tokens are fewer than {least}{automatic}"
 
     def outcomes(self) -> list[Outcome]:
         """What the blocks that ran did."""
@@ -361,15 +361,15 @@ class Block:
         """The reason to report if the strategy made no plan."""
         config = self.model.config
         if ratio == 0:
-            return "the ratio is 0 at every step that could merge"
+            return "the ratio is 0 at every step that could merge; raise it"
         grid = max((span.grid for span in layout.spans), key=lambda grid: grid.tokens)
         uses_cells = self.evaluation.engine.strategy.uses_cells
         if grid.frames == 1 and uses_cells and grid.cells(config.sy, config.sx).tokens == 0:
             return (
                 f"a feature map of {grid.height}x{grid.width} tokens holds no cell of "
-                f"sy={config.sy} by sx={config.sx}"
+                f"sy={config.sy} by sx={config.sx}; take a larger picture"
             )
-        return f"{grid.tokens} tokens are too few for ratio={ratio:g}"
+        return f"{grid.tokens} tokens are too few for ratio={ratio:g}; raise it"
 
 
 def uncompiled(module: Any) -> Any:

@@ -31,7 +31,7 @@ from .whole_model import WholeModel
 # How many parts of a step keep their plans for the next; samplers that tile have many parts.
 _PARTS_KEPT = 64
 
-_REFRESHED = "every step that could merge ran on all tokens, as refresh_steps says"
+_REFRESHED = "every step that could merge ran on all tokens, as refresh_steps says; take more steps"
 """The reason to report if there was no other step."""
 
 NO_MEMORY = "the device has no memory left for merging"
@@ -185,7 +185,7 @@ class Run:
         if not moment.is_active:
             return (
                 f"start_percent={self._config.start_percent} to "
-                f"end_percent={self._config.end_percent} covers no step of this run"
+                f"end_percent={self._config.end_percent} covers no step of this run; widen them"
             )
         if self.out_of_memory:
             return NO_MEMORY

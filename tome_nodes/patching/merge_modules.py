@@ -243,7 +243,9 @@ class ModuleBlock(Block):
         """Make the plans for the modules of the block, which merge each on their own."""
         config = self.model.config
         if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
-            self.outcome.reason = "merge_attn, merge_crossattn and merge_mlp are all off"
+            self.outcome.reason = (
+                "merge_attn, merge_crossattn and merge_mlp are all off; switch one on"
+            )
             return
         self.outcome.reason = self.record.reasons.attention_replaced
         attends_to_itself = self._attends_to_itself
