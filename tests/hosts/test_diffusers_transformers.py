@@ -22,7 +22,7 @@ from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
 from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
-from tome_nodes.pytorch import transformers
+from tome_nodes.pytorch import diffusers_transformers
 from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers
 from tome_nodes.pytorch.patched_model import Attachment
 from tome_nodes.settings.config import ToMeConfig
@@ -282,9 +282,9 @@ def test_tokens_that_do_not_stand_row_by_row_do_not_merge(flux, log_messages):
 
 def test_a_transformer_is_asked_once(flux, monkeypatch):
     asked = []
-    compared = transformers.compared
+    compared = diffusers_transformers.compared
     monkeypatch.setattr(
-        transformers, "compared", lambda *args: asked.append(args) or compared(*args)
+        diffusers_transformers, "compared", lambda *args: asked.append(args) or compared(*args)
     )
     merge(flux.pipeline)
     for _ in range(2):
@@ -459,7 +459,8 @@ def test_the_page_on_python_names_and_runs_what_is_tested(monkeypatch, log_messa
     exec(script, names)
     assert names["image"].size == (256, 256)
     assert log_messages() == [
-        "[ToMe] merged 3/3 blocks (263 -> 110 tokens), ratio 0.60 of k,v in self-attention, window"
+        "[ToMe] merged 3/3 blocks (263 -> 110 tokens), ratio 0.60 of keys and values in "
+        "self-attention, window"
     ]
     named = set(re.findall(r"`(\w+Pipeline)`", page))
     assert named == {type(make().pipeline).__name__ for make in TRANSFORMERS.values()}

@@ -127,7 +127,8 @@ def test_a_model_alone_gives_the_same_as_a_new_node_of_the_editor(server, pixels
     read = len(server.log)
     alone = pixels(with_patch())
     assert (
-        "merged 6/6 blocks (256 -> 103 tokens), 2/2 steps, ratio 0.60 of k,v" in server.log[read:]
+        "merged 6/6 blocks (256 -> 103 tokens), 2/2 steps, ratio 0.60 of keys and values"
+        in server.log[read:]
     )
     assert pixels(with_patch(**new)) == alone
     assert pixels(with_patch(preset="quality")) != alone

@@ -11,7 +11,7 @@ function heightAt(element, width) {
 }
 
 // Add a part to a node that shows elements, and return what puts them there. It is as high as they
-// are; before there are any, it takes the room that is left. (The host cuts a long text, and draws a
+// are; before there are any, it takes the room that is left. (The host cuts a long text, and draws
 // picture as large as the room that happens to be left.)
 export function addPanel(node) {
   const element = document.createElement("div");
