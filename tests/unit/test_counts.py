@@ -90,6 +90,7 @@ def test_the_most_common_reason_is_reported():
     ("outcomes", "expected"),
     [
         ([left_alone("a", 64)], "all tokens, step 3/9"),
+        ([left_alone("a", 64, "few")], "all tokens, step 3/9: few"),
         (
             [merged("a", 64, 32), merged("b", 256, 64), merged("c", 64, 32), left_alone("d", 16)],
             "3/4 blocks, 256→64, 64→32 tokens, step 3/9",

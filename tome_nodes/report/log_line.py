@@ -78,11 +78,16 @@ def seconds(time: float) -> str:
 
 
 def live_line(result: Evaluated, total_steps: int) -> str:
-    """What one evaluation merged: how many blocks, their tokens before and after, and the step."""
+    """What one evaluation merged: how many blocks, their tokens before and after, and the step.
+
+    Or why it merged nothing although it was to merge.
+    """
     step = f"step {result.step + 1}/{total_steps}"
     merged = {(outcome.before, outcome.after) for outcome in result.merged}
     if not merged:
-        return f"all tokens, {step}"
+        reasons = [result.reason, *(outcome.reason for outcome in result.outcomes)]
+        reason = next((each for each in reasons if each is not None and result.is_active), None)
+        return f"all tokens, {step}" + ("" if reason is None else f": {reason}")
     lengths = ", ".join(f"{before}{ARROW}{after}" for before, after in sorted(merged, reverse=True))
     return f"{len(result.merged)}/{result.blocks} blocks, {lengths} tokens, {step}"
 
