@@ -9,7 +9,7 @@ const ROW = LiteGraph.NODE_WIDGET_HEIGHT + 4;
 const TITLE = -LiteGraph.NODE_TITLE_HEIGHT + 5;
 
 app.registerExtension({
-  name: "ToMeNodes.Preset",
+  name: "tomenodes.Preset",
 
   beforeRegisterNodeDef(_, definition) {
     if (definition.name !== NODE) return;

@@ -136,7 +136,7 @@ function showsReports(node) {
 }
 
 app.registerExtension({
-  name: "ToMeNodes.Report",
+  name: "tomenodes.Report",
 
   setup() {
     api.addEventListener("progress_text", showLine);
