@@ -485,7 +485,7 @@ def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, front_end):
     editor.run()
     assert width_of_image(editor) == 64
     assert re.search(r"\[ToMe\] .*2/2 steps|\[ToMe\] nothing merged", front_end.log[read:])
-    assert editor.page.evaluate(REPORT, PATCH_TYPE).endswith("step 2/2")
+    assert "step 2/2" in editor.page.evaluate(REPORT, PATCH_TYPE)
     assert editor.warnings() == editor.errors == []
 
 
