@@ -69,6 +69,18 @@ def patch(model: str, title: str = "", preset: str = "balanced", ratio: float = 
     return Node("ToMePatchModel", {"preset": preset, "ratio": ratio}, {"model": (model, 0)}, title)
 
 
+def custom_sampler(latent: Link, ending: str = "") -> Node:
+    """A sampler of the nodes `noise`, `guider`, `method` and `steps`, all with an ending."""
+    links = {"noise": "noise", "guider": "guider", "sampler": "method", "sigmas": "steps"}
+    own: dict[str, Link] = {name: (f"{node}{ending}", 0) for name, node in links.items()}
+    return Node("SamplerCustomAdvanced", {}, own | {"latent_image": latent})
+
+
+def decode(samples: str = "sampler") -> Node:
+    """Decodes what a sampler gives, by the node named `vae`."""
+    return Node("VAEDecode", {}, {"samples": (samples, 0), "vae": ("vae", 0)})
+
+
 def save(name: str) -> Node:
     """Saves the pictures of the node named `decode`."""
     return Node("SaveImage", {"filename_prefix": name}, {"images": ("decode", 0)})
@@ -122,7 +134,7 @@ def text_to_image(
                             "latent_image": ("size", 0),
                         },
                     ),
-                    "decode": Node("VAEDecode", {}, {"samples": ("sampler", 0), "vae": ("vae", 0)}),
+                    "decode": decode(),
                     "save": save(name),
                 },
             ),
@@ -206,24 +218,14 @@ FLUX_2 = Sample(
                 "noise": Node("RandomNoise", {"noise_seed": SEED}),
                 "method": Node("KSamplerSelect", {"sampler_name": "euler"}),
                 "steps": Node("Flux2Scheduler", {"steps": 20, "width": 1024, "height": 1024}),
-                "sampler": Node(
-                    "SamplerCustomAdvanced",
-                    {},
-                    {
-                        "noise": ("noise", 0),
-                        "guider": ("guider", 0),
-                        "sampler": ("method", 0),
-                        "sigmas": ("steps", 0),
-                        "latent_image": ("size", 0),
-                    },
-                ),
+                "sampler": custom_sampler(("size", 0)),
             },
         ),
         Column(
             "Picture",
             280,
             {
-                "decode": Node("VAEDecode", {}, {"samples": ("sampler", 0), "vae": ("vae", 0)}),
+                "decode": decode(),
                 "save": save("tome_flux_2"),
             },
         ),
@@ -320,7 +322,7 @@ QWEN_IMAGE_EDIT = Sample(
             "Picture",
             280,
             {
-                "decode": Node("VAEDecode", {}, {"samples": ("sampler", 0), "vae": ("vae", 0)}),
+                "decode": decode(),
                 "save": save("tome_qwen_image_edit"),
             },
         ),
@@ -379,24 +381,14 @@ MINIMAX_H3 = Sample(
                 "steps": Node(
                     "BasicScheduler", {"scheduler": "simple", "steps": 8}, {"model": ("patch", 0)}
                 ),
-                "sampler": Node(
-                    "SamplerCustomAdvanced",
-                    {},
-                    {
-                        "noise": ("noise", 0),
-                        "guider": ("guider", 0),
-                        "sampler": ("method", 0),
-                        "sigmas": ("steps", 0),
-                        "latent_image": ("prompt", 1),
-                    },
-                ),
+                "sampler": custom_sampler(("prompt", 1)),
             },
         ),
         Column(
             "Video",
             280,
             {
-                "decode": Node("VAEDecode", {}, {"samples": ("sampler", 0), "vae": ("vae", 0)}),
+                "decode": decode(),
                 "hear": Node(
                     "VAEDecodeAudio", {}, {"samples": ("sampler", 0), "vae": ("sound", 0)}
                 ),
@@ -430,17 +422,7 @@ def _ltx_pass(model: str, sigmas: str, latent: Link, prompts: str) -> dict[str, 
             {"cfg": 1},
             {"model": (model, 0), "positive": (prompts, 0), "negative": (prompts, 1)},
         ),
-        f"sampler {model}": Node(
-            "SamplerCustomAdvanced",
-            {},
-            {
-                "noise": (f"noise {model}", 0),
-                "guider": (f"guider {model}", 0),
-                "sampler": (f"method {model}", 0),
-                "sigmas": (f"steps {model}", 0),
-                "latent_image": latent,
-            },
-        ),
+        f"sampler {model}": custom_sampler(latent, f" {model}"),
         f"parts {model}": Node(
             "LTXVSeparateAVLatent",
             {},
@@ -697,7 +679,7 @@ WAN = Sample(
             "Video",
             280,
             {
-                "decode": Node("VAEDecode", {}, {"samples": ("last", 0), "vae": ("vae", 0)}),
+                "decode": decode("last"),
                 "frames": Node("CreateVideo", {"fps": 16}, {"images": ("decode", 0)}),
                 "save": Node(
                     "SaveVideo",

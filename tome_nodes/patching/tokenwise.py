@@ -105,9 +105,14 @@ class TokenwiseEvaluation:
         """What modules run meanwhile."""
         for name, block in blocks_of(self.network):
             yield block, "forward", self._watched(name, block, block.forward)
-            for module in block.modules():
-                if isinstance(module, nn.Linear):
-                    yield module, "forward", cheap(module.out_features)
+        for module in self.not_computed():
+            if isinstance(module, nn.Linear):
+                yield module, "forward", _cheap(module.out_features)
+
+    def not_computed(self) -> Iterator[nn.Module]:
+        """The modules whose linear layers need no weights."""
+        for _, block in blocks_of(self.network):
+            yield from block.modules()
 
     def _watched(self, name: str, block: nn.Module, forward: Forward) -> Forward:
         kind = _kind(block)
@@ -171,7 +176,7 @@ class TokenwiseEvaluation:
         return own.transpose(1, 2) if kwargs.get("skip_output_reshape") else own.flatten(2)
 
 
-def cheap(out_features: int) -> Forward:
+def _cheap(out_features: int) -> Forward:
     """What a linear layer does: which token is which shows as well, and no weights are read."""
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

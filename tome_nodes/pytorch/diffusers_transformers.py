@@ -20,7 +20,7 @@ from ..patching.evaluation import Run
 from ..patching.merge_attention import AttentionBlock, AttentionHost, TransformerRecord
 from ..patching.overrides import Override
 from ..patching.schedule import Moment, is_active
-from ..patching.tokenwise import TokenwiseEvaluation, cheap
+from ..patching.tokenwise import TokenwiseEvaluation
 from ..settings.config import ToMeConfig
 from .bare_copy import bare_copy
 from .latents import Latents, latents_of
@@ -40,21 +40,13 @@ _BY_STEPS = ("start_percent", "end_percent", "ratio_end", "reuse_steps")
 def _merging(block: AttentionBlock) -> Iterator[Override]:
     """Overrides by which the attention of a block merges."""
 
-    def attend(
-        func: AttentionFunction,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        heads: int,
-        mask: Tensor | None,
-        kwargs: dict[str, Any],
-        is_plain: bool,
-    ) -> Tensor:
+    def attend(func: AttentionFunction, is_plain: bool, *arguments: Any, **kwargs: Any) -> Tensor:
         if not block.model.overrides.are_of_this_thread or block.evaluation.is_full_step:
-            return func(q, k, v, heads, mask, **kwargs)
+            return func(*arguments, **kwargs)
         if not is_plain:
             block.note_masked()
-            return func(q, k, v, heads, mask, **kwargs)
+            return func(*arguments, **kwargs)
+        q, k, v, heads, mask = arguments
         return merged_attention(block, {}, func, None, q, k, v, heads, mask, kwargs)
 
     return reaching(block.module, attend)
@@ -275,20 +267,20 @@ class _Tokenwise(TokenwiseEvaluation):
     def overrides(self) -> Iterator[Override]:
         yield from super().overrides()
         yield from reaching(self.network, self._reached)
-        for module in self.network.modules():
-            if isinstance(module, nn.Linear):
-                yield module, "forward", cheap(module.out_features)
+
+    def not_computed(self) -> Iterator[nn.Module]:
+        yield from self.network.modules()
 
     def _reached(
         self,
         func: AttentionFunction,
+        is_plain: bool,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         heads: int,
         mask: Tensor | None,
-        kwargs: dict[str, Any],
-        is_plain: bool,
+        **kwargs: Any,
     ) -> Tensor:
         if not is_plain:
             mask = torch.empty(q.shape[-2], k.shape[-2], device="meta")

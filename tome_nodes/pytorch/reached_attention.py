@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from ..patching.overrides import Override
 
 Attend = Callable[..., Tensor]
-"""Attends in place of a function. Gets that; queries, keys, values, heads, mask and keyword
-arguments as :func:`tome_nodes.patching.attention_call.merged_attention` takes them; and whether
-nothing else is special about the call, such as a causal mask."""
+"""Attends in place of a function. Gets that; whether nothing else is special about the call, such
+as a causal mask; and the arguments that an :class:`AttentionFunction` takes."""
 
 _DISPATCH = "dispatch_attention_fn"
 _PYTORCH = "scaled_dot_product_attention"
@@ -74,17 +73,8 @@ def _backend(backend: Any) -> str:
     return str(getattr(backend, "value", backend))
 
 
-def _plainly(
-    func: AttentionFunction,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: int,
-    mask: Tensor | None,
-    kwargs: dict[str, Any],
-    is_plain: bool,
-) -> Tensor:
-    return func(q, k, v, heads, mask, **kwargs)
+def _plainly(func: AttentionFunction, is_plain: bool, *arguments: Any, **kwargs: Any) -> Tensor:
+    return func(*arguments, **kwargs)
 
 
 class _Reached(nn.Module):
@@ -211,7 +201,7 @@ def _in_place_of(
         own = AttentionFunction(find(), by_head, others)
         # Another thread may be here when the evaluation ends.
         attend = getattr(reached, "attend", _plainly)
-        out = attend(own, query, key, value, query.shape[1], attn_mask, kwargs, is_plain)
+        out = attend(own, is_plain, query, key, value, query.shape[1], attn_mask, **kwargs)
         return out if by_head else out.transpose(1, 2)
 
     return attention
