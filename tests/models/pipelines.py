@@ -315,10 +315,6 @@ _NOTHING = {"vae": None, "text_encoder": None, "tokenizer": None}
 _SECOND = {"text_encoder_2": None, "tokenizer_2": None}
 
 
-def _scheduler(**options: Any) -> FlowMatchEulerDiscreteScheduler:
-    return FlowMatchEulerDiscreteScheduler(**options)
-
-
 def make_flux() -> FluxTransformer2DModel:
     return lively(
         FluxTransformer2DModel(
@@ -341,9 +337,18 @@ _FLUX_TEXT: dict[str, Any] = {
 }
 
 
+_PROMPTS: dict[str, Any] = {
+    "prompt_embeds": noise(1, TEXT, TEXT_CHANNELS),
+    "negative_prompt_embeds": noise(1, TEXT, TEXT_CHANNELS, seed=2),
+}
+
+
 def flux() -> TransformerCase:
     pipeline = FluxPipeline(
-        _scheduler(use_dynamic_shifting=True), **_NOTHING, **_SECOND, transformer=make_flux()
+        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        **_NOTHING,
+        **_SECOND,
+        transformer=make_flux(),
     )
     return TransformerCase(pipeline, 80, **_FLUX_TEXT, height=128, width=160)
 
@@ -351,7 +356,10 @@ def flux() -> TransformerCase:
 def flux_kontext() -> TransformerCase:
     """With a reference picture behind the latent, in the same sequence."""
     pipeline = FluxKontextPipeline(
-        _scheduler(use_dynamic_shifting=True), **_NOTHING, **_SECOND, transformer=make_flux()
+        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        **_NOTHING,
+        **_SECOND,
+        transformer=make_flux(),
     )
     pipeline.latent_channels = 4
     return TransformerCase(
@@ -377,7 +385,9 @@ def flux2() -> TransformerCase:
         axes_dims_rope=(4, 4, 4, 4),
     )
     pipeline = Flux2Pipeline(
-        _scheduler(use_dynamic_shifting=True), **_NOTHING, transformer=lively(transformer)
+        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        **_NOTHING,
+        transformer=lively(transformer),
     )
     text = noise(1, TEXT, TEXT_CHANNELS)
     return TransformerCase(pipeline, 80, prompt_embeds=text, height=128, width=160)
@@ -400,7 +410,7 @@ def sd3() -> TransformerCase:
     )
     pipeline = StableDiffusion3Pipeline(
         lively(transformer),
-        _scheduler(shift=3.0),
+        FlowMatchEulerDiscreteScheduler(shift=3.0),
         **_NOTHING,
         **_SECOND,
         text_encoder_3=None,
@@ -426,14 +436,15 @@ def make_qwen() -> QwenImageTransformer2DModel:
 
 def qwen_image() -> TransformerCase:
     pipeline = QwenImagePipeline(
-        _scheduler(use_dynamic_shifting=True), **_NOTHING, transformer=make_qwen()
+        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        **_NOTHING,
+        transformer=make_qwen(),
     )
     return TransformerCase(
         pipeline,
         80,
-        prompt_embeds=noise(1, TEXT, TEXT_CHANNELS),
+        **_PROMPTS,
         prompt_embeds_mask=torch.ones(1, TEXT, dtype=torch.long),
-        negative_prompt_embeds=noise(1, TEXT, TEXT_CHANNELS, seed=2),
         negative_prompt_embeds_mask=torch.ones(1, TEXT, dtype=torch.long),
         height=128,
         width=160,
@@ -453,7 +464,9 @@ def z_image() -> TransformerCase:
         axes_dims=[4, 4, 8],
         axes_lens=[256, 64, 64],
     )
-    pipeline = ZImagePipeline(_scheduler(shift=3.0), **_NOTHING, transformer=lively(transformer))
+    pipeline = ZImagePipeline(
+        FlowMatchEulerDiscreteScheduler(shift=3.0), **_NOTHING, transformer=lively(transformer)
+    )
     return TransformerCase(
         pipeline,
         80,
@@ -498,8 +511,7 @@ def wan() -> TransformerCase:
         pipeline,
         3 * 80,
         beside=0,
-        prompt_embeds=noise(1, TEXT, TEXT_CHANNELS),
-        negative_prompt_embeds=noise(1, TEXT, TEXT_CHANNELS, seed=2),
+        **_PROMPTS,
         num_frames=9,
         height=128,
         width=160,
@@ -517,16 +529,17 @@ def ltx() -> TransformerCase:
         caption_channels=TEXT_CHANNELS,
     )
     pipeline = LTXPipeline(
-        _scheduler(use_dynamic_shifting=True), **_NOTHING, transformer=lively(transformer)
+        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        **_NOTHING,
+        transformer=lively(transformer),
     )
     mask = torch.ones(1, TEXT, dtype=torch.long)
     return TransformerCase(
         pipeline,
         3 * 80,
         beside=0,
-        prompt_embeds=noise(1, TEXT, TEXT_CHANNELS),
+        **_PROMPTS,
         prompt_attention_mask=mask,
-        negative_prompt_embeds=noise(1, TEXT, TEXT_CHANNELS, seed=2),
         negative_prompt_attention_mask=mask,
         num_frames=17,
         height=256,
@@ -548,7 +561,13 @@ def hunyuan_video() -> TransformerCase:
         rope_axes_dim=(4, 4, 8),
     )
     pipeline = HunyuanVideoPipeline(
-        None, None, lively(transformer), None, _scheduler(shift=7.0), None, None
+        None,
+        None,
+        lively(transformer),
+        None,
+        FlowMatchEulerDiscreteScheduler(shift=7.0),
+        None,
+        None,
     )
     return TransformerCase(
         pipeline,
@@ -586,8 +605,7 @@ def cogvideox() -> TransformerCase:
     return TransformerCase(
         pipeline,
         3 * 80,
-        prompt_embeds=noise(1, TEXT, TEXT_CHANNELS),
-        negative_prompt_embeds=noise(1, TEXT, TEXT_CHANNELS, seed=2),
+        **_PROMPTS,
         num_frames=9,
         height=128,
         width=160,
@@ -608,14 +626,15 @@ def lumina2() -> TransformerCase:
         axes_lens=(64, 64, 64),
         cap_feat_dim=TEXT_CHANNELS,
     )
-    pipeline = Lumina2Pipeline(lively(transformer), _scheduler(shift=6.0), **_NOTHING)
+    pipeline = Lumina2Pipeline(
+        lively(transformer), FlowMatchEulerDiscreteScheduler(shift=6.0), **_NOTHING
+    )
     mask = torch.ones(1, TEXT, dtype=torch.long)
     return TransformerCase(
         pipeline,
         80,
-        prompt_embeds=noise(1, TEXT, TEXT_CHANNELS),
+        **_PROMPTS,
         prompt_attention_mask=mask,
-        negative_prompt_embeds=noise(1, TEXT, TEXT_CHANNELS, seed=2),
         negative_prompt_attention_mask=mask,
         height=128,
         width=160,
