@@ -43,7 +43,7 @@ LATENT_SIDE = SIDE // latents.CELL
 SHIFT = 1.15
 """How much more of the steps are noisy ones, as in Flux at its usual size; 0 for none."""
 
-SCENES = 3000
+SCENES = 8000
 """How many scenes a training sees, each of which it crops anew every time."""
 HELD_OUT = 10**6
 """Judged captions are those of scenes from this seed on, on which nothing was trained."""

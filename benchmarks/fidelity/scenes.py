@@ -17,9 +17,13 @@ from torch import Tensor
 
 from benchmarks.fidelity.photos import PHOTOS, photo
 
-SMALLEST = (8.0, 14.0, 24.0)
-"""Radii of the smallest leaves in pixels, by the caption's ``size``."""
-LARGEST = 96.0
+SMALLEST = (14.0, 24.0, 40.0)
+"""Radii of the smallest leaves in pixels, by the caption's ``size``.
+
+With these, neighbouring tokens of a scene are as alike as those of photos with 64 tokens across, as
+in a picture of 1024x1024 pixels.
+"""
+LARGEST = 140.0
 FILLS = ("flat", "shaded", "photo")
 PALETTES = 8
 COLOURS = 5
