@@ -33,7 +33,7 @@ LIBRARIES = {
     *("datetime", "itertools", "json", "logging", "math", "reprlib", "statistics", "struct", "sys"),
     *("threading", "time", "traceback", "types", "typing", "weakref"),
     *("numpy", "torch", "PIL", "triton", "diffusers", "server"),
-    *("comfy", "comfy_api", "comfy_execution", "comfyui_version"),
+    *("comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_version"),
 }
 """What may be imported. Of the standard library, nothing with files, processes or the network."""
 

@@ -85,6 +85,7 @@ def test_only_a_host_knows_its_libraries():
         "folder_paths": {"comfyui"},
         "server": {"comfyui"},
         "comfy_api": {"comfyui.nodes"},
+        "comfy_extras": {"comfyui.tune"},
         "diffusers": {"pytorch"},
         "triton": {"ops.triton"},
     }

@@ -1,4 +1,4 @@
-"""The search of ToMe Tune on figures alone, and where on the way of a run it looks."""
+"""The search of ToMe Tune on figures alone, and what it says."""
 
 from dataclasses import replace
 
@@ -20,7 +20,6 @@ from tome_nodes.tuning.search import (
     find,
 )
 from tome_nodes.tuning.summary import HINT, Found, in_words
-from tome_nodes.tuning.trial_steps import full_steps, trial_steps
 
 LADDERS = [BALANCED, FAST]
 
@@ -50,17 +49,15 @@ VIDEO = front(
 )
 
 
-def tuned(wish, figures, trials=100, ladders=LADDERS):
+def tuned(wish, figures):
     """The choice, and what was tried for it."""
     tried = []
 
     def trial(candidate):
-        if len(tried) == trials:
-            return None
         tried.append(candidate)
         return figures[candidate]
 
-    known = find(wish, {}, ladders, trial)
+    known = find(wish, {}, LADDERS, trial)
     assert known == {candidate: figures[candidate] for candidate in tried}
     return choose(wish, known), tried
 
@@ -155,25 +152,17 @@ def test_a_ladder_on_which_nothing_merges_is_tried_once():
     assert [each.preset for each in tried] == ["balanced", "fast"]
 
 
-def test_a_search_that_is_cut_off_takes_the_best_it_has_and_goes_on_from_there():
+def test_a_search_goes_on_from_what_is_known():
     wish = Wish("speed", 1.3)
-    choice, tried = tuned(wish, PICTURE, trials=1)
-    assert choice == Candidate("fast", 0.5)
+    tried = tuned(wish, PICTURE)[1]
     more = []
-    find(wish, {tried[0]: PICTURE[tried[0]]}, LADDERS, lambda each: more.append(each))
-    assert more and more[0] not in tried
-
-
-def test_where_one_ladder_costs_too_much_the_other_is_tried():
-    tried = []
-
-    def trial(candidate):
-        tried.append(candidate)
-        return None if candidate.preset == "fast" else VIDEO[candidate]
-
-    known = find(Wish("speed", 1.5), {}, LADDERS, trial)
-    assert [each.preset for each in tried].count("fast") == 1
-    assert choose(Wish("speed", 1.5), known) == Candidate("balanced", 0.6)
+    find(
+        wish,
+        {tried[0]: PICTURE[tried[0]]},
+        LADDERS,
+        lambda each: more.append(each) or PICTURE[each],
+    )
+    assert more == tried[1:]
 
 
 def test_the_settings_of_the_unpatched_model_merge_nothing_whatever_else_is_given():
@@ -186,46 +175,12 @@ def test_a_high_speed_is_looked_for_where_it_can_be_had():
     assert tuned(Wish("speed", 1.1), PICTURE)[1][0].preset == "balanced"
 
 
-FAST_SETTINGS = ToMeConfig(**settings_of("fast", {}))
-
-
-@pytest.mark.parametrize(
-    ("steps", "from_noise", "expected"),
-    [
-        (20, True, [3, 11, 19]),
-        (8, True, [0, 3, 7]),
-        (4, True, [0, 3]),
-        (2, True, [0]),
-        (1, True, [0]),
-        (1, False, [0]),
-        (6, False, [1, 5]),
-    ],
-)
-def test_trials_lie_after_steps_on_all_tokens(steps, from_noise, expected):
-    assert trial_steps(FAST_SETTINGS, steps, from_noise) == expected
-
-
-@given(st.integers(1, 200), st.booleans())
-def test_trial_steps_are_steps_of_the_run_in_order(steps, from_noise):
-    found = trial_steps(FAST_SETTINGS, steps, from_noise)
-    assert 1 <= len(found) <= 3
-    full = full_steps(FAST_SETTINGS, steps, from_noise)
-    in_order = [each for step in found for each in (step - 1, step) if each >= 0]
-    assert in_order == sorted({*in_order}) and in_order[-1] < steps
-    assert {step - 1 for step in found} - {-1} <= {*full}
-    assert steps == 1 or not {*found} & {*full}
-
-
-def test_settings_without_steps_on_all_tokens_have_none():
-    assert full_steps(ToMeConfig(**settings_of("balanced", {})), 20, True) == []
-
-
 def text_lines(wish, figures, **others):
     return in_words(Found(wish, figures, **others))
 
 
 def test_the_result_comes_first():
-    assert text_lines(Wish("speed", 1.2), PICTURE, evaluations=30, steps=20)[0] == (
+    assert text_lines(Wish("speed", 1.2), PICTURE, runs=1.5)[0] == (
         "Found: fast, ratio 0.30: 1.20 times as fast, change 0.050."
     )
     assert text_lines(Wish("speed", 3.0), PICTURE)[:2] == [
@@ -264,17 +219,37 @@ def test_a_trial_that_failed_is_told_as_that():
     ]
 
 
-def test_settings_that_there_were_no_trials_for_are_named():
-    assert text_lines(Wish("speed", 1.2), PICTURE, evaluations=8, steps=4, untried=FAST[2])[-1] == (
-        "Not tried: fast, ratio 0.50. Runs of more steps allow more trials."
+SLOWER, WORSE, BETTER = measured(1.1, 0.01), measured(1.5, 0.06), measured(1.25, 0.04)
+
+
+@pytest.mark.parametrize(
+    ("instead", "said"),
+    [
+        ({"6 of 8 steps": WORSE, "EasyCache": SLOWER}, None),
+        ({"6 of 8 steps": BETTER, "EasyCache": WORSE}, "6 of 8 steps"),
+        ({"6 of 8 steps": BETTER, "EasyCache": measured(1.9, 0.03)}, "EasyCache"),
+        ({"EasyCache": measured(1.0, 0.0)}, None),
+        ({"EasyCache": measured(2.0, 0.0, "OSError: gone")}, None),
+    ],
+    ids=str,
+)
+def test_what_is_better_than_merging_is_said(instead, said):
+    """The settings found are 1.20 times as fast, with a change of 0.050."""
+    lines = text_lines(Wish("speed", 1.2), PICTURE, instead=instead)
+    assert lines[1] == (
+        "Nothing else that was tried is as fast and changes less."
+        if said is None
+        else f"Hint: take {said} instead, which is as fast and changes less."
+    )
+    assert sum(line.startswith("Instead ") for line in lines) == len(instead)
+    assert "Instead 6 of 8 steps: 1.25 times as fast, change 0.040" in text_lines(
+        Wish("speed", 1.2), PICTURE, instead={"6 of 8 steps": BETTER}
     )
 
 
 def test_what_trials_cost_is_told():
     wish = Wish("speed", 1.2)
-    assert text_lines(wish, PICTURE, evaluations=30, steps=20)[-1] == (
-        "Trials: 30 evaluations of the model, 1.5 sampling runs"
-    )
+    assert text_lines(wish, PICTURE, runs=5.25)[-1] == "Trials: as long as 5.2 sampling runs"
     assert text_lines(wish, PICTURE, date="2026-11-23")[-1] == (
         "No trials: measured on 2026-11-23; set measure_again to measure anew"
     )

@@ -111,14 +111,14 @@ TUNE = Caption(
     id="ToMeTune",
     name="ToMe Tune",
     text="Finds the settings of token merging that make your model as fast as you wish, or change "
-    "the picture as little, by trying a few on your model and device. It takes no longer than two "
-    "sampling runs, and none the next time. Give it what the sampler gets.",
+    "the picture as little, by trying a few on your model and device, and tells what fewer steps "
+    "and EasyCache would do instead. It takes about six sampling runs, and none the next time. "
+    "Give it what the sampler gets.",
     inputs=(
         Slot(
             "model",
             "The model, after any LoRA.",
-            "Nodes that skip steps, such as EasyCache, belong after this one: here they would skip "
-            "what is to be measured.",
+            "With EasyCache before this node, merging is tried together with it.",
             type="MODEL",
         ),
         Slot("positive", "The prompt of the sampler.", type="CONDITIONING"),
@@ -137,7 +137,9 @@ TUNE = Caption(
             type="MODEL",
         ),
         Slot(
-            "IMAGE", "All settings tried, by speed and change, with the ones found.", type="IMAGE"
+            "IMAGE",
+            "All that was tried, by speed and change, with the settings found.",
+            type="IMAGE",
         ),
         Slot("text", "What was found and tried, in words.", type="STRING"),
         Slot(

@@ -191,15 +191,15 @@ class Point:
         name: what is written beside it.
         speed: times as fast as the unpatched model.
         change: of the picture.
-        is_warm: whether it is drawn in the warmer of two colours.
+        colour: of its dot.
         is_chosen: whether it is ringed.
     """
 
     name: str
     speed: float
     change: float
-    is_warm: bool
-    is_chosen: bool
+    colour: tuple[int, int, int] = COOL
+    is_chosen: bool = False
 
 
 def front(
@@ -248,11 +248,11 @@ def front(
         _, y = place(1, change)
         draw.line((left, y, right, y), INK, 2)
     is_unpatched = not any(point.is_chosen for point in points)
-    for point in (Point("unpatched", 1.0, 0.0, False, is_unpatched), *points):
+    for point in (Point("unpatched", 1.0, 0.0, is_chosen=is_unpatched), *points):
         x, y = place(point.speed, point.change)
         if point.is_chosen:
             draw.ellipse((x - 11, y - 11, x + 11, y + 11), outline=INK, width=2)
-        draw.ellipse((x - 6, y - 6, x + 6, y + 6), fill=WARM if point.is_warm else COOL)
+        draw.ellipse((x - 6, y - 6, x + 6, y + 6), fill=point.colour)
         is_left = x + 16 + _width(point.name, _SMALL) <= right
         draw.text(
             (x + 16 if is_left else x - 16, y),

@@ -65,9 +65,9 @@ def _with_times(choice: Choice) -> str:
 
 
 def times(tuned: Measured) -> str:
-    """For example ``1.34 times as fast: 0.41 s an evaluation, 0.55 s unpatched``."""
-    evaluation = f"{seconds(tuned.seconds)} an evaluation, {seconds(tuned.unpatched)} unpatched"
-    return f"{tuned.speed:.2f} times as fast: {evaluation}"
+    """For example ``1.34 times as fast: 0.41 s a step, 0.55 s unpatched``."""
+    step = f"{seconds(tuned.seconds)} a step, {seconds(tuned.unpatched)} unpatched"
+    return f"{tuned.speed:.2f} times as fast: {step}"
 
 
 def seconds(time: float) -> str:

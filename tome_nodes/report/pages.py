@@ -89,7 +89,7 @@ def report_of(
 
 
 def tuning_page(found: Found) -> Page:
-    """What ToMe Tune found, with all settings that it tried."""
+    """What ToMe Tune found, with all that it tried."""
     lines = tuning_words.in_words(found)
     if not found.figures:
         return Page(drawing.card("ToMe Tune", lines), "\n".join(lines))
@@ -98,10 +98,15 @@ def tuning_page(found: Found) -> Page:
             f"{candidate.preset} {candidate.ratio:.2f}",
             measured.speed,
             measured.change,
-            candidate.preset == FAST[0].preset,
+            drawing.WARM if candidate.preset == FAST[0].preset else drawing.COOL,
             candidate == found.candidate,
         )
         for candidate, measured in found.figures.items()
+        if measured.obstacle is None
+    ]
+    points += [
+        drawing.Point(name, measured.speed, measured.change, drawing.MUTED)
+        for name, measured in found.instead.items()
         if measured.obstacle is None
     ]
     amount, is_speed = found.wish.amount, found.wish.goal == SPEED

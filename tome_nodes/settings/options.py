@@ -168,8 +168,8 @@ CHANGE = Option(
     least=0.0,
     most=1.0,
     step=0.01,
-    text="Under goal likeness: how much the denoised picture may change in a step, in standard "
-    "deviations of the picture. 0 leaves the model unpatched.",
+    text="Under goal likeness: how much the picture may change, in standard deviations of its "
+    "latent. 0 leaves the model unpatched.",
 )
 
 MEASURE_AGAIN = Option(
@@ -192,8 +192,7 @@ SAMPLING = (
         default=20,
         least=1,
         most=10000,
-        text="Steps of the sampler. Trials take at most twice as many evaluations of the model, or "
-        "8.",
+        text="Steps of the sampler.",
     ),
     Option(
         name="cfg",
@@ -207,13 +206,13 @@ SAMPLING = (
         name="sampler_name",
         default="euler",
         is_of_host=True,
-        text="As in the sampler. The trials themselves step as Euler's sampler does.",
+        text="As in the sampler.",
     ),
     Option(
         name="scheduler",
         default="simple",
         is_of_host=True,
-        text="As in the sampler; it sets the noise levels of the trials.",
+        text="As in the sampler.",
     ),
     Option(
         name="denoise",

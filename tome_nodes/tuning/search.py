@@ -58,10 +58,10 @@ class Measured:
     """What a trial of some settings found.
 
     Attributes:
-        seconds: a mean evaluation of the model in a whole run with them.
-        unpatched: the same without them, measured around the trial.
-        change: the root mean square of what they change in the denoised latent, over all steps, in
-            standard deviations of the unpatched latent at the end.
+        seconds: of a run with them, over the steps of the unpatched run.
+        unpatched: the same without them.
+        change: the root mean square of what they change in the latent at the end, in standard
+            deviations of the unpatched one.
         obstacle: why nothing merged, or the error of the trial; None if there is neither.
         has_failed: whether it is an error, which need not happen again.
     """
@@ -81,6 +81,11 @@ class Measured:
     def is_faster(self) -> bool:
         """Whether it gains more than noise."""
         return self.obstacle is None and self.speed >= FASTER
+
+    def beats(self, other: "Measured") -> bool:
+        """Whether it is as fast as another, and changes no more."""
+        is_as_fast = self.is_faster and FASTER * self.speed >= other.speed
+        return is_as_fast and self.change <= other.change
 
 
 @dataclass(frozen=True)
@@ -188,26 +193,20 @@ def find(
     wish: Wish,
     figures: Figures,
     ladders: Sequence[Ladder],
-    trial: Callable[[Candidate], Measured | None],
+    trial: Callable[[Candidate], Measured],
 ) -> dict[Candidate, Measured]:
-    """Try settings until the best that fulfil a wish are known, or there are no more trials.
+    """Try settings until the best that fulfil a wish are known.
 
     Args:
         wish: what they should do.
         figures: what is known already.
         ladders: settings that may be tried.
-        trial: measures some settings; returns None if it would take too many evaluations.
+        trial: measures some settings.
 
     Returns:
         What is known then.
     """
     known = dict(figures)
-    open_ladders = list(ladders)
-    while (candidate := next_candidate(wish, known, open_ladders)) is not None:
-        measured = trial(candidate)
-        if measured is not None:
-            known[candidate] = measured
-        else:
-            # A trial of another ladder may take fewer.
-            open_ladders = [ladder for ladder in open_ladders if candidate not in ladder]
+    while (candidate := next_candidate(wish, known, ladders)) is not None:
+        known[candidate] = trial(candidate)
     return known

@@ -1,6 +1,6 @@
 """What ToMe Tune found, in words."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -19,21 +19,18 @@ class Found:
     Attributes:
         wish: what they should do.
         figures: what is known of those that were tried.
-        evaluations: how often trials evaluated the model; 0 if there were none.
-        steps: of a sampling run.
+        instead: what is known of what else the user could take, by name.
+        runs: how many sampling runs the trials took; 0 if there were none.
         date: the day on which it was measured, if it was on an earlier one.
         obstacle: why nothing was tried, None if something could be.
-        untried: the settings to try next, had there been more evaluations; None if no others can be
-            better.
     """
 
     wish: Wish
     figures: Figures = field(default_factory=dict)
-    evaluations: int = 0
-    steps: int = 0
+    instead: Mapping[str, Measured] = field(default_factory=dict)
+    runs: float = 0.0
     date: str = ""
     obstacle: str | None = None
-    untried: Candidate | None = None
 
     @property
     def candidate(self) -> Candidate | None:
@@ -48,7 +45,7 @@ class Found:
 
 def in_words(found: Found) -> list[str]:
     """What was found, line by line: the result first, then what was tried."""
-    return [*result(found), *_tried(found), *_trials(found)]
+    return [*result(found), *_instead(found), *_tried(found), *_trials(found)]
 
 
 def result(found: Found) -> Iterator[str]:
@@ -76,6 +73,24 @@ def result(found: Found) -> Iterator[str]:
     else:
         yield f"Unpatched: nothing is faster here. {_why_not(figures)}"
         yield HINT
+    yield from _better(found)
+
+
+def _better(found: Found) -> Iterator[str]:
+    """What to take instead of the settings found, if anything."""
+    if found.measured is None or not found.instead:
+        return
+    better = {name: each for name, each in found.instead.items() if each.beats(found.measured)}
+    if better:
+        least = min(better, key=lambda name: better[name].change)
+        yield f"Hint: take {least} instead, which is as fast and changes less."
+    else:
+        yield "Nothing else that was tried is as fast and changes less."
+
+
+def _instead(found: Found) -> Iterator[str]:
+    for name, measured in found.instead.items():
+        yield f"Instead {_figures(name, measured)}"
 
 
 def _why_not(figures: Figures) -> str:
@@ -93,10 +108,13 @@ def _wished(wish: Wish) -> str:
 
 
 def _line(candidate: Candidate, figures: Figures) -> str:
-    measured = figures[candidate]
+    return _figures(str(candidate), figures[candidate])
+
+
+def _figures(name: str, measured: Measured) -> str:
     if measured.obstacle is not None:
-        return f"{candidate}: {_outcome(measured)}"
-    return f"{candidate}: {measured.speed:.2f} times as fast, change {measured.change:.3f}"
+        return f"{name}: {_outcome(measured)}"
+    return f"{name}: {measured.speed:.2f} times as fast, change {measured.change:.3f}"
 
 
 def _outcome(measured: Measured) -> str:
@@ -109,10 +127,7 @@ def _tried(found: Found) -> Iterator[str]:
 
 
 def _trials(found: Found) -> Iterator[str]:
-    if found.evaluations:
-        runs = found.evaluations / found.steps
-        yield f"Trials: {found.evaluations} evaluations of the model, {runs:.1f} sampling runs"
+    if found.runs:
+        yield f"Trials: as long as {found.runs:.1f} sampling runs"
     elif found.date:
         yield f"No trials: measured on {found.date}; set measure_again to measure anew"
-    if found.untried is not None:
-        yield f"Not tried: {found.untried}. Runs of more steps allow more trials."

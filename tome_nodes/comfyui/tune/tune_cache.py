@@ -18,11 +18,13 @@ class Kept:
         date: the day of the last trial, as ``2026-11-23``.
         figures: what was found.
         wishes: those whose best settings were looked for.
+        instead: what is known of what a user could take instead of some settings, by name.
     """
 
     date: str = ""
     figures: Figures = field(default_factory=dict)
     wishes: tuple[Wish, ...] = ()
+    instead: Mapping[Candidate, Mapping[str, Measured]] = field(default_factory=dict)
 
 
 def _to_json(kept: Kept) -> dict[str, Any]:
@@ -32,6 +34,10 @@ def _to_json(kept: Kept) -> dict[str, Any]:
             {**each.settings, **_facts(measured)} for each, measured in kept.figures.items()
         ],
         "wishes": [asdict(wish) for wish in kept.wishes],
+        "instead": [
+            {**each.settings, "others": {name: _facts(found) for name, found in others.items()}}
+            for each, others in kept.instead.items()
+        ],
     }
 
 
@@ -44,16 +50,29 @@ def _facts(measured: Measured) -> dict[str, Any]:
 def _from_json(entry: Mapping[str, Any]) -> Kept:
     return Kept(
         text(entry["date"]),
-        {
-            Candidate(_preset(each["preset"]), _ratio(each["ratio"])): Measured(
-                positive(each["seconds"]),
-                positive(each["unpatched"]),
-                number(each["change"]),
-                None if each["obstacle"] is None else text(each["obstacle"]),
-            )
-            for each in entry["figures"]
-        },
+        {_candidate(each): _measured(each) for each in entry["figures"]},
         tuple(Wish(text(each["goal"]), number(each["amount"])) for each in entry["wishes"]),
+        {
+            _candidate(each): {
+                text(name): _measured(found) for name, found in each["others"].items()
+            }
+            # Earlier versions wrote none.
+            for each in entry.get("instead", [])
+        },
+    )
+
+
+def _candidate(entry: Mapping[str, Any]) -> Candidate:
+    return Candidate(_preset(entry["preset"]), _ratio(entry["ratio"]))
+
+
+def _measured(entry: Mapping[str, Any]) -> Measured:
+    obstacle = entry["obstacle"]
+    return Measured(
+        positive(entry["seconds"]),
+        positive(entry["unpatched"]),
+        number(entry["change"]),
+        None if obstacle is None else text(obstacle),
     )
 
 

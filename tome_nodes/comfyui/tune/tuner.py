@@ -11,7 +11,7 @@ from comfy.model_management import InterruptProcessingException, get_torch_devic
 from comfy.model_patcher import ModelPatcher
 from comfyui_version import __version__ as comfyui_version
 
-from ...tuning.search import Ladder, Wish, find, next_candidate
+from ...tuning.search import Ladder, Wish, choose, find
 from ...tuning.summary import Found
 from ..attachment import detach
 from ..models.base import class_name
@@ -23,7 +23,7 @@ log = logging.getLogger("tome_nodes")
 # The host works out steps / denoise noise levels, which for less could be any number.
 _LEAST_DENOISE = 0.01
 
-_METHOD = 3
+_METHOD = 4
 """Rises with each change of what merging does or of how it is measured: older figures are void."""
 
 
@@ -75,23 +75,31 @@ def _tried(
     ladders: Sequence[Ladder],
 ) -> Found:
     key = _key(model, sampling, trials)
-    before = tune_cache.Kept() if measure_again else tune_cache.read(key)
-    figures = before.figures
-    if wish not in before.wishes:
+    kept = tune_cache.Kept() if measure_again else tune_cache.read(key)
+    figures, instead = kept.figures, kept.instead
+    if wish not in kept.wishes:
         figures = find(wish, figures, ladders, trials.measure)
-        trials.end()
-    if trials.evaluations:
+    candidate = choose(wish, figures)
+    if candidate is not None and candidate not in instead:
+        instead = {**instead, candidate: trials.instead(candidate, figures[candidate].speed)}
+    trials.end()
+    if trials.steps_taken:
         facts = {each: found for each, found in figures.items() if not found.has_failed}
         is_settled = len(facts) == len(figures) > 0
-        wishes = (*before.wishes, wish) if is_settled else before.wishes
-        tune_cache.write(key, tune_cache.Kept(date.today().isoformat(), facts, wishes))
+        is_new = wish not in kept.wishes
+        wishes = (*kept.wishes, wish) if is_settled and is_new else kept.wishes
+        others = {
+            each: found
+            for each, found in instead.items()
+            if not any(measured.has_failed for measured in found.values())
+        }
+        tune_cache.write(key, tune_cache.Kept(date.today().isoformat(), facts, wishes, others))
     return Found(
         wish,
         figures,
-        trials.evaluations,
-        trials.steps,
-        "" if trials.evaluations else before.date,
-        untried=next_candidate(wish, figures, ladders),
+        {} if candidate is None else instead[candidate],
+        trials.steps_taken / trials.steps,
+        "" if trials.steps_taken else kept.date,
     )
 
 
@@ -111,8 +119,8 @@ def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, A
         "dtype": str(model.model.get_dtype_inference()),
         "latent": list(trials.shape),
         "steps": trials.steps,
-        "denoise": sampling.denoise,
-        "from noise": trials.from_noise,
+        "sampler": [sampling.sampler_name, sampling.scheduler, sampling.denoise],
+        "empty": trials.is_empty,
         "masked": sampling.latent_image.get("noise_mask") is not None,
         "guided": sampling.cfg != 1.0,
         "prompts": [_shape_of(sampling.positive), _shape_of(sampling.negative)],
