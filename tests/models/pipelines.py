@@ -420,7 +420,7 @@ def sd3() -> TransformerCase:
     return TransformerCase(pipeline, 80, **_FLUX_TEXT, **negative, height=128, width=160)
 
 
-def make_qwen() -> QwenImageTransformer2DModel:
+def make_qwen(**options: Any) -> QwenImageTransformer2DModel:
     return lively(
         QwenImageTransformer2DModel(
             in_channels=16,
@@ -430,6 +430,7 @@ def make_qwen() -> QwenImageTransformer2DModel:
             num_attention_heads=2,
             joint_attention_dim=TEXT_CHANNELS,
             axes_dims_rope=(4, 4, 8),
+            **options,
         )
     )
 

@@ -73,6 +73,12 @@ class WholeModel:
                 height if it is a video.
             denoise: the model; it may change its blocks' tokens by :meth:`plan_of`.
         """
+        denoised = self._leaving(latent, denoise(self._entering(latent)))
+        return denoise(latent) if denoised is None else denoised
+
+    @torch.compiler.disable
+    def _entering(self, latent: Tensor) -> Tensor:
+        """What the model is to denoise: the latent with each token the mean of its slot."""
         detail, grid = self._detail, self._grid
         self.batch = len(latent)
         kept = fitting(detail.denoised, latent)
@@ -81,17 +87,24 @@ class WholeModel:
             self._match(latent)
         plan = self.plan
         if plan is None:
-            denoised = denoise(latent)
+            return latent
+        merged = plan.unmerge(plan.merge(tokens_of(latent, grid)))
+        return latent_of(merged, latent.shape, grid)
+
+    @torch.compiler.disable
+    def _leaving(self, latent: Tensor, denoised: Tensor) -> Tensor | None:
+        """The denoised latent, given what the model says; None if it has to run on all tokens."""
+        detail, grid, plan = self._detail, self._grid, self.plan
+        if plan is None:
             # Whoever gets the answer may change it in place.
             detail.denoised = denoised.clone()
         else:
-            merged = plan.unmerge(plan.merge(tokens_of(latent, grid)))
-            denoised = denoise(latent_of(merged, latent.shape, grid))
             if self._refused is not None and not self._plans:
                 self.plan, self.failed = None, self._refused
-                return denoise(latent)
+                return None
             # Without a block that ran, another node has computed the answer from the same latent.
             slots = plan.merge(tokens_of(denoised, grid))
+            kept = fitting(detail.denoised, latent)
             if kept is None:
                 tokens = _blended(plan, slots, latent.shape, grid)
             else:
@@ -99,7 +112,7 @@ class WholeModel:
                 means = plan.merge(own)
                 if not belongs(means, slots):
                     self.plan, self.failed = None, MOVES
-                    return denoise(latent)
+                    return None
                 tokens = plan.add_change(own, means, slots)
             denoised = latent_of(tokens, latent.shape, grid)
         detail.latest = denoised.clone()

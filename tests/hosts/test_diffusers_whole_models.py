@@ -1,0 +1,265 @@
+"""Transformers of real diffusers pipelines that run as a whole on merged tokens."""
+
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from common import Shuffle, relative_error
+from models import pipelines
+from models.pipelines import TEXT, TRANSFORMERS
+from test_diffusers_transformers import KEYS, ROUNDING, STACK, flux_arguments, merge, state
+from torch import nn
+
+import tome_nodes
+from benchmarks.lossless import LosslessStrategy
+from tome_nodes.merging.plan import SlotPlan
+from tome_nodes.patching.whole_model import WholeModel
+from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers
+from tome_nodes.pytorch.patched_model import Attachment
+from tome_nodes.pytorch.transformer_records import whole_transformer
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.strategies import make_strategy
+
+pytestmark = pytest.mark.newest_only
+
+WHOLE = [name for name in TRANSFORMERS if name != "cogvideox"]
+SCOPES = {"stack": STACK, "block": {"scope": "block"}}
+
+
+class AlikeShuffle(LosslessStrategy):
+    """A permutation that is the same in all samples, for models that share positions."""
+
+    def plans(self, features, grid, ratios):
+        return [
+            plan
+            if plan is None
+            else SlotPlan.from_slots(plan.slots()[:1].expand(len(features), -1), grid.tokens)
+            for plan in super().plans(features, grid, ratios)
+        ]
+
+
+def attach(model, make, **options):
+    host = DiffusersTransformers()
+    for network, steps in host.find(model):
+        Attachment(ToMeConfig(ratio=0.5, **KEYS, **options), host, steps, make).attach(network)
+
+
+@contextmanager
+def tokens_seen(case):
+    """How many tokens enter the linear layers of the blocks, a list for each evaluation."""
+    evaluations = []
+
+    def entered(_, inputs):
+        if inputs[0].ndim == 3:
+            evaluations[-1].append(inputs[0].shape[1])
+
+    with ExitStack() as hooks:
+        networks = [network for network, _ in DiffusersTransformers().find(case.pipeline)]
+        for network in networks:
+            begins = network.register_forward_pre_hook(lambda *_: evaluations.append([]))
+            hooks.enter_context(begins)
+            for name in whole_transformer(network).blocks:
+                for module in network.get_submodule(name).modules():
+                    if isinstance(module, nn.Linear):
+                        hooks.enter_context(module.register_forward_pre_hook(entered))
+        yield evaluations
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_lossless_plan_reproduces_every_pipeline(name, scope, log_messages):
+    case = TRANSFORMERS[name]()
+    expected = case(steps=4)
+    before = state(case.transformer)
+    attach(case.pipeline, Shuffle, **SCOPES[scope])
+    random = torch.get_rng_state()
+    assert relative_error(case(steps=4), expected) < ROUNDING
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(f", {scope} scope" in line for line in log_messages())
+    assert not any("module scope" in line for line in log_messages())
+    assert len(log_messages()) == (2 if name == "wan" else 1)
+    tome_nodes.remove_patch(case.pipeline)
+    assert state(case.transformer) == before
+    assert torch.equal(case(steps=4), expected)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_blocks_run_on_fewer_tokens_that_weigh_as_all(name, scope, calls):
+    case = TRANSFORMERS[name]()
+    with tokens_seen(case) as plain:
+        expected = case(steps=4)
+    keys = [key.shape[2] for _, key, _ in calls]
+    calls.clear()
+    merge(case.pipeline, **SCOPES[scope])
+    with tokens_seen(case) as seen:
+        merged = case(steps=4)
+    assert 1e-3 < relative_error(merged, expected) < 1.0
+    pictures = case.picture + case.references
+    evaluations = len(plain) // 4
+    on_all = 0
+    for before, after in zip(plain, seen, strict=True):
+        assert len(before) == len(after)
+        on_all += before == after
+        if before != after:
+            # All layers of the picture, and none of text.
+            assert all(
+                own == every - pictures // 2 if every >= pictures else own == every
+                for every, own in zip(before, after, strict=True)
+            )
+    # The last step but one is on all tokens.
+    assert on_all == (evaluations if scope == "stack" else 0)
+    fewer = [
+        (before, mask)
+        for before, (_, key, mask) in zip(keys, calls, strict=True)
+        if key.shape[2] < before
+    ]
+    assert len(fewer) >= 2 * (4 * evaluations - on_all)
+    for before, mask in fewer:
+        weights = mask.double().exp().sum(-1)
+        assert torch.allclose(weights, torch.full_like(weights, before))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_denoised_latent_is_where_the_only_step_ends(name, monkeypatch):
+    """In the scheduler's own arithmetic, which knows what a transformer predicts."""
+    case = TRANSFORMERS[name]()
+    unguided = {"qwen_image": {"true_cfg_scale": 1.0}, "z_image": {"guidance_scale": 0.0}}
+    options = unguided.get(name, {"guidance_scale": 1.0})
+    expected = case(steps=1, **options)
+    denoised = []
+    run = WholeModel.run
+
+    def spy(*args):
+        denoised.append(run(*args))
+        return denoised[-1]
+
+    monkeypatch.setattr(WholeModel, "run", spy)
+    attach(case.pipeline, Shuffle, **STACK)
+    case(steps=1, **options)
+    assert len(denoised) == 1
+    first, second = (each.flatten().sort().values for each in (denoised[0], expected))
+    # Its values stand elsewhere where the pipeline packs them. Wan's timesteps are whole numbers.
+    assert relative_error(first, second) < 2e-3
+
+
+@pytest.mark.parametrize("name", ["flux", "z_image", "wan"])
+def test_nothing_to_merge_is_exact(name):
+    case = TRANSFORMERS[name]()
+    expected = case(steps=1)
+    merge(case.pipeline, ratio=0, ratio_end=0.5, **STACK)
+    assert torch.equal(case(steps=1), expected)
+    assert not torch.equal(case(steps=4), case(steps=1))
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen_image", "hunyuan_video"])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_several_samples(name, scope, log_messages):
+    """Positions without a batch are those of all samples, which have to merge alike."""
+    case = TRANSFORMERS[name]()
+    options = {"num_videos_per_prompt" if name == "hunyuan_video" else "num_images_per_prompt": 2}
+    expected = case(steps=4, **options)
+    assert len(expected) == 2
+    alike = lambda *args: AlikeShuffle(make_strategy(*args))  # noqa: E731
+    attach(case.pipeline, alike, **SCOPES[scope])
+    assert relative_error(case(steps=4, **options), expected) < ROUNDING
+    assert f", {scope} scope" in log_messages()[-1]
+    merge(case.pipeline, **SCOPES[scope])
+    merged = case(steps=4, **options)
+    assert 1e-3 < relative_error(merged, expected) < 1.0
+    assert "module scope" not in log_messages()[-1]
+
+
+@torch.no_grad()
+def twice(network, given):
+    """The second of two evaluations of a transformer, the first of which is on all tokens."""
+    (time,) = (name for name in ("timestep", "t") if name in given)
+    network(**given)
+    return network(**{**given, time: 0.9 * given[time]})
+
+
+def test_a_transformer_without_a_pipeline_returns_what_it_did():
+    transformer = pipelines.make_flux()
+    arguments = flux_arguments()
+    expected = twice(transformer, arguments)
+    attach(transformer, Shuffle, **STACK)
+    given = twice(transformer, arguments)
+    assert type(given) is type(expected)
+    assert relative_error(given.sample, expected.sample) < ROUNDING
+    merge(transformer, **STACK)
+    with torch.no_grad():
+        hidden = arguments.pop("hidden_states")
+        transformer(hidden, **arguments)
+        arguments["timestep"] = 0.9 * arguments["timestep"]
+        (merged,) = transformer(hidden, **arguments, return_dict=False)
+    assert 1e-3 < relative_error(merged, expected.sample) < 0.5
+
+
+def test_half_precision(log_messages):
+    case = pipelines.flux()
+    case.transformer.to(torch.bfloat16)
+    case.arguments = {
+        name: value.bfloat16() if isinstance(value, torch.Tensor) else value
+        for name, value in case.arguments.items()
+    }
+    expected = case(steps=4)
+    attach(case.pipeline, Shuffle, **STACK)
+    given = case(steps=4)
+    assert given.dtype == expected.dtype
+    assert relative_error(given, expected) < 0.02
+    assert ", stack scope" in log_messages()[-1]
+
+
+TREATED = "whose tokens are treated differently"
+
+
+@pytest.mark.parametrize("kind", ["layers", "reference at its own time", "ltx", "wan"])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_what_treats_tokens_differently_merges_in_its_attention(kind, scope, log_messages):
+    if kind in ("ltx", "wan"):
+        case = TRANSFORMERS[kind]()
+        network, given = case.transformer, {}
+        hook = network.register_forward_pre_hook(
+            lambda _, args, kwargs: given.update(kwargs), with_kwargs=True
+        )
+        case(steps=1)
+        hook.remove()
+        times = given["timestep"][:, None].repeat(1, case.picture)
+        times[:, :80] = 0
+        given["timestep"], why = times, TREATED
+    else:
+        layered = {"use_additional_t_cond": True} if kind == "layers" else {"zero_cond_t": True}
+        network = pipelines.make_qwen(**layered)
+        given = {
+            "hidden_states": pipelines.noise(1, 80 + 48, 16),
+            "encoder_hidden_states": pipelines.noise(1, TEXT, pipelines.TEXT_CHANNELS),
+            "timestep": torch.tensor([0.5], device=pipelines.DEVICE),
+            "img_shapes": [[(1, 8, 10), (1, 6, 8)]],
+        }
+        why = TREATED
+        if kind == "layers":
+            given["additional_t_cond"] = torch.tensor([0], device=pipelines.DEVICE)
+            why = "as it is called with additional_t_cond"
+    expected = twice(network, given)[0]
+    attach(network, Shuffle, **SCOPES[scope])
+    assert relative_error(twice(network, given)[0], expected) < ROUNDING
+    assert why in log_messages()[-1]
+    assert "module scope in" in log_messages()[-1]
+
+
+def test_fast_where_no_record_says_how_blocks_run(log_messages):
+    case = TRANSFORMERS["cogvideox"]()
+    tome_nodes.apply_patch(case.pipeline, preset="fast")
+    case(height=256, width=256)
+    assert "module scope in 2 as this kind of model does not merge stacks" in log_messages()[-1]
+
+
+def test_fast(log_messages):
+    case = pipelines.flux()
+    plain = case(steps=6, height=256, width=256)
+    tome_nodes.apply_patch(case.pipeline, preset="fast")
+    merged = case(steps=6, height=256, width=256)
+    assert 1e-3 < relative_error(merged, plain) < 0.5
+    assert log_messages() == [
+        "[ToMe] merged 3/3 blocks (256 -> 128 tokens), ratio 0.50, window, stack scope"
+    ]
