@@ -5,18 +5,21 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 from common import Shuffle, relative_error
+from diffusers import FirstBlockCacheConfig
 from models import pipelines
-from models.pipelines import TEXT, TRANSFORMERS
+from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
 from test_diffusers_transformers import KEYS, ROUNDING, STACK, flux_arguments, merge, state
 from torch import nn
 
 import tome_nodes
 from benchmarks.lossless import LosslessStrategy
+from tome_nodes.merging.layout import Grid, Layout, Span
 from tome_nodes.merging.plan import SlotPlan
+from tome_nodes.patching.answer import Answer
 from tome_nodes.patching.whole_model import WholeModel
-from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers
+from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers, _in_sequence
 from tome_nodes.pytorch.patched_model import Attachment
-from tome_nodes.pytorch.transformer_records import whole_transformer
+from tome_nodes.pytorch.transformer_records import WholeTransformer, whole_transformer
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
@@ -45,7 +48,7 @@ def attach(model, make, **options):
 
 
 @contextmanager
-def tokens_seen(case):
+def tokens_seen(*networks):
     """How many tokens enter the linear layers of the blocks, a list for each evaluation."""
     evaluations = []
 
@@ -54,7 +57,6 @@ def tokens_seen(case):
             evaluations[-1].append(inputs[0].shape[1])
 
     with ExitStack() as hooks:
-        networks = [network for network, _ in DiffusersTransformers().find(case.pipeline)]
         for network in networks:
             begins = network.register_forward_pre_hook(lambda *_: evaluations.append([]))
             hooks.enter_context(begins)
@@ -87,12 +89,13 @@ def test_a_lossless_plan_reproduces_every_pipeline(name, scope, log_messages):
 @pytest.mark.parametrize("scope", SCOPES)
 def test_blocks_run_on_fewer_tokens_that_weigh_as_all(name, scope, calls):
     case = TRANSFORMERS[name]()
-    with tokens_seen(case) as plain:
+    networks = [network for network, _ in DiffusersTransformers().find(case.pipeline)]
+    with tokens_seen(*networks) as plain:
         expected = case(steps=4)
     keys = [key.shape[2] for _, key, _ in calls]
     calls.clear()
     merge(case.pipeline, **SCOPES[scope])
-    with tokens_seen(case) as seen:
+    with tokens_seen(*networks) as seen:
         merged = case(steps=4)
     assert 1e-3 < relative_error(merged, expected) < 1.0
     pictures = case.picture + case.references
@@ -154,20 +157,32 @@ def test_nothing_to_merge_is_exact(name):
 
 @pytest.mark.parametrize("name", ["flux", "qwen_image", "hunyuan_video"])
 @pytest.mark.parametrize("scope", SCOPES)
-def test_several_samples(name, scope, log_messages):
+def test_several_samples(name, scope, log_messages, monkeypatch):
     """Positions without a batch are those of all samples, which have to merge alike."""
     case = TRANSFORMERS[name]()
     options = {"num_videos_per_prompt" if name == "hunyuan_video" else "num_images_per_prompt": 2}
     expected = case(steps=4, **options)
     assert len(expected) == 2
-    alike = lambda *args: AlikeShuffle(make_strategy(*args))  # noqa: E731
-    attach(case.pipeline, alike, **SCOPES[scope])
+    attach(case.pipeline, lambda *args: AlikeShuffle(make_strategy(*args)), **SCOPES[scope])
     assert relative_error(case(steps=4, **options), expected) < ROUNDING
     assert f", {scope} scope" in log_messages()[-1]
+    chosen, tokens = [], SlotPlan.tokens
+
+    def spy(plan):
+        chosen.append(tokens(plan))
+        return chosen[-1]
+
+    monkeypatch.setattr(SlotPlan, "tokens", spy)
     merge(case.pipeline, **SCOPES[scope])
     merged = case(steps=4, **options)
     assert 1e-3 < relative_error(merged, expected) < 1.0
     assert "module scope" not in log_messages()[-1]
+    # In stack scope, each frame of a video has a plan of its own.
+    by_sample = [each.unflatten(0, (2, -1)) for each in chosen]
+    assert all(torch.equal(first, second) for first, second in by_sample)
+    frames = [first for first, _ in by_sample if len(first) > 1]
+    assert bool(frames) == ((name, scope) == ("hunyuan_video", "stack"))
+    assert not any(torch.equal(first[0], first[1]) for first in frames)
 
 
 @torch.no_grad()
@@ -193,6 +208,89 @@ def test_a_transformer_without_a_pipeline_returns_what_it_did():
         arguments["timestep"] = 0.9 * arguments["timestep"]
         (merged,) = transformer(hidden, **arguments, return_dict=False)
     assert 1e-3 < relative_error(merged, expected.sample) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "along", "own"),
+    [
+        (pipelines.make_flux, {**flux_arguments(), "hidden_states": noise(1, 80, 24)}, 2, 16),
+        (
+            pipelines.make_wan,
+            {
+                "hidden_states": noise(1, 10, 3, 16, 20),
+                "encoder_hidden_states": noise(1, TEXT, TEXT_CHANNELS),
+                "timestep": torch.tensor([500.0], device=DEVICE),
+            },
+            1,
+            4,
+        ),
+    ],
+    ids=["flux", "wan"],
+)
+def test_channels_that_say_what_to_paint_stay_as_they_are(
+    make, arguments, along, own, log_messages
+):
+    """They come in behind those of the latent, and do not come out."""
+    hidden = arguments["hidden_states"]
+    channels = hidden.shape[along]
+    network = make(in_channels=channels, out_channels=own)
+    entered = []
+    network.register_forward_pre_hook(
+        lambda _, args, kwargs: entered.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    expected = twice(network, arguments)[0]
+    attach(network, Shuffle, **STACK)
+    assert relative_error(twice(network, arguments)[0], expected) < ROUNDING
+    assert ", stack scope" in log_messages()[-1]
+    merge(network, **STACK)
+    entered.clear()
+    assert 1e-3 < relative_error(twice(network, arguments)[0], expected) < 0.5
+    before, after = (each.split([own, channels - own], along) for each in (hidden, entered[1]))
+    assert not torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+
+
+def test_a_cache_that_is_gone_is_forgotten(log_messages):
+    transformer = pipelines.make_flux()
+    transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    merge(transformer, **STACK)
+    with transformer.cache_context("cond"):
+        twice(transformer, flux_arguments())
+    assert "module scope in 3 as a cache" in log_messages()[-1]
+    transformer.disable_cache()
+    with tokens_seen(transformer) as seen:
+        for _ in range(2):
+            twice(transformer, flux_arguments())
+    assert seen[0] != seen[-1]
+
+
+def test_a_run_that_could_not_is_forgotten_by_the_next():
+    case = pipelines.flux()
+    merge(case.pipeline, **STACK)
+    expected = case(steps=7)
+
+    def elsewhere(pipeline, step, timestep, given):
+        return {"latents": noise(1, 80, 16, seed=step)}
+
+    with tokens_seen(case.transformer) as seen:
+        moved = case(steps=7, callback_on_step_end=elsewhere)
+    assert moved.isfinite().all()
+    assert seen[-1] == seen[-2]
+    assert torch.equal(case(steps=7), expected)
+
+
+def test_pictures_stand_where_they_were_found():
+    first, second = Grid(8, 10), Grid(6, 8)
+    for at_end, spans in [
+        (True, (Span(7, first), Span(90, second))),
+        (False, (Span(0, first), Span(90, second))),
+    ]:
+        layout = Layout(150, spans)
+        answer = Answer({"blocks.0": {(150, 150): layout, (7, 150): None}})
+        record = WholeTransformer(blocks={}, at_end=at_end, timesteps=(0.0, 1.0))
+        pictures = _in_sequence(record, answer)
+        assert [picture.is_latent for picture in pictures] == [True, False]
+        assert Layout.of_pictures(150, pictures, at_end) == layout
 
 
 def test_half_precision(log_messages):
@@ -231,14 +329,14 @@ def test_what_treats_tokens_differently_merges_in_its_attention(kind, scope, log
         layered = {"use_additional_t_cond": True} if kind == "layers" else {"zero_cond_t": True}
         network = pipelines.make_qwen(**layered)
         given = {
-            "hidden_states": pipelines.noise(1, 80 + 48, 16),
-            "encoder_hidden_states": pipelines.noise(1, TEXT, pipelines.TEXT_CHANNELS),
-            "timestep": torch.tensor([0.5], device=pipelines.DEVICE),
+            "hidden_states": noise(1, 80 + 48, 16),
+            "encoder_hidden_states": noise(1, TEXT, TEXT_CHANNELS),
+            "timestep": torch.tensor([0.5], device=DEVICE),
             "img_shapes": [[(1, 8, 10), (1, 6, 8)]],
         }
         why = TREATED
         if kind == "layers":
-            given["additional_t_cond"] = torch.tensor([0], device=pipelines.DEVICE)
+            given["additional_t_cond"] = torch.tensor([0], device=DEVICE)
             why = "as it is called with additional_t_cond"
     expected = twice(network, given)[0]
     attach(network, Shuffle, **SCOPES[scope])

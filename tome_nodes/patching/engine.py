@@ -1,14 +1,12 @@
 """What merging runs on: the strategy, with a backend that works on the model's device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from ..merging.layout import Grid
-from ..merging.plan import Plan
 from ..ops import Operations, operations, resolve
 from ..ops.autotune import Autotune, Case, Choice, Tuner, tuned
 from ..settings.config import ToMeConfig
@@ -116,17 +114,6 @@ def make_engine(
         lacks,
         tuner,
     )
-
-
-def alike(plans_of: PlansOf) -> PlansOf:
-    """Makes the plans of ``plans_of``, but by what all samples hold, so that they merge alike."""
-
-    def of_all(features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
-        if len(features) > 1:
-            features = features.transpose(0, 1).flatten(1).expand(len(features), -1, -1)
-        return plans_of(features, grid, ratios)
-
-    return of_all
 
 
 def _worth_from(strategy: Strategy, device: torch.device, in_blocks: bool, at_calls: bool) -> int:

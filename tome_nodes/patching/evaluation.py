@@ -23,7 +23,7 @@ from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
 from .blocks import Evaluation, Layouts, ModelRecord, PatchedModel, SharedPlans
 from .detail_cache import GRADIENTS, Details
-from .engine import Engine, MakeStrategy, alike, make_engine
+from .engine import Engine, MakeStrategy, make_engine
 from .outcome import Evaluated, Observer, Outcome
 from .schedule import Moment, ratio_at
 from .whole_model import WholeModel
@@ -231,11 +231,13 @@ class Run:
         if self._falls_back is not None:
             evaluation.merges_in_modules = self._falls_back
             return evaluation
-        picture = self.model.record.latent_among(pictures)
+        record = self.model.record
+        picture = record.latent_among(pictures)
         if picture is not None:
             detail = evaluation.detail = self._details.at(moment, device)
             grid = pictures[picture].grid
-            evaluation.whole = WholeModel(picture, grid, ratio, engine, detail)
+            alike = record.samples_merge_alike
+            evaluation.whole = WholeModel(picture, grid, ratio, engine, detail, alike)
         elif any(block.keeps_detail for block in self.model.blocks):
             evaluation.detail = self._details.at(moment, device)
         return evaluation
@@ -269,8 +271,6 @@ class Run:
             )
             for observer in self.model.observers:
                 engine = replace(engine, plans_of=observer.watched(engine.plans_of))
-            if config.scope != "module" and record.samples_merge_alike:
-                engine = replace(engine, plans_of=alike(engine.plans_of))
             self._engines[place] = engine
         return self._engines[place]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..merging.layout import Layout, Picture
-from ..merging.plan import Plan
+from ..merging.plan import Plan, of_all_samples
 from .blocks import Block, PatchedModel, Reasons, Stack, uncompiled
 from .overrides import Forward, Override
 from .whole_model import WholeModel
@@ -395,10 +395,11 @@ class AttentionBlock(Block):
         if worthy is None:
             return None
         ratio, whole = evaluation.ratio, evaluation.whole
+        features = of_all_samples(x) if self.record.samples_merge_alike else x
         if whole is None:
-            (plan,) = self.plans("tokens", x, worthy, [ratio])
+            (plan,) = self.plans("tokens", features, worthy, [ratio])
         else:
-            plan = self._plan_in_model(whole, x, worthy)
+            plan = self._plan_in_model(whole, features, worthy)
         if plan is None:
             self.outcome.reason = self.why_no_plan(worthy, ratio)
         else:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..merging.layout import Grid, Layout, LayoutKey, Span
-from ..merging.plan import Plan, plans_by_frame, plans_of_sequence
+from ..merging.plan import Plan, of_all_samples, plans_by_frame, plans_of_sequence
 from .detail_cache import MOVES, Detail, belongs, fitting
 from .engine import Engine
 
@@ -44,7 +44,15 @@ class WholeModel:
             else None.
     """
 
-    def __init__(self, picture: int, grid: Grid, ratio: float, engine: Engine, detail: Detail):
+    def __init__(
+        self,
+        picture: int,
+        grid: Grid,
+        ratio: float,
+        engine: Engine,
+        detail: Detail,
+        samples_merge_alike: bool = False,
+    ):
         """Prepare an evaluation.
 
         Args:
@@ -53,6 +61,7 @@ class WholeModel:
             ratio: the share of them to merge.
             engine: makes the plans.
             detail: what is kept from step to step.
+            samples_merge_alike: whether all samples need the same plan.
         """
         self.plan: Plan | None = None
         self.batch = 0
@@ -60,6 +69,7 @@ class WholeModel:
         self._refused: str | None = None
         self._picture, self._grid = picture, grid
         self._ratio, self._engine, self._detail = ratio, engine, detail
+        self._samples_merge_alike = samples_merge_alike
         self._pieces: list[Plan | None] = []
         self._plans: dict[LayoutKey, Plan | None] = {}
         if detail.denoised is None and not detail.is_coarse:
@@ -175,6 +185,8 @@ class WholeModel:
 
         layout = Layout(self._grid.tokens, (Span(0, self._grid),))
         features = _features(latest, self._grid, latent)
+        if self._samples_merge_alike:
+            features = of_all_samples(features)
         (self.plan,) = plans_of_sequence(layout, features, plans_of)
 
 

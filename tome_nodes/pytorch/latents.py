@@ -77,12 +77,12 @@ class Latents:
 
         Args:
             grid: of its tokens.
-            channels: how many of the first are the latent's, if others say what to paint. Of an
-                argument that holds tokens, those of a token.
+            channels: how many of the first are the latent's, if others say what to paint; not in a
+                list. Of an argument that holds tokens, those of a token.
             side: that of the square of pixels that such a token holds, channel by channel.
         """
         if isinstance(self.value, list):
-            return torch.stack(self.value)[:, :channels].float()
+            return torch.stack(self.value).float()
         if not self.are_tokens:
             return self.value[:, :channels].float()
         tokens = self._pictures()[0][..., :channels].float()
@@ -92,11 +92,7 @@ class Latents:
         """The argument with another :meth:`latent` of the same shape."""
         latent = latent.to(self.one.dtype)
         if isinstance(self.value, list):
-            channels = latent.shape[1]
-            return [
-                torch.cat([new, old[channels:]])
-                for new, old in zip(latent, self.value, strict=True)
-            ]
+            return list(latent)
         if not self.are_tokens:
             return torch.cat([latent, self.value[:, latent.shape[1] :]], 1)
         tokens = tokens_of(latent, grid)
