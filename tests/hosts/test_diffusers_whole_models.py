@@ -1,11 +1,12 @@
 """Transformers of real diffusers pipelines that run as a whole on merged tokens."""
 
+import inspect
 from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 from common import Shuffle, relative_error
-from diffusers import FirstBlockCacheConfig
+from diffusers import FirstBlockCacheConfig, ParallelConfig
 from models import pipelines
 from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
 from test_diffusers_transformers import KEYS, ROUNDING, STACK, flux_arguments, merge, state
@@ -20,6 +21,7 @@ from tome_nodes.patching.whole_model import WholeModel
 from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers, _in_sequence
 from tome_nodes.pytorch.patched_model import Attachment
 from tome_nodes.pytorch.transformer_records import WholeTransformer, whole_transformer
+from tome_nodes.pytorch.whole_call import why_in_modules
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
@@ -140,10 +142,14 @@ def test_the_denoised_latent_is_where_the_only_step_ends(name, monkeypatch):
     monkeypatch.setattr(WholeModel, "run", spy)
     attach(case.pipeline, Shuffle, **STACK)
     case(steps=1, **options)
-    assert len(denoised) == 1
-    first, second = (each.flatten().sort().values for each in (denoised[0], expected))
-    # Its values stand elsewhere where the pipeline packs them. Wan's timesteps are whole numbers.
-    assert relative_error(first, second) < 2e-3
+    (latent,) = denoised
+    pack = getattr(case.pipeline, "_pack_latents", None)
+    if name == "flux2":
+        latent = pack(case.pipeline._patchify_latents(latent))
+    elif pack is not None:
+        latent = pack(latent, *(latent.shape if latent.ndim == 4 else ()))
+    # Wan's timesteps are whole numbers.
+    assert relative_error(latent.view_as(expected), expected) < 2e-3
 
 
 @pytest.mark.parametrize("name", ["flux", "z_image", "wan"])
@@ -191,6 +197,12 @@ def twice(network, given):
     (time,) = (name for name in ("timestep", "t") if name in given)
     network(**given)
     return network(**{**given, time: 0.9 * given[time]})
+
+
+def answer(network, given):
+    """The answer of the same, as one tensor."""
+    sample = twice(network, given)[0]
+    return torch.stack(sample) if isinstance(sample, list) else sample
 
 
 def test_a_transformer_without_a_pipeline_returns_what_it_did():
@@ -311,38 +323,102 @@ def test_half_precision(log_messages):
 TREATED = "whose tokens are treated differently"
 
 
-@pytest.mark.parametrize("kind", ["layers", "reference at its own time", "ltx", "wan"])
+def called(case):
+    """How the pipeline of a case calls its transformer."""
+    given = {}
+
+    def keep(network, args, kwargs):
+        names = [*inspect.signature(type(network).forward).parameters][1:]
+        given.update(dict(zip(names, args, strict=False)) | kwargs)
+
+    hook = case.transformer.register_forward_pre_hook(keep, with_kwargs=True)
+    case(steps=1)
+    hook.remove()
+    return case.transformer, given
+
+
+def with_time_by_token(name):
+    """The first frame is given."""
+    case = TRANSFORMERS[name]()
+    network, given = called(case)
+    times = given["timestep"][:, None].repeat(1, case.picture)
+    times[:, :80] = 0
+    return network, given | {"timestep": times}
+
+
+def with_first_frame():
+    return called(pipelines.hunyuan_video(image_condition_type="token_replace"))
+
+
+def with_texts_of_two_lengths():
+    network, given = called(pipelines.z_image())
+    return network, given | {
+        "x": given["x"][:1] * 2,
+        "t": torch.tensor([0.5, 0.5], device=DEVICE),
+        "cap_feats": [noise(TEXT, TEXT_CHANNELS), noise(40, TEXT_CHANNELS)],
+    }
+
+
+def with_masks_of_two_lengths():
+    network, given = called(pipelines.lumina2())
+    mask = torch.ones(2, TEXT, dtype=torch.long, device=DEVICE)
+    mask[1, -3:] = 0
+    doubled = {
+        name: torch.cat([given[name]] * 2) for name in ("hidden_states", "encoder_hidden_states")
+    }
+    times = torch.tensor([0.5, 0.5], device=DEVICE)
+    return network, {**given, **doubled, "encoder_attention_mask": mask, "timestep": times}
+
+
+def with_reference(**options):
+    given = {
+        "hidden_states": noise(1, 80 + 48, 16),
+        "encoder_hidden_states": noise(1, TEXT, TEXT_CHANNELS),
+        "timestep": torch.tensor([0.5], device=DEVICE),
+        "img_shapes": [[(1, 8, 10), (1, 6, 8)]],
+    }
+    return pipelines.make_qwen(**options), given
+
+
+def with_layers():
+    network, given = with_reference(use_additional_t_cond=True)
+    return network, given | {"additional_t_cond": torch.tensor([0], device=DEVICE)}
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: with_reference(zero_cond_t=True), TREATED),
+        (lambda: with_time_by_token("ltx"), TREATED),
+        (lambda: with_time_by_token("wan"), TREATED),
+        (with_first_frame, TREATED),
+        (with_texts_of_two_lengths, TREATED),
+        (with_masks_of_two_lengths, "as its picture is found in other blocks than usual"),
+        (with_layers, "as it is called with additional_t_cond"),
+    ],
+    ids=["reference", "ltx", "wan", "hunyuan_video", "z_image", "lumina2", "layers"],
+)
 @pytest.mark.parametrize("scope", SCOPES)
-def test_what_treats_tokens_differently_merges_in_its_attention(kind, scope, log_messages):
-    if kind in ("ltx", "wan"):
-        case = TRANSFORMERS[kind]()
-        network, given = case.transformer, {}
-        hook = network.register_forward_pre_hook(
-            lambda _, args, kwargs: given.update(kwargs), with_kwargs=True
-        )
-        case(steps=1)
-        hook.remove()
-        times = given["timestep"][:, None].repeat(1, case.picture)
-        times[:, :80] = 0
-        given["timestep"], why = times, TREATED
-    else:
-        layered = {"use_additional_t_cond": True} if kind == "layers" else {"zero_cond_t": True}
-        network = pipelines.make_qwen(**layered)
-        given = {
-            "hidden_states": noise(1, 80 + 48, 16),
-            "encoder_hidden_states": noise(1, TEXT, TEXT_CHANNELS),
-            "timestep": torch.tensor([0.5], device=DEVICE),
-            "img_shapes": [[(1, 8, 10), (1, 6, 8)]],
-        }
-        why = TREATED
-        if kind == "layers":
-            given["additional_t_cond"] = torch.tensor([0], device=DEVICE)
-            why = "as it is called with additional_t_cond"
-    expected = twice(network, given)[0]
+def test_what_treats_tokens_differently_merges_in_its_attention(make, why, scope, log_messages):
+    network, given = make()
+    expected = answer(network, given)
     attach(network, Shuffle, **SCOPES[scope])
-    assert relative_error(twice(network, given)[0], expected) < ROUNDING
+    assert relative_error(answer(network, given), expected) < ROUNDING
     assert why in log_messages()[-1]
     assert "module scope in" in log_messages()[-1]
+
+
+def test_parts_of_a_sequence_on_several_devices_merge_in_their_attention():
+    network = pipelines.make_flux()
+    record = whole_transformer(network)
+    assert why_in_modules(record, network, {}, ()) is None
+    network._parallel_config = ParallelConfig()
+    assert "several devices" in why_in_modules(record, network, {}, ())
+    record = whole_transformer(pipelines.flux2().transformer)
+    given = {"kv_cache_mode": "extract"}
+    assert why_in_modules(record, pipelines.make_flux(), given, ()) == (
+        "as it is called with kv_cache_mode"
+    )
 
 
 def test_fast_where_no_record_says_how_blocks_run(log_messages):

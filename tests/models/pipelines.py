@@ -547,7 +547,7 @@ def ltx() -> TransformerCase:
     )
 
 
-def hunyuan_video() -> TransformerCase:
+def hunyuan_video(**options: Any) -> TransformerCase:
     transformer = HunyuanVideoTransformer3DModel(
         in_channels=4,
         out_channels=4,
@@ -559,6 +559,7 @@ def hunyuan_video() -> TransformerCase:
         text_embed_dim=TEXT_CHANNELS,
         pooled_projection_dim=TEXT_CHANNELS,
         rope_axes_dim=(4, 4, 8),
+        **options,
     )
     pipeline = HunyuanVideoPipeline(
         None,

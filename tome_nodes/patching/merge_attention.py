@@ -44,9 +44,8 @@ class WholeBlock:
             no batch, or several dimensions that together run over the tokens.
         positions: the arguments that tell something of each token of the attention, such as its
             position, and which of their dimensions runs over these tokens; none if the tokens
-            themselves hold their positions. In a tuple, other tensors are of what stands beside.
-        are_pairs: whether such a tuple holds several tensors of one shape that are all meant, such
-            as cosines and sines.
+            themselves hold their positions. Of a tuple, all tensors of the shape of the first are
+            meant, as cosines and sines; others are of what stands beside.
         absent: arguments that treat tokens differently, so that the block needs all of them unless
             they are None.
         by_frame: arguments that treat frames differently if they have this many dimensions, and
@@ -61,7 +60,6 @@ class WholeBlock:
 
     tokens: str
     positions: Mapping[str, int] = field(default_factory=dict)
-    are_pairs: bool = False
     absent: tuple[str, ...] = ()
     by_frame: Mapping[str, int] = field(default_factory=dict)
     segments: str = ""
@@ -483,7 +481,7 @@ def _why_not(whole: WholeBlock, arguments: Mapping[str, Any], pictures: int) -> 
         return _CALLED_DIFFERENTLY
     tokens = _in_rows(x).shape[1]
     if not all(
-        _are_positions(arguments.get(name), tokens, along, whole.are_pairs)
+        _are_positions(arguments.get(name), tokens, along)
         for name, along in whole.positions.items()
     ) or not all(isinstance(arguments.get(name), Tensor) for name in whole.by_frame):
         return _CALLED_DIFFERENTLY
@@ -507,14 +505,10 @@ def _why_not(whole: WholeBlock, arguments: Mapping[str, Any], pictures: int) -> 
     return None
 
 
-def _are_positions(value: Any, tokens: int, along: int, are_pairs: bool) -> bool:
+def _are_positions(value: Any, tokens: int, along: int) -> bool:
     """Whether an argument tells the positions of at least this many tokens."""
     first = _first(value)
-    if not isinstance(first, Tensor) or first.shape[along] < tokens:
-        return False
-    return not isinstance(value, tuple) or are_pairs == any(
-        _is_alike(each, first) for each in value[1:]
-    )
+    return isinstance(first, Tensor) and first.shape[along] >= tokens
 
 
 def _is_alike(each: Any, first: Tensor) -> bool:

@@ -164,19 +164,11 @@ class TransformerCalls(Calls):
         device = execution_device(self.network, latents.one)
         answer = _ask(self.network, given, latents, device)
         if self.run is None:
-            stacks = answer.stacks or tuple(lists_of(self.network))
-            whole = self._record
-            record = TransformerRecord(
-                blocks=stacks,
-                at_end=whole is not None and whole.at_end,
-                host=_HOST,
-                whole={} if whole is None else whole.blocks,
-            )
-            self.run = Run(self.config, record, self.network, self._make_strategy, [self.latest])
+            self.run = self._run_of(answer)
         pictures, in_modules = answer.pictures, None
         self._whole_call = None
         if self._record is not None and answer.obstacle is None:
-            in_modules = why_in_modules(self._record, self.network, given)
+            in_modules = why_in_modules(self._record, self.network, given, answer.stacks)
             pictures = _in_sequence(self._record, answer)
             self._whole_call = WholeCall(self._record, self.network, given, latents, pictures)
         shape = latents.one.shape
@@ -206,6 +198,17 @@ class TransformerCalls(Calls):
         if call is None or evaluation is None or evaluation.whole is None:
             return forward(*args, **kwargs)
         return call.run(evaluation.whole, forward, args, kwargs)
+
+    def _run_of(self, answer: Answer) -> Run:
+        """The evaluations of the model, whose first inputs got this answer."""
+        whole = self._record
+        record = TransformerRecord(
+            blocks=answer.stacks or tuple(lists_of(self.network)),
+            at_end=whole is not None and whole.at_end,
+            host=_HOST,
+            whole={} if whole is None else whole.blocks,
+        )
+        return Run(self.config, record, self.network, self._make_strategy, [self.latest])
 
     def _obstacle(self) -> str | None:
         """Why nothing can merge while the model computes gradients, None if something can."""

@@ -32,7 +32,7 @@ class WholeTransformer:
     absent: tuple[str, ...] = ()
 
 
-_FLUX = WholeBlock("hidden_states", {"image_rotary_emb": 0}, are_pairs=True, returned=1)
+_FLUX = WholeBlock("hidden_states", {"image_rotary_emb": 0}, returned=1)
 
 
 def _hunyuan(positions: str) -> WholeBlock:
@@ -41,7 +41,6 @@ def _hunyuan(positions: str) -> WholeBlock:
     return WholeBlock(
         "hidden_states",
         {positions: 0, "attention_mask": -1},
-        are_pairs=True,
         absent=("token_replace_emb",),
         returned=0,
         names=(*first, "token_replace_emb", "num_tokens"),
@@ -59,9 +58,7 @@ _RECORDS: Mapping[str, WholeTransformer] = {
         blocks={
             "transformer_blocks": _FLUX,
             # Text is in the same argument.
-            "single_transformer_blocks": WholeBlock(
-                "hidden_states", {"image_rotary_emb": 0}, are_pairs=True
-            ),
+            "single_transformer_blocks": WholeBlock("hidden_states", {"image_rotary_emb": 0}),
         },
         at_end=True,
         timesteps=(0.0, 1.0),
@@ -92,25 +89,17 @@ _RECORDS: Mapping[str, WholeTransformer] = {
         timesteps=(1.0, 0.0),
     ),
     "Lumina2Transformer2DModel": WholeTransformer(
-        blocks={
-            "layers": WholeBlock(
-                "hidden_states", {"image_rotary_emb": 1}, absent=("attention_mask",)
-            )
-        },
+        blocks={"layers": WholeBlock("hidden_states", {"image_rotary_emb": 1})},
         at_end=True,
         timesteps=(1.0, 0.0),
     ),
     "WanTransformer3DModel": WholeTransformer(
-        blocks={"blocks": WholeBlock("hidden_states", {"rotary_emb": 1}, are_pairs=True)},
+        blocks={"blocks": WholeBlock("hidden_states", {"rotary_emb": 1})},
         at_end=False,
         timesteps=(0.0, 1000.0),
     ),
     "LTXVideoTransformer3DModel": WholeTransformer(
-        blocks={
-            "transformer_blocks": WholeBlock(
-                "hidden_states", {"image_rotary_emb": 1}, are_pairs=True
-            )
-        },
+        blocks={"transformer_blocks": WholeBlock("hidden_states", {"image_rotary_emb": 1})},
         at_end=False,
         timesteps=(0.0, 1000.0),
     ),

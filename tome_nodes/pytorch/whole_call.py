@@ -19,6 +19,7 @@ from .latents import Latents
 from .transformer_records import WholeTransformer
 
 _CACHED = "as a cache keeps what blocks did from step to step"
+_ELSEWHERE = "as its picture is found in other blocks than usual"
 _PARALLEL = "as several devices share the tokens"
 _OF_OTHER_KIND = "as it is called with {}"
 
@@ -27,9 +28,21 @@ skip(WholeModel.run)
 
 
 def why_in_modules(
-    record: WholeTransformer, network: nn.Module, arguments: Mapping[str, Any]
+    record: WholeTransformer,
+    network: nn.Module,
+    arguments: Mapping[str, Any],
+    stacks: Sequence[str],
 ) -> str | None:
-    """Why nothing wider than modules can merge in a call, None if it can."""
+    """Why nothing wider than modules can merge in a call, None if it can.
+
+    Args:
+        record: of the transformer.
+        network: the transformer.
+        arguments: those of the call, by name.
+        stacks: the names of the lists of blocks in whose sequences its picture was found.
+    """
+    if not record.blocks.keys() >= set(stacks):
+        return _ELSEWHERE
     given = [name for name in record.absent if arguments.get(name) is not None]
     if given:
         return _OF_OTHER_KIND.format(given[0])
