@@ -18,6 +18,7 @@ from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from models import pipelines
 from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
+from peft import LoraConfig, get_peft_model_state_dict
 from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
@@ -337,6 +338,52 @@ def test_offloaded_weights(flux, offload, options, log_messages):
     assert relative_error(flux(), expected) < ROUNDING
     assert log_messages()[0].startswith("[ToMe] merged 3/3 blocks")
     assert "module scope in" not in log_messages()[0]
+
+
+LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
+
+
+def add_lora(transformer):
+    transformer.add_adapter(LORA)
+    adapter = [weight for name, weight in transformer.named_parameters() if "lora_" in name]
+    for index, weight in enumerate(adapter):
+        weight.data.copy_(noise(*weight.shape, seed=index))
+
+
+def load_lora(transformer):
+    """As from a file."""
+    trained = copy.deepcopy(transformer)
+    add_lora(trained)
+    weights = get_peft_model_state_dict(trained)
+    transformer.load_lora_adapter({f"transformer.{name}": each for name, each in weights.items()})
+
+
+@pytest.mark.parametrize("options", [{}, STACK], ids=["module", "stack"])
+@pytest.mark.parametrize("add", [add_lora, load_lora])
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_a_lora_before_and_after(name, add, options, log_messages):
+    scale = {"joint_attention_kwargs" if name == "flux" else "attention_kwargs": {"scale": 0.7}}
+    plain, before, after = (TRANSFORMERS[name]() for _ in range(3))
+    without = plain(steps=4)
+    add(plain.transformer)
+    expected = [plain(steps=4), plain(steps=4, **scale)]
+    assert relative_error(expected[0], without) > 0.01
+    assert relative_error(*expected) > 1e-3
+    add(before.transformer)
+    shuffle(before.pipeline, **options)
+    shuffle(after.pipeline, **options)
+    assert relative_error(after(steps=4), without) < ROUNDING
+    add(after.transformer)
+    for case in (before, after):
+        given = [case(steps=4), case(steps=4, **scale)]
+        assert all(relative_error(*pair) < ROUNDING for pair in zip(given, expected, strict=True))
+        case.transformer.disable_adapters()
+        assert relative_error(case(steps=4), without) < ROUNDING
+        case.transformer.enable_adapters()
+        tome_nodes.remove_patch(case.pipeline)
+        assert torch.equal(case(steps=4), expected[0])
+    assert all(line.startswith("[ToMe] merged") for line in log_messages())
+    assert not any("module scope in" in line for line in log_messages())
 
 
 @pytest.mark.parametrize("backend", ["native", "_native_math", "flex"])
