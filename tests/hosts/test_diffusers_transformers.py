@@ -321,6 +321,39 @@ def test_caches_in_either_order(flux, cache, cache_first, options, log_messages)
     assert torch.equal(flux(steps=6), expected)
 
 
+@torch.no_grad()
+def test_a_cache_that_leaves_all_attention_out_is_said_once(flux, calls, log_messages):
+    transformer, arguments = flux.transformer, flux_arguments()
+    transformer.enable_cache(CACHES["taylor_seer"])
+
+    def attends():
+        calls.clear()
+        with transformer.cache_context("cond"):
+            transformer(**arguments)
+        return bool(calls)
+
+    assert [attends() for _ in range(4)] == [True, True, False, True]
+    merge(transformer)
+    assert [attends() for _ in range(4)] == [False, True, False, True]
+    replaced, merged = log_messages()
+    assert replaced == (
+        "[ToMe] nothing merged: other code replaces the attention of the transformer blocks"
+    )
+    assert merged.startswith("[ToMe] merged 3/3 blocks")
+
+
+def test_another_reason_counts_after_merging_too(flux, log_messages):
+    transformer = flux.transformer.train()
+    transformer.enable_gradient_checkpointing()
+    merge(transformer)
+    for is_on in (False, True, True):
+        with torch.set_grad_enabled(is_on):
+            transformer(**flux_arguments())
+    merged, reason = log_messages()
+    assert merged.startswith("[ToMe] merged 3/3 blocks")
+    assert reason.startswith("[ToMe] nothing merged: gradient checkpointing")
+
+
 @pytest.mark.parametrize(
     "offload",
     [
