@@ -2,6 +2,7 @@
 
 import comfyui_in_process  # noqa: F401
 import pytest
+import torch.nn.functional as F
 
 
 @pytest.fixture(scope="session")
@@ -46,3 +47,17 @@ def user_folder(tmp_path):
     folder_paths.set_user_directory(str(tmp_path))
     yield tmp_path
     folder_paths.set_user_directory(before)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The queries, keys and masks of all calls of attention, in the order of the calls."""
+    seen = []
+    attend = F.scaled_dot_product_attention
+
+    def spy(query, key, value, attn_mask=None, *args, **kwargs):
+        seen.append((query, key, attn_mask))
+        return attend(query, key, value, attn_mask, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    return seen

@@ -8,7 +8,6 @@ import accelerate
 import diffusers
 import pytest
 import torch
-import torch.nn.functional as F
 from common import Shuffle, relative_error
 from diffusers import (
     FirstBlockCacheConfig,
@@ -19,6 +18,7 @@ from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from models import pipelines
 from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
+from peft import LoraConfig, get_peft_model_state_dict
 from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
@@ -32,6 +32,8 @@ pytestmark = pytest.mark.newest_only
 
 ROUNDING = 1e-5
 KEYS = {"strategy": "window", "attn_tokens": "k,v", "min_tokens": 1}
+STACK = {"scope": "stack", "refresh_steps": 4}
+"""The whole model, but for one step in four."""
 
 
 def shuffle(model, **options):
@@ -52,20 +54,6 @@ def state(model):
         (type(module), {name: repr(value) for name, value in vars(module).items()})
         for module in model.modules()
     ]
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The queries, keys and masks of all calls of attention, in the order of the calls."""
-    seen = []
-    attend = F.scaled_dot_product_attention
-
-    def spy(query, key, value, attn_mask=None, *args, **kwargs):
-        seen.append((query, key, attn_mask))
-        return attend(query, key, value, attn_mask, *args, **kwargs)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    return seen
 
 
 @pytest.fixture
@@ -127,10 +115,11 @@ def test_ratio_zero_is_the_unpatched_pipeline(name):
     assert torch.equal(case(), expected)
 
 
-def test_another_pipeline_of_the_class_is_not_touched_in_any_thread(flux):
+@pytest.mark.parametrize("options", [{}, STACK], ids=["module", "stack"])
+def test_another_pipeline_of_the_class_is_not_touched_in_any_thread(flux, options):
     other = pipelines.flux()
     expected = other(steps=3)
-    merge(flux.pipeline)
+    merge(flux.pipeline, **options)
     merged = flux(steps=3)
     assert relative_error(merged, expected) > 1e-3
     results = {flux: [], other: []}
@@ -148,12 +137,13 @@ def test_another_pipeline_of_the_class_is_not_touched_in_any_thread(flux):
     assert all(torch.equal(each, expected) for each in results[other])
 
 
+@pytest.mark.parametrize("options", [{}, {"scope": "block"}], ids=["module", "block"])
 @torch.no_grad()
-def test_an_unpatched_clone_gets_its_own_result_while_the_patched_one_runs(flux):
+def test_an_unpatched_clone_gets_its_own_result_while_the_patched_one_runs(flux, options):
     clone = copy.copy(flux.transformer)
     arguments = flux_arguments()
     expected, results = clone(**arguments).sample, []
-    merge(flux.transformer)
+    merge(flux.transformer, **options)
 
     def clone_runs(*_):
         if not results:
@@ -173,8 +163,9 @@ def test_an_unpatched_clone_gets_its_own_result_while_the_patched_one_runs(flux)
     assert not torch.equal(merged, expected)
 
 
-def test_an_error_in_the_middle_leaves_nothing_behind(flux):
-    merge(flux.pipeline)
+@pytest.mark.parametrize("options", [{}, STACK], ids=["module", "stack"])
+def test_an_error_in_the_middle_leaves_nothing_behind(flux, options):
+    merge(flux.pipeline, **options)
     expected = flux()
     before = state(flux.transformer)
 
@@ -294,12 +285,6 @@ def test_a_transformer_is_asked_once(flux, monkeypatch):
     assert len(asked) == 2
 
 
-def test_fast_merges_in_modules_where_no_record_says_more(flux, log_messages):
-    tome_nodes.apply_patch(flux.pipeline, preset="fast")
-    flux(height=256, width=256)
-    assert "module scope in 3 as this kind of model does not merge stacks" in log_messages()[-1]
-
-
 CACHES = {
     "first_block": FirstBlockCacheConfig(threshold=0.3),
     "taylor_seer": TaylorSeerCacheConfig(
@@ -308,11 +293,12 @@ CACHES = {
 }
 
 
+@pytest.mark.parametrize("options", [{}, STACK], ids=["module", "stack"])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("cache_first", [True, False])
-def test_caches_in_either_order(flux, cache, cache_first, log_messages):
+def test_caches_in_either_order(flux, cache, cache_first, options, log_messages):
     def attach():
-        shuffle(flux.pipeline)
+        shuffle(flux.pipeline, **options)
 
     def enable():
         flux.transformer.enable_cache(CACHES[cache])
@@ -325,8 +311,47 @@ def test_caches_in_either_order(flux, cache, cache_first, log_messages):
     assert relative_error(flux(steps=6), expected) < ROUNDING
     assert len(log_messages()) == 1
     assert log_messages()[0].startswith("[ToMe] merged 3/3 blocks")
+    why = "module scope in 3 as a cache keeps what blocks did from step to step"
+    assert (why in log_messages()[0]) == bool(options)
+    flux.transformer.disable_cache()
+    flux(steps=6)
+    assert relative_error(flux(steps=6), expected) > 1e-3
     tome_nodes.remove_patch(flux.pipeline)
+    flux.transformer.enable_cache(CACHES[cache])
     assert torch.equal(flux(steps=6), expected)
+
+
+@torch.no_grad()
+def test_a_cache_that_leaves_all_attention_out_is_said_once(flux, calls, log_messages):
+    transformer, arguments = flux.transformer, flux_arguments()
+    transformer.enable_cache(CACHES["taylor_seer"])
+
+    def attends():
+        calls.clear()
+        with transformer.cache_context("cond"):
+            transformer(**arguments)
+        return bool(calls)
+
+    assert [attends() for _ in range(4)] == [True, True, False, True]
+    merge(transformer)
+    assert [attends() for _ in range(4)] == [False, True, False, True]
+    replaced, merged = log_messages()
+    assert replaced == (
+        "[ToMe] nothing merged: other code replaces the attention of the transformer blocks"
+    )
+    assert merged.startswith("[ToMe] merged 3/3 blocks")
+
+
+def test_another_reason_counts_after_merging_too(flux, log_messages):
+    transformer = flux.transformer.train()
+    transformer.enable_gradient_checkpointing()
+    merge(transformer)
+    for is_on in (False, True, True):
+        with torch.set_grad_enabled(is_on):
+            transformer(**flux_arguments())
+    merged, reason = log_messages()
+    assert merged.startswith("[ToMe] merged 3/3 blocks")
+    assert reason.startswith("[ToMe] nothing merged: gradient checkpointing")
 
 
 @pytest.mark.parametrize(
@@ -338,12 +363,60 @@ def test_caches_in_either_order(flux, cache, cache_first, log_messages):
     ],
     ids=["model", "sequential", "group"],
 )
-def test_offloaded_weights(flux, offload, log_messages):
+@pytest.mark.parametrize("options", [{}, STACK], ids=["module", "stack"])
+def test_offloaded_weights(flux, offload, options, log_messages):
     expected = flux()
     offload(flux.transformer)
-    shuffle(flux.pipeline)
+    shuffle(flux.pipeline, **options)
     assert relative_error(flux(), expected) < ROUNDING
     assert log_messages()[0].startswith("[ToMe] merged 3/3 blocks")
+    assert "module scope in" not in log_messages()[0]
+
+
+LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
+
+
+def add_lora(transformer):
+    transformer.add_adapter(LORA)
+    adapter = [weight for name, weight in transformer.named_parameters() if "lora_" in name]
+    for index, weight in enumerate(adapter):
+        weight.data.copy_(noise(*weight.shape, seed=index))
+
+
+def load_lora(transformer):
+    """As from a file."""
+    trained = copy.deepcopy(transformer)
+    add_lora(trained)
+    weights = get_peft_model_state_dict(trained)
+    transformer.load_lora_adapter({f"transformer.{name}": each for name, each in weights.items()})
+
+
+@pytest.mark.parametrize("options", [{}, STACK], ids=["module", "stack"])
+@pytest.mark.parametrize("add", [add_lora, load_lora])
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_a_lora_before_and_after(name, add, options, log_messages):
+    scale = {"joint_attention_kwargs" if name == "flux" else "attention_kwargs": {"scale": 0.7}}
+    plain, before, after = (TRANSFORMERS[name]() for _ in range(3))
+    without = plain(steps=4)
+    add(plain.transformer)
+    expected = [plain(steps=4), plain(steps=4, **scale)]
+    assert relative_error(expected[0], without) > 0.01
+    assert relative_error(*expected) > 1e-3
+    add(before.transformer)
+    shuffle(before.pipeline, **options)
+    shuffle(after.pipeline, **options)
+    assert relative_error(after(steps=4), without) < ROUNDING
+    add(after.transformer)
+    for case in (before, after):
+        given = [case(steps=4), case(steps=4, **scale)]
+        assert all(relative_error(*pair) < ROUNDING for pair in zip(given, expected, strict=True))
+        case.transformer.disable_adapters()
+        assert relative_error(case(steps=4), without) < ROUNDING
+        case.transformer.enable_adapters()
+        tome_nodes.remove_patch(case.pipeline)
+        assert torch.equal(case(steps=4), expected[0])
+    assert all(line.startswith("[ToMe] merged") for line in log_messages())
+    assert not any("module scope in" in line for line in log_messages())
 
 
 @pytest.mark.parametrize("backend", ["native", "_native_math", "flex"])
@@ -367,14 +440,18 @@ def test_applying_again_makes_no_other_graph(flux):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("settings", [{}, STACK], ids=["module", "stack"])
 @pytest.mark.parametrize("way", ["before", "after", "in_place", "block_by_block"])
-def test_compiled_transformers(flux, way):
+def test_compiled_transformers(way, settings):
+    # With a reference, whose plan is made within the graph.
+    flux = pipelines.flux_kontext() if settings else pipelines.flux()
+
     def run():
-        return flux(steps=1)
+        return flux(steps=3 if settings else 1)
 
     transformer, options = flux.transformer, {"backend": "eager", "fullgraph": True}
     plain = run()
-    merge(flux.pipeline)
+    merge(flux.pipeline, **settings)
     expected = run()
     torch._dynamo.reset()
     if way == "before":
@@ -387,9 +464,9 @@ def test_compiled_transformers(flux, way):
         transformer.compile_repeated_blocks(**options)
     if way == "before":
         run()
-        merge(flux.pipeline)
+        merge(flux.pipeline, **settings)
     # There may be more blocks than graphs of one code.
-    with torch._dynamo.config.patch(recompile_limit=2):
+    with torch._dynamo.config.patch(recompile_limit=3 if settings else 2):
         assert relative_error(run(), expected) < ROUNDING
     tome_nodes.remove_patch(flux.pipeline)
     assert relative_error(run(), plain) < ROUNDING

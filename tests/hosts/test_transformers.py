@@ -376,11 +376,11 @@ def test_an_exception_or_an_interrupt_leaves_nothing(models, kind_of_end, scope)
     assert torch.equal(sample(patched, tiny, size), expected)
 
 
-def needs_whole_blocks(kind):
-    """Skip where the blocks of a model get their positions in another form."""
+def needs_later_ltx(kind):
+    """Skip where LTX passes masks by place, and the callback of a sampler gets no sound."""
     if kind in ("ltxv", "ltxav"):
         has_matrix = hasattr(comfy.ldm.lightricks.model, "freqs_cis_matrix")
-        needs("LTX that rotates by a matrix", has_matrix)
+        needs("LTX that passes masks by name", has_matrix)
 
 
 CALLS = {"sd3": 3, "ltxav": 4, "minimax_h3": 4}
@@ -401,7 +401,6 @@ the two prompts one after the other.
 )
 @pytest.mark.parametrize("scope", ["block", "stack"])
 def test_whole_blocks_run_on_merged_tokens(models, log_messages, kind, scope):
-    needs_whole_blocks(kind)
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(7, 9)
     # MiniMax H3 takes one sample at a time.
@@ -450,7 +449,7 @@ def test_weights_count_next_to_text_in_whole_blocks(models, kind, scope):
 
 @pytest.mark.parametrize("kind", ["ltxav", "minimax_h3"])
 def test_sound_beside_a_whole_model_stays_as_it_is(models, kind):
-    needs_whole_blocks(kind)
+    needs_later_ltx(kind)
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(7, 9)
 
@@ -478,7 +477,7 @@ def test_sound_beside_a_whole_model_stays_as_it_is(models, kind):
 )
 @pytest.mark.parametrize("scope", ["block", "stack"])
 def test_merged_keys_in_whole_blocks_weigh_as_much_as_all_keys(models, kind, scope):
-    needs_whole_blocks(kind)
+    needs_later_ltx(kind)
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     calls = []
@@ -604,7 +603,6 @@ SEVERAL = "as the latent is more than one picture"
 def test_blocks_that_treat_tokens_differently_merge_in_their_attention(
     models, log_messages, kind, extras, options, reasons, scope
 ):
-    needs_whole_blocks(kind)
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     prompts = [conditioning(tiny, seed, **extras) for seed in (5, 6)]

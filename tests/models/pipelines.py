@@ -315,11 +315,10 @@ _NOTHING = {"vae": None, "text_encoder": None, "tokenizer": None}
 _SECOND = {"text_encoder_2": None, "tokenizer_2": None}
 
 
-def make_flux() -> FluxTransformer2DModel:
+def make_flux(**options: Any) -> FluxTransformer2DModel:
     return lively(
         FluxTransformer2DModel(
             patch_size=1,
-            in_channels=16,
             num_layers=1,
             num_single_layers=2,
             attention_head_dim=16,
@@ -327,6 +326,7 @@ def make_flux() -> FluxTransformer2DModel:
             joint_attention_dim=TEXT_CHANNELS,
             pooled_projection_dim=TEXT_CHANNELS,
             axes_dims_rope=(4, 4, 8),
+            **{"in_channels": 16, **options},
         )
     )
 
@@ -420,7 +420,7 @@ def sd3() -> TransformerCase:
     return TransformerCase(pipeline, 80, **_FLUX_TEXT, **negative, height=128, width=160)
 
 
-def make_qwen() -> QwenImageTransformer2DModel:
+def make_qwen(**options: Any) -> QwenImageTransformer2DModel:
     return lively(
         QwenImageTransformer2DModel(
             in_channels=16,
@@ -430,6 +430,7 @@ def make_qwen() -> QwenImageTransformer2DModel:
             num_attention_heads=2,
             joint_attention_dim=TEXT_CHANNELS,
             axes_dims_rope=(4, 4, 8),
+            **options,
         )
     )
 
@@ -478,18 +479,17 @@ def z_image() -> TransformerCase:
     )
 
 
-def _make_wan() -> WanTransformer3DModel:
+def make_wan(**options: Any) -> WanTransformer3DModel:
     return lively(
         WanTransformer3DModel(
             num_attention_heads=2,
             attention_head_dim=16,
-            in_channels=4,
-            out_channels=4,
             text_dim=TEXT_CHANNELS,
             freq_dim=32,
             ffn_dim=64,
             num_layers=2,
             rope_max_seq_len=64,
+            **{"in_channels": 4, "out_channels": 4, **options},
         )
     )
 
@@ -503,8 +503,8 @@ def wan() -> TransformerCase:
         UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
         ),
-        _make_wan(),
-        _make_wan(),
+        make_wan(),
+        make_wan(),
         boundary_ratio=0.8,
     )
     return TransformerCase(
@@ -547,7 +547,7 @@ def ltx() -> TransformerCase:
     )
 
 
-def hunyuan_video() -> TransformerCase:
+def hunyuan_video(**options: Any) -> TransformerCase:
     transformer = HunyuanVideoTransformer3DModel(
         in_channels=4,
         out_channels=4,
@@ -559,6 +559,7 @@ def hunyuan_video() -> TransformerCase:
         text_embed_dim=TEXT_CHANNELS,
         pooled_projection_dim=TEXT_CHANNELS,
         rope_axes_dim=(4, 4, 8),
+        **options,
     )
     pipeline = HunyuanVideoPipeline(
         None,

@@ -350,6 +350,16 @@ def in_own_memory(plan: Plan) -> Plan:
     return replace(plan, **{each.name: own(getattr(plan, each.name)) for each in fields(plan)})
 
 
+def of_all_samples(features: Tensor) -> Tensor:
+    """Features by which all samples get the same plan: in each, those of all.
+
+    ``[batch, tokens, channels]`` to ``[batch, tokens, batch * channels]``.
+    """
+    if len(features) == 1:
+        return features
+    return features.transpose(0, 1).flatten(1).expand(len(features), -1, -1)
+
+
 def plans_by_frame(
     plans_of: Callable[[Tensor, Grid], list[Plan | None]], features: Tensor, grid: Grid
 ) -> list[Plan | None]:

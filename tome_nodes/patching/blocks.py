@@ -146,6 +146,10 @@ class ModelRecord(Protocol):
     def merges_blocks(self) -> bool:
         """Whether whole blocks may run on merged tokens."""
 
+    @property
+    def samples_merge_alike(self) -> bool:
+        """Whether all samples need the same plan in whole blocks."""
+
     def stacks(self, model: Any) -> Iterable[Stack]:
         """The stacks of a model, in the order in which they run."""
 

@@ -86,6 +86,7 @@ class Run:
         self._plans.clear()
         self._details.clear()
         self.out_of_memory = False
+        self._falls_back = None
 
     def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
         """What ``evaluate`` returns; where merging leaves it no memory, without merging.
@@ -118,6 +119,7 @@ class Run:
         obstacle: str | None = None,
         pictures: tuple[Picture, ...] = (),
         layouts: Layouts | None = None,
+        in_modules: str | None = None,
     ) -> Iterator[Evaluation | None]:
         """Merge tokens in the model while it is evaluated; yields None if nothing may merge.
 
@@ -131,6 +133,8 @@ class Run:
             obstacle: why the host says that nothing can merge in this evaluation, None if it can.
             pictures: those in the sequence of a transformer, in order.
             layouts: where they are, if that was found by asking.
+            in_modules: why the host says that nothing wider than modules can merge in this
+                evaluation, None if it can.
         """
         with lock_of(self.model.model):
             obstacle = self._obstacle(moment, latent, device, dtype, obstacle, pictures)
@@ -139,12 +143,12 @@ class Run:
                 yield None
                 outcomes: Sequence[Outcome] = ()
             else:
-                evaluation = self._begin(moment, latent, device, pictures)
+                evaluation = self._begin(moment, latent, device, pictures, in_modules)
                 evaluation.layouts = layouts
                 with self._installed(evaluation):
                     yield evaluation
                     outcomes = self.model.outcomes()
-                self._keep(evaluation)
+                self._keep(evaluation, in_modules)
                 detail = evaluation.detail
                 merged = any(outcome.plan is not None for outcome in outcomes)
                 if detail is not None and detail.is_full and not (detail.is_empty or merged):
@@ -201,7 +205,12 @@ class Run:
         return None
 
     def _begin(
-        self, moment: Moment, latent: Grid, device: torch.device, pictures: tuple[Picture, ...]
+        self,
+        moment: Moment,
+        latent: Grid,
+        device: torch.device,
+        pictures: tuple[Picture, ...],
+        in_modules: str | None,
     ) -> Evaluation:
         config, engine = self._config, self.engine
         assert engine is not None
@@ -211,6 +220,9 @@ class Run:
             observer.begins(moment.step)
         ratio = ratio_at(config, moment.progress)
         evaluation = Evaluation(engine, ratio, latent, self._plans_for(moment), pictures)
+        if in_modules is not None and config.scope != "module":
+            evaluation.merges_in_modules = in_modules
+            return evaluation
         if config.scope != "stack" or config.refresh_steps == 0:
             return evaluation
         if torch.is_grad_enabled():
@@ -219,18 +231,20 @@ class Run:
         if self._falls_back is not None:
             evaluation.merges_in_modules = self._falls_back
             return evaluation
-        picture = self.model.record.latent_among(pictures)
+        record = self.model.record
+        picture = record.latent_among(pictures)
         if picture is not None:
             detail = evaluation.detail = self._details.at(moment, device)
             grid = pictures[picture].grid
-            evaluation.whole = WholeModel(picture, grid, ratio, engine, detail)
+            alike = record.samples_merge_alike
+            evaluation.whole = WholeModel(picture, grid, ratio, engine, detail, alike)
         elif any(block.keeps_detail for block in self.model.blocks):
             evaluation.detail = self._details.at(moment, device)
         return evaluation
 
-    def _keep(self, evaluation: Evaluation) -> None:
-        """Keep what later evaluations need to know of this one."""
-        if not torch.is_grad_enabled():
+    def _keep(self, evaluation: Evaluation, in_modules: str | None) -> None:
+        """Keep what later evaluations need to know of this one, but not what the host says."""
+        if not torch.is_grad_enabled() and in_modules is None:
             self._falls_back = evaluation.falls_back
         if not evaluation.kept_in_graph:
             return

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..merging.layout import Layout, Picture
-from ..merging.plan import Plan
+from ..merging.plan import Plan, of_all_samples
 from .blocks import Block, PatchedModel, Reasons, Stack, uncompiled
 from .overrides import Forward, Override
 from .whole_model import WholeModel
@@ -37,14 +37,15 @@ TREATED_DIFFERENTLY = "whose tokens are treated differently"
 class WholeBlock:
     """How a block is called, so that all of it can run on merged tokens.
 
-    Of an argument that is a tuple, the first is meant; that of positions may hold no other tensor.
+    Of an argument that is a tuple, the first is meant.
 
     Attributes:
         tokens: the argument with the tokens that merge, ``[batch, tokens, channels]``. It may have
             no batch, or several dimensions that together run over the tokens.
-        positions: the arguments that tell the position of each token of the attention; none if the
-            tokens themselves hold theirs.
-        along: the dimension of ``positions`` that runs over these tokens.
+        positions: the arguments that tell something of each token of the attention, such as its
+            position, and which of their dimensions runs over these tokens; none if the tokens
+            themselves hold their positions. Of a tuple, all tensors of the shape of the first are
+            meant, as cosines and sines; others are of what stands beside.
         absent: arguments that treat tokens differently, so that the block needs all of them unless
             they are None.
         by_frame: arguments that treat frames differently if they have this many dimensions, and
@@ -58,8 +59,7 @@ class WholeBlock:
     """
 
     tokens: str
-    positions: tuple[str, ...] = ()
-    along: int = 1
+    positions: Mapping[str, int] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
     by_frame: Mapping[str, int] = field(default_factory=dict)
     segments: str = ""
@@ -130,6 +130,11 @@ class TransformerRecord:
     def merges_blocks(self) -> bool:
         """Whether whole blocks may run on merged tokens."""
         return bool(self.whole)
+
+    @property
+    def samples_merge_alike(self) -> bool:
+        """Whether all samples need the same plan in whole blocks, as they share their positions."""
+        return any(0 in whole.positions.values() for whole in self.whole.values())
 
     def stacks(self, model: Any) -> Iterator[Stack]:
         """The blocks of a model by the attribute that holds them; one that it lacks is left out."""
@@ -297,8 +302,8 @@ class AttentionBlock(Block):
             if evaluation.is_full_step:
                 return forward(*args, **kwargs)
             failed = evaluation.falls_back
-            runs_whole = evaluation.whole is not None and failed is None
-            if on_merged is not None and (config.scope == "block" or runs_whole):
+            runs_whole = config.scope == "block" or evaluation.whole is not None
+            if on_merged is not None and runs_whole and failed is None:
                 return on_merged(*args, **kwargs)
             # The number of tokens is not known until attention is called.
             outcome.entered(0)
@@ -336,15 +341,13 @@ class AttentionBlock(Block):
                 return forward(*args, **kwargs)
             merged = plan.merge(x)
             # Some blocks change their tokens in place.
-            changes = {whole.tokens: _shaped(merged.clone(), given)}
+            tokens = _shaped(merged.clone(), given)
+            arguments[whole.tokens] = _with_first(arguments[whole.tokens], tokens)
             self._outer_plan, self._beside = plan, None
-            for name in whole.positions:
-                positions = _first(arguments[name])
-                self._beside = positions.shape[whole.along] - x.shape[1]
-                changes[name] = self._positions(plan, positions, whole.along, self._beside)
-            arguments |= {
-                name: _with_first(arguments[name], change) for name, change in changes.items()
-            }
+            for name, along in whole.positions.items():
+                beside = _places(arguments[name], along) - x.shape[1]
+                self._beside = beside if self._beside is None else max(self._beside, beside)
+                arguments[name] = self._all_positions(plan, arguments[name], along, x.shape[1])
             if whole.segments:
                 *others, (start, _, how) = arguments[whole.segments]
                 arguments[whole.segments] = [*others, (start, merged.shape[1], how)]
@@ -390,10 +393,11 @@ class AttentionBlock(Block):
         if worthy is None:
             return None
         ratio, whole = evaluation.ratio, evaluation.whole
+        features = of_all_samples(x) if self.record.samples_merge_alike else x
         if whole is None:
-            (plan,) = self.plans("tokens", x, worthy, [ratio])
+            (plan,) = self.plans("tokens", features, worthy, [ratio])
         else:
-            plan = self._plan_in_model(whole, x, worthy)
+            plan = self._plan_in_model(whole, features, worthy)
         if plan is None:
             self.outcome.reason = self.why_no_plan(worthy, ratio)
         else:
@@ -414,6 +418,16 @@ class AttentionBlock(Block):
         self.outcome.plans_reused += not is_new
         return plan
 
+    def _all_positions(self, plan: Plan, value: Any, along: int, tokens: int) -> Any:
+        """An argument that tells positions, for merged tokens in place of so many tokens."""
+        beside = _first(value).shape[along] - tokens
+        if not isinstance(value, tuple):
+            return self._positions(plan, value, along, beside)
+        return tuple(
+            self._positions(plan, each, along, beside) if _is_alike(each, value[0]) else each
+            for each in value
+        )
+
     def _positions(self, plan: Plan, positions: Tensor, along: int, beside: int) -> Tensor:
         """The positions of merged tokens, each that of one of its tokens, and of what is beside."""
         tokens = plan.tokens()
@@ -423,6 +437,9 @@ class AttentionBlock(Block):
         else:
             kept = kept + (positions.shape[along] - beside)
         chosen = self._with_beside(tokens, kept)
+        if along == 0:
+            # Without a batch: all samples have the same plan.
+            return positions[chosen[0]]
         by_token = positions.movedim(along, 1).expand(len(tokens), *[-1] * (positions.ndim - 1))
         samples = torch.arange(len(tokens), device=tokens.device)[:, None]
         return by_token[samples, chosen].movedim(1, along)
@@ -464,7 +481,8 @@ def _why_not(whole: WholeBlock, arguments: Mapping[str, Any], pictures: int) -> 
         return _CALLED_DIFFERENTLY
     tokens = _in_rows(x).shape[1]
     if not all(
-        _are_positions(arguments.get(name), tokens, whole.along) for name in whole.positions
+        _are_positions(arguments.get(name), tokens, along)
+        for name, along in whole.positions.items()
     ) or not all(isinstance(arguments.get(name), Tensor) for name in whole.by_frame):
         return _CALLED_DIFFERENTLY
     segments = arguments.get(whole.segments)
@@ -488,13 +506,21 @@ def _why_not(whole: WholeBlock, arguments: Mapping[str, Any], pictures: int) -> 
 
 
 def _are_positions(value: Any, tokens: int, along: int) -> bool:
-    """Whether an argument tells the positions of at least this many tokens, in one tensor."""
+    """Whether an argument tells the positions of at least this many tokens."""
+    first = _first(value)
+    return isinstance(first, Tensor) and first.shape[along] >= tokens
+
+
+def _is_alike(each: Any, first: Tensor) -> bool:
+    """Whether one of a tuple tells positions like its first."""
+    return isinstance(each, Tensor) and each.shape == first.shape
+
+
+def _places(value: Any, along: int) -> int:
+    """How many positions an argument tells, with those of what is beside the tokens."""
     first, *others = value if isinstance(value, tuple) else (value,)
-    return (
-        isinstance(first, Tensor)
-        and first.shape[along] >= tokens
-        and not any(isinstance(each, Tensor) for each in others)
-    )
+    apart = [each for each in others if isinstance(each, Tensor) and not _is_alike(each, first)]
+    return sum(each.shape[along] for each in (first, *apart))
 
 
 def _are_apart(segments: Sequence[tuple[int, int, Any]], start: int) -> bool:

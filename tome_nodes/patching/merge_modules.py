@@ -48,6 +48,7 @@ class UNetRecord:
 
     merges_at_calls = False
     merges_blocks = True
+    samples_merge_alike = False
 
     def block(self, model: PatchedModel, stack: Stack, index: int) -> "ModuleBlock":
         """The block at an index of a stack."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..merging.layout import Grid, Layout, LayoutKey, Span
-from ..merging.plan import Plan, plans_by_frame, plans_of_sequence
+from ..merging.plan import Plan, of_all_samples, plans_by_frame, plans_of_sequence
 from .detail_cache import MOVES, Detail, belongs, fitting
 from .engine import Engine
 
@@ -44,7 +44,15 @@ class WholeModel:
             else None.
     """
 
-    def __init__(self, picture: int, grid: Grid, ratio: float, engine: Engine, detail: Detail):
+    def __init__(
+        self,
+        picture: int,
+        grid: Grid,
+        ratio: float,
+        engine: Engine,
+        detail: Detail,
+        samples_merge_alike: bool = False,
+    ):
         """Prepare an evaluation.
 
         Args:
@@ -53,6 +61,7 @@ class WholeModel:
             ratio: the share of them to merge.
             engine: makes the plans.
             detail: what is kept from step to step.
+            samples_merge_alike: whether all samples need the same plan.
         """
         self.plan: Plan | None = None
         self.batch = 0
@@ -60,6 +69,7 @@ class WholeModel:
         self._refused: str | None = None
         self._picture, self._grid = picture, grid
         self._ratio, self._engine, self._detail = ratio, engine, detail
+        self._samples_merge_alike = samples_merge_alike
         self._pieces: list[Plan | None] = []
         self._plans: dict[LayoutKey, Plan | None] = {}
         if detail.denoised is None and not detail.is_coarse:
@@ -73,6 +83,12 @@ class WholeModel:
                 height if it is a video.
             denoise: the model; it may change its blocks' tokens by :meth:`plan_of`.
         """
+        denoised = self._leaving(latent, denoise(self._entering(latent)))
+        return denoise(latent) if denoised is None else denoised
+
+    @torch.compiler.disable
+    def _entering(self, latent: Tensor) -> Tensor:
+        """What the model is to denoise: the latent with each token the mean of its slot."""
         detail, grid = self._detail, self._grid
         self.batch = len(latent)
         kept = fitting(detail.denoised, latent)
@@ -81,17 +97,24 @@ class WholeModel:
             self._match(latent)
         plan = self.plan
         if plan is None:
-            denoised = denoise(latent)
+            return latent
+        merged = plan.unmerge(plan.merge(tokens_of(latent, grid)))
+        return latent_of(merged, latent.shape, grid)
+
+    @torch.compiler.disable
+    def _leaving(self, latent: Tensor, denoised: Tensor) -> Tensor | None:
+        """The denoised latent, given what the model says; None if it has to run on all tokens."""
+        detail, grid, plan = self._detail, self._grid, self.plan
+        if plan is None:
             # Whoever gets the answer may change it in place.
             detail.denoised = denoised.clone()
         else:
-            merged = plan.unmerge(plan.merge(tokens_of(latent, grid)))
-            denoised = denoise(latent_of(merged, latent.shape, grid))
             if self._refused is not None and not self._plans:
                 self.plan, self.failed = None, self._refused
-                return denoise(latent)
+                return None
             # Without a block that ran, another node has computed the answer from the same latent.
             slots = plan.merge(tokens_of(denoised, grid))
+            kept = fitting(detail.denoised, latent)
             if kept is None:
                 tokens = _blended(plan, slots, latent.shape, grid)
             else:
@@ -99,7 +122,7 @@ class WholeModel:
                 means = plan.merge(own)
                 if not belongs(means, slots):
                     self.plan, self.failed = None, MOVES
-                    return denoise(latent)
+                    return None
                 tokens = plan.add_change(own, means, slots)
             denoised = latent_of(tokens, latent.shape, grid)
         detail.latest = denoised.clone()
@@ -162,6 +185,8 @@ class WholeModel:
 
         layout = Layout(self._grid.tokens, (Span(0, self._grid),))
         features = _features(latest, self._grid, latent)
+        if self._samples_merge_alike:
+            features = of_all_samples(features)
         (self.plan,) = plans_of_sequence(layout, features, plans_of)
 
 

@@ -1,21 +1,23 @@
 """The transformers of the diffusers library, whose pictures are found by asking.
 
-Keys and values merge where a transformer calls attention. Its pipeline tells the steps.
+Keys and values merge where a transformer calls attention, and all of it where a record says how.
+Its pipeline tells the steps.
 """
 
 import inspect
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.decorators import skip
 
-from ..merging.layout import Grid
+from ..merging.layout import Grid, Picture
 from ..patching.answer import Answer, compared, form_of, kept_answer
 from ..patching.attention_call import merged_attention
-from ..patching.blocks import lists_of, uncompiled
+from ..patching.blocks import Evaluation, lists_of, uncompiled
 from ..patching.evaluation import Run
 from ..patching.merge_attention import AttentionBlock, AttentionHost, TransformerRecord
 from ..patching.overrides import Override
@@ -26,6 +28,8 @@ from .bare_copy import bare_copy
 from .latents import Latents, latents_of
 from .patched_model import REASONS, RECOMPUTED, Attachment, Calls, Host, execution_device
 from .reached_attention import AttentionFunction, reaching
+from .transformer_records import WholeTransformer, whole_transformer
+from .whole_call import WholeCall, timestep_of, why_in_modules
 
 _MODULE = "diffusers.models.transformers."
 """Where the library has its transformers."""
@@ -144,6 +148,8 @@ class TransformerCalls(Calls):
         self._schedule: Tensor | None = None
         self._step = self._call = 0
         self._timestep = math.nan
+        self._record = whole_transformer(network)
+        self._whole_call: WholeCall | None = None
 
     @torch.compiler.disable
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -158,9 +164,13 @@ class TransformerCalls(Calls):
         device = execution_device(self.network, latents.one)
         answer = _ask(self.network, given, latents, device)
         if self.run is None:
-            stacks = answer.stacks or tuple(lists_of(self.network))
-            record = TransformerRecord(blocks=stacks, at_end=False, host=_HOST)
-            self.run = Run(self.config, record, self.network, self._make_strategy, [self.latest])
+            self.run = self._run_of(answer)
+        pictures, in_modules = answer.pictures, None
+        self._whole_call = None
+        if self._record is not None and answer.obstacle is None:
+            in_modules = why_in_modules(self._record, self.network, given, answer.stacks)
+            pictures = _in_sequence(self._record, answer)
+            self._whole_call = WholeCall(self._record, self.network, given, latents, pictures)
         shape = latents.one.shape
         self.prepare(
             (shape, latents.sides),
@@ -169,10 +179,36 @@ class TransformerCalls(Calls):
             device,
             latents.one.dtype,
             answer.obstacle or self._obstacle(),
-            answer.pictures,
+            pictures,
             answer.layouts,
+            in_modules,
         )
         return True
+
+    @skip
+    def evaluate(
+        self,
+        evaluation: Evaluation | None,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        # It holds the model's inputs.
+        call, self._whole_call = self._whole_call, None
+        if call is None or evaluation is None or evaluation.whole is None:
+            return forward(*args, **kwargs)
+        return call.run(evaluation.whole, forward, args, kwargs)
+
+    def _run_of(self, answer: Answer) -> Run:
+        """The evaluations of the model, whose first inputs got this answer."""
+        whole = self._record
+        record = TransformerRecord(
+            blocks=answer.stacks or tuple(lists_of(self.network)),
+            at_end=whole is not None and whole.at_end,
+            host=_HOST,
+            whole={} if whole is None else whole.blocks,
+        )
+        return Run(self.config, record, self.network, self._make_strategy, [self.latest])
 
     def _obstacle(self) -> str | None:
         """Why nothing can merge while the model computes gradients, None if something can."""
@@ -226,9 +262,20 @@ def _by_name(
 
 def _timestep(arguments: Mapping[str, Any]) -> float:
     """The timestep of a call, 0 if it has none."""
-    named = (arguments[name] for name in ("timestep", "t", "timesteps") if name in arguments)
-    value = next(named, 0)
+    value = timestep_of(arguments)
     return float(value.max()) if isinstance(value, Tensor) else float(value)
+
+
+def _in_sequence(record: WholeTransformer, answer: Answer) -> tuple[Picture, ...]:
+    """The pictures in the longest sequence of a transformer, the latent first."""
+    layouts = (each for found in answer.layouts.values() for each in found.values())
+    layout = max((each for each in layouts if each is not None), key=lambda each: each.length)
+    stops = [span.start for span in layout.spans[1:]]
+    stops.append(layout.length if record.at_end else layout.spans[-1].stop)
+    return tuple(
+        Picture(span.grid, stop - span.stop, is_latent=index == 0)
+        for index, (span, stop) in enumerate(zip(layout.spans, stops, strict=True))
+    )
 
 
 def _ask(

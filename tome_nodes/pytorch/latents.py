@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..merging.layout import Grid
 from ..merging.picture_search import Sides, changed
+from ..patching.whole_model import latent_of, tokens_of
 
 _SIDES = ("num_frames", "height", "width")
 
@@ -62,11 +64,50 @@ class Latents:
             by_channel = self.value.transpose(1, 2) if self.frames_first else self.value
             after = changed(by_channel)
             return after.transpose(1, 2) if self.frames_first else after
-        pieces = list(self.value.split([math.prod(sides) for sides in self.sides], 1))
+        pieces = self._pictures()
         for index in range(1, len(pieces)) if references else (0,):
             picture = pieces[index].transpose(1, 2).unflatten(2, self.sides[index])
             pieces[index] = changed(picture).flatten(2).transpose(1, 2)
         return torch.cat(pieces, 1)
+
+    def latent(self, grid: Grid, channels: int, side: int) -> Tensor:
+        """The latent as ``[batch, channels, height, width]`` float32, or of a video.
+
+        Not for frames before the channels.
+
+        Args:
+            grid: of its tokens.
+            channels: how many of the first are the latent's, if others say what to paint; not in a
+                list. Of an argument that holds tokens, those of a token.
+            side: that of the square of pixels that such a token holds, channel by channel.
+        """
+        if isinstance(self.value, list):
+            return torch.stack(self.value).float()
+        if not self.are_tokens:
+            return self.value[:, :channels].float()
+        tokens = self._pictures()[0][..., :channels].float()
+        return latent_of(tokens, (len(tokens), *_in_pixels(grid, channels, side)), grid)
+
+    def with_latent(self, latent: Tensor, grid: Grid) -> Any:
+        """The argument with another :meth:`latent` of the same shape."""
+        latent = latent.to(self.one.dtype)
+        if isinstance(self.value, list):
+            return list(latent)
+        if not self.are_tokens:
+            return torch.cat([latent, self.value[:, latent.shape[1] :]], 1)
+        tokens = tokens_of(latent, grid)
+        own, *references = self._pictures()
+        return torch.cat([torch.cat([tokens, own[..., tokens.shape[2] :]], 2), *references], 1)
+
+    def _pictures(self) -> list[Tensor]:
+        """The tokens of the latent, and those of each reference."""
+        return list(self.value.split([math.prod(sides) for sides in self.sides], 1))
+
+
+def _in_pixels(grid: Grid, channels: int, side: int) -> Sequence[int]:
+    """Channels and sides of a latent whose tokens hold a square of pixels each."""
+    deep = [] if grid.frames == 1 else [grid.frames]
+    return channels // side**2, *deep, grid.height * side, grid.width * side
 
 
 def latents_of(arguments: Mapping[str, Any], channels: int | None) -> Latents | None:

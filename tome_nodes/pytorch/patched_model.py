@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.decorators import skip
 
-from ..patching.blocks import Reasons
+from ..patching.blocks import Evaluation, Reasons
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
 from ..patching.outcome import Evaluated, Observer
@@ -140,8 +140,8 @@ class Attachment:
 def _evaluate(
     calls: "Calls", forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    with calls:
-        return forward(*args, **kwargs)
+    with calls as evaluation:
+        return calls.evaluate(evaluation, forward, args, kwargs)
 
 
 # Of what surrounds a model's forward, torch.compile traces nothing.
@@ -236,11 +236,23 @@ class Calls:
         self.latest.result = None
         self._shape, self._arguments = shape, arguments
 
+    @skip
+    def evaluate(
+        self,
+        evaluation: Evaluation | None,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What the model returns within an evaluation, which is None if nothing may merge."""
+        return forward(*args, **kwargs)
+
     @torch.compiler.disable
-    def __enter__(self) -> None:
+    def __enter__(self) -> Evaluation | None:
         self._evaluation = self.own_run.evaluation(*self._arguments)
-        self._evaluation.__enter__()
+        evaluation = self._evaluation.__enter__()
         self.is_running = True
+        return evaluation
 
     @torch.compiler.disable
     def __exit__(self, *error: Any) -> bool | None:

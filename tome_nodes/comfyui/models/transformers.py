@@ -248,9 +248,9 @@ def _cosmos(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 _FLUX_BLOCKS = {
     "double_blocks": WholeBlock(
-        "img", ("pe",), along=2, absent=("attn_mask", "modulation_dims_img"), returned=0
+        "img", {"pe": 2}, absent=("attn_mask", "modulation_dims_img"), returned=0
     ),
-    "single_blocks": WholeBlock("x", ("pe",), along=2, absent=("attn_mask", "modulation_dims")),
+    "single_blocks": WholeBlock("x", {"pe": 2}, absent=("attn_mask", "modulation_dims")),
 }
 
 FLUX = Transformer(
@@ -283,8 +283,7 @@ QWEN_IMAGE = Transformer(
     whole={
         "transformer_blocks": WholeBlock(
             "hidden_states",
-            ("image_rotary_emb",),
-            along=2,
+            {"image_rotary_emb": 2},
             absent=("timestep_zero_index",),
             returned=1,
         )
@@ -312,14 +311,14 @@ LUMINA = Transformer(
     _lumina,
     blocks=("layers",),
     at_end=True,
-    whole={"layers": WholeBlock("x", ("freqs_cis",), absent=("x_mask", "timestep_zero_index"))},
+    whole={"layers": WholeBlock("x", {"freqs_cis": 1}, absent=("x_mask", "timestep_zero_index"))},
 )
 KREA = Transformer(
     ("krea2.model.SingleStreamDiT",),
     _krea,
     blocks=("blocks",),
     at_end=True,
-    whole={"blocks": WholeBlock("x", ("freqs",), along=2, absent=("mask", "timestep_zero_index"))},
+    whole={"blocks": WholeBlock("x", {"freqs": 2}, absent=("mask", "timestep_zero_index"))},
 )
 HIDREAM = Transformer(
     ("hidream.model.HiDreamImageTransformer2DModel",),
@@ -346,7 +345,7 @@ WAN = Transformer(
     blocks=("blocks", "vace_blocks"),
     at_end=False,
     attention="self_attn",
-    whole={"blocks": WholeBlock("x", ("freqs",), by_frame={"e": 4})},
+    whole={"blocks": WholeBlock("x", {"freqs": 1}, by_frame={"e": 4})},
 )
 WAN_SOUND = Transformer(
     ("wan.model.WanModel_S2V", "wan.model.HumoWanModel"),
@@ -385,7 +384,7 @@ LTX = Transformer(
     blocks=("transformer_blocks",),
     at_end=False,
     attention="attn1",
-    whole={"transformer_blocks": WholeBlock("x", ("pe",), absent=("self_attention_mask",))},
+    whole={"transformer_blocks": WholeBlock("x", {"pe": 1}, absent=("self_attention_mask",))},
 )
 LTX_SOUND = Transformer(
     ("lightricks.av_model.LTXAVModel",),
@@ -396,7 +395,7 @@ LTX_SOUND = Transformer(
     whole={
         "transformer_blocks": WholeBlock(
             "x",
-            ("v_pe", "v_cross_pe"),
+            {"v_pe": 1, "v_cross_pe": 1},
             absent=("self_attention_mask",),
             returned=0,
             seen_by=("video_to_audio_attn",),
@@ -412,7 +411,7 @@ COSMOS_PREDICT = Transformer(
     whole={
         "blocks": WholeBlock(
             "x_B_T_H_W_D",
-            ("rope_emb_L_1_1_D",),
+            {"rope_emb_L_1_1_D": 1},
             absent=("extra_per_block_pos_emb",),
             by_frame={"emb_B_T_D": 3},
         )
@@ -424,7 +423,7 @@ MINIMAX = Transformer(
     blocks=("blocks",),
     at_end=True,
     whole={
-        "blocks": WholeBlock("x", ("rope_freqs",), absent=("attention",), segments="mod_segments")
+        "blocks": WholeBlock("x", {"rope_freqs": 1}, absent=("attention",), segments="mod_segments")
     },
 )
 

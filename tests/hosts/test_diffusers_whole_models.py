@@ -1,0 +1,439 @@
+"""Transformers of real diffusers pipelines that run as a whole on merged tokens."""
+
+import inspect
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from common import Shuffle, relative_error
+from diffusers import FirstBlockCacheConfig, ParallelConfig
+from models import pipelines
+from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
+from test_diffusers_transformers import KEYS, ROUNDING, STACK, flux_arguments, merge, state
+from torch import nn
+
+import tome_nodes
+from benchmarks.lossless import LosslessStrategy
+from tome_nodes.merging.layout import Grid, Layout, Span
+from tome_nodes.merging.plan import SlotPlan
+from tome_nodes.patching.answer import Answer
+from tome_nodes.patching.whole_model import WholeModel
+from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers, _in_sequence
+from tome_nodes.pytorch.patched_model import Attachment
+from tome_nodes.pytorch.transformer_records import WholeTransformer, whole_transformer
+from tome_nodes.pytorch.whole_call import why_in_modules
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.strategies import make_strategy
+
+pytestmark = pytest.mark.newest_only
+
+WHOLE = [name for name in TRANSFORMERS if name != "cogvideox"]
+SCOPES = {"stack": STACK, "block": {"scope": "block"}}
+
+
+class AlikeShuffle(LosslessStrategy):
+    """A permutation that is the same in all samples, for models that share positions."""
+
+    def plans(self, features, grid, ratios):
+        return [
+            plan
+            if plan is None
+            else SlotPlan.from_slots(plan.slots()[:1].expand(len(features), -1), grid.tokens)
+            for plan in super().plans(features, grid, ratios)
+        ]
+
+
+def attach(model, make, **options):
+    host = DiffusersTransformers()
+    for network, steps in host.find(model):
+        Attachment(ToMeConfig(ratio=0.5, **KEYS, **options), host, steps, make).attach(network)
+
+
+@contextmanager
+def tokens_seen(*networks):
+    """How many tokens enter the linear layers of the blocks, a list for each evaluation."""
+    evaluations = []
+
+    def entered(_, inputs):
+        if inputs[0].ndim == 3:
+            evaluations[-1].append(inputs[0].shape[1])
+
+    with ExitStack() as hooks:
+        for network in networks:
+            begins = network.register_forward_pre_hook(lambda *_: evaluations.append([]))
+            hooks.enter_context(begins)
+            for name in whole_transformer(network).blocks:
+                for module in network.get_submodule(name).modules():
+                    if isinstance(module, nn.Linear):
+                        hooks.enter_context(module.register_forward_pre_hook(entered))
+        yield evaluations
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_lossless_plan_reproduces_every_pipeline(name, scope, log_messages):
+    case = TRANSFORMERS[name]()
+    expected = case(steps=4)
+    before = state(case.transformer)
+    attach(case.pipeline, Shuffle, **SCOPES[scope])
+    random = torch.get_rng_state()
+    assert relative_error(case(steps=4), expected) < ROUNDING
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(f", {scope} scope" in line for line in log_messages())
+    assert not any("module scope" in line for line in log_messages())
+    assert len(log_messages()) == (2 if name == "wan" else 1)
+    tome_nodes.remove_patch(case.pipeline)
+    assert state(case.transformer) == before
+    assert torch.equal(case(steps=4), expected)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_blocks_run_on_fewer_tokens_that_weigh_as_all(name, scope, calls):
+    case = TRANSFORMERS[name]()
+    networks = [network for network, _ in DiffusersTransformers().find(case.pipeline)]
+    with tokens_seen(*networks) as plain:
+        expected = case(steps=4)
+    keys = [key.shape[2] for _, key, _ in calls]
+    calls.clear()
+    merge(case.pipeline, **SCOPES[scope])
+    with tokens_seen(*networks) as seen:
+        merged = case(steps=4)
+    assert 1e-3 < relative_error(merged, expected) < 1.0
+    pictures = case.picture + case.references
+    evaluations = len(plain) // 4
+    on_all = 0
+    for before, after in zip(plain, seen, strict=True):
+        assert len(before) == len(after)
+        on_all += before == after
+        if before != after:
+            # All layers of the picture, and none of text.
+            assert all(
+                own == every - pictures // 2 if every >= pictures else own == every
+                for every, own in zip(before, after, strict=True)
+            )
+    # The last step but one is on all tokens.
+    assert on_all == (evaluations if scope == "stack" else 0)
+    fewer = [
+        (before, mask)
+        for before, (_, key, mask) in zip(keys, calls, strict=True)
+        if key.shape[2] < before
+    ]
+    assert len(fewer) >= 2 * (4 * evaluations - on_all)
+    for before, mask in fewer:
+        weights = mask.double().exp().sum(-1)
+        assert torch.allclose(weights, torch.full_like(weights, before))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_denoised_latent_is_where_the_only_step_ends(name, monkeypatch):
+    """In the scheduler's own arithmetic, which knows what a transformer predicts."""
+    case = TRANSFORMERS[name]()
+    unguided = {"qwen_image": {"true_cfg_scale": 1.0}, "z_image": {"guidance_scale": 0.0}}
+    options = unguided.get(name, {"guidance_scale": 1.0})
+    expected = case(steps=1, **options)
+    denoised = []
+    run = WholeModel.run
+
+    def spy(*args):
+        denoised.append(run(*args))
+        return denoised[-1]
+
+    monkeypatch.setattr(WholeModel, "run", spy)
+    attach(case.pipeline, Shuffle, **STACK)
+    case(steps=1, **options)
+    (latent,) = denoised
+    pack = getattr(case.pipeline, "_pack_latents", None)
+    if name == "flux2":
+        latent = pack(case.pipeline._patchify_latents(latent))
+    elif pack is not None:
+        latent = pack(latent, *(latent.shape if latent.ndim == 4 else ()))
+    # Wan's timesteps are whole numbers.
+    assert relative_error(latent.view_as(expected), expected) < 2e-3
+
+
+@pytest.mark.parametrize("name", ["flux", "z_image", "wan"])
+def test_nothing_to_merge_is_exact(name):
+    case = TRANSFORMERS[name]()
+    expected = case(steps=1)
+    merge(case.pipeline, ratio=0, ratio_end=0.5, **STACK)
+    assert torch.equal(case(steps=1), expected)
+    assert not torch.equal(case(steps=4), case(steps=1))
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen_image", "hunyuan_video"])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_several_samples(name, scope, log_messages, monkeypatch):
+    """Positions without a batch are those of all samples, which have to merge alike."""
+    case = TRANSFORMERS[name]()
+    options = {"num_videos_per_prompt" if name == "hunyuan_video" else "num_images_per_prompt": 2}
+    expected = case(steps=4, **options)
+    assert len(expected) == 2
+    attach(case.pipeline, lambda *args: AlikeShuffle(make_strategy(*args)), **SCOPES[scope])
+    assert relative_error(case(steps=4, **options), expected) < ROUNDING
+    assert f", {scope} scope" in log_messages()[-1]
+    chosen, tokens = [], SlotPlan.tokens
+
+    def spy(plan):
+        chosen.append(tokens(plan))
+        return chosen[-1]
+
+    monkeypatch.setattr(SlotPlan, "tokens", spy)
+    merge(case.pipeline, **SCOPES[scope])
+    merged = case(steps=4, **options)
+    assert 1e-3 < relative_error(merged, expected) < 1.0
+    assert "module scope" not in log_messages()[-1]
+    # In stack scope, each frame of a video has a plan of its own.
+    by_sample = [each.unflatten(0, (2, -1)) for each in chosen]
+    assert all(torch.equal(first, second) for first, second in by_sample)
+    frames = [first for first, _ in by_sample if len(first) > 1]
+    assert bool(frames) == ((name, scope) == ("hunyuan_video", "stack"))
+    assert not any(torch.equal(first[0], first[1]) for first in frames)
+
+
+@torch.no_grad()
+def twice(network, given):
+    """The second of two evaluations of a transformer, the first of which is on all tokens."""
+    (time,) = (name for name in ("timestep", "t") if name in given)
+    network(**given)
+    return network(**{**given, time: 0.9 * given[time]})
+
+
+def answer(network, given):
+    """The answer of the same, as one tensor."""
+    sample = twice(network, given)[0]
+    return torch.stack(sample) if isinstance(sample, list) else sample
+
+
+def test_a_transformer_without_a_pipeline_returns_what_it_did():
+    transformer = pipelines.make_flux()
+    arguments = flux_arguments()
+    expected = twice(transformer, arguments)
+    attach(transformer, Shuffle, **STACK)
+    given = twice(transformer, arguments)
+    assert type(given) is type(expected)
+    assert relative_error(given.sample, expected.sample) < ROUNDING
+    merge(transformer, **STACK)
+    with torch.no_grad():
+        hidden = arguments.pop("hidden_states")
+        transformer(hidden, **arguments)
+        arguments["timestep"] = 0.9 * arguments["timestep"]
+        (merged,) = transformer(hidden, **arguments, return_dict=False)
+    assert 1e-3 < relative_error(merged, expected.sample) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "along", "own"),
+    [
+        (pipelines.make_flux, {**flux_arguments(), "hidden_states": noise(1, 80, 24)}, 2, 16),
+        (
+            pipelines.make_wan,
+            {
+                "hidden_states": noise(1, 10, 3, 16, 20),
+                "encoder_hidden_states": noise(1, TEXT, TEXT_CHANNELS),
+                "timestep": torch.tensor([500.0], device=DEVICE),
+            },
+            1,
+            4,
+        ),
+    ],
+    ids=["flux", "wan"],
+)
+def test_channels_that_say_what_to_paint_stay_as_they_are(
+    make, arguments, along, own, log_messages
+):
+    """They come in behind those of the latent, and do not come out."""
+    hidden = arguments["hidden_states"]
+    channels = hidden.shape[along]
+    network = make(in_channels=channels, out_channels=own)
+    entered = []
+    network.register_forward_pre_hook(
+        lambda _, args, kwargs: entered.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    expected = twice(network, arguments)[0]
+    attach(network, Shuffle, **STACK)
+    assert relative_error(twice(network, arguments)[0], expected) < ROUNDING
+    assert ", stack scope" in log_messages()[-1]
+    merge(network, **STACK)
+    entered.clear()
+    assert 1e-3 < relative_error(twice(network, arguments)[0], expected) < 0.5
+    before, after = (each.split([own, channels - own], along) for each in (hidden, entered[1]))
+    assert not torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+
+
+def test_a_cache_that_is_gone_is_forgotten(log_messages):
+    transformer = pipelines.make_flux()
+    transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    merge(transformer, **STACK)
+    with transformer.cache_context("cond"):
+        twice(transformer, flux_arguments())
+    assert "module scope in 3 as a cache" in log_messages()[-1]
+    transformer.disable_cache()
+    with tokens_seen(transformer) as seen:
+        for _ in range(2):
+            twice(transformer, flux_arguments())
+    assert seen[0] != seen[-1]
+
+
+def test_a_run_that_could_not_is_forgotten_by_the_next():
+    case = pipelines.flux()
+    merge(case.pipeline, **STACK)
+    expected = case(steps=7)
+
+    def elsewhere(pipeline, step, timestep, given):
+        return {"latents": noise(1, 80, 16, seed=step)}
+
+    with tokens_seen(case.transformer) as seen:
+        moved = case(steps=7, callback_on_step_end=elsewhere)
+    assert moved.isfinite().all()
+    assert seen[-1] == seen[-2]
+    assert torch.equal(case(steps=7), expected)
+
+
+def test_pictures_stand_where_they_were_found():
+    first, second = Grid(8, 10), Grid(6, 8)
+    for at_end, spans in [
+        (True, (Span(7, first), Span(90, second))),
+        (False, (Span(0, first), Span(90, second))),
+    ]:
+        layout = Layout(150, spans)
+        answer = Answer({"blocks.0": {(150, 150): layout, (7, 150): None}})
+        record = WholeTransformer(blocks={}, at_end=at_end, timesteps=(0.0, 1.0))
+        pictures = _in_sequence(record, answer)
+        assert [picture.is_latent for picture in pictures] == [True, False]
+        assert Layout.of_pictures(150, pictures, at_end) == layout
+
+
+def test_half_precision(log_messages):
+    case = pipelines.flux()
+    case.transformer.to(torch.bfloat16)
+    case.arguments = {
+        name: value.bfloat16() if isinstance(value, torch.Tensor) else value
+        for name, value in case.arguments.items()
+    }
+    expected = case(steps=4)
+    attach(case.pipeline, Shuffle, **STACK)
+    given = case(steps=4)
+    assert given.dtype == expected.dtype
+    assert relative_error(given, expected) < 0.02
+    assert ", stack scope" in log_messages()[-1]
+
+
+TREATED = "whose tokens are treated differently"
+
+
+def called(case):
+    """How the pipeline of a case calls its transformer."""
+    given = {}
+
+    def keep(network, args, kwargs):
+        names = [*inspect.signature(type(network).forward).parameters][1:]
+        given.update(dict(zip(names, args, strict=False)) | kwargs)
+
+    hook = case.transformer.register_forward_pre_hook(keep, with_kwargs=True)
+    case(steps=1)
+    hook.remove()
+    return case.transformer, given
+
+
+def with_time_by_token(name):
+    """The first frame is given."""
+    case = TRANSFORMERS[name]()
+    network, given = called(case)
+    times = given["timestep"][:, None].repeat(1, case.picture)
+    times[:, :80] = 0
+    return network, given | {"timestep": times}
+
+
+def with_first_frame():
+    return called(pipelines.hunyuan_video(image_condition_type="token_replace"))
+
+
+def with_texts_of_two_lengths():
+    network, given = called(pipelines.z_image())
+    return network, given | {
+        "x": given["x"][:1] * 2,
+        "t": torch.tensor([0.5, 0.5], device=DEVICE),
+        "cap_feats": [noise(TEXT, TEXT_CHANNELS), noise(40, TEXT_CHANNELS)],
+    }
+
+
+def with_masks_of_two_lengths():
+    network, given = called(pipelines.lumina2())
+    mask = torch.ones(2, TEXT, dtype=torch.long, device=DEVICE)
+    mask[1, -3:] = 0
+    doubled = {
+        name: torch.cat([given[name]] * 2) for name in ("hidden_states", "encoder_hidden_states")
+    }
+    times = torch.tensor([0.5, 0.5], device=DEVICE)
+    return network, {**given, **doubled, "encoder_attention_mask": mask, "timestep": times}
+
+
+def with_reference(**options):
+    given = {
+        "hidden_states": noise(1, 80 + 48, 16),
+        "encoder_hidden_states": noise(1, TEXT, TEXT_CHANNELS),
+        "timestep": torch.tensor([0.5], device=DEVICE),
+        "img_shapes": [[(1, 8, 10), (1, 6, 8)]],
+    }
+    return pipelines.make_qwen(**options), given
+
+
+def with_layers():
+    network, given = with_reference(use_additional_t_cond=True)
+    return network, given | {"additional_t_cond": torch.tensor([0], device=DEVICE)}
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: with_reference(zero_cond_t=True), TREATED),
+        (lambda: with_time_by_token("ltx"), TREATED),
+        (lambda: with_time_by_token("wan"), TREATED),
+        (with_first_frame, TREATED),
+        (with_texts_of_two_lengths, TREATED),
+        (with_masks_of_two_lengths, "as its picture is found in other blocks than usual"),
+        (with_layers, "as it is called with additional_t_cond"),
+    ],
+    ids=["reference", "ltx", "wan", "hunyuan_video", "z_image", "lumina2", "layers"],
+)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_what_treats_tokens_differently_merges_in_its_attention(make, why, scope, log_messages):
+    network, given = make()
+    expected = answer(network, given)
+    attach(network, Shuffle, **SCOPES[scope])
+    assert relative_error(answer(network, given), expected) < ROUNDING
+    assert why in log_messages()[-1]
+    assert "module scope in" in log_messages()[-1]
+
+
+def test_parts_of_a_sequence_on_several_devices_merge_in_their_attention():
+    network = pipelines.make_flux()
+    record = whole_transformer(network)
+    assert why_in_modules(record, network, {}, ()) is None
+    network._parallel_config = ParallelConfig()
+    assert "several devices" in why_in_modules(record, network, {}, ())
+    record = whole_transformer(pipelines.flux2().transformer)
+    given = {"kv_cache_mode": "extract"}
+    assert why_in_modules(record, pipelines.make_flux(), given, ()) == (
+        "as it is called with kv_cache_mode"
+    )
+
+
+def test_fast_where_no_record_says_how_blocks_run(log_messages):
+    case = TRANSFORMERS["cogvideox"]()
+    tome_nodes.apply_patch(case.pipeline, preset="fast")
+    case(height=256, width=256)
+    assert "module scope in 2 as this kind of model does not merge stacks" in log_messages()[-1]
+
+
+def test_fast(log_messages):
+    case = pipelines.flux()
+    plain = case(steps=6, height=256, width=256)
+    tome_nodes.apply_patch(case.pipeline, preset="fast")
+    merged = case(steps=6, height=256, width=256)
+    assert 1e-3 < relative_error(merged, plain) < 0.5
+    assert log_messages() == [
+        "[ToMe] merged 3/3 blocks (256 -> 128 tokens), ratio 0.50, window, stack scope"
+    ]
