@@ -86,7 +86,6 @@ class WholeModel:
         denoised = self._leaving(latent, denoise(self._entering(latent)))
         return denoise(latent) if denoised is None else denoised
 
-    @torch.compiler.disable
     def _entering(self, latent: Tensor) -> Tensor:
         """What the model is to denoise: the latent with each token the mean of its slot."""
         detail, grid = self._detail, self._grid
@@ -101,7 +100,6 @@ class WholeModel:
         merged = plan.unmerge(plan.merge(tokens_of(latent, grid)))
         return latent_of(merged, latent.shape, grid)
 
-    @torch.compiler.disable
     def _leaving(self, latent: Tensor, denoised: Tensor) -> Tensor | None:
         """The denoised latent, given what the model says; None if it has to run on all tokens."""
         detail, grid, plan = self._detail, self._grid, self.plan
