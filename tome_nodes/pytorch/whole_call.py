@@ -23,8 +23,8 @@ _ELSEWHERE = "as its picture is found in other blocks than usual"
 _PARALLEL = "as several devices share the tokens"
 _OF_OTHER_KIND = "as it is called with {}"
 
-# Of what surrounds a model's forward, torch.compile traces nothing. Said here, since to say it imports the
-# compiler and Triton, which ComfyUI may never need.
+# Of what surrounds a model's forward, torch.compile traces nothing. Said here, since to say it
+# imports the compiler and Triton, which ComfyUI may never need.
 skip(WholeModel.run)
 for _name in ("_entering", "_leaving"):
     setattr(WholeModel, _name, torch.compiler.disable(getattr(WholeModel, _name)))
