@@ -151,11 +151,14 @@ def _latent_shape(x: Tensor, conditions: dict[str, Any]) -> tuple[int, ...]:
 
 
 def is_empty(latent: Any) -> bool:
-    """Whether a latent holds no picture; with sound, that is the first of two."""
-    if latent is None:
-        return True
-    picture = latent.unbind()[0] if latent.is_nested else latent
-    return not picture.any()
+    """Whether a latent holds no picture."""
+    return latent is None or not picture_of(latent).any()
+
+
+def picture_of(latent: Any) -> Tensor:
+    """The picture or video of a latent; with sound, that is the first of two."""
+    picture: Tensor = latent.unbind()[0] if latent.is_nested else latent
+    return picture
 
 
 class _Attachment:

@@ -18,6 +18,7 @@ from ..patching.whole_model import WholeModel
 from .sound import run_beside
 
 _NETWORK = WrappersMP.DIFFUSION_MODEL
+_KEY = "tome_nodes"
 
 
 def can_run_inside(model: Any, options: dict[str, Any]) -> bool:
@@ -30,28 +31,11 @@ def can_run_inside(model: Any, options: dict[str, Any]) -> bool:
         model: a BaseModel of the host.
         options: the transformer options of an evaluation.
     """
-    return is_wrapped(model, options) and isinstance(model.model_sampling, CONST)
-
-
-def is_wrapped(model: Any, options: dict[str, Any]) -> bool:
-    """Whether another node wraps the network of a model, and it can be wrapped inside of that.
-
-    Not a compiled network, whose graph may outlive the wrappers.
-
-    Args:
-        model: a BaseModel of the host.
-        options: the transformer options of an evaluation.
-    """
     network: nn.Module = model.diffusion_model
     wrappers = options.get("wrappers", {}).get(_NETWORK, {})
-    return any(wrappers.values()) and uncompiled(network) is network
-
-
-def innermost(wrapper: Callable[..., Any], key: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The transformer options of an evaluation in which a wrapper of the network is the last."""
-    wrappers = options["wrappers"]
-    others = {name: each for name, each in wrappers[_NETWORK].items() if name != key}
-    return options | {"wrappers": {**wrappers, _NETWORK: {**others, key: [wrapper]}}}
+    # The graph of a compiled network may outlive its wrappers.
+    is_wrapped = any(wrappers.values()) and uncompiled(network) is network
+    return is_wrapped and isinstance(model.model_sampling, CONST)
 
 
 def inside(whole: WholeModel, t: Tensor, shape: tuple[int, ...], options: dict[str, Any]) -> Any:
@@ -84,4 +68,6 @@ def inside(whole: WholeModel, t: Tensor, shape: tuple[int, ...], options: dict[s
         leaving = ((latent - video) / sigma).to(given.dtype)
         return [leaving, *others] if sound else leaving
 
-    return innermost(run, "tome_nodes", options)
+    wrappers = options["wrappers"]
+    outer = {name: each for name, each in wrappers[_NETWORK].items() if name != _KEY}
+    return options | {"wrappers": {**wrappers, _NETWORK: {**outer, _KEY: [run]}}}

@@ -148,7 +148,9 @@ class TransformerCalls(Calls):
         self._schedule: Tensor | None = None
         self._step = self._call = 0
         self._timestep = math.nan
-        self._record = whole_transformer(network)
+        # In modules, nothing has to be known of how blocks are called.
+        merges_whole = self.config.scope != "module"
+        self._record = whole_transformer(network) if merges_whole else None
         self._whole_call: WholeCall | None = None
 
     @torch.compiler.disable

@@ -7,7 +7,8 @@ in one step can be gone at the end, or grow.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import floor, isfinite
 from statistics import mean
@@ -22,10 +23,9 @@ from comfy.utils import ProgressBar
 from torch import Tensor
 
 from ...ops.clock import Clock
-from ...settings.config import ToMeConfig
-from ...settings.presets import settings_of
 from ...tuning.search import BALANCED, FAST, Candidate, Ladder, Measured
 from .. import attachment
+from ..validation import config_of
 
 log = logging.getLogger("tome_nodes")
 
@@ -82,10 +82,6 @@ class _Sampled:
         first, *others = self.seconds
         return sum(others) + (min(first, mean(others)) if others else first)
 
-    def is_slower(self, times: float, usual: float) -> bool:
-        """Whether any step but the first took so many times as long as usual."""
-        return max(self.seconds[1:], default=0.0) > times * usual
-
 
 class Trials:
     """Trials of settings on one model, for one sampling run, shown as progress of the node.
@@ -103,11 +99,10 @@ class Trials:
         self._clock = clock or Clock(model.load_device)
         self._latent = _latent_for(self._model, sampling.latent_image)
         self.steps = sampling.steps
-        self.shape = tuple(_picture(self._latent).shape)
+        self.shape = tuple(attachment.picture_of(self._latent).shape)
         self.is_empty = attachment.is_empty(self._latent)
         self.steps_taken = 0
         self._progress = ProgressBar(_USUAL_RUNS * self.steps)
-        self._kept: _Sampled | None = None
 
     def measure(self, candidate: Candidate) -> Measured:
         """Try some settings.
@@ -115,14 +110,13 @@ class Trials:
         Raises:
             InterruptProcessingException: the user stopped it.
         """
-        config = ToMeConfig(**settings_of(candidate.preset, {"ratio": candidate.ratio}))
-        patched = attachment.attach(self._model, config, is_quiet=True)
+        patched = _merging(self._model, candidate)
         measured = self._measured(str(candidate), patched)
         if measured.has_failed:
             return measured
         run = attachment.last_run(patched)
         obstacle = "nothing was evaluated" if run is None else run.obstacle
-        return Measured(measured.seconds, measured.unpatched, measured.change, obstacle)
+        return replace(measured, obstacle=obstacle)
 
     def instead(self, candidate: Candidate, speed: float) -> dict[str, Measured]:
         """What the user could take instead of some settings, or with them, by name.
@@ -146,19 +140,18 @@ class Trials:
         if cached is not None:
             found[EASY_CACHE] = self._measured(EASY_CACHE, cached)
             if found[EASY_CACHE].is_faster:
-                config = ToMeConfig(**settings_of(candidate.preset, {"ratio": candidate.ratio}))
-                both = attachment.attach(cached, config, is_quiet=True)
-                found[BOTH] = self._measured(BOTH, both)
+                found[BOTH] = self._measured(BOTH, _merging(cached, candidate))
         return found
 
     def _measured(self, name: str, model: ModelPatcher, steps: int | None = None) -> Measured:
         """A run with a model, next to the unpatched one."""
-        plain = self._plain()
+        plain, steps = self._plain, steps or self.steps
         unpatched = plain.whole / self.steps
         try:
-            sampled = self._sampled(model, steps or self.steps)
-            if self.steps == 1 or sampled.is_slower(_COMPILING, unpatched):
-                sampled = self._sampled(model, steps or self.steps)
+            sampled = self._sampled(model, steps)
+            has_compiled = any(each > _COMPILING * unpatched for each in sampled.seconds[1:])
+            if self.steps == 1 or has_compiled:
+                sampled = self._sampled(model, steps)
         except InterruptProcessingException:
             raise
         except Exception as error:
@@ -170,14 +163,12 @@ class Trials:
             return _failed(unpatched, "the picture is not finite")
         return Measured(sampled.whole / self.steps, unpatched, change)
 
+    @cached_property
     def _plain(self) -> _Sampled:
         """The unpatched run."""
-        if self._kept is None:
-            self._kept = self._sampled(self._model, self.steps)
-            if self.steps == 1:
-                # The only step has what is done once.
-                self._kept = self._sampled(self._model, self.steps)
-        return self._kept
+        plain = self._sampled(self._model, self.steps)
+        # An only step has what is done once.
+        return self._sampled(self._model, self.steps) if self.steps == 1 else plain
 
     def _sampled(self, model: ModelPatcher, steps: int) -> _Sampled:
         """Sample as the host's KSampler does, without its change of the global random state."""
@@ -219,11 +210,16 @@ class Trials:
         # A sampler may not tell of its steps.
         moments = [start, *(marks or [end])]
         seconds = [self._clock.between(*pair) for pair in pairwise(moments)]
-        return _Sampled(_picture(latent), seconds)
+        return _Sampled(attachment.picture_of(latent), seconds)
 
     def end(self) -> None:
         """Show that there are no more trials."""
         self._progress.update_absolute(self._progress.total)
+
+
+def _merging(model: ModelPatcher, candidate: Candidate) -> ModelPatcher:
+    """A clone that merges tokens with some settings."""
+    return attachment.attach(model, config_of(**candidate.settings), is_quiet=True)
 
 
 def _failed(unpatched: float, obstacle: str) -> Measured:
@@ -255,12 +251,6 @@ def ladders_for(model: ModelPatcher) -> list[Ladder]:
         ValueError: none, as the model does not belong to a family that can merge tokens.
     """
     return [BALANCED, FAST] if attachment.record_for(model).merges_blocks else [BALANCED]
-
-
-def _picture(latent: Any) -> Tensor:
-    """The picture or video of a latent, which with sound has two tensors."""
-    picture: Tensor = latent.unbind()[0] if latent.is_nested else latent
-    return picture
 
 
 def _latent_for(model: ModelPatcher, given: Mapping[str, Any]) -> Any:
