@@ -115,7 +115,6 @@ def bench(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="dev.py bench", add_help=False, allow_abbrev=False)
     others = {
         "fidelity": "benchmarks.fidelity",
-        "fronts": "benchmarks.fidelity.fronts",
         "picture": "benchmarks.fidelity.off_and_on",
         "host-time": "benchmarks.speed.host_time",
         "tune": "benchmarks.speed.tuning",
@@ -232,13 +231,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "bench",
         "measure all methods against the unpatched model; more arguments: --transformers, "
-        "--quick, --model, --size, --methods, --minutes, --name; with --fidelity, how much each "
-        "changes: --quick, --only, --methods, --seeds; with --fronts, what else a user could pick: "
-        "--only, --steps, --pictures; with --picture, the picture of off "
-        "and on: --ratio, --presets, --model; with --host-time, what merging adds before any "
-        "kernel runs: --quick, --rounds; with --tune, whether ToMe Tune keeps "
-        "its word: --wish, --size, --steps, --rounds; with --report, tables of what was measured "
-        "on a GPU",
+        "--quick, --model, --size, --methods, --minutes, --name; with --fidelity, how much "
+        "everything that a user could pick changes, and what it takes: --quick, --only, --steps, "
+        "--names, --seeds; with --picture, the picture of off and on: --ratio, "
+        "--presets, --model; with --host-time, what merging adds before any kernel runs: --quick, "
+        "--rounds; with --tune, whether ToMe Tune keeps its word: --wish, --size, --steps, "
+        "--rounds; with --report, tables of what was measured on a GPU",
     )
     add(
         "gpu",

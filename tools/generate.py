@@ -33,18 +33,18 @@ TRANSLATED = ROOT / "tools" / "translated.json"
 
 RATIO = OPTIONS["ratio"].default
 JUDGED = {
-    "UNet": ("pictures", "12 steps", "tomesd q,k,v 0.5"),
-    "transformer": ("image", "8 steps", "ours q,k,v 0.5, unweighted"),
-    "video": ("video", "8 steps", "ours q,k,v 0.5, unweighted"),
+    "UNet": ("pictures", "12", "tomesd q,k,v 0.5"),
+    "transformer": ("image", "8", "q,k,v 0.5, as the paper"),
+    "video": ("video", "8", "q,k,v 0.5, as the paper"),
 }
-"""Where the results have each kind of model: judge, sampling, and the paper's method."""
+"""Where the results have each kind of model: judge, number of steps, and the paper's method."""
 
 FIGURES = f"""\
-*Time* is that of all evaluations of a run of a small trained model on a CPU at `ratio` {RATIO:g},
-with 1 for the unpatched one: a UNet in 12 steps, a transformer of Flux's class in 8, and for video
-one of Wan's in 8. *Change* is how much its pictures differ, with 1 for the paper's method at 0.5.
-They are to compare presets by, not what a large model gains on a GPU.
-`python3 dev.py bench --fidelity` measures them."""
+*Time* is the work of a run at `ratio` {RATIO:g}, counted, with 1 for the unpatched one: of a small
+UNet in 12 steps; of transformers in 8 steps, in blocks as wide as those of Flux at 1024x1024, and for
+video as those of Wan 14B at 480p and 81 frames. *Change* is how much pictures of small trained
+models differ, with 1 for the paper's method at 0.5. They are to compare presets by, not what a
+large model gains on a GPU. `python3 dev.py bench --fidelity` measures them."""
 """The text below the table of presets, if they were measured."""
 
 MARKED = re.compile(r"(<!-- generated: ([a-z_ ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -193,14 +193,14 @@ def _figures() -> dict[str, dict[str | int, tuple[str, str]]]:
     """The time and change of pictures for each preset measured at the default ratio, by model."""
     result = json.loads(FIDELITY.read_text(encoding="utf-8"))
     judged = {
-        model: (result.get(judge, {}).get(sampling, {}), paper)
-        for model, (judge, sampling, paper) in JUDGED.items()
+        model: (result.get(judge, {}).get(steps, {}), paper)
+        for model, (judge, steps, paper) in JUDGED.items()
     }
     figures: dict[str, dict[str | int, tuple[str, str]]] = {
         model: {
             name: (f"{row['time']:.2f}", f"{row['error'] / rows[paper]['error']:.2f}")
             for name in PRESETS
-            if (row := rows.get(f"ours {name} {RATIO:g}")) is not None
+            if (row := rows.get(f"{name} {RATIO:g}")) is not None
         }
         for model, (rows, paper) in judged.items()
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.fidelity.fronts_page import Rows, error_at, points
+from benchmarks.fidelity.page import CACHE, STEPS, Rows, error_at, points
 from benchmarks.speed.figures import grid
 
 SHOWN = 20
@@ -41,7 +41,7 @@ def _forecast_beats_fewer(rows: Rows) -> tuple[str, bool]:
 def _against_fewer(rows: Rows, name: str) -> tuple[str, bool]:
     """Error of a row over that of fewer steps at its time."""
     row = rows[name]
-    other = error_at(row["time"], [*points(rows, ("fewer steps",)).values()])
+    other = error_at(row["time"], [*points(rows, (STEPS,)).values()])
     if not other:
         return f"skips nothing: {row['evaluations']} evaluations", False
     share = row["error"] / other
@@ -55,7 +55,7 @@ def _easycache_saves(rows: Rows) -> tuple[str, bool]:
 
 
 def _threshold_skips_a_quarter(rows: Rows) -> tuple[str, bool]:
-    skipping = [row for row in rows.values() if row["kind"] == "cache"]
+    skipping = [row for row in rows.values() if row["kind"] == CACHE]
     nearest = min(skipping, key=lambda row: abs(row["time"] - 0.76))
     said = f"{1 - nearest['time']:.2f} skipped, SSIM {nearest['ssim']:.2f}"
     return said, 0.15 < 1 - nearest["time"] < 0.35 and 0.75 < nearest["ssim"] < 0.95
@@ -127,7 +127,7 @@ CLAIMS = (
 )
 
 
-def table(result: Mapping[str, Any]) -> str:
+def calibration(result: Mapping[str, Any]) -> str:
     """Each claim, what its judge says, and whether that is alike."""
     lines = []
     for claim in CLAIMS:

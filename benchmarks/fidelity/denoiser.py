@@ -12,7 +12,6 @@ weights are saved to `benchmarks/denoiser.npz`.
 """
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +85,9 @@ class Settings(BASE):
 class OfCrops(BaseModel):
     """Takes a crop for each sample from the conditioning, under the key ``crops``."""
 
-    def place_of(self, crop: Crop) -> Tensor:
-        """See :func:`place`."""
-        return place(crop)
-
     def concat_cond(self, **kwargs: Any) -> Tensor:
         """The places of the crops; the host appends them to the noisy pixels."""
-        return torch.stack([self.place_of(crop) for crop in kwargs["crops"]]).to(kwargs["device"])
+        return torch.stack([place(crop) for crop in kwargs["crops"]]).to(kwargs["device"])
 
 
 def load() -> ModelPatcher:
@@ -132,13 +127,15 @@ def prompt(name: str | None) -> Tensor:
     return torch.randn(CONTEXT_SHAPE, generator=generator)
 
 
-def place(crop: Crop, short_side: int = SHORT_SIDE, lengths: int = 4) -> Tensor:
-    """The place of a crop, ``[4 * lengths, side, side]``; see :func:`waves`."""
+def place(crop: Crop) -> Tensor:
+    """The place of a crop, ``[16, side, side]``; see :func:`waves`."""
     rows, columns = (
         torch.arange(start, start + crop.side) + 0.5 for start in (crop.top, crop.left)
     )
     shape = (crop.side, crop.side)
-    return waves(rows[:, None].expand(shape), columns.expand(shape), short_side, lengths)
+    return waves(
+        rows[:, None].expand(shape), columns.expand(shape), SHORT_SIDE, PLACE_CHANNELS // 4
+    )
 
 
 def waves(rows: Tensor, columns: Tensor, short_side: int, lengths: int) -> Tensor:
@@ -168,22 +165,13 @@ class Data:
 
     Args:
         generator: of random numbers.
-        short_side: that of the photos.
         full_side: that of the crops of which some are held out.
-        place_of: see :func:`place`.
     """
 
-    def __init__(
-        self,
-        generator: torch.Generator,
-        short_side: int = SHORT_SIDE,
-        full_side: int = SIDE,
-        place_of: Callable[[Crop], Tensor] = place,
-    ):
+    def __init__(self, generator: torch.Generator, full_side: int = SIDE):
         self.generator = generator
-        self.photos = {name: from_pixels(photo(name, short_side)) for name in NAMES}
+        self.photos = {name: from_pixels(photo(name, SHORT_SIDE)) for name in NAMES}
         self._full_side = full_side
-        self._place_of = place_of
 
     def batch(self, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
         """Pixels, places and prompts of ``size`` crops; a tenth of the prompts is left out."""
@@ -192,7 +180,7 @@ class Data:
         kept = torch.rand(size, generator=self.generator) >= 0.1
         chosen = zip(crops, kept.tolist(), strict=True)
         prompts = torch.stack([prompt(crop.photo if keep else None) for crop, keep in chosen])
-        return pixels, torch.stack([self._place_of(crop) for crop in crops]), prompts
+        return pixels, torch.stack([place(crop) for crop in crops]), prompts
 
     def _crop(self, side: int) -> Crop:
         name = NAMES[below(len(NAMES), self.generator)]
@@ -204,17 +192,14 @@ class Data:
                 return Crop(name, top, left, side)
 
 
-def held_out_crops(
-    count: int, short_side: int = SHORT_SIDE, full_side: int | None = None
-) -> list[Crop]:
+def held_out_crops(count: int) -> list[Crop]:
     """Full-size crops that were not trained on, spread over the photos."""
-    side = full_side or SIDE
-    photos = {name: photo(name, short_side) for name in NAMES}
+    photos = {name: photo(name, SHORT_SIDE) for name in NAMES}
     places = {
         name: [
             (top, left)
-            for top in range(pixels.shape[1] - side + 1)
-            for left in range(pixels.shape[2] - side + 1)
+            for top in range(pixels.shape[1] - SIDE + 1)
+            for left in range(pixels.shape[2] - SIDE + 1)
             if is_held_out(top, left)
         ]
         for name, pixels in photos.items()
@@ -223,8 +208,8 @@ def held_out_crops(
     crops = []
     for index in range(count):
         name = NAMES[index % len(NAMES)]
-        place = int(torch.randint(len(places[name]), (), generator=generator))
-        crops.append(Crop(name, *places[name][place], side))
+        chosen = below(len(places[name]), generator)
+        crops.append(Crop(name, *places[name][chosen], SIDE))
     return crops
 
 

@@ -1,5 +1,7 @@
-"""The judges whose models are transformers."""
+"""The judges whose models are transformers, and what each judge is asked."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +9,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.fidelity import (
-    denoiser,
     latents,
-    picture_transformer,
+    options,
     scene_transformer,
     scenes,
+    student,
     video_transformer,
 )
-from benchmarks.fidelity.pictures import Judge, batch_of_crops
+from benchmarks.fidelity.options import Option
+from benchmarks.fidelity.pictures import Judge, PictureJudge
+from benchmarks.speed.published import MODELS
+
+SHARES = {model.name: model.attention_share for model in MODELS}
+"""The share of attention in a block of a published width, by the number of tokens."""
 
 
 class SceneJudge(Judge):
@@ -26,13 +33,13 @@ class SceneJudge(Judge):
     """
 
     sampler, scheduler = "euler", "simple"
+    attention = SHARES["Flux"](4096)
 
     def __init__(
         self,
         steps: int,
-        seeds: int = 1,
         guidance: float = 3.0,
-        scheduler: str | None = None,
+        seeds: int = 1,
         pictures: int = 4,
         weights: Path = scene_transformer.WEIGHTS,
     ):
@@ -40,13 +47,9 @@ class SceneJudge(Judge):
         self.prompts = torch.stack(
             [scenes.prompt(scenes.caption_of(seed)) for seed in seeds_of_scenes]
         )
-        super().__init__(scene_transformer.load(weights), steps, seeds, guidance, scheduler)
-
-    @property
-    def tokens(self) -> int:
-        """Those of a picture and its prompt."""
         side = scene_transformer.LATENT_SIDE // scene_transformer.PATCH
-        return side**2 + self.prompts.shape[1]
+        self.tokens = side**2 + self.prompts.shape[1]
+        super().__init__(scene_transformer.load(weights), steps, guidance, seeds)
 
     def decode(self, latent: Tensor) -> Tensor:
         """See :func:`benchmarks.fidelity.latents.decode`."""
@@ -59,36 +62,62 @@ class SceneJudge(Judge):
         return empty, self.prompts, {}
 
 
-class PictureTransformerJudge(Judge):
-    """The judge whose model is the Flux of :mod:`benchmarks.fidelity.picture_transformer`."""
-
-    sampler, scheduler = "euler", "simple"
-
-    def __init__(self, steps: int, seeds: int, guidance: float = 2.0, scheduler: str | None = None):
-        count = len(denoiser.NAMES) * seeds
-        side = picture_transformer.SIDE
-        self.crops = denoiser.held_out_crops(count, picture_transformer.SHORT_SIDE, side)
-        super().__init__(picture_transformer.load(), steps, seeds, guidance, scheduler)
-
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Crops of all photos."""
-        return batch_of_crops(self.crops, seed)
-
-
-class VideoTransformerJudge(Judge):
+class VideoJudge(Judge):
     """The judge whose model is the Wan of :mod:`benchmarks.fidelity.video_transformer`."""
 
     sampler, scheduler = "euler", "simple"
+    attention = SHARES["Wan 14B"](32760)
 
-    def __init__(self, steps: int, seeds: int, guidance: float = 2.0, scheduler: str | None = None):
+    def __init__(self, steps: int, guidance: float = 2.0, seeds: int = 1):
         self.clips = video_transformer.judged_clips()
         photos = video_transformer.Photos()
         rendered = [photos.render(clip, video_transformer.SIDE) for clip in self.clips]
         self.places = torch.stack([places for _, places in rendered])
-        super().__init__(video_transformer.load(), steps, seeds, guidance, scheduler)
+        side = video_transformer.SIDE // video_transformer.PATCH
+        self.tokens = video_transformer.FRAMES * side**2
+        super().__init__(video_transformer.load(), steps, guidance, seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """One clip over each photo."""
         prompts = torch.stack([video_transformer.prompt(clip) for clip in self.clips])
         count, _, *sides = self.places.shape
         return torch.zeros(count, 3, *sides), prompts, {"places": self.places}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A judge, and what it is asked.
+
+    Attributes:
+        make: makes it from a number of steps and one of seeds.
+        options: gives what could be picked in place of a run of so many steps.
+        steps: the numbers of steps; ``--quick`` takes the first.
+    """
+
+    make: Callable[[int, int], Judge]
+    options: Callable[[int], Sequence[Option]]
+    steps: Sequence[int]
+
+
+BENCHES = {
+    "pictures": Bench(
+        lambda steps, seeds: PictureJudge(steps, 2.0, seeds),
+        options.of_unet,
+        (12, 20, 8),
+    ),
+    "image": Bench(
+        lambda steps, seeds: SceneJudge(steps, 3.0, seeds),
+        options.of_transformer,
+        (8, 20),
+    ),
+    "few": Bench(
+        lambda steps, seeds: SceneJudge(steps, 1.0, seeds, weights=student.WEIGHTS),
+        options.of_transformer,
+        (4, 8),
+    ),
+    "video": Bench(
+        lambda steps, seeds: VideoJudge(steps, 2.0, seeds),
+        options.of_video,
+        (8,),
+    ),
+}

@@ -10,7 +10,7 @@ The models are the trained ones of `dev.py bench --fidelity`, since random weigh
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import date
 from functools import partial
 from typing import Any
@@ -25,8 +25,8 @@ PICTURES = {
     "video": "off-and-on-video.jpg",
 }
 OFF = "off"
-SHOWN = ("astronaut", "flower")
-"""The photos whose crops are shown; the seconds are those of all five together."""
+SHOWN = (0, -1)
+"""The pictures that are shown; the seconds are those of all together."""
 FRAMES = (2, 6)
 """The frames of a video that are shown."""
 SIDE, MARGIN, CAPTION = 320, 12, 52
@@ -39,8 +39,7 @@ def main() -> None:
     if arguments.device == "cpu":
         use_cpu()
 
-    from benchmarks.fidelity import denoiser
-    from benchmarks.fidelity.judges import PictureTransformerJudge, VideoTransformerJudge
+    from benchmarks.fidelity.judges import SceneJudge, VideoJudge
     from benchmarks.fidelity.pictures import Judge, PictureJudge
     from benchmarks.machine import machine
     from tome_nodes.comfyui.attachment import attach
@@ -48,9 +47,9 @@ def main() -> None:
     from tome_nodes.settings.presets import settings_of
 
     judges: dict[str, Callable[[], Judge]] = {
-        "unet": partial(PictureJudge, 12, 1),
-        "transformer": partial(PictureTransformerJudge, 8, 1),
-        "video": partial(VideoTransformerJudge, 8, 1),
+        "unet": partial(PictureJudge, 12),
+        "transformer": partial(SceneJudge, 8),
+        "video": partial(VideoJudge, 8),
     }
     judge = judges[arguments.model]()
     models = {OFF: judge.model}
@@ -63,16 +62,15 @@ def main() -> None:
         # In turn, and every other round reversed, so that noise affects all alike.
         for name in list(models)[:: -1 if done % 2 else 1]:
             painted[name], taken = judge.paint(models[name])
-            seconds[name].append(sum(taken) / len(taken))
+            seconds[name].append(taken / judge.steps)
     # As in the demo, the fastest run: other processes only ever add to a time.
     fastest = {name: min(taken) for name, taken in seconds.items()}
-    rows = [denoiser.NAMES.index(name) for name in SHOWN]
-    columns = {name: [_pixels(each) for each in _shown(painted[name], rows)] for name in models}
+    columns = {name: [_pixels(each) for each in _shown(painted[name])] for name in models}
     _sheet(columns, fastest).save(DOCS / PICTURES[arguments.model], quality=90)
     command = " ".join(["python3 dev.py bench --picture", *sys.argv[1:]])
     kind = "videos" if arguments.model == "video" else "pictures"
     print(
-        f"Seconds per step of {len(denoiser.NAMES)} {kind} in {judge.steps} steps, the fastest "
+        f"Seconds per step of {len(painted[OFF])} {kind} in {judge.steps} steps, the fastest "
         f"of {arguments.repeats} runs: "
         + ", ".join(f"{name} {each:.2f}" for name, each in fastest.items())
         + f". `{command}`, {machine(arguments.device)['description']}, {date.today().isoformat()}"
@@ -89,11 +87,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _shown(pictures: Any, rows: Sequence[int]) -> list[Any]:
-    """The pictures in some rows; of videos, some frames of the first of these."""
+def _shown(pictures: Any) -> list[Any]:
+    """Some of the pictures; of videos, some frames of the first."""
     if pictures.ndim == 4:
-        return [pictures[row] for row in rows]
-    return [pictures[rows[0], :, frame] for frame in FRAMES]
+        return [pictures[row] for row in SHOWN]
+    return [pictures[0, :, frame] for frame in FRAMES]
 
 
 def _pixels(picture: Any) -> Any:

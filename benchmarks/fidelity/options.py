@@ -1,30 +1,39 @@
-"""Everything that a user of a transformer could pick to save time, and what each would cost.
+"""Everything that a user could pick to save time on a model of some kind."""
 
-The cost of a run is that of its evaluations, over those of the plain run. An evaluation on fewer
-tokens costs the share that it has in blocks of Flux's published width at 1024x1024 pixels, so that
-a small judge, whose blocks spend their time elsewhere, does not flatter.
-"""
-
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 from comfy.model_patcher import ModelPatcher
-from torch import nn
+from comfy_extras import nodes_hypertile, nodes_tomesd
 
 from benchmarks.fidelity import rivals
-from benchmarks.fidelity.merging_methods import ours, preset
-from benchmarks.fidelity.rivals import Patch
-from benchmarks.speed.methods import ToDoStrategy
-from benchmarks.speed.published import MODELS
+from benchmarks.fidelity.page import (
+    BLOCKS,
+    BOTH,
+    CACHE,
+    FORECAST,
+    KEYS75,
+    MERGING,
+    OURS,
+    PAPER,
+    POOLED,
+    SIZE,
+    STEPS,
+    TODO,
+    TOMESD,
+)
+from benchmarks.speed.methods import ToDoStrategy, TomesdStrategy
+from tome_nodes.comfyui.attachment import attach
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
 
-(FLUX,) = (model for model in MODELS if model.name == "Flux")
-TOKENS = 4096
-"""Those of a picture of 1024x1024 pixels."""
+Patch = Callable[[ModelPatcher], ModelPatcher]
+"""Makes a patched clone of a model."""
 
-STEPS, CACHE, FORECAST, SIZE = "fewer steps", "cache", "forecast", "lower resolution"
-MERGING, OURS, BOTH = "merging", "ours", "ours and another"
 FEWER: dict[int, Sequence[int]] = {
     20: (16, 13, 10, 8, 6),
     12: (10, 9, 8, 7, 6),
@@ -40,7 +49,7 @@ class Option:
 
     Attributes:
         name: its name in tables.
-        kind: one of the constants above.
+        kind: one of those of :mod:`benchmarks.fidelity.page`.
         patch: makes the patched clone of a model.
         steps: of the run; None for those of the plain one.
         shrunk: by how much the sides of the picture are divided, before it is scaled up.
@@ -57,8 +66,50 @@ class Option:
     keys: float = 1.0
 
 
-def without_merging(steps: int) -> list[Option]:
-    """What to pick on any model in place of a run of so many steps, without merging."""
+def of_unet(steps: int) -> list[Option]:
+    """What to pick on a UNet in place of a run of so many steps."""
+    as_published = {"proportional_attn": False}
+    tile = {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}
+    return [
+        *_without_merging(steps),
+        Option(TOMESD, MERGING, ours(TomesdStrategy, **as_published)),
+        Option("core q 0.5", MERGING, _node(nodes_tomesd, ratio=0.5)),
+        Option("HyperTile", MERGING, _node(nodes_hypertile, **tile)),
+        Option("q,k,v 0.5", MERGING, ours()),
+        Option("k,v 0.5", MERGING, ours(attn_tokens="k,v")),
+        Option("k,v 0.75", MERGING, ours(ratio=0.75, attn_tokens="k,v")),
+        Option(KEYS75, MERGING, ours(ratio=0.75, attn_tokens="k,v", strategy="window", sx=4)),
+        *_merging(),
+        *_presets({"quality": (0.6, 0.75), "balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)}),
+        Option("fast 0.6, no full step", OURS, preset("fast", refresh_steps=0)),
+        *_together(),
+    ]
+
+
+def of_transformer(steps: int) -> list[Option]:
+    """What to pick on a transformer of pictures in place of a run of so many steps."""
+    ratios = {
+        "quality": (0.5, 0.6, 0.75),
+        "balanced": (0.6, 0.75, 0.85),
+        "fast": (0.3, 0.5, 0.6, 0.75),
+    }
+    return [
+        *_without_merging(steps),
+        Option("half the size", SIZE, shrunk=2),
+        *_merging(),
+        Option(BLOCKS, MERGING, _toma(0.5)),
+        *_presets(ratios),
+        *_together(),
+    ]
+
+
+def of_video(steps: int) -> list[Option]:
+    """What to pick on a transformer of videos in place of a run of so many steps."""
+    presets = _presets({"quality": (0.6,), "balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)})
+    return [*_without_merging(steps), *_merging(), *presets]
+
+
+def _without_merging(steps: int) -> list[Option]:
     found = [Option(f"{fewer} steps", STEPS, steps=fewer) for fewer in FEWER[steps]]
     caches = {"EasyCache": rivals.easy_cache, "LazyCache": rivals.lazy_cache}
     for name, cache in caches.items():
@@ -70,44 +121,68 @@ def without_merging(steps: int) -> list[Option]:
     return found
 
 
-def options(steps: int) -> list[Option]:
-    """Everything to pick on a transformer in place of a run of so many steps."""
-    found = without_merging(steps)
-    found += [
-        Option("half the size", SIZE, shrunk=2),
-        Option("ToDo k,v 0.75", MERGING, _todo(), keys=0.25),
-        Option("pooled k,v 0.75", MERGING, _pooled(), keys=0.25),
-        Option("q,k,v 0.5, as the paper", MERGING, _paper(), queries=0.5, keys=0.5),
-        Option("k,v 0.5, unweighted", MERGING, _paper(attn_tokens="k,v"), keys=0.5),
-        Option("blocks 0.5, as ToMA", MERGING, _toma(0.5)),
+def _merging() -> list[Option]:
+    """What others have published, and halves of it; merged keys count once, as there."""
+    once: dict[str, Any] = {"proportional_attn": False}
+    return [
+        Option(TODO, MERGING, ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **once), keys=0.25),
+        Option(POOLED, MERGING, ours(ratio=0.75, strategy="pool", attn_tokens="k,v"), keys=0.25),
+        Option(PAPER, MERGING, ours(**once), queries=0.5, keys=0.5),
+        Option("k,v 0.5, unweighted", MERGING, ours(attn_tokens="k,v", **once), keys=0.5),
     ]
-    for ratio in (0.5, 0.75):
-        found.append(Option(f"quality {ratio:g}", OURS, preset("quality", ratio), keys=1 - ratio))
-    for ratio in (0.6, 0.75, 0.85):
-        found.append(Option(f"balanced {ratio:g}", OURS, preset("balanced", ratio), keys=1 - ratio))
-    for ratio in (0.3, 0.5, 0.6, 0.75):
-        found.append(Option(f"fast {ratio:g}", OURS, preset("fast", ratio)))
-    both = {"EasyCache 0.2": rivals.easy_cache(), "forecast": rivals.forecast()}
-    for name, other in both.items():
-        balanced = _then(preset("balanced", 0.6), other)
+
+
+def _presets(ratios: Mapping[str, Sequence[float]]) -> list[Option]:
+    """Presets at some ratios; all but *fast* merge keys and values only."""
+    return [
+        Option(
+            f"{name} {ratio:g}",
+            OURS,
+            preset(name, ratio),
+            keys=1.0 if name == "fast" else 1 - ratio,
+        )
+        for name, each in ratios.items()
+        for ratio in each
+    ]
+
+
+def _together() -> list[Option]:
+    """Presets with each of what can be had besides."""
+    found = []
+    for name, other in {
+        "EasyCache 0.2": rivals.easy_cache(),
+        "forecast": rivals.forecast(),
+    }.items():
+        balanced, fast = (
+            _then(preset(each, ratio), other) for each, ratio in (("balanced", 0.6), ("fast", 0.5))
+        )
         found += [
             Option(f"balanced 0.6, {name}", BOTH, balanced, keys=0.4),
-            Option(f"fast 0.5, {name}", BOTH, _then(preset("fast", 0.5), other)),
+            Option(f"fast 0.5, {name}", BOTH, fast),
         ]
     return found
 
 
-def _todo() -> Patch:
-    return ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", proportional_attn=False)
+def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:
+    """Our patch with some settings, on maps of any size; ``other`` makes another strategy."""
+    own: dict[str, Any] = {} if other is None else {"make_strategy": other}
+    config = ToMeConfig(**{"ratio": 0.5, **settings, "min_tokens": 1})
+    return partial(attach, config=config, **own)
 
 
-def _pooled() -> Patch:
-    return ours(ratio=0.75, strategy="pool", attn_tokens="k,v")
+def preset(name: str, ratio: float = 0.6, **others: Any) -> Patch:
+    """Our patch with a preset; ``others`` are settings that it decides otherwise."""
+    return ours(**{**settings_of(name, {"ratio": ratio}), **others})
 
 
-def _paper(**settings: Any) -> Patch:
-    """Merged keys count once, as in the paper."""
-    return ours(proportional_attn=False, **settings)
+def _node(module: ModuleType, **inputs: Any) -> Patch:
+    """The only node of one of ComfyUI's modules."""
+
+    async def nodes() -> list[Any]:
+        return await (await module.comfy_entrypoint()).get_node_list()
+
+    (own,) = asyncio.run(nodes())
+    return lambda model: own.EXECUTE_NORMALIZED(model=model, **inputs)[0]
 
 
 def _toma(ratio: float) -> Patch:
@@ -117,58 +192,3 @@ def _toma(ratio: float) -> Patch:
 
 def _then(first: Patch, second: Patch) -> Patch:
     return lambda model: second(first(model))
-
-
-class Meter:
-    """Adds up what the evaluations of a model cost, by the tokens that reach one of its blocks.
-
-    Args:
-        tokens: those of a picture and its prompt; None for a UNet, whose evaluations cost the same.
-
-    Attributes:
-        cost: so far, 1 for each sample evaluated on all tokens.
-        evaluations: how many there were, those of several samples at once counting as one.
-    """
-
-    def __init__(self, tokens: int | None):
-        self.cost, self.evaluations = 0.0, 0
-        self._tokens = tokens
-
-    @contextmanager
-    def watching(self, model: ModelPatcher, option: Option) -> Iterator[None]:
-        """Count what the model does meanwhile."""
-        network: Any = model.model.diffusion_model
-        layer: nn.Module = network.out if self._tokens is None else _middle(network)
-
-        def count(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            samples, tokens = arguments[0].shape[:2]
-            share = 1.0
-            if self._tokens is not None:
-                share = cost_of_block(tokens / self._tokens, option.queries, option.keys)
-            self.cost += samples * share
-            self.evaluations += 1
-
-        handle = layer.register_forward_pre_hook(count)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-
-def _middle(network: Any) -> nn.Module:
-    """The first layer of a block in the middle."""
-    blocks = network.single_blocks
-    layer: nn.Module = blocks[len(blocks) // 2].linear1
-    return layer
-
-
-def cost_of_block(tokens: float, queries: float = 1.0, keys: float = 1.0) -> float:
-    """The multiplications of a block of Flux, over those on all tokens.
-
-    Args:
-        tokens: the share of tokens that it runs on.
-        queries: the share of those that are queries.
-        keys: the share of those that are keys.
-    """
-    attention = FLUX.attention_share(TOKENS)
-    return tokens * (1 - attention) + tokens**2 * queries * keys * attention

@@ -1,6 +1,7 @@
-"""Tables, plots and picture strips of the fidelity results."""
+"""Tables, plots and pictures of the fidelity results, and the line that says what wins."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,66 +16,107 @@ from benchmarks.speed.figures import grid
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-TIME = ("time", "quartiles")
+JUDGES = {
+    "pictures": "Pictures of a UNet",
+    "image": "Pictures of a transformer, with guidance",
+    "few": "The same distilled to four steps, without guidance",
+    "video": "Videos of a transformer",
+}
+"""The judges by name, with the titles of their tables."""
+
+STEPS, CACHE, FORECAST, SIZE = "fewer steps", "cache", "forecast", "lower resolution"
+MERGING, OURS, BOTH = "merging", "ours", "ours and another"
+COLOURS = {
+    STEPS: "black",
+    CACHE: "tab:orange",
+    FORECAST: "tab:purple",
+    SIZE: "tab:brown",
+    MERGING: "tab:red",
+    OURS: "tab:blue",
+    BOTH: "tab:cyan",
+}
+"""The kinds of things to pick, with their colours in plots."""
 
 PLAIN = "plain"
 """The name of the unpatched model in the results."""
-
 TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
-DEFAULT, KV75 = "ours balanced 0.6", "ours k,v 0.75, window 4x2"
-FAST, FAST_DEFAULT = "ours fast 0.5", "ours fast 0.6"
-PAPER, POOLED = "ours q,k,v 0.5, unweighted", "ours k,v pooled 0.75"
-BALANCED75 = "ours balanced 0.75"
+PAPER, POOLED = "q,k,v 0.5, as the paper", "pooled k,v 0.75"
+BLOCKS, KEYS75 = "blocks 0.5, as ToMA", "k,v 0.75, window 4x2"
+QUALITY, DEFAULT, BALANCED75 = "quality 0.6", "balanced 0.6", "balanced 0.75"
+FAST, FAST_DEFAULT = "fast 0.5", "fast 0.6"
 
-IN_SUMMARY = (TOMESD, TODO, DEFAULT, KV75, FAST, PAPER, POOLED, BALANCED75)
+IN_SUMMARY = (TOMESD, TODO, PAPER, POOLED, KEYS75, QUALITY, DEFAULT, BALANCED75, FAST)
+"""What the last line needs, besides fewer steps and caches."""
+ON_SHEET = (
+    *(PLAIN, "6 steps", "3 steps", "EasyCache 0.2", "forecast"),
+    *(TOMESD, TODO, PAPER, QUALITY, DEFAULT, FAST, FAST_DEFAULT),
+)
+"""The rows of which pictures are shown."""
 
-JUDGES = {
-    "pictures": "Pictures of a UNet",
-    "image": "Pictures of a transformer",
-    "video": "Videos of a transformer",
-}
-"""The judges of pictures, by their part of the results."""
-
-
-def pictures_table(pictures: dict[str, Any], title: str) -> str:
-    """Figures of the pictures, and the time of the evaluations of a run."""
-    judged = ("error", "psnr", "ssim", "spectrum", "flicker", "distance")
-    columns = [column for column in judged if any(column in row for row in pictures.values())]
-    rows = [
-        [
-            name,
-            *(f"{row[column]:.4f}" if column in row else "" for column in columns),
-            *_time(row),
-        ]
-        for name, row in pictures.items()
-    ]
-    return grid([title, *columns, *TIME], rows)
+Rows = Mapping[str, Mapping[str, Any]]
+"""The figures of everything to pick, by name."""
+Point = tuple[float, float]
+"""Time and error."""
 
 
-def _time(row: Mapping[str, Any]) -> list[str]:
-    low, high = row["quartiles"]
-    return [f"{row['time']:.2f}", f"{low:.2f}-{high:.2f}"]
+def markdown(result: Mapping[str, Mapping[str, Rows]], calibration: str, summary: str) -> str:
+    """The calibration, then tables and pictures for each judge.
 
-
-def markdown(result: dict[str, Any], summary: str) -> str:
-    """The tables as a page, each with the runs that it comes from."""
+    Args:
+        result: rows by judge and number of steps.
+        calibration: a table of what is published and what the judges say.
+        summary: the last line.
+    """
     parts = [
-        "# Fidelity: `python3 dev.py bench --fidelity`",
-        "How to read this: [FIDELITY](../FIDELITY.md).",
+        "# How much everything to pick changes: `python3 dev.py bench --fidelity`",
+        "How to read this: [FIDELITY](../FIDELITY.md). What nothing beats is in bold.",
         f"`{summary}`",
+        "## Published, and on the judges",
+        calibration,
     ]
     for judge, title in JUDGES.items():
-        for name, rows in result.get(judge, {}).items():
-            parts += [f"## {title}, {name}", pictures_table(rows, name), *origins(rows)]
-    parts.append("![Error against time](fidelity.webp)")
-    for judge, title in JUDGES.items():
+        if judge not in result:
+            continue
+        parts.append(f"## {title}")
+        for steps, rows in result[judge].items():
+            parts += [table(rows, f"{steps} steps"), *origins(rows)]
         parts += [
-            f"![{title}, {name}]({sheet_name(judge, name)})" for name in result.get(judge, {})
+            f"![Error against time]({plot_name(judge)})",
+            f"![The pictures, in {next(iter(result[judge]))} steps]({sheet_name(judge)})",
         ]
     return "\n\n".join(parts) + "\n"
 
 
-def origins(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def plot_name(judge: str) -> str:
+    """The file with the plot of a judge."""
+    return f"fidelity-{judge}.webp"
+
+
+def sheet_name(judge: str) -> str:
+    """The file with pictures of a judge."""
+    return f"fidelity-{judge}-pictures.webp"
+
+
+def table(rows: Rows, title: str) -> str:
+    """The figures of everything to pick, by time."""
+    unbeaten = front(points(rows))
+    judged = ("error", "error against many", "psnr", "ssim", "spectrum", "flicker", "distance")
+    columns = [column for column in judged if any(column in row for row in rows.values())]
+    ordered = sorted(rows, key=lambda name: (-rows[name]["time"], rows[name]["error"]))
+    lines = [
+        [
+            f"**{name}**" if name in unbeaten else name,
+            rows[name]["kind"],
+            f"{rows[name]['time']:.2f}",
+            str(rows[name]["evaluations"]),
+            *(f"{rows[name][column]:.4f}" if column in rows[name] else "" for column in columns),
+        ]
+        for name in ordered
+    ]
+    return grid([title, "kind", "time", "evaluations", *columns], lines)
+
+
+def origins(rows: Rows) -> list[str]:
     """Where the rows of a table come from, the run of most rows first."""
     runs: dict[str, list[str]] = {}
     for name, row in rows.items():
@@ -85,73 +127,57 @@ def origins(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [f"{first}.", *(f"Of {', '.join(runs[run])}: {run}." for run in others)]
 
 
-def sheet_name(judge: str, sampling: str) -> str:
-    """The file with the pictures of a sampling."""
-    words = sampling.replace(",", "").split()
-    return "-".join(["fidelity", judge, *words]) + ".webp"
-
-
-def strips(pictures: dict[str, Tensor], rows: list[str], path: Path) -> None:
-    """Save a row of pictures for each method; the rows without pictures stay as they are.
+def sheet(pictures: Mapping[str, Tensor], path: Path) -> None:
+    """Save a row of pictures for each of :data:`ON_SHEET` that there is.
 
     Of videos, every other frame of the first two is shown.
     """
-    label = 190
-    pictures = {
+    shown = {
         name: batch if batch.ndim == 4 else batch[:2, :, ::2].transpose(1, 2).flatten(0, 1)
-        for name, batch in pictures.items()
+        for name in ON_SHEET
+        if (batch := pictures.get(name)) is not None
     }
-    size = next(iter(pictures.values())).shape[-1]
-    side = size * max(2, 128 // size)
-    count = min(10, len(next(iter(pictures.values()))))
-    sheet = Image.new("RGB", (label + count * side, len(rows) * side), "white")
-    if len(pictures) < len(rows):
-        sheet.paste(Image.open(path))
-    draw = ImageDraw.Draw(sheet)
-    for name, batch in pictures.items():
-        row = rows.index(name)
-        draw.rectangle((0, row * side, sheet.width, (row + 1) * side - 1), fill="white")
+    first = next(iter(shown.values()))
+    label, side, count = 190, max(128, first.shape[-1]), min(10, len(first))
+    drawn = Image.new("RGB", (label + count * side, len(shown) * side), "white")
+    draw = ImageDraw.Draw(drawn)
+    for row, (name, batch) in enumerate(shown.items()):
         draw.text((4, row * side + side // 2), name, fill="black")
         for column, picture in enumerate(batch[:count]):
             pixels = (picture.permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)
             tile = Image.fromarray(pixels).resize((side, side), Image.Resampling.NEAREST)
-            sheet.paste(tile, (label + column * side, row * side))
-    webp.save(sheet, path)
+            drawn.paste(tile, (label + column * side, row * side))
+    webp.save(drawn, path)
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Plot error against time for each judge, in its first sampling; the lower left is best."""
-    panels: list[tuple[str, dict[str, tuple[float, float]]]] = []
-    for judge, title in JUDGES.items():
-        for name, rows in list(result.get(judge, {}).items())[:1]:
-            points = {
-                method: (row["time"], row["error"]) for method, row in rows.items() if row["error"]
-            }
-            panels.append((f"{title}, {name}", points))
-    figure, axes = plt.subplots(1, len(JUDGES), figsize=(22, 7))
-    for axis, (title, points) in zip(axes, panels, strict=False):
-        unbeaten = front(points)
-        axis.plot(*zip(*(points[name] for name in unbeaten), strict=True), color="0.8", zorder=0)
-        for name, point in points.items():
-            axis.scatter(*point, color="tab:blue" if name.startswith("ours") else "tab:red", s=25)
+def plot(counts: Mapping[str, Rows], title: str, path: Path) -> None:
+    """Plot error against time for each number of steps; the lower left is best."""
+    figure, axes = plt.subplots(1, len(counts), figsize=(10 * len(counts), 8), squeeze=False)
+    for axis, (steps, rows) in zip(axes[0], counts.items(), strict=True):
+        shown = points(rows)
+        unbeaten = front(shown)
+        axis.plot(*zip(*(shown[name] for name in unbeaten), strict=True), color="0.8", zorder=0)
+        for kind, colour in COLOURS.items():
+            of_kind = points(rows, (kind,)).values()
+            if of_kind:
+                axis.scatter(*zip(*of_kind, strict=True), color=colour, s=25, label=kind)
         axis.set_yscale("log")
         axis.margins(x=0.25, y=0.1)
-        axis.set(title=title, xlabel="time, unpatched = 1", ylabel="error against unpatched")
+        axis.set(title=f"{title}, {steps} steps", xlabel="time, unpatched = 1", ylabel="error")
         axis.grid(alpha=0.3)
-    for axis in axes[len(panels) :]:
-        axis.remove()
+        axis.legend(loc="lower left", fontsize=8)
     figure.tight_layout()
-    for axis, (_, points) in zip(axes, panels, strict=False):
-        label(axis, points)
+    for axis, rows in zip(axes[0], counts.values(), strict=True):
+        label(axis, points(rows))
     webp.save_figure(figure, path, dpi=110)
     plt.close(figure)
 
 
-def label(axis: Any, points: dict[str, tuple[float, float]]) -> None:
+def label(axis: Any, shown: Mapping[str, Point]) -> None:
     """Write the names next to the points, moved up where they would overlap."""
-    placed: list[tuple[float, float]] = []
+    placed: list[Point] = []
     wide, high = 190, 12
-    for name, point in sorted(points.items(), key=lambda item: item[1][1]):
+    for name, point in sorted(shown.items(), key=lambda item: item[1][1]):
         x, y = axis.transData.transform(point)
         at = y - high / 2
         for other_x, other_y in sorted(placed, key=lambda place: place[1]):
@@ -168,20 +194,51 @@ def label(axis: Any, points: dict[str, tuple[float, float]]) -> None:
         )
 
 
-def front(points: dict[str, tuple[float, float]]) -> list[str]:
+def points(rows: Rows, kinds: Sequence[str] = tuple(COLOURS)) -> dict[str, Point]:
+    """Time and error of the rows of some kinds that save time."""
+    return {
+        name: (row["time"], row["error"])
+        for name, row in rows.items()
+        if row["kind"] in kinds and row["time"] < 0.999 and row["error"] > 0
+    }
+
+
+def front(shown: Mapping[str, Point]) -> list[str]:
     """The names that no other point beats in both time and error, by time."""
     unbeaten: list[str] = []
-    for name in sorted(points, key=lambda name: points[name]):
-        if not unbeaten or points[name][1] < points[unbeaten[-1]][1]:
+    for name in sorted(shown, key=lambda name: shown[name]):
+        if not unbeaten or shown[name][1] < shown[unbeaten[-1]][1]:
             unbeaten.append(name)
     return unbeaten
 
 
-def summary(result: dict[str, Any]) -> str:
-    """The last line of the run: the worst case over the samplings of a judge."""
+def error_at(time: float, rivals: Sequence[Point]) -> float | None:
+    """The error of the best rivals at a time, on straight lines between them; None without any.
+
+    The plain run, at a time of 1, has none. Below the shortest time it is that of the fastest.
+    """
+    shown = {str(index): point for index, point in enumerate(rivals)}
+    unbeaten = [shown[name] for name in front(shown)]
+    if not unbeaten:
+        return None
+    if time <= unbeaten[0][0]:
+        return unbeaten[0][1]
+    ends = [*unbeaten, (1.0, 0.0)]
+    for (left, high), (right, low) in pairwise(ends):
+        if time <= right:
+            return high + (low - high) * (time - left) / (right - left)
+    return None
+
+
+def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
+    """The last line of the run: the worst case over the numbers of steps of a judge.
+
+    The figures that begin with ``vs`` are the error of our best preset over that of fewer steps,
+    and of caches, in its time. Below 1, merging is the better pick.
+    """
 
     def worst(judge: str, figure: str, name: str, other: str) -> float | None:
-        """The largest share that a figure of a method has of another's, if both were judged."""
+        """The largest share that a figure of a row has of another's, if both were judged."""
         shares = [
             rows[name][figure] / rows[other][figure]
             for rows in result.get(judge, {}).values()
@@ -191,7 +248,7 @@ def summary(result: dict[str, Any]) -> str:
 
     shares = {
         "image_error_vs_tomesd": worst("pictures", "error", DEFAULT, TOMESD),
-        "kv75_error_vs_todo": worst("pictures", "error", KV75, TODO),
+        "kv75_error_vs_todo": worst("pictures", "error", KEYS75, TODO),
         "fast_error_vs_tomesd": worst("pictures", "error", FAST, TOMESD),
         "fast_time": worst("pictures", "time", FAST, PLAIN),
         "dit_fast_error_vs_paper": worst("image", "error", FAST, PAPER),
@@ -201,5 +258,24 @@ def summary(result: dict[str, Any]) -> str:
         "video_fast_time": worst("video", "time", FAST, PLAIN),
         "video_flicker": worst("video", "flicker", FAST, POOLED),
     }
+    for rival, kind in (("fewer_steps", STEPS), ("cache", CACHE)):
+        for judge in JUDGES:
+            known = [
+                share
+                for rows in result.get(judge, {}).values()
+                if (share := best_share(rows, kind)) is not None
+            ]
+            shares[f"vs_{rival}_{judge}"] = max(known, default=None)
     words = (f"{name}={share:.2f}" for name, share in shares.items() if share is not None)
     return " ".join(["summary:", *words])
+
+
+def best_share(rows: Rows, kind: str) -> float | None:
+    """Error of our best preset over that of a kind of rivals in its time; None without rivals."""
+    rivals = [*points(rows, (kind,)).values()]
+    shares = [
+        error / other
+        for time, error in points(rows, (OURS,)).values()
+        if (other := error_at(time, rivals))
+    ]
+    return min(shares, default=None)

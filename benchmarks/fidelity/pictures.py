@@ -14,7 +14,7 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
 from benchmarks.fidelity import denoiser
-from benchmarks.fidelity.photos import Crop, photo
+from benchmarks.fidelity.photos import photo
 
 MOST_PSNR = 99.0
 """Stands for the infinite ratio of equal pictures."""
@@ -26,23 +26,19 @@ class Judge:
     Attributes:
         model: the plain model.
         expected: its pictures, see :meth:`pictures`.
+        tokens: those of a picture, and of its prompt where that is in the same attention. None for
+            a UNet, of which only a part merges.
+        attention: the share of attention in the work of a block, in a model that people use.
     """
 
     sampler: ClassVar[str] = "dpmpp_2m"
-    scheduler = "karras"
+    scheduler: ClassVar[str] = "karras"
+    tokens: int | None = None
+    attention = 0.0
 
-    def __init__(
-        self,
-        model: ModelPatcher,
-        steps: int,
-        seeds: int,
-        guidance: float = 2.0,
-        scheduler: str | None = None,
-    ):
-        self.steps, self.seeds, self.guidance = steps, seeds, guidance
-        if scheduler is not None:
-            self.scheduler = scheduler
-        self._taken: list[float] = []
+    def __init__(self, model: ModelPatcher, steps: int, guidance: float, seeds: int):
+        self.steps, self.guidance, self.seeds = steps, guidance, seeds
+        self._seconds = 0.0
         self.model = model
         # The first of the wrappers, so that those of the methods are inside.
         self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "judge", self._clock)
@@ -55,7 +51,7 @@ class Judge:
     def _clock(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         result = executor(*args, **kwargs)
-        self._taken.append(time.perf_counter() - start)
+        self._seconds += time.perf_counter() - start
         return result
 
     def decode(self, latent: Tensor) -> Tensor:
@@ -68,10 +64,14 @@ class Judge:
         Args:
             patched: the model.
             steps: in how many, None for those of the judge.
-            shrunk: by how much to divide the sides. The noise is that of the full size, averaged.
+            shrunk: by how much to divide the sides, before the picture is scaled up. The noise is
+                that of the full size, averaged.
         """
         painted = [self._sample(patched, seed, steps, shrunk) for seed in range(self.seeds)]
-        return self.decode(torch.cat(painted))
+        pictures = self.decode(torch.cat(painted))
+        if shrunk > 1:
+            pictures = F.interpolate(pictures, scale_factor=shrunk, mode="bicubic").clamp(0, 1)
+        return pictures
 
     def _sample(self, patched: ModelPatcher, seed: int, steps: int | None, shrunk: int) -> Tensor:
         empty, prompts, others = self.batch(seed)
@@ -94,16 +94,10 @@ class Judge:
             seed=seed,
         )
 
-    def paint(self, patched: ModelPatcher) -> tuple[Tensor, list[float]]:
-        """What :meth:`pictures` returns, and the seconds of each evaluation of the model."""
-        self._taken.clear()
-        pictures = self.pictures(patched)
-        return pictures, [*self._taken]
-
-    def measure(self, patched: ModelPatcher) -> tuple[dict[str, float], Tensor]:
-        """The figures of a method by name, and its pictures."""
-        pictures = self.pictures(patched)
-        return self.figures(pictures), pictures
+    def paint(self, patched: ModelPatcher) -> tuple[Tensor, float]:
+        """What :meth:`pictures` returns, and the seconds of all evaluations of the model."""
+        self._seconds = 0.0
+        return self.pictures(patched), self._seconds
 
     def figures(self, pictures: Tensor) -> dict[str, float]:
         """How much pictures differ from the expected ones, and for videos how much they flicker.
@@ -139,29 +133,24 @@ class Judge:
 class PictureJudge(Judge):
     """The judge whose model is the UNet of :mod:`benchmarks.fidelity.denoiser`."""
 
-    def __init__(self, steps: int, seeds: int, guidance: float = 2.0, scheduler: str | None = None):
+    def __init__(self, steps: int, guidance: float = 2.0, seeds: int = 1):
         self.crops = denoiser.held_out_crops(len(denoiser.NAMES) * seeds)
         photos = {name: photo(name, denoiser.SHORT_SIDE) for name in denoiser.NAMES}
         held_out = denoiser.held_out_crops(100)
         self.real = torch.stack([crop.of(photos[crop.photo]) for crop in held_out])
-        super().__init__(denoiser.load(), steps, seeds, guidance, scheduler)
+        super().__init__(denoiser.load(), steps, guidance, seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Crops of all photos."""
-        return batch_of_crops(self.crops, seed)
+        """A crop of each photo."""
+        count = len(denoiser.NAMES)
+        crops = self.crops[seed * count : (seed + 1) * count]
+        prompts = torch.stack([denoiser.prompt(crop.photo) for crop in crops])
+        return torch.zeros(count, 3, crops[0].side, crops[0].side), prompts, {"crops": crops}
 
     def figures(self, pictures: Tensor) -> dict[str, float]:
         """See :meth:`Judge.figures`; ``distance`` is that of features from those of the photos."""
         distance = frechet_distance(_features(pictures), _features(self.real))
         return {**super().figures(pictures), "distance": distance}
-
-
-def batch_of_crops(crops: list[Crop], seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """What :meth:`Judge.batch` returns for models of crops: a crop of each photo."""
-    count = len(denoiser.NAMES)
-    crops = crops[seed * count : (seed + 1) * count]
-    prompts = torch.stack([denoiser.prompt(crop.photo) for crop in crops])
-    return torch.zeros(count, 3, crops[0].side, crops[0].side), prompts, {"crops": crops}
 
 
 def _frames(pictures: Tensor) -> Tensor:

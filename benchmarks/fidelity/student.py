@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.fidelity import scene_transformer, weights
-from benchmarks.fidelity.picture_transformer import differentiable
+from benchmarks.fidelity.networks import differentiable
 from benchmarks.fidelity.training import Training, below, run
 
 WEIGHTS = Path(__file__).with_name("student.npz")

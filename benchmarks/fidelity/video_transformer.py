@@ -22,7 +22,6 @@ if __name__ == "__main__":
     use_cpu()
 
 import comfy.ldm.wan.model
-import comfy.ops
 import torch
 import torch.nn.functional as F
 from comfy.model_base import BaseModel, ModelType
@@ -30,8 +29,8 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from benchmarks.fidelity import denoiser
+from benchmarks.fidelity.networks import differentiable, new_wan
 from benchmarks.fidelity.photos import photo
-from benchmarks.fidelity.picture_transformer import flow_loss, initialise
 from benchmarks.fidelity.training import Training, below, happens, run
 
 WEIGHTS = Path(__file__).with_name("video_transformer.npz")
@@ -48,7 +47,7 @@ LENGTHS = 5
 
 PLACE_CHANNELS = 4 * LENGTHS + 2
 SHIFT = 5.0
-"""The ratio of noise to signal in the middle of the steps; see ``flow_loss``."""
+"""The ratio of noise to signal in the middle of the steps."""
 
 STILLS = 0.5
 """The share of training steps on first frames alone: more photos for the same work."""
@@ -207,17 +206,8 @@ class _Filmer(BaseModel):
 
 
 def new_transformer() -> nn.Module:
-    """An untrained transformer; the host's layers have no initial weights."""
-    transformer = comfy.ldm.wan.model.WanModel(
-        **WAN, dtype=torch.float32, operations=comfy.ops.disable_weight_init
-    )
-    initialise(transformer)
-    for name, parameter in transformer.named_parameters():
-        # Blocks start as the identity, so that the deep network trains from the start.
-        starts_at_zero = name.startswith(("time_projection", "head.head"))
-        if starts_at_zero or name.endswith(("modulation", "cross_attn.o.weight")):
-            nn.init.zeros_(parameter)
-    return transformer.requires_grad_(True)
+    """An untrained transformer."""
+    return new_wan(WAN)
 
 
 class Trainer(Training):
@@ -244,7 +234,14 @@ class Trainer(Training):
         prompts = torch.stack(
             [prompt(clip if keep else None) for clip, keep in zip(clips, kept, strict=True)]
         )
-        loss = flow_loss(self.model, pixels, places, prompts, SHIFT, 1000, self.generator)
+        even = (torch.arange(size) + torch.rand(size, generator=self.generator)) / size
+        times = SHIFT * even / (1 + (SHIFT - 1) * even)
+        now = times.view(-1, 1, 1, 1, 1)
+        noise = torch.randn(pixels.shape, generator=self.generator)
+        inputs = torch.cat([(1 - now) * pixels + now * noise, places], dim=1)
+        with differentiable():
+            answer = self.model(inputs, 1000 * times, prompts)
+        loss = (answer - (noise - pixels)).square().mean()
         return f"{frames}x{side}x{side}", loss
 
 

@@ -1,6 +1,9 @@
 """The judges of fidelity measure what they claim to, and find no error in unpatched models."""
 
+import dataclasses
 import json
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +14,14 @@ from PIL import Image
 
 from benchmarks.fidelity import __main__ as fidelity
 from benchmarks.fidelity import (
+    calibration,
     denoiser,
     judges,
+    meter,
     off_and_on,
+    options,
     page,
     photos,
-    picture_transformer,
     pictures,
     video_transformer,
 )
@@ -85,55 +90,59 @@ def test_training_resumes_where_it_stopped(trainer):
 
 
 @pytest.fixture
-def transformers_in(monkeypatch, tmp_path):
-    """Has the transformers train in a folder of their own."""
-    for module in (picture_transformer, video_transformer):
-        name = module.__name__.rpartition(".")[2]
-        monkeypatch.setattr(module, "STATE", tmp_path / "state" / f"{name}.pt")
-        monkeypatch.setattr(module, "WEIGHTS", tmp_path / f"{name}.npz")
+def films(monkeypatch, tmp_path):
+    """The transformer of videos, with small clips and a folder of its own."""
+    monkeypatch.setattr(video_transformer, "STATE", tmp_path / "state" / "films.pt")
+    monkeypatch.setattr(video_transformer, "WEIGHTS", tmp_path / "films.npz")
+    monkeypatch.setattr(video_transformer, "SIDE", 16)
+    return video_transformer
 
 
-@pytest.mark.parametrize("module", [picture_transformer, video_transformer])
-def test_training_of_transformers_resumes_where_it_stopped(transformers_in, module):
-    first = module.Trainer(rate=1e-3, full_share=0.0)
+def test_training_of_a_transformer_resumes_where_it_stopped(films):
+    first = films.Trainer(rate=1e-3, full_share=0.0)
     _, loss = first.step()
     # The first answer is 0, and noise and pixels have a variance of about 1 each.
     assert 1 < loss < 4
     first.save()
-    second = module.Trainer(rate=1e-3, full_share=0.0)
+    second = films.Trainer(rate=1e-3, full_share=0.0)
     assert second.steps == 1
-    outputs = ("final_layer.linear", "head.head")
-    assert any(value.any() for name, value in second.average.items() if name.startswith(outputs))
+    assert any(value.any() for name, value in second.average.items() if name.startswith("head."))
     for name, value in second.average.items():
         assert torch.equal(value, first.average[name])
 
 
-@pytest.mark.parametrize(
-    ("module", "judge_class"),
-    [
-        (picture_transformer, judges.PictureTransformerJudge),
-        (video_transformer, judges.VideoTransformerJudge),
-    ],
-)
-def test_judges_of_transformers_find_no_error_in_the_plain_model(
-    transformers_in, monkeypatch, module, judge_class
-):
-    monkeypatch.setattr(module, "SIDE", 16)
-    made = module.Trainer(rate=1e-3, full_share=0.0)
+def untrained(make):
+    """Leaves weights that say something, so that merging changes something."""
+    made = make()
     for parameter in made.model.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     made.average = made.model.state_dict()
     made.save()
-    judge = judge_class(steps=2, seeds=1)
-    plain, shown = judge.measure(judge.model)
-    frames = (9,) if module is video_transformer else ()
-    assert shown.shape == (5, 3, *frames, 16, 16)
-    assert (plain["error"], plain["ssim"], plain["spectrum"]) == (0, 1, 0)
-    for scope in ("module", "block", "stack"):
-        config = merging(strategy="window", scope=scope, refresh_steps=4)
-        merged, _ = judge.measure(attach(judge.model, config))
-        assert 0 < merged["error"] < 1
-        assert ("flicker" in merged) == bool(frames)
+
+
+def picked(**settings):
+    """Merging with some settings, to be judged."""
+    return options.Option(
+        str(settings), page.OURS, lambda model: attach(model, merging(**settings))
+    )
+
+
+def test_the_judge_of_videos_finds_no_error_in_the_plain_model(films, monkeypatch):
+    monkeypatch.setattr(fidelity, "MANY", 3)
+    untrained(lambda: films.Trainer(rate=1e-3, full_share=0.0))
+    judge = judges.VideoJudge(steps=2)
+    merged = [
+        picked(strategy="window", scope=scope, refresh_steps=4)
+        for scope in ("module", "block", "stack")
+    ]
+    rows, shown = fidelity.judged(judge, merged)
+    plain = rows[page.PLAIN]
+    assert shown[page.PLAIN].shape == (5, 3, 9, 16, 16)
+    assert (plain["error"], plain["ssim"], plain["spectrum"], plain["time"]) == (0, 1, 0, 1)
+    assert "flicker" not in plain
+    for option in merged:
+        assert 0 < rows[option.name]["error"] < 1
+        assert rows[option.name]["flicker"] > 0
 
 
 def test_flicker_is_the_error_of_changes_over_that_of_frames():
@@ -145,41 +154,28 @@ def test_flicker_is_the_error_of_changes_over_that_of_frames():
     assert judge.figures(judge.expected + 0.1 * signs)["flicker"] == pytest.approx(2)
 
 
-def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(trainer):
-    made = trainer()
-    for parameter in made.model.parameters():
-        torch.nn.init.normal_(parameter, std=0.05)
-    made.average = made.model.state_dict()
-    made.save()
-    judge = pictures.PictureJudge(steps=2, seeds=1)
-    plain, shown = judge.measure(judge.model)
-    assert shown.shape == (5, 3, 32, 32)
+def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(trainer, monkeypatch):
+    monkeypatch.setattr(fidelity, "MANY", 3)
+    untrained(trainer)
+    judge = pictures.PictureJudge(steps=2)
+    merged = picked()
+    rows, shown = fidelity.judged(judge, [merged])
+    assert json.loads(json.dumps(rows)) == rows
+    plain, ours = rows[page.PLAIN], rows[merged.name]
+    assert shown[page.PLAIN].shape == (5, 3, 32, 32)
     assert (plain["error"], plain["ssim"], plain["spectrum"]) == (0, 1, 0)
-    merged, _ = judge.measure(attach(judge.model, merging()))
-    assert json.loads(json.dumps(merged)) == merged
-    assert 0 < merged["error"] < 1
-    assert plain["psnr"] == merged["psnr"] == pictures.MOST_PSNR
-    painted, taken = judge.paint(judge.model)
-    assert torch.equal(painted, shown)
-    assert len(taken) == 2 and min(taken) > 0
+    assert 0 < ours["error"] < 1
+    assert plain["psnr"] == ours["psnr"] == pictures.MOST_PSNR
+    assert plain["evaluations"] == ours["evaluations"] == 2
+    assert plain["time"] == 1 > ours["time"] > 0.5
+    painted, seconds = judge.paint(judge.model)
+    assert torch.equal(painted, shown[page.PLAIN]) and seconds > 0
 
 
 def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
     assert denoiser.WEIGHTS.stat().st_size < 12e6
-    judge = pictures.PictureJudge(steps=2, seeds=1)
+    judge = pictures.PictureJudge(steps=2)
     whole = {name: photos.photo(name, denoiser.SHORT_SIDE) for name in denoiser.NAMES}
-    asked = torch.stack([crop.of(whole[crop.photo]) for crop in judge.crops])
-    distances = (judge.expected[:, None] - asked).square().mean((2, 3, 4)).sqrt()
-    assert distances.argmin(1).tolist() == [*range(len(asked))]
-
-
-def test_a_transformer_paints_the_photos_and_fast_stays_closer_than_the_paper():
-    assert picture_transformer.WEIGHTS.stat().st_size < 12e6
-    judge = judges.PictureTransformerJudge(steps=4, seeds=1, guidance=1.0)
-    names = page.FAST, page.PAPER
-    fast, paper = (fidelity.methods_of_transformers()[name](judge.model) for name in names)
-    assert judge.measure(fast)[0]["error"] < judge.measure(paper)[0]["error"]
-    whole = {name: photos.photo(name, picture_transformer.SHORT_SIDE) for name in denoiser.NAMES}
     asked = torch.stack([crop.of(whole[crop.photo]) for crop in judge.crops])
     distances = (judge.expected[:, None] - asked).square().mean((2, 3, 4)).sqrt()
     assert distances.argmin(1).tolist() == [*range(len(asked))]
@@ -187,7 +183,7 @@ def test_a_transformer_paints_the_photos_and_fast_stays_closer_than_the_paper():
 
 def test_a_transformer_films_the_photos_it_was_asked_for():
     assert video_transformer.WEIGHTS.stat().st_size < 12e6
-    judge = judges.VideoTransformerJudge(steps=2, seeds=1, guidance=1.0)
+    judge = judges.VideoJudge(steps=2, guidance=1.0)
     films, side = video_transformer.Photos(), video_transformer.SIDE
     asked = torch.stack([films.render(clip, side)[0] for clip in judge.clips])
     asked = denoiser.to_pixels(asked)
@@ -199,6 +195,18 @@ def test_a_transformer_films_the_photos_it_was_asked_for():
         [(judge.expected[clip] - asked[clip].flip(1)).square().mean().sqrt() for clip in own]
     )
     assert (distances[own, own].mean(1) < moved).all()
+
+
+def test_the_work_of_attention_and_of_layers_is_counted_where_it_is_done():
+    layer = torch.nn.Linear(8, 16)
+    model = SimpleNamespace(model=SimpleNamespace(diffusion_model=SimpleNamespace(out=layer)))
+    counted = meter.Meter(None)
+    query, key = torch.randn(2, 3, 10, 8), torch.randn(2, 3, 4, 8)
+    with counted.watching(model):
+        layer(query)
+        torch.nn.functional.scaled_dot_product_attention(query, key, key)
+    assert counted.evaluations == 1
+    assert counted.cost == 2 * (60 * 8 * 16) + 2 * (2 * 3 * 10 * 4 * (8 + 8))
 
 
 def test_the_sheet_of_off_and_on_has_a_column_for_each_model():
@@ -219,7 +227,7 @@ def test_the_front_is_what_no_other_point_beats_in_time_and_error():
 NAMES = {
     "plain": page.PLAIN,
     "ours": page.DEFAULT,
-    "kv": page.KV75,
+    "kv": page.KEYS75,
     "tomesd": page.TOMESD,
     "todo": page.TODO,
     "fast": page.FAST,
@@ -229,20 +237,27 @@ NAMES = {
 }
 
 
-def test_the_summary_takes_the_worst_sampling():
+def row(kind, time, error, **others):
+    figures = {"evaluations": 8, "psnr": 30.0, "ssim": 0.9, "spectrum": 0.1}
+    return {"kind": kind, "time": time, "error": error, "error against many": error} | (
+        figures | others
+    )
+
+
+def test_the_summary_takes_the_worst_number_of_steps():
     def rows(**errors):
-        return {NAMES[name]: {"error": error, "time": 0.5} for name, error in errors.items()}
+        return {NAMES[name]: row(page.MERGING, 0.5, error) for name, error in errors.items()}
 
     def flickering(**errors):
         return {name: row | {"flicker": row["error"] / 2} for name, row in rows(**errors).items()}
 
     result = {
         "pictures": {
-            "12 steps": rows(plain=1, ours=1, tomesd=5, todo=5, kv=2, fast=4),
-            "few steps": rows(plain=2, ours=1, tomesd=4, fast=3.4),
+            "12": rows(plain=1, ours=1, tomesd=5, todo=5, kv=2, fast=4),
+            "8": rows(plain=2, ours=1, tomesd=4, fast=3.4),
         },
-        "image": {"8 steps": rows(fast=1, paper=2), "4 steps": rows(fast=3, paper=4)},
-        "video": {"8 steps": flickering(fast=1, pooled=2, balanced=1)},
+        "image": {"8": rows(fast=1, paper=2), "20": rows(fast=3, paper=4)},
+        "video": {"8": flickering(fast=1, pooled=2, balanced=1)},
     }
     assert page.summary(result) == (
         "summary: image_error_vs_tomesd=0.25 kv75_error_vs_todo=0.40 fast_error_vs_tomesd=0.85 "
@@ -252,33 +267,124 @@ def test_the_summary_takes_the_worst_sampling():
     assert page.summary({}) == "summary:"
 
 
+ROWS = {
+    "plain": row("plain", 1.0, 0.0),
+    "6 steps": row(page.STEPS, 0.8, 0.1),
+    "4 steps": row(page.STEPS, 0.4, 0.3),
+    "EasyCache 0.2": row(page.CACHE, 1.0, 0.0),
+    "forecast": row(page.FORECAST, 0.6, 0.05),
+    "q,k,v 0.5, as the paper": row(page.MERGING, 0.95, 0.6),
+    "k,v 0.5, unweighted": row(page.MERGING, 0.95, 0.3),
+    "balanced": row(page.OURS, 0.9, 0.04),
+    "fast": row(page.OURS, 0.6, 0.4),
+}
+
+
+def test_our_best_preset_is_compared_with_rivals_in_its_time():
+    # At 0.9, halfway between six steps and the plain run, fewer steps have an error of 0.05.
+    assert page.best_share(ROWS, page.STEPS) == pytest.approx(0.04 / 0.05)
+    assert page.best_share(ROWS, page.CACHE) is None
+    both = {"image": {"20": ROWS, "8": ROWS | {"fast": row(page.OURS, 0.6, 0.1)}}}
+    # At 0.6, halfway between six and four steps, it is 0.2; the worst number of steps counts.
+    assert page.summary(both) == "summary: vs_fewer_steps_image=0.80"
+
+
+def test_rivals_are_compared_at_any_time():
+    rivals_at = [(0.4, 0.3), (0.8, 0.1), (0.9, 0.2)]
+    assert page.error_at(0.6, rivals_at) == pytest.approx(0.2)
+    assert page.error_at(0.2, rivals_at) == pytest.approx(0.3)
+    assert page.error_at(0.9, rivals_at) == pytest.approx(0.05)
+    assert page.error_at(0.5, []) is None
+
+
+def test_the_table_marks_what_nothing_beats(tmp_path):
+    text = page.table(ROWS, "8 steps")
+    for name in ("6 steps", "4 steps", "forecast", "balanced"):
+        assert (f"| **{name}**" in text) == (name != "6 steps")
+    assert "**fast**" not in text and "**plain**" not in text
+    page.plot({"8": ROWS}, "judge", tmp_path / "front.webp")
+    assert (tmp_path / "front.webp").stat().st_size > 1000
+
+
+def test_a_sheet_has_a_row_for_each_of_the_pictures_that_are_shown(tmp_path):
+    batch = torch.full((3, 3, 64, 64), 0.5)
+    videos = batch[:, :, None].repeat(1, 1, 6, 1, 1)
+    for shown in (batch, videos):
+        page.sheet({page.FAST: shown, page.PLAIN: shown, "other": shown}, tmp_path / "sheet.webp")
+        columns = 3 if shown is batch else 2 * 3
+        assert Image.open(tmp_path / "sheet.webp").size == (190 + columns * 128, 2 * 128)
+
+
+def test_a_judge_is_like_what_is_published_or_not():
+    rows = ROWS | {"EasyCache 0.2": row(page.CACHE, 0.4, 0.2, psnr=25.0)}
+    result = {"image": {"20": rows}, "few": {"4": ROWS}}
+    lines = calibration.calibration(result).splitlines()[2:]
+    answers = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in lines]
+    assert answers[0] == ["0.25 of the error of fewer steps, at 0.60", "yes"]
+    assert answers[1] == ["2.50 times, 25.0 dB", "yes"]
+    assert answers[3] == ["0.67 of the error of fewer steps, at 0.40", "yes"]
+    assert answers[4] == ["2.0 times the error", "yes"]
+    assert answers[5] == ["0 of 8 skipped", "yes"]
+    assert answers[6] == ["not asked", ""]
+
+
 def test_the_page_says_where_each_row_comes_from():
     first = {"command": "bench", "machine": "paper", "date": "2026-01-02"}
     again = {"command": "again", "machine": "stone", "date": "2026-01-03"}
-    figures = dict.fromkeys(("error", "psnr", "ssim", "spectrum"), 0.125)
-    figures |= {"time": 1.0, "quartiles": [1, 1], "origin": first}
+    plain = row("plain", 1.0, 0.0, origin=first)
     result = {
-        "pictures": {"12 steps": {"plain": figures | {"distance": 0.125}}},
+        "pictures": {"12": {"plain": plain | {"distance": 0.125}}},
         "video": {
-            "4 steps": {
-                "plain": figures,
-                "ours": figures,
-                "theirs": figures | {"flicker": 0.5, "origin": again},
+            "8": {
+                "plain": plain,
+                "ours": row(page.OURS, 0.5, 0.25, origin=first),
+                "theirs": row(page.CACHE, 0.5, 0.5, origin=again, flicker=0.5),
             }
         },
     }
-    text = page.markdown(result, "summary: all=well")
-    assert "`summary: all=well`" in text
+    text = page.markdown(result, "the calibration", "summary: all=well")
+    assert "`summary: all=well`" in text and "the calibration" in text
     assert text.count("`bench`, paper, 2026-01-02.") == 2
     assert text.count("Of theirs: `again`, stone, 2026-01-03.") == 1
-    assert (
-        "| plain    | 0.1250 | 0.1250 | 0.1250 |   0.1250 |   0.1250 | 1.00 | 1.00-1.00 |" in text
-    )
-    assert "| theirs  | 0.1250 | 0.1250 | 0.1250 |   0.1250 |  0.5000 | 1.00 |" in text
-    assert "](fidelity-video-4-steps.webp)" in text
+    cells = [[cell.strip() for cell in line.split("|")[1:7]] for line in text.splitlines()]
+    assert ["**ours**", "ours", "0.50", "8", "0.2500", "0.2500"] in cells
+    for judge in result:
+        assert f"](fidelity-{judge}.webp)" in text
+        assert f"](fidelity-{judge}-pictures.webp)" in text
 
 
-def test_the_time_of_a_run_is_that_over_the_plain_run_of_its_round():
-    shares = fidelity.time_shares({"plain": [1.0, 2.0, 4.0], "ours": [0.5, 1.5, 1.0]})
-    assert shares["ours"]["time"] == 0.5
-    assert shares["plain"] == {"time": 1.0, "quartiles": [1.0, 1.0]}
+def arguments(*given):
+    """What the command line makes of some arguments."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["bench", *given])
+        return fidelity._arguments()
+
+
+def test_a_judge_is_asked_what_the_command_line_says(monkeypatch):
+    made = []
+    benches = {
+        name: dataclasses.replace(bench, make=lambda *made_of: made.append(made_of))
+        for name, bench in judges.BENCHES.items()
+    }
+    monkeypatch.setattr(judges, "BENCHES", benches)
+
+    def asked(*given):
+        return {
+            (name, steps): [option.name for option in chosen]
+            for name, steps, _, chosen in fidelity.asked(arguments(*given))
+        }
+
+    assert list(benches) == list(page.JUDGES)
+    everything = asked()
+    assert {name for name, _ in everything} == set(page.JUDGES)
+    quick = asked("--quick")
+    assert [name for name, _ in quick] == [*page.JUDGES]
+    for key, names in quick.items():
+        assert set(names) < set(everything[key]) and page.FAST in names
+    assert asked("--only", "image", "--steps", "8", "--names", "6 steps", "forecast") == {
+        ("image", 8): ["6 steps", "forecast"]
+    }
+    made.clear()
+    with pytest.raises(SystemExit, match=r"--names has \['7 leaps'\]; there are .*6 steps"):
+        asked("--names", "7 leaps")
+    assert not made

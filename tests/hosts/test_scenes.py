@@ -1,5 +1,5 @@
-"""The scenes of the judges look like photos, their captions give no picture away, and the judges of
-them, what users pick instead of merging, and the tables are what they say."""
+"""The scenes of the judges look like photos, their captions give no picture away, and their judges
+say what everything that users could pick costs and changes."""
 
 import json
 import math
@@ -7,16 +7,15 @@ import math
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from host import merging
 
+from benchmarks.fidelity import __main__ as fidelity
 from benchmarks.fidelity import (
-    calibration,
-    fronts,
-    fronts_page,
     judges,
     latents,
     likeness,
+    meter,
     options,
+    page,
     photos,
     rivals,
     scene_transformer,
@@ -24,7 +23,6 @@ from benchmarks.fidelity import (
     student,
 )
 from benchmarks.fidelity.weights import save
-from tome_nodes.comfyui.attachment import attach
 
 pytestmark = pytest.mark.newest_only
 
@@ -150,23 +148,18 @@ def untrained(monkeypatch, tmp_path):
     return judges.SceneJudge(steps=8, pictures=2, weights=weights)
 
 
-def test_a_judge_of_scenes_finds_no_error_in_the_plain_model(untrained):
-    plain, shown = untrained.measure(untrained.model)
-    assert shown.shape == (2, 3, 64, 64)
-    assert (plain["error"], plain["ssim"]) == (0, 1)
-    merged, _ = untrained.measure(attach(untrained.model, merging(strategy="window")))
-    assert 0 < merged["error"] < 1
-    assert untrained.pictures(untrained.model, shrunk=2).shape == (2, 3, 32, 32)
-
-
-def test_the_front_of_a_judge_has_the_cost_of_everything_that_saves_time(untrained, monkeypatch):
-    monkeypatch.setattr(fronts, "MANY", 9)
-    rows = fronts.front(untrained)
+def test_everything_that_saves_time_has_its_cost_and_the_plain_model_no_error(
+    untrained, monkeypatch
+):
+    monkeypatch.setattr(fidelity, "MANY", 9)
+    rows, shown = fidelity.judged(untrained, options.of_transformer(8))
     assert json.loads(json.dumps(rows)) == rows
-    assert rows["plain"]["error"] == 0 and rows["plain"]["time"] == 1
+    plain = rows[page.PLAIN]
+    assert (plain["error"], plain["ssim"], plain["time"]) == (0, 1, 1)
     assert rows["5 steps"]["time"] == 5 / 8 == rows["forecast"]["time"]
     assert rows["5 steps"]["evaluations"] == rows["forecast"]["evaluations"] == 5
-    attention = options.FLUX.attention_share(options.TOKENS)
+    attention = untrained.attention
+    assert 0.1 < attention < 0.3
     assert rows["balanced 0.6"]["time"] == pytest.approx(1 - 0.6 * attention)
     quarter = (16 + 4) / (64 + 4)
     small = quarter * (1 - attention) + quarter**2 * attention
@@ -176,6 +169,7 @@ def test_the_front_of_a_judge_has_the_cost_of_everything_that_saves_time(untrain
     merged = half * (1 - attention) + half**2 * attention
     assert rows["fast 0.5"]["time"] == pytest.approx((2 + 6 * merged) / 8)
     assert rows["fast 0.5"]["evaluations"] == 8
+    assert {pictures.shape for pictures in shown.values()} == {(2, 3, 64, 64)}
 
 
 def test_neighbours_are_as_alike_as_they_are_made():
@@ -211,19 +205,18 @@ def test_easycache_writes_into_the_latent_of_a_flow_in_single_precision_without_
         return answer
 
     patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "watch", watch)
-    meter = options.Meter(untrained.tokens)
-    with meter.watching(patched, options.Option("EasyCache", options.CACHE)):
+    counted = meter.Meter(untrained.tokens)
+    with counted.watching(patched):
         untrained.pictures(patched)
-    assert meter.evaluations < len(was_written_to) == 8
+    assert counted.evaluations < len(was_written_to) == 8
     assert any(was_written_to) is not gets_a_copy
 
 
 def test_merging_keys_saves_attention_and_merging_tokens_saves_all():
-    attention = options.FLUX.attention_share(options.TOKENS)
-    assert options.cost_of_block(1) == pytest.approx(1)
-    assert options.cost_of_block(1, keys=0) == pytest.approx(1 - attention)
-    assert options.cost_of_block(1, 0.5, 0.5) == pytest.approx(1 - 0.75 * attention)
-    assert options.cost_of_block(0.5) == pytest.approx(0.5 - attention / 4)
+    assert meter.work(1, 0.2) == pytest.approx(1)
+    assert meter.work(1, 0.2, keys=0) == pytest.approx(0.8)
+    assert meter.work(1, 0.2, 0.5, 0.5) == pytest.approx(1 - 0.75 * 0.2)
+    assert meter.work(0.5, 0.2) == pytest.approx(0.5 - 0.2 / 4)
 
 
 def test_training_of_a_teacher_and_its_student_resumes_where_it_stopped(monkeypatch, tmp_path):
@@ -259,62 +252,3 @@ def test_training_sees_one_time_between_any_two_levels_of_a_run():
     falling = times.sort(descending=True).values.tolist()
     for time, above, below in zip(falling, ends[:-1], ends[1:], strict=True):
         assert below <= time <= above
-
-
-def row(kind, time, error, **others):
-    figures = {"evaluations": 8, "psnr": 30.0, "ssim": 0.9, "spectrum": 0.1}
-    return {"kind": kind, "time": time, "error": error, "error against many": error} | (
-        figures | others
-    )
-
-
-ROWS = {
-    "plain": row("plain", 1.0, 0.0),
-    "6 steps": row("fewer steps", 0.8, 0.1),
-    "4 steps": row("fewer steps", 0.4, 0.3),
-    "EasyCache 0.2": row("cache", 1.0, 0.0),
-    "forecast": row("forecast", 0.6, 0.05),
-    "q,k,v 0.5, as the paper": row("merging", 0.95, 0.6),
-    "k,v 0.5, unweighted": row("merging", 0.95, 0.3),
-    "balanced": row("ours", 0.9, 0.04),
-    "fast": row("ours", 0.6, 0.4),
-}
-
-
-def test_our_best_preset_is_compared_with_rivals_at_its_time():
-    # At 0.9, halfway between six steps and the plain run, fewer steps have an error of 0.05.
-    assert fronts_page.best_share(ROWS, "fewer steps") == pytest.approx(0.04 / 0.05)
-    assert fronts_page.best_share(ROWS, "cache") is None
-    both = {"image": {"20": ROWS, "8": ROWS | {"fast": row("ours", 0.6, 0.1)}}}
-    # At 0.6, halfway between six and four steps, it is 0.2; the worst step count counts.
-    assert fronts_page.summary(both) == "summary: vs_fewer_steps_image=0.80"
-
-
-def test_rivals_are_compared_at_any_time():
-    rivals_at = [(0.4, 0.3), (0.8, 0.1), (0.9, 0.2)]
-    assert fronts_page.error_at(0.6, rivals_at) == pytest.approx(0.2)
-    assert fronts_page.error_at(0.2, rivals_at) == pytest.approx(0.3)
-    assert fronts_page.error_at(0.9, rivals_at) == pytest.approx(0.05)
-    assert fronts_page.error_at(0.5, []) is None
-
-
-def test_the_table_marks_what_nothing_beats(tmp_path):
-    text = fronts_page.table(ROWS, "8 steps")
-    for name in ("6 steps", "4 steps", "forecast", "balanced"):
-        assert (f"| **{name}**" in text) == (name != "6 steps")
-    assert "**fast**" not in text and "**plain**" not in text
-    fronts_page.plot({"8": ROWS}, "judge", tmp_path / "front.webp")
-    assert (tmp_path / "front.webp").stat().st_size > 1000
-
-
-def test_a_judge_is_like_what_is_published_or_not():
-    rows = ROWS | {"EasyCache 0.2": row("cache", 0.4, 0.2, psnr=25.0)}
-    result = {"image": {"20": rows}, "few": {"4": ROWS}}
-    lines = calibration.table(result).splitlines()[2:]
-    answers = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in lines]
-    assert answers[0] == ["0.25 of the error of fewer steps, at 0.60", "yes"]
-    assert answers[1] == ["2.50 times, 25.0 dB", "yes"]
-    assert answers[3] == ["0.67 of the error of fewer steps, at 0.40", "yes"]
-    assert answers[4] == ["2.0 times the error", "yes"]
-    assert answers[5] == ["0 of 8 skipped", "yes"]
-    assert answers[6] == ["not asked", ""]

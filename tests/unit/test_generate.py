@@ -70,10 +70,10 @@ def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
     page = generate.PAGES / "ToMePatchModel.md"
     measured = {
         "tomesd q,k,v 0.5": {"time": 0.74, "error": 0.02},
-        "ours fast 0.6": {"time": 0.5, "error": 0.03},
-        "ours quality 0.75": {"time": 0.7, "error": 0.001},
+        "fast 0.6": {"time": 0.5, "error": 0.03},
+        "quality 0.75": {"time": 0.7, "error": 0.001},
     }
-    of_unet = {"pictures": {"12 steps": measured}}
+    of_unet = {"pictures": {"12": measured}}
     generate.FIDELITY.write_text(json.dumps(of_unet), encoding="utf-8")
     lines = generate.files()[page].splitlines()
     (fast,) = (line for line in lines if line.startswith("| fast |"))
@@ -81,10 +81,10 @@ def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
     (quality,) = (line for line in lines if line.startswith("| quality |"))
     assert quality.endswith(" | | |")
     of_transformer = {
-        "ours q,k,v 0.5, unweighted": {"time": 0.8, "error": 0.04},
-        "ours quality 0.6": {"time": 0.7, "error": 0.02},
+        "q,k,v 0.5, as the paper": {"time": 0.8, "error": 0.04},
+        "quality 0.6": {"time": 0.7, "error": 0.02},
     }
-    result = of_unet | {"image": {"8 steps": of_transformer}}
+    result = of_unet | {"image": {"8": of_transformer}}
     generate.FIDELITY.write_text(json.dumps(result), encoding="utf-8")
     lines = generate.files()[page].splitlines()
     head = "| Preset | Meaning | UNet: time | UNet: change | transformer: time | "
@@ -95,6 +95,6 @@ def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
     assert any(
         line.startswith("| fast |") and line.endswith(" | 0.50 | 1.50 | | |") for line in lines
     )
-    del measured["ours fast 0.6"]
+    del measured["fast 0.6"]
     generate.FIDELITY.write_text(json.dumps(of_unet), encoding="utf-8")
     assert "| Preset | Meaning |" in generate.files()[page]

@@ -1,0 +1,95 @@
+"""What a run costs: the work of its evaluations, counted and not timed.
+
+Of a transformer, an evaluation on fewer tokens costs the share that it has in blocks of a published
+width, so that a small judge, whose blocks spend their time elsewhere, does not flatter. Of a UNet,
+of which only a part merges, the multiplications are counted where they are made.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+
+class Meter:
+    """Adds up what the evaluations of a model cost.
+
+    Args:
+        tokens: those of a picture, and of its prompt where that is in the same attention; None for
+            a UNet.
+        attention: the share of attention in the multiplications of a block on all tokens.
+
+    Attributes:
+        cost: so far; of a transformer 1 for each sample evaluated on all tokens, of a UNet its
+            multiplications and additions.
+        evaluations: how many there were, those of several samples at once counting as one.
+    """
+
+    def __init__(self, tokens: int | None, attention: float = 0.0):
+        self.cost, self.evaluations = 0.0, 0
+        self._tokens, self._attention = tokens, attention
+
+    @contextmanager
+    def watching(
+        self, model: ModelPatcher, queries: float = 1.0, keys: float = 1.0
+    ) -> Iterator[None]:
+        """Count what a model does meanwhile, with these shares of queries and keys left."""
+
+        def count(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            samples, tokens = arguments[0].shape[:2]
+            if self._tokens is not None:
+                share = tokens / self._tokens
+                self.cost += samples * work(share, self._attention, queries, keys)
+            self.evaluations += 1
+
+        operations = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
+        handle = _layer(model.model.diffusion_model).register_forward_pre_hook(count)
+        try:
+            if self._tokens is None:
+                with operations:
+                    yield
+                self.cost += operations.get_total_flops()
+            else:
+                yield
+        finally:
+            handle.remove()
+
+
+def _layer(network: Any) -> nn.Module:
+    """One that every evaluation runs: of a transformer, in a block in the middle."""
+    if hasattr(network, "single_blocks"):
+        blocks = network.single_blocks
+        return blocks[len(blocks) // 2].linear1
+    if hasattr(network, "blocks"):
+        return network.blocks[len(network.blocks) // 2].ffn[0]
+    return network.out
+
+
+def _attention_operations(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """Those of an attention, from the shapes ``[batch, heads, tokens, channels]``."""
+    return 2 * prod(query[:3]) * key[2] * (query[3] + value[3])
+
+
+_ON_CPU: dict[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_operations
+}
+"""PyTorch knows what its other attention costs."""
+
+
+def work(tokens: float, attention: float, queries: float = 1.0, keys: float = 1.0) -> float:
+    """The multiplications of a block, over those on all tokens.
+
+    Args:
+        tokens: the share of tokens that it runs on.
+        attention: the share of attention in the multiplications on all tokens.
+        queries: the share of those that are queries.
+        keys: the share of those that are keys.
+    """
+    return tokens * (1 - attention) + tokens**2 * queries * keys * attention
