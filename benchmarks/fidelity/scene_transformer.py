@@ -11,6 +11,7 @@ It can be stopped at any time, and continues where it stopped.
 
 import math
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,12 @@ def random_times(size: int, generator: torch.Generator) -> Tensor:
     return ratio * even / (1 + (ratio - 1) * even)
 
 
+def attention_of(side: int) -> AbstractContextManager[None]:
+    """Has attention run as is fastest for latents of a side: for small ones by plain products."""
+    is_small = side < LATENT_SIDE
+    return sdpa_kernel(SDPBackend.MATH if is_small else SDPBackend.FLASH_ATTENTION)
+
+
 class Trainer(Training):
     """The training of the transformer, on crops of the full side or of half of it."""
 
@@ -137,9 +144,7 @@ class Trainer(Training):
         times = random_times(size, self.generator)
         noise = torch.randn(clean.shape, generator=self.generator)
         now = times.view(-1, 1, 1, 1)
-        # Short sequences train a fifth faster by plain products.
-        backend = SDPBackend.MATH if side < LATENT_SIDE else SDPBackend.FLASH_ATTENTION
-        with differentiable(), sdpa_kernel(backend):
+        with differentiable(), attention_of(side):
             answer = self.model((1 - now) * clean + now * noise, times, prompts)
         return side, (answer - (noise - clean)).square().mean()
 

@@ -60,10 +60,11 @@ class Trainer(Training):
         way = levels(STEPS * SMALL_STEPS)[step * SMALL_STEPS : (step + 1) * SMALL_STEPS + 1]
         noise = torch.randn(clean.shape, generator=self.generator)
         start = (1 - way[0]) * clean + way[0] * noise
-        with torch.no_grad():
-            stop = self._taught(start, way, prompts)
-        with differentiable():
-            answer = self.model(start, torch.full((size,), way[0]), prompts)
+        with scene_transformer.attention_of(side):
+            with torch.no_grad():
+                stop = self._taught(start, way, prompts)
+            with differentiable():
+                answer = self.model(start, torch.full((size,), way[0]), prompts)
         # A flow is the change over the noise level.
         return side, (answer - (start - stop) / (way[0] - way[-1])).square().mean()
 
