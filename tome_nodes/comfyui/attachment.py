@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.model_sampling import CONST
 from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from ..patching.answer import Answer
 from ..patching.blocks import uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
-from ..patching.schedule import Moment, is_active, is_noise_alone, step_index
+from ..patching.schedule import Moment, is_active, is_noise_alone, log_snr, step_index
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
@@ -337,7 +338,7 @@ class _SamplingRun:
                     return denoise(x, inside(whole, t, shape, own))
                 return run_packed(whole, x, inputs.shape, lambda latent: denoise(latent, own))
 
-        return run.or_unmerged(evaluate)
+        return run.or_forecast(moment, x, lambda: run.or_unmerged(evaluate))
 
     def _record_of(self, network: nn.Module) -> ComfyRecord | str:
         """The record of a diffusion model, or why it cannot merge."""
@@ -393,6 +394,7 @@ class _SamplingRun:
             steps_left=max(0, last_step - step),
             from_noise=self._from_noise
             or is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),
+            log_snr=log_snr(sigma, isinstance(model.model_sampling, CONST)) if sigma > 0 else None,
         )
 
     def _part(self, network: nn.Module, options: dict[str, Any], sigma: float) -> Hashable:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..merging.layout import Grid, Picture
 from ..merging.plan import in_own_memory
@@ -24,6 +24,7 @@ from ..settings.config import ToMeConfig
 from .blocks import Evaluation, Layouts, ModelRecord, PatchedModel, SharedPlans
 from .detail_cache import GRADIENTS, Details
 from .engine import Engine, MakeStrategy, make_engine
+from .forecast import Forecasts
 from .outcome import Evaluated, Observer, Outcome
 from .schedule import Moment, ratio_at
 from .whole_model import WholeModel
@@ -33,6 +34,9 @@ _PARTS_KEPT = 64
 
 _REFRESHED = "every step that could merge ran on all tokens, as refresh_steps says; take more steps"
 """The reason to report if there was no other step."""
+
+_FORECAST = "the model runs on all tokens in some steps and its answers are forecast in the others"
+"""Why nothing merges in the steps between forecasts."""
 
 NO_MEMORY = "the device has no memory left for merging"
 """The reason to report once the device has run out of memory in a merged evaluation."""
@@ -79,14 +83,36 @@ class Run:
         self._plans: dict[Hashable, SharedPlans] = {}
         self._period = 0
         self._details = Details(config)
+        self._forecasts = Forecasts(config)
         self._falls_back: str | None = None
 
     def restart(self) -> None:
         """Drop what is kept from step to step: another sampling run begins."""
         self._plans.clear()
         self._details.clear()
+        self._forecasts.clear()
         self.out_of_memory = False
         self._falls_back = None
+
+    def or_forecast(self, moment: Moment, latent: Tensor, evaluate: Callable[[], Tensor]) -> Tensor:
+        """The denoised latent, by a forecast in steps that the settings leave out.
+
+        Args:
+            moment: where the evaluation is in its run.
+            latent: the noisy one.
+            evaluate: runs the model.
+        """
+        if not self._forecasts_here():
+            return evaluate()
+        forecast = self._forecasts.answer(moment, latent)
+        if forecast is not None:
+            result = Evaluated(moment.step, len(self.model.blocks), is_forecast=True)
+            for observer in self.model.observers:
+                observer.evaluated(result)
+            return forecast
+        denoised = evaluate()
+        self._forecasts.keep(moment, denoised)
+        return denoised
 
     def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
         """What ``evaluate`` returns; where merging leaves it no memory, without merging.
@@ -137,6 +163,8 @@ class Run:
                 evaluation, None if it can.
         """
         with lock_of(self.model.model):
+            runs_between = self._runs_between(moment)
+            obstacle = obstacle or (_FORECAST if runs_between else None)
             obstacle = self._obstacle(moment, latent, device, dtype, obstacle, pictures)
             self._may_merge = obstacle is None
             if obstacle is not None:
@@ -158,10 +186,19 @@ class Run:
             len(self.model.blocks),
             outcomes,
             obstacle,
-            moment.is_active and obstacle is not _REFRESHED,
+            moment.is_active and obstacle is not _REFRESHED and not runs_between,
         )
         for observer in self.model.observers:
             observer.evaluated(result)
+
+    def _forecasts_here(self) -> bool:
+        """Whether answers of this model are forecast where the settings say so: not of a UNet."""
+        return self._config.forecast and not any(block.keeps_detail for block in self.model.blocks)
+
+    def _runs_between(self, moment: Moment) -> bool:
+        """Whether the model runs on all tokens, since forecasts save what merging would."""
+        in_stacks = self._config.scope == "stack" and self._forecasts_here()
+        return in_stacks and self._forecasts.has_some(moment)
 
     @contextmanager
     def _installed(self, evaluation: Evaluation) -> Iterator[None]:

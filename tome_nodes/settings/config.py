@@ -235,6 +235,15 @@ class ToMeConfig:
         "Each stack of a UNet keeps a tensor of the size of its tokens; a transformer keeps two "
         "latents.",
     )
+    forecast: bool = _option(
+        False,
+        advanced=True,
+        text="In a transformer, leave out the model in a share ratio of the steps, and forecast "
+        "its answer from the two before. In scope stack nothing merges then, unless the run has "
+        "less than four steps.",
+        more="The first two steps always run, of 16 and more the first three, and the last. At a "
+        "ratio of 0.6 a run of four steps forecasts one, one of eight three, one of twenty ten.",
+    )
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
