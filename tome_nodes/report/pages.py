@@ -126,7 +126,8 @@ def in_words(run: LastRun) -> list[str]:
     First what happened, then whether it helped, what to do next, and the rest.
     """
     counts, recording, hint = run.counts, run.recording, hint_for(run)
-    saves, is_merged = run.obstacle is None, counts.merged_anything
+    saves = run.obstacle is None
+    is_merged = saves and counts.merged_anything
     lines = [] if saves else [f"Nothing merged: {run.obstacle}"]
     if counts.forecast_steps:
         lines += [f"Forecast: {len(counts.forecast_steps)} of {counts.total_steps} steps"]
