@@ -16,6 +16,7 @@ import tome_nodes
 from benchmarks.lossless import LosslessStrategy
 from tome_nodes.merging.layout import Grid, Layout, Span
 from tome_nodes.merging.plan import SlotPlan
+from tome_nodes.patching import whole_model
 from tome_nodes.patching.answer import Answer
 from tome_nodes.patching.whole_model import WholeModel
 from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers, _in_sequence
@@ -133,13 +134,13 @@ def test_the_denoised_latent_is_where_the_only_step_ends(name, monkeypatch):
     options = unguided.get(name, {"guidance_scale": 1.0})
     expected = case(steps=1, **options)
     denoised = []
-    run = WholeModel.run
+    leaving = WholeModel.leaving
 
     def spy(*args):
-        denoised.append(run(*args))
+        denoised.append(leaving(*args))
         return denoised[-1]
 
-    monkeypatch.setattr(WholeModel, "run", spy)
+    monkeypatch.setattr(WholeModel, "leaving", spy)
     attach(case.pipeline, Shuffle, **STACK)
     case(steps=1, **options)
     (latent,) = denoised
@@ -437,3 +438,15 @@ def test_fast(log_messages):
     assert log_messages() == [
         "[ToMe] merged 3/3 blocks (256 -> 128 tokens), ratio 0.50, window, stack scope"
     ]
+
+
+def test_the_other_host_finds_the_class_as_its_module_defines_it():
+    """What torch.compile leaves out here would break the graphs of ComfyUI's models."""
+    case = pipelines.flux()
+    tome_nodes.apply_patch(case.pipeline, preset="fast")
+    case(steps=2, height=256, width=256)
+    methods = [each for each in vars(WholeModel).values() if inspect.isfunction(each)]
+    assert len(methods) > 5
+    for method in methods:
+        assert method.__code__.co_filename == whole_model.__file__
+        assert not vars(method)

@@ -6,7 +6,6 @@ denoised one after it (:mod:`tome_nodes.patching.whole_model`).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +21,6 @@ _CACHED = "as a cache keeps what blocks did from step to step"
 _ELSEWHERE = "as its picture is found in other blocks than usual"
 _PARALLEL = "as several devices share the tokens"
 _OF_OTHER_KIND = "as it is called with {}"
-
-# Of what surrounds a model's forward, torch.compile traces nothing. Said here, since to say it
-# imports the compiler and Triton, which ComfyUI may never need.
-skip(WholeModel.run)
-for _name in ("_entering", "_leaving"):
-    setattr(WholeModel, _name, torch.compiler.disable(getattr(WholeModel, _name)))
 
 
 def why_in_modules(
@@ -95,6 +88,7 @@ class WholeCall:
             self._channels *= config["patch_size"] ** 2
         self._timestep = timestep_of(arguments)
 
+    # Of what surrounds the transformer's forward, torch.compile traces nothing.
     @skip
     def run(
         self,
@@ -106,60 +100,51 @@ class WholeCall:
         """What the transformer returns, on merged tokens.
 
         Args:
-            whole: runs it so.
-            forward: calls it without merging.
+            whole: merges them.
+            forward: calls the transformer without merging.
             args: those of the call.
             kwargs: the same by name.
         """
-        latent = self._latent(self._latents)
-        return self._leaving(
-            latent, whole.run(latent, partial(self._denoise, forward, args, kwargs))
-        )
-
-    @skip
-    def _denoise(
-        self,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        noisy: Tensor,
-    ) -> Tensor:
-        entering = self._entering(noisy)
+        latent, noisy, entering = self._entering(whole)
         if args:
             result = forward(entering, *args[1:], **kwargs)
         else:
             result = forward(**{**kwargs, self._name: entering})
-        return self._denoised(noisy, result)
+        leaving = self._leaving(whole, latent, noisy, result)
+        return forward(*args, **kwargs) if leaving is None else leaving
 
     @torch.compiler.disable
+    def _entering(self, whole: WholeModel) -> tuple[Tensor, Tensor, Any]:
+        """The latent of the call, the same with merged tokens, and that as it is passed."""
+        latent = self._latent(self._latents)
+        noisy = whole.entering(latent)
+        return latent, noisy, self._latents.with_latent(noisy, self._grid)
+
+    @torch.compiler.disable
+    def _leaving(self, whole: WholeModel, latent: Tensor, noisy: Tensor, result: Any) -> Any:
+        """What the transformer returns; None if it has to run on all tokens.
+
+        Args:
+            whole: merged the tokens.
+            latent: that of the call.
+            noisy: the same with merged tokens.
+            result: what the transformer returned for that.
+        """
+        # Of the form of its latents.
+        answer = replace(self._latents, value=result[0])
+        of_noisy = noisy - self._noise(noisy) * self._latent(answer)
+        denoised = whole.leaving(latent, of_noisy)
+        if denoised is None:
+            return None
+        if denoised is of_noisy:
+            return result
+        sample = answer.with_latent((latent - denoised) / self._noise(latent), self._grid)
+        if isinstance(result, tuple):
+            return sample, *result[1:]
+        return replace(result, sample=sample)
+
     def _latent(self, latents: Latents) -> Tensor:
         return latents.latent(self._grid, self._channels, self._record.side)
-
-    @torch.compiler.disable
-    def _entering(self, noisy: Tensor) -> Any:
-        return self._latents.with_latent(noisy, self._grid)
-
-    @torch.compiler.disable
-    def _denoised(self, noisy: Tensor, result: Any) -> Tensor:
-        self._result = result
-        self._of_result = noisy - self._noise(noisy) * self._latent(self._answer)
-        return self._of_result
-
-    @torch.compiler.disable
-    def _leaving(self, latent: Tensor, denoised: Tensor) -> Any:
-        """What the transformer returns for a denoised latent."""
-        if denoised is self._of_result:
-            return self._result
-        flow = (latent - denoised) / self._noise(latent)
-        sample = self._answer.with_latent(flow, self._grid)
-        if isinstance(self._result, tuple):
-            return sample, *self._result[1:]
-        return replace(self._result, sample=sample)
-
-    @property
-    def _answer(self) -> Latents:
-        """What the transformer returned, of the form of its latents."""
-        return replace(self._latents, value=self._result[0])
 
     def _noise(self, latent: Tensor) -> Tensor:
         """By how much the answer is multiplied to give the noise in a latent; never 0."""
