@@ -384,8 +384,12 @@ def test_what_is_done_once_in_a_run_counts_for_neither(timed):
 
     model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "prepare", prepare)
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "prepare", spend)
-    measured = Trials(model, sampling(), clock=clock).measure(Candidate("balanced", 0.6))
+    here, candidate = Trials(model, sampling(), clock=clock), Candidate("balanced", 0.6)
+    measured = here.measure(candidate)
     assert (measured.unpatched, measured.speed) == pytest.approx((1.0, 1.25))
+    for fewer in 1, 2:
+        instead = here.instead(candidate, 8 / fewer)
+        assert instead[f"{fewer} of 8 steps"].speed == pytest.approx(8 / fewer)
 
 
 def test_tensors_among_the_options_of_other_nodes(timed):

@@ -105,7 +105,7 @@ def tuning_page(found: Found) -> Page:
         if measured.obstacle is None
     ]
     points += [
-        drawing.Point(name, measured.speed, measured.change, drawing.MUTED)
+        drawing.Point(name, measured.speed, measured.change, drawing.OTHER, is_rival=True)
         for name, measured in found.instead.items()
         if measured.obstacle is None
     ]

@@ -161,7 +161,11 @@ class Trials:
         change = _distance(sampled.latent, plain.latent)
         if not isfinite(change):
             return _failed(unpatched, "the picture is not finite")
-        return Measured(sampled.whole / self.steps, unpatched, change)
+        seconds = sampled.whole
+        if steps == 1 < self.steps:
+            # Its only step has what is done once, and the steps of the unpatched run do not.
+            seconds = min(seconds, unpatched)
+        return Measured(seconds / self.steps, unpatched, change)
 
     @cached_property
     def _plain(self) -> _Sampled:
