@@ -88,8 +88,8 @@ def sampling(kind="flux", size=(32, 32), **others):
 def sampling_of_unet(**others):
     return Sampling(
         **{
-            "positive": conditioning(768, 0.5),
-            "negative": conditioning(768, 0.25),
+            "positive": conditioning(0.5),
+            "negative": conditioning(0.25),
             "latent_image": {"samples": torch.zeros(1, 4, 16, 16)},
             **RUN,
             **others,

@@ -36,9 +36,8 @@ from .autotune_cache import autotune
 from .models import record_of
 from .models.base import ComfyRecord, Inputs
 from .models.unknown import UnknownTransformer
-from .network_wrapper import can_run_inside, inside
+from .network_wrapper import run_whole
 from .run_report import RunReport
-from .sound import run_packed
 
 KEY = "tome_nodes"
 """Our key among the wrappers of a model and in its transformer options."""
@@ -330,13 +329,9 @@ class _SamplingRun:
                 if evaluation is None:
                     return denoise(x, options)
                 own = record.options(options, evaluation)
-                whole = evaluation.whole
-                if whole is None:
+                if evaluation.whole is None:
                     return evaluation.or_on_all_tokens(lambda: denoise(x, own))
-                if can_run_inside(model, own):
-                    shape = (len(x), *inputs.shape[1:])
-                    return denoise(x, inside(whole, t, shape, own))
-                return run_packed(whole, x, inputs.shape, lambda latent: denoise(latent, own))
+                return run_whole(evaluation.whole, model, x, t, inputs.shape, own, denoise)
 
         return run.or_forecast(moment, x, lambda: run.or_unmerged(evaluate))
 
@@ -378,7 +373,7 @@ class _SamplingRun:
                 attachment.on_step if is_first else None,
                 is_first and wants_details is not None and wants_details(),
             )
-        run = Run(self._config, record, network, attachment.make_strategy, [report], autotune())
+        run = Run(self._config, record, network, attachment.make_strategy, report, autotune())
         self._reports.setdefault(kind, (report, run, model))
         return run
 

@@ -2,7 +2,7 @@
 
 First it is settled whether to merge now, on which device, at which ratio, with which picks, and
 which plans of an earlier step are kept. Then the overrides go on, the model runs, the overrides
-come off, and the observers get the result.
+come off, and the observer gets the result.
 """
 
 import logging
@@ -69,10 +69,10 @@ class Run:
         record: ModelRecord,
         model: nn.Module,
         make_strategy: MakeStrategy,
-        observers: Sequence[Observer] = (),
+        observer: Observer | None = None,
         autotune: Autotune | None = None,
     ):
-        self.model = PatchedModel(config, record, model, observers)
+        self.model = PatchedModel(config, record, model, observer or Observer())
         self.engine: Engine | None = None
         self.out_of_memory = False
         self._may_merge = False
@@ -149,7 +149,7 @@ class Run:
     ) -> Iterator[Evaluation | None]:
         """Merge tokens in the model while it is evaluated; yields None if nothing may merge.
 
-        Observers get the result, unless the evaluation raised. Threads wait for each other.
+        The observer gets the result, unless the evaluation raised. Threads wait for each other.
 
         Args:
             moment: where the evaluation is in its run.
@@ -188,8 +188,7 @@ class Run:
             obstacle,
             moment.is_active and obstacle is not _REFRESHED and not runs_between,
         )
-        for observer in self.model.observers:
-            observer.evaluated(result)
+        self.model.observer.evaluated(result)
 
     def _forecasts_here(self) -> bool:
         """Whether answers of this model are forecast where the settings say so: not of a UNet."""
@@ -237,7 +236,7 @@ class Run:
             return f"the device {device} cannot do it: {engine.lacks}"
         most = self.model.most_tokens(latent, pictures)
         least = min(engine.least_tokens, engine.least_in_attention)
-        if most < least and not self.model.follows_blocks:
+        if most < least and not self.model.observer.follows_blocks:
             return self.model.too_few(most, least)
         return None
 
@@ -253,8 +252,7 @@ class Run:
         assert engine is not None
         key = step_key(config.seed, moment.picks)
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
-        for observer in self.model.observers:
-            observer.begins(moment.step)
+        self.model.observer.begins(moment.step)
         ratio = ratio_at(config, moment.progress)
         evaluation = Evaluation(engine, ratio, latent, self._plans_for(moment), pictures)
         if in_modules is not None and config.scope != "module":
@@ -306,9 +304,8 @@ class Run:
                 record.merges_at_calls,
                 self._autotune,
             )
-            for observer in self.model.observers:
-                engine = replace(engine, plans_of=observer.watched(engine.plans_of))
-            self._engines[place] = engine
+            watched = self.model.observer.watched(engine.plans_of)
+            self._engines[place] = replace(engine, plans_of=watched)
         return self._engines[place]
 
     def _plans_for(self, moment: Moment) -> SharedPlans | None:

@@ -14,7 +14,7 @@ class Outcome:
     """What one block did in one model evaluation.
 
     A block fills it in while it runs, one attribute at a time, which torch.compile can trace.
-    Observers get it once the evaluation is over.
+    The observer gets it once the evaluation is over.
 
     Attributes:
         block: its path within the model.

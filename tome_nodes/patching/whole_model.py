@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.layout import Grid, Layout, LayoutKey, Span
+from ..merging.layout import Grid, Layout, LayoutKey
 from ..merging.plan import Plan, of_all_samples, plans_by_frame, plans_of_sequence
 from .detail_cache import MOVES, Detail, belongs, fitting
 from .engine import Engine
@@ -181,7 +181,7 @@ class WholeModel:
             self._pieces += made
             return made
 
-        layout = Layout(self._grid.tokens, (Span(0, self._grid),))
+        layout = Layout.filled_by(self._grid)
         features = _features(latest, self._grid, latent)
         if self._samples_merge_alike:
             features = of_all_samples(features)

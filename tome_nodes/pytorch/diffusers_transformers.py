@@ -56,14 +56,7 @@ def _merging(block: AttentionBlock) -> Iterator[Override]:
     return reaching(block.module, attend)
 
 
-_HOST = AttentionHost(
-    REASONS,
-    merging=lambda block, kwargs: kwargs,
-    picture_start=lambda kwargs: None,
-    needs_all_tokens=lambda arguments: None,
-    stored_attention=lambda module: None,
-    overrides=_merging,
-)
+_HOST = AttentionHost(REASONS, overrides=_merging)
 
 
 class Steps:
@@ -210,7 +203,7 @@ class TransformerCalls(Calls):
             host=_HOST,
             whole={} if whole is None else whole.blocks,
         )
-        return Run(self.config, record, self.network, self._make_strategy, [self.latest])
+        return Run(self.config, record, self.network, self._make_strategy, self.latest)
 
     def _obstacle(self) -> str | None:
         """Why nothing can merge while the model computes gradients, None if something can."""
