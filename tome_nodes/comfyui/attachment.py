@@ -333,7 +333,12 @@ class _SamplingRun:
                     return evaluation.or_on_all_tokens(lambda: denoise(x, own))
                 return run_whole(evaluation.whole, model, x, t, inputs.shape, own, denoise)
 
-        return run.or_forecast(moment, x, lambda: run.or_unmerged(evaluate))
+        forecast = run.forecast(moment, x)
+        if forecast is not None:
+            return forecast
+        denoised = run.or_unmerged(evaluate)
+        run.keep_answer(moment, denoised)
+        return denoised
 
     def _record_of(self, network: nn.Module) -> ComfyRecord | str:
         """The record of a diffusion model, or why it cannot merge."""

@@ -94,25 +94,23 @@ class Run:
         self.out_of_memory = False
         self._falls_back = None
 
-    def or_forecast(self, moment: Moment, latent: Tensor, evaluate: Callable[[], Tensor]) -> Tensor:
-        """The denoised latent, by a forecast in steps that the settings leave out.
+    def forecast(self, moment: Moment, latent: Tensor) -> Tensor | None:
+        """The denoised latent by a forecast, None if the model has to run.
 
         Args:
             moment: where the evaluation is in its run.
             latent: the noisy one.
-            evaluate: runs the model.
         """
-        if not self._forecasts_here():
-            return evaluate()
-        forecast = self._forecasts.answer(moment, latent)
-        if forecast is not None:
-            result = Evaluated(moment.step, len(self.model.blocks), is_forecast=True)
-            for observer in self.model.observers:
-                observer.evaluated(result)
-            return forecast
-        denoised = evaluate()
-        self._forecasts.keep(moment, denoised)
-        return denoised
+        found = self._forecasts.answer(moment, latent) if self._forecasts_here() else None
+        if found is not None:
+            blocks = len(self.model.blocks)
+            self.model.observer.evaluated(Evaluated(moment.step, blocks, is_forecast=True))
+        return found
+
+    def keep_answer(self, moment: Moment, denoised: Tensor) -> None:
+        """Note what the model answered, which forecasts are made from."""
+        if self._forecasts_here():
+            self._forecasts.keep(moment, denoised)
 
     def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
         """What ``evaluate`` returns; where merging leaves it no memory, without merging.
@@ -192,7 +190,7 @@ class Run:
 
     def _forecasts_here(self) -> bool:
         """Whether answers of this model are forecast where the settings say so: not of a UNet."""
-        return self._config.forecast and not any(block.keeps_detail for block in self.model.blocks)
+        return self._config.forecast and self.model.record.merges_at_calls
 
     def _runs_between(self, moment: Moment) -> bool:
         """Whether the model runs on all tokens, since forecasts save what merging would."""

@@ -22,6 +22,9 @@ _ELSEWHERE = "as its picture is found in other blocks than usual"
 _PARALLEL = "as several devices share the tokens"
 _OF_OTHER_KIND = "as it is called with {}"
 
+_LEAST_NOISE = 1e-6
+"""The share of noise in a latent that has none, which the answer is divided by."""
+
 
 def why_in_modules(
     record: WholeTransformer,
@@ -57,6 +60,12 @@ def timestep_of(arguments: Mapping[str, Any]) -> Any:
     """The timestep among the arguments of a transformer, 0 if it has none."""
     named = (arguments[name] for name in ("timestep", "t", "timesteps") if name in arguments)
     return next(named, 0)
+
+
+def noise_share(record: WholeTransformer, timestep: float) -> float:
+    """The share of noise in a latent at a timestep of a transformer; never 0."""
+    clean, noise = record.timesteps
+    return max((timestep - clean) / (noise - clean), _LEAST_NOISE)
 
 
 class WholeCall:
@@ -116,7 +125,7 @@ class WholeCall:
     @torch.compiler.disable
     def _entering(self, whole: WholeModel) -> tuple[Tensor, Tensor, Any]:
         """The latent of the call, the same with merged tokens, and that as it is passed."""
-        latent = self._latent(self._latents)
+        latent = self.latent
         noisy = whole.entering(latent)
         return latent, noisy, self._latents.with_latent(noisy, self._grid)
 
@@ -130,18 +139,32 @@ class WholeCall:
             noisy: the same with merged tokens.
             result: what the transformer returned for that.
         """
-        # Of the form of its latents.
-        answer = replace(self._latents, value=result[0])
-        of_noisy = noisy - self._noise(noisy) * self._latent(answer)
+        of_noisy = self.denoised(noisy, result)
         denoised = whole.leaving(latent, of_noisy)
         if denoised is None:
             return None
-        if denoised is of_noisy:
-            return result
-        sample = answer.with_latent((latent - denoised) / self._noise(latent), self._grid)
-        if isinstance(result, tuple):
-            return sample, *result[1:]
-        return replace(result, sample=sample)
+        return result if denoised is of_noisy else self.returned(latent, denoised, result)
+
+    @property
+    def latent(self) -> Tensor:
+        """That of the call."""
+        return self._latent(self._latents)
+
+    def denoised(self, noisy: Tensor, result: Any) -> Tensor:
+        """The denoised latent, given what the transformer returned for a noisy one."""
+        return noisy - self._noise(noisy) * self._latent(self._answer(result))
+
+    def returned(self, latent: Tensor, denoised: Tensor, like: Any) -> Any:
+        """What the transformer would return for a denoised latent, of the form of ``like``."""
+        flow = (latent - denoised) / self._noise(latent)
+        sample = self._answer(like).with_latent(flow, self._grid)
+        if isinstance(like, tuple):
+            return sample, *like[1:]
+        return replace(like, sample=sample)
+
+    def _answer(self, result: Any) -> Latents:
+        """What the transformer returned, of the form of its latents."""
+        return replace(self._latents, value=result[0])
 
     def _latent(self, latents: Latents) -> Tensor:
         return latents.latent(self._grid, self._channels, self._record.side)
@@ -151,6 +174,6 @@ class WholeCall:
         clean, noise = self._record.timesteps
         timestep = torch.as_tensor(self._timestep, device=latent.device, dtype=torch.float32)
         timestep = timestep.reshape(len(timestep), -1).amax(1) if timestep.ndim > 1 else timestep
-        share = ((timestep - clean) / (noise - clean)).clamp_min(1e-6)
+        share = ((timestep - clean) / (noise - clean)).clamp_min(_LEAST_NOISE)
         direction = 1.0 if noise > clean else -1.0
         return direction * share.reshape(-1, *[1] * (latent.ndim - 1))
