@@ -30,12 +30,13 @@ def steps_that_run(ratio: float, steps: int) -> frozenset[int]:
     """The steps in which the model runs, of a run of so many.
 
     Args:
-        ratio: the share of the steps between the first few and the last that are forecast.
+        ratio: the share of the steps between the first few and the last that are forecast; at least
+            one is.
         steps: of the run, at least 1.
     """
     first = _FIRST_OF_MANY if steps >= _MANY else _FIRST
     between = max(0, steps - 1 - first)
-    count = round(between * (1 - ratio))
+    count = min(round(between * (1 - ratio)), max(0, between - 1))
     places = ((index + 1) * (between + 1) // (count + 1) - 1 for index in range(count))
     return frozenset(range(min(first, steps))) | {first + place for place in places} | {steps - 1}
 

@@ -254,7 +254,8 @@ def ladders_for(model: ModelPatcher) -> list[Ladder]:
     Raises:
         ValueError: none, as the model does not belong to a family that can merge tokens.
     """
-    return [BALANCED, FAST] if attachment.record_for(model).merges_blocks else [BALANCED]
+    attachment.record_for(model)
+    return [BALANCED, FAST]
 
 
 def _latent_for(model: ModelPatcher, given: Mapping[str, Any]) -> Any:
