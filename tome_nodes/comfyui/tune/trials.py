@@ -23,7 +23,7 @@ from comfy.utils import ProgressBar
 from torch import Tensor
 
 from ...ops.clock import Clock
-from ...tuning.search import BALANCED, FAST, Candidate, Ladder, Measured
+from ...tuning.search import Candidate, Measured
 from .. import attachment
 from ..validation import config_of
 
@@ -246,16 +246,6 @@ def _with_easy_cache(model: ModelPatcher) -> ModelPatcher | None:
         return None
     cached: ModelPatcher = EasyCacheNode.execute(model, *EASY_CACHE_DEFAULTS).args[0]
     return cached
-
-
-def ladders_for(model: ModelPatcher) -> list[Ladder]:
-    """The settings that may be tried on a model.
-
-    Raises:
-        ValueError: none, as the model does not belong to a family that can merge tokens.
-    """
-    attachment.record_for(model)
-    return [BALANCED, FAST]
 
 
 def _latent_for(model: ModelPatcher, given: Mapping[str, Any]) -> Any:
