@@ -11,9 +11,9 @@ from comfy.model_management import InterruptProcessingException, get_torch_devic
 from comfy.model_patcher import ModelPatcher
 from comfyui_version import __version__ as comfyui_version
 
-from ...tuning.search import Wish, choose, find
+from ...tuning.search import LADDERS, Wish, choose, find
 from ...tuning.summary import Found
-from ..attachment import detach
+from ..attachment import detach, record_for
 from ..models.base import class_name
 from . import tune_cache
 from .trials import Sampling, Trials
@@ -23,7 +23,7 @@ log = logging.getLogger("tome_nodes")
 # The host works out steps / denoise noise levels, which for less could be any number.
 _LEAST_DENOISE = 0.01
 
-_METHOD = 5
+_METHOD = 6
 """Rises with each change of what merging does or of how it is measured: older figures are void."""
 
 
@@ -52,7 +52,7 @@ def tune(
         obstacle = f"with denoise {sampling.denoise:g} there is nothing to sample"
         return Found(wish, obstacle=obstacle)
     try:
-        attachment.record_for(model)
+        record_for(model)
     except ValueError as error:
         return Found(wish, obstacle=str(error))
     try:
