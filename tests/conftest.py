@@ -45,42 +45,6 @@ def log_messages(caplog, request):
     return messages
 
 
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory):
-    """A folder of UNet files, each made on first use."""
-    from models.checkpoints import write_checkpoint
-
-    folder = tmp_path_factory.mktemp("unets")
-
-    def file(family, **options):
-        name = "-".join([family, *(str(value) for value in options.values())])
-        path = folder / f"{name}.ckpt"
-        return path if path.exists() else write_checkpoint(path, family, unet_only=True, **options)
-
-    return file
-
-
-@pytest.fixture(scope="session")
-def load(checkpoints):
-    """Models by family, loaded once."""
-    import comfy.sd
-
-    models = {}
-
-    def loaded(family, **options):
-        path = str(checkpoints(family, **options))
-        if path not in models:
-            models[path] = comfy.sd.load_diffusion_model(path)
-        return models[path]
-
-    return loaded
-
-
-@pytest.fixture
-def sd15(load):
-    return load("sd15", levels=1)
-
-
 @pytest.fixture(autouse=True)
 def nothing_gives_way(caplog, request):
     """No kernel fails, except where that is what is tested."""

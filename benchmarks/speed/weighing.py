@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -165,13 +166,11 @@ def _attend(
             return attention_pytorch(q, k, v, heads)
         with patch.object(key_weights, "variant_of", lambda *_: way):
             mask = log_sizes[:, None, None]
+            # Why keys are not weighed shows in the result.
+            block: Any = SimpleNamespace(ops=ops, tuner=None, note_unweighted=lambda _: None)
             return key_weights.weighed(
-                attention_pytorch, None, log_sizes, ops, None, _no_note, q, k, v, heads, mask
+                block, attention_pytorch, None, log_sizes, q, k, v, heads, mask
             )
-
-
-def _no_note(_: str | None) -> None:
-    """Why keys are not weighed shows in the result."""
 
 
 def _error(

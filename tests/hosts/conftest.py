@@ -1,5 +1,7 @@
 """Tests on real models of ComfyUI, diffusers and latent-diffusion, and on ComfyUI's server."""
 
+from functools import cache
+
 import comfyui_in_process  # noqa: F401
 import pytest
 import torch.nn.functional as F
@@ -22,6 +24,29 @@ def models():
         return made[kind]
 
     return model
+
+
+@pytest.fixture(scope="session")
+def sd15_of():
+    """Tiny UNets like that of Stable Diffusion 1.x by the number of its levels, each built once."""
+    from models.comfyui import build, sd15
+
+    return cache(lambda levels: build(sd15(levels)))
+
+
+@pytest.fixture
+def sd15(sd15_of):
+    return sd15_of(1)
+
+
+@pytest.fixture
+def sd15_from_file(tmp_path):
+    """A UNet as the host's loader makes it, whose prompts have 768 channels."""
+    import comfy.sd
+    from models.checkpoints import write_checkpoint
+
+    path = write_checkpoint(tmp_path / "sd15.ckpt", "sd15", levels=1, unet_only=True)
+    return comfy.sd.load_diffusion_model(str(path))
 
 
 @pytest.fixture(scope="session")

@@ -1,22 +1,12 @@
 """Sampling with real ComfyUI models in this process, for the tests of the host."""
 
-import comfy.sample
 import pytest
 import torch
 from comfyui_version import __version__
+from models import comfyui
 
 from tome_nodes.settings.config import ToMeConfig
 from tools.environment import NEWEST, is_earlier
-
-CONTEXT_CHANNELS = {
-    "sd15": 768,
-    "sd15_inpaint": 768,
-    "sd2": 1024,
-    "sdxl": 2048,
-    "sdxl_refiner": 1280,
-    "x4_upscaler": 1024,
-    "svd": 1024,
-}
 
 
 def needs(part, is_there, since=NEWEST):
@@ -27,7 +17,7 @@ def needs(part, is_there, since=NEWEST):
         pytest.skip(reason)
 
 
-def conditioning(channels, value, **extras):
+def conditioning(value, channels=32, **extras):
     """A prompt: ``[1, 77, channels]`` that varies over its tokens and channels."""
     generator = torch.Generator().manual_seed(int(value * 1000))
     text = torch.randn(1, 77, channels, generator=generator)
@@ -44,32 +34,15 @@ def merging(min_tokens=1, ratio=0.5, **options):
 def sample(
     model,
     size=(12, 16),
-    channels=768,
-    steps=2,
-    seed=1,
-    sampler="euler",
+    channels=32,
     scheduler="normal",
-    cfg=4.0,
-    batch=1,
     positive=None,
-    picture=0.0,
     **options,
 ):
-    """Sample a latent of ``size`` from one full of ``picture``, without any image encoder."""
-    empty = torch.full((batch, 4, *size), picture)
-    return comfy.sample.sample(
-        model,
-        comfy.sample.prepare_noise(empty, seed),
-        steps,
-        cfg,
-        sampler,
-        scheduler,
-        positive or conditioning(channels, 0.5),
-        conditioning(channels, 0.25),
-        empty,
-        disable_pbar=True,
-        seed=seed,
-        **options,
+    """Sample with a UNet like that of Stable Diffusion 1.x; see :func:`models.comfyui.sample`."""
+    prompts = positive or conditioning(0.5, channels), conditioning(0.25, channels)
+    return comfyui.sample(
+        model, comfyui.sd15(1), size, prompts=prompts, scheduler=scheduler, **options
     )
 
 

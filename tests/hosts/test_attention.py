@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ def attention_to_repeated(q, k, v, sizes):
 
 def weighed(function, q, k, v, sizes, notes, options=None, ops=TORCH, tuner=None, **kwargs):
     log_sizes = sizes.log().to(q.dtype)
-    options = weigh_attention(options or {}, log_sizes, ops, tuner, notes.append)
+    block = SimpleNamespace(ops=ops, tuner=tuner, note_unweighted=notes.append)
+    options = weigh_attention(options or {}, block, log_sizes)
     return function(q, k, v, HEADS, transformer_options=options, **kwargs)
 
 

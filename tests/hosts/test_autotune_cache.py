@@ -104,8 +104,8 @@ def test_where_the_default_is_the_fastest_the_log_is_silent(sd15, probed, caplog
     assert not [each for each in caplog.records if "weights by" in each.getMessage()]
 
 
-def test_each_shape_is_tried_once(load, probed):
-    _, run, _, _ = probed(load("sd15", levels=2), CHANNELS, max_downsample=2)
+def test_each_shape_is_tried_once(sd15_of, probed):
+    _, run, _, _ = probed(sd15_of(2), CHANNELS, max_downsample=2)
     assert len(run.choices) == 2
     assert len(json.loads(FILE.path.read_text())["measured"]) == 2
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import comfy.sd
 import pytest
 import torch
 from common import relative_error
@@ -123,13 +122,13 @@ def test_every_other_round_is_reversed():
 
 
 @pytest.fixture(scope="module")
-def model(checkpoints):
-    return comfy.sd.load_diffusion_model(str(checkpoints("sd15", levels=1)))
+def model(sd15_of):
+    return sd15_of(1)
 
 
 @pytest.fixture(scope="module")
 def subject(model):
-    return Subject(model, 768, 64, 1)
+    return Subject(model, 32, 64, 1)
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,11 @@ import re
 import weakref
 
 import comfy.model_management
-import comfy.sd
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from common import Counted, Shuffle, input_lengths, relative_error
-from host import CONTEXT_CHANNELS, conditioning, merging, needs, overridden, sample
+from host import conditioning, merging, needs, overridden, sample
 from models import comfyui
 from models.comfyui import UNETS
 from safetensors.torch import load_file
@@ -47,30 +46,22 @@ def test_a_lossless_plan_reproduces_the_unpatched_model(models, log_messages, ki
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "level", "blocks"),
-    [
-        ("sd15", {"levels": 2}, 1, "5/11"),
-        ("sd2", {"levels": 2}, 1, "5/11"),
-        ("sdxl", {}, 2, "5/17"),
-        ("sdxl_refiner", {}, 2, "20/44"),
-    ],
+    ("kind", "level", "blocks"),
+    [("sd15", 1, "3/7"), ("sd2", 1, "3/7"), ("sdxl", 2, "3/11"), ("sdxl_refiner", 2, "12/16")],
 )
-def test_auto_takes_the_shallowest_level_with_attention(
-    load, log_messages, family, options, level, blocks
-):
-    channels = CONTEXT_CHANNELS[family]
-    model = load(family, **options)
-    automatic = sample(attach(model, merging()), channels=channels, steps=1)
+def test_auto_takes_the_shallowest_level_with_attention(models, log_messages, kind, level, blocks):
+    model = models(kind)
+    automatic = sample_tiny(attach(model, merging()), kind, steps=1)
     tokens = (12 // level) * (16 // level)
     assert log_messages()[-1].startswith(
         f"[ToMe] merged {blocks} blocks ({tokens} -> {tokens // 2} tokens)"
     )
-    fixed = sample(attach(model, merging(max_downsample=level)), channels=channels, steps=1)
+    fixed = sample_tiny(attach(model, merging(max_downsample=level)), kind, steps=1)
     assert torch.equal(automatic, fixed)
 
 
-def test_deeper_levels_join_up_to_max_downsample(load, log_messages):
-    sample(attach(load("sd15", levels=2), merging(max_downsample=8)), steps=1)
+def test_deeper_levels_join_up_to_max_downsample(sd15_of, log_messages):
+    sample(attach(sd15_of(2), merging(max_downsample=8)), steps=1)
     assert log_messages() == [
         "[ToMe] merged 11/11 blocks (192 -> 96 tokens x5, 48 -> 24 tokens x6), 1/1 steps, "
         "ratio 0.50"
@@ -160,9 +151,9 @@ def test_wider_scopes_fall_back_to_modules_next_to_patches_that_need_all_tokens(
 
 @pytest.mark.parametrize(("reuse_steps", "plans"), [(0, 11 * 4), (1, 2 * 4), (2, 2 * 2), (9, 2)])
 def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(
-    load, untried, reuse_steps, plans
+    sd15_of, untried, reuse_steps, plans
 ):
-    model = load("sd15", levels=2)
+    model = sd15_of(2)
     config = merging(max_downsample=8, reuse_steps=reuse_steps)
     Counted.made = 0
     sample(attach(model, config, Counted), steps=4)
@@ -173,7 +164,7 @@ def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(
 def test_plans_are_reused_only_for_the_same_composition_of_the_batch(sd15, untried, monkeypatch):
     patched = attach(sd15, merging(reuse_steps=9), Counted)
     monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_: 0)
-    two_prompts = conditioning(768, 0.5) + conditioning(768, 0.75)
+    two_prompts = conditioning(0.5) + conditioning(0.75)
     Counted.made = 0
     sample(patched, steps=3, positive=two_prompts)
     # Each prompt is evaluated alone: two positive, one negative, and the one of a few tokens.
@@ -422,8 +413,8 @@ def test_cond_and_uncond_merge_alike_in_one_batch_or_two(sd15, monkeypatch):
     ],
     ids=str,
 )
-def test_odd_sizes(load, log_messages, size, line):
-    model = load("sd15", levels=2)
+def test_odd_sizes(sd15_of, log_messages, size, line):
+    model = sd15_of(2)
     plain = sample(model, size=size, steps=1)
     patched = attach(model, merging(max_downsample=2, **ALL_MODULES))
     assert relative_error(sample(patched, size=size, steps=1), plain) < 1
@@ -460,7 +451,7 @@ def test_percent_limits_choose_the_steps(sd15, log_messages, limits, steps):
 
 
 @pytest.mark.parametrize(
-    ("settings", "family", "reason"),
+    ("settings", "kind", "reason"),
     [
         (
             {"start_percent": 0.5, "end_percent": 0.5},
@@ -481,16 +472,15 @@ def test_percent_limits_choose_the_steps(sd15, log_messages, limits, steps):
         ),
     ],
 )
-def test_a_run_without_merging_says_why_in_one_warning(load, caplog, settings, family, reason):
-    # Two levels: what the settings leave out anyway must not pass for the reason.
-    model = load(family, **({"levels": 2} if family == "sd15" else {}))
-    patched = attach(model, merging(**settings))
-    merged = sample(patched, channels=CONTEXT_CHANNELS[family])
+def test_a_run_without_merging_says_why_in_one_warning(models, caplog, settings, kind, reason):
+    # They have two levels: what the settings leave out anyway must not pass for the reason.
+    model = models(kind)
+    merged = sample_tiny(attach(model, merging(**settings)), kind)
     ours = [record for record in caplog.records if record.name == "tome_nodes"]
     assert [(record.levelname, record.getMessage()) for record in ours] == [
         ("WARNING", f"[ToMe] nothing merged: {reason}")
     ]
-    assert torch.equal(merged, sample(model, channels=CONTEXT_CHANNELS[family]))
+    assert torch.equal(merged, sample_tiny(model, kind))
 
 
 def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, log_messages, monkeypatch, untried):
@@ -505,14 +495,14 @@ def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, log_messages, mon
     ]
 
 
-def test_text_as_context_of_self_attention_is_never_merged(load):
-    model = load("x4_upscaler")
-    block = model.model.diffusion_model.input_blocks[4][1].transformer_blocks[0]
+def test_text_as_context_of_self_attention_is_never_merged(models):
+    tiny, model = UNETS["x4_upscaler"], models("x4_upscaler")
+    block = model.model.diffusion_model.input_blocks[3][1].transformer_blocks[0]
     assert block.disable_self_attn
     with input_lengths(block.attn1.to_q, block.attn1.to_k) as lengths:
-        # A grid of 7x11 has as many tokens as the text.
-        sample(attach(model, merging()), size=(14, 22), channels=1024, steps=1)
-    assert lengths == [39, 77]
+        # A grid of 4x5 has as many tokens as the text.
+        comfyui.sample(attach(model, merging()), tiny, (8, 10), steps=1)
+    assert lengths == [10, comfyui.TEXT]
 
 
 def test_the_log_says_that_a_ratio_is_capped(sd15, log_messages):
@@ -575,14 +565,14 @@ def test_steps_aside_where_another_node_changes_the_batch(sd15, log_messages):
 
 
 def test_area_conditioning_merges_each_area_on_its_own_grid(sd15, log_messages):
-    positive = conditioning(768, 0.5) + conditioning(768, 0.75, area=(6, 16, 0, 0), strength=1.0)
+    positive = conditioning(0.5) + conditioning(0.75, area=(6, 16, 0, 0), strength=1.0)
     sample(attach(sd15, merging()), positive=positive, steps=1)
     assert "(192 -> 96 tokens x6, 96 -> 48 tokens x6)" in log_messages()[-1]
 
 
 def test_lora_weights_apply_under_the_patch(sd15):
     key = "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.weight"
-    difference = torch.randn(320, 320, generator=torch.Generator().manual_seed(3)) / 10
+    difference = torch.randn(32, 32, generator=torch.Generator().manual_seed(3)) / 10
     with_lora = sd15.clone()
     assert with_lora.add_patches({key: ("diff", (difference,))}) == [key]
     expected = sample(with_lora, steps=1)
@@ -593,10 +583,12 @@ def test_lora_weights_apply_under_the_patch(sd15):
     assert relative_error(sample(late, steps=1), expected) < 1e-5
 
 
-def test_merged_models_keep_the_patch_of_the_first(sd15, load, log_messages):
+def test_merged_models_keep_the_patch_of_the_first(sd15, log_messages):
     from comfy_extras.nodes_model_merging import ModelMergeSimple
 
-    other = load("sd15", levels=1, seed=2)
+    other = comfyui.build(comfyui.sd15(1))
+    for parameter in other.model.parameters():
+        parameter.data *= 0.5
     (plain,) = ModelMergeSimple().merge(sd15, other, 0.5)
     (patched,) = ModelMergeSimple().merge(attach(sd15, merging(), Shuffle), other, 0.5)
     expected = sample(plain, steps=1)
@@ -618,16 +610,16 @@ def test_saved_weights_are_those_of_the_source(sd15, tmp_path):
     assert all(torch.equal(patched[name], plain[name]) for name in plain)
 
 
-def test_weights_that_stay_offloaded_work_under_the_patch(checkpoints):
-    model = comfy.sd.load_diffusion_model(str(checkpoints("sd15", levels=1)))
-    expected = sample(model, steps=1)
+def test_weights_that_stay_offloaded_work_under_the_patch(sd15_from_file):
+    model, options = sd15_from_file, {"channels": 768, "steps": 1}
+    expected = sample(model, **options)
     patched = attach(model, merging(), Shuffle)
     patched.unpatch_model(patched.offload_device)
     patched.load(patched.load_device, lowvram_model_memory=1)
     try:
         offloaded = [m for m in model.model.modules() if getattr(m, "comfy_cast_weights", False)]
         assert offloaded
-        assert relative_error(sample(patched, steps=1), expected) < 1e-5
+        assert relative_error(sample(patched, **options), expected) < 1e-5
     finally:
         patched.detach()
 
@@ -648,14 +640,14 @@ def test_half_precision_merges_as_many_tokens_to_a_like_result(log_messages, dty
     )
 
 
-def test_a_deep_clone_merges_in_its_own_weights(checkpoints, log_messages):
-    model = comfy.sd.load_diffusion_model(str(checkpoints("sd15", levels=1)))
+def test_a_deep_clone_merges_in_its_own_weights(sd15_from_file, log_messages):
+    model, options = sd15_from_file, {"channels": 768, "steps": 1}
     patched = attach(model, merging())
-    expected = sample(patched, steps=1)
+    expected = sample(patched, **options)
     needs("deep clones", hasattr(patched, "deepclone_multigpu"))
     deep = patched.deepclone_multigpu()
     assert deep.model is not patched.model
-    assert torch.equal(sample(deep, steps=1), expected)
+    assert torch.equal(sample(deep, **options), expected)
     assert log_messages()[0] == log_messages()[1]
     assert overridden(deep) == overridden(model) == []
 

@@ -8,11 +8,16 @@ from comfy.ldm.modules.attention import BasicTransformerBlock, SpatialTransforme
 from comfy.patcher_extension import WrappersMP
 from common import DEVICE, EVERYTHING, Counted, Shuffle, input_lengths, relative_error
 from host import conditioning, merging, overridden, sample
+from models import comfyui
 
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import OPTIONS
 
 scopes = pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
+
+
+def sample_sdxl(model):
+    return comfyui.sample(model, comfyui.UNETS["sdxl"], (12, 16), steps=1)
 
 
 def in_parts(model, parts_of):
@@ -76,8 +81,8 @@ def test_a_replaced_attention_takes_only_its_own_block_out_of_wide_scopes(
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_replaced_attention_takes_its_stack_out_of_stack_scope(load, log_messages, index):
-    model = load("sdxl")
+def test_a_replaced_attention_takes_its_stack_out_of_stack_scope(models, log_messages, index):
+    model = models("sdxl")
     number, stack = next(
         (number, block[1])
         for number, block in enumerate(model.model.diffusion_model.input_blocks)
@@ -87,10 +92,9 @@ def test_a_replaced_attention_takes_its_stack_out_of_stack_scope(load, log_messa
     theirs = model.clone()
     # The name that the host prefers has the place of the block in its stack.
     theirs.set_model_attn2_replace(lambda q, k, v, options: q, "input", number, index)
-    options = {"channels": 2048, "steps": 1}
-    expected = sample(theirs, **options)
+    expected = sample_sdxl(theirs)
     patched = attach(theirs, merging(scope="stack", merge_mlp=True), Shuffle)
-    assert relative_error(sample(patched, **options), expected) < 5e-5
+    assert relative_error(sample_sdxl(patched), expected) < 5e-5
     assert "module scope in 1 that are patched" in log_messages()[-1]
 
 
@@ -209,7 +213,7 @@ def test_another_thread_waits_for_the_overrides_of_an_evaluation(sd15):
 def test_another_thread_may_run_the_unpatched_model_in_the_meantime(sd15, options):
     unet = sd15.model.diffusion_model
     generator = torch.Generator().manual_seed(3)
-    shapes = (4, 12, 16), (77, 768)
+    shapes = (4, 12, 16), (77, 32)
     x, text = (torch.randn(2, *shape, generator=generator).to(DEVICE) for shape in shapes)
     outputs = []
 
@@ -306,15 +310,14 @@ def test_pool_follows_the_ratio_to_zero(sd15, log_messages):
 
 
 @pytest.mark.parametrize(
-    ("family", "scope", "blocks"),
-    [("sdxl", "module", "5/17"), ("sdxl", "block", "17/17"), ("sdxl", "stack", "17/17")],
+    ("scope", "blocks"), [("module", "3/11"), ("block", "11/11"), ("stack", "11/11")]
 )
-def test_wide_scopes_reach_down_to_where_most_blocks_are(load, log_messages, family, scope, blocks):
-    sample(attach(load(family), merging(scope=scope)), channels=2048, steps=1)
+def test_wide_scopes_reach_down_to_where_most_blocks_are(models, log_messages, scope, blocks):
+    sample_sdxl(attach(models("sdxl"), merging(scope=scope)))
     assert log_messages()[-1].startswith(f"[ToMe] merged {blocks} blocks")
 
 
 def test_two_prompts_in_areas_merge(sd15, log_messages):
-    area = conditioning(768, 0.5, area=(6, 8, 0, 0), strength=1.0)
-    sample(attach(sd15, merging(reuse_steps=2)), positive=conditioning(768, 0.3) + area, steps=2)
+    area = conditioning(0.5, area=(6, 8, 0, 0), strength=1.0)
+    sample(attach(sd15, merging(reuse_steps=2)), positive=conditioning(0.3) + area, steps=2)
     assert "2/2 steps" in log_messages()[-1]

@@ -16,9 +16,9 @@ MOVES = "as other places of the picture are evaluated from step to step"
 
 
 @pytest.fixture
-def model_of(models, load):
+def model_of(models, sd15_of):
     """A tiny model by its kind."""
-    return lambda kind: load("sd15", levels=2) if kind == "sd15" else models(kind)
+    return lambda kind: sd15_of(2) if kind == "sd15" else models(kind)
 
 
 kinds = pytest.mark.parametrize("kind", ["flux", "z_image", "sd15"])

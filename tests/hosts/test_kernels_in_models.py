@@ -1,6 +1,7 @@
 """Models that merge with the Triton kernels: on a GPU if there is one, else interpreted."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,9 +76,8 @@ def test_weighed_attention_launches_two_more_kernels():
     from tome_nodes.comfyui.attention import weigh_attention
 
     q, k, v = (torch.randn(1, tokens, 80, device=DEVICE) for tokens in (16, 8, 8))
-    options = weigh_attention(
-        {}, torch.zeros(1, 8, device=DEVICE), kernels.TRITON, None, lambda _: None
-    )
+    block = SimpleNamespace(ops=kernels.TRITON, tuner=None, note_unweighted=lambda _: None)
+    options = weigh_attention({}, block, torch.zeros(1, 8, device=DEVICE))
     counts = []
     for more in ({}, {"transformer_options": options}):
         with Launches() as launches:

@@ -12,7 +12,7 @@ from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 
-FAST = ToMeConfig(**settings_of("fast", {"ratio": 0.5}) | {"min_tokens": 1})
+FAST = ToMeConfig(**settings_of("fast", {"ratio": 0.5}) | {"min_tokens": 1, "forecast": False})
 
 
 def watched(model, seen, change=lambda x: x):

@@ -25,6 +25,7 @@ OPTIONS = {
         "scope": "stack",
         "attn_tokens": "k,v",
         "refresh_steps": 4,
+        "forecast": True,
     },
     "paper": {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
 }
@@ -66,6 +67,7 @@ OTHERS = {
     "min_tokens": 7,
     "proportional_attn": False,
     "refresh_steps": 7,
+    "forecast": True,
 }
 
 

@@ -117,8 +117,8 @@ def test_the_record_holds_no_tensor(sd15):
     assert id(run.recording) in seen
 
 
-def test_times_add_up(load):
-    model = load("sd15", levels=2)
+def test_times_add_up(sd15_of):
+    model = sd15_of(2)
     run, _ = recorded(model, steps=2)
     recording = run.recording
     assert len(recording.blocks) == 11 * 2
@@ -131,8 +131,8 @@ def test_times_add_up(load):
     assert sum(recording.overhead.values()) < sum(block.seconds for block in merged)
 
 
-def test_levels_are_relative_to_the_latent(load):
-    run, _ = recorded(load("sd15", levels=2), steps=1, max_downsample=8)
+def test_levels_are_relative_to_the_latent(sd15_of):
+    run, _ = recorded(sd15_of(2), steps=1, max_downsample=8)
     assert list(run.recording.levels.items()) == [(1, Grid(12, 16)), (2, Grid(6, 8))]
 
 
@@ -177,9 +177,9 @@ def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15, fresh_com
     assert {(b.before, b.after) for b in recording.blocks.values()} == {(192, 96)}
 
 
-def test_each_step_is_reported_once(load):
+def test_each_step_is_reported_once(sd15_of):
     steps = []
-    model = load("sd15", levels=2)
+    model = sd15_of(2)
     patched = attach(model, merging(max_downsample=8, end_percent=0.5), on_step=steps.append)
     sample(patched, steps=2, sampler="heun", scheduler="sgm_uniform")
     assert steps == [

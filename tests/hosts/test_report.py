@@ -19,9 +19,9 @@ def run_of(model, steps=2, details=True, size=(16, 16), **settings):
 
 
 @pytest.fixture(scope="module")
-def run(load):
+def run(sd15_of):
     """Three steps at two levels, the last of them without merging."""
-    return run_of(load("sd15", levels=2), steps=3, max_downsample=2, end_percent=0.6)
+    return run_of(sd15_of(2), steps=3, max_downsample=2, end_percent=0.6)
 
 
 def with_settings(run, **settings):

@@ -18,7 +18,7 @@ from models.comfyui import TINY, build
 
 from tome_nodes.comfyui.attachment import KEY, attach, is_attached, last_run
 from tome_nodes.comfyui.tune import trials, tune_cache
-from tome_nodes.comfyui.tune.trials import BOTH, EASY_CACHE, Sampling, Trials, ladders_for
+from tome_nodes.comfyui.tune.trials import BOTH, EASY_CACHE, Sampling, Trials
 from tome_nodes.comfyui.tune.tuner import tune
 from tome_nodes.report import pages
 from tome_nodes.settings.config import ToMeConfig
@@ -88,8 +88,8 @@ def sampling(kind="flux", size=(32, 32), **others):
 def sampling_of_unet(**others):
     return Sampling(
         **{
-            "positive": conditioning(768, 0.5),
-            "negative": conditioning(768, 0.25),
+            "positive": conditioning(0.5),
+            "negative": conditioning(0.25),
             "latent_image": {"samples": torch.zeros(1, 4, 16, 16)},
             **RUN,
             **others,
@@ -288,7 +288,7 @@ def test_a_wish_that_the_unpatched_model_fulfils_costs_nothing(timed, wish):
 
 
 def test_too_few_tokens_leave_the_model_unpatched(timed):
-    found = tuned(timed, Wish("speed", 1.2), size=(16, 16))
+    found = tuned(timed, Wish("speed", 1.2), size=(16, 16), steps=3)
     assert found.candidate is None
     assert {measured.obstacle for measured in found.figures.values()} == {
         "64 tokens are fewer than 256, which is where merging is worth it here "
@@ -313,12 +313,6 @@ def test_videos_with_and_without_sound(models, kind, size):
     run = sampling(kind, steps=4, latent_image={"samples": latent}, cfg=3.0)
     measured = Trials(models(kind), run).measure(BALANCED[2])
     assert measured.obstacle is None and measured.change > 0
-
-
-def test_blocks_that_run_on_merged_tokens_have_both_ladders(sd15, models):
-    assert ladders_for(sd15) == [BALANCED, FAST]
-    assert ladders_for(models("flux")) == [BALANCED, FAST]
-    assert ladders_for(models("hidream")) == [BALANCED]
 
 
 def test_a_node_that_answers_in_place_of_the_model_is_said(models):
@@ -384,8 +378,12 @@ def test_what_is_done_once_in_a_run_counts_for_neither(timed):
 
     model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "prepare", prepare)
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "prepare", spend)
-    measured = Trials(model, sampling(), clock=clock).measure(Candidate("balanced", 0.6))
+    here, candidate = Trials(model, sampling(), clock=clock), Candidate("balanced", 0.6)
+    measured = here.measure(candidate)
     assert (measured.unpatched, measured.speed) == pytest.approx((1.0, 1.25))
+    for fewer in 1, 2:
+        instead = here.instead(candidate, 8 / fewer)
+        assert instead[f"{fewer} of 8 steps"].speed == pytest.approx(8 / fewer)
 
 
 def test_tensors_among_the_options_of_other_nodes(timed):

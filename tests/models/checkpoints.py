@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -24,28 +23,23 @@ Layout = dict[str, tuple[int, ...]]
 STORAGE_ELEMENTS = 2**19
 """Elements of each shared storage: one megabyte in half precision."""
 
+CHANNELS = 320
+"""Those of a UNet's first level."""
+
 VOCABULARY = 49408
 TEXT_LENGTH = 77
 
 
 @dataclass(frozen=True)
 class UNet:
-    """The shape of a UNet, with one entry for each level in every tuple.
-
-    `text_levels` says at which levels attn1 attends to the text instead of the image itself.
-    """
+    """The shape of a UNet, with one entry for each level in every tuple."""
 
     context: int
     multipliers: tuple[int, ...]
     depths: tuple[int, ...]
-    text_levels: tuple[bool, ...] = (False, False, False, False)
     middle_depth: int = 1
-    model_channels: int = 320
-    in_channels: int = 4
     linear_projections: bool = True
     vector_condition: int | None = None
-    class_condition: int | None = None
-    video: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,27 +64,22 @@ def write_checkpoint(
 
     `family` is one of `FAMILIES`:
 
-    ============== ============================== ========================== ================
-    family         detected as                    loads with                 UNet parameters
-    ============== ============================== ========================== ================
-    sd15           SD15                           CheckpointLoaderSimple      66 M, 2 levels
-    sd15_inpaint   SD15, 9 input channels         CheckpointLoaderSimple      66 M, 2 levels
-    sd2            SD20                           CheckpointLoaderSimple      68 M, 2 levels
-    sdxl           Segmind_Vega, a kind of SDXL   CheckpointLoaderSimple     115 M
-    sdxl_base      SDXL                           CheckpointLoaderSimple     441 M
-    sdxl_refiner   SDXLRefiner                    CheckpointLoaderSimple     272 M
-    x4_upscaler    SD_X4Upscaler                  CheckpointLoaderSimple      76 M
-    svd            SVD_img2vid                    ImageOnlyCheckpointLoader  212 M
-    ============== ============================== ========================== ================
+    ============== ============================== ================
+    family         detected as                    UNet parameters
+    ============== ============================== ================
+    sd15           SD15                            66 M, 2 levels
+    sdxl           Segmind_Vega, a kind of SDXL   115 M
+    sdxl_base      SDXL                           441 M
+    ============== ============================== ================
 
-    `levels` applies to sd15, sd15_inpaint and sd2: the first 1 to 4 levels of the real UNet,
-    2 by default. The others need the published number of levels to be recognised.
+    `levels` applies to sd15: the first 1 to 4 levels of the real UNet, 2 by default. The others
+    need the published number of levels to be recognised.
 
     `full_width` gives each level its published channels; by default all have the first level's,
     which is enough to be recognised and several times smaller. sd15 with 4 levels at full width
     is the real architecture (860 M parameters), and so is sdxl_base (2.6 G parameters).
 
-    `unet_only` leaves out the text or image encoder and the VAE: for UNETLoader, or to save the
+    `unet_only` leaves out the text encoder and the VAE: for UNETLoader, or to save the
     time and memory of a large encoder (CLIP-G has 695 M parameters). The VAE is a TAESD.
 
     Weights are scaled by fan-in, so activations stay finite and of order one; norms are the
@@ -104,7 +93,7 @@ def write_controlnet(path: str | os.PathLike[str], *, levels: int = 2, seed: int
     unet = _family_unet("sd15", levels, full_width=False)
     encoder = ("time_embed.", "input_blocks.", "middle_block.")
     layout = {name: shape for name, shape in _unet_layout(unet).items() if name.startswith(encoder)}
-    channels = unet.model_channels
+    channels = CHANNELS
     hints = (3, 16, 16, 32, 32, 96, 96, 256, channels)
     for index, (inp, out) in enumerate(pairwise(hints)):
         layout |= _conv(f"input_hint_block.{2 * index}", out, inp, 3, 3)
@@ -212,35 +201,31 @@ def _norm(name: str, channels: int) -> Layout:
 
 
 def _unet_layout(unet: UNet) -> Layout:
-    channels = unet.model_channels
-    embedding = 4 * channels
+    channels, embedding = CHANNELS, 4 * CHANNELS
     layout = _linear("time_embed.0", embedding, channels)
     layout |= _linear("time_embed.2", embedding, embedding)
     if unet.vector_condition is not None:
         layout |= _linear("label_emb.0.0", embedding, unet.vector_condition)
         layout |= _linear("label_emb.0.2", embedding, embedding)
-    if unet.class_condition is not None:
-        layout |= _linear("label_emb", unet.class_condition, embedding, bias=False)
-    layout |= _conv("input_blocks.0.0", channels, unet.in_channels, 3, 3)
+    layout |= _conv("input_blocks.0.0", channels, 4, 3, 3)
     layout |= _unet_blocks(unet)
     layout |= _norm("out.0", channels)
-    # The latent has four channels whatever else the input carries.
     return layout | _conv("out.2", 4, channels, 3, 3)
 
 
 def _unet_blocks(unet: UNet) -> Layout:
     """Two residual blocks a level on the way down, a middle, three a level on the way up."""
     layout: Layout = {}
-    current = unet.model_channels
+    current = CHANNELS
     skipped = [current]
     last = len(unet.multipliers) - 1
     block = 1
     for level, (multiplier, depth) in enumerate(zip(unet.multipliers, unet.depths, strict=True)):
         for _ in range(2):
-            out = multiplier * unet.model_channels
+            out = multiplier * CHANNELS
             name = f"input_blocks.{block}"
             layout |= _residual(f"{name}.0", unet, current, out)
-            layout |= _transformer(f"{name}.1", unet, out, depth, unet.text_levels[level])
+            layout |= _transformer(f"{name}.1", unet, out, depth)
             current = out
             skipped.append(current)
             block += 1
@@ -254,12 +239,10 @@ def _unet_blocks(unet: UNet) -> Layout:
     block = 0
     for level in range(last, -1, -1):
         for position in range(3):
-            out = unet.multipliers[level] * unet.model_channels
+            out = unet.multipliers[level] * CHANNELS
             name = f"output_blocks.{block}"
             layout |= _residual(f"{name}.0", unet, current + skipped.pop(), out)
-            layout |= _transformer(
-                f"{name}.1", unet, out, unet.depths[level], unet.text_levels[level]
-            )
+            layout |= _transformer(f"{name}.1", unet, out, unet.depths[level])
             current = out
             if level > 0 and position == 2:
                 upsample = 2 if unet.depths[level] else 1
@@ -269,26 +252,17 @@ def _unet_blocks(unet: UNet) -> Layout:
 
 
 def _residual(name: str, unet: UNet, inp: int, out: int) -> Layout:
-    layout = _residual_stack(name, unet, inp, out, (3, 3))
-    if inp != out:
-        layout |= _conv(f"{name}.skip_connection", out, inp, 1, 1)
-    if unet.video:
-        layout |= _residual_stack(f"{name}.time_stack", unet, out, out, (3, 1, 1))
-        layout |= {f"{name}.time_mixer.mix_factor": (1,)}
-    return layout
-
-
-def _residual_stack(name: str, unet: UNet, inp: int, out: int, kernel: tuple[int, ...]) -> Layout:
     return (
         _norm(f"{name}.in_layers.0", inp)
-        | _conv(f"{name}.in_layers.2", out, inp, *kernel)
-        | _linear(f"{name}.emb_layers.1", out, 4 * unet.model_channels)
+        | _conv(f"{name}.in_layers.2", out, inp, 3, 3)
+        | _linear(f"{name}.emb_layers.1", out, 4 * CHANNELS)
         | _norm(f"{name}.out_layers.0", out)
-        | _conv(f"{name}.out_layers.3", out, out, *kernel)
+        | _conv(f"{name}.out_layers.3", out, out, 3, 3)
+        | (_conv(f"{name}.skip_connection", out, inp, 1, 1) if inp != out else {})
     )
 
 
-def _transformer(name: str, unet: UNet, channels: int, depth: int, text: bool = False) -> Layout:
+def _transformer(name: str, unet: UNet, channels: int, depth: int) -> Layout:
     if depth == 0:
         return {}
     layout = _norm(f"{name}.norm", channels)
@@ -297,41 +271,22 @@ def _transformer(name: str, unet: UNet, channels: int, depth: int, text: bool = 
         layout |= _conv(projection, channels, channels, *kernel)
     for index in range(depth):
         block = f"{name}.transformer_blocks.{index}"
-        layout |= _transformer_block(block, channels, unet.context, text)
-        if unet.video:
-            layout |= _video_block(f"{name}.time_stack.{index}", channels, unet.context)
-    if unet.video:
-        layout |= _linear(f"{name}.time_pos_embed.0", 4 * channels, channels)
-        layout |= _linear(f"{name}.time_pos_embed.2", channels, 4 * channels)
-        layout |= {f"{name}.time_mixer.mix_factor": (1,)}
+        layout |= _transformer_block(block, channels, unet.context)
     return layout
 
 
-def _transformer_block(name: str, channels: int, context: int, text: bool = False) -> Layout:
+def _transformer_block(name: str, channels: int, context: int) -> Layout:
     layout: Layout = {}
-    for attention, keys in (("attn1", context if text else channels), ("attn2", context)):
+    for attention, keys in (("attn1", channels), ("attn2", context)):
         layout |= _linear(f"{name}.{attention}.to_q", channels, channels, bias=False)
         layout |= _linear(f"{name}.{attention}.to_k", channels, keys, bias=False)
         layout |= _linear(f"{name}.{attention}.to_v", channels, keys, bias=False)
         layout |= _linear(f"{name}.{attention}.to_out.0", channels, channels)
-    layout |= _feed_forward(f"{name}.ff", channels)
+    layout |= _linear(f"{name}.ff.net.0.proj", 8 * channels, channels)
+    layout |= _linear(f"{name}.ff.net.2", channels, 4 * channels)
     for norm in ("norm1", "norm2", "norm3"):
         layout |= _norm(f"{name}.{norm}", channels)
     return layout
-
-
-def _video_block(name: str, channels: int, context: int) -> Layout:
-    return (
-        _transformer_block(name, channels, context)
-        | _norm(f"{name}.norm_in", channels)
-        | _feed_forward(f"{name}.ff_in", channels)
-    )
-
-
-def _feed_forward(name: str, channels: int) -> Layout:
-    return _linear(f"{name}.net.0.proj", 8 * channels, channels) | _linear(
-        f"{name}.net.2", channels, 4 * channels
-    )
 
 
 def _vae_layout() -> Layout:
@@ -362,18 +317,12 @@ def _taesd_side(name: str, modules: str, ends: tuple[int, int]) -> Layout:
     return layout
 
 
-def _encoder_layers(name: str, width: int, layers: int) -> Iterator[Layout]:
-    for index in range(layers):
-        layer = f"{name}.encoder.layers.{index}"
-        yield _norm(f"{layer}.layer_norm1", width) | _norm(f"{layer}.layer_norm2", width)
-        for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield _linear(f"{layer}.self_attn.{projection}", width, width)
-        yield _linear(f"{layer}.mlp.fc1", 4 * width, width)
-        yield _linear(f"{layer}.mlp.fc2", width, 4 * width)
-
-
-def _merged(layouts: Iterator[Layout]) -> Layout:
-    return {name: shape for layout in layouts for name, shape in layout.items()}
+def _encoder_layer(name: str, width: int) -> Layout:
+    layout = _norm(f"{name}.layer_norm1", width) | _norm(f"{name}.layer_norm2", width)
+    for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        layout |= _linear(f"{name}.self_attn.{projection}", width, width)
+    layout |= _linear(f"{name}.mlp.fc1", 4 * width, width)
+    return layout | _linear(f"{name}.mlp.fc2", width, 4 * width)
 
 
 def _text_encoder(prefix: str, width: int, layers: int, projection: str | None = None) -> Layout:
@@ -381,25 +330,13 @@ def _text_encoder(prefix: str, width: int, layers: int, projection: str | None =
     name = f"{prefix}transformer.text_model"
     layout = _linear(f"{name}.embeddings.token_embedding", VOCABULARY, width, bias=False)
     layout |= _linear(f"{name}.embeddings.position_embedding", TEXT_LENGTH, width, bias=False)
-    layout |= _merged(_encoder_layers(name, width, layers))
+    for index in range(layers):
+        layout |= _encoder_layer(f"{name}.encoder.layers.{index}", width)
     layout |= _norm(f"{name}.final_layer_norm", width)
     return layout | ({prefix + projection: (width, width)} if projection else {})
 
 
-def _image_encoder(prefix: str) -> Layout:
-    """The vision half of CLIP-H."""
-    width, patches = 1280, (224 // 14) ** 2
-    name = f"{prefix}vision_model"
-    layout: Layout = {f"{name}.embeddings.class_embedding": (width,)}
-    layout |= _conv(f"{name}.embeddings.patch_embedding", width, 3, 14, 14, bias=False)
-    layout |= _linear(f"{name}.embeddings.position_embedding", patches + 1, width, bias=False)
-    layout |= _norm(f"{name}.pre_layrnorm", width) | _norm(f"{name}.post_layernorm", width)
-    layout |= _merged(_encoder_layers(name, width, 32))
-    return layout | _linear(f"{prefix}visual_projection", 1024, width, bias=False)
-
-
 _clip_l = partial(_text_encoder, width=768, layers=12)
-_clip_h = partial(_text_encoder, width=1024, layers=24, projection="text_projection")
 _clip_g = partial(_text_encoder, width=1280, layers=32, projection="text_projection")
 
 _SD15 = Family(
@@ -421,48 +358,8 @@ _SDXL = Family(
 
 _FAMILIES = {
     "sd15": _SD15,
-    "sd15_inpaint": replace(_SD15, unet=replace(_SD15.unet, in_channels=9)),
-    "sd2": Family(
-        UNet(context=1024, multipliers=(1, 2, 4, 4), depths=(1, 1, 1, 0)),
-        _clip_h("cond_stage_model.model."),
-        truncatable=True,
-    ),
     "sdxl": _SDXL,
     "sdxl_base": replace(_SDXL, unet=replace(_SDXL.unet, depths=(0, 2, 10), middle_depth=10)),
-    "sdxl_refiner": Family(
-        UNet(
-            context=1280,
-            multipliers=(1, 2, 4, 4),
-            depths=(0, 4, 4, 0),
-            middle_depth=4,
-            model_channels=384,
-            vector_condition=2560,
-        ),
-        _clip_g("conditioner.embedders.0.model."),
-    ),
-    "x4_upscaler": Family(
-        UNet(
-            context=1024,
-            multipliers=(1, 2, 2, 4),
-            depths=(0, 1, 1, 1),
-            text_levels=(True, True, True, False),
-            model_channels=256,
-            in_channels=7,
-            class_condition=1000,
-        ),
-        _clip_h("cond_stage_model.model."),
-    ),
-    "svd": Family(
-        UNet(
-            context=1024,
-            multipliers=(1, 2, 4, 4),
-            depths=(1, 1, 1, 0),
-            in_channels=8,
-            vector_condition=768,
-            video=True,
-        ),
-        _image_encoder("conditioner.embedders.0.open_clip.model.visual."),
-    ),
 }
 
 FAMILIES = tuple(_FAMILIES)

@@ -665,6 +665,21 @@ def _unet(name: str, settings: dict[str, Any], blocks: int) -> Tiny:
     return Tiny(name, settings, blocks, channels=4, patch=1)
 
 
+def sd15(levels: int) -> Tiny:
+    """The first levels of Stable Diffusion 1.x, with all of their blocks."""
+    return _unet(
+        "SD15",
+        _SD15
+        | {
+            "num_res_blocks": [2] * levels,
+            "channel_mult": (1,) * levels,
+            "transformer_depth": [1, 1] * levels,
+            "transformer_depth_output": [1, 1, 1] * levels,
+        },
+        5 * levels + 1,
+    )
+
+
 UNETS: dict[str, Tiny] = {
     "sd15": _unet("SD15", _SD15, 7),
     "sdxl": _unet(

@@ -28,6 +28,7 @@ LIMITS = {
 WRONG_TYPES = {
     **dict.fromkeys(("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"), (1, "yes")),
     "proportional_attn": (0, None),
+    "forecast": (1, "yes"),
     **dict.fromkeys(
         ("sx", "sy", "st", "seed", "reuse_steps", "refresh_steps", "min_tokens"), (2.0, True)
     ),
@@ -58,6 +59,7 @@ def test_defaults_are_those_of_the_paper_except_ratio_level_size_and_weight():
         "backend": "auto",
         "kv_ratio": -1.0,
         "st": 0,
+        "forecast": False,
     }
     ours = {
         "ratio": 0.6,

@@ -106,6 +106,36 @@ def test_the_chart_shows_tokens_kept_and_time():
     assert area(with_times, slowest) >= 31 * 27
 
 
+@given(
+    st.tuples(st.integers(80, 760), st.integers(100, 440)),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(3, 24)), max_size=7),
+)
+def test_names_of_dots_cover_nothing_however_close_the_dots_are(place, dots):
+    places = [(min(place[0] + x, 760), min(place[1] + y, 440)) for x, y, _ in dots]
+    names = ["n" * length for *_, length in dots]
+    area = 80, 88, 760, 452
+    canvas = np.zeros((600, 900), int)
+    canvas[:88] = canvas[452:] = canvas[:, :80] = canvas[:, 760:] = 1
+    for x, y in places:
+        canvas[y - 5 : y + 6, x - 5 : x + 6] = 1
+    for left, top, right, bottom in drawing._name_boxes(names, places, [], area):
+        covered = canvas[round(top) + 1 : round(bottom), round(left) + 1 : round(right)]
+        assert covered.size and not covered.any()
+        covered[:] = 1
+
+
+def test_what_a_user_could_take_instead_is_a_diamond_with_a_key():
+    point = drawing.Point("fast 0.50", 1.5, 0.1)
+    rival = drawing.Point("EasyCache", 1.2, 0.05, drawing.OTHER, is_rival=True)
+
+    def area(*points):
+        return int((drawing.front("ToMe Tune", [], points) == drawing.OTHER).all(2).sum())
+
+    assert area(point) == 0
+    # A diamond and its key, of 8 pixels to each side.
+    assert area(point, rival) == 2 * sum(17 - 2 * abs(row) for row in range(-8, 9))
+
+
 def test_text_is_wrapped_and_visible():
     words = "merging " * 60
     card = drawing.card("Nothing merged", [words, "Hint: do this."])

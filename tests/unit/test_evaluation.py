@@ -64,7 +64,7 @@ def evaluated(moments, **settings):
     """The number of plans that each evaluation of a run made."""
     noted, model = Noted(), Model()
     config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1, **settings)
-    run = Run(config, toy(), model, make_strategy, [noted])
+    run = Run(config, toy(), model, make_strategy, noted)
     x = torch.randn(1, GRID.tokens, 3, generator=torch.Generator().manual_seed(0))
     for step, part in moments:
         moment = Moment(step, 0.0, step, part, is_active=True)
@@ -99,7 +99,7 @@ def test_a_limited_number_of_parts_is_kept_and_the_rest_shares_within_an_evaluat
 def test_the_outcome_of_each_block_is_reported():
     noted, model = Noted(), Model()
     config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
-    run = Run(config, toy(), model, make_strategy, [noted])
+    run = Run(config, toy(), model, make_strategy, noted)
     x = torch.randn(1, GRID.tokens, 3)
     with torch.no_grad():
         for active, obstacle in ((True, None), (False, None), (True, "it may not")):
@@ -120,7 +120,7 @@ def test_the_outcome_of_each_block_is_reported():
 def test_an_evaluation_that_raises_is_not_reported_and_leaves_nothing():
     noted, model = Noted(), Model()
     config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
-    run = Run(config, toy(), model, make_strategy, [noted])
+    run = Run(config, toy(), model, make_strategy, noted)
     x = torch.zeros(1, GRID.tokens, 3)
     with (
         pytest.raises(RuntimeError, match="on purpose"),
@@ -134,8 +134,8 @@ def test_an_evaluation_that_raises_is_not_reported_and_leaves_nothing():
 def refreshed(moments, **settings):
     """The model's change without merging, and of each evaluation its change and its result."""
     noted, model = Noted(), Model().double()
-    run = Run(ToMeConfig(scope="stack", min_tokens=1, **settings), toy(2), model, make_strategy)
-    run.model.observers = [noted]
+    config = ToMeConfig(scope="stack", min_tokens=1, **settings)
+    run = Run(config, toy(2), model, make_strategy, noted)
     x = torch.randn(2, GRID.tokens, 3, generator=torch.Generator().manual_seed(0)).double()
     changes = []
     with torch.no_grad():
@@ -250,7 +250,7 @@ def test_parts_of_the_step_before_are_kept_and_older_ones_dropped():
 def test_overrides_follow_what_other_code_changes_between_evaluations():
     noted, model = Noted(), Model()
     config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
-    run = Run(config, toy(), model, make_strategy, [noted])
+    run = Run(config, toy(), model, make_strategy, noted)
     x = torch.randn(1, GRID.tokens, 3)
 
     def evaluate():

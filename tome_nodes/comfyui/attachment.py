@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.model_sampling import CONST
 from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from ..patching.answer import Answer
 from ..patching.blocks import uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
-from ..patching.schedule import Moment, is_active, is_noise_alone, step_index
+from ..patching.schedule import Moment, is_active, is_noise_alone, log_snr, step_index
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
@@ -35,9 +36,8 @@ from .autotune_cache import autotune
 from .models import record_of
 from .models.base import ComfyRecord, Inputs
 from .models.unknown import UnknownTransformer
-from .network_wrapper import can_run_inside, inside
+from .network_wrapper import run_whole
 from .run_report import RunReport
-from .sound import run_packed
 
 KEY = "tome_nodes"
 """Our key among the wrappers of a model and in its transformer options."""
@@ -329,15 +329,16 @@ class _SamplingRun:
                 if evaluation is None:
                     return denoise(x, options)
                 own = record.options(options, evaluation)
-                whole = evaluation.whole
-                if whole is None:
+                if evaluation.whole is None:
                     return evaluation.or_on_all_tokens(lambda: denoise(x, own))
-                if can_run_inside(model, own):
-                    shape = (len(x), *inputs.shape[1:])
-                    return denoise(x, inside(whole, t, shape, own))
-                return run_packed(whole, x, inputs.shape, lambda latent: denoise(latent, own))
+                return run_whole(evaluation.whole, model, x, t, inputs.shape, own, denoise)
 
-        return run.or_unmerged(evaluate)
+        forecast = run.forecast(moment, x)
+        if forecast is not None:
+            return forecast
+        denoised = run.or_unmerged(evaluate)
+        run.keep_answer(moment, denoised)
+        return denoised
 
     def _record_of(self, network: nn.Module) -> ComfyRecord | str:
         """The record of a diffusion model, or why it cannot merge."""
@@ -377,7 +378,7 @@ class _SamplingRun:
                 attachment.on_step if is_first else None,
                 is_first and wants_details is not None and wants_details(),
             )
-        run = Run(self._config, record, network, attachment.make_strategy, [report], autotune())
+        run = Run(self._config, record, network, attachment.make_strategy, report, autotune())
         self._reports.setdefault(kind, (report, run, model))
         return run
 
@@ -393,6 +394,7 @@ class _SamplingRun:
             steps_left=max(0, last_step - step),
             from_noise=self._from_noise
             or is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),
+            log_snr=log_snr(sigma, isinstance(model.model_sampling, CONST)) if sigma > 0 else None,
         )
 
     def _part(self, network: nn.Module, options: dict[str, Any], sigma: float) -> Hashable:

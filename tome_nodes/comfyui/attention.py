@@ -2,10 +2,6 @@
 
 The host calls one override function from the transformer options instead of its attention. Ours
 merges first and then calls the override of another node, if there is one, on the merged tokens.
-
-The logarithms of the sizes are added in whatever attention function runs in the end
-(:mod:`tome_nodes.patching.key_weights`). The override of another node may ignore the function
-that it is given, so it also gets them as a mask.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,10 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..ops import Operations
-from ..ops.autotune import Tuner
-from ..patching.attention_call import attend, merged_attention
-from ..patching.key_weights import Attention, Note, has_keys
+from ..patching.attention_call import merged_attention
+from ..patching.blocks import Block
+from ..patching.key_weights import CALLED_DIFFERENTLY, Attention, attend, has_keys
 from ..patching.merge_attention import AttentionBlock
 
 OVERRIDE = "optimized_attention_override"
@@ -88,21 +83,13 @@ def sparse_attention(options: Mapping[str, Any]) -> str | None:
     return None
 
 
-def weigh_attention(
-    options: dict[str, Any],
-    log_sizes: Tensor,
-    ops: Operations,
-    tuner: Tuner | None,
-    note: Note,
-) -> dict[str, Any]:
+def weigh_attention(options: dict[str, Any], block: Block, log_sizes: Tensor) -> dict[str, Any]:
     """Transformer options under which an attention adds ``log_sizes`` to its logits.
 
     Args:
         options: the transformer options before; another node's override in them stays in effect.
+        block: the one that attends, which notes why its keys are not weighed.
         log_sizes: ``[batch, keys]`` in the dtype of queries and keys.
-        ops: the operations of the backend.
-        tuner: chooses among the ways to add them; None for the default.
-        note: called with None once the logits are weighed, or with the reason why they are not.
     """
     theirs = options.get(OVERRIDE)
 
@@ -118,8 +105,8 @@ def weigh_attention(
         sizes: Tensor | None = log_sizes
         # A later host may wrap what it hands over.
         if mask is not None or not (isinstance(k, Tensor) and has_keys(k, log_sizes)):
-            note("another node changes how the attention is called")
+            block.note_unweighted(CALLED_DIFFERENTLY)
             sizes = None
-        return attend(func, theirs, mask, sizes, ops, tuner, note, q, k, v, heads, kwargs)
+        return attend(block, func, theirs, mask, sizes, q, k, v, heads, kwargs)
 
     return options | {OVERRIDE: override}

@@ -1,11 +1,12 @@
-"""Run a model on merged tokens inside of what other nodes put around its network.
+"""Run a model as a whole on merged tokens: its picture or video, beside a sound that stays.
 
-Nodes that skip evaluations compare what enters the network, and what leaves it, from step to step.
-They have to see the latent and the answer for it: means over slots change with the slots, which are
-others in each step.
+If other nodes wrap its network, this happens inside of them. Those that skip evaluations compare
+what enters the network, and what leaves it, from step to step. They have to see the latent and the
+answer for it: means over slots change with the slots, which are others in each step.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,21 +16,65 @@ from torch import Tensor, nn
 
 from ..patching.blocks import uncompiled
 from ..patching.whole_model import WholeModel
-from .sound import run_beside
 
 _NETWORK = WrappersMP.DIFFUSION_MODEL
 _KEY = "tome_nodes"
 
 
-def can_run_inside(model: Any, options: dict[str, Any]) -> bool:
+def run_whole(
+    whole: WholeModel,
+    model: Any,
+    x: Tensor,
+    t: Tensor,
+    shape: Sequence[int],
+    options: dict[str, Any],
+    denoise: Callable[[Tensor, dict[str, Any]], Tensor],
+) -> Tensor:
+    """The denoised latent, of the shape of ``x``.
+
+    Args:
+        whole: runs the model on merged tokens of its latent.
+        model: a BaseModel of the host.
+        x: the noisy latent; or ``[batch, 1, values]``, those of the latent and then of the sound.
+        t: the noise level of each sample, ``[batch]``.
+        shape: that of the latent; its batch does not count.
+        options: the transformer options of the evaluation.
+        denoise: evaluates the model on a latent under transformer options.
+    """
+    shape = len(x), *shape[1:]
+    if _can_run_inside(model, options):
+        return denoise(x, _inside(whole, t, shape, options))
+    if x.shape == torch.Size(shape):
+        return whole.run(x, lambda latent: denoise(latent, options))
+    values = math.prod(shape[1:])
+
+    def denoise_both(video: Tensor) -> list[Tensor]:
+        both = torch.cat([video.reshape(len(x), 1, -1), x[..., values:]], -1)
+        out = denoise(both, options)
+        return [out[..., :values].reshape(video.shape), out[..., values:]]
+
+    video, sound = _run_beside(whole, x[..., :values].reshape(shape), denoise_both)
+    return torch.cat([video.reshape(len(x), 1, -1), sound], -1)
+
+
+def _run_beside(
+    whole: WholeModel, video: Tensor, denoise: Callable[[Tensor], Sequence[Tensor]]
+) -> list[Tensor]:
+    """The denoised video, and what was denoised with it."""
+    others: list[Tensor] = []
+
+    def denoise_video(noisy: Tensor) -> Tensor:
+        denoised, *others[:] = denoise(noisy)
+        return denoised
+
+    return [whole.run(video, denoise_video), *others]
+
+
+def _can_run_inside(model: Any, options: dict[str, Any]) -> bool:
     """Whether another node wraps the network of a model, and we can be inside of it.
 
     Only if what enters it is the noisy latent, and what leaves it the difference to the denoised
     one over the noise level.
-
-    Args:
-        model: a BaseModel of the host.
-        options: the transformer options of an evaluation.
     """
     network: nn.Module = model.diffusion_model
     wrappers = options.get("wrappers", {}).get(_NETWORK, {})
@@ -38,15 +83,10 @@ def can_run_inside(model: Any, options: dict[str, Any]) -> bool:
     return is_wrapped and isinstance(model.model_sampling, CONST)
 
 
-def inside(whole: WholeModel, t: Tensor, shape: tuple[int, ...], options: dict[str, Any]) -> Any:
-    """The transformer options of an evaluation in which ``whole`` runs inside of other wrappers.
-
-    Args:
-        whole: runs the model on merged tokens of its latent.
-        t: the noise level of each sample, ``[batch]``.
-        shape: that of the latent.
-        options: the transformer options before.
-    """
+def _inside(
+    whole: WholeModel, t: Tensor, shape: Sequence[int], options: dict[str, Any]
+) -> dict[str, Any]:
+    """The transformer options of an evaluation in which ``whole`` runs inside of other wrappers."""
 
     def run(network: Callable[..., Any], entering: Any, *args: Any, **kwargs: Any) -> Any:
         batch, channels, *sides = shape
@@ -64,7 +104,7 @@ def inside(whole: WholeModel, t: Tensor, shape: tuple[int, ...], options: dict[s
             video, *others = out if sound else [out]
             return [noisy - sigma * video.float(), *others]
 
-        video, *others = run_beside(whole, latent, denoise)
+        video, *others = _run_beside(whole, latent, denoise)
         leaving = ((latent - video) / sigma).to(given.dtype)
         return [leaving, *others] if sound else leaving
 

@@ -130,7 +130,7 @@ class RunReport(Observer):
             model=type(model.model_config).__name__,
             config=config,
             counts=counts,
-            obstacle=None if counts.merged_anything else obstacle,
+            obstacle=None if counts.saved_anything else obstacle,
             backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
             worth_from=None if engine is None else engine.worth_from,
             choices={} if engine is None else dict(engine.choices),

@@ -7,15 +7,12 @@ it is given, so it also gets them as a mask.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..merging.plan import Plan
-from ..ops import Operations
-from ..ops.autotune import Tuner
-from .key_weights import Attention, Note, flat, weighed, with_sizes
+from .key_weights import Attention, attend, flat
 from .merge_attention import Arguments, AttentionBlock
 
 
@@ -58,10 +55,9 @@ def merged_attention(
     if mask is not None and bias is None:
         block.note_masked()
         return plain(q, k, v, heads, mask=mask, **kwargs)
-    tools = block.ops, block.tuner, block.note_unweighted
     if block.is_merged:
         outer = block.outer_log_sizes(k.shape[-2], k)
-        return attend(func, theirs, bias, outer, *tools, q, k, v, heads, kwargs)
+        return attend(block, func, theirs, bias, outer, q, k, v, heads, kwargs)
     flat_k = flat(k, by_head)
     queries, keys = block.call_plans(flat_k, tokens, called)
     if queries is None and keys is None:
@@ -79,38 +75,11 @@ def merged_attention(
     if queries is not None:
         q = _like(queries.merge(flat(q, by_head)), q, by_head)
         bias = None if bias is None else _merged_queries(bias, queries, len(q))
-    out = attend(func, theirs, bias, log_sizes, *tools, q, k, v, heads, kwargs)
+    out = attend(block, func, theirs, bias, log_sizes, q, k, v, heads, kwargs)
     if queries is None:
         return out
     out_by_head = bool(kwargs.get("skip_output_reshape"))
     return _like(queries.unmerge(flat(out, out_by_head)), out, out_by_head)
-
-
-def attend(
-    func: Attention,
-    theirs: Callable[..., Tensor] | None,
-    bias: Tensor | None,
-    log_sizes: Tensor | None,
-    ops: Operations,
-    tuner: Tuner | None,
-    note: Note,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: int,
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """Call an attention function, through the override of other code if there is one."""
-    if theirs is None:
-        if log_sizes is None:
-            return func(q, k, v, heads, mask=bias, **kwargs)
-        return weighed(func, bias, log_sizes, ops, tuner, note, q, k, v, heads, **kwargs)
-    mask = bias
-    if log_sizes is not None:
-        mask = with_sizes(bias, log_sizes)
-        note(None)
-        func = partial(weighed, func, bias, log_sizes, ops, tuner, note)
-    return theirs(func, q, k, v, heads, mask=mask, **kwargs)
 
 
 def _like(merged: Tensor, x: Tensor, by_head: bool) -> Tensor:

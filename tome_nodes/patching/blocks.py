@@ -170,7 +170,7 @@ class PatchedModel:
         config: the settings.
         record: what is known about models of its kind.
         model: the model itself.
-        observers: follow its evaluations.
+        observer: follows its evaluations.
         blocks: all of them.
         shallowest: how many times smaller than the latent the largest grid with blocks is.
         max_downsample: the same for the smallest grid that merges, with ``auto`` resolved.
@@ -183,12 +183,12 @@ class PatchedModel:
         config: ToMeConfig,
         record: ModelRecord,
         model: nn.Module,
-        observers: Sequence[Observer] = (),
+        observer: Observer,
     ):
         self.config = config
         self.record = record
         self.model: Any = model
-        self.observers = observers
+        self.observer = observer
         levels: Counter[int] = Counter()
         self.blocks: list[Block] = []
         for stack in record.stacks(model):
@@ -203,13 +203,8 @@ class PatchedModel:
 
     def _make_overrides(self) -> Iterator[Override]:
         for block in self.blocks:
-            if block.stack.level <= self.max_downsample or self.follows_blocks:
+            if block.stack.level <= self.max_downsample or self.observer.follows_blocks:
                 yield from block.overrides()
-
-    @property
-    def follows_blocks(self) -> bool:
-        """Whether an observer follows the blocks that cannot merge, too."""
-        return any(observer.follows_blocks for observer in self.observers)
 
     def most_tokens(self, latent: Grid, pictures: Sequence[Picture]) -> int:
         """The most tokens of a picture in any block."""
@@ -309,10 +304,8 @@ class Block:
         self.outcome.unweighted = reason
 
     def timed(self, forward: Forward) -> Forward:
-        """The forward of the block, timed by the observers that want to."""
-        for observer in self.model.observers:
-            forward = observer.timed(self.name, forward)
-        return forward
+        """The forward of the block, timed if the observer wants to."""
+        return self.model.observer.timed(self.name, forward)
 
     def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None:
         """What to add to the logits of merged keys, ``[batch, keys]``; None for nothing."""

@@ -118,18 +118,25 @@ class Detail:
         """
         if not self.changes:
             return True
-        means = _means(denoised)
+        means = means_of(denoised)
         if self.is_full:
             self.denoised = means
         kept = fitting(self.denoised, means)
         return kept is None or belongs(kept, means)
 
 
-def _means(denoised: Tensor) -> Tensor:
-    """The means of a latent's neighbourhoods, ``[batch, means, channels]``."""
+def means_of(denoised: Tensor) -> Tensor:
+    """The means of a latent's neighbourhoods, ``[batch, means, channels]``.
+
+    Args:
+        denoised: ``[batch, channels, height, width]``, with frames before the height if it is a
+            video.
+    """
     height, width = denoised.shape[-2:]
     size = min(height, _NEIGHBOURHOOD), min(width, _NEIGHBOURHOOD)
-    return F.avg_pool2d(denoised.float(), size).flatten(2).transpose(1, 2)
+    still = denoised.float().flatten(1, -3)
+    pooled = F.avg_pool2d(still, size).unflatten(1, denoised.shape[1:-2])
+    return pooled.flatten(2).transpose(1, 2)
 
 
 def belongs(kept: Tensor, new: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 First it is settled whether to merge now, on which device, at which ratio, with which picks, and
 which plans of an earlier step are kept. Then the overrides go on, the model runs, the overrides
-come off, and the observers get the result.
+come off, and the observer gets the result.
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..merging.layout import Grid, Picture
 from ..merging.plan import in_own_memory
@@ -24,6 +24,7 @@ from ..settings.config import ToMeConfig
 from .blocks import Evaluation, Layouts, ModelRecord, PatchedModel, SharedPlans
 from .detail_cache import GRADIENTS, Details
 from .engine import Engine, MakeStrategy, make_engine
+from .forecast import Forecasts
 from .outcome import Evaluated, Observer, Outcome
 from .schedule import Moment, ratio_at
 from .whole_model import WholeModel
@@ -33,6 +34,9 @@ _PARTS_KEPT = 64
 
 _REFRESHED = "every step that could merge ran on all tokens, as refresh_steps says; take more steps"
 """The reason to report if there was no other step."""
+
+_FORECAST = "the model runs on all tokens in some steps and its answers are forecast in the others"
+"""Why nothing merges in the steps between forecasts."""
 
 NO_MEMORY = "the device has no memory left for merging"
 """The reason to report once the device has run out of memory in a merged evaluation."""
@@ -65,10 +69,10 @@ class Run:
         record: ModelRecord,
         model: nn.Module,
         make_strategy: MakeStrategy,
-        observers: Sequence[Observer] = (),
+        observer: Observer | None = None,
         autotune: Autotune | None = None,
     ):
-        self.model = PatchedModel(config, record, model, observers)
+        self.model = PatchedModel(config, record, model, observer or Observer())
         self.engine: Engine | None = None
         self.out_of_memory = False
         self._may_merge = False
@@ -79,14 +83,34 @@ class Run:
         self._plans: dict[Hashable, SharedPlans] = {}
         self._period = 0
         self._details = Details(config)
+        self._forecasts = Forecasts(config)
         self._falls_back: str | None = None
 
     def restart(self) -> None:
         """Drop what is kept from step to step: another sampling run begins."""
         self._plans.clear()
         self._details.clear()
+        self._forecasts.clear()
         self.out_of_memory = False
         self._falls_back = None
+
+    def forecast(self, moment: Moment, latent: Tensor) -> Tensor | None:
+        """The denoised latent by a forecast, None if the model has to run.
+
+        Args:
+            moment: where the evaluation is in its run.
+            latent: the noisy one.
+        """
+        found = self._forecasts.answer(moment, latent) if self._forecasts_here() else None
+        if found is not None:
+            blocks = len(self.model.blocks)
+            self.model.observer.evaluated(Evaluated(moment.step, blocks, is_forecast=True))
+        return found
+
+    def keep_answer(self, moment: Moment, denoised: Tensor) -> None:
+        """Note what the model answered, which forecasts are made from."""
+        if self._forecasts_here():
+            self._forecasts.keep(moment, denoised)
 
     def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
         """What ``evaluate`` returns; where merging leaves it no memory, without merging.
@@ -123,7 +147,7 @@ class Run:
     ) -> Iterator[Evaluation | None]:
         """Merge tokens in the model while it is evaluated; yields None if nothing may merge.
 
-        Observers get the result, unless the evaluation raised. Threads wait for each other.
+        The observer gets the result, unless the evaluation raised. Threads wait for each other.
 
         Args:
             moment: where the evaluation is in its run.
@@ -137,6 +161,8 @@ class Run:
                 evaluation, None if it can.
         """
         with lock_of(self.model.model):
+            runs_between = self._runs_between(moment)
+            obstacle = obstacle or (_FORECAST if runs_between else None)
             obstacle = self._obstacle(moment, latent, device, dtype, obstacle, pictures)
             self._may_merge = obstacle is None
             if obstacle is not None:
@@ -158,10 +184,18 @@ class Run:
             len(self.model.blocks),
             outcomes,
             obstacle,
-            moment.is_active and obstacle is not _REFRESHED,
+            moment.is_active and obstacle is not _REFRESHED and not runs_between,
         )
-        for observer in self.model.observers:
-            observer.evaluated(result)
+        self.model.observer.evaluated(result)
+
+    def _forecasts_here(self) -> bool:
+        """Whether answers of this model are forecast where the settings say so: not of a UNet."""
+        return self._config.forecast and self.model.record.merges_at_calls
+
+    def _runs_between(self, moment: Moment) -> bool:
+        """Whether the model runs on all tokens, since forecasts save what merging would."""
+        in_stacks = self._config.scope == "stack" and self._forecasts_here()
+        return in_stacks and self._forecasts.has_some(moment)
 
     @contextmanager
     def _installed(self, evaluation: Evaluation) -> Iterator[None]:
@@ -200,7 +234,7 @@ class Run:
             return f"the device {device} cannot do it: {engine.lacks}"
         most = self.model.most_tokens(latent, pictures)
         least = min(engine.least_tokens, engine.least_in_attention)
-        if most < least and not self.model.follows_blocks:
+        if most < least and not self.model.observer.follows_blocks:
             return self.model.too_few(most, least)
         return None
 
@@ -216,8 +250,7 @@ class Run:
         assert engine is not None
         key = step_key(config.seed, moment.picks)
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
-        for observer in self.model.observers:
-            observer.begins(moment.step)
+        self.model.observer.begins(moment.step)
         ratio = ratio_at(config, moment.progress)
         evaluation = Evaluation(engine, ratio, latent, self._plans_for(moment), pictures)
         if in_modules is not None and config.scope != "module":
@@ -269,9 +302,8 @@ class Run:
                 record.merges_at_calls,
                 self._autotune,
             )
-            for observer in self.model.observers:
-                engine = replace(engine, plans_of=observer.watched(engine.plans_of))
-            self._engines[place] = engine
+            watched = self.model.observer.watched(engine.plans_of)
+            self._engines[place] = replace(engine, plans_of=watched)
         return self._engines[place]
 
     def _plans_for(self, moment: Moment) -> SharedPlans | None:

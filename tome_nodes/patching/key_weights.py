@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from ..ops import Operations
-from ..ops.autotune import Tuner
 from ..ops.reference import FURTHER
+from .blocks import Block
 
 Attention = Callable[..., Tensor]
-Note = Callable[[str | None], None]
 
 # PyTorch's attention, as ComfyUI and diffusers call it.
 _PYTORCH = frozenset({"attention_pytorch", "native"})
@@ -67,6 +66,10 @@ _KNOWN_ARGUMENTS = frozenset(
     }
 )
 """Those of an attention function that mean the same, or nothing, to our kernel."""
+
+
+CALLED_DIFFERENTLY = "another node changes how the attention is called"
+"""The reason for unweighted keys if there are no sizes that fit."""
 
 
 class Variant(str, Enum):
@@ -165,13 +168,50 @@ def _capabilities(device: torch.device, has_kernels: bool) -> Capabilities:
     )
 
 
+def attend(
+    block: Block,
+    func: Attention,
+    theirs: Callable[..., Tensor] | None,
+    bias: Tensor | None,
+    log_sizes: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Call an attention function, through the override of other code if there is one.
+
+    Args:
+        block: the one that attends, which notes why its keys are not weighed.
+        func: the attention function.
+        theirs: the override of other code, which is called with ``func`` in front of its arguments.
+            It may ignore that function, so it also gets the sizes as a mask. None for none.
+        bias: the mask without the sizes, to add to the logits; None for none.
+        log_sizes: ``[batch, keys]``, to add to the logits; None for none.
+        q: queries, as for :func:`weighed`; so are keys and values.
+        k: keys.
+        v: values.
+        heads: the number of heads of the queries.
+        kwargs: the other arguments of the function.
+    """
+    if theirs is None:
+        if log_sizes is None:
+            return func(q, k, v, heads, mask=bias, **kwargs)
+        return weighed(block, func, bias, log_sizes, q, k, v, heads, **kwargs)
+    mask = bias
+    if log_sizes is not None:
+        mask = with_sizes(bias, log_sizes)
+        block.note_unweighted(None)
+        func = partial(weighed, block, func, bias, log_sizes)
+    return theirs(func, q, k, v, heads, mask=mask, **kwargs)
+
+
 def weighed(
+    block: Block,
     func: Attention,
     bias: Tensor | None,
     log_sizes: Tensor,
-    ops: Operations,
-    tuner: Tuner | None,
-    note: Note,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -185,8 +225,9 @@ def weighed(
     with ``skip_reshape`` ``[batch, heads, tokens, channels]``. ``bias`` is the mask without the
     sizes, and ``mask`` the one with them that another node's override passes on, perhaps changed.
     """
+    ops, tuner = block.ops, block.tuner
     if not has_keys(k, log_sizes):
-        note("another node changes how the attention is called")
+        block.note_unweighted(CALLED_DIFFERENTLY)
         return func(q, k, v, heads, mask=bias, **kwargs)
     name = getattr(func, "__name__", "an unknown attention function")
     by_head = bool(kwargs.get("skip_reshape"))
@@ -198,11 +239,11 @@ def weighed(
     capable = capabilities(q, ops)
     default = variant_of(name, head_channels, capable, may_widen, may_replace)
     if default is None:
-        note(f"{name} takes no weights")
+        block.note_unweighted(f"{name} takes no weights")
         return func(q, k, v, heads, mask=bias, **kwargs)
-    note(None)
+    block.note_unweighted(None)
 
-    def attend(variant: str) -> Tensor:
+    def attend_by(variant: str) -> Tensor:
         if variant == Variant.CHANNELS:
             return _in_channels(func, log_sizes, ops, q, k, v, heads, **kwargs)
         if variant == Variant.KERNEL:
@@ -212,16 +253,16 @@ def weighed(
 
     def variants() -> Mapping[str, Callable[[], Tensor]]:
         possible = variants_of(name, head_channels, capable, may_widen, may_replace)
-        return {each.value: partial(attend, each.value) for each in possible}
+        return {each.value: partial(attend_by, each.value) for each in possible}
 
     # Another node's override has passed a mask on, perhaps a changed one, so that is used.
     if mask is not None or tuner is None:
-        return attend(default)
+        return attend_by(default)
     call = (
         *("weights", name, q.shape, k.shape, k.shape[-2] % 8 == 0, heads, by_head),
         *(k.is_contiguous(), may_widen, may_replace, kwargs.get("attn_precision") is not None),
     )
-    return attend(tuner.variant(q, call, default.value, variants))
+    return attend_by(tuner.variant(q, call, default.value, variants))
 
 
 def _in_channels(

@@ -85,10 +85,10 @@ class AttentionHost:
     """
 
     reasons: Reasons
-    merging: Callable[["AttentionBlock", Arguments], Arguments]
-    picture_start: Callable[[Arguments], int | None]
-    needs_all_tokens: Callable[[Mapping[str, Any]], str | None]
-    stored_attention: Callable[[nn.Module], Callable[..., Tensor] | None]
+    merging: Callable[["AttentionBlock", Arguments], Arguments] = lambda block, kwargs: kwargs
+    picture_start: Callable[[Arguments], int | None] = lambda kwargs: None
+    needs_all_tokens: Callable[[Mapping[str, Any]], str | None] = lambda arguments: None
+    stored_attention: Callable[[nn.Module], Callable[..., Tensor] | None] = lambda module: None
     overrides: Callable[["AttentionBlock"], Iterable[Override]] = lambda block: ()
 
 

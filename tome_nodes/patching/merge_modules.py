@@ -202,12 +202,12 @@ class ModuleBlock(Block):
 
     def _why_in_modules(self, *args: Any, **kwargs: Any) -> str | None:
         """Why the block merges only in its modules although the scope is wider, if it does."""
-        if self.model.config.scope != "module" and self._needs_all_tokens(*args, **kwargs):
+        needs_all_tokens = self.record.needs_all_tokens
+        if self.model.config.scope != "module" and needs_all_tokens(
+            self.module, self.index, *args, **kwargs
+        ):
             return "that are patched"
         return self.evaluation.falls_back
-
-    def _needs_all_tokens(self, *args: Any, **kwargs: Any) -> bool:
-        return self.record.needs_all_tokens(self.module, self.index, *args, **kwargs)
 
     def _worthy_layout(self, least: int, x: Tensor, *args: Any, **kwargs: Any) -> Layout | None:
         """The layout of the block's tokens, ``[batch, tokens, channels]``, if they may merge.

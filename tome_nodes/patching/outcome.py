@@ -14,7 +14,7 @@ class Outcome:
     """What one block did in one model evaluation.
 
     A block fills it in while it runs, one attribute at a time, which torch.compile can trace.
-    Observers get it once the evaluation is over.
+    The observer gets it once the evaluation is over.
 
     Attributes:
         block: its path within the model.
@@ -81,6 +81,7 @@ class Evaluated:
         reason: why nothing was to merge in the whole evaluation, None if something was.
         is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, and no
             step on all tokens.
+        is_forecast: whether the model did not run, and its answer was forecast.
     """
 
     step: int
@@ -88,6 +89,7 @@ class Evaluated:
     outcomes: Sequence[Outcome] = ()
     reason: str | None = None
     is_active: bool = True
+    is_forecast: bool = False
 
     @property
     def merged(self) -> list[Outcome]:

@@ -1,5 +1,6 @@
 """When to merge: steps and noise levels."""
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ class Moment:
         is_active: whether its noise level is between ``start_percent`` and ``end_percent``.
         steps_left: how many steps come after this one, None if the host does not know.
         from_noise: whether the run began with noise alone, not with a picture under some noise.
+        log_snr: the logarithm of signal to noise, in power; None if the host does not know it.
     """
 
     step: int
@@ -28,6 +30,7 @@ class Moment:
     is_active: bool
     steps_left: int | None = None
     from_noise: bool = True
+    log_snr: float | None = None
 
 
 def is_active(config: ToMeConfig, noise: float, noise_at: Callable[[float], float]) -> bool:
@@ -41,6 +44,24 @@ def is_active(config: ToMeConfig, noise: float, noise_at: Callable[[float], floa
 def is_noise_alone(noise: float, most: float) -> bool:
     """Whether hardly anything of a picture is left at a noise level, given the highest there is."""
     return noise >= 0.9 * most
+
+
+_MOST_NOISE = 0.99
+"""Pure noise has no signal. A flow's logarithm is taken at this noise level instead."""
+
+
+def log_snr(noise: float, is_flow: bool) -> float:
+    """The logarithm of signal to noise, in power.
+
+    Args:
+        noise: the noise level, above 0; the share of noise in the latent of a flow, and else the
+            deviation of the noise that is added to a picture.
+        is_flow: whether the latent goes straight from noise to a picture.
+    """
+    if not is_flow:
+        return -2 * math.log(noise)
+    share = min(noise, _MOST_NOISE)
+    return 2 * math.log((1 - share) / share)
 
 
 def step_index(schedule: Sequence[float], sigma: float, since: int = 0) -> int:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.layout import Grid, Layout, LayoutKey, Span
+from ..merging.layout import Grid, Layout, LayoutKey
 from ..merging.plan import Plan, of_all_samples, plans_by_frame, plans_of_sequence
 from .detail_cache import MOVES, Detail, belongs, fitting
 from .engine import Engine
@@ -83,10 +83,10 @@ class WholeModel:
                 height if it is a video.
             denoise: the model; it may change its blocks' tokens by :meth:`plan_of`.
         """
-        denoised = self._leaving(latent, denoise(self._entering(latent)))
+        denoised = self.leaving(latent, denoise(self.entering(latent)))
         return denoise(latent) if denoised is None else denoised
 
-    def _entering(self, latent: Tensor) -> Tensor:
+    def entering(self, latent: Tensor) -> Tensor:
         """What the model is to denoise: the latent with each token the mean of its slot."""
         detail, grid = self._detail, self._grid
         self.batch = len(latent)
@@ -100,7 +100,7 @@ class WholeModel:
         merged = plan.unmerge(plan.merge(tokens_of(latent, grid)))
         return latent_of(merged, latent.shape, grid)
 
-    def _leaving(self, latent: Tensor, denoised: Tensor) -> Tensor | None:
+    def leaving(self, latent: Tensor, denoised: Tensor) -> Tensor | None:
         """The denoised latent, given what the model says; None if it has to run on all tokens."""
         detail, grid, plan = self._detail, self._grid, self.plan
         if plan is None:
@@ -181,7 +181,7 @@ class WholeModel:
             self._pieces += made
             return made
 
-        layout = Layout(self._grid.tokens, (Span(0, self._grid),))
+        layout = Layout.filled_by(self._grid)
         features = _features(latest, self._grid, latent)
         if self._samples_merge_alike:
             features = of_all_samples(features)

@@ -21,7 +21,7 @@ from ..patching.blocks import Evaluation, lists_of, uncompiled
 from ..patching.evaluation import Run
 from ..patching.merge_attention import AttentionBlock, AttentionHost, TransformerRecord
 from ..patching.overrides import Override
-from ..patching.schedule import Moment, is_active
+from ..patching.schedule import Moment, is_active, log_snr
 from ..patching.tokenwise import TokenwiseEvaluation
 from ..settings.config import ToMeConfig
 from .bare_copy import bare_copy
@@ -29,7 +29,7 @@ from .latents import Latents, latents_of
 from .patched_model import REASONS, RECOMPUTED, Attachment, Calls, Host, execution_device
 from .reached_attention import AttentionFunction, reaching
 from .transformer_records import WholeTransformer, whole_transformer
-from .whole_call import WholeCall, timestep_of, why_in_modules
+from .whole_call import WholeCall, noise_share, timestep_of, why_in_modules
 
 _MODULE = "diffusers.models.transformers."
 """Where the library has its transformers."""
@@ -56,14 +56,7 @@ def _merging(block: AttentionBlock) -> Iterator[Override]:
     return reaching(block.module, attend)
 
 
-_HOST = AttentionHost(
-    REASONS,
-    merging=lambda block, kwargs: kwargs,
-    picture_start=lambda kwargs: None,
-    needs_all_tokens=lambda arguments: None,
-    stored_attention=lambda module: None,
-    overrides=_merging,
-)
+_HOST = AttentionHost(REASONS, overrides=_merging)
 
 
 class Steps:
@@ -149,9 +142,11 @@ class TransformerCalls(Calls):
         self._step = self._call = 0
         self._timestep = math.nan
         # In modules, nothing has to be known of how blocks are called.
-        merges_whole = self.config.scope != "module"
-        self._record = whole_transformer(network) if merges_whole else None
+        needs_record = self.config.scope != "module" or self.config.forecast
+        self._record = whole_transformer(network) if needs_record else None
         self._whole_call: WholeCall | None = None
+        self._moment_now: Moment | None = None
+        self._last_result: Any = None
 
     @torch.compiler.disable
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -174,9 +169,10 @@ class TransformerCalls(Calls):
             pictures = _in_sequence(self._record, answer)
             self._whole_call = WholeCall(self._record, self.network, given, latents, pictures)
         shape = latents.one.shape
+        self._moment_now = self._moment((shape, latents.sides), _timestep(given))
         self.prepare(
             (shape, latents.sides),
-            self._moment((shape, latents.sides)),
+            self._moment_now,
             Grid(*latents.sides[0][1:]),
             device,
             latents.one.dtype,
@@ -197,9 +193,40 @@ class TransformerCalls(Calls):
     ) -> Any:
         # It holds the model's inputs.
         call, self._whole_call = self._whole_call, None
-        if call is None or evaluation is None or evaluation.whole is None:
+        if call is None:
             return forward(*args, **kwargs)
-        return call.run(evaluation.whole, forward, args, kwargs)
+        forecast = self._forecast(call)
+        if forecast is not None:
+            return forecast
+        if evaluation is None or evaluation.whole is None:
+            result = forward(*args, **kwargs)
+        else:
+            result = call.run(evaluation.whole, forward, args, kwargs)
+        self._keep(call, result)
+        return result
+
+    @torch.compiler.disable
+    def _forecast(self, call: WholeCall) -> Any:
+        """What the transformer would return, by a forecast; None if it has to run."""
+        if self._last_result is None or not self.config.forecast:
+            return None
+        latent = call.latent
+        denoised = self.own_run.forecast(self._moment_of_call, latent)
+        if denoised is None:
+            return None
+        self.note_forecast()
+        return call.returned(latent, denoised, self._last_result)
+
+    @torch.compiler.disable
+    def _keep(self, call: WholeCall, result: Any) -> None:
+        if self.config.forecast:
+            self._last_result = result
+            self.own_run.keep_answer(self._moment_of_call, call.denoised(call.latent, result))
+
+    @property
+    def _moment_of_call(self) -> Moment:
+        assert self._moment_now is not None
+        return self._moment_now
 
     def _run_of(self, answer: Answer) -> Run:
         """The evaluations of the model, whose first inputs got this answer."""
@@ -210,7 +237,7 @@ class TransformerCalls(Calls):
             host=_HOST,
             whole={} if whole is None else whole.blocks,
         )
-        return Run(self.config, record, self.network, self._make_strategy, [self.latest])
+        return Run(self.config, record, self.network, self._make_strategy, self.latest)
 
     def _obstacle(self) -> str | None:
         """Why nothing can merge while the model computes gradients, None if something can."""
@@ -230,13 +257,15 @@ class TransformerCalls(Calls):
         begins = schedule is not self._schedule or step < self._step or not self.completed
         if begins and self.run is not None:
             self.run.restart()
+            self._last_result = None
         self._call = 0 if begins or step != self._step else self._call + 1
         self._schedule, self._step = schedule, step
 
-    def _moment(self, shape: Hashable) -> Moment:
+    def _moment(self, shape: Hashable, timestep: float) -> Moment:
         first, step = self._steps.first(), self._step
         steps = step + 1 if self._schedule is None else len(self._schedule)
         last = steps - 1
+        noise = None if self._record is None else noise_share(self._record, timestep)
         return Moment(
             step=step,
             progress=(step - first) / (last - first) if last > first else 0.0,
@@ -245,6 +274,7 @@ class TransformerCalls(Calls):
             is_active=is_active(self.config, 1 - step / steps, lambda percent: 1 - percent),
             steps_left=None if self._schedule is None else last - step,
             from_noise=first == 0,
+            log_snr=None if noise is None else log_snr(noise, is_flow=True),
         )
 
 

@@ -221,6 +221,7 @@ class Calls:
         self.completed = True
         self._reported = attachment.reported
         self._shape: Hashable = None
+        self._is_forecast = False
         self._arguments: tuple[Any, ...] = ()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -233,6 +234,7 @@ class Calls:
     def prepare(self, shape: Hashable, *arguments: Any) -> None:
         """Settle the arguments of the evaluation of a call, for inputs of some shape."""
         self.completed = False
+        self._is_forecast = False
         self.latest.result = None
         self._shape, self._arguments = shape, arguments
 
@@ -264,7 +266,7 @@ class Calls:
         """The call has returned: log what merged, once for each size; or why nothing did, once."""
         self.completed = True
         result = self.latest.result
-        if result is None or not result.is_active:
+        if result is None or not result.is_active or self._is_forecast:
             return
         counts = Counts()
         counts.evaluated(result)
@@ -278,6 +280,13 @@ class Calls:
             engine = self.own_run.engine
             backend = [] if engine is None else engine.in_words()
             log.info("[ToMe] %s", log_line.log_line(counts, self.config, backend))
+
+    def note_forecast(self) -> None:
+        """Note that the answer of this call is forecast, which is logged once."""
+        self._is_forecast = True
+        if self._is_new("forecast"):
+            settings = ", ".join(log_line.settings(self.config))
+            log.info("[ToMe] forecasts the answer of the model in some steps, %s", settings)
 
     def warn_once(self, reason: str) -> None:
         if self._is_new(reason):

@@ -61,7 +61,7 @@ class UNetCalls(Calls):
     def __init__(self, attachment: Attachment, host: UNetHost, unet: nn.Module):
         super().__init__(attachment, unet)
         make_strategy = attachment.make_strategy
-        self.run = Run(self.config, host.record, unet, make_strategy, [self.latest])
+        self.run = Run(self.config, host.record, unet, make_strategy, self.latest)
         self._host = host
         # The context is the number of noise levels that the UNet was trained on.
         self._noisiest = attachment.context - 1

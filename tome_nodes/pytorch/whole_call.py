@@ -6,7 +6,6 @@ denoised one after it (:mod:`tome_nodes.patching.whole_model`).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +22,8 @@ _ELSEWHERE = "as its picture is found in other blocks than usual"
 _PARALLEL = "as several devices share the tokens"
 _OF_OTHER_KIND = "as it is called with {}"
 
-# Of what surrounds a model's forward, torch.compile traces nothing. Said here, since to say it
-# imports the compiler and Triton, which ComfyUI may never need.
-skip(WholeModel.run)
-for _name in ("_entering", "_leaving"):
-    setattr(WholeModel, _name, torch.compiler.disable(getattr(WholeModel, _name)))
+_LEAST_NOISE = 1e-6
+"""The share of noise in a latent that has none, which the answer is divided by."""
 
 
 def why_in_modules(
@@ -66,6 +62,12 @@ def timestep_of(arguments: Mapping[str, Any]) -> Any:
     return next(named, 0)
 
 
+def noise_share(record: WholeTransformer, timestep: float) -> float:
+    """The share of noise in a latent at a timestep of a transformer; never 0."""
+    clean, noise = record.timesteps
+    return max((timestep - clean) / (noise - clean), _LEAST_NOISE)
+
+
 class WholeCall:
     """One call of a transformer, which predicts a flow."""
 
@@ -95,6 +97,7 @@ class WholeCall:
             self._channels *= config["patch_size"] ** 2
         self._timestep = timestep_of(arguments)
 
+    # Of what surrounds the transformer's forward, torch.compile traces nothing.
     @skip
     def run(
         self,
@@ -106,66 +109,71 @@ class WholeCall:
         """What the transformer returns, on merged tokens.
 
         Args:
-            whole: runs it so.
-            forward: calls it without merging.
+            whole: merges them.
+            forward: calls the transformer without merging.
             args: those of the call.
             kwargs: the same by name.
         """
-        latent = self._latent(self._latents)
-        return self._leaving(
-            latent, whole.run(latent, partial(self._denoise, forward, args, kwargs))
-        )
-
-    @skip
-    def _denoise(
-        self,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        noisy: Tensor,
-    ) -> Tensor:
-        entering = self._entering(noisy)
+        latent, noisy, entering = self._entering(whole)
         if args:
             result = forward(entering, *args[1:], **kwargs)
         else:
             result = forward(**{**kwargs, self._name: entering})
-        return self._denoised(noisy, result)
+        leaving = self._leaving(whole, latent, noisy, result)
+        return forward(*args, **kwargs) if leaving is None else leaving
 
     @torch.compiler.disable
-    def _latent(self, latents: Latents) -> Tensor:
-        return latents.latent(self._grid, self._channels, self._record.side)
+    def _entering(self, whole: WholeModel) -> tuple[Tensor, Tensor, Any]:
+        """The latent of the call, the same with merged tokens, and that as it is passed."""
+        latent = self.latent
+        noisy = whole.entering(latent)
+        return latent, noisy, self._latents.with_latent(noisy, self._grid)
 
     @torch.compiler.disable
-    def _entering(self, noisy: Tensor) -> Any:
-        return self._latents.with_latent(noisy, self._grid)
+    def _leaving(self, whole: WholeModel, latent: Tensor, noisy: Tensor, result: Any) -> Any:
+        """What the transformer returns; None if it has to run on all tokens.
 
-    @torch.compiler.disable
-    def _denoised(self, noisy: Tensor, result: Any) -> Tensor:
-        self._result = result
-        self._of_result = noisy - self._noise(noisy) * self._latent(self._answer)
-        return self._of_result
-
-    @torch.compiler.disable
-    def _leaving(self, latent: Tensor, denoised: Tensor) -> Any:
-        """What the transformer returns for a denoised latent."""
-        if denoised is self._of_result:
-            return self._result
-        flow = (latent - denoised) / self._noise(latent)
-        sample = self._answer.with_latent(flow, self._grid)
-        if isinstance(self._result, tuple):
-            return sample, *self._result[1:]
-        return replace(self._result, sample=sample)
+        Args:
+            whole: merged the tokens.
+            latent: that of the call.
+            noisy: the same with merged tokens.
+            result: what the transformer returned for that.
+        """
+        of_noisy = self.denoised(noisy, result)
+        denoised = whole.leaving(latent, of_noisy)
+        if denoised is None:
+            return None
+        return result if denoised is of_noisy else self.returned(latent, denoised, result)
 
     @property
-    def _answer(self) -> Latents:
+    def latent(self) -> Tensor:
+        """That of the call."""
+        return self._latent(self._latents)
+
+    def denoised(self, noisy: Tensor, result: Any) -> Tensor:
+        """The denoised latent, given what the transformer returned for a noisy one."""
+        return noisy - self._noise(noisy) * self._latent(self._answer(result))
+
+    def returned(self, latent: Tensor, denoised: Tensor, like: Any) -> Any:
+        """What the transformer would return for a denoised latent, of the form of ``like``."""
+        flow = (latent - denoised) / self._noise(latent)
+        sample = self._answer(like).with_latent(flow, self._grid)
+        if isinstance(like, tuple):
+            return sample, *like[1:]
+        return replace(like, sample=sample)
+
+    def _answer(self, result: Any) -> Latents:
         """What the transformer returned, of the form of its latents."""
-        return replace(self._latents, value=self._result[0])
+        return replace(self._latents, value=result[0])
+
+    def _latent(self, latents: Latents) -> Tensor:
+        return latents.latent(self._grid, self._channels, self._record.side)
 
     def _noise(self, latent: Tensor) -> Tensor:
         """By how much the answer is multiplied to give the noise in a latent; never 0."""
         clean, noise = self._record.timesteps
         timestep = torch.as_tensor(self._timestep, device=latent.device, dtype=torch.float32)
         timestep = timestep.reshape(len(timestep), -1).amax(1) if timestep.ndim > 1 else timestep
-        share = ((timestep - clean) / (noise - clean)).clamp_min(1e-6)
+        share = ((timestep - clean) / (noise - clean)).clamp_min(_LEAST_NOISE)
         direction = 1.0 if noise > clean else -1.0
         return direction * share.reshape(-1, *[1] * (latent.ndim - 1))

@@ -17,6 +17,7 @@ class Counts(Observer):
         unweighted: reasons why merged keys weighed as one token each.
         plans_made: number of plans made.
         plans_reused: number of times a block used the plan of another block or step.
+        forecast_steps: the steps in which an answer of the model was forecast.
     """
 
     def __init__(self, total_steps: int = 0):
@@ -28,6 +29,7 @@ class Counts(Observer):
         self.unweighted: set[str] = set()
         self.plans_made = 0
         self.plans_reused = 0
+        self.forecast_steps: set[int] = set()
         self._blocks: dict[tuple[int, int], set[str]] = {}
         self._steps: set[int] = set()
         self._reasons: Counter[str] = Counter()
@@ -35,6 +37,8 @@ class Counts(Observer):
     def evaluated(self, result: Evaluated) -> None:
         """Add the outcomes of an evaluation."""
         self.blocks_present = result.blocks
+        if result.is_forecast:
+            self.forecast_steps.add(result.step)
         if result.reason is not None:
             self._reasons[result.reason] += 1
         for outcome in result.outcomes:
@@ -68,6 +72,11 @@ class Counts(Observer):
     @property
     def merged_anything(self) -> bool:
         return bool(self._blocks)
+
+    @property
+    def saved_anything(self) -> bool:
+        """Whether anything merged or was forecast."""
+        return self.merged_anything or bool(self.forecast_steps)
 
     @property
     def lengths(self) -> list[int]:

@@ -16,13 +16,18 @@ MUTED = (150, 156, 168)
 INK = (238, 240, 244)
 WARM = (246, 142, 60)
 COOL = (72, 214, 190)
+OTHER = (190, 160, 255)
 
 # From 0 to 1: night blue, violet, red, orange, pale yellow.
 _RAMP = np.array([(18, 22, 54), (84, 30, 120), (186, 54, 96), WARM, (252, 240, 170)])
 
 _LONG_SIDE = 1024
 _MARGIN = 20
+_RING = 11
 _TITLE, _TEXT, _SMALL = 26, 17, 14
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom, in pixels."""
 
 
 def colours_of(share: np.ndarray) -> np.ndarray:
@@ -193,6 +198,7 @@ class Point:
         change: of the picture.
         colour: of its dot.
         is_chosen: whether it is ringed.
+        is_rival: whether it is a diamond, as what a user could take instead.
     """
 
     name: str
@@ -200,6 +206,7 @@ class Point:
     change: float
     colour: tuple[int, int, int] = COOL
     is_chosen: bool = False
+    is_rival: bool = False
 
 
 def front(
@@ -214,7 +221,7 @@ def front(
     Args:
         title: the title.
         lines: text below it.
-        points: the settings.
+        points: the settings, and their rivals.
         speed: where to draw an upright line, None for nowhere.
         change: where to draw a level line, None for nowhere.
     """
@@ -234,34 +241,109 @@ def front(
     for tick in across:
         x, _ = place(tick, 0)
         draw.line((x, top, x, bottom), FAINT)
-        draw.text((x, bottom + 8), f"{tick:.3g}", MUTED, _font(_SMALL), "ma")
+        draw.text((x, bottom + 12), f"{tick:.3g}", MUTED, _font(_SMALL), "ma")
     for tick in up:
         _, y = place(1, tick)
         draw.line((left, y, right, y), FAINT)
-        draw.text((left - 10, y), f"{tick:.3g}", MUTED, _font(_SMALL), "rm")
-    draw.text((right, bottom + 32), "times as fast", INK, _font(_SMALL), "ra")
+        draw.text((left - 14, y), f"{tick:.3g}", MUTED, _font(_SMALL), "rm")
     draw.text((left, top - 24), "change", INK, _font(_SMALL))
+    below = bottom + 44
+    draw.text((right, below), "times as fast", INK, _font(_SMALL), "rm")
+    if any(point.is_rival for point in points):
+        _dot(draw, (left, below), OTHER, is_diamond=True)
+        draw.text((left + 16, below), "what you could take instead", MUTED, _font(_SMALL), "lm")
+    wishes: list[Box] = []
     if speed is not None:
         x, _ = place(speed, 0)
-        draw.line((x, top, x, bottom), INK, 2)
+        wishes += [(x, top, x, bottom)]
     if change is not None:
         _, y = place(1, change)
-        draw.line((left, y, right, y), INK, 2)
+        wishes += [(left, y, right, y)]
+    for line in wishes:
+        draw.line(line, INK, 2)
     is_unpatched = not any(point.is_chosen for point in points)
-    for point in (Point("unpatched", 1.0, 0.0, is_chosen=is_unpatched), *points):
-        x, y = place(point.speed, point.change)
+    unpatched = Point("unpatched", 1.0, 0.0, INK, is_unpatched)
+    # The chosen one is drawn last, above others, and has the first choice of a place for its name.
+    shown = sorted([*points, unpatched], key=lambda point: (not point.is_chosen, point.is_rival))
+    places = [place(point.speed, point.change) for point in shown]
+    area = left, top - 12, right, bottom + 12
+    boxes = _name_boxes([point.name for point in shown], places, wishes, area)
+    for point, at, box in reversed([*zip(shown, places, boxes, strict=True)]):
+        is_right, middle = box[0] > at[0], (box[1] + box[3]) / 2
+        near, far = (box[0], box[2]) if is_right else (box[2], box[0])
+        if middle != at[1]:
+            draw.line((*at, near, middle), MUTED)
+        ink, anchor = INK if point.is_chosen else MUTED, "rm" if is_right else "lm"
+        draw.text((far, middle), point.name, ink, _font(_TEXT), anchor)
+        _dot(draw, at, point.colour, point.is_rival)
         if point.is_chosen:
-            draw.ellipse((x - 11, y - 11, x + 11, y + 11), outline=INK, width=2)
-        draw.ellipse((x - 6, y - 6, x + 6, y + 6), fill=point.colour)
-        is_left = x + 16 + _width(point.name, _SMALL) <= right
-        draw.text(
-            (x + 16 if is_left else x - 16, y),
-            point.name,
-            INK if point.is_chosen else MUTED,
-            _font(_SMALL),
-            "lm" if is_left else "rm",
-        )
+            draw.ellipse(_around(at, _RING), outline=INK, width=2)
     return np.asarray(canvas)
+
+
+def _dot(
+    draw: ImageDraw.ImageDraw,
+    at: tuple[float, float],
+    colour: tuple[int, int, int],
+    is_diamond: bool = False,
+) -> None:
+    x, y = at
+    if is_diamond:
+        draw.polygon((x - 8, y, x, y - 8, x + 8, y, x, y + 8), colour)
+    else:
+        draw.ellipse(_around(at, 6), colour)
+
+
+def _around(at: tuple[float, float], radius: int) -> Box:
+    x, y = at
+    return x - radius, y - radius, x + radius, y + radius
+
+
+def _name_boxes(
+    names: Sequence[str],
+    places: Sequence[tuple[float, float]],
+    lines: Sequence[Box],
+    area: Box,
+) -> list[Box]:
+    """Where the names of dots go: beside them, or where the nearest room is.
+
+    Args:
+        names: those with the first choice first.
+        places: the middles of their dots.
+        lines: what they must not cover, apart from dots and each other.
+        area: what they must not leave.
+    """
+    dots = [_around(at, _RING) for at in places]
+    boxes: list[Box] = []
+    for name, at in zip(names, places, strict=True):
+        near = _boxes_near(at, _width(name, _TEXT) + 4)
+        free = (
+            box
+            for box in near
+            if _is_within(box, area)
+            and not any(_overlaps(box, other) for other in (*lines, *dots, *boxes))
+        )
+        boxes.append(next(free, near[0]))
+    return boxes
+
+
+def _boxes_near(at: tuple[float, float], width: int) -> list[Box]:
+    """Places for a name beside a dot, the nearest first."""
+    x, y = at
+    high, gap = _TEXT + 4, _RING + 1
+    return [
+        (left, y + shift - high / 2, left + width, y + shift + high / 2)
+        for shift in sorted(range(-12 * high, 13 * high, high), key=abs)
+        for left in (x + gap, x - gap - width)
+    ]
+
+
+def _is_within(box: Box, area: Box) -> bool:
+    return area[0] <= box[0] and area[1] <= box[1] and box[2] <= area[2] and box[3] <= area[3]
+
+
+def _overlaps(box: Box, other: Box) -> bool:
+    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
 
 
 def _ticks(least: float, most: float) -> list[float]:

@@ -26,10 +26,16 @@ def log_line(
         backend: the backend, as :meth:`tome_nodes.patching.engine.Engine.in_words` returns it.
         tuned: what ToMe Tune measured with the settings.
     """
-    merged = f"merged {counts.merged_blocks}/{counts.blocks_present} blocks ({sizes(counts)})"
-    steps = [f"{counts.merged_steps}/{counts.total_steps} steps"] if counts.total_steps else []
+    done = []
+    if counts.forecast_steps:
+        done.append(f"forecast {len(counts.forecast_steps)}/{counts.total_steps} steps")
+    if counts.merged_anything:
+        blocks = f"{counts.merged_blocks}/{counts.blocks_present} blocks"
+        done.append(f"merged {blocks} ({sizes(counts)})")
+        if counts.total_steps:
+            done.append(f"{counts.merged_steps}/{counts.total_steps} steps")
     others = [*settings(config, counts.frames), *backend, *deviations(counts)]
-    return ", ".join([merged, *steps, *others, *([] if tuned is None else [times(tuned)])])
+    return ", ".join([*done, *others, *([] if tuned is None else [times(tuned)])])
 
 
 def tried(choices: Mapping[Case, Choice], only_changed: bool = False) -> list[str]:
@@ -83,6 +89,8 @@ def live_line(result: Evaluated, total_steps: int) -> str:
     Or why it merged nothing although it was to merge.
     """
     step = f"step {result.step + 1}/{total_steps}"
+    if result.is_forecast:
+        return f"forecast, {step}"
     merged = {(outcome.before, outcome.after) for outcome in result.merged}
     if not merged:
         reasons = [result.reason, *(outcome.reason for outcome in result.outcomes)]

@@ -79,7 +79,7 @@ def report_of(
     recording = run.recording
     if run.obstacle is not None:
         drawn = drawing.card("Nothing merged", lines)
-    elif recording is None:
+    elif recording is None or not run.counts.merged_anything:
         drawn = drawing.card("Token merging", lines)
     elif view == "chart":
         drawn = _chart(recording)
@@ -105,7 +105,7 @@ def tuning_page(found: Found) -> Page:
         if measured.obstacle is None
     ]
     points += [
-        drawing.Point(name, measured.speed, measured.change, drawing.MUTED)
+        drawing.Point(name, measured.speed, measured.change, drawing.OTHER, is_rival=True)
         for name, measured in found.instead.items()
         if measured.obstacle is None
     ]
@@ -126,16 +126,18 @@ def in_words(run: LastRun) -> list[str]:
     First what happened, then whether it helped, what to do next, and the rest.
     """
     counts, recording, hint = run.counts, run.recording, hint_for(run)
-    is_merged = run.obstacle is None
+    saves = run.obstacle is None
+    is_merged = saves and counts.merged_anything
+    lines = [] if saves else [f"Nothing merged: {run.obstacle}"]
+    if counts.forecast_steps:
+        lines += [f"Forecast: {len(counts.forecast_steps)} of {counts.total_steps} steps"]
     if is_merged:
         blocks = f"{counts.merged_blocks} of {counts.blocks_present} blocks"
-        lines = [f"Merged: {blocks}, {log_line.sizes(counts)}"]
-    else:
-        lines = [f"Nothing merged: {run.obstacle}"]
-    if is_merged:
+        lines += [f"Merged: {blocks}, {log_line.sizes(counts)}"]
+    if saves:
         helped = "not measured" if run.tuned is None else f"{log_line.times(run.tuned)} (ToMe Tune)"
         lines += [f"Helped: {helped}"]
-    if is_merged and run.tuned is None and hint is None:
+    if saves and run.tuned is None and hint is None:
         hint = UNMEASURED
     if hint is not None:
         lines += [f"Hint: {hint}"]
@@ -169,7 +171,7 @@ def hint_for(run: LastRun) -> str | None:
                 else "."
             )
         )
-    if run.obstacle is not None:
+    if not counts.merged_anything:
         return None
     cap = strategy.ratio_cap(config, counts.frames)
     if strategy.follows_ratio and config.ratio > cap:

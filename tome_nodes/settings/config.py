@@ -46,7 +46,8 @@ class ToMeConfig:
         "unpatched model. A share of the tokens, the small squares that the model cuts the picture "
         "into; under quality and balanced, of the keys and values of self-attention only.",
         more="One token of each cell always stays, so of a picture at most `1 - 1/(sx*sy)` merge: "
-        "0.75 with the cells of quality, fast and paper, 0.875 with those of balanced.",
+        "0.75 with the cells of quality, fast and paper, 0.875 with those of balanced. Under fast, "
+        "in a transformer, it is a share of the steps; see `forecast`.",
     )
     start_percent: float = _option(
         0.0,
@@ -234,6 +235,15 @@ class ToMeConfig:
         "`attn_tokens` k,v, self-attention in a UNet merges keys and values even in these steps. "
         "Each stack of a UNet keeps a tensor of the size of its tokens; a transformer keeps two "
         "latents.",
+    )
+    forecast: bool = _option(
+        False,
+        advanced=True,
+        text="In a transformer, skip the model in some steps, as many as ratio says, and forecast "
+        "its answer from the two before. In scope stack nothing merges then, unless the run has "
+        "fewer than four steps.",
+        more="The first two steps always run, of 16 and more the first three, and the last. At a "
+        "ratio of 0.6 a run of four steps forecasts one, one of eight three, one of twenty ten.",
     )
 
     def __post_init__(self) -> None:

@@ -43,10 +43,17 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             {"strategy": "window", "attn_tokens": "k,v", "sx": 4},
         ),
         "fast": Preset(
-            "Runs all transformer blocks of a level on merged tokens in three of four steps, and "
-            "on all tokens in the fourth: saves most, changes most, and is what to take for SDXL, "
-            "where self-attention is a small part of the work.",
-            {"strategy": "window", "scope": "stack", "attn_tokens": "k,v", "refresh_steps": 4},
+            "In a UNet, runs all transformer blocks of a level on merged tokens in three of four "
+            "steps, and on all tokens in the fourth: saves most, changes most, and is what to take "
+            "for SDXL, where self-attention is a small part of the work. In a transformer, does "
+            "not run the model in some steps, but forecasts its answer.",
+            {
+                "strategy": "window",
+                "scope": "stack",
+                "attn_tokens": "k,v",
+                "refresh_steps": 4,
+                "forecast": True,
+            },
         ),
         "paper": Preset(
             "As the paper's own code, tomesd, does it: queries, keys and values alike, at the "

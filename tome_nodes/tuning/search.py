@@ -48,6 +48,7 @@ Figures = Mapping[Candidate, "Measured"]
 # Neither quality, whose points balanced has too (benchmarks/FIDELITY.md), nor paper.
 BALANCED: Ladder = [Candidate("balanced", ratio) for ratio in (0.3, 0.45, 0.6, 0.75, 0.85)]
 FAST: Ladder = [Candidate("fast", ratio) for ratio in (0.3, 0.4, 0.5, 0.6, 0.7)]
+LADDERS = (BALANCED, FAST)
 
 UNPATCHED = Candidate("balanced", 0.0)
 """Settings that merge nothing."""

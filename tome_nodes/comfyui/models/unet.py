@@ -51,8 +51,7 @@ def _needs_all_tokens(
 def _weigh_keys(block: ModuleBlock, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
     block.note_unweighted(REPLACED)
     options = kwargs.get("transformer_options") or {}
-    weighed = weigh_attention(options, log_sizes, block.ops, block.tuner, block.note_unweighted)
-    return kwargs | {"transformer_options": weighed}
+    return kwargs | {"transformer_options": weigh_attention(options, block, log_sizes)}
 
 
 def _changed_part(block: Any) -> str | None:

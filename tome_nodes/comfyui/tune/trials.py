@@ -23,7 +23,7 @@ from comfy.utils import ProgressBar
 from torch import Tensor
 
 from ...ops.clock import Clock
-from ...tuning.search import BALANCED, FAST, Candidate, Ladder, Measured
+from ...tuning.search import Candidate, Measured
 from .. import attachment
 from ..validation import config_of
 
@@ -161,7 +161,11 @@ class Trials:
         change = _distance(sampled.latent, plain.latent)
         if not isfinite(change):
             return _failed(unpatched, "the picture is not finite")
-        return Measured(sampled.whole / self.steps, unpatched, change)
+        seconds = sampled.whole
+        if steps == 1 < self.steps:
+            # Its only step has what is done once, and the steps of the unpatched run do not.
+            seconds = min(seconds, unpatched)
+        return Measured(seconds / self.steps, unpatched, change)
 
     @cached_property
     def _plain(self) -> _Sampled:
@@ -242,15 +246,6 @@ def _with_easy_cache(model: ModelPatcher) -> ModelPatcher | None:
         return None
     cached: ModelPatcher = EasyCacheNode.execute(model, *EASY_CACHE_DEFAULTS).args[0]
     return cached
-
-
-def ladders_for(model: ModelPatcher) -> list[Ladder]:
-    """The settings that may be tried on a model.
-
-    Raises:
-        ValueError: none, as the model does not belong to a family that can merge tokens.
-    """
-    return [BALANCED, FAST] if attachment.record_for(model).merges_blocks else [BALANCED]
 
 
 def _latent_for(model: ModelPatcher, given: Mapping[str, Any]) -> Any:

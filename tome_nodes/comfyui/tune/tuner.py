@@ -1,7 +1,7 @@
 """Find the settings that fulfil a wish on a model of ComfyUI, by trials or by what is kept."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from typing import Any
 
@@ -11,19 +11,19 @@ from comfy.model_management import InterruptProcessingException, get_torch_devic
 from comfy.model_patcher import ModelPatcher
 from comfyui_version import __version__ as comfyui_version
 
-from ...tuning.search import Ladder, Wish, choose, find
+from ...tuning.search import LADDERS, Wish, choose, find
 from ...tuning.summary import Found
-from ..attachment import detach
+from ..attachment import detach, record_for
 from ..models.base import class_name
 from . import tune_cache
-from .trials import Sampling, Trials, ladders_for
+from .trials import Sampling, Trials
 
 log = logging.getLogger("tome_nodes")
 
 # The host works out steps / denoise noise levels, which for less could be any number.
 _LEAST_DENOISE = 0.01
 
-_METHOD = 4
+_METHOD = 6
 """Rises with each change of what merging does or of how it is measured: older figures are void."""
 
 
@@ -52,11 +52,11 @@ def tune(
         obstacle = f"with denoise {sampling.denoise:g} there is nothing to sample"
         return Found(wish, obstacle=obstacle)
     try:
-        ladders = ladders_for(model)
+        record_for(model)
     except ValueError as error:
         return Found(wish, obstacle=str(error))
     try:
-        return _tried(make_trials(model, sampling), model, sampling, wish, measure_again, ladders)
+        return _tried(make_trials(model, sampling), model, sampling, wish, measure_again)
     except InterruptProcessingException:
         raise
     except Exception as error:
@@ -72,13 +72,12 @@ def _tried(
     sampling: Sampling,
     wish: Wish,
     measure_again: bool,
-    ladders: Sequence[Ladder],
 ) -> Found:
     key = _key(model, sampling, trials)
     kept = tune_cache.Kept() if measure_again else tune_cache.read(key)
     figures, instead = kept.figures, kept.instead
     if wish not in kept.wishes:
-        figures = find(wish, figures, ladders, trials.measure)
+        figures = find(wish, figures, LADDERS, trials.measure)
     candidate = choose(wish, figures)
     if candidate is not None and candidate not in instead:
         instead = {**instead, candidate: trials.instead(candidate, figures[candidate].speed)}

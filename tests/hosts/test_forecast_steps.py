@@ -1,0 +1,129 @@
+"""Steps of transformers in which the model does not run, in the host's own samplers."""
+
+import host
+import pytest
+import torch
+from comfy.patcher_extension import WrappersMP
+from common import relative_error
+from models.comfyui import TINY, sample
+
+from benchmarks.fidelity import rivals
+from tome_nodes.comfyui.attachment import attach, last_run
+from tome_nodes.report.pages import hint_for, in_words, report_of
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
+
+FAST = settings_of("fast", {"ratio": 0.6})
+SIZE = 8, 10
+
+
+def configured(**others):
+    return ToMeConfig(**{**FAST, "min_tokens": 1, **others})
+
+
+def counted(model):
+    """The model with a wrapper inside of which it runs, and the noise levels at which it did."""
+    levels = []
+
+    def wrapper(executor, x, t, *args, **kwargs):
+        levels.append(float(t.max()))
+        return executor(x, t, *args, **kwargs)
+
+    clone = model.clone()
+    clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "counting", wrapper)
+    return clone, levels
+
+
+@pytest.mark.parametrize("kind", ["flux", "wan21", "qwen_image", "ltxav", "z_image"])
+def test_the_model_is_left_out_where_a_straight_line_takes_its_place(models, log_messages, kind):
+    tiny, model = TINY[kind], models(kind)
+    patched, levels = counted(attach(model, configured()))
+    found = sample(patched, tiny, SIZE, steps=8)
+    # The rival puts the line in place of the guided answer, which is the same as of both parts.
+    expected = sample(rivals.forecast()(model), tiny, SIZE, steps=8)
+    assert relative_error(found, expected) < 1e-4
+    assert len(set(levels)) == 5
+    assert log_messages()[-1].startswith("[ToMe] forecast 3/8 steps, ratio 0.60, window")
+    assert "merged" not in log_messages()[-1]
+    assert relative_error(found, sample(model, tiny, SIZE, steps=8)) > 1e-4
+
+
+def test_a_short_run_merges_and_one_without_forecasts_does_too(models, log_messages):
+    tiny, model = TINY["flux"], models("flux")
+    for config, steps in ((configured(), 3), (configured(forecast=False), 8)):
+        patched, levels = counted(attach(model, config))
+        sample(patched, tiny, SIZE, steps=steps)
+        assert len(set(levels)) == steps
+        assert log_messages()[-1].startswith("[ToMe] merged ")
+
+
+def test_the_steps_between_merge_what_is_set_outside_of_stacks(models, log_messages):
+    tiny, model = TINY["flux"], models("flux")
+    patched, levels = counted(attach(model, configured(scope="module")))
+    sample(patched, tiny, SIZE, steps=8)
+    assert len(set(levels)) == 5
+    line = log_messages()[-1]
+    assert line.startswith("[ToMe] forecast 3/8 steps, merged ") and "5/8 steps" in line
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"), [("heun", 10), ("euler_ancestral", 5), ("res_multistep", 5)]
+)
+def test_other_samplers_leave_out_as_many_steps(models, sampler, expected):
+    tiny, model = TINY["flux"], models("flux")
+    patched, levels = counted(attach(model, configured()))
+    found = sample(patched, tiny, SIZE, steps=8, cfg=1.0, sampler=sampler)
+    assert len(levels) == expected
+    plain = sample(model, tiny, SIZE, steps=8, cfg=1.0, sampler=sampler)
+    assert 0 < relative_error(found, plain) < 1
+
+
+def test_only_active_steps_are_left_out(models):
+    tiny, model = TINY["flux"], models("flux")
+    patched, levels = counted(attach(model, configured(start_percent=0.6)))
+    sample(patched, tiny, SIZE, steps=8, cfg=1.0)
+    plain, every = counted(model)
+    sample(plain, tiny, SIZE, steps=8, cfg=1.0)
+    assert 5 < len(levels) < 8
+    left_out = sorted(set(every) - set(levels), reverse=True)
+    assert left_out and max(left_out) < every[3]
+
+
+def test_a_run_of_a_picture_is_forecast_and_a_second_run_begins_anew(models):
+    tiny, model = TINY["flux"], models("flux")
+    patched, levels = counted(attach(model, configured()))
+    options = {"steps": 8, "cfg": 1.0, "picture": 0.5, "start_step": 2}
+    first = sample(patched, tiny, SIZE, **options)
+    assert len(levels) == 4
+    sample(patched, tiny, SIZE, steps=8, cfg=1.0, seed=9)
+    again = sample(patched, tiny, SIZE, **options)
+    assert torch.equal(first, again)
+
+
+def test_an_unet_merges_in_all_steps(sd15, log_messages):
+    patched, levels = counted(attach(sd15, configured()))
+    host.sample(patched, size=(16, 16), steps=6)
+    assert len(set(levels)) == 6
+    assert log_messages()[-1].startswith("[ToMe] merged ")
+
+
+def test_the_report_says_how_many_steps_were_forecast(models):
+    tiny, model = TINY["flux"], models("flux")
+    patched = attach(model, configured(), wants_details=lambda: True)
+    sample(patched, tiny, SIZE, steps=8)
+    run = last_run(patched)
+    lines = in_words(run)
+    assert lines[0] == "Forecast: 3 of 8 steps"
+    assert not any(line.startswith(("Merged", "Nothing", "Steps: merged")) for line in lines)
+    assert hint_for(run) is None
+    for view in ("merge map", "heat map", "chart"):
+        assert report_of(run, view).text.splitlines() == lines
+
+
+def test_the_line_on_the_node_says_which_steps_were_forecast(models):
+    tiny, model = TINY["flux"], models("flux")
+    lines = []
+    sample(attach(model, configured(), on_step=lines.append), tiny, SIZE, steps=8)
+    assert [line.startswith("forecast, step") for line in lines] == [
+        *(False, False, True, False, True, False, True, False)
+    ]

@@ -1,0 +1,174 @@
+"""In which steps a model runs, and what is forecast in the others."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tome_nodes.patching import forecast
+from tome_nodes.patching.forecast import Forecasts, steps_that_run
+from tome_nodes.patching.schedule import Moment, log_snr
+from tome_nodes.settings.config import ToMeConfig
+
+
+def pattern(ratio, steps):
+    """A letter for each step: R for one that runs, F for one that is forecast."""
+    running = steps_that_run(ratio, steps)
+    return "".join("R" if step in running else "F" for step in range(steps))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        (0.6, "RRFR"),
+        (0.3, "RRFR"),
+        (0.6, "RRFRFRFR"),
+        (0.75, "RRFFRFFR"),
+        (0.6, "RRRFRFRFFRFRFFRFRFFR"),
+        (1.0, "RRFFFFFR"),
+        (0.9, "RRR"),
+        (0.9, "R"),
+    ],
+)
+def test_steps_between_the_first_and_the_last_are_forecast(ratio, expected):
+    assert pattern(ratio, len(expected)) == expected
+
+
+@given(st.floats(0, 1), st.integers(1, 100))
+def test_as_many_are_forecast_as_the_ratio_says_and_evenly(ratio, steps):
+    running = sorted(steps_that_run(ratio, steps))
+    first = min(3 if steps >= 16 else 2, steps)
+    assert running[:first] == [*range(first)] and running[-1] == steps - 1
+    between = max(0, steps - 1 - first)
+    forecast = steps - len(running)
+    assert abs(forecast - between * ratio) <= 0.5 + 1e-9 or forecast == 1 <= between
+    gaps = {
+        after - before for before, after in zip(running[first - 1 :], running[first:], strict=False)
+    }
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def moment(step, level, steps=8, **others):
+    given = {"progress": 0.0, "picks": 0, "part": "part", "is_active": True}
+    given |= {"steps_left": steps - 1 - step, "log_snr": level}
+    return Moment(step=step, **given | others)
+
+
+@pytest.fixture(autouse=True)
+def as_hosts_sample():
+    """Hosts sample without gradients."""
+    with torch.no_grad():
+        yield
+
+
+FORECASTS = ToMeConfig(ratio=0.6, forecast=True)
+
+
+def after(*answers, config=FORECASTS):
+    """What is kept after these steps, levels and answers."""
+    kept = Forecasts(config)
+    for step, level, answer in answers:
+        kept.keep(moment(step, level), answer)
+    return kept
+
+
+def latent(seed=0, batch=2):
+    return torch.randn(batch, 4, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+ONE, CHANGE = latent(), 0.1 * latent(1)
+KNOWN = ((0, -4.0, ONE), (1, -2.0, ONE + CHANGE))
+
+
+def test_a_forecast_goes_on_in_the_direction_of_the_last_change():
+    found = after(*KNOWN).answer(moment(2, 1.0), ONE)
+    # The last change was over 2, the forecast is over 3, of which 0.8 is taken.
+    assert torch.allclose(found, ONE + CHANGE * (1 + 0.8 * 1.5), atol=1e-6)
+    assert after(*KNOWN).answer(moment(3, 1.0), ONE) is None
+    assert (
+        after(*KNOWN, config=replace(FORECASTS, forecast=False)).answer(moment(2, 1.0), ONE) is None
+    )
+
+
+def test_what_was_answered_is_kept_even_if_the_host_changes_it():
+    answer = ONE + CHANGE
+    kept = after(KNOWN[0], (1, -2.0, answer))
+    answer.zero_()
+    expected = after(*KNOWN).answer(moment(2, 1.0), ONE)
+    assert torch.equal(kept.answer(moment(2, 1.0), ONE), expected)
+
+
+def test_only_the_first_evaluation_of_a_step_counts():
+    again = after(*KNOWN, (1, -1.0, latent(9)))
+    assert torch.equal(again.answer(moment(2, 1.0), ONE), after(*KNOWN).answer(moment(2, 1.0), ONE))
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        KNOWN[:1],
+        (KNOWN[0], (1, -5.0, ONE)),
+        (KNOWN[0], (1, -2.0, latent(7))),
+        (KNOWN[0], (1, -2.0, ONE[:1])),
+        (KNOWN[0], (1, -2.0, ONE.double())),
+    ],
+    ids=["one answer", "more noise", "another place", "another batch", "another type"],
+)
+def test_the_model_runs_where_two_answers_do_not_go_together(known):
+    assert after(*known).answer(moment(2, 1.0), ONE) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"part": "another"},
+        {"is_active": False},
+        {"steps_left": None},
+        {"log_snr": None},
+        {"log_snr": -3.0},
+    ],
+    ids=str,
+)
+def test_the_model_runs_where_a_step_cannot_be_forecast(other):
+    known = after(*KNOWN)
+    assert known.answer(replace(moment(2, 1.0), **other), ONE) is None
+    assert known.answer(moment(2, 1.0), ONE) is not None
+
+
+def test_the_model_runs_while_gradients_are_computed():
+    with torch.enable_grad():
+        assert after(*KNOWN).answer(moment(2, 1.0), ONE) is None
+        assert after(*KNOWN).answer(moment(2, 1.0), ONE) is None
+
+
+def test_answers_of_a_video_and_of_packed_values_are_forecast_too():
+    for shape in ((1, 4, 3, 8, 8), (1, 1, 500)):
+        one = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        kept = after((0, -4.0, one), (1, -2.0, one * 1.1))
+        assert torch.allclose(kept.answer(moment(2, 0.0), one), one * (1.1 + 0.8 * 0.1))
+
+
+def test_only_so_many_parts_are_kept():
+    kept = Forecasts(FORECASTS)
+    for part in range(forecast._PARTS_KEPT + 5):
+        for step, level, answer in KNOWN:
+            kept.keep(moment(step, level, part=part), answer)
+    assert kept.answer(moment(2, 1.0, part=0), ONE) is None
+    assert kept.answer(moment(2, 1.0, part=forecast._PARTS_KEPT), ONE) is not None
+    kept.clear()
+    assert kept.answer(moment(2, 1.0, part=forecast._PARTS_KEPT), ONE) is None
+
+
+@pytest.mark.parametrize(
+    ("noise", "is_flow", "expected"),
+    [(0.5, True, 0.0), (0.1, True, 2 * math.log(9)), (2.0, False, -2 * math.log(2))],
+)
+def test_the_logarithm_of_signal_to_noise(noise, is_flow, expected):
+    assert log_snr(noise, is_flow) == pytest.approx(expected)
+
+
+def test_pure_noise_of_a_flow_has_a_finite_logarithm():
+    assert log_snr(1.0, True) == log_snr(0.99, True) < log_snr(0.98, True)

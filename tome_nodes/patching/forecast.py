@@ -1,0 +1,120 @@
+"""Steps in which a model does not run: its answer is forecast from the two before.
+
+What a model predicts the clean picture to be changes nearly on a straight line over the logarithm
+of signal to noise. So in some steps that line takes the place of the model; benchmarks/FIDELITY.md.
+Forecasts of this kind are common for long runs, see TaylorSeer (arXiv 2503.06923).
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..settings.config import ToMeConfig
+from .detail_cache import belongs, means_of
+from .schedule import Moment
+
+_DAMPING = 0.8
+"""The share of the change that a forecast takes over."""
+
+_FIRST, _FIRST_OF_MANY, _MANY = 2, 3, 16
+"""How many steps at the beginning run the model, and how many of a run of at least so many. What is
+forecast too early is off by most."""
+
+_PARTS_KEPT = 64
+"""How many parts of a step keep their answers; samplers that tile have many."""
+
+
+def steps_that_run(ratio: float, steps: int) -> frozenset[int]:
+    """The steps in which the model runs, of a run of so many.
+
+    Args:
+        ratio: the share of the steps between the first few and the last that are forecast; at least
+            one is.
+        steps: of the run, at least 1.
+    """
+    first = _FIRST_OF_MANY if steps >= _MANY else _FIRST
+    between = max(0, steps - 1 - first)
+    count = min(round(between * (1 - ratio)), max(0, between - 1))
+    places = ((index + 1) * (between + 1) // (count + 1) - 1 for index in range(count))
+    return frozenset(range(min(first, steps))) | {first + place for place in places} | {steps - 1}
+
+
+@dataclass(frozen=True, eq=False)
+class _Answered:
+    """What a model answered.
+
+    Attributes:
+        step: the step of the run.
+        log_snr: the logarithm of signal to noise, in power.
+        denoised: the denoised latent.
+    """
+
+    step: int
+    log_snr: float
+    denoised: Tensor
+
+
+class Forecasts:
+    """The last answers of a model in a run, by the part of a step, and forecasts from them."""
+
+    def __init__(self, config: ToMeConfig):
+        self._config = config
+        self._kept: dict[Hashable, list[_Answered]] = {}
+
+    def clear(self) -> None:
+        """Drop all: another run begins."""
+        self._kept.clear()
+
+    def has_some(self, moment: Moment) -> bool:
+        """Whether steps of the run of an evaluation are forecast."""
+        steps = self._steps(moment)
+        return steps is not None and len(steps_that_run(self._config.ratio, steps)) < steps
+
+    def answer(self, moment: Moment, like: Tensor) -> Tensor | None:
+        """The denoised latent of an evaluation by forecast, None if the model has to run.
+
+        Args:
+            moment: where the evaluation is in its run.
+            like: the noisy latent.
+        """
+        steps, now = self._steps(moment), moment.log_snr
+        if steps is None or now is None or not moment.is_active or torch.is_grad_enabled():
+            return None
+        if moment.step in steps_that_run(self._config.ratio, steps):
+            return None
+        kept = self._kept.get(moment.part, [])
+        if len(kept) < 2 or kept[1].denoised.shape != like.shape or now <= kept[1].log_snr:
+            return None
+        first, last = kept
+        share = _DAMPING * (now - last.log_snr) / (last.log_snr - first.log_snr)
+        return torch.lerp(first.denoised, last.denoised, 1 + share)
+
+    def keep(self, moment: Moment, denoised: Tensor) -> None:
+        """Note what the model answered. Of several evaluations in a step, the first counts."""
+        if self._steps(moment) is None or moment.log_snr is None or torch.is_grad_enabled():
+            return
+        kept = self._kept.pop(moment.part, [])
+        if not kept or kept[-1].step != moment.step:
+            # Whoever gets the answer may change it in place.
+            new = _Answered(moment.step, moment.log_snr, denoised.clone())
+            kept = [*kept[-1:], new] if kept and _follows(kept[-1], new) else [new]
+        self._kept[moment.part] = kept
+        if len(self._kept) > _PARTS_KEPT:
+            del self._kept[next(iter(self._kept))]
+
+    def _steps(self, moment: Moment) -> int | None:
+        """How many steps the run has, None if they are not known or nothing is forecast."""
+        if not self._config.forecast or moment.steps_left is None:
+            return None
+        return moment.step + moment.steps_left + 1
+
+
+def _follows(before: _Answered, after: _Answered) -> bool:
+    """Whether an answer is of the same place as the one before, at less noise."""
+    one, other = before.denoised, after.denoised
+    is_alike = one.shape == other.shape and one.device == other.device and one.dtype == other.dtype
+    if not is_alike or after.log_snr <= before.log_snr:
+        return False
+    return one.ndim < 4 or belongs(means_of(one), means_of(other))
