@@ -122,7 +122,7 @@ class Size:
 
     @property
     def text(self) -> int:
-        """Those of text, which are 512 for 4096 of a picture in the published model."""
+        """Those of text, as many for each of the picture as Flux has at 1024x1024."""
         return self.tokens // 8
 
     def case(self) -> TransformerCase:
@@ -239,10 +239,11 @@ def page(result: Mapping[str, Any]) -> str:
     ]
     for row in result["sizes"]:
         double, single = row["blocks"]
+        rounds = len(row["methods"][PLAIN]["seconds"])
         parts += [
             f"## {row['name'].capitalize()}: {row['channels']} channels, {row['tokens']} tokens",
             f"{double} double and {single} single blocks, {row['text']} tokens of text beside, "
-            f"{row['dtype']}, {row['steps']} steps.",
+            f"{row['dtype']}, {row['steps']} steps, runs of each method: {rounds}.",
             table(
                 ["method", "seconds a step", "time", "lowest", "highest", "change"],
                 [_row(row, name) for name in row["methods"]],
@@ -272,8 +273,7 @@ def main() -> int:
     name = arguments.name or f"diffusers-flux{'-quick' * arguments.quick}"
     record = Record(name, command, RESULTS, arguments.minutes, "cpu", arguments.quick)
     record.result["sizes"] = []
-    torch.set_num_threads(1)
-    record.attempt("check", 0.0, check)
+    check()
     for size in SIZES[:1] if arguments.quick else SIZES:
         found = record.attempt(size.name, 0.0, partial(measure, record, size))
         if found is not None:
@@ -292,4 +292,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     sys.exit(main())
