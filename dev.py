@@ -118,6 +118,7 @@ def bench(arguments: list[str]) -> int:
         "picture": "benchmarks.fidelity.off_and_on",
         "host-time": "benchmarks.speed.host_time",
         "tune": "benchmarks.speed.tuning",
+        "diffusers": "benchmarks.speed.diffusers_flux",
         "report": "benchmarks.speed.report",
     }
     for name in others:
@@ -236,7 +237,8 @@ def _parser() -> argparse.ArgumentParser:
         "--names, --seeds; with --picture, the picture of off and on: --ratio, "
         "--presets, --model; with --host-time, what merging adds before any kernel runs: --quick, "
         "--rounds; with --tune, whether ToMe Tune keeps its word: --wish, --size, --steps, "
-        "--rounds; with --report, tables of what was measured on a GPU",
+        "--rounds; with --diffusers, Flux of diffusers: --quick, --minutes; with --report, tables "
+        "of what was measured on a GPU",
     )
     add(
         "gpu",

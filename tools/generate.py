@@ -41,8 +41,8 @@ JUDGED = {
 
 FIGURES = f"""\
 *Time* is the work of a run at `ratio` {RATIO:g}, counted, with 1 for the unpatched one: of a small
-UNet in 12 steps; of transformers in 8 steps, in blocks as wide as those of Flux at 1024x1024, and for
-video as those of Wan 14B at 480p and 81 frames. *Change* is how much pictures of small trained
+UNet in 12 steps; of transformers in 8 steps, in blocks as wide as those of Flux at 1024x1024, and
+for video as those of Wan 14B at 480p and 81 frames. *Change* is how much pictures of small trained
 models differ, with 1 for the paper's method at 0.5. They are to compare presets by, not what a
 large model gains on a GPU. `python3 dev.py bench --fidelity` measures them."""
 """The text below the table of presets, if they were measured."""

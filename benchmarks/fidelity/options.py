@@ -25,6 +25,7 @@ from benchmarks.fidelity.page import (
     STEPS,
     TODO,
     TOMESD,
+    WHOLE,
 )
 from benchmarks.speed.methods import ToDoStrategy, TomesdStrategy
 from tome_nodes.comfyui.attachment import attach
@@ -82,7 +83,7 @@ def of_unet(steps: int) -> list[Option]:
         *_merging(),
         *_presets({"quality": (0.6, 0.75), "balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)}),
         Option("fast 0.6, no full step", OURS, preset("fast", refresh_steps=0)),
-        *_together(),
+        *_together("balanced", "fast"),
     ]
 
 
@@ -98,15 +99,17 @@ def of_transformer(steps: int) -> list[Option]:
         Option("half the size", SIZE, shrunk=2),
         *_merging(),
         Option(BLOCKS, MERGING, _toma(0.5)),
+        Option(WHOLE, MERGING, _whole(0.5)),
         *_presets(ratios),
-        *_together(),
+        *_together("balanced"),
     ]
 
 
 def of_video(steps: int) -> list[Option]:
     """What to pick on a transformer of videos in place of a run of so many steps."""
     presets = _presets({"quality": (0.6,), "balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)})
-    return [*_without_merging(steps), *_merging(), *presets]
+    whole = Option(WHOLE, MERGING, _whole(0.5))
+    return [*_without_merging(steps), *_merging(), whole, *presets]
 
 
 def _without_merging(steps: int) -> list[Option]:
@@ -146,21 +149,20 @@ def _presets(ratios: Mapping[str, Sequence[float]]) -> list[Option]:
     ]
 
 
-def _together() -> list[Option]:
+def _together(*presets: str) -> list[Option]:
     """Presets with each of what can be had besides."""
-    found = []
-    for name, other in {
-        "EasyCache 0.2": rivals.easy_cache(),
-        "forecast": rivals.forecast(),
-    }.items():
-        balanced, fast = (
-            _then(preset(each, ratio), other) for each, ratio in (("balanced", 0.6), ("fast", 0.5))
+    others = {"EasyCache 0.2": rivals.easy_cache(), "forecast": rivals.forecast()}
+    ratios = {"balanced": 0.6, "fast": 0.5}
+    return [
+        Option(
+            f"{name} {ratios[name]:g}, {other}",
+            BOTH,
+            _then(preset(name, ratios[name]), patch),
+            keys=1.0 if name == "fast" else 1 - ratios[name],
         )
-        found += [
-            Option(f"balanced 0.6, {name}", BOTH, balanced, keys=0.4),
-            Option(f"fast 0.5, {name}", BOTH, fast),
-        ]
-    return found
+        for other, patch in others.items()
+        for name in presets
+    ]
 
 
 def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:
@@ -188,6 +190,11 @@ def _node(module: ModuleType, **inputs: Any) -> Patch:
 def _toma(ratio: float) -> Patch:
     """Each block on tokens merged within windows, in each step, merged keys counted once."""
     return ours(ratio=ratio, strategy="window", scope="block", proportional_attn=False)
+
+
+def _whole(ratio: float) -> Patch:
+    """The whole model on merged tokens in most steps, as scope ``stack`` has it."""
+    return preset("fast", ratio, forecast=False)
 
 
 def _then(first: Patch, second: Patch) -> Patch:

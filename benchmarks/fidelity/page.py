@@ -42,6 +42,7 @@ PLAIN = "plain"
 TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
 PAPER, POOLED = "q,k,v 0.5, as the paper", "pooled k,v 0.75"
 BLOCKS, KEYS75 = "blocks 0.5, as ToMA", "k,v 0.75, window 4x2"
+WHOLE = "whole model 0.5"
 QUALITY, DEFAULT, BALANCED75 = "quality 0.6", "balanced 0.6", "balanced 0.75"
 FAST, FAST_DEFAULT = "fast 0.5", "fast 0.6"
 
@@ -49,7 +50,7 @@ IN_SUMMARY = (TOMESD, TODO, PAPER, POOLED, KEYS75, QUALITY, DEFAULT, BALANCED75,
 """What the last line needs, besides fewer steps and caches."""
 ON_SHEET = (
     *(PLAIN, "6 steps", "3 steps", "EasyCache 0.2", "forecast"),
-    *(TOMESD, TODO, PAPER, QUALITY, DEFAULT, FAST, FAST_DEFAULT),
+    *(TOMESD, TODO, PAPER, WHOLE, QUALITY, DEFAULT, FAST, FAST_DEFAULT),
 )
 """The rows of which pictures are shown."""
 

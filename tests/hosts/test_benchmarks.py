@@ -326,3 +326,53 @@ def test_merging_keys_launches_few_kernels():
     launches = float(re.search(r"^summary: host_ms_sd15=\S+ .* launches=(\S+)$", output, re.M)[1])
     # Matching, merging, weighing, and taking the further channels off: one each. One more for all.
     assert launches == 4.2
+
+
+def test_flux_of_diffusers_is_checked_timed_and_written(tmp_path, monkeypatch):
+    from benchmarks.speed import diffusers_flux
+
+    monkeypatch.setattr(diffusers_flux, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["bench", "--quick"])
+    assert diffusers_flux.main() == 0
+    (result,) = (json.loads(each.read_text()) for each in tmp_path.glob("*.json"))
+    (row,) = result["sizes"]
+    assert row["methods"].keys() == {"unpatched", *diffusers_flux.METHODS}
+    for name, method in row["methods"].items():
+        assert len(method["seconds"]) == 1
+        assert (method["error"] == 0) == (name == "unpatched")
+    (page,) = (each.read_text() for each in tmp_path.glob("*.md"))
+    assert "| ToMA's method, our code |" in page and result["summary"] in page
+
+
+def test_a_method_that_computes_something_else_fails(monkeypatch):
+    from benchmarks.speed import diffusers_flux
+
+    class Wrong(SlotPlan):
+        def unmerge(self, y):
+            return 1.01 * super().unmerge(y)
+
+    made = SlotPlan.from_slots
+    monkeypatch.setattr(SlotPlan, "from_slots", lambda *args: Wrong(**vars(made(*args))))
+    with pytest.raises(ValueError, match=r"off by .* with lossless plans"):
+        diffusers_flux.check()
+
+
+def test_blocks_of_flux_share_the_plan_of_toma_for_five_steps(monkeypatch, log_messages):
+    from benchmarks.speed import diffusers_flux, toma
+
+    case, made = diffusers_flux.TINY.case(), []
+    plans = toma.TomaStrategy.plans
+
+    def spy(strategy, features, grid, ratios):
+        found = plans(strategy, features, grid, ratios)
+        # The device is tried with a smaller grid.
+        made.extend(found if grid.tokens == case.picture else ())
+        return found
+
+    monkeypatch.setattr(toma.TomaStrategy, "plans", spy)
+    diffusers_flux.METHODS["toma"].attach(case)
+    case(steps=11)
+    first, second, third = (plan.tokens() for plan in made)
+    assert torch.equal(first, second) and not torch.equal(second, third)
+    assert log_messages()[-1].startswith("[ToMe] merged 3/3 blocks (1024 -> 512 tokens)")
+    assert log_messages()[-1].endswith("block scope")
