@@ -109,7 +109,9 @@ def of_video(steps: int) -> list[Option]:
     """What to pick on a transformer of videos in place of a run of so many steps."""
     presets = _presets({"quality": (0.6,), "balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)})
     whole = Option(WHOLE, MERGING, _whole(0.5))
-    return [*_without_merging(steps), *_merging(), whole, *presets]
+    # ToDo is for pictures.
+    _, *merging = _merging()
+    return [*_without_merging(steps), *merging, whole, *presets]
 
 
 def _without_merging(steps: int) -> list[Option]:

@@ -167,8 +167,9 @@ def test_everything_that_saves_time_has_its_cost_and_the_plain_model_no_error(
     # Six of eight steps run on half of the 64 tokens and four of the prompt.
     half = (32 + 4) / (64 + 4)
     merged = half * (1 - attention) + half**2 * attention
-    assert rows["fast 0.5"]["time"] == pytest.approx((2 + 6 * merged) / 8)
-    assert rows["fast 0.5"]["evaluations"] == 8
+    assert rows[page.WHOLE]["time"] == pytest.approx((2 + 6 * merged) / 8)
+    assert rows[page.WHOLE]["evaluations"] == 8
+    assert rows["fast 0.6"]["time"] == rows["fast 0.6"]["evaluations"] / 8
     assert {pictures.shape for pictures in shown.values()} == {(2, 3, 64, 64)}
 
 
