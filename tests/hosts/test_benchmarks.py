@@ -186,7 +186,7 @@ class Nothing(WindowStrategy):
 
     def plans(self, features, grid, ratios):
         plans = super().plans(features, grid, ratios)
-        return plans if features.shape[2] < 64 else [None for _ in plans]
+        return plans if features.shape[2] < 32 else [None for _ in plans]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ touched, so LoRA, saving, model merging and other nodes' patches work as before.
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Set
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 from typing import Any, cast
@@ -161,38 +162,31 @@ def picture_of(latent: Any) -> Tensor:
     return picture
 
 
+@dataclass(eq=False)
 class _Attachment:
-    """The wrappers of one patched model.
+    """The wrappers of one patched model; its first attributes are arguments of :func:`attach`.
 
     Attributes:
         runs: the last run of each node that samples, in the order in which they ended. Nothing
             else of a run is kept.
+        running: the runs that have not ended.
     """
 
-    def __init__(
-        self,
-        config: ToMeConfig,
-        make_strategy: MakeStrategy,
-        on_step: Callable[[str], None] | None,
-        wants_details: Callable[[], bool] | None,
-        tuned: Measured | None,
-        is_quiet: bool,
-    ):
-        self.config = config
-        self.make_strategy = make_strategy
-        self.on_step = on_step
-        self.wants_details = wants_details
-        self.tuned = tuned
-        self.is_quiet = is_quiet
-        self.runs: dict[str | None, LastRun] = {}
-        self._running: set[_SamplingRun] = set()
+    config: ToMeConfig
+    make_strategy: MakeStrategy
+    on_step: Callable[[str], None] | None
+    wants_details: Callable[[], bool] | None
+    tuned: Measured | None
+    is_quiet: bool
+    runs: dict[str | None, LastRun] = field(default_factory=dict)
+    running: "set[_SamplingRun]" = field(default_factory=set)
 
     def pre_run(self, patcher: ModelPatcher) -> None:
         """Warn if the host prepares the patched model for a run that is not wrapped.
 
         A guider of two models takes its wrappers from the first only.
         """
-        if not self._running:
+        if not self.running:
             log.warning(
                 "[ToMe] the settings of ToMe Patch Model on %s are not used in this run, as it "
                 "takes part in the run of another model, for example as the negative model of a "
@@ -208,12 +202,12 @@ class _Attachment:
         run = _SamplingRun(self, is_empty(latent))
         options = executor.class_obj.model_options["transformer_options"]
         options[KEY] = run
-        self._running.add(run)
+        self.running.add(run)
         try:
             with comfy_compiler.switched_off(options):
                 result = executor(*args, **kwargs)
         finally:
-            self._running.discard(run)
+            self.running.discard(run)
         last = run.finish()
         if last is not None:
             self.runs[sampler] = last
