@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -74,9 +74,11 @@ class Method:
     def attach(self, case: TransformerCase, is_lossless: bool = False) -> None:
         """Have a pipeline merge so, or run the same code with lossless plans."""
         make = lossless(self.make) if is_lossless else self.make
+        # A step that is forecast has no plans.
+        config = replace(self.config, forecast=self.config.forecast and not is_lossless)
         host = DiffusersTransformers()
         for network, steps in host.find(case.pipeline):
-            Attachment(self.config, host, steps, make).attach(network)
+            Attachment(config, host, steps, make).attach(network)
 
 
 def _preset(name: str) -> ToMeConfig:

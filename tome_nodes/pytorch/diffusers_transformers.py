@@ -145,7 +145,6 @@ class TransformerCalls(Calls):
         needs_record = self.config.scope != "module" or self.config.forecast
         self._record = whole_transformer(network) if needs_record else None
         self._whole_call: WholeCall | None = None
-        self._moment_now: Moment | None = None
         self._last_result: Any = None
 
     @torch.compiler.disable
@@ -169,10 +168,9 @@ class TransformerCalls(Calls):
             pictures = _in_sequence(self._record, answer)
             self._whole_call = WholeCall(self._record, self.network, given, latents, pictures)
         shape = latents.one.shape
-        self._moment_now = self._moment((shape, latents.sides), _timestep(given))
         self.prepare(
             (shape, latents.sides),
-            self._moment_now,
+            self._moment((shape, latents.sides), _timestep(given)),
             Grid(*latents.sides[0][1:]),
             device,
             latents.one.dtype,
@@ -225,8 +223,8 @@ class TransformerCalls(Calls):
 
     @property
     def _moment_of_call(self) -> Moment:
-        assert self._moment_now is not None
-        return self._moment_now
+        moment: Moment = self._arguments[0]
+        return moment
 
     def _run_of(self, answer: Answer) -> Run:
         """The evaluations of the model, whose first inputs got this answer."""
