@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import comfy.sample
@@ -89,11 +89,12 @@ VERDICTS = (RIGHT, PARTLY, ASIDE, NONE, WRONG)
 _INTRODUCTION = f"""\
 Each node met merging in {len(SETTINGS)} settings ({", ".join(SETTINGS)}), before it and after it,
 on tiny models of ComfyUI's own classes. *right*: with a lossless plan, which only shuffles tokens,
-the result is that of the node alone, to {CLOSE:g} of its norm. *partly* and *steps aside* are right
-too, but some or all blocks merge less or nothing, and the log says so; a number leads to the
-settings and to the words of the log. A dash: alone, the node fails on this class, changes nothing,
-or is not made for it; the JSON file has the reasons. *balanced* differs from *quality* in the cells
-only. Nodes that compile ran with the backend *eager*, in two settings."""
+and without forecasts, the result is that of the node alone, to {CLOSE:g} of its norm. *partly* and
+*steps aside* are right too, but some or all blocks merge less or nothing, or no step is forecast,
+and the log says so; a number leads to the settings and to the words of the log. A dash: alone, the
+node fails on this class, changes nothing, or is not made for it; the JSON file has the reasons.
+*balanced* differs from *quality* in the cells only. Nodes that compile ran with the backend
+*eager*, in two settings."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Bench:
         except Failed as reason:
             return Cell(NONE, str(reason))
         try:
-            result, lines = self._both(kind, neighbour, setting, order, lossless(make_strategy))
+            result, lines = self._shuffled(kind, neighbour, setting, order)
             merged, lines_of_merged = self._merged(kind, neighbour, setting)
         except Exception as error:
             return Cell(WRONG, _in_words(error))
@@ -139,17 +140,31 @@ class Bench:
             return Cell(WRONG, "the result is another one")
         if not merged.isfinite().all():
             return Cell(WRONG, "the result of merging is not finite")
-        own = self._merged(kind, NOBODY, setting)[1]
-        new = [each for each in dict.fromkeys((*lines, *lines_of_merged)) if each not in own]
+        own = {
+            *self._shuffled(kind, NOBODY, setting, ORDERS[0])[1],
+            *self._merged(kind, NOBODY, setting)[1],
+        }
+        found = [each for each in dict.fromkeys((*lines, *lines_of_merged)) if each not in own]
+        new = [each for each in found if _NOTHING + each not in found]
         if not new:
             return Cell(RIGHT)
         return Cell(ASIDE if new[0].startswith(_NOTHING) else PARTLY, "; ".join(new))
+
+    def _shuffled(
+        self, kind: str, neighbour: Neighbour, setting: str, order: str
+    ) -> tuple[Tensor, list[str]]:
+        """As :meth:`_both` with a lossless plan, and without forecasts, which are not lossless."""
+        config = replace(SETTINGS[setting], forecast=False)
+        return self._once(
+            ("shuffled", kind, neighbour.name, setting, order),
+            lambda: self._both(kind, neighbour, config, order, lossless(make_strategy)),
+        )
 
     def _merged(self, kind: str, neighbour: Neighbour, setting: str) -> tuple[Tensor, list[str]]:
         """As :meth:`_both` with the plan of the settings, in one order for both."""
         return self._once(
             ("merged", kind, neighbour.name, setting),
-            lambda: self._both(kind, neighbour, setting, ORDERS[0], make_strategy),
+            lambda: self._both(kind, neighbour, SETTINGS[setting], ORDERS[0], make_strategy),
         )
 
     def _alone(self, kind: str, neighbour: Neighbour) -> Tensor:
@@ -182,10 +197,10 @@ class Bench:
         return found
 
     def _both(
-        self, kind: str, neighbour: Neighbour, setting: str, order: str, make: MakeStrategy
+        self, kind: str, neighbour: Neighbour, config: ToMeConfig, order: str, make: MakeStrategy
     ) -> tuple[Tensor, list[str]]:
         """The result of another node and of merging, and what our log tells of it."""
-        model, config = self.model(kind), SETTINGS[setting]
+        model = self.model(kind)
         if order == ORDERS[0]:
             both = neighbour.patch(attach(model, config, make), kind)
         else:

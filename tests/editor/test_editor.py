@@ -764,7 +764,8 @@ def test_all_of_a_report_is_shown_in_a_node_of_any_size(fresh_editor):
 def place_and_wire(editor, blueprint, models, latent):
     """Link a blueprint from the search to and from a small graph; return its node's type."""
     editor.open("plain.json", json.dumps(small_graph()))
-    editor.look_at(*CORNER, scale=0.75)
+    # The prompts are above the rest.
+    editor.look_at(-20, -440, scale=0.65)
     editor.search(blueprint).filter(has_text=blueprint).first.click()
     editor.place(1200, 560)
     placed = editor.page.evaluate("() => app.rootGraph.nodes.find(node => node.subgraph).type")

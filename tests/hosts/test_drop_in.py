@@ -148,8 +148,9 @@ NOT_THE_DEFAULT = {
 def test_every_option_has_an_effect_by_keyword():
     from models.pipelines import call, make_unet
 
-    # Frames are of video, which no UNet of diffusers makes; steps on all tokens are of stacks.
-    others = {"backend", "st", "refresh_steps"}
+    # Frames are of video, which no UNet of diffusers makes; steps on all tokens are of stacks; and
+    # answers are forecast of transformers only.
+    others = {"backend", "st", "refresh_steps", "forecast"}
     assert {*NOT_THE_DEFAULT, *others} == {field.name for field in fields(ToMeConfig)}
     unet = make_unet()
     default = call(tome_nodes.apply_patch(unet))

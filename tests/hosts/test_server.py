@@ -101,6 +101,7 @@ def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
         *("merge_attn", "merge_crossattn", "merge_mlp", "kv_ratio", "ratio_end"),
         *("sx", "sy", "st", "use_rand", "reuse_steps", "min_tokens", "proportional_attn"),
         "refresh_steps",
+        "forecast",
     ]
     # A place for a link, not a value.
     kind, socket = inputs["optional"].pop("settings")

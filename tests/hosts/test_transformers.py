@@ -514,7 +514,8 @@ def test_one_step_in_four_and_the_first_on_a_picture_run_on_all_tokens(
     models, log_messages, options, merged
 ):
     tiny, model = TINY["flux"], models("flux")
-    patched = attach(model, merging(**{**PRESETS["fast"].options, "ratio": 0.5}))
+    settings = {**PRESETS["fast"].options, "ratio": 0.5, "forecast": False}
+    patched = attach(model, merging(**settings))
     sample(patched, tiny, tiny.size(8, 10), steps=6, **options)
     # Of each run, the last step but one, and the first if it is given a picture under some noise.
     steps = 6 - options.get("start_step", 0) - (6 - options.get("last_step", 6))

@@ -24,7 +24,7 @@ from ..settings.config import ToMeConfig
 from .blocks import Evaluation, Layouts, ModelRecord, PatchedModel, SharedPlans
 from .detail_cache import GRADIENTS, Details
 from .engine import Engine, MakeStrategy, make_engine
-from .forecast import Forecasts
+from .forecast import IN_OTHER_STEPS, Forecasts
 from .outcome import Evaluated, Observer, Outcome
 from .schedule import Moment, ratio_at
 from .whole_model import WholeModel
@@ -34,9 +34,6 @@ _PARTS_KEPT = 64
 
 _REFRESHED = "every step that could merge ran on all tokens, as refresh_steps says; take more steps"
 """The reason to report if there was no other step."""
-
-_FORECAST = "the model runs on all tokens in some steps and its answers are forecast in the others"
-"""Why nothing merges in the steps between forecasts."""
 
 NO_MEMORY = "the device has no memory left for merging"
 """The reason to report once the device has run out of memory in a merged evaluation."""
@@ -161,8 +158,7 @@ class Run:
                 evaluation, None if it can.
         """
         with lock_of(self.model.model):
-            runs_between = self._runs_between(moment)
-            obstacle = obstacle or (_FORECAST if runs_between else None)
+            obstacle = obstacle or self._why_no_forecast(moment)
             obstacle = self._obstacle(moment, latent, device, dtype, obstacle, pictures)
             self._may_merge = obstacle is None
             if obstacle is not None:
@@ -184,7 +180,7 @@ class Run:
             len(self.model.blocks),
             outcomes,
             obstacle,
-            moment.is_active and obstacle is not _REFRESHED and not runs_between,
+            moment.is_active and obstacle not in (_REFRESHED, IN_OTHER_STEPS),
         )
         self.model.observer.evaluated(result)
 
@@ -192,10 +188,10 @@ class Run:
         """Whether answers of this model are forecast where the settings say so: not of a UNet."""
         return self._config.forecast and self.model.record.merges_at_calls
 
-    def _runs_between(self, moment: Moment) -> bool:
-        """Whether the model runs on all tokens, since forecasts save what merging would."""
+    def _why_no_forecast(self, moment: Moment) -> str | None:
+        """Why an evaluation in stacks is no forecast, which saves what merging would; or None."""
         in_stacks = self._config.scope == "stack" and self._forecasts_here()
-        return in_stacks and self._forecasts.has_some(moment)
+        return self._forecasts.why_none(moment) if in_stacks else None
 
     @contextmanager
     def _installed(self, evaluation: Evaluation) -> Iterator[None]:

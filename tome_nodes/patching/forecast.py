@@ -22,6 +22,12 @@ _FIRST, _FIRST_OF_MANY, _MANY = 2, 3, 16
 """How many steps at the beginning run the model, and how many of a run of at least so many. What is
 forecast too early is off by most."""
 
+IN_OTHER_STEPS = "the steps that were to be forecast were left out, perhaps by another node"
+"""The reason to report if a run had only steps in which the model has to run."""
+
+NOT_ALIKE = "the answers of the steps are too few or differ too much to forecast the next"
+"""Why a step that was to be forecast runs."""
+
 _PARTS_KEPT = 64
 """How many parts of a step keep their answers; samplers that tile have many."""
 
@@ -67,10 +73,15 @@ class Forecasts:
         """Drop all: another run begins."""
         self._kept.clear()
 
-    def has_some(self, moment: Moment) -> bool:
-        """Whether steps of the run of an evaluation are forecast."""
+    def why_none(self, moment: Moment) -> str | None:
+        """Why an evaluation is no forecast, None if none of its run is to be."""
         steps = self._steps(moment)
-        return steps is not None and len(steps_that_run(self._config.ratio, steps)) < steps
+        if steps is None:
+            return None
+        running = steps_that_run(self._config.ratio, steps)
+        if len(running) == steps:
+            return None
+        return IN_OTHER_STEPS if moment.step in running else NOT_ALIKE
 
     def answer(self, moment: Moment, like: Tensor) -> Tensor | None:
         """The denoised latent of an evaluation by forecast, None if the model has to run.

@@ -33,6 +33,7 @@ class Counts(Observer):
         self._blocks: dict[tuple[int, int], set[str]] = {}
         self._steps: set[int] = set()
         self._reasons: Counter[str] = Counter()
+        self._reasons_of_idle: Counter[str] = Counter()
 
     def evaluated(self, result: Evaluated) -> None:
         """Add the outcomes of an evaluation."""
@@ -40,7 +41,8 @@ class Counts(Observer):
         if result.is_forecast:
             self.forecast_steps.add(result.step)
         if result.reason is not None:
-            self._reasons[result.reason] += 1
+            reasons = self._reasons if result.is_active else self._reasons_of_idle
+            reasons[result.reason] += 1
         for outcome in result.outcomes:
             self.largest_grid = max(self.largest_grid, outcome.before)
             if outcome.layout is not None:
@@ -95,5 +97,9 @@ class Counts(Observer):
 
     @property
     def most_common_reason(self) -> str | None:
-        """Why blocks or whole evaluations ran on all tokens, None if no reason is known."""
-        return self._reasons.most_common(1)[0][0] if self._reasons else None
+        """Why blocks or whole evaluations ran on all tokens, None if no reason is known.
+
+        That no evaluation was to merge is the reason only where there is no other.
+        """
+        reasons = self._reasons or self._reasons_of_idle
+        return reasons.most_common(1)[0][0] if reasons else None
