@@ -68,20 +68,21 @@ class VideoJudge(Judge):
     sampler, scheduler = "euler", "simple"
     attention = SHARES["Wan 14B"](32760)
 
-    def __init__(self, steps: int, guidance: float = 2.0, seeds: int = 1):
-        self.clips = video_transformer.judged_clips()
-        photos = video_transformer.Photos()
-        rendered = [photos.render(clip, video_transformer.SIDE) for clip in self.clips]
-        self.places = torch.stack([places for _, places in rendered])
-        side = video_transformer.SIDE // video_transformer.PATCH
+    def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1, clips: int = 2):
+        self.prompts = video_transformer.judged_prompts(clips)
+        side = video_transformer.SIDE // latents.CELL // video_transformer.PATCH
         self.tokens = video_transformer.FRAMES * side**2
         super().__init__(video_transformer.load(), steps, guidance, seeds)
 
+    def decode(self, latent: Tensor) -> Tensor:
+        """See :func:`benchmarks.fidelity.video_transformer.decode`."""
+        return video_transformer.decode(latent)
+
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """One clip over each photo."""
-        prompts = torch.stack([video_transformer.prompt(clip) for clip in self.clips])
-        count, _, *sides = self.places.shape
-        return torch.zeros(count, 3, *sides), prompts, {"places": self.places}
+        """Clips of held-out captions; the noise decides all else."""
+        side = video_transformer.SIDE // latents.CELL
+        shape = len(self.prompts), latents.CHANNELS, video_transformer.FRAMES, side, side
+        return torch.zeros(shape), self.prompts, {}
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ BENCHES = {
         (4, 8),
     ),
     "video": Bench(
-        lambda steps, seeds: VideoJudge(steps, 2.0, seeds),
+        lambda steps, seeds: VideoJudge(steps, 3.0, seeds),
         options.of_video,
         (8,),
     ),

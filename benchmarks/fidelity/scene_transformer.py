@@ -75,13 +75,15 @@ class Latents(comfy.latent_formats.LatentFormat):
     latent_channels = latents.CHANNELS
 
 
-class _Settings(denoiser.Settings):
+class Settings(denoiser.Settings):
+    """The host's settings of a model that paints such latents."""
+
     latent_format = Latents
 
 
 def load(weights: Path = WEIGHTS) -> ModelPatcher:
     """The trained transformer as a ComfyUI model; ``latents.decode`` decodes its output."""
-    settings = _Settings({**FLUX, "dtype": torch.float32})
+    settings = Settings({**FLUX, "dtype": torch.float32})
     settings.sampling_settings = {"shift": SHIFT}
     model = BaseModel(settings, ModelType.FLUX, unet_model=comfy.ldm.flux.model.Flux)
     return denoiser.with_weights(model, weights)

@@ -94,14 +94,16 @@ def films(monkeypatch, tmp_path):
     """The transformer of videos, with small clips and a folder of its own."""
     monkeypatch.setattr(video_transformer, "STATE", tmp_path / "state" / "films.pt")
     monkeypatch.setattr(video_transformer, "WEIGHTS", tmp_path / "films.npz")
-    monkeypatch.setattr(video_transformer, "SIDE", 16)
+    monkeypatch.setattr(video_transformer, "SIDE", 64)
+    monkeypatch.setattr(video_transformer, "SCENES", 16)
+    monkeypatch.setattr(video_transformer, "SCENE_SIDE", 96)
     return video_transformer
 
 
 def test_training_of_a_transformer_resumes_where_it_stopped(films):
     first = films.Trainer(rate=1e-3, full_share=0.0)
     _, loss = first.step()
-    # The first answer is 0, and noise and pixels have a variance of about 1 each.
+    # The first answer is 0, and noise and latents have a variance of about 1 each.
     assert 1 < loss < 4
     first.save()
     second = films.Trainer(rate=1e-3, full_share=0.0)
@@ -137,7 +139,7 @@ def test_the_judge_of_videos_finds_no_error_in_the_plain_model(films, monkeypatc
     ]
     rows, shown = fidelity.judged(judge, merged)
     plain = rows[page.PLAIN]
-    assert shown[page.PLAIN].shape == (5, 3, 9, 16, 16)
+    assert shown[page.PLAIN].shape == (2, 3, 9, 64, 64)
     assert (plain["error"], plain["ssim"], plain["spectrum"], plain["time"]) == (0, 1, 0, 1)
     assert "flicker" not in plain
     for option in merged:
@@ -181,20 +183,32 @@ def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
     assert distances.argmin(1).tolist() == [*range(len(asked))]
 
 
-def test_a_transformer_films_the_photos_it_was_asked_for():
-    assert video_transformer.WEIGHTS.stat().st_size < 12e6
-    judge = judges.VideoJudge(steps=2, guidance=1.0)
-    films, side = video_transformer.Photos(), video_transformer.SIDE
-    asked = torch.stack([films.render(clip, side)[0] for clip in judge.clips])
-    asked = denoiser.to_pixels(asked)
-    distances = (judge.expected[:, None] - asked).square().mean((2, 4, 5)).sqrt()
-    # Each frame is closer to its own clip than to the others, whether or not it is told its place.
-    own = range(len(asked))
-    assert distances.argmin(1).tolist() == [[clip] * video_transformer.FRAMES for clip in own]
-    moved = distances.new_tensor(
-        [(judge.expected[clip] - asked[clip].flip(1)).square().mean().sqrt() for clip in own]
-    )
-    assert (distances[own, own].mean(1) < moved).all()
+def test_a_clip_pans_over_its_scene_while_a_disc_moves_across():
+    scene, other = torch.zeros(3, 96, 96), torch.ones(3, 96, 96)
+    scene[0] = torch.linspace(0, 1, 96)
+    shown = video_transformer.clip(scene, other, 48, 9, torch.Generator().manual_seed(3))
+    assert shown.shape == (9, 3, 48, 48)
+    disc = shown[:, 1] > 0.5
+    areas = disc.sum((1, 2))
+    assert areas.min() > 0 and areas.max() < 48 * 48 / 3
+    columns = (disc * torch.arange(48)).sum((1, 2)) / areas
+    assert (columns.diff() > 0).all() or (columns.diff() < 0).all()
+    seen = [frame[0][~inside] for frame, inside in zip(shown, disc, strict=True)]
+    means = torch.stack([each.mean() for each in seen])
+    assert means.max() - means.min() > 0.05
+    steady = torch.Generator().manual_seed(3)
+    assert torch.equal(video_transformer.clip(scene, other, 48, 9, steady), shown)
+
+
+def test_the_transformer_of_videos_films_scenes_that_move():
+    assert video_transformer.WEIGHTS.stat().st_size < 5e6
+    judge = judges.VideoJudge(steps=4, guidance=1.0)
+    film = judge.expected
+    assert film.shape == (2, 3, video_transformer.FRAMES, 128, 128)
+    assert film.std() > 0.05
+    from_frame_to_frame = film.diff(dim=2).square().mean().sqrt()
+    between_clips = (film[0] - film[1]).square().mean().sqrt()
+    assert 0.01 < from_frame_to_frame < 0.5 * between_clips
 
 
 def test_the_work_of_attention_and_of_layers_is_counted_where_it_is_done():
