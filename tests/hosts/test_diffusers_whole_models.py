@@ -11,6 +11,8 @@ from diffusers import FirstBlockCacheConfig, ParallelConfig
 from models import pipelines
 from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
 from test_diffusers_transformers import KEYS, ROUNDING, STACK, flux_arguments, merge, state
+from tome_nodes.patching.whole_model import WholeModel
+from tome_nodes.pytorch.whole_call import why_in_modules
 from torch import nn
 
 import tome_nodes
@@ -19,11 +21,9 @@ from tome_nodes.merging.layout import Grid, Layout, Span
 from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.patching import whole_model
 from tome_nodes.patching.answer import Answer
-from tome_nodes.patching.whole_model import WholeModel
 from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers, _in_sequence
 from tome_nodes.pytorch.patched_model import Attachment
 from tome_nodes.pytorch.transformer_records import WholeTransformer, whole_transformer
-from tome_nodes.pytorch.whole_call import why_in_modules
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 

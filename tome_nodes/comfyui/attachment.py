@@ -37,7 +37,6 @@ from .autotune_cache import autotune
 from .models import record_of
 from .models.base import ComfyRecord, Inputs
 from .models.unknown import UnknownTransformer
-from .network_wrapper import run_whole
 from .run_report import RunReport
 
 KEY = "tome_nodes"
@@ -323,9 +322,7 @@ class _SamplingRun:
                 if evaluation is None:
                     return denoise(x, options)
                 own = record.options(options, evaluation)
-                if evaluation.whole is None:
-                    return evaluation.or_on_all_tokens(lambda: denoise(x, own))
-                return run_whole(evaluation.whole, model, x, t, inputs.shape, own, denoise)
+                return evaluation.or_on_all_tokens(lambda: denoise(x, own))
 
         forecast = run.forecast(moment, x)
         if forecast is not None:
