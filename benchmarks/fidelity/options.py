@@ -25,9 +25,9 @@ from benchmarks.fidelity.page import (
     STEPS,
     TODO,
     TOMESD,
-    WHOLE,
 )
 from benchmarks.speed.methods import ToDoStrategy, TomesdStrategy
+from benchmarks.speed.toma import TomaStrategy, toma_config
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -42,6 +42,10 @@ FEWER: dict[int, Sequence[int]] = {
     4: (3, 2),
 }
 """To how many steps a run of so many can be cut."""
+
+
+ON_TRANSFORMERS = {"fast": (0.3, 0.5, 0.6, 0.75)}
+"""The ratios to judge there. The presets quality and balanced are the same as fast."""
 
 
 @dataclass(frozen=True)
@@ -79,39 +83,37 @@ def of_unet(steps: int) -> list[Option]:
         Option("q,k,v 0.5", MERGING, ours()),
         Option("k,v 0.5", MERGING, ours(attn_tokens="k,v")),
         Option("k,v 0.75", MERGING, ours(ratio=0.75, attn_tokens="k,v")),
-        Option(KEYS75, MERGING, ours(ratio=0.75, attn_tokens="k,v", strategy="window", sx=4)),
+        _keys(KEYS75, 0.75),
         *_merging(),
         *_presets({"quality": (0.6, 0.75), "balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)}),
         Option("fast 0.6, no full step", OURS, preset("fast", refresh_steps=0)),
-        *_together("balanced", "fast"),
+        *_together(),
     ]
 
 
 def of_transformer(steps: int) -> list[Option]:
     """What to pick on a transformer of pictures in place of a run of so many steps."""
-    ratios = {
-        "quality": (0.5, 0.6, 0.75),
-        "balanced": (0.6, 0.75, 0.85),
-        "fast": (0.3, 0.5, 0.6, 0.75),
-    }
+    as_toma = partial(attach, config=toma_config(0.5), make_strategy=TomaStrategy)
     return [
         *_without_merging(steps),
         Option("half the size", SIZE, shrunk=2),
         *_merging(),
-        Option(BLOCKS, MERGING, _toma(0.5)),
-        Option(WHOLE, MERGING, _whole(0.5)),
-        *_presets(ratios),
-        *_together("balanced"),
+        _keys("k,v 0.6, window 4x2", 0.6),
+        _keys(KEYS75, 0.75),
+        Option(
+            BLOCKS, MERGING, partial(attach, config=toma_config(0.5), make_strategy=TomaStrategy)
+        ),
+        *_presets(ON_TRANSFORMERS),
+        Option("fast 0.5, EasyCache 0.2", BOTH, _then(preset("fast", 0.5), rivals.easy_cache())),
     ]
 
 
 def of_video(steps: int) -> list[Option]:
     """What to pick on a transformer of videos in place of a run of so many steps."""
-    presets = _presets({"quality": (0.6,), "balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)})
-    whole = Option(WHOLE, MERGING, _whole(0.5))
     # ToDo is for pictures.
     _, *merging = _merging()
-    return [*_without_merging(steps), *merging, whole, *presets]
+    keys = [_keys("k,v 0.6, window 4x2", 0.6), _keys(KEYS75, 0.75)]
+    return [*_without_merging(steps), *merging, *keys, *_presets(ON_TRANSFORMERS)]
 
 
 def _without_merging(steps: int) -> list[Option]:
@@ -138,32 +140,27 @@ def _merging() -> list[Option]:
 
 
 def _presets(ratios: Mapping[str, Sequence[float]]) -> list[Option]:
-    """Presets at some ratios; all but *fast* merge keys and values only."""
+    """Presets at some ratios."""
     return [
-        Option(
-            f"{name} {ratio:g}",
-            OURS,
-            preset(name, ratio),
-            keys=1.0 if name == "fast" else 1 - ratio,
-        )
+        Option(f"{name} {ratio:g}", OURS, preset(name, ratio))
         for name, each in ratios.items()
         for ratio in each
     ]
 
 
-def _together(*presets: str) -> list[Option]:
-    """Presets with each of what can be had besides."""
+def _keys(name: str, ratio: float) -> Option:
+    """Merging keys and values, as *balanced* does in a UNet."""
+    merged = ours(ratio=ratio, attn_tokens="k,v", strategy="window", sx=4)
+    return Option(name, MERGING, merged, keys=1 - ratio)
+
+
+def _together() -> list[Option]:
+    """Presets on a UNet with each of what can be had besides."""
     others = {"EasyCache 0.2": rivals.easy_cache(), "forecast": rivals.forecast()}
-    ratios = {"balanced": 0.6, "fast": 0.5}
     return [
-        Option(
-            f"{name} {ratios[name]:g}, {other}",
-            BOTH,
-            _then(preset(name, ratios[name]), patch),
-            keys=1.0 if name == "fast" else 1 - ratios[name],
-        )
+        Option(f"{name} {ratio:g}, {other}", BOTH, _then(preset(name, ratio), patch))
         for other, patch in others.items()
-        for name in presets
+        for name, ratio in (("balanced", 0.6), ("fast", 0.5))
     ]
 
 
@@ -187,16 +184,6 @@ def _node(module: ModuleType, **inputs: Any) -> Patch:
 
     (own,) = asyncio.run(nodes())
     return lambda model: own.EXECUTE_NORMALIZED(model=model, **inputs)[0]
-
-
-def _toma(ratio: float) -> Patch:
-    """Each block on tokens merged within windows, in each step, merged keys counted once."""
-    return ours(ratio=ratio, strategy="window", scope="block", proportional_attn=False)
-
-
-def _whole(ratio: float) -> Patch:
-    """The whole model on merged tokens in most steps, as scope ``stack`` has it."""
-    return preset("fast", ratio, forecast=False)
 
 
 def _then(first: Patch, second: Patch) -> Patch:

@@ -42,15 +42,14 @@ PLAIN = "plain"
 TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
 PAPER, POOLED = "q,k,v 0.5, as the paper", "pooled k,v 0.75"
 BLOCKS, KEYS75 = "blocks 0.5, as ToMA", "k,v 0.75, window 4x2"
-WHOLE = "whole model 0.5"
-QUALITY, DEFAULT, BALANCED75 = "quality 0.6", "balanced 0.6", "balanced 0.75"
+QUALITY, DEFAULT = "quality 0.6", "balanced 0.6"
 FAST, FAST_DEFAULT = "fast 0.5", "fast 0.6"
 
-IN_SUMMARY = (TOMESD, TODO, PAPER, POOLED, KEYS75, QUALITY, DEFAULT, BALANCED75, FAST)
+IN_SUMMARY = (TOMESD, TODO, PAPER, POOLED, KEYS75, QUALITY, DEFAULT, FAST)
 """What the last line needs, besides fewer steps and caches."""
 ON_SHEET = (
     *(PLAIN, "6 steps", "3 steps", "EasyCache 0.2", "forecast"),
-    *(TOMESD, TODO, PAPER, WHOLE, QUALITY, DEFAULT, FAST, FAST_DEFAULT),
+    *(TOMESD, TODO, PAPER, BLOCKS, QUALITY, DEFAULT, FAST, FAST_DEFAULT),
 )
 """The rows of which pictures are shown."""
 
@@ -254,7 +253,7 @@ def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
         "fast_time": worst("pictures", "time", FAST, PLAIN),
         "dit_fast_error_vs_paper": worst("image", "error", FAST, PAPER),
         "dit_fast_time": worst("image", "time", FAST, PLAIN),
-        "video_kv_error_vs_pool": worst("video", "error", BALANCED75, POOLED),
+        "video_kv_error_vs_pool": worst("video", "error", KEYS75, POOLED),
         "video_fast_error_vs_pool": worst("video", "error", FAST, POOLED),
         "video_fast_time": worst("video", "time", FAST, PLAIN),
         "video_flicker": worst("video", "flicker", FAST, POOLED),

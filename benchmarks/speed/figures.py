@@ -10,6 +10,9 @@ from typing import Any
 Run = Mapping[str, Any]
 """The comparison of one model at one size and batch."""
 
+KEYS = "keys 0.6"
+"""In a transformer, merging of keys and values as ToMe Patch Model does it in short runs."""
+
 WORTH_SAVING = 0.05
 """If the ideal saves a smaller share of the time, efficiency is mostly noise."""
 

@@ -32,8 +32,7 @@ pytestmark = pytest.mark.newest_only
 
 ROUNDING = 1e-5
 KEYS = {"strategy": "window", "attn_tokens": "k,v", "min_tokens": 1}
-STACK = {"scope": "stack", "refresh_steps": 4}
-"""The whole model, but for one step in four."""
+BLOCK = {"scope": "block"}
 
 
 def shuffle(model, **options):
@@ -115,7 +114,7 @@ def test_ratio_zero_is_the_unpatched_pipeline(name):
     assert torch.equal(case(), expected)
 
 
-@pytest.mark.parametrize("options", [{}, STACK], ids=["module", "stack"])
+@pytest.mark.parametrize("options", [{}, BLOCK], ids=["module", "block"])
 def test_another_pipeline_of_the_class_is_not_touched_in_any_thread(flux, options):
     other = pipelines.flux()
     expected = other(steps=3)
@@ -163,7 +162,7 @@ def test_an_unpatched_clone_gets_its_own_result_while_the_patched_one_runs(flux,
     assert not torch.equal(merged, expected)
 
 
-@pytest.mark.parametrize("options", [{}, STACK], ids=["module", "stack"])
+@pytest.mark.parametrize("options", [{}, BLOCK], ids=["module", "block"])
 def test_an_error_in_the_middle_leaves_nothing_behind(flux, options):
     merge(flux.pipeline, **options)
     expected = flux()
@@ -293,7 +292,7 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, STACK], ids=["module", "stack"])
+@pytest.mark.parametrize("options", [{}, BLOCK], ids=["module", "block"])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("cache_first", [True, False])
 def test_caches_in_either_order(flux, cache, cache_first, options, log_messages):
@@ -363,7 +362,7 @@ def test_another_reason_counts_after_merging_too(flux, log_messages):
     ],
     ids=["model", "sequential", "group"],
 )
-@pytest.mark.parametrize("options", [{}, STACK], ids=["module", "stack"])
+@pytest.mark.parametrize("options", [{}, BLOCK], ids=["module", "block"])
 def test_offloaded_weights(flux, offload, options, log_messages):
     expected = flux()
     offload(flux.transformer)
@@ -391,7 +390,7 @@ def load_lora(transformer):
     transformer.load_lora_adapter({f"transformer.{name}": each for name, each in weights.items()})
 
 
-@pytest.mark.parametrize("options", [{}, STACK], ids=["module", "stack"])
+@pytest.mark.parametrize("options", [{}, BLOCK], ids=["module", "block"])
 @pytest.mark.parametrize("add", [add_lora, load_lora])
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_a_lora_before_and_after(name, add, options, log_messages):
@@ -440,7 +439,7 @@ def test_applying_again_makes_no_other_graph(flux):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("settings", [{}, STACK], ids=["module", "stack"])
+@pytest.mark.parametrize("settings", [{}, BLOCK], ids=["module", "block"])
 @pytest.mark.parametrize("way", ["before", "after", "in_place", "block_by_block"])
 def test_compiled_transformers(way, settings):
     # With a reference, whose plan is made within the graph.

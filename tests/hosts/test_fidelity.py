@@ -247,7 +247,7 @@ NAMES = {
     "fast": page.FAST,
     "paper": page.PAPER,
     "pooled": page.POOLED,
-    "balanced": page.BALANCED75,
+    "balanced": page.KEYS75,
 }
 
 

@@ -57,13 +57,13 @@ def test_a_short_run_merges_and_one_without_forecasts_does_too(models, log_messa
         assert log_messages()[-1].startswith("[ToMe] merged ")
 
 
-def test_the_steps_between_merge_what_is_set_outside_of_stacks(models, log_messages):
+@pytest.mark.parametrize("preset", ["quality", "balanced", "fast"])
+def test_these_presets_are_the_same(models, log_messages, preset):
     tiny, model = TINY["flux"], models("flux")
-    patched, levels = counted(attach(model, configured(scope="module")))
-    sample(patched, tiny, SIZE, steps=8)
-    assert len(set(levels)) == 5
-    line = log_messages()[-1]
-    assert line.startswith("[ToMe] forecast 3/8 steps, merged ") and "5/8 steps" in line
+    config = ToMeConfig(**settings_of(preset, {"ratio": 0.6}) | {"min_tokens": 1})
+    found = sample(attach(model, config), tiny, SIZE, steps=8)
+    assert torch.equal(found, sample(attach(model, configured()), tiny, SIZE, steps=8))
+    assert log_messages()[0].startswith("[ToMe] forecast 3/8 steps, ratio 0.60")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ SIZE = {"size": (16, 16), "steps": 2}
 """A map of 256 tokens, which is large enough for merging to be worth it on a CPU."""
 
 
-QUALITY = {"strategy": "window", "attn_tokens": "k,v"}
+QUALITY = {"strategy": "window", "attn_tokens": "k,v", "forecast": True}
 OPTIONS = {
     "quality": QUALITY,
     "balanced": {**QUALITY, "sx": 4},

@@ -22,7 +22,6 @@ from tome_nodes.patching.evaluation import Run
 from tome_nodes.patching.schedule import Moment
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import report_of
-from tome_nodes.settings.presets import PRESETS
 from tome_nodes.strategies import make_strategy
 from tools.families import FAMILIES, Family, fate_of
 
@@ -32,8 +31,8 @@ every_kind = pytest.mark.parametrize("kind", TINY)
 
 
 def keys_only(**options):
-    """Settings that merge keys and values; in stack scope the whole model, but one step in four."""
-    given = {"strategy": "window", "attn_tokens": "k,v", "ratio": 0.5, "refresh_steps": 4}
+    """Settings that merge keys and values."""
+    given = {"strategy": "window", "attn_tokens": "k,v", "ratio": 0.5}
     return merging(**given | options)
 
 
@@ -328,8 +327,7 @@ def test_weights_count_next_to_text(models, kind):
     ("kind", "scope"),
     [
         *((kind, "module") for kind in ("flux", "z_image", "qwen_image", "wan21", "omnigen2")),
-        *((kind, "block") for kind in ("flux", "wan21")),
-        *((kind, "stack") for kind in ("flux", "wan21", "sd3", "cosmos_predict2")),
+        *((kind, "block") for kind in ("flux", "wan21", "sd3", "cosmos_predict2")),
     ],
 )
 def test_torch_compile_makes_one_graph(models, fresh_compiler, kind, scope):
@@ -338,9 +336,7 @@ def test_torch_compile_makes_one_graph(models, fresh_compiler, kind, scope):
 
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
-    config, other_config = (
-        keys_only(scope=scope, refresh_steps=2, ratio=ratio) for ratio in (0.5, 0.25)
-    )
+    config, other_config = (keys_only(scope=scope, ratio=ratio) for ratio in (0.5, 0.25))
     expected = sample(attach(model, config), tiny, size)
     gentler = sample(attach(model, other_config), tiny, size)
     plain = sample(model, tiny, size)
@@ -354,7 +350,7 @@ def test_torch_compile_makes_one_graph(models, fresh_compiler, kind, scope):
     assert relative_error(sample(compiled, tiny, size), plain) < 1e-5
 
 
-@pytest.mark.parametrize("scope", ["module", "block", "stack"])
+@pytest.mark.parametrize("scope", ["module", "block"])
 @pytest.mark.parametrize(
     "kind_of_end", [RuntimeError, comfy.model_management.InterruptProcessingException]
 )
@@ -399,14 +395,13 @@ the two prompts one after the other.
         *("ltxv", "ltxav", "cosmos_predict2", "anima", "minimax_h3"),
     ],
 )
-@pytest.mark.parametrize("scope", ["block", "stack"])
-def test_whole_blocks_run_on_merged_tokens(models, log_messages, kind, scope):
+def test_whole_blocks_run_on_merged_tokens(models, log_messages, kind):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(7, 9)
     # MiniMax H3 takes one sample at a time.
     batch = 1 if kind == "minimax_h3" else 2
     expected = sample(model, tiny, size, batch=batch)
-    whole = keys_only(scope=scope, ratio=0.5)
+    whole = keys_only(scope="block", ratio=0.5)
     shuffled = attach(model, whole, Shuffle)
     assert relative_error(sample(shuffled, tiny, size, batch=batch), expected) < 1e-5
     assert "module scope in" not in log_messages()[-1]
@@ -418,11 +413,9 @@ def test_whole_blocks_run_on_merged_tokens(models, log_messages, kind, scope):
         for before, after in zip(plain_keys, keys, strict=True)
         if before.shape != after.shape
     ]
-    # In stack scope, the last step but one runs on all tokens.
-    assert len(fewer) == CALLS.get(kind, tiny.blocks) * (3 if scope == "block" else 2)
+    assert len(fewer) == CALLS.get(kind, tiny.blocks) * 3
     picture = 63 * (tiny.frames or 1)
-    # In stack scope, frames merge each on its own.
-    least = picture // 2 if scope == "block" else 63 // 2 * (tiny.frames or 1)
+    least = picture // 2
     assert all(least <= before - after <= picture // 2 + 8 for before, after in fewer)
     # Two results that have nothing to do with each other are 1.4 apart.
     assert 1e-6 < relative_error(merged, plain) < 1.2
@@ -433,22 +426,21 @@ def test_whole_blocks_run_on_merged_tokens(models, log_messages, kind, scope):
     "kind",
     ["flux", "chroma", "z_image", "qwen_image", "hunyuan_image", "sd3", "minimax_h3"],
 )
-@pytest.mark.parametrize("scope", ["block", "stack"])
-def test_weights_count_next_to_text_in_whole_blocks(models, kind, scope):
+def test_weights_count_next_to_text_in_whole_blocks(models, kind):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(16, 16)
     plain = sample(model, tiny, size, steps=3)
     weighed, unweighed = (
         relative_error(sample(attach(model, config), tiny, size, steps=3), plain)
         for config in (
-            keys_only(scope=scope, ratio=0.75, proportional_attn=on) for on in (True, False)
+            keys_only(scope="block", ratio=0.75, proportional_attn=on) for on in (True, False)
         )
     )
     assert weighed < unweighed
 
 
 @pytest.mark.parametrize("kind", ["ltxav", "minimax_h3"])
-def test_sound_beside_a_whole_model_stays_as_it_is(models, kind):
+def test_sound_beside_whole_blocks_stays_as_it_is(models, kind):
     needs_later_ltx(kind)
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(7, 9)
@@ -466,17 +458,16 @@ def test_sound_beside_a_whole_model_stays_as_it_is(models, kind):
 
     expected = sounds_of(model)
     assert expected.shape[2:] == tiny.sound
-    shuffled = attach(model, keys_only(scope="stack"), Shuffle)
+    shuffled = attach(model, keys_only(scope="block"), Shuffle)
     assert relative_error(sounds_of(shuffled), expected) < 1e-5
-    merged = sounds_of(attach(model, keys_only(scope="stack")))
+    merged = sounds_of(attach(model, keys_only(scope="block")))
     assert 1e-6 < relative_error(merged, expected) < 0.5
 
 
 @pytest.mark.parametrize(
     "kind", ["flux", "wan21", "krea2", "sd3", "ltxv", "ltxav", "cosmos_predict2", "minimax_h3"]
 )
-@pytest.mark.parametrize("scope", ["block", "stack"])
-def test_merged_keys_in_whole_blocks_weigh_as_much_as_all_keys(models, kind, scope):
+def test_merged_keys_in_whole_blocks_weigh_as_much_as_all_keys(models, kind):
     needs_later_ltx(kind)
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
@@ -489,37 +480,13 @@ def test_merged_keys_in_whole_blocks_weigh_as_much_as_all_keys(models, kind, sco
     other = with_override(model, theirs)
     sample(other, tiny, size, steps=3)
     plain, calls[:] = [keys for keys, _ in calls], []
-    sample(attach(other, keys_only(scope=scope)), tiny, size, steps=3)
+    sample(attach(other, keys_only(scope="block")), tiny, size, steps=3)
     fewer = [
         (before, mask) for before, (keys, mask) in zip(plain, calls, strict=True) if keys < before
     ]
-    assert len(fewer) == CALLS.get(kind, tiny.blocks) * (3 if scope == "block" else 2)
+    assert len(fewer) == CALLS.get(kind, tiny.blocks) * 3
     for before, mask in fewer:
         assert torch.allclose(mask.exp().sum(-1), torch.tensor(float(before), device=mask.device))
-
-
-@pytest.mark.parametrize(
-    ("options", "merged"),
-    [
-        ({}, 5),
-        ({"picture": 1.0}, 5),
-        ({"picture": 1.0, "denoise": 0.5}, 4),
-        ({"denoise": 0.5}, 5),
-        ({"picture": 1.0, "start_step": 2}, 2),
-        ({"last_step": 4}, 3),
-    ],
-    ids=str,
-)
-def test_one_step_in_four_and_the_first_on_a_picture_run_on_all_tokens(
-    models, log_messages, options, merged
-):
-    tiny, model = TINY["flux"], models("flux")
-    settings = {**PRESETS["fast"].options, "ratio": 0.5, "forecast": False}
-    patched = attach(model, merging(**settings))
-    sample(patched, tiny, tiny.size(8, 10), steps=6, **options)
-    # Of each run, the last step but one, and the first if it is given a picture under some noise.
-    steps = 6 - options.get("start_step", 0) - (6 - options.get("last_step", 6))
-    assert f", {merged}/{steps} steps, ratio 0.50, window, stack scope" in log_messages()[-1]
 
 
 @pytest.mark.parametrize(
@@ -537,13 +504,12 @@ def test_one_step_in_four_and_the_first_on_a_picture_run_on_all_tokens(
         ),
     ],
 )
-@pytest.mark.parametrize("scope", ["block", "stack"])
-def test_whole_blocks_with_references_and_masks(models, kind, extras, scope):
+def test_whole_blocks_with_references_and_masks(models, kind, extras):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
     prompts = [conditioning(tiny, seed, **extras) for seed in (5, 6)]
     expected = sample(model, tiny, size, prompts=prompts)
-    shuffled = attach(model, keys_only(scope=scope), Shuffle)
+    shuffled = attach(model, keys_only(scope="block"), Shuffle)
     assert relative_error(sample(shuffled, tiny, size, prompts=prompts), expected) < 1e-5
 
 
@@ -555,14 +521,13 @@ def from_the_second_frame(frames, *sides):
 
 
 TREATED = "whose tokens are treated differently"
-SEVERAL = "as the latent is more than one picture"
 
 
 @pytest.mark.parametrize(
-    ("kind", "extras", "options", "reasons"),
+    ("kind", "extras", "options"),
     [
-        ("wan22_5b", {}, {"noise_mask": from_the_second_frame(2, 16, 20)}, [TREATED, TREATED]),
-        ("ltxv", {}, {"noise_mask": from_the_second_frame(5, 8, 10)}, [TREATED, TREATED]),
+        ("wan22_5b", {}, {"noise_mask": from_the_second_frame(2, 16, 20)}),
+        ("ltxv", {}, {"noise_mask": from_the_second_frame(5, 8, 10)}),
         (
             "ltxv",
             {
@@ -571,7 +536,6 @@ SEVERAL = "as the latent is more than one picture"
                 "guide_attention_entries": [{"pre_filter_count": 80, "strength": 0.5}],
             },
             {},
-            [TREATED, SEVERAL],
         ),
         (
             "ltxav",
@@ -581,13 +545,11 @@ SEVERAL = "as the latent is more than one picture"
                     [from_the_second_frame(4, 8, 10), torch.ones(1, 1, 6, 16)]
                 )
             },
-            [TREATED, TREATED],
         ),
         (
             "cosmos_predict2",
             {},
             {"noise_mask": from_the_second_frame(3, 16, 20)},
-            [TREATED, TREATED],
         ),
         (
             "krea2",
@@ -596,13 +558,11 @@ SEVERAL = "as the latent is more than one picture"
                 "reference_latents_method": "index_timestep_zero",
             },
             {},
-            [TREATED, TREATED],
         ),
     ],
 )
-@pytest.mark.parametrize("scope", ["block", "stack"])
 def test_blocks_that_treat_tokens_differently_merge_in_their_attention(
-    models, log_messages, kind, extras, options, reasons, scope
+    models, log_messages, kind, extras, options
 ):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
@@ -612,15 +572,14 @@ def test_blocks_that_treat_tokens_differently_merge_in_their_attention(
         f"{tiny.name} with all of {', '.join([*extras, *options])}",
         relative_error(sample(model, tiny, size), expected) > 1e-6,
     )
-    shuffled = attach(model, keys_only(scope=scope), Shuffle)
+    shuffled = attach(model, keys_only(scope="block"), Shuffle)
     given = sample(shuffled, tiny, size, prompts=prompts, **options)
     assert relative_error(given, expected) < 1e-5
-    assert f"module scope in 2 {reasons[scope == 'stack']}" in log_messages()[-1]
+    assert f"module scope in 2 {TREATED}" in log_messages()[-1]
 
 
-@pytest.mark.parametrize("scope", ["block", "stack"])
 @pytest.mark.parametrize("apart", ["by token", "by segment"])
-def test_segments_that_treat_the_video_differently(models, log_messages, apart, scope):
+def test_segments_that_treat_the_video_differently(models, log_messages, apart):
     """A later MiniMax H3 tells the tokens of its video apart where it is masked."""
     tiny, model = TINY["minimax_h3"], models("minimax_h3")
     size = tiny.size(8, 10)
@@ -637,38 +596,40 @@ def test_segments_that_treat_the_video_differently(models, log_messages, apart, 
     for index in range(2):
         masked.set_model_patch_replace(replaced, "dit", "double_block", index)
     expected = sample(masked, tiny, size)
-    shuffled = attach(masked, keys_only(scope=scope), Shuffle)
+    shuffled = attach(masked, keys_only(scope="block"), Shuffle)
     assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
     assert f"module scope in 2 {TREATED}" in log_messages()[-1]
 
 
-@pytest.mark.parametrize("scope", ["block", "stack"])
-def test_blocks_without_positions_merge_in_their_attention(models, log_messages, scope):
+def test_blocks_without_positions_merge_in_their_attention(models, log_messages):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)
     patched = model.clone()
     patched.set_model_patch(lambda args: args | {"img_ids": None, "txt_ids": None}, "post_input")
     expected = sample(patched, tiny, size)
-    shuffled = attach(patched, keys_only(scope=scope), Shuffle)
+    shuffled = attach(patched, keys_only(scope="block"), Shuffle)
     assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
     assert "module scope in 4 that are called differently than expected" in log_messages()[-1]
 
 
-@pytest.mark.parametrize("scope", ["block", "stack"])
-def test_blocks_that_other_nodes_patch_merge_in_their_attention(models, log_messages, scope):
+def test_blocks_that_other_nodes_patch_merge_in_their_attention(models, log_messages):
     tiny, model = TINY["flux"], models("flux")
     size = tiny.size(8, 10)
     patched = model.clone()
     patched.set_model_attn1_patch(lambda q, k, v, **kwargs: {"q": q * 2})
     expected = sample(patched, tiny, size)
-    shuffled = attach(patched, keys_only(scope=scope), Shuffle)
+    shuffled = attach(patched, keys_only(scope="block"), Shuffle)
     assert relative_error(sample(shuffled, tiny, size), expected) < 1e-5
     assert "module scope in 4 that are patched" in log_messages()[-1]
 
 
 @pytest.mark.parametrize(
     ("kind", "scope", "what"),
-    [("hidream", "block", "whole blocks"), ("hidream", "stack", "stacks of blocks")],
+    [
+        ("hidream", "block", "whole blocks"),
+        ("hidream", "stack", "stacks of blocks"),
+        ("flux", "stack", "stacks of blocks"),
+    ],
 )
 def test_wider_scopes_fall_back_to_attention(models, log_messages, kind, scope, what):
     tiny, model = TINY[kind], models(kind)
@@ -824,9 +785,7 @@ def test_attention_without_weights_runs(models):
     assert relative_error(merged, sample(model, tiny, size)) < 0.5
 
 
-@pytest.mark.parametrize(
-    ("frame", "scope"), [(-1, "module"), (1, "module"), (4, "block"), (4, "stack")]
-)
+@pytest.mark.parametrize(("frame", "scope"), [(-1, "module"), (1, "module"), (4, "block")])
 def test_a_report_shows_any_frame_of_a_video(models, frame, scope):
     tiny, model = TINY["wan21"], models("wan21")
     patched = attach(model, keys_only(scope=scope), wants_details=lambda: True)
@@ -834,10 +793,9 @@ def test_a_report_shows_any_frame_of_a_video(models, frame, scope):
     run = last_run(patched)
     slots = run.recording.slots[1, Grid(8, 10, 5)]
     assert slots.shape == (5, 8, 10)
-    # The first latent frame merges separately; in the others, cells span several frames, unless the
-    # model runs on merged tokens as a whole.
+    # The first latent frame merges separately; in the others, cells span several frames.
     assert not np.isin(slots[0], slots[1:]).any()
-    assert np.isin(slots[1], slots[2:]).any() == (scope != "stack")
+    assert np.isin(slots[1], slots[2:]).any()
     shown = 2 if frame == -1 else frame - 1
     expected = drawing.merge_map(slots[shown], None, drawing.merged_tokens(slots)[shown])
     height, width = expected.shape[:2]
@@ -882,20 +840,3 @@ def test_plans_that_blocks_share_are_of_their_own_ratio(models):
         assert (queries, keys.slot_count) == (None, TEXT + 64)
         queries, keys = other.call_plans(k, TEXT + 256, {})
         assert (queries.slot_count, keys.slot_count) == (TEXT + 192, TEXT + 64)
-
-
-def test_runs_without_a_step_to_merge_say_so(models, log_messages):
-    tiny, model = TINY["flux"], models("flux")
-    plain = sample(model, tiny, tiny.size(8, 10), steps=1)
-    patched = attach(model, keys_only(scope="stack"))
-    assert torch.equal(sample(patched, tiny, tiny.size(8, 10), steps=1), plain)
-    assert "nothing merged: every step that could merge ran on all tokens" in log_messages()[-1]
-
-
-def test_without_steps_on_all_tokens_a_stack_merges_in_its_attention(models, log_messages):
-    tiny, model = TINY["flux"], models("flux")
-    size = tiny.size(8, 10)
-    stack, module = (keys_only(scope=scope, refresh_steps=0) for scope in ("stack", "module"))
-    merged = sample(attach(model, stack), tiny, size)
-    assert torch.equal(merged, sample(attach(model, module), tiny, size))
-    assert "module scope in 4 as this kind" in log_messages()[0]

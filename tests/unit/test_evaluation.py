@@ -225,21 +225,6 @@ def test_detail_does_not_grow_where_steps_are_counted_down():
     torch.testing.assert_close(change, expected)
 
 
-@pytest.mark.parametrize(
-    ("moment", "is_coarse"),
-    [
-        (Moment(0, 0.0, 0, "a", True, steps_left=3), True),
-        (Moment(0, 0.0, 0, "a", True), True),
-        (Moment(1, 0.0, 0, "a", True, steps_left=2), False),
-        (Moment(0, 0.0, 0, "a", True, steps_left=1), False),
-        (Moment(0, 0.0, 0, "a", True, steps_left=3, from_noise=False), False),
-    ],
-)
-def test_only_parts_that_begin_as_noise_and_get_a_full_step_may_lack_detail(moment, is_coarse):
-    details = Details(ToMeConfig(scope="stack", refresh_steps=4))
-    assert details.at(moment, torch.device("cpu")).is_coarse == is_coarse
-
-
 def test_parts_of_the_step_before_are_kept_and_older_ones_dropped():
     details = Details(ToMeConfig(scope="stack", refresh_steps=4))
     moments = [Moment(step, 0.0, step, part, True) for step, part in enumerate("aaba")]

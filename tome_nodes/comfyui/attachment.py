@@ -37,7 +37,6 @@ from .autotune_cache import autotune
 from .models import record_of
 from .models.base import ComfyRecord, Inputs
 from .models.unknown import UnknownTransformer
-from .network_wrapper import run_whole
 from .run_report import RunReport
 
 KEY = "tome_nodes"
@@ -304,7 +303,7 @@ class _SamplingRun:
             if diffusion_model not in self._runs:
                 self._runs[diffusion_model] = self._run_of(model, record, latent, t.device)
             run = self._runs[diffusion_model]
-            moment = self._moment(model, sigma, options)
+            moment = self._moment(model, sigma, options, len(x))
         if run is None:
             return denoise(x, options)
         record = cast(ComfyRecord, run.model.record)
@@ -323,9 +322,7 @@ class _SamplingRun:
                 if evaluation is None:
                     return denoise(x, options)
                 own = record.options(options, evaluation)
-                if evaluation.whole is None:
-                    return evaluation.or_on_all_tokens(lambda: denoise(x, own))
-                return run_whole(evaluation.whole, model, x, t, inputs.shape, own, denoise)
+                return evaluation.or_on_all_tokens(lambda: denoise(x, own))
 
         forecast = run.forecast(moment, x)
         if forecast is not None:
@@ -376,7 +373,10 @@ class _SamplingRun:
         self._reports.setdefault(kind, (report, run, model))
         return run
 
-    def _moment(self, model: Any, sigma: float, options: dict[str, Any]) -> Moment:
+    def _moment(self, model: Any, sigma: float, options: dict[str, Any], samples: int) -> Moment:
+        # A node may evaluate prompts one by one, and not say which.
+        is_whole = samples % max(1, len(options.get("cond_or_uncond", ()))) == 0
+        is_usable = is_whole and sigma > 0
         step = self._step = step_index(self._schedule, sigma, self._step)
         last_step = len(self._schedule) - 2
         return Moment(
@@ -388,7 +388,7 @@ class _SamplingRun:
             steps_left=max(0, last_step - step),
             from_noise=self._from_noise
             or is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),
-            log_snr=log_snr(sigma, isinstance(model.model_sampling, CONST)) if sigma > 0 else None,
+            log_snr=log_snr(sigma, isinstance(model.model_sampling, CONST)) if is_usable else None,
         )
 
     def _part(self, network: nn.Module, options: dict[str, Any], sigma: float) -> Hashable:

@@ -57,12 +57,10 @@ class Picture:
     Attributes:
         grid: of its tokens.
         padding: the number of tokens after it that never merge.
-        is_latent: whether it is known to be the latent that is sampled, all of it.
     """
 
     grid: Grid
     padding: int = 0
-    is_latent: bool = False
 
     @property
     def tokens(self) -> int:

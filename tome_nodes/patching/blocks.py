@@ -7,8 +7,8 @@ attention is called.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,6 @@ from .detail_cache import MOVES, Detail
 from .engine import Engine
 from .outcome import Observer, Outcome
 from .overrides import Forward, Override, Overrides
-from .whole_model import WholeModel
 
 Layouts = Mapping[str, Mapping[tuple[int, int], Layout | None]]
 """Layouts by the name of a block, and by the number of queries and keys of an attention in it; None
@@ -45,11 +44,8 @@ class Evaluation:
         pictures: those in the sequence of a transformer, in order.
         layouts: where they are, if that was found by asking; None if the record of the model says.
         detail: what is kept from step to step, None for nothing.
-        whole: runs the model on merged tokens of its latent, or tries to; None for other scopes.
         merges_in_modules: why stacks merge only in their modules, if that is known from an earlier
             evaluation of the run or from kept detail that does not belong; else None.
-        log_sizes: those of merged tokens and what is beside them, by the sequence, shared by the
-            blocks of a model that runs as a whole.
         feature_map: ``[batch, channels, height, width]`` of the stack that is running, where the
             host does not pass it on to blocks.
         stack_plan: the plan of the stack that is running as one on merged tokens, else None.
@@ -67,9 +63,7 @@ class Evaluation:
     pictures: tuple[Picture, ...] = ()
     layouts: Layouts | None = None
     detail: Detail | None = None
-    whole: WholeModel | None = None
     merges_in_modules: str | None = None
-    log_sizes: dict[Hashable, Tensor] = field(default_factory=dict)
     feature_map: Sequence[int] | None = None
     stack_plan: Plan | None = None
     stack_tokens: Tensor | None = None
@@ -81,11 +75,6 @@ class Evaluation:
     def is_full_step(self) -> bool:
         """Whether the blocks run on all tokens."""
         return self.detail is not None and self.detail.is_full
-
-    @property
-    def falls_back(self) -> str | None:
-        """Why the model merges only in its modules although its scope is wider, as far as known."""
-        return self.merges_in_modules if self.whole is None else self.whole.failed
 
     def or_on_all_tokens(self, denoise: Callable[[], Tensor]) -> Tensor:
         """The answer of a model, evaluated once more if its detail is of another place.
@@ -146,21 +135,11 @@ class ModelRecord(Protocol):
     def merges_blocks(self) -> bool:
         """Whether whole blocks may run on merged tokens."""
 
-    @property
-    def samples_merge_alike(self) -> bool:
-        """Whether all samples need the same plan in whole blocks."""
-
     def stacks(self, model: Any) -> Iterable[Stack]:
         """The stacks of a model, in the order in which they run."""
 
     def block(self, model: "PatchedModel", stack: Stack, index: int) -> "Block":
         """The block at an index of a stack."""
-
-    def latent_among(self, pictures: Sequence[Picture]) -> int | None:
-        """The index of the latent among the pictures in the sequence.
-
-        None if the model cannot run as a whole on merged tokens.
-        """
 
 
 class PatchedModel:

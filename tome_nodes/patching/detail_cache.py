@@ -71,28 +71,18 @@ class Detail:
 
     Attributes:
         is_full: whether it runs on all tokens now.
-        is_coarse: whether it began as noise, has not run on all tokens yet, and will, so that its
-            tokens need not differ within a slot.
         keeps_changes: whether there is room for what stacks change.
         changes: what each stack changed when it last did, ``[batch, tokens, channels]``, by name.
         share: the share of the detail of these changes that is still right, a scalar.
-        denoised: the denoised latent when the model last ran on all tokens; of a model whose stacks
-            keep their changes, only the means of its neighbourhoods.
-        latest: the denoised latent of the last step.
+        means: those of the neighbourhoods of the denoised latent when the model last ran on all
+            tokens, see :func:`means_of`.
     """
 
     is_full: bool = False
-    is_coarse: bool = False
     keeps_changes: bool = True
     changes: dict[str, Tensor] = field(default_factory=dict)
     share: Tensor | None = None
-    denoised: Tensor | None = None
-    latest: Tensor | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was kept of the last time on all tokens."""
-        return not self.changes and self.denoised is None
+    means: Tensor | None = None
 
     def add_change(
         self, stack: str, plan: Plan, x: Tensor, before: Tensor, after: Tensor
@@ -101,7 +91,7 @@ class Detail:
 
         Without any that fits, the same as that.
         """
-        kept = fitting(self.changes.get(stack), x)
+        kept = _fitting(self.changes.get(stack), x)
         if self.share is None or kept is None or kept.dtype != x.dtype:
             return plan.add_change(x, before, after)
         x = torch.addcmul(x, kept, self.share)
@@ -120,8 +110,8 @@ class Detail:
             return True
         means = means_of(denoised)
         if self.is_full:
-            self.denoised = means
-        kept = fitting(self.denoised, means)
+            self.means = means
+        kept = _fitting(self.means, means)
         return kept is None or belongs(kept, means)
 
 
@@ -154,7 +144,7 @@ def belongs(kept: Tensor, new: Tensor) -> bool:
     return bool((apart <= _MOST_APART * spread + _ALIKE).all())
 
 
-def fitting(kept: Tensor | None, like: Tensor) -> Tensor | None:
+def _fitting(kept: Tensor | None, like: Tensor) -> Tensor | None:
     """What was kept, None if it is not of the shape and device of ``like``."""
     fits = kept is not None and kept.shape == like.shape and kept.device == like.device
     return kept if fits else None
@@ -187,11 +177,7 @@ class Details:
         self._used.add(moment.part)
         detail = self._kept.get(moment.part)
         if detail is None:
-            has_full_step = moment.steps_left is None or moment.steps_left > 1
-            detail = Detail(
-                is_coarse=moment.step == 0 and moment.from_noise and has_full_step,
-                keeps_changes=len(self._kept) < _PARTS_WITH_CHANGES,
-            )
+            detail = Detail(keeps_changes=len(self._kept) < _PARTS_WITH_CHANGES)
             if len(self._kept) < _PARTS_KEPT:
                 self._kept[moment.part] = detail
         detail.is_full = is_full(self._config, moment.step, moment.steps_left, moment.from_noise)

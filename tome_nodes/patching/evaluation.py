@@ -27,7 +27,6 @@ from .engine import Engine, MakeStrategy, make_engine
 from .forecast import IN_OTHER_STEPS, Forecasts
 from .outcome import Evaluated, Observer, Outcome
 from .schedule import Moment, ratio_at
-from .whole_model import WholeModel
 
 # How many parts of a step keep their plans for the next; samplers that tile have many parts.
 _PARTS_KEPT = 64
@@ -173,7 +172,7 @@ class Run:
                 self._keep(evaluation, in_modules)
                 detail = evaluation.detail
                 merged = any(outcome.plan is not None for outcome in outcomes)
-                if detail is not None and detail.is_full and not (detail.is_empty or merged):
+                if detail is not None and detail.is_full and detail.changes and not merged:
                     obstacle = _REFRESHED
         result = Evaluated(
             moment.step,
@@ -189,9 +188,8 @@ class Run:
         return self._config.forecast and self.model.record.merges_at_calls
 
     def _why_no_forecast(self, moment: Moment) -> str | None:
-        """Why an evaluation in stacks is no forecast, which saves what merging would; or None."""
-        in_stacks = self._config.scope == "stack" and self._forecasts_here()
-        return self._forecasts.why_none(moment) if in_stacks else None
+        """Why an evaluation is no forecast, which saves more than merging would; or None."""
+        return self._forecasts.why_none(moment) if self._forecasts_here() else None
 
     @contextmanager
     def _installed(self, evaluation: Evaluation) -> Iterator[None]:
@@ -260,21 +258,14 @@ class Run:
         if self._falls_back is not None:
             evaluation.merges_in_modules = self._falls_back
             return evaluation
-        record = self.model.record
-        picture = record.latent_among(pictures)
-        if picture is not None:
-            detail = evaluation.detail = self._details.at(moment, device)
-            grid = pictures[picture].grid
-            alike = record.samples_merge_alike
-            evaluation.whole = WholeModel(picture, grid, ratio, engine, detail, alike)
-        elif any(block.keeps_detail for block in self.model.blocks):
+        if any(block.keeps_detail for block in self.model.blocks):
             evaluation.detail = self._details.at(moment, device)
         return evaluation
 
     def _keep(self, evaluation: Evaluation, in_modules: str | None) -> None:
         """Keep what later evaluations need to know of this one, but not what the host says."""
         if not torch.is_grad_enabled() and in_modules is None:
-            self._falls_back = evaluation.falls_back
+            self._falls_back = evaluation.merges_in_modules
         if not evaluation.kept_in_graph:
             return
         # CUDA graphs write to the same memory each time.

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..merging.layout import Layout, Picture
+from ..merging.layout import Layout
 from ..merging.plan import Plan, of_all_samples
 from .blocks import Block, PatchedModel, Reasons, Stack, uncompiled
 from .overrides import Forward, Override
-from .whole_model import WholeModel
 
 Arguments = dict[str, Any]
 
@@ -28,7 +27,6 @@ _FALLS_BACK = {
 }
 """The reason to report if a block merges only in its attention, by scope."""
 
-_SEVERAL = "as the latent is more than one picture"
 _CALLED_DIFFERENTLY = "that are called differently than expected"
 TREATED_DIFFERENTLY = "whose tokens are treated differently"
 
@@ -153,11 +151,6 @@ class TransformerRecord:
         """The module of a block that calls its self-attention."""
         return getattr(block, self.attention) if self.attention else block
 
-    def latent_among(self, pictures: Sequence[Picture]) -> int | None:
-        """The index of the latent, None if its blocks cannot all merge or it is not one picture."""
-        indices = [index for index, picture in enumerate(pictures) if picture.is_latent]
-        return indices[0] if len(indices) == 1 and self.whole else None
-
 
 class AttentionBlock(Block):
     """A block that calls attention through its host.
@@ -270,14 +263,8 @@ class AttentionBlock(Block):
             return self.log_sizes(plan, like)
         if not self.model.config.proportional_attn:
             return None
-        evaluation = self.evaluation
-        # Otherwise each block has a plan of its own.
-        kept = {} if evaluation.whole is None else evaluation.log_sizes
-        place = self.outcome.layout_key, beside, like.dtype
-        if place not in kept:
-            sizes = plan.log_sizes_in(like.dtype)
-            kept[place] = self._with_beside(sizes, sizes.new_zeros(sizes.shape[0], beside))
-        return kept[place]
+        sizes = plan.log_sizes_in(like.dtype)
+        return self._with_beside(sizes, sizes.new_zeros(sizes.shape[0], beside))
 
     def note_masked(self) -> None:
         """Note that the attention is masked, or called with other tokens."""
@@ -291,7 +278,7 @@ class AttentionBlock(Block):
     def _whole_in_scope(self) -> WholeBlock | None:
         """How all of the block runs on merged tokens, None if the settings do not say so."""
         config = self.model.config
-        return self._whole if config.merge_attn and config.scope != "module" else None
+        return self._whole if config.merge_attn and config.scope == "block" else None
 
     def _run_block(self, forward: Forward) -> Forward:
         config, whole = self.model.config, self._whole_in_scope
@@ -299,16 +286,12 @@ class AttentionBlock(Block):
 
         def block_forward(*args: Any, **kwargs: Any) -> Any:
             evaluation, outcome = self.evaluation, self.outcome
-            if evaluation.is_full_step:
-                return forward(*args, **kwargs)
-            failed = evaluation.falls_back
-            runs_whole = config.scope == "block" or evaluation.whole is not None
-            if on_merged is not None and runs_whole and failed is None:
+            failed = evaluation.merges_in_modules
+            if on_merged is not None and failed is None:
                 return on_merged(*args, **kwargs)
             # The number of tokens is not known until attention is called.
             outcome.entered(0)
-            is_several = on_merged is not None and config.refresh_steps > 0
-            outcome.fell_back = failed or (_SEVERAL if is_several else _FALLS_BACK[config.scope])
+            outcome.fell_back = failed or _FALLS_BACK[config.scope]
             outcome.reason = (
                 self.record.reasons.attention_replaced
                 if config.merge_attn
@@ -331,8 +314,6 @@ class AttentionBlock(Block):
             )
             outcome.fell_back = refused
             if refused is not None:
-                if evaluation.whole is not None:
-                    evaluation.whole.refuse(refused)
                 return forward(*args, **kwargs)
             given = _first(arguments[whole.tokens])
             x = _in_rows(given)
@@ -392,30 +373,13 @@ class AttentionBlock(Block):
         worthy = self._worthy(layout, x.shape[1], evaluation.engine.least_tokens)
         if worthy is None:
             return None
-        ratio, whole = evaluation.ratio, evaluation.whole
+        ratio = evaluation.ratio
         features = of_all_samples(x) if self.record.samples_merge_alike else x
-        if whole is None:
-            (plan,) = self.plans("tokens", features, worthy, [ratio])
-        else:
-            plan = self._plan_in_model(whole, features, worthy)
+        (plan,) = self.plans("tokens", features, worthy, [ratio])
         if plan is None:
             self.outcome.reason = self.why_no_plan(worthy, ratio)
         else:
             self.outcome.merged(x.shape[1], plan)
-        return plan
-
-    def _plan_in_model(self, whole: WholeModel, x: Tensor, worthy: Layout) -> Plan | None:
-        """The plan for a block in a model that runs as a whole on merged tokens."""
-        layout = self._layout(x.shape[1], {})
-        self.outcome.layout_key = worthy.key
-        if whole.plan is None or layout is None:
-            return None
-        if len(x) != whole.batch:
-            whole.refuse("that run on a part of the batch")
-            return None
-        plan, is_new = whole.plan_of(worthy, whole.start_in(layout), x)
-        self.outcome.plans_made += is_new
-        self.outcome.plans_reused += not is_new
         return plan
 
     def _all_positions(self, plan: Plan, value: Any, along: int, tokens: int) -> Any:
@@ -454,8 +418,6 @@ class AttentionBlock(Block):
     def _merge_calls(self, forward: Forward) -> Forward:
         def attention_forward(*args: Any, **kwargs: Any) -> Any:
             evaluation = self.evaluation
-            if evaluation.is_full_step:
-                return forward(*args, **kwargs)
             if self.record.passes_options:
                 return forward(*args, **self.record.host.merging(self, kwargs))
             evaluation.running = self

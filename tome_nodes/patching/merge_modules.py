@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..merging.layout import Grid, Layout, Picture
+from ..merging.layout import Grid, Layout
 from ..merging.plan import Plan
 from .blocks import Block, PatchedModel, Reasons, Stack
 from .overrides import Forward, Override
@@ -48,15 +48,10 @@ class UNetRecord:
 
     merges_at_calls = False
     merges_blocks = True
-    samples_merge_alike = False
 
     def block(self, model: PatchedModel, stack: Stack, index: int) -> "ModuleBlock":
         """The block at an index of a stack."""
         return ModuleBlock(model, stack, index, self)
-
-    def latent_among(self, pictures: Sequence[Picture]) -> int | None:
-        """None: a UNet does not run as a whole on merged tokens, since its levels shrink them."""
-        return None
 
 
 class ModuleBlock(Block):
@@ -207,7 +202,7 @@ class ModuleBlock(Block):
             self.module, self.index, *args, **kwargs
         ):
             return "that are patched"
-        return self.evaluation.falls_back
+        return self.evaluation.merges_in_modules
 
     def _worthy_layout(self, least: int, x: Tensor, *args: Any, **kwargs: Any) -> Layout | None:
         """The layout of the block's tokens, ``[batch, tokens, channels]``, if they may merge.

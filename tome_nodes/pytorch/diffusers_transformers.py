@@ -1,7 +1,7 @@
 """The transformers of the diffusers library, whose pictures are found by asking.
 
-Keys and values merge where a transformer calls attention, and all of it where a record says how.
-Its pipeline tells the steps.
+Keys and values merge where a transformer calls attention. Where a record says how, whole blocks run
+on merged tokens, and answers are forecast. Its pipeline tells the steps.
 """
 
 import inspect
@@ -25,11 +25,11 @@ from ..patching.schedule import Moment, is_active, log_snr
 from ..patching.tokenwise import TokenwiseEvaluation
 from ..settings.config import ToMeConfig
 from .bare_copy import bare_copy
+from .flow_call import FlowCall, noise_share, timestep_of, why_in_modules
 from .latents import Latents, latents_of
 from .patched_model import REASONS, RECOMPUTED, Attachment, Calls, Host, execution_device
 from .reached_attention import AttentionFunction, reaching
-from .transformer_records import WholeTransformer, whole_transformer
-from .whole_call import WholeCall, noise_share, timestep_of, why_in_modules
+from .transformer_records import FlowTransformer, flow_transformer
 
 _MODULE = "diffusers.models.transformers."
 """Where the library has its transformers."""
@@ -45,7 +45,7 @@ def _merging(block: AttentionBlock) -> Iterator[Override]:
     """Overrides by which the attention of a block merges."""
 
     def attend(func: AttentionFunction, is_plain: bool, *arguments: Any, **kwargs: Any) -> Tensor:
-        if not block.model.overrides.are_of_this_thread or block.evaluation.is_full_step:
+        if not block.model.overrides.are_of_this_thread:
             return func(*arguments, **kwargs)
         if not is_plain:
             block.note_masked()
@@ -143,8 +143,8 @@ class TransformerCalls(Calls):
         self._timestep = math.nan
         # In modules, nothing has to be known of how blocks are called.
         needs_record = self.config.scope != "module" or self.config.forecast
-        self._record = whole_transformer(network) if needs_record else None
-        self._whole_call: WholeCall | None = None
+        self._record = flow_transformer(network) if needs_record else None
+        self._flow_call: FlowCall | None = None
         self._last_result: Any = None
 
     @torch.compiler.disable
@@ -162,11 +162,11 @@ class TransformerCalls(Calls):
         if self.run is None:
             self.run = self._run_of(answer)
         pictures, in_modules = answer.pictures, None
-        self._whole_call = None
+        self._flow_call = None
         if self._record is not None and answer.obstacle is None:
             in_modules = why_in_modules(self._record, self.network, given, answer.stacks)
             pictures = _in_sequence(self._record, answer)
-            self._whole_call = WholeCall(self._record, self.network, given, latents, pictures)
+            self._flow_call = FlowCall(self._record, self.network, given, latents, pictures[0].grid)
         shape = latents.one.shape
         self.prepare(
             (shape, latents.sides),
@@ -190,21 +190,18 @@ class TransformerCalls(Calls):
         kwargs: dict[str, Any],
     ) -> Any:
         # It holds the model's inputs.
-        call, self._whole_call = self._whole_call, None
+        call, self._flow_call = self._flow_call, None
         if call is None:
             return forward(*args, **kwargs)
         forecast = self._forecast(call)
         if forecast is not None:
             return forecast
-        if evaluation is None or evaluation.whole is None:
-            result = forward(*args, **kwargs)
-        else:
-            result = call.run(evaluation.whole, forward, args, kwargs)
+        result = forward(*args, **kwargs)
         self._keep(call, result)
         return result
 
     @torch.compiler.disable
-    def _forecast(self, call: WholeCall) -> Any:
+    def _forecast(self, call: FlowCall) -> Any:
         """What the transformer would return, by a forecast; None if it has to run."""
         if self._last_result is None or not self.config.forecast:
             return None
@@ -216,7 +213,7 @@ class TransformerCalls(Calls):
         return call.returned(latent, denoised, self._last_result)
 
     @torch.compiler.disable
-    def _keep(self, call: WholeCall, result: Any) -> None:
+    def _keep(self, call: FlowCall, result: Any) -> None:
         if self.config.forecast:
             self._last_result = result
             self.own_run.keep_answer(self._moment_of_call, call.denoised(call.latent, result))
@@ -296,15 +293,14 @@ def _timestep(arguments: Mapping[str, Any]) -> float:
     return float(value.max()) if isinstance(value, Tensor) else float(value)
 
 
-def _in_sequence(record: WholeTransformer, answer: Answer) -> tuple[Picture, ...]:
+def _in_sequence(record: FlowTransformer, answer: Answer) -> tuple[Picture, ...]:
     """The pictures in the longest sequence of a transformer, the latent first."""
     layouts = (each for found in answer.layouts.values() for each in found.values())
     layout = max((each for each in layouts if each is not None), key=lambda each: each.length)
     stops = [span.start for span in layout.spans[1:]]
     stops.append(layout.length if record.at_end else layout.spans[-1].stop)
     return tuple(
-        Picture(span.grid, stop - span.stop, is_latent=index == 0)
-        for index, (span, stop) in enumerate(zip(layout.spans, stops, strict=True))
+        Picture(span.grid, stop - span.stop) for span, stop in zip(layout.spans, stops, strict=True)
     )
 
 

@@ -16,7 +16,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..merging.layout import Grid
 from ..merging.picture_search import Sides, changed
-from ..patching.whole_model import latent_of, tokens_of
 
 _SIDES = ("num_frames", "height", "width")
 
@@ -86,7 +85,10 @@ class Latents:
         if not self.are_tokens:
             return self.value[:, :channels].float()
         tokens = self._pictures()[0][..., :channels].float()
-        return latent_of(tokens, (len(tokens), *_in_pixels(grid, channels, side)), grid)
+        sides = grid.frames, grid.height, grid.width
+        pixels = tokens.reshape(len(tokens), *sides, -1, side, side).permute(0, 4, 1, 2, 5, 3, 6)
+        latent = pixels.reshape(len(tokens), -1, grid.frames, side * grid.height, side * grid.width)
+        return latent[:, :, 0] if grid.frames == 1 else latent
 
     def with_latent(self, latent: Tensor, grid: Grid) -> Any:
         """The argument with another :meth:`latent` of the same shape."""
@@ -95,19 +97,16 @@ class Latents:
             return list(latent)
         if not self.are_tokens:
             return torch.cat([latent, self.value[:, latent.shape[1] :]], 1)
-        tokens = tokens_of(latent, grid)
+        side = latent.shape[-1] // grid.width
+        high, wide = (grid.height, side), (grid.width, side)
+        pixels = latent.reshape(*latent.shape[:2], grid.frames, *high, *wide)
+        tokens = pixels.permute(0, 2, 3, 5, 1, 4, 6).reshape(len(latent), grid.tokens, -1)
         own, *references = self._pictures()
         return torch.cat([torch.cat([tokens, own[..., tokens.shape[2] :]], 2), *references], 1)
 
     def _pictures(self) -> list[Tensor]:
         """The tokens of the latent, and those of each reference."""
         return list(self.value.split([math.prod(sides) for sides in self.sides], 1))
-
-
-def _in_pixels(grid: Grid, channels: int, side: int) -> Sequence[int]:
-    """Channels and sides of a latent whose tokens hold a square of pixels each."""
-    deep = [] if grid.frames == 1 else [grid.frames]
-    return channels // side**2, *deep, grid.height * side, grid.width * side
 
 
 def latents_of(arguments: Mapping[str, Any], channels: int | None) -> Latents | None:

@@ -1,4 +1,4 @@
-"""How diffusers' transformers run as a whole on merged tokens, by their classes.
+"""How diffusers' transformers call their blocks, and are called, by their classes.
 
 All of them predict a flow: the change of the latent as the timestep grows.
 """
@@ -13,8 +13,8 @@ from ..patching.merge_attention import WholeBlock
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeTransformer:
-    """How the transformers of one class run as a whole.
+class FlowTransformer:
+    """How the transformers of one class are called.
 
     Attributes:
         blocks: how they are called, by the attribute that holds them.
@@ -47,14 +47,14 @@ def _hunyuan(positions: str) -> WholeBlock:
     )
 
 
-_RECORDS: Mapping[str, WholeTransformer] = {
-    "FluxTransformer2DModel": WholeTransformer(
+_RECORDS: Mapping[str, FlowTransformer] = {
+    "FluxTransformer2DModel": FlowTransformer(
         blocks={"transformer_blocks": _FLUX, "single_transformer_blocks": _FLUX},
         at_end=True,
         timesteps=(0.0, 1.0),
         side=2,
     ),
-    "Flux2Transformer2DModel": WholeTransformer(
+    "Flux2Transformer2DModel": FlowTransformer(
         blocks={
             "transformer_blocks": _FLUX,
             # Text is in the same argument.
@@ -65,13 +65,13 @@ _RECORDS: Mapping[str, WholeTransformer] = {
         side=2,
         absent=("kv_cache_mode",),
     ),
-    "SD3Transformer2DModel": WholeTransformer(
+    "SD3Transformer2DModel": FlowTransformer(
         # The positions are in the tokens.
         blocks={"transformer_blocks": WholeBlock("hidden_states", returned=1)},
         at_end=False,
         timesteps=(0.0, 1000.0),
     ),
-    "QwenImageTransformer2DModel": WholeTransformer(
+    "QwenImageTransformer2DModel": FlowTransformer(
         blocks={
             "transformer_blocks": WholeBlock(
                 "hidden_states", {"image_rotary_emb": 0}, absent=("modulate_index",), returned=1
@@ -83,27 +83,27 @@ _RECORDS: Mapping[str, WholeTransformer] = {
         # With it, further pictures are layers.
         absent=("additional_t_cond",),
     ),
-    "ZImageTransformer2DModel": WholeTransformer(
+    "ZImageTransformer2DModel": FlowTransformer(
         blocks={"layers": WholeBlock("x", {"freqs_cis": 1}, absent=("attn_mask", "noise_mask"))},
         at_end=False,
         timesteps=(1.0, 0.0),
     ),
-    "Lumina2Transformer2DModel": WholeTransformer(
+    "Lumina2Transformer2DModel": FlowTransformer(
         blocks={"layers": WholeBlock("hidden_states", {"image_rotary_emb": 1})},
         at_end=True,
         timesteps=(1.0, 0.0),
     ),
-    "WanTransformer3DModel": WholeTransformer(
+    "WanTransformer3DModel": FlowTransformer(
         blocks={"blocks": WholeBlock("hidden_states", {"rotary_emb": 1})},
         at_end=False,
         timesteps=(0.0, 1000.0),
     ),
-    "LTXVideoTransformer3DModel": WholeTransformer(
+    "LTXVideoTransformer3DModel": FlowTransformer(
         blocks={"transformer_blocks": WholeBlock("hidden_states", {"image_rotary_emb": 1})},
         at_end=False,
         timesteps=(0.0, 1000.0),
     ),
-    "HunyuanVideoTransformer3DModel": WholeTransformer(
+    "HunyuanVideoTransformer3DModel": FlowTransformer(
         blocks={
             "transformer_blocks": _hunyuan("freqs_cis"),
             "single_transformer_blocks": _hunyuan("image_rotary_emb"),
@@ -114,8 +114,8 @@ _RECORDS: Mapping[str, WholeTransformer] = {
 }
 
 
-def whole_transformer(network: nn.Module) -> WholeTransformer | None:
-    """How a transformer runs as a whole, None if that is not known."""
+def flow_transformer(network: nn.Module) -> FlowTransformer | None:
+    """How a transformer is called, None if that is not known."""
     kinds: Any = type(network).__mro__
     own = next(kind for kind in kinds if kind.__module__.startswith("diffusers."))
     return _RECORDS.get(own.__name__)

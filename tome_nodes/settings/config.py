@@ -43,11 +43,12 @@ class ToMeConfig:
         most=0.95,
         step=0.05,
         text="How much to merge: more is faster and changes the picture more; 0 is exactly the "
-        "unpatched model. A share of the tokens, the small squares that the model cuts the picture "
-        "into; under quality and balanced, of the keys and values of self-attention only.",
+        "unpatched model. In a UNet, such as SDXL, it is a share of the tokens, the small squares "
+        "that the model cuts the picture into; in a transformer, such as Flux, of the steps.",
         more="One token of each cell always stays, so of a picture at most `1 - 1/(sx*sy)` merge: "
-        "0.75 with the cells of quality, fast and paper, 0.875 with those of balanced. Under fast, "
-        "in a transformer, it is a share of the steps; see `forecast`.",
+        "0.75 with the cells of quality, fast and paper, 0.875 with those of balanced. Under "
+        "quality and balanced, only keys and values of self-attention merge. For steps, see "
+        "`forecast`.",
     )
     start_percent: float = _option(
         0.0,
@@ -104,7 +105,7 @@ class ToMeConfig:
             "`merge_attn`, `merge_crossattn` and `merge_mlp` switch it on.",
             "block": "Each transformer block as a whole; what it changes is added to all tokens.",
             "stack": "All transformer blocks of a level in one go. Saves most: on SDXL, most of "
-            "whose blocks come in stacks of ten. A transformer runs as a whole.",
+            "whose blocks come in stacks of ten. Of UNets only; transformers merge in modules.",
         },
         advanced=True,
         text="What runs on merged tokens: module is the modules that are switched on below, block "
@@ -188,8 +189,7 @@ class ToMeConfig:
         text="Length of a cell in frames, for video; 0 takes 2 to 5, whichever divides the frames "
         "best. 1 keeps cells within frames.",
         more="A cell of several frames is `sx` or `sy` tokens of a row wide, whichever is fewer. "
-        "The first latent frame always merges on its own. Where the whole model runs on merged "
-        "tokens, 0 keeps cells within frames too.",
+        "The first latent frame always merges on its own.",
     )
     use_rand: bool = _option(
         True,
@@ -232,16 +232,15 @@ class ToMeConfig:
         "next, counted back from the second to last; 0 is never. The steps in between keep the "
         "detail that merged tokens got in it.",
         more="The first step also does if it begins with a picture, as in image to image. With "
-        "`attn_tokens` k,v, self-attention in a UNet merges keys and values even in these steps. "
-        "Each stack of a UNet keeps a tensor of the size of its tokens; a transformer keeps two "
-        "latents.",
+        "`attn_tokens` k,v, self-attention merges keys and values even in these steps. Each stack "
+        "keeps a tensor of the size of its tokens.",
     )
     forecast: bool = _option(
         False,
         advanced=True,
         text="In a transformer, skip the model in some steps, as many as ratio says, and forecast "
-        "its answer from the two before. In scope stack nothing merges then, unless the run has "
-        "fewer than four steps.",
+        "its answer from the two before. Nothing merges then, unless the run has fewer than four "
+        "steps.",
         more="The first two steps always run, of 16 and more the first three, and the last. At a "
         "ratio of 0.6 a run of four steps forecasts one, one of eight three, one of twenty ten.",
     )

@@ -36,17 +36,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "quality": Preset(
             "Merges keys and values of self-attention in cells of 2x2 tokens, matched within "
             "windows: closest to the plain model.",
-            {"strategy": "window", "attn_tokens": "k,v"},
+            {"strategy": "window", "attn_tokens": "k,v", "forecast": True},
         ),
         "balanced": Preset(
             "The same in cells of 4x2 tokens, so that up to 0.875 can merge, not just 0.75.",
-            {"strategy": "window", "attn_tokens": "k,v", "sx": 4},
+            {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True},
         ),
         "fast": Preset(
-            "In a UNet, runs all transformer blocks of a level on merged tokens in three of four "
-            "steps, and on all tokens in the fourth: saves most, changes most, and is what to take "
-            "for SDXL, where self-attention is a small part of the work. In a transformer, does "
-            "not run the model in some steps, but forecasts its answer.",
+            "Runs all transformer blocks of a level on merged tokens in three of four steps, and "
+            "on all tokens in the fourth: saves most, changes most, and is what to take for SDXL, "
+            "where self-attention is a small part of the work.",
             {
                 "strategy": "window",
                 "scope": "stack",
@@ -75,8 +74,10 @@ PRESET = Option(
     "merge more, fast saves most and is what SDXL needs, paper does as tomesd does. Under these "
     "only ratio, start_percent, end_percent, seed and backend count; under custom every input "
     "does.",
-    more="An input that would not count is refused, unless it is at its default. The editor hides "
-    "it and does not send it.",
+    more="In a transformer, such as Flux, Qwen-Image or Wan, quality, balanced and fast are the "
+    "same: the model does not run in some steps, and its answer is forecast. There, merging would "
+    "change the picture more than fewer steps do. An input that would not count is refused, unless "
+    "it is at its default. The editor hides it and does not send it.",
 )
 """The choice of a preset."""
 

@@ -3,7 +3,6 @@
 Tokens merge where a block calls attention, so a record needs nothing else.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
@@ -129,7 +128,7 @@ def one_picture(patch: str | int) -> Pictures:
     """For models with the latent only; ``patch`` is the side of a patch or an attribute's name."""
 
     def pictures(model: Any, inputs: Inputs) -> Iterator[Picture]:
-        yield Picture(grid_of(inputs.shape, _patch(model, patch)), is_latent=True)
+        yield Picture(grid_of(inputs.shape, _patch(model, patch)))
 
     return pictures
 
@@ -140,7 +139,7 @@ def with_references(
     """For models whose reference pictures, a condition, come after the picture or before it."""
 
     def pictures(model: Any, inputs: Inputs) -> list[Picture]:
-        latent = Picture(grid_of(inputs.shape, _patch(model, patch)), is_latent=True)
+        latent = Picture(grid_of(inputs.shape, _patch(model, patch)))
         references = [
             Picture(grid_of(each.shape, _patch(model, patch))) for each in inputs.tensors(condition)
         ]
@@ -153,14 +152,13 @@ def _patch(model: Any, patch: str | int) -> Any:
     return patch if isinstance(patch, int) else getattr(model, patch)
 
 
-def _still(grid: Grid, is_latent: bool = False) -> list[Picture]:
+def _still(grid: Grid) -> list[Picture]:
     """One picture for each frame, if frames do not form a video, such as layers."""
-    is_latent = is_latent and grid.frames == 1
-    return [Picture(Grid(grid.height, grid.width), is_latent=is_latent)] * grid.frames
+    return [Picture(Grid(grid.height, grid.width))] * grid.frames
 
 
 def _qwen(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    yield from _still(grid_of(inputs.shape, model.patch_size), is_latent=True)
+    yield from _still(grid_of(inputs.shape, model.patch_size))
     for each in inputs.tensors("ref_latents"):
         yield from _still(grid_of(each.shape, model.patch_size))
 
@@ -169,9 +167,9 @@ def _lumina(model: Any, inputs: Inputs) -> Iterator[Picture]:
     """Z-Image pads every picture to a multiple of some number of tokens."""
     multiple = getattr(model, "pad_tokens_multiple", None) or 1
     references = [each.shape for each in inputs.tensors("ref_latents")]
-    for index, shape in enumerate((*references, inputs.shape)):
+    for shape in (*references, inputs.shape):
         grid = grid_of(shape, model.patch_size)
-        yield Picture(grid, -grid.tokens % multiple, is_latent=index == len(references))
+        yield Picture(grid, -grid.tokens % multiple)
 
 
 def _krea(model: Any, inputs: Inputs) -> Iterator[Picture]:
@@ -181,9 +179,8 @@ def _krea(model: Any, inputs: Inputs) -> Iterator[Picture]:
     method = getattr(model, "default_ref_method", None)
     if inputs.conditions.get("ref_latents_method", method) is not None:
         shapes += [each.shape for each in inputs.tensors("ref_latents")]
-    for index, shape in enumerate(shapes):
-        is_latent = index == 0 and math.prod(shape[2:-2]) == 1
-        yield Picture(grid_of((*shape[:2], *shape[-2:]), model.patch), is_latent=is_latent)
+    for shape in shapes:
+        yield Picture(grid_of((*shape[:2], *shape[-2:]), model.patch))
 
 
 def _hidream(model: Any, inputs: Inputs) -> Iterator[Picture]:
@@ -227,7 +224,7 @@ def _scail(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 def _wan_frames(model: Any, inputs: Inputs) -> Iterator[Picture]:
     """The latent, and the pictures of subjects that extend it as further frames."""
-    yield Picture(grid_of(inputs.shape, model.patch_size), is_latent=True)
+    yield Picture(grid_of(inputs.shape, model.patch_size))
     for each in inputs.tensors("time_dim_concat"):
         yield from _still(grid_of(each.shape, model.patch_size))
 
@@ -238,12 +235,12 @@ def _ltx(model: Any, inputs: Inputs) -> Iterator[Picture]:
     keyframes = sum(
         -(-each.shape[2] // (height * width)) for each in inputs.tensors("keyframe_idxs")
     )
-    yield Picture(Grid(height, width, frames - keyframes), is_latent=keyframes == 0)
+    yield Picture(Grid(height, width, frames - keyframes))
 
 
 def _cosmos(model: Any, inputs: Inputs) -> Iterator[Picture]:
     patch = model.patch_temporal, model.patch_spatial, model.patch_spatial
-    yield Picture(grid_of(inputs.shape, patch), is_latent=True)
+    yield Picture(grid_of(inputs.shape, patch))
 
 
 _FLUX_BLOCKS = {

@@ -1,7 +1,7 @@
 """Find the settings that fulfil a wish on a model of ComfyUI, by trials or by what is kept."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from typing import Any
 
@@ -11,7 +11,7 @@ from comfy.model_management import InterruptProcessingException, get_torch_devic
 from comfy.model_patcher import ModelPatcher
 from comfyui_version import __version__ as comfyui_version
 
-from ...tuning.search import LADDERS, Wish, choose, find
+from ...tuning.search import LADDERS, Ladder, Wish, choose, find
 from ...tuning.summary import Found
 from ..attachment import detach, record_for
 from ..models.base import class_name
@@ -23,7 +23,7 @@ log = logging.getLogger("tome_nodes")
 # The host works out steps / denoise noise levels, which for less could be any number.
 _LEAST_DENOISE = 0.01
 
-_METHOD = 6
+_METHOD = 7
 """Rises with each change of what merging does or of how it is measured: older figures are void."""
 
 
@@ -52,11 +52,13 @@ def tune(
         obstacle = f"with denoise {sampling.denoise:g} there is nothing to sample"
         return Found(wish, obstacle=obstacle)
     try:
-        record_for(model)
+        record = record_for(model)
     except ValueError as error:
         return Found(wish, obstacle=str(error))
+    # The presets are the same in a transformer.
+    ladders = LADDERS[:1] if record.merges_at_calls else LADDERS
     try:
-        return _tried(make_trials(model, sampling), model, sampling, wish, measure_again)
+        return _tried(make_trials(model, sampling), model, sampling, wish, ladders, measure_again)
     except InterruptProcessingException:
         raise
     except Exception as error:
@@ -71,13 +73,14 @@ def _tried(
     model: ModelPatcher,
     sampling: Sampling,
     wish: Wish,
+    ladders: Sequence[Ladder],
     measure_again: bool,
 ) -> Found:
     key = _key(model, sampling, trials)
     kept = tune_cache.Kept() if measure_again else tune_cache.read(key)
     figures, instead = kept.figures, kept.instead
     if wish not in kept.wishes:
-        figures = find(wish, figures, LADDERS, trials.measure)
+        figures = find(wish, figures, ladders, trials.measure)
     candidate = choose(wish, figures)
     if candidate is not None and candidate not in instead:
         instead = {**instead, candidate: trials.instead(candidate, figures[candidate].speed)}

@@ -1,4 +1,4 @@
-"""Transformers of real diffusers pipelines that run as a whole on merged tokens."""
+"""Transformers of real diffusers pipelines: blocks on merged tokens, and forecasts."""
 
 import inspect
 import math
@@ -10,27 +10,25 @@ from common import Shuffle, relative_error
 from diffusers import FirstBlockCacheConfig, ParallelConfig
 from models import pipelines
 from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
-from test_diffusers_transformers import KEYS, ROUNDING, STACK, flux_arguments, merge, state
+from test_diffusers_transformers import BLOCK, KEYS, ROUNDING, flux_arguments, merge, state
 from torch import nn
 
 import tome_nodes
 from benchmarks.lossless import LosslessStrategy
 from tome_nodes.merging.layout import Grid, Layout, Span
 from tome_nodes.merging.plan import SlotPlan
-from tome_nodes.patching import whole_model
 from tome_nodes.patching.answer import Answer
-from tome_nodes.patching.whole_model import WholeModel
 from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers, _in_sequence
+from tome_nodes.pytorch.flow_call import FlowCall, why_in_modules
+from tome_nodes.pytorch.latents import latents_of
 from tome_nodes.pytorch.patched_model import Attachment
-from tome_nodes.pytorch.transformer_records import WholeTransformer, whole_transformer
-from tome_nodes.pytorch.whole_call import why_in_modules
+from tome_nodes.pytorch.transformer_records import FlowTransformer, flow_transformer
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
 pytestmark = pytest.mark.newest_only
 
 WHOLE = [name for name in TRANSFORMERS if name != "cogvideox"]
-SCOPES = {"stack": STACK, "block": {"scope": "block"}}
 
 
 class AlikeShuffle(LosslessStrategy):
@@ -64,7 +62,7 @@ def tokens_seen(*networks):
         for network in networks:
             begins = network.register_forward_pre_hook(lambda *_: evaluations.append([]))
             hooks.enter_context(begins)
-            for name in whole_transformer(network).blocks:
+            for name in flow_transformer(network).blocks:
                 for module in network.get_submodule(name).modules():
                     if isinstance(module, nn.Linear):
                         hooks.enter_context(module.register_forward_pre_hook(entered))
@@ -72,16 +70,15 @@ def tokens_seen(*networks):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("scope", SCOPES)
-def test_a_lossless_plan_reproduces_every_pipeline(name, scope, log_messages):
+def test_a_lossless_plan_reproduces_every_pipeline(name, log_messages):
     case = TRANSFORMERS[name]()
     expected = case(steps=4)
     before = state(case.transformer)
-    attach(case.pipeline, Shuffle, **SCOPES[scope])
+    attach(case.pipeline, Shuffle, **BLOCK)
     random = torch.get_rng_state()
     assert relative_error(case(steps=4), expected) < ROUNDING
     assert torch.equal(torch.get_rng_state(), random)
-    assert all(f", {scope} scope" in line for line in log_messages())
+    assert all(", block scope" in line for line in log_messages())
     assert not any("module scope" in line for line in log_messages())
     assert len(log_messages()) == (2 if name == "wan" else 1)
     tome_nodes.remove_patch(case.pipeline)
@@ -90,38 +87,32 @@ def test_a_lossless_plan_reproduces_every_pipeline(name, scope, log_messages):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("scope", SCOPES)
-def test_blocks_run_on_fewer_tokens_that_weigh_as_all(name, scope, calls):
+def test_blocks_run_on_fewer_tokens_that_weigh_as_all(name, calls):
     case = TRANSFORMERS[name]()
     networks = [network for network, _ in DiffusersTransformers().find(case.pipeline)]
     with tokens_seen(*networks) as plain:
         expected = case(steps=4)
     keys = [key.shape[2] for _, key, _ in calls]
     calls.clear()
-    merge(case.pipeline, **SCOPES[scope])
+    merge(case.pipeline, **BLOCK)
     with tokens_seen(*networks) as seen:
         merged = case(steps=4)
     assert 1e-3 < relative_error(merged, expected) < 1.0
     pictures = case.picture + case.references
-    evaluations = len(plain) // 4
-    on_all = 0
+    assert len(plain) == len(seen) > 0
     for before, after in zip(plain, seen, strict=True):
-        assert len(before) == len(after)
-        on_all += before == after
-        if before != after:
-            # All layers of the picture, and none of text.
-            assert all(
-                own == every - pictures // 2 if every >= pictures else own == every
-                for every, own in zip(before, after, strict=True)
-            )
-    # The last step but one is on all tokens.
-    assert on_all == (evaluations if scope == "stack" else 0)
+        assert before != after
+        # All layers of the picture, and none of text.
+        assert all(
+            own == every - pictures // 2 if every >= pictures else own == every
+            for every, own in zip(before, after, strict=True)
+        )
     fewer = [
         (before, mask)
         for before, (_, key, mask) in zip(keys, calls, strict=True)
         if key.shape[2] < before
     ]
-    assert len(fewer) >= 2 * (4 * evaluations - on_all)
+    assert len(fewer) >= 2 * len(plain)
     for before, mask in fewer:
         weights = mask.double().exp().sum(-1)
         assert torch.allclose(weights, torch.full_like(weights, before))
@@ -134,17 +125,17 @@ def test_the_denoised_latent_is_where_the_only_step_ends(name, monkeypatch):
     unguided = {"qwen_image": {"true_cfg_scale": 1.0}, "z_image": {"guidance_scale": 0.0}}
     options = unguided.get(name, {"guidance_scale": 1.0})
     expected = case(steps=1, **options)
-    denoised = []
-    leaving = WholeModel.leaving
+    found = []
+    denoised = FlowCall.denoised
 
     def spy(*args):
-        denoised.append(leaving(*args))
-        return denoised[-1]
+        found.append(denoised(*args))
+        return found[-1]
 
-    monkeypatch.setattr(WholeModel, "leaving", spy)
-    attach(case.pipeline, Shuffle, **STACK)
+    monkeypatch.setattr(FlowCall, "denoised", spy)
+    attach(case.pipeline, Shuffle, forecast=True)
     case(steps=1, **options)
-    (latent,) = denoised
+    (latent,) = found
     pack = getattr(case.pipeline, "_pack_latents", None)
     if name == "flux2":
         latent = pack(case.pipeline._patchify_latents(latent))
@@ -158,22 +149,21 @@ def test_the_denoised_latent_is_where_the_only_step_ends(name, monkeypatch):
 def test_nothing_to_merge_is_exact(name):
     case = TRANSFORMERS[name]()
     expected = case(steps=1)
-    merge(case.pipeline, ratio=0, ratio_end=0.5, **STACK)
+    merge(case.pipeline, ratio=0, ratio_end=0.5, **BLOCK)
     assert torch.equal(case(steps=1), expected)
     assert not torch.equal(case(steps=4), case(steps=1))
 
 
 @pytest.mark.parametrize("name", ["flux", "qwen_image", "hunyuan_video"])
-@pytest.mark.parametrize("scope", SCOPES)
-def test_several_samples(name, scope, log_messages, monkeypatch):
+def test_several_samples(name, log_messages, monkeypatch):
     """Positions without a batch are those of all samples, which have to merge alike."""
     case = TRANSFORMERS[name]()
     options = {"num_videos_per_prompt" if name == "hunyuan_video" else "num_images_per_prompt": 2}
     expected = case(steps=4, **options)
     assert len(expected) == 2
-    attach(case.pipeline, lambda *args: AlikeShuffle(make_strategy(*args)), **SCOPES[scope])
+    attach(case.pipeline, lambda *args: AlikeShuffle(make_strategy(*args)), **BLOCK)
     assert relative_error(case(steps=4, **options), expected) < ROUNDING
-    assert f", {scope} scope" in log_messages()[-1]
+    assert ", block scope" in log_messages()[-1]
     chosen, tokens = [], SlotPlan.tokens
 
     def spy(plan):
@@ -181,16 +171,12 @@ def test_several_samples(name, scope, log_messages, monkeypatch):
         return chosen[-1]
 
     monkeypatch.setattr(SlotPlan, "tokens", spy)
-    merge(case.pipeline, **SCOPES[scope])
+    merge(case.pipeline, **BLOCK)
     merged = case(steps=4, **options)
     assert 1e-3 < relative_error(merged, expected) < 1.0
     assert "module scope" not in log_messages()[-1]
-    # In stack scope, each frame of a video has a plan of its own.
-    by_sample = [each.unflatten(0, (2, -1)) for each in chosen]
-    assert all(torch.equal(first, second) for first, second in by_sample)
-    frames = [first for first, _ in by_sample if len(first) > 1]
-    assert bool(frames) == ((name, scope) == ("hunyuan_video", "stack"))
-    assert not any(torch.equal(first[0], first[1]) for first in frames)
+    assert chosen
+    assert all(torch.equal(*each) for each in chosen)
 
 
 @torch.no_grad()
@@ -211,11 +197,11 @@ def test_a_transformer_without_a_pipeline_returns_what_it_did():
     transformer = pipelines.make_flux()
     arguments = flux_arguments()
     expected = twice(transformer, arguments)
-    attach(transformer, Shuffle, **STACK)
+    attach(transformer, Shuffle, **BLOCK)
     given = twice(transformer, arguments)
     assert type(given) is type(expected)
     assert relative_error(given.sample, expected.sample) < ROUNDING
-    merge(transformer, **STACK)
+    merge(transformer, **BLOCK)
     with torch.no_grad():
         hidden = arguments.pop("hidden_states")
         transformer(hidden, **arguments)
@@ -225,9 +211,15 @@ def test_a_transformer_without_a_pipeline_returns_what_it_did():
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments", "along", "own"),
+    ("make", "arguments", "along", "own", "grid"),
     [
-        (pipelines.make_flux, {**flux_arguments(), "hidden_states": noise(1, 80, 24)}, 2, 16),
+        (
+            pipelines.make_flux,
+            {**flux_arguments(), "hidden_states": noise(1, 80, 24)},
+            2,
+            16,
+            Grid(8, 10),
+        ),
         (
             pipelines.make_wan,
             {
@@ -237,60 +229,38 @@ def test_a_transformer_without_a_pipeline_returns_what_it_did():
             },
             1,
             4,
+            Grid(8, 10, 3),
         ),
     ],
     ids=["flux", "wan"],
 )
-def test_channels_that_say_what_to_paint_stay_as_they_are(
-    make, arguments, along, own, log_messages
-):
+@torch.no_grad()
+def test_channels_that_say_what_to_paint_are_not_forecast(make, arguments, along, own, grid):
     """They come in behind those of the latent, and do not come out."""
-    hidden = arguments["hidden_states"]
-    channels = hidden.shape[along]
+    channels = arguments["hidden_states"].shape[along]
     network = make(in_channels=channels, out_channels=own)
-    entered = []
-    network.register_forward_pre_hook(
-        lambda _, args, kwargs: entered.append(kwargs["hidden_states"]), with_kwargs=True
-    )
-    expected = twice(network, arguments)[0]
-    attach(network, Shuffle, **STACK)
-    assert relative_error(twice(network, arguments)[0], expected) < ROUNDING
-    assert ", stack scope" in log_messages()[-1]
-    merge(network, **STACK)
-    entered.clear()
-    assert 1e-3 < relative_error(twice(network, arguments)[0], expected) < 0.5
-    before, after = (each.split([own, channels - own], along) for each in (hidden, entered[1]))
-    assert not torch.equal(before[0], after[0])
-    assert torch.equal(before[1], after[1])
+    result = network(**arguments)
+    latents = latents_of(arguments, channels)
+    call = FlowCall(flow_transformer(network), network, arguments, latents, grid)
+    assert call.latent.shape[1:] == (4, *([3] if grid.frames > 1 else []), 16, 20)
+    returned = call.returned(call.latent, call.denoised(call.latent, result), result)
+    assert type(returned) is type(result)
+    assert relative_error(returned.sample, result.sample) < 1e-4
 
 
 def test_a_cache_that_is_gone_is_forgotten(log_messages):
     transformer = pipelines.make_flux()
+    with tokens_seen(transformer) as plain:
+        twice(transformer, flux_arguments())
     transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
-    merge(transformer, **STACK)
+    merge(transformer, **BLOCK)
     with transformer.cache_context("cond"):
         twice(transformer, flux_arguments())
     assert "module scope in 3 as a cache" in log_messages()[-1]
     transformer.disable_cache()
     with tokens_seen(transformer) as seen:
-        for _ in range(2):
-            twice(transformer, flux_arguments())
-    assert seen[0] != seen[-1]
-
-
-def test_a_run_that_could_not_is_forgotten_by_the_next():
-    case = pipelines.flux()
-    merge(case.pipeline, **STACK)
-    expected = case(steps=7)
-
-    def elsewhere(pipeline, step, timestep, given):
-        return {"latents": noise(1, 80, 16, seed=step)}
-
-    with tokens_seen(case.transformer) as seen:
-        moved = case(steps=7, callback_on_step_end=elsewhere)
-    assert moved.isfinite().all()
-    assert seen[-1] == seen[-2]
-    assert torch.equal(case(steps=7), expected)
+        twice(transformer, flux_arguments())
+    assert sum(seen[-1]) < sum(plain[-1])
 
 
 def test_pictures_stand_where_they_were_found():
@@ -301,9 +271,8 @@ def test_pictures_stand_where_they_were_found():
     ]:
         layout = Layout(150, spans)
         answer = Answer({"blocks.0": {(150, 150): layout, (7, 150): None}})
-        record = WholeTransformer(blocks={}, at_end=at_end, timesteps=(0.0, 1.0))
+        record = FlowTransformer(blocks={}, at_end=at_end, timesteps=(0.0, 1.0))
         pictures = _in_sequence(record, answer)
-        assert [picture.is_latent for picture in pictures] == [True, False]
         assert Layout.of_pictures(150, pictures, at_end) == layout
 
 
@@ -315,11 +284,11 @@ def test_half_precision(log_messages):
         for name, value in case.arguments.items()
     }
     expected = case(steps=4)
-    attach(case.pipeline, Shuffle, **STACK)
+    attach(case.pipeline, Shuffle, **BLOCK)
     given = case(steps=4)
     assert given.dtype == expected.dtype
     assert relative_error(given, expected) < 0.02
-    assert ", stack scope" in log_messages()[-1]
+    assert ", block scope" in log_messages()[-1]
 
 
 TREATED = "whose tokens are treated differently"
@@ -400,11 +369,10 @@ def with_layers():
     ],
     ids=["reference", "ltx", "wan", "hunyuan_video", "z_image", "lumina2", "layers"],
 )
-@pytest.mark.parametrize("scope", SCOPES)
-def test_what_treats_tokens_differently_merges_in_its_attention(make, why, scope, log_messages):
+def test_what_treats_tokens_differently_merges_in_its_attention(make, why, log_messages):
     network, given = make()
     expected = answer(network, given)
-    attach(network, Shuffle, **SCOPES[scope])
+    attach(network, Shuffle, **BLOCK)
     assert relative_error(answer(network, given), expected) < ROUNDING
     assert why in log_messages()[-1]
     assert "module scope in" in log_messages()[-1]
@@ -412,11 +380,11 @@ def test_what_treats_tokens_differently_merges_in_its_attention(make, why, scope
 
 def test_parts_of_a_sequence_on_several_devices_merge_in_their_attention():
     network = pipelines.make_flux()
-    record = whole_transformer(network)
+    record = flow_transformer(network)
     assert why_in_modules(record, network, {}, ()) is None
     network._parallel_config = ParallelConfig()
     assert "several devices" in why_in_modules(record, network, {}, ())
-    record = whole_transformer(pipelines.flux2().transformer)
+    record = flow_transformer(pipelines.flux2().transformer)
     given = {"kv_cache_mode": "extract"}
     assert why_in_modules(record, pipelines.make_flux(), given, ()) == (
         "as it is called with kv_cache_mode"
@@ -476,17 +444,6 @@ def test_fast_merges_where_a_run_is_too_short_to_forecast(log_messages):
     merged = case(steps=3, height=256, width=256)
     assert 1e-3 < relative_error(merged, plain) < 0.5
     assert log_messages() == [
-        "[ToMe] merged 3/3 blocks (256 -> 128 tokens), ratio 0.50, window, stack scope"
+        "[ToMe] merged 3/3 blocks (263 -> 135 tokens), ratio 0.50, window, stack scope, "
+        "module scope in 3 as this kind of model does not merge stacks of blocks"
     ]
-
-
-def test_the_other_host_finds_the_class_as_its_module_defines_it():
-    """What torch.compile leaves out here would break the graphs of ComfyUI's models."""
-    case = pipelines.flux()
-    tome_nodes.apply_patch(case.pipeline, preset="fast")
-    case(steps=2, height=256, width=256)
-    methods = [each for each in vars(WholeModel).values() if inspect.isfunction(each)]
-    assert len(methods) > 5
-    for method in methods:
-        assert method.__code__.co_filename == whole_model.__file__
-        assert not vars(method)

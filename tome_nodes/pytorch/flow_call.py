@@ -1,21 +1,15 @@
-"""A call of a transformer as what maps a noisy latent to the denoised one.
+"""A call of a transformer as what maps a noisy latent to the denoised one, which is forecast."""
 
-So the transformer can run as a whole on merged tokens: its latent is averaged before it, and the
-denoised one after it (:mod:`tome_nodes.patching.whole_model`).
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.decorators import skip
 
-from ..merging.layout import Picture
-from ..patching.whole_model import WholeModel
+from ..merging.layout import Grid
 from .latents import Latents
-from .transformer_records import WholeTransformer
+from .transformer_records import FlowTransformer
 
 _CACHED = "as a cache keeps what blocks did from step to step"
 _ELSEWHERE = "as its picture is found in other blocks than usual"
@@ -27,7 +21,7 @@ _LEAST_NOISE = 1e-6
 
 
 def why_in_modules(
-    record: WholeTransformer,
+    record: FlowTransformer,
     network: nn.Module,
     arguments: Mapping[str, Any],
     stacks: Sequence[str],
@@ -62,22 +56,22 @@ def timestep_of(arguments: Mapping[str, Any]) -> Any:
     return next(named, 0)
 
 
-def noise_share(record: WholeTransformer, timestep: float) -> float:
+def noise_share(record: FlowTransformer, timestep: float) -> float:
     """The share of noise in a latent at a timestep of a transformer; never 0."""
     clean, noise = record.timesteps
     return max((timestep - clean) / (noise - clean), _LEAST_NOISE)
 
 
-class WholeCall:
+class FlowCall:
     """One call of a transformer, which predicts a flow."""
 
     def __init__(
         self,
-        record: WholeTransformer,
+        record: FlowTransformer,
         network: nn.Module,
         arguments: Mapping[str, Any],
         latents: Latents,
-        pictures: Sequence[Picture],
+        grid: Grid,
     ):
         """Prepare a call.
 
@@ -86,64 +80,15 @@ class WholeCall:
             network: the transformer.
             arguments: those of the call, by name, the latents first.
             latents: the first of these.
-            pictures: those in the sequence, the latent first.
+            grid: of the latent's tokens.
         """
         self._record, self._latents = record, latents
-        self._name = next(iter(arguments))
-        self._grid = pictures[0].grid
+        self._grid = grid
         config: Any = network.config
         self._channels = config.get("out_channels") or config["in_channels"]
         if latents.are_tokens:
             self._channels *= config["patch_size"] ** 2
         self._timestep = timestep_of(arguments)
-
-    # Of what surrounds the transformer's forward, torch.compile traces nothing.
-    @skip
-    def run(
-        self,
-        whole: WholeModel,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """What the transformer returns, on merged tokens.
-
-        Args:
-            whole: merges them.
-            forward: calls the transformer without merging.
-            args: those of the call.
-            kwargs: the same by name.
-        """
-        latent, noisy, entering = self._entering(whole)
-        if args:
-            result = forward(entering, *args[1:], **kwargs)
-        else:
-            result = forward(**{**kwargs, self._name: entering})
-        leaving = self._leaving(whole, latent, noisy, result)
-        return forward(*args, **kwargs) if leaving is None else leaving
-
-    @torch.compiler.disable
-    def _entering(self, whole: WholeModel) -> tuple[Tensor, Tensor, Any]:
-        """The latent of the call, the same with merged tokens, and that as it is passed."""
-        latent = self.latent
-        noisy = whole.entering(latent)
-        return latent, noisy, self._latents.with_latent(noisy, self._grid)
-
-    @torch.compiler.disable
-    def _leaving(self, whole: WholeModel, latent: Tensor, noisy: Tensor, result: Any) -> Any:
-        """What the transformer returns; None if it has to run on all tokens.
-
-        Args:
-            whole: merged the tokens.
-            latent: that of the call.
-            noisy: the same with merged tokens.
-            result: what the transformer returned for that.
-        """
-        of_noisy = self.denoised(noisy, result)
-        denoised = whole.leaving(latent, of_noisy)
-        if denoised is None:
-            return None
-        return result if denoised is of_noisy else self.returned(latent, denoised, result)
 
     @property
     def latent(self) -> Tensor:
