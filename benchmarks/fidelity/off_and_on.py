@@ -1,7 +1,6 @@
-"""Pictures painted with merging off and on, side by side, with the seconds that they took.
+"""Pictures painted with ToMe off and on, side by side, with the seconds that they took.
 
-python3 dev.py bench --picture [--model unet] [--ratio 0.6] [--presets balanced fast]
-    [--repeats 3]
+python3 dev.py bench --picture [--model unet] [--columns "balanced 0.6" "fast 0.6"] [--repeats 3]
 
 It writes web/docs/off-and-on.jpg for docs/measured.md, or with --model transformer or video
 off-and-on-transformer.jpg or off-and-on-video.jpg, which the help page shows, and prints a caption.
@@ -24,6 +23,13 @@ PICTURES = {
     "transformer": "off-and-on-transformer.jpg",
     "video": "off-and-on-video.jpg",
 }
+COLUMNS = {
+    "unet": ["balanced 0.6", "fast 0.6"],
+    "transformer": ["balanced 0.75", "5 steps"],
+    "video": ["balanced 0.75", "5 steps"],
+}
+"""What stands beside the plain pictures: a preset and its ratio, or a number of steps."""
+
 OFF = "off"
 SHOWN = (0, -1)
 """The pictures that are shown; the seconds are those of all together."""
@@ -52,27 +58,31 @@ def main() -> None:
         "video": partial(VideoJudge, 8),
     }
     judge = judges[arguments.model]()
-    models = {OFF: judge.model}
-    for name in arguments.presets:
-        config = ToMeConfig(**settings_of(name, {"ratio": arguments.ratio}))
-        models[f"preset {name}, ratio {arguments.ratio:g}"] = attach(judge.model, config)
+    runs: dict[str, tuple[Any, int | None]] = {OFF: (judge.model, None)}
+    for column in arguments.columns or COLUMNS[arguments.model]:
+        first, second = column.split()
+        if second == "steps":
+            runs[column] = judge.model, int(first)
+        else:
+            config = ToMeConfig(**settings_of(first, {"ratio": float(second)}))
+            runs[f"preset {first}, ratio {second}"] = attach(judge.model, config), None
     painted: dict[str, Any] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in models}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for done in range(arguments.repeats):
         # In turn, and every other round reversed, so that noise affects all alike.
-        for name in list(models)[:: -1 if done % 2 else 1]:
-            painted[name], taken = judge.paint(models[name])
-            seconds[name].append(taken / judge.steps)
+        for name in list(runs)[:: -1 if done % 2 else 1]:
+            painted[name], taken = judge.paint(*runs[name])
+            seconds[name].append(taken)
     # As in the demo, the fastest run: other processes only ever add to a time.
     fastest = {name: min(taken) for name, taken in seconds.items()}
-    columns = {name: [_pixels(each) for each in _shown(painted[name])] for name in models}
+    columns = {name: [_pixels(each) for each in _shown(painted[name])] for name in runs}
     _sheet(columns, fastest).save(DOCS / PICTURES[arguments.model], quality=90)
     command = " ".join(["python3 dev.py bench --picture", *sys.argv[1:]])
     kind = "videos" if arguments.model == "video" else "pictures"
     print(
-        f"Seconds per step of {len(painted[OFF])} {kind} in {judge.steps} steps, the fastest "
-        f"of {arguments.repeats} runs: "
-        + ", ".join(f"{name} {each:.2f}" for name, each in fastest.items())
+        f"Seconds of {len(painted[OFF])} {kind} in {judge.steps} steps, the fastest of "
+        f"{arguments.repeats} runs: "
+        + ", ".join(f"{name} {each:.1f}" for name, each in fastest.items())
         + f". `{command}`, {machine(arguments.device)['description']}, {date.today().isoformat()}"
     )
 
@@ -80,8 +90,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --picture", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ratio", type=float, default=0.6)
-    parser.add_argument("--presets", nargs="+", default=["balanced", "fast"])
+    parser.add_argument("--columns", nargs="+", metavar="COLUMN", help="as 'fast 0.6', '5 steps'")
     parser.add_argument("--model", choices=PICTURES, default="unet")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
     return parser.parse_args()
@@ -112,12 +121,12 @@ def _sheet(columns: Mapping[str, list[Any]], seconds: Mapping[str, float]) -> An
     draw = ImageDraw.Draw(sheet)
     for column, (name, pictures) in enumerate(columns.items()):
         x = MARGIN + column * (side + MARGIN)
-        text = f"{seconds[name]:.2f} s per step"
+        text = f"{seconds[name]:.1f} s"
         if name != OFF:
             text += f", {seconds[OFF] / seconds[name]:.2f} times faster"
         draw.text(
             (x, 5),
-            "Merging off" if name == OFF else name.capitalize(),
+            "ToMe off" if name == OFF else name.capitalize(),
             INK,
             ImageFont.load_default(18),
         )

@@ -94,10 +94,10 @@ class Judge:
             seed=seed,
         )
 
-    def paint(self, patched: ModelPatcher) -> tuple[Tensor, float]:
+    def paint(self, patched: ModelPatcher, steps: int | None = None) -> tuple[Tensor, float]:
         """What :meth:`pictures` returns, and the seconds of all evaluations of the model."""
         self._seconds = 0.0
-        return self.pictures(patched), self._seconds
+        return self.pictures(patched, steps), self._seconds
 
     def figures(self, pictures: Tensor) -> dict[str, float]:
         """How much pictures differ from the expected ones, and for videos how much they flicker.

@@ -285,8 +285,8 @@ class Calls:
         """Note that the answer of this call is forecast, which is logged once."""
         self._is_forecast = True
         if self._is_new("forecast"):
-            settings = ", ".join(log_line.settings(self.config))
-            log.info("[ToMe] forecasts the answer of the model in some steps, %s", settings)
+            ratio = self.config.ratio
+            log.info("[ToMe] forecasts the answer of the model in some steps, ratio %.2f", ratio)
 
     def warn_once(self, reason: str) -> None:
         if self._is_new(reason):

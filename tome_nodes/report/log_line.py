@@ -34,7 +34,7 @@ def log_line(
         done.append(f"merged {blocks} ({sizes(counts)})")
         if counts.total_steps:
             done.append(f"{counts.merged_steps}/{counts.total_steps} steps")
-    others = [*settings(config, counts.frames), *backend, *deviations(counts)]
+    others = [*in_effect(counts, config), *backend, *deviations(counts)]
     return ", ".join([*done, *others, *([] if tuned is None else [times(tuned)])])
 
 
@@ -134,6 +134,13 @@ def obstacle(counts: Counts, max_downsample: int, shallowest: int) -> str:
         f"max_downsample={max_downsample} leaves out every transformer block: this model's "
         f"start at {shallowest}; use preset fast, or max_downsample auto under preset custom"
     )
+
+
+def in_effect(counts: Counts, config: ToMeConfig, defaults: bool = False) -> list[str]:
+    """The :func:`settings` of a run that had an effect: for forecasts, only the ratio."""
+    if counts.forecast_steps and not counts.merged_anything:
+        return [f"ratio {config.ratio:.2f}"]
+    return settings(config, counts.frames, defaults)
 
 
 def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> list[str]:

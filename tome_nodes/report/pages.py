@@ -149,7 +149,7 @@ def in_words(run: LastRun) -> list[str]:
             f"Steps: merged in {counts.merged_steps} of {counts.total_steps}",
             f"Matching: done {counts.plans_made} times, reused {counts.plans_reused} times",
         ]
-    lines += [f"Settings: {', '.join(log_line.settings(run.config, counts.frames, defaults=True))}"]
+    lines += [f"Settings: {', '.join(log_line.in_effect(counts, run.config, defaults=True))}"]
     if run.backend is not None:
         lines += [f"Backend: {run.backend}"]
     lines += [f"Tried here: {way}" for way in log_line.tried(run.choices)]
