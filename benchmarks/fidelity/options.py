@@ -100,9 +100,7 @@ def of_transformer(steps: int) -> list[Option]:
         *_merging(),
         _keys("k,v 0.6, window 4x2", 0.6),
         _keys(KEYS75, 0.75),
-        Option(
-            BLOCKS, MERGING, partial(attach, config=toma_config(0.5), make_strategy=TomaStrategy)
-        ),
+        Option(BLOCKS, MERGING, as_toma),
         *_presets(ON_TRANSFORMERS),
         Option("fast 0.5, EasyCache 0.2", BOTH, _then(preset("fast", 0.5), rivals.easy_cache())),
     ]
