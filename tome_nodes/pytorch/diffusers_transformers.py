@@ -260,7 +260,8 @@ class TransformerCalls(Calls):
         first, step = self._steps.first(), self._step
         steps = step + 1 if self._schedule is None else len(self._schedule)
         last = steps - 1
-        noise = None if self._record is None else noise_share(self._record, timestep)
+        record = self._record
+        noise = None if record is None else float(noise_share(record, torch.tensor(timestep)))
         return Moment(
             step=step,
             progress=(step - first) / (last - first) if last > first else 0.0,

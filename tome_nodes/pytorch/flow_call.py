@@ -56,10 +56,10 @@ def timestep_of(arguments: Mapping[str, Any]) -> Any:
     return next(named, 0)
 
 
-def noise_share(record: FlowTransformer, timestep: float) -> float:
-    """The share of noise in a latent at a timestep of a transformer; never 0."""
+def noise_share(record: FlowTransformer, timestep: Tensor) -> Tensor:
+    """The share of noise in a latent at timesteps of a transformer, of their shape; never 0."""
     clean, noise = record.timesteps
-    return max((timestep - clean) / (noise - clean), _LEAST_NOISE)
+    return ((timestep.float() - clean) / (noise - clean)).clamp_min(_LEAST_NOISE)
 
 
 class FlowCall:
@@ -116,9 +116,8 @@ class FlowCall:
 
     def _noise(self, latent: Tensor) -> Tensor:
         """By how much the answer is multiplied to give the noise in a latent; never 0."""
-        clean, noise = self._record.timesteps
-        timestep = torch.as_tensor(self._timestep, device=latent.device, dtype=torch.float32)
+        timestep = torch.as_tensor(self._timestep, device=latent.device)
         timestep = timestep.reshape(len(timestep), -1).amax(1) if timestep.ndim > 1 else timestep
-        share = ((timestep - clean) / (noise - clean)).clamp_min(_LEAST_NOISE)
-        direction = 1.0 if noise > clean else -1.0
-        return direction * share.reshape(-1, *[1] * (latent.ndim - 1))
+        share = noise_share(self._record, timestep).reshape(-1, *[1] * (latent.ndim - 1))
+        clean, noise = self._record.timesteps
+        return share if noise > clean else -share
