@@ -22,7 +22,7 @@ from typing import Any
 from tome_nodes.comfyui.node_texts import CAPTIONS, Caption
 from tome_nodes.settings.config import OPTIONS
 from tome_nodes.settings.options import Option
-from tome_nodes.settings.presets import PRESET, PRESETS, Preset
+from tome_nodes.settings.presets import PRESET, PRESETS
 from tools.environment import ROOT
 
 LOCALES = ROOT / "locales"
@@ -199,17 +199,18 @@ def _figures() -> dict[str, dict[str | int, tuple[str, str]]]:
     figures: dict[str, dict[str | int, tuple[str, str]]] = {
         model: {
             name: (f"{row['time']:.2f}", f"{row['error'] / rows[paper]['error']:.2f}")
-            for name, preset in PRESETS.items()
-            if (row := rows.get(f"{name} {RATIO:g}") or rows.get(_same_as(preset))) is not None
+            for name in PRESETS
+            if (row := rows.get(f"{_judged_as(name, model)} {RATIO:g}")) is not None
         }
         for model, (rows, paper) in judged.items()
     }
     return {model: measured for model, measured in figures.items() if measured}
 
 
-def _same_as(preset: Preset) -> str:
-    """The row of a transformer, on which presets that forecast are the same."""
-    return f"fast {RATIO:g}" if preset.options.get("forecast") else ""
+def _judged_as(preset: str, model: str) -> str:
+    """The preset that stands for one in the results: in a transformer, those that forecast are one."""
+    is_one = model != "UNet" and PRESETS[preset].options.get("forecast")
+    return "fast" if is_one else preset
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:

@@ -29,7 +29,6 @@ SUITES: Sequence[Sequence[str]] = (
     ("tests/hosts/test_diffusers.py", "-n", "2"),
     ("tests/hosts/test_faults.py",),
     ("tests/hosts/test_comfyui_neighbours.py",),
-    ("tests/hosts/test_network_wrapper.py",),
     ("tests/hosts/test_ldm.py",),
     ("tests/hosts/test_presets.py",),
     ("tests/hosts/test_recording.py",),

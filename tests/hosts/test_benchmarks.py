@@ -341,7 +341,7 @@ def test_flux_of_diffusers_is_checked_timed_and_written(tmp_path, monkeypatch):
         assert len(method["seconds"]) == 1
         assert (method["error"] == 0) == (name == "unpatched")
     (page,) = (each.read_text() for each in tmp_path.glob("*.md"))
-    assert "| ToMA's method, our code |" in page and result["summary"] in page
+    assert "| ToMA's method, our code " in page and result["summary"] in page
 
 
 def test_a_method_that_computes_something_else_fails(monkeypatch):

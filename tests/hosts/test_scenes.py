@@ -160,15 +160,15 @@ def test_everything_that_saves_time_has_its_cost_and_the_plain_model_no_error(
     assert rows["5 steps"]["evaluations"] == rows["forecast"]["evaluations"] == 5
     attention = untrained.attention
     assert 0.1 < attention < 0.3
-    assert rows["balanced 0.6"]["time"] == pytest.approx(1 - 0.6 * attention)
+    assert rows["k,v 0.6, window 4x2"]["time"] == pytest.approx(1 - 0.6 * attention)
     quarter = (16 + 4) / (64 + 4)
     small = quarter * (1 - attention) + quarter**2 * attention
     assert rows["half the size"]["time"] == pytest.approx(small)
-    # Six of eight steps run on half of the 64 tokens and four of the prompt.
+    # All steps run on half of the 64 tokens and four of the prompt.
     half = (32 + 4) / (64 + 4)
     merged = half * (1 - attention) + half**2 * attention
-    assert rows[page.WHOLE]["time"] == pytest.approx((2 + 6 * merged) / 8)
-    assert rows[page.WHOLE]["evaluations"] == 8
+    assert rows[page.BLOCKS]["time"] == pytest.approx(merged)
+    assert rows[page.BLOCKS]["evaluations"] == 8
     assert rows["fast 0.6"]["time"] == rows["fast 0.6"]["evaluations"] / 8
     assert {pictures.shape for pictures in shown.values()} == {(2, 3, 64, 64)}
 

@@ -53,9 +53,17 @@ def speed_of(config, is_full):
 @pytest.fixture
 def timed(models):
     """A model whose evaluations take the time that a test wants, its clock, and how many it saw."""
-    clock = FakeClock()
-    model = models("flux").clone()
-    seen = []
+    return with_clock(models("flux").clone())
+
+
+@pytest.fixture
+def timed_unet(sd15):
+    """The same of a UNet."""
+    return with_clock(sd15.clone())
+
+
+def with_clock(model):
+    clock, seen = FakeClock(), []
 
     def spend(executor, *args, **kwargs):
         run = args[5].get(KEY)
@@ -330,8 +338,12 @@ def test_nothing_to_sample_is_said(timed, denoise):
     assert timed[2] == []
 
 
-def test_a_trial_that_fails_leaves_the_others(timed, log_messages):
-    model, _, _ = timed
+def test_a_trial_that_fails_leaves_the_others(timed_unet, log_messages):
+    model, clock, seen = timed_unet
+
+    def found():
+        trials = partial(Trials, clock=clock)
+        return tune(model, sampling_of_unet(), Wish("speed", 1.35), make_trials=trials)
 
     def fail(executor, *args, **kwargs):
         run = args[5].get(KEY)
@@ -340,13 +352,20 @@ def test_a_trial_that_fails_leaves_the_others(timed, log_messages):
         return executor(*args, **kwargs)
 
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "fail", fail)
-    found = tuned(timed, Wish("speed", 1.35))
-    assert found.candidate == Candidate("balanced", 0.75)
+    assert found().candidate == Candidate("balanced", 0.75)
     assert "[ToMe] fast, ratio 0.50: ValueError: no room" in log_messages()
     # It need not come again.
-    timed[2].clear()
-    assert tuned(timed, Wish("speed", 1.35)).candidate == found.candidate
-    assert timed[2]
+    seen.clear()
+    assert found().candidate == Candidate("balanced", 0.75)
+    assert seen
+
+
+def test_the_presets_are_one_ladder_in_a_transformer_and_two_in_a_unet(timed, timed_unet):
+    model, clock, _ = timed_unet
+    trials, wish = partial(Trials, clock=clock), Wish("speed", 1.35)
+    found = tune(model, sampling_of_unet(), wish, make_trials=trials)
+    assert {candidate.preset for candidate in found.figures} == {"balanced", "fast"}
+    assert {candidate.preset for candidate in tuned(timed, wish).figures} == {"balanced"}
 
 
 def test_an_answer_that_is_not_finite_is_a_failure(timed):

@@ -82,7 +82,7 @@ def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
     assert quality.endswith(" | | |")
     of_transformer = {
         "q,k,v 0.5, as the paper": {"time": 0.8, "error": 0.04},
-        "quality 0.6": {"time": 0.7, "error": 0.02},
+        "fast 0.6": {"time": 0.7, "error": 0.02},
     }
     result = of_unet | {"image": {"8": of_transformer}}
     generate.FIDELITY.write_text(json.dumps(result), encoding="utf-8")
