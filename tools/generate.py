@@ -208,7 +208,7 @@ def _figures() -> dict[str, dict[str | int, tuple[str, str]]]:
 
 
 def _judged_as(preset: str, model: str) -> str:
-    """The preset that stands for one in the results: in a transformer, those that forecast are one."""
+    """The preset that was judged in place of one: in a transformer, those that forecast are one."""
     is_one = model != "UNet" and PRESETS[preset].options.get("forecast")
     return "fast" if is_one else preset
 
