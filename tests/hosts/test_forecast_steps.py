@@ -127,3 +127,12 @@ def test_the_line_on_the_node_says_which_steps_were_forecast(models):
     assert [line.startswith("forecast, step") for line in lines] == [
         *(False, False, True, False, True, False, True, False)
     ]
+
+
+@pytest.mark.parametrize("preset", ["quality", "balanced", "fast"])
+def test_a_ratio_of_0_is_the_plain_model(models, preset):
+    tiny, model = TINY["flux"], models("flux")
+    config = ToMeConfig(**settings_of(preset, {"ratio": 0.0}) | {"min_tokens": 1})
+    patched, levels = counted(attach(model, config))
+    assert torch.equal(sample(patched, tiny, SIZE, steps=8), sample(model, tiny, SIZE, steps=8))
+    assert len(set(levels)) == 8
