@@ -15,7 +15,7 @@ from torch import Tensor
 
 Patch = Callable[[ModelPatcher], ModelPatcher]
 
-DAMPING = 0.8
+DAMPING = 0.7
 """The share of the change that a forecast takes over."""
 
 _MOST_NOISE = 0.99

@@ -85,8 +85,8 @@ KNOWN = ((0, -4.0, ONE), (1, -2.0, ONE + CHANGE))
 
 def test_a_forecast_goes_on_in_the_direction_of_the_last_change():
     found = after(*KNOWN).answer(moment(2, 1.0), ONE)
-    # The last change was over 2, the forecast is over 3, of which 0.8 is taken.
-    assert torch.allclose(found, ONE + CHANGE * (1 + 0.8 * 1.5), atol=1e-6)
+    # The last change was over 2, the forecast is over 3, of which 0.7 is taken.
+    assert torch.allclose(found, ONE + CHANGE * (1 + 0.7 * 1.5), atol=1e-6)
     assert after(*KNOWN).answer(moment(3, 1.0), ONE) is None
     assert (
         after(*KNOWN, config=replace(FORECASTS, forecast=False)).answer(moment(2, 1.0), ONE) is None
@@ -148,7 +148,7 @@ def test_answers_of_a_video_and_of_packed_values_are_forecast_too():
     for shape in ((1, 4, 3, 8, 8), (1, 1, 500)):
         one = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         kept = after((0, -4.0, one), (1, -2.0, one * 1.1))
-        assert torch.allclose(kept.answer(moment(2, 0.0), one), one * (1.1 + 0.8 * 0.1))
+        assert torch.allclose(kept.answer(moment(2, 0.0), one), one * (1.1 + 0.7 * 0.1))
 
 
 def test_only_so_many_parts_are_kept():

@@ -15,7 +15,7 @@ from ..settings.config import ToMeConfig
 from .detail_cache import belongs, means_of
 from .schedule import Moment
 
-_DAMPING = 0.8
+_DAMPING = 0.7
 """The share of the change that a forecast takes over."""
 
 _FIRST, _FIRST_OF_MANY, _MANY = 2, 3, 16
