@@ -9,6 +9,7 @@ from models.comfyui import TINY, sample
 
 from benchmarks.fidelity import rivals
 from tome_nodes.comfyui.attachment import attach, last_run
+from tome_nodes.report import drawing
 from tome_nodes.report.pages import hint_for, in_words, report_of
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -117,7 +118,13 @@ def test_the_report_says_how_many_steps_were_forecast(models):
     assert "Settings: ratio 0.60" in lines
     assert hint_for(run) is None
     for view in ("merge map", "heat map", "chart"):
-        assert report_of(run, view).text.splitlines() == lines
+        page = report_of(run, view)
+        assert page.text.splitlines() == lines
+        # A square of 40 pixels for each step.
+        squares = [tuple(page.picture[100, 50 + 40 * step].tolist()) for step in range(8)]
+        assert [square == drawing.FAINT for square in squares] == [
+            *(False, False, True, False, True, False, True, False)
+        ]
 
 
 def test_the_line_on_the_node_says_which_steps_were_forecast(models):

@@ -104,14 +104,30 @@ def captioned(image: np.ndarray, title: str, lines: Sequence[str], key: bool = F
     return np.asarray(canvas)
 
 
-def card(title: str, lines: Sequence[str]) -> np.ndarray:
-    """A card of text to show instead of a picture, with lines that are hints highlighted."""
+def card(title: str, lines: Sequence[str], forecast: Sequence[bool] = ()) -> np.ndarray:
+    """A card of text to show instead of a picture, with lines that are hints highlighted.
+
+    Args:
+        title: at the top.
+        lines: below it.
+        forecast: of each step of a run, whether its answer was forecast; a row of squares shows it.
+    """
     wrapped = [_wrapped(line, _TEXT, 720) for line in lines]
-    height = 96 + sum(26 * len(parts) + 10 for parts in wrapped)
+    y = 88 + (90 if forecast else 0)
+    height = y + 8 + sum(26 * len(parts) + 10 for parts in wrapped)
     canvas, draw = _canvas(800, height + 20)
     draw.rectangle((0, 0, 8, height + 20), WARM)
     draw.text((40, 32), title, INK, _font(_TITLE))
-    y = 88
+    if forecast:
+        pitch = min(40.0, 720 / len(forecast))
+        gap = 4 if pitch > 12 else 1
+        for index, is_forecast in enumerate(forecast):
+            left = 40 + pitch * index
+            place = (left, 88, left + pitch - gap, 128)
+            draw.rectangle(place, FAINT if is_forecast else COOL)
+        for left, colour, text in ((40, COOL, "the model ran"), (210, FAINT, "forecast")):
+            draw.rectangle((left, 142, left + 14, 156), colour)
+            draw.text((left + 22, 149), text, MUTED, _font(_SMALL), "lm")
     for parts in wrapped:
         for part in parts:
             draw.text((40, y), part, INK if parts[0].startswith("Hint") else MUTED, _font(_TEXT))

@@ -77,10 +77,12 @@ def report_of(
     """
     lines = in_words(run)
     recording = run.recording
+    counts = run.counts
     if run.obstacle is not None:
         drawn = drawing.card("Nothing merged", lines)
-    elif recording is None or not run.counts.merged_anything:
-        drawn = drawing.card("Token merging", lines)
+    elif recording is None or not counts.merged_anything:
+        forecast = [step in counts.forecast_steps for step in range(counts.total_steps)]
+        drawn = drawing.card("Token merging", lines, forecast if any(forecast) else ())
     elif view == "chart":
         drawn = _chart(recording)
     else:
