@@ -6,18 +6,17 @@ on merged tokens, and answers are forecast. Its pipeline tells the steps.
 
 import inspect
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.decorators import skip
 
 from ..merging.layout import Grid, Picture
 from ..patching.answer import Answer, compared, form_of, kept_answer
 from ..patching.attention_call import merged_attention
-from ..patching.blocks import Evaluation, lists_of, uncompiled
+from ..patching.blocks import lists_of, uncompiled
 from ..patching.evaluation import Run
 from ..patching.merge_attention import AttentionBlock, AttentionHost, TransformerRecord
 from ..patching.overrides import Override
@@ -181,40 +180,29 @@ class TransformerCalls(Calls):
         )
         return True
 
-    @skip
-    def evaluate(
-        self,
-        evaluation: Evaluation | None,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        # It holds the model's inputs.
-        call, self._flow_call = self._flow_call, None
-        if call is None:
-            return forward(*args, **kwargs)
-        forecast = self._forecast(call)
-        if forecast is not None:
-            return forecast
-        result = forward(*args, **kwargs)
-        self._keep(call, result)
-        return result
-
     @torch.compiler.disable
-    def _forecast(self, call: FlowCall) -> Any:
-        """What the transformer would return, by a forecast; None if it has to run."""
-        if self._last_result is None or not self.config.forecast:
+    def forecast(self) -> Any:
+        call = self._flow_call
+        if call is None or self._last_result is None or not self.config.forecast:
             return None
         latent = call.latent
         denoised = self.own_run.forecast(self._moment_of_call, latent)
         if denoised is None:
             return None
-        self.note_forecast()
+        self._flow_call = None
         return call.returned(latent, denoised, self._last_result)
 
     @torch.compiler.disable
-    def _keep(self, call: FlowCall, result: Any) -> None:
-        if self.config.forecast:
+    def __exit__(self, *error: Any) -> bool | None:
+        if error[0] is not None:
+            # It holds the model's inputs.
+            self._flow_call = None
+        return super().__exit__(*error)
+
+    @torch.compiler.disable
+    def keep(self, result: Any) -> None:
+        call, self._flow_call = self._flow_call, None
+        if call is not None and self.config.forecast:
             self._last_result = result
             self.own_run.keep_answer(self._moment_of_call, call.denoised(call.latent, result))
 

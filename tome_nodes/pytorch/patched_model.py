@@ -122,7 +122,10 @@ class Attachment:
         if calls.is_running or not calls.begin(args, kwargs):
             return forward(*args, **kwargs)
 
-        result = calls.own_run.or_unmerged(partial(_evaluate, calls, forward, args, kwargs))
+        result = calls.forecast()
+        if result is None:
+            result = calls.own_run.or_unmerged(partial(_evaluate, calls, forward, args, kwargs))
+            calls.keep(result)
         calls.complete()
         return result
 
@@ -221,7 +224,6 @@ class Calls:
         self.completed = True
         self._reported = attachment.reported
         self._shape: Hashable = None
-        self._is_forecast = False
         self._arguments: tuple[Any, ...] = ()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -234,9 +236,15 @@ class Calls:
     def prepare(self, shape: Hashable, *arguments: Any) -> None:
         """Settle the arguments of the evaluation of a call, for inputs of some shape."""
         self.completed = False
-        self._is_forecast = False
         self.latest.result = None
         self._shape, self._arguments = shape, arguments
+
+    def forecast(self) -> Any:
+        """What the model would return in a call that has begun, None if it has to run."""
+        return None
+
+    def keep(self, result: Any) -> None:
+        """Note what the model returned."""
 
     @skip
     def evaluate(
@@ -266,7 +274,14 @@ class Calls:
         """The call has returned: log what merged, once for each size; or why nothing did, once."""
         self.completed = True
         result = self.latest.result
-        if result is None or not result.is_active or self._is_forecast:
+        if result is None or not result.is_active:
+            return
+        if result.is_forecast:
+            if self._is_new("forecast"):
+                ratio = self.config.ratio
+                log.info(
+                    "[ToMe] forecasts the answer of the model in some steps, ratio %.2f", ratio
+                )
             return
         counts = Counts()
         counts.evaluated(result)
@@ -280,13 +295,6 @@ class Calls:
             engine = self.own_run.engine
             backend = [] if engine is None else engine.in_words()
             log.info("[ToMe] %s", log_line.log_line(counts, self.config, backend))
-
-    def note_forecast(self) -> None:
-        """Note that the answer of this call is forecast, which is logged once."""
-        self._is_forecast = True
-        if self._is_new("forecast"):
-            ratio = self.config.ratio
-            log.info("[ToMe] forecasts the answer of the model in some steps, ratio %.2f", ratio)
 
     def warn_once(self, reason: str) -> None:
         if self._is_new(reason):
