@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -25,10 +26,13 @@ def pattern(ratio, steps):
     [
         (0.6, "RRFR"),
         (0.3, "RRFR"),
-        (0.6, "RRFRFRFR"),
-        (0.75, "RRFFRFFR"),
-        (0.6, "RRRFRFRFFRFRFFRFRFFR"),
-        (1.0, "RRFFFFFR"),
+        (0.6, "RRFRFR"),
+        (0.3, "RRRRRRFR"),
+        (0.6, "RRRRFRFR"),
+        (0.75, "RRRFRFFR"),
+        (0.6, "RRRRFRFFRFRFFRFFRFFR"),
+        (0.75, "RRRFRFFRFFFRFFFRFFFR"),
+        (1.0, "RRRFFFFR"),
         (0.9, "RRR"),
         (0.9, "R"),
     ],
@@ -38,20 +42,21 @@ def test_steps_between_the_first_and_the_last_are_forecast(ratio, expected):
 
 
 @given(st.floats(0, 1), st.integers(1, 100))
-def test_as_many_are_forecast_as_the_ratio_says_and_evenly(ratio, steps):
+def test_as_many_are_forecast_as_the_ratio_says_and_more_in_a_row_later(ratio, steps):
     running = sorted(steps_that_run(ratio, steps))
-    first = min(3 if steps >= 16 else 2, steps)
+    first = min(3 if steps >= 8 else 2, steps)
     assert running[:first] == [*range(first)] and running[-1] == steps - 1
     between = max(0, steps - 1 - first)
     forecast = steps - len(running)
     assert abs(forecast - between * ratio) <= 0.5 + 1e-9 or forecast == 1 <= between
-    gaps = {
+    gaps = [
         after - before for before, after in zip(running[first - 1 :], running[first:], strict=False)
-    }
-    assert not gaps or max(gaps) - min(gaps) <= 1
+    ]
+    # Steps are whole, so a gap may be one shorter than an earlier one.
+    assert all(later >= earlier - 1 for earlier, later in combinations(gaps, 2))
 
 
-def moment(step, level, steps=8, **others):
+def moment(step, level, steps=6, **others):
     given = {"progress": 0.0, "picks": 0, "part": "part", "is_active": True}
     given |= {"steps_left": steps - 1 - step, "log_snr": level}
     return Moment(step=step, **given | others)

@@ -18,9 +18,12 @@ from .schedule import Moment
 _DAMPING = 0.7
 """The share of the change that a forecast takes over."""
 
-_FIRST, _FIRST_OF_MANY, _MANY = 2, 3, 16
+_FIRST, _FIRST_OF_MANY, _MANY = 2, 3, 8
 """How many steps at the beginning run the model, and how many of a run of at least so many. What is
 forecast too early is off by most."""
+
+_GROWTH = 1.3
+"""The exponent by which the steps that run move towards the beginning; 1 spreads them evenly."""
 
 IN_OTHER_STEPS = "the steps that were to be forecast were left out, perhaps by another node"
 """The reason to report if a run had only steps in which the model has to run."""
@@ -43,8 +46,12 @@ def steps_that_run(ratio: float, steps: int) -> frozenset[int]:
     first = _FIRST_OF_MANY if steps >= _MANY else _FIRST
     between = max(0, steps - 1 - first)
     count = min(round(between * (1 - ratio)), max(0, between - 1))
-    places = ((index + 1) * (between + 1) // (count + 1) - 1 for index in range(count))
-    return frozenset(range(min(first, steps))) | {first + place for place in places} | {steps - 1}
+    running, latest = {*range(min(first, steps)), steps - 1}, first - 1
+    for index in range(1, count + 1):
+        share = (index / (count + 1)) ** _GROWTH
+        latest = max(latest + 1, first - 1 + round((between + 1) * share))
+        running.add(latest)
+    return frozenset(running)
 
 
 @dataclass(frozen=True, eq=False)
