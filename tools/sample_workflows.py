@@ -22,10 +22,10 @@ FORECASTS = "In some steps the model does not run, and its answer is forecast fr
 MERGES = "Where parts of the picture are alike, their keys and values in self-attention merge."
 
 USE_OF_FORECASTS = """\
-- **ratio** says how many: 0.6, the default, forecasts three of 8 steps and ten of 20; 0.3 is \
+- **ratio** says how many: 0.6, the default, forecasts two of 8 steps and ten of 20; 0.3 is \
 careful, 0 the plain model.
 - What it gains on your card was not measured. A step that is forecast takes next to no time, so 8 \
-steps should take two thirds to three quarters of it. On our small transformer, pictures changed a \
+steps should take three quarters of it. On our small transformer, pictures changed a \
 quarter as much as by fewer steps in the same time."""
 USE_OF_MERGING = """\
 - **ratio** is the share that merges: 0.3 is careful, 0.6 the default, 0 the plain model.

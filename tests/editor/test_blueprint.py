@@ -83,5 +83,5 @@ def test_ltx_2_merges_in_two_passes(log_messages):
     assert video.shape == (1, 128, 4, 16, 16)
     assert video.isfinite().all()
     first, second = (line for line in log_messages() if line.startswith("[ToMe]"))
-    assert re.fullmatch(r"\[ToMe\] forecast [23]/8 steps, ratio 0.60", first)
+    assert re.fullmatch(r"\[ToMe\] forecast [12]/8 steps, ratio 0.60", first)
     assert "(1024 -> 407 tokens), 3/3 steps" in second

@@ -241,8 +241,8 @@ class ToMeConfig:
         text="In a transformer, skip the model in some steps, as many as ratio says, and forecast "
         "its answer from the two before. Nothing merges then, unless the run has fewer than four "
         "steps.",
-        more="The first two steps always run, of 16 and more the first three, and the last. At a "
-        "ratio of 0.6 a run of four steps forecasts one, one of eight three, one of twenty ten.",
+        more="The first two steps always run, of 8 and more the first three, and the last. At a "
+        "ratio of 0.6 a run of four steps forecasts one, one of eight two, one of twenty ten.",
     )
 
     def __post_init__(self) -> None:
