@@ -26,7 +26,7 @@ PICTURES = {
 COLUMNS = {
     "unet": ["balanced 0.6", "fast 0.6"],
     "transformer": ["balanced 0.75", "5 steps"],
-    "video": ["balanced 0.75", "5 steps"],
+    "video": ["balanced 0.6", "6 steps"],
 }
 """What stands beside the plain pictures: a preset and its ratio, or a number of steps."""
 
