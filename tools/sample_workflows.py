@@ -105,7 +105,7 @@ def text_to_image(
     name: str,
     loaders: Mapping[str, Node],
     steps: int,
-    special: str = "",
+    special: tuple[str, ...] = (),
     sampler: str = "euler",
 ) -> Sample:
     """A picture of 1024x1024 by a model without guidance, with a KSampler.
@@ -115,14 +115,14 @@ def text_to_image(
         name: of the pictures.
         loaders: nodes named `clip`, `vae` and `model`, the last one before ours.
         steps: of the sampler.
-        special: what the note says of this model.
+        special: what the note says of this model, in sentences.
         sampler: its name.
     """
     settings = {"seed": SEED, "steps": steps, "cfg": 1, "sampler_name": sampler}
     size = {"width": 1024, "height": 1024}
     return Sample(
         title,
-        note(*filter(None, [special])),
+        note(*special),
         (
             Column("Models and size", 330, {**loaders, "size": Node("EmptyLatentImage", size)}),
             Column("Token merging", 280, {"patch": patch("model")}),
@@ -187,8 +187,10 @@ QWEN_IMAGE_21 = text_to_image(
         "vae": vae("Comfy-Org/Qwen-Image-2.1/resolve/main/vae/qwen_image_2.1_vae_bf16.safetensors"),
     },
     25,
-    "This model needs a ComfyUI later than 0.30. For the work on edits and references there, take "
-    "ComfyUI's own template and put the node before its KSampler.",
+    (
+        "This model needs a ComfyUI later than 0.30. For the work on edits and references there, "
+        "take ComfyUI's own template and put the node before its KSampler.",
+    ),
 )
 
 _FLUX_2 = "Comfy-Org/flux2-dev/resolve/main/split_files"

@@ -39,21 +39,24 @@ def main() -> None:
     taken["machine"] = taken["machine"]["description"]
     path = RESULTS / "fidelity.json"
     is_kept = not arguments.quick
+
+    def with_others(result: dict[str, Any]) -> dict[str, Any]:
+        """What is kept; another run may have added to it meanwhile."""
+        is_there = is_kept and path.exists()
+        return json.loads(path.read_text(encoding="utf-8")) if is_there else result
+
     result: dict[str, Any] = {}
     for name, steps, judge, picked in asked(arguments):
         print(f"{name}, {steps} steps", flush=True)
         rows, pictures = judged(judge, picked)
-        if is_kept and path.exists():
-            # Another run may have added to it meanwhile.
-            result = json.loads(path.read_text(encoding="utf-8"))
+        result = with_others(result)
         kept = result.setdefault(name, {}).setdefault(str(steps), {})
         kept |= {each: {"origin": taken, **row} for each, row in rows.items()}
         if is_kept:
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             if str(steps) == next(iter(result[name])) and not arguments.names:
                 page.sheet(pictures, RESULTS / page.sheet_name(name))
-    if is_kept and path.exists():
-        result = json.loads(path.read_text(encoding="utf-8"))
+    result = with_others(result)
     summary = page.summary(result)
     if is_kept:
         for name, counts in result.items():

@@ -12,7 +12,6 @@ from benchmarks.fidelity import (
     latents,
     options,
     scene_transformer,
-    scenes,
     student,
     video_transformer,
 )
@@ -43,10 +42,7 @@ class SceneJudge(Judge):
         pictures: int = 4,
         weights: Path = scene_transformer.WEIGHTS,
     ):
-        seeds_of_scenes = range(scene_transformer.HELD_OUT, scene_transformer.HELD_OUT + pictures)
-        self.prompts = torch.stack(
-            [scenes.prompt(scenes.caption_of(seed)) for seed in seeds_of_scenes]
-        )
+        self.prompts = scene_transformer.held_out_prompts(pictures)
         side = scene_transformer.LATENT_SIDE // scene_transformer.PATCH
         self.tokens = side**2 + self.prompts.shape[1]
         super().__init__(scene_transformer.load(weights), steps, guidance, seeds)
@@ -69,7 +65,7 @@ class VideoJudge(Judge):
     attention = SHARES["Wan 14B"](32760)
 
     def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1, clips: int = 2):
-        self.prompts = video_transformer.judged_prompts(clips)
+        self.prompts = scene_transformer.held_out_prompts(clips)
         side = video_transformer.SIDE // latents.CELL // video_transformer.PATCH
         self.tokens = video_transformer.FRAMES * side**2
         super().__init__(video_transformer.load(), steps, guidance, seeds)

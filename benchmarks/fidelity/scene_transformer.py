@@ -69,6 +69,12 @@ FLUX: dict[str, Any] = {
 }
 
 
+def held_out_prompts(count: int) -> Tensor:
+    """Prompts of captions that are judged, ``[count, 4, 64]``."""
+    seeds = range(HELD_OUT, HELD_OUT + count)
+    return torch.stack([scenes.prompt(scenes.caption_of(seed)) for seed in seeds])
+
+
 class Latents(comfy.latent_formats.LatentFormat):
     """The host's description of the latent."""
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks.fidelity import denoiser, latents, scenes
 from benchmarks.fidelity.networks import differentiable, new_wan
-from benchmarks.fidelity.scene_transformer import HELD_OUT, STATES, Settings
+from benchmarks.fidelity.scene_transformer import STATES, Settings
 from benchmarks.fidelity.training import Training, below, happens, run
 
 WEIGHTS = Path(__file__).with_name("video_transformer.npz")
@@ -141,12 +141,6 @@ def decode(latent: Tensor) -> Tensor:
     """The pixels ``[clips, 3, frames, height, width]`` of a latent, from 0 to 1."""
     frames = latents.decode(latent.transpose(1, 2).flatten(0, 1))
     return frames.unflatten(0, (-1, latent.shape[2])).transpose(1, 2)
-
-
-def judged_prompts(clips: int) -> Tensor:
-    """Prompts of held-out captions, ``[clips, 4, 64]``."""
-    seeds = range(HELD_OUT, HELD_OUT + clips)
-    return torch.stack([scenes.prompt(scenes.caption_of(seed)) for seed in seeds])
 
 
 def new_transformer() -> nn.Module:
