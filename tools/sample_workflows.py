@@ -19,32 +19,26 @@ NEGATIVE = "blurry, low quality, text, watermark"
 PLACE = "**ToMe Patch Model** stands between the model, after any LoRA, and the sampler."
 
 FORECASTS = "In some steps the model does not run, and its answer is forecast from the two before."
-MERGES = "Where parts of the picture are alike, their keys and values in self-attention merge."
 
-USE_OF_FORECASTS = """\
+USE = """\
 - **ratio** says how many: 0.6, the default, forecasts two of 8 steps and ten of 20; 0.3 is \
 careful, 0 the plain model.
 - What it gains on your card was not measured. A step that is forecast takes next to no time, so 8 \
 steps should take three quarters of it. On our small transformer, pictures changed a \
 quarter as much as by fewer steps in the same time."""
-USE_OF_MERGING = """\
-- **ratio** is the share that merges: 0.3 is careful, 0.6 the default, 0 the plain model.
-- What it gains on your card was not measured, nor whether fewer steps would change less."""
 
 TRY = """\
 - To compare, bypass the node (Ctrl+B) and run again: the seed stays the same.
 - A model that you do not have: ComfyUI offers to download it when you open this workflow."""
 
 
-def note(*sentences: str, merges: bool = False) -> str:
+def note(*sentences: str) -> str:
     """The note of a sample: where the node stands, what is special here, and how to use it.
 
     Args:
         sentences: what is special.
-        merges: whether the runs have too few steps to forecast any.
     """
-    place = " ".join([PLACE, MERGES if merges else FORECASTS, *sentences])
-    return f"{place}\n\n{USE_OF_MERGING if merges else USE_OF_FORECASTS}\n{TRY}"
+    return f"{' '.join([PLACE, FORECASTS, *sentences])}\n\n{USE}\n{TRY}"
 
 
 def unet(path: str, title: str = "") -> Node:
@@ -425,22 +419,22 @@ _GEMMA = "gemma_3_12B_it_fp4_mixed.safetensors"
 _UPSCALER = "ltx-2.3-spatial-upscaler-x2-1.1.safetensors"
 
 
-def _ltx_pass(model: str, sigmas: str, latent: Link, prompts: str) -> dict[str, Node]:
-    """The sampler of one pass, and what it needs, by names that end with the model's."""
+def _ltx_pass(name: str, sigmas: str, latent: Link, prompts: str) -> dict[str, Node]:
+    """The sampler of one pass, and what it needs, by names that end with the pass's."""
     return {
-        f"noise {model}": Node("RandomNoise", {"noise_seed": SEED}),
-        f"method {model}": Node("KSamplerSelect", {"sampler_name": "euler"}),
-        f"steps {model}": Node("ManualSigmas", {"sigmas": sigmas}),
-        f"guider {model}": Node(
+        f"noise {name}": Node("RandomNoise", {"noise_seed": SEED}),
+        f"method {name}": Node("KSamplerSelect", {"sampler_name": "euler"}),
+        f"steps {name}": Node("ManualSigmas", {"sigmas": sigmas}),
+        f"guider {name}": Node(
             "CFGGuider",
             {"cfg": 1},
-            {"model": (model, 0), "positive": (prompts, 0), "negative": (prompts, 1)},
+            {"model": ("patch", 0), "positive": (prompts, 0), "negative": (prompts, 1)},
         ),
-        f"sampler {model}": custom_sampler(latent, f" {model}"),
-        f"parts {model}": Node(
+        f"sampler {name}": custom_sampler(latent, f" {name}"),
+        f"parts {name}": Node(
             "LTXVSeparateAVLatent",
             {},
-            {"av_latent": (f"sampler {model}", 0)},
+            {"av_latent": (f"sampler {name}", 0)},
             "Video and sound apart",
         ),
     }
@@ -449,9 +443,8 @@ def _ltx_pass(model: str, sigmas: str, latent: Link, prompts: str) -> dict[str, 
 LTX = Sample(
     "LTX-2.3: text to video in two passes",
     note(
-        "Only the second pass has it, which takes most of the time. Its three steps are too few to "
-        "forecast any.",
-        merges=True,
+        "It counts for both passes. The second has only three steps, too few to forecast any, so "
+        "the first gains.",
     ),
     (
         Column(
@@ -520,26 +513,26 @@ LTX = Sample(
                 ),
             },
         ),
+        Column("Token merging", 280, {"patch": patch("model")}),
         Column(
-            "First pass: all tokens",
+            "First pass",
             300,
             _ltx_pass(
-                "model",
+                "first",
                 "1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0",
                 ("both", 0),
                 "rate",
             ),
         ),
         Column(
-            "Token merging, and twice the size",
+            "Twice the size",
             300,
             {
-                "patch": patch("model"),
                 "upscale": Node(
                     "LTXVLatentUpsampler",
                     {},
                     {
-                        "samples": ("parts model", 0),
+                        "samples": ("parts first", 0),
                         "upscale_model": ("upscaler", 0),
                         "vae": ("checkpoint", 2),
                     },
@@ -547,7 +540,7 @@ LTX = Sample(
                 "larger": Node(
                     "LTXVConcatAVLatent",
                     {},
-                    {"video_latent": ("upscale", 0), "audio_latent": ("parts model", 1)},
+                    {"video_latent": ("upscale", 0), "audio_latent": ("parts first", 1)},
                     "Larger video with sound",
                 ),
                 "prompts": Node(
@@ -556,15 +549,15 @@ LTX = Sample(
                     {
                         "positive": ("rate", 0),
                         "negative": ("rate", 1),
-                        "latent": ("parts model", 0),
+                        "latent": ("parts first", 0),
                     },
                 ),
             },
         ),
         Column(
-            "Second pass: merged tokens",
+            "Second pass",
             300,
-            _ltx_pass("patch", "0.85, 0.7250, 0.4219, 0.0", ("larger", 0), "prompts"),
+            _ltx_pass("second", "0.85, 0.7250, 0.4219, 0.0", ("larger", 0), "prompts"),
         ),
         Column(
             "Video",
@@ -573,12 +566,12 @@ LTX = Sample(
                 "decode": Node(
                     "VAEDecodeTiled",
                     {"tile_size": 768, "overlap": 64, "temporal_size": 4096, "temporal_overlap": 4},
-                    {"samples": ("parts patch", 0), "vae": ("checkpoint", 2)},
+                    {"samples": ("parts second", 0), "vae": ("checkpoint", 2)},
                 ),
                 "hear": Node(
                     "LTXVAudioVAEDecode",
                     {},
-                    {"samples": ("parts patch", 1), "audio_vae": ("sound", 0)},
+                    {"samples": ("parts second", 1), "audio_vae": ("sound", 0)},
                 ),
                 "video": Node(
                     "CreateVideo", {"fps": 25}, {"images": ("decode", 0), "audio": ("hear", 0)}
@@ -595,17 +588,13 @@ _WAN = "Comfy-Org/Wan_2.2_ComfyUI_Repackaged/resolve/main/split_files"
 
 
 def _wan_model(noise: str) -> dict[str, Node]:
-    """One of the two models, with its LoRA for four steps."""
+    """One of the two models."""
     return {
         f"full {noise}": unet(
             f"{_WAN}/diffusion_models/wan2.2_i2v_{noise}_noise_14B_fp8_scaled.safetensors",
             f"Load Diffusion Model: {noise} noise",
         ),
-        f"lora {noise}": lora(
-            f"{_WAN}/loras/wan2.2_i2v_lightx2v_4steps_lora_v1_{noise}_noise.safetensors",
-            (f"full {noise}", 0),
-        ),
-        noise: Node("ModelSamplingSD3", {"shift": 5}, {"model": (f"lora {noise}", 0)}),
+        noise: Node("ModelSamplingSD3", {"shift": 5}, {"model": (f"full {noise}", 0)}),
     }
 
 
@@ -616,12 +605,12 @@ def _wan_sampler(noise: str, latent: Link) -> Node:
         {
             "add_noise": "enable" if is_first else "disable",
             "noise_seed": SEED if is_first else 0,
-            "steps": 4,
-            "cfg": 1,
+            "steps": 20,
+            "cfg": 3.5,
             "sampler_name": "euler",
             "scheduler": "simple",
-            "start_at_step": 0 if is_first else 2,
-            "end_at_step": 2 if is_first else 4,
+            "start_at_step": 0 if is_first else 10,
+            "end_at_step": 10 if is_first else 20,
             "return_with_leftover_noise": "enable" if is_first else "disable",
         },
         {
@@ -635,11 +624,11 @@ def _wan_sampler(noise: str, latent: Link) -> Node:
 
 
 WAN = Sample(
-    "Wan 2.2: image to video in 4 steps",
+    "Wan 2.2: image to video in 20 steps",
     note(
-        "Wan 2.2 has two models, so there are two nodes: give both the same ratio. Each runs two "
-        "steps, too few to forecast any. With more steps in each, it forecasts.",
-        merges=True,
+        "Wan 2.2 has two models, so there are two nodes: give both the same ratio. Each runs ten "
+        "steps and forecasts four. With a LoRA for four steps each would run two, too few to "
+        "forecast any.",
     ),
     (
         Column(

@@ -526,7 +526,7 @@ def test_the_page_on_python_names_and_runs_what_is_tested(monkeypatch, log_messa
 
         def __call__(self, prompt):
             arguments = {**flux.arguments, "height": 256, "width": 256}
-            return super().__call__(**arguments, num_inference_steps=2)
+            return super().__call__(**arguments, num_inference_steps=4)
 
     monkeypatch.setattr(diffusers, "FluxPipeline", Pretrained)
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -534,9 +534,6 @@ def test_the_page_on_python_names_and_runs_what_is_tested(monkeypatch, log_messa
     names = {}
     exec(script, names)
     assert names["image"].size == (256, 256)
-    assert log_messages() == [
-        "[ToMe] merged 3/3 blocks (263 -> 110 tokens), ratio 0.60 of keys and values in "
-        "self-attention, window"
-    ]
+    assert log_messages() == ["[ToMe] forecasts the answer of the model in some steps, ratio 0.60"]
     named = set(re.findall(r"`(\w+Pipeline)`", page))
     assert named == {type(make().pipeline).__name__ for make in TRANSFORMERS.values()}

@@ -48,13 +48,22 @@ def test_the_model_is_left_out_where_a_straight_line_takes_its_place(models, log
     assert relative_error(found, sample(model, tiny, SIZE, steps=6)) > 1e-4
 
 
-def test_a_short_run_merges_and_one_without_forecasts_does_too(models, log_messages):
+def test_a_run_too_short_to_forecast_is_the_plain_one(models, log_messages):
     tiny, model = TINY["flux"], models("flux")
-    for config, steps in ((configured(), 3), (configured(forecast=False), 8)):
-        patched, levels = counted(attach(model, config))
-        sample(patched, tiny, SIZE, steps=steps)
-        assert len(set(levels)) == steps
-        assert log_messages()[-1].startswith("[ToMe] merged ")
+    found = sample(attach(model, configured()), tiny, SIZE, steps=3)
+    assert torch.equal(found, sample(model, tiny, SIZE, steps=3))
+    assert log_messages() == [
+        "[ToMe] nothing merged: a run of 3 steps or fewer has none to forecast; to merge instead, "
+        "switch forecast off under preset custom"
+    ]
+
+
+def test_without_forecasts_the_model_runs_in_each_step_and_merges(models, log_messages):
+    tiny, model = TINY["flux"], models("flux")
+    patched, levels = counted(attach(model, configured(forecast=False)))
+    sample(patched, tiny, SIZE, steps=8)
+    assert len(set(levels)) == 8
+    assert log_messages()[-1].startswith("[ToMe] merged ")
 
 
 @pytest.mark.parametrize("preset", ["quality", "balanced", "fast"])

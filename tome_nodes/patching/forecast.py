@@ -22,6 +22,9 @@ _FIRST, _FIRST_OF_MANY, _MANY = 2, 3, 8
 """How many steps at the beginning run the model, and how many of a run of at least so many. What is
 forecast too early is off by most."""
 
+_SHORTEST = _FIRST + 2
+"""The fewest steps of a run of which one is forecast."""
+
 _GROWTH = 1.3
 """The exponent by which the steps that run move towards the beginning; 1 spreads them evenly."""
 
@@ -30,6 +33,11 @@ IN_OTHER_STEPS = "the steps that were to be forecast were left out, perhaps by a
 
 NOT_ALIKE = "the answers of the steps are too few or differ too much to forecast the next"
 """Why a step that was to be forecast runs."""
+
+_NOT_KNOWN = "the step or the noise of an evaluation is not known, so nothing is forecast"
+"""Why an evaluation runs, if its host does not tell."""
+
+_OR_MERGE = "; to merge instead, switch forecast off under preset custom"
 
 _PARTS_KEPT = 64
 """How many parts of a step keep their answers; samplers that tile have many."""
@@ -81,14 +89,18 @@ class Forecasts:
         self._kept.clear()
 
     def why_none(self, moment: Moment) -> str | None:
-        """Why an evaluation is no forecast, None if none of its run is to be."""
+        """Why an evaluation is no forecast, None if the settings ask for none."""
+        if not self._config.forecast:
+            return None
         steps = self._steps(moment)
         if steps is None:
-            return None
+            return _NOT_KNOWN + _OR_MERGE
         running = steps_that_run(self._config.ratio, steps)
         if len(running) == steps:
-            return None
-        return IN_OTHER_STEPS if moment.step in running else NOT_ALIKE
+            return f"a run of {_SHORTEST - 1} steps or fewer has none to forecast{_OR_MERGE}"
+        if moment.step in running:
+            return IN_OTHER_STEPS
+        return NOT_ALIKE if moment.log_snr is not None else _NOT_KNOWN + _OR_MERGE
 
     def answer(self, moment: Moment, like: Tensor) -> Tensor | None:
         """The denoised latent of an evaluation by forecast, None if the model has to run.

@@ -239,10 +239,10 @@ class ToMeConfig:
         False,
         advanced=True,
         text="In a transformer, skip the model in some steps, as many as ratio says, and forecast "
-        "its answer from the two before. Nothing merges then, unless the run has fewer than four "
-        "steps.",
-        more="The first two steps always run, of 8 and more the first three, and the last. At a "
-        "ratio of 0.6 a run of four steps forecasts one, one of eight two, one of twenty ten.",
+        "its answer from the two before. Nothing merges then.",
+        more="A run needs at least four steps. The first two always run, of 8 and more the first "
+        "three, and the last. At a ratio of 0.6 a run of four steps forecasts one, one of eight "
+        "two, one of twenty ten.",
     )
 
     def __post_init__(self) -> None:
