@@ -1,6 +1,6 @@
 """Error against time of everything that a user could pick, by trained models.
 
-python3 dev.py bench --fidelity [--quick] [--only pictures image few video]
+python3 dev.py bench --fidelity [--quick] [--only pictures image few video edit]
     [--steps 20 12 8 4] [--names NAME ...] [--seeds 1]
 
 With ``--quick``, what the last line needs is taken once, in one number of steps, and nothing is
@@ -48,7 +48,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     for name, steps, judge, picked in asked(arguments):
         print(f"{name}, {steps} steps", flush=True)
-        rows, pictures = judged(judge, picked)
+        rows, pictures = judged(judge, picked, against_many=is_kept)
         result = with_others(result)
         kept = result.setdefault(name, {}).setdefault(str(steps), {})
         kept |= {each: {"origin": taken, **row} for each, row in rows.items()}
@@ -112,15 +112,22 @@ def _is_quick(option: "Option") -> bool:
     return option.kind == STEPS or option.name in (*IN_SUMMARY, "EasyCache 0.2")
 
 
-def judged(judge: "Judge", picked: Sequence["Option"]) -> tuple[dict[str, Any], dict[str, Any]]:
+def judged(
+    judge: "Judge", picked: Sequence["Option"], against_many: bool = True
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Figures and pictures of everything picked, by name, those of the plain model first.
 
     The time is the work of all evaluations, over that of the plain run.
+
+    Args:
+        judge: paints.
+        picked: what to paint with, besides the plain model.
+        against_many: whether to compare with a run of :data:`MANY` steps, too.
     """
     from benchmarks.fidelity.meter import Meter
     from benchmarks.fidelity.options import Option
 
-    many = judge.pictures(judge.model, MANY)
+    many = judge.pictures(judge.model, MANY) if against_many else None
     pictures: dict[str, Any] = {}
     rows: dict[str, Any] = {}
     plain = 0.0
@@ -136,8 +143,9 @@ def judged(judge: "Judge", picked: Sequence["Option"]) -> tuple[dict[str, Any], 
             "time": meter.cost / plain,
             "evaluations": meter.evaluations,
             **judge.figures(painted),
-            "error against many": (painted - many).square().mean().sqrt().item(),
         }
+        if many is not None:
+            row["error against many"] = (painted - many).square().mean().sqrt().item()
         print(f"  {option.name}: {row['error']:.4f} at {row['time']:.2f}", flush=True)
     return rows, pictures
 

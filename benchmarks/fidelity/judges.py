@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.fidelity import (
+    edit_transformer,
     latents,
     options,
     scene_transformer,
@@ -56,6 +57,29 @@ class SceneJudge(Judge):
         side = scene_transformer.LATENT_SIDE
         empty = torch.zeros(len(self.prompts), latents.CHANNELS, side, side)
         return empty, self.prompts, {}
+
+
+class EditJudge(Judge):
+    """The judge whose model is that of :mod:`benchmarks.fidelity.edit_transformer`."""
+
+    sampler, scheduler = "euler", "simple"
+    # Of Qwen-Image-Edit with a picture and two references of 1328x1328.
+    attention = SHARES["Qwen-Image"](3 * 83**2)
+
+    def __init__(self, steps: int, guidance: float = 1.0, seeds: int = 1, pictures: int = 4):
+        self.references, self.prompts = edit_transformer.held_out_edits(pictures)
+        side = scene_transformer.LATENT_SIDE // scene_transformer.PATCH
+        self.tokens = (1 + len(self.references)) * side**2 + self.prompts.shape[1]
+        super().__init__(edit_transformer.load(), steps, guidance, seeds)
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """See :func:`benchmarks.fidelity.latents.decode`."""
+        return latents.decode(latent)
+
+    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Edits of held-out scenes; the noise decides where letters are, and which."""
+        empty = torch.zeros_like(self.references[0])
+        return empty, self.prompts, {"reference_latents": self.references}
 
 
 class VideoJudge(Judge):
@@ -114,7 +138,12 @@ BENCHES = {
     ),
     "video": Bench(
         lambda steps, seeds: VideoJudge(steps, 3.0, seeds),
-        options.of_video,
+        options.of_video_or_edit,
         (8,),
+    ),
+    "edit": Bench(
+        lambda steps, seeds: EditJudge(steps, 1.0, seeds),
+        options.of_video_or_edit,
+        (8, 4),
     ),
 }

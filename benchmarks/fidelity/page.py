@@ -21,6 +21,7 @@ JUDGES = {
     "image": "Pictures of a transformer, with guidance",
     "few": "The same distilled to four steps, without guidance",
     "video": "Videos of a transformer",
+    "edit": "Edits with two references, of a transformer without guidance",
 }
 """The judges by name, with the titles of their tables."""
 

@@ -74,9 +74,12 @@ def _words() -> Tensor:
     return torch.randn(count, PALETTES, channels, generator=torch.Generator().manual_seed(0))
 
 
-def scene(seed: int, side: int) -> tuple[Tensor, Caption]:
-    """The scene of a seed, ``[3, side, side]`` from 0 to 1, and its caption."""
-    caption = caption_of(seed)
+def scene(seed: int, side: int, caption: Caption | None = None) -> tuple[Tensor, Caption]:
+    """The scene of a seed, ``[3, side, side]`` from 0 to 1, and its caption.
+
+    With another ``caption`` of the same size, leaves of the same shapes stand at the same places.
+    """
+    caption = caption or caption_of(seed)
     generator = np.random.default_rng([seed, 1])
     palette = _palette(caption.palette)
     pixels = np.empty((3, side, side), np.float32)
