@@ -88,7 +88,9 @@ class Trainer(Training):
     in_bfloat16 = True
 
     def __init__(self, rate: float, full_share: float):
-        super().__init__(new_transformer(), rate, full_share, STATE, WEIGHTS)
+        super().__init__(
+            new_transformer(), rate, full_share, STATE, WEIGHTS, scene_transformer.WEIGHTS
+        )
         edits = [edit(seed) for seed in range(EDITS)]
         *pictures, self.prompts = (torch.stack(each) for each in zip(*edits, strict=True))
         self.pictures = [each.half() for each in pictures]

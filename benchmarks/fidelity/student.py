@@ -47,7 +47,7 @@ class Trainer(Training):
     in_bfloat16 = True
 
     def __init__(self, rate: float, full_share: float):
-        super().__init__(_as_taught(), rate, full_share, STATE, WEIGHTS)
+        super().__init__(_as_taught(), rate, full_share, STATE, WEIGHTS, scene_transformer.WEIGHTS)
         self.teacher = _as_taught().requires_grad_(False)
         self.data = scene_transformer.Scenes(self.generator)
 

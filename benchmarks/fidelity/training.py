@@ -25,7 +25,7 @@ class Training:
     """A model in training: its weights, their average, the optimiser.
 
     It goes on from the state of an earlier training, or else from the averaged weights that one
-    has left.
+    has left. Those of a model that began as another one are saved as what they differ by.
 
     Attributes:
         model: the model, on the CPU.
@@ -37,7 +37,13 @@ class Training:
     """Whether products are computed in bfloat16, which is faster."""
 
     def __init__(
-        self, model: nn.Module, rate: float, full_share: float, state: Path, weights: Path
+        self,
+        model: nn.Module,
+        rate: float,
+        full_share: float,
+        state: Path,
+        weights: Path,
+        base: Path | None = None,
     ):
         self.model = model
         self.steps = 0
@@ -46,7 +52,7 @@ class Training:
             model.load_state_dict(trained)
         self.average = {name: value.clone() for name, value in model.state_dict().items()}
         self._rate, self._full_share = rate, full_share
-        self._state, self._weights = state, weights
+        self._state, self._weights, self._base = state, weights, base
         self._optimizers = optimizers(model, rate)
         if state.exists():
             kept = torch.load(state, weights_only=True)
@@ -95,7 +101,7 @@ class Training:
         torch.save(state, unfinished)
         os.replace(unfinished, self._state)
         unfinished = self._weights.with_suffix(".part")
-        save(self.average, self.steps, unfinished)
+        save(self.average, self.steps, unfinished, self._base)
         os.replace(unfinished, self._weights)
 
 

@@ -23,7 +23,7 @@ from benchmarks.fidelity import (
     scenes,
     student,
 )
-from benchmarks.fidelity.weights import save
+from benchmarks.fidelity.weights import load, save
 
 pytestmark = pytest.mark.newest_only
 
@@ -241,6 +241,29 @@ def test_training_of_a_teacher_and_its_pupils_resumes_where_it_stopped(monkeypat
         assert any(not torch.equal(before[name], value) for name, value in second.average.items())
         for name, value in second.average.items():
             assert torch.equal(value, first.average[name])
+
+
+def test_weights_that_were_trained_from_others_are_saved_as_what_they_differ_by(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    before = {"one": torch.randn(64, 300, generator=generator), "bias": torch.ones(3)}
+    after = {
+        # Far from the scale of what it differs from.
+        "one": before["one"] * torch.logspace(-3, 0, 64)[:, None],
+        "bias": torch.zeros(3),
+    }
+    near = {"one": before["one"] + 0.02 * torch.randn(64, 300, generator=generator)}
+    base, whole, file = (tmp_path / f"{name}.npz" for name in ("base", "whole", "file"))
+    save(before, 1, base)
+    for weights in (after, near):
+        save(weights, 2, whole)
+        save(weights, 2, file, base)
+        (expected, _), (found, steps) = load(whole), load(file)
+        assert steps == 2
+        assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert file.stat().st_size < 0.8 * whole.stat().st_size
+    save(after, 1, base)
+    with pytest.raises(ValueError, match=r"delete file\.npz and train it again"):
+        load(file)
 
 
 def test_the_levels_of_a_student_are_those_of_the_host(untrained):
