@@ -27,7 +27,6 @@ from benchmarks.fidelity.page import (
     TOMESD,
 )
 from benchmarks.speed.methods import ToDoStrategy, TomesdStrategy
-from benchmarks.speed.toma import TomaStrategy, toma_config
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -93,14 +92,13 @@ def of_unet(steps: int) -> list[Option]:
 
 def of_transformer(steps: int) -> list[Option]:
     """What to pick on a transformer of pictures in place of a run of so many steps."""
-    as_toma = partial(attach, config=toma_config(0.5), make_strategy=TomaStrategy)
     return [
         *_without_merging(steps),
         Option("half the size", SIZE, shrunk=2),
         *_merging(),
         _keys("k,v 0.6, window 4x2", 0.6),
         _keys(KEYS75, 0.75),
-        Option(BLOCKS, MERGING, as_toma),
+        Option(BLOCKS, MERGING, rivals.toma()),
         *_presets(ON_TRANSFORMERS),
         Option("fast 0.5, EasyCache 0.2", BOTH, _then(preset("fast", 0.5), rivals.easy_cache())),
     ]

@@ -1,17 +1,22 @@
-"""What people use instead of merging: caches that skip steps, and forecasts of steps.
+"""What people use instead: caches that skip steps, forecasts of steps, and ToMA's merging.
 
 Each function returns a patch, which makes a patched clone of a ComfyUI model.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from comfy_extras import nodes_easycache
 from torch import Tensor
+
+from benchmarks.speed.toma import MakePlan, MergedBlocks, positions_of, tile_plan
+from tome_nodes.merging.layout import Grid
 
 Patch = Callable[[ModelPatcher], ModelPatcher]
 
@@ -86,7 +91,7 @@ def forecast(every: int | None = None) -> Patch:
             executor: WrapperExecutor, x: Tensor, level: Tensor, options: Any, *others: Any
         ) -> Tensor:
             levels = options["transformer_options"]["sample_sigmas"]
-            step = int((levels - level.max()).abs().argmin())
+            step = _step(level, levels)
             if step == 0:
                 known.clear()
             now = _log_ratio(float(level.max()), is_flow)
@@ -101,6 +106,55 @@ def forecast(every: int | None = None) -> Patch:
         return clone
 
     return patch
+
+
+def toma(ratio: float = 0.5, make_plan: MakePlan | None = None) -> Patch:
+    """ToMA's merging in all blocks of a Flux; ``make_plan`` makes other plans than ToMA's."""
+
+    def patch(model: ModelPatcher) -> ModelPatcher:
+        clone, network = model.clone(), model.model.diffusion_model
+        blocks = MergedBlocks(make_plan or partial(tile_plan, ratio=ratio))
+
+        def evaluate(
+            executor: WrapperExecutor,
+            x: Tensor,
+            level: Tensor,
+            concat: Any,
+            context: Any,
+            control: Any,
+            options: dict[str, Any],
+            **others: Any,
+        ) -> Tensor:
+            step = _step(level, options["sample_sigmas"])
+            grid = Grid(x.shape[-2] // network.patch_size, x.shape[-1] // network.patch_size)
+            blocks.begin(step, grid, tuple(options["cond_or_uncond"]))
+            return executor(x, level, concat, context, control, options, **others)
+
+        def run(arguments: dict[str, Any], original: dict[str, Any]) -> dict[str, Any]:
+            # In single blocks, text comes first in the same argument.
+            text = arguments["img"].shape[1] - blocks.grid.tokens
+            before, picture = arguments["img"][:, :text], arguments["img"][:, text:]
+            plan = blocks.plan(picture)
+            merged = plan.merge(picture)
+            positions = positions_of(plan, arguments["pe"], 2)
+            given = {"img": torch.cat([before, merged], 1), "pe": positions}
+            result = original["original_block"](arguments | given)
+            before, changed = result["img"][:, :text], result["img"][:, text:]
+            whole = picture + plan.unmerge(changed - merged)
+            return result | {"img": torch.cat([before, whole], 1)}
+
+        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "toma", evaluate)
+        for kind, stack in (("double", network.double_blocks), ("single", network.single_blocks)):
+            for index in range(len(stack)):
+                clone.set_model_patch_replace(run, "dit", f"{kind}_block", index)
+        return clone
+
+    return patch
+
+
+def _step(level: Tensor, levels: Tensor) -> int:
+    """The step of a run at a noise level, given those of all steps."""
+    return int((levels - level.max()).abs().argmin())
 
 
 def _log_ratio(level: float, is_flow: bool) -> float:

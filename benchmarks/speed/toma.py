@@ -12,13 +12,13 @@ steps share destinations and matrix.
 Assumed, as nothing that was read says it: likeness is cosine. The matrix is a softmax over the
 destinations of each token, of products scaled as in attention, its rows then divided by their sums.
 The transpose of the softmax stands for the pseudo-inverse. Merged tokens have the positions of
-their destinations. What a block changes is added to all tokens. All blocks merge, though a settings
-file for Flux names some that do not. Tiles have 8x8 tokens, as the notes say for example; a
-settings file has 4x4. Destinations are chosen anew every 10 steps and the matrix every 5, where
-that file has an interval of 3.
+their destinations, so all samples merge alike. What a block changes is added to all tokens. All
+blocks merge, though a settings file for Flux names some that do not. Tiles have 8x8 tokens, as the
+notes say for example; a settings file has 4x4. Destinations are chosen anew every 10 steps and the
+matrix every 5, where that file has an interval of 3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -26,23 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tome_nodes.merging.layout import Grid
-from tome_nodes.merging.plan import Plan
-from tome_nodes.ops import Operations
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.strategies.strategy import Strategy
 
 TILE_SIDE = 8
 """The most tokens along the side of a tile."""
 
 CHOSEN_EVERY = 10
-"""How many merged steps use the same destinations."""
+"""How many steps use the same destinations."""
 
-
-def toma_config(ratio: float) -> ToMeConfig:
-    """The settings with which :class:`TomaStrategy` merges as ToMA does."""
-    return ToMeConfig(
-        ratio=ratio, scope="block", reuse_steps=5, proportional_attn=False, min_tokens=1
-    )
+WEIGHED_EVERY = 5
+"""How many steps use the same matrix."""
 
 
 def chosen(similarity: Tensor, count: int) -> Tensor:
@@ -70,15 +62,15 @@ def chosen(similarity: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class TilePlan(Plan):
-    """A plan whose slots are mixtures of the tokens of a tile.
+class TilePlan:
+    """Mixtures of the tokens of a tile, which take their place.
 
     Attributes:
         grid: that of the tokens.
         tile: height and width of a tile, which divide those of the grid.
-        destinations: ``[batch, tiles, kept]`` int64, counted within the tile.
-        weights: ``[batch, tiles, kept, tokens]``, how much each destination holds of each token,
-            which sums to 1 over the destinations.
+        destinations: ``[tiles, kept]`` int64, counted within the tile.
+        weights: ``[tiles, kept, tokens]``, how much each destination holds of each token, which
+            sums to 1 over the destinations.
     """
 
     grid: Grid
@@ -86,83 +78,99 @@ class TilePlan(Plan):
     destinations: Tensor
     weights: Tensor
 
-    @property
-    def slot_count(self) -> int:  # type: ignore[override]
-        return self.destinations[0].numel()
-
-    def slots(self) -> Tensor:
-        """The slot that holds most of each token."""
-        tiles = torch.arange(self.weights.shape[1], device=self.weights.device)[:, None]
-        slots = self.weights.argmax(2) + tiles * self.weights.shape[2]
-        return joined(slots[..., None], self.grid, self.tile)[..., 0]
-
     def tokens(self) -> Tensor:
+        """The token of each destination, ``[kept of all tiles]`` int64."""
         numbers = torch.arange(self.grid.tokens, device=self.destinations.device)
-        numbers = cut(numbers[None, :, None], self.grid, self.tile)[..., 0]
-        numbers = numbers.expand(len(self.destinations), -1, -1)
-        return numbers.gather(2, self.destinations).flatten(1)
-
-    def log_sizes(self) -> Tensor:
-        return self.weights.float().sum(3).log().flatten(1)
-
-    def fits(self, x: Tensor) -> bool:
-        return x.ndim == 3 and x.shape[:2] == (len(self.weights), self.grid.tokens)
+        numbers = cut(numbers[None, :, None], self.grid, self.tile)[0, :, :, 0]
+        return numbers.gather(1, self.destinations).flatten()
 
     def merge(self, x: Tensor) -> Tensor:
-        rows = self.weights / self.weights.sum(3, keepdim=True)
+        """``[batch, tokens, channels]`` to ``[batch, kept of all tiles, channels]``."""
+        rows = self.weights / self.weights.sum(2, keepdim=True)
         return (rows.to(x.dtype) @ cut(x, self.grid, self.tile)).flatten(1, 2)
 
     def unmerge(self, y: Tensor) -> Tensor:
-        by_tile = y.unflatten(1, self.destinations.shape[1:])
+        """The other way."""
+        by_tile = y.unflatten(1, self.destinations.shape)
         return joined(self.weights.to(y.dtype).mT @ by_tile, self.grid, self.tile)
 
 
-class TomaStrategy(Strategy):
-    """Makes the plans of ToMA's method; with :func:`toma_config`, every fifth step."""
+def tile_plan(x: Tensor, grid: Grid, before: TilePlan | None, ratio: float) -> TilePlan:
+    """The plan for ``[batch, tokens, channels]``, with the destinations of one before, if any."""
+    tile = _tile_side(grid.height), _tile_side(grid.width)
+    # In each token the channels of all samples.
+    features = x.transpose(0, 1).flatten(1)[None]
+    (tokens,) = cut(features, grid, tile).float()
+    if before is None:
+        unit = F.normalize(tokens, dim=2)
+        count = max(1, round(tokens.shape[1] * (1 - ratio)))
+        destinations = chosen(unit @ unit.mT, count)
+    else:
+        destinations = before.destinations
+    return TilePlan(grid, tile, destinations, _weights(tokens, destinations))
 
-    uses_cells = False
 
-    def __init__(self, config: ToMeConfig, ops: Operations):
-        super().__init__(config, ops)
-        self._steps: list[int] = []
-        self._kept: dict[tuple[Grid, float], tuple[int, Tensor]] = {}
+MakePlan = Callable[[Tensor, Grid, TilePlan | None], TilePlan]
+"""Makes a plan as :func:`tile_plan`, with its ratio."""
 
-    def begin(self, key: Tensor) -> None:
-        """Count the steps, each of which has another key; a key of before begins another run."""
-        step = int(key)
-        if step in self._steps[:-1]:
-            self._steps.clear()
-            self._kept.clear()
-        if step not in self._steps:
-            self._steps.append(step)
+
+class MergedBlocks:
+    """The blocks of a Flux in a run, on merged tokens of its picture.
+
+    A host's patch calls :meth:`begin` before each evaluation and :meth:`plan` in each block.
+
+    Attributes:
+        grid: of the picture's tokens in the current evaluation.
+    """
+
+    grid: Grid
+
+    def __init__(self, make_plan: MakePlan):
+        self._make_plan = make_plan
+        self._plans: dict[Hashable, TilePlan] = {}
+        self._current: TilePlan | None = None
+
+    def begin(self, step: int, grid: Grid, part: Hashable = ()) -> None:
+        """Note that an evaluation begins.
+
+        Args:
+            step: that of the run, from 0.
+            grid: of the picture's tokens.
+            part: what tells evaluations of one step apart.
+        """
+        self._step, self.grid, self._place = step, grid, (part, grid)
+        is_kept = step % WEIGHED_EVERY > 0
+        self._current = self._plans.get(self._place) if is_kept else None
 
     @torch.no_grad()
-    def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
-        tile = _tile_side(grid.height), _tile_side(grid.width)
-        tokens = cut(features, grid, tile).float()
-        return [self._plan(tokens, grid, tile, ratio) for ratio in ratios]
+    def plan(self, x: Tensor) -> TilePlan:
+        """The plan of all blocks, given what enters one, ``[batch, tokens, channels]``."""
+        if self._current is None:
+            is_kept = self._step % CHOSEN_EVERY > 0
+            before = self._plans.get(self._place) if is_kept else None
+            self._current = self._make_plan(x, self.grid, before)
+            self._plans[self._place] = self._current
+        return self._current
 
-    def _plan(
-        self, tokens: Tensor, grid: Grid, tile: tuple[int, int], ratio: float
-    ) -> TilePlan | None:
-        """The plan of one ratio for ``[batch, tiles, tokens, channels]``."""
-        count = max(1, round(tokens.shape[2] * (1 - ratio)))
-        if count == tokens.shape[2]:
-            return None
-        period, destinations = self._kept.get((grid, ratio), (-1, None))
-        now = (len(self._steps) - 1) // CHOSEN_EVERY
-        if destinations is None or period != now or len(destinations) != len(tokens):
-            unit = F.normalize(tokens.flatten(0, 1), dim=2)
-            destinations = chosen(unit @ unit.mT, count).unflatten(0, tokens.shape[:2])
-            self._kept[grid, ratio] = now, destinations
-        return TilePlan(grid, tile, destinations, _weights(tokens, destinations))
+
+def positions_of(plan: TilePlan, positions: Tensor, along: int) -> Tensor:
+    """The positions of text and of what is left of the picture behind it.
+
+    Args:
+        plan: of the picture.
+        positions: of text and picture, one after another in the dimension ``along``.
+        along: which dimension that is.
+    """
+    text = positions.shape[along] - plan.grid.tokens
+    kept = torch.arange(text, device=positions.device)
+    return positions.index_select(along, torch.cat([kept, plan.tokens() + text]))
 
 
 def _weights(tokens: Tensor, destinations: Tensor) -> Tensor:
-    """``[batch, tiles, kept, tokens]``: of each token, the softmax over the destinations."""
-    index = destinations[..., None].expand(-1, -1, -1, tokens.shape[3])
-    products = tokens.gather(2, index) @ tokens.mT
-    return (products * tokens.shape[3] ** -0.5).softmax(2)
+    """``[tiles, kept, tokens]``: of each token, the softmax over the destinations."""
+    index = destinations[..., None].expand(-1, -1, tokens.shape[2])
+    products = tokens.gather(1, index) @ tokens.mT
+    return (products * tokens.shape[2] ** -0.5).softmax(1)
 
 
 def cut(x: Tensor, grid: Grid, tile: tuple[int, int]) -> Tensor:

@@ -121,35 +121,32 @@ def goals(result: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-ON_CPU = ("ideal block", KEYS, "keys 0.75", "whole block")
+ON_CPU = ("ideal k,v", KEYS, "keys 0.75")
 """The methods that say most; on a CPU, all of them would take an hour."""
 
 
 def methods() -> list[HostMethod]:
-    """What merges in a block, beginning with the ideals."""
+    """What merges in a block, beginning with the ideal."""
 
     def method(name: str, family: str, config: Mapping[str, Any], **more: Any) -> HostMethod:
         return HostMethod(name=name, family=family, config=ToMeConfig(**config), **more)
 
-    # Weights are no part of an ideal.
+    # Weights are no part of the ideal.
     even = {"proportional_attn": False, **ALWAYS}
     keys = settings_of("balanced", {}) | {"forecast": False}
-    ideals = {"ideal k,v": {"attn_tokens": "k,v"}, "ideal block": {"scope": "block"}}
+    ideal: dict[str, Any] = {"ideal": "ideal k,v"}
     return [
-        *(
-            method(name, "ideal", given | even, ideal=name, make_strategy=IdealStrategy)
-            for name, given in ideals.items()
-        ),
-        method(KEYS, "ours", keys, ideal="ideal k,v"),
-        method("keys 0.6, cells of 2x2", "ours", keys | {"sx": 2}, ideal="ideal k,v"),
-        method("keys 0.75", "ours", keys | {"ratio": 0.75}),
-        method("keys 0.6 on torch", "ours", keys | {"backend": "torch"}, ideal="ideal k,v"),
         method(
-            "whole block",
-            "ours",
-            {"strategy": "window", "scope": "block"},
-            ideal="ideal block",
+            "ideal k,v",
+            "ideal",
+            {"attn_tokens": "k,v"} | even,
+            make_strategy=IdealStrategy,
+            **ideal,
         ),
+        method(KEYS, "ours", keys, **ideal),
+        method("keys 0.6, cells of 2x2", "ours", keys | {"sx": 2}, **ideal),
+        method("keys 0.75", "ours", keys | {"ratio": 0.75}),
+        method("keys 0.6 on torch", "ours", keys | {"backend": "torch"}, **ideal),
     ]
 
 

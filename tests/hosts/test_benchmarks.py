@@ -300,7 +300,7 @@ def test_blocks_of_transformers_are_timed_on_a_cpu(written, monkeypatch):
     assert code == 0 and [row["name"] for row in result["blocks"]] == ["Z-Image", "Flux"]
     for row in result["blocks"]:
         assert row["methods"].keys() == {"unpatched", *transformers.ON_CPU}
-        assert not row["methods"]["whole block"]["merged"].startswith("0")
+        assert not row["methods"]["keys 0.75"]["merged"].startswith("0")
     assert "### A block of Flux, tiny, 320 tokens, float32" in page
 
 
@@ -344,35 +344,32 @@ def test_flux_of_diffusers_is_checked_timed_and_written(tmp_path, monkeypatch):
     assert "| ToMA's method, our code " in page and result["summary"] in page
 
 
-def test_a_method_that_computes_something_else_fails(monkeypatch):
+@pytest.mark.parametrize("kind", ["SlotPlan", "Shuffled"])
+def test_a_method_that_computes_something_else_fails(kind, monkeypatch):
     from benchmarks.speed import diffusers_flux
 
-    class Wrong(SlotPlan):
-        def unmerge(self, y):
-            return 1.01 * super().unmerge(y)
-
-    made = SlotPlan.from_slots
-    monkeypatch.setattr(SlotPlan, "from_slots", lambda *args: Wrong(**vars(made(*args))))
+    plan = {"SlotPlan": SlotPlan, "Shuffled": diffusers_flux.Shuffled}[kind]
+    unmerge = plan.unmerge
+    monkeypatch.setattr(plan, "unmerge", lambda self, y: 1.01 * unmerge(self, y))
     with pytest.raises(ValueError, match=r"off by .* with lossless plans"):
         diffusers_flux.check()
 
 
-def test_blocks_of_flux_share_the_plan_of_toma_for_five_steps(monkeypatch, log_messages):
-    from benchmarks.speed import diffusers_flux, toma
+def test_blocks_of_flux_share_the_plan_of_toma_for_five_steps(monkeypatch):
+    from benchmarks.speed import diffusers_flux
 
-    case, made = diffusers_flux.TINY.case(), []
-    plans = toma.TomaStrategy.plans
+    case, made, seen = diffusers_flux.TINY.case(), [], set()
+    plans = diffusers_flux.tile_plan
 
-    def spy(strategy, features, grid, ratios):
-        found = plans(strategy, features, grid, ratios)
-        # The device is tried with a smaller grid.
-        made.extend(found if grid.tokens == case.picture else ())
-        return found
+    def spy(x, grid, before, ratio):
+        made.append(plans(x, grid, before, ratio))
+        return made[-1]
 
-    monkeypatch.setattr(toma.TomaStrategy, "plans", spy)
-    diffusers_flux.METHODS["toma"].attach(case)
+    monkeypatch.setattr(diffusers_flux, "tile_plan", spy)
+    diffusers_flux.METHODS["toma"].attach(case, False)
+    for block in case.transformer.single_transformer_blocks:
+        block.norm.register_forward_pre_hook(lambda _, given: seen.add(given[0].shape[1]))
     case(steps=11)
     first, second, third = (plan.tokens() for plan in made)
     assert torch.equal(first, second) and not torch.equal(second, third)
-    assert log_messages()[-1].startswith("[ToMe] merged 3/3 blocks (1024 -> 512 tokens)")
-    assert log_messages()[-1].endswith("block scope")
+    assert seen == {128 + 512}

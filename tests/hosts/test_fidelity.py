@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from common import relative_error
 from host import merging
+from models.comfyui import TEXT, TINY, build, sample
 from PIL import Image
 
 from benchmarks.fidelity import __main__ as fidelity
@@ -23,8 +25,10 @@ from benchmarks.fidelity import (
     page,
     photos,
     pictures,
+    rivals,
     video_transformer,
 )
+from benchmarks.speed.diffusers_flux import Shuffled
 from tome_nodes.comfyui.attachment import attach
 
 pytestmark = pytest.mark.newest_only
@@ -221,6 +225,24 @@ def test_the_work_of_attention_and_of_layers_is_counted_where_it_is_done():
         torch.nn.functional.scaled_dot_product_attention(query, key, key)
     assert counted.evaluations == 1
     assert counted.cost == 2 * (60 * 8 * 16) + 2 * (2 * 3 * 10 * 4 * (8 + 8))
+
+
+def test_toma_runs_blocks_of_flux_on_half_of_the_tokens():
+    tiny, model = TINY["flux"], build(TINY["flux"])
+    size, seen = tiny.size(16, 16), []
+    network = model.model.diffusion_model
+    for blocks in (network.double_blocks, network.single_blocks):
+        blocks[0].register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append((*args, kwargs.get("img"))[0].shape[1]),
+            with_kwargs=True,
+        )
+    plain = sample(model, tiny, size, steps=4)
+    seen.clear()
+    merged = sample(rivals.toma()(model), tiny, size, steps=4)
+    assert set(seen) == {128, TEXT + 128}
+    assert 1e-3 < relative_error(merged, plain) < 1
+    lossless = sample(rivals.toma(make_plan=Shuffled)(model), tiny, size, steps=4)
+    assert relative_error(lossless, plain) < 1e-5
 
 
 def test_the_sheet_of_off_and_on_has_a_column_for_each_model():

@@ -216,8 +216,7 @@ def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(
     assert "weigh as one token" not in log_messages()[-1]
 
 
-@pytest.mark.parametrize("scope", ["module", "block"])
-def test_a_control_of_minimax_h3_sees_all_tokens(models, log_messages, scope):
+def test_a_control_of_minimax_h3_sees_all_tokens(models, log_messages):
     """As MiniMaxH3FunControl, it runs a block of its own on the rows of the model's first one."""
     tiny, model = TINY["minimax_h3"], models("minimax_h3")
     size = tiny.size(8, 10)
@@ -237,8 +236,7 @@ def test_a_control_of_minimax_h3_sees_all_tokens(models, log_messages, scope):
     other.set_model_patch_replace(controlled, "dit", "double_block", 0)
     plain = sample(other, tiny, size, steps=4)
     assert relative_error(plain, sample(model, tiny, size, steps=4)) > 1e-3
-    config = keys_only(scope=scope)
-    shuffled = sample(attach(other, config, Shuffle), tiny, size, steps=4)
+    shuffled = sample(attach(other, keys_only(), Shuffle), tiny, size, steps=4)
     assert relative_error(shuffled, plain) < 1e-5
     assert set(rows) == {tiny.before + PICTURE * tiny.frames}
     assert "merged 2/2 blocks" in log_messages()[-1]

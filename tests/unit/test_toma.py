@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.speed.toma import TomaStrategy, chosen, toma_config
+from benchmarks.speed.toma import MergedBlocks, chosen, positions_of, tile_plan
 from tome_nodes.merging.layout import Grid
-from tome_nodes.ops import TORCH
 
 GRID = Grid(10, 16)
 TILE = (5, 8)
@@ -20,10 +19,8 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def make(features, grid=GRID, ratio=0.5):
-    strategy = TomaStrategy(toma_config(ratio), TORCH)
-    strategy.begin(torch.tensor(1))
-    return strategy.plan(features, grid, ratio)
+def make(features, grid=GRID, before=None, ratio=0.5):
+    return tile_plan(features, grid, before, ratio)
 
 
 def likeness(tokens, others):
@@ -58,61 +55,63 @@ def tile_of(token):
 
 
 def test_the_matrices_are_softmax_attention_within_tiles():
-    features = random(2, GRID.tokens, 6)
+    """All samples merge alike, so the products are of the channels of all of them."""
+    features = random(2, GRID.tokens, 3)
     plan = make(features)
-    assert plan.slot_count == GRID.tokens // 2
-    identity = torch.eye(GRID.tokens, dtype=torch.float64).expand(2, -1, -1)
-    merging = plan.merge(identity)
-    unmerging = plan.unmerge(torch.eye(plan.slot_count, dtype=torch.float64).expand(2, -1, -1))
-    places = plan.tokens()
-    for sample, kept in enumerate(places.tolist()):
-        expected = torch.zeros(plan.slot_count, GRID.tokens, dtype=torch.float64)
-        for token in range(GRID.tokens):
-            own = [slot for slot, place in enumerate(kept) if tile_of(place) == tile_of(token)]
-            assert len(own) == TILE[0] * TILE[1] // 2
-            products = [features[sample, kept[slot]] @ features[sample, token] for slot in own]
-            powers = [math.exp(float(each) / 6**0.5) for each in products]
-            for slot, power in zip(own, powers, strict=True):
-                expected[slot, token] = power / sum(powers)
-        assert torch.allclose(unmerging[sample], expected.T, atol=1e-6)
-        rows = expected / expected.sum(1, keepdim=True)
-        assert torch.allclose(merging[sample], rows, atol=1e-6)
-        assert torch.equal(plan.slots()[sample], expected.argmax(0))
-        sizes = plan.log_sizes()[sample].double().exp()
-        assert torch.allclose(sizes, expected.sum(1), rtol=1e-5)
-    assert torch.allclose(merging.sum(2), torch.ones(2, plan.slot_count, dtype=torch.float64))
+    joint = features.transpose(0, 1).flatten(1)
+    identity = torch.eye(GRID.tokens, dtype=torch.float64)[None]
+    merging = plan.merge(identity)[0]
+    kept = plan.tokens().tolist()
+    unmerging = plan.unmerge(torch.eye(len(kept), dtype=torch.float64)[None])[0]
+    assert len(kept) == len(set(kept)) == GRID.tokens // 2
+    expected = torch.zeros(len(kept), GRID.tokens, dtype=torch.float64)
+    for token in range(GRID.tokens):
+        own = [slot for slot, place in enumerate(kept) if tile_of(place) == tile_of(token)]
+        assert len(own) == TILE[0] * TILE[1] // 2
+        powers = [math.exp(float(joint[kept[slot]] @ joint[token]) / 6**0.5) for slot in own]
+        for slot, power in zip(own, powers, strict=True):
+            expected[slot, token] = power / sum(powers)
+    assert torch.allclose(unmerging, expected.T, atol=1e-6)
+    assert torch.allclose(merging, expected / expected.sum(1, keepdim=True), atol=1e-6)
 
 
-@pytest.mark.parametrize("grid", [GRID, Grid(6, 8, frames=3), Grid(11, 8)])
+@pytest.mark.parametrize("grid", [GRID, Grid(11, 8), Grid(11, 13)])
 def test_identical_tokens_merge_and_unmerge_without_loss(grid):
     features = random(2, 1, 5).expand(-1, grid.tokens, -1)
     plan = make(features, grid)
-    assert plan.fits(features)
     merged = plan.merge(features)
-    assert merged.shape == (2, plan.slot_count, 5)
-    assert plan.slot_count == grid.tokens // 2
+    # What cannot be cut into tiles does not merge.
+    assert merged.shape == (2, grid.tokens // (2 if grid.width % 2 == 0 else 1), 5)
     assert torch.allclose(plan.unmerge(merged), features, atol=1e-6)
 
 
-def test_what_cannot_be_cut_into_tiles_does_not_merge():
-    assert make(random(1, 11 * 13, 4), Grid(11, 13)) is None
-    assert make(random(1, GRID.tokens, 4), ratio=0.0) is None
+def test_positions_are_those_of_text_and_destinations():
+    plan = make(random(1, GRID.tokens, 4))
+    positions = torch.arange(7 + GRID.tokens).view(1, 1, -1, 1)
+    expected = [*range(7), *(plan.tokens() + 7).tolist()]
+    assert positions_of(plan, positions, 2).flatten().tolist() == expected
 
 
-def plans_of_run(strategy, steps, seed):
-    """The plans of a run that asks for one every five steps, each of other features."""
+def plans_of_run(blocks, steps, seed):
+    """The plans of a run, by step; those of a positive and a negative prompt are alike."""
     plans = []
     for step in range(steps):
-        # As for a positive and a negative prompt.
-        for _ in range(2):
-            strategy.begin(torch.tensor(100 + step))
-        if step % 5 == 0:
-            plans.append(strategy.plan(random(1, GRID.tokens, 6, seed=seed + step), GRID, 0.5))
+        both = []
+        for part in ("positive", "negative"):
+            blocks.begin(step, GRID, part)
+            features = random(1, GRID.tokens, 6, seed=seed + step)
+            both.append(blocks.plan(features))
+            assert blocks.plan(features) is both[-1]
+        assert torch.equal(both[0].weights, both[1].weights)
+        plans.append(both[0])
     return plans
 
 
-def test_destinations_stay_for_ten_steps_and_the_matrix_does_not():
-    first, second, third = plans_of_run(TomaStrategy(toma_config(0.5), TORCH), 11, 0)
+def test_destinations_stay_for_ten_steps_and_the_matrix_for_five():
+    plans = plans_of_run(MergedBlocks(make), 11, 0)
+    changed = [step for step in range(1, 11) if plans[step] is not plans[step - 1]]
+    assert changed == [5, 10]
+    first, second, third = plans[0], plans[5], plans[10]
     assert torch.equal(first.tokens(), second.tokens())
     assert not torch.equal(first.weights, second.weights)
     assert not torch.equal(second.tokens(), third.tokens())
@@ -120,7 +119,7 @@ def test_destinations_stay_for_ten_steps_and_the_matrix_does_not():
 
 @pytest.mark.parametrize("steps", [2, 6, 11])
 def test_another_run_does_not_depend_on_the_one_before(steps):
-    used, fresh = (TomaStrategy(toma_config(0.5), TORCH) for _ in range(2))
+    used, fresh = MergedBlocks(make), MergedBlocks(make)
     plans_of_run(used, steps, 50)
     both = [plans_of_run(each, 11, 0) for each in (used, fresh)]
     for own, expected in zip(*both, strict=True):

@@ -25,10 +25,6 @@ class Plan:
         """The slot of each token, ``[batch, tokens]`` int64, from 0 to ``slot_count - 1``."""
         raise NotImplementedError
 
-    def tokens(self) -> Tensor:
-        """One token of each slot, ``[batch, slots]`` int64, for what has no mean, as positions."""
-        raise NotImplementedError
-
     def log_sizes(self) -> Tensor:
         """The logarithm of how many tokens each slot holds, ``[batch, slots]`` float32."""
         raise NotImplementedError
@@ -136,11 +132,6 @@ class SlotPlan(Plan):
         batch = torch.arange(len(self.slot_of_token), device=self.slot_of_token.device)
         return self.slot_of_token - batch[:, None] * self.slot_count
 
-    def tokens(self) -> Tensor:
-        batch, tokens = self.slot_of_token.shape
-        first = torch.arange(batch, device=self.order.device)[:, None] * tokens
-        return self.order[self.offsets].view(batch, -1) - first
-
     def log_sizes(self) -> Tensor:
         return self.log_size_of_slot
 
@@ -187,9 +178,6 @@ class KeptPlan(Plan):
     def slots(self) -> Tensor:
         return torch.arange(self.slot_count, device=self.device).expand(self.batch, -1)
 
-    def tokens(self) -> Tensor:
-        return self.slots()
-
     def log_sizes(self) -> Tensor:
         return torch.zeros(self.batch, self.slot_count, device=self.device)
 
@@ -235,13 +223,6 @@ class SequencePlan(Plan):
             first += plan.slot_count
         return torch.cat(slots, 1)
 
-    def tokens(self) -> Tensor:
-        tokens, first = [], 0
-        for length, plan in zip(self.lengths, self.plans, strict=True):
-            tokens.append(plan.tokens() + first)
-            first += length
-        return torch.cat(tokens, 1)
-
     def log_sizes(self) -> Tensor:
         return torch.cat([plan.log_sizes() for plan in self.plans], 1)
 
@@ -279,12 +260,10 @@ class FramesPlan(Plan):
 
     Attributes:
         frames: their number.
-        length: the number of tokens of each.
         each: the plan of a batch with all frames of all videos as its samples.
     """
 
     frames: int
-    length: int
     each: Plan
 
     @property
@@ -292,10 +271,9 @@ class FramesPlan(Plan):
         return self.frames * self.each.slot_count
 
     def slots(self) -> Tensor:
-        return self._numbered(self.each.slots(), self.each.slot_count)
-
-    def tokens(self) -> Tensor:
-        return self._numbered(self.each.tokens(), self.length)
+        slots = self.each.slots()
+        first = torch.arange(self.frames, device=slots.device) * self.each.slot_count
+        return self._joined(slots + first.repeat(len(slots) // self.frames)[:, None])
 
     def log_sizes(self) -> Tensor:
         return self._joined(self.each.log_sizes())
@@ -329,11 +307,6 @@ class FramesPlan(Plan):
         """The inverse of :meth:`_cut`."""
         return x.unflatten(0, (-1, self.frames)).flatten(1, 2)
 
-    def _numbered(self, indices: Tensor, of_frame: int) -> Tensor:
-        """Indices within a frame, of ``of_frame`` values each, as indices within the video."""
-        first = torch.arange(self.frames, device=indices.device) * of_frame
-        return self._joined(indices + first.repeat(len(indices) // self.frames)[:, None])
-
 
 def in_own_memory(plan: Plan) -> Plan:
     """A copy of a plan with tensors of its own, not in the memory of a captured CUDA graph."""
@@ -350,16 +323,6 @@ def in_own_memory(plan: Plan) -> Plan:
     return replace(plan, **{each.name: own(getattr(plan, each.name)) for each in fields(plan)})
 
 
-def of_all_samples(features: Tensor) -> Tensor:
-    """Features by which all samples get the same plan: in each, those of all.
-
-    ``[batch, tokens, channels]`` to ``[batch, tokens, batch * channels]``.
-    """
-    if len(features) == 1:
-        return features
-    return features.transpose(0, 1).flatten(1).expand(len(features), -1, -1)
-
-
 def plans_by_frame(
     plans_of: Callable[[Tensor, Grid], list[Plan | None]], features: Tensor, grid: Grid
 ) -> list[Plan | None]:
@@ -373,7 +336,7 @@ def plans_by_frame(
     by_frame = features.unflatten(1, (grid.frames, -1)).flatten(0, 1)
     frame = Grid(grid.height, grid.width)
     plans = plans_of(by_frame, frame)
-    return [None if plan is None else FramesPlan(grid.frames, frame.tokens, plan) for plan in plans]
+    return [None if plan is None else FramesPlan(grid.frames, plan) for plan in plans]
 
 
 def plans_of_sequence(

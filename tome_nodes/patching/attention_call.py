@@ -55,9 +55,6 @@ def merged_attention(
     if mask is not None and bias is None:
         block.note_masked()
         return plain(q, k, v, heads, mask=mask, **kwargs)
-    if block.is_merged:
-        outer = block.outer_log_sizes(k.shape[-2], k)
-        return attend(block, func, theirs, bias, outer, q, k, v, heads, kwargs)
     flat_k = flat(k, by_head)
     queries, keys = block.call_plans(flat_k, tokens, called)
     if queries is None and keys is None:

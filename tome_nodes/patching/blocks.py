@@ -129,11 +129,7 @@ class ModelRecord(Protocol):
 
     @property
     def merges_at_calls(self) -> bool:
-        """Whether attention merges where it is called, not where tokens enter its module."""
-
-    @property
-    def merges_blocks(self) -> bool:
-        """Whether whole blocks may run on merged tokens."""
+        """Whether attention merges where it is called, and nothing else merges."""
 
     def stacks(self, model: Any) -> Iterable[Stack]:
         """The stacks of a model, in the order in which they run."""

@@ -139,7 +139,6 @@ class Run:
         obstacle: str | None = None,
         pictures: tuple[Picture, ...] = (),
         layouts: Layouts | None = None,
-        in_modules: str | None = None,
     ) -> Iterator[Evaluation | None]:
         """Merge tokens in the model while it is evaluated; yields None if nothing may merge.
 
@@ -153,8 +152,6 @@ class Run:
             obstacle: why the host says that nothing can merge in this evaluation, None if it can.
             pictures: those in the sequence of a transformer, in order.
             layouts: where they are, if that was found by asking.
-            in_modules: why the host says that nothing wider than modules can merge in this
-                evaluation, None if it can.
         """
         with lock_of(self.model.model):
             obstacle = obstacle or self._why_no_forecast(moment)
@@ -164,12 +161,12 @@ class Run:
                 yield None
                 outcomes: Sequence[Outcome] = ()
             else:
-                evaluation = self._begin(moment, latent, device, pictures, in_modules)
+                evaluation = self._begin(moment, latent, device, pictures)
                 evaluation.layouts = layouts
                 with self._installed(evaluation):
                     yield evaluation
                     outcomes = self.model.outcomes()
-                self._keep(evaluation, in_modules)
+                self._keep(evaluation)
                 detail = evaluation.detail
                 merged = any(outcome.plan is not None for outcome in outcomes)
                 if detail is not None and detail.is_full and detail.changes and not merged:
@@ -238,7 +235,6 @@ class Run:
         latent: Grid,
         device: torch.device,
         pictures: tuple[Picture, ...],
-        in_modules: str | None,
     ) -> Evaluation:
         config, engine = self._config, self.engine
         assert engine is not None
@@ -247,9 +243,6 @@ class Run:
         self.model.observer.begins(moment.step)
         ratio = ratio_at(config, moment.progress)
         evaluation = Evaluation(engine, ratio, latent, self._plans_for(moment), pictures)
-        if in_modules is not None and config.scope != "module":
-            evaluation.merges_in_modules = in_modules
-            return evaluation
         if config.scope != "stack" or config.refresh_steps == 0:
             return evaluation
         if torch.is_grad_enabled():
@@ -262,9 +255,9 @@ class Run:
             evaluation.detail = self._details.at(moment, device)
         return evaluation
 
-    def _keep(self, evaluation: Evaluation, in_modules: str | None) -> None:
-        """Keep what later evaluations need to know of this one, but not what the host says."""
-        if not torch.is_grad_enabled() and in_modules is None:
+    def _keep(self, evaluation: Evaluation) -> None:
+        """Keep what later evaluations need to know of this one."""
+        if not torch.is_grad_enabled():
             self._falls_back = evaluation.merges_in_modules
         if not evaluation.kept_in_graph:
             return
@@ -285,7 +278,7 @@ class Run:
                 self._make_strategy,
                 device,
                 dtype,
-                config.scope != "module" and record.merges_blocks,
+                config.scope != "module" and not record.merges_at_calls,
                 record.merges_at_calls,
                 self._autotune,
             )

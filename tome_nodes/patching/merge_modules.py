@@ -47,7 +47,6 @@ class UNetRecord:
     shapes: Callable[..., tuple[Shape | None, Shape | None]] | None = None
 
     merges_at_calls = False
-    merges_blocks = True
 
     def block(self, model: PatchedModel, stack: Stack, index: int) -> "ModuleBlock":
         """The block at an index of a stack."""

@@ -1,7 +1,7 @@
 """The transformers of the diffusers library, whose pictures are found by asking.
 
-Keys and values merge where a transformer calls attention. Where a record says how, whole blocks run
-on merged tokens, and answers are forecast. Its pipeline tells the steps.
+Keys and values merge where a transformer calls attention. Where it is known how a transformer
+predicts a flow, answers are forecast. Its pipeline tells the steps.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from ..merging.layout import Grid, Picture
+from ..merging.layout import Grid
 from ..patching.answer import Answer, compared, form_of, kept_answer
 from ..patching.attention_call import merged_attention
 from ..patching.blocks import lists_of, uncompiled
@@ -24,11 +24,10 @@ from ..patching.schedule import Moment, is_active, log_snr
 from ..patching.tokenwise import TokenwiseEvaluation
 from ..settings.config import ToMeConfig
 from .bare_copy import bare_copy
-from .flow_call import FlowCall, noise_share, timestep_of, why_in_modules
+from .flow_call import FlowCall, flow_of, noise_share, timestep_of
 from .latents import Latents, latents_of
 from .patched_model import REASONS, RECOMPUTED, Attachment, Calls, Host, execution_device
 from .reached_attention import AttentionFunction, reaching
-from .transformer_records import FlowTransformer, flow_transformer
 
 _MODULE = "diffusers.models.transformers."
 """Where the library has its transformers."""
@@ -140,9 +139,7 @@ class TransformerCalls(Calls):
         self._schedule: Tensor | None = None
         self._step = self._call = 0
         self._timestep = math.nan
-        # In modules, nothing has to be known of how blocks are called.
-        needs_record = self.config.scope != "module" or self.config.forecast
-        self._record = flow_transformer(network) if needs_record else None
+        self._flow = flow_of(network) if self.config.forecast else None
         self._flow_call: FlowCall | None = None
         self._last_result: Any = None
 
@@ -160,12 +157,10 @@ class TransformerCalls(Calls):
         answer = _ask(self.network, given, latents, device)
         if self.run is None:
             self.run = self._run_of(answer)
-        pictures, in_modules = answer.pictures, None
         self._flow_call = None
-        if self._record is not None and answer.obstacle is None:
-            in_modules = why_in_modules(self._record, self.network, given, answer.stacks)
-            pictures = _in_sequence(self._record, answer)
-            self._flow_call = FlowCall(self._record, self.network, given, latents, pictures[0].grid)
+        if self._flow is not None and answer.obstacle is None:
+            grid = _latent_grid(answer)
+            self._flow_call = FlowCall(self._flow, self.network, given, latents, grid)
         shape = latents.one.shape
         self.prepare(
             (shape, latents.sides),
@@ -174,16 +169,15 @@ class TransformerCalls(Calls):
             device,
             latents.one.dtype,
             answer.obstacle or self._obstacle(),
-            pictures,
+            answer.pictures,
             answer.layouts,
-            in_modules,
         )
         return True
 
     @torch.compiler.disable
     def forecast(self) -> Any:
         call = self._flow_call
-        if call is None or self._last_result is None or not self.config.forecast:
+        if call is None or self._last_result is None:
             return None
         latent = call.latent
         denoised = self.own_run.forecast(self._moment_of_call, latent)
@@ -202,7 +196,7 @@ class TransformerCalls(Calls):
     @torch.compiler.disable
     def keep(self, result: Any) -> None:
         call, self._flow_call = self._flow_call, None
-        if call is not None and self.config.forecast:
+        if call is not None:
             self._last_result = result
             self.own_run.keep_answer(self._moment_of_call, call.denoised(call.latent, result))
 
@@ -213,12 +207,8 @@ class TransformerCalls(Calls):
 
     def _run_of(self, answer: Answer) -> Run:
         """The evaluations of the model, whose first inputs got this answer."""
-        whole = self._record
         record = TransformerRecord(
-            blocks=answer.stacks or tuple(lists_of(self.network)),
-            at_end=whole is not None and whole.at_end,
-            host=_HOST,
-            whole={} if whole is None else whole.blocks,
+            blocks=answer.stacks or tuple(lists_of(self.network)), at_end=False, host=_HOST
         )
         return Run(self.config, record, self.network, self._make_strategy, self.latest)
 
@@ -248,8 +238,8 @@ class TransformerCalls(Calls):
         first, step = self._steps.first(), self._step
         steps = step + 1 if self._schedule is None else len(self._schedule)
         last = steps - 1
-        record = self._record
-        noise = None if record is None else float(noise_share(record, torch.tensor(timestep)))
+        flow = self._flow
+        noise = None if flow is None else float(noise_share(flow, torch.tensor(timestep)))
         return Moment(
             step=step,
             progress=(step - first) / (last - first) if last > first else 0.0,
@@ -282,15 +272,11 @@ def _timestep(arguments: Mapping[str, Any]) -> float:
     return float(value.max()) if isinstance(value, Tensor) else float(value)
 
 
-def _in_sequence(record: FlowTransformer, answer: Answer) -> tuple[Picture, ...]:
-    """The pictures in the longest sequence of a transformer, the latent first."""
+def _latent_grid(answer: Answer) -> Grid:
+    """The grid of the latent, the first picture in the longest sequence of a transformer."""
     layouts = (each for found in answer.layouts.values() for each in found.values())
-    layout = max((each for each in layouts if each is not None), key=lambda each: each.length)
-    stops = [span.start for span in layout.spans[1:]]
-    stops.append(layout.length if record.at_end else layout.spans[-1].stop)
-    return tuple(
-        Picture(span.grid, stop - span.stop) for span, stop in zip(layout.spans, stops, strict=True)
-    )
+    longest = max((each for each in layouts if each is not None), key=lambda each: each.length)
+    return longest.spans[0].grid
 
 
 def _ask(

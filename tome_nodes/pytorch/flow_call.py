@@ -1,7 +1,7 @@
 """A call of a transformer as what maps a noisy latent to the denoised one, which is forecast."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,45 +9,46 @@ from torch import Tensor, nn
 
 from ..merging.layout import Grid
 from .latents import Latents
-from .transformer_records import FlowTransformer
 
-_CACHED = "as a cache keeps what blocks did from step to step"
-_ELSEWHERE = "as its picture is found in other blocks than usual"
-_PARALLEL = "as several devices share the tokens"
-_OF_OTHER_KIND = "as it is called with {}"
+
+@dataclass(frozen=True)
+class Flow:
+    """How the transformers of one class predict a flow: the latent's change as timesteps grow.
+
+    Attributes:
+        clean: the timestep of a latent without noise.
+        noise: the timestep of noise alone.
+        side: that of the square of pixels that a token of the latent holds, if the transformer gets
+            tokens.
+    """
+
+    clean: float
+    noise: float
+    side: int = 1
+
+
+_FLOWS: Mapping[str, Flow] = {
+    "FluxTransformer2DModel": Flow(0.0, 1.0, side=2),
+    "Flux2Transformer2DModel": Flow(0.0, 1.0, side=2),
+    "SD3Transformer2DModel": Flow(0.0, 1000.0),
+    "QwenImageTransformer2DModel": Flow(0.0, 1.0, side=2),
+    "ZImageTransformer2DModel": Flow(1.0, 0.0),
+    "Lumina2Transformer2DModel": Flow(1.0, 0.0),
+    "WanTransformer3DModel": Flow(0.0, 1000.0),
+    "LTXVideoTransformer3DModel": Flow(0.0, 1000.0),
+    "HunyuanVideoTransformer3DModel": Flow(0.0, 1000.0),
+}
+"""By the names of diffusers' classes."""
 
 _LEAST_NOISE = 1e-6
 """The share of noise in a latent that has none, which the answer is divided by."""
 
 
-def why_in_modules(
-    record: FlowTransformer,
-    network: nn.Module,
-    arguments: Mapping[str, Any],
-    stacks: Sequence[str],
-) -> str | None:
-    """Why nothing wider than modules can merge in a call, None if it can.
-
-    Args:
-        record: of the transformer.
-        network: the transformer.
-        arguments: those of the call, by name.
-        stacks: the names of the lists of blocks in whose sequences its picture was found.
-    """
-    if not record.blocks.keys() >= set(stacks):
-        return _ELSEWHERE
-    given = [name for name in record.absent if arguments.get(name) is not None]
-    if given:
-        return _OF_OTHER_KIND.format(given[0])
-    if getattr(network, "_parallel_config", None) is not None:
-        return _PARALLEL
-    return _CACHED if any(map(_keeps, network.modules())) else None
-
-
-def _keeps(module: nn.Module) -> bool:
-    """Whether a hook of diffusers keeps what a module did, as caches do."""
-    registry = getattr(module, "_diffusers_hook", None)
-    return registry is not None and any(hook._is_stateful for hook in registry.hooks.values())
+def flow_of(network: nn.Module) -> Flow | None:
+    """How a transformer predicts a flow, None if that is not known."""
+    kinds: Any = type(network).__mro__
+    own = next(kind for kind in kinds if kind.__module__.startswith("diffusers."))
+    return _FLOWS.get(own.__name__)
 
 
 def timestep_of(arguments: Mapping[str, Any]) -> Any:
@@ -56,10 +57,9 @@ def timestep_of(arguments: Mapping[str, Any]) -> Any:
     return next(named, 0)
 
 
-def noise_share(record: FlowTransformer, timestep: Tensor) -> Tensor:
+def noise_share(flow: Flow, timestep: Tensor) -> Tensor:
     """The share of noise in a latent at timesteps of a transformer, of their shape; never 0."""
-    clean, noise = record.timesteps
-    return ((timestep.float() - clean) / (noise - clean)).clamp_min(_LEAST_NOISE)
+    return ((timestep.float() - flow.clean) / (flow.noise - flow.clean)).clamp_min(_LEAST_NOISE)
 
 
 class FlowCall:
@@ -67,7 +67,7 @@ class FlowCall:
 
     def __init__(
         self,
-        record: FlowTransformer,
+        flow: Flow,
         network: nn.Module,
         arguments: Mapping[str, Any],
         latents: Latents,
@@ -76,13 +76,13 @@ class FlowCall:
         """Prepare a call.
 
         Args:
-            record: of the transformer.
+            flow: that of the transformer.
             network: the transformer.
             arguments: those of the call, by name, the latents first.
             latents: the first of these.
             grid: of the latent's tokens.
         """
-        self._record, self._latents = record, latents
+        self._flow, self._latents = flow, latents
         self._grid = grid
         config: Any = network.config
         self._channels = config.get("out_channels") or config["in_channels"]
@@ -112,12 +112,11 @@ class FlowCall:
         return replace(self._latents, value=result[0])
 
     def _latent(self, latents: Latents) -> Tensor:
-        return latents.latent(self._grid, self._channels, self._record.side)
+        return latents.latent(self._grid, self._channels, self._flow.side)
 
     def _noise(self, latent: Tensor) -> Tensor:
         """By how much the answer is multiplied to give the noise in a latent; never 0."""
         timestep = torch.as_tensor(self._timestep, device=latent.device)
         timestep = timestep.reshape(len(timestep), -1).amax(1) if timestep.ndim > 1 else timestep
-        share = noise_share(self._record, timestep).reshape(-1, *[1] * (latent.ndim - 1))
-        clean, noise = self._record.timesteps
-        return share if noise > clean else -share
+        share = noise_share(self._flow, timestep).reshape(-1, *[1] * (latent.ndim - 1))
+        return share if self._flow.noise > self._flow.clean else -share

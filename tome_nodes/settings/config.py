@@ -105,14 +105,14 @@ class ToMeConfig:
             "`merge_attn`, `merge_crossattn` and `merge_mlp` switch it on.",
             "block": "Each transformer block as a whole; what it changes is added to all tokens.",
             "stack": "All transformer blocks of a level in one go. Saves most: on SDXL, most of "
-            "whose blocks come in stacks of ten. Of UNets only; transformers merge in modules.",
+            "whose blocks come in stacks of ten.",
         },
         advanced=True,
         text="What runs on merged tokens: module is the modules that are switched on below, block "
         "each transformer block as a whole. stack is all blocks of a level at once, which saves "
         "most and is what makes SDXL faster.",
-        more="Where another node patches the inside of a block, that block falls back to module; "
-        "so do the blocks of transformers that can only merge in attention.",
+        more="block and stack are of UNets. Transformers fall back to module, and so does a block "
+        "whose inside another node patches.",
     )
     attn_tokens: str = _option(
         "q,k,v",

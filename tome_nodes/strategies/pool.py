@@ -50,11 +50,6 @@ class PoolPlan(Plan):
         slots = rows[:, None] * -(-self.grid.width // self.sx) + columns
         return slots.flatten().expand(self.batch, -1)
 
-    def tokens(self) -> Tensor:
-        numbers = torch.arange(self.grid.tokens, device=self.device)
-        corners = numbers.view(self.grid.height, -1)[:: self.sy, :: self.sx]
-        return corners.flatten().expand(self.batch, -1)
-
     def log_sizes(self) -> Tensor:
         ones = torch.ones(1, 1, self.grid.height, self.grid.width, device=self.device)
         sums = F.avg_pool2d(

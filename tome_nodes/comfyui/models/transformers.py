@@ -12,14 +12,12 @@ from torch import nn
 from ...merging.layout import Grid, Picture
 from ...patching.blocks import Evaluation
 from ...patching.merge_attention import (
-    TREATED_DIFFERENTLY,
     AttentionBlock,
     AttentionHost,
     TransformerRecord,
-    WholeBlock,
 )
 from ..attention import merge_attention, stored_attention
-from .base import REASONS, Inputs, class_name, patches_blocks, takes
+from .base import REASONS, Inputs, class_name, takes
 
 Pictures = Callable[[Any, Inputs], Iterable[Picture]]
 """Returns the pictures in the sequence of a model, in order."""
@@ -36,19 +34,7 @@ def _picture_start(kwargs: Mapping[str, Any]) -> int | None:
     return None if span is None else span[0]
 
 
-def _needs_all_tokens(arguments: Mapping[str, Any]) -> str | None:
-    options = arguments.get("transformer_options") or {}
-    if patches_blocks(options):
-        return "that are patched"
-    return TREATED_DIFFERENTLY if any(map(_is_by_frame, arguments.values())) else None
-
-
-def _is_by_frame(value: Any) -> bool:
-    """Whether an argument is a time of its own for each frame or token, as LTX passes it."""
-    return getattr(value, "num_frames", 1) * getattr(value, "patches_per_frame", 1) > 1
-
-
-HOST = AttentionHost(REASONS, _merging, _picture_start, _needs_all_tokens, stored_attention)
+HOST = AttentionHost(REASONS, _merging, _picture_start, stored_attention=stored_attention)
 """Attention reads the transformer options, a keyword argument of the module that calls it."""
 
 
@@ -86,10 +72,7 @@ class Transformer(TransformerRecord):
         for stack in self.stacks(model):
             if any(not hasattr(block, self.method) for block in stack.blocks):
                 return f"{type(stack.blocks[0]).__name__}.{self.method}"
-            whole = self.whole.get(stack.name)
             for block in filter(_is_of_the_host, stack.blocks):
-                if whole is not None and not takes(block, whole.tokens, *whole.positions):
-                    return f"{type(block).__name__}.forward"
                 try:
                     module = self.attention_of(block)
                 except AttributeError:
@@ -243,48 +226,29 @@ def _cosmos(model: Any, inputs: Inputs) -> Iterator[Picture]:
     yield Picture(grid_of(inputs.shape, patch))
 
 
-_FLUX_BLOCKS = {
-    "double_blocks": WholeBlock(
-        "img", {"pe": 2}, absent=("attn_mask", "modulation_dims_img"), returned=0
-    ),
-    "single_blocks": WholeBlock("x", {"pe": 2}, absent=("attn_mask", "modulation_dims")),
-}
-
 FLUX = Transformer(
     ("flux.model.Flux",),
     with_references("patch_size"),
     blocks=("double_blocks", "single_blocks"),
     at_end=True,
-    whole=_FLUX_BLOCKS,
 )
 CHROMA = Transformer(
     ("chroma.model.Chroma", "chroma_radiance.model.ChromaRadiance"),
     one_picture("patch_size"),
     blocks=("double_blocks", "single_blocks"),
     at_end=True,
-    whole=_FLUX_BLOCKS,
 )
 SD3 = Transformer(
     ("modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper",),
     one_picture("patch_size"),
     blocks=("joint_blocks",),
     at_end=True,
-    # The positions are in the tokens.
-    whole={"joint_blocks": WholeBlock("x", names=("context", "x"), returned=1)},
 )
 QWEN_IMAGE = Transformer(
     ("qwen_image.model.QwenImageTransformer2DModel",),
     _qwen,
     blocks=("transformer_blocks",),
     at_end=True,
-    whole={
-        "transformer_blocks": WholeBlock(
-            "hidden_states",
-            {"image_rotary_emb": 2},
-            absent=("timestep_zero_index",),
-            returned=1,
-        )
-    },
 )
 QWEN_IMAGE_21 = Transformer(
     ("qwen_image21.model.QwenImage21Transformer2DModel",),
@@ -308,14 +272,12 @@ LUMINA = Transformer(
     _lumina,
     blocks=("layers",),
     at_end=True,
-    whole={"layers": WholeBlock("x", {"freqs_cis": 1}, absent=("x_mask", "timestep_zero_index"))},
 )
 KREA = Transformer(
     ("krea2.model.SingleStreamDiT",),
     _krea,
     blocks=("blocks",),
     at_end=True,
-    whole={"blocks": WholeBlock("x", {"freqs": 2}, absent=("mask", "timestep_zero_index"))},
 )
 HIDREAM = Transformer(
     ("hidream.model.HiDreamImageTransformer2DModel",),
@@ -342,7 +304,6 @@ WAN = Transformer(
     blocks=("blocks", "vace_blocks"),
     at_end=False,
     attention="self_attn",
-    whole={"blocks": WholeBlock("x", {"freqs": 1}, by_frame={"e": 4})},
 )
 WAN_SOUND = Transformer(
     ("wan.model.WanModel_S2V", "wan.model.HumoWanModel"),
@@ -373,31 +334,13 @@ HUNYUAN_VIDEO = Transformer(
     with_references("patch_size", references_first=True, condition="ref_latent"),
     blocks=("double_blocks", "single_blocks"),
     at_end=True,
-    whole=_FLUX_BLOCKS,
 )
 LTX = Transformer(
-    ("lightricks.model.LTXVModel",),
+    ("lightricks.model.LTXVModel", "lightricks.av_model.LTXAVModel"),
     _ltx,
     blocks=("transformer_blocks",),
     at_end=False,
     attention="attn1",
-    whole={"transformer_blocks": WholeBlock("x", {"pe": 1}, absent=("self_attention_mask",))},
-)
-LTX_SOUND = Transformer(
-    ("lightricks.av_model.LTXAVModel",),
-    _ltx,
-    blocks=("transformer_blocks",),
-    at_end=False,
-    attention="attn1",
-    whole={
-        "transformer_blocks": WholeBlock(
-            "x",
-            {"v_pe": 1, "v_cross_pe": 1},
-            absent=("self_attention_mask",),
-            returned=0,
-            seen_by=("video_to_audio_attn",),
-        )
-    },
 )
 COSMOS_PREDICT = Transformer(
     ("cosmos.predict2.MiniTrainDIT", "anima.model.Anima"),
@@ -405,28 +348,17 @@ COSMOS_PREDICT = Transformer(
     blocks=("blocks",),
     at_end=False,
     attention="self_attn",
-    whole={
-        "blocks": WholeBlock(
-            "x_B_T_H_W_D",
-            {"rope_emb_L_1_1_D": 1},
-            absent=("extra_per_block_pos_emb",),
-            by_frame={"emb_B_T_D": 3},
-        )
-    },
 )
 MINIMAX = Transformer(
     ("minimax.model.MiniMaxH3Model",),
     one_picture("patch_size"),
     blocks=("blocks",),
     at_end=True,
-    whole={
-        "blocks": WholeBlock("x", {"rope_freqs": 1}, absent=("attention",), segments="mod_segments")
-    },
 )
 
 TRANSFORMERS = (
     *(FLUX, CHROMA, SD3, QWEN_IMAGE, QWEN_IMAGE_21, SENSENOVA, LUMINA, KREA, HIDREAM, HIDREAM_O1),
-    *(WAN, WAN_ANIMATE_2, WAN_SOUND, SCAIL, HUNYUAN_VIDEO, LTX, LTX_SOUND, COSMOS_PREDICT, MINIMAX),
+    *(WAN, WAN_ANIMATE_2, WAN_SOUND, SCAIL, HUNYUAN_VIDEO, LTX, COSMOS_PREDICT, MINIMAX),
 )
 """All records. Whatever is not among them is asked where its pictures are."""
 

@@ -1,0 +1,146 @@
+"""Forecasts of the answers of real diffusers transformers."""
+
+import math
+
+import pytest
+import torch
+from common import relative_error
+from models import pipelines
+from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
+from test_diffusers_transformers import flux_arguments, shuffle
+from torch import nn
+
+import tome_nodes
+from tome_nodes.merging.layout import Grid
+from tome_nodes.pytorch.flow_call import FlowCall, flow_of
+from tome_nodes.pytorch.latents import latents_of
+
+pytestmark = pytest.mark.newest_only
+
+FLOWS = [name for name in TRANSFORMERS if name != "cogvideox"]
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_the_denoised_latent_is_where_the_only_step_ends(name, monkeypatch):
+    """In the scheduler's own arithmetic, which knows what a transformer predicts."""
+    case = TRANSFORMERS[name]()
+    unguided = {"qwen_image": {"true_cfg_scale": 1.0}, "z_image": {"guidance_scale": 0.0}}
+    options = unguided.get(name, {"guidance_scale": 1.0})
+    expected = case(steps=1, **options)
+    found = []
+    denoised = FlowCall.denoised
+
+    def spy(*args):
+        found.append(denoised(*args))
+        return found[-1]
+
+    monkeypatch.setattr(FlowCall, "denoised", spy)
+    shuffle(case.pipeline, forecast=True)
+    case(steps=1, **options)
+    (latent,) = found
+    pack = getattr(case.pipeline, "_pack_latents", None)
+    if name == "flux2":
+        latent = pack(case.pipeline._patchify_latents(latent))
+    elif pack is not None:
+        latent = pack(latent, *(latent.shape if latent.ndim == 4 else ()))
+    # Wan's timesteps are whole numbers.
+    assert relative_error(latent.view_as(expected), expected) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "along", "own", "grid"),
+    [
+        (
+            pipelines.make_flux,
+            {**flux_arguments(), "hidden_states": noise(1, 80, 24)},
+            2,
+            16,
+            Grid(8, 10),
+        ),
+        (
+            pipelines.make_wan,
+            {
+                "hidden_states": noise(1, 10, 3, 16, 20),
+                "encoder_hidden_states": noise(1, TEXT, TEXT_CHANNELS),
+                "timestep": torch.tensor([500.0], device=DEVICE),
+            },
+            1,
+            4,
+            Grid(8, 10, 3),
+        ),
+    ],
+    ids=["flux", "wan"],
+)
+@torch.no_grad()
+def test_channels_that_say_what_to_paint_are_not_forecast(make, arguments, along, own, grid):
+    """They come in behind those of the latent, and do not come out."""
+    channels = arguments["hidden_states"].shape[along]
+    network = make(in_channels=channels, out_channels=own)
+    result = network(**arguments)
+    latents = latents_of(arguments, channels)
+    call = FlowCall(flow_of(network), network, arguments, latents, grid)
+    assert call.latent.shape[1:] == (4, *([3] if grid.frames > 1 else []), 16, 20)
+    returned = call.returned(call.latent, call.denoised(call.latent, result), result)
+    assert type(returned) is type(result)
+    assert relative_error(returned.sample, result.sample) < 1e-4
+
+
+def log_of_signal_to_noise(share):
+    share = min(share, 0.99)
+    return 2 * math.log((1 - share) / share)
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_fast_leaves_out_steps_whose_answers_a_straight_line_gives(name, monkeypatch, log_messages):
+    """In the scheduler's own arithmetic: the denoised latent is the noisy one without its noise."""
+    case = TRANSFORMERS[name]()
+    scheduler, networks = case.pipeline.scheduler, [case.transformer]
+    networks += [each for each in [getattr(case.pipeline, "transformer_2", None)] if each]
+    step, known, ran = type(scheduler).step, [], []
+    for network in networks:
+        (first, *_) = (m for m in network.modules() if isinstance(m, nn.Linear))
+        first.register_forward_pre_hook(lambda *_: ran.append(len(known)))
+
+    def spy(self, output, timestep, sample, *args, **kwargs):
+        share = float(self.sigmas[len(known)])
+        known.append((log_of_signal_to_noise(share), sample - share * output))
+        return step(self, output, timestep, sample, *args, **kwargs)
+
+    monkeypatch.setattr(type(scheduler), "step", spy)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    # Guidance of these scales the answer to its length without guidance.
+    scaling = {"qwen_image": {"true_cfg_scale": 1.0}, "lumina2": {"cfg_normalization": False}}
+    case(steps=8, **scaling.get(name, {}))
+    left_out = sorted(set(range(8)) - set(ran))
+    # Two experts run half of the steps each, and neither knows what the other answered.
+    assert left_out == ([6] if len(networks) > 1 else [4, 6])
+    for index in left_out:
+        (before, one), (after, other) = [known[at] for at in range(index) if at in ran][-2:]
+        share = 0.7 * (known[index][0] - after) / (after - before)
+        expected = other + share * (other - one)
+        # Wan's timesteps are whole numbers.
+        assert relative_error(known[index][1], expected) < 5e-3
+    forecast = [line for line in log_messages() if line.startswith("[ToMe] forecasts the answer")]
+    assert len(forecast) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "reason"),
+    [
+        ("flux", 3, "a run of 3 steps or fewer has none to forecast"),
+        (
+            "cogvideox",
+            4,
+            "the step or the noise of an evaluation is not known, so nothing is forecast",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_forecast_is_the_plain_one(log_messages, kind, steps, reason):
+    case = TRANSFORMERS[kind]()
+    plain = case(steps=steps, height=256, width=256)
+    tome_nodes.apply_patch(case.pipeline, preset="fast")
+    assert torch.equal(case(steps=steps, height=256, width=256), plain)
+    assert log_messages() == [
+        f"[ToMe] nothing merged: {reason}; to merge instead, switch forecast off under preset "
+        "custom"
+    ]
