@@ -1,6 +1,6 @@
 """Error against time of everything that a user could pick, by trained models.
 
-python3 dev.py bench --fidelity [--quick] [--only pictures image few video edit]
+python3 dev.py bench --fidelity [--quick] [--only pictures image few second video edit]
     [--steps 20 12 8 4] [--names NAME ...] [--seeds 1]
 
 With ``--quick``, what the last line needs is taken once, in one number of steps, and nothing is

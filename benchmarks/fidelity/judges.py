@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.fidelity import (
@@ -57,6 +58,22 @@ class SceneJudge(Judge):
         side = scene_transformer.LATENT_SIDE
         empty = torch.zeros(len(self.prompts), latents.CHANNELS, side, side)
         return empty, self.prompts, {}
+
+
+class SecondPassJudge(SceneJudge):
+    """The same model in a second pass: over a picture of half the size, scaled up as a latent."""
+
+    denoise = 0.5
+
+    def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1, pictures: int = 4):
+        first = SceneJudge(steps, guidance, seeds, pictures)
+        small = [first.latent(first.model, seed, shrunk=2) for seed in range(seeds)]
+        self._begin = [F.interpolate(each, scale_factor=2.0, mode="bicubic") for each in small]
+        super().__init__(steps, guidance, seeds, pictures)
+
+    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """The scaled pictures of held-out captions."""
+        return self._begin[seed], self.prompts, {}
 
 
 class EditJudge(Judge):
@@ -136,14 +153,19 @@ BENCHES = {
         options.of_transformer,
         (4, 8),
     ),
+    "second": Bench(
+        lambda steps, seeds: SecondPassJudge(steps, 3.0, seeds),
+        options.of_other_transformers,
+        (8,),
+    ),
     "video": Bench(
         lambda steps, seeds: VideoJudge(steps, 3.0, seeds),
-        options.of_video_or_edit,
+        options.of_other_transformers,
         (8,),
     ),
     "edit": Bench(
         lambda steps, seeds: EditJudge(steps, 1.0, seeds),
-        options.of_video_or_edit,
+        options.of_other_transformers,
         (8, 4),
     ),
 }

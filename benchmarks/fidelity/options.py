@@ -104,8 +104,8 @@ def of_transformer(steps: int) -> list[Option]:
     ]
 
 
-def of_video_or_edit(steps: int) -> list[Option]:
-    """What to pick on a transformer of videos or edits in place of a run of so many steps."""
+def of_other_transformers(steps: int) -> list[Option]:
+    """What to pick in second passes, videos and edits in place of a run of so many steps."""
     # ToDo is for one picture.
     _, *merging = _merging()
     keys = [_keys("k,v 0.6, window 4x2", 0.6), _keys(KEYS75, 0.75)]

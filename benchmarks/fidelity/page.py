@@ -20,6 +20,7 @@ JUDGES = {
     "pictures": "Pictures of a UNet",
     "image": "Pictures of a transformer, with guidance",
     "few": "The same distilled to four steps, without guidance",
+    "second": "Second passes of a transformer over pictures scaled up",
     "video": "Videos of a transformer",
     "edit": "Edits with two references, of a transformer without guidance",
 }

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from functools import cached_property
 from typing import Any, ClassVar
 
 import comfy.sample
@@ -25,16 +26,17 @@ class Judge:
 
     Attributes:
         model: the plain model.
-        expected: its pictures, see :meth:`pictures`.
         tokens: those of a picture, and of its prompt where that is in the same attention. None for
             a UNet, of which only a part merges.
         attention: the share of attention in the work of a block, in a model that people use.
+        denoise: the share of a schedule that is sampled; less than 1 begins with a picture.
     """
 
     sampler: ClassVar[str] = "dpmpp_2m"
     scheduler: ClassVar[str] = "karras"
     tokens: int | None = None
     attention = 0.0
+    denoise = 1.0
 
     def __init__(self, model: ModelPatcher, steps: int, guidance: float, seeds: int):
         self.steps, self.guidance, self.seeds = steps, guidance, seeds
@@ -42,10 +44,14 @@ class Judge:
         self.model = model
         # The first of the wrappers, so that those of the methods are inside.
         self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "judge", self._clock)
-        self.expected = self.pictures(self.model)
+
+    @cached_property
+    def expected(self) -> Tensor:
+        """The pictures of the plain model."""
+        return self.pictures(self.model)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """An empty latent for a batch of pictures, their prompts, and their other conditions."""
+        """What a batch of pictures begins with, their prompts, and their other conditions."""
         raise NotImplementedError
 
     def _clock(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
@@ -67,13 +73,16 @@ class Judge:
             shrunk: by how much to divide the sides, before the picture is scaled up. The noise is
                 that of the full size, averaged.
         """
-        painted = [self._sample(patched, seed, steps, shrunk) for seed in range(self.seeds)]
+        painted = [self.latent(patched, seed, steps, shrunk) for seed in range(self.seeds)]
         pictures = self.decode(torch.cat(painted))
         if shrunk > 1:
             pictures = F.interpolate(pictures, scale_factor=shrunk, mode="bicubic").clamp(0, 1)
         return pictures
 
-    def _sample(self, patched: ModelPatcher, seed: int, steps: int | None, shrunk: int) -> Tensor:
+    def latent(
+        self, patched: ModelPatcher, seed: int, steps: int | None = None, shrunk: int = 1
+    ) -> Tensor:
+        """The latent of the pictures of a seed; see :meth:`pictures`."""
         empty, prompts, others = self.batch(seed)
         noise = comfy.sample.prepare_noise(empty, seed)
         if shrunk > 1:
@@ -90,6 +99,7 @@ class Judge:
             [[prompts, others]],
             [[torch.zeros_like(prompts), others]],
             empty,
+            denoise=self.denoise,
             disable_pbar=True,
             seed=seed,
         )
