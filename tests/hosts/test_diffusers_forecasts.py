@@ -112,8 +112,8 @@ def test_fast_leaves_out_steps_whose_answers_a_straight_line_gives(name, monkeyp
     scaling = {"qwen_image": {"true_cfg_scale": 1.0}, "lumina2": {"cfg_normalization": False}}
     case(steps=8, **scaling.get(name, {}))
     left_out = sorted(set(range(8)) - set(ran))
-    # Two experts run half of the steps each, and neither knows what the other answered.
-    assert left_out == ([6] if len(networks) > 1 else [4, 6])
+    # The answers of this one change little from the start.
+    assert left_out == ([2, 4, 6] if name == "lumina2" else [3, 6])
     for index in left_out:
         (before, one), (after, other) = [known[at] for at in range(index) if at in ran][-2:]
         share = 0.7 * (known[index][0] - after) / (after - before)
@@ -121,7 +121,7 @@ def test_fast_leaves_out_steps_whose_answers_a_straight_line_gives(name, monkeyp
         # Wan's timesteps are whole numbers.
         assert relative_error(known[index][1], expected) < 5e-3
     forecast = [line for line in log_messages() if line.startswith("[ToMe] forecasts the answer")]
-    assert len(forecast) == 1
+    assert len(forecast) == len(networks)
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_the_report_says_how_many_steps_were_forecast(models):
         # A square of 40 pixels for each step.
         squares = [tuple(page.picture[100, 50 + 40 * step].tolist()) for step in range(8)]
         assert [square == drawing.FAINT for square in squares] == [
-            *(False, False, False, False, True, False, True, False)
+            *(False, False, False, True, False, False, True, False)
         ]
 
 
@@ -141,7 +141,7 @@ def test_the_line_on_the_node_says_which_steps_were_forecast(models):
     lines = []
     sample(attach(model, configured(), on_step=lines.append), tiny, SIZE, steps=8)
     assert [line.startswith("forecast, step") for line in lines] == [
-        *(False, False, False, False, True, False, True, False)
+        *(False, False, False, True, False, False, True, False)
     ]
 
 

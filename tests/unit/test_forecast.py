@@ -15,9 +15,9 @@ from tome_nodes.patching.schedule import Moment, log_snr
 from tome_nodes.settings.config import ToMeConfig
 
 
-def pattern(ratio, steps):
+def pattern(ratio, steps, is_settled=False):
     """A letter for each step: R for one that runs, F for one that is forecast."""
-    running = steps_that_run(ratio, steps)
+    running = steps_that_run(ratio, steps, is_settled)
     return "".join("R" if step in running else "F" for step in range(steps))
 
 
@@ -26,10 +26,12 @@ def pattern(ratio, steps):
     [
         (0.6, "RRFR"),
         (0.3, "RRFR"),
+        (0.6, "RRRFR"),
         (0.6, "RRFRFR"),
-        (0.3, "RRRRRRFR"),
-        (0.6, "RRRRFRFR"),
+        (0.3, "RRRRRFRR"),
+        (0.6, "RRRFRRFR"),
         (0.75, "RRRFRFFR"),
+        (0.6, "RRRFRFRFFRFR"),
         (0.6, "RRRRFRFFRFRFFRFFRFFR"),
         (0.75, "RRRFRFFRFFFRFFFRFFFR"),
         (1.0, "RRRFFFFR"),
@@ -41,10 +43,23 @@ def test_steps_between_the_first_and_the_last_are_forecast(ratio, expected):
     assert pattern(ratio, len(expected)) == expected
 
 
-@given(st.floats(0, 1), st.integers(1, 100))
-def test_as_many_are_forecast_as_the_ratio_says_and_more_in_a_row_later(ratio, steps):
-    running = sorted(steps_that_run(ratio, steps))
-    first = min(3 if steps >= 8 else 2, steps)
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        (0.6, "RRFR"),
+        (0.6, "RRFRFRFR"),
+        (0.75, "RRFFRFFR"),
+        (0.6, "RRFRFRFFRFRFRFRFFRFR"),
+    ],
+)
+def test_settled_runs_are_forecast_from_the_third_step_on_and_evenly(ratio, expected):
+    assert pattern(ratio, len(expected), is_settled=True) == expected
+
+
+@given(st.floats(0, 1), st.integers(1, 100), st.booleans())
+def test_as_many_are_forecast_as_the_ratio_says_and_more_in_a_row_later(ratio, steps, is_settled):
+    running = sorted(steps_that_run(ratio, steps, is_settled))
+    first = min(3 if steps >= 8 and not is_settled else 2, steps)
     assert running[:first] == [*range(first)] and running[-1] == steps - 1
     between = max(0, steps - 1 - first)
     forecast = steps - len(running)
@@ -96,6 +111,20 @@ def test_a_forecast_goes_on_in_the_direction_of_the_last_change():
     assert (
         after(*KNOWN, config=replace(FORECASTS, forecast=False)).answer(moment(2, 1.0), ONE) is None
     )
+
+
+@pytest.mark.parametrize(("change", "forecast"), [(0.1, "FRFRF"), (0.2, "RFRRF")])
+def test_a_run_is_settled_if_its_first_answers_hardly_differ(change, forecast):
+    one = latent()
+    other = one / (1 - change)
+    answers = ((0, -4.0, one), (1, -3.0, other))
+    found = [after(*answers).answer(moment(step, 9.0, steps=8), one) for step in range(2, 7)]
+    assert "".join("R" if each is None else "F" for each in found) == forecast
+    # What comes later does not count.
+    later = after(*answers, (2, -2.0, other), (3, -1.0, other))
+    assert (later.answer(moment(4, 9.0, steps=8), one) is None) == (change > 0.15)
+    later.clear()
+    assert later.answer(moment(4, 9.0, steps=8), one) is None
 
 
 def test_what_was_answered_is_kept_even_if_the_host_changes_it():

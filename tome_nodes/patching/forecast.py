@@ -5,6 +5,7 @@ of signal to noise. So in some steps that line takes the place of the model; ben
 Forecasts of this kind are common for long runs, see TaylorSeer (arXiv 2503.06923).
 """
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -19,14 +20,19 @@ _DAMPING = 0.7
 """The share of the change that a forecast takes over."""
 
 _FIRST, _FIRST_OF_MANY, _MANY = 2, 3, 8
-"""How many steps at the beginning run the model, and how many of a run of at least so many. What is
-forecast too early is off by most."""
+"""How many steps at the beginning run the model, and how many of a run of at least so many, unless
+it is settled. What is forecast too early is off by most."""
+
+_SETTLED = 0.15
+"""The change between the first two answers, as a share of the second, below which a run is settled:
+its picture is there from the start, as in a second pass or where references decide."""
 
 _SHORTEST = _FIRST + 2
 """The fewest steps of a run of which one is forecast."""
 
-_GROWTH = 1.3
-"""The exponent by which the steps that run move towards the beginning; 1 spreads them evenly."""
+_GROWTH, _LONG = 1.3, 16
+"""The exponent by which the steps that run move towards the beginning, of a run of at least so many
+steps. In shorter and in settled runs they are spread evenly."""
 
 IN_OTHER_STEPS = "the steps that were to be forecast were left out, perhaps by another node"
 """The reason to report if a run had only steps in which the model has to run."""
@@ -43,21 +49,24 @@ _PARTS_KEPT = 64
 """How many parts of a step keep their answers; samplers that tile have many."""
 
 
-def steps_that_run(ratio: float, steps: int) -> frozenset[int]:
+def steps_that_run(ratio: float, steps: int, is_settled: bool = False) -> frozenset[int]:
     """The steps in which the model runs, of a run of so many.
 
     Args:
         ratio: the share of the steps between the first few and the last that are forecast; at least
             one is.
         steps: of the run, at least 1.
+        is_settled: whether its answers change little from the start.
     """
-    first = _FIRST_OF_MANY if steps >= _MANY else _FIRST
+    first = _FIRST_OF_MANY if steps >= _MANY and not is_settled else _FIRST
+    growth = _GROWTH if steps >= _LONG and not is_settled else 1
     between = max(0, steps - 1 - first)
     count = min(round(between * (1 - ratio)), max(0, between - 1))
     running, latest = {*range(min(first, steps)), steps - 1}, first - 1
     for index in range(1, count + 1):
-        share = (index / (count + 1)) ** _GROWTH
-        latest = max(latest + 1, first - 1 + round((between + 1) * share))
+        share = (index / (count + 1)) ** growth
+        place = first - 1 + math.ceil((between + 1) * share - 0.5)
+        latest = max(latest + 1, place)
         running.add(latest)
     return frozenset(running)
 
@@ -83,10 +92,12 @@ class Forecasts:
     def __init__(self, config: ToMeConfig):
         self._config = config
         self._kept: dict[Hashable, list[_Answered]] = {}
+        self._settled: dict[Hashable, bool] = {}
 
     def clear(self) -> None:
         """Drop all: another run begins."""
         self._kept.clear()
+        self._settled.clear()
 
     def why_none(self, moment: Moment) -> str | None:
         """Why an evaluation is no forecast, None if the settings ask for none."""
@@ -95,7 +106,7 @@ class Forecasts:
         steps = self._steps(moment)
         if steps is None:
             return _NOT_KNOWN + _OR_MERGE
-        running = steps_that_run(self._config.ratio, steps)
+        running = self._running(moment, steps)
         if len(running) == steps:
             return f"a run of {_SHORTEST - 1} steps or fewer has none to forecast{_OR_MERGE}"
         if moment.step in running:
@@ -112,7 +123,7 @@ class Forecasts:
         steps, now = self._steps(moment), moment.log_snr
         if steps is None or now is None or not moment.is_active or torch.is_grad_enabled():
             return None
-        if moment.step in steps_that_run(self._config.ratio, steps):
+        if moment.step in self._running(moment, steps):
             return None
         kept = self._kept.get(moment.part, [])
         if len(kept) < 2 or kept[1].denoised.shape != like.shape or now <= kept[1].log_snr:
@@ -129,16 +140,31 @@ class Forecasts:
         if not kept or kept[-1].step != moment.step:
             # Whoever gets the answer may change it in place.
             new = _Answered(moment.step, moment.log_snr, denoised.clone())
-            kept = [*kept[-1:], new] if kept and _follows(kept[-1], new) else [new]
+            follows = bool(kept) and _follows(kept[-1], new)
+            if follows and moment.part not in self._settled:
+                self._settled[moment.part] = _change(kept[-1].denoised, new.denoised) < _SETTLED
+            kept = [kept[-1], new] if follows else [new]
         self._kept[moment.part] = kept
         if len(self._kept) > _PARTS_KEPT:
-            del self._kept[next(iter(self._kept))]
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._settled.pop(oldest, None)
+
+    def _running(self, moment: Moment, steps: int) -> frozenset[int]:
+        """The steps of a run of so many in which the model runs."""
+        return steps_that_run(self._config.ratio, steps, self._settled.get(moment.part, False))
 
     def _steps(self, moment: Moment) -> int | None:
         """How many steps the run has, None if they are not known or nothing is forecast."""
         if not self._config.forecast or moment.steps_left is None:
             return None
         return moment.step + moment.steps_left + 1
+
+
+def _change(before: Tensor, after: Tensor) -> float:
+    """The norm of a change over that of what it leads to."""
+    one, other = before.float(), after.float()
+    return float((other - one).norm() / other.norm().clamp_min(1e-6))
 
 
 def _follows(before: _Answered, after: _Answered) -> bool:

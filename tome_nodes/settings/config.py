@@ -242,7 +242,8 @@ class ToMeConfig:
         "its answer from the two before. Nothing merges then.",
         more="A run needs at least four steps. The first two always run, of 8 and more the first "
         "three, and the last. At a ratio of 0.6 a run of four steps forecasts one, one of eight "
-        "two, one of twenty ten.",
+        "two, one of twenty ten. Where the first two answers hardly differ, as in second passes "
+        "and many edits, forecasts begin with the third step, and one of eight steps has three.",
     )
 
     def __post_init__(self) -> None:
