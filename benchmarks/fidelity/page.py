@@ -248,7 +248,7 @@ def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
         ]
         return max(shares, default=None)
 
-    shares = {
+    shares: dict[str, float | None] = {
         "image_error_vs_tomesd": worst("pictures", "error", DEFAULT, TOMESD),
         "kv75_error_vs_todo": worst("pictures", "error", KEYS75, TODO),
         "fast_error_vs_tomesd": worst("pictures", "error", FAST, TOMESD),
@@ -260,6 +260,8 @@ def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
         "video_fast_time": worst("video", "time", FAST, PLAIN),
         "video_flicker": worst("video", "flicker", FAST, POOLED),
     }
+    if (time := worst("second", "time", FAST, PLAIN)) is not None:
+        shares["second_pass_speedup"] = 1 / time
     for rival, kind in (("fewer_steps", STEPS), ("cache", CACHE)):
         for judge in JUDGES:
             known = [
