@@ -283,9 +283,9 @@ def _install(step: str, *arguments: str) -> None:
     try:
         run(step, [*command, *arguments])
     except FetchError:
-        UNFINISHED.unlink()
+        UNFINISHED.unlink(missing_ok=True)
         raise
-    UNFINISHED.unlink()
+    UNFINISHED.unlink(missing_ok=True)
 
 
 def _stamp() -> dict[str, str]:
