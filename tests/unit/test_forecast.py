@@ -127,6 +127,14 @@ def test_a_run_is_settled_if_its_first_answers_hardly_differ(change, forecast):
     assert later.answer(moment(4, 9.0, steps=8), one) is None
 
 
+def test_a_run_of_which_one_part_is_not_settled_is_not():
+    kept = after(*KNOWN)
+    assert kept.answer(moment(2, 1.0, steps=8), ONE) is not None
+    for step, level, answer in ((0, -4.0, ONE), (1, -2.0, 1.3 * ONE)):
+        kept.keep(moment(step, level, part="another"), answer)
+    assert kept.answer(moment(2, 1.0, steps=8), ONE) is None
+
+
 def test_what_was_answered_is_kept_even_if_the_host_changes_it():
     answer = ONE + CHANGE
     kept = after(KNOWN[0], (1, -2.0, answer))

@@ -106,7 +106,7 @@ class Forecasts:
         steps = self._steps(moment)
         if steps is None:
             return _NOT_KNOWN + _OR_MERGE
-        running = self._running(moment, steps)
+        running = self._running(steps)
         if len(running) == steps:
             return f"a run of {_SHORTEST - 1} steps or fewer has none to forecast{_OR_MERGE}"
         if moment.step in running:
@@ -123,7 +123,7 @@ class Forecasts:
         steps, now = self._steps(moment), moment.log_snr
         if steps is None or now is None or not moment.is_active or torch.is_grad_enabled():
             return None
-        if moment.step in self._running(moment, steps):
+        if moment.step in self._running(steps):
             return None
         kept = self._kept.get(moment.part, [])
         if len(kept) < 2 or kept[1].denoised.shape != like.shape or now <= kept[1].log_snr:
@@ -150,9 +150,10 @@ class Forecasts:
             del self._kept[oldest]
             self._settled.pop(oldest, None)
 
-    def _running(self, moment: Moment, steps: int) -> frozenset[int]:
-        """The steps of a run of so many in which the model runs."""
-        return steps_that_run(self._config.ratio, steps, self._settled.get(moment.part, False))
+    def _running(self, steps: int) -> frozenset[int]:
+        """The steps of a run of so many in which the model runs, the same for all parts."""
+        is_settled = bool(self._settled) and all(self._settled.values())
+        return steps_that_run(self._config.ratio, steps, is_settled)
 
     def _steps(self, moment: Moment) -> int | None:
         """How many steps the run has, None if they are not known or nothing is forecast."""
