@@ -123,8 +123,23 @@ def test_a_run_is_settled_if_its_first_answers_hardly_differ(change, forecast):
     # What comes later does not count.
     later = after(*answers, (2, -2.0, other), (3, -1.0, other))
     assert (later.answer(moment(4, 9.0, steps=8), one) is None) == (change > 0.15)
-    later.clear()
-    assert later.answer(moment(4, 9.0, steps=8), one) is None
+
+
+@pytest.mark.parametrize(
+    ("answers", "steps"),
+    [
+        (((0, -9.0, ONE), (1, -8.0, ONE + CHANGE)), 8),
+        (KNOWN, 20),
+        (((0, -4.0, ONE), (1, -2.0, torch.cat([ONE[:1], 1.3 * ONE[1:]]))), 8),
+    ],
+    ids=["much noise", "a long run", "one sample"],
+)
+def test_such_a_run_is_not_settled(answers, steps):
+    assert after(*KNOWN).answer(moment(2, 1.0, steps=8), ONE) is not None
+    kept = Forecasts(FORECASTS)
+    for step, level, answer in answers:
+        kept.keep(moment(step, level, steps), answer)
+    assert kept.answer(moment(2, 1.0, steps=steps), ONE) is None
 
 
 def test_a_run_of_which_one_part_is_not_settled_is_not():

@@ -23,9 +23,10 @@ _FIRST, _FIRST_OF_MANY, _MANY = 2, 3, 8
 """How many steps at the beginning run the model, and how many of a run of at least so many, unless
 it is settled. What is forecast too early is off by most."""
 
-_SETTLED = 0.15
-"""The change between the first two answers, as a share of the second, below which a run is settled:
-its picture is there from the start, as in a second pass or where references decide."""
+_SETTLED, _LEAST_SNR = 0.15, -7.0
+"""The change between the first two answers, as a share of the second, below which a short run is
+settled: its picture is there from the start, as in a second pass or where references decide. Where
+signal to noise is less than this in the second step, in logarithm, little change says nothing."""
 
 _SHORTEST = _FIRST + 2
 """The fewest steps of a run of which one is forecast."""
@@ -92,12 +93,12 @@ class Forecasts:
     def __init__(self, config: ToMeConfig):
         self._config = config
         self._kept: dict[Hashable, list[_Answered]] = {}
-        self._settled: dict[Hashable, bool] = {}
+        self._settled: bool | None = None
 
     def clear(self) -> None:
         """Drop all: another run begins."""
         self._kept.clear()
-        self._settled.clear()
+        self._settled = None
 
     def why_none(self, moment: Moment) -> str | None:
         """Why an evaluation is no forecast, None if the settings ask for none."""
@@ -141,19 +142,17 @@ class Forecasts:
             # Whoever gets the answer may change it in place.
             new = _Answered(moment.step, moment.log_snr, denoised.clone())
             follows = bool(kept) and _follows(kept[-1], new)
-            if follows and moment.part not in self._settled:
-                self._settled[moment.part] = _change(kept[-1].denoised, new.denoised) < _SETTLED
+            if moment.step == 1:
+                is_settled = follows and _is_settled(kept[-1], new)
+                self._settled = is_settled and self._settled is not False
             kept = [kept[-1], new] if follows else [new]
         self._kept[moment.part] = kept
         if len(self._kept) > _PARTS_KEPT:
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
-            self._settled.pop(oldest, None)
+            del self._kept[next(iter(self._kept))]
 
     def _running(self, steps: int) -> frozenset[int]:
         """The steps of a run of so many in which the model runs, the same for all parts."""
-        is_settled = bool(self._settled) and all(self._settled.values())
-        return steps_that_run(self._config.ratio, steps, is_settled)
+        return steps_that_run(self._config.ratio, steps, steps < _LONG and self._settled is True)
 
     def _steps(self, moment: Moment) -> int | None:
         """How many steps the run has, None if they are not known or nothing is forecast."""
@@ -162,10 +161,12 @@ class Forecasts:
         return moment.step + moment.steps_left + 1
 
 
-def _change(before: Tensor, after: Tensor) -> float:
-    """The norm of a change over that of what it leads to."""
-    one, other = before.float(), after.float()
-    return float((other - one).norm() / other.norm().clamp_min(1e-6))
+def _is_settled(first: _Answered, second: _Answered) -> bool:
+    """Whether the first two answers of a run hardly differ, in any sample."""
+    if second.log_snr < _LEAST_SNR:
+        return False
+    before, after = first.denoised.float().flatten(1), second.denoised.float().flatten(1)
+    return bool(((after - before).norm(dim=1) < _SETTLED * after.norm(dim=1)).all())
 
 
 def _follows(before: _Answered, after: _Answered) -> bool:
