@@ -126,6 +126,7 @@ def judged(
     """
     from benchmarks.fidelity.meter import Meter
     from benchmarks.fidelity.options import Option
+    from benchmarks.fidelity.pictures import rms
 
     many = judge.pictures(judge.model, MANY) if against_many else None
     pictures: dict[str, Any] = {}
@@ -145,7 +146,7 @@ def judged(
             **judge.figures(painted),
         }
         if many is not None:
-            row["error against many"] = (painted - many).square().mean().sqrt().item()
+            row["error against many"] = rms(painted - many)
         print(f"  {option.name}: {row['error']:.4f} at {row['time']:.2f}", flush=True)
     return rows, pictures
 

@@ -121,7 +121,7 @@ class Judge:
             for one, other in zip(ours, plain, strict=True)
         ]
         figures = {
-            "error": _rms(pictures - self.expected),
+            "error": rms(pictures - self.expected),
             "psnr": statistics.mean(
                 float(peak_signal_noise_ratio(other, one, data_range=1))
                 if np.abs(other - one).max() > 1e-4
@@ -135,7 +135,7 @@ class Judge:
             "spectrum": (_spectrum(ours) - _spectrum(plain)).abs().mean().item(),
         }
         if pictures.ndim == 5 and figures["error"] > 0:
-            changes = _rms((pictures - self.expected).diff(dim=2))
+            changes = rms((pictures - self.expected).diff(dim=2))
             figures["flicker"] = changes / figures["error"]
         return figures
 
@@ -168,7 +168,8 @@ def _frames(pictures: Tensor) -> Tensor:
     return pictures if pictures.ndim == 4 else pictures.transpose(1, 2).flatten(0, 1)
 
 
-def _rms(difference: Tensor) -> float:
+def rms(difference: Tensor) -> float:
+    """The root of the mean square."""
     return difference.square().mean().sqrt().item()
 
 

@@ -100,15 +100,9 @@ class CallablePlan(Plan):
     unmerging: Callable[[Tensor], Tensor]
 
     def slots(self) -> Tensor:
-        return self._numbers(self.slot_count, self.unmerging)
-
-    def tokens(self) -> Tensor:
-        """A token of each slot if merging keeps tokens as they are; else one that is near them."""
-        return self._numbers(self.shape[1], self.merging)
-
-    def _numbers(self, count: int, function: Callable[[Tensor], Tensor]) -> Tensor:
-        numbers = torch.arange(count, device=self.device).float().expand(self.shape[0], -1)
-        return function(numbers[..., None].contiguous())[..., 0].round().long()
+        numbers = torch.arange(self.slot_count, device=self.device).float()
+        numbers = numbers.expand(self.shape[0], -1)[..., None].contiguous()
+        return self.unmerging(numbers)[..., 0].round().long()
 
     def is_even(self) -> bool:
         return True

@@ -287,12 +287,6 @@ def test_slots_in_windows_are_their_means(grid, sy, sx, ratio, heads, channels, 
     assert_close(plan.merge_keys(x, heads), wide.merge_keys(x, heads), rtol=bound, atol=bound)
 
 
-def means_of(owners, x, order):
-    """The mean of the tokens of each owner, in float64, in the order of ``order``."""
-    x, owners = x.double().cpu(), torch.tensor(owners)
-    return torch.stack([x[owners == owner].mean(0) for owner in order.tolist()])
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_order_of_the_members_of_a_slot_does_not_change_a_bit(dtype):
     grid = Grid(20, 24)
