@@ -7,7 +7,7 @@ import torch
 from common import relative_error
 from models import pipelines
 from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
-from test_diffusers_transformers import flux_arguments, shuffle
+from test_diffusers_transformers import flux_arguments, shuffle, with_layers
 from torch import nn
 
 import tome_nodes
@@ -78,7 +78,7 @@ def test_channels_that_say_what_to_paint_are_not_forecast(make, arguments, along
     network = make(in_channels=channels, out_channels=own)
     result = network(**arguments)
     latents = latents_of(arguments, channels)
-    call = FlowCall(flow_of(network), network, arguments, latents, grid)
+    call = FlowCall(flow_of(network, arguments), network, arguments, latents, grid)
     assert call.latent.shape[1:] == (4, *([3] if grid.frames > 1 else []), 16, 20)
     returned = call.returned(call.latent, call.denoised(call.latent, result), result)
     assert type(returned) is type(result)
@@ -143,3 +143,39 @@ def test_a_run_that_cannot_be_forecast_is_the_plain_one(log_messages, kind, step
         f"[ToMe] nothing merged: {reason}; to merge instead, switch forecast off under preset "
         "custom"
     ]
+
+
+@torch.no_grad()
+def test_references_whose_keys_are_kept_are_not_forecast():
+    """As Flux.2's pipeline with a cache: its first call has references in front, and no other."""
+    network = TRANSFORMERS["flux2"]().pipeline.transformer
+    places = torch.cartesian_prod(*map(torch.arange, (1, 8, 10, 1)))
+    latent = {"hidden_states": noise(1, 80, 16), "img_ids": places}
+    both = {
+        "hidden_states": torch.cat([noise(1, 80, 16, seed=5), latent["hidden_states"]], 1),
+        "img_ids": torch.cat([places + torch.tensor([10, 0, 0, 0]), places]),
+    }
+    given = {
+        "encoder_hidden_states": noise(1, TEXT, TEXT_CHANNELS),
+        "txt_ids": torch.zeros(TEXT, 4, dtype=torch.long),
+        "return_dict": False,
+    }
+
+    def answers():
+        first, kept = network(
+            **given, **both, timestep=torch.ones(1), kv_cache_mode="extract", num_ref_tokens=80
+        )
+        cached = {"kv_cache": kept, "kv_cache_mode": "cached"}
+        times = (torch.tensor([share]) for share in (0.75, 0.5, 0.25))
+        return [first, *(network(**given, **latent, **cached, timestep=t)[0] for t in times)]
+
+    expected = answers()
+    tome_nodes.apply_patch(network, preset="fast")
+    assert all(map(torch.equal, answers(), expected))
+
+
+def test_layers_are_not_forecast():
+    """The first of them would be, and the others be those of the step before."""
+    network, given = with_layers()
+    assert flow_of(network, given) is None
+    assert flow_of(network, {**given, "additional_t_cond": None}) is not None

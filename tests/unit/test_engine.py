@@ -17,9 +17,8 @@ from tome_nodes.strategies import make_strategy
         ("meta", {}, {}, (4096, 4096)),
         ("meta", {}, {"in_blocks": True}, (768, 4096)),
         ("meta", {}, {"at_calls": True}, (3072, 3072)),
-        ("meta", {}, {"in_blocks": True, "at_calls": True}, (768, 3072)),
         ("meta", {"strategy": "bipartite"}, {"at_calls": True}, (4096, 4096)),
-        ("meta", {"min_tokens": 7}, {"in_blocks": True, "at_calls": True}, (7, 7)),
+        ("meta", {"min_tokens": 7}, {"in_blocks": True}, (7, 7)),
     ],
 )
 def test_the_smallest_map_that_merges(device, settings, places, expected):

@@ -149,6 +149,7 @@ class PatchedModel:
         blocks: all of them.
         shallowest: how many times smaller than the latent the largest grid with blocks is.
         max_downsample: the same for the smallest grid that merges, with ``auto`` resolved.
+        merges_whole_blocks: whether whole blocks may run on merged tokens.
         overrides: what modules run instead of their own forwards.
         evaluation: the current one, None between evaluations.
     """
@@ -173,6 +174,7 @@ class PatchedModel:
         levels = +levels
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
+        self.merges_whole_blocks = config.scope != "module" and not record.merges_at_calls
         self.overrides = Overrides(self._make_overrides)
         self.evaluation: Evaluation | None = None
 
@@ -303,7 +305,7 @@ class Block:
     def ratios(self) -> tuple[float, float]:
         """The ratio of the tokens, and that of keys and values."""
         config, ratio = self.model.config, self.evaluation.ratio
-        if config.kv_ratio < 0 or config.scope != "module":
+        if config.kv_ratio < 0 or self.model.merges_whole_blocks:
             return ratio, ratio
         return ratio, config.kv_ratio
 

@@ -272,14 +272,13 @@ class Run:
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         place = device, dtype
         if place not in self._engines:
-            config, record = self._config, self.model.record
             engine = make_engine(
-                config,
+                self._config,
                 self._make_strategy,
                 device,
                 dtype,
-                config.scope != "module" and not record.merges_at_calls,
-                record.merges_at_calls,
+                self.model.merges_whole_blocks,
+                self.model.record.merges_at_calls,
                 self._autotune,
             )
             watched = self.model.observer.watched(engine.plans_of)

@@ -52,7 +52,6 @@ class TransformerRecord:
 
     Attributes:
         blocks: the attributes of a model that hold its blocks.
-        at_end: whether the pictures are at the end of the sequence, as after text, or at its start.
         host: how attention is called.
         attention: the attribute of a block that calls its self-attention; empty if the block calls
             it itself.
@@ -61,15 +60,17 @@ class TransformerRecord:
             attend to its whole sequence merge, all by one plan.
         passes_options: whether blocks get the keyword arguments that :attr:`AttentionHost.merging`
             changes. Otherwise attention has to find the running block in the evaluation.
+        at_end: whether the pictures are at the end of the sequence, as after text, or at its start.
+            Not used where a model is asked for its pictures.
     """
 
     blocks: tuple[str, ...]
-    at_end: bool
     host: AttentionHost
     attention: str = ""
     method: str = "forward"
     calls_in_parts: bool = False
     passes_options: bool = True
+    at_end: bool = False
 
     merges_at_calls = True
 

@@ -24,7 +24,7 @@ from ..patching.schedule import Moment, is_active, log_snr
 from ..patching.tokenwise import TokenwiseEvaluation
 from ..settings.config import ToMeConfig
 from .bare_copy import bare_copy
-from .flow_call import FlowCall, flow_of, noise_share, timestep_of
+from .flow_call import Flow, FlowCall, flow_of, noise_share, timestep_of
 from .latents import Latents, latents_of
 from .patched_model import REASONS, RECOMPUTED, Attachment, Calls, Host, execution_device
 from .reached_attention import AttentionFunction, reaching
@@ -139,7 +139,7 @@ class TransformerCalls(Calls):
         self._schedule: Tensor | None = None
         self._step = self._call = 0
         self._timestep = math.nan
-        self._flow = flow_of(network) if self.config.forecast else None
+        self._flow: Flow | None = None
         self._flow_call: FlowCall | None = None
         self._last_result: Any = None
 
@@ -158,6 +158,7 @@ class TransformerCalls(Calls):
         if self.run is None:
             self.run = self._run_of(answer)
         self._flow_call = None
+        self._flow = flow_of(self.network, given) if self.config.forecast else None
         if self._flow is not None and answer.obstacle is None:
             grid = _latent_grid(answer)
             self._flow_call = FlowCall(self._flow, self.network, given, latents, grid)
@@ -207,9 +208,8 @@ class TransformerCalls(Calls):
 
     def _run_of(self, answer: Answer) -> Run:
         """The evaluations of the model, whose first inputs got this answer."""
-        record = TransformerRecord(
-            blocks=answer.stacks or tuple(lists_of(self.network)), at_end=False, host=_HOST
-        )
+        blocks = answer.stacks or tuple(lists_of(self.network))
+        record = TransformerRecord(blocks=blocks, host=_HOST)
         return Run(self.config, record, self.network, self._make_strategy, self.latest)
 
     def _obstacle(self) -> str | None:

@@ -40,12 +40,18 @@ _FLOWS: Mapping[str, Flow] = {
 }
 """By the names of diffusers' classes."""
 
+_OF_OTHER_FORM = ("additional_t_cond", "kv_cache_mode")
+"""Arguments with which a transformer answers with more than the latent, as in Qwen-Image-Layered,
+or not with all that it got, as where Flux.2 keeps the keys of references."""
+
 _LEAST_NOISE = 1e-6
 """The share of noise in a latent that has none, which the answer is divided by."""
 
 
-def flow_of(network: nn.Module) -> Flow | None:
-    """How a transformer predicts a flow, None if that is not known."""
+def flow_of(network: nn.Module, arguments: Mapping[str, Any]) -> Flow | None:
+    """How a transformer called with some arguments predicts a flow, None if that is not known."""
+    if any(arguments.get(name) is not None for name in _OF_OTHER_FORM):
+        return None
     kinds: Any = type(network).__mro__
     own = next(kind for kind in kinds if kind.__module__.startswith("diffusers."))
     return _FLOWS.get(own.__name__)

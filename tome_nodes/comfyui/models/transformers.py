@@ -283,7 +283,6 @@ HIDREAM = Transformer(
     ("hidream.model.HiDreamImageTransformer2DModel",),
     _hidream,
     blocks=("double_stream_blocks", "single_stream_blocks"),
-    at_end=False,
 )
 HIDREAM_O1 = Transformer(
     ("hidream_o1.model.HiDreamO1Transformer",),
@@ -302,21 +301,18 @@ WAN = Transformer(
     ),
     _wan,
     blocks=("blocks", "vace_blocks"),
-    at_end=False,
     attention="self_attn",
 )
 WAN_SOUND = Transformer(
     ("wan.model.WanModel_S2V", "wan.model.HumoWanModel"),
     _wan_sound,
     blocks=("blocks",),
-    at_end=False,
     attention="self_attn",
 )
 WAN_ANIMATE_2 = Transformer(
     ("wan.model_animate2.WanAnimate2Model",),
     one_picture("patch_size"),
     blocks=("blocks",),
-    at_end=False,
     attention="self_attn",
     method="forward_gen",
     calls_in_parts=True,
@@ -326,7 +322,6 @@ SCAIL = Transformer(
     ("wan.model.SCAILWanModel", "wan.model.SCAIL2WanModel"),
     _scail,
     blocks=("blocks",),
-    at_end=False,
     attention="self_attn",
 )
 HUNYUAN_VIDEO = Transformer(
@@ -339,14 +334,12 @@ LTX = Transformer(
     ("lightricks.model.LTXVModel", "lightricks.av_model.LTXAVModel"),
     _ltx,
     blocks=("transformer_blocks",),
-    at_end=False,
     attention="attn1",
 )
 COSMOS_PREDICT = Transformer(
     ("cosmos.predict2.MiniTrainDIT", "anima.model.Anima"),
     _cosmos,
     blocks=("blocks",),
-    at_end=False,
     attention="self_attn",
 )
 MINIMAX = Transformer(

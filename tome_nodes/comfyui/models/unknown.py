@@ -32,4 +32,4 @@ class UnknownTransformer(Transformer):
 
 def unknown_transformer(model: nn.Module) -> UnknownTransformer:
     """The record of a transformer of which nothing is known."""
-    return UnknownTransformer((), one_picture(1), blocks=tuple(lists_of(model)), at_end=False)
+    return UnknownTransformer((), one_picture(1), blocks=tuple(lists_of(model)))
