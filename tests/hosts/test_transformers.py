@@ -366,7 +366,7 @@ def test_an_exception_or_an_interrupt_leaves_nothing(models, kind_of_end):
 
 
 def needs_later_ltx(kind):
-    """Skip where LTX passes masks by place, and the callback of a sampler gets no sound."""
+    """Skip where LTX passes masks by place, so that an override cannot see them."""
     if kind in ("ltxv", "ltxav"):
         has_matrix = hasattr(comfy.ldm.lightricks.model, "freqs_cis_matrix")
         needs("LTX that passes masks by name", has_matrix)

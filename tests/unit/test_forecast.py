@@ -129,13 +129,14 @@ def test_a_run_is_settled_if_its_first_answers_hardly_differ(change, forecast):
     ("answers", "steps"),
     [
         (((0, -9.0, ONE), (1, -8.0, ONE + CHANGE)), 8),
-        (KNOWN, 20),
+        (KNOWN, 16),
         (((0, -4.0, ONE), (1, -2.0, torch.cat([ONE[:1], 1.3 * ONE[1:]]))), 8),
     ],
     ids=["much noise", "a long run", "one sample"],
 )
 def test_such_a_run_is_not_settled(answers, steps):
-    assert after(*KNOWN).answer(moment(2, 1.0, steps=8), ONE) is not None
+    for fewer in (8, 15):
+        assert after(*KNOWN).answer(moment(2, 1.0, steps=fewer), ONE) is not None
     kept = Forecasts(FORECASTS)
     for step, level, answer in answers:
         kept.keep(moment(step, level, steps), answer)

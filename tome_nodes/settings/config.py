@@ -111,7 +111,7 @@ class ToMeConfig:
         text="What runs on merged tokens: module is the modules that are switched on below, block "
         "each transformer block as a whole. stack is all blocks of a level at once, which saves "
         "most and is what makes SDXL faster.",
-        more="block and stack are of UNets. Transformers fall back to module, and so does a block "
+        more="block and stack work in UNets only. Transformers fall back to module, and so does a block "
         "whose inside another node patches.",
     )
     attn_tokens: str = _option(
@@ -214,7 +214,7 @@ class ToMeConfig:
         "not get faster.",
         more="These are the ones below 256 tokens on a CPU; on a GPU below 4096, 3072 for `window` "
         "in transformers, 2048 for `window` on Triton, or 768 in scope block and stack "
-        "(estimates).",
+        "of a UNet (estimates).",
     )
     proportional_attn: bool = _option(
         True,
