@@ -263,8 +263,8 @@ QWEN_IMAGE_EDIT = Sample(
     "Qwen-Image-Edit with a reference",
     note(
         "The two pictures that the model looks at make its work about three times as large, so "
-        "each of these steps saves three times as much. An edit changes little from step to step, so "
-        "three of 8 steps are forecast, not two.",
+        "each of these steps saves three times as much. An edit changes little from step to step, "
+        "so three of 8 steps are forecast, not two.",
     ),
     (
         Column(

@@ -111,8 +111,8 @@ class ToMeConfig:
         text="What runs on merged tokens: module is the modules that are switched on below, block "
         "each transformer block as a whole. stack is all blocks of a level at once, which saves "
         "most and is what makes SDXL faster.",
-        more="block and stack work in UNets only. Transformers fall back to module, and so does a block "
-        "whose inside another node patches.",
+        more="block and stack work in UNets only. Transformers fall back to module, and so does a "
+        "block whose inside another node patches.",
     )
     attn_tokens: str = _option(
         "q,k,v",
