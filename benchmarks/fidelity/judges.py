@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.fidelity import (
     options,
     scene_transformer,
     student,
+    teacache,
     video_transformer,
 )
 from benchmarks.fidelity.options import Option
@@ -145,12 +147,12 @@ BENCHES = {
     ),
     "image": Bench(
         lambda steps, seeds: SceneJudge(steps, 3.0, seeds),
-        options.of_transformer,
+        partial(options.of_transformer, polynomial=teacache.OF_IMAGE),
         (8, 20),
     ),
     "few": Bench(
         lambda steps, seeds: SceneJudge(steps, 1.0, seeds, weights=student.WEIGHTS),
-        options.of_transformer,
+        partial(options.of_transformer, polynomial=teacache.OF_FEW),
         (4, 8),
     ),
     "second": Bench(
@@ -161,7 +163,7 @@ BENCHES = {
     "video": Bench(
         lambda steps, seeds: VideoJudge(steps, 3.0, seeds),
         options.of_other_transformers,
-        (8,),
+        (8, 20, 4),
     ),
     "edit": Bench(
         lambda steps, seeds: EditJudge(steps, 1.0, seeds),

@@ -26,6 +26,7 @@ from benchmarks.fidelity.page import (
     TODO,
     TOMESD,
 )
+from benchmarks.fidelity.teacache import teacache
 from benchmarks.speed.methods import ToDoStrategy, TomesdStrategy
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
@@ -45,6 +46,9 @@ FEWER: dict[int, Sequence[int]] = {
 
 ON_TRANSFORMERS = {"fast": (0.3, 0.5, 0.6, 0.75)}
 """The ratios to judge there. The presets quality and balanced are the same as fast."""
+
+_THRESHOLDS = (0.1, 0.2, 0.4)
+"""Those of caches; 0.2 is the default of each."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,19 @@ def of_unet(steps: int) -> list[Option]:
     ]
 
 
-def of_transformer(steps: int) -> list[Option]:
-    """What to pick on a transformer of pictures in place of a run of so many steps."""
+def of_transformer(steps: int, polynomial: Sequence[float]) -> list[Option]:
+    """What to pick on a transformer of pictures in place of a run of so many steps.
+
+    Args:
+        steps: those of the run.
+        polynomial: that of the model for TeaCache.
+    """
     return [
         *_without_merging(steps),
+        *(
+            Option(f"TeaCache {threshold:g}", CACHE, teacache(threshold, polynomial))
+            for threshold in _THRESHOLDS
+        ),
         Option("half the size", SIZE, shrunk=2),
         *_merging(),
         _keys("k,v 0.6, window 4x2", 0.6),
@@ -116,7 +129,7 @@ def _without_merging(steps: int) -> list[Option]:
     found = [Option(f"{fewer} steps", STEPS, steps=fewer) for fewer in FEWER[steps]]
     caches = {"EasyCache": rivals.easy_cache, "LazyCache": rivals.lazy_cache}
     for name, cache in caches.items():
-        for threshold in (0.1, 0.2, 0.4):
+        for threshold in _THRESHOLDS:
             found.append(Option(f"{name} {threshold:g}", CACHE, cache(threshold)))
     found.append(Option("forecast", FORECAST, rivals.forecast()))
     if steps >= 8:

@@ -28,6 +28,7 @@ from benchmarks.fidelity import (
     rivals,
     video_transformer,
 )
+from benchmarks.fidelity.teacache import TeaCache
 from benchmarks.speed.diffusers_flux import Shuffled
 from tome_nodes.comfyui.attachment import attach
 
@@ -245,6 +246,25 @@ def test_toma_runs_blocks_of_flux_on_half_of_the_tokens():
     assert relative_error(lossless, plain) < 1e-5
 
 
+@pytest.mark.parametrize(("threshold", "runs"), [(0.0, [0, 1, 2, 3, 4]), (1.2, [0, 2, 4])])
+def test_teacache_skips_while_the_estimated_changes_are_few(threshold, runs):
+    """Each change is estimated as 0.9; the first and the last step always run."""
+    tiny, model = TINY["flux"], build(TINY["flux"])
+    size, seen, answers = tiny.size(16, 16), [], []
+    network = model.model.diffusion_model
+    network.double_blocks[-1].register_forward_pre_hook(lambda *_: seen.append(len(answers)))
+    network.register_forward_hook(lambda *_: answers.append(None))
+    plain = sample(model, tiny, size, steps=5)
+    seen.clear()
+    answers.clear()
+    cache = TeaCache(lambda change: 0.9, threshold)
+    cached = sample(cache.attached_to(model), tiny, size, steps=5)
+    assert seen == runs
+    assert len(cache.changes) == len(runs) - 1
+    assert torch.equal(cached, plain) == (runs == [0, 1, 2, 3, 4])
+    assert relative_error(cached, plain) < 1
+
+
 def test_the_sheet_of_off_and_on_has_a_column_for_each_model():
     colours = {off_and_on.OFF: "red", "balanced": "blue"}
     columns = {name: [Image.new("RGB", (320, 320), colour)] * 2 for name, colour in colours.items()}
@@ -353,12 +373,18 @@ def test_a_sheet_has_a_row_for_each_of_the_pictures_that_are_shown(tmp_path):
 
 
 def test_a_judge_is_like_what_is_published_or_not():
-    rows = ROWS | {"EasyCache 0.2": row(page.CACHE, 0.4, 0.2, psnr=25.0)}
-    result = {"image": {"20": rows}, "few": {"4": ROWS}}
+    teacache = row(page.CACHE, 0.8, 0.1, ssim=0.85)
+    rows = ROWS | {
+        "EasyCache 0.2": row(page.CACHE, 0.4, 0.2, psnr=25.0),
+        calibration.TEACACHE: teacache,
+    }
+    nothing_skipped = {calibration.TEACACHE: row(page.CACHE, 1.0, 0.0)}
+    result = {"image": {"20": rows}, "few": {"4": ROWS | nothing_skipped}}
     lines = calibration.calibration(result).splitlines()[2:]
     answers = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in lines]
     assert answers[0] == ["0.25 of the error of fewer steps, at 0.60", "yes"]
     assert answers[1] == ["2.50 times, 25.0 dB", "yes"]
+    assert answers[2] == ["0.20 skipped, SSIM 0.85", "yes"]
     assert answers[3] == ["0.67 of the error of fewer steps, at 0.40", "yes"]
     assert answers[4] == ["2.0 times the error", "yes"]
     assert answers[5] == ["0 of 8 skipped", "yes"]
