@@ -1,7 +1,5 @@
 """Lossless plans: with one, a model must give the output of the unpatched model."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -23,16 +21,13 @@ class LosslessStrategy(Strategy):
     def begin(self, key: Tensor) -> None:
         self.strategy.begin(key)
 
-    def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
+    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
+        if self.strategy.plan(features, grid, ratio) is None:
+            return None
         generator = torch.Generator().manual_seed(grid.tokens)
-
-        def shuffled() -> Plan:
-            order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
-            slots = torch.stack(order).to(features.device)
-            return SlotPlan.from_slots(slots, grid.tokens, self.ops)
-
-        made = self.strategy.plans(features, grid, ratios)
-        return [None if plan is None else shuffled() for plan in made]
+        order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
+        slots = torch.stack(order).to(features.device)
+        return SlotPlan.from_slots(slots, grid.tokens, self.ops)
 
 
 def lossless(make_strategy: MakeStrategy) -> MakeStrategy:

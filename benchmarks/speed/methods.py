@@ -1,7 +1,7 @@
 """The methods to compare: each makes a patched clone of a ComfyUI model."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -118,12 +118,10 @@ class CallablePlan(Plan):
 
 
 class CallableStrategy(Strategy):
-    """Makes a :class:`CallablePlan` for each ratio, each with its own matching."""
+    """Makes a :class:`CallablePlan`."""
 
-    uses_cells = False
-
-    def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
-        return [self.callable_plan(features, grid, ratio) if ratio else None for ratio in ratios]
+    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
+        return self.callable_plan(features, grid, ratio) if ratio else None
 
     def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
         """The plan for one ratio above 0."""
@@ -212,7 +210,7 @@ def methods(
     """
     levels: dict[str, Any] = {"ratio": ratio, "max_downsample": max_downsample}
     every_module = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
-    fast = {"strategy": "window", "reuse_steps": 1, **levels}
+    window = {"strategy": "window", **levels}
     scopes: dict[str, dict[str, Any]] = {
         "attn": {},
         "all": every_module,
@@ -264,7 +262,7 @@ def methods(
         on_host(
             f"ours window {scope}{suffix}",
             "ours",
-            fast | settings | dict(variant),
+            window | settings | dict(variant),
             ideal=f"ideal {scope}",
         )
         for suffix, variant in variants.items()
@@ -272,8 +270,7 @@ def methods(
     ]
     others = [
         on_host("ours bipartite attn", "ours", levels, ideal="ideal attn"),
-        on_host("ours window k,v", "ours", fast | {"attn_tokens": "k,v"}),
-        on_host("ours pool attn", "ours", fast | {"strategy": "pool"}),
-        on_host("ours cluster attn", "ours", fast | {"strategy": "cluster"}, ideal="ideal attn"),
+        on_host("ours window k,v", "ours", window | {"attn_tokens": "k,v"}),
+        on_host("ours pool attn", "ours", window | {"strategy": "pool"}),
     ]
     return [*ideals, *peers, *own, *others]

@@ -20,7 +20,7 @@ from ..report.counts import Counts
 from ..report.last_run import LastRun
 from ..report.recording import Recorder
 from ..settings.config import ToMeConfig
-from ..strategies.strategy import PlansOf
+from ..strategies.strategy import PlanOf
 from ..tuning.search import Measured
 
 log = logging.getLogger("tome_nodes")
@@ -59,8 +59,8 @@ class RunReport(Observer):
         # The host may evaluate a model and its clones on several devices at once.
         self._lock = Lock()
 
-    def watched(self, plans_of: PlansOf) -> PlansOf:
-        return plans_of if self._recorder is None else self._recorder.watched(plans_of)
+    def watched(self, plan_of: PlanOf) -> PlanOf:
+        return plan_of if self._recorder is None else self._recorder.watched(plan_of)
 
     def timed(self, block: str, forward: Forward) -> Forward:
         return forward if self._recorder is None else self._recorder.timed(block, forward)

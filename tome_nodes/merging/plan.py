@@ -1,8 +1,7 @@
 """A plan: a partition of N tokens into M slots, with merge and unmerge."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -308,63 +307,46 @@ class FramesPlan(Plan):
         return x.unflatten(0, (-1, self.frames)).flatten(1, 2)
 
 
-def in_own_memory(plan: Plan) -> Plan:
-    """A copy of a plan with tensors of its own, not in the memory of a captured CUDA graph."""
-
-    def own(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.clone()
-        if isinstance(value, Plan):
-            return in_own_memory(value)
-        return tuple(map(own, value)) if isinstance(value, tuple) else value
-
-    if not is_dataclass(plan):
-        return plan
-    return replace(plan, **{each.name: own(getattr(plan, each.name)) for each in fields(plan)})
-
-
-def plans_by_frame(
-    plans_of: Callable[[Tensor, Grid], list[Plan | None]], features: Tensor, grid: Grid
-) -> list[Plan | None]:
-    """Plans of a video in which each frame merges on its own.
+def plan_by_frame(
+    plan_of: Callable[[Tensor, Grid], Plan | None], features: Tensor, grid: Grid
+) -> Plan | None:
+    """The plan of a video in which each frame merges on its own.
 
     Args:
-        plans_of: makes the plans of pictures, the same number for each.
+        plan_of: makes the plan of pictures, None if nothing would merge.
         features: ``[batch, tokens, channels]`` of the video.
         grid: that of the video.
     """
     by_frame = features.unflatten(1, (grid.frames, -1)).flatten(0, 1)
-    frame = Grid(grid.height, grid.width)
-    plans = plans_of(by_frame, frame)
-    return [None if plan is None else FramesPlan(grid.frames, plan) for plan in plans]
+    plan = plan_of(by_frame, Grid(grid.height, grid.width))
+    return None if plan is None else FramesPlan(grid.frames, plan)
 
 
-def plans_of_sequence(
-    layout: Layout, features: Tensor, plans_of: Callable[[Tensor, Grid], list[Plan | None]]
-) -> list[Plan | None]:
-    """Plans of a sequence: each picture merges within itself, and everything else is kept.
+def plan_of_sequence(
+    layout: Layout, features: Tensor, plan_of: Callable[[Tensor, Grid], Plan | None]
+) -> Plan | None:
+    """The plan of a sequence: each picture merges within itself, and everything else is kept.
 
     Each of the :attr:`tome_nodes.merging.layout.Grid.parts` of a video merges within itself.
 
     Args:
         layout: where the pictures are, at least one.
         features: ``[batch, tokens, channels]`` of the whole sequence.
-        plans_of: makes the plans of a picture, the same number for each; None if nothing would
-            merge.
+        plan_of: makes the plan of a picture, None if nothing would merge.
 
     Returns:
-        The same number of plans, for the sequence; None if none of its pictures merges.
+        None if no picture merges.
     """
     if layout.is_filled:
-        return plans_of(features, layout.spans[0].grid)
+        return plan_of(features, layout.spans[0].grid)
     pieces = []
     for span in layout.spans:
         start = span.start
         for grid in span.grid.parts:
             pieces.append((start, grid))
             start += grid.tokens
-    made = [plans_of(features[:, start : start + grid.tokens], grid) for start, grid in pieces]
-    return [_joined(pieces, features, plans) for plans in zip(*made, strict=True)]
+    made = [plan_of(features[:, start : start + grid.tokens], grid) for start, grid in pieces]
+    return _joined(pieces, features, made)
 
 
 def _joined(

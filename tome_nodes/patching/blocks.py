@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from ..merging.layout import Grid, Layout, LayoutKey, Picture
-from ..merging.plan import Plan, plans_of_sequence
+from ..merging.layout import Grid, Layout, Picture
+from ..merging.plan import Plan, plan_of_sequence
 from ..ops import Operations
 from ..ops.autotune import Tuner
 from ..settings.config import ToMeConfig
@@ -28,9 +27,6 @@ Layouts = Mapping[str, Mapping[tuple[int, int], Layout | None]]
 """Layouts by the name of a block, and by the number of queries and keys of an attention in it; None
 if nothing in that attention merges."""
 
-SharedPlans = dict[tuple[str, LayoutKey], list[Plan | None]]
-"""Plans that blocks share, by purpose and layout."""
-
 
 @dataclass(eq=False)
 class Evaluation:
@@ -40,7 +36,6 @@ class Evaluation:
         engine: makes the plans.
         ratio: that of the current step.
         latent: the grid of the latent, or of the part of it that is evaluated.
-        shared_plans: those that blocks share; None if each makes its own.
         pictures: those in the sequence of a transformer, in order.
         layouts: where they are, if that was found by asking; None if the record of the model says.
         detail: what is kept from step to step, None for nothing.
@@ -59,7 +54,6 @@ class Evaluation:
     engine: Engine
     ratio: float
     latent: Grid
-    shared_plans: SharedPlans | None
     pictures: tuple[Picture, ...] = ()
     layouts: Layouts | None = None
     detail: Detail | None = None
@@ -149,7 +143,6 @@ class PatchedModel:
         blocks: all of them.
         shallowest: how many times smaller than the latent the largest grid with blocks is.
         max_downsample: the same for the smallest grid that merges, with ``auto`` resolved.
-        merges_whole_blocks: whether whole blocks may run on merged tokens.
         overrides: what modules run instead of their own forwards.
         evaluation: the current one, None between evaluations.
     """
@@ -174,7 +167,6 @@ class PatchedModel:
         levels = +levels
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
-        self.merges_whole_blocks = config.scope != "module" and not record.merges_at_calls
         self.overrides = Overrides(self._make_overrides)
         self.evaluation: Evaluation | None = None
 
@@ -302,43 +294,25 @@ class Block:
             return None
         return layout if worthy == layout.spans else Layout(layout.length, worthy)
 
-    def ratios(self) -> tuple[float, float]:
-        """The ratio of the tokens, and that of keys and values."""
-        config, ratio = self.model.config, self.evaluation.ratio
-        if config.kv_ratio < 0 or self.model.merges_whole_blocks:
-            return ratio, ratio
-        return ratio, config.kv_ratio
+    def plan_of(self, features: Tensor, layout: Layout) -> Plan | None:
+        """A plan at the ratio of the current step; the reason for None is noted."""
+        evaluation, outcome = self.evaluation, self.outcome
+        ratio, plan_of = evaluation.ratio, evaluation.engine.plan_of
+        outcome.layout_key = layout.key
+        plan = plan_of_sequence(layout, features, lambda own, grid: plan_of(own, grid, ratio))
+        if plan is None:
+            outcome.reason = self._why_no_plan(layout, ratio)
+        else:
+            outcome.plans_made += 1
+        return plan
 
-    def plans(
-        self, kind: str, features: Tensor, layout: Layout, ratios: Sequence[float]
-    ) -> list[Plan | None]:
-        """Plans at some ratios: shared ones if there are any that fit, else new ones."""
-        evaluation = self.evaluation
-        self.outcome.layout_key = layout.key
-        place = kind, self.outcome.layout_key
-        shared = evaluation.shared_plans
-        if shared is not None and place in shared:
-            kept = shared[place]
-            if all(plan is None or plan.fits(features) for plan in kept):
-                self.outcome.plans_reused += any(plan is not None for plan in kept)
-                return kept
-        plans_of = evaluation.engine.plans_of
-        plans = plans_of_sequence(layout, features, lambda own, grid: plans_of(own, grid, ratios))
-        self.outcome.plans_made += any(plan is not None for plan in plans)
-        if shared is not None:
-            shared[place] = plans
-            if torch.compiler.is_compiling():
-                evaluation.kept_in_graph = True
-        return plans
-
-    def why_no_plan(self, layout: Layout, ratio: float) -> str:
+    def _why_no_plan(self, layout: Layout, ratio: float) -> str:
         """The reason to report if the strategy made no plan."""
         config = self.model.config
         if ratio == 0:
             return "the ratio is 0 at every step that could merge; raise it"
         grid = max((span.grid for span in layout.spans), key=lambda grid: grid.tokens)
-        uses_cells = self.evaluation.engine.strategy.uses_cells
-        if grid.frames == 1 and uses_cells and grid.cells(config.sy, config.sx).tokens == 0:
+        if grid.frames == 1 and grid.cells(config.sy, config.sx).tokens == 0:
             return (
                 f"a feature map of {grid.height}x{grid.width} tokens holds no cell of "
                 f"sy={config.sy} by sx={config.sx}; take a larger picture"

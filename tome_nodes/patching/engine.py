@@ -10,7 +10,7 @@ from ..merging.layout import Grid
 from ..ops import Operations, operations, resolve
 from ..ops.autotune import Autotune, Case, Choice, Tuner, tuned
 from ..settings.config import ToMeConfig
-from ..strategies.strategy import PlansOf, Strategy
+from ..strategies.strategy import PlanOf, Strategy
 
 MakeStrategy = Callable[[ToMeConfig, Operations], Strategy]
 """Makes the strategy for given settings and operations."""
@@ -22,7 +22,7 @@ class Engine:
 
     Attributes:
         strategy: groups the tokens.
-        plans_of: makes its plans, perhaps under observation.
+        plan_of: makes its plans, perhaps under observation.
         least_tokens: the smallest grid that merges, in tokens.
         least_in_attention: the same where only attention merges although the scope is wider.
         worth_from: the smallest grid for which merging is worth it, in tokens, whatever the
@@ -33,7 +33,7 @@ class Engine:
     """
 
     strategy: Strategy
-    plans_of: PlansOf
+    plan_of: PlanOf
     least_tokens: int
     least_in_attention: int
     worth_from: int
@@ -106,7 +106,7 @@ def make_engine(
     worth_from = _worth_from(strategy, device, True, at_calls) if in_blocks else in_attention
     return Engine(
         strategy,
-        strategy.plans,
+        strategy.plan,
         config.min_tokens or worth_from,
         config.min_tokens or in_attention,
         worth_from,

@@ -6,7 +6,7 @@ come off, and the observer gets the result.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import RLock
@@ -17,19 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from ..merging.layout import Grid, Picture
-from ..merging.plan import in_own_memory
 from ..ops.autotune import Autotune
 from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
-from .blocks import Evaluation, Layouts, ModelRecord, PatchedModel, SharedPlans
+from .blocks import Evaluation, Layouts, ModelRecord, PatchedModel
 from .detail_cache import GRADIENTS, Details
 from .engine import Engine, MakeStrategy, make_engine
 from .forecast import IN_OTHER_STEPS, Forecasts
 from .outcome import Evaluated, Observer, Outcome
 from .schedule import Moment, ratio_at
-
-# How many parts of a step keep their plans for the next; samplers that tile have many parts.
-_PARTS_KEPT = 64
 
 _REFRESHED = "every step that could merge ran on all tokens, as refresh_steps says; take more steps"
 """The reason to report if there was no other step."""
@@ -76,15 +72,12 @@ class Run:
         self._make_strategy = make_strategy
         self._autotune = autotune
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
-        self._plans: dict[Hashable, SharedPlans] = {}
-        self._period = 0
         self._details = Details(config)
         self._forecasts = Forecasts(config)
         self._falls_back: str | None = None
 
     def restart(self) -> None:
         """Drop what is kept from step to step: another sampling run begins."""
-        self._plans.clear()
         self._details.clear()
         self._forecasts.clear()
         self.out_of_memory = False
@@ -242,7 +235,7 @@ class Run:
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
         self.model.observer.begins(moment.step)
         ratio = ratio_at(config, moment.progress)
-        evaluation = Evaluation(engine, ratio, latent, self._plans_for(moment), pictures)
+        evaluation = Evaluation(engine, ratio, latent, pictures)
         if config.scope != "stack" or config.refresh_steps == 0:
             return evaluation
         if torch.is_grad_enabled():
@@ -259,14 +252,9 @@ class Run:
         """Keep what later evaluations need to know of this one."""
         if not torch.is_grad_enabled():
             self._falls_back = evaluation.merges_in_modules
-        if not evaluation.kept_in_graph:
-            return
-        # CUDA graphs write to the same memory each time.
-        shared, detail = evaluation.shared_plans, evaluation.detail
-        if shared is not None:
-            for place, plans in shared.items():
-                shared[place] = [None if plan is None else in_own_memory(plan) for plan in plans]
-        if detail is not None and detail.is_full:
+        detail = evaluation.detail
+        if evaluation.kept_in_graph and detail is not None and detail.is_full:
+            # CUDA graphs write to the same memory each time.
             detail.changes = {stack: change.clone() for stack, change in detail.changes.items()}
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
@@ -277,28 +265,10 @@ class Run:
                 self._make_strategy,
                 device,
                 dtype,
-                self.model.merges_whole_blocks,
+                self._config.scope != "module" and not self.model.record.merges_at_calls,
                 self.model.record.merges_at_calls,
                 self._autotune,
             )
-            watched = self.model.observer.watched(engine.plans_of)
-            self._engines[place] = replace(engine, plans_of=watched)
+            watched = self.model.observer.watched(engine.plan_of)
+            self._engines[place] = replace(engine, plan_of=watched)
         return self._engines[place]
-
-    def _plans_for(self, moment: Moment) -> SharedPlans | None:
-        """The plans to share in this evaluation: those of an earlier step, or none yet.
-
-        A plan fits only the samples of its batch, so it is kept under what the batch is made of.
-        While gradients are computed, each evaluation may have another sample.
-        """
-        every = self._config.reuse_steps
-        if every == 0:
-            return None
-        if torch.is_grad_enabled():
-            return {}
-        if moment.step // every != self._period:
-            self._period = moment.step // every
-            self._plans.clear()
-        if moment.part not in self._plans and len(self._plans) == _PARTS_KEPT:
-            return {}
-        return self._plans.setdefault(moment.part, {})

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..merging.layout import Layout
+from ..merging.layout import Layout, LayoutKey
 from ..merging.plan import Plan
 from .blocks import Block, PatchedModel, Reasons, Stack, uncompiled
 from .overrides import Forward, Override
@@ -113,7 +113,7 @@ class AttentionBlock(Block):
     def forget(self) -> None:
         super().forget()
         self._entered = 0
-        self._plans_of_parts: dict[Any, list[Plan | None]] = {}
+        self._plans_of_parts: dict[LayoutKey, Plan] = {}
 
     def overrides(self) -> list[Override]:
         block, name = self.module, self.record.method
@@ -143,7 +143,7 @@ class AttentionBlock(Block):
             kwargs: the keyword arguments of the attention module.
 
         Returns:
-            Both come from one matching. None for what stays as it is.
+            The same plan, or None for what stays as it is.
         """
         config, tokens = self.model.config, k.shape[1]
         evaluation = self.evaluation
@@ -163,27 +163,18 @@ class AttentionBlock(Block):
         worthy = self.worthy(layout, evaluation.engine.least_in_attention)
         if worthy is None:
             return None, None
-        ratio, keys_ratio = self.ratios()
         merges_queries = "q" in config.attn_tokens and queries == tokens
         merges_keys = "k,v" in config.attn_tokens
-        ratios = [ratio] if merges_queries else []
-        if merges_keys and keys_ratio not in ratios:
-            ratios.append(keys_ratio)
-        if not ratios:
+        if not (merges_queries or merges_keys):
             self.outcome.reason = "the queries of a part of the tokens do not merge"
             return None, None
-        kind = "call" if merges_queries else "call with some of the queries"
-        plans = self._plans_of_parts.get((kind, worthy.key)) or self.plans(kind, k, worthy, ratios)
+        plan = self._plans_of_parts.get(worthy.key) or self.plan_of(k, worthy)
+        if plan is None:
+            return None, None
         if self.record.calls_in_parts:
-            self._plans_of_parts[kind, worthy.key] = plans
-        of_queries = plans[0] if merges_queries else None
-        of_keys = plans[-1] if merges_keys else None
-        noted = of_queries if of_keys is None else of_keys
-        if noted is None:
-            self.outcome.reason = self.why_no_plan(worthy, ratios[0])
-        else:
-            self.outcome.merged(tokens, noted)
-        return of_queries, of_keys
+            self._plans_of_parts[worthy.key] = plan
+        self.outcome.merged(tokens, plan)
+        return plan if merges_queries else None, plan if merges_keys else None
 
     def note_masked(self) -> None:
         """Note that the attention is masked, or called with other tokens."""

@@ -120,7 +120,7 @@ class ModuleBlock(Block):
             if config.scope == "module" or outcome.fell_back is not None:
                 self._plan_for_modules(x, layout)
                 return forward(x, *args, **kwargs)
-            plan = self._plan_at(evaluation.ratio, x, layout)
+            plan = self.plan_of(x, layout)
             if plan is None:
                 return forward(x, *args, **kwargs)
             merged = plan.merge(x)
@@ -153,7 +153,7 @@ class ModuleBlock(Block):
             layout = self._worthy_layout(engine.least_in_attention, x, *args, **kwargs)
             if layout is not None:
                 self.outcome.reason = self.record.reasons.attention_replaced
-                self._keys_plan = self._plan_at(evaluation.ratio, x, layout)
+                self._keys_plan = self.plan_of(x, layout)
         y: Tensor = forward(x, *args, **kwargs)
         before, detail = evaluation.stack_tokens, evaluation.detail
         if before is not None and detail is not None and self._ends_stack:
@@ -227,13 +227,6 @@ class ModuleBlock(Block):
             return None
         return self.worthy(Layout.filled_by(grid), least)
 
-    def _plan_at(self, ratio: float, x: Tensor, layout: Layout) -> Plan | None:
-        """A plan; the reason for None is noted."""
-        (plan,) = self.plans("tokens", x, layout, [ratio])
-        if plan is None:
-            self.outcome.reason = self.why_no_plan(layout, ratio)
-        return plan
-
     def _plan_for_modules(self, x: Tensor, layout: Layout) -> None:
         """Make the plans for the modules of the block, which merge each on their own."""
         config = self.model.config
@@ -252,17 +245,9 @@ class ModuleBlock(Block):
         )
         if not (merges_tokens or merges_keys):
             return
-        ratio, keys_ratio = self.ratios()
-        ratios = [ratio] if merges_tokens else []
-        if merges_keys and keys_ratio not in ratios:
-            ratios.append(keys_ratio)
-        plans = self.plans("tokens" if ratios == [ratio] else "keys too", x, layout, ratios)
-        if merges_tokens:
-            self._plan = plans[0]
-        if merges_keys:
-            self._keys_plan = plans[-1]
-        if self._plan is None and self._keys_plan is None:
-            self.outcome.reason = self.why_no_plan(layout, ratios[0])
+        plan = self.plan_of(x, layout)
+        self._plan = plan if merges_tokens else None
+        self._keys_plan = plan if merges_keys else None
 
     def _run_module(self, forward: Forward) -> Forward:
         def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..merging.layout import Layout, LayoutKey
 from ..merging.plan import Plan
-from ..strategies.strategy import PlansOf
+from ..strategies.strategy import PlanOf
 from .overrides import Forward
 
 
@@ -22,8 +22,8 @@ class Outcome:
             attentions was reached.
         plan: the plan of what merged last, None if nothing did.
         layout_key: the pictures that plans were made for, None if it did not get that far.
-        plans_made: how many plans it made; those of two ratios from one matching count once.
-        plans_reused: how many plans it took from another block or step.
+        plans_made: how many plans it made.
+        plans_reused: how many plans it took from another block of its stack.
         reason: why it ran on all its tokens, None if it merged or the settings leave it out.
         unweighted: why each merged key weighed as one token, None if it did not.
         fell_back: why only its modules merged although the scope is wider, None if the scope was
@@ -106,9 +106,9 @@ class Observer:
 
     follows_blocks = False
 
-    def watched(self, plans_of: PlansOf) -> PlansOf:
-        """A function that makes the same plans as ``plans_of`` while the observer watches."""
-        return plans_of
+    def watched(self, plan_of: PlanOf) -> PlanOf:
+        """A function that makes the same plans as ``plan_of`` while the observer watches."""
+        return plan_of
 
     def timed(self, block: str, forward: Forward) -> Forward:
         """The forward of a block, perhaps wrapped to time it."""

@@ -35,7 +35,7 @@ _MODULE = "diffusers.models.transformers."
 _COMPONENT = "transformer"
 """What the names of a pipeline's transformers begin with."""
 
-_BY_STEPS = ("start_percent", "end_percent", "ratio_end", "reuse_steps")
+_BY_STEPS = ("start_percent", "end_percent", "ratio_end")
 """Options that count the steps of a run."""
 
 

@@ -67,6 +67,6 @@ class DiffusersUNets(UNetHost):
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:
             return RECOMPUTED
         fused = any(getattr(module, "fused_projections", False) for module in unet.modules())
-        if fused and (config.attn_tokens != "q,k,v" or config.kv_ratio >= 0):
-            return "fused projections need attn_tokens=q,k,v and kv_ratio=-1"
+        if fused and config.attn_tokens != "q,k,v":
+            return "fused projections need attn_tokens=q,k,v"
         return None

@@ -163,6 +163,5 @@ def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> lis
         ratio += f" capped at {cap:.2f}"
     if config.scope == "module" and config.attn_tokens != "q,k,v":
         ratio += f" of {TOKENS[config.attn_tokens]} in self-attention"
-    kv_ratio = [] if config.kv_ratio < 0 else [f"kv_ratio {config.kv_ratio:.2f}"]
     is_default = config.strategy == ToMeConfig.strategy and not defaults
-    return [ratio, *kv_ratio, *([] if is_default else [config.strategy]), *scope]
+    return [ratio, *([] if is_default else [config.strategy]), *scope]

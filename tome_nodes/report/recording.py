@@ -5,7 +5,7 @@ run is over, and then copies everything at once.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, cast
@@ -19,7 +19,7 @@ from ..merging.plan import Plan
 from ..ops.clock import Clock
 from ..patching.outcome import Evaluated, Observer
 from ..patching.overrides import Forward
-from ..strategies.strategy import PlansOf
+from ..strategies.strategy import PlanOf
 
 MATCHING, MERGING, UNMERGING = "matching", "merging", "unmerging"
 
@@ -93,17 +93,14 @@ class Recorder(Observer):
         self._tokens: dict[tuple[str, int], tuple[int, int]] = {}
         self._timings: list[tuple[str, int, Any, Any]] = []
 
-    def watched(self, plans_of: PlansOf) -> PlansOf:
-        def watched_plans_of(
-            features: Tensor, grid: Grid, ratios: Sequence[float]
-        ) -> list[Plan | None]:
+    def watched(self, plan_of: PlanOf) -> PlanOf:
+        def watched_plan_of(features: Tensor, grid: Grid, ratio: float) -> Plan | None:
             if torch.compiler.is_compiling():
-                return plans_of(features, grid, ratios)
-            plans = self.time(MATCHING, plans_of, features, grid, ratios)
-            watched = {id(plan): _WatchedPlan(plan, self) for plan in plans if plan is not None}
-            return [cast("Plan | None", watched.get(id(plan))) for plan in plans]
+                return plan_of(features, grid, ratio)
+            plan = self.time(MATCHING, plan_of, features, grid, ratio)
+            return None if plan is None else cast("Plan", _WatchedPlan(plan, self))
 
-        return watched_plans_of
+        return watched_plan_of
 
     def timed(self, block: str, forward: Forward) -> Forward:
         @wraps(forward)

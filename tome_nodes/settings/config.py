@@ -90,13 +90,11 @@ class ToMeConfig:
             "the number of tokens, not with its square, so use this one for large pictures.",
             "pool": "The mean of each cell, without comparing tokens. `ratio` has no effect, "
             "except that 0 merges nothing.",
-            "cluster": "Tokens that are about equally similar to the mean of all tokens, wherever "
-            "they are in the picture.",
         },
         advanced=True,
         text="How tokens are grouped: bipartite matches over the whole map as in the paper, window "
         "within windows of 16x16 tokens, which is faster at large sizes. pool takes the mean of "
-        "each cell whatever ratio says, and cluster goes by likeness to the mean token.",
+        "each cell whatever ratio says.",
     )
     scope: str = _option(
         "module",
@@ -145,18 +143,6 @@ class ToMeConfig:
         advanced=True,
         text="Merge in the feed-forward network too. A little faster, with less detail.",
     )
-    kv_ratio: float = _option(
-        -1.0,
-        least=0.0,
-        most=0.95,
-        step=0.05,
-        unset=-1.0,
-        advanced=True,
-        text="Share of the keys and values of self-attention to merge, in module scope; -1 takes "
-        "ratio for them too. Merging keys changes the picture far less than merging queries: ratio "
-        "0 with kv_ratio 0.75 is gentle and fast.",
-        more="Both shares come from one matching; the smaller one takes its best matches.",
-    )
     ratio_end: float = _option(
         -1.0,
         least=0.0,
@@ -196,14 +182,6 @@ class ToMeConfig:
         advanced=True,
         text="Pick the token that stays in each cell at random, anew in each step; better "
         "pictures. Off: always the top left one.",
-    )
-    reuse_steps: int = _option(
-        0,
-        least=0,
-        most=100,
-        advanced=True,
-        text="0 matches anew in each block, as the paper does. 1 matches once for all blocks of a "
-        "level in each step, 2 in every second step, and so on: faster, and less exact.",
     )
     min_tokens: int = _option(
         0,
@@ -265,7 +243,7 @@ class ToMeConfig:
     @property
     def merges_nothing(self) -> bool:
         """Whether no ratio is above 0."""
-        return max(self.ratio, self.ratio_end, self.kv_ratio) <= 0
+        return max(self.ratio, self.ratio_end) <= 0
 
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(

@@ -22,7 +22,7 @@ class BipartiteStrategy(CellStrategy):
         """See :func:`split_tokens`."""
         return split_tokens(cells.grid, cells.sy, cells.sx, picks)
 
-    def match(self, features: Tensor, grid: Grid, merges: list[int]) -> list[SlotPlan]:
+    def match(self, features: Tensor, grid: Grid, merges: int) -> SlotPlan:
         """See :func:`match`."""
         return match(features, *self.split_of(grid), merges, self.ops)
 
@@ -46,33 +46,28 @@ def match(
     features: Tensor,
     src: Tensor,
     dst: Tensor,
-    merges: list[int],
+    merges: int,
     ops: Operations = TORCH,
-) -> list[SlotPlan]:
+) -> SlotPlan:
     """Merge the src tokens that are most similar to their nearest dst into it.
 
     Args:
         features: ``[batch, tokens, channels]``, compared by cosine similarity.
         src: token indices, int64; none of them in ``dst``.
         dst: token indices, int64, at least one.
-        merges: for each plan, how many src tokens of each sample merge, at most ``len(src)``.
-        ops: the operations that the plans use.
+        merges: how many src tokens of each sample merge, at most ``len(src)``.
+        ops: the operations that the plan uses.
 
     Returns:
-        Plans of ``tokens - merges`` slots. Tokens that merge in one plan also merge in every plan
-        that merges more.
+        A plan of ``tokens - merges`` slots.
     """
     batch, tokens, _ = features.shape
     directions = F.normalize(features, dim=-1)
     similarity, nearest = _nearest(directions.index_select(1, src), directions.index_select(1, dst))
-    best = similarity.topk(max(merges), dim=1, sorted=len(merges) > 1).indices
-    plans = []
-    for count in merges:
-        merged = best[:, :count]
-        owners = torch.arange(tokens, device=features.device).repeat(batch, 1)
-        owners.scatter_(1, src[merged], dst[nearest.gather(1, merged)])
-        plans.append(SlotPlan.from_owners(owners, tokens - count, ops))
-    return plans
+    merged = similarity.topk(merges, dim=1, sorted=False).indices
+    owners = torch.arange(tokens, device=features.device).repeat(batch, 1)
+    owners.scatter_(1, src[merged], dst[nearest.gather(1, merged)])
+    return SlotPlan.from_owners(owners, tokens - merges, ops)
 
 
 def _nearest(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

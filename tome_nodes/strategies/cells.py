@@ -1,13 +1,12 @@
 """Base of the strategies that keep one dst token in each cell (paper, section 4.2)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..merging.layout import Grid
-from ..merging.plan import Plan, plans_by_frame
+from ..merging.plan import Plan, plan_by_frame
 from ..ops import Operations
 from ..ops.random_picks import pick_per_cell
 from ..settings.config import ToMeConfig
@@ -54,26 +53,19 @@ class CellStrategy(Strategy):
         # The first frame is a picture of its own.
         length = 1 if frames <= 2 else _length(config, frames - 1)
         if length == 1:
-            return super().ratio_cap(config)
+            return 1 - 1 / (config.sx * config.sy)
         return 1 - 1 / (length * min(config.sx, config.sy))
 
     def begin(self, key: Tensor) -> None:
         self._key = key
         self._splits = {}
 
-    def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
+    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
         if grid.frames > 1 and self.config.st == 1:
-            return plans_by_frame(lambda own, frame: self.plans(own, frame, ratios), features, grid)
+            return plan_by_frame(lambda own, frame: self.plan(own, frame, ratio), features, grid)
         cells = self.cells_of(grid).count
-        if cells.tokens == 0:
-            return [None] * len(ratios)
-        most = grid.tokens - cells.tokens
-        merges = [min(int(grid.tokens * ratio), most) for ratio in ratios]
-        distinct = sorted(set(merges) - {0})
-        if not distinct:
-            return [None] * len(ratios)
-        made = dict(zip(distinct, self.match(features, grid, distinct), strict=True))
-        return [made.get(count) for count in merges]
+        merges = min(int(grid.tokens * ratio), grid.tokens - cells.tokens)
+        return self.match(features, grid, merges) if merges and cells.tokens else None
 
     def cells_of(self, grid: Grid) -> Cells:
         """How a grid is cut: in a video, a cell reaches over several frames and tokens of a row."""
@@ -84,8 +76,8 @@ class CellStrategy(Strategy):
         # Cells of few tokens in many frames are best: benchmarks/FIDELITY.md.
         return Cells(row, _length(config, grid.frames), min(config.sx, config.sy))
 
-    def match(self, features: Tensor, grid: Grid, merges: list[int]) -> Sequence[Plan | None]:
-        """One plan for each number of src tokens to merge, None if none would merge."""
+    def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
+        """The plan that merges so many src tokens, at least one; None if rounding leaves none."""
         raise NotImplementedError
 
     def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +88,7 @@ class CellStrategy(Strategy):
     def key(self) -> Tensor:
         """The key of this step's random picks, a scalar int64 tensor."""
         if self._key is None:
-            raise RuntimeError("begin must come before plans")
+            raise RuntimeError("begin must come before plan")
         return self._key
 
     def split_of(self, grid: Grid) -> tuple[Tensor, Tensor]:

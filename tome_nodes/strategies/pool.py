@@ -4,7 +4,6 @@ This is the downsampling of ToDo (Smith et al., IJCAI 2024) as a plan. It needs 
 nor indices: merging is a mean over the cells of an image, unmerging a repetition.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..merging.layout import Grid
-from ..merging.plan import Plan, plans_by_frame
+from ..merging.plan import Plan, plan_by_frame
 from .strategy import Strategy
 
 NEAREST_SHARE = 0.75
@@ -103,10 +102,9 @@ class PoolStrategy(Strategy):
 
     follows_ratio = False
 
-    def plans(self, features: Tensor, grid: Grid, ratios: Sequence[float]) -> list[Plan | None]:
+    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
         if grid.frames > 1:
-            return plans_by_frame(lambda own, frame: self.plans(own, frame, ratios), features, grid)
+            return plan_by_frame(lambda own, frame: self.plan(own, frame, ratio), features, grid)
         cell = self.config.sy, self.config.sx
         plan = PoolPlan.of(len(features), grid, *cell, features.device)
-        merges = plan.slot_count < grid.tokens
-        return [plan if ratio and merges else None for ratio in ratios]
+        return plan if ratio and plan.slot_count < grid.tokens else None

@@ -4,8 +4,6 @@ The cost grows with N instead of N squared, and every shape is static. Each wind
 number of tokens, so that windows do not depend on each other.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,27 +34,23 @@ class WindowStrategy(CellStrategy):
         """See :func:`split_windows`."""
         return split_windows(cells.grid, cells.sy, cells.sx, picks)
 
-    def match(self, features: Tensor, grid: Grid, merges: list[int]) -> Sequence[Plan | None]:
+    def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
         """See :func:`match_windows`; each window gets an equal share, rounded to the nearest."""
         cells = self.cells_of(grid)
         sy, sx, count = cells.sy, cells.sx, cells.count
         high, wide = window_cells(cells.grid, sy, sx)
         windows = (count.height // high) * (count.width // wide)
         most = high * wide * (sy * sx - 1)
-        quotas = [min(most, (number + windows // 2) // windows) for number in merges]
-        distinct = sorted(set(quotas) - {0})
-        if not distinct:
-            return [None] * len(quotas)
-        plans = self._match_by_kernel(features, cells, (high, wide), distinct)
-        if plans is None:
-            plans = match_windows(features, *self.split_of(grid), distinct)
-        made = dict(zip(distinct, plans, strict=True))
-        return [made.get(quota) for quota in quotas]
+        quota = min(most, (merges + windows // 2) // windows)
+        if quota == 0:
+            return None
+        plan = self._match_by_kernel(features, cells, (high, wide), quota)
+        return plan or match_windows(features, *self.split_of(grid), quota)
 
     def _match_by_kernel(
-        self, features: Tensor, cells: Cells, window: tuple[int, int], quotas: list[int]
-    ) -> list[SlotPlan] | None:
-        """The plans that :func:`match_windows` makes, by the kernel; None without one that runs.
+        self, features: Tensor, cells: Cells, window: tuple[int, int], quota: int
+    ) -> SlotPlan | None:
+        """The plan that :func:`match_windows` makes, by the kernel; None without one that runs.
 
         ``window`` is the height and width of a window in cells.
         """
@@ -65,17 +59,13 @@ class WindowStrategy(CellStrategy):
             return None
         key = self.key if self.config.use_rand else None
         shape = (cells.grid.height, cells.grid.width, cells.sy, cells.sx, *window)
-        plans = []
-        for quota in quotas:
-            try:
-                slot_of_token, order, offsets, log_sizes = match(features, key, *shape, quota)
-            except KernelFailed:
-                return None
-            slots = log_sizes.shape[1]
-            in_tokens = cells.grid.width, window[0] * cells.sy, window[1] * cells.sx
-            plan = SlotPlan(slot_of_token, order, offsets, log_sizes, slots, self.ops, in_tokens)
-            plans.append(plan)
-        return plans
+        try:
+            slot_of_token, order, offsets, log_sizes = match(features, key, *shape, quota)
+        except KernelFailed:
+            return None
+        in_tokens = cells.grid.width, window[0] * cells.sy, window[1] * cells.sx
+        slots = log_sizes.shape[1]
+        return SlotPlan(slot_of_token, order, offsets, log_sizes, slots, self.ops, in_tokens)
 
 
 def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,22 +106,20 @@ def _cells_along(cells: int, side: int) -> int:
 
 
 @torch.no_grad()
-def match_windows(features: Tensor, src: Tensor, dst: Tensor, quotas: list[int]) -> list[SlotPlan]:
+def match_windows(features: Tensor, src: Tensor, dst: Tensor, quota: int) -> SlotPlan:
     """In each window, merge the src tokens that are most similar to their nearest dst into it.
 
     Args:
         features: ``[batch, tokens, channels]``, compared by cosine similarity.
         src: ``[windows, candidates]`` token indices, int64.
         dst: ``[windows, kept]`` token indices, int64.
-        quotas: for each plan, the number of merges in each window, from 1 to ``candidates``.
+        quota: the number of merges in each window, from 1 to ``candidates``.
 
     Returns:
-        Plans of ``tokens - windows * quota`` slots. Tokens that merge in one plan also merge in
-        every plan that merges more.
+        A plan of ``tokens - windows * quota`` slots.
     """
     batch, tokens, channels = features.shape
-    itself = torch.arange(tokens, device=features.device)
-    owners = [itself.repeat(batch, 1) for _ in quotas]
+    owners = torch.arange(tokens, device=features.device).repeat(batch, 1)
     at_once = len(src)
     if features.device.type == "cpu":
         at_once = max(1, _CPU_FEATURES_AT_ONCE // (batch * channels * src.shape[1]))
@@ -145,16 +133,10 @@ def match_windows(features: Tensor, src: Tensor, dst: Tensor, quotas: list[int])
         # The length of a src does not affect which dst is nearest to it.
         products, nearest = (queries @ F.normalize(keys, dim=3).mT).max(dim=3)
         similarity = products / queries.norm(dim=3).clamp_min(1e-12)
-        best = similarity.topk(max(quotas), dim=2, sorted=len(quotas) > 1).indices
-        for own_owners, quota in zip(owners, quotas, strict=True):
-            merged = best[:, :, :quota]
-            chosen = nearest.gather(2, merged)
-            own_owners.scatter_(
-                1,
-                own_src.expand(batch, -1, -1).gather(2, merged).flatten(1),
-                own_dst.expand(batch, -1, -1).gather(2, chosen).flatten(1),
-            )
-    return [
-        SlotPlan.from_owners(own, tokens - len(src) * quota)
-        for own, quota in zip(owners, quotas, strict=True)
-    ]
+        merged = similarity.topk(quota, dim=2, sorted=False).indices
+        owners.scatter_(
+            1,
+            own_src.expand(batch, -1, -1).gather(2, merged).flatten(1),
+            own_dst.expand(batch, -1, -1).gather(2, nearest.gather(2, merged)).flatten(1),
+        )
+    return SlotPlan.from_owners(owners, tokens - len(src) * quota)
