@@ -45,9 +45,9 @@ class Counted(BipartiteStrategy):
 
     made = 0
 
-    def plans(self, features, grid, ratios):
+    def plan(self, features, grid, ratio):
         Counted.made += 1
-        return super().plans(features, grid, ratios)
+        return super().plan(features, grid, ratio)
 
 
 def theirs_and_ours(model, call, options):

@@ -160,33 +160,31 @@ def wrong(strategy, **settings):
 class OffByOne(WindowStrategy):
     """Takes the mean of the tokens next to the right ones."""
 
-    def plans(self, features, grid, ratios):
-        tokens = features.shape[0] * grid.tokens
-        plans = super().plans(features, grid, ratios)
-        return [replace(plan, order=(plan.order + 1) % tokens) for plan in plans]
+    def plan(self, features, grid, ratio):
+        plan = super().plan(features, grid, ratio)
+        return replace(plan, order=(plan.order + 1) % (features.shape[0] * grid.tokens))
 
 
 class TooMany(WindowStrategy):
     """Merges more tokens than it is asked to."""
 
-    def plans(self, features, grid, ratios):
-        return super().plans(features, grid, [0.7 for _ in ratios])
+    def plan(self, features, grid, ratio):
+        return super().plan(features, grid, 0.7)
 
 
 class EmptySlot(WindowStrategy):
     """Has a slot without a token."""
 
-    def plans(self, features, grid, ratios):
-        plans = super().plans(features, grid, ratios)
-        return [SlotPlan.from_slots(plan.slots(), plan.slot_count + 1) for plan in plans]
+    def plan(self, features, grid, ratio):
+        plan = super().plan(features, grid, ratio)
+        return SlotPlan.from_slots(plan.slots(), plan.slot_count + 1)
 
 
 class Nothing(WindowStrategy):
     """Merges no map of a model."""
 
-    def plans(self, features, grid, ratios):
-        plans = super().plans(features, grid, ratios)
-        return plans if features.shape[2] < 32 else [None for _ in plans]
+    def plan(self, features, grid, ratio):
+        return super().plan(features, grid, ratio) if features.shape[2] < 32 else None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfy.ldm.modules.attention import BasicTransformerBlock, SpatialTransformer
 from comfy.patcher_extension import WrappersMP
-from common import DEVICE, EVERYTHING, Counted, Shuffle, input_lengths, relative_error
+from common import DEVICE, EVERYTHING, Shuffle, input_lengths, relative_error
 from host import conditioning, merging, overridden, sample
 from models import comfyui
 
@@ -52,19 +52,11 @@ def test_cells_of_every_size_merge(sd15, log_messages, strategy, sx, sy):
 
 
 @scopes
-def test_other_parts_of_a_batch_do_not_share_plans(sd15, scope):
+def test_parts_of_a_batch_merge(sd15, scope):
     theirs = in_parts(sd15, lambda x: (x.split(3), 0))
     expected = sample(theirs, batch=2, steps=2)
-    patched = attach(theirs, merging(scope=scope, reuse_steps=2), Shuffle)
+    patched = attach(theirs, merging(scope=scope), Shuffle)
     assert relative_error(sample(patched, batch=2, steps=2), expected) < 1e-5
-
-
-def test_tiles_do_not_share_plans(sd15, untried):
-    theirs = in_parts(sd15, lambda x: (x.split(6, dim=2), 2))
-    patched = attach(theirs, merging(reuse_steps=4), Counted)
-    Counted.made = 0
-    sample(patched, steps=4)
-    assert Counted.made == 2 + 1
 
 
 @scopes
@@ -319,5 +311,5 @@ def test_wide_scopes_reach_down_to_where_most_blocks_are(models, log_messages, s
 
 def test_two_prompts_in_areas_merge(sd15, log_messages):
     area = conditioning(0.5, area=(6, 8, 0, 0), strength=1.0)
-    sample(attach(sd15, merging(reuse_steps=2)), positive=conditioning(0.3) + area, steps=2)
+    sample(attach(sd15, merging()), positive=conditioning(0.3) + area, steps=2)
     assert "2/2 steps" in log_messages()[-1]

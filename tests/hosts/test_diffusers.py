@@ -265,15 +265,13 @@ def test_ip_adapter(unet, log_messages):
     assert log_messages()[-1].endswith("block scope, module scope in 7 that are patched")
 
 
-@pytest.mark.parametrize("options", [{"attn_tokens": "q"}, {"kv_ratio": 0.75}], ids=str)
-def test_queries_and_keys_cannot_differ_before_fused_projections(unet, log_messages, options):
+@pytest.mark.parametrize("attn_tokens", ["q", "k,v"])
+def test_queries_and_keys_cannot_differ_before_fused_projections(unet, log_messages, attn_tokens):
     expected = call(unet)
     unet.fuse_qkv_projections()
-    tome_nodes.apply_patch(unet, **options)
+    tome_nodes.apply_patch(unet, attn_tokens=attn_tokens)
     assert relative_error(call(unet), expected) < ROUNDING
-    assert log_messages() == [
-        "[ToMe] nothing merged: fused projections need attn_tokens=q,k,v and kv_ratio=-1"
-    ]
+    assert log_messages() == ["[ToMe] nothing merged: fused projections need attn_tokens=q,k,v"]
 
 
 @torch.no_grad()
@@ -413,42 +411,6 @@ def test_ratio_falls_with_the_noise_levels():
     shares = steps_with_merging(CASES["sd15"](), 4, ratio=0.6, ratio_end=0.2)
     expected = [1 - (0.2 + 0.4 * t / 999) for t in (751, 501, 251, 1)]
     assert shares == pytest.approx(expected, abs=1 / TOKENS)
-
-
-@pytest.mark.parametrize(("reuse_steps", "plans"), [(0, 7 * 4), (1, 3 * 4), (2, 3 * 2), (9, 3)])
-def test_plans_are_shared_by_the_blocks_of_a_level_and_kept_for_steps(untried, reuse_steps, plans):
-    case = CASES["sd15"]()
-    config = ToMeConfig(max_downsample=8, min_tokens=1, reuse_steps=reuse_steps)
-    Attachment(config, DiffusersUNets(), 1000, Counted).attach(case.pipeline.unet)
-    Counted.made = 0
-    case(steps=4)
-    # One more, with few tokens, tests the device.
-    assert Counted.made == plans + 1
-    case(steps=4, seed=1)
-    assert Counted.made == 2 * plans + 1
-
-
-def test_each_call_of_a_step_has_its_own_plans(unet, untried):
-    """Guidance by a degraded picture calls the UNet with two samples in each step."""
-    config = ToMeConfig(min_tokens=1, reuse_steps=9)
-    Attachment(config, DiffusersUNets(), 1000, Counted).attach(unet)
-    Counted.made = 0
-    for timestep in torch.tensor([900, 600, 300]):
-        for seed in 0, 1:
-            arguments = inputs(unet, seed=seed)
-            with torch.no_grad():
-                unet(arguments.pop("sample"), timestep, **arguments)
-    assert Counted.made == 2 + 1
-
-
-def test_plans_are_kept_for_a_limited_number_of_calls_of_a_step(unet, untried):
-    config = ToMeConfig(min_tokens=1, reuse_steps=9)
-    Attachment(config, DiffusersUNets(), 1000, Counted).attach(unet)
-    Counted.made = 0
-    for timestep in 900, 600:
-        for _ in range(66):
-            call(unet, timestep, grid=(4, 4))
-    assert Counted.made == 64 + 2 * 2 + 1
 
 
 def test_steps_aside_where_other_code_changes_the_tokens(unet, log_messages):
@@ -688,17 +650,16 @@ def test_offloading(unet, offload, order):
     assert all(torch.equal(unet.state_dict()[name], value) for name, value in weights.items())
 
 
-KEEP_OVER_STEPS = [{"reuse_steps": 4}, {"scope": "stack", "refresh_steps": 4}]
+KEPT_DETAIL = {"scope": "stack", "refresh_steps": 4}
 
 
-@pytest.mark.parametrize("options", KEEP_OVER_STEPS, ids=str)
-def test_another_picture_at_the_first_timestep_begins_a_run(unet, options):
+def test_another_picture_at_the_first_timestep_begins_a_run(unet):
     def run(seed, *timesteps):
         return [call(unet, timestep, seed=seed) for timestep in timesteps]
 
-    tome_nodes.apply_patch(unet, **options)
+    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
     expected = run(1, 900, 600, 300)
-    tome_nodes.apply_patch(unet, **options)
+    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
     run(0, 900)
     assert all(map(torch.equal, run(1, 900, 600, 300), expected))
 
@@ -715,28 +676,26 @@ def ended_by_interrupt(case):
     case(steps=8, callback_on_step_end=interrupt)
 
 
-@pytest.mark.parametrize("options", KEEP_OVER_STEPS, ids=str)
 @pytest.mark.parametrize("end", [ended_by_denoising_end, ended_by_interrupt])
-def test_a_picture_after_one_that_ended_early_begins_a_run(end, options):
+def test_a_picture_after_one_that_ended_early_begins_a_run(end):
     first, second = CASES["sdxl"](), CASES["sdxl_img2img"]()
     unet = second.pipeline.unet = first.pipeline.unet
 
     def picture():
         return second(steps=8, strength=0.4, seed=3)
 
-    tome_nodes.apply_patch(unet, max_downsample=2, **options)
+    tome_nodes.apply_patch(unet, max_downsample=2, **KEPT_DETAIL)
     expected = picture()
-    tome_nodes.apply_patch(unet, max_downsample=2, **options)
+    tome_nodes.apply_patch(unet, max_downsample=2, **KEPT_DETAIL)
     end(first)
     assert torch.equal(picture(), expected)
 
 
-@pytest.mark.parametrize("options", KEEP_OVER_STEPS, ids=str)
-def test_another_picture_at_a_lower_timestep_begins_a_run(unet, options):
+def test_another_picture_at_a_lower_timestep_begins_a_run(unet):
     """Timesteps that are numbers say nothing about their schedule."""
-    tome_nodes.apply_patch(unet, **options)
+    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
     expected = [call(unet, timestep, seed=1) for timestep in (500, 300)]
-    tome_nodes.apply_patch(unet, **options)
+    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
     for timestep in 900, 600:
         call(unet, timestep)
     assert all(map(torch.equal, [call(unet, each, seed=1) for each in (500, 300)], expected))
@@ -755,14 +714,13 @@ def test_a_run_goes_on_whatever_noise_its_sampler_adds(untried, scheduler):
     assert Counted.made == 1 + 1
 
 
-@pytest.mark.parametrize("options", KEEP_OVER_STEPS, ids=str)
-def test_a_call_that_failed_ends_its_run(unet, options):
+def test_a_call_that_failed_ends_its_run(unet):
     def fail(*_):
         raise RuntimeError("an error of the model")
 
-    tome_nodes.apply_patch(unet, **options)
+    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
     expected = [call(unet, timestep, seed=1) for timestep in (500, 300)]
-    tome_nodes.apply_patch(unet, **options)
+    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
     call(unet, 900)
     hook = unet.conv_out.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="an error of the model"):
@@ -771,7 +729,7 @@ def test_a_call_that_failed_ends_its_run(unet, options):
     assert all(map(torch.equal, [call(unet, each, seed=1) for each in (500, 300)], expected))
 
 
-@pytest.mark.parametrize("options", [{}, {"scope": "stack", "reuse_steps": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"scope": "stack", "refresh_steps": 3}], ids=str)
 def test_threads_on_one_unet_take_turns_and_each_follows_its_own_run(unet, options):
     tome_nodes.apply_patch(unet, **options)
     runs = {seed: (900 - 10 * seed, 600, 300) for seed in range(3)}
@@ -821,25 +779,6 @@ def test_a_call_that_a_thread_left_blocks_no_other(unet, leaving):
     assert torch.equal(call(unet), expected)
 
 
-def test_kv_ratio_is_for_module_scope_only(unet):
-    for block in unet.modules():
-        if isinstance(block, BasicTransformerBlock):
-            block.set_chunk_feed_forward(1, 1)
-    results = []
-    for kv_ratio in -1, 0.0, 0.75:
-        tome_nodes.apply_patch(unet, scope="stack", kv_ratio=kv_ratio)
-        results.append(call(unet))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-
-
-def test_keys_that_are_not_to_merge_are_the_reason(unet, log_messages):
-    tome_nodes.apply_patch(unet, attn_tokens="k,v", kv_ratio=0.0)
-    call(unet)
-    assert log_messages() == [
-        "[ToMe] nothing merged: the ratio is 0 at every step that could merge; raise it"
-    ]
-
-
 def compile_whole(unet, **options):
     return torch.compile(unet, **options)
 
@@ -859,7 +798,7 @@ def compile_blocks(unet, **options):
     [
         (compile_whole, {"merge_crossattn": True, "merge_mlp": True}),
         (compile_in_place, {}),
-        (compile_blocks, {"scope": "stack", "strategy": "window", "reuse_steps": 2}),
+        (compile_blocks, {"scope": "stack", "strategy": "window"}),
     ],
     ids=["whole", "in place", "blocks"],
 )
@@ -906,7 +845,6 @@ def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
     assert difference.item() == pytest.approx((sample.grad * way).sum().item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("options", KEEP_OVER_STEPS, ids=str)
 def test_nothing_is_kept_while_gradients_are_computed(unet, log_messages, options):
     """A sample that looks like the next step of the one before, as timesteps of training may."""
 

@@ -136,10 +136,8 @@ NOT_THE_DEFAULT = {
     "strategy": "pool",
     "scope": "block",
     "attn_tokens": "k,v",
-    "reuse_steps": 1,
     "ratio_end": 0.1,
     "min_tokens": 1000,
-    "kv_ratio": 0.75,
     "proportional_attn": True,
 }
 """Values that each change the output of a UNet, half way through the noise levels."""

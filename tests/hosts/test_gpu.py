@@ -222,8 +222,8 @@ def test_a_wrong_way_to_weigh_keys_is_not_timed(record, monkeypatch):
 
 def test_a_wrong_method_is_not_timed(record, monkeypatch):
     class TooMany(WindowStrategy):
-        def plans(self, features, grid, ratios):
-            return super().plans(features, grid, [0.7 for _ in ratios])
+        def plan(self, features, grid, ratio):
+            return super().plan(features, grid, 0.7)
 
     config = ToMeConfig(strategy="window")
     methods = [

@@ -86,9 +86,12 @@ def test_weighed_attention_launches_two_more_kernels():
     assert counts[1] - counts[0] == len(["widen", "copy of the channels that count"])
 
 
-@pytest.mark.parametrize(("scope", "reuse_steps"), [("module", 0), ("module", 1), ("stack", 1)])
-def test_launches_per_merged_block(shallow, scope, reuse_steps):
-    """Stands in for a GPU's profiler: the launches of one more step in steady state."""
+@pytest.mark.parametrize(("scope", "merges"), [("module", 3), ("stack", 2)])
+def test_launches_per_merged_block(shallow, scope, merges):
+    """Stands in for a GPU's profiler: the launches of one more step in steady state.
+
+    In stack scope, blocks of one stack merge once.
+    """
 
     def launches_of_a_step(model):
         # What merging runs on is tried once, before the first run.
@@ -100,14 +103,11 @@ def test_launches_per_merged_block(shallow, scope, reuse_steps):
             counts.append(launches.count)
         return counts[1] - counts[0]
 
-    config = merging(strategy="window", scope=scope, reuse_steps=reuse_steps, backend="triton")
+    config = merging(strategy="window", scope=scope, backend="triton")
     more = launches_of_a_step(attach(shallow, config)) - launches_of_a_step(shallow)
-    # In stack scope, blocks of one stack merge once.
-    merges = {"module": 3, "stack": 2}[scope]
-    matches = 1 if reuse_steps else merges
     # The key of the random picks.
     per_step = 1
-    assert more == matches + merges * len(["merge", "unmerge"]) + per_step
+    assert more == merges * len(["match", "merge", "unmerge"]) + per_step
 
 
 def test_torch_compile_keeps_one_graph_with_kernels(shallow, fresh_compiler):

@@ -116,13 +116,13 @@ def test_references_of_qwen_image_21_stay_in_the_prefix():
 
 def test_the_frames_of_wan_animate_2_share_one_plan_in_each_block(monkeypatch):
     made = []
-    plans = BipartiteStrategy.plans
+    plan = BipartiteStrategy.plan
 
-    def counted(self, features, grid, ratios):
+    def counted(self, features, grid, ratio):
         made.append(grid)
-        return plans(self, features, grid, ratios)
+        return plan(self, features, grid, ratio)
 
-    monkeypatch.setattr(BipartiteStrategy, "plans", counted)
+    monkeypatch.setattr(BipartiteStrategy, "plan", counted)
     model, tiny = made_up.build(WanAnimate2), TWINS["wan_animate_2"][1]
     attached = attach(model, keys_only(), Shuffle)
     sample(attached, tiny, tiny.size(8, 10), steps=1, cfg=1.0)

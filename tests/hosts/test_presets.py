@@ -50,20 +50,18 @@ def test_a_preset_decides_all_but_what_is_free(preset):
 
 
 OTHERS = {
-    "strategy": "cluster",
+    "strategy": "pool",
     "scope": "block",
     "attn_tokens": "q",
     "max_downsample": 2,
     "merge_attn": False,
     "merge_crossattn": True,
     "merge_mlp": True,
-    "kv_ratio": 0.1,
     "st": 3,
     "ratio_end": 0.1,
     "sx": 5,
     "sy": 5,
     "use_rand": False,
-    "reuse_steps": 3,
     "min_tokens": 7,
     "proportional_attn": False,
     "refresh_steps": 7,

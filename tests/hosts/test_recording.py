@@ -22,11 +22,11 @@ class Kept(BipartiteStrategy):
 
     made: list = []  # noqa: RUF012
 
-    def plans(self, features, grid, ratios):
-        plans = super().plans(features, grid, ratios)
+    def plan(self, features, grid, ratio):
+        plan = super().plan(features, grid, ratio)
         if grid == Grid(12, 16):
-            Kept.made += plans
-        return plans
+            Kept.made.append(plan)
+        return plan
 
 
 def recorded(model, steps=2, make_strategy=make_strategy, **settings):
@@ -37,7 +37,7 @@ def recorded(model, steps=2, make_strategy=make_strategy, **settings):
 
 
 def test_without_a_report_only_counts_are_kept(sd15):
-    patched = attach(sd15, merging(reuse_steps=2))
+    patched = attach(sd15, merging())
     assert is_attached(patched) and not is_attached(sd15)
     assert last_run(patched) is None
     sample(patched, steps=3)
@@ -46,7 +46,7 @@ def test_without_a_report_only_counts_are_kept(sd15):
     assert (run.model, run.backend, run.obstacle) == ("SD15", "torch", None)
     assert run.counts.merged_blocks == run.counts.blocks_present == 6
     assert run.counts.merged_steps == run.counts.total_steps == 3
-    assert (run.counts.plans_made, run.counts.plans_reused) == (2, 6 * 3 - 2)
+    assert (run.counts.plans_made, run.counts.plans_reused) == (6 * 3, 0)
     assert run.worth_from == 256
 
 
@@ -60,12 +60,6 @@ def test_the_groups_are_those_of_the_plans(sd15):
     assert run.recording.levels == {1: Grid(12, 16)}
 
 
-def test_groups_under_a_reused_plan_are_recorded_in_each_step(sd15):
-    run, _ = recorded(sd15, steps=3, reuse_steps=3)
-    first, second, third = run.recording.slots.values()
-    assert np.array_equal(first, second) and np.array_equal(first, third)
-
-
 @pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 @pytest.mark.parametrize("strategy", ["window", "pool"])
 def test_recording_changes_no_sample(sd15, scope, strategy):
@@ -75,23 +69,6 @@ def test_recording_changes_no_sample(sd15, scope, strategy):
     after = 48 if strategy == "pool" else 96
     assert {(b.before, b.after) for b in run.recording.blocks.values()} == {(192, after)}
     assert len(np.unique(next(iter(run.recording.slots.values())))) == after
-
-
-@pytest.mark.parametrize(
-    ("settings", "after"),
-    [
-        ({"ratio": 0.0, "kv_ratio": 0.75}, 48),
-        ({"ratio": 0.25, "kv_ratio": 0.75}, 144),
-        ({"ratio": 0.25, "kv_ratio": 0.75, "attn_tokens": "k,v"}, 48),
-        ({"ratio": 0.25, "kv_ratio": 0.75, "attn_tokens": "k,v", "merge_mlp": True}, 144),
-    ],
-    ids=str,
-)
-def test_of_two_plans_the_one_in_use_is_recorded(sd15, settings, after):
-    run, _ = recorded(sd15, steps=1, **settings)
-    assert {(b.before, b.after) for b in run.recording.blocks.values()} == {(192, after)}
-    (slots,) = run.recording.slots.values()
-    assert len(np.unique(slots)) == after
 
 
 def test_each_run_asks_at_its_start_whether_to_record(sd15):

@@ -64,8 +64,8 @@ def test_what_came_out_whether_it_helped_and_what_to_change_come_first(run):
     assert [line.split(":")[0] for line in in_words(idle)][:2] == ["Nothing merged", "Hint"]
 
 
-def test_shared_plans_are_counted_as_reused(sd15):
-    run = run_of(sd15, steps=4, reuse_steps=2, scope="stack", strategy="window")
+def test_plans_of_a_stack_are_counted_as_reused(sdxl):
+    run = run_of(sdxl, steps=4, scope="stack", strategy="window")
     words = in_words(run)
     assert "Matching: done 2 times, reused 22 times" in words
     assert "Settings: ratio 0.50, window, stack scope" in words
@@ -121,7 +121,7 @@ def test_without_details_the_text_has_counts_and_says_how_to_get_the_rest(sd15):
     ("settings", "expected"),
     [
         ({}, None),
-        ({"strategy": "window", "reuse_steps": 1}, None),
+        ({"strategy": "window"}, None),
         ({"ratio": 0.9}, "the cells merge no more than 0.75; under preset custom"),
         ({"ratio": 0.9, "strategy": "pool"}, None),
     ],
@@ -137,7 +137,7 @@ def test_expensive_matching_gets_a_hint_unless_it_is_the_cheapest(run):
     slow = replace(run.recording, seconds=1.0, overhead={"matching": 0.2})
     run = replace(run, recording=slow)
     assert hint_for(run).startswith("matching takes much of the time; all presets")
-    assert hint_for(with_settings(run, strategy="window", reuse_steps=1)) is None
+    assert hint_for(with_settings(run, strategy="window")) is None
 
 
 def test_models_that_spend_their_time_elsewhere_get_a_hint(run):

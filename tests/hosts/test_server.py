@@ -98,8 +98,8 @@ def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
         "settings",
         *("preset", "ratio", "start_percent", "end_percent", "seed", "backend"),
         *("strategy", "scope", "attn_tokens", "max_downsample"),
-        *("merge_attn", "merge_crossattn", "merge_mlp", "kv_ratio", "ratio_end"),
-        *("sx", "sy", "st", "use_rand", "reuse_steps", "min_tokens", "proportional_attn"),
+        *("merge_attn", "merge_crossattn", "merge_mlp", "ratio_end"),
+        *("sx", "sy", "st", "use_rand", "min_tokens", "proportional_attn"),
         "refresh_steps",
         "forecast",
     ]
@@ -197,7 +197,6 @@ CUSTOM = {"preset": "custom"}
         (CUSTOM | {"sx": 9}, "sx", ["sx=9 is not allowed", "from 1 to 8"]),
         (CUSTOM | {"sx": 1, "sy": 1}, "sx", ["sx=1 with sy=1", "sx or sy must be at least 2"]),
         (CUSTOM | {"ratio_end": -0.5}, "ratio_end", ["ratio_end=-0.5", "-1, to keep ratio"]),
-        (CUSTOM | {"kv_ratio": -0.5}, "kv_ratio", ["kv_ratio=-0.5", "-1, to keep ratio"]),
         (CUSTOM | {"max_downsample": "3"}, "max_downsample", ["'3'", "auto | 1 | 2 | 4 | 8"]),
         (CUSTOM | {"strategy": "kmeans"}, "strategy", ["'kmeans'", "bipartite | window | "]),
         (CUSTOM | {"sy": 0}, "sy", ["sy=0 is not allowed"]),
@@ -229,7 +228,7 @@ def test_each_node_of_a_graph_reports_its_own_fault(server):
     assert marked == {"tome": ["ratio"], "other": ["sx"]}
 
 
-@pytest.mark.parametrize("inputs", [{"sx": 2}, {"strategy": "bipartite", "kv_ratio": -1}])
+@pytest.mark.parametrize("inputs", [{"sx": 2}, {"strategy": "bipartite", "ratio_end": -1}])
 def test_an_option_at_its_default_is_the_same_as_none(pixels, inputs):
     assert pixels(with_patch(**inputs)) == pixels(with_patch())
 

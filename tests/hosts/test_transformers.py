@@ -10,19 +10,16 @@ import pytest
 import torch
 from comfy.ldm.modules.attention import attention_basic, attention_pytorch
 from comfy.nested_tensor import NestedTensor
-from common import DEVICE, Shuffle, relative_error
+from common import Shuffle, relative_error
 from host import merging, needs, overridden
 from models.comfyui import TEXT, TINY, build, conditioning, sample
 
 from tome_nodes.comfyui.attachment import attach, detach, last_run
 from tome_nodes.comfyui.models import record_of
 from tome_nodes.comfyui.models.transformers import REFUSED, TRANSFORMERS
-from tome_nodes.merging.layout import Grid, Picture
-from tome_nodes.patching.evaluation import Run
-from tome_nodes.patching.schedule import Moment
+from tome_nodes.merging.layout import Grid
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import report_of
-from tome_nodes.strategies import make_strategy
 from tools.families import FAMILIES, Family, fate_of
 
 OVERRIDE = "optimized_attention_override"
@@ -636,30 +633,3 @@ def test_a_missing_frame_is_reported(models):
     sample(patched, tiny, tiny.size(8, 10), steps=1)
     card = drawing.card("There is no frame 6", ["Hint: set frame to 1 to 5, or to -1."])
     assert np.array_equal(report_of(last_run(patched), frame=6).picture, card)
-
-
-def test_plans_that_blocks_share_are_of_their_own_ratio(models):
-    """Some calls ask with a part of the queries, which then has a plan for the keys only."""
-    tiny, model = TINY["flux"], models("flux")
-    config = keys_only(attn_tokens="q,k,v", ratio=0.25, kv_ratio=0.75, reuse_steps=1)
-    lengths = []
-
-    def spy(func, q, k, v, *args, **kwargs):
-        lengths.append((q.shape[2], k.shape[2]))
-        return func(q, k, v, *args, **kwargs)
-
-    attach_to = with_override(model, spy)
-    patched = attach(attach_to, config)
-    sample(patched, tiny, tiny.size(16, 16), steps=1)
-    assert set(lengths) == {(TEXT + 192, TEXT + 64)}
-    unet = model.model.diffusion_model
-    run = Run(config, record_of(unet), unet, make_strategy)
-    block, other = run.model.blocks[:2]
-    moment = Moment(step=0, progress=0.0, picks=0, part=(), is_active=True)
-    picture = (Picture(Grid(16, 16)),)
-    k = torch.randn(1, TEXT + 256, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    with run.evaluation(moment, Grid(32, 32), DEVICE, torch.float32, pictures=picture):
-        queries, keys = block.call_plans(k, TEXT, {})
-        assert (queries, keys.slot_count) == (None, TEXT + 64)
-        queries, keys = other.call_plans(k, TEXT + 256, {})
-        assert (queries.slot_count, keys.slot_count) == (TEXT + 192, TEXT + 64)

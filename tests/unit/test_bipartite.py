@@ -179,13 +179,13 @@ def test_equal_features_still_give_a_partition():
 
 
 def test_a_strategy_that_was_not_started_says_so():
-    with pytest.raises(RuntimeError, match="begin must come before plans"):
+    with pytest.raises(RuntimeError, match="begin must come before plan"):
         BipartiteStrategy(ToMeConfig(), TORCH).plan(torch.zeros(1, 16, 4), Grid(4, 4), 0.5)
 
 
 def test_matching_carries_no_gradient():
     features = features_of(Grid(4, 4)).requires_grad_()
     src, dst = split_tokens(Grid(4, 4), 2, 2, torch.zeros(4, dtype=torch.int64))
-    (plan,) = match(features, src, dst, [8])
+    plan = match(features, src, dst, 8)
     plan.unmerge(plan.merge(features)).sum().backward()
     assert_close(features.grad, torch.ones_like(features))

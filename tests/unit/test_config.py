@@ -19,21 +19,17 @@ LIMITS = {
     "start_percent": (0.0, 1.0),
     "end_percent": (0.0, 1.0),
     "ratio_end": (0.0, 0.95),
-    "reuse_steps": (0, 100),
     "refresh_steps": (0, 100),
     "min_tokens": (0, 2**20),
-    "kv_ratio": (0.0, 0.95),
 }
 
 WRONG_TYPES = {
     **dict.fromkeys(("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"), (1, "yes")),
     "proportional_attn": (0, None),
     "forecast": (1, "yes"),
-    **dict.fromkeys(
-        ("sx", "sy", "st", "seed", "reuse_steps", "refresh_steps", "min_tokens"), (2.0, True)
-    ),
+    **dict.fromkeys(("sx", "sy", "st", "seed", "refresh_steps", "min_tokens"), (2.0, True)),
     **dict.fromkeys(("ratio", "start_percent", "end_percent"), ("0.5", True)),
-    **dict.fromkeys(("ratio_end", "kv_ratio"), ("0.5", False)),
+    "ratio_end": ("0.5", False),
 }
 
 
@@ -53,11 +49,9 @@ def test_defaults_are_those_of_the_paper_except_ratio_level_size_and_weight():
         "strategy": "bipartite",
         "scope": "module",
         "attn_tokens": "q,k,v",
-        "reuse_steps": 0,
         "refresh_steps": 0,
         "ratio_end": -1.0,
         "backend": "auto",
-        "kv_ratio": -1.0,
         "st": 0,
         "forecast": False,
     }
@@ -98,7 +92,7 @@ def test_limits_are_allowed_and_values_beyond_them_are_named(name):
             ToMeConfig(**{name: value}, **other)
 
 
-@pytest.mark.parametrize("name", ["ratio", "start_percent", "end_percent", "ratio_end", "kv_ratio"])
+@pytest.mark.parametrize("name", ["ratio", "start_percent", "end_percent", "ratio_end"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_are_refused(name, value):
     with pytest.raises(ValueError, match=f"^{name}={value} is not allowed"):
@@ -115,10 +109,9 @@ def test_numbers_that_are_not_finite_are_refused(name, value):
         ),
         ({"ratio_end": -0.5}, r"ratio_end=-0\.5 is not allowed: it must be -1, to keep ratio"),
         ({"ratio_end": -2.0}, r"ratio_end=-2\.0 is not allowed: .* or from 0\.0 to 0\.95$"),
-        ({"kv_ratio": -0.5}, r"kv_ratio=-0\.5 is not allowed: it must be -1, to keep ratio"),
         (
             {"strategy": "kmeans"},
-            r"strategy='kmeans' is not allowed: .* bipartite \| window \| pool \| cluster$",
+            r"strategy='kmeans' is not allowed: .* bipartite \| window \| pool$",
         ),
         ({"backend": "cuda"}, r"backend='cuda' is not allowed: .* auto \| torch \| triton$"),
         ({"scope": None}, r"scope=None is not allowed: .* module \| block \| stack"),
@@ -148,9 +141,8 @@ def test_wrong_types_are_refused(name, value):
     assert refused.value.option == name
 
 
-@pytest.mark.parametrize("name", ["ratio_end", "kv_ratio"])
-def test_minus_one_keeps_ratio(name):
-    assert getattr(ToMeConfig(**{name: -1}), name) == -1
+def test_minus_one_keeps_ratio():
+    assert ToMeConfig(ratio_end=-1).ratio_end == -1
 
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)

@@ -60,42 +60,6 @@ class Noted(Observer):
         self.results.append(result)
 
 
-def evaluated(moments, **settings):
-    """The number of plans that each evaluation of a run made."""
-    noted, model = Noted(), Model()
-    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1, **settings)
-    run = Run(config, toy(), model, make_strategy, noted)
-    x = torch.randn(1, GRID.tokens, 3, generator=torch.Generator().manual_seed(0))
-    for step, part in moments:
-        moment = Moment(step, 0.0, step, part, is_active=True)
-        with torch.no_grad(), run.evaluation(moment, GRID, x.device, x.dtype):
-            model(x)
-    return [sum(outcome.plans_made for outcome in result.outcomes) for result in noted.results]
-
-
-@pytest.mark.parametrize(
-    ("every", "made"),
-    [(0, [2] * 6), (1, [1] * 6), (2, [1, 0, 1, 0, 1, 0]), (9, [1, 0, 0, 0, 0, 0])],
-)
-def test_plans_are_kept_for_reuse_steps(every, made):
-    assert evaluated([(step, "all") for step in range(6)], reuse_steps=every) == made
-
-
-def test_each_part_of_a_step_has_its_own_plans():
-    moments = [(step, part) for step in range(3) for part in "ab"]
-    assert evaluated(moments, reuse_steps=9) == [1, 1, 0, 0, 0, 0]
-
-
-def test_parts_that_move_from_step_to_step_do_not_fill_the_limit():
-    moments = [(step, (step, window)) for step in range(20) for window in range(8) for _ in "ab"]
-    assert evaluated(moments, reuse_steps=1) == [1, 0] * (20 * 8)
-
-
-def test_a_limited_number_of_parts_is_kept_and_the_rest_shares_within_an_evaluation():
-    moments = [(step, part) for step in range(2) for part in range(66)]
-    assert evaluated(moments, reuse_steps=2) == [1] * 66 + [0] * 64 + [1] * 2
-
-
 def test_the_outcome_of_each_block_is_reported():
     noted, model = Noted(), Model()
     config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)

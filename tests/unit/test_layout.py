@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tome_nodes.merging.layout import Grid, Layout, Picture, Span
-from tome_nodes.merging.plan import SlotPlan, plans_of_sequence
+from tome_nodes.merging.plan import SlotPlan, plan_of_sequence
 
 GRID = Grid(2, 3)
 
@@ -23,17 +23,12 @@ def layouts(draw):
     return Layout(place, tuple(spans))
 
 
-def halves(features, grid):
-    """Two plans of a picture, with a half and a quarter of its tokens; None for one token."""
+def half(features, grid):
+    """A plan of a picture with half of its tokens; None for one token."""
     if grid.tokens < 2:
-        return [None, None]
-
-    def plan(slots):
-        return SlotPlan.from_slots(
-            (torch.arange(grid.tokens) % slots).expand(len(features), -1), slots
-        )
-
-    return [plan(max(1, grid.tokens // 2)), plan(max(1, grid.tokens // 4))]
+        return None
+    slots = grid.tokens // 2
+    return SlotPlan.from_slots((torch.arange(grid.tokens) % slots).expand(len(features), -1), slots)
 
 
 def brute_force_merge(plan, x):
@@ -50,41 +45,39 @@ def brute_force_merge(plan, x):
 @given(layouts(), st.integers(1, 2))
 def test_pictures_merge_and_everything_else_is_kept(layout, batch):
     x = torch.randn(batch, layout.length, 4, generator=torch.Generator().manual_seed(0))
-    plans = plans_of_sequence(layout, x, halves)
+    plan = plan_of_sequence(layout, x, half)
     merging = [span for span in layout.spans if span.grid.tokens > 1]
     if not merging:
-        assert plans == [None, None]
+        assert plan is None
         return
-    for plan, share in zip(plans, (2, 4), strict=True):
-        kept = layout.length - sum(span.grid.tokens for span in merging)
-        slots = [max(1, span.grid.tokens // share) for span in merging]
-        assert plan.slot_count == kept + sum(slots)
-        assert plan.fits(x) and not plan.fits(x[:, 1:])
-        assert [each.unique().tolist() for each in plan.slots()] == [
-            list(range(plan.slot_count))
-        ] * batch
-        merged = plan.merge(x)
-        assert_close(merged.double(), brute_force_merge(plan, x), rtol=1e-5, atol=1e-6)
-        unmerged = plan.unmerge(merged)
-        in_picture = torch.zeros(layout.length, dtype=torch.bool)
-        for span in merging:
-            in_picture[span.start : span.stop] = True
-        assert torch.equal(unmerged[:, ~in_picture], x[:, ~in_picture])
-        sizes = torch.stack([torch.bincount(each) for each in plan.slots()])
-        assert_close(plan.log_sizes().exp(), sizes.float())
-        means, keys, values = plan.merge_inputs(x)
-        assert torch.equal(means, merged) and torch.equal(values, merged)
-        assert keys.shape == merged.shape
-        keys, values = plan.merge_keys(x, heads=2), plan.merge_values(2 * x)
-        assert torch.equal(values, plan.merge(2 * x))
-        lengths = brute_force_merge(plan, x.unflatten(2, (2, -1)).norm(dim=3))
-        assert_close(keys.unflatten(2, (2, -1)).norm(dim=3).double(), lengths, rtol=1e-4, atol=1e-4)
+    kept = layout.length - sum(span.grid.tokens for span in merging)
+    slots = [span.grid.tokens // 2 for span in merging]
+    assert plan.slot_count == kept + sum(slots)
+    assert plan.fits(x) and not plan.fits(x[:, 1:])
+    assert [each.unique().tolist() for each in plan.slots()] == [
+        list(range(plan.slot_count))
+    ] * batch
+    merged = plan.merge(x)
+    assert_close(merged.double(), brute_force_merge(plan, x), rtol=1e-5, atol=1e-6)
+    unmerged = plan.unmerge(merged)
+    in_picture = torch.zeros(layout.length, dtype=torch.bool)
+    for span in merging:
+        in_picture[span.start : span.stop] = True
+    assert torch.equal(unmerged[:, ~in_picture], x[:, ~in_picture])
+    sizes = torch.stack([torch.bincount(each) for each in plan.slots()])
+    assert_close(plan.log_sizes().exp(), sizes.float())
+    means, keys, values = plan.merge_inputs(x)
+    assert torch.equal(means, merged) and torch.equal(values, merged)
+    assert keys.shape == merged.shape
+    keys, values = plan.merge_keys(x, heads=2), plan.merge_values(2 * x)
+    assert torch.equal(values, plan.merge(2 * x))
+    lengths = brute_force_merge(plan, x.unflatten(2, (2, -1)).norm(dim=3))
+    assert_close(keys.unflatten(2, (2, -1)).norm(dim=3).double(), lengths, rtol=1e-4, atol=1e-4)
 
 
 def test_a_sequence_that_is_one_picture_has_the_plan_of_the_picture():
     x = torch.randn(1, 6, 2)
-    plans = plans_of_sequence(Layout.filled_by(GRID), x, halves)
-    assert all(isinstance(plan, SlotPlan) for plan in plans)
+    assert isinstance(plan_of_sequence(Layout.filled_by(GRID), x, half), SlotPlan)
 
 
 @given(layouts())
