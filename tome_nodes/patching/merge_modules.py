@@ -63,7 +63,7 @@ class ModuleBlock(Block):
     def forget(self) -> None:
         super().forget()
         self._plan: Plan | None = None
-        self._keys_plan: Plan | None = None
+        self._keys_only = False
         self._outer_plan: Plan | None = None
 
     @property
@@ -104,7 +104,7 @@ class ModuleBlock(Block):
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             evaluation, outcome = self.evaluation, self.outcome
-            self._plan = self._keys_plan = self._outer_plan = None
+            self._plan, self._keys_only, self._outer_plan = None, False, None
             if self.index == 0:
                 evaluation.stack_plan = evaluation.stack_tokens = evaluation.stack_merged = None
             outcome.entered(x.shape[1])
@@ -153,7 +153,7 @@ class ModuleBlock(Block):
             layout = self._worthy_layout(engine.least_in_attention, x, *args, **kwargs)
             if layout is not None:
                 self.outcome.reason = self.record.reasons.attention_replaced
-                self._keys_plan = self.plan_of(x, layout)
+                self._plan, self._keys_only = self.plan_of(x, layout), True
         y: Tensor = forward(x, *args, **kwargs)
         before, detail = evaluation.stack_tokens, evaluation.detail
         if before is not None and detail is not None and self._ends_stack:
@@ -228,7 +228,7 @@ class ModuleBlock(Block):
         return self.worthy(Layout.filled_by(grid), least)
 
     def _plan_for_modules(self, x: Tensor, layout: Layout) -> None:
-        """Make the plans for the modules of the block, which merge each on their own."""
+        """Make the plan for the modules of the block, which merge each on their own."""
         config = self.model.config
         if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
             self.outcome.reason = (
@@ -236,23 +236,12 @@ class ModuleBlock(Block):
             )
             return
         self.outcome.reason = self.record.reasons.attention_replaced
-        attends_to_itself = self._attends_to_itself
-        merges_keys = config.merge_attn and "k,v" in config.attn_tokens and attends_to_itself
-        merges_tokens = (
-            config.merge_crossattn
-            or config.merge_mlp
-            or (config.merge_attn and not (attends_to_itself and config.attn_tokens == "k,v"))
-        )
-        if not (merges_tokens or merges_keys):
-            return
-        plan = self.plan_of(x, layout)
-        self._plan = plan if merges_tokens else None
-        self._keys_plan = plan if merges_keys else None
+        self._plan = self.plan_of(x, layout)
 
     def _run_module(self, forward: Forward) -> Forward:
         def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             plan = self._plan
-            if plan is None or not self._takes(plan, x, kwargs):
+            if plan is None or self._keys_only or not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)
             return plan.unmerge(forward(plan.merge(x), *args, **kwargs))
 
@@ -266,11 +255,11 @@ class ModuleBlock(Block):
                 if config.proportional_attn:
                     kwargs = self._weigh(self._outer_plan, x, kwargs)
                 return forward(x, *args, **kwargs)
-            queries = self._plan if config.merge_attn and "q" in config.attn_tokens else None
-            keys = self._keys_plan
-            plan = keys if queries is None else queries
-            if plan is None or not self._takes(plan, x, kwargs):
+            plan = self._plan
+            if plan is None or not config.merge_attn or not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)
+            queries = plan if "q" in config.attn_tokens else None
+            keys = plan if "k,v" in config.attn_tokens else None
             return self._attend_on_merged(forward, queries, keys, x, *args, **kwargs)
 
         return attention_forward
