@@ -136,11 +136,11 @@ class Tiny:
     Attributes:
         name: the name of its class in ``comfy.supported_models``.
         settings: those of the class, as its loader would read them from a file.
-        blocks: number of blocks.
+        blocks: number of blocks that merge.
         before: number of tokens before the picture.
         channels: those of the latent.
         text: channels of the prompt.
-        frames: those of the latent, None if it has no such dimension.
+        frames: those of the latent, for a model of videos; None if it has no such dimension.
         patch: side of a patch.
         pooled: channels of the pooled prompt.
         prompt: makes further conditions from a random generator.
