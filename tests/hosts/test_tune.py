@@ -295,9 +295,14 @@ def test_a_wish_that_the_unpatched_model_fulfils_costs_nothing(timed, wish):
     assert timed[2] == []
 
 
-def test_a_run_too_short_to_forecast_leaves_the_model_unpatched(timed):
+def test_a_run_too_short_to_forecast_is_compared_with_fewer_steps(timed):
     found = tuned(timed, Wish("speed", 1.2), steps=3)
     assert found.candidate is None
+    assert found.instead["2 of 3 steps"].speed == pytest.approx(1.5)
+    assert found.instead["2 of 3 steps"].change > 0
+    assert BOTH not in found.instead
+    again = tuned(timed, Wish("speed", 1.2), steps=3)
+    assert (again.runs, again.instead) == (0, found.instead)
     assert {measured.obstacle for measured in found.figures.values()} == {
         "a run of 3 steps or fewer has none to forecast; to merge instead, switch forecast off "
         "under preset custom"

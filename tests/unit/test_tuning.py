@@ -199,22 +199,36 @@ def test_the_result_comes_first():
 
 def test_a_model_that_gains_nothing_is_told_why():
     nothing = {each: measured(1.0, 0.0, "too few tokens") for each in (BALANCED[2], FAST[2])}
-    first, hint, *tried = text_lines(Wish("speed", 1.2), nothing)
-    assert first == "Unpatched: nothing is faster here. Nothing merged: too few tokens."
-    assert hint.startswith("Hint: ")
-    assert tried == [f"Tried {each}: nothing merged" for each in nothing]
+    assert text_lines(Wish("speed", 1.2), nothing) == [
+        "Unpatched: nothing is faster here. Nothing merged: too few tokens.",
+        *(f"Tried {each}: nothing merged" for each in nothing),
+    ]
     slow = {BALANCED[2]: replace(PICTURE[BALANCED[2]], seconds=1.25)}
-    assert text_lines(Wish("speed", 1.2), slow)[0] == (
+    assert text_lines(Wish("speed", 1.2), slow)[:2] == [
         "Unpatched: nothing is faster here. Best: balanced, ratio 0.60: 0.80 times as fast, change "
-        "0.030."
-    )
+        "0.030.",
+        HINT,
+    ]
+
+
+def test_what_is_fast_enough_where_nothing_merges_is_said():
+    nothing = {BALANCED[2]: measured(1.0, 0.0, "three steps")}
+    instead = {"2 of 3 steps": measured(1.5, 0.1), "EasyCache": measured(1.1, 0.02)}
+    assert text_lines(Wish("speed", 1.2), nothing, instead=instead)[:4] == [
+        "Unpatched: nothing is faster here. Nothing merged: three steps.",
+        "Hint: take 2 of 3 steps instead, which is at least 1.20 times as fast.",
+        "Instead 2 of 3 steps: 1.50 times as fast, change 0.100",
+        "Instead EasyCache: 1.10 times as fast, change 0.020",
+    ]
+    slow = {"EasyCache": measured(1.1, 0.02)}
+    lines = text_lines(Wish("speed", 1.2), nothing, instead=slow)
+    assert not any(line.startswith("Hint: ") for line in lines)
 
 
 def test_a_trial_that_failed_is_told_as_that():
     failed = {BALANCED[2]: replace(measured(1.0, 0.0, "OSError: gone"), has_failed=True)}
     assert text_lines(Wish("speed", 1.2), failed) == [
         "Unpatched: nothing is faster here. Trial failed: OSError: gone.",
-        HINT,
         "Tried balanced, ratio 0.60: trial failed",
     ]
 

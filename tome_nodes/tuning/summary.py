@@ -19,7 +19,8 @@ class Found:
     Attributes:
         wish: what they should do.
         figures: what is known of those that were tried.
-        instead: what is known of what else the user could take, by name.
+        instead: what is known of what else the user could take, by name; empty where settings are
+            not as like as wished for.
         runs: how many sampling runs the trials took; 0 if there were none.
         date: the day on which it was measured, if it was on an earlier one.
         obstacle: why nothing was tried, None if something could be.
@@ -72,19 +73,25 @@ def result(found: Found) -> Iterator[str]:
         yield f"Hint: set change to {allowed:.2f} to take it."
     else:
         yield f"Unpatched: nothing is faster here. {_why_not(figures)}"
-        yield HINT
+        if all(measured.obstacle is None for measured in figures.values()):
+            yield HINT
     yield from _better(found)
 
 
 def _better(found: Found) -> Iterator[str]:
-    """What to take instead of the settings found, if anything."""
-    if found.measured is None or not found.instead:
-        return
-    better = {name: each for name, each in found.instead.items() if each.beats(found.measured)}
+    """What to take instead of the settings found, or of none, if anything."""
+    measured, instead = found.measured, found.instead
+    better = {
+        name: each
+        for name, each in instead.items()
+        if (found.wish.holds(each) if measured is None else each.beats(measured))
+    }
     if better:
         least = min(better, key=lambda name: better[name].change)
-        yield f"Hint: take {least} instead, which is as fast and changes less."
-    else:
+        fast_enough = f"at least {_wished(found.wish)}"
+        than = fast_enough if measured is None else "as fast and changes less"
+        yield f"Hint: take {least} instead, which is {than}."
+    elif instead and measured is not None:
         yield "Nothing else that was tried is as fast and changes less."
 
 

@@ -118,15 +118,15 @@ class Trials:
         obstacle = "nothing was evaluated" if run is None else run.obstacle
         return replace(measured, obstacle=obstacle)
 
-    def instead(self, candidate: Candidate, speed: float) -> dict[str, Measured]:
+    def instead(self, candidate: Candidate | None, speed: float) -> dict[str, Measured]:
         """What the user could take instead of some settings, or with them, by name.
 
         Fewer steps that take no longer than the settings; the host's EasyCache at its defaults; and
         if that is faster, both.
 
         Args:
-            candidate: the settings.
-            speed: how many times as fast as the unpatched model they are.
+            candidate: the settings; None for the unpatched model.
+            speed: how many times as fast as the unpatched model they are, or should be.
 
         Raises:
             InterruptProcessingException: the user stopped it.
@@ -139,7 +139,7 @@ class Trials:
         cached = _with_easy_cache(self._model)
         if cached is not None:
             found[EASY_CACHE] = self._measured(EASY_CACHE, cached)
-            if found[EASY_CACHE].is_faster:
+            if candidate is not None and found[EASY_CACHE].is_faster:
                 found[BOTH] = self._measured(BOTH, _merging(cached, candidate))
         return found
 

@@ -11,7 +11,7 @@ from comfy.model_management import InterruptProcessingException, get_torch_devic
 from comfy.model_patcher import ModelPatcher
 from comfyui_version import __version__ as comfyui_version
 
-from ...tuning.search import LADDERS, Ladder, Wish, choose, find
+from ...tuning.search import LADDERS, SPEED, UNPATCHED, Ladder, Wish, choose, find
 from ...tuning.summary import Found
 from ..attachment import detach, record_for
 from ..models.base import class_name
@@ -82,8 +82,12 @@ def _tried(
     if wish not in kept.wishes:
         figures = find(wish, figures, ladders, trials.measure)
     candidate = choose(wish, figures)
-    if candidate is not None and candidate not in instead:
-        instead = {**instead, candidate: trials.instead(candidate, figures[candidate].speed)}
+    compared = candidate or UNPATCHED
+    speed = wish.amount if candidate is None else figures[candidate].speed
+    # Whoever asks for likeness gets the nearest settings, and their change, if none is like enough.
+    is_compared = candidate is not None or wish.goal == SPEED
+    if is_compared and compared not in instead:
+        instead = {**instead, compared: trials.instead(candidate, speed)}
     trials.end()
     if trials.steps_taken:
         facts = {each: found for each, found in figures.items() if not found.has_failed}
@@ -99,7 +103,7 @@ def _tried(
     return Found(
         wish,
         figures,
-        {} if candidate is None else instead[candidate],
+        instead.get(compared, {}) if is_compared else {},
         trials.steps_taken / trials.steps,
         "" if trials.steps_taken else kept.date,
     )
