@@ -16,16 +16,17 @@ SCENE = "a lighthouse on a rocky coast at dusk, warm light in the windows, tower
 MOVING = "A small sailing boat passes a lighthouse at dusk. Waves roll in, gulls circle, slow pan."
 NEGATIVE = "blurry, low quality, text, watermark"
 
-PLACE = "**ToMe Patch Model** stands between the model, after any LoRA, and the sampler."
+PLACE = "**ToMe Patch Model** stands between the model (after any LoRA) and the sampler."
 
-FORECASTS = "In some steps the model does not run, and its answer is forecast from the two before."
+FORECASTS = "It skips some steps: the output of the model there is forecast from its last two."
 
 USE = """\
 - **ratio** says how many: 0.6, the default, forecasts two of 8 steps and ten of 20; 0.3 is \
 careful, 0 the plain model.
 - What it gains on your card was not measured. A step that is forecast takes next to no time, so 8 \
-steps should take three quarters of it. On our small transformer, pictures changed a \
-quarter as much as by fewer steps in the same time."""
+steps should take about three quarters of the time, and 20 half. On our small trained models, \
+pictures changed a quarter as much as by fewer steps in the same time, those of a turbo model half \
+as much."""
 
 TRY = """\
 - To compare, bypass the node (Ctrl+B) and run again: the seed stays the same.
@@ -263,8 +264,7 @@ QWEN_IMAGE_EDIT = Sample(
     "Qwen-Image-Edit with a reference",
     note(
         "The two pictures that the model looks at make its work about three times as large, so "
-        "each of these steps saves three times as much. An edit changes little from step to step, "
-        "so three of 8 steps are forecast, not two.",
+        "each step that is forecast saves three times as much.",
     ),
     (
         Column(

@@ -84,4 +84,4 @@ def test_ltx_2_forecasts_in_the_first_of_two_passes(log_messages):
     assert video.isfinite().all()
     first, second = (line for line in log_messages() if line.startswith("[ToMe]"))
     assert re.fullmatch(r"\[ToMe\] forecast [12]/8 steps, ratio 0.60", first)
-    assert "nothing merged: a run of 3 steps or fewer has none to forecast" in second
+    assert "nothing merged: a run of 3 steps or fewer is too short" in second

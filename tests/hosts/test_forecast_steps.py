@@ -53,8 +53,8 @@ def test_a_run_too_short_to_forecast_is_the_plain_one(models, log_messages):
     found = sample(attach(model, configured()), tiny, SIZE, steps=3)
     assert torch.equal(found, sample(model, tiny, SIZE, steps=3))
     assert log_messages() == [
-        "[ToMe] nothing merged: a run of 3 steps or fewer has none to forecast; to merge instead, "
-        "switch forecast off under preset custom"
+        "[ToMe] nothing merged: a run of 3 steps or fewer is too short to forecast one of them; to "
+        "save time, take fewer"
     ]
 
 

@@ -304,8 +304,7 @@ def test_a_run_too_short_to_forecast_is_compared_with_fewer_steps(timed):
     again = tuned(timed, Wish("speed", 1.2), steps=3)
     assert (again.runs, again.instead) == (0, found.instead)
     assert {measured.obstacle for measured in found.figures.values()} == {
-        "a run of 3 steps or fewer has none to forecast; to merge instead, switch forecast off "
-        "under preset custom"
+        "a run of 3 steps or fewer is too short to forecast one of them; to save time, take fewer"
     }
 
 

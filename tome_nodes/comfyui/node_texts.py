@@ -71,9 +71,10 @@ class Caption:
 PATCH = Caption(
     id="ToMePatchModel",
     name="ToMe Patch Model",
-    text="Makes picture and video models faster by token merging: where parts of the picture are "
-    "alike, the model does their work once. Put it between the model loader and the sampler. Needs "
-    "no training; gains most on video and large pictures.",
+    text="Makes picture and video models faster: by token merging in UNets such as SDXL, where "
+    "parts of the picture that are alike are computed once; by skipping steps, whose outcome is "
+    "forecast, in transformers such as Flux and Wan. Put it between the model loader and the "
+    "sampler. Needs no training.",
     inputs=(
         Slot(
             "model",

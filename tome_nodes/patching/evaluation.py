@@ -1,8 +1,7 @@
 """The course of every model evaluation, in any host.
 
-First it is settled whether to merge now, on which device, at which ratio, with which picks, and
-which plans of an earlier step are kept. Then the overrides go on, the model runs, the overrides
-come off, and the observer gets the result.
+First it is settled whether to merge now, on which device, at which ratio and with which picks. Then
+the overrides go on, the model runs, the overrides come off, and the observer gets the result.
 """
 
 import logging

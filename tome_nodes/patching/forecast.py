@@ -44,6 +44,12 @@ NOT_ALIKE = "the answers of the steps are too few or differ too much to forecast
 _NOT_KNOWN = "the step or the noise of an evaluation is not known, so nothing is forecast"
 """Why an evaluation runs, if its host does not tell."""
 
+_TOO_SHORT = (
+    f"a run of {_SHORTEST - 1} steps or fewer is too short to forecast one of them; to save time, "
+    "take fewer"
+)
+"""Why no step of such a run is forecast."""
+
 _OR_MERGE = "; to merge instead, switch forecast off under preset custom"
 
 _PARTS_KEPT = 64
@@ -109,7 +115,7 @@ class Forecasts:
             return _NOT_KNOWN + _OR_MERGE
         running = self._running(steps)
         if len(running) == steps:
-            return f"a run of {_SHORTEST - 1} steps or fewer has none to forecast{_OR_MERGE}"
+            return _TOO_SHORT
         if moment.step in running:
             return IN_OTHER_STEPS
         return NOT_ALIKE if moment.log_snr is not None else _NOT_KNOWN + _OR_MERGE

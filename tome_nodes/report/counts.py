@@ -16,7 +16,7 @@ class Counts(Observer):
         fell_back: blocks that ran in module scope although a wider one was set, by the reason.
         unweighted: reasons why merged keys weighed as one token each.
         plans_made: number of plans made.
-        plans_reused: number of times a block used the plan of another block or step.
+        plans_reused: number of times a block took the plan of another block of its stack.
         forecast_steps: the steps in which an answer of the model was forecast.
     """
 

@@ -44,7 +44,8 @@ class ToMeConfig:
         step=0.05,
         text="How much to merge: more is faster and changes the picture more; 0 is exactly the "
         "unpatched model. In a UNet, such as SDXL, it is a share of the tokens, the small squares "
-        "that the model cuts the picture into; in a transformer, such as Flux, of the steps.",
+        "that the model cuts the picture into; in a transformer, such as Flux, of the steps "
+        "between the first few and the last.",
         more="One token of each cell always stays, so of a picture at most `1 - 1/(sx*sy)` merge: "
         "0.75 with the cells of quality, fast and paper, 0.875 with those of balanced. Under "
         "quality and balanced, only keys and values of self-attention merge. For steps, see "
@@ -102,15 +103,15 @@ class ToMeConfig:
             "module": "Self-attention, cross-attention and feed-forward network, each where "
             "`merge_attn`, `merge_crossattn` and `merge_mlp` switch it on.",
             "block": "Each transformer block as a whole; what it changes is added to all tokens.",
-            "stack": "All transformer blocks of a level in one go. Saves most: on SDXL, most of "
-            "whose blocks come in stacks of ten.",
+            "stack": "All transformer blocks of a level in one go. Saves most, above all on SDXL, "
+            "where most blocks come in stacks of ten.",
         },
         advanced=True,
         text="What runs on merged tokens: module is the modules that are switched on below, block "
         "each transformer block as a whole. stack is all blocks of a level at once, which saves "
         "most and is what makes SDXL faster.",
         more="block and stack work in UNets only. Transformers fall back to module, and so does a "
-        "block whose inside another node patches.",
+        "block that another node patches inside.",
     )
     attn_tokens: str = _option(
         "q,k,v",
@@ -206,22 +207,22 @@ class ToMeConfig:
         least=0,
         most=100,
         advanced=True,
-        text="In scope stack, how many steps there are from one that runs on all tokens to the "
-        "next, counted back from the second to last; 0 is never. The steps in between keep the "
-        "detail that merged tokens got in it.",
-        more="The first step also does if it begins with a picture, as in image to image. With "
-        "`attn_tokens` k,v, self-attention merges keys and values even in these steps. Each stack "
-        "keeps a tensor of the size of its tokens.",
+        text="In scope stack, one step in so many runs on all tokens, counted back from the second "
+        "to last; 0 is none. The steps after it keep the detail that it gave to merged tokens.",
+        more="The first step also runs on all tokens if it begins with a picture, as in image to "
+        "image. With `attn_tokens` k,v, self-attention merges keys and values even in these steps. "
+        "Each stack keeps a tensor of the size of its tokens.",
     )
     forecast: bool = _option(
         False,
         advanced=True,
         text="In a transformer, skip the model in some steps, as many as ratio says, and forecast "
-        "its answer from the two before. Nothing merges then.",
-        more="A run needs at least four steps. The first two always run, of 8 and more the first "
-        "three, and the last. At a ratio of 0.6 a run of four steps forecasts one, one of eight "
-        "two, one of twenty ten. Where the first two answers hardly differ, as in second passes "
-        "and many edits, forecasts begin with the third step, and one of eight steps has three.",
+        "its output there from its last two. Nothing merges then.",
+        more="A run needs at least four steps. The first two steps and the last always run; in "
+        "runs of 8 steps or more, the third too. At a ratio of 0.6, one of 4 steps is forecast, "
+        "two of 8 and ten of 20. In runs of fewer than 16 steps whose first two outputs hardly "
+        "differ, as in second passes and many edits, forecasts begin with the third step: three of "
+        "8.",
     )
 
     def __post_init__(self) -> None:

@@ -34,8 +34,8 @@ class Preset:
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "quality": Preset(
-            "Merges keys and values of self-attention in cells of 2x2 tokens, matched within "
-            "windows: closest to the plain model.",
+            "In a UNet, merges keys and values of self-attention in cells of 2x2 tokens, matched "
+            "within windows: closest to the plain model.",
             {"strategy": "window", "attn_tokens": "k,v", "forecast": True},
         ),
         "balanced": Preset(
@@ -43,8 +43,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True},
         ),
         "fast": Preset(
-            "Runs all transformer blocks of a level on merged tokens in three of four steps, and "
-            "on all tokens in the fourth: saves most, changes most, and is what to take for SDXL, "
+            "In a UNet, runs all blocks of a level on merged tokens in three of four steps, and on "
+            "all tokens in the fourth: saves most, changes most, and is what to take for SDXL, "
             "where self-attention is a small part of the work.",
             {
                 "strategy": "window",
@@ -75,7 +75,7 @@ PRESET = Option(
     "only ratio, start_percent, end_percent, seed and backend count; under custom every input "
     "does.",
     more="In a transformer, such as Flux, Qwen-Image or Wan, quality, balanced and fast are the "
-    "same: the model does not run in some steps, and its answer is forecast. There, merging would "
+    "same: the model is skipped in some steps, and its output forecast. There, merging would "
     "change the picture more than fewer steps do. An input that would not count is refused, unless "
     "it is at its default. The editor hides it and does not send it.",
 )

@@ -7,8 +7,8 @@ from math import ceil
 from .search import SPEED, Candidate, Figures, Measured, Wish, choose
 
 HINT = (
-    "Hint: merging gains more the more tokens there are. Try a larger picture, more frames, or "
-    "the second pass of a hires workflow."
+    "Hint: in a UNet, merging gains more in a larger picture or in the second pass of a hires "
+    "workflow; in a transformer, more steps leave more to forecast."
 )
 
 
