@@ -163,7 +163,7 @@ BENCHES = {
     "video": Bench(
         lambda steps, seeds: VideoJudge(steps, 3.0, seeds),
         options.of_other_transformers,
-        (8, 20, 4),
+        (8, 20),
     ),
     "edit": Bench(
         lambda steps, seeds: EditJudge(steps, 1.0, seeds),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tome_nodes.comfyui.node_texts import PATCH as CAPTION
 from tome_nodes.settings.presets import CUSTOM, FREE
 from tools.editor import (
     MODELS,
@@ -155,6 +156,25 @@ def test_thumbnail_is_a_small_jpeg(name):
 @every_workflow
 def test_editor_file_and_api_format_are_the_same_graph(name, info):
     assert to_api_format(editor_file(name), info) == api_file(name)
+
+
+def nodes_of(graph):
+    """All nodes of a graph and of the subgraphs in it."""
+    inner = graph.get("definitions", {}).get("subgraphs", [])
+    return [*graph["nodes"], *(node for each in inner for node in nodes_of(each))]
+
+
+@pytest.mark.parametrize(
+    "file", [*workflow_files(), *blueprint_files()], ids=lambda file: file.stem
+)
+def test_the_values_of_our_node_are_those_of_its_inputs(file):
+    """They are saved by place, so an input that comes or goes shifts them."""
+    graph = json.loads(file.read_text(encoding="utf-8"))
+    ours = [node for node in nodes_of(graph) if node["type"] == CAPTION.id]
+    assert ours or file.stem == "tome_tune"
+    for node in ours:
+        for option, value in zip(CAPTION.options, node["widgets_values"], strict=True):
+            option.check(float(value) if isinstance(option.default, float) else value)
 
 
 @every_workflow

@@ -406,7 +406,7 @@ def graphs(draw):
     if draw(one_in(4, st.just(True), st.just(False))):
         nodes["second"] = patch(last, **draw(patch_inputs()))
         last = ["second", 0]
-    if draw(one_in(25, st.just(True), st.just(False))):
+    if draw(one_in(15, st.just(True), st.just(False))):
         nodes["tuned"] = tune(last)
         nodes["tuned"]["inputs"] |= draw(tune_inputs())
         last = ["tuned", 0]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from host import merging, sample
+from models import comfyui
 
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.report import drawing
@@ -64,10 +65,12 @@ def test_what_came_out_whether_it_helped_and_what_to_change_come_first(run):
     assert [line.split(":")[0] for line in in_words(idle)][:2] == ["Nothing merged", "Hint"]
 
 
-def test_plans_of_a_stack_are_counted_as_reused(sdxl):
-    run = run_of(sdxl, steps=4, scope="stack", strategy="window")
-    words = in_words(run)
-    assert "Matching: done 2 times, reused 22 times" in words
+def test_plans_of_a_stack_are_counted_as_reused(models):
+    patched = attach(models("sdxl"), merging(scope="stack", strategy="window"))
+    comfyui.sample(patched, comfyui.UNETS["sdxl"], (16, 16), steps=4)
+    words = in_words(last_run(patched))
+    stacks, blocks = 5, 11
+    assert f"Matching: done {4 * stacks} times, reused {4 * (blocks - stacks)} times" in words
     assert "Settings: ratio 0.50, window, stack scope" in words
 
 

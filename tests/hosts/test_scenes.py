@@ -22,6 +22,7 @@ from benchmarks.fidelity import (
     scene_transformer,
     scenes,
     student,
+    teacache,
 )
 from benchmarks.fidelity.weights import load, save
 
@@ -155,7 +156,7 @@ def test_everything_that_saves_time_has_its_cost_and_the_plain_model_no_error(
     untrained, monkeypatch
 ):
     monkeypatch.setattr(fidelity, "MANY", 9)
-    rows, shown = fidelity.judged(untrained, options.of_transformer(8))
+    rows, shown = fidelity.judged(untrained, options.of_transformer(8, teacache.OF_IMAGE))
     assert json.loads(json.dumps(rows)) == rows
     plain = rows[page.PLAIN]
     assert (plain["error"], plain["ssim"], plain["time"]) == (0, 1, 1)
