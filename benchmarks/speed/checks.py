@@ -73,7 +73,8 @@ def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> 
     if counts.shape != (2, plan.slot_count) or (counts == 0).any():
         raise WrongOutput(f"its plan has {plan.slot_count} slots, and not all of them hold a token")
     most = grid.tokens - int(grid.tokens * config.ratio)
-    if abs(plan.slot_count - most) > 0.02 * grid.tokens and strategy.follows_ratio:
+    follows_ratio = strategy.ratio_cap(config) is not None
+    if abs(plan.slot_count - most) > 0.02 * grid.tokens and follows_ratio:
         raise WrongOutput(f"its plan has {plan.slot_count} slots; ratio={config.ratio} asks {most}")
     if method.family == "ideal":
         return

@@ -169,7 +169,9 @@ class IdealStrategy(CallableStrategy):
 class ToDoStrategy(CallableStrategy):
     """Keeps the top left token of each 2x2 cell, as ToDo does for keys and values."""
 
-    follows_ratio = False
+    @classmethod
+    def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> None:
+        return None
 
     def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
         rows, columns = -(-grid.height // 2), -(-grid.width // 2)

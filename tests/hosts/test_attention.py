@@ -96,6 +96,28 @@ def test_the_scale_of_the_caller_is_kept():
     for function in (attention.attention_pytorch, attention.attention_flash):
         actual = weighed(function, q, k, v, sizes, [], scale=2 / 40**0.5)
         assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+        unscaled = weighed(function, q, k, v, sizes, [], scale=None)
+        expected_unscaled = attention_to_repeated(q, k, v, sizes)
+        assert_close(unscaled.double(), expected_unscaled, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("function", [attention.attention_pytorch, attention.attention_flash])
+def test_a_mask_that_an_override_changes_counts(function):
+    q, k, v, sizes = tensors(40, 37, 29)
+    region = torch.zeros(1, 1, 1, 29)
+    region[..., :5] = -torch.inf
+
+    def theirs(func, *args, mask=None, **kwargs):
+        return func(*args, mask=mask + region, **kwargs)
+
+    block = SimpleNamespace(ops=TORCH, tuner=None, note_unweighted=lambda reason: None)
+    merged = key_weights.attend(
+        block, function, theirs, None, sizes.log().to(q.dtype), q, k, v, HEADS, {}
+    )
+    without = sizes.clone()
+    without[:, :5] = 0
+    expected = attention_to_repeated(q, k, v, without)
+    assert_close(merged.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 OLD, NEW = Capabilities(), Capabilities(flash=True, cudnn=True, kernel=True)

@@ -265,13 +265,23 @@ def test_ip_adapter(unet, log_messages):
     assert log_messages()[-1].endswith("block scope, module scope in 7 that are patched")
 
 
-@pytest.mark.parametrize("attn_tokens", ["q", "k,v"])
-def test_queries_and_keys_cannot_differ_before_fused_projections(unet, log_messages, attn_tokens):
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"attn_tokens": "q"}, "need attn_tokens=q,k,v"),
+        ({"attn_tokens": "k,v"}, "need attn_tokens=q,k,v"),
+        ({"strategy": "pool", "proportional_attn": True}, "do not go with strategy=pool"),
+    ],
+    ids=str,
+)
+def test_queries_and_keys_cannot_differ_before_fused_projections(
+    unet, log_messages, options, reason
+):
     expected = call(unet)
     unet.fuse_qkv_projections()
-    tome_nodes.apply_patch(unet, attn_tokens=attn_tokens)
+    tome_nodes.apply_patch(unet, **options)
     assert relative_error(call(unet), expected) < ROUNDING
-    assert log_messages() == ["[ToMe] nothing merged: fused projections need attn_tokens=q,k,v"]
+    assert log_messages() == [f"[ToMe] nothing merged: fused projections {reason}"]
 
 
 @torch.no_grad()
@@ -712,8 +722,8 @@ def test_a_run_goes_on_whatever_noise_its_sampler_adds(untried, scheduler, merge
     Attachment(config, DiffusersUNets(), 1000, Counted).attach(case.pipeline.unet)
     Counted.made = 0
     case(steps=8)
-    # The fifth step runs on all tokens, and the first if it is not at the most noise; one more plan,
-    # with few tokens, tests the device.
+    # The fifth step runs on all tokens, and the first if it is not at the most noise. One more,
+    # of few tokens, tests the device.
     assert Counted.made == merged * 3 + 1
 
 

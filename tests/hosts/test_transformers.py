@@ -18,6 +18,7 @@ from tome_nodes.comfyui.attachment import attach, detach, last_run
 from tome_nodes.comfyui.models import record_of
 from tome_nodes.comfyui.models.transformers import REFUSED, TRANSFORMERS
 from tome_nodes.merging.layout import Grid
+from tome_nodes.patching.merge_attention import AttentionBlock
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import report_of
 from tools.families import FAMILIES, Family, fate_of
@@ -318,6 +319,31 @@ def test_weights_count_next_to_text(models, kind):
         for on in (True, False)
     )
     assert weighed < unweighed
+
+
+@pytest.mark.parametrize("strategy", ["bipartite", "window", "pool"])
+def test_keys_and_values_that_count_once_are_means(models, monkeypatch, strategy):
+    """As in the paper."""
+    tiny, model = TINY["wan21"], models("wan21")
+    calls, plans, plan_of = [], [], AttentionBlock.plan_of
+
+    def theirs(_, q, k, v, *args, **kwargs):
+        calls.append((k, v))
+        return attention_pytorch(q, k, v, *args, **kwargs)
+
+    def noted(*args):
+        plans.append(plan_of(*args))
+        return plans[-1]
+
+    other = with_override(model, theirs)
+    sample(other, tiny, tiny.size(8, 10), steps=1, cfg=1.0)
+    before = calls[0]
+    calls.clear()
+    monkeypatch.setattr(AttentionBlock, "plan_of", noted)
+    patched = attach(other, keys_only(strategy=strategy, proportional_attn=False))
+    sample(patched, tiny, tiny.size(8, 10), steps=1, cfg=1.0)
+    for each, merged in zip(before, calls[0], strict=True):
+        assert relative_error(merged, plans[0].merge(each)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["flux", "z_image", "qwen_image", "wan21", "omnigen2"])

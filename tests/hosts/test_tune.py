@@ -303,6 +303,10 @@ def test_a_run_too_short_to_forecast_is_compared_with_fewer_steps(timed):
     assert BOTH not in found.instead
     again = tuned(timed, Wish("speed", 1.2), steps=3)
     assert (again.runs, again.instead) == (0, found.instead)
+    # Another wish is compared with the steps that fulfil it.
+    faster = tuned(timed, Wish("speed", 2.0), steps=3)
+    assert [*faster.instead] == ["1 of 3 steps", EASY_CACHE]
+    assert tuned(timed, Wish("speed", 1.2), steps=3).runs == 0
     assert {measured.obstacle for measured in found.figures.values()} == {
         "a run of 3 steps or fewer is too short to forecast one of them; to save time, take fewer"
     }

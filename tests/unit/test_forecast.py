@@ -108,9 +108,9 @@ def test_a_forecast_goes_on_in_the_direction_of_the_last_change():
     # The last change was over 2, the forecast is over 3, of which 0.7 is taken.
     assert torch.allclose(found, ONE + CHANGE * (1 + 0.7 * 1.5), atol=1e-6)
     assert after(*KNOWN).answer(moment(3, 1.0), ONE) is None
-    assert (
-        after(*KNOWN, config=replace(FORECASTS, forecast=False)).answer(moment(2, 1.0), ONE) is None
-    )
+    for others in ({"forecast": False}, {"ratio": 0.0, "ratio_end": 0.6}):
+        config = replace(FORECASTS, **others)
+        assert after(*KNOWN, config=config).answer(moment(2, 1.0), ONE) is None
 
 
 @pytest.mark.parametrize(("change", "forecast"), [(0.1, "FRFRF"), (0.2, "RFRRF")])

@@ -63,10 +63,14 @@ def merged_attention(
     if keys is not None:
         # Queries may have more heads than keys.
         key_heads = k.shape[1] if by_head else heads
-        k = _like(keys.merge_keys(flat_k, key_heads), k, by_head)
+        # As in the paper, keys are means and count once, unless they are to weigh as their tokens.
+        weighs = block.model.config.proportional_attn
+        merged = keys.merge_keys(flat_k, key_heads) if weighs else keys.merge(flat_k)
+        k = _like(merged, k, by_head)
         # Keep only one flat copy in memory at a time.
-        del flat_k
-        v = _like(keys.merge_values(flat(v, by_head)), v, by_head)
+        del flat_k, merged
+        flat_v = flat(v, by_head)
+        v = _like(keys.merge_values(flat_v) if weighs else keys.merge(flat_v), v, by_head)
         log_sizes = block.log_sizes(keys, k)
         bias = None if bias is None else _merged_keys(bias, keys, len(k))
     if queries is not None:

@@ -162,7 +162,7 @@ class Forecasts:
 
     def _steps(self, moment: Moment) -> int | None:
         """How many steps the run has, None if they are not known or nothing is forecast."""
-        if not self._config.forecast or moment.steps_left is None:
+        if not self._config.forecast or self._config.ratio == 0 or moment.steps_left is None:
             return None
         return moment.step + moment.steps_left + 1
 

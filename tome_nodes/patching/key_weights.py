@@ -203,7 +203,7 @@ def attend(
     if log_sizes is not None:
         mask = with_sizes(bias, log_sizes)
         block.note_unweighted(None)
-        func = partial(weighed, block, func, bias, log_sizes)
+        func = partial(weighed, block, func, bias, log_sizes, given=mask)
     return theirs(func, q, k, v, heads, mask=mask, **kwargs)
 
 
@@ -217,14 +217,18 @@ def weighed(
     v: Tensor,
     heads: int,
     mask: Tensor | None = None,
+    given: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """``func`` with ``log_sizes`` added to its logits, in the way that is fastest for it.
 
     Queries, keys and values are in the host's layouts: ``[batch, tokens, heads * channels]``, or
     with ``skip_reshape`` ``[batch, heads, tokens, channels]``. ``bias`` is the mask without the
-    sizes, and ``mask`` the one with them that another node's override passes on, perhaps changed.
+    sizes, ``given`` the one with them that another node's override got, and ``mask`` what it passes
+    on, which is used if it is another.
     """
+    if mask is not None and mask is not given:
+        return func(q, k, v, heads, mask=mask, **kwargs)
     ops, tuner = block.ops, block.tuner
     if not has_keys(k, log_sizes):
         block.note_unweighted(CALLED_DIFFERENTLY)
@@ -255,7 +259,7 @@ def weighed(
         possible = variants_of(name, head_channels, capable, may_widen, may_replace)
         return {each.value: partial(attend_by, each.value) for each in possible}
 
-    # Another node's override has passed a mask on, perhaps a changed one, so that is used.
+    # What another node's override does is not tried out.
     if mask is not None or tuner is None:
         return attend_by(default)
     call = (
@@ -285,9 +289,10 @@ def _in_channels(
     q, k, v = (flat(x, skip_reshape) for x in (q, k, v))
     channels = q.shape[2] // heads
     wider = channels + FURTHER
-    if "scale" in kwargs:
+    if kwargs.get("scale") is not None:
         scale, constant = 1.0, 1 / kwargs["scale"]
     else:
+        kwargs.pop("scale", None)
         scale, constant = (wider / channels) ** 0.5, wider**0.5
     q, k, v = ops.widen(q, k, v, log_sizes, heads, scale, constant)
     out = func(q, k, v, heads, **kwargs)

@@ -151,15 +151,14 @@ def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> lis
         frames: of the latent of a video, 1 for a picture.
         defaults: whether to include strategy and scope even if they are the default.
     """
-    strategy = strategy_class(config)
+    cap = strategy_class(config).ratio_cap(config, frames)
     scope = [] if config.scope == "module" and not defaults else [f"{config.scope} scope"]
-    if not strategy.follows_ratio:
+    if cap is None:
         return [f"{config.strategy} of {config.sy}x{config.sx} cells", *scope]
     ratio = f"ratio {config.ratio:.2f}"
     if config.ratio_end >= 0:
         ratio += f" to {config.ratio_end:.2f}"
-    cap = strategy.ratio_cap(config, frames)
-    if max(config.ratio, config.ratio_end) > cap:
+    if config.largest_ratio > cap:
         ratio += f" capped at {cap:.2f}"
     if config.scope == "module" and config.attn_tokens != "q,k,v":
         ratio += f" of {TOKENS[config.attn_tokens]} in self-attention"

@@ -153,6 +153,7 @@ class ToMeConfig:
         advanced=True,
         text="Ratio at the last step, to which it moves from ratio in equal steps; -1 keeps ratio "
         "throughout. The paper found 0.6 falling to 0.4 better than a steady 0.5.",
+        more="It is for merging; forecasts go by `ratio`.",
     )
     sx: int = _option(
         2,
@@ -242,9 +243,14 @@ class ToMeConfig:
             )
 
     @property
+    def largest_ratio(self) -> float:
+        """That of any step."""
+        return max(self.ratio, self.ratio_end)
+
+    @property
     def merges_nothing(self) -> bool:
-        """Whether no ratio is above 0."""
-        return max(self.ratio, self.ratio_end) <= 0
+        """Whether the ratio is 0 in all steps."""
+        return self.largest_ratio == 0
 
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..merging.layout import Grid
 from ..merging.plan import Plan, plan_by_frame
+from ..settings.config import ToMeConfig
 from .strategy import Strategy
 
 NEAREST_SHARE = 0.75
@@ -100,7 +101,11 @@ class PoolPlan(Plan):
 class PoolStrategy(Strategy):
     """Merges whole cells; any ratio above 0 merges all of them."""
 
-    follows_ratio = False
+    has_one_source = False
+
+    @classmethod
+    def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> None:
+        return None
 
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
         if grid.frames > 1:

@@ -21,8 +21,8 @@ class Strategy:
     strategies have.
     """
 
-    follows_ratio: ClassVar[bool] = True
-    """Whether the ratio sets how many tokens merge, not only whether any do."""
+    has_one_source: ClassVar[bool] = True
+    """Whether queries, keys and values are projected from the same merged tokens."""
 
     compares_afar: ClassVar[bool] = False
     """Whether tokens are compared over the whole grid, which is slow."""
@@ -41,8 +41,11 @@ class Strategy:
         self.ops = ops
 
     @classmethod
-    def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float:
-        """The largest share of the tokens that can merge, given the number of frames."""
+    def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float | None:
+        """The largest share of the tokens that can merge, given the number of frames.
+
+        None if the ratio does not set how many tokens merge, only whether any do.
+        """
         return 1.0
 
     def begin(self, key: Tensor) -> None:

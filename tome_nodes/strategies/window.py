@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..merging.layout import Grid
 from ..merging.plan import Plan, SlotPlan
-from ..ops import KernelFailed
+from ..ops import TORCH, KernelFailed, Operations
 from .cells import Cells, CellStrategy, split_cells
 
 # Features that a CPU gathers at once, so that they fit its cache; a GPU takes a whole map.
@@ -45,7 +45,7 @@ class WindowStrategy(CellStrategy):
         if quota == 0:
             return None
         plan = self._match_by_kernel(features, cells, (high, wide), quota)
-        return plan or match_windows(features, *self.split_of(grid), quota)
+        return plan or match_windows(features, *self.split_of(grid), quota, self.ops)
 
     def _match_by_kernel(
         self, features: Tensor, cells: Cells, window: tuple[int, int], quota: int
@@ -106,7 +106,9 @@ def _cells_along(cells: int, side: int) -> int:
 
 
 @torch.no_grad()
-def match_windows(features: Tensor, src: Tensor, dst: Tensor, quota: int) -> SlotPlan:
+def match_windows(
+    features: Tensor, src: Tensor, dst: Tensor, quota: int, ops: Operations = TORCH
+) -> SlotPlan:
     """In each window, merge the src tokens that are most similar to their nearest dst into it.
 
     Args:
@@ -114,6 +116,7 @@ def match_windows(features: Tensor, src: Tensor, dst: Tensor, quota: int) -> Slo
         src: ``[windows, candidates]`` token indices, int64.
         dst: ``[windows, kept]`` token indices, int64.
         quota: the number of merges in each window, from 1 to ``candidates``.
+        ops: the operations that the plan uses.
 
     Returns:
         A plan of ``tokens - windows * quota`` slots.
@@ -139,4 +142,4 @@ def match_windows(features: Tensor, src: Tensor, dst: Tensor, quota: int) -> Slo
             own_src.expand(batch, -1, -1).gather(2, merged).flatten(1),
             own_dst.expand(batch, -1, -1).gather(2, nearest.gather(2, merged)).flatten(1),
         )
-    return SlotPlan.from_owners(owners, tokens - len(src) * quota)
+    return SlotPlan.from_owners(owners, tokens - len(src) * quota, ops)

@@ -118,7 +118,9 @@ class Trials:
         obstacle = "nothing was evaluated" if run is None else run.obstacle
         return replace(measured, obstacle=obstacle)
 
-    def instead(self, candidate: Candidate | None, speed: float) -> dict[str, Measured]:
+    def instead(
+        self, candidate: Candidate | None, speed: float, known: Mapping[str, Measured] = {}
+    ) -> dict[str, Measured]:
         """What the user could take instead of some settings, or with them, by name.
 
         Fewer steps that take no longer than the settings; the host's EasyCache at its defaults; and
@@ -127,20 +129,24 @@ class Trials:
         Args:
             candidate: the settings; None for the unpatched model.
             speed: how many times as fast as the unpatched model they are, or should be.
+            known: what was measured before, by name, and need not be again.
 
         Raises:
             InterruptProcessingException: the user stopped it.
         """
-        found = {}
+        found: dict[str, Measured] = {}
+
+        def measure(name: str, model: ModelPatcher, steps: int | None = None) -> None:
+            found[name] = known.get(name) or self._measured(name, model, steps)
+
         fewer = min(self.steps - 1, floor(self.steps / speed))
         if fewer:
-            name = f"{fewer} of {self.steps} steps"
-            found[name] = self._measured(name, self._model, fewer)
+            measure(f"{fewer} of {self.steps} steps", self._model, fewer)
         cached = _with_easy_cache(self._model)
         if cached is not None:
-            found[EASY_CACHE] = self._measured(EASY_CACHE, cached)
+            measure(EASY_CACHE, cached)
             if candidate is not None and found[EASY_CACHE].is_faster:
-                found[BOTH] = self._measured(BOTH, _merging(cached, candidate))
+                measure(BOTH, _merging(cached, candidate))
         return found
 
     def _measured(self, name: str, model: ModelPatcher, steps: int | None = None) -> Measured:

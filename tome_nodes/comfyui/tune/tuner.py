@@ -11,7 +11,7 @@ from comfy.model_management import InterruptProcessingException, get_torch_devic
 from comfy.model_patcher import ModelPatcher
 from comfyui_version import __version__ as comfyui_version
 
-from ...tuning.search import LADDERS, SPEED, UNPATCHED, Ladder, Wish, choose, find
+from ...tuning.search import LADDERS, SPEED, UNPATCHED, Ladder, Measured, Wish, choose, find
 from ...tuning.summary import Found
 from ..attachment import detach, record_for
 from ..models.base import class_name
@@ -84,10 +84,12 @@ def _tried(
     candidate = choose(wish, figures)
     compared = candidate or UNPATCHED
     speed = wish.amount if candidate is None else figures[candidate].speed
+    rivals: Mapping[str, Measured] = {}
     # Whoever asks for likeness gets the nearest settings, and their change, if none is like enough.
-    is_compared = candidate is not None or wish.goal == SPEED
-    if is_compared and compared not in instead:
-        instead = {**instead, compared: trials.instead(candidate, speed)}
+    if candidate is not None or wish.goal == SPEED:
+        known = instead.get(compared, {})
+        rivals = trials.instead(candidate, speed, known)
+        instead = {**instead, compared: {**known, **rivals}}
     trials.end()
     if trials.steps_taken:
         facts = {each: found for each, found in figures.items() if not found.has_failed}
@@ -103,7 +105,7 @@ def _tried(
     return Found(
         wish,
         figures,
-        instead.get(compared, {}) if is_compared else {},
+        rivals,
         trials.steps_taken / trials.steps,
         "" if trials.steps_taken else kept.date,
     )
