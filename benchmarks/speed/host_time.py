@@ -235,8 +235,8 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
     Attention merges in maps of at least so many ``tokens``, whole blocks in all.
     """
 
-    def worth_from(strategy: Any, device: Any, in_blocks: bool, at_calls: bool) -> int:
-        return 1 if in_blocks else tokens
+    def worth_from(strategy: Any, device: Any, merges_in: engine.MergesIn) -> int:
+        return 1 if merges_in == "blocks" else tokens
 
     def resolve(backend: str, device: Any, dtype: Any) -> tuple[str, None]:
         return ("torch" if backend == "torch" else "triton"), None

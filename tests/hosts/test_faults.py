@@ -13,7 +13,7 @@ from models.pipelines import call, make_unet
 
 import tome_nodes
 from tome_nodes.comfyui.attachment import attach
-from tome_nodes.merging.plan import Plan, SlotPlan
+from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.patching.evaluation import NO_MEMORY
 from tome_nodes.strategies.cells import CellStrategy
 
@@ -21,7 +21,7 @@ STAGES = {
     "plan": (CellStrategy, "cells_of"),
     "merge": (SlotPlan, "_merge_keys"),
     "merge of blocks": (SlotPlan, "merge"),
-    "weights": (Plan, "log_sizes_in"),
+    "weights": (SlotPlan, "log_sizes"),
     "unmerge": (SlotPlan, "unmerge"),
     "unmerge of blocks": (SlotPlan, "add_change"),
 }

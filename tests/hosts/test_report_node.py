@@ -79,7 +79,7 @@ def test_the_text_says_what_the_run_did(shown):
         "Helped: not measured",
         "Model: SD15",
         "Steps: merged in 2 of 2",
-        "Matching: done 12 times, reused 0 times",
+        "Matching: done 12 times",
         "Settings: ratio 0.50, bipartite, module scope",
         "Backend: torch",
     ]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tome_nodes.patching import forecast
 from tome_nodes.patching.forecast import Forecasts, steps_that_run
 from tome_nodes.patching.schedule import Moment, log_snr
-from tome_nodes.settings.config import ToMeConfig
 
 
 def pattern(ratio, steps, is_settled=False):
@@ -84,12 +83,9 @@ def as_hosts_sample():
         yield
 
 
-FORECASTS = ToMeConfig(ratio=0.6, forecast=True)
-
-
-def after(*answers, config=FORECASTS):
+def after(*answers, ratio=0.6):
     """What is kept after these steps, levels and answers."""
-    kept = Forecasts(config)
+    kept = Forecasts(ratio)
     for step, level, answer in answers:
         kept.keep(moment(step, level), answer)
     return kept
@@ -108,9 +104,9 @@ def test_a_forecast_goes_on_in_the_direction_of_the_last_change():
     # The last change was over 2, the forecast is over 3, of which 0.7 is taken.
     assert torch.allclose(found, ONE + CHANGE * (1 + 0.7 * 1.5), atol=1e-6)
     assert after(*KNOWN).answer(moment(3, 1.0), ONE) is None
-    for others in ({"forecast": False}, {"ratio": 0.0, "ratio_end": 0.6}):
-        config = replace(FORECASTS, **others)
-        assert after(*KNOWN, config=config).answer(moment(2, 1.0), ONE) is None
+    none = after(*KNOWN, ratio=0.0)
+    assert none.answer(moment(2, 1.0), ONE) is None
+    assert "is 0; raise it" in none.why_none(moment(2, 1.0))
 
 
 @pytest.mark.parametrize(("change", "forecast"), [(0.1, "FRFRF"), (0.2, "RFRRF")])
@@ -137,7 +133,7 @@ def test_a_run_is_settled_if_its_first_answers_hardly_differ(change, forecast):
 def test_such_a_run_is_not_settled(answers, steps):
     for fewer in (8, 15):
         assert after(*KNOWN).answer(moment(2, 1.0, steps=fewer), ONE) is not None
-    kept = Forecasts(FORECASTS)
+    kept = Forecasts(0.6)
     for step, level, answer in answers:
         kept.keep(moment(step, level, steps), answer)
     assert kept.answer(moment(2, 1.0, steps=steps), ONE) is None
@@ -210,7 +206,7 @@ def test_answers_of_a_video_and_of_packed_values_are_forecast_too():
 
 
 def test_only_so_many_parts_are_kept():
-    kept = Forecasts(FORECASTS)
+    kept = Forecasts(0.6)
     for part in range(forecast._PARTS_KEPT + 5):
         for step, level, answer in KNOWN:
             kept.keep(moment(step, level, part=part), answer)

@@ -322,7 +322,7 @@ class _SamplingRun:
                 if evaluation is None:
                     return denoise(x, options)
                 own = record.options(options, evaluation)
-                return evaluation.or_on_all_tokens(lambda: denoise(x, own))
+                return evaluation.or_without_detail(lambda: denoise(x, own))
 
         forecast = run.forecast(moment, x)
         if forecast is not None:

@@ -130,15 +130,6 @@ class Layout:
         return cls(length, tuple(spans))
 
     @property
-    def is_filled(self) -> bool:
-        """Whether the sequence is one picture and nothing else. A video does not count."""
-        return (
-            len(self.spans) == 1
-            and self.spans[0].grid.frames == 1
-            and self.spans[0].grid.tokens == self.length
-        )
-
-    @property
     def key(self) -> LayoutKey:
         """The layout as plain numbers."""
         return self.length, tuple(

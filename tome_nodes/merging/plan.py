@@ -18,7 +18,6 @@ class Plan:
     """
 
     slot_count: int
-    _log_sizes: Tensor | None = None
 
     def slots(self) -> Tensor:
         """The slot of each token, ``[batch, tokens]`` int64, from 0 to ``slot_count - 1``."""
@@ -27,18 +26,6 @@ class Plan:
     def log_sizes(self) -> Tensor:
         """The logarithm of how many tokens each slot holds, ``[batch, slots]`` float32."""
         raise NotImplementedError
-
-    def log_sizes_in(self, dtype: torch.dtype) -> Tensor:
-        """:meth:`log_sizes` in the dtype of keys, made once for all blocks that share the plan."""
-        if torch.compiler.is_compiling():
-            # The compiler shares them itself, and a tensor of its graph must not be kept.
-            return self.log_sizes().to(dtype)
-        kept = self._log_sizes
-        if kept is None or kept.dtype != dtype:
-            kept = self.log_sizes().to(dtype)
-            # Plans are frozen.
-            object.__setattr__(self, "_log_sizes", kept)
-        return kept
 
     def is_even(self) -> bool:
         """Whether all slots are known to hold the same number of tokens."""
@@ -295,9 +282,6 @@ class FramesPlan(Plan):
     def unmerge(self, y: Tensor) -> Tensor:
         return self._joined(self.each.unmerge(self._cut(y)))
 
-    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
-        return self._joined(self.each.add_change(self._cut(x), self._cut(before), self._cut(after)))
-
     def _cut(self, x: Tensor) -> Tensor:
         """The tokens of a batch of videos as those of a batch of frames."""
         return x.unflatten(1, (self.frames, -1)).flatten(0, 1)
@@ -337,8 +321,6 @@ def plan_of_sequence(
     Returns:
         None if no picture merges.
     """
-    if layout.is_filled:
-        return plan_of(features, layout.spans[0].grid)
     pieces = []
     for span in layout.spans:
         start = span.start
@@ -365,4 +347,4 @@ def _joined(
         return None
     if length > done:
         parts.append((length - done, KeptPlan(batch, length - done, device)))
-    return SequencePlan.of(batch, parts)
+    return parts[0][1] if len(parts) == 1 else SequencePlan.of(batch, parts)

@@ -48,7 +48,6 @@ class Evaluation:
             as one or its change is to be kept; else None.
         stack_merged: the same tokens merged.
         running: the block that is running, where attention cannot tell; None between blocks.
-        kept_in_graph: whether a compiled graph has made what is kept for the next evaluation.
     """
 
     engine: Engine
@@ -63,14 +62,13 @@ class Evaluation:
     stack_tokens: Tensor | None = None
     stack_merged: Tensor | None = None
     running: "Block | None" = None
-    kept_in_graph: bool = False
 
     @property
     def is_full_step(self) -> bool:
         """Whether the blocks run on all tokens."""
         return self.detail is not None and self.detail.is_full
 
-    def or_on_all_tokens(self, denoise: Callable[[], Tensor]) -> Tensor:
+    def or_without_detail(self, denoise: Callable[[], Tensor]) -> Tensor:
         """The answer of a model, evaluated once more if its detail is of another place.
 
         Args:
@@ -247,8 +245,8 @@ class Block:
         raise NotImplementedError
 
     @property
-    def keeps_detail(self) -> bool:
-        """Whether the detail of what its stack changes may be kept."""
+    def runs_as_one_stack(self) -> bool:
+        """Whether its stack may run on merged tokens in one go."""
         return False
 
     @property
@@ -280,7 +278,7 @@ class Block:
         """What to add to the logits of merged keys, ``[batch, keys]``; None for nothing."""
         if not self.model.config.proportional_attn or plan.is_even():
             return None
-        return plan.log_sizes_in(like.dtype)
+        return plan.log_sizes().to(like.dtype)
 
     def worthy(self, layout: Layout, least: int) -> Layout | None:
         """The layout with only the pictures of at least ``least`` tokens, None if there are none.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -11,6 +12,10 @@ from ..ops import Operations, operations, resolve
 from ..ops.autotune import Autotune, Case, Choice, Tuner, tuned
 from ..settings.config import ToMeConfig
 from ..strategies.strategy import PlanOf, Strategy
+
+MergesIn = Literal["modules", "blocks", "calls"]
+"""What runs on merged tokens: the modules of a UNet's blocks, whole blocks of it, or the calls of
+attention in a transformer."""
 
 MakeStrategy = Callable[[ToMeConfig, Operations], Strategy]
 """Makes the strategy for given settings and operations."""
@@ -24,7 +29,7 @@ class Engine:
         strategy: groups the tokens.
         plan_of: makes its plans, perhaps under observation.
         least_tokens: the smallest grid that merges, in tokens.
-        least_in_attention: the same where only attention merges although the scope is wider.
+        least_in_attention: the same where only attention merges.
         worth_from: the smallest grid for which merging is worth it, in tokens, whatever the
             settings say.
         no_triton: why it does not use Triton, if it could be expected to.
@@ -65,8 +70,7 @@ def make_engine(
     make_strategy: MakeStrategy,
     device: torch.device,
     dtype: torch.dtype,
-    in_blocks: bool = False,
-    at_calls: bool = False,
+    merges_in: MergesIn = "modules",
     autotune: Autotune | None = None,
 ) -> Engine:
     """The engine for some settings and tokens of one device and dtype.
@@ -76,8 +80,7 @@ def make_engine(
         make_strategy: makes the strategy.
         device: that of the tokens.
         dtype: that of the tokens.
-        in_blocks: whether whole blocks of the model may run on merged tokens.
-        at_calls: whether its attention merges where it is called, as in transformers.
+        merges_in: what merges.
         autotune: chooses the fastest among implementations; None for the defaults.
 
     Raises:
@@ -102,8 +105,8 @@ def make_engine(
         if config.backend == "auto" and backend == "triton":
             ops = tuned(ops, tuner)
     strategy = make_strategy(config, ops)
-    in_attention = _worth_from(strategy, device, False, at_calls)
-    worth_from = _worth_from(strategy, device, True, at_calls) if in_blocks else in_attention
+    worth_from = _worth_from(strategy, device, merges_in)
+    in_attention = _worth_from(strategy, device, "modules" if merges_in == "blocks" else merges_in)
     return Engine(
         strategy,
         strategy.plan,
@@ -116,7 +119,7 @@ def make_engine(
     )
 
 
-def _worth_from(strategy: Strategy, device: torch.device, in_blocks: bool, at_calls: bool) -> int:
+def _worth_from(strategy: Strategy, device: torch.device, merges_in: MergesIn) -> int:
     """The smallest grid, in tokens, that merging does not slow down.
 
     On a CPU it was measured (benchmarks/README.md). On a GPU it is only arithmetic: the time of a
@@ -126,11 +129,13 @@ def _worth_from(strategy: Strategy, device: torch.device, in_blocks: bool, at_ca
     """
     if device.type == "cpu":
         return 256
-    if in_blocks:
+    if merges_in == "blocks":
         return 768
     if strategy.ops.name == "triton":
         return strategy.least_tokens_with_kernels
-    return strategy.least_tokens_at_calls if at_calls else strategy.least_tokens
+    if merges_in == "calls":
+        return strategy.least_tokens_at_calls
+    return strategy.least_tokens
 
 
 @lru_cache(maxsize=64)

@@ -21,7 +21,7 @@ from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
 from .blocks import Evaluation, Layouts, ModelRecord, PatchedModel
 from .detail_cache import GRADIENTS, Details
-from .engine import Engine, MakeStrategy, make_engine
+from .engine import Engine, MakeStrategy, MergesIn, make_engine
 from .forecast import IN_OTHER_STEPS, Forecasts
 from .outcome import Evaluated, Observer, Outcome
 from .schedule import Moment, ratio_at
@@ -72,13 +72,16 @@ class Run:
         self._autotune = autotune
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
         self._details = Details(config)
-        self._forecasts = Forecasts(config)
+        # Those of UNets would be no better than fewer steps (benchmarks/FIDELITY.md).
+        forecasts = config.forecast and record.merges_at_calls
+        self._forecasts = Forecasts(config.ratio) if forecasts else None
         self._falls_back: str | None = None
 
     def restart(self) -> None:
         """Drop what is kept from step to step: another sampling run begins."""
         self._details.clear()
-        self._forecasts.clear()
+        if self._forecasts is not None:
+            self._forecasts.clear()
         self.out_of_memory = False
         self._falls_back = None
 
@@ -89,7 +92,7 @@ class Run:
             moment: where the evaluation is in its run.
             latent: the noisy one.
         """
-        found = self._forecasts.answer(moment, latent) if self._forecasts_here() else None
+        found = None if self._forecasts is None else self._forecasts.answer(moment, latent)
         if found is not None:
             blocks = len(self.model.blocks)
             self.model.observer.evaluated(Evaluated(moment.step, blocks, is_forecast=True))
@@ -97,7 +100,7 @@ class Run:
 
     def keep_answer(self, moment: Moment, denoised: Tensor) -> None:
         """Note what the model answered, which forecasts are made from."""
-        if self._forecasts_here():
+        if self._forecasts is not None:
             self._forecasts.keep(moment, denoised)
 
     def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
@@ -146,7 +149,8 @@ class Run:
             layouts: where they are, if that was found by asking.
         """
         with lock_of(self.model.model):
-            obstacle = obstacle or self._why_no_forecast(moment)
+            if self._forecasts is not None:
+                obstacle = obstacle or self._forecasts.why_none(moment)
             obstacle = self._obstacle(moment, latent, device, dtype, obstacle, pictures)
             self._may_merge = obstacle is None
             if obstacle is not None:
@@ -171,14 +175,6 @@ class Run:
             moment.is_active and obstacle not in (_REFRESHED, IN_OTHER_STEPS),
         )
         self.model.observer.evaluated(result)
-
-    def _forecasts_here(self) -> bool:
-        """Whether answers of this model are forecast where the settings say so: not of a UNet."""
-        return self._config.forecast and self.model.record.merges_at_calls
-
-    def _why_no_forecast(self, moment: Moment) -> str | None:
-        """Why an evaluation is no forecast, which saves more than merging would; or None."""
-        return self._forecasts.why_none(moment) if self._forecasts_here() else None
 
     @contextmanager
     def _installed(self, evaluation: Evaluation) -> Iterator[None]:
@@ -243,7 +239,7 @@ class Run:
         if self._falls_back is not None:
             evaluation.merges_in_modules = self._falls_back
             return evaluation
-        if any(block.keeps_detail for block in self.model.blocks):
+        if any(block.runs_as_one_stack for block in self.model.blocks):
             evaluation.detail = self._details.at(moment, device)
         return evaluation
 
@@ -252,9 +248,14 @@ class Run:
         if not torch.is_grad_enabled():
             self._falls_back = evaluation.merges_in_modules
         detail = evaluation.detail
-        if evaluation.kept_in_graph and detail is not None and detail.is_full:
-            # CUDA graphs write to the same memory each time.
+        if detail is not None and detail.is_full:
+            # A compiled graph may write to the same memory each time.
             detail.changes = {stack: change.clone() for stack, change in detail.changes.items()}
+
+    def _merges_in(self) -> MergesIn:
+        if self.model.record.merges_at_calls:
+            return "calls"
+        return "modules" if self._config.scope == "module" else "blocks"
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         place = device, dtype
@@ -264,8 +265,7 @@ class Run:
                 self._make_strategy,
                 device,
                 dtype,
-                self._config.scope != "module" and not self.model.record.merges_at_calls,
-                self.model.record.merges_at_calls,
+                self._merges_in(),
                 self._autotune,
             )
             watched = self.model.observer.watched(engine.plan_of)

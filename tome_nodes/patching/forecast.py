@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..settings.config import ToMeConfig
 from .detail_cache import belongs, means_of
 from .schedule import Moment
 
@@ -96,8 +95,9 @@ class _Answered:
 class Forecasts:
     """The last answers of a model in a run, by the part of a step, and forecasts from them."""
 
-    def __init__(self, config: ToMeConfig):
-        self._config = config
+    def __init__(self, ratio: float):
+        """Begin with nothing kept, for the ratio of :func:`steps_that_run`."""
+        self._ratio = ratio
         self._kept: dict[Hashable, list[_Answered]] = {}
         self._settled: bool | None = None
 
@@ -106,10 +106,10 @@ class Forecasts:
         self._kept.clear()
         self._settled = None
 
-    def why_none(self, moment: Moment) -> str | None:
-        """Why an evaluation is no forecast, None if the settings ask for none."""
-        if not self._config.forecast:
-            return None
+    def why_none(self, moment: Moment) -> str:
+        """Why an evaluation is no forecast."""
+        if self._ratio == 0:
+            return "the ratio of the steps to forecast is 0; raise it"
         steps = self._steps(moment)
         if steps is None:
             return _NOT_KNOWN + _OR_MERGE
@@ -158,11 +158,11 @@ class Forecasts:
 
     def _running(self, steps: int) -> frozenset[int]:
         """The steps of a run of so many in which the model runs, the same for all parts."""
-        return steps_that_run(self._config.ratio, steps, steps < _LONG and self._settled is True)
+        return steps_that_run(self._ratio, steps, steps < _LONG and self._settled is True)
 
     def _steps(self, moment: Moment) -> int | None:
-        """How many steps the run has, None if they are not known or nothing is forecast."""
-        if not self._config.forecast or self._config.ratio == 0 or moment.steps_left is None:
+        """How many steps the run has, None if they are not known or none is to be forecast."""
+        if self._ratio == 0 or moment.steps_left is None:
             return None
         return moment.step + moment.steps_left + 1
 

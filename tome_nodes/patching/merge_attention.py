@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..merging.layout import Layout, LayoutKey
+from ..merging.layout import Layout
 from ..merging.plan import Plan
 from .blocks import Block, PatchedModel, Reasons, Stack, uncompiled
 from .overrides import Forward, Override
@@ -113,7 +113,7 @@ class AttentionBlock(Block):
     def forget(self) -> None:
         super().forget()
         self._entered = 0
-        self._plans_of_parts: dict[LayoutKey, Plan] = {}
+        self._plan_of_parts: Plan | None = None
 
     def overrides(self) -> list[Override]:
         block, name = self.module, self.record.method
@@ -168,11 +168,13 @@ class AttentionBlock(Block):
         if not (merges_queries or merges_keys):
             self.outcome.reason = "the queries of a part of the tokens do not merge"
             return None, None
-        plan = self._plans_of_parts.get(worthy.key) or self.plan_of(k, worthy)
+        plan = self._plan_of_parts
+        if plan is None or not plan.fits(k):
+            plan = self.plan_of(k, worthy)
         if plan is None:
             return None, None
         if self.record.calls_in_parts:
-            self._plans_of_parts[worthy.key] = plan
+            self._plan_of_parts = plan
         self.outcome.merged(tokens, plan)
         return plan if merges_queries else None, plan if merges_keys else None
 
@@ -214,7 +216,7 @@ class AttentionBlock(Block):
             if self.record.calls_in_parts:
                 given = (*args, *kwargs.values())
                 self._entered = next(x.shape[1] for x in given if isinstance(x, Tensor))
-                self._plans_of_parts = {}
+                self._plan_of_parts = None
             try:
                 return forward(*args, **kwargs)
             finally:

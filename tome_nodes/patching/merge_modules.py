@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..merging.layout import Grid, Layout
@@ -63,11 +62,10 @@ class ModuleBlock(Block):
     def forget(self) -> None:
         super().forget()
         self._plan: Plan | None = None
-        self._keys_only = False
         self._outer_plan: Plan | None = None
 
     @property
-    def keeps_detail(self) -> bool:
+    def runs_as_one_stack(self) -> bool:
         # A video model runs a temporal block, which needs all tokens, after each spatial one.
         return not hasattr(self.stack.module, "time_stack")
 
@@ -104,14 +102,13 @@ class ModuleBlock(Block):
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             evaluation, outcome = self.evaluation, self.outcome
-            self._plan, self._keys_only, self._outer_plan = None, False, None
+            self._plan = self._outer_plan = None
             if self.index == 0:
                 evaluation.stack_plan = evaluation.stack_tokens = evaluation.stack_merged = None
             outcome.entered(x.shape[1])
             if evaluation.is_full_step:
                 return self._run_on_all_tokens(forward, x, *args, **kwargs)
             if evaluation.stack_plan is not None:
-                outcome.plans_reused += 1
                 return self._run_in_stack(forward, x, *args, **kwargs)
             layout = self._worthy_layout(evaluation.engine.least_tokens, x, *args, **kwargs)
             if layout is None:
@@ -146,22 +143,19 @@ class ModuleBlock(Block):
             self._begins_stack(*args, **kwargs)
             and self._worthy_layout(engine.least_tokens, x, *args, **kwargs) is not None
         ):
-            # Some blocks change their tokens in place.
-            evaluation.stack_tokens = x.clone()
+            evaluation.stack_tokens = x
         # Keys and values hardly change pictures (FIDELITY.md).
         if config.merge_attn and config.attn_tokens == "k,v" and self._attends_to_itself:
             layout = self._worthy_layout(engine.least_in_attention, x, *args, **kwargs)
             if layout is not None:
                 self.outcome.reason = self.record.reasons.attention_replaced
-                self._plan, self._keys_only = self.plan_of(x, layout), True
+                self._plan = self.plan_of(x, layout)
         y: Tensor = forward(x, *args, **kwargs)
         before, detail = evaluation.stack_tokens, evaluation.detail
         if before is not None and detail is not None and self._ends_stack:
             evaluation.stack_tokens = None
             if detail.keeps_changes:
                 detail.changes[self.stack.name] = y - before
-                if torch.compiler.is_compiling():
-                    evaluation.kept_in_graph = True
         return y
 
     def _run_in_stack(self, forward: Forward, merged: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -183,7 +177,7 @@ class ModuleBlock(Block):
         """Whether the block is the first, and all of its stack can run on merged tokens."""
         return (
             self.index == 0
-            and self.keeps_detail
+            and self.runs_as_one_stack
             and not any(
                 self.record.needs_all_tokens(block, index, *args, **kwargs)
                 for index, block in enumerate(self.stack.blocks)
@@ -241,7 +235,7 @@ class ModuleBlock(Block):
     def _run_module(self, forward: Forward) -> Forward:
         def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             plan = self._plan
-            if plan is None or self._keys_only or not self._takes(plan, x, kwargs):
+            if plan is None or self.evaluation.is_full_step or not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)
             return plan.unmerge(forward(plan.merge(x), *args, **kwargs))
 
@@ -252,9 +246,7 @@ class ModuleBlock(Block):
 
         def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self._outer_plan is not None:
-                if config.proportional_attn:
-                    kwargs = self._weigh(self._outer_plan, x, kwargs)
-                return forward(x, *args, **kwargs)
+                return forward(x, *args, **self._weigh(self._outer_plan, x, kwargs))
             plan = self._plan
             if plan is None or not config.merge_attn or not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)

@@ -23,7 +23,6 @@ class Outcome:
         plan: the plan of what merged last, None if nothing did.
         layout_key: the pictures that plans were made for, None if it did not get that far.
         plans_made: how many plans it made.
-        plans_reused: how many plans it took from another block of its stack.
         reason: why it ran on all its tokens, None if it merged or the settings leave it out.
         unweighted: why each merged key weighed as one token, None if it did not.
         fell_back: why only its modules merged although the scope is wider, None if the scope was
@@ -36,7 +35,6 @@ class Outcome:
     plan: Plan | None = None
     layout_key: LayoutKey | None = None
     plans_made: int = 0
-    plans_reused: int = 0
     reason: str | None = None
     unweighted: str | None = None
     fell_back: str | None = None
@@ -79,8 +77,8 @@ class Evaluated:
         blocks: number of blocks of the model, whether they ran or not.
         outcomes: those of the blocks that ran, in the order of the model.
         reason: why nothing was to merge in the whole evaluation, None if something was.
-        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, and no
-            step on all tokens.
+        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, no step
+            on all tokens, and none that runs so that others can be forecast.
         is_forecast: whether the model did not run, and its answer was forecast.
     """
 

@@ -16,7 +16,7 @@ class Moment:
         progress: how far ``ratio`` is on its way to ``ratio_end``, from 0 to 1.
         picks: decides the random picks, together with the seed; not negative.
         part: what is evaluated, such as samples of a batch, or a tile or window of a picture.
-            Plans are kept for the same part of a later step.
+            Detail and answers are kept for the same part of later steps.
         is_active: whether its noise level is between ``start_percent`` and ``end_percent``.
         steps_left: how many steps come after this one, None if the host does not know.
         from_noise: whether the run began with noise alone, not with a picture under some noise.

@@ -143,8 +143,8 @@ class Attachment:
 def _evaluate(
     calls: "Calls", forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    with calls as evaluation:
-        return calls.evaluate(evaluation, forward, args, kwargs)
+    with calls:
+        return forward(*args, **kwargs)
 
 
 # Of what surrounds a model's forward, torch.compile traces nothing.
@@ -245,17 +245,6 @@ class Calls:
 
     def keep(self, result: Any) -> None:
         """Note what the model returned."""
-
-    @skip
-    def evaluate(
-        self,
-        evaluation: Evaluation | None,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """What the model returns within an evaluation, which is None if nothing may merge."""
-        return forward(*args, **kwargs)
 
     @torch.compiler.disable
     def __enter__(self) -> Evaluation | None:

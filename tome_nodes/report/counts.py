@@ -16,7 +16,6 @@ class Counts(Observer):
         fell_back: blocks that ran in module scope although a wider one was set, by the reason.
         unweighted: reasons why merged keys weighed as one token each.
         plans_made: number of plans made.
-        plans_reused: number of times a block took the plan of another block of its stack.
         forecast_steps: the steps in which an answer of the model was forecast.
     """
 
@@ -28,7 +27,6 @@ class Counts(Observer):
         self.fell_back: dict[str, set[str]] = {}
         self.unweighted: set[str] = set()
         self.plans_made = 0
-        self.plans_reused = 0
         self.forecast_steps: set[int] = set()
         self._blocks: dict[tuple[int, int], set[str]] = {}
         self._steps: set[int] = set()
@@ -49,7 +47,6 @@ class Counts(Observer):
                 frames = [span.grid.frames for span in outcome.layout.spans]
                 self.frames = max(self.frames, *frames)
             self.plans_made += outcome.plans_made
-            self.plans_reused += outcome.plans_reused
             if outcome.plan is not None:
                 size = outcome.before, outcome.after
                 self._blocks.setdefault(size, set()).add(outcome.block)

@@ -149,7 +149,7 @@ def in_words(run: LastRun) -> list[str]:
     if is_merged:
         lines += [
             f"Steps: merged in {counts.merged_steps} of {counts.total_steps}",
-            f"Matching: done {counts.plans_made} times, reused {counts.plans_reused} times",
+            f"Matching: done {counts.plans_made} times",
         ]
     lines += [f"Settings: {', '.join(log_line.in_effect(counts, run.config, defaults=True))}"]
     if run.backend is not None:
