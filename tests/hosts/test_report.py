@@ -143,6 +143,14 @@ def test_expensive_matching_gets_a_hint_unless_it_is_the_cheapest(run):
     assert hint_for(with_settings(run, strategy="window")) is None
 
 
+@pytest.mark.parametrize(("steps", "is_hinted"), [(12, False), (16, True)])
+def test_whole_stacks_in_many_steps_get_a_hint(run, monkeypatch, steps, is_hinted):
+    wide = with_settings(replace(run, recording=None), scope="stack")
+    monkeypatch.setattr(wide.counts, "total_steps", steps)
+    hint = hint_for(wide)
+    assert (hint is not None and "12 steps with the same settings save more" in hint) == is_hinted
+
+
 def test_models_that_spend_their_time_elsewhere_get_a_hint(run):
     deeper = replace(run, shallowest=2, recording=None)
     assert "preset fast saves most" in hint_for(deeper)

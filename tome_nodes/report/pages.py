@@ -17,6 +17,10 @@ from .recording import MATCHING, Recording
 # The share of a run's time from which on a hint says that matching is slow.
 _MUCH = 0.1
 
+_MANY, _ENOUGH = 16, 12
+"""Of how many steps merging in whole stacks is no better than fewer, and how many are enough
+(benchmarks/FIDELITY.md)."""
+
 
 PictureAt = Callable[[float], np.ndarray]
 """Returns the frame of a decoded video at a place from 0, its first, to 1, its last.
@@ -189,6 +193,11 @@ def hint_for(run: LastRun) -> str | None:
         and recording.overhead[MATCHING] > _MUCH * recording.seconds
     ):
         return "matching takes much of the time; all presets except paper match within windows."
+    if config.scope == "stack" and counts.total_steps >= _MANY:
+        return (
+            f"in {counts.total_steps} steps, whole stacks change the picture as much as fewer "
+            f"steps would; {_ENOUGH} steps with the same settings save more."
+        )
     if run.shallowest > 1 and config.scope == "module" and not config.merge_mlp:
         return "little of this model's time is in self-attention; preset fast saves most."
     return None
