@@ -250,7 +250,8 @@ class Run:
         detail = evaluation.detail
         if detail is not None and detail.is_full:
             # A compiled graph may write to the same memory each time.
-            detail.changes = {stack: change.clone() for stack, change in detail.changes.items()}
+            for stack, change in detail.changes.items():
+                detail.changes[stack] = change.clone()
 
     def _merges_in(self) -> MergesIn:
         if self.model.record.merges_at_calls:
