@@ -169,7 +169,7 @@ def _attend(
             # Why keys are not weighed shows in the result.
             block: Any = SimpleNamespace(ops=ops, tuner=None, note_unweighted=lambda _: None)
             return key_weights.weighed(
-                block, attention_pytorch, None, log_sizes, q, k, v, heads, mask
+                block, attention_pytorch, None, log_sizes, q, k, v, heads, mask, given=mask
             )
 
 
