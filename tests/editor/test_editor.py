@@ -859,7 +859,7 @@ IS_SAVED = """() => app.nodeOutputs[
 def test_tune_shows_what_it_found(nodes_2_editor, picture, pytestconfig):
     editor = nodes_2_editor
     # The picture of the help page has more settings to show.
-    side, steps = (448, 24) if pytestconfig.getoption("pictures") else (192, 8)
+    side, steps = (256, 12) if pytestconfig.getoption("pictures") else (192, 8)
     graph = small_graph("tome_tune", side=side)
     (tune,) = (node for node in graph["nodes"] if node["type"] == TUNE_TYPE)
     # Likeness, so that what it tries does not depend on the machine's speed alone.

@@ -211,6 +211,15 @@ def test_a_model_that_gains_nothing_is_told_why():
     ]
 
 
+def test_what_is_faster_and_changes_little_enough_is_said():
+    """The settings found are 1.20 times as fast, with a change of 0.050."""
+    wish = Wish("likeness", 0.055)
+    instead = {"6 of 8 steps": WORSE, "EasyCache": measured(1.4, 0.052), "both": SLOWER}
+    assert text_lines(wish, PICTURE, instead=instead)[1] == (
+        "Hint: take EasyCache instead, which is faster and has a change of 0.055 or less."
+    )
+
+
 def test_what_is_fast_enough_where_nothing_merges_is_said():
     nothing = {BALANCED[2]: measured(1.0, 0.0, "three steps")}
     instead = {"2 of 3 steps": measured(1.5, 0.1), "EasyCache": measured(1.1, 0.02)}

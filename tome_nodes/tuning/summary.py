@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from .search import SPEED, Candidate, Figures, Measured, Wish, choose
+from .search import FASTER, LIKENESS, SPEED, Candidate, Figures, Measured, Wish, choose
 
 HINT = (
     "Hint: in a UNet, merging gains more in a larger picture or in the second pass of a hires "
@@ -80,18 +80,27 @@ def result(found: Found) -> Iterator[str]:
 
 def _better(found: Found) -> Iterator[str]:
     """What to take instead of the settings found, or of none, if anything."""
-    measured, instead = found.measured, found.instead
-    better = {
-        name: each
-        for name, each in instead.items()
-        if (found.wish.holds(each) if measured is None else each.beats(measured))
-    }
+    wish, measured, instead = found.wish, found.measured, found.instead
+    if measured is None:
+        fulfil = {name: each for name, each in instead.items() if wish.holds(each)}
+        if fulfil:
+            least = min(fulfil, key=lambda name: fulfil[name].change)
+            yield f"Hint: take {least} instead, which is at least {_wished(wish)}."
+        return
+    if wish.goal == LIKENESS:
+        enough = FASTER * measured.speed
+        faster = {
+            name: each for name, each in instead.items() if wish.holds(each) and each.speed > enough
+        }
+        if faster:
+            fastest = max(faster, key=lambda name: faster[name].speed)
+            yield f"Hint: take {fastest} instead, which is faster and has {_wished(wish)}."
+            return
+    better = {name: each for name, each in instead.items() if each.beats(measured)}
     if better:
         least = min(better, key=lambda name: better[name].change)
-        fast_enough = f"at least {_wished(found.wish)}"
-        than = fast_enough if measured is None else "as fast and changes less"
-        yield f"Hint: take {least} instead, which is {than}."
-    elif instead and measured is not None:
+        yield f"Hint: take {least} instead, which is as fast and changes less."
+    elif instead:
         yield "Nothing else that was tried is as fast and changes less."
 
 
