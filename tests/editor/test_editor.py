@@ -873,6 +873,7 @@ def test_tune_shows_what_it_found(nodes_2_editor, picture, pytestconfig):
     assert re.match("Found: |Unpatched: ", text)
     assert re.search(r"Trials: as long as \d+\.\d sampling runs", text)
     editor.page.evaluate(TWO_FRAMES)
-    editor.look_at(tune["pos"][0] - 20, tune["pos"][1] - 60)
+    # What came out is below the inputs.
+    editor.look_at(tune["pos"][0] - 20, tune["pos"][1] + 270)
     picture(editor, "ToMeTune", (100, 110, 620, 870))
     assert editor.warnings() == editor.errors == []
