@@ -103,10 +103,7 @@ def of_transformer(steps: int, polynomial: Sequence[float]) -> list[Option]:
     """
     return [
         *_without_merging(steps),
-        *(
-            Option(f"TeaCache {threshold:g}", CACHE, teacache(threshold, polynomial))
-            for threshold in _THRESHOLDS
-        ),
+        *_caches("TeaCache", partial(teacache, polynomial=polynomial)),
         Option("half the size", SIZE, shrunk=2),
         *_merging(),
         _keys("k,v 0.6, window 4x2", 0.6),
@@ -127,14 +124,17 @@ def of_other_transformers(steps: int) -> list[Option]:
 
 def _without_merging(steps: int) -> list[Option]:
     found = [Option(f"{fewer} steps", STEPS, steps=fewer) for fewer in FEWER[steps]]
-    caches = {"EasyCache": rivals.easy_cache, "LazyCache": rivals.lazy_cache}
-    for name, cache in caches.items():
-        for threshold in _THRESHOLDS:
-            found.append(Option(f"{name} {threshold:g}", CACHE, cache(threshold)))
+    found += _caches("EasyCache", rivals.easy_cache)
+    found += _caches("LazyCache", rivals.lazy_cache)
     found.append(Option("forecast", FORECAST, rivals.forecast()))
     if steps >= 8:
         found.append(Option("forecast, more skipped", FORECAST, rivals.forecast(4)))
     return found
+
+
+def _caches(name: str, cache: Callable[[float], Patch]) -> list[Option]:
+    """A cache at each threshold."""
+    return [Option(f"{name} {each:g}", CACHE, cache(each)) for each in _THRESHOLDS]
 
 
 def _merging() -> list[Option]:

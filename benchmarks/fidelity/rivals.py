@@ -91,7 +91,7 @@ def forecast(every: int | None = None) -> Patch:
             executor: WrapperExecutor, x: Tensor, level: Tensor, options: Any, *others: Any
         ) -> Tensor:
             levels = options["transformer_options"]["sample_sigmas"]
-            step = _step(level, levels)
+            step = step_at(level, levels)
             if step == 0:
                 known.clear()
             now = _log_ratio(float(level.max()), is_flow)
@@ -125,7 +125,7 @@ def toma(ratio: float = 0.5, make_plan: MakePlan | None = None) -> Patch:
             options: dict[str, Any],
             **others: Any,
         ) -> Tensor:
-            step = _step(level, options["sample_sigmas"])
+            step = step_at(level, options["sample_sigmas"])
             grid = Grid(x.shape[-2] // network.patch_size, x.shape[-1] // network.patch_size)
             blocks.begin(step, grid, tuple(options["cond_or_uncond"]))
             return executor(x, level, concat, context, control, options, **others)
@@ -152,7 +152,7 @@ def toma(ratio: float = 0.5, make_plan: MakePlan | None = None) -> Patch:
     return patch
 
 
-def _step(level: Tensor, levels: Tensor) -> int:
+def step_at(level: Tensor, levels: Tensor) -> int:
     """The step of a run at a noise level, given those of all steps."""
     return int((levels - level.max()).abs().argmin())
 

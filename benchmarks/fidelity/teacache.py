@@ -20,6 +20,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
 
+from benchmarks.fidelity.rivals import Patch, step_at
+
 OF_IMAGE: Sequence[float] = (346.2, -208.7, 37.93, -1.714, 0.06602)
 """The polynomial of the judge *image*, highest power first."""
 
@@ -70,9 +72,9 @@ class TeaCache:
         # As published, the first and the last step always run.
         given = (each for each in others if isinstance(each, dict))
         options = next(each for each in given if "sample_sigmas" in each)
-        levels = options["sample_sigmas"][:-1]
-        step = int((levels - options["sigmas"].max()).abs().argmin())
-        self._at_the_ends = step in (0, len(levels) - 1)
+        levels = options["sample_sigmas"]
+        step = step_at(options["sigmas"], levels)
+        self._at_the_ends = step in (0, len(levels) - 2)
         if step == 0:
             self._modulated = self._returned = self._changed = None
         return executor(x, times, *others)
@@ -115,9 +117,7 @@ def _change(before: Tensor, after: Tensor) -> float:
     return float((after - before).abs().mean() / before.abs().mean())
 
 
-def teacache(
-    threshold: float, polynomial: Sequence[float]
-) -> Callable[[ModelPatcher], ModelPatcher]:
+def teacache(threshold: float, polynomial: Sequence[float]) -> Patch:
     """The patch that makes a clone with TeaCache."""
 
     def estimate(change: float) -> float:
