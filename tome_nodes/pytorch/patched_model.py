@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.decorators import skip
 
-from ..patching.blocks import Evaluation, Reasons
+from ..patching.blocks import Reasons
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
 from ..patching.outcome import Evaluated, Observer
@@ -247,11 +247,10 @@ class Calls:
         """Note what the model returned."""
 
     @torch.compiler.disable
-    def __enter__(self) -> Evaluation | None:
+    def __enter__(self) -> None:
         self._evaluation = self.own_run.evaluation(*self._arguments)
-        evaluation = self._evaluation.__enter__()
+        self._evaluation.__enter__()
         self.is_running = True
-        return evaluation
 
     @torch.compiler.disable
     def __exit__(self, *error: Any) -> bool | None:
