@@ -12,6 +12,7 @@ from torch import nn
 
 import tome_nodes
 from tome_nodes.merging.layout import Grid
+from tome_nodes.patching import forecast
 from tome_nodes.pytorch.flow_call import FlowCall, flow_of
 from tome_nodes.pytorch.latents import latents_of
 
@@ -111,16 +112,42 @@ def test_fast_leaves_out_steps_whose_answers_a_straight_line_gives(name, monkeyp
     # Guidance of these scales the answer to its length without guidance.
     scaling = {"qwen_image": {"true_cfg_scale": 1.0}, "lumina2": {"cfg_normalization": False}}
     case(steps=8, **scaling.get(name, {}))
-    left_out = sorted(set(range(8)) - set(ran))
-    assert left_out == [3, 6]
-    for index in left_out:
-        (before, one), (after, other) = [known[at] for at in range(index) if at in ran][-2:]
-        share = 0.7 * (known[index][0] - after) / (after - before)
-        expected = other + share * (other - one)
-        # Wan's timesteps are whole numbers.
-        assert relative_error(known[index][1], expected) < 5e-3
+    assert sorted(set(range(8)) - set(ran)) == [3, 6]
+    (before, one), (after, other), (now, found) = known[1:4]
+    share = 0.7 * (now - after) / (after - before)
+    # Wan's timesteps are whole numbers.
+    assert relative_error(found, other + share * (other - one)) < 5e-3
     forecast = [line for line in log_messages() if line.startswith("[ToMe] forecasts the answer")]
     assert len(forecast) == len(networks)
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "ltx"])
+def test_the_step_after_a_forecast_makes_up_for_its_error(name, monkeypatch):
+    """In the scheduler's own arithmetic, with the line between the answers around the forecast."""
+    monkeypatch.setattr(forecast, "_RESPONSE", 0.0)
+    case = TRANSFORMERS[name]()
+    scheduler, samples, answers = case.pipeline.scheduler, [], {}
+    case.transformer.register_forward_hook(
+        lambda module, given, output: answers.update({len(samples): output[0]})
+    )
+    step = type(scheduler).step
+
+    def spy(self, output, timestep, sample, *args, **kwargs):
+        samples.append(sample)
+        return step(self, output, timestep, sample, *args, **kwargs)
+
+    monkeypatch.setattr(type(scheduler), "step", spy)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    case(steps=8, guidance_scale=1.0)
+    assert sorted(answers) == [0, 1, 2, 4, 5, 7]
+    noise = [float(each) for each in scheduler.sigmas]
+    before, after = (samples[at] - noise[at] * answers[at] for at in (2, 4))
+    logs = [log_of_signal_to_noise(noise[at]) for at in (2, 3, 4)]
+    between = torch.lerp(before, after, (logs[1] - logs[0]) / (logs[2] - logs[0]))
+    on_line = torch.lerp(between, samples[3], noise[4] / noise[3])
+    expected = torch.lerp(after, on_line, noise[5] / noise[4])
+    assert relative_error(samples[5], expected) < 1e-3
+    assert relative_error(samples[5], torch.lerp(after, samples[4], noise[5] / noise[4])) > 3e-3
 
 
 @pytest.mark.parametrize(

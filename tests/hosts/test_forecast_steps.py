@@ -9,6 +9,8 @@ from models.comfyui import TINY, sample
 
 from benchmarks.fidelity import rivals
 from tome_nodes.comfyui.attachment import attach, last_run
+from tome_nodes.patching import forecast
+from tome_nodes.patching.schedule import log_snr
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import hint_for, in_words, report_of
 from tome_nodes.settings.config import ToMeConfig
@@ -36,9 +38,12 @@ def counted(model):
 
 
 @pytest.mark.parametrize("kind", ["flux", "wan21", "qwen_image", "ltxav", "z_image"])
-def test_the_model_is_left_out_where_a_straight_line_takes_its_place(models, log_messages, kind):
+def test_the_model_is_left_out_where_a_straight_line_takes_its_place(
+    models, log_messages, monkeypatch, kind
+):
     tiny, model = TINY[kind], models(kind)
     patched, levels = counted(attach(model, configured()))
+    monkeypatch.setattr(forecast, "_corrected", lambda before, forecasts, now, share: now.denoised)
     found = sample(patched, tiny, SIZE, steps=6)
     # The rival puts the line in place of the guided answer, which is the same as of both parts.
     expected = sample(rivals.forecast()(model), tiny, SIZE, steps=6)
@@ -46,6 +51,59 @@ def test_the_model_is_left_out_where_a_straight_line_takes_its_place(models, log
     assert len(set(levels)) == 4
     assert log_messages()[-1] == "[ToMe] forecast 2/6 steps, ratio 0.60"
     assert relative_error(found, sample(model, tiny, SIZE, steps=6)) > 1e-4
+
+
+def seen(model):
+    """The model, and what its evaluations got and gave: noise level, latent, denoised latent."""
+    found = []
+
+    def wrapper(executor, x, t, *args, **kwargs):
+        denoised = executor(x, t, *args, **kwargs)
+        found.append((float(t.max()), x.clone(), denoised.clone()))
+        return denoised
+
+    clone = model.clone()
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, str(id(found)), wrapper)
+    return clone, found
+
+
+@pytest.mark.parametrize("kind", ["flux", "wan21", "ltxav"])
+def test_the_step_after_a_forecast_makes_up_for_its_error(models, monkeypatch, kind):
+    """In the arithmetic of the sampler, with the line between the answers around the forecast."""
+    monkeypatch.setattr(forecast, "_RESPONSE", 0.0)
+    outside, given = seen(models(kind))
+    patched, answers = seen(attach(outside, configured()))
+    sample(patched, TINY[kind], SIZE, steps=6, cfg=1.0)
+    assert len(given) == 6 and len(answers) == 4
+    answered = {level: denoised for level, _, denoised in answers}
+    levels, latents = [each[0] for each in given], [each[1] for each in given]
+    for step in (2, 4):
+        before, now, after = (answered.get(level) for level in levels[step - 1 : step + 2])
+        assert now is None
+        logs = [log_snr(level, is_flow=True) for level in levels[step - 1 : step + 2]]
+        between = torch.lerp(before, after, (logs[1] - logs[0]) / (logs[2] - logs[0]))
+        if step == 4:
+            # There is no step after the next.
+            assert torch.equal(given[5][2], after)
+            continue
+        share, next_share = (levels[at + 1] / levels[at] for at in (step, step + 1))
+        expected = torch.lerp(after, torch.lerp(between, latents[step], share), next_share)
+        assert relative_error(latents[step + 2], expected) < 1e-4
+        uncorrected = torch.lerp(after, latents[step + 1], next_share)
+        assert relative_error(latents[step + 2], uncorrected) > 1e-3
+
+
+@pytest.mark.parametrize(("sampler", "is_changed"), [("uni_pc", False), ("dpmpp_2m", True)])
+def test_samplers_that_correct_their_latents_get_answers_as_they_are(models, sampler, is_changed):
+    outside, given = seen(models("flux"))
+    patched, answers = seen(attach(outside, configured()))
+    # UniPC's is the only one that does not switch gradients off itself.
+    with torch.no_grad():
+        sample(patched, TINY["flux"], SIZE, steps=6, cfg=1.0, sampler=sampler)
+    assert len(given) == 6 and len(answers) == 4
+    found = {level: denoised for level, _, denoised in given}
+    changed = [not torch.equal(found[level], denoised) for level, _, denoised in answers]
+    assert any(changed) == is_changed
 
 
 def test_a_run_too_short_to_forecast_is_the_plain_one(models, log_messages):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tome_nodes.patching import forecast
 from tome_nodes.patching.forecast import Forecasts, steps_that_run
-from tome_nodes.patching.schedule import Moment, log_snr
+from tome_nodes.patching.schedule import Moment, latent_share, log_snr
 
 
 def pattern(ratio, steps, is_settled=False):
@@ -87,7 +87,7 @@ def after(*answers, ratio=0.6):
     """What is kept after these steps, levels and answers."""
     kept = Forecasts(ratio)
     for step, level, answer in answers:
-        kept.keep(moment(step, level), answer)
+        kept.answered(moment(step, level), answer)
     return kept
 
 
@@ -135,7 +135,7 @@ def test_such_a_run_is_not_settled(answers, steps):
         assert after(*KNOWN).answer(moment(2, 1.0, steps=fewer), ONE) is not None
     kept = Forecasts(0.6)
     for step, level, answer in answers:
-        kept.keep(moment(step, level, steps), answer)
+        kept.answered(moment(step, level, steps), answer)
     assert kept.answer(moment(2, 1.0, steps=steps), ONE) is None
 
 
@@ -143,8 +143,84 @@ def test_a_run_of_which_one_part_is_not_settled_is_not():
     kept = after(*KNOWN)
     assert kept.answer(moment(2, 1.0, steps=8), ONE) is not None
     for step, level, answer in ((0, -4.0, ONE), (1, -2.0, 1.3 * ONE)):
-        kept.keep(moment(step, level, part="another"), answer)
+        kept.answered(moment(step, level, part="another"), answer)
     assert kept.answer(moment(2, 1.0, steps=8), ONE) is None
+
+
+def corrected(answer, shares, levels=(-1.0, 0.0, 2.0)):
+    """What is taken for an answer after forecasts in the steps before it, and the forecasts.
+
+    Args:
+        answer: the model's.
+        shares: of the latent in the next, of the forecasts and of the answer.
+        levels: of the same.
+    """
+    kept, found = Forecasts(1.0), []
+    for step, level, each in KNOWN:
+        kept.answered(moment(step, level, steps=7), each)
+    *earlier, (last, last_share) = list(zip(levels[-len(shares) :], shares, strict=True))
+    for step, (level, share) in enumerate(earlier, start=2):
+        now = moment(step, level, steps=7, latent_share=share)
+        found.append(kept.answer(now, ONE))
+        assert torch.equal(kept.answer(now, ONE), found[-1])
+    now = moment(6, last, steps=7, latent_share=last_share)
+    return kept.answered(now, answer), found
+
+
+def test_an_answer_makes_up_for_the_error_of_a_forecast_before_it():
+    answer = ONE + 2 * CHANGE
+    result, (forecast,) = corrected(answer, [0.8, 0.5], levels=(0.0, 2.0))
+    # Halfway between the second answer and this one.
+    lacking = 0.2 * (ONE + 1.5 * CHANGE - forecast)
+    assert torch.allclose(result, answer + (0.5 / 0.5 + 0.7) * lacking, atol=1e-6)
+
+
+def test_an_answer_makes_up_for_several_forecasts_at_once():
+    answer = ONE + 2 * CHANGE
+    result, (first, second) = corrected(answer, [0.9, 0.8, 0.5])
+    lacking = 0.8 * 0.1 * (ONE + 1.25 * CHANGE - first) + 0.2 * (ONE + 1.5 * CHANGE - second)
+    assert torch.allclose(result, answer + (0.5 / 0.5 + 0.7) * lacking, atol=1e-6)
+
+
+def test_a_short_step_does_not_make_up_for_more_than_the_error():
+    answer = ONE + 2 * CHANGE
+    result, (forecast,) = corrected(answer, [0.8, 0.999], levels=(0.0, 2.0))
+    error = ONE + 1.5 * CHANGE - forecast
+    assert torch.allclose(result, answer + (0.999 + 0.7 * 0.2) * error, atol=1e-6)
+
+
+def test_the_last_answer_is_changed_by_what_the_latent_lacks():
+    answer = ONE + 2 * CHANGE
+    result, (forecast,) = corrected(answer, [0.8, 0.0], levels=(0.0, 2.0))
+    assert torch.allclose(result, answer + 0.7 * 0.2 * (ONE + 1.5 * CHANGE - forecast), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("answer", "shares"),
+    [
+        (ONE + 2 * CHANGE, [0.8]),
+        (ONE + 2 * CHANGE, [0.8, None]),
+        (ONE + 2 * CHANGE, [None, 0.8]),
+        (latent(7), [0.8, 0.5]),
+    ],
+    ids=["no forecast", "its share", "that of the forecast", "another place"],
+)
+def test_an_answer_stays_as_it_is_where_nothing_is_known_of(answer, shares):
+    result, _ = corrected(answer, shares)
+    assert torch.equal(result, answer)
+
+
+def test_an_answer_makes_up_for_a_forecast_once():
+    kept = after(*KNOWN)
+    kept.answer(moment(2, 1.0, latent_share=0.8), ONE)
+    answers = [ONE + share * CHANGE for share in (2, 3)]
+    found = [
+        kept.answered(moment(step, level, latent_share=0.7), each)
+        for step, level, each in zip((3, 4), (2.0, 3.0), answers, strict=True)
+    ]
+    assert not torch.equal(found[0], answers[0]) and torch.equal(found[1], answers[1])
+    again = kept.answered(moment(4, 3.0, latent_share=0.7), answers[0])
+    assert torch.equal(again, answers[0])
 
 
 def test_what_was_answered_is_kept_even_if_the_host_changes_it():
@@ -209,7 +285,7 @@ def test_only_so_many_parts_are_kept():
     kept = Forecasts(0.6)
     for part in range(forecast._PARTS_KEPT + 5):
         for step, level, answer in KNOWN:
-            kept.keep(moment(step, level, part=part), answer)
+            kept.answered(moment(step, level, part=part), answer)
     assert kept.answer(moment(2, 1.0, part=0), ONE) is None
     assert kept.answer(moment(2, 1.0, part=forecast._PARTS_KEPT), ONE) is not None
     kept.clear()
@@ -226,3 +302,18 @@ def test_the_logarithm_of_signal_to_noise(noise, is_flow, expected):
 
 def test_pure_noise_of_a_flow_has_a_finite_logarithm():
     assert log_snr(1.0, True) == log_snr(0.99, True) < log_snr(0.98, True)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        ([1.0, 0.8, 0.2, 0.0], 1, 0.25),
+        ([1.0, 0.8, 0.2, 0.0], 2, 0.0),
+        ([1.0, 0.8, 0.8, 0.0], 1, None),
+        ([0.2, 0.8], 0, None),
+        ([1.0], 0, None),
+    ],
+    ids=["falls", "last", "stays", "rises", "not known"],
+)
+def test_the_share_of_a_latent_in_the_next(schedule, step, expected):
+    assert latent_share(schedule, step) == expected

@@ -25,7 +25,7 @@ from ..patching.answer import Answer
 from ..patching.blocks import uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
-from ..patching.schedule import Moment, is_active, is_noise_alone, log_snr, step_index
+from ..patching.schedule import Moment, is_active, is_noise_alone, latent_share, log_snr, step_index
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
@@ -161,6 +161,12 @@ def picture_of(latent: Any) -> Tensor:
     return picture
 
 
+def _corrects_latents(sampler: Any) -> bool:
+    """Whether a sampler takes an answer to correct the latent that it was for, as UniPC does."""
+    function = getattr(sampler, "sampler_function", None)
+    return "unipc" in getattr(function, "__name__", "")
+
+
 @dataclass(eq=False)
 class _Attachment:
     """The wrappers of one patched model; its first attributes are arguments of :func:`attach`.
@@ -198,7 +204,8 @@ class _Attachment:
         sampler = workflow.running_node()
         self.runs.pop(sampler, None)
         latent = args[1] if len(args) > 1 else kwargs.get("latent_image")
-        run = _SamplingRun(self, is_empty(latent))
+        sampling = args[2] if len(args) > 2 else kwargs.get("sampler")
+        run = _SamplingRun(self, is_empty(latent), _corrects_latents(sampling))
         options = executor.class_obj.model_options["transformer_options"]
         options[KEY] = run
         self.running.add(run)
@@ -255,9 +262,10 @@ class _Attachment:
 class _SamplingRun:
     """The state of one sampling run, which may evaluate several models, and in several threads."""
 
-    def __init__(self, attachment: _Attachment, from_noise: bool):
+    def __init__(self, attachment: _Attachment, from_noise: bool, corrects_latents: bool):
         self._attachment = attachment
         self._from_noise = from_noise
+        self._corrects_latents = corrects_latents
         self._config = attachment.config
         self._records: dict[nn.Module, ComfyRecord | str] = {}
         self._runs: dict[nn.Module, Run | None] = {}
@@ -327,9 +335,7 @@ class _SamplingRun:
         forecast = run.forecast(moment, x)
         if forecast is not None:
             return forecast
-        denoised = run.or_unmerged(evaluate)
-        run.keep_answer(moment, denoised)
-        return denoised
+        return run.answered(moment, run.or_unmerged(evaluate))
 
     def _record_of(self, network: nn.Module) -> ComfyRecord | str:
         """The record of a diffusion model, or why it cannot merge."""
@@ -389,6 +395,7 @@ class _SamplingRun:
             from_noise=self._from_noise
             or is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),
             log_snr=log_snr(sigma, isinstance(model.model_sampling, CONST)) if is_usable else None,
+            latent_share=latent_share(self._schedule, step) if not self._corrects_latents else None,
         )
 
     def _part(self, network: nn.Module, options: dict[str, Any], sigma: float) -> Hashable:

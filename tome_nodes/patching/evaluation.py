@@ -98,10 +98,13 @@ class Run:
             self.model.observer.evaluated(Evaluated(moment.step, blocks, is_forecast=True))
         return found
 
-    def keep_answer(self, moment: Moment, denoised: Tensor) -> None:
-        """Note what the model answered, which forecasts are made from."""
-        if self._forecasts is not None:
-            self._forecasts.keep(moment, denoised)
+    def answered(self, moment: Moment, denoised: Tensor) -> Tensor:
+        """Note what the model answered, which forecasts are made from.
+
+        Returns:
+            What to take for the answer, which makes up for the errors of forecasts.
+        """
+        return denoised if self._forecasts is None else self._forecasts.answered(moment, denoised)
 
     def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
         """What ``evaluate`` returns; where merging leaves it no memory, without merging.

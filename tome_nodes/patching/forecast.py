@@ -3,10 +3,13 @@
 What a model predicts the clean picture to be changes nearly on a straight line over the logarithm
 of signal to noise. So in some steps that line takes the place of the model; benchmarks/FIDELITY.md.
 Forecasts of this kind are common for long runs, see TaylorSeer (arXiv 2503.06923).
+
+The next answer of the model tells how far off a forecast was, since what lies between two answers
+is known better than what follows them. That answer is changed so that the sampler makes up for it.
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +20,9 @@ from .schedule import Moment
 
 _DAMPING = 0.7
 """The share of the change that a forecast takes over."""
+
+_RESPONSE = 0.7
+"""How much of an error in the noisy latent an answer of the model passes on."""
 
 _FIRST, _FIRST_OF_MANY, _MANY = 2, 3, 8
 """How many steps at the beginning run the model, and how many of a run of at least so many, unless
@@ -92,6 +98,17 @@ class _Answered:
     denoised: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _Forecast(_Answered):
+    """What was forecast.
+
+    Attributes:
+        latent_share: see :class:`tome_nodes.patching.schedule.Moment`.
+    """
+
+    latent_share: float | None
+
+
 class Forecasts:
     """The last answers of a model in a run, by the part of a step, and forecasts from them."""
 
@@ -99,11 +116,13 @@ class Forecasts:
         """Begin with nothing kept, for the ratio of :func:`steps_that_run`."""
         self._ratio = ratio
         self._kept: dict[Hashable, list[_Answered]] = {}
+        self._since: dict[Hashable, list[_Forecast]] = {}
         self._settled: bool | None = None
 
     def clear(self) -> None:
         """Drop all: another run begins."""
         self._kept.clear()
+        self._since.clear()
         self._settled = None
 
     def why_none(self, moment: Moment) -> str:
@@ -137,24 +156,39 @@ class Forecasts:
             return None
         first, last = kept
         share = _DAMPING * (now - last.log_snr) / (last.log_snr - first.log_snr)
-        return torch.lerp(first.denoised, last.denoised, 1 + share)
+        found = torch.lerp(first.denoised, last.denoised, 1 + share)
+        since = self._since.setdefault(moment.part, [])
+        if not since or since[-1].step != moment.step:
+            # Whoever gets it may change it in place.
+            since.append(_Forecast(moment.step, now, found.clone(), moment.latent_share))
+        return found
 
-    def keep(self, moment: Moment, denoised: Tensor) -> None:
-        """Note what the model answered. Of several evaluations in a step, the first counts."""
+    def answered(self, moment: Moment, denoised: Tensor) -> Tensor:
+        """Note what the model answered. Of several evaluations in a step, the first counts.
+
+        Returns:
+            What to take for the answer, which makes up for the errors of the forecasts before.
+        """
         if self._steps(moment) is None or moment.log_snr is None or torch.is_grad_enabled():
-            return
-        kept = self._kept.pop(moment.part, [])
+            return denoised
+        kept, corrected = self._kept.pop(moment.part, []), denoised
+        since = self._since.pop(moment.part, [])
         if not kept or kept[-1].step != moment.step:
             # Whoever gets the answer may change it in place.
             new = _Answered(moment.step, moment.log_snr, denoised.clone())
             follows = bool(kept) and _follows(kept[-1], new)
+            if follows and since:
+                corrected = _corrected(kept[-1], since, new, moment.latent_share)
             if moment.step == 1:
                 is_settled = follows and _is_settled(kept[-1], new)
                 self._settled = is_settled and self._settled is not False
             kept = [kept[-1], new] if follows else [new]
         self._kept[moment.part] = kept
         if len(self._kept) > _PARTS_KEPT:
-            del self._kept[next(iter(self._kept))]
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._since.pop(oldest, None)
+        return corrected
 
     def _running(self, steps: int) -> frozenset[int]:
         """The steps of a run of so many in which the model runs, the same for all parts."""
@@ -173,6 +207,34 @@ def _is_settled(first: _Answered, second: _Answered) -> bool:
         return False
     before, after = first.denoised.float().flatten(1), second.denoised.float().flatten(1)
     return bool(((after - before).norm(dim=1) < _SETTLED * after.norm(dim=1)).all())
+
+
+def _corrected(
+    before: _Answered, forecasts: Sequence[_Forecast], now: _Answered, share: float | None
+) -> Tensor:
+    """The last of two answers, changed by what the forecasts between them got wrong.
+
+    The sampler's latent lacks that, so the next one gets it. The model has answered for a latent
+    that lacks it, so its answer is changed too.
+
+    Args:
+        before: the first answer.
+        forecasts: in order.
+        now: the last answer.
+        share: that of its noisy latent in the next.
+    """
+    if share is None:
+        return now.denoised
+    lacking, longest = torch.zeros_like(now.denoised), 1 - share
+    for each in forecasts:
+        if each.latent_share is None:
+            return now.denoised
+        place = (each.log_snr - before.log_snr) / (now.log_snr - before.log_snr)
+        error = torch.lerp(before.denoised, now.denoised, place) - each.denoised
+        lacking = error + each.latent_share * (lacking - error)
+        longest = max(longest, 1 - each.latent_share)
+    # A step much shorter than one before it would need a change much larger than the error.
+    return now.denoised + (share / longest + _RESPONSE) * lacking
 
 
 def _follows(before: _Answered, after: _Answered) -> bool:

@@ -21,6 +21,9 @@ class Moment:
         steps_left: how many steps come after this one, None if the host does not know.
         from_noise: whether the run began with noise alone, not with a picture under some noise.
         log_snr: the logarithm of signal to noise, in power; None if the host does not know it.
+        latent_share: the share of the noisy latent in that of the next step, which is a mean of it
+            and of the answer: the noise of the next step over that of this one, 0 in the last; None
+            if the host does not know it, or if the sampler makes something else of answers.
     """
 
     step: int
@@ -31,6 +34,7 @@ class Moment:
     steps_left: int | None = None
     from_noise: bool = True
     log_snr: float | None = None
+    latent_share: float | None = None
 
 
 def is_active(config: ToMeConfig, noise: float, noise_at: Callable[[float], float]) -> bool:
@@ -62,6 +66,19 @@ def log_snr(noise: float, is_flow: bool) -> float:
         return -2 * math.log(noise)
     share = min(noise, _MOST_NOISE)
     return 2 * math.log((1 - share) / share)
+
+
+def latent_share(schedule: Sequence[float], step: int) -> float | None:
+    """The share of the noisy latent of a step in that of the next; see :class:`Moment`.
+
+    Args:
+        schedule: noise levels, one more than there are steps.
+        step: from 0.
+    """
+    if step + 1 >= len(schedule):
+        return None
+    before, after = schedule[step : step + 2]
+    return after / before if 0 <= after < before else None
 
 
 def step_index(schedule: Sequence[float], sigma: float, since: int = 0) -> int:

@@ -20,7 +20,7 @@ from ..patching.blocks import lists_of, uncompiled
 from ..patching.evaluation import Run
 from ..patching.merge_attention import AttentionBlock, AttentionHost, TransformerRecord
 from ..patching.overrides import Override
-from ..patching.schedule import Moment, is_active, log_snr
+from ..patching.schedule import Moment, is_active, latent_share, log_snr
 from ..patching.tokenwise import TokenwiseEvaluation
 from ..settings.config import ToMeConfig
 from .bare_copy import bare_copy
@@ -91,6 +91,14 @@ class Steps:
         # It is counted from the end of the first step on.
         index: int | None = self.scheduler.step_index
         return self.first() if index is None else min(index, len(self.scheduler.timesteps) - 1)
+
+    def latent_share(self, step: int) -> float | None:
+        """See :class:`tome_nodes.patching.schedule.Moment`; for flows."""
+        levels = getattr(self.scheduler, "sigmas", None)
+        # UniPC takes an answer to correct the latent that it was for.
+        if "UniPC" in type(self.scheduler).__name__ or not isinstance(levels, Tensor):
+            return None
+        return latent_share(levels[step : step + 2].tolist(), 0)
 
 
 class DiffusersTransformers(Host):
@@ -195,11 +203,15 @@ class TransformerCalls(Calls):
         return super().__exit__(*error)
 
     @torch.compiler.disable
-    def keep(self, result: Any) -> None:
+    def answered(self, result: Any) -> Any:
         call, self._flow_call = self._flow_call, None
-        if call is not None:
-            self._last_result = result
-            self.own_run.keep_answer(self._moment_of_call, call.denoised(call.latent, result))
+        if call is None:
+            return result
+        self._last_result = result
+        latent = call.latent
+        denoised = call.denoised(latent, result)
+        corrected = self.own_run.answered(self._moment_of_call, denoised)
+        return result if corrected is denoised else call.returned(latent, corrected, result)
 
     @property
     def _moment_of_call(self) -> Moment:
@@ -249,6 +261,7 @@ class TransformerCalls(Calls):
             steps_left=None if self._schedule is None else last - step,
             from_noise=first == 0,
             log_snr=None if noise is None else log_snr(noise, is_flow=True),
+            latent_share=self._steps.latent_share(step),
         )
 
 

@@ -125,7 +125,7 @@ class Attachment:
         result = calls.forecast()
         if result is None:
             result = calls.own_run.or_unmerged(partial(_evaluate, calls, forward, args, kwargs))
-            calls.keep(result)
+            result = calls.answered(result)
         calls.complete()
         return result
 
@@ -243,8 +243,9 @@ class Calls:
         """What the model would return in a call that has begun, None if it has to run."""
         return None
 
-    def keep(self, result: Any) -> None:
-        """Note what the model returned."""
+    def answered(self, result: Any) -> Any:
+        """Note what the model returned; returns what to take for it."""
+        return result
 
     @torch.compiler.disable
     def __enter__(self) -> None:
