@@ -1,7 +1,7 @@
 """Error against time of everything that a user could pick, by trained models.
 
-python3 dev.py bench --fidelity [--quick] [--only pictures image few second video edit]
-    [--steps 20 12 8 4] [--names NAME ...] [--seeds 1]
+python3 dev.py bench --fidelity [--quick] [--only pictures image few few_multistep second video
+    video_multistep edit] [--steps 20 12 8 4] [--names NAME ...] [--seeds 1]
 
 With ``--quick``, what the last line needs is taken once, in one number of steps, and nothing is
 kept. With the other arguments, the other rows of the results stay as they are.

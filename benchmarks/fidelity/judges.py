@@ -62,6 +62,12 @@ class SceneJudge(Judge):
         return empty, self.prompts, {}
 
 
+class FewMultistepJudge(SceneJudge):
+    """The distilled model under the sampler of ComfyUI's template of Z-Image Turbo."""
+
+    sampler = "res_multistep"
+
+
 class SecondPassJudge(SceneJudge):
     """The same model in a second pass: over a picture of half the size, scaled up as a latent."""
 
@@ -124,6 +130,12 @@ class VideoJudge(Judge):
         return torch.zeros(shape), self.prompts, {}
 
 
+class VideoMultistepJudge(VideoJudge):
+    """The same under the sampler of ComfyUI's templates of MiniMax H3."""
+
+    sampler = "res_multistep"
+
+
 @dataclass(frozen=True)
 class Bench:
     """A judge, and what it is asked.
@@ -155,6 +167,11 @@ BENCHES = {
         partial(options.of_transformer, polynomial=teacache.OF_FEW),
         (4, 8),
     ),
+    "few_multistep": Bench(
+        lambda steps, seeds: FewMultistepJudge(steps, 1.0, seeds, weights=student.WEIGHTS),
+        options.of_other_transformers,
+        (8,),
+    ),
     "second": Bench(
         lambda steps, seeds: SecondPassJudge(steps, 3.0, seeds),
         options.of_other_transformers,
@@ -164,6 +181,11 @@ BENCHES = {
         lambda steps, seeds: VideoJudge(steps, 3.0, seeds),
         options.of_other_transformers,
         (8, 20),
+    ),
+    "video_multistep": Bench(
+        lambda steps, seeds: VideoMultistepJudge(steps, 3.0, seeds),
+        options.of_other_transformers,
+        (20,),
     ),
     "edit": Bench(
         lambda steps, seeds: EditJudge(steps, 1.0, seeds),

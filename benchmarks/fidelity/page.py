@@ -20,8 +20,10 @@ JUDGES = {
     "pictures": "Pictures of a UNet",
     "image": "Pictures of a transformer, with guidance",
     "few": "The same distilled to four steps, without guidance",
+    "few_multistep": "The distilled transformer, sampled by res_multistep",
     "second": "Second passes of a transformer over pictures scaled up",
     "video": "Videos of a transformer",
+    "video_multistep": "Videos of a transformer, sampled by res_multistep",
     "edit": "Edits with two references, of a transformer without guidance",
 }
 """The judges by name, with the titles of their tables."""

@@ -93,8 +93,10 @@ def test_the_step_after_a_forecast_makes_up_for_its_error(models, monkeypatch, k
         assert relative_error(latents[step + 2], uncorrected) > 1e-3
 
 
-@pytest.mark.parametrize(("sampler", "is_changed"), [("uni_pc", False), ("dpmpp_2m", True)])
-def test_samplers_that_correct_their_latents_get_answers_as_they_are(models, sampler, is_changed):
+@pytest.mark.parametrize(
+    ("sampler", "is_changed"), [("uni_pc", False), ("deis", False), ("dpmpp_2m", True)]
+)
+def test_samplers_that_make_more_of_answers_get_them_as_they_are(models, sampler, is_changed):
     outside, given = seen(models("flux"))
     patched, answers = seen(attach(outside, configured()))
     # UniPC's is the only one that does not switch gradients off itself.

@@ -122,6 +122,18 @@ def test_a_run_is_settled_if_its_first_answers_hardly_differ(change, forecast):
 
 
 @pytest.mark.parametrize(
+    ("steps", "from_noise", "is_forecast"), [(5, True, False), (6, True, True), (5, False, True)]
+)
+def test_short_edits_are_not_forecast(steps, from_noise, is_forecast):
+    kept = Forecasts(1.0)
+    for step, level, answer in KNOWN:
+        kept.answered(moment(step, level, steps), answer)
+    now = moment(2, 1.0, steps, from_noise=from_noise)
+    assert (kept.answer(now, ONE) is not None) == is_forecast
+    assert is_forecast or "hardly changes" in kept.why_none(now)
+
+
+@pytest.mark.parametrize(
     ("answers", "steps"),
     [
         (((0, -9.0, ONE), (1, -8.0, ONE + CHANGE)), 8),

@@ -161,10 +161,25 @@ def picture_of(latent: Any) -> Tensor:
     return picture
 
 
-def _corrects_latents(sampler: Any) -> bool:
-    """Whether a sampler takes an answer to correct the latent that it was for, as UniPC does."""
+_WITH_SHORT_MEMORY = frozenset(
+    f"sample_{name}"
+    for name in (
+        *("euler", "euler_ancestral", "heun", "dpm_2", "dpmpp_2m", "dpmpp_2m_sde"),
+        *("dpmpp_2m_sde_gpu", "dpmpp_sde", "dpmpp_sde_gpu", "res_multistep", "ddpm", "er_sde"),
+        *("res_multistep_ancestral", "gradient_estimation", "seeds_2", "lcm"),
+    )
+)
+"""Samplers that make the next latent of this one and at most two answers, by their functions."""
+
+
+def _has_short_memory(sampler: Any) -> bool:
+    """Whether a change of an answer does to the latents of a sampler what it does to Euler's.
+
+    Tried on a judge (benchmarks/FIDELITY.md). Others weigh several answers back against each
+    other, or take an answer to correct the latent that it was for.
+    """
     function = getattr(sampler, "sampler_function", None)
-    return "unipc" in getattr(function, "__name__", "")
+    return getattr(function, "__name__", None) in _WITH_SHORT_MEMORY
 
 
 @dataclass(eq=False)
@@ -201,11 +216,11 @@ class _Attachment:
 
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap one sampling run; at its end the host drops its model options and our run."""
-        sampler = workflow.running_node()
-        self.runs.pop(sampler, None)
+        node = workflow.running_node()
+        self.runs.pop(node, None)
         latent = args[1] if len(args) > 1 else kwargs.get("latent_image")
-        sampling = args[2] if len(args) > 2 else kwargs.get("sampler")
-        run = _SamplingRun(self, is_empty(latent), _corrects_latents(sampling))
+        sampler = args[2] if len(args) > 2 else kwargs.get("sampler")
+        run = _SamplingRun(self, is_empty(latent), _has_short_memory(sampler))
         options = executor.class_obj.model_options["transformer_options"]
         options[KEY] = run
         self.running.add(run)
@@ -216,7 +231,7 @@ class _Attachment:
             self.running.discard(run)
         last = run.finish()
         if last is not None:
-            self.runs[sampler] = last
+            self.runs[node] = last
         return result
 
     def apply_model(
@@ -262,10 +277,10 @@ class _Attachment:
 class _SamplingRun:
     """The state of one sampling run, which may evaluate several models, and in several threads."""
 
-    def __init__(self, attachment: _Attachment, from_noise: bool, corrects_latents: bool):
+    def __init__(self, attachment: _Attachment, from_noise: bool, has_short_memory: bool):
         self._attachment = attachment
         self._from_noise = from_noise
-        self._corrects_latents = corrects_latents
+        self._has_short_memory = has_short_memory
         self._config = attachment.config
         self._records: dict[nn.Module, ComfyRecord | str] = {}
         self._runs: dict[nn.Module, Run | None] = {}
@@ -395,7 +410,7 @@ class _SamplingRun:
             from_noise=self._from_noise
             or is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),
             log_snr=log_snr(sigma, isinstance(model.model_sampling, CONST)) if is_usable else None,
-            latent_share=latent_share(self._schedule, step) if not self._corrects_latents else None,
+            latent_share=latent_share(self._schedule, step) if self._has_short_memory else None,
         )
 
     def _part(self, network: nn.Module, options: dict[str, Any], sigma: float) -> Hashable:

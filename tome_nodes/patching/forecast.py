@@ -33,6 +33,10 @@ _SETTLED, _LEAST_SNR = 0.15, -7.0
 settled: its picture is there from the start, as in a second pass or where references decide. Where
 signal to noise is less than this in the second step, in logarithm, little change says nothing."""
 
+_SHORTEST_EDIT = 6
+"""The fewest steps of a settled run that began with noise, such as an edit, of which some are
+forecast. In so few, as many steps fewer change less."""
+
 _SHORTEST = _FIRST + 2
 """The fewest steps of a run of which one is forecast."""
 
@@ -54,6 +58,12 @@ _TOO_SHORT = (
     "take fewer"
 )
 """Why no step of such a run is forecast."""
+
+_IS_EDIT = (
+    "from its second step on, what the model answers hardly changes, so in a run of "
+    f"{_SHORTEST_EDIT - 1} steps or fewer, one step fewer changes less than a forecast"
+)
+"""Why no step of a short edit is forecast."""
 
 _OR_MERGE = "; to merge instead, switch forecast off under preset custom"
 
@@ -132,9 +142,9 @@ class Forecasts:
         steps = self._steps(moment)
         if steps is None:
             return _NOT_KNOWN + _OR_MERGE
-        running = self._running(steps)
+        running = self._running(moment, steps)
         if len(running) == steps:
-            return _TOO_SHORT
+            return _TOO_SHORT if steps < _SHORTEST else _IS_EDIT
         if moment.step in running:
             return IN_OTHER_STEPS
         return NOT_ALIKE if moment.log_snr is not None else _NOT_KNOWN + _OR_MERGE
@@ -149,7 +159,7 @@ class Forecasts:
         steps, now = self._steps(moment), moment.log_snr
         if steps is None or now is None or not moment.is_active or torch.is_grad_enabled():
             return None
-        if moment.step in self._running(steps):
+        if moment.step in self._running(moment, steps):
             return None
         kept = self._kept.get(moment.part, [])
         if len(kept) < 2 or kept[1].denoised.shape != like.shape or now <= kept[1].log_snr:
@@ -190,9 +200,12 @@ class Forecasts:
             self._since.pop(oldest, None)
         return corrected
 
-    def _running(self, steps: int) -> frozenset[int]:
+    def _running(self, moment: Moment, steps: int) -> frozenset[int]:
         """The steps of a run of so many in which the model runs, the same for all parts."""
-        return steps_that_run(self._ratio, steps, steps < _LONG and self._settled is True)
+        is_settled = steps < _LONG and self._settled is True
+        if is_settled and moment.from_noise and steps < _SHORTEST_EDIT:
+            return frozenset(range(steps))
+        return steps_that_run(self._ratio, steps, is_settled)
 
     def _steps(self, moment: Moment) -> int | None:
         """How many steps the run has, None if they are not known or none is to be forecast."""

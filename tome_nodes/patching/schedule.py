@@ -23,7 +23,7 @@ class Moment:
         log_snr: the logarithm of signal to noise, in power; None if the host does not know it.
         latent_share: the share of the noisy latent in that of the next step, which is a mean of it
             and of the answer: the noise of the next step over that of this one, 0 in the last; None
-            if the host does not know it, or if the sampler makes something else of answers.
+            if the host does not know it, or a sampler that makes more of an answer.
     """
 
     step: int

@@ -94,10 +94,9 @@ class Steps:
 
     def latent_share(self, step: int) -> float | None:
         """See :class:`tome_nodes.patching.schedule.Moment`; for flows."""
-        levels = getattr(self.scheduler, "sigmas", None)
-        # UniPC takes an answer to correct the latent that it was for.
-        if "UniPC" in type(self.scheduler).__name__ or not isinstance(levels, Tensor):
+        if type(self.scheduler).__name__ != "FlowMatchEulerDiscreteScheduler":
             return None
+        levels = self.scheduler.sigmas
         return latent_share(levels[step : step + 2].tolist(), 0)
 
 
