@@ -10,7 +10,7 @@ is known better than what follows them. That answer is changed so that the sampl
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -119,20 +119,31 @@ class _Forecast(_Answered):
     latent_share: float | None
 
 
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What is kept of a part of a step.
+
+    Attributes:
+        answers: the last two, in order.
+        forecasts: those since then.
+    """
+
+    answers: Sequence[_Answered] = ()
+    forecasts: list[_Forecast] = field(default_factory=list)
+
+
 class Forecasts:
     """The last answers of a model in a run, by the part of a step, and forecasts from them."""
 
     def __init__(self, ratio: float):
         """Begin with nothing kept, for the ratio of :func:`steps_that_run`."""
         self._ratio = ratio
-        self._kept: dict[Hashable, list[_Answered]] = {}
-        self._since: dict[Hashable, list[_Forecast]] = {}
+        self._parts: dict[Hashable, _Part] = {}
         self._settled: bool | None = None
 
     def clear(self) -> None:
         """Drop all: another run begins."""
-        self._kept.clear()
-        self._since.clear()
+        self._parts.clear()
         self._settled = None
 
     def why_none(self, moment: Moment) -> str:
@@ -161,16 +172,18 @@ class Forecasts:
             return None
         if moment.step in self._running(moment, steps):
             return None
-        kept = self._kept.get(moment.part, [])
-        if len(kept) < 2 or kept[1].denoised.shape != like.shape or now <= kept[1].log_snr:
+        part = self._parts.get(moment.part)
+        if part is None or len(part.answers) < 2:
             return None
-        first, last = kept
+        first, last = part.answers
+        if last.denoised.shape != like.shape or now <= last.log_snr:
+            return None
         share = _DAMPING * (now - last.log_snr) / (last.log_snr - first.log_snr)
         found = torch.lerp(first.denoised, last.denoised, 1 + share)
-        since = self._since.setdefault(moment.part, [])
-        if not since or since[-1].step != moment.step:
+        if not part.forecasts or part.forecasts[-1].step != moment.step:
             # Whoever gets it may change it in place.
-            since.append(_Forecast(moment.step, now, found.clone(), moment.latent_share))
+            new = _Forecast(moment.step, now, found.clone(), moment.latent_share)
+            part.forecasts.append(new)
         return found
 
     def answered(self, moment: Moment, denoised: Tensor) -> Tensor:
@@ -181,23 +194,21 @@ class Forecasts:
         """
         if self._steps(moment) is None or moment.log_snr is None or torch.is_grad_enabled():
             return denoised
-        kept, corrected = self._kept.pop(moment.part, []), denoised
-        since = self._since.pop(moment.part, [])
-        if not kept or kept[-1].step != moment.step:
+        part, corrected = self._parts.pop(moment.part, _Part()), denoised
+        last = part.answers[-1] if part.answers else None
+        if last is None or last.step != moment.step:
             # Whoever gets the answer may change it in place.
             new = _Answered(moment.step, moment.log_snr, denoised.clone())
-            follows = bool(kept) and _follows(kept[-1], new)
-            if follows and since:
-                corrected = _corrected(kept[-1], since, new, moment.latent_share)
+            before = last if last is not None and _follows(last, new) else None
+            if before is not None and part.forecasts:
+                corrected = _corrected(before, part.forecasts, new, moment.latent_share)
             if moment.step == 1:
-                is_settled = follows and _is_settled(kept[-1], new)
+                is_settled = before is not None and _is_settled(before, new)
                 self._settled = is_settled and self._settled is not False
-            kept = [kept[-1], new] if follows else [new]
-        self._kept[moment.part] = kept
-        if len(self._kept) > _PARTS_KEPT:
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
-            self._since.pop(oldest, None)
+            part = _Part([new] if before is None else [before, new])
+        self._parts[moment.part] = part
+        if len(self._parts) > _PARTS_KEPT:
+            del self._parts[next(iter(self._parts))]
         return corrected
 
     def _running(self, moment: Moment, steps: int) -> frozenset[int]:
