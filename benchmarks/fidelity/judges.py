@@ -185,7 +185,7 @@ BENCHES = {
     "video_multistep": Bench(
         lambda steps, seeds: VideoMultistepJudge(steps, 3.0, seeds),
         options.of_other_transformers,
-        (20,),
+        (8, 20),
     ),
     "edit": Bench(
         lambda steps, seeds: EditJudge(steps, 1.0, seeds),
