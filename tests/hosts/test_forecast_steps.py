@@ -3,12 +3,13 @@
 import host
 import pytest
 import torch
+from comfy.k_diffusion import sampling
 from comfy.patcher_extension import WrappersMP
 from common import relative_error
 from models.comfyui import TINY, sample
 
 from benchmarks.fidelity import rivals
-from tome_nodes.comfyui.attachment import attach, last_run
+from tome_nodes.comfyui.attachment import _WITH_SHORT_MEMORY, attach, last_run
 from tome_nodes.patching import forecast
 from tome_nodes.patching.schedule import log_snr
 from tome_nodes.report import drawing
@@ -91,6 +92,11 @@ def test_the_step_after_a_forecast_makes_up_for_its_error(models, monkeypatch, k
         assert relative_error(latents[step + 2], expected) < 1e-4
         uncorrected = torch.lerp(after, latents[step + 1], next_share)
         assert relative_error(latents[step + 2], uncorrected) > 1e-3
+
+
+@pytest.mark.newest_only
+def test_samplers_with_a_short_memory_are_the_hosts():
+    assert all(hasattr(sampling, name) for name in _WITH_SHORT_MEMORY)
 
 
 @pytest.mark.parametrize(
