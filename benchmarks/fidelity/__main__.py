@@ -54,7 +54,8 @@ def main() -> None:
         kept |= {each: {"origin": taken, **row} for each, row in rows.items()}
         if is_kept:
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            if str(steps) == next(iter(result[name])) and not arguments.names:
+            is_shown = name not in page.WITHOUT_SHEET and not arguments.names
+            if is_shown and str(steps) == next(iter(result[name])):
                 page.sheet(pictures, RESULTS / page.sheet_name(name))
     result = with_others(result)
     summary = page.summary(result)

@@ -27,6 +27,8 @@ JUDGES = {
     "edit": "Edits with two references, of a transformer without guidance",
 }
 """The judges by name, with the titles of their tables."""
+WITHOUT_SHEET = ("few_multistep", "video_multistep")
+"""Judges whose pictures look like those of the same model under another sampler."""
 
 STEPS, CACHE, FORECAST, SIZE = "fewer steps", "cache", "forecast", "lower resolution"
 MERGING, OURS, BOTH = "merging", "ours", "ours and another"
@@ -84,10 +86,10 @@ def markdown(result: Mapping[str, Mapping[str, Rows]], calibration: str, summary
         parts.append(f"## {title}")
         for steps, rows in result[judge].items():
             parts += [table(rows, f"{steps} steps"), *origins(rows)]
-        parts += [
-            f"![Error against time]({plot_name(judge)})",
-            f"![The pictures, in {next(iter(result[judge]))} steps]({sheet_name(judge)})",
-        ]
+        parts.append(f"![Error against time]({plot_name(judge)})")
+        if judge not in WITHOUT_SHEET:
+            steps = next(iter(result[judge]))
+            parts.append(f"![The pictures, in {steps} steps]({sheet_name(judge)})")
     return "\n\n".join(parts) + "\n"
 
 

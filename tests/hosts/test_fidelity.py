@@ -397,6 +397,7 @@ def test_the_page_says_where_each_row_comes_from():
     plain = row("plain", 1.0, 0.0, origin=first)
     result = {
         "pictures": {"12": {"plain": plain | {"distance": 0.125}}},
+        "few_multistep": {"8": {"plain": plain}},
         "video": {
             "8": {
                 "plain": plain,
@@ -407,13 +408,13 @@ def test_the_page_says_where_each_row_comes_from():
     }
     text = page.markdown(result, "the calibration", "summary: all=well")
     assert "`summary: all=well`" in text and "the calibration" in text
-    assert text.count("`bench`, paper, 2026-01-02.") == 2
+    assert text.count("`bench`, paper, 2026-01-02.") == 3
     assert text.count("Of theirs: `again`, stone, 2026-01-03.") == 1
     cells = [[cell.strip() for cell in line.split("|")[1:7]] for line in text.splitlines()]
     assert ["**ours**", "ours", "0.50", "8", "0.2500", "0.2500"] in cells
     for judge in result:
         assert f"](fidelity-{judge}.webp)" in text
-        assert f"](fidelity-{judge}-pictures.webp)" in text
+        assert (f"](fidelity-{judge}-pictures.webp)" in text) == (judge != "few_multistep")
 
 
 def arguments(*given):
