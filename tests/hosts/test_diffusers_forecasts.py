@@ -1,10 +1,12 @@
 """Forecasts of the answers of real diffusers transformers."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from common import relative_error
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from models import pipelines
 from models.pipelines import DEVICE, TEXT, TEXT_CHANNELS, TRANSFORMERS, noise
 from test_diffusers_transformers import flux_arguments, shuffle, with_layers
@@ -13,6 +15,7 @@ from torch import nn
 import tome_nodes
 from tome_nodes.merging.layout import Grid
 from tome_nodes.patching import forecast
+from tome_nodes.pytorch.diffusers_transformers import Steps
 from tome_nodes.pytorch.flow_call import FlowCall, flow_of
 from tome_nodes.pytorch.latents import latents_of
 
@@ -148,6 +151,30 @@ def test_the_step_after_a_forecast_makes_up_for_its_error(name, monkeypatch):
     expected = torch.lerp(after, on_line, noise[5] / noise[4])
     assert relative_error(samples[5], expected) < 1e-3
     assert relative_error(samples[5], torch.lerp(after, samples[4], noise[5] / noise[4])) > 3e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "set_to", "from_noise", "shares"),
+    [
+        (FlowMatchEulerDiscreteScheduler, {"sigmas": [1.0, 0.5]}, True, [0.5, 0.0]),
+        (FlowMatchEulerDiscreteScheduler, {"sigmas": [0.5, 0.1]}, False, [0.2, 0.0]),
+        (
+            partial(FlowMatchEulerDiscreteScheduler, stochastic_sampling=True),
+            {"sigmas": [1.0, 0.5]},
+            True,
+            [None, None],
+        ),
+        (UniPCMultistepScheduler, {"num_inference_steps": 2}, True, [None, None]),
+        (DDIMScheduler, {"num_inference_steps": 2}, True, [None, None]),
+    ],
+    ids=["from noise", "from a picture", "random", "UniPC", "no noise levels"],
+)
+def test_what_a_scheduler_tells_of_a_run(make, set_to, from_noise, shares):
+    scheduler = make()
+    scheduler.set_timesteps(**set_to)
+    steps = Steps(scheduler=scheduler)
+    assert steps.from_noise() == from_noise
+    assert [steps.latent_share(step) for step in range(2)] == pytest.approx(shares)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ import pytest
 import torch
 from comfy.k_diffusion import sampling
 from comfy.patcher_extension import WrappersMP
+from comfy.samplers import sampler_object
 from common import relative_error
 from models.comfyui import TINY, sample
 
 from benchmarks.fidelity import rivals
-from tome_nodes.comfyui.attachment import _WITH_SHORT_MEMORY, attach, last_run
+from tome_nodes.comfyui.attachment import _MADE_UP_FOR, _makes_up, attach, last_run
 from tome_nodes.patching import forecast
 from tome_nodes.patching.schedule import log_snr
 from tome_nodes.report import drawing
@@ -44,7 +45,7 @@ def test_the_model_is_left_out_where_a_straight_line_takes_its_place(
 ):
     tiny, model = TINY[kind], models(kind)
     patched, levels = counted(attach(model, configured()))
-    monkeypatch.setattr(forecast, "_corrected", lambda before, forecasts, now, share: now.denoised)
+    monkeypatch.setattr(forecast._Part, "is_forecast_until", lambda part, step: False)
     found = sample(patched, tiny, SIZE, steps=6)
     # The rival puts the line in place of the guided answer, which is the same as of both parts.
     expected = sample(rivals.forecast()(model), tiny, SIZE, steps=6)
@@ -95,8 +96,14 @@ def test_the_step_after_a_forecast_makes_up_for_its_error(models, monkeypatch, k
 
 
 @pytest.mark.newest_only
-def test_samplers_with_a_short_memory_are_the_hosts():
-    assert all(hasattr(sampling, name) for name in _WITH_SHORT_MEMORY)
+def test_the_samplers_that_make_up_for_forecasts_are_the_hosts():
+    assert all(hasattr(sampling, name) for name in _MADE_UP_FOR)
+
+
+def test_no_sampler_makes_up_for_forecasts_under_a_mask_that_moves():
+    euler = sampler_object("euler")
+    assert _makes_up(euler, {})
+    assert not _makes_up(euler, {"denoise_mask_function": print})
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def corrected(answer, shares, levels=(-1.0, 0.0, 2.0)):
         now = moment(step, level, steps=7, latent_share=share)
         found.append(kept.answer(now, ONE))
         assert torch.equal(kept.answer(now, ONE), found[-1])
-    now = moment(6, last, steps=7, latent_share=last_share)
+    now = moment(2 + len(found), last, steps=7, latent_share=last_share)
     return kept.answered(now, answer), found
 
 
@@ -208,18 +208,22 @@ def test_the_last_answer_is_changed_by_what_the_latent_lacks():
 
 
 @pytest.mark.parametrize(
-    ("answer", "shares"),
+    ("answer", "share", "last_share", "step"),
     [
-        (ONE + 2 * CHANGE, [0.8]),
-        (ONE + 2 * CHANGE, [0.8, None]),
-        (ONE + 2 * CHANGE, [None, 0.8]),
-        (latent(7), [0.8, 0.5]),
+        (ONE + 2 * CHANGE, 0.8, None, 3),
+        (ONE + 2 * CHANGE, None, 0.8, 3),
+        (ONE + 2 * CHANGE, 0.8, 0.5, 4),
+        (latent(7), 0.8, 0.5, 3),
     ],
-    ids=["no forecast", "its share", "that of the forecast", "another place"],
+    ids=["its share", "that of the forecast", "a step left out", "another place"],
 )
-def test_an_answer_stays_as_it_is_where_nothing_is_known_of(answer, shares):
-    result, _ = corrected(answer, shares)
-    assert torch.equal(result, answer)
+def test_an_answer_stays_as_it_is_where_nothing_is_known_of(answer, share, last_share, step):
+    kept = Forecasts(1.0)
+    for at, level, each in KNOWN:
+        kept.answered(moment(at, level, steps=7), each)
+    assert kept.answer(moment(2, 0.0, steps=7, latent_share=share), ONE) is not None
+    now = moment(step, 1.0, steps=7, latent_share=last_share)
+    assert kept.answered(now, answer) is answer
 
 
 def test_an_answer_makes_up_for_a_forecast_once():

@@ -161,25 +161,24 @@ def picture_of(latent: Any) -> Tensor:
     return picture
 
 
-_WITH_SHORT_MEMORY = frozenset(
+_MADE_UP_FOR = frozenset(
     f"sample_{name}"
     for name in (
         *("euler", "euler_ancestral", "heun", "dpm_2", "dpmpp_2m", "dpmpp_2m_sde"),
         *("dpmpp_2m_sde_gpu", "dpmpp_sde", "dpmpp_sde_gpu", "res_multistep", "ddpm", "er_sde"),
-        *("res_multistep_ancestral", "gradient_estimation", "seeds_2", "lcm"),
+        *("res_multistep_ancestral", "gradient_estimation", "seeds_2"),
     )
 )
-"""Samplers that make the next latent of this one and at most two answers, by their functions."""
+"""The functions of the samplers under which making up for forecasts, as Euler's method needs it,
+was tried and gains (benchmarks/FIDELITY.md). Under some others it does harm."""
 
 
-def _has_short_memory(sampler: Any) -> bool:
-    """Whether a change of an answer does to the latents of a sampler what it does to Euler's.
-
-    Tried on a judge (benchmarks/FIDELITY.md). Others weigh several answers back against each
-    other, or take an answer to correct the latent that it was for.
-    """
+def _makes_up(sampler: Any, options: Mapping[str, Any]) -> bool:
+    """Whether a sampler can make up for forecasts, in a run with some model options."""
     function = getattr(sampler, "sampler_function", None)
-    return getattr(function, "__name__", None) in _WITH_SHORT_MEMORY
+    # A mask that moves replaces answers in other places in each step.
+    has_still_mask = "denoise_mask_function" not in options
+    return has_still_mask and getattr(function, "__name__", None) in _MADE_UP_FOR
 
 
 @dataclass(eq=False)
@@ -220,8 +219,9 @@ class _Attachment:
         self.runs.pop(node, None)
         latent = args[1] if len(args) > 1 else kwargs.get("latent_image")
         sampler = args[2] if len(args) > 2 else kwargs.get("sampler")
-        run = _SamplingRun(self, is_empty(latent), _has_short_memory(sampler))
-        options = executor.class_obj.model_options["transformer_options"]
+        model_options = executor.class_obj.model_options
+        run = _SamplingRun(self, is_empty(latent), _makes_up(sampler, model_options))
+        options = model_options["transformer_options"]
         options[KEY] = run
         self.running.add(run)
         try:
@@ -277,10 +277,10 @@ class _Attachment:
 class _SamplingRun:
     """The state of one sampling run, which may evaluate several models, and in several threads."""
 
-    def __init__(self, attachment: _Attachment, from_noise: bool, has_short_memory: bool):
+    def __init__(self, attachment: _Attachment, from_noise: bool, makes_up: bool):
         self._attachment = attachment
         self._from_noise = from_noise
-        self._has_short_memory = has_short_memory
+        self._makes_up = makes_up
         self._config = attachment.config
         self._records: dict[nn.Module, ComfyRecord | str] = {}
         self._runs: dict[nn.Module, Run | None] = {}
@@ -410,7 +410,7 @@ class _SamplingRun:
             from_noise=self._from_noise
             or is_noise_alone(self._schedule[0], float(model.model_sampling.sigma_max)),
             log_snr=log_snr(sigma, isinstance(model.model_sampling, CONST)) if is_usable else None,
-            latent_share=latent_share(self._schedule, step) if self._has_short_memory else None,
+            latent_share=latent_share(self._schedule, step) if self._makes_up else None,
         )
 
     def _part(self, network: nn.Module, options: dict[str, Any], sigma: float) -> Hashable:

@@ -60,8 +60,8 @@ _TOO_SHORT = (
 """Why no step of such a run is forecast."""
 
 _IS_EDIT = (
-    "from its second step on, what the model answers hardly changes, so in a run of "
-    f"{_SHORTEST_EDIT - 1} steps or fewer, one step fewer changes less than a forecast"
+    "as in an edit, what the model answers hardly changes over the steps; in a run of "
+    f"{_SHORTEST_EDIT - 1} steps or fewer, one step fewer then changes less than a forecast"
 )
 """Why no step of a short edit is forecast."""
 
@@ -109,14 +109,20 @@ class _Answered:
 
 
 @dataclass(frozen=True, eq=False)
-class _Forecast(_Answered):
-    """What was forecast.
+class _Forecast:
+    """How the answer of a step was forecast.
 
     Attributes:
+        step: the step of the run.
+        log_snr: the logarithm of signal to noise, in power.
+        share: how much of the change between the last two answers was added to the last.
         latent_share: see :class:`tome_nodes.patching.schedule.Moment`.
     """
 
-    latent_share: float | None
+    step: int
+    log_snr: float
+    share: float
+    latent_share: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,11 +131,19 @@ class _Part:
 
     Attributes:
         answers: the last two, in order.
-        forecasts: those since then.
+        forecasts: those since then, if it is known how latents make up for them.
     """
 
     answers: Sequence[_Answered] = ()
     forecasts: list[_Forecast] = field(default_factory=list)
+
+    def is_forecast_until(self, step: int) -> bool:
+        """Whether all steps between the last answer and a step are known to be forecast.
+
+        Another node may have left out some.
+        """
+        steps = [each.step for each in self.forecasts]
+        return bool(steps) and steps == [*range(self.answers[-1].step + 1, step)]
 
 
 class Forecasts:
@@ -179,12 +193,10 @@ class Forecasts:
         if last.denoised.shape != like.shape or now <= last.log_snr:
             return None
         share = _DAMPING * (now - last.log_snr) / (last.log_snr - first.log_snr)
-        found = torch.lerp(first.denoised, last.denoised, 1 + share)
-        if not part.forecasts or part.forecasts[-1].step != moment.step:
-            # Whoever gets it may change it in place.
-            new = _Forecast(moment.step, now, found.clone(), moment.latent_share)
-            part.forecasts.append(new)
-        return found
+        is_first = not part.forecasts or part.forecasts[-1].step != moment.step
+        if is_first and moment.latent_share is not None:
+            part.forecasts.append(_Forecast(moment.step, now, share, moment.latent_share))
+        return torch.lerp(first.denoised, last.denoised, 1 + share)
 
     def answered(self, moment: Moment, denoised: Tensor) -> Tensor:
         """Note what the model answered. Of several evaluations in a step, the first counts.
@@ -200,8 +212,9 @@ class Forecasts:
             # Whoever gets the answer may change it in place.
             new = _Answered(moment.step, moment.log_snr, denoised.clone())
             before = last if last is not None and _follows(last, new) else None
-            if before is not None and part.forecasts:
-                corrected = _corrected(before, part.forecasts, new, moment.latent_share)
+            share = moment.latent_share
+            if before and share is not None and part.is_forecast_until(moment.step):
+                corrected = _corrected(part, new, share)
             if moment.step == 1:
                 is_settled = before is not None and _is_settled(before, new)
                 self._settled = is_settled and self._settled is not False
@@ -233,32 +246,31 @@ def _is_settled(first: _Answered, second: _Answered) -> bool:
     return bool(((after - before).norm(dim=1) < _SETTLED * after.norm(dim=1)).all())
 
 
-def _corrected(
-    before: _Answered, forecasts: Sequence[_Forecast], now: _Answered, share: float | None
-) -> Tensor:
-    """The last of two answers, changed by what the forecasts between them got wrong.
+def _corrected(part: _Part, now: _Answered, latent_share: float) -> Tensor:
+    """An answer, changed by what the forecasts before it got wrong.
 
-    The sampler's latent lacks that, so the next one gets it. The model has answered for a latent
-    that lacks it, so its answer is changed too.
+    They should have been on the line from the answer before them to this one. The sampler's latent
+    lacks the difference, so the next one gets it. The model has answered for a latent that lacks
+    it, so its answer is changed too.
 
     Args:
-        before: the first answer.
-        forecasts: in order.
-        now: the last answer.
-        share: that of its noisy latent in the next.
+        part: the two answers that the forecasts were made from, and the forecasts.
+        now: the answer.
+        latent_share: see :class:`tome_nodes.patching.schedule.Moment`.
     """
-    if share is None:
-        return now.denoised
-    lacking, longest = torch.zeros_like(now.denoised), 1 - share
-    for each in forecasts:
-        if each.latent_share is None:
-            return now.denoised
-        place = (each.log_snr - before.log_snr) / (now.log_snr - before.log_snr)
-        error = torch.lerp(before.denoised, now.denoised, place) - each.denoised
-        lacking = error + each.latent_share * (lacking - error)
+    first, last = part.answers
+    # What the latent lacks: of the change to this answer, and, with a minus, of the one before.
+    after = before = 0.0
+    longest = 1 - latent_share
+    for each in part.forecasts:
+        place = (each.log_snr - last.log_snr) / (now.log_snr - last.log_snr)
+        after = each.latent_share * after + (1 - each.latent_share) * place
+        before = each.latent_share * before + (1 - each.latent_share) * each.share
         longest = max(longest, 1 - each.latent_share)
     # A step much shorter than one before it would need a change much larger than the error.
-    return now.denoised + (share / longest + _RESPONSE) * lacking
+    weight = latent_share / longest + _RESPONSE
+    changed = torch.lerp(last.denoised, now.denoised, 1 + weight * after)
+    return changed.sub_(last.denoised - first.denoised, alpha=weight * before)
 
 
 def _follows(before: _Answered, after: _Answered) -> bool:

@@ -21,9 +21,10 @@ class Moment:
         steps_left: how many steps come after this one, None if the host does not know.
         from_noise: whether the run began with noise alone, not with a picture under some noise.
         log_snr: the logarithm of signal to noise, in power; None if the host does not know it.
-        latent_share: the share of the noisy latent in that of the next step, which is a mean of it
-            and of the answer: the noise of the next step over that of this one, 0 in the last; None
-            if the host does not know it, or a sampler that makes more of an answer.
+        latent_share: the share of the noisy latent in that of the next step, which is in Euler's
+            method a mean of it and of the answer: the noise of the next step over that of this one,
+            0 in the last; None if the host does not know it, or if the sampler cannot make up for
+            forecasts.
     """
 
     step: int

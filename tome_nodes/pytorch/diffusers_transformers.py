@@ -20,7 +20,7 @@ from ..patching.blocks import lists_of, uncompiled
 from ..patching.evaluation import Run
 from ..patching.merge_attention import AttentionBlock, AttentionHost, TransformerRecord
 from ..patching.overrides import Override
-from ..patching.schedule import Moment, is_active, latent_share, log_snr
+from ..patching.schedule import Moment, is_active, is_noise_alone, latent_share, log_snr
 from ..patching.tokenwise import TokenwiseEvaluation
 from ..settings.config import ToMeConfig
 from .bare_copy import bare_copy
@@ -94,10 +94,17 @@ class Steps:
 
     def latent_share(self, step: int) -> float | None:
         """See :class:`tome_nodes.patching.schedule.Moment`; for flows."""
-        if type(self.scheduler).__name__ != "FlowMatchEulerDiscreteScheduler":
+        is_euler = type(self.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
+        if not is_euler or self.scheduler.config.stochastic_sampling:
             return None
         levels = self.scheduler.sigmas
         return latent_share(levels[step : step + 2].tolist(), 0)
+
+    def from_noise(self) -> bool:
+        """Whether the run begins with noise alone; if no noise levels are known, at its start."""
+        levels = getattr(self.scheduler, "sigmas", None)
+        is_most = levels is None or is_noise_alone(float(levels[0]), most=1.0)
+        return is_most and self.first() == 0
 
 
 class DiffusersTransformers(Host):
@@ -258,7 +265,7 @@ class TransformerCalls(Calls):
             part=(self._call, shape),
             is_active=is_active(self.config, 1 - step / steps, lambda percent: 1 - percent),
             steps_left=None if self._schedule is None else last - step,
-            from_noise=first == 0,
+            from_noise=self._steps.from_noise(),
             log_snr=None if noise is None else log_snr(noise, is_flow=True),
             latent_share=self._steps.latent_share(step),
         )
