@@ -105,19 +105,6 @@ def films(monkeypatch, tmp_path):
     return video_transformer
 
 
-def test_training_of_a_transformer_resumes_where_it_stopped(films):
-    first = films.Trainer(rate=1e-3, full_share=0.0)
-    _, loss = first.step()
-    # The first answer is 0, and noise and latents have a variance of about 1 each.
-    assert 1 < loss < 4
-    first.save()
-    second = films.Trainer(rate=1e-3, full_share=0.0)
-    assert second.steps == 1
-    assert any(value.any() for name, value in second.average.items() if name.startswith("head."))
-    for name, value in second.average.items():
-        assert torch.equal(value, first.average[name])
-
-
 def untrained(make):
     """Leaves weights that say something, so that merging changes something."""
     made = make()

@@ -23,6 +23,7 @@ from benchmarks.fidelity import (
     scenes,
     student,
     teacache,
+    video_transformer,
 )
 from benchmarks.fidelity.weights import load, save
 
@@ -225,9 +226,17 @@ def test_merging_keys_saves_attention_and_merging_tokens_saves_all():
 
 
 def test_training_of_a_teacher_and_its_pupils_resumes_where_it_stopped(monkeypatch, tmp_path):
-    monkeypatch.setattr(scene_transformer, "SCENES", 2)
-    monkeypatch.setattr(edit_transformer, "EDITS", 2)
-    for module in (scene_transformer, student, edit_transformer):
+    """And that of the transformer of videos, which has no teacher."""
+    small = {
+        scene_transformer: {"SCENES": 2},
+        student: {},
+        edit_transformer: {"EDITS": 2},
+        video_transformer: {"SIDE": 64, "SCENES": 16, "SCENE_SIDE": 96},
+    }
+    for module, sizes in small.items():
+        for name, size in sizes.items():
+            monkeypatch.setattr(module, name, size)
+    for module in small:
         monkeypatch.setattr(module, "STATE", tmp_path / f"{module.__name__}.pt")
         monkeypatch.setattr(module, "WEIGHTS", tmp_path / f"{module.__name__}.npz")
         first = module.Trainer(rate=1e-3, full_share=0.0)

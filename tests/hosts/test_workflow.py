@@ -9,13 +9,9 @@ from comfy_execution.graph import DynamicPrompt
 from comfy_execution.progress import reset_progress_state
 from comfy_execution.utils import CurrentNodeContext
 from server import PromptServer
+from test_server import node
 
 from tome_nodes.comfyui import workflow
-
-
-def node(class_type, **links):
-    return {"class_type": class_type, "inputs": links}
-
 
 GRAPH = {
     "loader": node("Loader"),
