@@ -111,13 +111,6 @@ def test_each_shape_is_tried_once(sd15_of, probed):
     assert len(json.loads(FILE.path.read_text())["measured"]) == 2
 
 
-def test_nothing_is_tried_or_written_on_a_cpu(sd15):
-    patched = attach(sd15, merging())
-    sample(patched)
-    assert last_run(patched).choices == {}
-    assert not FILE.path.exists()
-
-
 ABLE = Capabilities(flash=True, cudnn=True, kernel=True)
 
 
@@ -191,15 +184,6 @@ def test_a_broken_file_is_ignored_with_one_warning(change, caplog):
     assert FILE.path.read_text() == text
     (record,) = caplog.records
     assert "not as this version writes it" in record.getMessage()
-
-
-def test_a_way_that_is_unknown_here_is_measured_anew(sd15, probed):
-    _, _, calls, _ = probed(sd15, MASK)
-    text = FILE.path.read_text()
-    FILE.path.write_text(text.replace('"way": "mask"', '"way": "__import__"'))
-    _, run, again, _ = probed(sd15, CHANNELS)
-    assert again == calls > 0
-    assert "Tried here: weights by channels (1 ms, mask 2 ms)" in in_words(run)
 
 
 WRITER = """

@@ -346,19 +346,10 @@ def test_a_second_sampler_at_another_size_starts_afresh(sd15, log_messages):
     ]
 
 
-@pytest.mark.parametrize(
-    ("limits", "steps"),
-    [
-        ({"end_percent": 0.5}, "2/4"),
-        ({"start_percent": 0.5}, "2/4"),
-        ({"start_percent": 0.2, "end_percent": 0.6}, "2/4"),
-        ({}, "4/4"),
-    ],
-    ids=str,
-)
-def test_percent_limits_choose_the_steps(sd15, log_messages, limits, steps):
-    sample(attach(sd15, merging(**limits)), steps=4, scheduler="sgm_uniform")
-    assert f", {steps} steps," in log_messages()[-1]
+def test_percent_limits_choose_the_steps(sd15, log_messages):
+    limited = attach(sd15, merging(start_percent=0.2, end_percent=0.6))
+    sample(limited, steps=4, scheduler="sgm_uniform")
+    assert ", 2/4 steps," in log_messages()[-1]
 
 
 @pytest.mark.parametrize(

@@ -39,15 +39,6 @@ def in_parts(model):
     return clone
 
 
-@pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
-@pytest.mark.parametrize(("sx", "sy"), [(8, 8), (1, 8), (8, 1), (5, 3)])
-def test_cells_of_every_size_merge(sd15, log_messages, strategy, sx, sy):
-    odd = {"steps": 1, "size": (16, 17)}
-    merged = sample(attach(sd15, merging(strategy=strategy, sx=sx, sy=sy)), **odd)
-    assert 1e-3 < relative_error(merged, sample(sd15, **odd)) < 1
-    assert log_messages()[-1].startswith("[ToMe] merged 6/6 blocks (272 -> ")
-
-
 @scopes
 def test_parts_of_a_batch_merge(sd15, scope):
     theirs = in_parts(sd15)

@@ -262,11 +262,6 @@ def test_the_sheet_of_off_and_on_has_a_column_for_each_model():
     assert sheet.getpixel((344, 320)) == (0, 0, 255)
 
 
-def test_the_front_is_what_no_other_point_beats_in_time_and_error():
-    points = {"slow": (0.9, 0.1), "fast": (0.5, 0.4), "beaten": (0.8, 0.5), "best": (0.6, 0.2)}
-    assert page.front(points) == ["fast", "best", "slow"]
-
-
 NAMES = {
     "plain": page.PLAIN,
     "ours": page.DEFAULT,

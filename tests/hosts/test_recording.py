@@ -108,21 +108,11 @@ def test_times_add_up(sd15_of):
     assert sum(recording.overhead.values()) < sum(block.seconds for block in merged)
 
 
-def test_levels_are_relative_to_the_latent(sd15_of):
-    run, _ = recorded(sd15_of(2), steps=1, max_downsample=8)
-    assert list(run.recording.levels.items()) == [(1, Grid(12, 16)), (2, Grid(6, 8))]
-
-
 def test_a_run_without_merging_says_why(sd15):
     run, _ = recorded(sd15, merge_attn=False)
     assert run.obstacle == "merge_attn, merge_crossattn and merge_mlp are all off; switch one on"
     assert run.recording.slots == {}
     assert {(b.before, b.after) for b in run.recording.blocks.values()} == {(192, 192)}
-
-
-def test_steps_that_do_not_merge_are_not_in_the_record(sd15):
-    run, _ = recorded(sd15, steps=4, end_percent=0.5)
-    assert [step for step, _ in run.recording.slots] == [0, 1]
 
 
 def test_a_run_that_fails_leaves_no_record(sd15):

@@ -218,13 +218,6 @@ def test_easycache_writes_into_the_latent_of_a_flow_in_single_precision_without_
     assert any(was_written_to) is not gets_a_copy
 
 
-def test_merging_keys_saves_attention_and_merging_tokens_saves_all():
-    assert meter.work(1, 0.2) == pytest.approx(1)
-    assert meter.work(1, 0.2, keys=0) == pytest.approx(0.8)
-    assert meter.work(1, 0.2, 0.5, 0.5) == pytest.approx(1 - 0.75 * 0.2)
-    assert meter.work(0.5, 0.2) == pytest.approx(0.5 - 0.2 / 4)
-
-
 def test_training_of_a_teacher_and_its_pupils_resumes_where_it_stopped(monkeypatch, tmp_path):
     """And that of the transformer of videos, which has no teacher."""
     small = {

@@ -75,14 +75,6 @@ def test_the_settings_that_are_found_do_the_same_on_the_patch_node(server):
     assert picture(server, given) == picture(server, entry) == picture(server, linked)
 
 
-def test_what_is_kept_takes_no_trials(server):
-    wish = {"goal": "likeness", "change": 0.9}
-    first = server.run(with_tune(SHOW, seed=33, **wish))
-    second = server.run(with_tune(SHOW, seed=34, **wish))
-    assert shown(first)[1] == shown(second)[1]
-    assert "No trials: measured on " in shown(second)[0]
-
-
 def test_a_bar_shows_how_far_it_is(server):
     values = []
 
