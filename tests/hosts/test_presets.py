@@ -97,15 +97,6 @@ def test_an_unknown_preset_is_named():
 
 
 @every_preset
-def test_ratio_is_the_share_that_merges(sd15, log_messages, preset):
-    sample(patched(sd15, ratio=0.4, preset=preset), **SIZE)
-    (line,) = log_messages()
-    kept = 256 - int(256 * 0.4)
-    assert f"(256 -> {kept} tokens)" in line
-    assert "ratio 0.40" in line
-
-
-@every_preset
 def test_the_node_runs_the_preset(sd15, preset):
     config = ToMeConfig(ratio=0.4, **OPTIONS[preset])
     expected = sample(attach(sd15, config), **SIZE)
