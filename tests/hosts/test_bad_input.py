@@ -324,42 +324,43 @@ TUNE_INPUTS = inputs_of(
 )
 
 
+def nodes_of(class_type, **inputs):
+    """Nodes of a class with inputs that are drawn."""
+    return st.builds(node, st.just(class_type), **inputs)
+
+
 SIDE = st.integers(16, 72)
-USUAL_LATENTS = st.builds(
-    lambda width, height, batch: node(
-        "EmptyLatentImage", width=width, height=height, batch_size=batch
-    ),
-    *(SIDE, SIDE, st.integers(1, 3)),
-)
+ONE = st.just(1)
+USUAL_LATENTS = nodes_of("EmptyLatentImage", width=SIDE, height=SIDE, batch_size=st.integers(1, 3))
 UNUSUAL_LATENTS = st.one_of(
     # Of a picture of 8 pixels, one.
     st.just(node("VAEEncode", pixels=["picture", 0], vae=["loader", 2])),
     # Five dimensions, and channels that Stable Diffusion does not have.
-    st.builds(
-        lambda width, frames: node(
-            "EmptyHunyuanLatentVideo", width=width, height=32, length=frames, batch_size=1
-        ),
-        *(SIDE, st.sampled_from([1, 5, 9])),
+    nodes_of(
+        "EmptyHunyuanLatentVideo",
+        width=SIDE,
+        height=st.just(32),
+        length=st.sampled_from([1, 5, 9]),
+        batch_size=ONE,
     ),
-    st.builds(
-        lambda width: node("EmptySD3LatentImage", width=width, height=48, batch_size=1), SIDE
-    ),
+    nodes_of("EmptySD3LatentImage", width=SIDE, height=st.just(48), batch_size=ONE),
     # Three dimensions.
     st.just(node("EmptyLatentAudio", seconds=1.0, batch_size=1)),
 )
 
-PICTURES = st.builds(
-    lambda width, height, batch: node(
-        "EmptyImage", width=width, height=height, batch_size=batch, color=77
-    ),
-    *(st.sampled_from([1, 8, 15, 40]), st.sampled_from([1, 8, 33]), st.integers(1, 2)),
+PICTURES = nodes_of(
+    "EmptyImage",
+    width=st.sampled_from([1, 8, 15, 40]),
+    height=st.sampled_from([1, 8, 33]),
+    batch_size=st.integers(1, 2),
+    color=st.just(77),
 )
 
 NUMBERS = st.one_of(
-    st.builds(lambda value: node("PrimitiveFloat", value=value), st.floats(-2, 2)),
-    st.builds(lambda value: node("PrimitiveInt", value=value), st.integers(-5, 70)),
-    st.builds(lambda value: node("PrimitiveBoolean", value=value), st.booleans()),
-    st.builds(lambda value: node("PrimitiveString", value=value), st.text(max_size=4)),
+    nodes_of("PrimitiveFloat", value=st.floats(-2, 2)),
+    nodes_of("PrimitiveInt", value=st.integers(-5, 70)),
+    nodes_of("PrimitiveBoolean", value=st.booleans()),
+    nodes_of("PrimitiveString", value=st.text(max_size=4)),
 )
 
 MODELS = one_in(
