@@ -1,9 +1,13 @@
 """Every kind of transformer in ComfyUI: tiny models of its own classes, in its own sampler."""
 
+import importlib
+import inspect
+import re
 from itertools import count
 
 import comfy.ldm.flux.model
 import comfy.ldm.lightricks.model
+import comfy.model_base
 import comfy.model_management
 import numpy as np
 import pytest
@@ -478,8 +482,6 @@ ASKED = {
 
 @pytest.mark.newest_only
 def test_records_and_refusals_name_classes_of_the_host():
-    import importlib
-
     classes = [name for each in TRANSFORMERS for name in each.model_classes]
     assert len(set(classes)) == len(classes)
     for name in [*classes, *REFUSED]:
@@ -491,11 +493,6 @@ def test_records_and_refusals_name_classes_of_the_host():
 
 def test_every_class_that_the_host_loads_is_known():
     """Every class of a model is in a record, refused, or among those that are asked."""
-    import inspect
-    import re
-
-    import comfy.model_base
-
     source = inspect.getsource(comfy.model_base)
     made_of = set(re.findall(r"unet_model=(comfy\.ldm\.[\w.]+)", source))
     known = {name for each in TRANSFORMERS for name in each.model_classes} | set(REFUSED)
@@ -507,8 +504,6 @@ def test_every_class_that_the_host_loads_is_known():
 
 @pytest.mark.newest_only
 def test_families_of_templates_are_of_classes_of_the_host():
-    import importlib
-
     named = {each.model_class for each in FAMILIES} - {None}
     for name in named - LATER:
         module, _, found = f"comfy.ldm.{name}".rpartition(".")
