@@ -20,9 +20,8 @@ def sample_sdxl(model):
     return comfyui.sample(model, comfyui.UNETS["sdxl"], (12, 16), steps=1)
 
 
-def in_parts(model):
-    """The model, each evaluation of which is done in two uneven parts of its batch."""
-
+@scopes
+def test_parts_of_a_batch_merge(sd15, scope):
     def evaluate(apply, arguments):
         x, t, extras = arguments["input"], arguments["timestep"], arguments["c"]
         results = []
@@ -34,14 +33,8 @@ def in_parts(model):
             results.append(apply(x[rows], t[rows], **own))
         return torch.cat(results)
 
-    clone = model.clone()
-    clone.set_model_unet_function_wrapper(evaluate)
-    return clone
-
-
-@scopes
-def test_parts_of_a_batch_merge(sd15, scope):
-    theirs = in_parts(sd15)
+    theirs = sd15.clone()
+    theirs.set_model_unet_function_wrapper(evaluate)
     expected = sample(theirs, batch=2, steps=2)
     patched = attach(theirs, merging(scope=scope), Shuffle)
     assert relative_error(sample(patched, batch=2, steps=2), expected) < 1e-5

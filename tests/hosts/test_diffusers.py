@@ -614,10 +614,6 @@ def test_a_call_that_a_thread_left_blocks_no_other(unet, end):
     assert torch.equal(call(unet), expected)
 
 
-def compile_whole(unet, **options):
-    return torch.compile(unet, **options)
-
-
 def compile_in_place(unet, **options):
     unet.compile(**options)
     return unet
@@ -631,7 +627,7 @@ def compile_blocks(unet, **options):
 @pytest.mark.parametrize(
     ("compiled", "options"),
     [
-        (compile_whole, {"merge_crossattn": True, "merge_mlp": True}),
+        (torch.compile, {"merge_crossattn": True, "merge_mlp": True}),
         (compile_in_place, {}),
         (compile_blocks, {"scope": "stack", "strategy": "window"}),
     ],

@@ -398,13 +398,6 @@ def test_the_page_says_where_each_row_comes_from():
         assert f"](fidelity-{judge}-pictures.webp)" in text
 
 
-def arguments(*given):
-    """What the command line makes of some arguments."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["bench", *given])
-        return fidelity._arguments()
-
-
 def test_a_judge_is_asked_what_the_command_line_says(monkeypatch):
     made = []
     benches = {
@@ -414,9 +407,10 @@ def test_a_judge_is_asked_what_the_command_line_says(monkeypatch):
     monkeypatch.setattr(judges, "BENCHES", benches)
 
     def asked(*given):
+        monkeypatch.setattr(sys, "argv", ["bench", *given])
         return {
             (name, steps): [option.name for option in chosen]
-            for name, steps, _, chosen in fidelity.asked(arguments(*given))
+            for name, steps, _, chosen in fidelity.asked(fidelity._arguments())
         }
 
     assert list(benches) == list(page.JUDGES)
