@@ -1,13 +1,16 @@
 """What the tests of all hosts share."""
 
+import re
 from contextlib import ExitStack, contextmanager
 
+import pytest
 import tomesd
 import torch
 from hypothesis import strategies as st
 
 import tome_nodes
 from benchmarks.lossless import lossless
+from tome_nodes.settings.config import OPTIONS
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,6 +39,16 @@ TOMESD_OPTIONS = st.fixed_dictionaries(
 """Options of tomesd, except random picks."""
 
 
+scopes_and_tokens = pytest.mark.parametrize(
+    ("scope", "attn_tokens"),
+    [
+        *(("module", choice) for choice in OPTIONS["attn_tokens"].choices),
+        ("block", "q,k,v"),
+        ("stack", "q,k,v"),
+    ],
+)
+
+
 Shuffle = lossless(BipartiteStrategy)
 """A strategy that makes real plans but returns lossless ones."""
 
@@ -60,6 +73,14 @@ def theirs_and_ours(model, call, options):
     return outputs
 
 
+def attributes(model):
+    """The state of a model's modules, including hooks but not their order."""
+    return [
+        (type(module), {name: repr(value) for name, value in vars(module).items()})
+        for module in model.modules()
+    ]
+
+
 @contextmanager
 def input_lengths(*layers):
     """How many tokens layers are called with, as a list that grows as they are."""
@@ -71,6 +92,11 @@ def input_lengths(*layers):
             )
             hooks.enter_context(hook)
         yield lengths
+
+
+def merged_everywhere(line):
+    """Whether all blocks merged in a run, by its line in the log."""
+    return bool(re.match(r"\[ToMe\] merged (\d+)/\1 blocks ", line))
 
 
 def relative_error(actual, expected):

@@ -3,10 +3,15 @@
 import pytest
 import torch
 from comfyui_version import __version__
+from common import Shuffle, relative_error
 from models import comfyui
 
+from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tools.environment import NEWEST, is_earlier
+
+OVERRIDE = "optimized_attention_override"
+"""The option of the host for a function in place of its attention."""
 
 
 def needs(part, is_there, since=NEWEST):
@@ -31,6 +36,11 @@ def merging(min_tokens=1, ratio=0.5, **options):
     return ToMeConfig(min_tokens=min_tokens, ratio=ratio, **options)
 
 
+def keys_only(**options):
+    """Settings that merge keys and values in windows."""
+    return merging(**{"strategy": "window", "attn_tokens": "k,v"} | options)
+
+
 def sample(
     model,
     size=(12, 16),
@@ -49,3 +59,41 @@ def sample(
 def overridden(model):
     """Names of the modules of a model whose forward is overridden."""
     return [name for name, module in model.model.named_modules() if "forward" in vars(module)]
+
+
+def with_override(model, override):
+    """The model with attention of another node."""
+    other = model.clone()
+    other.model_options["transformer_options"][OVERRIDE] = override
+    return other
+
+
+def numbers(q, k):
+    return q.shape[-2], k.shape[-2]
+
+
+def calls_of(model, tiny, size, config=None, note=numbers, **options):
+    """What is noted of the queries and keys of each attention of a run, and its result."""
+    calls = []
+
+    def spy(func, q, k, *args, **kwargs):
+        calls.append(note(q, k))
+        return func(q, k, *args, **kwargs)
+
+    watched = with_override(model, spy)
+    if config is not None:
+        watched = attach(watched, config)
+    return calls, comfyui.sample(watched, tiny, size, **options)
+
+
+def merged_keys(before, after):
+    """Where keys merged: their number before, and how many of them merged into others."""
+    pairs = zip(before, after, strict=True)
+    return [(keys, keys - left) for (_, keys), (_, left) in pairs if keys != left]
+
+
+def shuffle_error(model, tiny, size, config=None, **options):
+    """How far the result of a run with a lossless plan is from that of the unpatched model."""
+    expected = comfyui.sample(model, tiny, size, **options)
+    shuffled = attach(model, config or keys_only(), Shuffle)
+    return relative_error(comfyui.sample(shuffled, tiny, size, **options), expected)

@@ -8,7 +8,14 @@ import comfy.model_management
 import pytest
 import torch
 from common import Shuffle, relative_error
-from host import merging, overridden
+from host import (
+    OVERRIDE,
+    calls_of,
+    keys_only,
+    merged_keys,
+    overridden,
+    shuffle_error,
+)
 from models import made_up
 from models.comfyui import TEXT, TINY, Tiny, build, conditioning, sample
 from models.made_up import MERGING, REFUSED, Turning
@@ -18,33 +25,13 @@ from tome_nodes.comfyui import asking, attachment
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.unknown import unknown_transformer
 
-OVERRIDE = "optimized_attention_override"
 FOUND = "unknown model, picture found by asking"
-
-
-def keys_only(**options):
-    return merging(**{"strategy": "window", "attn_tokens": "k,v"} | options)
 
 
 def made(kind):
     """A made-up model, and what the samplers of tests need to know of it."""
     frames = 3 if kind is made_up.VideoAmongReferences else None
     return made_up.build(kind), Tiny(kind.__name__, {}, 0, frames=frames, patch=kind.patch[1])
-
-
-def keys_of(model, tiny, size, config=None, **options):
-    """The numbers of keys of all attentions, and the result."""
-    numbers = []
-
-    def spy(func, q, k, v, heads, mask=None, **kwargs):
-        numbers.append(k.shape[-2])
-        return func(q, k, v, heads, mask=mask, **kwargs)
-
-    watched = model.clone()
-    watched.model_options["transformer_options"][OVERRIDE] = spy
-    if config is not None:
-        watched = attach(watched, config)
-    return numbers, sample(watched, tiny, size, **options)
 
 
 KNOWN = [
@@ -59,14 +46,13 @@ KNOWN = [
 def test_asking_finds_what_the_record_says(models, log_messages, monkeypatch, kind):
     tiny, model = TINY[kind], models(kind)
     size = tiny.size(8, 10)
-    expected, picture = keys_of(model, tiny, size, keys_only(), steps=1)
+    expected, picture = calls_of(model, tiny, size, keys_only(), steps=1)
     monkeypatch.setattr(attachment, "record_of", unknown_transformer)
-    asked, same_picture = keys_of(model, tiny, size, keys_only(), steps=1)
+    asked, same_picture = calls_of(model, tiny, size, keys_only(), steps=1)
     assert asked == expected
     assert torch.equal(same_picture, picture)
     assert FOUND in log_messages()[-1]
-    shuffled = sample(attach(model, keys_only(), Shuffle), tiny, size)
-    assert relative_error(shuffled, sample(model, tiny, size)) < 1e-5
+    assert shuffle_error(model, tiny, size) < 1e-5
     assert overridden(model) == []
 
 
@@ -74,17 +60,16 @@ def test_asking_finds_what_the_record_says(models, log_messages, monkeypatch, ki
 @pytest.mark.parametrize("attn_tokens", ["k,v", "q,k,v"])
 def test_made_up_models_merge_their_pictures_only(log_messages, kind, attn_tokens):
     model, tiny = made(kind)
-    size = tiny.size(8, 10)
-    config = keys_only(attn_tokens=attn_tokens)
-    before, plain = keys_of(model, tiny, size)
-    after, merged = keys_of(model, tiny, size, config)
+    size, config = tiny.size(8, 10), keys_only(attn_tokens=attn_tokens)
+    before, plain = calls_of(model, tiny, size)
+    after, merged = calls_of(model, tiny, size, config)
     picture = 80 * (tiny.frames or 1)
-    fewer = [(long, short) for long, short in zip(before, after, strict=True) if long != short]
+    fewer = merged_keys(before, after)
     assert fewer
-    assert all(picture // 2 - 8 <= long - short <= picture // 2 for long, short in fewer)
+    assert all(picture // 2 - 8 <= number <= picture // 2 for _, number in fewer)
     assert 1e-6 < relative_error(merged, plain) < 0.5
     assert FOUND in log_messages()[-1]
-    assert relative_error(sample(attach(model, config, Shuffle), tiny, size), plain) < 1e-5
+    assert shuffle_error(model, tiny, size, config) < 1e-5
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -102,13 +87,11 @@ def test_models_whose_tokens_do_not_stand_row_by_row_do_not_merge(log_messages, 
 
 def test_blocks_between_which_tokens_change_places_do_not_merge(log_messages):
     model, tiny = made(Turning)
-    size = tiny.size(8, 10)
-    plain = sample(model, tiny, size)
-    assert relative_error(sample(attach(model, keys_only(), Shuffle), tiny, size), plain) < 1e-5
+    assert shuffle_error(model, tiny, tiny.size(8, 10)) < 1e-5
     assert "merged 1/3 blocks" in log_messages()[-1]
 
 
-def test_references_of_an_unknown_model_merge_within_themselves(log_messages):
+def test_references_of_an_unknown_model_merge_within_themselves():
     model, tiny = made(made_up.VideoAmongReferences)
     size = tiny.size(8, 10)
     references = [
@@ -116,12 +99,10 @@ def test_references_of_an_unknown_model_merge_within_themselves(log_messages):
         for sides in ((12, 16), (16, 20))
     ]
     prompts = [conditioning(tiny, seed, reference_latents=references) for seed in (5, 6)]
-    before, plain = keys_of(model, tiny, size, prompts=prompts)
-    after, _ = keys_of(model, tiny, size, keys_only(), prompts=prompts)
-    assert before[0] == 48 + 80 + 240 + 32
-    assert before[0] - after[0] == (48 + 80 + 240) // 2
-    shuffled = sample(attach(model, keys_only(), Shuffle), tiny, size, prompts=prompts)
-    assert relative_error(shuffled, plain) < 1e-5
+    before, _ = calls_of(model, tiny, size, prompts=prompts)
+    after, _ = calls_of(model, tiny, size, keys_only(), prompts=prompts)
+    assert merged_keys(before, after)[0] == (48 + 80 + 240 + 32, (48 + 80 + 240) // 2)
+    assert shuffle_error(model, tiny, size, prompts=prompts) < 1e-5
 
 
 def test_prompts_of_different_lengths():
@@ -129,13 +110,12 @@ def test_prompts_of_different_lengths():
     size = tiny.size(8, 10)
     ((text, extras),) = conditioning(tiny, 5)
     prompts = [[[text[:, : TEXT // 2], extras]], conditioning(tiny, 6)]
-    before, plain = keys_of(model, tiny, size, prompts=prompts)
-    after, _ = keys_of(model, tiny, size, keys_only(), prompts=prompts)
-    merged = [long - short for long, short in zip(before, after, strict=True)]
-    # Two steps for each of the prompts: the refiner, and three blocks.
-    assert merged == [0, 40, 40, 40] * 4
-    shuffled = sample(attach(model, keys_only(), Shuffle), tiny, size, prompts=prompts)
-    assert relative_error(shuffled, plain) < 1e-5
+    before, _ = calls_of(model, tiny, size, prompts=prompts)
+    after, _ = calls_of(model, tiny, size, keys_only(), prompts=prompts)
+    # Two steps for each of the prompts: the refiner, which does not merge, and three blocks.
+    assert len(before) == 16
+    assert [merged for _, merged in merged_keys(before, after)] == [40, 40, 40] * 4
+    assert shuffle_error(model, tiny, size, prompts=prompts) < 1e-5
 
 
 def test_asking_disturbs_nothing(monkeypatch):

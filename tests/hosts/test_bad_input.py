@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.comfyui import FLUX, build_class
 from safetensors.torch import save_file
-from test_server import PLAIN, patch, txt2img
+from test_server import PLAIN, PROMPTS, node, patch, report, tune, txt2img
 
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.node_texts import CAPTIONS, PATCH, REMOVE, REPORT, TUNE
@@ -41,28 +41,6 @@ TINY_FLUX = FLUX | {
 }
 
 
-def node(class_type, **inputs):
-    return {"class_type": class_type, "inputs": inputs}
-
-
-def report(model=("tome", 0), samples=("latent", 0), **inputs):
-    return node(REPORT.id, model=as_link(model), samples=as_link(samples), **inputs)
-
-
-def tune(model, **inputs):
-    given = {
-        "positive": ["positive", 0],
-        "negative": ["negative", 0],
-        "latent_image": ["latent", 0],
-        "steps": 1,
-    }
-    return node(TUNE.id, model=model, **{**given, **inputs})
-
-
-def as_link(value):
-    return list(value) if isinstance(value, tuple) else value
-
-
 def switch(link):
     """Its output goes to inputs of any type."""
     return node("ComfySwitchNode", switch=True, on_false=link, on_true=link)
@@ -70,8 +48,7 @@ def switch(link):
 
 def only(output, **nodes):
     """A small graph with one output, which shows an output of any type as text."""
-    graph = txt2img(nodes=nodes, steps=1)
-    graph["latent"]["inputs"] |= {"width": 64, "height": 64}
+    graph = txt2img(nodes=nodes, steps=1, side=64)
     graph["sampler"]["inputs"]["cfg"] = 1.0
     del graph["save"], graph["decode"]
     if output is not None:
@@ -99,17 +76,20 @@ def failure(server, graph):
 
 
 ABSENT = ["absent", 0]
+TUNED = PROMPTS | {"steps": 1}
+
+
+def alone(output, class_type, **inputs):
+    return only(output, tested=node(class_type, **inputs))
+
 
 NODES = {
-    "patch": lambda **inputs: only(["tested", 0], tested=node(PATCH.id, **inputs)),
-    "tune": lambda model=..., **inputs: only(
-        ["tested", 0], tested=node(TUNE.id) if model is ... else tune(model, **inputs)
-    ),
-    "remove": lambda **inputs: only(["tested", 0], tested=node(REMOVE.id, **inputs)),
-    "report": lambda **inputs: only(
-        None, tested=node(REPORT.id, **{"samples": ["latent", 0], **inputs})
-    ),
+    "patch": lambda **inputs: alone(["tested", 0], PATCH.id, **inputs),
+    "tune": lambda **inputs: alone(["tested", 0], TUNE.id, **(inputs and TUNED | inputs)),
+    "remove": lambda **inputs: alone(["tested", 0], REMOVE.id, **inputs),
+    "report": lambda **inputs: alone(None, REPORT.id, **{"samples": ["latent", 0], **inputs}),
 }
+"""Graphs with one node of the pack; without inputs, that has none to run on."""
 
 NOT_A_LINK = [
     *((kind, "model", "MODEL") for kind in NODES),
@@ -192,30 +172,23 @@ def through_a_switch(kind, name, link, **inputs):
     return graph | {"switch": switch(link)}
 
 
-@pytest.mark.parametrize("type_", ANYTHING)
-@pytest.mark.parametrize("kind", NODES)
-def test_a_value_that_is_no_model_ends_in_a_sentence(server, kind, type_):
-    error = failure(server, through_a_switch(kind, "model", ANYTHING[type_]))
-    assert error["exception_message"].strip() == (
-        f"model=<{type_}> is not allowed: it must be of type MODEL"
-    )
+WRONG = [
+    *((kind, "model", type_) for kind in NODES for type_ in ANYTHING),
+    *(("report", "image", type_) for type_ in ("dict", "VAE")),
+    *(("report", each.name, type_) for each in (VIEW, LEVEL, STEP, FRAME) for type_ in ANYTHING),
+]
 
 
-@pytest.mark.parametrize(
-    ("link", "type_"), [(["latent", 0], "dict"), (["mask", 0], "Tensor"), (PLAIN, "ModelPatcher")]
-)
-def test_a_value_that_is_no_picture_ends_in_a_sentence(server, link, type_):
-    error = failure(server, through_a_switch("report", "image", link))
-    assert error["exception_message"].strip() == (
-        f"image=<{type_}> is not allowed: it must be of type IMAGE"
-    )
+@pytest.mark.parametrize(("kind", "name", "type_"), WRONG)
+def test_a_value_of_another_type_over_a_link_ends_in_a_sentence(server, kind, name, type_):
+    error = failure(server, through_a_switch(kind, name, ANYTHING[type_]))
+    assert f"{name}=<{type_}> is not allowed: it must be" in error["exception_message"]
 
 
-@pytest.mark.parametrize("type_", ANYTHING)
-@pytest.mark.parametrize("option", [VIEW, LEVEL, STEP, FRAME], ids=lambda option: option.name)
-def test_a_value_that_is_no_option_of_the_report_ends_in_a_sentence(server, option, type_):
-    error = failure(server, through_a_switch("report", option.name, ANYTHING[type_]))
-    assert f"{option.name}=<{type_}> is not allowed: it must be" in error["exception_message"]
+def test_a_mask_is_no_picture(server):
+    error = failure(server, through_a_switch("report", "image", ["mask", 0]))
+    sentence = "image=<Tensor> is not allowed: it must be of type IMAGE"
+    assert error["exception_message"].strip() == sentence
 
 
 @pytest.mark.parametrize("preset", ["custom", "balanced"])
@@ -331,61 +304,63 @@ def patch_inputs(draw):
 
 
 @st.composite
-def report_inputs(draw):
-    options = {option.name: sound(option) for option in REPORT.options}
-    inputs = draw(some_of(options | {"image": st.just(["picture", 0])}))
+def inputs_of(draw, caption, usual):
+    """Inputs of a node, most of them right."""
+    inputs = draw(some_of(usual))
     if draw(one_in(4, st.just(True), st.just(False))):
-        names = st.sampled_from([*REPORT.names, "foo"])
+        names = st.sampled_from([*caption.names, "foo"])
         inputs[draw(names)] = draw(JUNK | LINKS)
     return inputs
 
 
-@st.composite
-def tune_inputs(draw):
-    options = {option.name: sound(option) for option in TUNE.options if not option.is_of_host}
-    inputs = draw(some_of(options | {"steps": st.integers(1, 2)}))
-    if draw(one_in(4, st.just(True), st.just(False))):
-        names = st.sampled_from([*TUNE.names, "foo"])
-        inputs[draw(names)] = draw(JUNK | LINKS)
-    return inputs
+REPORT_INPUTS = inputs_of(
+    REPORT,
+    {option.name: sound(option) for option in REPORT.options} | {"image": st.just(["picture", 0])},
+)
+TUNE_INPUTS = inputs_of(
+    TUNE,
+    {option.name: sound(option) for option in TUNE.options if not option.is_of_host}
+    | {"steps": st.integers(1, 2)},
+)
+
+
+def nodes_of(class_type, **inputs):
+    """Nodes of a class with inputs that are drawn."""
+    return st.builds(node, st.just(class_type), **inputs)
 
 
 SIDE = st.integers(16, 72)
-USUAL_LATENTS = st.builds(
-    lambda width, height, batch: node(
-        "EmptyLatentImage", width=width, height=height, batch_size=batch
-    ),
-    *(SIDE, SIDE, st.integers(1, 3)),
-)
+ONE = st.just(1)
+USUAL_LATENTS = nodes_of("EmptyLatentImage", width=SIDE, height=SIDE, batch_size=st.integers(1, 3))
 UNUSUAL_LATENTS = st.one_of(
     # Of a picture of 8 pixels, one.
     st.just(node("VAEEncode", pixels=["picture", 0], vae=["loader", 2])),
     # Five dimensions, and channels that Stable Diffusion does not have.
-    st.builds(
-        lambda width, frames: node(
-            "EmptyHunyuanLatentVideo", width=width, height=32, length=frames, batch_size=1
-        ),
-        *(SIDE, st.sampled_from([1, 5, 9])),
+    nodes_of(
+        "EmptyHunyuanLatentVideo",
+        width=SIDE,
+        height=st.just(32),
+        length=st.sampled_from([1, 5, 9]),
+        batch_size=ONE,
     ),
-    st.builds(
-        lambda width: node("EmptySD3LatentImage", width=width, height=48, batch_size=1), SIDE
-    ),
+    nodes_of("EmptySD3LatentImage", width=SIDE, height=st.just(48), batch_size=ONE),
     # Three dimensions.
     st.just(node("EmptyLatentAudio", seconds=1.0, batch_size=1)),
 )
 
-PICTURES = st.builds(
-    lambda width, height, batch: node(
-        "EmptyImage", width=width, height=height, batch_size=batch, color=77
-    ),
-    *(st.sampled_from([1, 8, 15, 40]), st.sampled_from([1, 8, 33]), st.integers(1, 2)),
+PICTURES = nodes_of(
+    "EmptyImage",
+    width=st.sampled_from([1, 8, 15, 40]),
+    height=st.sampled_from([1, 8, 33]),
+    batch_size=st.integers(1, 2),
+    color=st.just(77),
 )
 
 NUMBERS = st.one_of(
-    st.builds(lambda value: node("PrimitiveFloat", value=value), st.floats(-2, 2)),
-    st.builds(lambda value: node("PrimitiveInt", value=value), st.integers(-5, 70)),
-    st.builds(lambda value: node("PrimitiveBoolean", value=value), st.booleans()),
-    st.builds(lambda value: node("PrimitiveString", value=value), st.text(max_size=4)),
+    nodes_of("PrimitiveFloat", value=st.floats(-2, 2)),
+    nodes_of("PrimitiveInt", value=st.integers(-5, 70)),
+    nodes_of("PrimitiveBoolean", value=st.booleans()),
+    nodes_of("PrimitiveString", value=st.text(max_size=4)),
 )
 
 MODELS = one_in(
@@ -407,8 +382,8 @@ def graphs(draw):
         nodes["second"] = patch(last, **draw(patch_inputs()))
         last = ["second", 0]
     if draw(one_in(10, st.just(True), st.just(False))):
-        nodes["tuned"] = tune(last)
-        nodes["tuned"]["inputs"] |= draw(tune_inputs())
+        nodes["tuned"] = tune(last, steps=1)
+        nodes["tuned"]["inputs"] |= draw(TUNE_INPUTS)
         last = ["tuned", 0]
     if draw(one_in(4, st.just(True), st.just(False))):
         nodes["removed"] = node(REMOVE.id, model=last)
@@ -429,9 +404,8 @@ def graphs(draw):
         graph["decode"] = node("VAEDecode", samples=["sampler", 0], vae=["loader", 2])
         graph["save"] = node("PreviewImage", images=["decode", 0])
     if outputs in ("report", "all"):
-        samples = draw(st.sampled_from([("sampler", 0), ("latent", 0)]))
-        graph["report"] = report(tuple(last), samples)
-        graph["report"]["inputs"] |= draw(report_inputs())
+        graph["report"] = report(last, draw(st.sampled_from(["sampler", "latent"])))
+        graph["report"]["inputs"] |= draw(REPORT_INPUTS)
     return graph
 
 
@@ -553,6 +527,6 @@ def test_a_latent_of_one_pixel_from_a_picture_runs(server):
 def test_a_report_on_a_latent_of_another_model_runs(server, kind):
     """Nor of these."""
     lengths = {"length": 5} if kind == "EmptyHunyuanLatentVideo" else {}
-    graph = only(None, tome=patch(PLAIN), report=report())
+    graph = only(None, tome=patch(PLAIN), report=report(samples="latent"))
     graph["latent"] = node(kind, width=48, height=48, batch_size=1, **lengths)
     assert end_of(server, graph) == ("ran", ["report"])

@@ -122,13 +122,8 @@ def test_every_other_round_is_reversed():
 
 
 @pytest.fixture(scope="module")
-def model(sd15_of):
-    return sd15_of(1)
-
-
-@pytest.fixture(scope="module")
-def subject(model):
-    return Subject(model, 32, 64, 1)
+def subject(sd15_of):
+    return Subject(sd15_of(1), 32, 64, 1)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from comfy.cli_args import args
 from common import relative_error
-from host import merging
+from host import OVERRIDE, keys_only
 from models.comfyui import Tiny, sample
 from models.made_up import Block, MadeUp, build
 from torch import nn
@@ -153,10 +153,6 @@ def compiler(monkeypatch):
     double.abort()
 
 
-def config(**options):
-    return merging(strategy="window", attn_tokens="k,v", **options)
-
-
 kinds = pytest.mark.parametrize("kind", [RecordedBeforeWrappers, RecordedBlocks])
 
 
@@ -172,7 +168,7 @@ def test_without_merging_the_compiler_records_and_replays(compiler, kind):
 def test_it_would_end_a_run_that_merges(compiler, kind, monkeypatch):
     monkeypatch.setattr(comfy_compiler, "switched_off", lambda options: nullcontext())
     with pytest.raises(RuntimeError, match=FAILED):
-        sample(attach(build(kind), config()), TINY, (16, 20), steps=3)
+        sample(attach(build(kind), keys_only()), TINY, (16, 20), steps=3)
 
 
 @kinds
@@ -180,7 +176,7 @@ def test_it_is_off_while_a_run_merges_and_on_for_others(compiler, kind):
     model = build(kind)
     plain = sample(model, TINY, (16, 20), steps=3)
     compiler.asked.clear()
-    merged = sample(attach(model, config(ratio_end=0.25)), TINY, (16, 20), steps=3)
+    merged = sample(attach(model, keys_only(ratio_end=0.25)), TINY, (16, 20), steps=3)
     assert 1e-6 < relative_error(merged, plain) < 0.5
     # Two evaluations ask where the picture is.
     assert compiler.asked == [False] * 5
@@ -199,8 +195,8 @@ def test_it_is_on_again_whatever_ends_a_run(compiler, end):
     def fails(*_, **__):
         raise end("no attention today")
 
-    failing = attach(model, config())
-    failing.model_options["transformer_options"]["optimized_attention_override"] = fails
+    failing = attach(model, keys_only())
+    failing.model_options["transformer_options"][OVERRIDE] = fails
     with pytest.raises(end):
         sample(failing, TINY, (16, 20))
     assert args.disable_comfy_compiler is False

@@ -8,7 +8,13 @@ import comfy.model_management
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from common import Shuffle, input_lengths, relative_error
+from common import (
+    Shuffle,
+    input_lengths,
+    merged_everywhere,
+    relative_error,
+    scopes_and_tokens,
+)
 from host import conditioning, merging, needs, overridden, sample
 from models import comfyui
 from models.comfyui import UNETS
@@ -33,15 +39,11 @@ def test_a_lossless_plan_reproduces_the_unpatched_model(models, log_messages, ki
     model = models(kind)
     patched = attach(model, merging(max_downsample=8, **ALL_MODULES), Shuffle)
     assert relative_error(sample_tiny(patched, kind), sample_tiny(model, kind)) < 5e-5
-    merged, present = (
-        log_messages()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
-    )
-    assert merged == present
     # Counted from the weights' names, as the list of overrides is not.
     spatial = re.compile(r"(.*\.transformer_blocks\.\d+)\.attn2\.to_q\.weight")
-    assert int(present) == len(
-        [*filter(spatial.fullmatch, model.model.diffusion_model.state_dict())]
-    )
+    names = model.model.diffusion_model.state_dict()
+    blocks = len([*filter(spatial.fullmatch, names)])
+    assert log_messages()[-1].startswith(f"[ToMe] merged {blocks}/{blocks} blocks ")
     assert overridden(model) == []
 
 
@@ -50,14 +52,11 @@ def test_a_lossless_plan_reproduces_the_unpatched_model(models, log_messages, ki
     [("sd15", 1, "3/7"), ("sd2", 1, "3/7"), ("sdxl", 2, "3/11"), ("sdxl_refiner", 2, "12/16")],
 )
 def test_auto_takes_the_shallowest_level_with_attention(models, log_messages, kind, level, blocks):
-    model = models(kind)
-    automatic = sample_tiny(attach(model, merging()), kind, steps=1)
+    sample_tiny(attach(models(kind), merging()), kind, steps=1)
     tokens = (12 // level) * (16 // level)
     assert log_messages()[-1].startswith(
         f"[ToMe] merged {blocks} blocks ({tokens} -> {tokens // 2} tokens)"
     )
-    fixed = sample_tiny(attach(model, merging(max_downsample=level)), kind, steps=1)
-    assert torch.equal(automatic, fixed)
 
 
 def test_deeper_levels_join_up_to_max_downsample(sd15_of, log_messages):
@@ -68,22 +67,7 @@ def test_deeper_levels_join_up_to_max_downsample(sd15_of, log_messages):
     ]
 
 
-@pytest.mark.parametrize("module", ALL_MODULES)
-def test_each_module_can_be_merged_alone(sd15, module):
-    plain = sample(sd15)
-    alone = merging(**(dict.fromkeys(ALL_MODULES, False) | {module: True}))
-    error = relative_error(sample(attach(sd15, alone)), plain)
-    assert 1e-4 < error < 1
-
-
-@pytest.mark.parametrize(
-    ("scope", "attn_tokens"),
-    [
-        *(("module", choice) for choice in OPTIONS["attn_tokens"].choices),
-        ("block", "q,k,v"),
-        ("stack", "q,k,v"),
-    ],
-)
+@scopes_and_tokens
 @pytest.mark.parametrize("kind", ["sd15", "sdxl", "svd"])
 def test_a_lossless_plan_reproduces_the_unpatched_model_in_every_scope(
     models, log_messages, kind, scope, attn_tokens
@@ -92,19 +76,11 @@ def test_a_lossless_plan_reproduces_the_unpatched_model_in_every_scope(
     config = merging(max_downsample=8, scope=scope, attn_tokens=attn_tokens)
     shuffled = sample_tiny(attach(model, config, Shuffle), kind, steps=1)
     assert relative_error(shuffled, sample_tiny(model, kind, steps=1)) < 5e-5
-    merged, present = (
-        log_messages()[-1].removeprefix("[ToMe] merged ").split(" blocks")[0].split("/")
-    )
-    assert merged == present
+    assert merged_everywhere(log_messages()[-1])
 
 
-def lengths_in_first_block(model, config):
-    """How many tokens the queries, keys, text queries and feed-forward of a block work on."""
-    block = model.model.diffusion_model.input_blocks[1][1].transformer_blocks[0]
-    layers = block.attn1.to_q, block.attn1.to_k, block.attn2.to_q, block.ff.net
-    with input_lengths(*layers) as lengths:
-        sample(attach(model, config), steps=1)
-    return lengths
+def first_block(model):
+    return model.model.diffusion_model.input_blocks[1][1].transformer_blocks[0]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +89,8 @@ def lengths_in_first_block(model, config):
         ({}, [96, 96, 192, 192]),
         ({"attn_tokens": "q"}, [96, 192, 192, 192]),
         ({"attn_tokens": "k,v"}, [192, 96, 192, 192]),
-        ({"merge_crossattn": True, "merge_mlp": True}, [96, 96, 96, 96]),
+        ({"merge_attn": False, "merge_crossattn": True}, [192, 192, 96, 192]),
+        ({"merge_attn": False, "merge_mlp": True}, [192, 192, 192, 96]),
         ({"scope": "block"}, [96, 96, 96, 96]),
         ({"scope": "stack", "merge_attn": False}, [96, 96, 96, 96]),
         ({"strategy": "pool"}, [48, 48, 192, 192]),
@@ -123,25 +100,12 @@ def lengths_in_first_block(model, config):
     ids=str,
 )
 def test_what_runs_on_merged_tokens(sd15, settings, lengths):
-    assert lengths_in_first_block(sd15, merging(**settings)) == lengths
-
-
-@pytest.mark.parametrize("scope", ["block", "stack"])
-def test_wider_scopes_fall_back_to_modules_next_to_patches_that_need_all_tokens(
-    sd15, log_messages, scope
-):
-    lengths = []
-
-    def note(q, k, v, options):
-        lengths.append(q.shape[1])
-        return q, k, v
-
-    theirs = sd15.clone()
-    theirs.set_model_attn1_patch(note)
-    wide = sample(attach(theirs, merging(scope=scope)), steps=1)
-    assert set(lengths) == {192}
-    assert log_messages()[-1].endswith(f"{scope} scope, module scope in 6 that are patched")
-    assert torch.equal(wide, sample(attach(theirs, merging(scope="module")), steps=1))
+    """The queries, keys, text queries and feed-forward of a block."""
+    block = first_block(sd15)
+    layers = block.attn1.to_q, block.attn1.to_k, block.attn2.to_q, block.ff.net
+    with input_lengths(*layers) as found:
+        sample(attach(sd15, merging(**settings)), steps=1)
+    assert found == lengths
 
 
 def test_a_stack_of_one_block_is_that_block(sd15):
@@ -151,16 +115,25 @@ def test_a_stack_of_one_block_is_that_block(sd15):
     assert torch.equal(block, stack)
 
 
-def test_ratio_moves_over_the_steps(sd15, log_messages):
-    sample(attach(sd15, merging(ratio=0.6, ratio_end=0.4)), steps=5)
-    assert log_messages()[-1] == (
-        "[ToMe] merged 6/6 blocks (192 -> 77-116 tokens), 5/5 steps, ratio 0.60 to 0.40"
-    )
-
-
-def test_a_run_of_one_step_uses_the_first_ratio(sd15, log_messages):
-    sample(attach(sd15, merging(ratio=0.6, ratio_end=0.0)), steps=1)
-    assert "(192 -> 77 tokens)" in log_messages()[-1]
+@pytest.mark.parametrize(
+    ("settings", "steps", "words"),
+    [
+        (
+            {"ratio": 0.6, "ratio_end": 0.4},
+            5,
+            "merged 6/6 blocks (192 -> 77-116 tokens), 5/5 steps, ratio 0.60 to 0.40",
+        ),
+        ({"ratio": 0.6, "ratio_end": 0.0}, 1, "(192 -> 77 tokens)"),
+        ({"ratio": 0.0, "ratio_end": 0.5}, 3, "2/3 steps"),
+        ({"strategy": "pool", "ratio_end": 0.0}, 3, "2/3 steps"),
+        ({"ratio": 0.9}, 1, "(192 -> 48 tokens), 1/1 steps, ratio 0.90 capped at 0.75"),
+    ],
+    ids=str,
+)
+def test_ratio_moves_over_the_steps(sd15, log_messages, settings, steps, words):
+    sample(attach(sd15, merging(**settings)), steps=steps)
+    (line,) = log_messages()
+    assert words in line
 
 
 def test_a_device_without_room_for_a_small_plan_says_so(sd15, monkeypatch, untried):
@@ -171,11 +144,6 @@ def test_a_device_without_room_for_a_small_plan_says_so(sd15, monkeypatch, untri
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         sample(attach(sd15, merging()), steps=1)
     assert overridden(sd15) == []
-
-
-def test_a_ratio_that_rises_from_zero_merges(sd15, log_messages):
-    sample(attach(sd15, merging(ratio=0.0, ratio_end=0.5)), steps=3)
-    assert "2/3 steps" in log_messages()[-1]
 
 
 @pytest.fixture
@@ -247,10 +215,6 @@ def test_patching_again_replaces_the_settings(sd15):
     assert torch.equal(sample(twice), sample(once))
 
 
-def test_removing_the_patch_gives_the_unpatched_model(sd15):
-    assert torch.equal(sample(detach(attach(sd15, merging()))), sample(sd15))
-
-
 def test_detaching_keeps_the_wrappers_of_others(sd15):
     theirs = sd15.clone()
     theirs.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "other", lambda run, *args: run(*args))
@@ -264,26 +228,10 @@ def test_patched_and_plain_models_share_weights_but_not_the_patch(sd15):
     before = sample(sd15)
     patched = attach(sd15, merging())
     first = sample(patched)
-    assert torch.equal(sample(sd15), before)
+    for plain in sd15, detach(patched):
+        assert torch.equal(sample(plain), before)
     assert torch.equal(sample(patched), first)
     assert not torch.equal(first, before)
-
-
-@pytest.mark.parametrize(
-    "failure", [RuntimeError, comfy.model_management.InterruptProcessingException]
-)
-def test_a_run_that_fails_leaves_nothing_behind(sd15, failure):
-    before = sample(sd15)
-    patched = attach(sd15, merging())
-    target = sd15.model.diffusion_model.output_blocks[0][1].transformer_blocks[0].attn2.to_q
-
-    def fail(*_):
-        raise failure("on purpose")
-
-    with target.register_forward_hook(fail), pytest.raises(failure, match="on purpose"):
-        sample(patched)
-    assert overridden(sd15) == []
-    assert torch.equal(sample(sd15), before)
 
 
 def test_the_state_of_a_run_is_dropped_with_it(sd15, monkeypatch):
@@ -303,8 +251,7 @@ def test_the_state_of_a_run_is_dropped_with_it(sd15, monkeypatch):
 
 
 def test_an_override_of_another_node_is_run_and_comes_back(sd15):
-    attention = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1
-    lengths = []
+    attention, lengths = first_block(sd15).attn1, []
 
     def theirs(x, **kwargs):
         lengths.append(x.shape[1])
@@ -399,19 +346,10 @@ def test_a_second_sampler_at_another_size_starts_afresh(sd15, log_messages):
     ]
 
 
-@pytest.mark.parametrize(
-    ("limits", "steps"),
-    [
-        ({"end_percent": 0.5}, "2/4"),
-        ({"start_percent": 0.5}, "2/4"),
-        ({"start_percent": 0.2, "end_percent": 0.6}, "2/4"),
-        ({}, "4/4"),
-    ],
-    ids=str,
-)
-def test_percent_limits_choose_the_steps(sd15, log_messages, limits, steps):
-    sample(attach(sd15, merging(**limits)), steps=4, scheduler="sgm_uniform")
-    assert f", {steps} steps," in log_messages()[-1]
+def test_percent_limits_choose_the_steps(sd15, log_messages):
+    limited = attach(sd15, merging(start_percent=0.2, end_percent=0.6))
+    sample(limited, steps=4, scheduler="sgm_uniform")
+    assert ", 2/4 steps," in log_messages()[-1]
 
 
 @pytest.mark.parametrize(
@@ -430,21 +368,36 @@ def test_percent_limits_choose_the_steps(sd15, log_messages, limits, steps):
         ),
         ({"ratio": 0.004}, "sd15", "192 tokens are too few for ratio=0.004; raise it"),
         (
+            {"ratio": 0.0, "ratio_end": 0.004},
+            "sd15",
+            "the ratio is 0 at every step that could merge; raise it",
+        ),
+        ({"min_tokens": 193}, "sd15", "192 tokens are fewer than min_tokens=193; lower it"),
+        (
+            {"min_tokens": 0},
+            "sd15",
+            "192 tokens are fewer than 256, which is where merging is worth it here "
+            "(min_tokens=0); take a larger picture",
+        ),
+        (
             {"merge_attn": False},
             "sd15",
             "merge_attn, merge_crossattn and merge_mlp are all off; switch one on",
         ),
     ],
+    ids=str,
 )
 def test_a_run_without_merging_says_why_in_one_warning(models, caplog, settings, kind, reason):
     # They have two levels: what the settings leave out anyway must not pass for the reason.
     model = models(kind)
-    merged = sample_tiny(attach(model, merging(**settings)), kind)
+    steps = 1 if "ratio_end" in settings else 2
+    config = merging(**{"min_tokens": 1, **settings})
+    merged = sample_tiny(attach(model, config), kind, steps)
     ours = [record for record in caplog.records if record.name == "tome_nodes"]
     assert [(record.levelname, record.getMessage()) for record in ours] == [
         ("WARNING", f"[ToMe] nothing merged: {reason}")
     ]
-    assert torch.equal(merged, sample_tiny(model, kind))
+    assert torch.equal(merged, sample_tiny(model, kind, steps))
 
 
 def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, log_messages, monkeypatch, untried):
@@ -467,13 +420,6 @@ def test_text_as_context_of_self_attention_is_never_merged(models):
         # A grid of 4x5 has as many tokens as the text.
         comfyui.sample(attach(model, merging()), tiny, (8, 10), steps=1)
     assert lengths == [10, comfyui.TEXT]
-
-
-def test_the_log_says_that_a_ratio_is_capped(sd15, log_messages):
-    sample(attach(sd15, merging(ratio=0.9)), steps=1)
-    assert log_messages() == [
-        "[ToMe] merged 6/6 blocks (192 -> 48 tokens), 1/1 steps, ratio 0.90 capped at 0.75"
-    ]
 
 
 def test_steps_aside_where_another_node_replaces_the_attention(sd15, log_messages):
@@ -508,8 +454,7 @@ def test_patches_that_keep_the_tokens_have_their_keys_merged_too(sd15):
     theirs.set_model_attn1_patch(lambda q, k, v, options: (q, k * 1.5, v * 0.5))
     lossless = sample(attach(theirs, merging(), Shuffle), steps=1)
     assert relative_error(lossless, sample(theirs, steps=1)) < 1e-5
-    attention = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1
-    with input_lengths(attention.to_k) as lengths:
+    with input_lengths(first_block(sd15).attn1.to_k) as lengths:
         sample(attach(theirs, merging()), steps=1)
     assert lengths == [96]
 

@@ -9,10 +9,12 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import diffusers
 import pytest
 import tomesd
 import torch
 from common import relative_error
+from models.pipelines import call, make_unet, sd15
 
 import tome_nodes
 from tome_nodes.settings.config import ToMeConfig
@@ -79,9 +81,6 @@ def test_the_same_images_as_with_tomesd(tmp_path, monkeypatch):
 
 
 def test_the_example_of_the_documentation_merges_and_stops_merging(monkeypatch, log_messages):
-    import diffusers
-    from models.pipelines import sd15
-
     case = sd15()
 
     class Pretrained(diffusers.StableDiffusionPipeline):
@@ -144,8 +143,6 @@ NOT_THE_DEFAULT = {
 
 
 def test_every_option_has_an_effect_by_keyword():
-    from models.pipelines import call, make_unet
-
     # Frames are of video, which no UNet of diffusers makes; steps on all tokens are of stacks; and
     # answers are forecast of transformers only.
     others = {"backend", "st", "refresh_steps", "forecast"}
@@ -157,20 +154,7 @@ def test_every_option_has_an_effect_by_keyword():
         assert relative_error(call(unet), default) > 1e-4, name
 
 
-def test_a_run_that_begins_half_way_begins_on_all_tokens_in_stacks():
-    from models.pipelines import call, make_unet
-
-    unet = make_unet()
-    plain = call(unet)
-    merged = call(tome_nodes.apply_patch(unet, scope="stack"))
-    assert relative_error(merged, plain) > 1e-4
-    refreshed = call(tome_nodes.apply_patch(unet, scope="stack", refresh_steps=4))
-    assert torch.equal(refreshed, plain)
-
-
 def test_the_backend_is_set_by_keyword(log_messages):
-    from models.pipelines import call, make_unet
-
     unet = make_unet("one_level")
     for backend in "torch", "triton":
         call(tome_nodes.apply_patch(unet, backend=backend))

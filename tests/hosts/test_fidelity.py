@@ -105,19 +105,6 @@ def films(monkeypatch, tmp_path):
     return video_transformer
 
 
-def test_training_of_a_transformer_resumes_where_it_stopped(films):
-    first = films.Trainer(rate=1e-3, full_share=0.0)
-    _, loss = first.step()
-    # The first answer is 0, and noise and latents have a variance of about 1 each.
-    assert 1 < loss < 4
-    first.save()
-    second = films.Trainer(rate=1e-3, full_share=0.0)
-    assert second.steps == 1
-    assert any(value.any() for name, value in second.average.items() if name.startswith("head."))
-    for name, value in second.average.items():
-        assert torch.equal(value, first.average[name])
-
-
 def untrained(make):
     """Leaves weights that say something, so that merging changes something."""
     made = make()
@@ -275,11 +262,6 @@ def test_the_sheet_of_off_and_on_has_a_column_for_each_model():
     assert sheet.getpixel((344, 320)) == (0, 0, 255)
 
 
-def test_the_front_is_what_no_other_point_beats_in_time_and_error():
-    points = {"slow": (0.9, 0.1), "fast": (0.5, 0.4), "beaten": (0.8, 0.5), "best": (0.6, 0.2)}
-    assert page.front(points) == ["fast", "best", "slow"]
-
-
 NAMES = {
     "plain": page.PLAIN,
     "ours": page.DEFAULT,
@@ -417,13 +399,6 @@ def test_the_page_says_where_each_row_comes_from():
         assert (f"](fidelity-{judge}-pictures.webp)" in text) == (judge != "few_multistep")
 
 
-def arguments(*given):
-    """What the command line makes of some arguments."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["bench", *given])
-        return fidelity._arguments()
-
-
 def test_a_judge_is_asked_what_the_command_line_says(monkeypatch):
     made = []
     benches = {
@@ -433,9 +408,10 @@ def test_a_judge_is_asked_what_the_command_line_says(monkeypatch):
     monkeypatch.setattr(judges, "BENCHES", benches)
 
     def asked(*given):
+        monkeypatch.setattr(sys, "argv", ["bench", *given])
         return {
             (name, steps): [option.name for option in chosen]
-            for name, steps, _, chosen in fidelity.asked(arguments(*given))
+            for name, steps, _, chosen in fidelity.asked(fidelity._arguments())
         }
 
     assert list(benches) == list(page.JUDGES)

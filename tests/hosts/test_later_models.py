@@ -10,8 +10,18 @@ import types
 import comfy.supported_models
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 from common import Shuffle, relative_error
-from host import merging, needs, overridden
+from host import (
+    OVERRIDE,
+    calls_of,
+    keys_only,
+    merged_keys,
+    needs,
+    overridden,
+    shuffle_error,
+    with_override,
+)
 from models import made_up
 from models.comfyui import TEXT, TINY, WAN_ANIMATE_2, Tiny, build, conditioning, sample
 from models.twins import QwenImage21, SenseNova, StoredAttention, WanAnimate2, named
@@ -20,7 +30,6 @@ from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models import TRANSFORMERS
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
-OVERRIDE = "optimized_attention_override"
 PICTURE = 80
 
 
@@ -39,62 +48,34 @@ TWINS = {
 }
 
 
-def keys_only(**options):
-    return merging(**{"strategy": "window", "attn_tokens": "k,v"} | options)
-
-
 @pytest.fixture(params=TWINS)
 def twin(request):
-    """A twin, and what the sampler of tests needs to know of it."""
+    """A twin that keeps nothing from one run to the next, and what samplers need to know of it."""
     kind, tiny = TWINS[request.param]
     model = made_up.build(kind)
 
-    def afresh(**options):
-        """Sample in a run of its own, for which nothing is kept from the last."""
+    def afresh(executor, *args, **kwargs):
         model.model.diffusion_model.kept = []
-        return options
+        return executor(*args, **kwargs)
 
-    return model, tiny, afresh
-
-
-def calls_of(model, tiny, **options):
-    """Queries and keys of each attention, and the result."""
-    calls = []
-
-    def spy(func, q, k, v, heads, mask=None, **kwargs):
-        calls.append((q.shape[-2], k.shape[-2]))
-        return func(q, k, v, heads, mask=mask, **kwargs)
-
-    watched = model.clone()
-    watched.model_options["transformer_options"][OVERRIDE] = spy
-    return watched, calls
+    model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "afresh", afresh)
+    return model, tiny
 
 
 def test_twins_merge_the_keys_of_the_picture_and_nothing_else(twin, log_messages):
-    model, tiny, afresh = twin
+    model, tiny = twin
     size = tiny.size(8, 10)
-    watched, calls = calls_of(model, tiny)
-    plain = sample(watched, tiny, size, **afresh(cfg=1.0))
-    before, calls[:] = [*calls], []
-    merged = sample(attach(watched, keys_only()), tiny, size, **afresh(cfg=1.0))
+    before, plain = calls_of(model, tiny, size, cfg=1.0)
+    after, merged = calls_of(model, tiny, size, keys_only(), cfg=1.0)
     picture = PICTURE * (tiny.frames or 1)
-    fewer = [(old, new) for old, new in zip(before, calls, strict=True) if old != new]
+    fewer = merged_keys(before, after)
     assert len(fewer) == 2 * tiny.blocks * (tiny.frames or 1)
-    assert all(
-        queries == new_queries and picture // 2 - 8 <= keys - new_keys <= picture // 2
-        for (queries, keys), (new_queries, new_keys) in fewer
-    )
+    assert all(picture // 2 - 8 <= number <= picture // 2 for _, number in fewer)
+    assert [queries for queries, _ in after] == [queries for queries, _ in before]
     assert 1e-6 < relative_error(merged, plain) < 0.5
     assert f"merged {tiny.blocks}/{tiny.blocks} blocks" in log_messages()[-1]
     assert "by asking" not in log_messages()[-1]
-
-
-def test_lossless_plans_reproduce_twins(twin):
-    model, tiny, afresh = twin
-    size = tiny.size(7, 9)
-    plain = sample(model, tiny, size, **afresh(cfg=1.0))
-    shuffled = sample(attach(model, keys_only(), Shuffle), tiny, size, **afresh(cfg=1.0))
-    assert relative_error(shuffled, plain) < 1e-5
+    assert shuffle_error(model, tiny, tiny.size(7, 9), cfg=1.0) < 1e-5
     assert overridden(model) == []
 
 
@@ -103,15 +84,12 @@ def test_references_of_qwen_image_21_stay_in_the_prefix():
     size = tiny.size(8, 10)
     reference = torch.randn(1, 16, 12, 16, generator=torch.Generator().manual_seed(3))
     prompts = [conditioning(tiny, seed, reference_latents=[reference]) for seed in (5, 6)]
-    watched, calls = calls_of(model, tiny)
-    plain = sample(watched, tiny, size, steps=1, cfg=1.0, prompts=prompts)
-    before, calls[:] = [*calls], []
-    sample(attach(watched, keys_only()), tiny, size, steps=1, cfg=1.0, prompts=prompts)
+    options = {"steps": 1, "cfg": 1.0, "prompts": prompts}
+    before, _ = calls_of(model, tiny, size, **options)
+    after, _ = calls_of(model, tiny, size, keys_only(), **options)
     assert before[:3] == [(TEXT, TEXT), (192, TEXT + 192), (80, TEXT + 272)]
-    assert calls[:3] == [(TEXT, TEXT), (192, TEXT + 192), (80, TEXT + 232)]
-    shuffled = attach(model, keys_only(), Shuffle)
-    result = sample(shuffled, tiny, size, steps=1, cfg=1.0, prompts=prompts)
-    assert relative_error(result, plain) < 1e-5
+    assert after[:3] == [(TEXT, TEXT), (192, TEXT + 192), (80, TEXT + 232)]
+    assert shuffle_error(model, tiny, size, **options) < 1e-5
 
 
 def test_the_frames_of_wan_animate_2_share_one_plan_in_each_block(monkeypatch):
@@ -137,13 +115,11 @@ def test_attention_to_a_long_prompt_never_merges():
     model, tiny = made_up.build(WanAnimate2), TWINS["wan_animate_2"][1]
     size, long = tiny.size(2, 3), 30
     prompts = conditioning(tiny, 5, tokens=long), conditioning(tiny, 6, tokens=long)
-    watched, calls = calls_of(model, tiny)
-    sample(watched, tiny, size, cfg=1.0, prompts=prompts)
-    before, calls[:] = [*calls], []
-    sample(attach(watched, keys_only()), tiny, size, cfg=1.0, prompts=prompts)
+    before, _ = calls_of(model, tiny, size, cfg=1.0, prompts=prompts)
+    after, _ = calls_of(model, tiny, size, keys_only(), cfg=1.0, prompts=prompts)
     assert (24, long) in before
-    assert calls.count((24, long)) == before.count((24, long))
-    assert calls != before
+    assert after.count((24, long)) == before.count((24, long))
+    assert after != before
 
 
 @pytest.fixture(scope="module")
@@ -166,16 +142,14 @@ def test_the_real_wan_animate_2_merges_the_keys_of_its_frames(animate_2, log_mes
     tiny, video = WAN_ANIMATE_2, 4 * PICTURE
     size = tiny.size(8, 10)
     posed = {"prompts": prompts(size, True), "cfg": 1.0}
-    watched, calls = calls_of(model, tiny)
-    plain = sample(watched, tiny, size, **posed)
-    before, calls[:] = [*calls], []
-    merged = sample(attach(watched, keys_only()), tiny, size, **posed)
+    before, plain = calls_of(model, tiny, size, **posed)
+    after, merged = calls_of(model, tiny, size, keys_only(), **posed)
     # The poses, with their prompt; each frame; the frames' prompt.
     poses, prompt = [(240, 240), (240, TEXT)], [(video, TEXT)]
     assert {*before} == {*poses, *prompt, (PICTURE, video), (PICTURE, video + PICTURE)}
     halves = (PICTURE, video // 2), (PICTURE, video // 2 + PICTURE)
-    assert {*calls} == {*poses, *prompt, *halves}
-    assert len(calls) == len(before)
+    assert {*after} == {*poses, *prompt, *halves}
+    assert len(after) == len(before)
     assert 1e-6 < relative_error(merged, plain) < 0.5
     assert f"merged {tiny.blocks}/{tiny.blocks} blocks" in log_messages()[-1]
 
@@ -184,10 +158,7 @@ def test_the_real_wan_animate_2_merges_the_keys_of_its_frames(animate_2, log_mes
 def test_lossless_plans_reproduce_the_real_wan_animate_2(animate_2, posed):
     model, prompts = animate_2
     tiny, size = WAN_ANIMATE_2, WAN_ANIMATE_2.size(7, 9)
-    options = {"prompts": prompts(size, posed)}
-    plain = sample(model, tiny, size, **options)
-    shuffled = sample(attach(model, keys_only(), Shuffle), tiny, size, **options)
-    assert relative_error(shuffled, plain) < 1e-5
+    assert shuffle_error(model, tiny, size, prompts=prompts(size, posed)) < 1e-5
     assert overridden(model) == []
 
 
@@ -234,10 +205,9 @@ def test_a_control_of_minimax_h3_sees_all_tokens(models, log_messages):
 
     other = model.clone()
     other.set_model_patch_replace(controlled, "dit", "double_block", 0)
-    plain = sample(other, tiny, size, steps=4)
-    assert relative_error(plain, sample(model, tiny, size, steps=4)) > 1e-3
-    shuffled = sample(attach(other, keys_only(), Shuffle), tiny, size, steps=4)
-    assert relative_error(shuffled, plain) < 1e-5
+    plain, changed = (sample(each, tiny, size, steps=4) for each in (model, other))
+    assert relative_error(changed, plain) > 1e-3
+    assert shuffle_error(other, tiny, size, steps=4) < 1e-5
     assert set(rows) == {tiny.before + PICTURE * tiny.frames}
     assert "merged 2/2 blocks" in log_messages()[-1]
 
@@ -252,10 +222,8 @@ def test_beside_a_sparse_attention_nothing_merges_and_the_log_says_why(models, l
         "def patch(args, extra):\n    return extra['original_block'](args)\n",
         vars(module),
     )
-    sparse = model.clone()
-    if hook == "override":
-        sparse.model_options["transformer_options"][OVERRIDE] = module.override
-    else:
+    sparse = with_override(model, module.override) if hook == "override" else model.clone()
+    if hook == "patch":
         sparse.set_model_patch_replace(module.patch, "dit", "double_block", 0)
     plain = sample(sparse, tiny, size)
     assert torch.equal(sample(attach(sparse, keys_only()), tiny, size), plain)

@@ -13,8 +13,11 @@ from common import (
     EVERYTHING,
     TOMESD_OPTIONS,
     Shuffle,
+    attributes,
     input_lengths,
+    merged_everywhere,
     relative_error,
+    scopes_and_tokens,
     theirs_and_ours,
 )
 from hypothesis import given, settings
@@ -29,7 +32,7 @@ from torch import nn
 import tome_nodes
 from tome_nodes.pytorch.ldm import LdmUNets
 from tome_nodes.pytorch.patched_model import Attachment
-from tome_nodes.settings.config import OPTIONS, ToMeConfig
+from tome_nodes.settings.config import ToMeConfig
 
 pytestmark = [
     pytest.mark.newest_only,
@@ -149,22 +152,7 @@ def shuffle(model, **options):
     Attachment(config, LdmUNets(), 1000, Shuffle).attach(model.model.diffusion_model)
 
 
-def attributes(model):
-    """All that the modules of a model hold, hooks included."""
-    return [
-        (type(module), {name: repr(value) for name, value in vars(module).items()})
-        for module in model.modules()
-    ]
-
-
-@pytest.mark.parametrize(
-    ("scope", "attn_tokens"),
-    [
-        *(("module", choice) for choice in OPTIONS["attn_tokens"].choices),
-        ("block", "q,k,v"),
-        ("stack", "q,k,v"),
-    ],
-)
+@scopes_and_tokens
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lossless_plan_reproduces_the_model_in_every_scope(
     family, scope, attn_tokens, log_messages
@@ -173,7 +161,7 @@ def test_a_lossless_plan_reproduces_the_model_in_every_scope(
     expected = call(model)
     shuffle(model, scope=scope, attn_tokens=attn_tokens)
     assert relative_error(call(model), expected) < ROUNDING
-    assert log_messages()[-1].startswith("[ToMe] merged 7/7 blocks")
+    assert merged_everywhere(log_messages()[-1])
 
 
 @pytest.mark.parametrize("sampler", [DDIMSampler, PLMSSampler])
@@ -281,16 +269,6 @@ def test_the_number_of_noise_levels_is_that_of_the_model(log_messages):
     assert log_messages()[-1].startswith("[ToMe] merged 3/7 blocks")
 
 
-def test_percent_limits_choose_the_steps_of_a_sampler():
-    model = make_model()
-    tome_nodes.apply_patch(model, end_percent=0.5)
-    layer = model.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1.to_q
-    with input_lengths(layer) as tokens:
-        run(model, DDIMSampler)
-    # Of the timesteps 751, 501, 251 and 1.
-    assert [count / TOKENS for count in tokens] == [0.5, 0.5, 1, 1]
-
-
 def test_gradient_checkpointing_is_left_alone(log_messages):
     model = make_model("sd1")
 
@@ -326,28 +304,6 @@ def test_a_masked_attention_runs_on_all_tokens(log_messages):
     ]
 
 
-def test_an_override_of_other_code_runs_on_merged_tokens_and_comes_back():
-    model, lengths = make_model("sd2"), []
-    attention = model.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1
-    expected = call(model)
-
-    def theirs(x, context=None, mask=None):
-        lengths.append(x.shape[1])
-        return 2 * type(attention).forward(attention, x, context, mask)
-
-    attention.forward = theirs
-    doubled = call(model)
-    assert relative_error(doubled, expected) > 1e-3
-    shuffle(model)
-    assert relative_error(call(model), doubled) < ROUNDING
-    tome_nodes.apply_patch(model)
-    call(model)
-    assert lengths == [TOKENS, TOKENS, TOKENS // 2]
-    tome_nodes.remove_patch(model)
-    assert vars(attention)["forward"] is theirs
-    assert torch.equal(call(model), doubled)
-
-
 def test_torch_compile(fresh_compiler):
     from torch._dynamo.testing import CompileCounter
 
@@ -360,16 +316,6 @@ def test_torch_compile(fresh_compiler):
     for timestep, result in zip((900, 600), expected, strict=True):
         assert relative_error(call(model, timestep), result) < ROUNDING
     assert graphs.frame_count > 0
-
-
-def test_odd_sizes():
-    model = make_model()
-    # ldm needs sides that can be halved exactly, so only its first level can be odd.
-    for grid in (2, 24), (6, 10), (34, 6):
-        expected = call(model, grid=grid)
-        shuffle(model)
-        assert relative_error(call(model, grid=grid), expected) < ROUNDING
-        tome_nodes.remove_patch(model)
 
 
 def test_models_without_a_unet_are_refused():

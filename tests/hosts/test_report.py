@@ -13,8 +13,8 @@ from tome_nodes.report.pages import hint_for, in_words, report_of
 from tome_nodes.settings.options import VIEW
 
 
-def run_of(model, steps=2, details=True, size=(16, 16), **settings):
-    patched = attach(model, merging(**settings), wants_details=lambda: details)
+def run_of(model, steps=2, size=(16, 16), **settings):
+    patched = attach(model, merging(**settings), wants_details=lambda: True)
     sample(patched, steps=steps, size=size)
     return last_run(patched)
 
@@ -111,13 +111,6 @@ def test_a_card_says_what_was_not_merged(run, monkeypatch):
         ("Nothing merged in step 3", ["Hint: set step to 1 or 2, or to -1."]),
         ("Nothing merged in step 0", ["Hint: set step to 1 or 2, or to -1."]),
     ]
-
-
-def test_without_details_the_text_has_counts_and_says_how_to_get_the_rest(sd15):
-    words = in_words(run_of(sd15, details=False))
-    assert "Merged: 6 of 6 blocks, 256 -> 128 tokens" in words
-    (details,) = (line for line in words if line.startswith("Details"))
-    assert details.startswith("Details: maps and times were not recorded")
 
 
 @pytest.mark.parametrize(

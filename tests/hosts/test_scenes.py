@@ -23,6 +23,7 @@ from benchmarks.fidelity import (
     scenes,
     student,
     teacache,
+    video_transformer,
 )
 from benchmarks.fidelity.weights import load, save
 
@@ -217,17 +218,18 @@ def test_easycache_writes_into_the_latent_of_a_flow_in_single_precision_without_
     assert any(was_written_to) is not gets_a_copy
 
 
-def test_merging_keys_saves_attention_and_merging_tokens_saves_all():
-    assert meter.work(1, 0.2) == pytest.approx(1)
-    assert meter.work(1, 0.2, keys=0) == pytest.approx(0.8)
-    assert meter.work(1, 0.2, 0.5, 0.5) == pytest.approx(1 - 0.75 * 0.2)
-    assert meter.work(0.5, 0.2) == pytest.approx(0.5 - 0.2 / 4)
-
-
 def test_training_of_a_teacher_and_its_pupils_resumes_where_it_stopped(monkeypatch, tmp_path):
-    monkeypatch.setattr(scene_transformer, "SCENES", 2)
-    monkeypatch.setattr(edit_transformer, "EDITS", 2)
-    for module in (scene_transformer, student, edit_transformer):
+    """And that of the transformer of videos, which has no teacher."""
+    small = {
+        scene_transformer: {"SCENES": 2},
+        student: {},
+        edit_transformer: {"EDITS": 2},
+        video_transformer: {"SIDE": 64, "SCENES": 16, "SCENE_SIDE": 96},
+    }
+    for module, sizes in small.items():
+        for name, size in sizes.items():
+            monkeypatch.setattr(module, name, size)
+    for module in small:
         monkeypatch.setattr(module, "STATE", tmp_path / f"{module.__name__}.pt")
         monkeypatch.setattr(module, "WEIGHTS", tmp_path / f"{module.__name__}.npz")
         first = module.Trainer(rate=1e-3, full_share=0.0)

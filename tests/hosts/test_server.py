@@ -11,56 +11,48 @@ from tome_nodes.settings.config import ToMeConfig
 from tools.server import ExecutionFailed, PromptRejected
 
 PLAIN = ["loader", 0]
+PROMPTS = {"positive": ["positive", 0], "negative": ["negative", 0], "latent_image": ["latent", 0]}
 
 
-def txt2img(model=PLAIN, nodes=None, steps=2, seed=1):
+def node(class_type, **inputs):
+    """A node in API format."""
+    return {"class_type": class_type, "inputs": inputs}
+
+
+def txt2img(model=PLAIN, nodes=None, steps=2, seed=1, side=128):
     """A small text-to-image graph in API format that samples with ``model``."""
     return {
-        "loader": {
-            "class_type": "CheckpointLoaderSimple",
-            "inputs": {"ckpt_name": "sd15.ckpt"},
-        },
-        "positive": {
-            "class_type": "CLIPTextEncode",
-            "inputs": {"clip": ["loader", 1], "text": "a lighthouse"},
-        },
-        "negative": {
-            "class_type": "CLIPTextEncode",
-            "inputs": {"clip": ["loader", 1], "text": "blurry"},
-        },
-        "latent": {
-            "class_type": "EmptyLatentImage",
-            "inputs": {"width": 128, "height": 128, "batch_size": 1},
-        },
-        "sampler": {
-            "class_type": "KSampler",
-            "inputs": {
-                "model": model,
-                "positive": ["positive", 0],
-                "negative": ["negative", 0],
-                "latent_image": ["latent", 0],
-                "seed": seed,
-                "steps": steps,
-                "cfg": 5.0,
-                "sampler_name": "euler",
-                "scheduler": "normal",
-                "denoise": 1.0,
-            },
-        },
-        "decode": {
-            "class_type": "VAEDecode",
-            "inputs": {"samples": ["sampler", 0], "vae": ["loader", 2]},
-        },
-        "save": {
-            "class_type": "SaveImage",
-            "inputs": {"images": ["decode", 0], "filename_prefix": "test"},
-        },
+        "loader": node("CheckpointLoaderSimple", ckpt_name="sd15.ckpt"),
+        "positive": node("CLIPTextEncode", clip=["loader", 1], text="a lighthouse"),
+        "negative": node("CLIPTextEncode", clip=["loader", 1], text="blurry"),
+        "latent": node("EmptyLatentImage", width=side, height=side, batch_size=1),
+        "sampler": node(
+            "KSampler",
+            model=model,
+            **PROMPTS,
+            seed=seed,
+            steps=steps,
+            cfg=5.0,
+            sampler_name="euler",
+            scheduler="normal",
+            denoise=1.0,
+        ),
+        "decode": node("VAEDecode", samples=["sampler", 0], vae=["loader", 2]),
+        "save": node("SaveImage", images=["decode", 0], filename_prefix="test"),
         **(nodes or {}),
     }
 
 
 def patch(model=PLAIN, **inputs):
-    return {"class_type": "ToMePatchModel", "inputs": {"model": model, **inputs}}
+    return node("ToMePatchModel", model=model, **inputs)
+
+
+def report(model=("tome", 0), samples="sampler", **inputs):
+    return node("ToMeReport", model=list(model), samples=[samples, 0], **inputs)
+
+
+def tune(model, **inputs):
+    return node("ToMeTune", model=model, **{**PROMPTS, **inputs})
 
 
 def with_patch(**inputs):
@@ -145,26 +137,27 @@ def test_same_seed_same_image_after_the_server_forgot_the_first(server, pixels):
 def test_ratio_zero_and_a_removed_patch_are_the_plain_image(pixels):
     plain = pixels(txt2img())
     assert pixels(with_patch(ratio=0.0)) == plain
-    removed = {"class_type": "ToMeRemovePatch", "inputs": {"model": ["tome", 0]}}
+    removed = node("ToMeRemovePatch", model=["tome", 0])
     graph = txt2img(["removed", 0], {"tome": patch(), "removed": removed})
     assert pixels(graph) == plain
     assert pixels(with_patch()) != plain
 
 
+def add_plain_branch(graph, seed):
+    """Also sample without the patch."""
+    graph["plain_sampler"] = deepcopy(graph["sampler"])
+    graph["plain_sampler"]["inputs"] |= {"model": PLAIN, "seed": seed}
+    for name in ("decode", "save"):
+        graph[f"plain_{name}"] = deepcopy(graph[name])
+    graph["plain_decode"]["inputs"]["samples"] = ["plain_sampler", 0]
+    graph["plain_save"]["inputs"]["images"] = ["plain_decode", 0]
+
+
 def test_plain_and_patched_samplers_in_one_graph(pixels):
     plain, patched = pixels(txt2img(seed=8)), pixels(with_patch(ratio=0.7))
     both = with_patch(ratio=0.7)
-    both["plain_sampler"] = deepcopy(both["sampler"])
-    both["plain_sampler"]["inputs"] |= {"model": PLAIN, "seed": 8}
-    for name in ("decode", "save"):
-        both[f"plain_{name}"] = deepcopy(both[name])
-    both["plain_decode"]["inputs"]["samples"] = ["plain_sampler", 0]
-    both["plain_save"]["inputs"]["images"] = ["plain_decode", 0]
+    add_plain_branch(both, seed=8)
     assert sorted(pixels(both)) == sorted(plain + patched)
-
-
-NAN, INFINITE = float("nan"), float("inf")
-CUSTOM = {"preset": "custom"}
 
 
 @pytest.mark.parametrize("others", [{}, {"seed": 3, "start_percent": 0.0, "end_percent": 1.0}])
@@ -172,35 +165,29 @@ CUSTOM = {"preset": "custom"}
     ("inputs", "option", "parts"),
     [
         ({"ratio": 0.96}, "ratio", ["ratio=0.96 is not allowed", "from 0.0 to 0.95"]),
-        ({"ratio": -0.1}, "ratio", ["ratio=-0.1 is not allowed"]),
-        ({"ratio": NAN}, "ratio", ["ratio=nan is not allowed"]),
+        ({"ratio": float("nan")}, "ratio", ["ratio=nan is not allowed"]),
         ({"ratio": "much"}, "ratio", ["much", "FLOAT"]),
         ({"ratio": None}, "ratio", ["None", "FLOAT"]),
-        ({"end_percent": INFINITE}, "end_percent", ["end_percent=inf is not allowed"]),
+        ({"ratio": {"__value__": 2.0}}, "ratio", ["ratio=2.0 is not allowed"]),
         ({"seed": -1}, "seed", ["seed=-1 is not allowed", "from 0 to"]),
-        ({"seed": "x"}, "seed", ["'x'", "INT"]),
         ({"preset": "best"}, "preset", ["preset='best' is not allowed", "quality | balanced"]),
         ({"preset": None}, "preset", ["preset=None is not allowed"]),
-        ({"backend": "cuda"}, "backend", ["backend='cuda' is not allowed"]),
         (
             {"start_percent": 0.8, "end_percent": 0.4},
             "start_percent",
             ["start_percent=0.8 is not allowed", "end_percent=0.4"],
         ),
         ({"sx": 4}, "sx", ["sx=4 does not count under preset='balanced'", "preset to 'custom'"]),
-        ({"preset": "fast", "merge_mlp": True}, "merge_mlp", ["merge_mlp=True does not count"]),
         (
             {"preset": "paper", "max_downsample": "2", "strategy": "bipartite"},
             "max_downsample",
             ["max_downsample=2 does not count under preset='paper'"],
         ),
-        (CUSTOM | {"sx": 9}, "sx", ["sx=9 is not allowed", "from 1 to 8"]),
-        (CUSTOM | {"sx": 1, "sy": 1}, "sx", ["sx=1 with sy=1", "sx or sy must be at least 2"]),
-        (CUSTOM | {"ratio_end": -0.5}, "ratio_end", ["ratio_end=-0.5", "-1, to keep ratio"]),
-        (CUSTOM | {"max_downsample": "3"}, "max_downsample", ["'3'", "auto | 1 | 2 | 4 | 8"]),
-        (CUSTOM | {"strategy": "kmeans"}, "strategy", ["'kmeans'", "bipartite | window | "]),
-        (CUSTOM | {"sy": 0}, "sy", ["sy=0 is not allowed"]),
-        ({"ratio": {"__value__": 2.0}}, "ratio", ["ratio=2.0 is not allowed"]),
+        (
+            {"preset": "custom", "max_downsample": "3"},
+            "max_downsample",
+            ["'3'", "auto | 1 | 2 | 4 | 8"],
+        ),
     ],
     ids=str,
 )
@@ -228,20 +215,10 @@ def test_each_node_of_a_graph_reports_its_own_fault(server):
     assert marked == {"tome": ["ratio"], "other": ["sx"]}
 
 
-@pytest.mark.parametrize("inputs", [{"sx": 2}, {"strategy": "bipartite", "ratio_end": -1}])
-def test_an_option_at_its_default_is_the_same_as_none(pixels, inputs):
-    assert pixels(with_patch(**inputs)) == pixels(with_patch())
-
-
 def test_of_two_branches_the_good_one_runs_and_the_other_is_refused(server, pixels):
     """A graph is refused as a whole only if nothing in it can run."""
     graph = with_patch(ratio=2.0, end_percent=0.9)
-    graph["plain_sampler"] = deepcopy(graph["sampler"])
-    graph["plain_sampler"]["inputs"] |= {"model": PLAIN, "seed": 11}
-    for name in ("decode", "save"):
-        graph[f"plain_{name}"] = deepcopy(graph[name])
-    graph["plain_decode"]["inputs"]["samples"] = ["plain_sampler", 0]
-    graph["plain_save"]["inputs"]["images"] = ["plain_decode", 0]
+    add_plain_branch(graph, seed=11)
     answer = server.post("/prompt", {"prompt": graph})
     (error,) = answer["node_errors"]["tome"]["errors"]
     assert error["extra_info"]["input_name"] == "ratio"
@@ -251,24 +228,17 @@ def test_of_two_branches_the_good_one_runs_and_the_other_is_refused(server, pixe
     assert pixels(graph) == pixels(txt2img(seed=12))
 
 
-def test_a_refused_graph_loses_nothing(server, pixels):
-    before = pixels(with_patch(ratio=0.25))
-    with pytest.raises(PromptRejected):
-        server.queue(with_patch(ratio=2.0))
-    assert pixels(with_patch(ratio=0.25)) == before
-
-
-def test_a_bad_value_that_comes_over_a_link_stops_the_run_with_our_sentence(server):
-    number = {"class_type": "PrimitiveFloat", "inputs": {"value": 1.5}}
-    graph = txt2img(["tome", 0], {"tome": patch(ratio=["number", 0]), "number": number})
-    with pytest.raises(
-        ExecutionFailed, match=r"ratio=1\.5 is not allowed: it must be from 0\.0 to"
-    ):
-        server.run(graph)
-
-
-def test_an_option_over_a_link_that_does_not_count_stops_the_run(server):
-    number = {"class_type": "PrimitiveInt", "inputs": {"value": 4}}
-    graph = txt2img(["tome", 0], {"tome": patch(sx=["number", 0]), "number": number})
-    with pytest.raises(ExecutionFailed, match=r"sx=4 does not count under preset='balanced'"):
-        server.run(graph)
+@pytest.mark.parametrize(
+    ("option", "number", "sentence"),
+    [
+        ("ratio", node("PrimitiveFloat", value=1.5), r"ratio=1\.5 is not allowed: it must be from"),
+        ("sx", node("PrimitiveInt", value=4), "sx=4 does not count under preset='balanced'"),
+    ],
+    ids=["ratio", "sx"],
+)
+def test_a_bad_value_that_comes_over_a_link_stops_the_run_with_our_sentence(
+    server, option, number, sentence
+):
+    tome = patch(**{option: ["number", 0]})
+    with pytest.raises(ExecutionFailed, match=sentence):
+        server.run(txt2img(["tome", 0], {"tome": tome, "number": number}))

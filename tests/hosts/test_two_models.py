@@ -4,7 +4,7 @@ import comfy.samplers
 import pytest
 import torch
 from common import Shuffle, relative_error
-from host import merging, needs
+from host import keys_only, merging, needs
 from models.comfyui import TINY, conditioning
 
 from tome_nodes.comfyui.attachment import attach
@@ -30,8 +30,7 @@ def sampled(positive, negative, kinds=("flux", "z_image"), steps=2):
 def test_each_merges_as_a_model_of_its_own_kind(models, log_messages, kinds, scope):
     positive, negative = map(models, kinds)
     expected = sampled(positive, negative, kinds)
-    config = merging(scope=scope, strategy="window", attn_tokens="k,v")
-    shuffled = sampled(attach(positive, config, Shuffle), negative, kinds)
+    shuffled = sampled(attach(positive, keys_only(scope=scope), Shuffle), negative, kinds)
     assert relative_error(shuffled, expected) < 1e-5
     lines = [f"[ToMe] merged {TINY[kind].blocks}/{TINY[kind].blocks} blocks (" for kind in kinds]
     assert [line[: len(start)] for line, start in zip(log_messages(), lines, strict=True)] == lines
@@ -44,8 +43,8 @@ def test_one_that_cannot_merge_runs_unmerged_and_says_so(models, log_messages, m
     name = "comfy.ldm.lumina.model.NextDiT"
     monkeypatch.setattr(records, "REFUSED", {name: "it is not for today"})
     expected = sampled(positive, negative)
-    config = merging(strategy="window", attn_tokens="k,v")
-    assert relative_error(sampled(attach(positive, config, Shuffle), negative), expected) < 1e-5
+    shuffled = sampled(attach(positive, keys_only(), Shuffle), negative)
+    assert relative_error(shuffled, expected) < 1e-5
     warning, line = log_messages()
     assert warning == (
         "[ToMe] a second model of this run stays unmerged: token merging does not work with a "
