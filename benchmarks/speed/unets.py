@@ -17,19 +17,10 @@ from torch.nn.attention import SDPBackend
 from benchmarks.rounds import interleaved
 from benchmarks.speed import checks, figures
 from benchmarks.speed.measure import Launches, PeakMemory, Subject, merged_blocks
-from benchmarks.speed.methods import (
-    ALWAYS,
-    HostMethod,
-    IdealStrategy,
-    Method,
-    backend_variants,
-    methods,
-)
+from benchmarks.speed.methods import HostMethod, Method, methods
 from benchmarks.speed.models import REDUCED, SHAPES, load
 from benchmarks.speed.record import Record, say
 from benchmarks.speed.tried import tried
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.presets import settings_of
 
 RATIO = 0.5
 EVALUATIONS = 4
@@ -38,15 +29,13 @@ EVALUATIONS = 4
 ROUNDS = (3, 10)
 """The least and the most of each comparison."""
 
-ORDERS: Mapping[str, Sequence[SDPBackend]] = {
-    "cudnn": (
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ),
-}
-"""The order in which PyTorch's attentions are asked; the host's own begins with flash."""
+CUDNN_FIRST = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+"""An order in which PyTorch's attentions are asked; the host's own begins with flash."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +70,15 @@ class Case:
         return ", ".join(words)
 
 
-_ON_TORCH = "ours window attn on torch"
-NAMES = (
-    *(f"ideal {scope}" for scope in ("attn", "block", "stack")),
-    *("core TomePatchModel", "tomesd attn", "ToDo"),
-    *(f"ours window {scope}" for scope in ("attn", "block", "stack")),
-    _ON_TORCH,
-)
-"""The methods of :func:`benchmarks.speed.methods.methods`; presets and their ideal come on top."""
-
 COMPILED = ("preset balanced", "preset fast", "ideal k,v", "ideal stack")
 """What is compiled, the most important first."""
 
-ONE_EVALUATION = (*(name for name in NAMES if name != _ON_TORCH), "ideal k,v", "preset balanced")
+ONE_EVALUATION = (
+    *(f"ideal {scope}" for scope in ("k,v", "attn", "block", "stack")),
+    *("core TomePatchModel", "tomesd attn", "ToDo"),
+    *(f"ours window {scope}" for scope in ("attn", "block", "stack")),
+    "preset balanced",
+)
 """What a CPU measures, by one evaluation: one of preset *fast* says little about a run of it."""
 
 CASES = (
@@ -179,28 +164,6 @@ def goals(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def chosen_methods(max_downsample: int | str, device: torch.device) -> list[Method]:
-    """The methods to measure, beginning with the ideals."""
-    every = methods(RATIO, max_downsample, backend_variants(device))
-    ideal_keys = HostMethod(
-        name="ideal k,v",
-        family="ideal",
-        ideal="ideal k,v",
-        config=ToMeConfig(attn_tokens="k,v", ratio=RATIO, **ALWAYS),
-        make_strategy=IdealStrategy,
-    )
-    presets = [
-        HostMethod(
-            name=f"preset {name}",
-            family="ours",
-            ideal="ideal stack" if name == "fast" else "ideal k,v",
-            config=ToMeConfig(**settings_of(name, {"ratio": RATIO})),
-        )
-        for name in ("quality", "balanced", "fast")
-    ]
-    return [ideal_keys, *(each for each in every if each.name in NAMES), *presets]
-
-
 def _prepare(record: Record, case: Case) -> Prepared:
     """Load the model of a case, and check all methods on it."""
     name = case.model
@@ -213,7 +176,7 @@ def _prepare(record: Record, case: Case) -> Prepared:
     expected = checks.unpatched_output(subject)
     said = record.result["checks"][name] = {}
     right = []
-    for method in chosen_methods(shape.max_downsample, record.device):
+    for method in methods(RATIO, shape.max_downsample, record.device):
         try:
             checks.check_wiring(method, subject, expected)
             if isinstance(method, HostMethod):
@@ -342,10 +305,9 @@ def _evaluations(record: Record) -> int:
 @contextmanager
 def asked_first(attention: str) -> Iterator[None]:
     """Have the host ask PyTorch for ``cudnn`` first, or, with ``flash``, in its own order."""
-    if attention not in ORDERS:
+    if attention == "flash":
         yield
         return
-    order = [*ORDERS[attention]]
     # Without a GPU the host has no order.
-    with patch.object(comfy.ops, "SDPA_BACKEND_PRIORITY", order, create=True):
+    with patch.object(comfy.ops, "SDPA_BACKEND_PRIORITY", [*CUDNN_FIRST], create=True):
         yield
