@@ -66,7 +66,6 @@ CPU_BLOCKS = (
     Block("Flux", "1024x1024", (16, 128, 128)),
     Block("Qwen-Image", "1024x1024", (16, 1, 128, 128)),
     Block("Wan 14B", "640x384, 9 frames", (16, 3, 48, 80)),
-    Block("HunyuanVideo", "640x384, 9 frames", (16, 3, 48, 80)),
     Block("Wan 1.3B", "480p, 81 frames", (16, 21, 60, 104)),
 )
 QUICK_BLOCKS = (
