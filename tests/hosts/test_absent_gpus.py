@@ -18,9 +18,9 @@ from tome_nodes.merging.layout import Grid
 
 # A large window with heads of 40, a grid one cell high, and float32.
 shapes = [
-    Shape("balanced", Grid(32, 32), 320, 8, (2, 4), torch.float16),
-    Shape("one cell high", Grid(2, 64), 64, 1, (2, 2), torch.bfloat16),
-    Shape("float32", Grid(16, 16), 320, 5, (4, 2), torch.float32),
+    Shape(Grid(32, 32), 320, 8, (2, 4), torch.float16),
+    Shape(Grid(2, 64), 64, 1, (2, 2), torch.bfloat16),
+    Shape(Grid(16, 16), 320, 5, (4, 2), torch.float32),
 ]
 balanced, high, single = shapes
 # Kernels that take 16 bits differ most between GPUs.
