@@ -1,6 +1,6 @@
 """Time that merging adds on the host, and launches: what a GPU waits for, measured without one.
 
-python3 dev.py bench --host-time [--quick] [--rounds 9]
+python3 dev.py bench --host-time [--quick]
 
 UNets with as many modules as SD 1.5 and SDXL, but so few channels and tokens that an evaluation is
 all Python and calls of operators. The Triton kernels take their real way as far as the launch,
@@ -51,6 +51,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 STEPS = 8
 """Evaluations of a run; preset fast runs two of them on all tokens."""
+
+ROUNDS = 9
+"""Timed runs of each method."""
 
 _CONTEXT = 32
 _SHARED: Mapping[str, Any] = {
@@ -391,14 +394,13 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="only SD 1.5 in one round, keep nothing"
     )
-    parser.add_argument("--rounds", type=int, default=9, help="timed runs of each method")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     found = {}
     with torch.no_grad():
         for model in MODELS[:1] if arguments.quick else MODELS:
-            found[model.name] = measure(model, 1 if arguments.quick else arguments.rounds)
+            found[model.name] = measure(model, 1 if arguments.quick else ROUNDS)
     page, line = tables(found), summary(found)
     if not arguments.quick:
         result = {

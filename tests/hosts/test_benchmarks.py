@@ -263,8 +263,9 @@ def written(tmp_path, monkeypatch):
 def test_a_comparison_is_timed_and_written(written, capsys, monkeypatch):
     monkeypatch.setattr(unets, "ROUNDS", (1, 1))
     names = ("ideal block", "core TomePatchModel", "tomesd attn", "ours window block")
-    arguments = ("--quick", "--model", "sd15", "--size", "128", "--methods", *names)
-    code, result, page = written(*arguments)
+    cases = [replace(case, methods=names) for case in unets.QUICK_CASES]
+    monkeypatch.setattr(unets, "QUICK_CASES", cases)
+    code, result, page = written("--quick", "--model", "sd15", "--size", "128")
     (run,) = result["runs"]
     assert list(run["methods"]) == ["unpatched", *names]
     for row in run["methods"].values():
