@@ -139,8 +139,6 @@ def attention_of(side: int) -> AbstractContextManager[None]:
 class Trainer(Training):
     """The training of the transformer, on crops of the full side or of half of it."""
 
-    in_bfloat16 = True
-
     def __init__(self, rate: float, full_share: float):
         super().__init__(new_transformer(), rate, full_share, STATE, WEIGHTS)
         self.data = Scenes(self.generator)

@@ -44,8 +44,6 @@ def levels(steps: int) -> list[float]:
 class Trainer(Training):
     """The training of the student, on latents of half the side, some of the full."""
 
-    in_bfloat16 = True
-
     def __init__(self, rate: float, full_share: float):
         super().__init__(_as_taught(), rate, full_share, STATE, WEIGHTS, scene_transformer.WEIGHTS)
         self.teacher = _as_taught().requires_grad_(False)

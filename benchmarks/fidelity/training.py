@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,6 @@ class Training:
         average: the average of its weights over the last steps, by name.
         steps: the number of updates so far.
     """
-
-    in_bfloat16: ClassVar[bool] = False
-    """Whether products are computed in bfloat16, which is faster."""
 
     def __init__(
         self,
@@ -75,7 +72,8 @@ class Training:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self._rate * min(1.0, (self.steps + 1) / _WARM_UP)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.in_bfloat16):
+        # Faster, and precise enough for products.
+        with torch.autocast("cpu", torch.bfloat16):
             kind, loss = self.loss()
         self.model.zero_grad(set_to_none=True)
         loss.backward()
