@@ -258,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "templates",
         "say what share of the use of ComfyUI's templates is served, by the newest index on PyPI; "
-        "more arguments: --left-out, --save",
+        "with --save, write the table",
     )
     add(
         "generate",
