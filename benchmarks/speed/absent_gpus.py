@@ -10,11 +10,11 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -50,6 +50,8 @@ KERNELS = (
     (attending, "attend_kernel"),
     (widening, "widen_kernel"),
 )
+
+StandIn = TypeVar("StandIn")
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,11 @@ class _Launched:
 
 
 @contextmanager
-def absent_gpus() -> Iterator[tuple[AbsentDriver, list[_Launched]]]:
-    """Has the launchers compile for GPUs that are not here; yields the driver and the kernels."""
-    launched = [_Launched(getattr(module, name)) for module, name in KERNELS]
+def absent_gpus(
+    stand_in: Callable[[Any], StandIn],
+) -> Iterator[tuple[AbsentDriver, list[StandIn]]]:
+    """Has the launchers launch what stands for each kernel; yields the driver and all of these."""
+    launched = [stand_in(getattr(module, name)) for module, name in KERNELS]
     driver = AbsentDriver()
 
     def has_fast_products(_: torch.device) -> bool:
@@ -200,7 +204,7 @@ def launch(shape: Shape, target: GPUTarget) -> None:
 
 def compile_for(target: str, shapes: Sequence[Shape]) -> list[Compiled]:
     """Compile what the shapes launch, for one of :data:`TARGETS`."""
-    with absent_gpus() as (driver, launched):
+    with absent_gpus(_Launched) as (driver, launched):
         driver.target = target
         for shape in shapes:
             launch(shape, TARGETS[target])
@@ -233,7 +237,7 @@ def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
     """How often each kernel compiles for one GPU over pictures of some heights in pixels."""
     made: dict[str, set[int]] = {}
     pixels = 1024 // shape.grid.width
-    with absent_gpus() as (driver, launched):
+    with absent_gpus(_Launched) as (driver, launched):
         driver.target = "sm_80"
         for size in sizes:
             grid = Grid(-(-size // pixels), shape.grid.width)

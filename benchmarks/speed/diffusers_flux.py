@@ -142,19 +142,16 @@ class Shuffled(TilePlan):
         return y[:, self.destinations[0].argsort()]
 
 
-def _preset(name: str) -> ToMeConfig:
-    return ToMeConfig(**settings_of(name, {"ratio": RATIO}))
-
-
-def _ours(label: str, config: ToMeConfig) -> Method:
+def _ours(label: str, preset: str, **others: Any) -> Method:
+    config = ToMeConfig(**{**settings_of(preset, {"ratio": RATIO}), **others})
     return Method(label, partial(_attach_ours, config))
 
 
 METHODS: Mapping[str, Method] = {
     "toma": Method("ToMA's method, our code", _attach_toma),
-    "keys": _ours("keys and values", replace(_preset("balanced"), forecast=False)),
-    "preset": _ours("presets quality, balanced and fast", _preset("balanced")),
-    "tomesd": _ours("q,k,v as tomesd", _preset("paper")),
+    "keys": _ours("keys and values", "balanced", forecast=False),
+    "preset": _ours("presets quality, balanced and fast", "balanced"),
+    "tomesd": _ours("q,k,v as tomesd", "paper"),
 }
 
 

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
-from benchmarks.speed import absent_gpus as absent  # noqa: E402
+from benchmarks.speed.absent_gpus import absent_gpus  # noqa: E402
 from benchmarks.speed.figures import grid as table  # noqa: E402
 from benchmarks.speed.figures import spread  # noqa: E402
 from benchmarks.speed.measure import Subject, merged_blocks  # noqa: E402
@@ -253,12 +253,7 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
         # As on a GPU whose ways were tried before, and whose defaults are the fastest.
         stack.enter_context(patch.object(Autotune, "is_for", lambda *_: True))
         stack.enter_context(patch.object(Autotune, "choose", choose))
-        stack.enter_context(absent.absent_gpus())
-        stand_ins = []
-        for module, name in absent.KERNELS:
-            stand_in = _Unlaunched(getattr(module, name).kernel)
-            stack.enter_context(patch.object(module, name, stand_in))
-            stand_ins.append(stand_in)
+        _, stand_ins = stack.enter_context(absent_gpus(_Unlaunched))
         capable = key_weights.Capabilities(flash=True, cudnn=True, kernel=True)
         stack.enter_context(patch.object(key_weights, "capabilities", lambda *_: capable))
         match = kernels.TRITON.match_windows
