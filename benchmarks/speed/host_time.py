@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -281,23 +281,13 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
         yield stand_ins
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What a method adds to an evaluation.
+Figures = Mapping[str, Any]
+"""What a method adds to an evaluation.
 
-    Attributes:
-        unpatched: milliseconds of an evaluation of the unpatched model.
-        added: milliseconds more than that, median over the rounds.
-        quartiles: their quartiles.
-        launches: those of a whole run more than the unpatched model's, for an evaluation.
-        blocks: the blocks that merge.
-    """
-
-    unpatched: float
-    added: float
-    quartiles: tuple[float, float]
-    launches: float
-    blocks: int
+``unpatched``: milliseconds of an evaluation of the unpatched model; ``added``: milliseconds more
+than that, median over the rounds, and their ``quartiles``; ``launches``: those of a whole run more
+than the unpatched model's, for an evaluation; ``blocks``: the blocks that merge.
+"""
 
 
 def measure(model: Thin, rounds: int) -> dict[str, Figures]:
@@ -337,27 +327,29 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
             taken = interleaved({name: partial(added, name) for name in METHODS}, rounds)
         finally:
             gc.enable()
-    figures = {}
+    figures: dict[str, Figures] = {}
     for name in METHODS:
         low, median, high = spread([1000 * each for each in taken[name]])
-        figures[name] = Figures(
-            1000 * statistics.median(plain),
-            median,
-            (low, high),
-            launches[name] - launches["unpatched"],
-            merged[name],
-        )
+        figures[name] = {
+            "unpatched": 1000 * statistics.median(plain),
+            "added": median,
+            "quartiles": (low, high),
+            "launches": launches[name] - launches["unpatched"],
+            "blocks": merged[name],
+        }
     return figures
 
 
 def summary(found: Mapping[str, Mapping[str, Figures]]) -> str:
     """The last line: milliseconds, and launches of a block that merges keys and values."""
-    parts = [f"host_ms_{model}={figures['balanced'].added:.2f}" for model, figures in found.items()]
+    parts = [
+        f"host_ms_{model}={figures['balanced']['added']:.2f}" for model, figures in found.items()
+    ]
     if "sdxl" in found:
-        parts.append(f"host_ms_sdxl_fast={found['sdxl']['fast'].added:.2f}")
-    idle = max(figures["nothing merges"].added for figures in found.values())
+        parts.append(f"host_ms_sdxl_fast={found['sdxl']['fast']['added']:.2f}")
+    idle = max(figures["nothing merges"]["added"] for figures in found.values())
     launches = max(
-        figures[name].launches / figures[name].blocks
+        figures[name]["launches"] / figures[name]["blocks"]
         for figures in found.values()
         for name in ("quality", "balanced")
     )
@@ -371,11 +363,11 @@ def tables(found: Mapping[str, Mapping[str, Figures]]) -> str:
         [
             model,
             name,
-            f"{each.unpatched:.1f}",
-            f"{each.added:.2f}",
-            "{:.2f} to {:.2f}".format(*each.quartiles),
-            str(each.blocks),
-            f"{each.launches:.1f}",
+            f"{each['unpatched']:.1f}",
+            f"{each['added']:.2f}",
+            "{:.2f} to {:.2f}".format(*each["quartiles"]),
+            str(each["blocks"]),
+            f"{each['launches']:.1f}",
         ]
         for model, figures in found.items()
         for name, each in figures.items()
@@ -398,16 +390,9 @@ def main() -> int:
             found[model.name] = measure(model, 1 if arguments.quick else ROUNDS)
     page, line = tables(found), summary(found)
     if not arguments.quick:
-        result = {
-            **origin("cpu", "bench --host-time"),
-            "models": {
-                name: {method: asdict(each) for method, each in figures.items()}
-                for name, figures in found.items()
-            },
-        }
-        (RESULTS / "host-time.json").write_text(
-            json.dumps(result, indent=1) + "\n", encoding="utf-8"
-        )
+        result = {**origin("cpu", "bench --host-time"), "models": found}
+        text = json.dumps(result, indent=1) + "\n"
+        (RESULTS / "host-time.json").write_text(text, encoding="utf-8")
         parts = [
             f"# Host time: `{result['command']}`",
             f"{result['machine']['description']}, {result['date']}. One thread, no GPU: the time "

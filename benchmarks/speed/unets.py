@@ -18,7 +18,7 @@ from benchmarks.rounds import interleaved
 from benchmarks.speed import checks, figures
 from benchmarks.speed.measure import Launches, PeakMemory, Subject, merged_blocks
 from benchmarks.speed.methods import HostMethod, Method, methods
-from benchmarks.speed.models import REDUCED, SHAPES, load
+from benchmarks.speed.models import REDUCED, SHAPES, Shape, load
 from benchmarks.speed.record import Record, say
 from benchmarks.speed.tried import tried
 
@@ -126,8 +126,7 @@ class Prepared:
     """A model and the methods that are right on it."""
 
     model: ModelPatcher
-    context_channels: int
-    note: str
+    shape: Shape
     methods: Sequence[Method]
 
 
@@ -189,11 +188,11 @@ def _prepare(record: Record, case: Case) -> Prepared:
             said[method.name] = "right"
             right.append(method)
         record.write()
-    return Prepared(model, shape.context_channels, shape.note, right)
+    return Prepared(model, shape, right)
 
 
 def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
-    subject = Subject(prepared.model, prepared.context_channels, case.size, 1)
+    subject = Subject(prepared.model, prepared.shape.context_channels, case.size, 1)
     patched: dict[str, ModelPatcher] = {"unpatched": subject.model}
     rows: dict[str, dict[str, Any]] = {"unpatched": {"family": "unpatched", "ideal": None}}
     for method in prepared.methods:
@@ -226,7 +225,7 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
         torch._dynamo.reset()
     return {
         "model": case.model,
-        "note": prepared.note,
+        "note": prepared.shape.note,
         "size": case.size,
         "batch": 2,
         "attention": case.attention,
