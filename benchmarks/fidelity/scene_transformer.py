@@ -11,6 +11,7 @@ It can be stopped at any time, and continues where it stopped.
 
 import math
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.fidelity import denoiser, latents, scenes
 from benchmarks.fidelity.networks import differentiable, new_flux
 from benchmarks.fidelity.training import Training, below, run
+from benchmarks.fidelity.weights import load as load_weights
 from tools.environment import ROOT
 
 WEIGHTS = Path(__file__).with_name("scene_transformer.npz")
@@ -98,6 +100,13 @@ def load(weights: Path = WEIGHTS) -> ModelPatcher:
 def new_transformer() -> nn.Module:
     """An untrained transformer."""
     return new_flux(FLUX)
+
+
+def trained(settings: Mapping[str, Any] = FLUX) -> nn.Module:
+    """A transformer with the averaged weights, to go on from; the settings may be others."""
+    model = new_flux(settings)
+    model.load_state_dict(load_weights(WEIGHTS)[0])
+    return model
 
 
 class Scenes:
