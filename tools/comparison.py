@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.speed.figures import grid
 from tools.server import ComfyServer
 from tools.workflow import Graph, as_new_run, titles, without_merging
 
@@ -46,12 +46,12 @@ class Comparison:
 
     def table(self) -> str:
         """The comparison, a line for each sampler and one for the whole run."""
-        rows: list[tuple[str, ...]] = [("pass", "tokens", "blocks", "off", "on", "off/on")]
+        head = ("pass", "tokens", "blocks", "off", "on", "off/on")
         samplers = titles(self.graph)
-        rows += [self._row(node, samplers[node]) for node in self.on[0].seconds if node in samplers]
+        rows = [self._row(node, samplers[node]) for node in self.on[0].seconds if node in samplers]
         times = self._times(lambda run: sum(run.seconds.values()))
         rows.append(("whole run", NOTHING, NOTHING, *times))
-        return _aligned(rows)
+        return grid(head, rows)
 
     def has_plain_pass(self) -> bool:
         """Whether some sampler merged nothing even with ToMe on."""
@@ -118,15 +118,3 @@ def _run(server: ComfyServer, graph: Graph, label: str) -> Run:
 def _tokens(report: str) -> str:
     """`4096 -> 2048 tokens x5, 1024 -> 512 tokens x5` without words and counts."""
     return ", ".join(f"{a} -> {b}" for a, b in re.findall(r"(\d+) -> (\d+)", report))
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table with the first column aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )

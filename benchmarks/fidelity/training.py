@@ -110,14 +110,10 @@ def optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
     for name, parameter in model.named_parameters():
         is_in_block = "blocks." in name and parameter.ndim == 2
         (matrices if is_in_block else rest).append(parameter)
-    found: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    return [
+        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.99), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
     ]
-    if matrices:
-        found.append(
-            torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-        )
-    return found
 
 
 def below(limit: int, generator: torch.Generator) -> int:
