@@ -196,11 +196,9 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
     patched: dict[str, ModelPatcher] = {"unpatched": subject.model}
     rows: dict[str, dict[str, Any]] = {"unpatched": {"family": "unpatched", "ideal": None}}
     for method in prepared.methods:
-        patched[method.name] = method.patch(subject.model)
-        rows[method.name] = {"family": method.family, "ideal": method.ideal}
-    if case.methods:
-        wanted = {"unpatched", *case.methods}
-        patched = {name: model for name, model in patched.items() if name in wanted}
+        if not case.methods or method.name in case.methods:
+            patched[method.name] = method.patch(subject.model)
+            rows[method.name] = {"family": method.family, "ideal": method.ideal}
     if case.is_compiled:
         patched = {name: _compiled(model, record) for name, model in patched.items()}
     refused: dict[str, str] = {}
@@ -220,7 +218,10 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
                     raise
                 refused[name] = f"{type(error).__name__}: {error}".splitlines()[0]
                 del patched[name]
-        repeats = _time(record, case, subject, patched, rows)
+        least, most = ROUNDS
+        evaluations = EVALUATIONS if record.device.type == "cuda" else 1
+        runs = {name: partial(subject.time, model, evaluations) for name, model in patched.items()}
+        seconds = interleaved(runs, most, record.pace(least, case.seconds))
     if case.is_compiled:
         torch._dynamo.reset()
     return {
@@ -231,10 +232,10 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
         "attention": case.attention,
         "compiled": case.is_compiled,
         "dtype": str(prepared.model.model.get_dtype_inference()).removeprefix("torch."),
-        "repeats": repeats,
-        "evaluations": _evaluations(record),
+        "repeats": len(seconds["unpatched"]),
+        "evaluations": evaluations,
         "refused": refused,
-        "methods": {name: rows[name] for name in patched},
+        "methods": {name: rows[name] | {"seconds": each} for name, each in seconds.items()},
         "tried": found,
     }
 
@@ -276,29 +277,6 @@ def _trace(
     if name in TRACED and (record.is_dry or record.device.type == "cuda"):
         file = f"{record.name}-trace-{case.model}-{name.split()[-1]}.json.gz"
         counter.save(Path(record.folder) / file)
-
-
-def _time(
-    record: Record,
-    case: Case,
-    subject: Subject,
-    patched: Mapping[str, ModelPatcher],
-    rows: Mapping[str, dict[str, Any]],
-) -> int:
-    """Time all in turn, and return the number of rounds."""
-    least, most = ROUNDS
-    runs = {
-        name: partial(subject.time, model, evaluations=_evaluations(record))
-        for name, model in patched.items()
-    }
-    seconds = interleaved(runs, most, record.pace(least, case.seconds))
-    for name, values in seconds.items():
-        rows[name]["seconds"] = values
-    return len(seconds["unpatched"])
-
-
-def _evaluations(record: Record) -> int:
-    return EVALUATIONS if record.device.type == "cuda" else 1
 
 
 @contextmanager
