@@ -293,8 +293,8 @@ than the unpatched model's, for an evaluation; ``blocks``: the blocks that merge
 def measure(model: Thin, rounds: int) -> dict[str, Figures]:
     """The figures of each method."""
     loaded = model.load()
-    subject = Subject(loaded, _CONTEXT, PIXELS, 1)
-    compared = _Compared(loaded, _CONTEXT, PIXELS, 1)
+    subject = Subject(loaded, _CONTEXT, PIXELS)
+    compared = _Compared(loaded, _CONTEXT, PIXELS)
     settings = {name: ToMeConfig(**each) for name, each in METHODS.items()}
     patched = {"unpatched": subject.model}
     patched |= {name: attach(subject.model, each) for name, each in settings.items()}

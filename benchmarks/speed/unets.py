@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.rounds import interleaved
 from benchmarks.speed import checks, figures
-from benchmarks.speed.measure import Launches, PeakMemory, Subject, merged_blocks
+from benchmarks.speed.measure import Launches, Subject, first_look
 from benchmarks.speed.methods import HostMethod, Method, methods
 from benchmarks.speed.models import REDUCED, SHAPES, Shape, load
 from benchmarks.speed.record import Record, say
@@ -170,7 +170,7 @@ def _prepare(record: Record, case: Case) -> Prepared:
     model = load(shape, record.device)
     # On a CPU a small picture is enough for a check; on a GPU it should be like the timed ones.
     size = 512 if record.device.type == "cuda" else 64 if case.is_small else 128
-    subject = Subject(model, shape.context_channels, size, 1)
+    subject = Subject(model, shape.context_channels, size)
     dtype = model.model.get_dtype_inference()
     expected = checks.unpatched_output(subject)
     said = record.result["checks"][name] = {}
@@ -192,7 +192,7 @@ def _prepare(record: Record, case: Case) -> Prepared:
 
 
 def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
-    subject = Subject(prepared.model, prepared.shape.context_channels, case.size, 1)
+    subject = Subject(prepared.model, prepared.shape.context_channels, case.size)
     patched: dict[str, ModelPatcher] = {"unpatched": subject.model}
     rows: dict[str, dict[str, Any]] = {"unpatched": {"family": "unpatched", "ideal": None}}
     for method in prepared.methods:
@@ -208,7 +208,9 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
             try:
                 if case.is_compiled and record.left < _COMPILE_SECONDS:
                     raise TimeoutError("no time to compile it")
-                output = _first_look(subject, model, rows[name])
+                output, rows[name]["peak_bytes"], merged = first_look(subject, model)
+                if name != "unpatched":
+                    rows[name]["merged"] = merged
                 expected = output if expected is None else expected
                 rows[name]["error"] = checks.difference(output, expected)
                 if case.is_traced and (name in TRACED or not record.is_dry):
@@ -244,17 +246,6 @@ def _compiled(model: ModelPatcher, record: Record) -> ModelPatcher:
     compiled = model.clone()
     set_torch_compile_wrapper(compiled, backend="eager" if record.is_dry else "inductor")
     return compiled
-
-
-def _first_look(subject: Subject, model: ModelPatcher, row: dict[str, Any]) -> torch.Tensor:
-    """The output of a first evaluation; notes the memory of the second, and what merged."""
-    memory = PeakMemory(subject.device)
-    with merged_blocks() as blocks:
-        output, _ = subject.run(model, nullcontext(), memory)
-    row["peak_bytes"] = memory.bytes
-    if row["family"] != "unpatched":
-        row["merged"] = "{}/{}".format(*blocks[0]) if blocks else "none"
-    return output
 
 
 def _trace(

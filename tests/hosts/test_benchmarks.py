@@ -128,7 +128,7 @@ def model(sd15_of):
 
 @pytest.fixture(scope="module")
 def subject(model):
-    return Subject(model, 32, 64, 1)
+    return Subject(model, 32, 64)
 
 
 @pytest.fixture(scope="module")
