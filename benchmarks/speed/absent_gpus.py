@@ -51,6 +51,9 @@ KERNELS = (
     (widening, "widen_kernel"),
 )
 
+BATCH = 2
+"""Samples, as cond and uncond."""
+
 StandIn = TypeVar("StandIn")
 
 
@@ -64,7 +67,6 @@ class Shape:
         heads: of its attention.
         cell: height and width of a cell.
         dtype: of the tokens.
-        batch: the number of samples.
     """
 
     grid: Grid
@@ -72,7 +74,6 @@ class Shape:
     heads: int
     cell: tuple[int, int] = (2, 2)
     dtype: torch.dtype = torch.float16
-    batch: int = 2
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,12 @@ class Compiled:
 
     Attributes:
         kernel: its name.
-        target: the GPU.
         error: why it does not compile, None if it does.
         spilling: instructions that move registers to local memory and back.
         tensor_cores: instructions on tensor cores.
     """
 
     kernel: str
-    target: str
     error: str | None
     spilling: int = 0
     tensor_cores: int = 0
@@ -171,7 +170,7 @@ def absent_gpus(
 
 def launch(shape: Shape, target: GPUTarget) -> None:
     """Call each operation of a backend as merging tokens of this shape does on a GPU."""
-    x = torch.zeros(shape.batch, shape.grid.tokens, shape.channels, dtype=shape.dtype)
+    x = torch.zeros(BATCH, shape.grid.tokens, shape.channels, dtype=shape.dtype)
     config = ToMeConfig(strategy="window", ratio=0.5, sy=shape.cell[0], sx=shape.cell[1])
     strategy = make_strategy(config, kernels.TRITON)
     strategy.begin(torch.tensor(7))
@@ -182,11 +181,9 @@ def launch(shape: Shape, target: GPUTarget) -> None:
         plan.merge_keys(x, heads)
     # The plan was not computed, so another of the same size takes its place.
     half = x.shape[1] // 2
-    slot_of_token = (
-        torch.arange(x.shape[1]).clamp_max(half - 1).expand(shape.batch, -1).contiguous()
-    )
-    order = torch.arange(shape.batch * x.shape[1])
-    offsets = torch.arange(shape.batch * half)
+    slot_of_token = torch.arange(x.shape[1]).clamp_max(half - 1).expand(BATCH, -1).contiguous()
+    order = torch.arange(BATCH * x.shape[1])
+    offsets = torch.arange(BATCH * half)
     merged = kernels.merge(x, slot_of_token, order, offsets)
     for heads in {1, shape.heads}:
         kernels.merge_keys(x, slot_of_token, order, offsets, heads)
@@ -210,9 +207,9 @@ def compile_for(target: str, shapes: Sequence[Shape]) -> list[Compiled]:
             launch(shape, TARGETS[target])
         found = []
         for each in launched:
-            found += [Compiled(each.name, target, error) for error in each.errors]
+            found += [Compiled(each.name, error) for error in each.errors]
             for binary in each.made.values():
-                found.append(Compiled(each.name, target, None, *_in_machine_code(binary)))
+                found.append(Compiled(each.name, None, *_in_machine_code(binary)))
         return found
 
 

@@ -26,7 +26,7 @@ balanced, high, single = shapes
 # Kernels that take 16 bits differ most between GPUs.
 for target, chosen in {"sm_75": [balanced, high], "sm_90": shapes, "gfx942": [balanced]}.items():
     for each in compile_for(target, chosen):
-        print(each.kernel, each.target, each.error, each.spilling, each.tensor_cores > 0, sep="|")
+        print(each.kernel, target, each.error, each.spilling, each.tensor_cores > 0, sep="|")
 # Windows of eight by four cells, and of five by four.
 print(count_variants(balanced, (512, 704)))
 """
