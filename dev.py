@@ -232,13 +232,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "bench",
         "measure all methods against the unpatched model; more arguments: --transformers, "
-        "--quick, --model, --size, --methods, --minutes, --name; with --fidelity, how much "
-        "everything that a user could pick changes, and what it takes: --quick, --only, --steps, "
-        "--names, --seeds; with --picture, the picture of off and on: --ratio, "
-        "--presets, --model; with --host-time, what merging adds before any kernel runs: --quick, "
-        "--rounds; with --tune, whether ToMe Tune keeps its word: --wish, --size, --steps, "
-        "--rounds; with --diffusers, Flux of diffusers: --quick, --minutes; with --report, tables "
-        "of what was measured on a GPU",
+        "--quick, --model, --size, --minutes, --name; with --fidelity, how much everything that a "
+        "user could pick changes, and what it takes: --quick, --only, --steps, --names, --seeds; "
+        "with --picture, the picture of off and on: --model, --columns, --repeats; with "
+        "--host-time, what merging adds before any kernel runs: --quick; with --tune, whether ToMe "
+        "Tune keeps its word: --wish, --size; with --diffusers, Flux of diffusers: --quick; with "
+        "--report, tables of what was measured on a GPU",
     )
     add(
         "gpu",
@@ -259,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "templates",
         "say what share of the use of ComfyUI's templates is served, by the newest index on PyPI; "
-        "more arguments: --left-out, --save",
+        "with --save, write the table",
     )
     add(
         "generate",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.speed.figures import grid
 from tools.server import ComfyServer
-from tools.workflow import Graph, Pass, as_new_run, passes, without_merging
+from tools.workflow import Graph, as_new_run, titles, without_merging
 
 MERGED = re.compile(r"\[ToMe\] merged (?P<blocks>\d+/\d+) blocks \((?P<tokens>[^)]*)\)")
 NOTHING_MERGED = re.compile(r"\[ToMe\] (?P<reason>nothing merged: .*)")
@@ -46,30 +46,29 @@ class Comparison:
 
     def table(self) -> str:
         """The comparison, a line for each sampler and one for the whole run."""
-        rows: list[tuple[str, ...]] = [("pass", "size", "tokens", "blocks", "off", "on", "off/on")]
-        samplers = {sampler.node: sampler for sampler in passes(self.graph)}
-        rows += [self._row(samplers[node]) for node in self.on[0].seconds if node in samplers]
+        head = ("pass", "tokens", "blocks", "off", "on", "off/on")
+        samplers = titles(self.graph)
+        rows = [self._row(node, samplers[node]) for node in self.on[0].seconds if node in samplers]
         times = self._times(lambda run: sum(run.seconds.values()))
-        rows.append(("whole run", NOTHING, NOTHING, NOTHING, *times))
-        return _aligned(rows)
+        rows.append(("whole run", NOTHING, NOTHING, *times))
+        return grid(head, rows)
 
     def has_plain_pass(self) -> bool:
         """Whether some sampler merged nothing even with ToMe on."""
         logs = self.on[0].logs
-        return any(not MERGED.search(logs[sampler.node]) for sampler in passes(self.graph))
+        return any(not MERGED.search(logs[node]) for node in titles(self.graph))
 
     def warnings(self) -> list[str]:
         """The pack's warnings that nothing was merged."""
         logs = "\n".join(self.on[0].logs.values())
         return [found["reason"] for found in NOTHING_MERGED.finditer(logs)]
 
-    def _row(self, sampler: Pass) -> tuple[str, ...]:
-        size = " x ".join(map(str, sampler.size)) if sampler.size else NOTHING
-        merged = MERGED.search(self.on[0].logs[sampler.node])
+    def _row(self, node: str, title: str) -> tuple[str, ...]:
+        merged = MERGED.search(self.on[0].logs[node])
         tokens = _tokens(merged["tokens"]) if merged else NOTHING
         blocks = merged["blocks"] if merged else NOTHING
-        times = self._times(lambda run: run.seconds[sampler.node])
-        return sampler.title, size, tokens, blocks, *times
+        times = self._times(lambda run: run.seconds[node])
+        return title, tokens, blocks, *times
 
     def _times(self, seconds_of: Any) -> tuple[str, str, str]:
         off, on = (min(map(seconds_of, runs)) for runs in (self.off, self.on))
@@ -82,7 +81,7 @@ class _Watch:
     def __init__(self, server: ComfyServer, graph: Graph, label: str) -> None:
         self.logs: dict[str, str] = {}
         self._server = server
-        self._titles = {sampler.node: sampler.title for sampler in passes(graph)}
+        self._titles = titles(graph)
         self._label = label
         self._node: str | None = None
         self._logged = 0
@@ -119,15 +118,3 @@ def _run(server: ComfyServer, graph: Graph, label: str) -> Run:
 def _tokens(report: str) -> str:
     """`4096 -> 2048 tokens x5, 1024 -> 512 tokens x5` without words and counts."""
     return ", ".join(f"{a} -> {b}" for a, b in re.findall(r"(\d+) -> (\d+)", report))
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table with the first column aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )

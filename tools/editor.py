@@ -2,10 +2,9 @@
 
     python -m tools.editor
 
-makes the workflows of `tools/sample_workflows.py`, opens each file of `example_workflows/` and
-`subgraphs/` in the editor and saves it again. For a workflow it also saves the API format, in
-`example_workflows/api/`, and a thumbnail with the title of its note. Run it after changing a
-workflow or the nodes' inputs; the other files can be edited in any ComfyUI.
+opens each file of `example_workflows/` and `subgraphs/` in the editor and saves it again. For a
+workflow it also saves the API format, in `example_workflows/api/`, and a thumbnail with the title
+of its note. Run it after changing a workflow, in any ComfyUI, or the nodes' inputs.
 """
 
 from __future__ import annotations
@@ -25,21 +24,11 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, sync_pla
 
 from tools.browser import find_browser
 from tools.environment import ROOT
-from tools.sample_workflows import SAMPLES
-from tools.samples import editor_graph, model_files
 from tools.server import HOST, ComfyServer
 from tools.steps import SetupError
 
 WORKFLOWS = ROOT / "example_workflows"
 BLUEPRINTS = ROOT / "subgraphs"
-MODELS = (
-    "checkpoints/v1-5-pruned-emaonly-fp16.safetensors",
-    "checkpoints/sd_xl_base_1.0.safetensors",
-    "diffusion_models/z_image_turbo_bf16.safetensors",
-    "text_encoders/qwen_3_4b.safetensors",
-    "vae/ae.safetensors",
-    *model_files(SAMPLES.values()),
-)
 
 # Every new ComfyUI has a file of this name in its input folder; here it is a picture of our own.
 INPUT = "input/example.png"
@@ -331,12 +320,19 @@ def blueprint_files() -> list[Path]:
     return sorted(BLUEPRINTS.glob("*.json"))
 
 
+def models_of(workflow: dict[str, Any]) -> list[dict[str, str]]:
+    """The models that a workflow loads: the `name`, `url` and `directory` of each file."""
+    nodes = workflow["nodes"]
+    return [model for node in nodes for model in node["properties"].get("models", ())]
+
+
 def offer_files(server: ComfyServer) -> None:
     """Make the server list the workflows' models, as empty files, and their input picture."""
-    for name in MODELS:
-        file = server.base / "models" / name
-        file.parent.mkdir(exist_ok=True)
-        file.touch()
+    for workflow in workflow_files():
+        for model in models_of(json.loads(workflow.read_text(encoding="utf-8"))):
+            file = server.base / "models" / model["directory"] / model["name"]
+            file.parent.mkdir(exist_ok=True)
+            file.touch()
     _seascape(768).save(server.base / INPUT)
 
 
@@ -365,10 +361,6 @@ def main() -> None:
     """Save all sample workflows and blueprints again."""
     with tempfile.TemporaryDirectory() as base, ComfyServer(base) as server:
         offer_files(server)
-        info = server.get("/object_info")
-        for name, sample in SAMPLES.items():
-            graph = json.dumps(editor_graph(sample, info))
-            (WORKFLOWS / f"{name}.json").write_text(graph, encoding="utf-8")
         with open_browser() as browser, open_editor(browser, server) as editor:
             for file in [*workflow_files(), *blueprint_files()]:
                 editor.open(file.name, file.read_text(encoding="utf-8"))

@@ -38,7 +38,8 @@ TETHER = Path(__file__).with_name("tether.py")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 LOG_TAIL_LINES = 40
 TEXT_ON_NODE = 3
-STOP_SECONDS = 10
+START_SECONDS, STOP_SECONDS = 300, 10
+MOST_SILENCE_SECONDS = 900
 
 # By default, ComfyUI uses a slower attention on a CPU than on a GPU, which would flatter merging.
 CPU_ARGUMENTS = ("--cpu", "--use-pytorch-cross-attention")
@@ -82,15 +83,11 @@ class ComfyServer:
         *,
         device: str = "cpu",
         arguments: Sequence[str] = (),
-        start_seconds: float = 300,
     ) -> None:
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"device is {device!r}; allowed: cpu, cuda")
         self.base = Path(base).resolve()
         self.log_file = self.base / "server.log"
         self.port = 0
         self._arguments = [*(CPU_ARGUMENTS if device == "cpu" else ()), *arguments]
-        self._start_seconds = start_seconds
         self._client = uuid.uuid4().hex
         self._process: subprocess.Popen[bytes] | None = None
         self._tether: socket.socket | None = None
@@ -169,10 +166,7 @@ class ComfyServer:
         return self.post("/prompt", {"prompt": prompt, "client_id": self._client})["prompt_id"]
 
     def run(
-        self,
-        prompt: dict[str, Any],
-        on_event: Callable[[Event], None] | None = None,
-        silence_seconds: float = 900,
+        self, prompt: dict[str, Any], on_event: Callable[[Event], None] | None = None
     ) -> dict[str, Any]:
         """Run a graph in the API format to its end and return its entry in the history.
 
@@ -183,17 +177,17 @@ class ComfyServer:
 
         Raises `PromptRejected` if the server finds the graph invalid, `ExecutionFailed` if a node
         raises or the run is interrupted, and `ServerError` if the server dies or says nothing for
-        `silence_seconds`.
+        long.
         """
         address = f"ws://{HOST}:{self.port}/ws?clientId={self._client}"
         connection = websocket.WebSocket()
         try:
-            connection.connect(address, timeout=silence_seconds, http_no_proxy=[HOST])
+            connection.connect(address, timeout=MOST_SILENCE_SECONDS, http_no_proxy=[HOST])
             prompt_id = self.queue(prompt)
             seconds = self._follow(connection, prompt_id, on_event)
         except websocket.WebSocketTimeoutException as timeout:
             raise ServerError(
-                f"The server said nothing for {silence_seconds:g} s.\n{self._log_tail()}"
+                f"The server said nothing for {MOST_SILENCE_SECONDS} s.\n{self._log_tail()}"
             ) from timeout
         except (websocket.WebSocketConnectionClosedException, ConnectionError) as closed:
             raise ServerError(f"The server died during a run.\n{self._log_tail()}") from closed
@@ -260,7 +254,7 @@ class ComfyServer:
             ) from error
 
     def _wait_until_it_answers(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + self._start_seconds
+        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             try:
                 self._http.open(f"{self.url}/system_stats", timeout=10).close()
@@ -273,7 +267,7 @@ class ComfyServer:
                 )
             time.sleep(0.1)
         raise ServerError(
-            f"The server did not answer within {self._start_seconds:g} s.\n{self._log_tail()}"
+            f"The server did not answer within {START_SECONDS} s.\n{self._log_tail()}"
         )
 
     def _log_tail(self) -> str:

@@ -14,8 +14,7 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,28 +27,16 @@ from tools.steps import run
 PACKAGE = "comfyui-workflow-templates-json"
 RESULT = ROOT / "benchmarks" / "results" / "template-use.md"
 
-NO_PICTURE = {"audio": "sound", "3d": "3-D", "llm": "text"}
-"""Types of categories that are left out, and what they are."""
+NO_PICTURE = ("audio", "3d", "llm")
+"""Types of categories that are left out."""
 
 MODEL_FOLDERS = ("checkpoints", "diffusion_models")
 
 Fate = Callable[[Family], str]
 """Returns what the pack does with a family: a key of FATES."""
 
-
-@dataclass(frozen=True)
-class Use:
-    """The use of a template.
-
-    Attributes:
-        template: its name.
-        uses: how many.
-        family: that of the diffusion model it runs, or why it is left out.
-    """
-
-    template: str
-    uses: int
-    family: Family | str
+Use = tuple[Family, int]
+"""The family of the diffusion model that a template runs, and how often that was used."""
 
 
 def models_of(workflow: Any) -> Iterator[str]:
@@ -66,7 +53,7 @@ def models_of(workflow: Any) -> Iterator[str]:
 def uses_of(
     index: Iterable[Mapping[str, Any]], workflows: Mapping[str, Any], fate: Fate
 ) -> Iterator[Use]:
-    """The use of each template. Of several families, the one that is served least counts.
+    """The use of each template that counts. Of several families, the one served least counts.
 
     Args:
         index: the categories, each with its ``type`` and ``templates``.
@@ -76,14 +63,11 @@ def uses_of(
     worst_last = list(FATES)
     for category in index:
         for template in category["templates"]:
-            name = template["name"]
-            found = {family_of(file) for file in models_of(workflows.get(name))}
+            found = {family_of(file) for file in models_of(workflows.get(template["name"]))}
             families = sorted(filter(None, found), key=lambda each: each.name)
-            reason = NO_PICTURE.get(category["type"])
-            if reason is None and not families:
-                reason = "loads no open model that makes pictures"
-            counted = reason or max(families, key=lambda each: worst_last.index(fate(each)))
-            yield Use(name, template.get("usage", 0), counted)
+            if families and category["type"] not in NO_PICTURE:
+                family = max(families, key=lambda each: worst_last.index(fate(each)))
+                yield family, template.get("usage", 0)
 
 
 def shares_of(uses: Iterable[Use], fate: Fate) -> dict[str, float]:
@@ -93,26 +77,24 @@ def shares_of(uses: Iterable[Use], fate: Fate) -> dict[str, float]:
         ToolError: nothing that counts was used.
     """
     counts = dict.fromkeys(FATES, 0)
-    for use in uses:
-        if isinstance(use.family, Family):
-            counts[fate(use.family)] += use.uses
+    for family, count in uses:
+        counts[fate(family)] += count
     if not any(counts.values()):
         raise ToolError("The index counts no use of a template with an open model of pictures.")
     return {name: count / sum(counts.values()) for name, count in counts.items()}
 
 
-def page(version: str, uses: Iterable[Use], fate: Fate) -> str:
+def page(version: str, uses: Sequence[Use], fate: Fate) -> str:
     """The tables in Markdown, and a last line with the shares."""
-    counted = [(use, use.family) for use in uses if isinstance(use.family, Family)]
-    shares = shares_of((use for use, _ in counted), fate)
+    shares = shares_of(uses, fate)
     served = shares["known"] + shares["asked"]
-    total = sum(use.uses for use, _ in counted)
+    total = sum(count for _, count in uses)
     by_family: Counter[Family] = Counter()
-    for use, family in counted:
-        by_family[family] += use.uses
+    for family, count in uses:
+        by_family[family] += count
     parts = [
         "# Template use: `python3 dev.py templates`",
-        f"`{PACKAGE}` {version}, {date.today()}: {total:,} uses of {len(counted)} templates with "
+        f"`{PACKAGE}` {version}, {date.today()}: {total:,} uses of {len(uses)} templates with "
         f"open models of pictures and video. Served, which is known or asked: {_percent(served)}. "
         f"With what nobody has tried: {_percent(served + shares['untried'])}.",
         _table(
@@ -162,7 +144,6 @@ def fetch() -> tuple[str, list[Any], dict[str, Any]]:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py templates", description=__doc__)
-    parser.add_argument("--left-out", action="store_true", help="list what is left out, and why")
     parser.add_argument("--save", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     arguments = parser.parse_args()
     from benchmarks.host import use_cpu
@@ -170,15 +151,10 @@ def main() -> int:
     use_cpu()
     try:
         version, index, workflows = fetch()
-        uses = list(uses_of(index, workflows, fate_of))
-        text = page(version, uses, fate_of)
+        text = page(version, [*uses_of(index, workflows, fate_of)], fate_of)
     except ToolError as error:
         print(f"\nError: {error}", file=sys.stderr)
         return 1
-    if arguments.left_out:
-        for use in uses:
-            if isinstance(use.family, str):
-                print(f"{use.uses} {use.template}: {use.family}")
     if arguments.save:
         RESULT.write_text(text, encoding="utf-8")
     print(text, end="")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,9 @@ SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvan
 LOADERS = ("CheckpointLoaderSimple", "ImageOnlyCheckpointLoader")
 PATCH = "ToMePatchModel"
 
-LATENT_PIXELS = 8
-"""Image pixels per latent pixel, across and down."""
-
 
 class WorkflowError(ToolError):
     """A workflow file cannot be used; the message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One sampler of a graph; `size` is the width and height of its image, if known."""
-
-    node: str
-    title: str
-    size: tuple[int, int] | None
 
 
 def load_graph(path: Path) -> Graph:
@@ -118,34 +105,15 @@ def as_new_run(graph: Graph, run: int) -> Graph:
     return changed
 
 
-def passes(graph: Graph) -> list[Pass]:
-    """The samplers of the graph, in the order of their node ids."""
-    return [
-        Pass(node, _title(graph, node), _image_size(graph, inputs.get("latent_image")))
-        for node, inputs in _of_class(graph, *SAMPLERS)
-    ]
+def titles(graph: Graph) -> dict[str, str]:
+    """The title of each sampler of the graph, by its node id."""
+    return {
+        node: graph[node].get("_meta", {}).get("title") or f"{graph[node]['class_type']} {node}"
+        for node, _ in _of_class(graph, *SAMPLERS)
+    }
 
 
 def _of_class(graph: Graph, *classes: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, node in graph.items():
         if node["class_type"] in classes:
             yield name, node["inputs"]
-
-
-def _title(graph: Graph, node: str) -> str:
-    return graph[node].get("_meta", {}).get("title") or f"{graph[node]['class_type']} {node}"
-
-
-def _image_size(graph: Graph, link: Any) -> tuple[int, int] | None:
-    """The size in pixels of the image whose latent comes through `link`."""
-    if not isinstance(link, list) or link[0] not in graph:
-        return None
-    inputs = graph[link[0]]["inputs"]
-    width, height, scale = (inputs.get(name) for name in ("width", "height", "scale_by"))
-    if isinstance(width, int) and isinstance(height, int):
-        return width, height
-    source = _image_size(graph, inputs.get("samples") or inputs.get("latent_image"))
-    if source is None or not isinstance(scale, (int, float)):
-        return source
-    across, down = (round(side / LATENT_PIXELS * scale) * LATENT_PIXELS for side in source)
-    return across, down

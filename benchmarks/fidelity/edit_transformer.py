@@ -20,10 +20,10 @@ if __name__ == "__main__":
 import torch
 from comfy import model_base
 from comfy.model_patcher import ModelPatcher
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.fidelity import denoiser, latents, scene_transformer, scenes, weights
-from benchmarks.fidelity.networks import differentiable, new_flux
+from benchmarks.fidelity import denoiser, latents, scene_transformer, scenes
+from benchmarks.fidelity.networks import differentiable
 from benchmarks.fidelity.scene_transformer import HELD_OUT, LATENT_SIDE, SIDE
 from benchmarks.fidelity.training import Training, below, run
 
@@ -75,22 +75,12 @@ def load() -> ModelPatcher:
     return denoiser.with_weights(model_base.Flux(settings), WEIGHTS)
 
 
-def new_transformer() -> nn.Module:
-    """A transformer with the averaged weights of that of scenes."""
-    model = new_flux(FLUX)
-    model.load_state_dict(weights.load(scene_transformer.WEIGHTS)[0])
-    return model
-
-
 class Trainer(Training):
     """The training of the transformer, on crops of the full side or of half of it."""
 
-    in_bfloat16 = True
-
     def __init__(self, rate: float, full_share: float):
-        super().__init__(
-            new_transformer(), rate, full_share, STATE, WEIGHTS, scene_transformer.WEIGHTS
-        )
+        model, base = scene_transformer.trained(FLUX), scene_transformer.WEIGHTS
+        super().__init__(model, rate, full_share, STATE, WEIGHTS, base)
         edits = [edit(seed) for seed in range(EDITS)]
         *pictures, self.prompts = (torch.stack(each) for each in zip(*edits, strict=True))
         self.pictures = [each.half() for each in pictures]

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.fidelity import latents, scene_transformer, scenes, weights
+from benchmarks.fidelity import latents, scene_transformer, scenes
 from benchmarks.speed.figures import grid
 
 LEVELS = (0.9, 0.6, 0.3, 0.05)
@@ -32,8 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=int, default=2)
     arguments = parser.parse_args()
-    model = scene_transformer.new_transformer().requires_grad_(False)
-    model.load_state_dict(weights.load(scene_transformer.WEIGHTS)[0])
+    model = scene_transformer.trained().requires_grad_(False)
     first = scene_transformer.HELD_OUT
     seeds = range(first, first + arguments.pictures)
     made, prompts = scenes.scenes(seeds, scene_transformer.SIDE)

@@ -1,8 +1,9 @@
 """Untrained transformers of ComfyUI's own classes, and what their training needs."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import comfy.ldm.flux.model
 import comfy.ldm.wan.model
@@ -57,12 +58,6 @@ def _initialise(transformer: nn.Module) -> None:
                 nn.init.zeros_(bias)
 
 
-@contextmanager
-def differentiable() -> Iterator[None]:
-    """Have the host rotate by position in a way that has a gradient."""
-    before = comfy.model_management.in_training
-    comfy.model_management.in_training = True
-    try:
-        yield
-    finally:
-        comfy.model_management.in_training = before
+def differentiable() -> AbstractContextManager[object]:
+    """Has the host rotate by position in a way that has a gradient."""
+    return patch.object(comfy.model_management, "in_training", True)

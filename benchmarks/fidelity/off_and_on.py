@@ -8,14 +8,25 @@ The models are the trained ones of `dev.py bench --fidelity`, since random weigh
 """
 
 import argparse
-import sys
-from collections.abc import Callable, Mapping
-from datetime import date
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from benchmarks.host import use_cpu
 from tools.environment import ROOT
+
+use_cpu()
+
+from PIL import Image, ImageDraw, ImageFont  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks.fidelity.judges import SceneJudge, VideoJudge  # noqa: E402
+from benchmarks.fidelity.pictures import Judge, PictureJudge  # noqa: E402
+from benchmarks.machine import origin  # noqa: E402
+from benchmarks.rounds import interleaved  # noqa: E402
+from tome_nodes.comfyui.attachment import attach  # noqa: E402
+from tome_nodes.settings.config import ToMeConfig  # noqa: E402
+from tome_nodes.settings.presets import settings_of  # noqa: E402
 
 DOCS = ROOT / "web" / "docs"
 PICTURES = {
@@ -29,6 +40,11 @@ COLUMNS = {
     "video": ["balanced 0.6", "6 steps"],
 }
 """What stands beside the plain pictures: a preset and its ratio, or a number of steps."""
+JUDGES: Mapping[str, Callable[[], Judge]] = {
+    "unet": partial(PictureJudge, 12),
+    "transformer": partial(SceneJudge, 8),
+    "video": partial(VideoJudge, 8),
+}
 
 OFF = "off"
 SHOWN = (0, -1)
@@ -42,22 +58,7 @@ PAPER, INK, MUTED = "#16181d", "#eef0f4", "#969ca8"
 def main() -> None:
     """Paint, time, draw."""
     arguments = _arguments()
-    if arguments.device == "cpu":
-        use_cpu()
-
-    from benchmarks.fidelity.judges import SceneJudge, VideoJudge
-    from benchmarks.fidelity.pictures import Judge, PictureJudge
-    from benchmarks.machine import machine
-    from tome_nodes.comfyui.attachment import attach
-    from tome_nodes.settings.config import ToMeConfig
-    from tome_nodes.settings.presets import settings_of
-
-    judges: dict[str, Callable[[], Judge]] = {
-        "unet": partial(PictureJudge, 12),
-        "transformer": partial(SceneJudge, 8),
-        "video": partial(VideoJudge, 8),
-    }
-    judge = judges[arguments.model]()
+    judge = JUDGES[arguments.model]()
     runs: dict[str, tuple[Any, int | None]] = {OFF: (judge.model, None)}
     for column in arguments.columns or COLUMNS[arguments.model]:
         first, second = column.split()
@@ -66,73 +67,66 @@ def main() -> None:
         else:
             config = ToMeConfig(**settings_of(first, {"ratio": float(second)}))
             runs[f"preset {first}, ratio {second}"] = attach(judge.model, config), None
-    painted: dict[str, Any] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for done in range(arguments.repeats):
-        # In turn, and every other round reversed, so that noise affects all alike.
-        for name in list(runs)[:: -1 if done % 2 else 1]:
-            painted[name], taken = judge.paint(*runs[name])
-            seconds[name].append(taken)
+    painted: dict[str, Tensor] = {}
+
+    def paint(name: str) -> float:
+        painted[name], seconds = judge.paint(*runs[name])
+        return seconds
+
+    taken = interleaved({name: partial(paint, name) for name in runs}, arguments.repeats)
     # As in the demo, the fastest run: other processes only ever add to a time.
-    fastest = {name: min(taken) for name, taken in seconds.items()}
+    fastest = {name: min(seconds) for name, seconds in taken.items()}
     columns = {name: [_pixels(each) for each in _shown(painted[name])] for name in runs}
     _sheet(columns, fastest).save(DOCS / PICTURES[arguments.model], quality=90)
-    command = " ".join(["python3 dev.py bench --picture", *sys.argv[1:]])
     kind = "videos" if arguments.model == "video" else "pictures"
+    came = origin("cpu", "bench --picture")
     print(
         f"Seconds of {len(painted[OFF])} {kind} in {judge.steps} steps, the fastest of "
         f"{arguments.repeats} runs: "
         + ", ".join(f"{name} {each:.1f}" for name, each in fastest.items())
-        + f". `{command}`, {machine(arguments.device)['description']}, {date.today().isoformat()}"
+        + f". `{came['command']}`, {came['machine']['description']}, {came['date']}"
     )
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --picture", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--columns", nargs="+", metavar="COLUMN", help="as 'fast 0.6', '5 steps'")
     parser.add_argument("--model", choices=PICTURES, default="unet")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
     return parser.parse_args()
 
 
-def _shown(pictures: Any) -> list[Any]:
+def _shown(pictures: Tensor) -> list[Tensor]:
     """Some of the pictures; of videos, some frames of the first."""
     if pictures.ndim == 4:
         return [pictures[row] for row in SHOWN]
     return [pictures[0, :, frame] for frame in FRAMES]
 
 
-def _pixels(picture: Any) -> Any:
-    from PIL import Image
-
+def _pixels(picture: Tensor) -> Image.Image:
     array = (picture.permute(1, 2, 0).numpy() * 255).round().astype("uint8")
     return Image.fromarray(array).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
 
 
-def _sheet(columns: Mapping[str, list[Any]], seconds: Mapping[str, float]) -> Any:
+def _sheet(
+    columns: Mapping[str, Sequence[Image.Image]], seconds: Mapping[str, float]
+) -> Image.Image:
     """One column of pictures for each model, under its name and seconds."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    side = SIDE
     rows = len(next(iter(columns.values())))
-    size = MARGIN + len(columns) * (side + MARGIN), CAPTION + rows * (side + MARGIN)
+    size = MARGIN + len(columns) * (SIDE + MARGIN), CAPTION + rows * (SIDE + MARGIN)
     sheet = Image.new("RGB", size, PAPER)
     draw = ImageDraw.Draw(sheet)
+    large, small = ImageFont.load_default(18), ImageFont.load_default(16)
     for column, (name, pictures) in enumerate(columns.items()):
-        x = MARGIN + column * (side + MARGIN)
-        text = f"{seconds[name]:.1f} s"
+        x = MARGIN + column * (SIDE + MARGIN)
+        title, text = "ToMe off", f"{seconds[name]:.1f} s"
         if name != OFF:
+            title = name.capitalize()
             text += f", {seconds[OFF] / seconds[name]:.2f} times faster"
-        draw.text(
-            (x, 5),
-            "ToMe off" if name == OFF else name.capitalize(),
-            INK,
-            ImageFont.load_default(18),
-        )
-        draw.text((x, 27), text, MUTED, ImageFont.load_default(16))
+        draw.text((x, 5), title, INK, large)
+        draw.text((x, 27), text, MUTED, small)
         for row, picture in enumerate(pictures):
-            sheet.paste(picture, (x, CAPTION + row * (side + MARGIN)))
+            sheet.paste(picture, (x, CAPTION + row * (SIDE + MARGIN)))
     return sheet
 
 

@@ -11,6 +11,7 @@ It can be stopped at any time, and continues where it stopped.
 
 import math
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.fidelity import denoiser, latents, scenes
 from benchmarks.fidelity.networks import differentiable, new_flux
 from benchmarks.fidelity.training import Training, below, run
+from benchmarks.fidelity.weights import load as load_weights
 from tools.environment import ROOT
 
 WEIGHTS = Path(__file__).with_name("scene_transformer.npz")
@@ -100,6 +102,13 @@ def new_transformer() -> nn.Module:
     return new_flux(FLUX)
 
 
+def trained(settings: Mapping[str, Any] = FLUX) -> nn.Module:
+    """A transformer with the averaged weights, to go on from; the settings may be others."""
+    model = new_flux(settings)
+    model.load_state_dict(load_weights(WEIGHTS)[0])
+    return model
+
+
 class Scenes:
     """Latents of scenes, held in memory, and random crops of them."""
 
@@ -138,8 +147,6 @@ def attention_of(side: int) -> AbstractContextManager[None]:
 
 class Trainer(Training):
     """The training of the transformer, on crops of the full side or of half of it."""
-
-    in_bfloat16 = True
 
     def __init__(self, rate: float, full_share: float):
         super().__init__(new_transformer(), rate, full_share, STATE, WEIGHTS)

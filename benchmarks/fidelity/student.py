@@ -18,9 +18,9 @@ if __name__ == "__main__":
     use_cpu()
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.fidelity import scene_transformer, weights
+from benchmarks.fidelity import scene_transformer
 from benchmarks.fidelity.networks import differentiable
 from benchmarks.fidelity.training import Training, below, run
 
@@ -44,11 +44,10 @@ def levels(steps: int) -> list[float]:
 class Trainer(Training):
     """The training of the student, on latents of half the side, some of the full."""
 
-    in_bfloat16 = True
-
     def __init__(self, rate: float, full_share: float):
-        super().__init__(_as_taught(), rate, full_share, STATE, WEIGHTS, scene_transformer.WEIGHTS)
-        self.teacher = _as_taught().requires_grad_(False)
+        model, base = scene_transformer.trained(), scene_transformer.WEIGHTS
+        super().__init__(model, rate, full_share, STATE, WEIGHTS, base)
+        self.teacher = scene_transformer.trained().requires_grad_(False)
         self.data = scene_transformer.Scenes(self.generator)
 
     def loss(self) -> tuple[int, Tensor]:
@@ -77,14 +76,6 @@ class Trainer(Training):
             flow = untold + GUIDANCE * (told - untold)
             latent = latent + (following - level) * flow
         return latent
-
-
-def _as_taught() -> nn.Module:
-    """A transformer with the teacher's averaged weights."""
-    model = scene_transformer.new_transformer()
-    trained, _ = weights.load(scene_transformer.WEIGHTS)
-    model.load_state_dict(trained)
-    return model
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,6 @@ class Training:
         average: the average of its weights over the last steps, by name.
         steps: the number of updates so far.
     """
-
-    in_bfloat16: ClassVar[bool] = False
-    """Whether products are computed in bfloat16, which is faster."""
 
     def __init__(
         self,
@@ -75,7 +72,8 @@ class Training:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self._rate * min(1.0, (self.steps + 1) / _WARM_UP)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.in_bfloat16):
+        # Faster, and precise enough for products.
+        with torch.autocast("cpu", torch.bfloat16):
             kind, loss = self.loss()
         self.model.zero_grad(set_to_none=True)
         loss.backward()
@@ -112,14 +110,10 @@ def optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
     for name, parameter in model.named_parameters():
         is_in_block = "blocks." in name and parameter.ndim == 2
         (matrices if is_in_block else rest).append(parameter)
-    found: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    return [
+        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.99), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
     ]
-    if matrices:
-        found.append(
-            torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-        )
-    return found
 
 
 def below(limit: int, generator: torch.Generator) -> int:

@@ -151,8 +151,6 @@ def new_transformer() -> nn.Module:
 class Trainer(Training):
     """The training of the transformer: stills, and clips of the full side or of half of it."""
 
-    in_bfloat16 = True
-
     def __init__(self, rate: float, full_share: float):
         super().__init__(new_transformer(), rate, full_share, STATE, WEIGHTS)
         made = [scenes.scene(seed, SCENE_SIDE) for seed in range(SCENES)]

@@ -1,20 +1,20 @@
 """Compile the Triton kernels for GPUs that are not here, the way their launchers launch them.
 
 Each launcher runs on tensors of real shapes, with Triton's own specialisation of arguments; only
-the launch itself is left out. What comes back says what the machine code holds: registers,
-instructions that spill them to memory, shared memory, and whether matrix products run on tensor
-cores. A count of variants says how often each kernel compiles anew over pictures of many sizes.
+the launch itself is left out. What comes back says what the machine code holds: instructions that
+spill registers to memory, and whether matrix products run on tensor cores. A count of variants says
+how often each kernel compiles anew over pictures of many sizes.
 """
 
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -51,28 +51,29 @@ KERNELS = (
     (widening, "widen_kernel"),
 )
 
+BATCH = 2
+"""Samples, as cond and uncond."""
+
+StandIn = TypeVar("StandIn")
+
 
 @dataclass(frozen=True)
 class Shape:
     """What a model merges.
 
     Attributes:
-        name: of the model, or of what is swept.
         grid: of the tokens.
         channels: of a token.
         heads: of its attention.
         cell: height and width of a cell.
         dtype: of the tokens.
-        batch: the number of samples.
     """
 
-    name: str
     grid: Grid
     channels: int
     heads: int
     cell: tuple[int, int] = (2, 2)
     dtype: torch.dtype = torch.float16
-    batch: int = 2
 
 
 @dataclass(frozen=True)
@@ -81,22 +82,14 @@ class Compiled:
 
     Attributes:
         kernel: its name.
-        target: the GPU.
-        shapes: the names of the shapes that run it.
         error: why it does not compile, None if it does.
-        registers: that a thread takes.
         spilling: instructions that move registers to local memory and back.
-        shared: bytes of shared memory.
         tensor_cores: instructions on tensor cores.
     """
 
     kernel: str
-    target: str
-    shapes: tuple[str, ...]
-    error: str | None = None
-    registers: int = 0
+    error: str | None
     spilling: int = 0
-    shared: int = 0
     tensor_cores: int = 0
 
 
@@ -154,38 +147,30 @@ class _Launched:
 
 
 @contextmanager
-def absent_gpus() -> Iterator[tuple[AbsentDriver, list[_Launched]]]:
-    """Has the launchers compile for GPUs that are not here; yields the driver and the kernels."""
-    launched = [_Launched(getattr(module, name)) for module, name in KERNELS]
+def absent_gpus(
+    stand_in: Callable[[Any], StandIn],
+) -> Iterator[tuple[AbsentDriver, list[StandIn]]]:
+    """Has the launchers launch what stands for each kernel; yields the driver and all of these."""
+    launched = [stand_in(getattr(module, name)) for module, name in KERNELS]
     driver = AbsentDriver()
-    cache = os.environ.get("TRITON_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TRITON_CACHE_DIR"] = folder
+
+    def has_fast_products(_: torch.device) -> bool:
+        return driver.target != "sm_75"
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
+        patches.enter_context(patch.dict(os.environ, TRITON_CACHE_DIR=folder))
+        patches.callback(triton.runtime.driver.set_active, None)
         triton.runtime.driver.set_active(driver)
         for (module, name), each in zip(KERNELS, launched, strict=True):
-            setattr(module, name, each)
-
-        def has_fast_products(_: torch.device) -> bool:
-            return driver.target != "sm_75"
-
-        try:
-            with ExitStack() as patches:
-                for module in (matching, window_merging):
-                    replaced = patch.object(module, "has_fast_products", has_fast_products)
-                    patches.enter_context(replaced)
-                yield driver, launched
-        finally:
-            for (module, name), each in zip(KERNELS, launched, strict=True):
-                setattr(module, name, each.kernel)
-            triton.runtime.driver.set_active(None)
-            del os.environ["TRITON_CACHE_DIR"]
-            if cache is not None:
-                os.environ["TRITON_CACHE_DIR"] = cache
+            patches.enter_context(patch.object(module, name, each))
+        for module in (matching, window_merging):
+            patches.enter_context(patch.object(module, "has_fast_products", has_fast_products))
+        yield driver, launched
 
 
 def launch(shape: Shape, target: GPUTarget) -> None:
     """Call each operation of a backend as merging tokens of this shape does on a GPU."""
-    x = torch.zeros(shape.batch, shape.grid.tokens, shape.channels, dtype=shape.dtype)
+    x = torch.zeros(BATCH, shape.grid.tokens, shape.channels, dtype=shape.dtype)
     config = ToMeConfig(strategy="window", ratio=0.5, sy=shape.cell[0], sx=shape.cell[1])
     strategy = make_strategy(config, kernels.TRITON)
     strategy.begin(torch.tensor(7))
@@ -196,11 +181,9 @@ def launch(shape: Shape, target: GPUTarget) -> None:
         plan.merge_keys(x, heads)
     # The plan was not computed, so another of the same size takes its place.
     half = x.shape[1] // 2
-    slot_of_token = (
-        torch.arange(x.shape[1]).clamp_max(half - 1).expand(shape.batch, -1).contiguous()
-    )
-    order = torch.arange(shape.batch * x.shape[1])
-    offsets = torch.arange(shape.batch * half)
+    slot_of_token = torch.arange(x.shape[1]).clamp_max(half - 1).expand(BATCH, -1).contiguous()
+    order = torch.arange(BATCH * x.shape[1])
+    offsets = torch.arange(BATCH * half)
     merged = kernels.merge(x, slot_of_token, order, offsets)
     for heads in {1, shape.heads}:
         kernels.merge_keys(x, slot_of_token, order, offsets, heads)
@@ -218,58 +201,40 @@ def launch(shape: Shape, target: GPUTarget) -> None:
 
 def compile_for(target: str, shapes: Sequence[Shape]) -> list[Compiled]:
     """Compile what the shapes launch, for one of :data:`TARGETS`."""
-    found = []
-    binaries: dict[int, tuple[str, Any, list[str]]] = {}
-    with absent_gpus() as (driver, launched):
+    with absent_gpus(_Launched) as (driver, launched):
         driver.target = target
         for shape in shapes:
             launch(shape, TARGETS[target])
-            for each in launched:
-                for key, binary in each.made.items():
-                    binaries.setdefault(key, (each.name, binary, []))[2].append(shape.name)
-                found += [Compiled(each.name, target, (shape.name,), text) for text in each.errors]
-                each.made.clear()
-                each.errors.clear()
-        for name, binary, names in binaries.values():
-            found.append(Compiled(name, target, tuple(names), None, *_in_machine_code(binary)))
-    return found
+        found = []
+        for each in launched:
+            found += [Compiled(each.name, error) for error in each.errors]
+            for binary in each.made.values():
+                found.append(Compiled(each.name, None, *_in_machine_code(binary)))
+        return found
 
 
-def _in_machine_code(binary: Any) -> tuple[int, int, int, int]:
-    """Registers, spilling instructions, bytes of shared memory, instructions on tensor cores."""
-    shared = binary.metadata.shared
+def _in_machine_code(binary: Any) -> tuple[int, int]:
+    """Spilling instructions, and instructions on tensor cores."""
     if "cubin" not in binary.asm:
         text = binary.asm["amdgcn"]
-
-        def count(name: str) -> int:
-            return sum(int(number) for number in re.findall(rf"\.{name}:\s+(\d+)", text))
-
         spilling = re.findall(r"^\s+scratch_(?:load|store)", text, re.MULTILINE)
         products = re.findall(r"^\s+v_(?:mfma|wmma)", text, re.MULTILINE)
-        return count("vgpr_count"), len(spilling), shared, len(products)
+        return len(spilling), len(products)
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        code = _dump(file.name, "-sass")
-        usage = _dump(file.name, "-res-usage")
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers is not None, usage
+        command = [str(program), "-sass", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     spilling = re.findall(r"\b(?:STL|LDL)\b", code)
-    products = re.findall(r"\s[A-Z]+MMA\.", code)
-    return int(registers.group(1)), len(spilling), shared, len(products)
-
-
-def _dump(file: str, option: str) -> str:
-    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [str(program), option, file]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return len(spilling), len(re.findall(r"\s[A-Z]+MMA\.", code))
 
 
 def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
     """How often each kernel compiles for one GPU over pictures of some heights in pixels."""
     made: dict[str, set[int]] = {}
     pixels = 1024 // shape.grid.width
-    with absent_gpus() as (driver, launched):
+    with absent_gpus(_Launched) as (driver, launched):
         driver.target = "sm_80"
         for size in sizes:
             grid = Grid(-(-size // pixels), shape.grid.width)

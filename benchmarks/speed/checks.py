@@ -1,10 +1,11 @@
 """The checks that a method must pass before it is timed."""
 
+from contextlib import nullcontext
+
 import torch
-from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from benchmarks.speed.measure import Subject, merged_blocks
+from benchmarks.speed.measure import Evaluations, merged_blocks
 from benchmarks.speed.methods import HostMethod, Method
 from tome_nodes.merging.layout import Grid
 from tome_nodes.patching.engine import make_engine
@@ -13,9 +14,6 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative error that the order of sums may cause in a whole model, by precision."""
 
 PLAN_GRID = Grid(32, 48)
-FARTHEST = 1.5
-"""How much farther from the unpatched model a method may be than its ideal, which drops tokens
-without looking at them."""
 
 
 class WrongOutput(ValueError):
@@ -32,16 +30,16 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return ((actual.float() - expected).norm() / expected.norm()).item()
 
 
-def check_wiring(method: Method, subject: Subject, expected: Tensor) -> None:
+def check_wiring(method: Method, subject: Evaluations, expected: Tensor) -> None:
     """Check that with lossless plans a method computes what the unpatched model does.
 
     On our host, lossless plans shuffle the tokens. ComfyUI's nodes get settings that change
     nothing.
     """
     with merged_blocks() as blocks:
-        (actual,) = subject.run(method.lossless(subject.model), _nothing())
+        (actual,) = subject.run(method.lossless(subject.model), nullcontext())
     if isinstance(method, HostMethod) and not blocks:
-        raise WrongOutput("it merged no block of a small picture")
+        raise WrongOutput("it merged no block")
     error = difference(actual, expected)
     allowed = TOLERANCES[subject.model.model.get_dtype_inference()]
     if error > allowed:
@@ -85,20 +83,7 @@ def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> 
         raise WrongOutput(f"its plan merges to values that differ from the means by {error:.2g}")
 
 
-def check_distance(error: float, ideal_error: float | None) -> None:
-    """Check that a method is not much farther from the unpatched model than its ideal."""
-    farthest = 1.0 if ideal_error is None else min(1.0, FARTHEST * ideal_error)
-    if not error < farthest:
-        raise WrongOutput(
-            f"it differs from the unpatched model by {error:.3f}; allowed: {farthest:.3f}"
-        )
-
-
-def unpatched_output(subject: Subject, model: ModelPatcher | None = None) -> Tensor:
+def unpatched_output(subject: Evaluations) -> Tensor:
     """The output of the unpatched model."""
-    (output,) = subject.run(model or subject.model, _nothing())
+    (output,) = subject.run(subject.model, nullcontext())
     return output
-
-
-def _nothing() -> torch.no_grad:
-    return torch.no_grad()

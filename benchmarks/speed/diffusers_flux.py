@@ -1,6 +1,6 @@
 """diffusers' own Flux: ToMA's method next to ours, at the same ratio, in one table.
 
-python3 dev.py bench --diffusers [--quick] [--minutes 15]
+python3 dev.py bench --diffusers [--quick]
 
 A pipeline samples with random weights on one thread, whose own time counts, so that whatever else
 runs on the machine matters little. Each method is checked first: with lossless plans it samples
@@ -56,6 +56,8 @@ from tome_nodes.strategies import make_strategy  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 
 RATIO = 0.5
+MINUTES = 15.0
+"""After these, nothing begins."""
 PLAIN = "unpatched"
 
 # Of the sums of a few steps in another order.
@@ -140,19 +142,16 @@ class Shuffled(TilePlan):
         return y[:, self.destinations[0].argsort()]
 
 
-def _preset(name: str) -> ToMeConfig:
-    return ToMeConfig(**settings_of(name, {"ratio": RATIO}))
-
-
-def _ours(label: str, config: ToMeConfig) -> Method:
+def _ours(label: str, preset: str, **others: Any) -> Method:
+    config = ToMeConfig(**{**settings_of(preset, {"ratio": RATIO}), **others})
     return Method(label, partial(_attach_ours, config))
 
 
 METHODS: Mapping[str, Method] = {
     "toma": Method("ToMA's method, our code", _attach_toma),
-    "keys": _ours("keys and values", replace(_preset("balanced"), forecast=False)),
-    "preset": _ours("presets quality, balanced and fast", _preset("balanced")),
-    "tomesd": _ours("q,k,v as tomesd", _preset("paper")),
+    "keys": _ours("keys and values", "balanced", forecast=False),
+    "preset": _ours("presets quality, balanced and fast", "balanced"),
+    "tomesd": _ours("q,k,v as tomesd", "paper"),
 }
 
 
@@ -333,12 +332,10 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py bench --diffusers", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only the tiny one, in one round")
-    parser.add_argument("--minutes", type=float, default=15.0, help="nothing begins after these")
-    parser.add_argument("--name", help="name of the result files")
     arguments = parser.parse_args()
     command = " ".join(["python3 dev.py bench --diffusers", *sys.argv[1:]])
-    name = arguments.name or f"diffusers-flux{'-quick' * arguments.quick}"
-    record = Record(name, command, RESULTS, arguments.minutes, "cpu", arguments.quick)
+    name = "diffusers-flux-quick" if arguments.quick else "diffusers-flux"
+    record = Record(name, command, RESULTS, MINUTES, "cpu", arguments.quick)
     record.result["sizes"] = []
     check()
     for size in SIZES[:1] if arguments.quick else SIZES:

@@ -1,6 +1,6 @@
 """Time that merging adds on the host, and launches: what a GPU waits for, measured without one.
 
-python3 dev.py bench --host-time [--quick] [--rounds 9]
+python3 dev.py bench --host-time [--quick]
 
 UNets with as many modules as SD 1.5 and SDXL, but so few channels and tokens that an evaluation is
 all Python and calls of operators. The Triton kernels take their real way as far as the launch,
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
-from benchmarks.speed import absent_gpus as absent  # noqa: E402
+from benchmarks.speed.absent_gpus import absent_gpus  # noqa: E402
 from benchmarks.speed.figures import grid as table  # noqa: E402
 from benchmarks.speed.figures import spread  # noqa: E402
 from benchmarks.speed.measure import Subject, merged_blocks  # noqa: E402
@@ -51,6 +51,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 STEPS = 8
 """Evaluations of a run; preset fast runs two of them on all tokens."""
+
+ROUNDS = 9
+"""Timed runs of each method."""
 
 _CONTEXT = 32
 _SHARED: Mapping[str, Any] = {
@@ -250,12 +253,7 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
         # As on a GPU whose ways were tried before, and whose defaults are the fastest.
         stack.enter_context(patch.object(Autotune, "is_for", lambda *_: True))
         stack.enter_context(patch.object(Autotune, "choose", choose))
-        stack.enter_context(absent.absent_gpus())
-        stand_ins = []
-        for module, name in absent.KERNELS:
-            stand_in = _Unlaunched(getattr(module, name).kernel)
-            stack.enter_context(patch.object(module, name, stand_in))
-            stand_ins.append(stand_in)
+        _, stand_ins = stack.enter_context(absent_gpus(_Unlaunched))
         capable = key_weights.Capabilities(flash=True, cudnn=True, kernel=True)
         stack.enter_context(patch.object(key_weights, "capabilities", lambda *_: capable))
         match = kernels.TRITON.match_windows
@@ -283,30 +281,20 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
         yield stand_ins
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What a method adds to an evaluation.
+Figures = Mapping[str, Any]
+"""What a method adds to an evaluation.
 
-    Attributes:
-        unpatched: milliseconds of an evaluation of the unpatched model.
-        added: milliseconds more than that, median over the rounds.
-        quartiles: their quartiles.
-        launches: those of a whole run more than the unpatched model's, for an evaluation.
-        blocks: the blocks that merge.
-    """
-
-    unpatched: float
-    added: float
-    quartiles: tuple[float, float]
-    launches: float
-    blocks: int
+``unpatched``: milliseconds of an evaluation of the unpatched model; ``added``: milliseconds more
+than that, median over the rounds, and their ``quartiles``; ``launches``: those of a whole run more
+than the unpatched model's, for an evaluation; ``blocks``: the blocks that merge.
+"""
 
 
 def measure(model: Thin, rounds: int) -> dict[str, Figures]:
     """The figures of each method."""
     loaded = model.load()
-    subject = Subject(loaded, _CONTEXT, PIXELS, 1)
-    compared = _Compared(loaded, _CONTEXT, PIXELS, 1)
+    subject = Subject(loaded, _CONTEXT, PIXELS)
+    compared = _Compared(loaded, _CONTEXT, PIXELS)
     settings = {name: ToMeConfig(**each) for name, each in METHODS.items()}
     patched = {"unpatched": subject.model}
     patched |= {name: attach(subject.model, each) for name, each in settings.items()}
@@ -339,27 +327,29 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
             taken = interleaved({name: partial(added, name) for name in METHODS}, rounds)
         finally:
             gc.enable()
-    figures = {}
+    figures: dict[str, Figures] = {}
     for name in METHODS:
         low, median, high = spread([1000 * each for each in taken[name]])
-        figures[name] = Figures(
-            1000 * statistics.median(plain),
-            median,
-            (low, high),
-            launches[name] - launches["unpatched"],
-            merged[name],
-        )
+        figures[name] = {
+            "unpatched": 1000 * statistics.median(plain),
+            "added": median,
+            "quartiles": (low, high),
+            "launches": launches[name] - launches["unpatched"],
+            "blocks": merged[name],
+        }
     return figures
 
 
 def summary(found: Mapping[str, Mapping[str, Figures]]) -> str:
     """The last line: milliseconds, and launches of a block that merges keys and values."""
-    parts = [f"host_ms_{model}={figures['balanced'].added:.2f}" for model, figures in found.items()]
+    parts = [
+        f"host_ms_{model}={figures['balanced']['added']:.2f}" for model, figures in found.items()
+    ]
     if "sdxl" in found:
-        parts.append(f"host_ms_sdxl_fast={found['sdxl']['fast'].added:.2f}")
-    idle = max(figures["nothing merges"].added for figures in found.values())
+        parts.append(f"host_ms_sdxl_fast={found['sdxl']['fast']['added']:.2f}")
+    idle = max(figures["nothing merges"]["added"] for figures in found.values())
     launches = max(
-        figures[name].launches / figures[name].blocks
+        figures[name]["launches"] / figures[name]["blocks"]
         for figures in found.values()
         for name in ("quality", "balanced")
     )
@@ -373,11 +363,11 @@ def tables(found: Mapping[str, Mapping[str, Figures]]) -> str:
         [
             model,
             name,
-            f"{each.unpatched:.1f}",
-            f"{each.added:.2f}",
-            "{:.2f} to {:.2f}".format(*each.quartiles),
-            str(each.blocks),
-            f"{each.launches:.1f}",
+            f"{each['unpatched']:.1f}",
+            f"{each['added']:.2f}",
+            "{:.2f} to {:.2f}".format(*each["quartiles"]),
+            str(each["blocks"]),
+            f"{each['launches']:.1f}",
         ]
         for model, figures in found.items()
         for name, each in figures.items()
@@ -391,26 +381,18 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="only SD 1.5 in one round, keep nothing"
     )
-    parser.add_argument("--rounds", type=int, default=9, help="timed runs of each method")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     found = {}
     with torch.no_grad():
         for model in MODELS[:1] if arguments.quick else MODELS:
-            found[model.name] = measure(model, 1 if arguments.quick else arguments.rounds)
+            found[model.name] = measure(model, 1 if arguments.quick else ROUNDS)
     page, line = tables(found), summary(found)
     if not arguments.quick:
-        result = {
-            **origin("cpu", "bench --host-time"),
-            "models": {
-                name: {method: asdict(each) for method, each in figures.items()}
-                for name, figures in found.items()
-            },
-        }
-        (RESULTS / "host-time.json").write_text(
-            json.dumps(result, indent=1) + "\n", encoding="utf-8"
-        )
+        result = {**origin("cpu", "bench --host-time"), "models": found}
+        text = json.dumps(result, indent=1) + "\n"
+        (RESULTS / "host-time.json").write_text(text, encoding="utf-8")
         parts = [
             f"# Host time: `{result['command']}`",
             f"{result['machine']['description']}, {result['date']}. One thread, no GPU: the time "

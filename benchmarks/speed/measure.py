@@ -98,9 +98,9 @@ class Evaluations:
 class Subject(Evaluations):
     """A UNet and an input of one size, for cond and uncond in one batch."""
 
-    def __init__(self, model: ModelPatcher, context_channels: int, size: int, batch: int):
+    def __init__(self, model: ModelPatcher, context_channels: int, size: int):
         generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(batch, 4, size // 8, size // 8, generator=generator)
+        noise = torch.randn(1, 4, size // 8, size // 8, generator=generator)
         prompts = [
             [
                 [
@@ -260,3 +260,14 @@ def merged_blocks() -> Iterator[list[tuple[int, int]]]:
     finally:
         log.setLevel(level)
         log.removeFilter(note)
+
+
+def first_look(subject: Evaluations, model: ModelPatcher) -> tuple[Tensor, int, str]:
+    """The output of a first evaluation, the bytes that a second holds, and the blocks that merge.
+
+    The blocks are as in ``5/6``, or ``none``.
+    """
+    memory = PeakMemory(subject.device)
+    with merged_blocks() as blocks:
+        output, _ = subject.run(model, nullcontext(), memory)
+    return output, memory.bytes, "{}/{}".format(*blocks[0]) if blocks else "none"

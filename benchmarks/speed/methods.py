@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from types import ModuleType
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy_extras import nodes_hypertile, nodes_tomesd
+from comfy_extras import nodes_tomesd
 from tomesd.merge import bipartite_soft_matching_random2d
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from tome_nodes.merging.plan import Plan
 from tome_nodes.ops import Operations
 from tome_nodes.patching.engine import MakeStrategy
 from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.strategy import Strategy
 
@@ -68,25 +68,20 @@ class HostMethod(Method):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeMethod(Method):
-    """A node of ComfyUI itself."""
+class CoreMethod(Method):
+    """ComfyUI's own node."""
 
-    module: ModuleType
-    inputs: dict[str, Any]
-    lossless_inputs: dict[str, Any] = field(default_factory=dict)
+    ratio: float
 
     def patch(self, model: ModelPatcher) -> ModelPatcher:
-        return self._execute(model, self.inputs)
-
-    def lossless(self, model: ModelPatcher) -> ModelPatcher:
-        return self._execute(model, self.inputs | self.lossless_inputs)
-
-    def _execute(self, model: ModelPatcher, inputs: dict[str, Any]) -> ModelPatcher:
         async def nodes() -> list[Any]:
-            return await (await self.module.comfy_entrypoint()).get_node_list()
+            return await (await nodes_tomesd.comfy_entrypoint()).get_node_list()
 
         (node,) = asyncio.run(nodes())
-        return node.EXECUTE_NORMALIZED(model=model, **inputs)[0]
+        return node.EXECUTE_NORMALIZED(model=model, ratio=self.ratio)[0]
+
+    def lossless(self, model: ModelPatcher) -> ModelPatcher:
+        return replace(self, ratio=0.0).patch(model)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,88 +186,56 @@ def _place(features: Tensor) -> tuple[tuple[int, int], torch.device]:
     return (features.shape[0], features.shape[1]), features.device
 
 
-def backend_variants(device: torch.device) -> dict[str, dict[str, Any]]:
-    """The backends to compare, as ``variants`` of :func:`methods`; on a CPU there is only one."""
-    if device.type == "cpu":
-        return {"": {}}
-    return {"": {"backend": "triton"}, " on torch": {"backend": "torch"}}
-
-
-def methods(
-    ratio: float,
-    max_downsample: int | str,
-    variants: Mapping[str, Mapping[str, Any]] = {"": {}},
-) -> list[Method]:
-    """All methods, beginning with the ideals that the others' efficiency refers to.
+def methods(ratio: float, max_downsample: int | str, device: torch.device) -> list[Method]:
+    """All methods, the ideals before those whose efficiency refers to them.
 
     Args:
         ratio: share of the tokens to merge, in every method that has this setting.
-        max_downsample: the levels at which all methods except ComfyUI's nodes merge.
-        variants: more settings with which to measure each scope of ours, by the suffix of its name.
+        max_downsample: the levels at which all methods except presets and ComfyUI's node merge.
+        device: on a GPU, self-attention is also measured without Triton.
     """
     levels: dict[str, Any] = {"ratio": ratio, "max_downsample": max_downsample}
-    every_module = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
-    window = {"strategy": "window", **levels}
+    keys: dict[str, Any] = {"attn_tokens": "k,v"}
     scopes: dict[str, dict[str, Any]] = {
         "attn": {},
-        "all": every_module,
         "block": {"scope": "block"},
         "stack": {"scope": "stack"},
     }
+    is_on_gpu = device.type == "cuda"
+    fastest = {"backend": "triton"} if is_on_gpu else {}
 
-    def on_host(name: str, family: str, config: dict[str, Any], **details: Any) -> HostMethod:
+    def on_host(name: str, family: str, config: Mapping[str, Any], **details: Any) -> HostMethod:
         return HostMethod(name=name, family=family, config=ToMeConfig(**config), **details)
 
-    ideals = [
+    def ideal(scope: str, config: dict[str, Any]) -> HostMethod:
+        name = f"ideal {scope}"
+        return on_host(name, "ideal", ALWAYS | config, make_strategy=IdealStrategy, ideal=name)
+
+    def window(scope: str, suffix: str, backend: Mapping[str, Any]) -> HostMethod:
+        config = {"strategy": "window", **levels, **scopes[scope], **backend}
+        return on_host(f"ours window {scope}{suffix}", "ours", config, ideal=f"ideal {scope}")
+
+    return [
+        ideal("k,v", keys | {"ratio": ratio}),
+        *(ideal(scope, levels | settings) for scope, settings in scopes.items()),
+        CoreMethod(name="core TomePatchModel", family="peer", ratio=ratio),
         on_host(
-            f"ideal {scope}",
-            "ideal",
-            levels | ALWAYS | settings,
-            make_strategy=IdealStrategy,
-            ideal=f"ideal {scope}",
-        )
-        for scope, settings in scopes.items()
-    ]
-    peers = [
-        NodeMethod(
-            name="core TomePatchModel",
-            family="peer",
-            module=nodes_tomesd,
-            inputs={"ratio": ratio},
-            lossless_inputs={"ratio": 0.0},
+            "tomesd attn",
+            "peer",
+            levels | ALWAYS,
+            make_strategy=TomesdStrategy,
+            ideal="ideal attn",
         ),
+        on_host("ToDo", "peer", {"strategy": "pool", **keys, **levels, **ALWAYS}),
+        *(window(scope, "", fastest) for scope in scopes),
+        *([window("attn", " on torch", {"backend": "torch"})] if is_on_gpu else []),
         *(
             on_host(
-                f"tomesd {scope}",
-                "peer",
-                levels | ALWAYS | scopes[scope],
-                make_strategy=TomesdStrategy,
-                ideal=f"ideal {scope}",
+                f"preset {name}",
+                "ours",
+                settings_of(name, {"ratio": ratio}),
+                ideal="ideal stack" if name == "fast" else "ideal k,v",
             )
-            for scope in ("attn", "all")
-        ),
-        on_host("ToDo", "peer", {"strategy": "pool", "attn_tokens": "k,v", **levels, **ALWAYS}),
-        NodeMethod(
-            name="HyperTile",
-            family="peer",
-            module=nodes_hypertile,
-            inputs={"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False},
-            lossless_inputs={"tile_size": 2048},
+            for name in ("quality", "balanced", "fast")
         ),
     ]
-    own = [
-        on_host(
-            f"ours window {scope}{suffix}",
-            "ours",
-            window | settings | dict(variant),
-            ideal=f"ideal {scope}",
-        )
-        for suffix, variant in variants.items()
-        for scope, settings in scopes.items()
-    ]
-    others = [
-        on_host("ours bipartite attn", "ours", levels, ideal="ideal attn"),
-        on_host("ours window k,v", "ours", window | {"attn_tokens": "k,v"}),
-        on_host("ours pool attn", "ours", window | {"strategy": "pool"}),
-    ]
-    return [*ideals, *peers, *own, *others]

@@ -17,17 +17,17 @@ class Model:
         name: as people call it.
         kind: the name of its class in ``comfy.supported_models``.
         settings: those of one block in the published width.
-        text: channels of the prompt.
         width: channels of its tokens.
         linear: multiplications per token in the linear layers of a block, over ``width**2``.
+        text: channels of the prompt.
     """
 
     name: str
     kind: str
     settings: Mapping[str, Any]
-    text: int
     width: int
     linear: float
+    text: int = 64
 
     def attention_share(self, tokens: int) -> float:
         """The share of attention in the multiplications of all blocks, by arithmetic."""
@@ -72,7 +72,6 @@ MODELS = (
             "time_scale": 1000.0,
             "pad_tokens_multiple": 32,
         },
-        64,
         3840,
         4 + 3 * 8 / 3,
     ),
@@ -97,7 +96,6 @@ MODELS = (
             "guidance_embed": True,
             "txt_ids_dims": [],
         },
-        64,
         3072,
         12,
     ),
@@ -112,55 +110,11 @@ MODELS = (
             "num_attention_heads": 24,
             "joint_attention_dim": 64,
         },
-        64,
         3072,
         12,
     ),
-    Model(
-        "Wan 14B",
-        "WAN21_T2V",
-        _wan(5120, 13824, 40),
-        64,
-        5120,
-        4 + 2 + 2 * 2.7,
-    ),
-    Model(
-        "Wan 1.3B",
-        "WAN21_T2V",
-        _wan(1536, 8960, 12),
-        64,
-        1536,
-        4 + 2 + 2 * 5.83,
-    ),
-    Model(
-        "HunyuanVideo",
-        "HunyuanVideo",
-        {
-            "image_model": "hunyuan_video",
-            "in_channels": 16,
-            "out_channels": 16,
-            "patch_size": [1, 2, 2],
-            "vec_in_dim": 64,
-            "context_in_dim": 64,
-            "hidden_size": 3072,
-            "mlp_ratio": 4.0,
-            "num_heads": 24,
-            "depth": 0,
-            "depth_single_blocks": 1,
-            "axes_dim": [16, 56, 56],
-            "theta": 256,
-            "qkv_bias": True,
-            "guidance_embed": True,
-            "byt5": False,
-            "meanflow": False,
-            "use_cond_type_embedding": False,
-            "vision_in_dim": None,
-            "meanflow_sum": False,
-        },
-        64,
-        3072,
-        12,
-    ),
+    Model("Wan 14B", "WAN21_T2V", _wan(5120, 13824, 40), 5120, 4 + 2 + 2 * 2.7),
+    Model("Wan 1.3B", "WAN21_T2V", _wan(1536, 8960, 12), 1536, 4 + 2 + 2 * 5.83),
 )
 
 

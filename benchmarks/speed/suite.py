@@ -11,8 +11,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,46 +44,20 @@ DRY_SUITES: Sequence[Sequence[str]] = (
 """One test, and whether all can be imported."""
 
 _LEAST_SECONDS = 20.0
-_TURN_SECONDS = 0.2
-_GRACE_SECONDS = 10.0
-
-
-@dataclass
-class _Running:
-    name: str
-    process: subprocess.Popen[bytes]
-    lines: Path
-    log: Path
-    began: float
 
 
 def run(record: Record) -> int:
     """Run the files side by side until the limit; those that are cut off keep what they have."""
     record.result |= {"files": [], "outcomes": {}}
-    waiting = [*(DRY_SUITES if record.is_dry else SUITES)]
+    suites = DRY_SUITES if record.is_dry else SUITES
     at_once = 1 if record.is_dry else max(1, min(6, (os.cpu_count() or 2) // 2))
-    running: list[_Running] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        try:
-            while waiting or running:
-                while waiting and len(running) < at_once:
-                    suite = waiting.pop(0)
-                    if record.left < _LEAST_SECONDS:
-                        record.result["left_out"].append(" ".join(suite))
-                        continue
-                    folder = Path(scratch) / str(len(waiting))
-                    folder.mkdir()
-                    running.append(_start(suite, folder))
-                for each in [*running]:
-                    if record.left < 0:
-                        _stop(each.process)
-                    with suppress(subprocess.TimeoutExpired):
-                        each.process.wait(_TURN_SECONDS)
-                        running.remove(each)
-                        _keep(record, each)
-        finally:
-            for each in running:
-                _stop(each.process)
+    threads = ThreadPoolExecutor(at_once)
+    try:
+        for each in as_completed([threads.submit(_run, suite, record) for suite in suites]):
+            if (ran := each.result()) is not None:
+                _keep(record, *ran)
+    finally:
+        threads.shutdown(cancel_futures=True)
     outcomes = record.result["outcomes"]
     silent = [row["file"] for row in record.result["files"] if not row["gpu_bytes"]]
     return record.finish(
@@ -96,56 +70,56 @@ def run(record: Record) -> int:
     )
 
 
-def _start(suite: Sequence[str], folder: Path) -> _Running:
-    lines, log = folder / "lines", folder / "log"
-    lines.touch()
+def _run(
+    suite: Sequence[str], record: Record
+) -> tuple[dict[str, Any], list[dict[str, Any]], str] | None:
+    """Run a file: its row of the result, its tests, and its output; None if there is no time."""
+    name = " ".join(suite)
+    if record.left < _LEAST_SECONDS:
+        record.result["left_out"].append(name)
+        return None
     command = [sys.executable, "-m", "pytest", "-p", "benchmarks.speed.outcomes"]
     command += ["-p", "no:cacheprovider", "-q", "--tb=short", "--show-capture=no", *suite]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, FILE: str(lines)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    return _Running(" ".join(suite), process, lines, log, time.monotonic())
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process that has not ended."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _keep(record: Record, ran: _Running) -> None:
-    """Take over what the tests of a file did."""
-    lines: list[dict[str, Any]] = [json.loads(line) for line in ran.lines.read_text().splitlines()]
+    began, code = time.monotonic(), None
+    with tempfile.TemporaryDirectory() as folder:
+        written, log = Path(folder, "lines"), Path(folder, "log")
+        written.touch()
+        environment = {**os.environ, FILE: str(written)}
+        with log.open("wb") as output, suppress(subprocess.TimeoutExpired):
+            code = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=record.left,
+            ).returncode
+        lines = [json.loads(line) for line in written.read_text().splitlines()]
+        text = log.read_text(encoding="utf-8", errors="replace")
     tests = [line for line in lines if "test" in line]
-    counts = Counter(line["outcome"] for line in tests)
-    code = ran.process.returncode
     row = {
-        "file": ran.name,
-        "seconds": time.monotonic() - ran.began,
+        "file": name,
+        "seconds": time.monotonic() - began,
         "exit_code": code,
         "gpu_bytes": max((line["gpu_bytes"] for line in lines if "gpu_bytes" in line), default=0),
-        **counts,
+        **Counter(line["outcome"] for line in tests),
     }
-    record.result["files"].append(row)
-    for name, count in counts.items():
-        record.result["outcomes"][name] = record.result["outcomes"].get(name, 0) + count
-    for line in tests:
-        if line["outcome"] == "failed":
-            record.result["failed"][line["test"]] = line["why"]
-    log = ran.log.read_text(encoding="utf-8", errors="replace")
-    if code != 0 and not counts["failed"]:
-        record.result["failed"][ran.name] = f"exit code {code}\n{log[-2000:]}"
+    return row, tests, text
+
+
+def _keep(record: Record, row: dict[str, Any], tests: list[dict[str, Any]], log: str) -> None:
+    """Take over what the tests of a file did."""
+    result, name, code = record.result, row["file"], row["exit_code"]
+    result["files"].append(row)
+    for test in tests:
+        outcome = test["outcome"]
+        result["outcomes"][outcome] = result["outcomes"].get(outcome, 0) + 1
+        if outcome == "failed":
+            result["failed"][test["test"]] = test["why"]
+    if code != 0 and "failed" not in row:
+        why = "cut off" if code is None else f"exit code {code}"
+        result["failed"][name] = f"{why}\n{log[-2000:]}"
     with (record.folder / f"{record.name}.log").open("a", encoding="utf-8") as file:
-        file.write(f"== {ran.name}\n{log}\n")
+        file.write(f"== {name}\n{log}\n")
     record.write()
     say(f"{row}; {record.left:.0f} s left")

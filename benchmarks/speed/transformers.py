@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from benchmarks.rounds import interleaved
 from benchmarks.speed import checks, weighing
 from benchmarks.speed.figures import KEYS, speed_up
-from benchmarks.speed.measure import Evaluations, PeakMemory, merged_blocks
+from benchmarks.speed.measure import Evaluations, first_look
 from benchmarks.speed.methods import ALWAYS, HostMethod, IdealStrategy
 from benchmarks.speed.published import MODELS, inputs
 from benchmarks.speed.record import Record, say
@@ -66,7 +65,6 @@ CPU_BLOCKS = (
     Block("Flux", "1024x1024", (16, 128, 128)),
     Block("Qwen-Image", "1024x1024", (16, 1, 128, 128)),
     Block("Wan 14B", "640x384, 9 frames", (16, 3, 48, 80)),
-    Block("HunyuanVideo", "640x384, 9 frames", (16, 3, 48, 80)),
     Block("Wan 1.3B", "480p, 81 frames", (16, 21, 60, 104)),
 )
 QUICK_BLOCKS = (
@@ -162,10 +160,9 @@ def _measure(record: Record, block: Block) -> dict[str, Any]:
     subject = Evaluations(
         build_class(model.kind, model.settings, dtype), noise, [prompt, prompt], 1.0, "simple"
     )
-    memory = PeakMemory(subject.device)
-    expected, _ = subject.run(subject.model, nullcontext(), memory)
+    expected, held, _ = first_look(subject, subject.model)
     rows: dict[str, dict[str, Any]] = {
-        "unpatched": {"family": "unpatched", "error": 0.0, "peak_bytes": memory.bytes}
+        "unpatched": {"family": "unpatched", "error": 0.0, "peak_bytes": held}
     }
     patched: dict[str, ModelPatcher] = {"unpatched": subject.model}
     refused: dict[str, str] = {}
@@ -174,7 +171,7 @@ def _measure(record: Record, block: Block) -> dict[str, Any]:
             if not (on_gpu or record.is_dry or method.name in ON_CPU):
                 continue
             try:
-                row = _checked(method, subject, expected, dtype)
+                row = _checked(method, subject, expected)
             except Exception as error:
                 refused[method.name] = f"{type(error).__name__}: {error}".splitlines()[0]
                 name = f"block, {block.model} {block.size}, {method.name}"
@@ -199,23 +196,16 @@ def _measure(record: Record, block: Block) -> dict[str, Any]:
     }
 
 
-def _checked(
-    method: HostMethod, subject: Evaluations, expected: Tensor, dtype: torch.dtype
-) -> dict[str, Any]:
+def _checked(method: HostMethod, subject: Evaluations, expected: Tensor) -> dict[str, Any]:
     """Check the wiring of a method, and note what it merges, changes and takes of memory."""
-    (lossless,) = subject.run(method.lossless(subject.model), nullcontext())
-    error = checks.difference(lossless, expected)
-    if not error < checks.TOLERANCES[dtype]:
-        raise checks.WrongOutput(f"with lossless plans it differs by {error:.2g}")
-    memory = PeakMemory(subject.device)
-    with merged_blocks() as blocks:
-        output, _ = subject.run(method.patch(subject.model), nullcontext(), memory)
+    checks.check_wiring(method, subject, expected)
+    output, held, merged = first_look(subject, method.patch(subject.model))
     return {
         "family": method.family,
         "ideal": method.ideal,
         "error": checks.difference(output, expected),
-        "peak_bytes": memory.bytes,
-        "merged": "{}/{}".format(*blocks[0]) if blocks else "none",
+        "peak_bytes": held,
+        "merged": merged,
     }
 
 

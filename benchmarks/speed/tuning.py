@@ -36,7 +36,12 @@ from tools.server import ComfyServer  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 WORKFLOW = ROOT / "example_workflows" / "api" / "tome_tune.json"
 CHECKPOINT = "sd15.ckpt"
+LEVELS = 1
+"""Of the UNet, out of four."""
 CONTEXT_CHANNELS = 768
+STEPS = 8
+ROUNDS = 3
+"""Timed runs of each model."""
 
 
 def main() -> int:
@@ -46,28 +51,25 @@ def main() -> int:
     torch.set_grad_enabled(False)
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
-        file = write_checkpoint(
-            base / "models" / "checkpoints" / CHECKPOINT, "sd15", levels=arguments.levels
-        )
+        file = write_checkpoint(base / "models" / "checkpoints" / CHECKPOINT, "sd15", levels=LEVELS)
         with ComfyServer(base) as server:
-            nothing = tuned(server, 256, 1.0, arguments.steps)
-            found = tuned(server, arguments.size, arguments.wish, arguments.steps)
+            nothing = tuned(server, 256, 1.0)
+            found = tuned(server, arguments.size, arguments.wish)
         print(found["text"], flush=True)
-        seconds = timed(file, found["settings"], arguments)
+        seconds = timed(file, found["settings"], arguments.size)
     again = spread([plain / own for plain, own in zip(*seconds.values(), strict=True)])
     result = {
         **origin("cpu", "bench --tune"),
         "size": arguments.size,
-        "steps": arguments.steps,
+        "steps": STEPS,
         "wish": arguments.wish,
         "found": found,
         "wish of 1.0 at 256": nothing,
         "seconds": seconds,
         "times as fast, measured again": again,
     }
-    RESULTS.mkdir(exist_ok=True)
-    name = RESULTS / f"{arguments.name}.json"
-    name.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(result, indent=1) + "\n"
+    (RESULTS / "tune.json").write_text(text, encoding="utf-8")
     least, middle, most = again
     print(f"\nA wish of 1.0 at 256: {nothing['text']}")
     print(f"Measured again: {least:.2f} to {most:.2f} times as fast")
@@ -82,20 +84,16 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --tune", description=__doc__)
     parser.add_argument("--wish", type=float, default=1.2, help="times as fast")
     parser.add_argument("--size", type=int, default=512, help="pixels across and down")
-    parser.add_argument("--levels", type=int, default=1, help="of the UNet, from 1 to 4")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3, help="timed runs of each model")
-    parser.add_argument("--name", default="tune", help="name of the result file")
     return parser.parse_args()
 
 
-def tuned(server: ComfyServer, size: int, wish: float, steps: int) -> dict[str, Any]:
+def tuned(server: ComfyServer, size: int, wish: float) -> dict[str, Any]:
     """What ToMe Tune says through the queue: its text, its settings and their speed."""
     graph = json.loads(WORKFLOW.read_text(encoding="utf-8"))
     by_class = {node["class_type"]: node["inputs"] for node in graph.values()}
     by_class["CheckpointLoaderSimple"]["ckpt_name"] = CHECKPOINT
     by_class["EmptyLatentImage"] |= {"width": size, "height": size}
-    by_class["ToMeTune"] |= {"goal": "speed", "speed_up": wish, "steps": steps}
+    by_class["ToMeTune"] |= {"goal": "speed", "speed_up": wish, "steps": STEPS}
     by_class["KSampler"]["steps"] = 1
     (number,) = (name for name, node in graph.items() if node["class_type"] == "ToMeTune")
     graph["shown"] = {"class_type": "PreviewAny", "inputs": {"source": [number, 3]}}
@@ -109,18 +107,16 @@ def tuned(server: ComfyServer, size: int, wish: float, steps: int) -> dict[str, 
     }
 
 
-def timed(
-    file: Path, settings: dict[str, Any], arguments: argparse.Namespace
-) -> dict[str, list[float]]:
+def timed(file: Path, settings: dict[str, Any], size: int) -> dict[str, list[float]]:
     """Seconds of sampling runs of the unpatched model and of the patched one, in turn."""
     model = comfy.sd.load_checkpoint_guess_config(str(file), output_vae=False, output_clip=False)[0]
     models = {"unpatched": model, "patched": attach(model, config_of(json.dumps(settings)))}
-    side = arguments.size // 8
+    side = size // 8
     latent = torch.zeros(1, 4, side, side)
     noise = comfy.sample.prepare_noise(latent, 1)
     prompt = [[torch.zeros(1, 77, CONTEXT_CHANNELS), {}]]
 
-    def seconds(name: str, steps: int = arguments.steps) -> float:
+    def seconds(name: str, steps: int = STEPS) -> float:
         began = time.perf_counter()
         comfy.sample.sample(
             models[name],
@@ -131,7 +127,7 @@ def timed(
 
     for name in models:
         seconds(name, 1)
-    return interleaved({name: partial(seconds, name) for name in models}, arguments.rounds)
+    return interleaved({name: partial(seconds, name) for name in models}, ROUNDS)
 
 
 if __name__ == "__main__":

@@ -16,20 +16,11 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.rounds import interleaved
 from benchmarks.speed import checks, figures
-from benchmarks.speed.measure import Launches, PeakMemory, Subject, merged_blocks
-from benchmarks.speed.methods import (
-    ALWAYS,
-    HostMethod,
-    IdealStrategy,
-    Method,
-    backend_variants,
-    methods,
-)
-from benchmarks.speed.models import REDUCED, SHAPES, load
+from benchmarks.speed.measure import Launches, Subject, first_look
+from benchmarks.speed.methods import HostMethod, Method, methods
+from benchmarks.speed.models import REDUCED, SHAPES, Shape, load
 from benchmarks.speed.record import Record, say
 from benchmarks.speed.tried import tried
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.presets import settings_of
 
 RATIO = 0.5
 EVALUATIONS = 4
@@ -38,15 +29,13 @@ EVALUATIONS = 4
 ROUNDS = (3, 10)
 """The least and the most of each comparison."""
 
-ORDERS: Mapping[str, Sequence[SDPBackend]] = {
-    "cudnn": (
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ),
-}
-"""The order in which PyTorch's attentions are asked; the host's own begins with flash."""
+CUDNN_FIRST = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+"""An order in which PyTorch's attentions are asked; the host's own begins with flash."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +70,15 @@ class Case:
         return ", ".join(words)
 
 
-_ON_TORCH = "ours window attn on torch"
-NAMES = (
-    *(f"ideal {scope}" for scope in ("attn", "block", "stack")),
-    *("core TomePatchModel", "tomesd attn", "ToDo"),
-    *(f"ours window {scope}" for scope in ("attn", "block", "stack")),
-    _ON_TORCH,
-)
-"""The methods of :func:`benchmarks.speed.methods.methods`; presets and their ideal come on top."""
-
 COMPILED = ("preset balanced", "preset fast", "ideal k,v", "ideal stack")
 """What is compiled, the most important first."""
 
-ONE_EVALUATION = (*(name for name in NAMES if name != _ON_TORCH), "ideal k,v", "preset balanced")
+ONE_EVALUATION = (
+    *(f"ideal {scope}" for scope in ("k,v", "attn", "block", "stack")),
+    *("core TomePatchModel", "tomesd attn", "ToDo"),
+    *(f"ours window {scope}" for scope in ("attn", "block", "stack")),
+    "preset balanced",
+)
 """What a CPU measures, by one evaluation: one of preset *fast* says little about a run of it."""
 
 CASES = (
@@ -141,8 +126,7 @@ class Prepared:
     """A model and the methods that are right on it."""
 
     model: ModelPatcher
-    context_channels: int
-    note: str
+    shape: Shape
     methods: Sequence[Method]
 
 
@@ -179,28 +163,6 @@ def goals(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def chosen_methods(max_downsample: int | str, device: torch.device) -> list[Method]:
-    """The methods to measure, beginning with the ideals."""
-    every = methods(RATIO, max_downsample, backend_variants(device))
-    ideal_keys = HostMethod(
-        name="ideal k,v",
-        family="ideal",
-        ideal="ideal k,v",
-        config=ToMeConfig(attn_tokens="k,v", ratio=RATIO, **ALWAYS),
-        make_strategy=IdealStrategy,
-    )
-    presets = [
-        HostMethod(
-            name=f"preset {name}",
-            family="ours",
-            ideal="ideal stack" if name == "fast" else "ideal k,v",
-            config=ToMeConfig(**settings_of(name, {"ratio": RATIO})),
-        )
-        for name in ("quality", "balanced", "fast")
-    ]
-    return [ideal_keys, *(each for each in every if each.name in NAMES), *presets]
-
-
 def _prepare(record: Record, case: Case) -> Prepared:
     """Load the model of a case, and check all methods on it."""
     name = case.model
@@ -208,12 +170,12 @@ def _prepare(record: Record, case: Case) -> Prepared:
     model = load(shape, record.device)
     # On a CPU a small picture is enough for a check; on a GPU it should be like the timed ones.
     size = 512 if record.device.type == "cuda" else 64 if case.is_small else 128
-    subject = Subject(model, shape.context_channels, size, 1)
+    subject = Subject(model, shape.context_channels, size)
     dtype = model.model.get_dtype_inference()
     expected = checks.unpatched_output(subject)
     said = record.result["checks"][name] = {}
     right = []
-    for method in chosen_methods(shape.max_downsample, record.device):
+    for method in methods(RATIO, shape.max_downsample, record.device):
         try:
             checks.check_wiring(method, subject, expected)
             if isinstance(method, HostMethod):
@@ -226,19 +188,17 @@ def _prepare(record: Record, case: Case) -> Prepared:
             said[method.name] = "right"
             right.append(method)
         record.write()
-    return Prepared(model, shape.context_channels, shape.note, right)
+    return Prepared(model, shape, right)
 
 
 def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
-    subject = Subject(prepared.model, prepared.context_channels, case.size, 1)
+    subject = Subject(prepared.model, prepared.shape.context_channels, case.size)
     patched: dict[str, ModelPatcher] = {"unpatched": subject.model}
     rows: dict[str, dict[str, Any]] = {"unpatched": {"family": "unpatched", "ideal": None}}
     for method in prepared.methods:
-        patched[method.name] = method.patch(subject.model)
-        rows[method.name] = {"family": method.family, "ideal": method.ideal}
-    if case.methods:
-        wanted = {"unpatched", *case.methods}
-        patched = {name: model for name, model in patched.items() if name in wanted}
+        if not case.methods or method.name in case.methods:
+            patched[method.name] = method.patch(subject.model)
+            rows[method.name] = {"family": method.family, "ideal": method.ideal}
     if case.is_compiled:
         patched = {name: _compiled(model, record) for name, model in patched.items()}
     refused: dict[str, str] = {}
@@ -248,7 +208,9 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
             try:
                 if case.is_compiled and record.left < _COMPILE_SECONDS:
                     raise TimeoutError("no time to compile it")
-                output = _first_look(subject, model, rows[name])
+                output, rows[name]["peak_bytes"], merged = first_look(subject, model)
+                if name != "unpatched":
+                    rows[name]["merged"] = merged
                 expected = output if expected is None else expected
                 rows[name]["error"] = checks.difference(output, expected)
                 if case.is_traced and (name in TRACED or not record.is_dry):
@@ -258,21 +220,24 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
                     raise
                 refused[name] = f"{type(error).__name__}: {error}".splitlines()[0]
                 del patched[name]
-        repeats = _time(record, case, subject, patched, rows)
+        least, most = ROUNDS
+        evaluations = EVALUATIONS if record.device.type == "cuda" else 1
+        runs = {name: partial(subject.time, model, evaluations) for name, model in patched.items()}
+        seconds = interleaved(runs, most, record.pace(least, case.seconds))
     if case.is_compiled:
         torch._dynamo.reset()
     return {
         "model": case.model,
-        "note": prepared.note,
+        "note": prepared.shape.note,
         "size": case.size,
         "batch": 2,
         "attention": case.attention,
         "compiled": case.is_compiled,
         "dtype": str(prepared.model.model.get_dtype_inference()).removeprefix("torch."),
-        "repeats": repeats,
-        "evaluations": _evaluations(record),
+        "repeats": len(seconds["unpatched"]),
+        "evaluations": evaluations,
         "refused": refused,
-        "methods": {name: rows[name] for name in patched},
+        "methods": {name: rows[name] | {"seconds": each} for name, each in seconds.items()},
         "tried": found,
     }
 
@@ -281,17 +246,6 @@ def _compiled(model: ModelPatcher, record: Record) -> ModelPatcher:
     compiled = model.clone()
     set_torch_compile_wrapper(compiled, backend="eager" if record.is_dry else "inductor")
     return compiled
-
-
-def _first_look(subject: Subject, model: ModelPatcher, row: dict[str, Any]) -> torch.Tensor:
-    """The output of a first evaluation; notes the memory of the second, and what merged."""
-    memory = PeakMemory(subject.device)
-    with merged_blocks() as blocks:
-        output, _ = subject.run(model, nullcontext(), memory)
-    row["peak_bytes"] = memory.bytes
-    if row["family"] != "unpatched":
-        row["merged"] = "{}/{}".format(*blocks[0]) if blocks else "none"
-    return output
 
 
 def _trace(
@@ -316,36 +270,12 @@ def _trace(
         counter.save(Path(record.folder) / file)
 
 
-def _time(
-    record: Record,
-    case: Case,
-    subject: Subject,
-    patched: Mapping[str, ModelPatcher],
-    rows: Mapping[str, dict[str, Any]],
-) -> int:
-    """Time all in turn, and return the number of rounds."""
-    least, most = ROUNDS
-    runs = {
-        name: partial(subject.time, model, evaluations=_evaluations(record))
-        for name, model in patched.items()
-    }
-    seconds = interleaved(runs, most, record.pace(least, case.seconds))
-    for name, values in seconds.items():
-        rows[name]["seconds"] = values
-    return len(seconds["unpatched"])
-
-
-def _evaluations(record: Record) -> int:
-    return EVALUATIONS if record.device.type == "cuda" else 1
-
-
 @contextmanager
 def asked_first(attention: str) -> Iterator[None]:
     """Have the host ask PyTorch for ``cudnn`` first, or, with ``flash``, in its own order."""
-    if attention not in ORDERS:
+    if attention == "flash":
         yield
         return
-    order = [*ORDERS[attention]]
     # Without a GPU the host has no order.
-    with patch.object(comfy.ops, "SDPA_BACKEND_PRIORITY", order, create=True):
+    with patch.object(comfy.ops, "SDPA_BACKEND_PRIORITY", [*CUDNN_FIRST], create=True):
         yield

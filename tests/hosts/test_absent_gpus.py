@@ -18,15 +18,15 @@ from tome_nodes.merging.layout import Grid
 
 # A large window with heads of 40, a grid one cell high, and float32.
 shapes = [
-    Shape("balanced", Grid(32, 32), 320, 8, (2, 4), torch.float16),
-    Shape("one cell high", Grid(2, 64), 64, 1, (2, 2), torch.bfloat16),
-    Shape("float32", Grid(16, 16), 320, 5, (4, 2), torch.float32),
+    Shape(Grid(32, 32), 320, 8, (2, 4), torch.float16),
+    Shape(Grid(2, 64), 64, 1, (2, 2), torch.bfloat16),
+    Shape(Grid(16, 16), 320, 5, (4, 2), torch.float32),
 ]
 balanced, high, single = shapes
 # Kernels that take 16 bits differ most between GPUs.
 for target, chosen in {"sm_75": [balanced, high], "sm_90": shapes, "gfx942": [balanced]}.items():
     for each in compile_for(target, chosen):
-        print(each.kernel, each.target, each.error, each.spilling, each.tensor_cores > 0, sep="|")
+        print(each.kernel, target, each.error, each.spilling, each.tensor_cores > 0, sep="|")
 # Windows of eight by four cells, and of five by four.
 print(count_variants(balanced, (512, 704)))
 """

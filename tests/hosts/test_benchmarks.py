@@ -123,7 +123,7 @@ def test_every_other_round_is_reversed():
 
 @pytest.fixture(scope="module")
 def subject(sd15_of):
-    return Subject(sd15_of(1), 32, 64, 1)
+    return Subject(sd15_of(1), 32, 64)
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +133,12 @@ def expected(subject):
 
 def test_methods_come_after_the_ideal_they_are_compared_with():
     seen = set()
-    for method in methods(0.5, "auto"):
+    for method in methods(0.5, "auto", CPU):
         seen.add(method.name)
         assert method.ideal is None or method.ideal in seen
 
 
-@pytest.mark.parametrize("method", methods(0.5, "auto"), ids=lambda method: method.name)
+@pytest.mark.parametrize("method", methods(0.5, "auto", CPU), ids=lambda method: method.name)
 def test_every_method_passes_its_checks(method, subject, expected):
     checks.check_wiring(method, subject, expected)
     if isinstance(method, HostMethod):
@@ -212,26 +212,13 @@ def test_wrong_wiring_is_refused_in_every_scope(scope, subject, expected, monkey
         checks.check_wiring(wrong(WindowStrategy, scope=scope), subject, expected)
 
 
-def test_outputs_that_are_not_finite_or_too_far_away_are_refused():
+def test_outputs_that_are_not_finite_are_refused():
     plain = torch.ones(2, 3)
     assert checks.difference(plain * 1.5, plain) == pytest.approx(0.5)
     with pytest.raises(checks.WrongOutput, match="not finite"):
         checks.difference(plain * float("nan"), plain)
     with pytest.raises(checks.WrongOutput, match=r"\(3, 2\), not \(2, 3\)"):
         checks.difference(plain.mT, plain)
-    checks.check_distance(0.29, 0.2)
-    with pytest.raises(checks.WrongOutput, match=r"allowed: 0\.300"):
-        checks.check_distance(0.31, 0.2)
-    with pytest.raises(checks.WrongOutput, match=r"allowed: 1\.000"):
-        checks.check_distance(1.1, None)
-
-
-def test_variants_measure_each_scope_of_ours_again():
-    names = [each.name for each in methods(0.5, 1, {"": {}, " in cells of 4": {"sx": 4}})]
-    assert len(names) == len(set(names))
-    for scope in ("attn", "all", "block", "stack"):
-        assert f"ours window {scope}" in names
-        assert f"ours window {scope} in cells of 4" in names
 
 
 def test_peak_memory_counts_what_is_held_at_one_time():
@@ -271,8 +258,9 @@ def written(tmp_path, monkeypatch):
 def test_a_comparison_is_timed_and_written(written, capsys, monkeypatch):
     monkeypatch.setattr(unets, "ROUNDS", (1, 1))
     names = ("ideal block", "core TomePatchModel", "tomesd attn", "ours window block")
-    arguments = ("--quick", "--model", "sd15", "--size", "128", "--methods", *names)
-    code, result, page = written(*arguments)
+    cases = [replace(case, methods=names) for case in unets.QUICK_CASES]
+    monkeypatch.setattr(unets, "QUICK_CASES", cases)
+    code, result, page = written("--quick", "--model", "sd15", "--size", "128")
     (run,) = result["runs"]
     assert list(run["methods"]) == ["unpatched", *names]
     for row in run["methods"].values():

@@ -5,10 +5,12 @@ import json
 import sys
 from types import SimpleNamespace
 
+import comfy.ops
 import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from common import relative_error
 from host import merging
 from models.comfyui import TEXT, TINY, build, sample
@@ -29,6 +31,7 @@ from benchmarks.fidelity import (
     video_transformer,
 )
 from benchmarks.fidelity.teacache import TeaCache
+from benchmarks.fidelity.weights import save
 from benchmarks.speed.diffusers_flux import Shuffled
 from tome_nodes.comfyui.attachment import attach
 
@@ -42,12 +45,9 @@ def test_all_photos_come_with_the_packages():
         assert 0 <= pixels.min() < 0.2 < 0.8 < pixels.max() <= 1
 
 
-def test_held_out_crops_are_not_trained_on():
+def test_crops_that_are_judged_were_held_out():
     held_out = denoiser.held_out_crops(50)
     assert {crop.photo for crop in held_out} == set(denoiser.NAMES)
-    data = denoiser.Data(torch.Generator().manual_seed(0))
-    trained = [data._crop(denoiser.SIDE) for _ in range(500)]
-    assert not set(held_out) & set(trained)
     assert all(denoiser.is_held_out(crop.top, crop.left) for crop in held_out)
 
 
@@ -68,33 +68,6 @@ def test_the_spectrum_peaks_at_the_frequency_of_a_wave():
 
 
 @pytest.fixture
-def trainer(monkeypatch, tmp_path):
-    """Starts a training on small crops, in its own folder."""
-    monkeypatch.setattr(denoiser, "STATE", tmp_path / "state" / "training.pt")
-    monkeypatch.setattr(denoiser, "WEIGHTS", tmp_path / "denoiser.npz")
-    monkeypatch.setattr(denoiser, "SIDE", 32)
-    return lambda: denoiser.Trainer(rate=1e-3, full_share=0.5)
-
-
-def test_training_resumes_where_it_stopped(trainer):
-    first = trainer()
-    side, loss = first.step()
-    assert side in (16, 32)
-    assert 0.5 < loss < 2
-    first.save()
-    second = trainer()
-    assert second.steps == 1
-    for name, value in second.average.items():
-        assert torch.equal(value, first.average[name])
-    denoiser.STATE.unlink()
-    from_weights = trainer()
-    assert from_weights.steps == 1
-    for name, value in from_weights.average.items():
-        kept = first.average[name]
-        assert (value - kept).abs().max() <= kept.abs().max() / 100 + 1e-3
-
-
-@pytest.fixture
 def films(monkeypatch, tmp_path):
     """The transformer of videos, with small clips and a folder of its own."""
     monkeypatch.setattr(video_transformer, "STATE", tmp_path / "state" / "films.pt")
@@ -105,13 +78,11 @@ def films(monkeypatch, tmp_path):
     return video_transformer
 
 
-def untrained(make):
+def save_untrained(network, file):
     """Leaves weights that say something, so that merging changes something."""
-    made = make()
-    for parameter in made.model.parameters():
+    for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
-    made.average = made.model.state_dict()
-    made.save()
+    save(network.state_dict(), 1, file)
 
 
 def picked(**settings):
@@ -123,7 +94,7 @@ def picked(**settings):
 
 def test_the_judge_of_videos_finds_no_error_in_the_plain_model(films, monkeypatch):
     monkeypatch.setattr(fidelity, "MANY", 3)
-    untrained(lambda: films.Trainer(rate=1e-3, full_share=0.0))
+    save_untrained(films.new_transformer(), films.WEIGHTS)
     judge = judges.VideoJudge(steps=2)
     merged = [
         picked(strategy="window", scope=scope, refresh_steps=4)
@@ -148,9 +119,13 @@ def test_flicker_is_the_error_of_changes_over_that_of_frames():
     assert judge.figures(judge.expected + 0.1 * signs)["flicker"] == pytest.approx(2)
 
 
-def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(trainer, monkeypatch):
+def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(monkeypatch, tmp_path):
     monkeypatch.setattr(fidelity, "MANY", 3)
-    untrained(trainer)
+    monkeypatch.setattr(denoiser, "SIDE", 32)
+    monkeypatch.setattr(denoiser, "WEIGHTS", tmp_path / "denoiser.npz")
+    operations = comfy.ops.disable_weight_init
+    network = UNetModel(**denoiser.UNET, dtype=torch.float32, operations=operations)
+    save_untrained(network, denoiser.WEIGHTS)
     judge = pictures.PictureJudge(steps=2)
     merged = picked()
     rows, shown = fidelity.judged(judge, [merged])

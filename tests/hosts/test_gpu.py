@@ -74,8 +74,7 @@ def test_unets_are_measured_in_each_way(tmp_path):
     first, second = result["runs"]
     assert (second["attention"], second["compiled"]) == ("cudnn", True)
     assert second["methods"].keys() == {"unpatched", "preset balanced"}
-    names = {"unpatched", "ideal k,v", *unets.NAMES} - {"ours window attn on torch"}
-    names |= {f"preset {name}" for name in ("quality", "balanced", "fast")}
+    names = {"unpatched", *unets.ONE_EVALUATION, "preset quality", "preset fast"}
     assert first["methods"].keys() == names
     for row in first["methods"].values():
         assert row["seconds"][0] > 0 and row["peak_bytes"] > 0
@@ -230,7 +229,7 @@ def test_a_wrong_method_is_not_timed(record, monkeypatch):
         HostMethod(name=name, family="ours", config=config, make_strategy=strategy)
         for name, strategy in (("right", WindowStrategy), ("wrong", TooMany))
     ]
-    monkeypatch.setattr(unets, "chosen_methods", lambda *_: methods)
+    monkeypatch.setattr(unets, "methods", lambda *_: methods)
     record.result["checks"] = {}
     prepared = unets._prepare(record, unets.DRY_CASES[0])
     assert [method.name for method in prepared.methods] == ["right"]
