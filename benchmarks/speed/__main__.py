@@ -20,7 +20,7 @@ use_cpu()
 
 import torch  # noqa: E402
 
-from benchmarks.speed import report, transformers, unets  # noqa: E402
+from benchmarks.speed import report, transformers, unets, whole_runs  # noqa: E402
 from benchmarks.speed.record import Record  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -37,7 +37,8 @@ def main() -> int:
         with torch.no_grad():
             if arguments.transformers:
                 blocks = transformers.QUICK_BLOCKS if quick else transformers.CPU_BLOCKS
-                return transformers.run(record, blocks, ())
+                runs = whole_runs.QUICK_RUNS if quick else whole_runs.CPU_RUNS
+                return transformers.run(record, blocks, runs)
             cases = unets.QUICK_CASES if quick else unets.CPU_CASES
             return unets.run(
                 record,

@@ -26,7 +26,7 @@ def main() -> int:
         return 2
     device = "cpu" if arguments.dry else "cuda"
     use(device)
-    from benchmarks.speed import suite, transformers, unets, weighing
+    from benchmarks.speed import suite, transformers, unets, weighing, whole_runs
     from benchmarks.speed.record import Record
 
     number, dry = arguments.number, arguments.dry
@@ -39,8 +39,10 @@ def main() -> int:
         if number == 2:
             return unets.run(record, unets.DRY_CASES if dry else unets.CASES)
         if dry:
-            return transformers.run(record, transformers.DRY_BLOCKS, weighing.DRY_SHAPES)
-        return transformers.run(record, transformers.BLOCKS, weighing.SHAPES)
+            return transformers.run(
+                record, transformers.DRY_BLOCKS, whole_runs.DRY_RUNS, weighing.DRY_SHAPES
+            )
+        return transformers.run(record, transformers.BLOCKS, whole_runs.RUNS, weighing.SHAPES)
 
 
 def _arguments() -> argparse.Namespace:

@@ -187,6 +187,23 @@ def transformers(result: Result) -> Sequence[str]:
         ]
         parts += [f"Not timed: {name}: {why}" for name, why in row["refused"].items()]
         parts += tried(row)
+    for row in result.get("whole_runs", []):
+        rows = [
+            [
+                name,
+                f"{statistics.median(each['seconds']):.2f}",
+                f"{min(each['seconds']):.2f} to {max(each['seconds']):.2f}",
+                f"{figures.speed_up(row, name):.2f}",
+            ]
+            for name, each in row["methods"].items()
+        ]
+        layers = ", ".join(f"{name} {count}" for name, count in row["layers"].items())
+        about = f"{row['name']}, {row['size']}, {row['steps']} steps of euler, {row['dtype']}"
+        parts += [
+            f"### A run of {about}",
+            f"In the host's sampler, with few layers ({layers or 'tiny'}).",
+            figures.grid(["run", "seconds", "from, to", "times faster"], rows),
+        ]
     return parts
 
 

@@ -12,13 +12,14 @@ from models.comfyui import TINY, build_class
 from torch import Tensor
 
 from benchmarks.rounds import interleaved
-from benchmarks.speed import checks, weighing
+from benchmarks.speed import checks, weighing, whole_runs
 from benchmarks.speed.figures import KEYS, speed_up
 from benchmarks.speed.measure import Evaluations, first_look
 from benchmarks.speed.methods import ALWAYS, HostMethod, IdealStrategy
 from benchmarks.speed.published import MODELS, inputs
 from benchmarks.speed.record import Record, say
 from benchmarks.speed.tried import tried
+from benchmarks.speed.whole_runs import WholeRun
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 
@@ -80,13 +81,19 @@ DRY_BLOCKS = (
 
 _WAY_SECONDS = 20.0
 _BLOCK_SECONDS = 45.0
+_RUN_SECONDS = 60.0
 _WAYS_FIRST = 4
 
 
-def run(record: Record, blocks: Sequence[Block], shapes: Sequence[weighing.Shape]) -> int:
-    """Measure ways to weigh keys and blocks in turn, as long as there is time."""
+def run(
+    record: Record,
+    blocks: Sequence[Block],
+    runs: Sequence[WholeRun],
+    shapes: Sequence[weighing.Shape] = (),
+) -> int:
+    """Measure ways to weigh keys, blocks and whole runs in turn, as long as there is time."""
     result = record.result
-    result |= {"ways": [], "blocks": []}
+    result |= {"ways": [], "blocks": [], "whole_runs": []}
 
     def ways(some: Sequence[weighing.Shape]) -> None:
         for shape in some:
@@ -103,6 +110,12 @@ def run(record: Record, blocks: Sequence[Block], shapes: Sequence[weighing.Shape
         if found is not None:
             result["blocks"].append(found)
             say(line(found))
+    for each in runs:
+        measure = partial(whole_runs.measure, record, each)
+        found = record.attempt(f"run, {each.model} {each.size}", _RUN_SECONDS, measure)
+        if found is not None:
+            result["whole_runs"].append(found)
+            say(whole_runs.line(found))
     ways(shapes[_WAYS_FIRST:])
     return record.finish(goals(result))
 

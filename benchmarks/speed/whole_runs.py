@@ -1,5 +1,6 @@
 """Whole sampling runs of transformers of published width, in the host's sampler."""
 
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from comfy.model_patcher import ModelPatcher
 from models.comfyui import TINY, build_class
 
 from benchmarks.rounds import interleaved
+from benchmarks.speed.figures import speed_up
 from benchmarks.speed.published import MODELS, inputs
 from benchmarks.speed.record import Record
 from tome_nodes.comfyui.attachment import attach
@@ -55,7 +57,7 @@ DRY_RUNS = (WholeRun("Z-Image", "tiny", (16, 40, 32), {}, 8, 6, "z_image"),)
 
 
 def measure(record: Record, run: WholeRun) -> dict[str, Any]:
-    """Seconds of a run: plain, under the node's defaults, and in fewer steps."""
+    """Seconds of a run: unpatched, under the node's defaults, and in fewer steps."""
     model = next(each for each in MODELS if each.name == run.model)
     if run.tiny is not None:
         tiny = TINY[run.tiny]
@@ -64,7 +66,7 @@ def measure(record: Record, run: WholeRun) -> dict[str, Any]:
     plain = build_class(model.kind, {**model.settings, **run.layers}, dtype)
     defaults = attach(plain, ToMeConfig(**settings_of("balanced", {})))
     ways = {
-        "plain": (plain, run.steps),
+        "unpatched": (plain, run.steps),
         "the defaults": (defaults, run.steps),
         f"{run.fewer} steps": (plain, run.fewer),
     }
@@ -72,14 +74,22 @@ def measure(record: Record, run: WholeRun) -> dict[str, Any]:
     timed = {name: partial(_seconds, *way, noise, prompt) for name, way in ways.items()}
     # The first run loads the model, and tells whether the preset does anything.
     answers = {name: _sampled(*way, noise, prompt) for name, way in ways.items()}
-    if torch.equal(answers["plain"], answers["the defaults"]):
+    if torch.equal(answers["unpatched"], answers["the defaults"]):
         raise RuntimeError("the defaults did nothing")
     seconds = interleaved(timed, ROUNDS, record.pace(LEAST_ROUNDS, SECONDS))
     return {
         **{"name": run.model, "size": run.size, "layers": dict(run.layers), "steps": run.steps},
         "dtype": str(dtype).removeprefix("torch."),
-        "seconds": seconds,
+        "methods": {name: {"seconds": each} for name, each in seconds.items()},
     }
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A run in words: seconds of the unpatched one, and times faster."""
+    methods = row["methods"]
+    parts = [f"{name} {speed_up(row, name):.2f}" for name in methods if name != "unpatched"]
+    seconds = statistics.median(methods["unpatched"]["seconds"])
+    return f"  {row['steps']} steps, {seconds:.2f} s; times faster: {'; '.join(parts)}"
 
 
 def _sampled(model: ModelPatcher, steps: int, noise: torch.Tensor, prompt: Any) -> torch.Tensor:

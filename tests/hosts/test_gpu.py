@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from benchmarks.speed import report, suite, transformers, unets, weighing
+from benchmarks.speed import report, suite, transformers, unets, weighing, whole_runs
 from benchmarks.speed.methods import HostMethod
 from benchmarks.speed.record import Record
 from tome_nodes.ops import TORCH
@@ -116,6 +116,9 @@ def test_keys_and_blocks_are_measured_from_a_carried_folder(tmp_path):
     assert "Ways that the probe tried:" in page
     assert "| heads of 40, 96 by 48, heads of 40 " in page
     assert "a block of Flux, tiny, 320 tokens" in page
+    (row,) = result["whole_runs"]
+    assert row["methods"].keys() == {"unpatched", "the defaults", "6 steps"}
+    assert "A run of Z-Image, tiny, 8 steps of euler" in page
 
 
 def test_without_a_gpu_there_is_a_message(tmp_path):
@@ -135,7 +138,7 @@ def test_without_a_gpu_there_is_a_message(tmp_path):
     [
         (suite.run, 1),
         (partial(unets.run, cases=unets.CASES), 2),
-        (partial(transformers.run, blocks=transformers.BLOCKS, shapes=weighing.SHAPES), 3),
+        (partial(transformers.run, blocks=transformers.BLOCKS, runs=whole_runs.RUNS), 3),
     ],
     ids=["tests", "unets", "transformers"],
 )
