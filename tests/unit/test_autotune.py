@@ -151,6 +151,13 @@ def test_each_case_is_measured_once_and_kept(idle):
     assert ways["mask"].calls == 2 * calls
 
 
+def test_what_was_kept_counts_only_where_that_way_is_there(idle):
+    probe = Probe()
+    probe.memory.keep(GPU, ("weights",), Choice("kernel", "mask", {"mask": 2.0, "kernel": 1.0}))
+    ways = {name: probe.clock.taking(1e-3) for name in ("mask", "channels")}
+    assert probe.chosen(ways).variant == "mask"
+
+
 @pytest.mark.parametrize(
     ("mask", "channels", "variant", "is_kept"),
     [
