@@ -5,10 +5,10 @@ option it sets, whether it calls what was there before, and when it skips what. 
 that a run of four steps skips something. The sources are named in :mod:`.neighbours`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from comfy.ldm.flux.layers import timestep_embedding
@@ -114,23 +114,6 @@ def _in_each_evaluation(
     return clone
 
 
-@contextmanager
-def _replaced(owner: nn.Module, **values: Any) -> Iterator[None]:
-    """Attributes of a module replaced for a while, as ``unittest.mock.patch`` does."""
-    before = {name: getattr(owner, name) for name in values}
-    own = {name for name in values if name in vars(owner)}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in own or name in owner._modules:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)
-
-
 def forecast(model: ModelPatcher, kind: str) -> ModelPatcher:
     """The output of some steps is a straight line through the last two, without the model."""
     levels = _Levels()
@@ -199,25 +182,23 @@ def cache_by_first_block(model: ModelPatcher, kind: str) -> ModelPatcher:
     network = model.get_model_object("diffusion_model")
     levels = _Levels()
     if isinstance(network, UNetModel):
-        replaced: dict[str, Any] = {"_forward": _unet_forward(network, levels)}
-    elif kind == "flux":
-        replaced = {"forward_orig": _flux_forward(network, levels, by_first_block=True)}
-    else:
-        names = ("transformer_blocks", "joint_blocks", "blocks", "layers")
-        name = next(name for name in names if hasattr(network, name))
-        cached = _CachedBlocks(getattr(network, name), levels, _STATE.get(kind, (0,)))
-        replaced = {name: nn.ModuleList([cached])}
-    return _with_replaced(model, network, levels, **replaced)
+        return _with_replaced(model, levels, "_forward", _unet_forward(network, levels))
+    if kind == "flux":
+        forward = _flux_forward(network, levels, by_first_block=True)
+        return _with_replaced(model, levels, "forward_orig", forward)
+    names = ("transformer_blocks", "joint_blocks", "blocks", "layers")
+    name = next(name for name in names if hasattr(network, name))
+    cached = _CachedBlocks(getattr(network, name), levels, _STATE.get(kind, (0,)))
+    return _with_replaced(model, levels, name, nn.ModuleList([cached]))
 
 
-def _with_replaced(
-    model: ModelPatcher, network: nn.Module, levels: _Levels, **values: Any
-) -> ModelPatcher:
-    """Attributes of a network replaced in each evaluation."""
+def _with_replaced(model: ModelPatcher, levels: _Levels, name: str, value: Any) -> ModelPatcher:
+    """An attribute of the network replaced in each evaluation."""
+    network = model.get_model_object("diffusion_model")
 
     def evaluate(apply: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
         levels.begins(arguments["timestep"])
-        with _replaced(network, **values):
+        with mock.patch.object(network, name, value):
             return apply(arguments["input"], arguments["timestep"], **arguments["c"])
 
     return _in_each_evaluation(model, evaluate)
@@ -419,4 +400,4 @@ def cache_by_input(model: ModelPatcher, kind: str) -> ModelPatcher:
         if kind == "flux"
         else _wan_forward(network, levels)
     )
-    return _with_replaced(model, network, levels, forward_orig=forward)
+    return _with_replaced(model, levels, "forward_orig", forward)

@@ -112,7 +112,7 @@ class Cell:
 
 _NOTHING = "nothing merged: "
 
-NOBODY = Neighbour(name="no other node", source="")
+NOBODY = Neighbour("no other node", source="")
 
 
 class Failed(Exception):
