@@ -145,11 +145,6 @@ def test_minus_one_keeps_ratio():
     assert ToMeConfig(ratio_end=-1).ratio_end == -1
 
 
-@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
-def test_default_of_an_option_is_allowed(option):
-    option.check(option.default)
-
-
 @pytest.mark.parametrize(
     "option", [PRESET, *OPTIONS.values(), VIEW, LEVEL, STEP], ids=lambda each: each.name
 )
