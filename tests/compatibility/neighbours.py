@@ -433,9 +433,7 @@ ALL: tuple[Neighbour, ...] = (
     Neighbour(
         "TorchCompileModel",
         "comfy_extras/nodes_torch_compile.py",
-        patch=lambda model, kind: execute(
-            core_node("nodes_torch_compile", "TorchCompileModel"), model, backend="eager"
-        ),
+        patch=core_patch("nodes_torch_compile", "TorchCompileModel", backend="eager"),
         only=("sd15", "flux"),
         is_exact=True,
         is_slow=True,

@@ -215,10 +215,10 @@ def _is_alike(levels: _Levels, now: Tensor) -> bool:
 
 
 def _skipping(
-    levels: _Levels, start: Tensor, rest: Callable[[Tensor], Tensor], is_alike: bool
+    levels: _Levels, sign: Tensor, start: Tensor, rest: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The ``rest`` of a model, or the change that it made when it last ran."""
-    if is_alike and levels.has("change", start):
+    """The ``rest`` of a model; where a sign is alike, the change that it made when it last ran."""
+    if _is_alike(levels, sign) and levels.has("change", start):
         return start + levels.get("change")
     out = rest(start)
     levels.keep("change", out - start)
@@ -258,16 +258,16 @@ class _CachedBlocks(nn.Module):
             state = out if isinstance(out, tuple) else (out,)
             arguments.update(zip(self._places, state, strict=True))
 
+        def rest(start: Tensor) -> Tensor:
+            for block in self.blocks[1:]:
+                run(block)
+            return arguments[picture]
+
         picture = self._places[-1]
         before = arguments[picture].clone()
         run(self.blocks[0])
         start = arguments[picture].clone()
-        if _is_alike(self._levels, start - before) and self._levels.has("change", start):
-            arguments[picture] = start + self._levels.get("change")
-        else:
-            for block in self.blocks[1:]:
-                run(block)
-            self._levels.keep("change", arguments[picture] - start)
+        arguments[picture] = _skipping(self._levels, start - before, start, rest)
         state = tuple(arguments[place] for place in self._places)
         return state if len(state) > 1 else state[0]
 
@@ -297,7 +297,7 @@ def _unet_forward(network: Any, levels: _Levels) -> Callable[..., Tensor]:
         skips = [run(network.input_blocks[0], "input", 0, x)]
         skips.append(run(network.input_blocks[1], "input", 1, skips[0]))
         start = skips[1]
-        is_alike = _is_alike(levels, start - skips[0])
+        sign = start - skips[0]
 
         def rest(h: Tensor) -> Tensor:
             for index, module in enumerate(network.input_blocks[2:], 2):
@@ -310,7 +310,7 @@ def _unet_forward(network: Any, levels: _Levels) -> Callable[..., Tensor]:
                 h = run(module, "output", index, h, shape)
             return h
 
-        return network.out(_skipping(levels, start, rest, is_alike))
+        return network.out(_skipping(levels, sign, start, rest))
 
     return forward
 
@@ -355,9 +355,7 @@ def _flux_forward(network: Any, levels: _Levels, by_first_block: bool) -> Callab
                 both = block(both, **shared)
             return both[:, text.shape[1] :]
 
-        start = img
-        out = _skipping(levels, start, rest, _is_alike(levels, sign))
-        return network.final_layer(out, vector)
+        return network.final_layer(_skipping(levels, sign, img, rest), vector)
 
     return forward
 
@@ -382,7 +380,7 @@ def _wan_forward(network: Any, levels: _Levels) -> Callable[..., Tensor]:
             return tokens
 
         start = x.flatten(2).transpose(1, 2)
-        out = _skipping(levels, start, rest, _is_alike(levels, time))
+        out = _skipping(levels, time, start, rest)
         return network.unpatchify(network.head(out, time), grid)
 
     return forward

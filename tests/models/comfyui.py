@@ -711,14 +711,18 @@ def build_class(
     # The class has put sizes of the published model in their place.
     config.unet_config.update(settings)
     config.set_inference_dtype(dtype, None)
-    device = torch.device("cpu")
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         # Fills memory that a file would be read into with NaN: some buffers are not parameters.
         torch.use_deterministic_algorithms(True)
-        base = config.get_model({}, device=device)
+        base = config.get_model({}, device=torch.device("cpu"))
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
+    return with_random_weights(base)
+
+
+def with_random_weights(base: Any) -> ModelPatcher:
+    """A model of the host's, on the CPU, that gets random weights and runs on the host's device."""
     generator = torch.Generator().manual_seed(0)
     for buffer in base.buffers():
         if buffer.isnan().all():
@@ -728,9 +732,8 @@ def build_class(
             parameter.data.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
         else:
             parameter.data.normal_(0.3, 0.3, generator=generator)
-    return ModelPatcher(
-        base, load_device=comfy.model_management.get_torch_device(), offload_device=device
-    )
+    load_device = comfy.model_management.get_torch_device()
+    return ModelPatcher(base, load_device=load_device, offload_device=torch.device("cpu"))
 
 
 def sample(
