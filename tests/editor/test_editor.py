@@ -552,17 +552,6 @@ def test_workflow_is_the_same_after_saving_and_loading_the_page_anew(
     assert patch_inputs(editor)["ratio"] == 0.35
 
 
-def test_shared_file_is_the_same_graph_in_another_profile(fresh_editor, browser, front_end):
-    fresh_editor.open(
-        "mine.json", json.dumps(small_graph(preset="custom", ratio=0.35, strategy="window", sy=4))
-    )
-    shared = fresh_editor.save()
-    with open_editor(browser, front_end) as other:
-        other.drop("shared.json", "application/json", shared.encode())
-        assert api_graph(other) == api_graph(fresh_editor)
-        assert other.warnings() == other.errors == []
-
-
 def test_generated_image_brings_its_workflow_back(editor, front_end):
     editor.open("small.json", json.dumps(small_graph(ratio=0.45, seed=7)))
     before = api_graph(editor)

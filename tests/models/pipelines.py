@@ -168,10 +168,10 @@ class Case:
             "negative_prompt_embeds": noise(batch, TEXT, TEXT_CHANNELS, seed=2),
         }
         if isinstance(self.pipeline, StableDiffusionXLPipeline | StableDiffusionXLImg2ImgPipeline):
-            text |= {f"pooled_{name}": value.mean(1) for name, value in text.items()} | {
-                "negative_pooled_prompt_embeds": text["negative_prompt_embeds"].mean(1)
+            text |= {
+                "pooled_prompt_embeds": text["prompt_embeds"].mean(1),
+                "negative_pooled_prompt_embeds": text["negative_prompt_embeds"].mean(1),
             }
-            del text["pooled_negative_prompt_embeds"]
         return self.pipeline(
             **text,
             **{**self.arguments, **options},

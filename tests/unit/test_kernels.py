@@ -14,8 +14,7 @@ from common import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bipartite import brute_force_windows, features_of, groups, plan_of
-from test_operations import HEADS, brute_force_keys
-from test_plan import brute_force_merge, partitions
+from test_plan import HEADS, brute_force_keys, brute_force_merge, partitions
 from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="Triton is not made for this system")

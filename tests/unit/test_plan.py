@@ -8,7 +8,10 @@ from torch.testing import assert_close
 
 from tome_nodes.merging.layout import Grid
 from tome_nodes.merging.plan import FramesPlan, SlotPlan
+from tome_nodes.ops import reference
 from tome_nodes.strategies.pool import PoolPlan
+
+HEADS = (1, 2, 5)
 
 
 @st.composite
@@ -42,6 +45,18 @@ def brute_force_merge(owners, x):
     )
 
 
+def brute_force_keys(owners, x, heads):
+    """Means stretched to the average length of their tokens, head by head, in float64."""
+    pieces = []
+    for head in x.double().chunk(heads, dim=2):
+        means = brute_force_merge(owners, head)
+        lengths = brute_force_merge(owners, head.norm(dim=2, keepdim=True))
+        # A mean of exactly 0 has no direction to stretch.
+        norms = means.norm(dim=2, keepdim=True).clamp_min(1e-6)
+        pieces.append(means * lengths / norms)
+    return torch.cat(pieces, 2)
+
+
 @given(partitions(), st.integers(1, 5), st.sampled_from(["float32", "float16", "bfloat16"]))
 def test_slots_merge_to_their_mean_and_get_back_that_or_its_change(owners, channels, dtype):
     dtype = getattr(torch, dtype)
@@ -65,14 +80,33 @@ def test_slots_merge_to_their_mean_and_get_back_that_or_its_change(owners, chann
 
 @given(partitions())
 def test_devices_without_a_bag_kernel_get_the_same_means(owners):
-    from tome_nodes.ops import reference
-
     x = torch.randn(len(owners), len(owners[0]), 3, generator=torch.Generator().manual_seed(2))
     plan = SlotPlan.from_owners(torch.tensor(owners), len(set(owners[0])))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "_BAG_DEVICES", frozenset())
         merged = plan.merge(x)
     assert_close(merged.double(), brute_force_merge(owners, x), rtol=1e-6, atol=1e-6)
+
+
+@given(
+    partitions(),
+    st.sampled_from(HEADS),
+    st.integers(1, 17),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+)
+def test_each_head_of_a_key_is_as_long_as_its_tokens_are_on_average(owners, heads, channels, dtype):
+    generator = torch.Generator().manual_seed(4)
+    plan = SlotPlan.from_owners(torch.tensor(owners), len(set(owners[0])))
+    x = torch.randn(*plan.slot_of_token.shape, heads * channels, generator=generator).to(dtype)
+    means, keys = reference.merge_keys(x, plan.slot_of_token, plan.order, plan.offsets, heads)
+    assert torch.equal(means, plan.merge(x)) and keys.dtype == dtype
+    # Means and lengths are rounded before they are multiplied.
+    close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-5}
+    assert_close(keys.double(), brute_force_keys(owners, x, heads), **close)
+    if heads == 1:
+        own_means, own_keys, values = plan.merge_inputs(x)
+        assert torch.equal(own_means, means) and torch.equal(own_keys, keys)
+        assert values is own_means
 
 
 def test_merging_a_strided_view_equals_merging_its_copy():
