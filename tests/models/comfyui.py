@@ -19,7 +19,10 @@ from comfy.nested_tensor import NestedTensor
 TEXT = 20
 """Number of tokens in a prompt."""
 
-FLUX = {
+HEADS = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32}
+"""What many transformers call their size."""
+
+PAIRS = {
     "in_channels": 16,
     "out_channels": 16,
     "patch_size": 2,
@@ -33,8 +36,10 @@ FLUX = {
     "axes_dim": [8, 12, 12],
     "theta": 10000,
     "qkv_bias": True,
-    "txt_ids_dims": [],
 }
+"""Blocks with two streams, and behind them blocks with one."""
+
+FLUX = {**PAIRS, "txt_ids_dims": []}
 LUMINA = {
     "in_channels": 16,
     "dim": 96,
@@ -83,26 +88,14 @@ OMNIGEN = {
     "axes_lens": (64, 64, 64),
 }
 LTX = {
+    **HEADS,
     "cross_attention_dim": 64,
-    "attention_head_dim": 32,
-    "num_attention_heads": 2,
     "caption_channels": 32,
-    "num_layers": 2,
 }
 HUNYUAN = {
-    "in_channels": 16,
-    "out_channels": 16,
+    **PAIRS,
     "patch_size": [1, 2, 2],
-    "vec_in_dim": 32,
-    "context_in_dim": 32,
-    "hidden_size": 64,
-    "mlp_ratio": 2.0,
-    "num_heads": 2,
-    "depth": 2,
-    "depth_single_blocks": 2,
-    "axes_dim": [8, 12, 12],
     "theta": 256,
-    "qkv_bias": True,
     "guidance_embed": True,
     "byt5": False,
     "meanflow": False,
@@ -214,13 +207,7 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen_image": Tiny(
         "QwenImage",
-        {
-            "num_layers": 2,
-            "attention_head_dim": 32,
-            "num_attention_heads": 2,
-            "joint_attention_dim": 32,
-            "axes_dims_rope": (8, 12, 12),
-        },
+        {**HEADS, "joint_attention_dim": 32, "axes_dims_rope": (8, 12, 12)},
         2,
         before=TEXT,
         frames=1,
@@ -264,12 +251,10 @@ TINY: dict[str, Tiny] = {
     "hidream": Tiny(
         "HiDream",
         {
+            **HEADS,
             "patch_size": 2,
             "in_channels": 16,
-            "num_layers": 2,
             "num_single_layers": 2,
-            "attention_head_dim": 32,
-            "num_attention_heads": 2,
             "caption_channels": [32, 32],
             "text_emb_dim": 32,
             "axes_dims_rope": (8, 12, 12),
@@ -349,9 +334,7 @@ TINY: dict[str, Tiny] = {
     "ideogram4": Tiny(
         "Ideogram4",
         {
-            "num_layers": 2,
-            "num_attention_heads": 2,
-            "attention_head_dim": 32,
+            **HEADS,
             "intermediate_size": 64,
             "adaln_dim": 32,
             "llm_features_dim": 32,
@@ -365,9 +348,7 @@ TINY: dict[str, Tiny] = {
     "lens": Tiny(
         "Lens",
         {
-            "num_layers": 2,
-            "attention_head_dim": 32,
-            "num_attention_heads": 2,
+            **HEADS,
             "enc_hidden_dim": 16,
             "axes_dims_rope": (8, 12, 12),
             "selected_layer_index": (0, 1),
@@ -378,13 +359,7 @@ TINY: dict[str, Tiny] = {
     ),
     "mage_flow": Tiny(
         "MageFlow",
-        {
-            "num_layers": 2,
-            "attention_head_dim": 32,
-            "num_attention_heads": 2,
-            "joint_attention_dim": 32,
-            "axes_dims_rope": (8, 12, 12),
-        },
+        {**HEADS, "joint_attention_dim": 32, "axes_dims_rope": (8, 12, 12)},
         2,
         before=TEXT,
         channels=128,
