@@ -307,6 +307,7 @@ class TransformerCase:
         return torch.stack(result) if isinstance(result, list) else result
 
 
+_HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 16}
 _NOTHING = {"vae": None, "text_encoder": None, "tokenizer": None}
 _SECOND = {"text_encoder_2": None, "tokenizer_2": None}
 
@@ -317,8 +318,7 @@ def make_flux(**options: Any) -> FluxTransformer2DModel:
             patch_size=1,
             num_layers=1,
             num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
+            **_HEADS,
             joint_attention_dim=TEXT_CHANNELS,
             pooled_projection_dim=TEXT_CHANNELS,
             axes_dims_rope=(4, 4, 8),
@@ -371,8 +371,7 @@ def flux2() -> TransformerCase:
         in_channels=16,
         num_layers=1,
         num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
+        **_HEADS,
         joint_attention_dim=TEXT_CHANNELS,
         axes_dims_rope=(4, 4, 4, 4),
     )
@@ -385,8 +384,7 @@ def sd3() -> TransformerCase:
         sample_size=32,
         in_channels=4,
         num_layers=3,
-        attention_head_dim=16,
-        num_attention_heads=2,
+        **_HEADS,
         joint_attention_dim=TEXT_CHANNELS,
         caption_projection_dim=32,
         pooled_projection_dim=TEXT_CHANNELS,
@@ -413,8 +411,7 @@ def make_qwen(**options: Any) -> QwenImageTransformer2DModel:
             in_channels=16,
             out_channels=4,
             num_layers=3,
-            attention_head_dim=16,
-            num_attention_heads=2,
+            **_HEADS,
             joint_attention_dim=TEXT_CHANNELS,
             axes_dims_rope=(4, 4, 8),
             **options,
@@ -456,8 +453,7 @@ def z_image() -> TransformerCase:
 def make_wan(**options: Any) -> WanTransformer3DModel:
     return lively(
         WanTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
+            **_HEADS,
             text_dim=TEXT_CHANNELS,
             freq_dim=32,
             ffn_dim=64,
@@ -494,8 +490,7 @@ def ltx() -> TransformerCase:
     transformer = LTXVideoTransformer3DModel(
         in_channels=8,
         out_channels=8,
-        num_attention_heads=2,
-        attention_head_dim=16,
+        **_HEADS,
         cross_attention_dim=32,
         num_layers=2,
         caption_channels=TEXT_CHANNELS,
@@ -517,8 +512,7 @@ def hunyuan_video(**options: Any) -> TransformerCase:
     transformer = HunyuanVideoTransformer3DModel(
         in_channels=4,
         out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
+        **_HEADS,
         num_layers=1,
         num_single_layers=2,
         num_refiner_layers=1,
@@ -548,8 +542,7 @@ def hunyuan_video(**options: Any) -> TransformerCase:
 def cogvideox() -> TransformerCase:
     """Its frames come before the channels, and its scheduler counts no steps."""
     transformer = CogVideoXTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
+        **_HEADS,
         in_channels=4,
         out_channels=4,
         time_embed_dim=8,
