@@ -8,7 +8,7 @@ import asyncio
 import importlib
 import inspect
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -46,7 +46,7 @@ def _as_ever(model: ModelPatcher, kind: str) -> dict[str, Any]:
     return {}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Neighbour:
     """Another node.
 
@@ -66,7 +66,7 @@ class Neighbour:
     patch: Patch = _unchanged
     sampling: Sampling = _as_ever
     guider: Patch | None = None
-    only: frozenset[str] = frozenset()
+    only: Collection[str] = ()
     is_exact: bool = False
     is_slow: bool = False
 
@@ -107,13 +107,8 @@ def _core(
     name: str, module: str, *only: str, sampling: Sampling = _as_ever, **inputs: Any
 ) -> Neighbour:
     """A node of ComfyUI that takes a model and returns one."""
-    return Neighbour(
-        name=name,
-        source=f"comfy_extras/{module}.py",
-        patch=core_patch(module, name, **inputs),
-        sampling=sampling,
-        only=frozenset(only),
-    )
+    patch = core_patch(module, name, **inputs)
+    return Neighbour(name, f"comfy_extras/{module}.py", patch, sampling, only=only)
 
 
 @lru_cache(maxsize=1)
@@ -129,20 +124,7 @@ def _with_another_model(name: str, **inputs: Any) -> Neighbour:
     def patch(model: ModelPatcher, kind: str) -> Any:
         return execute(core_node(module, name), model, _other_model(kind), **inputs)
 
-    return Neighbour(name=name, source=f"comfy_extras/{module}.py", patch=patch)
-
-
-def _stand_in(
-    name: str, source: str, patch: Patch, *only: str, is_exact: bool = False, is_slow: bool = False
-) -> Neighbour:
-    return Neighbour(
-        name=name,
-        source=source,
-        patch=patch,
-        only=frozenset(only),
-        is_exact=is_exact,
-        is_slow=is_slow,
-    )
+    return Neighbour(name, f"comfy_extras/{module}.py", patch)
 
 
 def lora_of(model: ModelPatcher, rank: int = 4) -> dict[str, Tensor]:
@@ -399,16 +381,16 @@ ALL: tuple[Neighbour, ...] = (
         cross_temporal=0.9,
     ),
     Neighbour(
-        name="HypernetworkLoader",
-        source="comfy_extras/nodes_hypernetwork.py",
+        "HypernetworkLoader",
+        "comfy_extras/nodes_hypernetwork.py",
         patch=_with_hypernetwork,
     ),
-    Neighbour(name="GLIGENTextBoxApply", source=_NODES, sampling=_boxed, only=frozenset(_UNETS)),
+    Neighbour("GLIGENTextBoxApply", _NODES, sampling=_boxed, only=_UNETS),
     Neighbour(
-        name="ControlNetApplyAdvanced",
-        source=_NODES,
+        "ControlNetApplyAdvanced",
+        _NODES,
         sampling=_controlled,
-        only=frozenset(_CONTROLLED),
+        only=_CONTROLLED,
     ),
     _core(
         "ScaleROPE",
@@ -424,11 +406,11 @@ ALL: tuple[Neighbour, ...] = (
     _core("EasyCache", "nodes_easycache", **_CACHE),
     _core("LazyCache", "nodes_easycache", **_CACHE),
     Neighbour(
-        name="ContextWindowsManual",
-        source="comfy_extras/nodes_context_windows.py",
+        "ContextWindowsManual",
+        "comfy_extras/nodes_context_windows.py",
         patch=_in_windows,
         sampling=_several_frames,
-        only=frozenset(("sd15", *_VIDEOS)),
+        only=("sd15", *_VIDEOS),
     ),
     _core(
         "WanContextWindowsManual",
@@ -446,26 +428,24 @@ ALL: tuple[Neighbour, ...] = (
         context_overlap=8,
         **_WINDOWS,
     ),
-    Neighbour(name="ConditioningSetArea", source=_NODES, sampling=_in_areas),
+    Neighbour("ConditioningSetArea", _NODES, sampling=_in_areas),
     # They compute the same in another way.
     Neighbour(
-        name="TorchCompileModel",
-        source="comfy_extras/nodes_torch_compile.py",
-        patch=lambda model, kind: execute(
-            core_node("nodes_torch_compile", "TorchCompileModel"), model, backend="eager"
-        ),
-        only=frozenset(("sd15", "flux")),
+        "TorchCompileModel",
+        "comfy_extras/nodes_torch_compile.py",
+        patch=core_patch("nodes_torch_compile", "TorchCompileModel", backend="eager"),
+        only=("sd15", "flux"),
         is_exact=True,
         is_slow=True,
     ),
     # They change the weights.
-    Neighbour(name="LoraLoader", source=_NODES, patch=_with_lora),
+    Neighbour("LoraLoader", _NODES, patch=_with_lora),
     Neighbour(
-        name="LoraLoaderBypass",
-        source="comfy_extras/nodes_lora_debug.py",
+        "LoraLoaderBypass",
+        "comfy_extras/nodes_lora_debug.py",
         patch=_with_bypassed_lora,
     ),
-    Neighbour(name="CreateHookLora", source="comfy_extras/nodes_hooks.py", sampling=_hooked),
+    Neighbour("CreateHookLora", "comfy_extras/nodes_hooks.py", sampling=_hooked),
     _with_another_model("ModelMergeSimple", ratio=0.5),
     _with_another_model("ModelMergeBlocks", input=0.5, middle=0.2, out=0.8),
     # They guide.
@@ -483,88 +463,86 @@ ALL: tuple[Neighbour, ...] = (
     _core("VideoLinearCFGGuidance", "nodes_video_model", sampling=_several, min_cfg=1.0),
     _core("VideoTriangleCFGGuidance", "nodes_video_model", sampling=_several, min_cfg=1.0),
     Neighbour(
-        name="LatentApplyOperationCFG",
-        source="comfy_extras/nodes_latent.py",
+        "LatentApplyOperationCFG",
+        "comfy_extras/nodes_latent.py",
         patch=_tone_mapped,
     ),
-    Neighbour(name="PerpNeg", source="comfy_extras/nodes_perpneg.py", patch=_away_from_a_prompt),
-    Neighbour(name="PerpNegGuider", source="comfy_extras/nodes_perpneg.py", guider=_perpneg),
-    Neighbour(name="DualCFGGuider", source=_SAMPLERS, guider=_dual_cfg),
-    Neighbour(name="DualModelGuider", source=_SAMPLERS, guider=_dual_model),
-    Neighbour(name="BasicGuider", source=_SAMPLERS, guider=_unguided),
+    Neighbour("PerpNeg", "comfy_extras/nodes_perpneg.py", patch=_away_from_a_prompt),
+    Neighbour("PerpNegGuider", "comfy_extras/nodes_perpneg.py", guider=_perpneg),
+    Neighbour("DualCFGGuider", _SAMPLERS, guider=_dual_cfg),
+    Neighbour("DualModelGuider", _SAMPLERS, guider=_dual_model),
+    Neighbour("BasicGuider", _SAMPLERS, guider=_unguided),
     # They change noise levels, steps or masks.
     Neighbour(
-        name="ModelSamplingDiscrete",
-        source="comfy_extras/nodes_model_advanced.py",
+        "ModelSamplingDiscrete",
+        "comfy_extras/nodes_model_advanced.py",
         patch=_predicting_v,
-        only=frozenset(_UNETS),
+        only=_UNETS,
     ),
     _core("ModelSamplingSD3", "nodes_model_advanced", *TINY, shift=5.0),
     _core("ModelSamplingAuraFlow", "nodes_model_advanced", *TINY, shift=1.0),
     _core("DifferentialDiffusion", "nodes_differential_diffusion", sampling=_masked),
-    Neighbour(name="KSampler, heun", source=_NODES, sampling=_sampler("heun")),
+    Neighbour("KSampler, heun", _NODES, sampling=_sampler("heun")),
     Neighbour(
-        name="SamplerDPMPP_2S_Ancestral",
-        source=_SAMPLERS,
+        "SamplerDPMPP_2S_Ancestral",
+        _SAMPLERS,
         sampling=_sampler("dpmpp_2s_ancestral"),
     ),
     Neighbour(
-        name="SamplerEulerAncestralCFGPP",
-        source=_SAMPLERS,
+        "SamplerEulerAncestralCFGPP",
+        _SAMPLERS,
         sampling=_sampler("euler_ancestral_cfg_pp"),
     ),
     # Other packs, by stand-ins.
-    _stand_in(
+    Neighbour(
         "Patch Sage Attention KJ",
         "kijai/ComfyUI-KJNodes nodes/model_optimization_nodes.py",
         stand_ins.attend_in_low_precision,
         is_exact=True,
     ),
-    _stand_in(
+    Neighbour(
         "Sol-Attn",
         "Saganaki22/ComfyUI-sol-attn",
         stand_ins.attend_or_pass_on,
         is_exact=True,
     ),
-    _stand_in(
+    Neighbour(
         "TorchCompileModelAdvanced",
         "kijai/ComfyUI-KJNodes nodes/model_optimization_nodes.py",
         stand_ins.compile_blocks,
-        "flux",
+        only=("flux",),
         is_exact=True,
         is_slow=True,
     ),
-    _stand_in(
+    Neighbour(
         "ApplyFBCacheOnModel",
         "chengzeyi/Comfy-WaveSpeed first_block_cache.py",
         stand_ins.cache_by_first_block,
-        *(kind for kind in KINDS if kind != "wan21"),
+        only=KINDS.keys() - {"wan21"},
     ),
-    _stand_in(
+    Neighbour(
         "TeaCache",
         "welltop-cn/ComfyUI-TeaCache nodes.py",
         stand_ins.cache_by_input,
-        "flux",
-        "wan21",
+        only=("flux", "wan21"),
     ),
-    _stand_in(
+    Neighbour(
         "SpectrumSDXL", "ruwwww/ComfyUI-Spectrum-sdxl src/spectrum_node.py", stand_ins.forecast
     ),
-    _stand_in(
+    Neighbour(
         "TiledDiffusion", "shiimizu/ComfyUI-TiledDiffusion tiled_diffusion.py", stand_ins.tile
     ),
-    _stand_in(
+    Neighbour(
         "IPAdapter",
         "cubiq/ComfyUI_IPAdapter_plus IPAdapterPlus.py",
         stand_ins.add_attention,
-        *_UNETS,
+        only=_UNETS,
     ),
-    _stand_in(
+    Neighbour(
         "double_block patches",
         "comfy_extras/nodes_model_patch.py (QwenImageDiffsynthControlnet, ZImageFunControlnet)",
         stand_ins.patch_after_blocks,
-        "qwen_image",
-        "lumina2",
+        only=("qwen_image", "lumina2"),
     ),
 )
 """All neighbours, in the order of the table."""

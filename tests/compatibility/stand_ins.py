@@ -5,10 +5,10 @@ option it sets, whether it calls what was there before, and when it skips what. 
 that a run of four steps skips something. The sources are named in :mod:`.neighbours`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from comfy.ldm.flux.layers import timestep_embedding
@@ -114,23 +114,6 @@ def _in_each_evaluation(
     return clone
 
 
-@contextmanager
-def _replaced(owner: nn.Module, **values: Any) -> Iterator[None]:
-    """Attributes of a module replaced for a while, as ``unittest.mock.patch`` does."""
-    before = {name: getattr(owner, name) for name in values}
-    own = {name for name in values if name in vars(owner)}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in own or name in owner._modules:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)
-
-
 def forecast(model: ModelPatcher, kind: str) -> ModelPatcher:
     """The output of some steps is a straight line through the last two, without the model."""
     levels = _Levels()
@@ -199,25 +182,23 @@ def cache_by_first_block(model: ModelPatcher, kind: str) -> ModelPatcher:
     network = model.get_model_object("diffusion_model")
     levels = _Levels()
     if isinstance(network, UNetModel):
-        replaced: dict[str, Any] = {"_forward": _unet_forward(network, levels)}
-    elif kind == "flux":
-        replaced = {"forward_orig": _flux_forward(network, levels, by_first_block=True)}
-    else:
-        names = ("transformer_blocks", "joint_blocks", "blocks", "layers")
-        name = next(name for name in names if hasattr(network, name))
-        cached = _CachedBlocks(getattr(network, name), levels, _STATE.get(kind, (0,)))
-        replaced = {name: nn.ModuleList([cached])}
-    return _with_replaced(model, network, levels, **replaced)
+        return _with_replaced(model, levels, "_forward", _unet_forward(network, levels))
+    if kind == "flux":
+        forward = _flux_forward(network, levels, by_first_block=True)
+        return _with_replaced(model, levels, "forward_orig", forward)
+    names = ("transformer_blocks", "joint_blocks", "blocks", "layers")
+    name = next(name for name in names if hasattr(network, name))
+    cached = _CachedBlocks(getattr(network, name), levels, _STATE.get(kind, (0,)))
+    return _with_replaced(model, levels, name, nn.ModuleList([cached]))
 
 
-def _with_replaced(
-    model: ModelPatcher, network: nn.Module, levels: _Levels, **values: Any
-) -> ModelPatcher:
-    """Attributes of a network replaced in each evaluation."""
+def _with_replaced(model: ModelPatcher, levels: _Levels, name: str, value: Any) -> ModelPatcher:
+    """An attribute of the network replaced in each evaluation."""
+    network = model.get_model_object("diffusion_model")
 
     def evaluate(apply: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
         levels.begins(arguments["timestep"])
-        with _replaced(network, **values):
+        with mock.patch.object(network, name, value):
             return apply(arguments["input"], arguments["timestep"], **arguments["c"])
 
     return _in_each_evaluation(model, evaluate)
@@ -234,10 +215,10 @@ def _is_alike(levels: _Levels, now: Tensor) -> bool:
 
 
 def _skipping(
-    levels: _Levels, start: Tensor, rest: Callable[[Tensor], Tensor], is_alike: bool
+    levels: _Levels, sign: Tensor, start: Tensor, rest: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The ``rest`` of a model, or the change that it made when it last ran."""
-    if is_alike and levels.has("change", start):
+    """The ``rest`` of a model; where a sign is alike, the change that it made when it last ran."""
+    if _is_alike(levels, sign) and levels.has("change", start):
         return start + levels.get("change")
     out = rest(start)
     levels.keep("change", out - start)
@@ -277,16 +258,16 @@ class _CachedBlocks(nn.Module):
             state = out if isinstance(out, tuple) else (out,)
             arguments.update(zip(self._places, state, strict=True))
 
+        def rest(start: Tensor) -> Tensor:
+            for block in self.blocks[1:]:
+                run(block)
+            return arguments[picture]
+
         picture = self._places[-1]
         before = arguments[picture].clone()
         run(self.blocks[0])
         start = arguments[picture].clone()
-        if _is_alike(self._levels, start - before) and self._levels.has("change", start):
-            arguments[picture] = start + self._levels.get("change")
-        else:
-            for block in self.blocks[1:]:
-                run(block)
-            self._levels.keep("change", arguments[picture] - start)
+        arguments[picture] = _skipping(self._levels, start - before, start, rest)
         state = tuple(arguments[place] for place in self._places)
         return state if len(state) > 1 else state[0]
 
@@ -316,7 +297,7 @@ def _unet_forward(network: Any, levels: _Levels) -> Callable[..., Tensor]:
         skips = [run(network.input_blocks[0], "input", 0, x)]
         skips.append(run(network.input_blocks[1], "input", 1, skips[0]))
         start = skips[1]
-        is_alike = _is_alike(levels, start - skips[0])
+        sign = start - skips[0]
 
         def rest(h: Tensor) -> Tensor:
             for index, module in enumerate(network.input_blocks[2:], 2):
@@ -329,7 +310,7 @@ def _unet_forward(network: Any, levels: _Levels) -> Callable[..., Tensor]:
                 h = run(module, "output", index, h, shape)
             return h
 
-        return network.out(_skipping(levels, start, rest, is_alike))
+        return network.out(_skipping(levels, sign, start, rest))
 
     return forward
 
@@ -374,9 +355,7 @@ def _flux_forward(network: Any, levels: _Levels, by_first_block: bool) -> Callab
                 both = block(both, **shared)
             return both[:, text.shape[1] :]
 
-        start = img
-        out = _skipping(levels, start, rest, _is_alike(levels, sign))
-        return network.final_layer(out, vector)
+        return network.final_layer(_skipping(levels, sign, img, rest), vector)
 
     return forward
 
@@ -401,7 +380,7 @@ def _wan_forward(network: Any, levels: _Levels) -> Callable[..., Tensor]:
             return tokens
 
         start = x.flatten(2).transpose(1, 2)
-        out = _skipping(levels, start, rest, _is_alike(levels, time))
+        out = _skipping(levels, time, start, rest)
         return network.unpatchify(network.head(out, time), grid)
 
     return forward
@@ -419,4 +398,4 @@ def cache_by_input(model: ModelPatcher, kind: str) -> ModelPatcher:
         if kind == "flux"
         else _wan_forward(network, levels)
     )
-    return _with_replaced(model, network, levels, forward_orig=forward)
+    return _with_replaced(model, levels, "forward_orig", forward)

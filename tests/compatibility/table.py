@@ -112,11 +112,7 @@ class Cell:
 
 _NOTHING = "nothing merged: "
 
-NOBODY = Neighbour(name="no other node", source="")
-
-
-class Failed(Exception):
-    """A node does not work on a kind of model, without any merging."""
+NOBODY = Neighbour("no other node", source="")
 
 
 class Bench:
@@ -127,10 +123,9 @@ class Bench:
 
     def cell(self, kind: str, neighbour: Neighbour, setting: str, order: str) -> Cell:
         """One cell of the table."""
-        try:
-            expected = self._alone(kind, neighbour)
-        except Failed as reason:
-            return Cell(NONE, str(reason))
+        expected = self._alone(kind, neighbour)
+        if isinstance(expected, str):
+            return Cell(NONE, expected)
         try:
             result, lines = self._shuffled(kind, neighbour, setting, order)
             merged, lines_of_merged = self._merged(kind, neighbour, setting)
@@ -167,34 +162,27 @@ class Bench:
             lambda: self._both(kind, neighbour, SETTINGS[setting], ORDERS[0], make_strategy),
         )
 
-    def _alone(self, kind: str, neighbour: Neighbour) -> Tensor:
-        """The result of another node alone.
+    def _alone(self, kind: str, neighbour: Neighbour) -> Any:
+        """The result of another node alone, or why there is none or it is as without the node."""
 
-        Raises:
-            Failed: it does not work on this kind of model, or changes nothing.
-        """
-
-        def find() -> Tensor | Failed:
+        def find() -> Tensor | str:
             if neighbour.only and kind not in neighbour.only:
-                return Failed("the node is not made for it")
+                return "the node is not made for it"
             model = self.model(kind)
             try:
                 result = run(neighbour, neighbour.patch(model, kind), kind)
             except Exception as error:
-                return Failed(f"alone, the node fails: {_in_words(error)}")
+                return f"alone, the node fails: {_in_words(error)}"
             if not result.isfinite().all():
-                return Failed("alone, the node gives no finite result")
+                return "alone, the node gives no finite result"
             is_plain = neighbour is NOBODY
             if not is_plain and not neighbour.is_exact:
                 plain = self._alone(kind, NOBODY)
                 if plain.shape == result.shape and _difference(result, plain) < FAR:
-                    return Failed("alone, the node changes nothing")
+                    return "alone, the node changes nothing"
             return result
 
-        found = self._once(("alone", kind, neighbour.name), find)
-        if isinstance(found, Failed):
-            raise found
-        return found
+        return self._once(("alone", kind, neighbour.name), find)
 
     def _both(
         self, kind: str, neighbour: Neighbour, config: ToMeConfig, order: str, make: MakeStrategy

@@ -119,7 +119,7 @@ def an_error(model, kind):
     ],
 )
 def test_what_is_wrong_is_found(bench, patch, why):
-    neighbour = Neighbour(name=why, source="nodes.py", patch=patch)
+    neighbour = Neighbour(why, "nodes.py", patch)
     found = bench.cell("flux", neighbour, "quality", "ours first")
     assert found == Cell(table.WRONG, why)
     shown = table._shown({"quality, ours first": found}, {})

@@ -48,7 +48,6 @@ class Family:
 
     unet: UNet
     conditioner: Layout
-    truncatable: bool = False
 
 
 def write_checkpoint(
@@ -58,11 +57,10 @@ def write_checkpoint(
     levels: int | None = None,
     full_width: bool = False,
     unet_only: bool = False,
-    seed: int = 0,
 ) -> Path:
     """Write a checkpoint of `family` with random weights to `path`, a `.ckpt` file.
 
-    `family` is one of `FAMILIES`:
+    `family` is one of these:
 
     ============== ============================== ================
     family         detected as                    UNet parameters
@@ -72,8 +70,8 @@ def write_checkpoint(
     sdxl_base      SDXL                           441 M
     ============== ============================== ================
 
-    `levels` applies to sd15: the first 1 to 4 levels of the real UNet, 2 by default. The others
-    need the published number of levels to be recognised.
+    `levels` is how many of the first levels of the real UNet there are, all by default. With
+    fewer, only sd15 is recognised.
 
     `full_width` gives each level its published channels; by default all have the first level's,
     which is enough to be recognised and several times smaller. sd15 with 4 levels at full width
@@ -85,68 +83,50 @@ def write_checkpoint(
     Weights are scaled by fan-in, so activations stay finite and of order one; norms are the
     identity and biases zero. The same arguments always give the same file content.
     """
-    return _write(path, _checkpoint_layout(family, levels, full_width, unet_only), seed)
+    layout = _prefixed("model.diffusion_model.", _unet_layout(_unet(family, levels, full_width)))
+    if not unet_only:
+        layout |= _prefixed("first_stage_model.", _vae_layout()) | _FAMILIES[family].conditioner
+    return _write(path, layout)
 
 
-def write_controlnet(path: str | os.PathLike[str], *, levels: int = 2, seed: int = 0) -> Path:
+def write_controlnet(path: str | os.PathLike[str], *, levels: int) -> Path:
     """Write a ControlNet with random weights for `sd15` of as many levels; for ControlNetLoader."""
-    unet = _family_unet("sd15", levels, full_width=False)
+    unet = _unet_layout(_unet("sd15", levels, full_width=False))
     encoder = ("time_embed.", "input_blocks.", "middle_block.")
-    layout = {name: shape for name, shape in _unet_layout(unet).items() if name.startswith(encoder)}
+    layout = {name: shape for name, shape in unet.items() if name.startswith(encoder)}
     channels = CHANNELS
     hints = (3, 16, 16, 32, 32, 96, 96, 256, channels)
     for index, (inp, out) in enumerate(pairwise(hints)):
-        layout |= _conv(f"input_hint_block.{2 * index}", out, inp, 3, 3)
+        layout |= _layer(f"input_hint_block.{2 * index}", out, inp, 3, 3)
     blocks = {name.split(".")[1] for name in layout if name.startswith("input_blocks.")}
     for block in sorted(blocks, key=int):
-        layout |= _conv(f"zero_convs.{block}.0", channels, channels, 1, 1)
-    return _write(path, layout | _conv("middle_block_out.0", channels, channels, 1, 1), seed)
+        layout |= _layer(f"zero_convs.{block}.0", channels, channels, 1, 1)
+    return _write(path, layout | _layer("middle_block_out.0", channels, channels, 1, 1))
 
 
-def _write(path: str | os.PathLike[str], layout: Layout, seed: int) -> Path:
+def _write(path: str | os.PathLike[str], layout: Layout) -> Path:
     target = Path(path)
-    if target.suffix != ".ckpt":
-        raise ValueError(f"path is {str(target)!r}; its suffix must be '.ckpt'")
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_suffix(".unfinished")
     try:
-        torch.save({"state_dict": _random_weights(layout, seed)}, unfinished)
+        torch.save({"state_dict": _random_weights(layout)}, unfinished)
         os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
     return target
 
 
-def _checkpoint_layout(
-    family: str, levels: int | None, full_width: bool, unet_only: bool
-) -> Layout:
-    unet = _family_unet(family, levels, full_width)
-    layout = _prefixed("model.diffusion_model.", _unet_layout(unet))
-    if not unet_only:
-        layout |= _prefixed("first_stage_model.", _vae_layout()) | _FAMILIES[family].conditioner
-    return layout
+def _unet(family: str, levels: int | None, full_width: bool) -> UNet:
+    unet = _FAMILIES[family].unet
+    multipliers = unet.multipliers[:levels]
+    if not full_width:
+        multipliers = (1,) * len(multipliers)
+    return replace(unet, multipliers=multipliers, depths=unet.depths[:levels])
 
 
-def _family_unet(family: str, levels: int | None, full_width: bool) -> UNet:
-    if family not in _FAMILIES:
-        raise ValueError(f"family is {family!r}; allowed: {', '.join(FAMILIES)}")
-    chosen = _FAMILIES[family]
-    unet = chosen.unet
-    if chosen.truncatable:
-        levels = 2 if levels is None else levels
-        if levels not in range(1, len(unet.multipliers) + 1):
-            raise ValueError(f"levels is {levels!r}; allowed: 1 to {len(unet.multipliers)}")
-        unet = replace(unet, multipliers=unet.multipliers[:levels], depths=unet.depths[:levels])
-    elif levels is not None:
-        raise ValueError(f"levels is {levels!r}; {family} has a fixed number of levels")
-    if full_width:
-        return unet
-    return replace(unet, multipliers=(1,) * len(unet.multipliers))
-
-
-def _random_weights(layout: Layout, seed: int) -> dict[str, torch.Tensor]:
+def _random_weights(layout: Layout) -> dict[str, torch.Tensor]:
     """Fill `layout`; no two weights of one shape and fan-in are the same view."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     storages: dict[int, torch.Tensor] = {}
     weights = {}
     for index, (name, shape) in enumerate(layout.items()):
@@ -188,11 +168,8 @@ def _prefixed(prefix: str, layout: Layout) -> Layout:
     return {prefix + name: shape for name, shape in layout.items()}
 
 
-def _linear(name: str, out: int, inp: int, bias: bool = True) -> Layout:
-    return {f"{name}.weight": (out, inp)} | ({f"{name}.bias": (out,)} if bias else {})
-
-
-def _conv(name: str, out: int, inp: int, *kernel: int, bias: bool = True) -> Layout:
+def _layer(name: str, out: int, inp: int, *kernel: int, bias: bool = True) -> Layout:
+    """A convolution, or a linear layer if there is no kernel."""
     return {f"{name}.weight": (out, inp, *kernel)} | ({f"{name}.bias": (out,)} if bias else {})
 
 
@@ -202,15 +179,15 @@ def _norm(name: str, channels: int) -> Layout:
 
 def _unet_layout(unet: UNet) -> Layout:
     channels, embedding = CHANNELS, 4 * CHANNELS
-    layout = _linear("time_embed.0", embedding, channels)
-    layout |= _linear("time_embed.2", embedding, embedding)
+    layout = _layer("time_embed.0", embedding, channels)
+    layout |= _layer("time_embed.2", embedding, embedding)
     if unet.vector_condition is not None:
-        layout |= _linear("label_emb.0.0", embedding, unet.vector_condition)
-        layout |= _linear("label_emb.0.2", embedding, embedding)
-    layout |= _conv("input_blocks.0.0", channels, 4, 3, 3)
+        layout |= _layer("label_emb.0.0", embedding, unet.vector_condition)
+        layout |= _layer("label_emb.0.2", embedding, embedding)
+    layout |= _layer("input_blocks.0.0", channels, 4, 3, 3)
     layout |= _unet_blocks(unet)
     layout |= _norm("out.0", channels)
-    return layout | _conv("out.2", 4, channels, 3, 3)
+    return layout | _layer("out.2", 4, channels, 3, 3)
 
 
 def _unet_blocks(unet: UNet) -> Layout:
@@ -230,7 +207,7 @@ def _unet_blocks(unet: UNet) -> Layout:
             skipped.append(current)
             block += 1
         if level != last:
-            layout |= _conv(f"input_blocks.{block}.0.op", current, current, 3, 3)
+            layout |= _layer(f"input_blocks.{block}.0.op", current, current, 3, 3)
             skipped.append(current)
             block += 1
     layout |= _residual("middle_block.0", unet, current, current)
@@ -246,7 +223,7 @@ def _unet_blocks(unet: UNet) -> Layout:
             current = out
             if level > 0 and position == 2:
                 upsample = 2 if unet.depths[level] else 1
-                layout |= _conv(f"{name}.{upsample}.conv", current, current, 3, 3)
+                layout |= _layer(f"{name}.{upsample}.conv", current, current, 3, 3)
             block += 1
     return layout
 
@@ -254,11 +231,11 @@ def _unet_blocks(unet: UNet) -> Layout:
 def _residual(name: str, unet: UNet, inp: int, out: int) -> Layout:
     return (
         _norm(f"{name}.in_layers.0", inp)
-        | _conv(f"{name}.in_layers.2", out, inp, 3, 3)
-        | _linear(f"{name}.emb_layers.1", out, 4 * CHANNELS)
+        | _layer(f"{name}.in_layers.2", out, inp, 3, 3)
+        | _layer(f"{name}.emb_layers.1", out, 4 * CHANNELS)
         | _norm(f"{name}.out_layers.0", out)
-        | _conv(f"{name}.out_layers.3", out, out, 3, 3)
-        | (_conv(f"{name}.skip_connection", out, inp, 1, 1) if inp != out else {})
+        | _layer(f"{name}.out_layers.3", out, out, 3, 3)
+        | (_layer(f"{name}.skip_connection", out, inp, 1, 1) if inp != out else {})
     )
 
 
@@ -268,7 +245,7 @@ def _transformer(name: str, unet: UNet, channels: int, depth: int) -> Layout:
     layout = _norm(f"{name}.norm", channels)
     for projection in (f"{name}.proj_in", f"{name}.proj_out"):
         kernel = () if unet.linear_projections else (1, 1)
-        layout |= _conv(projection, channels, channels, *kernel)
+        layout |= _layer(projection, channels, channels, *kernel)
     for index in range(depth):
         block = f"{name}.transformer_blocks.{index}"
         layout |= _transformer_block(block, channels, unet.context)
@@ -278,12 +255,12 @@ def _transformer(name: str, unet: UNet, channels: int, depth: int) -> Layout:
 def _transformer_block(name: str, channels: int, context: int) -> Layout:
     layout: Layout = {}
     for attention, keys in (("attn1", channels), ("attn2", context)):
-        layout |= _linear(f"{name}.{attention}.to_q", channels, channels, bias=False)
-        layout |= _linear(f"{name}.{attention}.to_k", channels, keys, bias=False)
-        layout |= _linear(f"{name}.{attention}.to_v", channels, keys, bias=False)
-        layout |= _linear(f"{name}.{attention}.to_out.0", channels, channels)
-    layout |= _linear(f"{name}.ff.net.0.proj", 8 * channels, channels)
-    layout |= _linear(f"{name}.ff.net.2", channels, 4 * channels)
+        layout |= _layer(f"{name}.{attention}.to_q", channels, channels, bias=False)
+        layout |= _layer(f"{name}.{attention}.to_k", channels, keys, bias=False)
+        layout |= _layer(f"{name}.{attention}.to_v", channels, keys, bias=False)
+        layout |= _layer(f"{name}.{attention}.to_out.0", channels, channels)
+    layout |= _layer(f"{name}.ff.net.0.proj", 8 * channels, channels)
+    layout |= _layer(f"{name}.ff.net.2", channels, 4 * channels)
     for norm in ("norm1", "norm2", "norm3"):
         layout |= _norm(f"{name}.{norm}", channels)
     return layout
@@ -306,30 +283,30 @@ def _taesd_side(name: str, modules: str, ends: tuple[int, int]) -> Layout:
     for index, module in enumerate(modules):
         here = f"{name}.{index}"
         if module == "i":
-            layout |= _conv(here, 64, ends[0], 3, 3)
+            layout |= _layer(here, 64, ends[0], 3, 3)
         elif module == "o":
-            layout |= _conv(here, ends[1], 64, 3, 3)
+            layout |= _layer(here, ends[1], 64, 3, 3)
         elif module == "s":
-            layout |= _conv(here, 64, 64, 3, 3, bias=False)
+            layout |= _layer(here, 64, 64, 3, 3, bias=False)
         elif module == ".":
             for position in (0, 2, 4):
-                layout |= _conv(f"{here}.conv.{position}", 64, 64, 3, 3)
+                layout |= _layer(f"{here}.conv.{position}", 64, 64, 3, 3)
     return layout
 
 
 def _encoder_layer(name: str, width: int) -> Layout:
     layout = _norm(f"{name}.layer_norm1", width) | _norm(f"{name}.layer_norm2", width)
     for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
-        layout |= _linear(f"{name}.self_attn.{projection}", width, width)
-    layout |= _linear(f"{name}.mlp.fc1", 4 * width, width)
-    return layout | _linear(f"{name}.mlp.fc2", width, 4 * width)
+        layout |= _layer(f"{name}.self_attn.{projection}", width, width)
+    layout |= _layer(f"{name}.mlp.fc1", 4 * width, width)
+    return layout | _layer(f"{name}.mlp.fc2", width, 4 * width)
 
 
 def _text_encoder(prefix: str, width: int, layers: int, projection: str | None = None) -> Layout:
     """A CLIP text model, with names that the loader accepts in place of open_clip's."""
     name = f"{prefix}transformer.text_model"
-    layout = _linear(f"{name}.embeddings.token_embedding", VOCABULARY, width, bias=False)
-    layout |= _linear(f"{name}.embeddings.position_embedding", TEXT_LENGTH, width, bias=False)
+    layout = _layer(f"{name}.embeddings.token_embedding", VOCABULARY, width, bias=False)
+    layout |= _layer(f"{name}.embeddings.position_embedding", TEXT_LENGTH, width, bias=False)
     for index in range(layers):
         layout |= _encoder_layer(f"{name}.encoder.layers.{index}", width)
     layout |= _norm(f"{name}.final_layer_norm", width)
@@ -342,7 +319,6 @@ _clip_g = partial(_text_encoder, width=1280, layers=32, projection="text_project
 _SD15 = Family(
     UNet(context=768, multipliers=(1, 2, 4, 4), depths=(1, 1, 1, 0), linear_projections=False),
     _clip_l("cond_stage_model."),
-    truncatable=True,
 )
 
 _SDXL = Family(
@@ -361,6 +337,3 @@ _FAMILIES = {
     "sdxl": _SDXL,
     "sdxl_base": replace(_SDXL, unet=replace(_SDXL.unet, depths=(0, 2, 10), middle_depth=10)),
 }
-
-FAMILIES = tuple(_FAMILIES)
-"""The families that `write_checkpoint` knows."""

@@ -19,7 +19,10 @@ from comfy.nested_tensor import NestedTensor
 TEXT = 20
 """Number of tokens in a prompt."""
 
-FLUX = {
+HEADS = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32}
+"""What many transformers call their size."""
+
+PAIRS = {
     "in_channels": 16,
     "out_channels": 16,
     "patch_size": 2,
@@ -33,11 +36,11 @@ FLUX = {
     "axes_dim": [8, 12, 12],
     "theta": 10000,
     "qkv_bias": True,
-    "txt_ids_dims": [],
 }
+"""Blocks with two streams, and behind them blocks with one."""
+
+FLUX = {**PAIRS, "txt_ids_dims": []}
 LUMINA = {
-    "image_model": "lumina2",
-    "patch_size": 2,
     "in_channels": 16,
     "dim": 96,
     "n_layers": 3,
@@ -51,8 +54,6 @@ LUMINA = {
     "axes_lens": [64, 64, 64],
 }
 WAN = {
-    "image_model": "wan2.1",
-    "model_type": "t2v",
     "dim": 96,
     "ffn_dim": 64,
     "text_dim": 32,
@@ -78,7 +79,6 @@ COSMOS = {
     "adaln_lora_dim": 16,
 }
 OMNIGEN = {
-    "in_channels": 16,
     "hidden_size": 96,
     "num_refiner_layers": 1,
     "num_attention_heads": 4,
@@ -88,28 +88,14 @@ OMNIGEN = {
     "axes_lens": (64, 64, 64),
 }
 LTX = {
-    "in_channels": 128,
+    **HEADS,
     "cross_attention_dim": 64,
-    "attention_head_dim": 32,
-    "num_attention_heads": 2,
     "caption_channels": 32,
-    "num_layers": 2,
 }
 HUNYUAN = {
-    "image_model": "hunyuan_video",
-    "in_channels": 16,
-    "out_channels": 16,
+    **PAIRS,
     "patch_size": [1, 2, 2],
-    "vec_in_dim": 32,
-    "context_in_dim": 32,
-    "hidden_size": 64,
-    "mlp_ratio": 2.0,
-    "num_heads": 2,
-    "depth": 2,
-    "depth_single_blocks": 2,
-    "axes_dim": [8, 12, 12],
     "theta": 256,
-    "qkv_bias": True,
     "guidance_embed": True,
     "byt5": False,
     "meanflow": False,
@@ -165,11 +151,10 @@ class Tiny:
 
 
 TINY: dict[str, Tiny] = {
-    "flux": Tiny("Flux", {"image_model": "flux", "guidance_embed": True, **FLUX}, 4, before=TEXT),
+    "flux": Tiny("Flux", {"guidance_embed": True, **FLUX}, 4, before=TEXT),
     "flux2": Tiny(
         "Flux2",
         {
-            "image_model": "flux2",
             **FLUX,
             "axes_dim": [8, 8, 8, 8],
             "txt_ids_dims": [3],
@@ -190,7 +175,6 @@ TINY: dict[str, Tiny] = {
     "chroma": Tiny(
         "Chroma",
         {
-            "image_model": "chroma",
             **FLUX,
             "in_channels": 64,
             "out_channels": 64,
@@ -207,7 +191,6 @@ TINY: dict[str, Tiny] = {
         {
             "in_channels": 16,
             "depth": 2,
-            "patch_size": 2,
             "input_size": None,
             "adm_in_channels": 32,
             "context_embedder_config": {
@@ -224,15 +207,7 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen_image": Tiny(
         "QwenImage",
-        {
-            "image_model": "qwen_image",
-            "in_channels": 64,
-            "num_layers": 2,
-            "attention_head_dim": 32,
-            "num_attention_heads": 2,
-            "joint_attention_dim": 32,
-            "axes_dims_rope": (8, 12, 12),
-        },
+        {**HEADS, "joint_attention_dim": 32, "axes_dims_rope": (8, 12, 12)},
         2,
         before=TEXT,
         frames=1,
@@ -257,7 +232,6 @@ TINY: dict[str, Tiny] = {
     "krea2": Tiny(
         "Krea2",
         {
-            "image_model": "krea2",
             "features": 64,
             "tdim": 32,
             "txtdim": 32,
@@ -277,13 +251,10 @@ TINY: dict[str, Tiny] = {
     "hidream": Tiny(
         "HiDream",
         {
-            "image_model": "hidream",
+            **HEADS,
             "patch_size": 2,
             "in_channels": 16,
-            "num_layers": 2,
             "num_single_layers": 2,
-            "attention_head_dim": 32,
-            "num_attention_heads": 2,
             "caption_channels": [32, 32],
             "text_emb_dim": 32,
             "axes_dims_rope": (8, 12, 12),
@@ -297,7 +268,6 @@ TINY: dict[str, Tiny] = {
     "hidream_o1": Tiny(
         "HiDreamO1",
         {
-            "image_model": "hidream_o1",
             "text_config_overrides": {
                 "hidden_size": 64,
                 "intermediate_size": 64,
@@ -330,7 +300,6 @@ TINY: dict[str, Tiny] = {
     "aura_flow": Tiny(
         "AuraFlow",
         {
-            "in_channels": 4,
             "dim": 64,
             "n_layers": 3,
             "n_double_layers": 1,
@@ -345,7 +314,7 @@ TINY: dict[str, Tiny] = {
     ),
     "omnigen2": Tiny(
         "Omnigen2",
-        {**OMNIGEN, "image_model": "omnigen2", "num_layers": 2, "text_feat_dim": 32},
+        {**OMNIGEN, "num_layers": 2, "text_feat_dim": 32},
         2,
         before=TEXT,
         prompt=every_token,
@@ -354,7 +323,6 @@ TINY: dict[str, Tiny] = {
         "Boogu",
         {
             **OMNIGEN,
-            "image_model": "boogu",
             "num_layers": 3,
             "num_double_stream_layers": 1,
             "instruction_feat_dim": 32,
@@ -366,11 +334,7 @@ TINY: dict[str, Tiny] = {
     "ideogram4": Tiny(
         "Ideogram4",
         {
-            "image_model": "ideogram4",
-            "in_channels": 128,
-            "num_layers": 2,
-            "num_attention_heads": 2,
-            "attention_head_dim": 32,
+            **HEADS,
             "intermediate_size": 64,
             "adaln_dim": 32,
             "llm_features_dim": 32,
@@ -384,11 +348,7 @@ TINY: dict[str, Tiny] = {
     "lens": Tiny(
         "Lens",
         {
-            "image_model": "lens",
-            "in_channels": 128,
-            "num_layers": 2,
-            "attention_head_dim": 32,
-            "num_attention_heads": 2,
+            **HEADS,
             "enc_hidden_dim": 16,
             "axes_dims_rope": (8, 12, 12),
             "selected_layer_index": (0, 1),
@@ -399,14 +359,7 @@ TINY: dict[str, Tiny] = {
     ),
     "mage_flow": Tiny(
         "MageFlow",
-        {
-            "image_model": "mage_flow",
-            "num_layers": 2,
-            "attention_head_dim": 32,
-            "num_attention_heads": 2,
-            "joint_attention_dim": 32,
-            "axes_dims_rope": (8, 12, 12),
-        },
+        {**HEADS, "joint_attention_dim": 32, "axes_dims_rope": (8, 12, 12)},
         2,
         before=TEXT,
         channels=128,
@@ -466,23 +419,19 @@ TINY: dict[str, Tiny] = {
     "hunyuan_video": Tiny("HunyuanVideo", HUNYUAN, 4, before=TEXT, frames=4),
     "ltxv": Tiny(
         "LTXV",
-        {"image_model": "ltxv", **LTX},
+        LTX,
         2,
         channels=128,
         frames=5,
         patch=1,
         prompt=every_token,
     ),
-    "cosmos_predict2": Tiny(
-        "CosmosT2IPredict2", {"image_model": "cosmos_predict2", **COSMOS}, 2, frames=3
-    ),
-    "anima": Tiny("Anima", {"image_model": "anima", **COSMOS}, 2, frames=1),
+    "cosmos_predict2": Tiny("CosmosT2IPredict2", COSMOS, 2, frames=3),
+    "anima": Tiny("Anima", COSMOS, 2, frames=1),
     "cosmos1": Tiny(
         "CosmosT2V",
         {
-            "image_model": "cosmos",
             **COSMOS,
-            "block_config": "FA-CA-MLP",
             "block_x_format": "THWBD",
             "affline_emb_norm": True,
             "extra_per_block_abs_pos_emb": True,
@@ -494,7 +443,6 @@ TINY: dict[str, Tiny] = {
     "ltxav": Tiny(
         "LTXAV",
         {
-            "image_model": "ltxav",
             **LTX,
             "audio_attention_head_dim": 16,
             "audio_num_attention_heads": 2,
@@ -513,12 +461,10 @@ TINY: dict[str, Tiny] = {
     "minimax_h3": Tiny(
         "MiniMaxH3",
         {
-            "image_model": "minimax_h3",
             "hidden_size": 96,
             "num_layers": 2,
             "token_refiner_num_layers": 1,
             "num_attention_heads": 1,
-            "attention_head_dim": 128,
             "ffn_hidden_size": 64,
             "text_dim": 32,
             "timestep_input_dim": 32,
@@ -534,11 +480,8 @@ TINY: dict[str, Tiny] = {
     "cogvideo": Tiny(
         "CogVideoX_T2V",
         {
-            "image_model": "cogvideox",
             "num_attention_heads": 3,
             "attention_head_dim": 32,
-            "in_channels": 16,
-            "out_channels": 16,
             "time_embed_dim": 32,
             "text_embed_dim": 32,
             "num_layers": 2,
@@ -554,8 +497,6 @@ TINY: dict[str, Tiny] = {
     "joy_image": Tiny(
         "JoyImage",
         {
-            "image_model": "joyimage",
-            "in_channels": 16,
             "out_channels": 16,
             "hidden_size": 64,
             "num_attention_heads": 2,
@@ -569,7 +510,6 @@ TINY: dict[str, Tiny] = {
     "pixel_dit": Tiny(
         "PixelDiTT2I",
         {
-            "image_model": "pixeldit_t2i",
             "num_groups": 2,
             "hidden_size": 64,
             "pixel_hidden_size": 8,
@@ -587,15 +527,11 @@ TINY: dict[str, Tiny] = {
     "kandinsky5": Tiny(
         "Kandinsky5",
         {
-            "image_model": "kandinsky5",
-            "in_visual_dim": 16,
-            "out_visual_dim": 16,
             "in_text_dim": 32,
             "in_text_dim2": 32,
             "time_dim": 32,
             "model_dim": 64,
             "ff_dim": 64,
-            "visual_embed_dim": 132,
             "num_text_blocks": 1,
             "num_visual_blocks": 2,
             "axes_dims": (8, 12, 12),
@@ -606,7 +542,6 @@ TINY: dict[str, Tiny] = {
     "mochi": Tiny(
         "GenmoMochi",
         {
-            "image_model": "mochi_preview",
             "in_channels": 12,
             "learn_sigma": False,
             "depth": 2,
@@ -614,20 +549,12 @@ TINY: dict[str, Tiny] = {
             "hidden_size_x": 48,
             "hidden_size_y": 24,
             "mlp_ratio_x": 256.0,
-            "mlp_ratio_y": 4.0,
             "use_t5": True,
             "t5_feat_dim": 32,
-            "t5_token_length": 256,
+            "posenc_preserve_area": True,
+            "timestep_scale": 1000.0,
             "qk_norm": True,
             "qkv_bias": False,
-            "out_bias": True,
-            "patch_embed_bias": True,
-            "posenc_preserve_area": True,
-            "rope_theta": 10000.0,
-            "timestep_mlp_bias": True,
-            "attend_to_padding": False,
-            "timestep_scale": 1000.0,
-            "use_extended_posenc": False,
         },
         2,
         channels=12,
@@ -651,8 +578,6 @@ _UNET: dict[str, Any] = {
     "use_linear_in_transformer": True,
     "legacy": False,
     "context_dim": 32,
-    "use_temporal_attention": False,
-    "adm_in_channels": None,
     "transformer_depth": [1, 1, 0],
     "transformer_depth_middle": 1,
     "transformer_depth_output": [1, 1, 1, 1, 0, 0],
@@ -761,14 +686,18 @@ def build_class(
     # The class has put sizes of the published model in their place.
     config.unet_config.update(settings)
     config.set_inference_dtype(dtype, None)
-    device = torch.device("cpu")
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         # Fills memory that a file would be read into with NaN: some buffers are not parameters.
         torch.use_deterministic_algorithms(True)
-        base = config.get_model({}, device=device)
+        base = config.get_model({}, device=torch.device("cpu"))
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
+    return with_random_weights(base)
+
+
+def with_random_weights(base: Any) -> ModelPatcher:
+    """A model of the host's, on the CPU, that gets random weights and runs on the host's device."""
     generator = torch.Generator().manual_seed(0)
     for buffer in base.buffers():
         if buffer.isnan().all():
@@ -778,9 +707,8 @@ def build_class(
             parameter.data.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
         else:
             parameter.data.normal_(0.3, 0.3, generator=generator)
-    return ModelPatcher(
-        base, load_device=comfy.model_management.get_torch_device(), offload_device=device
-    )
+    load_device = comfy.model_management.get_torch_device()
+    return ModelPatcher(base, load_device=load_device, offload_device=torch.device("cpu"))
 
 
 def sample(

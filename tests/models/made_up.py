@@ -1,6 +1,6 @@
 """Transformers that no host has, as a model of tomorrow might be, in the host's own sampler.
 
-Import this after ComfyUI is on the path and log_messages how to run.
+Import this after ComfyUI is on the path and told how to run.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from typing import Any
 
 import comfy.conds
 import comfy.model_base
-import comfy.model_management
-import comfy.model_patcher
 import comfy.ops
 import comfy.supported_models
 import torch
@@ -18,6 +16,8 @@ import torch.nn.functional as F
 from comfy.ldm.modules.attention import optimized_attention
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from torch import Tensor, nn
+
+from .comfyui import with_random_weights
 
 WIDTH, HEADS, TEXT_CHANNELS = 64, 2, 32
 
@@ -346,13 +346,6 @@ def build(kind: type[nn.Module]) -> Any:
     config = comfy.supported_models.Flux({"image_model": "flux"})
     config.unet_config = {}
     config.set_inference_dtype(torch.float32, None)
-    device = torch.device("cpu")
     config.custom_operations = comfy.ops.disable_weight_init
-    base = _Model(config, comfy.model_base.ModelType.FLUX, device, unet_model=kind)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in base.parameters():
-        spread = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3
-        parameter.data.normal_(0.0, spread, generator=generator)
-    return comfy.model_patcher.ModelPatcher(
-        base, load_device=comfy.model_management.get_torch_device(), offload_device=device
-    )
+    base = _Model(config, comfy.model_base.ModelType.FLUX, torch.device("cpu"), unet_model=kind)
+    return with_random_weights(base)

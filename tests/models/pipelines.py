@@ -143,9 +143,8 @@ def make_vae(**options: Any) -> AutoencoderKL:
         ).eval()
 
 
-def _text(batch: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, 7, TEXT_CHANNELS, generator=generator).to(DEVICE)
+def noise(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 class Case:
@@ -165,14 +164,14 @@ class Case:
         **options: Any,
     ) -> Tensor:
         text: dict[str, Any] = {
-            "prompt_embeds": _text(batch, 1),
-            "negative_prompt_embeds": _text(batch, 2),
+            "prompt_embeds": noise(batch, TEXT, TEXT_CHANNELS),
+            "negative_prompt_embeds": noise(batch, TEXT, TEXT_CHANNELS, seed=2),
         }
         if isinstance(self.pipeline, StableDiffusionXLPipeline | StableDiffusionXLImg2ImgPipeline):
-            text |= {f"pooled_{name}": value.mean(1) for name, value in text.items()} | {
-                "negative_pooled_prompt_embeds": text["negative_prompt_embeds"].mean(1)
+            text |= {
+                "pooled_prompt_embeds": text["prompt_embeds"].mean(1),
+                "negative_pooled_prompt_embeds": text["negative_prompt_embeds"].mean(1),
             }
-            del text["pooled_negative_prompt_embeds"]
         return self.pipeline(
             **text,
             **{**self.arguments, **options},
@@ -256,10 +255,6 @@ CASES = {
 }
 
 
-def noise(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
 def lively(model: Any) -> Any:
     """A model with other weights, the same each time, that changes its input substantially."""
     with torch.no_grad():
@@ -278,7 +273,7 @@ class TransformerCase:
     Attributes:
         pipeline: without text encoders, whose output stands in for them, and without a VAE.
         arguments: those of its call.
-        picture: the tokens of its picture.
+        picture: the tokens of its picture, which has 80 patches of 16 pixels unless told otherwise.
         beside: the tokens of text that stand in the sequence beside it.
         references: the tokens of other pictures.
     """
@@ -286,12 +281,13 @@ class TransformerCase:
     def __init__(
         self,
         pipeline: Any,
-        picture: int,
+        picture: int = 80,
         beside: int = TEXT,
         references: int = 0,
         **arguments: Any,
     ):
-        self.pipeline, self.arguments = pipeline, arguments
+        self.pipeline = pipeline
+        self.arguments = {"height": 128, "width": 160} | arguments
         self.picture, self.beside, self.references = picture, beside, references
         pipeline.set_progress_bar_config(disable=True)
 
@@ -311,6 +307,7 @@ class TransformerCase:
         return torch.stack(result) if isinstance(result, list) else result
 
 
+_HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 16}
 _NOTHING = {"vae": None, "text_encoder": None, "tokenizer": None}
 _SECOND = {"text_encoder_2": None, "tokenizer_2": None}
 
@@ -321,8 +318,7 @@ def make_flux(**options: Any) -> FluxTransformer2DModel:
             patch_size=1,
             num_layers=1,
             num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
+            **_HEADS,
             joint_attention_dim=TEXT_CHANNELS,
             pooled_projection_dim=TEXT_CHANNELS,
             axes_dims_rope=(4, 4, 8),
@@ -341,35 +337,31 @@ _PROMPTS: dict[str, Any] = {
     "prompt_embeds": noise(1, TEXT, TEXT_CHANNELS),
     "negative_prompt_embeds": noise(1, TEXT, TEXT_CHANNELS, seed=2),
 }
+_MASK = torch.ones(1, TEXT, dtype=torch.long)
+_PROMPT_MASKS: dict[str, Any] = {
+    "prompt_attention_mask": _MASK,
+    "negative_prompt_attention_mask": _MASK,
+}
+
+
+def _shifted() -> FlowMatchEulerDiscreteScheduler:
+    return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
 
 
 def flux() -> TransformerCase:
-    pipeline = FluxPipeline(
-        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        **_NOTHING,
-        **_SECOND,
-        transformer=make_flux(),
-    )
-    return TransformerCase(pipeline, 80, **_FLUX_TEXT, height=128, width=160)
+    pipeline = FluxPipeline(_shifted(), **_NOTHING, **_SECOND, transformer=make_flux())
+    return TransformerCase(pipeline, **_FLUX_TEXT)
 
 
 def flux_kontext() -> TransformerCase:
     """With a reference picture behind the latent, in the same sequence."""
-    pipeline = FluxKontextPipeline(
-        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        **_NOTHING,
-        **_SECOND,
-        transformer=make_flux(),
-    )
+    pipeline = FluxKontextPipeline(_shifted(), **_NOTHING, **_SECOND, transformer=make_flux())
     pipeline.latent_channels = 4
     return TransformerCase(
         pipeline,
-        80,
         references=48,
         **_FLUX_TEXT,
         image=noise(1, 4, 12, 16, seed=7),
-        height=128,
-        width=160,
         max_area=128 * 160,
     )
 
@@ -379,18 +371,12 @@ def flux2() -> TransformerCase:
         in_channels=16,
         num_layers=1,
         num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
+        **_HEADS,
         joint_attention_dim=TEXT_CHANNELS,
         axes_dims_rope=(4, 4, 4, 4),
     )
-    pipeline = Flux2Pipeline(
-        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        **_NOTHING,
-        transformer=lively(transformer),
-    )
-    text = noise(1, TEXT, TEXT_CHANNELS)
-    return TransformerCase(pipeline, 80, prompt_embeds=text, height=128, width=160)
+    pipeline = Flux2Pipeline(_shifted(), **_NOTHING, transformer=lively(transformer))
+    return TransformerCase(pipeline, prompt_embeds=noise(1, TEXT, TEXT_CHANNELS))
 
 
 def sd3() -> TransformerCase:
@@ -398,8 +384,7 @@ def sd3() -> TransformerCase:
         sample_size=32,
         in_channels=4,
         num_layers=3,
-        attention_head_dim=16,
-        num_attention_heads=2,
+        **_HEADS,
         joint_attention_dim=TEXT_CHANNELS,
         caption_projection_dim=32,
         pooled_projection_dim=TEXT_CHANNELS,
@@ -417,7 +402,7 @@ def sd3() -> TransformerCase:
         tokenizer_3=None,
     )
     negative: dict[str, Any] = {f"negative_{name}": -value for name, value in _FLUX_TEXT.items()}
-    return TransformerCase(pipeline, 80, **_FLUX_TEXT, **negative, height=128, width=160)
+    return TransformerCase(pipeline, **_FLUX_TEXT, **negative)
 
 
 def make_qwen(**options: Any) -> QwenImageTransformer2DModel:
@@ -426,8 +411,7 @@ def make_qwen(**options: Any) -> QwenImageTransformer2DModel:
             in_channels=16,
             out_channels=4,
             num_layers=3,
-            attention_head_dim=16,
-            num_attention_heads=2,
+            **_HEADS,
             joint_attention_dim=TEXT_CHANNELS,
             axes_dims_rope=(4, 4, 8),
             **options,
@@ -436,19 +420,9 @@ def make_qwen(**options: Any) -> QwenImageTransformer2DModel:
 
 
 def qwen_image() -> TransformerCase:
-    pipeline = QwenImagePipeline(
-        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        **_NOTHING,
-        transformer=make_qwen(),
-    )
+    pipeline = QwenImagePipeline(_shifted(), **_NOTHING, transformer=make_qwen())
     return TransformerCase(
-        pipeline,
-        80,
-        **_PROMPTS,
-        prompt_embeds_mask=torch.ones(1, TEXT, dtype=torch.long),
-        negative_prompt_embeds_mask=torch.ones(1, TEXT, dtype=torch.long),
-        height=128,
-        width=160,
+        pipeline, **_PROMPTS, prompt_embeds_mask=_MASK, negative_prompt_embeds_mask=_MASK
     )
 
 
@@ -470,20 +444,16 @@ def z_image() -> TransformerCase:
     )
     return TransformerCase(
         pipeline,
-        80,
         beside=32 + 16,
         prompt_embeds=[noise(TEXT, TEXT_CHANNELS)],
         negative_prompt_embeds=[noise(TEXT, TEXT_CHANNELS, seed=2)],
-        height=128,
-        width=160,
     )
 
 
 def make_wan(**options: Any) -> WanTransformer3DModel:
     return lively(
         WanTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
+            **_HEADS,
             text_dim=TEXT_CHANNELS,
             freq_dim=32,
             ffn_dim=64,
@@ -509,12 +479,10 @@ def wan() -> TransformerCase:
     )
     return TransformerCase(
         pipeline,
-        3 * 80,
+        picture=3 * 80,
         beside=0,
         **_PROMPTS,
         num_frames=9,
-        height=128,
-        width=160,
     )
 
 
@@ -522,25 +490,18 @@ def ltx() -> TransformerCase:
     transformer = LTXVideoTransformer3DModel(
         in_channels=8,
         out_channels=8,
-        num_attention_heads=2,
-        attention_head_dim=16,
+        **_HEADS,
         cross_attention_dim=32,
         num_layers=2,
         caption_channels=TEXT_CHANNELS,
     )
-    pipeline = LTXPipeline(
-        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        **_NOTHING,
-        transformer=lively(transformer),
-    )
-    mask = torch.ones(1, TEXT, dtype=torch.long)
+    pipeline = LTXPipeline(_shifted(), **_NOTHING, transformer=lively(transformer))
     return TransformerCase(
         pipeline,
-        3 * 80,
+        picture=3 * 80,
         beside=0,
         **_PROMPTS,
-        prompt_attention_mask=mask,
-        negative_prompt_attention_mask=mask,
+        **_PROMPT_MASKS,
         num_frames=17,
         height=256,
         width=320,
@@ -551,8 +512,7 @@ def hunyuan_video(**options: Any) -> TransformerCase:
     transformer = HunyuanVideoTransformer3DModel(
         in_channels=4,
         out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
+        **_HEADS,
         num_layers=1,
         num_single_layers=2,
         num_refiner_layers=1,
@@ -572,20 +532,17 @@ def hunyuan_video(**options: Any) -> TransformerCase:
     )
     return TransformerCase(
         pipeline,
-        3 * 80,
+        picture=3 * 80,
         **_FLUX_TEXT,
         prompt_attention_mask=torch.ones(1, TEXT, dtype=torch.bool),
         num_frames=9,
-        height=128,
-        width=160,
     )
 
 
 def cogvideox() -> TransformerCase:
     """Its frames come before the channels, and its scheduler counts no steps."""
     transformer = CogVideoXTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
+        **_HEADS,
         in_channels=4,
         out_channels=4,
         time_embed_dim=8,
@@ -605,11 +562,9 @@ def cogvideox() -> TransformerCase:
     )
     return TransformerCase(
         pipeline,
-        3 * 80,
+        picture=3 * 80,
         **_PROMPTS,
         num_frames=9,
-        height=128,
-        width=160,
     )
 
 
@@ -630,16 +585,7 @@ def lumina2() -> TransformerCase:
     pipeline = Lumina2Pipeline(
         lively(transformer), FlowMatchEulerDiscreteScheduler(shift=6.0), **_NOTHING
     )
-    mask = torch.ones(1, TEXT, dtype=torch.long)
-    return TransformerCase(
-        pipeline,
-        80,
-        **_PROMPTS,
-        prompt_attention_mask=mask,
-        negative_prompt_attention_mask=mask,
-        height=128,
-        width=160,
-    )
+    return TransformerCase(pipeline, **_PROMPTS, **_PROMPT_MASKS)
 
 
 TRANSFORMERS = {

@@ -27,7 +27,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 
@@ -38,13 +38,13 @@ from benchmarks.host import use_cpu
 from benchmarks.machine import origin
 from tools.environment import ROOT
 
-from .draws import Draw, draw
-from .tally import Progress, Tally, failure_text, page
+from .draws import draw
+from .tally import Tally, failure_text, page
 from .traces import resident_bytes, steady_memory
 
 use_cpu()
 
-from .merging import Merging, NoMerging  # noqa: E402
+from .merging import Merging  # noqa: E402
 from .models import all_models, load_nodes  # noqa: E402
 from .runs import Runs  # noqa: E402
 
@@ -53,16 +53,25 @@ QUICK = 100
 
 _RESULTS = ROOT / "benchmarks" / "results"
 
+# Runs between two lines of progress.
+_LINE_EVERY = 50
 
-def soak(runs: Runs, draws: Iterable[Draw], progress: Progress, seed: int) -> Tally:
-    """Do runs, and tell of each that failed."""
+
+def soak(runs: Runs, numbers: Sequence[int], seed: int) -> Tally:
+    """Do the runs of some numbers, and tell of each that failed."""
     tally = Tally()
-    for each in draws:
-        verdict = runs.run(each)
-        tally.add(each, verdict, resident_bytes())
+    for done, number in enumerate(numbers, 1):
+        run = draw(seed, number, runs.traits)
+        verdict = runs.run(run)
+        tally.add(run, verdict, resident_bytes())
         if verdict.failures:
-            progress.tell(failure_text(each, verdict.failures, seed))
-        progress.show(tally)
+            print(failure_text(run, verdict.failures, seed), flush=True)
+        if done % _LINE_EVERY == 0:
+            print(
+                f"{done}/{len(numbers)} runs, {len(tally.failures)} failed, "
+                f"{tally.bytes[-1] / 1e6:.0f} MB",
+                flush=True,
+            )
     return tally
 
 
@@ -94,12 +103,9 @@ def main() -> int:
         numbers = [arguments.only]
     load_nodes()
     models = all_models()
-    traits = {name: model.traits for name, model in models.items()}
-    draws = (draw(arguments.seed, number, traits) for number in numbers)
     began = time.monotonic()
-    merging = NoMerging() if arguments.unpatched else Merging()
-    with closing(Runs(models, merging)) as runs:
-        tally = soak(runs, draws, Progress(len(numbers)), arguments.seed)
+    with closing(Runs(models, None if arguments.unpatched else Merging())) as runs:
+        tally = soak(runs, numbers, arguments.seed)
     if arguments.save:
         result = {
             **origin("cpu", "soak"),

@@ -34,24 +34,3 @@ class Merging:
     def remove_patch(self, unet: nn.Module) -> None:
         """Take token merging off such a UNet."""
         tome_nodes.remove_patch(unet)
-
-
-class NoMerging(Merging):
-    """Leaves everything as it is, to see what the host does by itself."""
-
-    def patch(self, model: ModelPatcher, settings: Mapping[str, Any]) -> ModelPatcher:
-        return model
-
-    def remove(self, model: ModelPatcher) -> ModelPatcher:
-        return model
-
-    def report(
-        self, model: ModelPatcher, samples: Tensor, image: Tensor, inputs: Mapping[str, Any]
-    ) -> Tensor:
-        return image
-
-    def apply_patch(self, unet: nn.Module, settings: Mapping[str, Any]) -> None:
-        pass
-
-    def remove_patch(self, unet: nn.Module) -> None:
-        pass

@@ -148,65 +148,61 @@ class ComfyModel(Model):
 class PlainUNet(Model):
     """A UNet that is called as a module and patched in place.
 
-    Attributes:
+    Args:
         unet: the module.
         text: channels of its prompt.
+        denoise: one evaluation of the UNet or of a copy, for a picture, a timestep and a prompt.
     """
 
-    def __init__(self, unet: nn.Module, text: int):
+    def __init__(self, unet: nn.Module, text: int, denoise: Callable[..., Tensor]):
         self.traits = Traits(weight=2.0, patches=150, worth=8, has_nodes=False)
-        self.unet = unet
-        self.text = text
+        self._unet = unet
+        self._text = text
+        self._denoise = denoise
 
     @property
     def module(self) -> nn.Module:
-        return self.unet
-
-    def denoise(self, unet: Any, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        """One evaluation of the UNet or of a copy."""
-        raise NotImplementedError
+        return self._unet
 
     @contextmanager
     def prepared(self, draw: Draw, merging: Merging | None) -> Iterator[nn.Module]:
         if merging is None:
-            yield self.unet
+            yield self._unet
             return
-        merging.apply_patch(self.unet, draw.settings)
+        merging.apply_patch(self._unet, draw.settings)
         try:
-            yield copy.deepcopy(self.unet) if draw.cloned else self.unet
+            yield copy.deepcopy(self._unet) if draw.cloned else self._unet
         finally:
-            merging.remove_patch(self.unet)
+            merging.remove_patch(self._unet)
 
     @torch.no_grad()
     def sample(self, prepared: nn.Module, sampling: Sampling, at_step: AtStep) -> Tensor:
         random = torch.Generator().manual_seed(sampling.seed)
         sides = [2 * side for side in sampling.size]
         x = torch.randn(sampling.batch, 4, *sides, generator=random)
-        text = torch.randn(sampling.batch, 7, self.text, generator=random)
+        text = torch.randn(sampling.batch, 7, self._text, generator=random)
         for step, timestep in enumerate(torch.linspace(999, 100, sampling.steps).long(), 1):
-            x = x - 0.1 * self.denoise(prepared, x, timestep, text)
+            x = x - 0.1 * self._denoise(prepared, x, timestep, text)
             at_step(step)
         return x
 
 
-class UNetOfDiffusers(PlainUNet):
+def unet_of_diffusers() -> PlainUNet:
     """A UNet of diffusers."""
+    return PlainUNet(
+        pipelines.make_unet(),
+        pipelines.TEXT_CHANNELS,
+        lambda unet, x, timestep, text: unet(x, timestep, encoder_hidden_states=text).sample,
+    )
 
-    def __init__(self) -> None:
-        super().__init__(pipelines.make_unet(), pipelines.TEXT_CHANNELS)
 
-    def denoise(self, unet: Any, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        return unet(x, timestep, encoder_hidden_states=text).sample
-
-
-class UNetOfLdm(PlainUNet):
+def unet_of_ldm() -> PlainUNet:
     """A UNet of latent-diffusion."""
-
-    def __init__(self) -> None:
-        super().__init__(ldm.make_unet(num_heads=4), ldm.TEXT_CHANNELS)
-
-    def denoise(self, unet: Any, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        return unet(x, timestep.repeat(len(x)), context=text)
+    return PlainUNet(
+        ldm.make_unet(num_heads=4),
+        ldm.TEXT_CHANNELS,
+        lambda unet, x, timestep, text: unet(x, timestep.repeat(len(x)), context=text),
+    )
 
 
 def transformer(kind: str) -> ComfyModel:
@@ -234,7 +230,7 @@ def all_models() -> dict[str, Model]:
         },
     }
     transformers = {kind: transformer(kind) for kind in TINY}
-    return {**unets, **transformers, "diffusers": UNetOfDiffusers(), "ldm": UNetOfLdm()}
+    return {**unets, **transformers, "diffusers": unet_of_diffusers(), "ldm": unet_of_ldm()}
 
 
 def load_nodes() -> None:

@@ -73,9 +73,14 @@ class _Sampled:
 
 
 class Runs:
-    """Does runs on a set of models, and judges them."""
+    """Does runs on a set of models, and judges them; if ``merging`` is None, what the host does.
 
-    def __init__(self, models: Mapping[str, Model], merging: Merging):
+    Attributes:
+        traits: what may be drawn for the models.
+    """
+
+    def __init__(self, models: Mapping[str, Model], merging: Merging | None):
+        self.traits = {name: model.traits for name, model in models.items()}
         self._models = models
         self._merging = merging
         self._exits = ExitStack()

@@ -1,7 +1,6 @@
 """What became of the runs: counts, memory, and the words for them."""
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,9 +17,6 @@ MOST_GROWTH = 20.0
 
 # Runs of which the median is a level of memory.
 _LEVEL_OF = 20
-
-# Runs between two lines of a log.
-_LINE_EVERY = 50
 
 
 @dataclass
@@ -100,30 +96,6 @@ def growth(memory: Sequence[int]) -> float:
         return 0.0
     window = min(_LEVEL_OF, warm_up)
     return (median(memory[-window:]) - median(memory[warm_up - window : warm_up])) / 1e6
-
-
-class Progress:
-    """Shows how far the runs are: in one line of a terminal, in some lines of a log."""
-
-    def __init__(self, runs: int):
-        self._runs = runs
-        self._is_terminal = sys.stdout.isatty()
-
-    def show(self, tally: Tally) -> None:
-        """Show a finished run."""
-        done = len(tally.bytes)
-        line = (
-            f"{done}/{self._runs} runs, {len(tally.failures)} failed, "
-            f"{tally.bytes[-1] / 1e6:.0f} MB"
-        )
-        if self._is_terminal:
-            print(f"\r{line}", end="" if done < self._runs else "\n", flush=True)
-        elif done % _LINE_EVERY == 0:
-            print(line, flush=True)
-
-    def tell(self, text: str) -> None:
-        """Print something else."""
-        print(f"\r{text}" if self._is_terminal else text, flush=True)
 
 
 def failure_text(run: Draw, failures: Sequence[str], seed: int) -> str:

@@ -12,7 +12,7 @@ from tome_nodes.settings.presets import PRESETS, settings_of
 
 from .draws import FAULTS, Beside, Draw, Fault, Sampling, Traits, draw
 from .merging import Merging
-from .models import UNetOfDiffusers, transformer
+from .models import transformer, unet_of_diffusers
 from .runs import Runs
 from .tally import Tally, Verdict, failure_text, growth
 
@@ -28,7 +28,7 @@ def judged():
     makers = {
         "flux": lambda: transformer("flux"),
         "sd3": lambda: transformer("sd3"),
-        "diffusers": UNetOfDiffusers,
+        "diffusers": unet_of_diffusers,
     }
 
     def judge(run, merging):
@@ -48,17 +48,17 @@ class Crashes(Merging):
 class Changes(Merging):
     """Does something to the result of each evaluation."""
 
-    def changed(self, output):
-        return output
-
     def patch(self, model, settings):
         patched = super().patch(model, settings)
         patched.set_model_unet_function_wrapper(
-            lambda apply, given: self.changed(
-                apply(given["input"], given["timestep"], **given["c"])
+            lambda apply, given: self.evaluated(
+                given["input"], lambda: apply(given["input"], given["timestep"], **given["c"])
             )
         )
         return patched
+
+    def evaluated(self, given, evaluate):
+        return self.changed(evaluate())
 
 
 class IsNotFinite(Changes):
@@ -85,17 +85,12 @@ class Remembers(Changes):
         return output + self.count
 
 
-class Swallows(Merging):
-    def patch(self, model, settings):
-        def evaluate(apply, given):
-            try:
-                return apply(given["input"], given["timestep"], **given["c"])
-            except Exception:
-                return given["input"]
-
-        patched = super().patch(model, settings)
-        patched.set_model_unet_function_wrapper(evaluate)
-        return patched
+class Swallows(Changes):
+    def evaluated(self, given, evaluate):
+        try:
+            return evaluate()
+        except Exception:
+            return given
 
 
 class Overrides(Merging):

@@ -39,6 +39,15 @@ class Clock(FakeClock):
         return way
 
 
+def failing(error):
+    """A way that raises."""
+
+    def way():
+        raise error
+
+    return way
+
+
 class Memory(dict):
     """A store that is gone with the test."""
 
@@ -47,6 +56,18 @@ class Memory(dict):
 
     def keep(self, device, case, choice):
         self[device, case, choice.default] = choice
+
+
+class Probe(Autotune):
+    """With a clock of its own, and a memory that is gone with the test."""
+
+    def __init__(self):
+        self.clock, self.memory = Clock(), Memory()
+        super().__init__(self.memory, lambda device: self.clock)
+
+    def chosen(self, ways, *size):
+        """The choice among ways to weigh keys of a size."""
+        return self.choose(GPU, ("weights", *size), "mask", lambda: ways)
 
 
 @pytest.fixture
@@ -86,10 +107,7 @@ def test_long_ways_run_less_often():
 
 
 def test_a_way_that_fails_is_left_out():
-    def fails():
-        raise torch.OutOfMemoryError("no room")
-
-    clock = Clock()
+    fails, clock = failing(torch.OutOfMemoryError("no room")), Clock()
     slow, quick = clock.taking(2e-3), clock.taking(1e-3)
     found = fastest("a", {"a": fails, "b": slow, "c": quick}, clock)
     assert (found.variant, found.seconds.keys()) == ("c", {"b", "c"})
@@ -115,124 +133,91 @@ def test_a_way_that_fails_later_is_left_out_too():
 
 
 def test_an_interrupt_goes_on():
-    def interrupted():
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        fastest("a", {"a": interrupted, "b": lambda: None}, Clock())
+        fastest("a", {"a": failing(KeyboardInterrupt), "b": lambda: None}, Clock())
 
 
 def test_each_case_is_measured_once_and_kept(idle):
-    clock, memory = Clock(), Memory()
-    probe = Autotune(memory, lambda device: clock)
-    ways = {"mask": clock.taking(2e-3), "channels": clock.taking(1e-3)}
-    first = probe.choose(GPU, ("weights", 40), "mask", lambda: ways)
+    probe = Probe()
+    ways = {"mask": probe.clock.taking(2e-3), "channels": probe.clock.taking(1e-3)}
+    first = probe.chosen(ways, 40)
     assert first.variant == "channels"
     calls = ways["mask"].calls
-    assert probe.choose(GPU, ("weights", 40), "mask", lambda: ways) is first
-    assert Autotune(memory, None).choose(GPU, ("weights", 40), "mask", lambda: ways) is first
+    another = Autotune(probe.memory, None)
+    for each in probe, another:
+        assert each.choose(GPU, ("weights", 40), "mask", lambda: ways) is first
     assert ways["mask"].calls == calls
-    probe.choose(GPU, ("weights", 64), "mask", lambda: ways)
+    probe.chosen(ways, 64)
     assert ways["mask"].calls == 2 * calls
 
 
 def test_what_was_kept_counts_only_where_that_way_is_there(idle):
-    clock, memory = Clock(), Memory()
-    memory.keep(GPU, ("weights",), Choice("kernel", "mask", {"mask": 2.0, "kernel": 1.0}))
-    probe = Autotune(memory, lambda device: clock)
-    ways = {"mask": clock.taking(1e-3), "channels": clock.taking(1e-3)}
-    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).variant == "mask"
+    probe = Probe()
+    probe.memory.keep(GPU, ("weights",), Choice("kernel", "mask", {"mask": 2.0, "kernel": 1.0}))
+    ways = {name: probe.clock.taking(1e-3) for name in ("mask", "channels")}
+    assert probe.chosen(ways).variant == "mask"
 
 
-def test_what_could_not_be_tried_is_not_kept(idle):
-    def fails():
-        raise torch.OutOfMemoryError("no room")
-
-    clock, memory = Clock(), Memory()
-    probe = Autotune(memory, lambda device: clock)
-    ways = {"mask": fails, "channels": clock.taking(1e-3)}
-    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).variant == "channels"
-    assert memory == {}
-    # Nor is it tried again in this process.
-    calls = ways["channels"].calls
-    probe.choose(GPU, ("weights",), "mask", lambda: ways)
-    assert ways["channels"].calls == calls
-
-
-def test_a_way_that_does_not_work_here_is_not_tried_again(idle):
-    def fails():
-        raise NotImplementedError("no such kernel")
-
-    clock, memory = Clock(), Memory()
-    ways = {"mask": fails, "channels": clock.taking(1e-3)}
-    probe = Autotune(memory, lambda device: clock)
-    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).variant == "channels"
-    assert memory == {(GPU, ("weights",), "mask"): Choice("channels", "mask", {})}
-
-
-def test_a_single_way_is_not_tried(idle):
-    clock, memory = Clock(), Memory()
-    way = clock.taking(1e-3)
-    found = Autotune(memory, lambda device: clock).choose(
-        GPU, ("weights",), "mask", lambda: {"mask": way}
-    )
-    assert found == Choice("mask", "mask", {})
-    assert (way.calls, memory) == (0, {})
-
-
-def test_times_of_nothing_are_not_kept(idle):
-    clock, memory = Clock(), Memory()
-    ways = {"mask": clock.taking(0.0), "channels": clock.taking(0.0)}
-    probe = Autotune(memory, lambda device: clock)
-    assert probe.choose(GPU, ("weights",), "mask", lambda: ways).variant == "mask"
-    assert memory == {}
+@pytest.mark.parametrize(
+    ("mask", "channels", "variant", "is_kept"),
+    [
+        # Next time there may be enough memory, but not another kernel.
+        (torch.OutOfMemoryError("no room"), 1e-3, "channels", False),
+        (NotImplementedError("no such kernel"), 1e-3, "channels", True),
+        # Times of nothing.
+        (0.0, 0.0, "mask", False),
+        # A single way is not tried.
+        (1e-3, None, "mask", False),
+    ],
+)
+def test_what_cannot_be_compared_is_tried_once(idle, mask, channels, variant, is_kept):
+    probe = Probe()
+    times = {"mask": mask, "channels": channels}
+    ways = {
+        name: failing(time) if isinstance(time, Exception) else probe.clock.taking(time)
+        for name, time in times.items()
+        if time is not None
+    }
+    assert probe.chosen(ways).variant == variant
+    kept = {(GPU, ("weights",), "mask"): Choice(variant, "mask", {})}
+    assert probe.memory == (kept if is_kept else {})
+    calls = ways[variant].calls
+    assert (calls == 0) == (len(ways) == 1)
+    probe.chosen(ways)
+    assert ways[variant].calls == calls
 
 
 @pytest.mark.parametrize("part", ["read", "keep", "clock"])
 def test_an_error_of_the_probe_is_no_error_of_the_run(part, idle, monkeypatch, caplog):
-    clock, memory = Clock(), Memory()
+    probe = Probe()
 
     def fails(*_):
         raise RuntimeError("cuDNN of another version")
 
     if part == "clock":
-        monkeypatch.setattr(clock, "wait", fails)
+        monkeypatch.setattr(probe.clock, "wait", fails)
     else:
-        monkeypatch.setattr(memory, part, fails)
-    probe = Autotune(memory, lambda device: clock)
-    for case in (("weights",), ("merge",)):
-        ways = {"a": clock.taking(2e-3), "b": clock.taking(1e-3)}
-        assert probe.choose(GPU, case, "a", lambda ways=ways: ways) == Choice("a", "a", {})
+        monkeypatch.setattr(probe.memory, part, fails)
+    for size in 40, 64:
+        ways = {"mask": probe.clock.taking(2e-3), "channels": probe.clock.taking(1e-3)}
+        assert probe.chosen(ways, size) == Choice("mask", "mask", {})
     (record,) = caplog.records
     assert "cuDNN of another version" in record.getMessage()
 
 
 def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    memory = Memory()
-    assert Autotune(memory).choose(GPU, ("weights",), "mask", lambda: pytest.fail("tried")) is None
-    assert memory == {}
-
-
-def test_nothing_is_tried_on_a_cpu():
-    made = make_engine(
-        ToMeConfig(), make_strategy, torch.device("cpu"), torch.float32, autotune=Autotune(Memory())
-    )
-    assert made.strategy.ops is TORCH
-    assert made.choices == {}
-
-
-def autotune_by(clock):
-    """A probe that keeps nothing after the test."""
-    return Autotune(Memory(), lambda device: clock)
+    probe = Probe()
+    assert probe.choose(GPU, ("weights",), "mask", lambda: pytest.fail("tried")) is None
+    assert probe.memory == {}
 
 
 SWAPPED = "merge", "merge_keys", "add_change", "widen"
 """The operations that plain torch may take over."""
 
 
-def backend(clock, seconds):
-    """The operations of plain torch under the name of the other backend, timed by the clock."""
+def timed_operations(backend, clock, seconds):
+    """The operations of plain torch under the name of a backend, timed by the clock."""
 
     plain = {name: getattr(TORCH, name) for name in SWAPPED}
 
@@ -245,7 +230,7 @@ def backend(clock, seconds):
         run.calls = 0
         return run
 
-    return replace(TORCH, name="triton", **{name: timed(name) for name in plain})
+    return replace(TORCH, name=backend, **{name: timed(name) for name in plain})
 
 
 def operations_on(x, plan, ops):
@@ -263,19 +248,10 @@ def operations_on(x, plan, ops):
 
 @pytest.mark.parametrize("is_slow", [True, False])
 def test_plain_torch_takes_the_place_of_slow_kernels(is_slow, monkeypatch):
-    clock = Clock()
-    kernels = backend(clock, 2e-3 if is_slow else 1e-3)
-
-    def taking(operation):
-        def timed(*arguments):
-            clock.time += 1e-3
-            return operation(*arguments)
-
-        return timed
-
-    plain = {name: taking(getattr(TORCH, name)) for name in SWAPPED}
-    monkeypatch.setattr(autotune, "TORCH", replace(TORCH, **plain))
-    tuner = Tuner(autotune_by(clock).choose)
+    probe = Probe()
+    kernels = timed_operations("triton", probe.clock, 2e-3 if is_slow else 1e-3)
+    monkeypatch.setattr(autotune, "TORCH", timed_operations("torch", probe.clock, 1e-3))
+    tuner = Tuner(probe.choose)
     ops = tuned(kernels, tuner)
     x = torch.randn(2, 6, 8, device=DEVICE)
     plan = SlotPlan.from_slots(torch.tensor([[0, 1, 2, 0, 1, 2]] * 2, device=DEVICE), 3)
@@ -304,14 +280,14 @@ def test_a_backend_that_was_asked_for_stays(backend, monkeypatch):
         make_strategy,
         DEVICE,
         torch.float32,
-        autotune=autotune_by(Clock()),
+        autotune=Probe(),
     )
     assert made.tuner is not None
     assert (made.strategy.ops is kernels.TRITON) == (backend == "triton")
 
 
 def test_under_compile_the_default_is_taken():
-    tuner = Tuner(autotune_by(Clock()).choose)
+    tuner = Tuner(Probe().choose)
 
     @torch.compile(backend="eager", fullgraph=True)
     def chosen(x):
@@ -324,7 +300,7 @@ def test_under_compile_the_default_is_taken():
 
 
 def test_sizes_may_be_symbols_under_compile():
-    ops = tuned(replace(TORCH, name="triton"), Tuner(autotune_by(Clock()).choose))
+    ops = tuned(replace(TORCH, name="triton"), Tuner(Probe().choose))
     graphs = []
 
     def compiled(graph, _):
@@ -359,7 +335,7 @@ def test_nearly_equal_numbers_of_tokens_are_one_case():
         (16,),
         (18,),
     ]
-    tuner = Tuner(autotune_by(Clock()).choose)
+    tuner = Tuner(Probe().choose)
     ways = {"mask": lambda: None, "channels": lambda: None}
     for tokens in (1030, 1040):
         x = torch.zeros(1, tokens, 4, device=DEVICE)
@@ -375,7 +351,7 @@ def test_matching_is_not_chosen_by_time():
     kernels = pytest.importorskip("tome_nodes.ops.triton")
     if not kernels.runs_on(torch.device(DEVICE)):
         pytest.skip("no kernels run on this device")
-    tuner = Tuner(autotune_by(Clock()).choose)
+    tuner = Tuner(Probe().choose)
     ops = tuned(kernels.TRITON, tuner)
     strategy = make_strategy(ToMeConfig(strategy="window", min_tokens=1), ops)
     strategy.begin(torch.zeros((), dtype=torch.int64, device=DEVICE))

@@ -31,28 +31,12 @@ def line(counts, config=None, backend=()):
     return log_line.log_line(counts, config or ToMeConfig(ratio=0.5), [*backend])
 
 
-def test_the_line_of_one_level():
-    outcomes = [merged(block, 4096, 2048) for block in "abc"]
-    counts = counts_of((0, outcomes), (1, outcomes), total_steps=2)
-    assert counts.merged_anything
-    assert line(counts) == "merged 3/16 blocks (4096 -> 2048 tokens), 2/2 steps, ratio 0.50"
-
-
 def test_the_line_of_several_levels_names_each():
     outcomes = [*(merged(block, 1024, 512) for block in "abc"), merged("d", 4096, 2048)]
     counts = counts_of((0, outcomes), total_steps=4)
     assert line(counts, backend=["triton"]) == (
         "merged 4/16 blocks (4096 -> 2048 tokens x1, 1024 -> 512 tokens x3), 1/4 steps, "
         "ratio 0.50, triton"
-    )
-
-
-def test_the_line_of_a_changing_ratio_shows_its_range():
-    evaluations = [(step, [merged("a", 100, after)]) for step, after in enumerate((40, 50, 60))]
-    counts = counts_of(*evaluations, (0, [merged("b", 400, 160)]), total_steps=3, blocks=3)
-    assert line(counts, ToMeConfig(ratio=0.6, ratio_end=0.4)) == (
-        "merged 2/3 blocks (400 -> 160 tokens x1, 100 -> 40-60 tokens x1), 3/3 steps, "
-        "ratio 0.60 to 0.40"
     )
 
 

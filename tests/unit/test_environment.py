@@ -74,12 +74,6 @@ def test_versions_are_compared_by_their_numbers():
     assert not is_earlier("0.30.0", "0.30.0") and not is_earlier("1.0.0", "0.30.0")
 
 
-@pytest.mark.parametrize("version", RELEASES)
-def test_a_pinned_comfyui_is_known_by_its_path(monkeypatch, version):
-    monkeypatch.setenv("COMFYUI_PATH", str(pinned_comfyui(version)))
-    assert environment.comfyui_directory() == pinned_comfyui(version)
-
-
 def test_the_newest_is_used_unless_another_is_chosen(monkeypatch, tmp_path):
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
     assert environment.comfyui_directory() == pinned_comfyui(NEWEST)

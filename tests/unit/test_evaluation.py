@@ -60,17 +60,33 @@ class Noted(Observer):
         self.results.append(result)
 
 
+X = torch.randn(1, GRID.tokens, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Merging:
+    """A model whose linear layers merge, with what is reported of its evaluations."""
+
+    def __init__(self):
+        noted, self.model = Noted(), Model()
+        config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
+        self.run = Run(config, toy(), self.model, make_strategy, noted)
+        self.results = noted.results
+
+    @torch.no_grad()
+    def __call__(self, is_active=True, obstacle=None):
+        moment = Moment(0, 0.0, 0, None, is_active)
+        with self.run.evaluation(moment, GRID, X.device, X.dtype, obstacle):
+            return self.model(X)
+
+    def has_overrides(self):
+        return any("forward" in vars(module) for module in self.model.modules())
+
+
 def test_the_outcome_of_each_block_is_reported():
-    noted, model = Noted(), Model()
-    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
-    run = Run(config, toy(), model, make_strategy, noted)
-    x = torch.randn(1, GRID.tokens, 3)
-    with torch.no_grad():
-        for active, obstacle in ((True, None), (False, None), (True, "it may not")):
-            moment = Moment(0, 0.0, 0, None, active)
-            with run.evaluation(moment, GRID, x.device, x.dtype, obstacle):
-                model(x)
-    first, inactive, hindered = noted.results
+    evaluate = Merging()
+    for is_active, obstacle in ((True, None), (False, None), (True, "it may not")):
+        evaluate(is_active, obstacle)
+    first, inactive, hindered = evaluate.results
     assert [(o.block, o.before, o.after, o.plans_made) for o in first.merged] == [
         ("blocks.0", 16, 8, 1),
         ("blocks.1", 16, 8, 1),
@@ -78,21 +94,20 @@ def test_the_outcome_of_each_block_is_reported():
     assert inactive.merged == hindered.merged == []
     assert "covers no step" in inactive.reason and not inactive.is_active
     assert hindered.reason == "it may not" and hindered.is_active
-    assert not any("forward" in vars(module) for module in model.modules())
+    assert not evaluate.has_overrides()
 
 
 def test_an_evaluation_that_raises_is_not_reported_and_leaves_nothing():
-    noted, model = Noted(), Model()
-    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
-    run = Run(config, toy(), model, make_strategy, noted)
-    x = torch.zeros(1, GRID.tokens, 3)
-    with (
-        pytest.raises(RuntimeError, match="on purpose"),
-        run.evaluation(Moment(0, 0.0, 0, None, True), GRID, x.device, x.dtype),
-    ):
+    evaluate = Merging()
+
+    def raises(*_):
         raise RuntimeError("on purpose")
-    assert noted.results == []
-    assert not any("forward" in vars(module) for module in model.modules())
+
+    evaluate.model.register_forward_hook(raises)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        evaluate()
+    assert evaluate.results == []
+    assert not evaluate.has_overrides()
 
 
 def refreshed(moments, **settings):
@@ -149,25 +164,21 @@ def test_without_a_step_on_all_tokens_there_is_no_detail(settings):
         torch.testing.assert_close(change, with_fewer_details(plain, plan, 0))
 
 
-def test_a_host_that_does_not_know_the_last_step_counts_from_the_first():
-    moments = [replace(moment, steps_left=None) for moment in steps_of(5)]
-    _, evaluations = refreshed(moments, ratio=0.5, refresh_steps=2)
-    assert [bool(result.merged) for _, result in evaluations] == [True, True, False, True, False]
-
-
-def test_the_first_step_always_merges():
-    _, evaluations = refreshed(steps_of(1), ratio=0.5, refresh_steps=1)
-    assert evaluations[0][1].merged
-
-
-def test_a_run_that_begins_with_a_picture_begins_on_all_tokens():
-    moments = [replace(moment, from_noise=False) for moment in steps_of(6)]
-    plain, evaluations = refreshed(moments, ratio=0.5, refresh_steps=4)
-    merged = [bool(result.merged) for _, result in evaluations]
-    assert merged == [False, True, True, True, False, True]
-    change, result = evaluations[1]
-    expected = with_fewer_details(plain, result.merged[0].plan, FADING)
-    torch.testing.assert_close(change, expected)
+@pytest.mark.parametrize(
+    ("steps", "refresh_steps", "what_else", "merged"),
+    [
+        # A host that does not know the last step counts from the first.
+        (5, 2, {"steps_left": None}, [True, True, False, True, False]),
+        # The first step always merges.
+        (1, 1, {}, [True]),
+        # A run that begins with a picture begins on all tokens.
+        (6, 4, {"from_noise": False}, [False, True, True, True, False, True]),
+    ],
+)
+def test_which_steps_merge(steps, refresh_steps, what_else, merged):
+    moments = [replace(moment, **what_else) for moment in steps_of(steps)]
+    _, evaluations = refreshed(moments, ratio=0.5, refresh_steps=refresh_steps)
+    assert [bool(result.merged) for _, result in evaluations] == merged
 
 
 def test_each_part_keeps_its_own_detail_and_only_some_do():
@@ -180,11 +191,12 @@ def test_each_part_keeps_its_own_detail_and_only_some_do():
         torch.testing.assert_close(change, with_fewer_details(plain, plan, share))
 
 
-def test_detail_does_not_grow_where_steps_are_counted_down():
-    moments = [replace(moment, from_noise=False) for moment in steps_of(6)[::-1]]
+@pytest.mark.parametrize(("way", "index"), [(1, 1), (-1, 2)])
+def test_a_step_behind_a_full_one_has_its_detail_also_where_steps_are_counted_down(way, index):
+    """Two steps of the six are full, the last but one and the first."""
+    moments = [replace(moment, from_noise=False) for moment in steps_of(6)[::way]]
     plain, evaluations = refreshed(moments, ratio=0.5, refresh_steps=4)
-    # Two steps of the six are full, the last but one and the first; one step lies between.
-    change, result = evaluations[2]
+    change, result = evaluations[index]
     expected = with_fewer_details(plain, result.merged[0].plan, FADING)
     torch.testing.assert_close(change, expected)
 
@@ -197,18 +209,8 @@ def test_parts_of_the_step_before_are_kept_and_older_ones_dropped():
 
 
 def test_overrides_follow_what_other_code_changes_between_evaluations():
-    noted, model = Noted(), Model()
-    config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
-    run = Run(config, toy(), model, make_strategy, noted)
-    x = torch.randn(1, GRID.tokens, 3)
-
-    def evaluate():
-        with (
-            torch.no_grad(),
-            run.evaluation(Moment(0, 0.0, 0, None, True), GRID, x.device, x.dtype),
-        ):
-            return model(x)
-
+    evaluate = Merging()
+    model = evaluate.model
     evaluate()
     lengths = []
 
@@ -226,5 +228,5 @@ def test_overrides_follow_what_other_code_changes_between_evaluations():
     merged = evaluate()
     del model.blocks[1].forward
     torch.testing.assert_close(evaluate() + 1, merged)
-    assert not any("forward" in vars(module) for module in model.modules())
-    assert all(len(result.merged) == 2 for result in noted.results)
+    assert not evaluate.has_overrides()
+    assert all(len(result.merged) == 2 for result in evaluate.results)

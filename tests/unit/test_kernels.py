@@ -4,7 +4,6 @@ import inspect
 import itertools
 import subprocess
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +13,11 @@ import torch
 from common import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_bipartite import brute_force_groups, features_of, groups
-from test_operations import HEADS, brute_force_keys
-from test_plan import brute_force_merge, partitions
+from test_bipartite import brute_force_windows, features_of, groups, plan_of
+from test_plan import HEADS, brute_force_keys, brute_force_merge, partitions
 from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="Triton is not made for this system")
-
-import triton
-import triton.language as tl
 
 from tome_nodes.merging.layout import Grid
 from tome_nodes.merging.plan import SlotPlan
@@ -31,7 +26,6 @@ from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.random_picks import pick_per_cell, step_key
 from tome_nodes.ops.triton import matching, merging
 from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.window import split_windows
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -50,12 +44,9 @@ def poisoned_memory():
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreted_bfloat16():
-    """Correct products of bfloat16 matrices, which Triton's interpreter takes for integers.
-
-    Yields a context manager in which the interpreter computes them itself.
-    """
+    """Correct products of bfloat16 matrices, which Triton's interpreter takes for integers."""
     if DEVICE.type == "cuda":
-        yield None
+        yield
         return
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -70,15 +61,9 @@ def interpreted_bfloat16():
         product = np.matmul(values(a), values(b), dtype=np.float32)
         return TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
 
-    @contextmanager
-    def left_alone():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(InterpreterBuilder, "create_dot", own_create_dot)
-            yield
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", create_dot)
-        yield left_alone
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -100,33 +85,6 @@ def interpreted_bounds():
         yield
 
 
-@triton.jit
-def product_kernel(a, b, product):
-    """The product of two contiguous matrices of 16 by 16, in float32."""
-    lane = tl.arange(0, 16)
-    place = lane[:, None] * 16 + lane[None, :]
-    tl.store(product + place, tl.dot(tl.load(a + place), tl.load(b + place)))
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="nothing is interpreted")
-def test_the_interpreter_still_gets_bfloat16_wrong(interpreted_bfloat16):
-    """Once this fails, Triton has fixed it, and ``interpreted_bfloat16`` can be removed."""
-
-    def product(a, b):
-        result = torch.zeros(16, 16)
-        product_kernel[(1,)](a=a, b=b, product=result)
-        return result
-
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(16, 16, generator=generator).bfloat16() for _ in range(2))
-    expected = (a.double() @ b.double()).float()
-    assert_close(product(a, b), expected)
-    assert_close(product(a.half(), b.half()), expected)
-    with interpreted_bfloat16():
-        assert_close(product(a.half(), b.half()), expected)
-        assert not torch.allclose(product(a, b), expected)
-
-
 def surrounded(x):
     """A view equal to ``x`` with unusual strides, surrounded by NaN."""
     batch, tokens, channels = x.shape
@@ -135,11 +93,9 @@ def surrounded(x):
     return view.copy_(x)
 
 
-def window_plan(features, grid, step=0, ratio=0.5, **options):
+def window_plan(features, grid, ratio=0.5, **options):
     config = ToMeConfig(strategy="window", ratio=ratio, **options)
-    strategy = make_strategy(config, kernels.TRITON)
-    strategy.begin(torch.tensor(step_key(config.seed, step), device=DEVICE))
-    return strategy.plan(features.to(DEVICE), grid, config.ratio)
+    return plan_of(config, features.to(DEVICE), grid, ops=kernels.TRITON)
 
 
 @settings(max_examples=12)
@@ -162,13 +118,8 @@ def test_matching_is_the_brute_force_grouping_of_each_window(grid, cell, ratio, 
     src, dst = split_windows(grid, sy, sx, picks if use_rand else torch.zeros_like(picks))
     quota, rest = divmod(grid.tokens - plan.slot_count, len(src))
     assert rest == 0
-    for index, values in enumerate(features):
-        expected, inside = set(), set()
-        for own_src, own_dst in zip(src.tolist(), dst.tolist(), strict=True):
-            expected |= brute_force_groups(values, own_src, own_dst, quota)
-            inside |= {*own_src, *own_dst}
-        expected |= {frozenset([token]) for token in set(range(grid.tokens)) - inside}
-        assert groups(plan, index) == expected
+    for sample, values in enumerate(features):
+        assert groups(plan, sample) == brute_force_windows(values, src, dst, quota)
     assert_is_whole(plan)
 
 
@@ -188,10 +139,8 @@ def test_matching_takes_any_dtype_and_strides(height, width, channels, dtype):
     grid = Grid(height, width)
     features = features_of(grid, channels=channels, seed=height).to(dtype)
     plan = window_plan(surrounded(features.to(DEVICE)), grid)
-    plain = make_strategy(ToMeConfig(strategy="window"), TORCH)
-    plain.begin(torch.tensor(step_key(0, 0)))
     # In float32, so that rounding makes no two similarities equal.
-    expected = plain.plan(features.float(), grid, 0.5)
+    expected = plan_of(ToMeConfig(strategy="window", ratio=0.5), features.float(), grid)
     for index in range(len(features)):
         assert groups(plan, index) == groups(expected, index)
 
@@ -245,16 +194,6 @@ def test_each_head_of_a_key_is_as_long_as_its_tokens_are_on_average(owners, head
     assert_close(keys.double().cpu(), brute_force_keys(owners, x, heads), **close)
 
 
-def test_queries_and_values_are_means_and_keys_of_one_head():
-    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
-    owners = [[0, 0, 2, 2], [0, 1, 1, 0]]
-    plan = SlotPlan.from_owners(torch.tensor(owners, device=DEVICE), 2, kernels.TRITON)
-    queries, keys, values = plan.merge_inputs(x.to(DEVICE))
-    assert values is queries
-    assert_close(queries.double().cpu(), brute_force_merge(owners, x), rtol=1e-6, atol=1e-6)
-    assert_close(keys.double().cpu(), brute_force_keys(owners, x, 1), rtol=1e-6, atol=1e-6)
-
-
 WINDOWED = [
     # Several windows with tokens beside and below them; fewer tokens than a window can hold.
     (Grid(17, 34), 2, 2, 0.5, 1, 48),
@@ -267,14 +206,11 @@ WINDOWED = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("grid", "sy", "sx", "ratio", "heads", "channels"), WINDOWED)
 def test_slots_in_windows_are_their_means(grid, sy, sx, ratio, heads, channels, dtype):
-    generator = torch.Generator().manual_seed(0)
-    strategy = make_strategy(ToMeConfig(strategy="window", sy=sy, sx=sx), kernels.TRITON)
-    strategy.begin(torch.tensor(7, device=DEVICE))
     # All are alike but a few, so slots hold from one token to as many as a window has.
-    x = torch.randn(2, grid.tokens, heads * channels, generator=generator)
+    x = features_of(grid, channels=heads * channels)
     x[:, ::2] = x[:, :1] + 0.01 * x[:, ::2]
     x = surrounded(x.to(DEVICE, dtype))
-    plan = strategy.plan(x, grid, ratio)
+    plan = window_plan(x, grid, ratio, sy=sy, sx=sx)
     assert plan.window is not None and plan.log_sizes().exp().max() > 3
     bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
     for sample, slots in enumerate(plan.slots().cpu()):
@@ -290,11 +226,8 @@ def test_slots_in_windows_are_their_means(grid, sy, sx, ratio, heads, channels, 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_order_of_the_members_of_a_slot_does_not_change_a_bit(dtype):
     grid = Grid(20, 24)
-    strategy = make_strategy(ToMeConfig(strategy="window"), kernels.TRITON)
-    strategy.begin(torch.tensor(7, device=DEVICE))
-    x = torch.randn(1, grid.tokens, 64, generator=torch.Generator().manual_seed(0))
-    x = x.to(DEVICE, dtype)
-    plan = strategy.plan(x, grid, 0.7)
+    x = features_of(grid, batch=1, channels=64).to(DEVICE, dtype)
+    plan = window_plan(x, grid, ratio=0.7)
     ends = [*plan.offsets.tolist(), len(plan.order)]
     turned = [plan.order[start:end].flip(0) for start, end in itertools.pairwise(ends)]
     other = replace(plan, order=torch.cat(turned))
@@ -371,17 +304,13 @@ def test_attention_names_what_does_not_fit():
             kernels.attend(q, k, v, log_sizes, 1.0)
 
 
-def test_wrong_input_is_named():
-    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2]], device=DEVICE), 2, kernels.TRITON)
-    with pytest.raises(ValueError, match=r"x is \(1, 3, 4\) of torch.float64: it must be"):
-        plan.merge(torch.zeros(1, 3, 4, dtype=torch.float64, device=DEVICE))
-
-
-def test_heads_that_do_not_fit_the_channels_are_named():
+def test_tokens_that_do_not_fit_are_named():
     plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2]], device=DEVICE), 2, kernels.TRITON)
     x = torch.zeros(1, 3, 4, device=DEVICE)
+    with pytest.raises(ValueError, match=r"x is \(1, 3, 4\) of torch.float64: it must be"):
+        plan.merge(x.double())
     with pytest.raises(ValueError, match="x has 4 channels, which 3 heads cannot share evenly"):
-        kernels.merge_keys(x, plan.slot_of_token, plan.order, plan.offsets, 3)
+        plan.merge_keys(x, 3)
 
 
 def test_triton_has_every_operation_with_the_parameters_of_plain_torch():
@@ -436,11 +365,9 @@ class Broken:
 
 
 def test_an_operator_gives_way_as_its_launcher_does(monkeypatch, caplog):
-    strategy = make_strategy(ToMeConfig(strategy="window"), kernels.TRITON)
-    strategy.begin(torch.tensor(7, device=DEVICE))
     grid = Grid(8, 8)
-    x = torch.randn(1, grid.tokens, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    plan = strategy.plan(x, grid, 0.5)
+    x = features_of(grid, batch=1, channels=24).to(DEVICE)
+    plan = window_plan(x, grid)
     arguments = x, plan.slot_of_token, plan.order, plan.offsets, list(plan.window)
     monkeypatch.setattr(merging, "merge_kernel", Broken())
     for _ in range(2):
@@ -473,9 +400,8 @@ def test_matching_by_kernel_gives_way_to_torch(monkeypatch, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(matching, "match_windows_kernel", Broken())
         broken = window_plan(features + 0, grid)
-    assert [groups(broken, index) for index in range(len(features))] == [
-        groups(expected, index) for index in range(len(features))
-    ]
+    for sample in range(len(features)):
+        assert groups(broken, sample) == groups(expected, sample)
     assert caplog.text.count("takes the place") == 1
 
 

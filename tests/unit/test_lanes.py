@@ -3,61 +3,39 @@
 import pytest
 
 from tools.environment import NEWEST, RELEASES, ROOT, pinned_comfyui
-from tools.lanes import chosen_paths, lane_of, needs_browser, needs_comfyui
+from tools.lanes import lane_of, needs_browser, needs_comfyui
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "comfyui", "browser"),
     [
-        "tests/unit",
-        "tests/unit/",
-        "./tests/unit",
-        f"{ROOT}/tests/unit/test_plan.py",
-        "tests/unit/test_plan.py::test_merge -x",
-        "-x -k window tests/unit/test_plan.py tests/unit/test_config.py",
-        "tests/unit --deselect tests/hosts/test_presets.py",
-        "tests/unit --ignore=tests/hosts -k tests/editor",
-    ],
-)
-def test_unit_tests_need_no_comfyui(command):
-    assert not needs_comfyui(command.split())
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "",
-        "-x -k plan",
-        "tests",
-        "tests/unit/..",
-        "tests/units",
-        "tests/hosts/test_presets.py",
-        "tests/unit tests/editor/test_editor.py::test_search",
+        ("tests/unit", False, False),
+        ("tests/unit/", False, False),
+        ("./tests/unit", False, False),
+        (f"{ROOT}/tests/unit/test_plan.py", False, False),
+        ("tests/unit/test_plan.py::test_merge -x", False, False),
+        ("-x -k window tests/unit/test_plan.py tests/unit/test_config.py tests.ini", False, False),
+        ("tests/unit --deselect tests/hosts/test_presets.py", False, False),
+        ("tests/unit --ignore=tests/hosts -k tests/editor", False, False),
+        ("tests/hosts tests/soak", True, False),
+        ("tests/units", True, False),
+        ("tests/hosts/test_presets.py", True, False),
+        ("tests/editor", True, True),
+        ("tests/hosts/../editor", True, True),
+        ("tests/unit tests/editor/test_editor.py::test_search", True, True),
+        ("tests", True, True),
+        ("tests/unit/..", True, True),
+        ("", True, True),
+        ("-x -k plan", True, True),
         # None of these selects tests, so all run.
-        "-k tests/unit",
-        "--ignore tests/unit/test_kernels.py",
-        "--deselect tests/unit/test_plan.py::test_merge",
+        ("-k tests/unit", True, True),
+        ("--ignore tests/unit/test_kernels.py", True, True),
+        ("--deselect tests/unit/test_plan.py::test_merge", True, True),
     ],
 )
-def test_all_other_tests_need_comfyui(command):
-    assert needs_comfyui(command.split())
-
-
-def test_paths_are_distinguished_from_options_and_their_values():
-    command = "-k tests/unit tests/hosts -x tests/unit/test_plan.py::test_merge tests.ini"
-    assert chosen_paths(command.split()) == [ROOT / "tests/hosts", ROOT / "tests/unit/test_plan.py"]
-
-
-@pytest.mark.parametrize(
-    "command", ["tests/unit", "tests/hosts tests/soak", "tests/unit/test_plan.py -x"]
-)
-def test_only_tests_of_the_editor_need_a_browser(command):
-    assert not needs_browser(command.split())
-
-
-@pytest.mark.parametrize("command", ["", "-x", "tests", "tests/editor", "tests/hosts/../editor"])
-def test_tests_of_the_editor_need_a_browser(command):
-    assert needs_browser(command.split())
+def test_what_the_tests_of_a_command_need(command, comfyui, browser):
+    assert needs_comfyui(command.split()) == comfyui
+    assert needs_browser(command.split()) == browser
 
 
 @pytest.mark.parametrize("version", RELEASES)

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tome_nodes.merging.layout import Grid
 from tome_nodes.merging.plan import FramesPlan, SlotPlan
+from tome_nodes.ops import reference
 from tome_nodes.strategies.pool import PoolPlan
+
+HEADS = (1, 2, 5)
 
 
 @st.composite
@@ -43,8 +45,20 @@ def brute_force_merge(owners, x):
     )
 
 
+def brute_force_keys(owners, x, heads):
+    """Means stretched to the average length of their tokens, head by head, in float64."""
+    pieces = []
+    for head in x.double().chunk(heads, dim=2):
+        means = brute_force_merge(owners, head)
+        lengths = brute_force_merge(owners, head.norm(dim=2, keepdim=True))
+        # A mean of exactly 0 has no direction to stretch.
+        norms = means.norm(dim=2, keepdim=True).clamp_min(1e-6)
+        pieces.append(means * lengths / norms)
+    return torch.cat(pieces, 2)
+
+
 @given(partitions(), st.integers(1, 5), st.sampled_from(["float32", "float16", "bfloat16"]))
-def test_merge_is_the_mean_of_each_slot_and_unmerge_copies_it_back(owners, channels, dtype):
+def test_slots_merge_to_their_mean_and_get_back_that_or_its_change(owners, channels, dtype):
     dtype = getattr(torch, dtype)
     batch, tokens, stay = len(owners), len(owners[0]), len(set(owners[0]))
     x = torch.randn(batch, tokens, channels, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -54,22 +68,45 @@ def test_merge_is_the_mean_of_each_slot_and_unmerge_copies_it_back(owners, chann
     assert merged.dtype == dtype
     assert_close(merged.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-2 * 2**-7)
     unmerged = plan.unmerge(merged)
+    assert torch.equal(plan.add_change(x, merged, merged), x)
+    changed = plan.add_change(x, merged, 2 * merged)
     for b, row in enumerate(owners):
         slots = {owner: slot for slot, owner in enumerate(sorted(set(row)))}
         for token, owner in enumerate(row):
-            assert torch.equal(unmerged[b, token], merged[b, slots[owner]])
+            own = merged[b, slots[owner]]
+            assert torch.equal(unmerged[b, token], own)
+            assert_close(changed[b, token], x[b, token] + own)
 
 
 @given(partitions())
 def test_devices_without_a_bag_kernel_get_the_same_means(owners):
-    from tome_nodes.ops import reference
-
     x = torch.randn(len(owners), len(owners[0]), 3, generator=torch.Generator().manual_seed(2))
     plan = SlotPlan.from_owners(torch.tensor(owners), len(set(owners[0])))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "_BAG_DEVICES", frozenset())
         merged = plan.merge(x)
     assert_close(merged.double(), brute_force_merge(owners, x), rtol=1e-6, atol=1e-6)
+
+
+@given(
+    partitions(),
+    st.sampled_from(HEADS),
+    st.integers(1, 17),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+)
+def test_each_head_of_a_key_is_as_long_as_its_tokens_are_on_average(owners, heads, channels, dtype):
+    generator = torch.Generator().manual_seed(4)
+    plan = SlotPlan.from_owners(torch.tensor(owners), len(set(owners[0])))
+    x = torch.randn(*plan.slot_of_token.shape, heads * channels, generator=generator).to(dtype)
+    means, keys = reference.merge_keys(x, plan.slot_of_token, plan.order, plan.offsets, heads)
+    assert torch.equal(means, plan.merge(x)) and keys.dtype == dtype
+    # Means and lengths are rounded before they are multiplied.
+    close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-5}
+    assert_close(keys.double(), brute_force_keys(owners, x, heads), **close)
+    if heads == 1:
+        own_means, own_keys, values = plan.merge_inputs(x)
+        assert torch.equal(own_means, means) and torch.equal(own_keys, keys)
+        assert values is own_means
 
 
 def test_merging_a_strided_view_equals_merging_its_copy():
@@ -107,19 +144,6 @@ def test_either_side_of_a_grid_can_put_it_outside():
     assert not Grid(1, 2).is_within(Grid(1, 5), 2)
     assert not Grid(2, 1).is_within(Grid(5, 1), 2)
     assert Grid(1, 3).is_within(Grid(1, 5), 2)
-
-
-def test_merged_keys_are_as_long_as_their_tokens_on_average():
-    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
-    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2, 2], [0, 1, 1, 0]]), 2)
-    means, keys, values = plan.merge_inputs(x)
-    assert values is means
-    assert torch.equal(means, plan.merge(x))
-    assert_close(F.normalize(keys, dim=2), F.normalize(means, dim=2))
-    lengths = x.norm(dim=2)
-    expected = [[lengths[0, :2].mean(), lengths[0, 2:].mean()]]
-    expected += [[lengths[1, [0, 3]].mean(), lengths[1, [1, 2]].mean()]]
-    assert_close(keys.norm(dim=2), torch.tensor(expected))
 
 
 def test_slots_of_pooling_differ_in_size_only_where_cells_are_cut():
