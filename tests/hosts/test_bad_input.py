@@ -29,7 +29,6 @@ from tools.server import ExecutionFailed, PromptRejected
 GRAPHS = 500
 OURS = "custom_nodes/tome-nodes/tome_nodes"
 TRANSFORMER = "bad_input_flux.safetensors"
-SECONDS_OF_SILENCE = 120
 OUR_NAMES = ("tome", "second", "tuned", "removed", "report")
 
 # What the loader recognises as a Flux takes the prompts of a Stable Diffusion 1.x.
@@ -70,7 +69,7 @@ def failure(server, graph):
     """What the server tells of the error in which a run ends."""
     events = []
     with pytest.raises(ExecutionFailed):
-        server.run(graph, events.append, SECONDS_OF_SILENCE)
+        server.run(graph, events.append)
     (error,) = (event["data"] for event in events if event["type"] == "execution_error")
     return error
 
@@ -440,7 +439,7 @@ def end_of(server, graph):
     """
     events = []
     try:
-        entry = server.run(graph, events.append, SECONDS_OF_SILENCE)
+        entry = server.run(graph, events.append)
     except PromptRejected as rejected:
         assert str(rejected) and OURS not in json.dumps(rejected.node_errors)
         return "refused", []
