@@ -1,11 +1,12 @@
 """Single blocks of published transformers: their settings, sizes and inputs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import comfy.sample
 import torch
+from models.comfyui import TINY
 from torch import Tensor
 
 
@@ -116,6 +117,38 @@ MODELS = (
     Model("Wan 14B", "WAN21_T2V", _wan(5120, 13824, 40), 5120, 4 + 2 + 2 * 2.7),
     Model("Wan 1.3B", "WAN21_T2V", _wan(1536, 8960, 12), 1536, 4 + 2 + 2 * 5.83),
 )
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a model at a length.
+
+    Attributes:
+        model: its name in :data:`MODELS`.
+        size: that of the picture or video, in words.
+        latent: channels, frames if it is a video, height and width.
+        tiny: name of the tiny model that takes its place, if one does.
+    """
+
+    model: str
+    size: str
+    latent: tuple[int, ...]
+    tiny: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The length of the sequence, without text."""
+        frames = self.latent[1] if len(self.latent) == 4 else 1
+        return frames * (self.latent[-2] // 2) * (self.latent[-1] // 2)
+
+    @property
+    def published(self) -> Model:
+        """The model, or the tiny one that takes its place."""
+        model = next(each for each in MODELS if each.name == self.model)
+        if self.tiny is None:
+            return model
+        tiny = TINY[self.tiny]
+        return replace(model, settings=tiny.settings, text=tiny.text)
 
 
 def inputs(model: Model, shape: tuple[int, ...]) -> tuple[Tensor, Any]:

@@ -1,14 +1,13 @@
 """Single blocks of transformers at their real lengths."""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from models.comfyui import TINY, build_class
+from models.comfyui import build_class
 from torch import Tensor
 
 from benchmarks.rounds import interleaved
@@ -16,7 +15,7 @@ from benchmarks.speed import checks, weighing, whole_runs
 from benchmarks.speed.figures import KEYS, speed_up
 from benchmarks.speed.measure import Evaluations, first_look
 from benchmarks.speed.methods import ALWAYS, HostMethod, IdealStrategy
-from benchmarks.speed.published import MODELS, inputs
+from benchmarks.speed.published import Block, inputs
 from benchmarks.speed.record import Record, say
 from benchmarks.speed.tried import tried
 from benchmarks.speed.whole_runs import WholeRun
@@ -24,29 +23,6 @@ from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 
 LEAST_ROUNDS, ROUNDS = 3, 7
-
-
-@dataclass(frozen=True)
-class Block:
-    """A block of a model at a length.
-
-    Attributes:
-        model: its name in :data:`benchmarks.speed.published.MODELS`.
-        size: that of the picture or video, in words.
-        latent: channels, frames if it is a video, height and width.
-        tiny: name of the tiny model that takes its place, if one does.
-    """
-
-    model: str
-    size: str
-    latent: tuple[int, ...]
-    tiny: str | None = None
-
-    @property
-    def tokens(self) -> int:
-        """The length of the sequence, without text."""
-        frames = self.latent[1] if len(self.latent) == 4 else 1
-        return frames * (self.latent[-2] // 2) * (self.latent[-1] // 2)
 
 
 BLOCKS = (
@@ -79,6 +55,9 @@ DRY_BLOCKS = (
     Block("Flux", "tiny", (16, 40, 32), "flux"),
 )
 
+Measure = Callable[[], dict[str, Any]]
+InWords = Callable[[Mapping[str, Any]], str]
+
 _WAY_SECONDS = 20.0
 _BLOCK_SECONDS = 45.0
 _RUN_SECONDS = 60.0
@@ -95,27 +74,25 @@ def run(
     result = record.result
     result |= {"ways": [], "blocks": [], "whole_runs": []}
 
+    def attempt(kind: str, name: str, seconds: float, measure: Measure, in_words: InWords) -> None:
+        found = record.attempt(name, seconds, measure)
+        if found is not None:
+            result[kind].append(found)
+            say(in_words(found))
+
     def ways(some: Sequence[weighing.Shape]) -> None:
         for shape in some:
             measure = partial(weighing.measure, record, shape)
-            found = record.attempt(f"weighing, {shape.name}", _WAY_SECONDS, measure)
-            if found is not None:
-                result["ways"].append(found)
-                say(weighing.line(found))
+            attempt("ways", f"weighing, {shape.name}", _WAY_SECONDS, measure, weighing.line)
 
     ways(shapes[:_WAYS_FIRST])
     for block in blocks:
-        measure = partial(_measure, record, block)
-        found = record.attempt(f"block, {block.model} {block.size}", _BLOCK_SECONDS, measure)
-        if found is not None:
-            result["blocks"].append(found)
-            say(line(found))
+        name = f"block, {block.model} {block.size}"
+        attempt("blocks", name, _BLOCK_SECONDS, partial(_measure, record, block), line)
     for each in runs:
+        name = f"run, {each.block.model} {each.block.size}"
         measure = partial(whole_runs.measure, record, each)
-        found = record.attempt(f"run, {each.model} {each.size}", _RUN_SECONDS, measure)
-        if found is not None:
-            result["whole_runs"].append(found)
-            say(whole_runs.line(found))
+        attempt("whole_runs", name, _RUN_SECONDS, measure, whole_runs.line)
     ways(shapes[_WAYS_FIRST:])
     return record.finish(goals(result))
 
@@ -163,10 +140,7 @@ def methods() -> list[HostMethod]:
 
 def _measure(record: Record, block: Block) -> dict[str, Any]:
     """Check and time a block in each way."""
-    model = next(each for each in MODELS if each.name == block.model)
-    if block.tiny is not None:
-        tiny = TINY[block.tiny]
-        model = replace(model, settings=tiny.settings, text=tiny.text)
+    model = block.published
     on_gpu = record.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     noise, prompt = inputs(model, block.latent)
