@@ -15,7 +15,15 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from tools.environment import CONSTRAINTS, LDM, LIGHT_REQUIREMENTS, PYTHON, ROOT, comfyui_directory
+from tools.environment import (
+    CONSTRAINTS,
+    LDM,
+    LIGHT_REQUIREMENTS,
+    PYTHON,
+    REQUIREMENTS,
+    ROOT,
+    comfyui_directory,
+)
 from tools.errors import ToolError
 from tools.steps import run, timed
 
@@ -35,8 +43,9 @@ LEFT_OUT = frozenset(
 NEEDED = (
     *("comfy-aimdo", "diffusers", "stable-diffusion-sdkit", "tomesd", "torchsde"),
     *("trampoline", "accelerate", "einops", "execnet", "hypothesis", "iniconfig", "numpy"),
-    *("packaging", "pillow", "pluggy", "psutil", "pygments", "pytest", "pytest-xdist", "pyyaml"),
-    *("regex", "requests", "safetensors", "scipy", "sentencepiece", "sortedcontainers"),
+    *("omegaconf", "packaging", "pillow", "pluggy", "psutil", "pygments", "pytest"),
+    *("pytest-xdist", "pyyaml", "regex", "requests", "safetensors", "scipy"),
+    *("sentencepiece", "sortedcontainers"),
     *("tokenizers", "torchaudio", "torchvision", "tqdm", "transformers", "huggingface-hub"),
     *("certifi", "charset-normalizer", "idna", "urllib3", "importlib-metadata", "zipp"),
     *("anyio", "h11", "httpcore2", "httpx2", "truststore"),
@@ -150,7 +159,8 @@ def _tree_bytes() -> int:
 
 
 def _pinned() -> dict[str, str]:
-    texts = [each.read_text(encoding="utf-8") for each in (CONSTRAINTS, LIGHT_REQUIREMENTS)]
+    files = CONSTRAINTS, LIGHT_REQUIREMENTS, REQUIREMENTS
+    texts = [each.read_text(encoding="utf-8") for each in files]
     found = re.findall(r"^([\w.-]+)==([^\s;]+)", "\n".join([*texts, LDM]), re.MULTILINE)
     return {_name(name): version for name, version in found}
 

@@ -61,7 +61,8 @@ assert "{library}" == "tomesd" or not {{"comfy", "comfy_api", "ldm"}} & set(sys.
 
 def run(code, *arguments):
     # The repository's root must not be importable as a package itself.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
 
