@@ -16,6 +16,9 @@ from tome_nodes.strategies.bipartite import BipartiteStrategy
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where models run."""
 
+BACKEND = "triton" if DEVICE.type == "cuda" else "torch"
+"""What merging runs on there by default."""
+
 EVERYTHING = {
     "max_downsample": 8,
     "min_tokens": 1,

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +13,8 @@ from tools.environment import NEWEST, is_earlier, newest_front_end
 
 # Without a GPU, the kernels run in Triton's interpreter, which must be chosen before they load.
 ON_GPU = torch.cuda.is_available()
+# The backend, and which ways of its operations were taken after trials.
+ONLY_ON_A_GPU = re.compile(r", triton(?=,|$)|, [a-z_]+ by [a-z]+ \([^)]*\)")
 if ON_GPU:
     # Sums in full precision, in the same order each time.
     torch.backends.cudnn.allow_tf32 = False
@@ -34,13 +37,13 @@ def pytest_addoption(parser):
 
 @pytest.fixture
 def log_messages(caplog, request):
-    """The pack's log messages so far; they name the kernels only in the tests of kernels."""
+    """The pack's log messages so far, in most tests without what only a GPU adds to them."""
     caplog.set_level(logging.INFO, logger="tome_nodes")
-    names_kernels = not ON_GPU or "kernels" in request.path.name
+    is_whole = not ON_GPU or "kernels" in request.path.name
 
     def messages():
         texts = [record.getMessage() for record in caplog.records if record.name == "tome_nodes"]
-        return texts if names_kernels else [text.removesuffix(", triton") for text in texts]
+        return texts if is_whole else [ONLY_ON_A_GPU.sub("", text) for text in texts]
 
     return messages
 

@@ -94,7 +94,7 @@ def test_the_scale_of_the_caller_is_kept():
 @pytest.mark.parametrize("function", [attention.attention_pytorch, attention.attention_flash])
 def test_a_mask_that_an_override_changes_counts(function):
     q, k, v, sizes = tensors(40, 37, 29)
-    region = torch.zeros(1, 1, 1, 29)
+    region = torch.zeros(1, 1, 1, 29, device=DEVICE)
     region[..., :5] = -torch.inf
 
     def theirs(func, *args, mask=None, **kwargs):

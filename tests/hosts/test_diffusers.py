@@ -304,7 +304,7 @@ def test_timesteps_of_any_kind(unet):
     tome_nodes.apply_patch(unet)
     results = [
         unet(timestep=timestep, **inputs(unet)).sample
-        for timestep in (500, 500.0, torch.tensor(500), torch.tensor([500, 500]))
+        for timestep in (500, 500.0, torch.tensor(500), torch.tensor([500, 500], device=DEVICE))
     ]
     assert all(torch.allclose(result, results[0], atol=1e-5) for result in results)
     arguments = inputs(unet)
@@ -674,7 +674,7 @@ def gradients(unet, *timesteps):
     for timestep in timesteps:
         unet.zero_grad()
         unet(timestep=torch.tensor(timestep), **inputs(unet)).sample.square().mean().backward()
-    return [parameter.grad.clone() for parameter in unet.parameters()]
+    return torch.cat([parameter.grad.flatten() for parameter in unet.parameters()])
 
 
 def test_nothing_is_kept_while_gradients_are_computed(unet, log_messages):
@@ -682,7 +682,8 @@ def test_nothing_is_kept_while_gradients_are_computed(unet, log_messages):
     tome_nodes.apply_patch(unet, **KEPT_DETAIL)
     first = gradients(unet, 300)
     tome_nodes.apply_patch(unet, **KEPT_DETAIL)
-    assert all(map(torch.equal, gradients(unet, 800, 600, 300), first))
+    # On a GPU sums are not in the same order each time.
+    assert relative_error(gradients(unet, 800, 600, 300), first) < 1e-4
     assert "as gradients are computed" in log_messages()[-1]
 
 
@@ -691,7 +692,7 @@ def test_gradient_checkpointing_is_left_alone(unet, log_messages):
     unet.enable_gradient_checkpointing()
     expected = gradients(unet, 500)
     tome_nodes.apply_patch(unet)
-    assert all(map(torch.equal, gradients(unet, 500), expected))
+    assert relative_error(gradients(unet, 500), expected) < 1e-4
     assert log_messages() == [
         "[ToMe] nothing merged: gradient checkpointing runs the transformer blocks again outside "
         "of the model's call"

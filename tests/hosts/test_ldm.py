@@ -89,7 +89,7 @@ class LatentDiffusion(nn.Module):
         self.model = Wrapper(unet)
         betas = make_beta_schedule("linear", self.num_timesteps, 0.00085, 0.012)
         alphas = torch.cumprod(1 - torch.as_tensor(betas), 0)
-        self.betas = torch.as_tensor(betas)
+        self.betas = torch.as_tensor(betas, device=DEVICE)
         self.alphas_cumprod = alphas.float()
         self.alphas_cumprod_prev = torch.cat([torch.ones(1), alphas[:-1].float()])
 

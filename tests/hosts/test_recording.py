@@ -4,7 +4,7 @@ import comfy.model_management
 import numpy as np
 import pytest
 import torch
-from common import relative_error
+from common import BACKEND, relative_error
 from host import merging, sample
 
 from tome_nodes.comfyui import run_report
@@ -43,7 +43,7 @@ def test_without_a_report_only_counts_are_kept(sd15):
     sample(patched, steps=3)
     run = last_run(patched.clone())
     assert run.recording is None
-    assert (run.model, run.backend, run.obstacle) == ("SD15", "torch", None)
+    assert (run.model, run.backend, run.obstacle) == ("SD15", BACKEND, None)
     assert run.counts.merged_blocks == run.counts.blocks_present == 6
     assert run.counts.merged_steps == run.counts.total_steps == 3
     assert run.counts.plans_made == 6 * 3
@@ -56,7 +56,7 @@ def test_the_groups_are_those_of_the_plans(sd15):
     assert [*run.recording.slots] == [(0, Grid(12, 16)), (1, Grid(12, 16))]
     assert len(Kept.made) == 6 * 2
     for slots, plan in zip(run.recording.slots.values(), Kept.made[::6], strict=True):
-        assert np.array_equal(slots, plan.slots()[0].view(1, 12, 16).numpy())
+        assert np.array_equal(slots, plan.slots()[0].view(1, 12, 16).cpu().numpy())
     assert run.recording.levels == {1: Grid(12, 16)}
 
 
