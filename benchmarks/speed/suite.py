@@ -22,21 +22,21 @@ from tools.environment import ROOT
 
 SUITES: Sequence[Sequence[str]] = (
     ("tests/unit/test_kernels.py", "-n", "4"),
+    ("tests/hosts/test_comfyui.py", "-n", "4"),
+    ("tests/hosts/test_transformers.py", "-n", "4"),
+    ("tests/hosts/test_diffusers.py", "-n", "4"),
     ("tests/hosts/test_kernels_in_models.py",),
     ("tests/hosts/test_attention.py",),
-    ("tests/hosts/test_comfyui.py",),
-    ("tests/hosts/test_transformers.py", "-n", "4"),
-    ("tests/hosts/test_diffusers.py", "-n", "2"),
+    ("tests/hosts/test_ldm.py",),
     ("tests/hosts/test_faults.py",),
     ("tests/hosts/test_comfyui_neighbours.py",),
-    ("tests/hosts/test_ldm.py",),
     ("tests/hosts/test_presets.py",),
+    ("tests/hosts/test_drop_in.py",),
     ("tests/hosts/test_recording.py",),
     ("tests/hosts/test_report.py",),
     ("tests/hosts/test_host_checks.py",),
-    ("tests/hosts/test_drop_in.py",),
 )
-"""Arguments of pytest, the most important first."""
+"""Arguments of pytest; what takes longest comes first, since files run side by side."""
 
 DRY_SUITES: Sequence[Sequence[str]] = (
     ("-k", "weighed_attention_launches", *(suite[0] for suite in SUITES)),
@@ -50,7 +50,7 @@ def run(record: Record) -> int:
     """Run the files side by side until the limit; those that are cut off keep what they have."""
     record.result |= {"files": [], "outcomes": {}}
     suites = DRY_SUITES if record.is_dry else SUITES
-    at_once = 1 if record.is_dry else max(1, min(6, (os.cpu_count() or 2) // 2))
+    at_once = 1 if record.is_dry else max(1, min(8, (os.cpu_count() or 2) // 2))
     threads = ThreadPoolExecutor(at_once)
     try:
         for each in as_completed([threads.submit(_run, suite, record) for suite in suites]):
