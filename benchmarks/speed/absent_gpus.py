@@ -29,6 +29,7 @@ from tome_nodes.ops.triton import (
     attending,
     matching,
     merging,
+    shared,
     widening,
     window_merging,
 )
@@ -154,8 +155,8 @@ def absent_gpus(
     launched = [stand_in(getattr(module, name)) for module, name in KERNELS]
     driver = AbsentDriver()
 
-    def has_fast_products(_: torch.device) -> bool:
-        return driver.target != "sm_75"
+    def capability(_: torch.device) -> int:
+        return int(driver.target.removeprefix("sm_")) if driver.target.startswith("sm_") else 0
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
         patches.enter_context(patch.dict(os.environ, TRITON_CACHE_DIR=folder))
@@ -163,8 +164,8 @@ def absent_gpus(
         triton.runtime.driver.set_active(driver)
         for (module, name), each in zip(KERNELS, launched, strict=True):
             patches.enter_context(patch.object(module, name, each))
-        for module in (matching, window_merging):
-            patches.enter_context(patch.object(module, "has_fast_products", has_fast_products))
+        for module in (shared, window_merging):
+            patches.enter_context(patch.object(module, "capability", capability))
         yield driver, launched
 
 

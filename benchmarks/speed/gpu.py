@@ -42,7 +42,7 @@ def main() -> int:
             return transformers.run(
                 record, transformers.DRY_BLOCKS, whole_runs.DRY_RUNS, weighing.DRY_SHAPES
             )
-        return transformers.run(record, transformers.BLOCKS, whole_runs.RUNS, weighing.SHAPES)
+        return transformers.run(record, (), whole_runs.RUNS, weighing.SHAPES)
 
 
 def _arguments() -> argparse.Namespace:
@@ -51,7 +51,7 @@ def _arguments() -> argparse.Namespace:
         "number",
         type=int,
         choices=(1, 2, 3),
-        help="1: the tests; 2: UNets; 3: ways to weigh keys, and blocks of transformers",
+        help="1: the tests; 2: UNets; 3: runs of transformers, and ways to weigh keys",
     )
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, in a minute")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="nothing begins after these")

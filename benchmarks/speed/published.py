@@ -1,11 +1,13 @@
 """Single blocks of published transformers: their settings, sizes and inputs."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import comfy.sample
 import torch
+from comfy.model_patcher import ModelPatcher
 from models.comfyui import TINY
 from torch import Tensor
 
@@ -149,6 +151,19 @@ class Block:
             return model
         tiny = TINY[self.tiny]
         return replace(model, settings=tiny.settings, text=tiny.text)
+
+
+def deepen(model: ModelPatcher, stack: str, layers: int) -> ModelPatcher:
+    """Repeat the last block of a stack until it has as many as ``layers``.
+
+    They share its weights, so that a model of published depth is built at once. An evaluation does
+    all the work of the full model: the weights of a block are too large for a cache to keep them.
+    """
+    blocks = getattr(model.model.diffusion_model, stack)
+    shared = {id(weight): weight for weight in [*blocks[-1].parameters(), *blocks[-1].buffers()]}
+    while len(blocks) < layers:
+        blocks.append(copy.deepcopy(blocks[-1], dict(shared)))
+    return model
 
 
 def inputs(model: Model, shape: tuple[int, ...]) -> tuple[Tensor, Any]:

@@ -197,11 +197,10 @@ def transformers(result: Result) -> Sequence[str]:
             ]
             for name, each in row["methods"].items()
         ]
-        layers = ", ".join(f"{name} {count}" for name, count in row["layers"].items())
         about = f"{row['name']}, {row['size']}, {row['steps']} steps of euler, {row['dtype']}"
         parts += [
             f"### A run of {about}",
-            f"In the host's sampler, with few layers ({layers or 'tiny'}).",
+            f"In the host's sampler, with {row['layers']} blocks that share their weights.",
             figures.grid(["run", "seconds", "from, to", "times faster"], rows),
         ]
     return parts

@@ -24,19 +24,6 @@ from tome_nodes.settings.presets import settings_of
 
 LEAST_ROUNDS, ROUNDS = 3, 7
 
-
-BLOCKS = (
-    Block("Wan 1.3B", "480p, 81 frames", (16, 21, 60, 104)),
-    Block("Z-Image", "1024x1024", (16, 128, 128)),
-    Block("Flux", "1024x1024", (16, 128, 128)),
-    Block("Wan 14B", "480p, 81 frames", (16, 21, 60, 104)),
-    Block("Z-Image", "2048x2048", (16, 256, 256)),
-    Block("Flux", "2048x2048", (16, 256, 256)),
-    Block("Wan 14B", "720p, 81 frames", (16, 21, 90, 160)),
-    Block("Wan 1.3B", "720p, 81 frames", (16, 21, 90, 160)),
-)
-"""For a GPU: 4,096 to 75,600 tokens, the most important first."""
-
 CPU_BLOCKS = (
     Block("Z-Image", "1024x1024", (16, 128, 128)),
     Block("Flux", "1024x1024", (16, 128, 128)),
@@ -61,7 +48,6 @@ InWords = Callable[[Mapping[str, Any]], str]
 _WAY_SECONDS = 20.0
 _BLOCK_SECONDS = 45.0
 _RUN_SECONDS = 60.0
-_WAYS_FIRST = 4
 
 
 def run(
@@ -70,7 +56,7 @@ def run(
     runs: Sequence[WholeRun],
     shapes: Sequence[weighing.Shape] = (),
 ) -> int:
-    """Measure ways to weigh keys, blocks and whole runs in turn, as long as there is time."""
+    """Measure blocks, whole runs and ways to weigh keys, as long as there is time."""
     result = record.result
     result |= {"ways": [], "blocks": [], "whole_runs": []}
 
@@ -80,12 +66,6 @@ def run(
             result[kind].append(found)
             say(in_words(found))
 
-    def ways(some: Sequence[weighing.Shape]) -> None:
-        for shape in some:
-            measure = partial(weighing.measure, record, shape)
-            attempt("ways", f"weighing, {shape.name}", _WAY_SECONDS, measure, weighing.line)
-
-    ways(shapes[:_WAYS_FIRST])
     for block in blocks:
         name = f"block, {block.model} {block.size}"
         attempt("blocks", name, _BLOCK_SECONDS, partial(_measure, record, block), line)
@@ -93,7 +73,9 @@ def run(
         name = f"run, {each.block.model} {each.block.size}"
         measure = partial(whole_runs.measure, record, each)
         attempt("whole_runs", name, _RUN_SECONDS, measure, whole_runs.line)
-    ways(shapes[_WAYS_FIRST:])
+    for shape in shapes:
+        measure = partial(weighing.measure, record, shape)
+        attempt("ways", f"weighing, {shape.name}", _WAY_SECONDS, measure, weighing.line)
     return record.finish(goals(result))
 
 
@@ -107,10 +89,6 @@ def goals(result: Mapping[str, Any]) -> dict[str, Any]:
         key = f"{row['name']}_{row['tokens']}_keys".lower().replace(" ", "_")
         found[key] = speed_up(row, KEYS)
     return found
-
-
-ON_CPU = ("ideal k,v", KEYS, "keys 0.75")
-"""The methods that say most; on a CPU, all of them would take an hour."""
 
 
 def methods() -> list[HostMethod]:
@@ -132,17 +110,14 @@ def methods() -> list[HostMethod]:
             **ideal,
         ),
         method(KEYS, "ours", keys, **ideal),
-        method("keys 0.6, cells of 2x2", "ours", keys | {"sx": 2}, **ideal),
         method("keys 0.75", "ours", keys | {"ratio": 0.75}),
-        method("keys 0.6 on torch", "ours", keys | {"backend": "torch"}, **ideal),
     ]
 
 
 def _measure(record: Record, block: Block) -> dict[str, Any]:
     """Check and time a block in each way."""
     model = block.published
-    on_gpu = record.device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = torch.float32
     noise, prompt = inputs(model, block.latent)
     subject = Evaluations(
         build_class(model.kind, model.settings, dtype), noise, [prompt, prompt], 1.0, "simple"
@@ -155,8 +130,6 @@ def _measure(record: Record, block: Block) -> dict[str, Any]:
     refused: dict[str, str] = {}
     with tried(record) as found:
         for method in methods():
-            if not (on_gpu or record.is_dry or method.name in ON_CPU):
-                continue
             try:
                 row = _checked(method, subject, expected)
             except Exception as error:
@@ -166,10 +139,7 @@ def _measure(record: Record, block: Block) -> dict[str, Any]:
             else:
                 rows[method.name] = row
                 patched[method.name] = method.patch(subject.model)
-        runs = {
-            name: partial(subject.time, each, evaluations=2 if on_gpu else 1)
-            for name, each in patched.items()
-        }
+        runs = {name: partial(subject.time, each) for name, each in patched.items()}
         pace = record.pace(LEAST_ROUNDS, _BLOCK_SECONDS / 2)
         for name, seconds in interleaved(runs, ROUNDS, pace).items():
             rows[name]["seconds"] = seconds

@@ -12,7 +12,7 @@ from comfyui_version import __version__ as comfyui_version
 from ..ops.autotune import Autotune, Case, Choice
 from .json_cache import UserFile, line_of, positive, text
 
-_METHOD = 2
+_METHOD = 3
 """Rises with each change of a kernel or of how ways are measured: older choices are void."""
 
 

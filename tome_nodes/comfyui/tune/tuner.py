@@ -23,7 +23,7 @@ log = logging.getLogger("tome_nodes")
 # The host works out steps / denoise noise levels, which for less could be any number.
 _LEAST_DENOISE = 0.01
 
-_METHOD = 8
+_METHOD = 9
 """Rises with each change of what merging does or of how it is measured: older figures are void."""
 
 

@@ -73,6 +73,16 @@ def _dst_place(pick, row, column, across, SY: tl.constexpr, SX: tl.constexpr):
     return (row * SY + pick // SX) * across + column * SX + pick % SX
 
 
+@triton.jit
+def _load_channels(
+    tokens, inside, first, stride_channel, CHANNELS: tl.constexpr, ALL_CHANNELS: tl.constexpr
+):
+    """Channels of the tokens that pointers point at, from the ``first`` on; 0 past the last."""
+    channel = first + tl.arange(0, CHANNELS)
+    mask = inside[:, None] & (channel < ALL_CHANNELS)[None, :]
+    return tl.load(tokens + channel[None, :] * stride_channel, mask=mask, other=0.0)
+
+
 @triton.jit(
     do_not_specialize=(
         "tokens",
@@ -175,24 +185,25 @@ def match_windows_kernel(
     products = tl.zeros((CELLS, TOKENS), tl.float32)
     token_norm = tl.zeros((TOKENS,), tl.float32)
     dst_norm = tl.zeros((CELLS,), tl.float32)
-    for first_channel in range(0, ALL_CHANNELS, CHANNELS):
-        channel = first_channel + tl.arange(0, CHANNELS)
-        is_channel = channel < ALL_CHANNELS
-        x = tl.load(
-            map_start + token[:, None] * stride_token + channel[None, :] * stride_channel,
-            mask=inside[:, None] & is_channel[None, :],
-            other=0.0,
+    tokens_of_window = map_start + token[:, None] * stride_token
+    dst_of_window = map_start + dst_token[:, None] * stride_token
+    x = _load_channels(tokens_of_window, inside, 0, stride_channel, CHANNELS, ALL_CHANNELS)
+    y = _load_channels(dst_of_window, is_cell, 0, stride_channel, CHANNELS, ALL_CHANNELS)
+    # The next channels are on their way meanwhile. Triton would pipeline loads by itself, but where
+    # more than a product needs them, into shared memory whose banks conflict.
+    for first in range(CHANNELS, ALL_CHANNELS + CHANNELS, CHANNELS):
+        next_x = _load_channels(
+            tokens_of_window, inside, first, stride_channel, CHANNELS, ALL_CHANNELS
         )
-        y = tl.load(
-            map_start + dst_token[:, None] * stride_token + channel[None, :] * stride_channel,
-            mask=is_cell[:, None] & is_channel[None, :],
-            other=0.0,
+        next_y = _load_channels(
+            dst_of_window, is_cell, first, stride_channel, CHANNELS, ALL_CHANNELS
         )
         if WIDENS:
             x, y = x.to(tl.float32), y.to(tl.float32)
         products += tl.dot(y, tl.trans(x), input_precision="ieee")
         token_norm += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
         dst_norm += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+        x, y = next_x, next_y
     similarity = products / tl.sqrt(tl.maximum(dst_norm, 1e-24))[:, None]
     similarity = similarity / tl.sqrt(tl.maximum(token_norm, 1e-24))[None, :]
     # NaN ranks last among the src, so that the quota holds whatever the features are.

@@ -94,11 +94,19 @@ def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=16)
+def capability(device: torch.device) -> int:
+    """That of an NVIDIA GPU, such as 89 for 8.9; 0 for AMD's; for the interpreter, that of most."""
+    if device.type != "cuda":
+        return 89
+    if torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def has_fast_products(device: torch.device) -> bool:
     """Whether products in half precision run on tensor cores; Triton does not use Turing's."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return True
-    return torch.cuda.get_device_capability(device)[0] >= 8
+    return not 0 < capability(device) < 80
 
 
 def require_tokens(x: Tensor, name: str) -> None:

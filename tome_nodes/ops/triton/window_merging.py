@@ -11,12 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .shared import HALF, has_fast_products, padded, strides, token_beside_windows
-
-# So that registers suffice: slots of a program, fewer where it takes their lengths, too, and tokens
-# times channels that it loads at once.
-_SLOTS, _SLOTS_OF_KEYS = 64, 32
-_VALUES, _WARPS = 8192, 8
+from .shared import (
+    HALF,
+    capability,
+    has_fast_products,
+    padded,
+    strides,
+    token_beside_windows,
+)
 
 # Channels of a program that stretches nothing.
 _GROUP = 64
@@ -152,6 +154,19 @@ def merge_windows_kernel(
             tl.store(keys + at, (mean * stretch[:, None]).to(keys.dtype.element_ty), mask=mask)
 
 
+def _shape_of_program(device: torch.device, has_keys: bool, channels: int) -> tuple[int, int, int]:
+    """Slots of a program, tokens times channels that it loads at once, and its warps.
+
+    The fastest on an H200 of those whose registers suffice; others were not measured.
+    """
+    number = capability(device)
+    if number == 0:
+        return 32 if has_keys else 64, 8192, 8
+    if not has_keys:
+        return 64, 16384, 4
+    return 64, 8192, 4 if number == 90 and channels <= 128 else 8
+
+
 def suits(x: Tensor, heads: int | None = None) -> bool:
     """Whether :func:`merge_windows` is what merges tokens in windows; arguments as there."""
     # Masks of channels take registers, too many on some GPUs.
@@ -183,9 +198,9 @@ def merge_windows(
     inside = padded(down * across)
     means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
     keys = means if heads is None else torch.empty_like(means)
-    most = _SLOTS if heads is None else _SLOTS_OF_KEYS
-    pieces = -(-slots_of_window // most)
     head_channels = channels // heads if heads else min(channels, _GROUP)
+    most, values, warps = _shape_of_program(x.device, heads is not None, head_channels)
+    pieces = -(-slots_of_window // most)
     programs = windows * pieces + -(-beside // most)
     with torch.cuda.device_of(x):
         merge_windows_kernel[(programs, -(-channels // head_channels), batch)](
@@ -205,10 +220,10 @@ def merge_windows(
             pieces=pieces,
             ALL_CHANNELS=channels,
             HEAD_CHANNELS=head_channels,
-            CHANNELS=min(padded(head_channels), max(16, _VALUES // inside)),
+            CHANNELS=min(padded(head_channels), max(16, values // inside)),
             SLOTS=most,
             TOKENS=inside,
             KEYS=heads is not None,
-            num_warps=_WARPS,
+            num_warps=warps,
         )
     return means, keys
