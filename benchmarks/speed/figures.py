@@ -92,11 +92,14 @@ def table(run: Run) -> str:
         *("method", "seconds", "quartiles", "times faster", "efficiency"),
         *("error", "peak MB", "merged", "launches"),
     ]
+    is_traced = any(row.get("gpu_seconds") for row in run["methods"].values())
+    head += ["GPU seconds"] * is_traced
     rows = []
     for name, row in run["methods"].items():
         low, middle, high = spread(row["seconds"])
         share = None if name == row.get("ideal") else efficiency(run, name)
         launches = row.get("launches_per_block")
+        on_gpu = row.get("gpu_seconds")
         rows.append(
             [
                 name,
@@ -108,6 +111,7 @@ def table(run: Run) -> str:
                 f"{row['peak_bytes'] / 1e6:.0f}",
                 row.get("merged", ""),
                 "" if launches is None else f"{launches:.1f}",
+                *(["" if on_gpu is None else f"{on_gpu:.4g}"] * is_traced),
             ]
         )
     return grid(head, rows)

@@ -195,7 +195,7 @@ VIEWS = frozenset(
 
 
 class Launches:
-    """Kernels launched on a GPU; on a CPU, operators called except views."""
+    """Kernels launched on a GPU, and their time; on a CPU, operators called except views."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -204,6 +204,7 @@ class Launches:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self.count = 0
+        self.gpu_seconds: float | None = None
 
     def __enter__(self) -> "Launches":
         self._profiler.__enter__()
@@ -214,7 +215,9 @@ class Launches:
             torch.cuda.synchronize()
         self._profiler.__exit__(*details)
         if self._on_gpu:
-            self.count = sum(event.device_type.name == "CUDA" for event in self._profiler.events())
+            events = [each for each in self._profiler.events() if each.device_type.name == "CUDA"]
+            self.count = len(events)
+            self.gpu_seconds = sum(each.time_range.elapsed_us() for each in events) / 1e6
         else:
             self.count = sum(
                 event.name.startswith("aten::")

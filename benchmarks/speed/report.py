@@ -72,27 +72,49 @@ def source(result: Result) -> str:
 
 
 def readme(results: Mapping[int, Result]) -> str:
-    """Times faster with presets, in one table, for docs/measured.md; empty if none was timed."""
+    """Times faster with presets, in two tables, for docs/measured.md; empty if none was timed."""
+    parts = []
     rows = []
     for run in results.get(2, {}).get("runs", []):
         if run["attention"] == "flash" and not run["compiled"]:
-            plain = statistics.median(run["methods"]["unpatched"]["seconds"])
-            gains = [
-                f"{figures.speed_up(run, name):.2f}" if name in run["methods"] else ""
-                for name in ("preset balanced", "preset fast", "tomesd attn")
-            ]
-            name = f"{run['model']}, {run['size']}x{run['size']}"
-            rows.append([name, f"{1000 * plain:.1f}", *gains])
-    for row in results.get(3, {}).get("blocks", []):
-        plain = statistics.median(row["methods"]["unpatched"]["seconds"])
-        has_keys = figures.KEYS in row["methods"]
-        gain = f"{figures.speed_up(row, figures.KEYS):.2f}" if has_keys else ""
-        name = f"a block of {row['name']}, {row['size']}, {row['tokens']} tokens"
-        rows.append([name, f"{1000 * plain:.1f}", gain, "", ""])
-    if not rows:
-        return ""
-    head = ["one evaluation", "ms", "balanced or keys", "fast", "tomesd"]
-    return "Times faster than unpatched:\n\n" + figures.grid(head, rows)
+            methods = run["methods"]
+            on_gpu = {
+                name: row["gpu_seconds"] for name, row in methods.items() if row.get("gpu_seconds")
+            }
+            rows.append(
+                [
+                    f"{run['model']}, {run['size']}x{run['size']}",
+                    f"{1000 * statistics.median(methods['unpatched']['seconds']):.1f}",
+                    *(
+                        f"{figures.speed_up(run, name):.2f}" if name in methods else ""
+                        for name in ("preset balanced", "preset fast", "tomesd attn")
+                    ),
+                    f"{1000 * on_gpu['unpatched']:.1f}" if on_gpu else "",
+                    *(
+                        f"{on_gpu['unpatched'] / on_gpu[name]:.2f}" if name in on_gpu else ""
+                        for name in ("preset balanced", "preset fast")
+                    ),
+                ]
+            )
+    if rows:
+        head = ["one evaluation", "ms", "balanced", "fast", "tomesd"]
+        head += ["kernels alone, ms", "balanced", "fast"]
+        parts += ["Times faster than unpatched:", figures.grid(head, rows)]
+    rows = [
+        [
+            f"{row['name']}, {row['size']}, {row['layers']} blocks, {row['steps']} steps",
+            f"{statistics.median(row['methods']['unpatched']['seconds']):.2f}",
+            *(
+                f"{figures.speed_up(row, name):.2f}" if name in row["methods"] else ""
+                for name in ("the defaults", figures.KEYS, "keys 0.75", "6 steps")
+            ),
+        ]
+        for row in results.get(3, {}).get("whole_runs", [])
+    ]
+    if rows:
+        head = ["a run", "s", "the defaults", "its merging alone", "at ratio 0.75", "6 steps"]
+        parts += ["Times faster than unpatched:", figures.grid(head, rows)]
+    return "\n\n".join(parts)
 
 
 def tests(result: Result) -> Sequence[str]:

@@ -64,6 +64,7 @@ def run(
         found = record.attempt(name, seconds, measure)
         if found is not None:
             result[kind].append(found)
+            record.write()
             say(in_words(found))
 
     for block in blocks:

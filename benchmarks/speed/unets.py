@@ -261,6 +261,7 @@ def _trace(
     subject.run(model, nullcontext(), counter)
     row = rows[name]
     row["launches"], row["kernels"] = counter.count, counter.longest()
+    row["gpu_seconds"] = counter.gpu_seconds
     merged = row.get("merged", "none").partition("/")[0]
     if merged != "none":
         added = counter.count - rows["unpatched"]["launches"]

@@ -115,7 +115,7 @@ def test_keys_and_blocks_are_measured_from_a_carried_folder(tmp_path):
     page = report.page({3: result})
     assert "Ways that the probe tried:" in page
     assert "| heads of 40, 96 by 48, heads of 40 " in page
-    assert "a block of Flux, tiny, 320 tokens" in page
+    assert "A block of Flux, tiny, 320 tokens" in page
     (row,) = result["whole_runs"]
     assert row["methods"].keys() == {
         *("unpatched", "the defaults", "keys 0.6", "keys 0.75", "6 steps")

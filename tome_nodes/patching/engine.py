@@ -122,7 +122,7 @@ def make_engine(
 def _worth_from(strategy: Strategy, device: torch.device, merges_in: MergesIn) -> int:
     """The smallest grid, in tokens, that merging does not slow down.
 
-    On a CPU it was measured (benchmarks/README.md). On a GPU it is only arithmetic: the time of a
+    On a CPU it was measured (benchmarks/README.md). On a GPU it is arithmetic: the time of a
     few kernel launches, or a few dozen if matching is not a single kernel, and of reading and
     writing the tokens, against the time of the attention or block that they shorten. A
     transformer's attention is several times as wide as a UNet's, so launches weigh less there.
