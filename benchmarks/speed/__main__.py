@@ -1,4 +1,4 @@
-"""Compare the methods on a CPU: on UNets, or with --transformers on single blocks of transformers.
+"""Compare the methods on a CPU: on UNets, or with --transformers on blocks and runs of those.
 
 Every method is checked before it is timed. Results are written to benchmarks/results/ after each
 model and size, so an interrupted run loses only the current one. `dev.py gpu` does the same on a
@@ -56,7 +56,9 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench", description=__doc__)
-    parser.add_argument("--transformers", action="store_true", help="blocks of transformers")
+    parser.add_argument(
+        "--transformers", action="store_true", help="blocks and runs of transformers"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, a minute or two")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=[*MODELS], help="which UNets")
     parser.add_argument(

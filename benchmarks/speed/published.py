@@ -1,4 +1,4 @@
-"""Single blocks of published transformers: their settings, sizes and inputs."""
+"""Blocks of published transformers, one or many: their settings, sizes and inputs."""
 
 import copy
 from collections.abc import Mapping
@@ -157,12 +157,15 @@ def deepen(model: ModelPatcher, stack: str, layers: int) -> ModelPatcher:
     """Repeat the last block of a stack until it has as many as ``layers``.
 
     They share its weights, so that a model of published depth is built at once. An evaluation does
-    all the work of the full model: the weights of a block are too large for a cache to keep them.
+    all the work of the full model; the weights of a block, 83 MB and more, are too large for most
+    caches to keep.
     """
     blocks = getattr(model.model.diffusion_model, stack)
     shared = {id(weight): weight for weight in [*blocks[-1].parameters(), *blocks[-1].buffers()]}
     while len(blocks) < layers:
         blocks.append(copy.deepcopy(blocks[-1], dict(shared)))
+    # The host would count shared weights once for each block.
+    model.size = sum(weight.nbytes for weight in model.model.parameters())
     return model
 
 

@@ -24,7 +24,7 @@ from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.ops import TORCH, operations, reference, resolve
 from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.random_picks import pick_per_cell, step_key
-from tome_nodes.ops.triton import matching, merging
+from tome_nodes.ops.triton import matching, merging, shared, window_merging
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.window import split_windows
 
@@ -201,6 +201,20 @@ WINDOWED = [
     (Grid(16, 16), 4, 4, 0.9, 1, 70),
     (Grid(5, 12), 1, 2, 0.3, 3, 8),
 ]
+
+
+@pytest.mark.parametrize("number", [0, 75, 90])
+def test_windows_are_the_same_on_any_gpu(monkeypatch, number):
+    grid = Grid(17, 35)
+    x = features_of(grid, channels=32).half().to(DEVICE)
+    expected = window_plan(x, grid, 0.8, sy=2, sx=4)
+    for module in (shared, window_merging):
+        monkeypatch.setattr(module, "capability", lambda _: number)
+    plan = window_plan(x, grid, 0.8, sy=2, sx=4)
+    assert torch.equal(plan.slot_of_token, expected.slot_of_token)
+    wide = replace(plan, ops=TORCH)
+    assert_close(plan.merge(x), wide.merge(x), rtol=2e-3, atol=2e-3)
+    assert_close(plan.merge_keys(x, 2), wide.merge_keys(x, 2), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -95,7 +95,10 @@ def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=16)
 def capability(device: torch.device) -> int:
-    """That of an NVIDIA GPU, such as 89 for 8.9; 0 for AMD's; for the interpreter, that of most."""
+    """The compute capability of an NVIDIA GPU, such as 89 for 8.9; 0 for AMD's.
+
+    The interpreter has 89, so that it takes what most GPUs take.
+    """
     if device.type != "cuda":
         return 89
     if torch.version.hip is not None:

@@ -157,14 +157,13 @@ def merge_windows_kernel(
 def _shape_of_program(device: torch.device, has_keys: bool, channels: int) -> tuple[int, int, int]:
     """Slots of a program, tokens times channels that it loads at once, and its warps.
 
-    The fastest on an H200 of those whose registers suffice; others were not measured.
+    The fastest on an H200. On other GPUs, of which none was measured, registers do not suffice with
+    four warps; nor on AMD's with as many slots.
     """
     number = capability(device)
     if number == 0:
         return 32 if has_keys else 64, 8192, 8
-    if not has_keys:
-        return 64, 16384, 4
-    return 64, 8192, 4 if number == 90 and channels <= 128 else 8
+    return 64, 8192 if has_keys else 16384, 4 if number == 90 and channels <= 128 else 8
 
 
 def suits(x: Tensor, heads: int | None = None) -> bool:
