@@ -3,8 +3,9 @@
 python3 dev.py bench --fidelity [--quick] [--only pictures image few few_multistep second video
     video_multistep edit] [--steps 20 12 8 4] [--names NAME ...] [--seeds 1]
 
-With ``--quick``, what the last line needs is taken once, in one number of steps, and nothing is
-kept. With the other arguments, the other rows of the results stay as they are.
+With ``--quick``, what the last line needs is taken once, in one number of steps and under one
+sampler, and nothing is kept. With the other arguments, the other rows of the results stay as they
+are.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def main() -> None:
         kept |= {each: {"origin": taken, **row} for each, row in rows.items()}
         if is_kept:
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            is_shown = name not in page.WITHOUT_SHEET and not arguments.names
+            is_shown = name not in page.SAMPLED_OTHERWISE and not arguments.names
             if is_shown and str(steps) == next(iter(result[name])):
                 page.sheet(pictures, RESULTS / page.sheet_name(name))
     result = with_others(result)
@@ -86,9 +87,11 @@ def asked(
     Raises:
         SystemExit: for a name that there is not, before any judge paints.
     """
+    from benchmarks.fidelity import page
     from benchmarks.fidelity.judges import BENCHES
 
-    benches = {name: BENCHES[name] for name in arguments.only}
+    left_out = page.SAMPLED_OTHERWISE if arguments.quick else ()
+    benches = {name: BENCHES[name] for name in arguments.only if name not in left_out}
     known = {
         option.name
         for bench in benches.values()

@@ -27,8 +27,8 @@ JUDGES = {
     "edit": "Edits with two references, of a transformer without guidance",
 }
 """The judges by name, with the titles of their tables."""
-WITHOUT_SHEET = ("few_multistep", "video_multistep")
-"""Judges whose pictures look like those of the same model under another sampler."""
+SAMPLED_OTHERWISE = ("few_multistep", "video_multistep")
+"""Judges whose model another judge has under another sampler. The pictures look like that one's."""
 
 STEPS, CACHE, FORECAST, SIZE = "fewer steps", "cache", "forecast", "lower resolution"
 MERGING, OURS, BOTH = "merging", "ours", "ours and another"
@@ -87,7 +87,7 @@ def markdown(result: Mapping[str, Mapping[str, Rows]], calibration: str, summary
         for steps, rows in result[judge].items():
             parts += [table(rows, f"{steps} steps"), *origins(rows)]
         parts.append(f"![Error against time]({plot_name(judge)})")
-        if judge not in WITHOUT_SHEET:
+        if judge not in SAMPLED_OTHERWISE:
             steps = next(iter(result[judge]))
             parts.append(f"![The pictures, in {steps} steps]({sheet_name(judge)})")
     return "\n\n".join(parts) + "\n"
