@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def small_maps_are_worth_merging():
     """On a GPU, too, maps merge from as many tokens on as on a CPU."""
     from tome_nodes.patching import engine
