@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.fidelity.page import IN_SUMMARY, JUDGES, PLAIN, STEPS
+from benchmarks.fidelity.page import IN_SUMMARY, JUDGES, PLAIN, SAMPLED_OTHERWISE, STEPS
 from benchmarks.host import use_cpu
 from tools.environment import ROOT
 
@@ -55,7 +55,7 @@ def main() -> None:
         kept |= {each: {"origin": taken, **row} for each, row in rows.items()}
         if is_kept:
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            is_shown = name not in page.SAMPLED_OTHERWISE and not arguments.names
+            is_shown = name not in SAMPLED_OTHERWISE and not arguments.names
             if is_shown and str(steps) == next(iter(result[name])):
                 page.sheet(pictures, RESULTS / page.sheet_name(name))
     result = with_others(result)
@@ -87,10 +87,9 @@ def asked(
     Raises:
         SystemExit: for a name that there is not, before any judge paints.
     """
-    from benchmarks.fidelity import page
     from benchmarks.fidelity.judges import BENCHES
 
-    left_out = page.SAMPLED_OTHERWISE if arguments.quick else ()
+    left_out = SAMPLED_OTHERWISE if arguments.quick else ()
     benches = {name: BENCHES[name] for name in arguments.only if name not in left_out}
     known = {
         option.name

@@ -64,13 +64,20 @@ class Record:
         """Seconds until the limit, negative after it."""
         return self._end - time.monotonic()
 
-    def attempt(self, name: str, seconds: float, measure: Callable[[], Result]) -> Result | None:
+    def attempt(
+        self,
+        name: str,
+        seconds: float,
+        measure: Callable[[], Result],
+        into: list[Result] | None = None,
+    ) -> Result | None:
         """Make a measurement and keep the file up to date.
 
         Args:
             name: of the measurement.
             seconds: that it may take; if fewer are left, it is left out.
             measure: makes it; an error is recorded, and the others go on.
+            into: the part of the file that it goes into.
 
         Returns:
             What ``measure`` returns, None if there was no time or it failed.
@@ -83,6 +90,8 @@ class Record:
         began, found = time.monotonic(), None
         try:
             found = measure()
+            if into is not None:
+                into.append(found)
         except Exception as error:
             why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             self.result["failed"][name] = why

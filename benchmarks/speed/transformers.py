@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from comfy.model_patcher import ModelPatcher
 from models.comfyui import build_class
 from torch import Tensor
@@ -61,10 +60,8 @@ def run(
     result |= {"ways": [], "blocks": [], "whole_runs": []}
 
     def attempt(kind: str, name: str, seconds: float, measure: Measure, in_words: InWords) -> None:
-        found = record.attempt(name, seconds, measure)
+        found = record.attempt(name, seconds, measure, result[kind])
         if found is not None:
-            result[kind].append(found)
-            record.write()
             say(in_words(found))
 
     for block in blocks:
@@ -121,10 +118,9 @@ def methods() -> list[HostMethod]:
 def _measure(record: Record, block: Block) -> dict[str, Any]:
     """Check and time a block in each way."""
     model = block.published
-    dtype = torch.float32
     noise, prompt = inputs(model, block.latent)
     subject = Evaluations(
-        build_class(model.kind, model.settings, dtype), noise, [prompt, prompt], 1.0, "simple"
+        build_class(model.kind, model.settings), noise, [prompt, prompt], 1.0, "simple"
     )
     expected, held, _ = first_look(subject, subject.model)
     rows: dict[str, dict[str, Any]] = {
@@ -150,7 +146,7 @@ def _measure(record: Record, block: Block) -> dict[str, Any]:
     return {
         **{"name": block.model, "size": block.size, "tokens": block.tokens},
         "attention_share": model.attention_share(block.tokens),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": "float32",
         "refused": refused,
         "methods": rows,
         "tried": found,

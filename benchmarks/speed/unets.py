@@ -144,9 +144,8 @@ def run(record: Record, cases: Sequence[Case]) -> int:
         if with_model is not None:
             needed = _COMPILE_SECONDS if case.is_compiled else case.seconds / 2
             compared = partial(_compare, record, case, with_model)
-            if (found := record.attempt(case.title, needed, compared)) is not None:
-                result["runs"].append(found)
-                record.write()
+            found = record.attempt(case.title, needed, compared, result["runs"])
+            if found is not None:
                 say("\n" + figures.table(found) + "\n")
     return record.finish(goals(result["runs"]))
 

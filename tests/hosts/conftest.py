@@ -1,6 +1,6 @@
 """Tests on real models of ComfyUI, diffusers and latent-diffusion, and on ComfyUI's server."""
 
-from functools import cache, partial
+from functools import cache
 
 import comfyui_in_process  # noqa: F401
 import pytest
@@ -13,13 +13,10 @@ def small_maps_are_worth_merging():
     """On a GPU, too, maps merge from as many tokens on as on a CPU."""
     from tome_nodes.patching import engine
 
+    own, cpu = engine._worth_from, torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_worth_from", partial(_worth_from_on_a_cpu, engine._worth_from))
+        patch.setattr(engine, "_worth_from", lambda strategy, _, *where: own(strategy, cpu, *where))
         yield
-
-
-def _worth_from_on_a_cpu(own, strategy, device, merges_in):
-    return own(strategy, torch.device("cpu"), merges_in)
 
 
 @pytest.fixture(scope="session")
