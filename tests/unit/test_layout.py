@@ -71,11 +71,6 @@ def test_a_sequence_that_is_one_picture_has_the_plan_of_the_picture():
     assert isinstance(plan_of_sequence(Layout.filled_by(GRID), x, half), SlotPlan)
 
 
-@given(layouts())
-def test_a_layout_as_numbers_is_the_same_layout(layout):
-    assert Layout.of_key(layout.key) == layout
-
-
 @pytest.mark.parametrize(
     ("length", "starts"), [(11, (0, 6)), (12, (0, 5)), (12, (-1, 6)), (5, (0,)), (20, (8, 0))]
 )

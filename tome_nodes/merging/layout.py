@@ -2,13 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-LayoutKey = tuple[int, tuple[tuple[int, int, int, int], ...]]
-"""A layout as plain numbers: torch.compile cannot return a frozen dataclass from a graph."""
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """Size of a feature map in tokens, which are in order of frame, row and column.
 
     Attributes:
@@ -68,8 +65,7 @@ class Picture:
         return self.grid.tokens + self.padding
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """The tokens of one picture or video within a sequence, from ``start`` on."""
 
     start: int
@@ -128,16 +124,3 @@ class Layout:
         if spans[0].start < 0 or start > length:
             return None
         return cls(length, tuple(spans))
-
-    @property
-    def key(self) -> LayoutKey:
-        """The layout as plain numbers."""
-        return self.length, tuple(
-            (span.start, span.grid.height, span.grid.width, span.grid.frames) for span in self.spans
-        )
-
-    @classmethod
-    def of_key(cls, key: LayoutKey) -> "Layout":
-        """The layout with this key."""
-        length, spans = key
-        return cls(length, tuple(Span(start, Grid(*sides)) for start, *sides in spans))

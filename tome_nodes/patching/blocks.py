@@ -296,7 +296,7 @@ class Block:
         """A plan at the ratio of the current step; the reason for None is noted."""
         evaluation, outcome = self.evaluation, self.outcome
         ratio, plan_of = evaluation.ratio, evaluation.engine.plan_of
-        outcome.layout_key = layout.key
+        outcome.layout = layout
         plan = plan_of_sequence(layout, features, lambda own, grid: plan_of(own, grid, ratio))
         if plan is None:
             outcome.reason = self._why_no_plan(layout, ratio)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..merging.layout import Layout, LayoutKey
+from ..merging.layout import Layout
 from ..merging.plan import Plan
 from ..strategies.strategy import PlanOf
 from .overrides import Forward
@@ -21,7 +21,7 @@ class Outcome:
         before: number of tokens that entered it, or its stack if that ran as one; 0 if none of its
             attentions was reached.
         plan: the plan of what merged last, None if nothing did.
-        layout_key: the pictures that plans were made for, None if it did not get that far.
+        layout: the pictures that plans were made for, None if it did not get that far.
         plans_made: how many plans it made.
         reason: why it ran on all its tokens, None if it merged or the settings leave it out.
         unweighted: why each merged key weighed as one token, None if it did not.
@@ -33,7 +33,7 @@ class Outcome:
     block: str
     before: int = 0
     plan: Plan | None = None
-    layout_key: LayoutKey | None = None
+    layout: Layout | None = None
     plans_made: int = 0
     reason: str | None = None
     unweighted: str | None = None
@@ -61,11 +61,6 @@ class Outcome:
     def after(self) -> int:
         """Number of tokens that the block ran on, or the last of its modules that merged."""
         return self.before if self.plan is None else self.plan.slot_count
-
-    @property
-    def layout(self) -> Layout | None:
-        """The pictures that plans were made for."""
-        return None if self.layout_key is None else Layout.of_key(self.layout_key)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,8 @@ class BipartiteStrategy(CellStrategy):
 
     def match(self, features: Tensor, grid: Grid, merges: int) -> SlotPlan:
         """See :func:`match`."""
-        return match(features, *self.split_of(grid), merges, self.ops)
+        src, dst = self.split_of(grid)
+        return match(features, src, dst, merges, self.ops)
 
 
 def split_tokens(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:

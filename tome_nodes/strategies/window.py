@@ -45,7 +45,10 @@ class WindowStrategy(CellStrategy):
         if quota == 0:
             return None
         plan = self._match_by_kernel(features, cells, (high, wide), quota)
-        return plan or match_windows(features, *self.split_of(grid), quota, self.ops)
+        if plan is not None:
+            return plan
+        src, dst = self.split_of(grid)
+        return match_windows(features, src, dst, quota, self.ops)
 
     def _match_by_kernel(
         self, features: Tensor, cells: Cells, window: tuple[int, int], quota: int
