@@ -84,8 +84,8 @@ def files() -> dict[Path, str]:
 
 def outdated(language: str) -> list[str]:
     """The texts of a language that are missing, unknown, or of an older English text."""
-    texts = dict(_texts(english()))
-    there = dict(_texts(json.loads(_locale(language).read_text(encoding="utf-8"))))
+    texts = dict(texts_of(english()))
+    there = dict(texts_of(json.loads(_locale(language).read_text(encoding="utf-8"))))
     noted = json.loads(TRANSLATED.read_text(encoding="utf-8")).get(language, {})
     return [
         *(f"{language}: {path} is missing" for path in texts if path not in there),
@@ -101,7 +101,7 @@ def outdated(language: str) -> list[str]:
 def note_translated(language: str) -> None:
     """Record that all texts of a language are translations of the current English ones."""
     noted = json.loads(TRANSLATED.read_text(encoding="utf-8")) if TRANSLATED.exists() else {}
-    noted[language] = {path: _digest(text) for path, text in _texts(english())}
+    noted[language] = {path: _digest(text) for path, text in texts_of(english())}
     TRANSLATED.write_text(json.dumps(noted, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -113,14 +113,14 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _texts(part: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+def texts_of(part: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
     """The texts of a locale by a path such as ``ToMePatchModel.ratio``, which is its tooltip."""
     for key, value in part.items():
         here = (*path, key)
         if isinstance(value, str):
             yield ".".join(each for each in here if each not in ("inputs", "tooltip")), value
         else:
-            yield from _texts(value, here)
+            yield from texts_of(value, here)
 
 
 def _filled(page: str, tables: Mapping[str, str]) -> str:
