@@ -15,7 +15,7 @@ import argparse
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +140,9 @@ def _tables(node: Caption) -> dict[str, str]:
     slots = [(f"`{slot.name}`", "", "", _text(slot.text, slot.more)) for slot in node.inputs]
     outputs = [(f"`{slot.name}`", _text(slot.text, slot.more)) for slot in node.outputs]
     return {
-        "inputs": _table(head, [*slots, *map(_row, plain)]),
-        "advanced inputs": _table(head, [*map(_row, advanced)]),
-        "outputs": _table(("Output", "Meaning"), outputs),
+        "inputs": table(head, [*slots, *map(_row, plain)]),
+        "advanced inputs": table(head, [*map(_row, advanced)]),
+        "outputs": table(("Output", "Meaning"), outputs),
         **{
             option.name: _choices(option) for option in node.options if any(option.choices.values())
         },
@@ -185,8 +185,8 @@ def _choices(option: Option) -> str:
             )
             for choice in option.choices.items()
         ]
-        return f"{_table(('Preset', 'Meaning', *columns), rows)}\n\n{FIGURES}"
-    return _table((option.name.capitalize(), "Meaning"), [*option.choices.items()])
+        return f"{table(('Preset', 'Meaning', *columns), rows)}\n\n{FIGURES}"
+    return table((option.name.capitalize(), "Meaning"), [*option.choices.items()])
 
 
 def _figures() -> dict[str, dict[str | int, tuple[str, str]]]:
@@ -213,7 +213,8 @@ def _judged_as(preset: str, model: str) -> str:
     return "fast" if is_one else preset
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |".replace("  |", " |") for line in lines)
 
