@@ -59,7 +59,6 @@ def ours_in(model):
 
 def test_the_table_has_every_node_on_every_kind_of_model():
     assert list(TABLE["rows"]) == [each.name for each in ALL]
-    assert len(TABLE["rows"]) >= 24
     for row in TABLE["rows"].values():
         assert list(row) == list(COLUMNS)
         assert all(cell["verdict"] != "wrong" for cells in row.values() for cell in cells.values())
