@@ -9,7 +9,6 @@ of its note. Run it after changing a workflow, in any ComfyUI, or the nodes' inp
 
 from __future__ import annotations
 
-import base64
 import json
 import tempfile
 from collections.abc import Iterator
@@ -82,16 +81,23 @@ LOOK = """([x, y, scale]) => {
     app.canvas.draw(true, true)
 }"""
 TWO_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
-OPEN = """([name, text]) =>
-    app.handleFile(new File([text], name, { type: 'application/json' }))"""
+OPEN = """([name, graph]) => app.handleFile(
+    new File([JSON.stringify(graph)], `${name}.json`, { type: 'application/json' }))"""
 AT = """([x, y]) => {
     const [left, top] = app.canvas.ds.convertOffsetToCanvas([x, y])
     const canvas = app.canvas.canvas.getBoundingClientRect()
     return [left + canvas.x, top + canvas.y]
 }"""
-SLOT = """([type, side, name]) => {
-    const node = app.rootGraph.nodes.find(node => node.type === type)
-    const index = node[side].findIndex(slot => slot.name === name)
+FUNCTIONS = """
+window.nodeOf = key => app.rootGraph.nodes.find(node => node.type === key || node.id === key)
+window.widgetOf = (key, name) => nodeOf(key).widgets.find(widget => widget.name === name)
+window.slotOf = (key, side, name) => nodeOf(key)[side].findIndex(slot => slot.name === name)
+"""
+"""What scripts of the page can call. The key of a node is its id, or for the first its type."""
+
+SLOT = """([key, side, name]) => {
+    const node = nodeOf(key)
+    const index = slotOf(key, side, name)
     const isInput = side === 'inputs'
     return {
         key: `${node.id}-${isInput ? 'in' : 'out'}-${index}`,
@@ -100,30 +106,21 @@ SLOT = """([type, side, name]) => {
     }
 }"""
 IS_LINKED = """([source, output, target, name]) => {
-    const { nodes, links } = app.rootGraph
-    const { inputs } = nodes.find(node => node.type === target)
-    const { origin_id, origin_slot } = links.get(inputs.find(slot => slot.name === name).link) ?? {}
-    const origin = nodes.find(node => node.id === origin_id)
+    const { link } = nodeOf(target).inputs[slotOf(target, 'inputs', name)]
+    const { origin_id, origin_slot } = app.rootGraph.links.get(link) ?? {}
+    // Not the first of its type any more, as a click moves a node to the end.
+    const origin = nodeOf(origin_id)
     return origin?.type === source && origin.outputs[origin_slot].name === output
 }"""
-WIDGET = """([type, name]) => {
-    const node = app.rootGraph.nodes.find(node => node.type === type)
-    const widget = node.widgets.find(widget => widget.name === name)
-    return [node.pos[0] + node.size[0] - 25, node.pos[1] + widget.y + 10]
-}"""
-TRANSFER = """([name, type, data]) => {
-    const bytes = Uint8Array.from(atob(data), character => character.charCodeAt(0))
-    const transfer = new DataTransfer()
-    transfer.items.add(new File([bytes], name, { type }))
-    return transfer
+WIDGET = """([key, name]) => {
+    const { pos, size } = nodeOf(key)
+    return [pos[0] + size[0] - 25, pos[1] + widgetOf(key, name).y + 10]
 }"""
 HAS_NODES = "() => app.rootGraph.nodes.length > 0 && !app.extensionManager.spinner"
-BLANK = '{"version": 0.4, "nodes": [], "links": []}'
+BLANK = {"version": 0.4, "nodes": [], "links": []}
 TITLE_AND_PLACE = """() => {
-    const { nodes } = app.rootGraph
-    const note = nodes.find(node => node.type === 'MarkdownNote')
-    const ours = nodes.find(node => node.type.startsWith('ToMe'))
-    return [note.title, ...ours.pos]
+    const ours = app.rootGraph.nodes.find(node => node.type.startsWith('ToMe'))
+    return [nodeOf('MarkdownNote').title, ...ours.pos]
 }"""
 
 
@@ -142,24 +139,15 @@ class Editor:
         page.on("console", self._note)
         page.on("pageerror", self._note_thrown)
 
-    def open(self, name: str, text: str) -> None:
-        """Open a workflow file of this name and text, as File > Open does."""
+    def open(self, graph: dict[str, Any], name: str = "graph") -> None:
+        """Open a workflow in the editor's format, as File > Open does with a file of this name."""
         self.errors.clear()
-        self.page.evaluate(OPEN, [name, text])
+        self.page.evaluate(OPEN, [name, graph])
         self.page.evaluate(TWO_FRAMES)
 
     def clear(self) -> None:
         """Open an empty workflow."""
-        self.open("blank.json", BLANK)
-
-    def drop(self, name: str, kind: str, data: bytes) -> None:
-        """Drop a file of this media type onto the canvas, and wait until its graph is open."""
-        self.clear()
-        file = [name, kind, base64.b64encode(data).decode()]
-        transfer = self.page.evaluate_handle(TRANSFER, file)
-        self.page.locator("#graph-canvas").dispatch_event("drop", {"dataTransfer": transfer})
-        self.page.wait_for_function(HAS_NODES)
-        self.page.evaluate(TWO_FRAMES)
+        self.open(BLANK)
 
     def look_at(self, left: float, top: float, scale: float = 1) -> None:
         """Scroll this point of the graph to the upper left corner of the free part of the page."""
@@ -201,11 +189,9 @@ class Editor:
         """Click the right end of a widget: a number grows, a choice moves on, a switch flips."""
         self.click(*self.page.evaluate(WIDGET, [kind, name]))
 
-    def node(self, kind: str) -> Locator:
-        """The first node of this type in Nodes 2.0, where nodes are elements of the page."""
-        number = self.page.evaluate(
-            "type => app.rootGraph.nodes.find(node => node.type === type).id", kind
-        )
+    def node(self, key: str | int) -> Locator:
+        """A node in Nodes 2.0, where nodes are elements of the page: of an id, or by its type."""
+        number = self.page.evaluate("key => nodeOf(key).id", key)
         return self.page.locator(f"[data-node-id='{number}']")
 
     def run(self) -> None:
@@ -304,6 +290,7 @@ def open_editor(
     """The editor of a running server in a fresh profile, with these additional settings."""
     with browser.new_context(viewport=VIEWPORT) as context:
         context.set_default_timeout(PATIENCE_MS)
+        context.add_init_script(FUNCTIONS)
         context.request.post(f"{server.url}/settings", data=SETTINGS | (settings or {}))
         editor = Editor(context.new_page())
         editor.go_to(f"{server.url}/?template=tome_txt2img&source=tome-nodes")
@@ -363,7 +350,7 @@ def main() -> None:
         offer_files(server)
         with open_browser() as browser, open_editor(browser, server) as editor:
             for file in [*workflow_files(), *blueprint_files()]:
-                editor.open(file.name, file.read_text(encoding="utf-8"))
+                editor.open(json.loads(file.read_text(encoding="utf-8")))
                 if problems := editor.warnings() + editor.errors:
                     raise RuntimeError(f"{file.name}: {'; '.join(problems)}")
                 file.write_text(editor.save(), encoding="utf-8")

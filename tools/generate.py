@@ -15,7 +15,7 @@ import argparse
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,8 @@ def files() -> dict[Path, str]:
 
 def outdated(language: str) -> list[str]:
     """The texts of a language that are missing, unknown, or of an older English text."""
-    texts = dict(_texts(english()))
-    there = dict(_texts(json.loads(_locale(language).read_text(encoding="utf-8"))))
+    texts = dict(texts_of(english()))
+    there = dict(texts_of(json.loads(_locale(language).read_text(encoding="utf-8"))))
     noted = json.loads(TRANSLATED.read_text(encoding="utf-8")).get(language, {})
     return [
         *(f"{language}: {path} is missing" for path in texts if path not in there),
@@ -101,7 +101,7 @@ def outdated(language: str) -> list[str]:
 def note_translated(language: str) -> None:
     """Record that all texts of a language are translations of the current English ones."""
     noted = json.loads(TRANSLATED.read_text(encoding="utf-8")) if TRANSLATED.exists() else {}
-    noted[language] = {path: _digest(text) for path, text in _texts(english())}
+    noted[language] = {path: _digest(text) for path, text in texts_of(english())}
     TRANSLATED.write_text(json.dumps(noted, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -113,14 +113,14 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _texts(part: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+def texts_of(part: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
     """The texts of a locale by a path such as ``ToMePatchModel.ratio``, which is its tooltip."""
     for key, value in part.items():
         here = (*path, key)
         if isinstance(value, str):
             yield ".".join(each for each in here if each not in ("inputs", "tooltip")), value
         else:
-            yield from _texts(value, here)
+            yield from texts_of(value, here)
 
 
 def _filled(page: str, tables: Mapping[str, str]) -> str:
@@ -140,9 +140,9 @@ def _tables(node: Caption) -> dict[str, str]:
     slots = [(f"`{slot.name}`", "", "", _text(slot.text, slot.more)) for slot in node.inputs]
     outputs = [(f"`{slot.name}`", _text(slot.text, slot.more)) for slot in node.outputs]
     return {
-        "inputs": _table(head, [*slots, *map(_row, plain)]),
-        "advanced inputs": _table(head, [*map(_row, advanced)]),
-        "outputs": _table(("Output", "Meaning"), outputs),
+        "inputs": table(head, [*slots, *map(_row, plain)]),
+        "advanced inputs": table(head, [*map(_row, advanced)]),
+        "outputs": table(("Output", "Meaning"), outputs),
         **{
             option.name: _choices(option) for option in node.options if any(option.choices.values())
         },
@@ -185,8 +185,8 @@ def _choices(option: Option) -> str:
             )
             for choice in option.choices.items()
         ]
-        return f"{_table(('Preset', 'Meaning', *columns), rows)}\n\n{FIGURES}"
-    return _table((option.name.capitalize(), "Meaning"), [*option.choices.items()])
+        return f"{table(('Preset', 'Meaning', *columns), rows)}\n\n{FIGURES}"
+    return table((option.name.capitalize(), "Meaning"), [*option.choices.items()])
 
 
 def _figures() -> dict[str, dict[str | int, tuple[str, str]]]:
@@ -213,7 +213,8 @@ def _judged_as(preset: str, model: str) -> str:
     return "fast" if is_one else preset
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |".replace("  |", " |") for line in lines)
 

@@ -22,6 +22,7 @@ from typing import Any
 from tools.environment import PYTHON, ROOT
 from tools.errors import ToolError
 from tools.families import FATES, Family, family_of, fate_of
+from tools.generate import table
 from tools.steps import run
 
 PACKAGE = "comfyui-workflow-templates-json"
@@ -97,11 +98,11 @@ def page(version: str, uses: Sequence[Use], fate: Fate) -> str:
         f"`{PACKAGE}` {version}, {date.today()}: {total:,} uses of {len(uses)} templates with "
         f"open models of pictures and video. Served, which is known or asked: {_percent(served)}. "
         f"With what nobody has tried: {_percent(served + shares['untried'])}.",
-        _table(
+        table(
             ("", "in the pack", "share"),
             ((name, FATES[name], _percent(share)) for name, share in shares.items()),
         ),
-        _table(
+        table(
             ("family", "uses", "share", "in the pack"),
             (
                 (family.name, f"{count:,}", _percent(count / total), fate(family))
@@ -115,12 +116,6 @@ def page(version: str, uses: Sequence[Use], fate: Fate) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [tuple(head), *map(tuple, rows)]
-    lines.insert(1, ("---",) * len(lines[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def fetch() -> tuple[str, list[Any], dict[str, Any]]:

@@ -51,18 +51,12 @@ def checkpoint_names(graph: Graph) -> list[str]:
 
 def with_checkpoint(graph: Graph, name: str) -> Graph:
     """The graph with `name` in each of its checkpoint loaders."""
-    changed = copy.deepcopy(graph)
-    for _, inputs in _of_class(changed, *LOADERS):
-        inputs["ckpt_name"] = name
-    return changed
+    return _with_input(graph, "ckpt_name", name, *LOADERS)
 
 
 def without_merging(graph: Graph) -> Graph:
     """The graph with ratio 0 in each of its ToMe nodes, so that nothing merges."""
-    changed = copy.deepcopy(graph)
-    for _, inputs in _of_class(changed, PATCH):
-        inputs["ratio"] = 0.0
-    return changed
+    return _with_input(graph, "ratio", 0.0, PATCH)
 
 
 def merges(graph: Graph) -> bool:
@@ -99,10 +93,7 @@ def as_new_run(graph: Graph, run: int) -> Graph:
 
     The server ignores inputs that a node does not have, but its cache does not.
     """
-    changed = copy.deepcopy(graph)
-    for _, inputs in _of_class(changed, *SAMPLERS):
-        inputs["tome_run"] = run
-    return changed
+    return _with_input(graph, "tome_run", run, *SAMPLERS)
 
 
 def titles(graph: Graph) -> dict[str, str]:
@@ -111,6 +102,13 @@ def titles(graph: Graph) -> dict[str, str]:
         node: graph[node].get("_meta", {}).get("title") or f"{graph[node]['class_type']} {node}"
         for node, _ in _of_class(graph, *SAMPLERS)
     }
+
+
+def _with_input(graph: Graph, name: str, value: Any, *classes: str) -> Graph:
+    changed = copy.deepcopy(graph)
+    for _, inputs in _of_class(changed, *classes):
+        inputs[name] = value
+    return changed
 
 
 def _of_class(graph: Graph, *classes: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def _as_ever(model: ModelPatcher, kind: str) -> dict[str, Any]:
     return {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Neighbour:
     """Another node.
 
@@ -98,33 +98,57 @@ def execute(node: Any, *args: Any, **inputs: Any) -> Any:
     return node.execute(*args, **inputs).result[0]
 
 
-def core_patch(module: str, name: str, **inputs: Any) -> Patch:
-    """What a node of ComfyUI with these inputs makes of a model."""
-    return lambda model, kind: execute(core_node(module, name), model, **inputs)
+def _made(name: str, module: str, *inputs: Any, **named: Any) -> Patch:
+    """What a node of ComfyUI makes of a model; an input may be a function of the model's kind."""
+
+    def patch(model: ModelPatcher, kind: str) -> Any:
+        def given(value: Any) -> Any:
+            return value(kind) if callable(value) else value
+
+        by_name = {name: given(value) for name, value in named.items()}
+        return execute(core_node(module, name), model, *map(given, inputs), **by_name)
+
+    return patch
 
 
 def _core(
-    name: str, module: str, *only: str, sampling: Sampling = _as_ever, **inputs: Any
+    name: str,
+    module: str,
+    *inputs: Any,
+    sampling: Sampling = _as_ever,
+    only: Collection[str] = (),
+    **named: Any,
 ) -> Neighbour:
     """A node of ComfyUI that takes a model and returns one."""
-    patch = core_patch(module, name, **inputs)
+    patch = _made(name, module, *inputs, **named)
     return Neighbour(name, f"comfy_extras/{module}.py", patch, sampling, only=only)
+
+
+def _guider(name: str, module: str, *inputs: Any) -> Neighbour:
+    """A node of ComfyUI that makes a guider of a model."""
+    return Neighbour(name, f"comfy_extras/{module}.py", guider=_made(name, module, *inputs))
+
+
+def _windows(name: str, length: int, overlap: int, **others: Any) -> Neighbour:
+    """A node of ComfyUI by which a model samples a video in windows of some frames."""
+    return _core(
+        name,
+        "nodes_context_windows",
+        context_length=length,
+        context_overlap=overlap,
+        context_schedule="standard_static",
+        context_stride=1,
+        closed_loop=False,
+        fuse_method="pyramid",
+        freenoise=False,
+        **others,
+    )
 
 
 @lru_cache(maxsize=1)
 def _other_model(kind: str) -> ModelPatcher:
     """Another model of the same kind, with weights of its own."""
     return _with_lora(build(KINDS[kind]), kind)
-
-
-def _with_another_model(name: str, **inputs: Any) -> Neighbour:
-    """A node of ComfyUI that merges the weights of two models."""
-    module = "nodes_model_merging"
-
-    def patch(model: ModelPatcher, kind: str) -> Any:
-        return execute(core_node(module, name), model, _other_model(kind), **inputs)
-
-    return Neighbour(name, f"comfy_extras/{module}.py", patch)
 
 
 def lora_of(model: ModelPatcher, rank: int = 4) -> dict[str, Tensor]:
@@ -151,10 +175,17 @@ def _with_bypassed_lora(model: ModelPatcher, kind: str) -> ModelPatcher:
     return comfy.sd.load_bypass_lora_for_models(model, None, lora_of(model), 1.0, 0.0)[0]
 
 
-def _prompts(kind: str, **extras: Any) -> list[Any]:
-    """A positive prompt with further conditions, and a negative one."""
-    tiny = KINDS[kind]
-    return [conditioning(tiny, 5, **extras), conditioning(tiny, 6)]
+def _positive(kind: str, **extras: Any) -> Any:
+    """A prompt with further conditions."""
+    return conditioning(KINDS[kind], 5, **extras)
+
+
+def _negative(kind: str) -> Any:
+    return conditioning(KINDS[kind], 6)
+
+
+def _other_prompt(kind: str, **extras: Any) -> Any:
+    return conditioning(KINDS[kind], 7, **extras)
 
 
 class Adds(comfy.controlnet.ControlBase):
@@ -194,7 +225,8 @@ _CONTROLLED: Mapping[str, tuple[Any, ...]] = {
 
 
 def _controlled(model: ModelPatcher, kind: str) -> dict[str, Any]:
-    return {"prompts": _prompts(kind, control=Adds(*_CONTROLLED[kind]))}
+    control = Adds(*_CONTROLLED[kind])
+    return {"prompts": [_positive(kind, control=control), _negative(kind)]}
 
 
 def _boxed(model: ModelPatcher, kind: str) -> dict[str, Any]:
@@ -213,22 +245,20 @@ def _boxed(model: ModelPatcher, kind: str) -> dict[str, Any]:
         box = (torch.randn(1, wide), 4, 6, 2, 2)
     cpu = torch.device("cpu")
     placed = ("position", ModelPatcher(gligen, cpu, cpu), [box])
-    return {"prompts": _prompts(kind, gligen=placed)}
+    return {"prompts": [_positive(kind, gligen=placed), _negative(kind)]}
 
 
 def _hooked(model: ModelPatcher, kind: str) -> dict[str, Any]:
     """A LoRA that holds for the positive prompt only."""
-    positive, negative = _prompts(kind)
     hooks = comfy.hooks.create_hook_lora(lora_of(model), 1.0, 1.0)
-    (hooked,) = comfy.hooks.set_conds_props([positive], 1.0, "default", hooks=hooks)
-    return {"prompts": [hooked, negative]}
+    (hooked,) = comfy.hooks.set_conds_props([_positive(kind)], 1.0, "default", hooks=hooks)
+    return {"prompts": [hooked, _negative(kind)]}
 
 
 def _in_areas(model: ModelPatcher, kind: str) -> dict[str, Any]:
-    positive, negative = _prompts(kind)
     half = KINDS[kind].size(SIDES[0], SIDES[1] // 2)
-    area = conditioning(KINDS[kind], 7, area=(*half, 0, 0), strength=1.0)
-    return {"prompts": [positive + area, negative]}
+    area = _other_prompt(kind, area=(*half, 0, 0), strength=1.0)
+    return {"prompts": [_positive(kind) + area, _negative(kind)]}
 
 
 def _masked(model: ModelPatcher, kind: str) -> dict[str, Any]:
@@ -245,12 +275,6 @@ def _several(model: ModelPatcher, kind: str) -> dict[str, Any]:
 def _several_frames(model: ModelPatcher, kind: str) -> dict[str, Any]:
     """A UNet has a video in its batch, as with AnimateDiff."""
     return {} if kind in _VIDEOS else {"batch": 5}
-
-
-def _in_windows(model: ModelPatcher, kind: str) -> Any:
-    node = core_node("nodes_context_windows", "ContextWindowsManual")
-    dim = 2 if kind in _VIDEOS else 0
-    return execute(node, model, context_length=3, context_overlap=1, dim=dim, **_WINDOWS)
 
 
 def _sampler(name: str) -> Sampling:
@@ -277,13 +301,8 @@ def _with_hypernetwork(model: ModelPatcher, kind: str) -> ModelPatcher:
     return clone
 
 
-def _tone_mapped(model: ModelPatcher, kind: str) -> Any:
-    operation = execute(core_node("nodes_latent", "LatentOperationTonemapReinhard"), multiplier=1.2)
-    return execute(core_node("nodes_latent", "LatentApplyOperationCFG"), model, operation)
-
-
-def _away_from_a_prompt(model: ModelPatcher, kind: str) -> Any:
-    return execute(core_node("nodes_perpneg", "PerpNeg"), model, conditioning(KINDS[kind], 7), 1.0)
+def _tone_mapping(kind: str) -> Any:
+    return execute(core_node("nodes_latent", "LatentOperationTonemapReinhard"), multiplier=1.2)
 
 
 def _predicting_v(model: ModelPatcher, kind: str) -> Any:
@@ -291,39 +310,10 @@ def _predicting_v(model: ModelPatcher, kind: str) -> Any:
     return execute(node, model, sampling="v_prediction", zsnr=True)
 
 
-def _perpneg(model: ModelPatcher, kind: str) -> Any:
-    prompts = (*_prompts(kind), conditioning(KINDS[kind], 7))
-    return execute(core_node("nodes_perpneg", "PerpNegGuider"), model, *prompts, 4.0, 1.0)
-
-
-def _dual_cfg(model: ModelPatcher, kind: str) -> Any:
-    positive, negative = _prompts(kind)
-    node = core_node("nodes_custom_sampler", "DualCFGGuider")
-    other = conditioning(KINDS[kind], 7)
-    return execute(node, model, positive, other, negative, 4.0, 2.0, "regular")
-
-
-def _dual_model(model: ModelPatcher, kind: str) -> Any:
-    positive, negative = _prompts(kind)
-    node = core_node("nodes_custom_sampler", "DualModelGuider")
-    return execute(node, model, positive, 4.0, _other_model(kind), negative)
-
-
-def _unguided(model: ModelPatcher, kind: str) -> Any:
-    return execute(core_node("nodes_custom_sampler", "BasicGuider"), model, _prompts(kind)[0])
-
-
 _SAMPLERS = "comfy_extras/nodes_custom_sampler.py"
 _NODES = "nodes.py"
 _UNETS = ("sd15", "sdxl")
 _VIDEOS = tuple(kind for kind, tiny in KINDS.items() if (tiny.frames or 1) > 1)
-_WINDOWS: Mapping[str, Any] = {
-    "context_schedule": "standard_static",
-    "context_stride": 1,
-    "closed_loop": False,
-    "fuse_method": "pyramid",
-    "freenoise": False,
-}
 _GUIDANCE: Mapping[str, Any] = {"scale": 3.0, "start_percent": 0.0, "end_percent": 1.0}
 _MULTIPLIERS: Mapping[str, Any] = {"q": 1.2, "k": 1.1, "v": 0.9, "out": 1.1}
 _CACHE: Mapping[str, Any] = {
@@ -336,12 +326,7 @@ _CACHE: Mapping[str, Any] = {
 ALL: tuple[Neighbour, ...] = (
     # They change the tokens, the attention or the blocks.
     _core(
-        "HyperTile",
-        "nodes_hypertile",
-        tile_size=32,
-        swap_size=2,
-        max_depth=0,
-        scale_depth=False,
+        "HyperTile", "nodes_hypertile", tile_size=32, swap_size=2, max_depth=0, scale_depth=False
     ),
     _core(
         "PatchModelAddDownscale",
@@ -380,18 +365,9 @@ ALL: tuple[Neighbour, ...] = (
         cross_structural=1.1,
         cross_temporal=0.9,
     ),
-    Neighbour(
-        "HypernetworkLoader",
-        "comfy_extras/nodes_hypernetwork.py",
-        patch=_with_hypernetwork,
-    ),
+    Neighbour("HypernetworkLoader", "comfy_extras/nodes_hypernetwork.py", patch=_with_hypernetwork),
     Neighbour("GLIGENTextBoxApply", _NODES, sampling=_boxed, only=_UNETS),
-    Neighbour(
-        "ControlNetApplyAdvanced",
-        _NODES,
-        sampling=_controlled,
-        only=_CONTROLLED,
-    ),
+    Neighbour("ControlNetApplyAdvanced", _NODES, sampling=_controlled, only=_CONTROLLED),
     _core(
         "ScaleROPE",
         "nodes_rope",
@@ -405,49 +381,30 @@ ALL: tuple[Neighbour, ...] = (
     # They skip or split evaluations.
     _core("EasyCache", "nodes_easycache", **_CACHE),
     _core("LazyCache", "nodes_easycache", **_CACHE),
-    Neighbour(
+    _windows(
         "ContextWindowsManual",
-        "comfy_extras/nodes_context_windows.py",
-        patch=_in_windows,
+        3,
+        1,
+        dim=lambda kind: 2 if kind in _VIDEOS else 0,
         sampling=_several_frames,
         only=("sd15", *_VIDEOS),
     ),
-    _core(
-        "WanContextWindowsManual",
-        "nodes_context_windows",
-        "wan21",
-        context_length=9,
-        context_overlap=4,
-        **_WINDOWS,
-    ),
-    _core(
-        "LTXVContextWindows",
-        "nodes_context_windows",
-        "ltxv",
-        context_length=17,
-        context_overlap=8,
-        **_WINDOWS,
-    ),
+    _windows("WanContextWindowsManual", 9, 4, only=["wan21"]),
+    _windows("LTXVContextWindows", 17, 8, only=["ltxv"]),
     Neighbour("ConditioningSetArea", _NODES, sampling=_in_areas),
     # They compute the same in another way.
-    Neighbour(
-        "TorchCompileModel",
-        "comfy_extras/nodes_torch_compile.py",
-        patch=core_patch("nodes_torch_compile", "TorchCompileModel", backend="eager"),
+    replace(
+        _core("TorchCompileModel", "nodes_torch_compile", backend="eager"),
         only=("sd15", "flux"),
         is_exact=True,
         is_slow=True,
     ),
     # They change the weights.
     Neighbour("LoraLoader", _NODES, patch=_with_lora),
-    Neighbour(
-        "LoraLoaderBypass",
-        "comfy_extras/nodes_lora_debug.py",
-        patch=_with_bypassed_lora,
-    ),
+    Neighbour("LoraLoaderBypass", "comfy_extras/nodes_lora_debug.py", patch=_with_bypassed_lora),
     Neighbour("CreateHookLora", "comfy_extras/nodes_hooks.py", sampling=_hooked),
-    _with_another_model("ModelMergeSimple", ratio=0.5),
-    _with_another_model("ModelMergeBlocks", input=0.5, middle=0.2, out=0.8),
+    _core("ModelMergeSimple", "nodes_model_merging", _other_model, ratio=0.5),
+    _core("ModelMergeBlocks", "nodes_model_merging", _other_model, input=0.5, middle=0.2, out=0.8),
     # They guide.
     _core("RescaleCFG", "nodes_model_advanced", multiplier=0.7),
     _core("RenormCFG", "nodes_lumina2", cfg_trunc=100.0, renorm_cfg=1.0),
@@ -460,18 +417,18 @@ ALL: tuple[Neighbour, ...] = (
     _core("Epsilon Scaling", "nodes_eps", scaling_factor=1.01),
     _core("TemporalScoreRescaling", "nodes_eps", tsr_k=0.95, tsr_sigma=1.0),
     _core("CFGOverride", "nodes_custom_sampler", cfg=1.0, start_percent=0.4, end_percent=1.0),
-    _core("VideoLinearCFGGuidance", "nodes_video_model", sampling=_several, min_cfg=1.0),
-    _core("VideoTriangleCFGGuidance", "nodes_video_model", sampling=_several, min_cfg=1.0),
-    Neighbour(
-        "LatentApplyOperationCFG",
-        "comfy_extras/nodes_latent.py",
-        patch=_tone_mapped,
+    _core("VideoLinearCFGGuidance", "nodes_video_model", 1.0, sampling=_several),
+    _core("VideoTriangleCFGGuidance", "nodes_video_model", 1.0, sampling=_several),
+    _core("LatentApplyOperationCFG", "nodes_latent", _tone_mapping),
+    _core("PerpNeg", "nodes_perpneg", _other_prompt, neg_scale=1.0),
+    _guider("PerpNegGuider", "nodes_perpneg", _positive, _negative, _other_prompt, 4.0, 1.0),
+    _guider(
+        "DualCFGGuider",
+        "nodes_custom_sampler",
+        *(_positive, _other_prompt, _negative, 4.0, 2.0, "regular"),
     ),
-    Neighbour("PerpNeg", "comfy_extras/nodes_perpneg.py", patch=_away_from_a_prompt),
-    Neighbour("PerpNegGuider", "comfy_extras/nodes_perpneg.py", guider=_perpneg),
-    Neighbour("DualCFGGuider", _SAMPLERS, guider=_dual_cfg),
-    Neighbour("DualModelGuider", _SAMPLERS, guider=_dual_model),
-    Neighbour("BasicGuider", _SAMPLERS, guider=_unguided),
+    _guider("DualModelGuider", "nodes_custom_sampler", _positive, 4.0, _other_model, _negative),
+    _guider("BasicGuider", "nodes_custom_sampler", _positive),
     # They change noise levels, steps or masks.
     Neighbour(
         "ModelSamplingDiscrete",
@@ -479,20 +436,12 @@ ALL: tuple[Neighbour, ...] = (
         patch=_predicting_v,
         only=_UNETS,
     ),
-    _core("ModelSamplingSD3", "nodes_model_advanced", *TINY, shift=5.0),
-    _core("ModelSamplingAuraFlow", "nodes_model_advanced", *TINY, shift=1.0),
+    _core("ModelSamplingSD3", "nodes_model_advanced", shift=5.0, only=TINY),
+    _core("ModelSamplingAuraFlow", "nodes_model_advanced", shift=1.0, only=TINY),
     _core("DifferentialDiffusion", "nodes_differential_diffusion", sampling=_masked),
     Neighbour("KSampler, heun", _NODES, sampling=_sampler("heun")),
-    Neighbour(
-        "SamplerDPMPP_2S_Ancestral",
-        _SAMPLERS,
-        sampling=_sampler("dpmpp_2s_ancestral"),
-    ),
-    Neighbour(
-        "SamplerEulerAncestralCFGPP",
-        _SAMPLERS,
-        sampling=_sampler("euler_ancestral_cfg_pp"),
-    ),
+    Neighbour("SamplerDPMPP_2S_Ancestral", _SAMPLERS, sampling=_sampler("dpmpp_2s_ancestral")),
+    Neighbour("SamplerEulerAncestralCFGPP", _SAMPLERS, sampling=_sampler("euler_ancestral_cfg_pp")),
     # Other packs, by stand-ins.
     Neighbour(
         "Patch Sage Attention KJ",
@@ -501,10 +450,7 @@ ALL: tuple[Neighbour, ...] = (
         is_exact=True,
     ),
     Neighbour(
-        "Sol-Attn",
-        "Saganaki22/ComfyUI-sol-attn",
-        stand_ins.attend_or_pass_on,
-        is_exact=True,
+        "Sol-Attn", "Saganaki22/ComfyUI-sol-attn", stand_ins.attend_or_pass_on, is_exact=True
     ),
     Neighbour(
         "TorchCompileModelAdvanced",

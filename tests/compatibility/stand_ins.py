@@ -80,7 +80,7 @@ class _Levels:
     def __init__(self) -> None:
         self.last: float | None = None
         self.level = self.call = 0
-        self.kept: dict[Any, Any] = {}
+        self.kept: dict[tuple[str, int], Tensor] = {}
 
     def begins(self, t: Tensor) -> None:
         """Another evaluation begins."""
@@ -94,15 +94,12 @@ class _Levels:
             self.call += 1
         self.last = sigma
 
-    def has(self, name: str, like: Tensor) -> bool:
-        """Whether something of this shape was kept for an evaluation like this one."""
+    def before(self, name: str, like: Tensor) -> Tensor | None:
+        """What was kept for an evaluation like this one, if it is of this shape."""
         kept = self.kept.get((name, self.call))
-        return kept is not None and kept.shape == like.shape
+        return kept if kept is not None and kept.shape == like.shape else None
 
-    def get(self, name: str) -> Any:
-        return self.kept[name, self.call]
-
-    def keep(self, name: str, value: Any) -> None:
+    def keep(self, name: str, value: Tensor) -> None:
         self.kept[name, self.call] = value
 
 
@@ -121,11 +118,12 @@ def forecast(model: ModelPatcher, kind: str) -> ModelPatcher:
     def evaluate(apply: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
         x, t = arguments["input"], arguments["timestep"]
         levels.begins(t)
-        if levels.level == 2 and levels.has("first", x) and levels.has("last", x):
-            return 2 * levels.get("last") - levels.get("first")
+        first, last = levels.before("first", x), levels.before("last", x)
+        if levels.level == 2 and first is not None and last is not None:
+            return 2 * last - first
         out = apply(x, t, **arguments["c"])
-        if levels.has("last", out):
-            levels.keep("first", levels.get("last"))
+        if last is not None:
+            levels.keep("first", last)
         levels.keep("last", out)
         return out
 
@@ -206,20 +204,18 @@ def _with_replaced(model: ModelPatcher, levels: _Levels, name: str, value: Any) 
 
 def _is_alike(levels: _Levels, now: Tensor) -> bool:
     """Whether something changed little since the last level; what is given is kept for the next."""
-    alike = levels.has("sign", now)
-    if alike:
-        before = levels.get("sign")
-        alike = bool((now - before).abs().mean() < before.abs().mean())
+    before = levels.before("sign", now)
     levels.keep("sign", now)
-    return alike
+    return before is not None and bool((now - before).abs().mean() < before.abs().mean())
 
 
 def _skipping(
     levels: _Levels, sign: Tensor, start: Tensor, rest: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The ``rest`` of a model; where a sign is alike, the change that it made when it last ran."""
-    if _is_alike(levels, sign) and levels.has("change", start):
-        return start + levels.get("change")
+    change = levels.before("change", start)
+    if _is_alike(levels, sign) and change is not None:
+        return start + change
     out = rest(start)
     levels.keep("change", out - start)
     return out

@@ -12,8 +12,9 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import comfy.sample
@@ -115,105 +116,94 @@ _NOTHING = "nothing merged: "
 NOBODY = Neighbour("no other node", source="")
 
 
-class Bench:
-    """Runs cells; what they share runs once."""
+def cell(kind: str, neighbour: Neighbour, setting: str, order: str) -> Cell:
+    """One cell of the table."""
+    expected = alone(kind, neighbour)
+    if isinstance(expected, str):
+        return Cell(NONE, expected)
+    try:
+        result, lines = shuffled(kind, neighbour, setting, order)
+        merged, lines_of_merged = merging(kind, neighbour, setting)
+    except Exception as error:
+        return Cell(WRONG, _in_words(error))
+    if not _difference(result, expected) < CLOSE:
+        return Cell(WRONG, "the result is another one")
+    if not merged.isfinite().all():
+        return Cell(WRONG, "the result of merging is not finite")
+    own = {
+        *shuffled(kind, NOBODY, setting, ORDERS[0])[1],
+        *merging(kind, NOBODY, setting)[1],
+    }
+    found = [each for each in dict.fromkeys((*lines, *lines_of_merged)) if each not in own]
+    new = [each for each in found if _NOTHING + each not in found]
+    if not new:
+        return Cell(RIGHT)
+    return Cell(ASIDE if new[0].startswith(_NOTHING) else PARTLY, "; ".join(new))
 
-    def __init__(self) -> None:
-        self._kept: dict[Any, Any] = {}
 
-    def cell(self, kind: str, neighbour: Neighbour, setting: str, order: str) -> Cell:
-        """One cell of the table."""
-        expected = self._alone(kind, neighbour)
-        if isinstance(expected, str):
-            return Cell(NONE, expected)
-        try:
-            result, lines = self._shuffled(kind, neighbour, setting, order)
-            merged, lines_of_merged = self._merged(kind, neighbour, setting)
-        except Exception as error:
-            return Cell(WRONG, _in_words(error))
-        if not _difference(result, expected) < CLOSE:
-            return Cell(WRONG, "the result is another one")
-        if not merged.isfinite().all():
-            return Cell(WRONG, "the result of merging is not finite")
-        own = {
-            *self._shuffled(kind, NOBODY, setting, ORDERS[0])[1],
-            *self._merged(kind, NOBODY, setting)[1],
-        }
-        found = [each for each in dict.fromkeys((*lines, *lines_of_merged)) if each not in own]
-        new = [each for each in found if _NOTHING + each not in found]
-        if not new:
-            return Cell(RIGHT)
-        return Cell(ASIDE if new[0].startswith(_NOTHING) else PARTLY, "; ".join(new))
+# What cells share runs once.
 
-    def _shuffled(
-        self, kind: str, neighbour: Neighbour, setting: str, order: str
-    ) -> tuple[Tensor, list[str]]:
-        """As :meth:`_both` with a lossless plan, and without forecasts, which are not lossless."""
-        config = replace(SETTINGS[setting], forecast=False)
-        return self._once(
-            ("shuffled", kind, neighbour.name, setting, order),
-            lambda: self._both(kind, neighbour, config, order, lossless(make_strategy)),
-        )
 
-    def _merged(self, kind: str, neighbour: Neighbour, setting: str) -> tuple[Tensor, list[str]]:
-        """As :meth:`_both` with the plan of the settings, in one order for both."""
-        return self._once(
-            ("merged", kind, neighbour.name, setting),
-            lambda: self._both(kind, neighbour, SETTINGS[setting], ORDERS[0], make_strategy),
-        )
+@cache
+def model_of(kind: str) -> ModelPatcher:
+    """The model of a kind."""
+    return build(KINDS[kind])
 
-    def _alone(self, kind: str, neighbour: Neighbour) -> Any:
-        """The result of another node alone, or why there is none or it is as without the node."""
 
-        def find() -> Tensor | str:
-            if neighbour.only and kind not in neighbour.only:
-                return "the node is not made for it"
-            model = self.model(kind)
-            try:
-                result = run(neighbour, neighbour.patch(model, kind), kind)
-            except Exception as error:
-                return f"alone, the node fails: {_in_words(error)}"
-            if not result.isfinite().all():
-                return "alone, the node gives no finite result"
-            is_plain = neighbour is NOBODY
-            if not is_plain and not neighbour.is_exact:
-                plain = self._alone(kind, NOBODY)
-                if plain.shape == result.shape and _difference(result, plain) < FAR:
-                    return "alone, the node changes nothing"
-            return result
+@cache
+def alone(kind: str, neighbour: Neighbour) -> Tensor | str:
+    """The result of another node alone, or why there is none or it is as without the node."""
+    if neighbour.only and kind not in neighbour.only:
+        return "the node is not made for it"
+    try:
+        result = run(neighbour, neighbour.patch(model_of(kind), kind), kind)
+    except Exception as error:
+        return f"alone, the node fails: {_in_words(error)}"
+    if not result.isfinite().all():
+        return "alone, the node gives no finite result"
+    if neighbour is not NOBODY and not neighbour.is_exact:
+        plain = alone(kind, NOBODY)
+        assert isinstance(plain, Tensor), plain
+        if plain.shape == result.shape and _difference(result, plain) < FAR:
+            return "alone, the node changes nothing"
+    return result
 
-        return self._once(("alone", kind, neighbour.name), find)
 
-    def _both(
-        self, kind: str, neighbour: Neighbour, config: ToMeConfig, order: str, make: MakeStrategy
-    ) -> tuple[Tensor, list[str]]:
-        """The result of another node and of merging, and what our log tells of it."""
-        model = self.model(kind)
-        if order == ORDERS[0]:
-            both = neighbour.patch(attach(model, config, make), kind)
-        else:
-            both = attach(neighbour.patch(model, kind), config, make)
-        result = run(neighbour, both, kind)
-        return result, _log_lines(both)
+@cache
+def shuffled(kind: str, neighbour: Neighbour, setting: str, order: str) -> tuple[Tensor, list[str]]:
+    """As :func:`_both` with a lossless plan, and without forecasts, which are not lossless."""
+    config = replace(SETTINGS[setting], forecast=False)
+    return _both(kind, neighbour, config, order, lossless(make_strategy))
 
-    def model(self, kind: str) -> ModelPatcher:
-        return self._once(("model", kind), lambda: build(KINDS[kind]))
 
-    def _once(self, key: Any, find: Callable[[], Any]) -> Any:
-        if key not in self._kept:
-            self._kept[key] = find()
-        return self._kept[key]
+@cache
+def merging(kind: str, neighbour: Neighbour, setting: str) -> tuple[Tensor, list[str]]:
+    """As :func:`_both` with the plan of the settings, in one order for both."""
+    return _both(kind, neighbour, SETTINGS[setting], ORDERS[0], make_strategy)
+
+
+def _both(
+    kind: str, neighbour: Neighbour, config: ToMeConfig, order: str, make: MakeStrategy
+) -> tuple[Tensor, list[str]]:
+    """The result of another node and of merging, and what our log tells of it."""
+    model = model_of(kind)
+    if order == ORDERS[0]:
+        both = neighbour.patch(attach(model, config, make), kind)
+    else:
+        both = attach(neighbour.patch(model, kind), config, make)
+    result = run(neighbour, both, kind)
+    return result, _log_lines(both)
 
 
 Row = Mapping[str, Mapping[str, Cell]]
 """The cells of a node, by kind of model and by setting and order."""
 
 
-def row_of(bench: Bench, neighbour: Neighbour) -> Row:
+def row_of(neighbour: Neighbour) -> Row:
     """All cells of a node."""
     return {
         kind: {
-            f"{setting}, {order}": bench.cell(kind, neighbour, setting, order)
+            f"{setting}, {order}": cell(kind, neighbour, setting, order)
             for setting, order in meetings(neighbour)
         }
         for kind in COLUMNS
@@ -227,11 +217,11 @@ def main() -> int:
     parser.add_argument("--name", default="compatibility", help="name of the result files")
     arguments = parser.parse_args()
     logging.getLogger("tome_nodes").setLevel(logging.ERROR)
-    bench, rows = Bench(), {}
+    rows = {}
     for neighbour in ALL:
         if arguments.only is None or neighbour.name in arguments.only:
             began = time.monotonic()
-            rows[neighbour.name] = row_of(bench, neighbour)
+            rows[neighbour.name] = row_of(neighbour)
             print(f"{neighbour.name}: {time.monotonic() - began:.0f} s", flush=True)
     result = {**origin("cpu", "compatibility"), "host": comfyui_version.__version__}
     RESULTS.mkdir(exist_ok=True)
@@ -239,8 +229,8 @@ def main() -> int:
         json.dumps(result | {"rows": in_short(rows)}, indent=1) + "\n", encoding="utf-8"
     )
     (RESULTS / f"{arguments.name}.md").write_text(markdown(result, rows), encoding="utf-8")
-    cells = [cell for row in rows.values() for by in row.values() for cell in by.values()]
-    counts = Counter(cell.verdict for cell in cells)
+    cells = [each for row in rows.values() for by in row.values() for each in by.values()]
+    counts = Counter(each.verdict for each in cells)
     print("summary: " + " ".join(f"{each.replace(' ', '_')}={counts[each]}" for each in VERDICTS))
     return int(counts[WRONG] > 0)
 

@@ -25,34 +25,21 @@ from tools.server import ExecutionFailed
 from tools.workflow import PATCH as PATCH_TYPE
 
 PATCH, REMOVE = "ToMe Patch Model", "ToMe Remove Patch"
-REMOVE_TYPE, REPORT_TYPE = "ToMeRemovePatch", "ToMeReport"
-TUNE_TYPE = "ToMeTune"
+REMOVE_TYPE, REPORT_TYPE, TUNE_TYPE = "ToMeRemovePatch", "ToMeReport", "ToMeTune"
 NODES_2 = {"Comfy.VueNodes.Enabled": True}
 UNFOLDED = {"Comfy.Node.AlwaysShowAdvancedWidgets": True}
 
 # Where the graph without our node has room for it, and the corner to look at it from.
 ROOM, CORNER = (520, 15), (-20, -90)
 
-MODEL_SLOT = {"name": "MODEL", "type": "MODEL", "links": []}
-
 # Of a graph that it has run before, the server runs nothing again.
 sampler_seeds = count()
 
-IMAGE_IS_SHOWN = """() => {
-    const [image] = app.rootGraph.nodes.find(node => node.type === 'SaveImage').imgs ?? []
-    return image?.naturalWidth
-}"""
-
-NOTE_LIVE_LINES = """() => {
-    window.liveLines = []
-    app.api.addEventListener('progress_text', event => window.liveLines.push(event.detail.text))
-}"""
-REPORT = """type => app.rootGraph.nodes.find(node => node.type === type)
-    .widgets.find(widget => widget.name === 'report').element.textContent"""
-PICTURE_IS_SHOWN = """type => app.rootGraph.nodes.find(node => node.type === type)
-    .widgets.find(widget => widget.name === 'report').element.querySelector('img')"""
+IMAGE_IS_SHOWN = "() => nodeOf('SaveImage').imgs?.[0]?.naturalWidth"
+REPORT = "key => widgetOf(key, 'report').element.textContent"
+PICTURE_IS_SHOWN = "key => widgetOf(key, 'report').element.querySelector('img')"
 MOVE_AND_UNDO = """async () => {
-    const node = app.rootGraph.nodes.find(node => node.type === 'ToMeReport')
+    const node = nodeOf('ToMeReport')
     const tracker = app.extensionManager.workflow.activeWorkflow.changeTracker
     node.isTheOldOne = true
     tracker.checkState()
@@ -60,22 +47,67 @@ MOVE_AND_UNDO = """async () => {
     tracker.checkState()
     await tracker.undo()
 }"""
-IS_SHOWN_AGAIN = """() => {
-    const node = app.rootGraph.nodes.find(node => node.type === 'ToMeReport')
-    const { element } = node.widgets.find(widget => widget.name === 'report')
-    return !node.isTheOldOne && element.querySelector('img')
-}"""
-ALL_IMAGES_ARE_SHOWN = """() => app.rootGraph.nodes
-    .filter(node => ['SaveImage', 'ToMeReport'].includes(node.type))
-    .every(node => node.imgs?.[0]?.naturalWidth)"""
+IS_SHOWN_AGAIN = f"() => !nodeOf('ToMeReport').isTheOldOne && ({PICTURE_IS_SHOWN})('ToMeReport')"
 
-TITLE = """id => {
-    const node = app.rootGraph.getNodeById(id)
-    return [node.pos[0] + node.size[0] / 2, node.pos[1] - 15]
+CHOOSE = """preset => {
+    const node = nodeOf('ToMePatchModel')
+    widgetOf(node.id, 'preset').setValue(preset, { e: {}, node, canvas: app.canvas })
 }"""
+# The newest front end shows an input with a link without its value.
+VISIBLE = """key => {
+    const node = nodeOf(key)
+    const isVisible = node.isWidgetRowVisible ?? node.isWidgetVisible
+    return node.widgets.filter(widget => isVisible.call(node, widget)).map(widget => widget.name)
+}"""
+PATCHES = """() => app.rootGraph.nodes
+    .filter(node => node.type === 'ToMePatchModel').map(node => node.id)"""
+BOX = """key => {
+    const node = nodeOf(key)
+    return { size: [...node.size], least: [...node.computeSize()] }
+}"""
+STRETCH = """([across, down]) => {
+    const node = nodeOf('ToMePatchModel')
+    node.setSize([node.size[0] + across, node.size[1] + down])
+    app.extensionManager.workflow.activeWorkflow.changeTracker.checkState()
+}"""
+LINK = """([kind, name, target]) => {
+    const source = LiteGraph.createNode(kind)
+    app.rootGraph.add(source)
+    source.connect(0, nodeOf(target), slotOf(target, 'inputs', name))
+}"""
+UNLINK = "([name, key]) => nodeOf(key).disconnectInput(slotOf(key, 'inputs', name))"
+TITLE = """key => {
+    const { pos, size } = nodeOf(key)
+    return [pos[0] + size[0] / 2, pos[1] - 15]
+}"""
+BOXES = """key => {
+    const node = nodeOf(key)
+    const report = widgetOf(key, 'report').element
+    // In the classic design, a node is no element.
+    const element = document.querySelector(`[data-node-id="${node.id}"]`)
+    const [left, top] = app.canvas.ds.convertOffsetToCanvas(node.pos)
+    const canvas = app.canvas.canvas.getBoundingClientRect()
+    const { scale } = app.canvas.ds
+    return {
+        node: element?.getBoundingClientRect()
+            ?? new DOMRect(canvas.x + left, canvas.y + top, ...node.size.map(side => side * scale)),
+        report: report.getBoundingClientRect(),
+        picture: report.querySelector('img')?.getBoundingClientRect(),
+        isCut: report.scrollHeight > report.clientHeight + 1,
+    }
+}"""
+WIDEN = """([key, width]) => {
+    const node = nodeOf(key)
+    node.setSize([width, node.computeSize()[1]])
+    app.canvas.setDirty(true, true)
+}"""
+
+ALL = [option.name for option in CAPTION.options]
+FEW = ["preset", *FREE]
+ALWAYS_SENT = {"model", *FEW}
+ROW = 24
 
 every_workflow = pytest.mark.parametrize("file", workflow_files(), ids=lambda file: file.stem)
-
 
 # A test runs in the front end that ComfyUI requires; one whose subject the newest changes, in both.
 in_both_front_ends = pytest.mark.parametrize(
@@ -86,6 +118,14 @@ in_both_front_ends = pytest.mark.parametrize(
     ],
     indirect=True,
 )
+in_both_designs = pytest.mark.parametrize(
+    "editor", [{}, NODES_2], ids=["classic", "nodes_2"], indirect=True
+)
+# The classic design has no advanced inputs.
+in_both_designs_unfolded = pytest.mark.parametrize(
+    "editor", [{}, NODES_2 | UNFOLDED], ids=["classic", "nodes_2"], indirect=True
+)
+in_nodes_2 = pytest.mark.parametrize("editor", [NODES_2], ids=["nodes_2"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=["server"], ids=["required"])
@@ -101,30 +141,17 @@ def browser():
         yield browser
 
 
+@pytest.fixture
+def editor(request, browser, front_end):
+    """An editor in a fresh profile, in the classic design unless a test asks for another."""
+    with open_editor(browser, front_end, getattr(request, "param", {})) as editor:
+        yield editor
+
+
 @pytest.fixture(scope="module")
-def editor(browser, front_end):
+def shared_editor(browser, front_end):
     """An editor for tests that only open files in it."""
     with open_editor(browser, front_end) as editor:
-        yield editor
-
-
-@pytest.fixture(params=[{}, NODES_2], ids=["classic", "nodes_2"])
-def fresh_editor(request, browser, front_end):
-    """An editor in a fresh profile, in the classic design and in that called Nodes 2.0."""
-    with open_editor(browser, front_end, request.param) as editor:
-        yield editor
-
-
-@pytest.fixture(params=[{}, NODES_2 | UNFOLDED], ids=["classic", "nodes_2"])
-def unfolded_editor(request, browser, front_end):
-    """The same, with the advanced inputs of Nodes 2.0 shown; the classic design has none."""
-    with open_editor(browser, front_end, request.param) as editor:
-        yield editor
-
-
-@pytest.fixture
-def nodes_2_editor(browser, front_end):
-    with open_editor(browser, front_end, NODES_2) as editor:
         yield editor
 
 
@@ -146,18 +173,21 @@ def picture(pytestconfig):
     return take
 
 
-def text_of(file):
-    return file.read_text(encoding="utf-8")
+def graph_of(file):
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def node_of(graph, kind):
+    """The one node of this type."""
+    (node,) = (node for node in graph["nodes"] if node["type"] == kind)
+    return node
 
 
 def sample_graph(name="tome_txt2img", **settings):
     """This sample workflow, the text to image one by default, with these values in our node."""
-    graph = json.loads(text_of(WORKFLOWS / f"{name}.json"))
-    names = [option.name for option in CAPTION.options]
-    patches = [node for node in graph["nodes"] if node["type"] == PATCH_TYPE]
+    graph = graph_of(WORKFLOWS / f"{name}.json")
     for name, value in settings.items():
-        (patch,) = patches
-        patch["widgets_values"][names.index(name)] = value
+        node_of(graph, PATCH_TYPE)["widgets_values"][ALL.index(name)] = value
     return graph
 
 
@@ -175,20 +205,6 @@ def small_graph(name="tome_txt2img", side=64, **settings):
     return graph
 
 
-def without_patch(graph):
-    """The graph without our node and its two links."""
-    (patch,) = (node for node in graph["nodes"] if node["type"] == PATCH_TYPE)
-    graph["nodes"].remove(patch)
-    gone = [link[0] for link in graph["links"] if patch["id"] in (link[1], link[3])]
-    graph["links"] = [link for link in graph["links"] if link[0] not in gone]
-    for node in graph["nodes"]:
-        for slot in node["inputs"]:
-            slot["link"] = None if slot["link"] in gone else slot["link"]
-        for slot in node["outputs"]:
-            slot["links"] = [link for link in slot["links"] or () if link not in gone]
-    return graph
-
-
 def exported(editor):
     """The graph in API format. The newest front end adds which pack a node is from."""
     graph = json.loads(editor.save_for_api())
@@ -197,15 +213,33 @@ def exported(editor):
     return graph
 
 
-def api_graph(editor):
-    """The graph as it would be queued: a class and its inputs for each node id."""
-    nodes = exported(editor).items()
-    return {number: (node["class_type"], node["inputs"]) for number, node in nodes}
+def inputs_of_patches(editor):
+    """What would be queued for each of our nodes."""
+    nodes = exported(editor).values()
+    return [node["inputs"] for node in nodes if node["class_type"] == PATCH_TYPE]
 
 
 def patch_inputs(editor):
-    (inputs,) = (inputs for kind, inputs in api_graph(editor).values() if kind == PATCH_TYPE)
+    (inputs,) = inputs_of_patches(editor)
     return inputs
+
+
+def behind_the_sampler(editor):
+    """The types of the nodes that the model of the sampler comes through."""
+    graph = exported(editor)
+    (node,) = (node for node in graph.values() if node["class_type"] == "KSampler")
+    types = []
+    while "model" in node["inputs"]:
+        node = graph[node["inputs"]["model"][0]]
+        types.append(node["class_type"])
+    return types
+
+
+def reopen(editor):
+    """Save the graph, and open what was saved."""
+    saved = json.loads(editor.save())
+    editor.clear()
+    editor.open(saved)
 
 
 def width_of_image(editor):
@@ -216,89 +250,11 @@ def width_of_image(editor):
         raise AssertionError([*editor.warnings(), *editor.errors]) from error
 
 
-def test_editor_warns_of_a_node_that_it_does_not_have(editor):
-    """Else the absence of warnings elsewhere would say nothing."""
-    text = text_of(WORKFLOWS / "tome_txt2img.json")
-    editor.open("unknown.json", text.replace('"ToMePatchModel"', '"NoSuchNode"'))
-    assert editor.warnings() != []
-
-
-def test_editor_offers_to_download_a_model_that_is_missing(browser, front_end):
-    text = text_of(WORKFLOWS / "tome_txt2img.json").replace("v1-5-pruned-emaonly-fp16", "not_here")
-    with open_editor(browser, front_end) as editor:
-        editor.open("missing.json", text)
-        (warning,) = editor.warnings()
-        assert "not_here.safetensors is missing" in warning
-        editor.page.get_by_role("button", name="View details").click()
-        button = editor.page.get_by_role("button", name="Download not_here.safetensors")
-        expect(button).to_be_visible()
-
-
-@in_both_front_ends
-@every_workflow
-def test_export_for_the_api_is_the_file(editor, file):
-    editor.open(file.name, text_of(file))
-    assert exported(editor) == json.loads(text_of(WORKFLOWS / "api" / file.name))
-
-
-@every_workflow
-def test_workflow_opens_without_a_warning_and_is_saved_as_it_was(editor, file):
-    editor.open(file.name, text_of(file))
-    assert editor.warnings() == editor.errors == []
-    saved, before = json.loads(editor.save()), json.loads(text_of(file))
-    # The view and the version of the editor are not part of the graph.
-    del saved["extra"], before["extra"]
-    assert saved == before
-
-
-CHOOSE = """preset => {
-    const node = app.rootGraph.nodes.find(node => node.type === 'ToMePatchModel')
-    const widget = node.widgets.find(widget => widget.name === 'preset')
-    widget.setValue(preset, { e: {}, node, canvas: app.canvas })
-}"""
-# The newest front end shows an input with a link without its value.
-VISIBLE = """id => {
-    const node = app.rootGraph.getNodeById(id)
-    const isVisible = node.isWidgetRowVisible ?? node.isWidgetVisible
-    return node.widgets.filter(widget => isVisible.call(node, widget)).map(widget => widget.name)
-}"""
-PATCHES = """() => app.rootGraph.nodes
-    .filter(node => node.type === 'ToMePatchModel').map(node => node.id)"""
-BOX = """id => {
-    const node = app.rootGraph.getNodeById(id)
-    return { size: [...node.size], least: [...node.computeSize()] }
-}"""
-STRETCH = """([id, across, down]) => {
-    const node = app.rootGraph.getNodeById(id)
-    node.setSize([node.size[0] + across, node.size[1] + down])
-    app.extensionManager.workflow.activeWorkflow.changeTracker.checkState()
-}"""
-LINK = """([kind, name, type = 'ToMePatchModel']) => {
-    const target = app.rootGraph.nodes.find(node => node.type === type)
-    const source = LiteGraph.createNode(kind)
-    app.rootGraph.add(source)
-    source.connect(0, target, target.inputs.findIndex(slot => slot.name === name))
-}"""
-UNLINK = """name => {
-    const patch = app.rootGraph.nodes.find(node => node.type === 'ToMePatchModel')
-    patch.disconnectInput(patch.inputs.findIndex(slot => slot.name === name))
-}"""
-ALL = [option.name for option in CAPTION.options]
-FEW = ["preset", *FREE]
-ALWAYS_SENT = {"model", *FEW}
-ROW = 24
-
-
-def patches(editor):
-    """The ids of our nodes."""
-    return editor.page.evaluate(PATCHES)
-
-
-def visible(editor, node):
+def visible(editor, key=PATCH_TYPE):
     """The names of the inputs that a node shows in an editor that folds none."""
     editor.page.evaluate(TWO_FRAMES)
-    names = editor.page.evaluate(VISIBLE, node)
-    shown = editor.page.locator(f"[data-node-id='{node}']")
+    names = editor.page.evaluate(VISIBLE, key)
+    shown = editor.node(key)
     if shown.count():
         rows = shown.get_by_test_id("node-widgets").locator("> div")
         starts = [re.compile(rf"^{name}\b") for name in names]
@@ -306,55 +262,80 @@ def visible(editor, node):
     return names
 
 
-def box(editor, node):
+def box(editor, key=PATCH_TYPE):
     editor.page.evaluate(TWO_FRAMES)
-    return editor.page.evaluate(BOX, node)
+    return editor.page.evaluate(BOX, key)
+
+
+def test_editor_offers_to_download_a_model_that_is_missing(editor):
+    """It warns, too; else the absence of warnings elsewhere would say nothing."""
+    text = json.dumps(sample_graph()).replace("v1-5-pruned-emaonly-fp16", "not_here")
+    editor.open(json.loads(text))
+    (warning,) = editor.warnings()
+    assert "not_here.safetensors is missing" in warning
+    editor.page.get_by_role("button", name="View details").click()
+    button = editor.page.get_by_role("button", name="Download not_here.safetensors")
+    expect(button).to_be_visible()
 
 
 @in_both_front_ends
-def test_only_what_counts_under_a_preset_is_shown(unfolded_editor):
-    editor = unfolded_editor
-    editor.open("tome_txt2img.json", text_of(WORKFLOWS / "tome_txt2img.json"))
-    (node,) = patches(editor)
-    assert visible(editor, node) == FEW
+@every_workflow
+def test_export_for_the_api_is_the_file(shared_editor, file):
+    shared_editor.open(graph_of(file))
+    assert exported(shared_editor) == graph_of(WORKFLOWS / "api" / file.name)
+
+
+@every_workflow
+def test_workflow_opens_without_a_warning_and_is_saved_as_it_was(shared_editor, file):
+    before = graph_of(file)
+    shared_editor.open(before)
+    assert shared_editor.warnings() == shared_editor.errors == []
+    saved = json.loads(shared_editor.save())
+    # The view and the version of the editor are not part of the graph.
+    del saved["extra"], before["extra"]
+    assert saved == before
+
+
+@in_both_front_ends
+@in_both_designs_unfolded
+def test_only_what_counts_under_a_preset_is_shown(editor):
+    editor.open(sample_graph())
+    assert visible(editor) == FEW
     editor.page.evaluate(CHOOSE, "custom")
-    assert visible(editor, node) == ALL
+    assert visible(editor) == ALL
     editor.page.evaluate(CHOOSE, "fast")
-    assert visible(editor, node) == FEW
-    before = box(editor, node)
+    assert visible(editor) == FEW
+    before = box(editor)
     # A value that counts but cannot be seen would be worse than one too many.
-    editor.page.evaluate(LINK, ["PrimitiveInt", "sx"])
-    assert visible(editor, node) == [*FEW, "sx"]
-    assert box(editor, node)["least"][1] == before["least"][1] + ROW
-    editor.page.evaluate(UNLINK, "sx")
-    assert visible(editor, node) == FEW
-    assert box(editor, node) == before
-    editor.page.evaluate(LINK, ["PrimitiveNode", "preset"])
-    assert visible(editor, node) == ALL
-    editor.page.evaluate(UNLINK, "preset")
-    assert visible(editor, node) == FEW
+    editor.page.evaluate(LINK, ["PrimitiveInt", "sx", PATCH_TYPE])
+    assert visible(editor) == [*FEW, "sx"]
+    assert box(editor)["least"][1] == before["least"][1] + ROW
+    editor.page.evaluate(UNLINK, ["sx", PATCH_TYPE])
+    assert visible(editor) == FEW
+    assert box(editor) == before
+    editor.page.evaluate(LINK, ["PrimitiveNode", "preset", PATCH_TYPE])
+    assert visible(editor) == ALL
+    editor.page.evaluate(UNLINK, ["preset", PATCH_TYPE])
+    assert visible(editor) == FEW
     assert editor.errors == []
 
 
 def test_node_is_as_high_as_what_it_shows_and_keeps_the_size_it_was_given(editor):
-    editor.open("tome_txt2img.json", text_of(WORKFLOWS / "tome_txt2img.json"))
-    (node,) = patches(editor)
-    before = box(editor, node)
+    editor.open(sample_graph())
+    before = box(editor)
     assert before["size"][1] == before["least"][1]
-    editor.page.evaluate(STRETCH, [node, 50, 30])
-    width, height = box(editor, node)["size"]
+    editor.page.evaluate(STRETCH, [50, 30])
+    width, height = box(editor)["size"]
     editor.page.evaluate(CHOOSE, "custom")
-    assert box(editor, node)["size"] == [width, height + ROW * (len(ALL) - len(FEW))]
+    assert box(editor)["size"] == [width, height + ROW * (len(ALL) - len(FEW))]
     editor.page.evaluate(CHOOSE, "fast")
-    assert box(editor, node)["size"] == [width, height]
-    saved = editor.save()
-    editor.clear()
-    editor.open("again.json", saved)
-    assert box(editor, node)["size"] == [width, height]
+    assert box(editor)["size"] == [width, height]
+    reopen(editor)
+    assert box(editor)["size"] == [width, height]
 
 
-def test_node_of_nodes_2_has_no_empty_half(nodes_2_editor):
-    editor = nodes_2_editor
+@in_nodes_2
+def test_node_of_nodes_2_has_no_empty_half(editor):
     editor.clear()
     editor.search("token merging").filter(has_text=PATCH).click()
     editor.place(*ROOM)
@@ -370,9 +351,7 @@ def test_node_of_nodes_2_has_no_empty_half(nodes_2_editor):
     free = left_free()
     assert free < 100
     editor.page.evaluate(CHOOSE, "custom")
-    saved = editor.save()
-    editor.clear()
-    editor.open("again.json", saved)
+    reopen(editor)
     assert left_free() == pytest.approx(free)
     node.get_by_text("Show advanced inputs").click()
     labels = node.get_by_test_id("widget-layout-field-label")
@@ -382,98 +361,80 @@ def test_node_of_nodes_2_has_no_empty_half(nodes_2_editor):
         assert left_free() == pytest.approx(free)
 
 
-def test_file_of_a_version_that_showed_all_inputs_keeps_its_values_in_a_smaller_node(fresh_editor):
-    editor = fresh_editor
+@in_both_designs
+def test_file_of_a_version_that_showed_all_inputs_keeps_its_values_in_a_smaller_node(editor):
     graph = sample_graph(preset="balanced", sx=3)
-    (patch,) = (node for node in graph["nodes"] if node["type"] == PATCH_TYPE)
-    patch["size"] = [300, 586]
-    editor.open("old.json", json.dumps(graph))
-    (node,) = patches(editor)
-    opened = box(editor, node)
-    assert opened["size"][0] == 300
-    assert opened["size"][1] < 300
+    node_of(graph, PATCH_TYPE)["size"] = [300, 586]
+    editor.open(graph)
+    width, height = box(editor)["size"]
+    assert width == 300
+    assert height < 300
     editor.page.evaluate(CHOOSE, "custom")
     assert patch_inputs(editor)["sx"] == 3
 
 
-def test_undo_and_copies_show_what_counts(unfolded_editor):
-    editor = unfolded_editor
-    editor.open("tome_txt2img.json", text_of(WORKFLOWS / "tome_txt2img.json"))
-    (first,) = patches(editor)
-    height = box(editor, first)["size"][1]
+@in_both_designs_unfolded
+def test_undo_and_copies_show_what_counts(editor):
+    editor.open(sample_graph())
+    height = box(editor)["size"][1]
     editor.page.evaluate(CHOOSE, "custom")
-    editor.page.evaluate(STRETCH, [first, 0, 0])
-    editor.click(*editor.page.evaluate(TITLE, first))
+    editor.page.evaluate(STRETCH, [0, 0])
+    editor.click(*editor.page.evaluate(TITLE, PATCH_TYPE))
     editor.page.keyboard.press("Control+c")
     editor.click(-15, 700)
     editor.page.keyboard.press("Control+v")
     editor.page.wait_for_function(f"() => ({PATCHES})().length === 2")
-    second = max(patches(editor))
+    first, second = editor.page.evaluate(PATCHES)
     assert visible(editor, first) == visible(editor, second) == ALL
     editor.page.keyboard.press("Control+z")
     editor.page.wait_for_function(f"() => ({PATCHES})().length === 1")
     editor.page.keyboard.press("Control+z")
-    editor.page.wait_for_function(f"() => ({VISIBLE})({first}).length === {len(FEW)}")
-    assert visible(editor, first) == FEW
-    assert box(editor, first)["size"][1] == pytest.approx(height)
+    editor.page.wait_for_function(f"() => ({VISIBLE})('{PATCH_TYPE}').length === {len(FEW)}")
+    assert visible(editor) == FEW
+    assert box(editor)["size"][1] == pytest.approx(height)
 
 
-def test_hidden_inputs_are_saved_but_not_queued(fresh_editor):
-    editor = fresh_editor
-    editor.open("wide.json", json.dumps(small_graph(preset="custom", sx=4)))
+@in_both_designs
+def test_hidden_inputs_are_saved_but_not_queued(editor):
+    editor.open(sample_graph(preset="custom", sx=4))
     assert patch_inputs(editor)["sx"] == 4
     editor.page.evaluate(CHOOSE, "balanced")
     assert patch_inputs(editor).keys() == ALWAYS_SENT
-    editor.run()
-    assert width_of_image(editor) == 64
-    assert editor.warnings() == editor.errors == []
-
-    saved = editor.save()
-    editor.clear()
-    editor.open("again.json", saved)
+    reopen(editor)
     assert patch_inputs(editor).keys() == ALWAYS_SENT
     editor.page.evaluate(CHOOSE, "custom")
     assert patch_inputs(editor)["sx"] == 4
 
 
-def test_nodes_are_found_by_searching_for_token_merging(editor, picture):
-    editor.clear()
-    results = editor.search("token merging")
-    for name in PATCH, REMOVE:
-        expect(results.filter(has_text=name)).to_be_visible()
-    picture(editor, "search", (345, 115, 900, 300))
-    editor.page.keyboard.press("Escape")
-    expect(results).to_have_count(0)
-
-
-def test_node_is_the_first_that_is_found_by_what_people_type(editor):
+def test_node_is_the_first_that_is_found_by_what_people_type(editor, picture):
     editor.clear()
     for text in (
-        *("faster", "speed up", "speedup", "token merging", "tomesd", "merge tokens"),
-        *("accelerate", "acceleration", "optimize", "performance", "too slow"),
+        *("faster", "speed up", "speedup", "tomesd", "merge tokens", "accelerate", "acceleration"),
+        *("optimize", "performance", "too slow", "token merging"),
     ):
-        expect(editor.search(text).first).to_contain_text(PATCH)
-        editor.page.keyboard.press("Escape")
+        results = editor.search(text)
+        expect(results.first).to_contain_text(PATCH)
+        if text != "token merging":
+            editor.page.keyboard.press("Escape")
+    expect(results.filter(has_text=REMOVE)).to_be_visible()
+    picture(editor, "search", (345, 115, 900, 300))
+    editor.page.keyboard.press("Escape")
     # The editor puts its own Seed before it, which is spelt alike.
     ours = editor.search("speed").filter(has_text="ToMe")
     expect(ours.first).to_contain_text(PATCH)
-    editor.page.keyboard.press("Escape")
 
 
 @in_both_front_ends
-def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, front_end):
-    editor = fresh_editor
-    editor.open("plain.json", json.dumps(without_patch(small_graph())))
+@in_both_designs
+def test_node_is_dropped_wired_with_the_mouse_and_run(editor, front_end):
+    editor.open(small_graph())
+    editor.page.evaluate("key => app.rootGraph.remove(nodeOf(key))", PATCH_TYPE)
     editor.look_at(*CORNER)
     editor.search("token merging").filter(has_text=PATCH).click()
     editor.place(*ROOM)
     editor.connect("CheckpointLoaderSimple", "MODEL", PATCH_TYPE, "model")
     editor.connect(PATCH_TYPE, "MODEL", "KSampler", "model")
-    graph = api_graph(editor)
-    (sampler,) = (inputs for kind, inputs in graph.values() if kind == "KSampler")
-    kind, inputs = graph[sampler["model"][0]]
-    assert kind == PATCH_TYPE
-    assert graph[inputs["model"][0]][0] == "CheckpointLoaderSimple"
+    assert behind_the_sampler(editor) == [PATCH_TYPE, "CheckpointLoaderSimple"]
 
     read = len(front_end.log)
     editor.run()
@@ -484,7 +445,7 @@ def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, front_end):
 
 
 def test_widgets_change_with_the_mouse(editor):
-    editor.open("small.json", json.dumps(small_graph(preset="custom")))
+    editor.open(sample_graph(preset="custom"))
     editor.look_at(*CORNER)
     before = patch_inputs(editor)
     for name in "ratio", "max_downsample", "merge_mlp", "sx", "strategy", "proportional_attn":
@@ -499,74 +460,55 @@ def test_widgets_change_with_the_mouse(editor):
     }
 
 
-def test_widgets_change_with_the_mouse_in_nodes_2(nodes_2_editor):
-    editor = nodes_2_editor
-    editor.open("small.json", json.dumps(small_graph(preset="custom")))
+@in_nodes_2
+def test_widgets_change_with_the_mouse_in_nodes_2(editor):
+    editor.open(sample_graph(preset="custom"))
     before = patch_inputs(editor)
     node = editor.node(PATCH_TYPE)
-    widgets = node.get_by_test_id("node-widget")
-    widgets.filter(has=editor.page.get_by_label("ratio", exact=True)).get_by_test_id(
-        "increment"
-    ).click()
+    ratio = node.get_by_test_id("node-widget").filter(
+        has=editor.page.get_by_label("ratio", exact=True)
+    )
+    ratio.get_by_test_id("increment").click()
     node.get_by_text("Show advanced inputs").click()
     node.get_by_label("merge_mlp").click()
     node.get_by_label("max_downsample").click()
     editor.page.get_by_role("option", name="1", exact=True).click()
-    assert patch_inputs(editor) == before | {
-        "ratio": 0.65,
-        "max_downsample": "1",
-        "merge_mlp": True,
-    }
+    changed = {"ratio": 0.65, "max_downsample": "1", "merge_mlp": True}
+    assert patch_inputs(editor) == before | changed
 
 
-def test_advanced_inputs_fold(nodes_2_editor, picture):
-    editor = nodes_2_editor
-    editor.open("small.json", json.dumps(sample_graph()))
+@in_nodes_2
+def test_advanced_inputs_fold(editor, picture):
+    editor.open(sample_graph())
     plain = [option.name for option in CAPTION.options if not option.advanced]
-    names = editor.node(PATCH_TYPE).get_by_test_id("widget-layout-field-label")
+    node = editor.node(PATCH_TYPE)
+    names = node.get_by_test_id("widget-layout-field-label")
     expect(names).to_have_text(plain)
-    editor.node(PATCH_TYPE).get_by_text("Show advanced inputs").click()
+    node.get_by_text("Show advanced inputs").click()
     expect(names).to_have_text(FEW)
     editor.look_at(*CORNER)
     picture(editor, "ToMePatchModel", (100, 60, 1080, 840))
-    editor.node(PATCH_TYPE).get_by_text("Hide advanced inputs").click()
+    node.get_by_text("Hide advanced inputs").click()
     expect(names).to_have_text(plain)
 
 
-def test_workflow_is_the_same_after_saving_and_loading_the_page_anew(
-    fresh_editor, front_end, request
-):
-    editor = fresh_editor
+@in_both_designs
+def test_workflow_is_the_same_after_saving_and_loading_the_page_anew(editor, front_end, request):
+    graph = sample_graph(preset="custom", ratio=0.35, strategy="window", sy=4)
     # The server keeps what other profiles have saved.
-    editor.open(
-        f"{request.node.name}.json",
-        json.dumps(small_graph(preset="custom", ratio=0.35, strategy="window", sy=4)),
-    )
-    before = api_graph(editor)
+    editor.open(graph, request.node.name)
+    before = exported(editor)
     with editor.page.expect_response("**/api/userdata/**") as saved:
         editor.page.keyboard.press("Control+s")
         editor.page.get_by_role("button", name="Confirm").click()
     assert saved.value.ok
     editor.go_to(front_end.url)
-    assert api_graph(editor) == before
+    assert exported(editor) == before
     assert patch_inputs(editor)["ratio"] == 0.35
 
 
-def test_generated_image_brings_its_workflow_back(editor, front_end):
-    editor.open("small.json", json.dumps(small_graph(ratio=0.45, seed=7)))
-    before = api_graph(editor)
-    with editor.page.expect_response("**/api/prompt") as queued:
-        editor.run()
-    assert width_of_image(editor) == 64
-    number = queued.value.json()["prompt_id"]
-    (png,) = front_end.images(front_end.get(f"/history/{number}")[number])
-    editor.drop("picture.png", "image/png", png)
-    assert api_graph(editor) == before
-    assert patch_inputs(editor)["ratio"] == 0.45
-
-
-def test_each_template_opens_from_the_template_browser(nodes_2_editor):
-    editor = nodes_2_editor
+@in_nodes_2
+def test_each_template_opens_from_the_template_browser(editor):
     # The list holds only those that it has room for, and its search would replace it under a click.
     editor.page.set_viewport_size({"width": 1600, "height": 2400})
     for file in workflow_files():
@@ -579,88 +521,70 @@ def test_each_template_opens_from_the_template_browser(nodes_2_editor):
         template.click()
         expect(templates).to_have_count(0)
         editor.page.wait_for_function(HAS_NODES)
-        assert exported(editor) == json.loads(text_of(WORKFLOWS / "api" / file.name))
+        assert exported(editor) == graph_of(WORKFLOWS / "api" / file.name)
         assert editor.warnings() == editor.errors == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "marked", "sentence"),
-    [
-        (
-            {"preset": "custom", "sx": 1, "sy": 1},
-            "sx",
-            "sx=1 with sy=1 is not allowed: a cell of one token has nothing to merge",
-        ),
-        (
-            {"start_percent": 0.8, "end_percent": 0.4},
-            "start_percent",
-            "start_percent=0.8 is not allowed: it must not be greater than end_percent=0.4",
-        ),
-    ],
-    ids=["custom", "balanced"],
-)
-def test_bad_value_marks_one_input_with_our_sentence(
-    fresh_editor, picture, settings, marked, sentence
-):
-    editor = fresh_editor
-    editor.open("bad.json", json.dumps(sample_graph(**settings)))
+@in_both_designs
+def test_bad_value_marks_one_input_with_our_sentence(editor, picture):
+    editor.open(sample_graph(preset="custom", sx=1, sy=1))
     editor.run()
     editor.page.get_by_role("button", name="View details").click()
     infos = editor.page.get_by_role("button", name=f"Info for {PATCH} - ")
     expect(infos).to_have_count(1)
-    editor.page.get_by_role("button", name=f"Info for {PATCH} - {marked}").click()
+    editor.page.get_by_role("button", name=f"Info for {PATCH} - sx").click()
+    sentence = "sx=1 with sy=1 is not allowed: a cell of one token has nothing to merge"
     expect(editor.page.get_by_text(sentence)).to_be_visible()
-    if marked == "sx":
-        picture(editor, "refused", (240, 40, 1360, 640))
+    picture(editor, "refused", (240, 40, 1360, 640))
     with_errors = "() => app.rootGraph.nodes.filter(node => node.has_errors).map(node => node.type)"
     assert editor.page.evaluate(with_errors) == [PATCH_TYPE]
 
 
 def test_model_without_the_patch_goes_to_a_sampler(editor, picture):
     graph = sample_graph()
-    slots = {"inputs": [{"name": "model", "type": "MODEL", "link": None}], "outputs": [MODEL_SLOT]}
+    slots = {
+        "inputs": [{"name": "model", "type": "MODEL", "link": None}],
+        "outputs": [{"name": "MODEL", "type": "MODEL", "links": []}],
+    }
     place = {"id": 20, "type": REMOVE_TYPE, "pos": [720, 340], "size": [260, 46]}
     graph["nodes"].append(place | slots)
-    editor.open("removed.json", json.dumps(graph))
+    editor.open(graph)
     editor.look_at(*CORNER)
     editor.connect(PATCH_TYPE, "MODEL", REMOVE_TYPE, "model")
     editor.connect(REMOVE_TYPE, "MODEL", "KSampler", "model")
     picture(editor, "ToMeRemovePatch", (100, 60, 1440, 780))
-    api = api_graph(editor)
-    (sampler,) = (inputs for kind, inputs in api.values() if kind == "KSampler")
-    kind, inputs = api[sampler["model"][0]]
-    assert kind == REMOVE_TYPE
-    assert api[inputs["model"][0]][0] == PATCH_TYPE
+    assert behind_the_sampler(editor)[:2] == [REMOVE_TYPE, PATCH_TYPE]
 
 
 def graph_with_report(side):
     """A picture painted over a little, so that it stays one, with a report that shows it."""
     graph = small_graph("tome_img2img")
-    nodes = {node["type"]: node for node in graph["nodes"]}
-    nodes["ImageScale"]["widgets_values"][1:3] = [side, side]
-    nodes["KSampler"]["widgets_values"][6] = 0.2
-    slots = {"model": (PATCH_TYPE, "MODEL"), "samples": ("KSampler", "LATENT")}
-    slots["image"] = ("ImageScale", "IMAGE")
+    node_of(graph, "ImageScale")["widgets_values"][1:3] = [side, side]
+    node_of(graph, "KSampler")["widgets_values"][6] = 0.2
+    slots = (
+        ("model", PATCH_TYPE, "MODEL"),
+        ("samples", "KSampler", "LATENT"),
+        ("image", "ImageScale", "IMAGE"),
+    )
     inputs = []
-    for number, (name, (source, kind)) in enumerate(slots.items(), 100):
-        inputs.append({"name": name, "type": kind, "link": number})
-        nodes[source]["outputs"][0]["links"].append(number)
-        graph["links"].append([number, nodes[source]["id"], 0, 100, len(inputs) - 1, kind])
+    for slot, (name, source, kind) in enumerate(slots):
+        link, node = 100 + slot, node_of(graph, source)
+        inputs.append({"name": name, "type": kind, "link": link})
+        node["outputs"][0]["links"].append(link)
+        graph["links"].append([link, node["id"], 0, 100, slot, kind])
     place = {"id": 100, "type": REPORT_TYPE, "pos": [2000, 0], "size": [560, 840]}
     graph["nodes"].append(place | {"inputs": inputs, "widgets_values": ["merge map", -1, -1, -1]})
     return graph
 
 
 @in_both_front_ends
-def test_live_line_and_report_are_shown(fresh_editor, picture):
-    editor = fresh_editor
-    editor.open("report.json", json.dumps(graph_with_report(384)))
-    editor.page.evaluate(NOTE_LIVE_LINES)
+@in_both_designs
+def test_live_line_and_report_are_shown(editor, picture):
+    editor.open(graph_with_report(384), "report")
     editor.run()
-    editor.page.wait_for_function(ALL_IMAGES_ARE_SHOWN)
+    assert width_of_image(editor) == 384
     editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=REPORT_TYPE)
-    *_, line = editor.page.evaluate("() => window.liveLines")
-    assert line == "6/6 blocks, 2304→918 tokens, step 2/2"
+    line = "6/6 blocks, 2304→918 tokens, step 2/2"
     assert editor.page.evaluate(REPORT, PATCH_TYPE) == line
     shown = editor.page.evaluate(REPORT, REPORT_TYPE)
     assert shown.startswith("Merged: 6 of 6 blocks")
@@ -671,7 +595,7 @@ def test_live_line_and_report_are_shown(fresh_editor, picture):
     editor.page.wait_for_function(IS_SHOWN_AGAIN)
     assert editor.page.evaluate(REPORT, REPORT_TYPE) == shown
     assert editor.page.evaluate(REPORT, PATCH_TYPE) == line
-    editor.open("other.json", json.dumps(graph_with_report(128)))
+    editor.open(graph_with_report(128), "other")
     assert editor.page.evaluate(REPORT, REPORT_TYPE) != shown
     editor.page.locator(".workflow-tab").filter(has_text="report").click()
     editor.page.wait_for_function(IS_SHOWN_AGAIN)
@@ -680,32 +604,9 @@ def test_live_line_and_report_are_shown(fresh_editor, picture):
     assert editor.warnings() == editor.errors == []
 
 
-BOXES = """type => {
-    const node = app.rootGraph.nodes.find(node => node.type === type)
-    const report = node.widgets.find(widget => widget.name === 'report').element
-    // In the classic design, a node is no element.
-    const element = document.querySelector(`[data-node-id="${node.id}"]`)
-    const [left, top] = app.canvas.ds.convertOffsetToCanvas(node.pos)
-    const canvas = app.canvas.canvas.getBoundingClientRect()
-    const { scale } = app.canvas.ds
-    return {
-        node: element?.getBoundingClientRect()
-            ?? new DOMRect(canvas.x + left, canvas.y + top, ...node.size.map(side => side * scale)),
-        report: report.getBoundingClientRect(),
-        picture: report.querySelector('img')?.getBoundingClientRect(),
-        isCut: report.scrollHeight > report.clientHeight + 1,
-    }
-}"""
-WIDEN = """([type, width]) => {
-    const node = app.rootGraph.nodes.find(node => node.type === type)
-    node.setSize([width, node.computeSize()[1]])
-    app.canvas.setDirty(true, true)
-}"""
-
-
 @in_both_front_ends
-def test_node_with_a_picture_is_born_with_room_for_it_and_says_so(fresh_editor):
-    editor = fresh_editor
+@in_both_designs
+def test_node_with_a_picture_is_born_with_room_for_it_and_says_so(editor):
     for name, kind in ("ToMe Report", REPORT_TYPE), ("ToMe Tune", TUNE_TYPE):
         editor.clear()
         editor.look_at(*CORNER)
@@ -720,12 +621,12 @@ def test_node_with_a_picture_is_born_with_room_for_it_and_says_so(fresh_editor):
 
 
 @in_both_front_ends
-def test_all_of_a_report_is_shown_in_a_node_of_any_size(fresh_editor):
-    editor = fresh_editor
+@in_both_designs
+def test_all_of_a_report_is_shown_in_a_node_of_any_size(editor):
     graph = graph_with_report(128)
-    (report,) = (node for node in graph["nodes"] if node["type"] == REPORT_TYPE)
+    report = node_of(graph, REPORT_TYPE)
     report["size"] = [210, 150]
-    editor.open("report.json", json.dumps(graph))
+    editor.open(graph)
     editor.look_at(report["pos"][0] - 20, report["pos"][1] - 60, scale=0.5)
     editor.run()
     editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=REPORT_TYPE)
@@ -738,15 +639,15 @@ def test_all_of_a_report_is_shown_in_a_node_of_any_size(fresh_editor):
         node, picture = boxes["node"], boxes["picture"]
         assert not boxes["isCut"]
         assert picture["width"] > 0.85 * node["width"]
-        for first, second in (node, boxes["report"]), (node, picture):
-            assert first["left"] <= second["left"] and first["right"] >= second["right"]
-            assert first["top"] <= second["top"] and first["bottom"] >= second["bottom"]
+        for inside in boxes["report"], picture:
+            assert node["left"] <= inside["left"] and node["right"] >= inside["right"]
+            assert node["top"] <= inside["top"] and node["bottom"] >= inside["bottom"]
     assert editor.warnings() == editor.errors == []
 
 
 def place_and_wire(editor, blueprint, models, latent):
     """Link a blueprint from the search to and from a small graph; return its node's type."""
-    editor.open("plain.json", json.dumps(small_graph()))
+    editor.open(small_graph())
     # The prompts are above the rest.
     editor.look_at(-20, -440, scale=0.65)
     editor.search(blueprint).filter(has_text=blueprint).first.click()
@@ -764,7 +665,7 @@ def place_and_wire(editor, blueprint, models, latent):
 
 # Each in one of the designs: what is wired and run is the same, and so is how.
 @pytest.mark.parametrize(
-    ("fresh_editor", "blueprint", "models", "latent", "side"),
+    ("editor", "blueprint", "models", "latent", "side"),
     [
         ({}, "ToMe hires fix", ["model"], ("KSampler", "samples"), 128),
         # Any model samples in two parts; Wan's are too large to be written here.
@@ -777,13 +678,11 @@ def place_and_wire(editor, blueprint, models, latent):
         ),
     ],
     ids=["hires_fix", "wan"],
-    indirect=["fresh_editor"],
+    indirect=["editor"],
 )
-def test_blueprint_is_placed_wired_and_run(fresh_editor, blueprint, models, latent, side):
-    editor = fresh_editor
+def test_blueprint_is_placed_wired_and_run(editor, blueprint, models, latent, side):
     place_and_wire(editor, blueprint, models, latent)
-    ratios = [inputs["ratio"] for kind, inputs in api_graph(editor).values() if kind == PATCH_TYPE]
-    assert ratios == [0.6] * (1 + len(models))
+    assert [inputs["ratio"] for inputs in inputs_of_patches(editor)] == [0.6] * (1 + len(models))
     editor.run()
     assert width_of_image(editor) == side
     assert editor.warnings() == editor.errors == []
@@ -805,26 +704,23 @@ def test_blueprint_of_ltx_2_is_placed_and_wired(editor, front_end):
         front_end.run(prompt)
 
 
-@pytest.mark.parametrize("language", ["fr", "zh"])
-def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(browser, front_end, language):
-    """Two of those that both the editor and the pack have; what is served is tested for all."""
-    texts = json.loads(text_of(ROOT / "locales" / language / "nodeDefs.json"))[PATCH_TYPE]
-    with open_editor(browser, front_end, NODES_2 | {"Comfy.Locale": language}) as editor:
-        editor.open("small.json", json.dumps(small_graph()))
-        node = editor.node(PATCH_TYPE)
-        expect(node).to_contain_text(texts["display_name"])
-        ratio = texts["inputs"]["ratio"]
-        label = node.get_by_text(ratio["name"], exact=True)
-        label.hover()
-        expect(editor.page.get_by_role("tooltip")).to_contain_text(ratio["tooltip"])
-        assert editor.warnings() == editor.errors == []
+@pytest.mark.parametrize("editor", [NODES_2 | {"Comfy.Locale": "zh"}], ids=["zh"], indirect=True)
+def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(editor):
+    """One that both the editor and the pack have; what is served is tested for all."""
+    texts = graph_of(ROOT / "locales" / "zh" / "nodeDefs.json")[PATCH_TYPE]
+    editor.open(small_graph())
+    node = editor.node(PATCH_TYPE)
+    expect(node).to_contain_text(texts["display_name"])
+    ratio = texts["inputs"]["ratio"]
+    node.get_by_text(ratio["name"], exact=True).hover()
+    expect(editor.page.get_by_role("tooltip")).to_contain_text(ratio["tooltip"])
+    assert editor.warnings() == editor.errors == []
 
 
 def test_help_page_is_shown(editor):
     page = editor.page
-    editor.open("tome_txt2img.json", text_of(WORKFLOWS / "tome_txt2img.json"))
-    (node,) = patches(editor)
-    editor.click(*page.evaluate(TITLE, node))
+    editor.open(sample_graph())
+    editor.click(*page.evaluate(TITLE, PATCH_TYPE))
     page.get_by_test_id("info-button").click()
     shown = page.locator(".node-help-content")
     expect(shown.get_by_role("heading", name=PATCH)).to_be_visible()
@@ -835,23 +731,19 @@ def test_help_page_is_shown(editor):
         expect(each).not_to_have_js_property("naturalWidth", 0)
 
 
-IS_SAVED = """() => app.nodeOutputs[
-    app.rootGraph.nodes.find(node => node.type === 'SaveImage').id]?.images"""
-
-
-def test_tune_shows_what_it_found(nodes_2_editor, picture, pytestconfig):
-    editor = nodes_2_editor
+@in_nodes_2
+def test_tune_shows_what_it_found(editor, picture, pytestconfig):
     # The picture of the help page has more settings to show.
     side, steps = (256, 12) if pytestconfig.getoption("pictures") else (192, 8)
     graph = small_graph("tome_tune", side=side)
-    (tune,) = (node for node in graph["nodes"] if node["type"] == TUNE_TYPE)
+    tune = node_of(graph, TUNE_TYPE)
     # Likeness, so that what it tries does not depend on the machine's speed alone.
     tune["widgets_values"][:5] = ["likeness", 1.2, 0.08, 1, steps]
     tune["widgets_values"][-1] = True
-    editor.open("tune.json", json.dumps(graph))
+    editor.open(graph)
     editor.run()
     editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=TUNE_TYPE)
-    editor.page.wait_for_function(IS_SAVED)
+    editor.page.wait_for_function("() => app.nodeOutputs[nodeOf('SaveImage').id]?.images")
     text = editor.page.evaluate(REPORT, TUNE_TYPE)
     assert re.match("Found: |Unpatched: ", text)
     assert re.search(r"Trials: as long as \d+\.\d sampling runs", text)

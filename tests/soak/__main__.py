@@ -44,8 +44,7 @@ from .traces import resident_bytes, steady_memory
 
 use_cpu()
 
-from .merging import Merging  # noqa: E402
-from .models import all_models, load_nodes  # noqa: E402
+from .models import Merging, all_models, load_nodes  # noqa: E402
 from .runs import Runs  # noqa: E402
 
 QUICK = 100

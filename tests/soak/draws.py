@@ -42,17 +42,12 @@ class Traits:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample.
+    """How to sample: arguments of :func:`models.comfyui.sample`.
 
     Attributes:
         size: height and width of the picture in patches.
-        batch: number of pictures.
-        steps: number of steps.
         cfg: the guidance; at 1 the negative prompt is not evaluated.
-        sampler: its name in ComfyUI.
-        scheduler: its name in ComfyUI.
         denoise: share of the steps to run; less than 1 begins with a picture.
-        seed: that of the noise.
     """
 
     size: tuple[int, int]
@@ -100,10 +95,7 @@ class Draw:
     """A run.
 
     Attributes:
-        number: that of the run.
-        model: name of the model.
         settings: inputs of the node.
-        sampling: how to sample.
         neighbour: another node on the model, None if there is none.
         lora: whether a LoRA is on the model.
         others_first: whether these two come before our node.

@@ -5,7 +5,7 @@ import importlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from models.checkpoints import write_checkpoint
 from models.comfyui import TINY, UNETS, Tiny, build, sample
 from torch import Tensor, nn
 
+import tome_nodes
+from tome_nodes.comfyui.nodes import ToMePatchModel, ToMeRemovePatch, ToMeReport
+
 from .draws import Draw, Sampling, Traits
-from .merging import Merging
 from .traces import state_of_modules, state_of_patcher
 
 AtStep = Callable[[int], None]
@@ -46,15 +48,42 @@ _NEIGHBOURS: Mapping[str, tuple[str, ...]] = {
 _SLOW = {"mochi": 80, "wan21_i2v": 200}
 
 
+class Merging:
+    """Our part of a run, as users reach it; tests put a faulty one in its place."""
+
+    def patch(self, model: ModelPatcher, settings: Mapping[str, Any]) -> ModelPatcher:
+        """A model of ComfyUI that merges tokens."""
+        return ToMePatchModel.execute(model, **settings).result[0]
+
+    def remove(self, model: ModelPatcher) -> ModelPatcher:
+        """A model of ComfyUI without token merging."""
+        return ToMeRemovePatch.execute(model).result[0]
+
+    def report(
+        self, model: ModelPatcher, samples: Tensor, image: Tensor, inputs: Mapping[str, Any]
+    ) -> Tensor:
+        """The picture that the report node makes of a run."""
+        return ToMeReport.execute(model, {"samples": samples}, image, **inputs).result[0]
+
+    def apply_patch(self, unet: nn.Module, settings: Mapping[str, Any]) -> None:
+        """Merge tokens in a UNet of diffusers or latent-diffusion."""
+        tome_nodes.apply_patch(unet, **settings)
+
+    def remove_patch(self, unet: nn.Module) -> None:
+        """Take token merging off such a UNet."""
+        tome_nodes.remove_patch(unet)
+
+
 class Model:
-    """A model, and how it is run."""
+    """A model, and how it is run.
+
+    Attributes:
+        traits: what may be drawn for it.
+        module: what has to be as it was after a run.
+    """
 
     traits: Traits
-
-    @property
-    def module(self) -> nn.Module:
-        """What has to be as it was after a run."""
-        raise NotImplementedError
+    module: nn.Module
 
     def state(self) -> dict[str, Any]:
         """What can be put on the model, and could be left there."""
@@ -67,11 +96,6 @@ class Model:
     def sample(self, prepared: Any, sampling: Sampling, at_step: AtStep) -> Tensor:
         """A sampling run."""
         raise NotImplementedError
-
-    def layers(self, prepared: Any) -> list[nn.Module]:
-        """The modules in which something may go wrong."""
-        module = prepared.model if isinstance(prepared, ModelPatcher) else prepared
-        return [each for each in module.modules() if isinstance(each, nn.Linear)]
 
 
 class ComfyModel(Model):
@@ -90,12 +114,9 @@ class ComfyModel(Model):
         special = _ANY_UNET if kind in UNETS else _NEIGHBOURS.get(kind, ())
         self.traits = Traits(neighbours=(*_ANY_MODEL, *special), **traits)
         self.patcher = patcher or build(tiny)
+        self.module = self.patcher.model
         self._kind = kind
         self._tiny = tiny
-
-    @property
-    def module(self) -> nn.Module:
-        return self.patcher.model
 
     def state(self) -> dict[str, Any]:
         patcher = state_of_patcher(self.patcher)
@@ -123,26 +144,18 @@ class ComfyModel(Model):
         yield model.clone() if draw.cloned else model
 
     def sample(self, prepared: ModelPatcher, sampling: Sampling, at_step: AtStep) -> Tensor:
+        arguments = asdict(sampling)
+        # So that the levels of a UNet below the first have tokens to merge, too.
+        factor = 2 if self._kind in UNETS else 1
+        high, wide = (factor * side for side in arguments.pop("size"))
         return sample(
             prepared,
             self._tiny,
-            self.size(sampling),
-            steps=sampling.steps,
-            batch=sampling.batch,
-            cfg=sampling.cfg,
-            seed=sampling.seed,
+            self._tiny.size(high, wide),
             picture=0.0 if sampling.denoise == 1 else 1.0,
-            sampler=sampling.sampler,
-            scheduler=sampling.scheduler,
-            denoise=sampling.denoise,
             callback=lambda step, *_: at_step(step + 1),
+            **arguments,
         )
-
-    def size(self, sampling: Sampling) -> tuple[int, ...]:
-        """The sides of the latent."""
-        # So that the levels of a UNet below the first have tokens to merge, too.
-        factor = 2 if self._kind in UNETS else 1
-        return self._tiny.size(*(factor * side for side in sampling.size))
 
 
 class PlainUNet(Model):
@@ -156,24 +169,20 @@ class PlainUNet(Model):
 
     def __init__(self, unet: nn.Module, text: int, denoise: Callable[..., Tensor]):
         self.traits = Traits(weight=2.0, patches=150, worth=8, has_nodes=False)
-        self._unet = unet
+        self.module = unet
         self._text = text
         self._denoise = denoise
-
-    @property
-    def module(self) -> nn.Module:
-        return self._unet
 
     @contextmanager
     def prepared(self, draw: Draw, merging: Merging | None) -> Iterator[nn.Module]:
         if merging is None:
-            yield self._unet
+            yield self.module
             return
-        merging.apply_patch(self._unet, draw.settings)
+        merging.apply_patch(self.module, draw.settings)
         try:
-            yield copy.deepcopy(self._unet) if draw.cloned else self._unet
+            yield copy.deepcopy(self.module) if draw.cloned else self.module
         finally:
-            merging.remove_patch(self._unet)
+            merging.remove_patch(self.module)
 
     @torch.no_grad()
     def sample(self, prepared: nn.Module, sampling: Sampling, at_step: AtStep) -> Tensor:

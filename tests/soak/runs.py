@@ -7,7 +7,8 @@ import logging
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +22,7 @@ from comfy_execution.utils import CurrentNodeContext
 from torch import Tensor, nn
 
 from .draws import Beside, Draw, Fault, Sampling
-from .merging import Merging
-from .models import AtStep, Model, release
+from .models import Merging, Model, release
 from .tally import Verdict
 from .traces import LiveTensors, differences
 
@@ -40,12 +40,10 @@ _GRAPH: Mapping[str, Any] = {
     "loader": {"class_type": "UNETLoader", "inputs": {}},
     "tome": {"class_type": "ToMePatchModel", "inputs": {"model": ["loader", 0]}},
     "sampler": {"class_type": "KSampler", "inputs": {"model": ["tome", 0]}},
-}
-_REPORT: Mapping[str, Any] = {
     "report": {
         "class_type": "ToMeReport",
         "inputs": {"model": ["tome", 0], "samples": ["sampler", 0]},
-    }
+    },
 }
 
 
@@ -208,41 +206,31 @@ class Runs:
     ) -> list[Tensor]:
         """Sample with a model, and with the one beside it while the first does."""
         second = self._models[beside.draw.model]
-        latents: list[Tensor] = []
-        errors: list[Exception] = []
         is_on = threading.Event()
+        results: list[Callable[[], Tensor]] = []
 
-        def sample_second() -> None:
+        def sample_second() -> Tensor:
             try:
                 with second.prepared(beside.draw, merging if beside.merges else None) as other:
-                    latents.append(
-                        second.sample(other, beside.draw.sampling, lambda step: is_on.set())
-                    )
-            except Exception as error:
-                errors.append(error)
+                    return second.sample(other, beside.draw.sampling, lambda step: is_on.set())
             finally:
                 is_on.set()
 
-        thread = threading.Thread(target=sample_second)
+        with ThreadPoolExecutor(1) as pool:
 
-        def at_step(step: int) -> None:
-            if step > 1:
-                return
-            if beside.in_thread:
-                thread.start()
-                # From here on, both evaluate their models.
-                is_on.wait()
-            else:
-                sample_second()
+            def at_step(step: int) -> None:
+                if step > 1:
+                    return
+                if beside.in_thread:
+                    results.append(pool.submit(sample_second).result)
+                    # From here on, both evaluate their models.
+                    is_on.wait()
+                else:
+                    latent = sample_second()
+                    results.append(lambda: latent)
 
-        try:
             first = model.sample(prepared, draw.sampling, at_step)
-        finally:
-            if thread.ident is not None:
-                thread.join()
-        if errors:
-            raise errors[0]
-        return [first, *latents]
+        return [first, *(result() for result in results)]
 
 
 def _by_themselves(draw: Draw) -> list[tuple[Draw, bool]]:
@@ -267,7 +255,14 @@ def _is_stopped(model: Model, prepared: Any, sampling: Sampling, fault: Fault) -
         if calls == fault.call:
             raise error
 
-    with _calling(fail, model.layers(prepared), fault.place) as at_step:
+    with ExitStack() as hooks:
+        at_step = fail
+        if fault.place is not None:
+            at_step = _nothing
+            module = prepared if isinstance(prepared, nn.Module) else prepared.model
+            layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
+            layer = layers[int(fault.place * len(layers))]
+            hooks.enter_context(layer.register_forward_pre_hook(fail))
         try:
             model.sample(prepared, sampling, at_step)
         except BaseException as caught:
@@ -277,19 +272,6 @@ def _is_stopped(model: Model, prepared: Any, sampling: Sampling, fault: Fault) -
     if calls >= fault.call:
         raise FailedError(f"the {fault.kind} in the middle of the run did not end it")
     return False
-
-
-@contextmanager
-def _calling(fail: Any, layers: Sequence[nn.Module], place: float | None) -> Iterator[AtStep]:
-    """Call a function before a layer; without a place, yields it to be called at each step."""
-    if place is None:
-        yield fail
-        return
-    hook = layers[int(place * len(layers))].register_forward_pre_hook(fail)
-    try:
-        yield _nothing
-    finally:
-        hook.remove()
 
 
 def _report(merging: Merging, model: Any, latent: Tensor, inputs: Mapping[str, Any]) -> None:
@@ -302,7 +284,9 @@ def _report(merging: Merging, model: Any, latent: Tensor, inputs: Mapping[str, A
 @contextmanager
 def _workflow(draw: Draw) -> Iterator[None]:
     """The workflow that runs, as the host knows it."""
-    graph = {**_GRAPH, **(_REPORT if draw.report is not None else {})}
+    graph = dict(_GRAPH)
+    if draw.report is None:
+        del graph["report"]
     reset_progress_state(_PROMPT, DynamicPrompt(graph))
     try:
         yield

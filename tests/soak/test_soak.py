@@ -3,6 +3,7 @@
 import json
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.presets import PRESETS, settings_of
 
 from .draws import FAULTS, Beside, Draw, Fault, Sampling, Traits, draw
-from .merging import Merging
-from .models import transformer, unet_of_diffusers
+from .models import Merging, transformer, unet_of_diffusers
 from .runs import Runs
 from .tally import Tally, Verdict, failure_text, growth
 
@@ -21,98 +21,79 @@ STOPPED = replace(RUN, fault=Fault("exception", 0.9, 1))
 ON_DIFFUSERS = replace(RUN, model="diffusers", sampling=Sampling((6, 8), steps=1))
 BESIDE = replace(RUN, beside=Beside(False, True, replace(RUN, model="sd3")))
 
+MAKERS = {
+    "flux": lambda: transformer("flux"),
+    "sd3": lambda: transformer("sd3"),
+    "diffusers": unet_of_diffusers,
+}
 
-@pytest.fixture
-def judged():
+
+def judged(run, merging):
     """What becomes of a run with some stand-in for our part."""
-    makers = {
-        "flux": lambda: transformer("flux"),
-        "sd3": lambda: transformer("sd3"),
-        "diffusers": unet_of_diffusers,
-    }
-
-    def judge(run, merging):
-        beside = [] if run.beside is None else [run.beside.draw.model]
-        models = {name: makers[name]() for name in (run.model, *beside)}
-        with closing(Runs(models, merging)) as runs:
-            return runs.run(run)
-
-    return judge
-
-
-class Crashes(Merging):
-    def patch(self, model, settings):
-        raise RuntimeError("on purpose")
-
-
-class Changes(Merging):
-    """Does something to the result of each evaluation."""
-
-    def patch(self, model, settings):
-        patched = super().patch(model, settings)
-        patched.set_model_unet_function_wrapper(
-            lambda apply, given: self.evaluated(
-                given["input"], lambda: apply(given["input"], given["timestep"], **given["c"])
-            )
-        )
-        return patched
-
-    def evaluated(self, given, evaluate):
-        return self.changed(evaluate())
-
-
-class IsNotFinite(Changes):
-    def changed(self, output):
-        return output * torch.nan
-
-
-class Leaks(Changes):
-    def __init__(self):
-        self.kept = []
-
-    def changed(self, output):
-        self.kept.append(output.clone())
-        return output
-
-
-class Remembers(Changes):
-    """Adds the number of evaluations so far."""
-
-    count = 0
-
-    def changed(self, output):
-        self.count += 1
-        return output + self.count
-
-
-class Swallows(Changes):
-    def evaluated(self, given, evaluate):
-        try:
-            return evaluate()
-        except Exception:
-            return given
-
-
-class Overrides(Merging):
-    def patch(self, model, settings):
-        block = model.model.diffusion_model.double_blocks[0]
-        block.forward = type(block).forward.__get__(block)
-        return super().patch(model, settings)
-
-
-class Hooks(Merging):
-    def patch(self, model, settings):
-        model.model.diffusion_model.double_blocks[0].register_forward_hook(lambda *_: None)
-        return super().patch(model, settings)
+    names = [run.model, *([] if run.beside is None else [run.beside.draw.model])]
+    with closing(Runs({name: MAKERS[name]() for name in names}, merging)) as runs:
+        return runs.run(run)
 
 
 class Spoils(Merging):
-    """Changes a weight for good."""
+    """Does something to Flux before it is patched."""
+
+    def __init__(self, spoil):
+        self.spoil = spoil
 
     def patch(self, model, settings):
-        with torch.no_grad():
-            model.model.diffusion_model.img_in.weight.mul_(1.01)
+        self.spoil(model.model.diffusion_model)
         return super().patch(model, settings)
+
+
+def crash(flux):
+    raise RuntimeError("on purpose")
+
+
+def override(flux):
+    block = flux.double_blocks[0]
+    block.forward = type(block).forward.__get__(block)
+
+
+def hook(flux):
+    flux.double_blocks[0].register_forward_hook(lambda *_: None)
+
+
+def change_a_weight(flux):
+    flux.img_in.weight.data.mul_(1.01)
+
+
+class Evaluates(Merging):
+    """Evaluates the model in another way."""
+
+    def __init__(self, evaluate):
+        self.evaluate = evaluate
+
+    def patch(self, model, settings):
+        patched = super().patch(model, settings)
+        patched.set_model_unet_function_wrapper(self.evaluate)
+        return patched
+
+
+def output_of(apply, given):
+    return apply(given["input"], given["timestep"], **given["c"])
+
+
+def not_finite(apply, given):
+    return output_of(apply, given) * torch.nan
+
+
+def without_errors(apply, given):
+    try:
+        return output_of(apply, given)
+    except Exception:
+        return given["input"]
+
+
+def by_what_was_before():
+    """Adds the number of evaluations so far."""
+    numbers = count(1)
+    return lambda apply, given: output_of(apply, given) + next(numbers)
 
 
 class DoesNotRemove(Merging):
@@ -141,39 +122,41 @@ class HasAnotherShape(Merging):
 @pytest.mark.parametrize(
     ("merging", "run", "sentence"),
     [
-        (Crashes, RUN, "RuntimeError: on purpose"),
-        (IsNotFinite, RUN, "the result is not finite, but the unpatched model's is"),
-        (HasAnotherShape, ON_DIFFUSERS, "the result is [2, 4, 12, 16] instead of [1, 4, 12, 16]"),
-        (Remembers, STOPPED, "the result after an aborted run is not that of a run by itself"),
-        (Remembers, BESIDE, "the result beside another model is not that of a run by itself"),
-        (Swallows, STOPPED, "the exception in the middle of the run did not end it"),
-        (Overrides, RUN, "flux is not clean: diffusion_model.double_blocks.0"),
-        (Hooks, RUN, "flux is not clean: diffusion_model.double_blocks.0"),
-        (DoesNotRemove, ON_DIFFUSERS, "diffusers is not clean: "),
-        (
-            DoesNotRemove,
-            replace(RUN, removed=True),
-            "merging was removed, and the result is not the unpatched model's",
-        ),
-        (Spoils, replace(RUN, number=10), "flux, unpatched, has another result than before"),
-        (HasNoPicture, replace(RUN, report={"view": "chart"}), "the report is no picture: [3, 3]"),
+        (Spoils(crash), RUN, "RuntimeError: on purpose"),
+        (Spoils(override), RUN, "flux is not clean: diffusion_model.double_blocks.0"),
+        (Spoils(hook), RUN, "flux is not clean: diffusion_model.double_blocks.0"),
+        (Spoils(change_a_weight), replace(RUN, number=10), "flux, unpatched, has another result"),
+        (Evaluates(not_finite), RUN, "the result is not finite, but the unpatched model's is"),
+        (Evaluates(without_errors), STOPPED, "the exception in the middle of the run did not"),
+        (Evaluates(by_what_was_before()), STOPPED, "the result after an aborted run is not"),
+        (Evaluates(by_what_was_before()), BESIDE, "the result beside another model is not"),
+        (HasAnotherShape(), ON_DIFFUSERS, "the result is [2, 4, 12, 16] instead of [1, 4, 12, 16]"),
+        (HasNoPicture(), replace(RUN, report={"view": "chart"}), "the report is no picture: [3,"),
+        (DoesNotRemove(), ON_DIFFUSERS, "diffusers is not clean: "),
+        (DoesNotRemove(), replace(RUN, removed=True), "merging was removed, and the result is not"),
     ],
 )
-def test_what_a_faulty_part_does_is_found(judged, merging, run, sentence):
-    failures = judged(run, merging()).failures
+def test_what_a_faulty_part_does_is_found(merging, run, sentence):
+    failures = judged(run, merging).failures
     assert any(failure.startswith(sentence) for failure in failures), failures
 
 
-def test_tensors_that_stay_alive_are_counted(judged):
-    leaking = Leaks()
-    verdict = judged(RUN, leaking)
-    assert verdict.leaked == len(leaking.kept) == 2
+def test_tensors_that_stay_alive_are_counted():
+    kept = []
+
+    def keep(apply, given):
+        output = output_of(apply, given)
+        kept.append(output.clone())
+        return output
+
+    verdict = judged(RUN, Evaluates(keep))
+    assert verdict.leaked == len(kept) == 2
     assert verdict.failures == [
         "2 tensors stay alive: [2, 16, 12, 16] of torch.float32, [2, 16, 12, 16] of torch.float32"
     ]
 
 
-def test_an_error_that_is_only_logged_is_a_failure(judged, monkeypatch):
+def test_an_error_that_is_only_logged_is_a_failure(monkeypatch):
     from tome_nodes.report.counts import Counts
 
     monkeypatch.setattr(Counts, "merged_anything", property(lambda self: 1 / 0))
@@ -185,18 +168,18 @@ def test_an_error_that_is_only_logged_is_a_failure(judged, monkeypatch):
     "fault", [*(Fault(kind, 0.9, 1) for kind in FAULTS), Fault(FAULTS[0], None, 1)], ids=str
 )
 @pytest.mark.parametrize("model", ["flux", "diffusers"])
-def test_our_part_stands_a_fault(judged, fault, model):
+def test_our_part_stands_a_fault(fault, model):
     verdict = judged(replace(RUN, model=model, fault=fault, number=10), Merging())
     assert verdict == Verdict(merged=True, stopped=True)
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_our_part_stands_a_second_model(judged, in_thread):
+def test_our_part_stands_a_second_model(in_thread):
     beside = Beside(in_thread, True, replace(RUN, model="sd3"))
     assert judged(replace(RUN, beside=beside, number=10), Merging()) == Verdict(merged=True)
 
 
-def test_what_the_host_cannot_do_is_no_failure(judged):
+def test_what_the_host_cannot_do_is_no_failure():
     verdict = judged(replace(RUN, neighbour="NoSuchNode"), Merging())
     assert verdict == Verdict(refused="KeyError: 'NoSuchNode'")
 
