@@ -116,10 +116,13 @@ class MadeUp(nn.Module):
 
     def run(self, picture, text, sides, options, **kwargs) -> Tensor:
         """The picture's tokens after all blocks."""
-        x = torch.cat([text, picture], 1)
+        return self.through(torch.cat([text, picture], 1), options)[:, text.shape[1] :]
+
+    def through(self, x: Tensor, options, mask: Tensor | None = None) -> Tensor:
+        """Tokens after all blocks."""
         for block in self.blocks:
-            x = block(x, transformer_options=options)
-        return x[:, text.shape[1] :]
+            x = block(x, mask, transformer_options=options)
+        return x
 
     def tokens_of(self, x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
         """Tokens with their places, row by row, and how many there are along each side."""
@@ -160,9 +163,7 @@ class RegistersAndTextBehind(MadeUp):
         x = torch.cat([self.registers.expand(len(text), -1, -1), picture, text], 1)
         mask = x.new_zeros(len(x), 1, 1, x.shape[1])
         mask[..., -text.shape[1] // 4 :] = -20.0
-        for block in self.blocks:
-            x = block(x, mask, transformer_options=options)
-        return x[:, 4 : 4 + picture.shape[1]]
+        return self.through(x, options, mask)[:, 4 : 4 + picture.shape[1]]
 
 
 class VideoAmongReferences(MadeUp):
@@ -244,9 +245,7 @@ class Interleaved(MadeUp):
         number = picture.shape[1]
         text = text.repeat(1, -(-number // text.shape[1]), 1)[:, :number]
         x = torch.stack([picture, text], 2).flatten(1, 2)
-        for block in self.blocks:
-            x = block(x, transformer_options=options)
-        return x[:, ::2]
+        return self.through(x, options)[:, ::2]
 
 
 class Pooled(MadeUp):
@@ -266,9 +265,7 @@ class Causal(MadeUp):
     def run(self, picture, text, sides, options, **kwargs):
         x = torch.cat([text, picture], 1)
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        for block in self.blocks:
-            x = block(x, mask, transformer_options=options)
-        return x[:, text.shape[1] :]
+        return self.through(x, options, mask)[:, text.shape[1] :]
 
 
 class Turning(MadeUp):
