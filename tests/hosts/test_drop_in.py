@@ -25,34 +25,19 @@ SCRIPT = """
 import sys
 import torch
 torch.backends.cudnn.allow_tf32 = False
-from diffusers import StableDiffusionPipeline
-import {library} as tomesd
-
 sys.path.insert(0, "tests")
 from models.pipelines import sd15
+import {library} as tomesd
 
-pipe = sd15().pipeline
-assert isinstance(pipe, StableDiffusionPipeline)
-
-def image(**options):
-    return pipe(
-        prompt_embeds=torch.linspace(-1, 1, 7 * 32).view(1, 7, 32),
-        negative_prompt_embeds=torch.zeros(1, 7, 32),
-        height=96,
-        width=128,
-        num_inference_steps=2,
-        generator=torch.Generator().manual_seed(0),
-        output_type="latent",
-    ).images
-
-plain = image()
-tomesd.apply_patch(pipe, 0.5, use_rand=False)
-merged = image()
-tomesd.apply_patch(pipe.unet, ratio=0.7, sx=4, sy=4, max_downsample=2, use_rand=False,
+case = sd15()
+plain = case()
+tomesd.apply_patch(case.pipeline, 0.5, use_rand=False)
+merged = case()
+tomesd.apply_patch(case.network, ratio=0.7, sx=4, sy=4, max_downsample=2, use_rand=False,
                    merge_attn=True, merge_crossattn=True, merge_mlp=True)
-more = image()
-tomesd.remove_patch(pipe)
-assert torch.equal(image(), plain)
+more = case()
+tomesd.remove_patch(case.pipeline)
+assert torch.equal(case(), plain)
 torch.save([plain, merged, more], sys.argv[1])
 assert "{library}" == "tomesd" or not {{"comfy", "comfy_api", "ldm"}} & set(sys.modules)
 """

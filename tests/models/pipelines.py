@@ -1,5 +1,6 @@
 """Tiny UNets, transformers and pipelines of diffusers with random weights."""
 
+import inspect
 from typing import Any
 
 import diffusers
@@ -114,17 +115,19 @@ class Case:
     Attributes:
         pipeline: without text encoders, whose output stands in for them.
         arguments: those of its call.
-        network: its UNet or transformer.
+        part: the name of its UNet or transformer.
+        network: that.
     """
 
     def __init__(self, pipeline: Any, **arguments: Any):
         self.pipeline = pipeline.to(DEVICE)
         self.arguments = arguments
+        self.part = "unet" if hasattr(pipeline, "unet") else "transformer"
         pipeline.set_progress_bar_config(disable=True)
 
     @property
     def network(self) -> Any:
-        return getattr(self.pipeline, "unet", None) or self.pipeline.transformer
+        return getattr(self.pipeline, self.part)
 
     @torch.no_grad()
     def __call__(self, steps: int = 2, seed: int = 0, **options: Any) -> Tensor:
@@ -136,6 +139,18 @@ class Case:
         }
         result = self.pipeline(**{**self.arguments, **arguments, **options})[0]
         return torch.stack(result) if isinstance(result, list) else result
+
+    def called(self) -> dict[str, Any]:
+        """The arguments with which the pipeline calls its network."""
+        given: dict[str, Any] = {}
+
+        def keep(network: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            names = [*inspect.signature(type(network).forward).parameters][1:]
+            given.update(dict(zip(names, args, strict=False)) | kwargs)
+
+        with self.network.register_forward_pre_hook(keep, with_kwargs=True):
+            self(steps=1)
+        return given
 
 
 _PROMPTS: dict[str, Any] = {
@@ -172,8 +187,8 @@ def _picture(channels: int = 3, seed: int = 5) -> Tensor:
     return torch.rand(1, channels, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def sd15() -> Case:
-    pipeline = diffusers.StableDiffusionPipeline(**_parts("sd15"), **_NO_CHECKER)
+def sd15(family: str = "sd15") -> Case:
+    pipeline = diffusers.StableDiffusionPipeline(**_parts(family), **_NO_CHECKER)
     return Case(pipeline, **_PROMPTS, **_SIZE)
 
 
