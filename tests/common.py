@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 import tome_nodes
 from benchmarks.lossless import lossless
-from tome_nodes.settings.config import OPTIONS
+from tome_nodes.pytorch.patch import _found
+from tome_nodes.pytorch.patched_model import Attachment
+from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,6 +56,13 @@ scopes_and_tokens = pytest.mark.parametrize(
 
 Shuffle = lossless(BipartiteStrategy)
 """A strategy that makes real plans but returns lossless ones."""
+
+
+def shuffle(model, **options):
+    """Attach the lossless plan to a model that :func:`tome_nodes.apply_patch` takes."""
+    config = ToMeConfig(**{"ratio": 0.5, **EVERYTHING, **options})
+    for network, context, host in _found(model):
+        Attachment(config, host, context, Shuffle).attach(network)
 
 
 class Counted(BipartiteStrategy):

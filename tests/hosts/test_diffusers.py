@@ -1,47 +1,54 @@
-"""The attach to real diffusers pipelines: what merges, what is left alone, what is left behind."""
+"""The attach to real diffusers pipelines, most of all to UNets: what merges and what stays."""
 
 import copy
-import functools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 
 import accelerate
+import diffusers
 import pytest
 import torch
 from common import (
     EVERYTHING,
     TOMESD_OPTIONS,
     Counted,
-    Shuffle,
     attributes,
     input_lengths,
     merged_everywhere,
     relative_error,
     scopes_and_tokens,
+    shuffle,
     theirs_and_ours,
 )
-from diffusers import (
-    AutoencoderKL,
-    DDIMScheduler,
-    EulerAncestralDiscreteScheduler,
-    LCMScheduler,
-    UNet2DConditionModel,
-)
+from diffusers import UNet2DConditionModel
+from diffusers.models import attention_processor
 from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import (
-    AttnProcessor,
-    SlicedAttnProcessor,
-)
-from diffusers.models.embeddings import ImageProjection
+from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import pipelines
-from models.pipelines import CASES, DEVICE, GRID, TEXT_CHANNELS, call, inputs, make_unet
+from models.pipelines import (
+    CASES,
+    DEVICE,
+    GRID,
+    TEXT,
+    TEXT_CHANNELS,
+    TRANSFORMERS,
+    call,
+    flux,
+    flux_kontext,
+    inputs,
+    lively,
+    make_unet,
+    noise,
+    sd15,
+)
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
-from tome_nodes.pytorch.patched_model import Attachment
+from tome_nodes.pytorch.patched_model import REASONS, RECOMPUTED, Attachment
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
@@ -52,39 +59,36 @@ ROUNDING = 5e-5
 TOKENS = GRID[0] * GRID[1]
 
 
-def shuffle(unet, **options):
-    """Attach the lossless plan to a UNet."""
-    config = ToMeConfig(**{"ratio": 0.5, **EVERYTHING, **options})
-    Attachment(config, DiffusersUNets(), 1000, Shuffle).attach(unet)
-
-
 @pytest.fixture
 def unet():
     return make_unet()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_pipeline_merges_and_is_as_before_without(name, log_messages):
-    case = CASES[name]()
-    before, expected = attributes(case.pipeline.unet), case()
-    torch.manual_seed(7)
-    state = torch.get_rng_state()
-    shuffle(case.pipeline.unet)
-    assert relative_error(case(), expected) < ROUNDING
-    assert merged_everywhere(log_messages()[-1])
-    assert tome_nodes.apply_patch(case.pipeline, max_downsample="auto") is case.pipeline
+@pytest.mark.parametrize("attn_tokens", ["k,v", "q,k,v"])
+@pytest.mark.parametrize("name", [*CASES, *TRANSFORMERS])
+def test_every_pipeline_merges_and_is_as_before_without(name, attn_tokens, log_messages):
+    case, rounding = (CASES[name](), ROUNDING) if name in CASES else (TRANSFORMERS[name](), 1e-5)
+    expected, before = case(), attributes(case.network)
+    random = torch.get_rng_state()
+    shuffle(case.pipeline, attn_tokens=attn_tokens)
+    assert relative_error(case(), expected) < rounding
+    assert all(map(merged_everywhere, log_messages()))
+    # Wan has two experts.
+    assert len(log_messages()) == (2 if name == "wan" else 1)
+    options = {"max_downsample": "auto", "attn_tokens": attn_tokens}
+    assert tome_nodes.apply_patch(case.pipeline, **options) is case.pipeline
     merged = case()
     assert merged.isfinite().all()
     assert relative_error(merged, expected) > 1e-3
     assert torch.equal(case(), merged)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.get_rng_state(), random)
     assert tome_nodes.remove_patch(case.pipeline) is case.pipeline
-    assert attributes(case.pipeline.unet) == before
+    assert attributes(case.network) == before
     assert torch.equal(case(), expected)
 
 
 @scopes_and_tokens
-@pytest.mark.parametrize("family", ["sd15", "sd21", "sdxl"])
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
 def test_a_lossless_plan_reproduces_the_unet_in_every_scope(
     family, scope, attn_tokens, log_messages
 ):
@@ -99,7 +103,7 @@ def first_block(unet):
     return unet.down_blocks[0].attentions[0].transformer_blocks[0]
 
 
-@functools.cache
+@cache
 def exact_unet(family):
     """A UNet in which no two similarities are almost equal."""
     return make_unet(family).double()
@@ -108,42 +112,35 @@ def exact_unet(family):
 @settings(max_examples=40)
 @given(
     TOMESD_OPTIONS,
-    st.sampled_from(["sd15", "sd21", "sdxl"]),
+    st.sampled_from(["sd15", "sdxl"]),
     st.integers(1, 3),
     st.tuples(st.integers(8, 15), st.integers(8, 15)),
 )
 def test_equal_to_tomesd_for_each_of_its_options(options, family, batch, grid):
     unet = exact_unet(family)
-    evaluate = functools.partial(call, batch=batch, grid=grid)
+    evaluate = partial(call, batch=batch, grid=grid)
     theirs, ours = theirs_and_ours(unet, evaluate, options)
     assert relative_error(ours, theirs) < 1e-10
 
 
 def ip_adapter(unet):
     """Give a UNet the layers of an IP-Adapter with random weights."""
-    generator = torch.Generator().manual_seed(3)
-    layers = {}
-    for name in unet.attn_processors:
+    processors = unet.attn_processors
+    for name in processors:
         if name.endswith("attn2.processor"):
             hidden = unet.get_submodule(name.removesuffix(".processor")).inner_dim
-            number = 1 + len(layers)
-            for projection in ("k", "v"):
-                weight = torch.randn(hidden, TEXT_CHANNELS, generator=generator).to(DEVICE) / 6
-                layers[f"{number}.to_{projection}_ip.weight"] = weight
-    projection = ImageProjection(16, TEXT_CHANNELS, num_image_text_embeds=4).state_dict()
-    weights = {
-        "image_proj": {
-            name.replace("image_embeds", "proj"): value for name, value in projection.items()
-        },
-        "ip_adapter": layers,
-    }
-    unet._load_ip_adapter_weights([weights])
+            kind = attention_processor.IPAdapterAttnProcessor2_0
+            processors[name] = lively(kind(hidden, TEXT_CHANNELS, num_tokens=[4]))
+    unet.set_attn_processor(processors)
+    projection = ImageProjection(16, TEXT_CHANNELS, num_image_text_embeds=4)
+    unet.encoder_hid_proj = MultiIPAdapterImageProjection([lively(projection)])
+    unet.register_to_config(encoder_hid_dim_type="ip_image_proj")
 
 
 PROCESSORS = {
     "default": lambda unet: None,
-    "eager": lambda unet: unet.set_attn_processor(AttnProcessor()),
-    "sliced": lambda unet: unet.set_attn_processor(SlicedAttnProcessor(2)),
+    "eager": lambda unet: unet.set_attn_processor(attention_processor.AttnProcessor()),
+    "sliced": lambda unet: unet.set_attn_processor(attention_processor.SlicedAttnProcessor(2)),
     "fused": lambda unet: unet.fuse_qkv_projections(),
 }
 
@@ -152,11 +149,9 @@ PROCESSORS = {
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_attention_processors(unet, name, when):
     expected = call(unet)
-    if when == "after":
-        shuffle(unet)
-    PROCESSORS[name](unet)
-    if when == "before":
-        shuffle(unet)
+    set_processors = PROCESSORS[name]
+    for each in (set_processors, shuffle) if when == "before" else (shuffle, set_processors):
+        each(unet)
     assert relative_error(call(unet), expected) < ROUNDING
     tome_nodes.apply_patch(unet)
     assert relative_error(call(unet), expected) > 1e-3
@@ -167,9 +162,7 @@ def test_ip_adapter(unet, log_messages):
     arguments = inputs(unet) | {"timestep": torch.tensor(500)}
     without = unet(**arguments).sample
     ip_adapter(unet)
-    generator = torch.Generator().manual_seed(4)
-    images = [torch.randn(2, 1, 16, generator=generator).to(DEVICE)]
-    arguments["added_cond_kwargs"] = {"image_embeds": images}
+    arguments["added_cond_kwargs"] = {"image_embeds": [noise(2, 1, 16)]}
     expected = unet(**arguments).sample
     assert relative_error(expected, without) > 1e-3
     for scope in "module", "stack":
@@ -189,7 +182,6 @@ def test_ip_adapter(unet, log_messages):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"attn_tokens": "q"}, "need attn_tokens=q,k,v"),
         ({"attn_tokens": "k,v"}, "need attn_tokens=q,k,v"),
         ({"strategy": "pool", "proportional_attn": True}, "do not go with strategy=pool"),
     ],
@@ -209,9 +201,8 @@ def test_queries_and_keys_cannot_differ_before_fused_projections(
 @pytest.mark.parametrize("name", ["default", "eager", "sliced"])
 def test_a_weighed_key_counts_as_often_as_the_tokens_it_stands_for(unet, name):
     PROCESSORS[name](unet)
-    attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
-    generator = torch.Generator().manual_seed(1)
-    queries, keys = (torch.randn(2, n, 32, generator=generator).to(DEVICE) for n in (9, 5))
+    attention = first_block(unet).attn1
+    queries, keys = noise(2, 9, 32), noise(2, 5, 32, seed=2)
     sizes = torch.tensor([3, 1, 4, 1, 2], device=DEVICE)
     weighed = DiffusersUNets.record.weigh_keys(None, {}, sizes.log().expand(2, -1))
     repeated = keys.repeat_interleave(sizes, dim=1)
@@ -225,60 +216,39 @@ def test_a_weighed_key_counts_as_often_as_the_tokens_it_stands_for(unet, name):
 @pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
 def test_a_mask_over_the_picture_keeps_all_tokens(log_messages, scope):
     unet = make_unet("one_level")
-    mask = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(2)).to(DEVICE) > 0.3
+    mask = noise(2, TOKENS) > -0.5
     arguments = inputs(unet) | {"timestep": torch.tensor(500), "attention_mask": mask}
     expected = unet(**arguments).sample
     assert relative_error(expected, call(unet)) > 1e-3
     tome_nodes.apply_patch(unet, scope=scope)
     assert torch.equal(unet(**arguments).sample, expected)
-    assert log_messages() == [
-        "[ToMe] nothing merged: other code masks the attention or changes its tokens"
-    ]
+    assert log_messages() == [f"[ToMe] nothing merged: {REASONS.attention_masked}"]
 
 
-@torch.no_grad()
-def test_samples_merge_alike_in_one_batch_or_alone(unet):
-    tome_nodes.apply_patch(unet)
-    arguments, timestep = inputs(unet), torch.tensor(500)
-    together = unet(**arguments, timestep=timestep).sample
-    alone = [
-        unet(timestep=timestep, **{name: x[i : i + 1] for name, x in arguments.items()}).sample
-        for i in range(2)
-    ]
-    assert relative_error(torch.cat(alone), together) < ROUNDING
-
-
-def steps_with_merging(case, steps, **options):
-    """The tokens of the first self-attention in each step of a pipeline."""
-    tome_nodes.apply_patch(case.pipeline, **options)
-    with input_lengths(first_block(case.pipeline.unet).attn1.to_q) as tokens:
-        case(steps=steps)
-    return [count / TOKENS for count in tokens]
+TIMES = [376, 251, 126, 1]
+"""The timesteps of four steps, of 500."""
 
 
 @pytest.mark.parametrize(
-    ("options", "shares"),
+    ("options", "tokens"),
     [
-        # The four steps are at the timesteps 751, 501, 251 and 1 of 1000.
-        ({"end_percent": 0.4}, [0.5, 1, 1, 1]),
-        ({"end_percent": 0.6}, [0.5, 0.5, 1, 1]),
-        ({"start_percent": 0.6}, [1, 1, 0.5, 0.5]),
-        ({"start_percent": 0.3, "end_percent": 0.7}, [1, 0.5, 1, 1]),
-        ({"start_percent": 0.0, "end_percent": 1.0}, [0.5] * 4),
-        ({"start_percent": 0.1, "end_percent": 0.1}, [1] * 4),
+        ({"end_percent": 0.6}, [TOKENS // 2, TOKENS // 2, TOKENS, TOKENS]),
+        ({"start_percent": 0.3, "end_percent": 0.7}, [TOKENS, TOKENS // 2, TOKENS, TOKENS]),
+        (
+            {"ratio": 0.6, "ratio_end": 0.2},
+            [TOKENS - int(TOKENS * (0.2 + 0.4 * time / 499)) for time in TIMES],
+        ),
     ],
     ids=str,
 )
-def test_percent_limits_are_shares_of_the_noise_levels(options, shares):
-    case = CASES["sd15"]()
-    assert steps_with_merging(case, 4, **options) == shares
-    assert case.pipeline.scheduler.timesteps.tolist() == [751, 501, 251, 1]
-
-
-def test_ratio_falls_with_the_noise_levels():
-    shares = steps_with_merging(CASES["sd15"](), 4, ratio=0.6, ratio_end=0.2)
-    expected = [1 - (0.2 + 0.4 * t / 999) for t in (751, 501, 251, 1)]
-    assert shares == pytest.approx(expected, abs=1 / TOKENS)
+def test_percents_and_ratios_follow_the_noise_levels(options, tokens):
+    case = sd15()
+    case.pipeline.scheduler = diffusers.DDIMScheduler(500, clip_sample=False, steps_offset=1)
+    tome_nodes.apply_patch(case.pipeline, **options)
+    with input_lengths(first_block(case.network).attn1.to_q) as lengths:
+        case(steps=4)
+    assert case.pipeline.scheduler.timesteps.tolist() == TIMES
+    assert lengths == tokens
 
 
 def test_steps_aside_where_other_code_changes_the_tokens(unet, log_messages):
@@ -295,9 +265,7 @@ def test_steps_aside_where_other_code_changes_the_tokens(unet, log_messages):
     tome_nodes.remove_patch(unet)
     assert torch.equal(call(unet), changed)
     assert relative_error(changed, expected) > 1e-6
-    assert log_messages() == [
-        "[ToMe] nothing merged: other code changes the tokens of the transformer blocks"
-    ]
+    assert log_messages() == [f"[ToMe] nothing merged: {REASONS.tokens_changed}"]
 
 
 def test_timesteps_of_any_kind(unet):
@@ -312,14 +280,7 @@ def test_timesteps_of_any_kind(unet):
     assert torch.equal(unet(sample, 500, text).sample, results[0])
 
 
-def test_picks_depend_on_seed_and_timestep(unet):
-    def result(timestep=500, **options):
-        tome_nodes.apply_patch(unet, **options)
-        return call(unet, timestep)
-
-    first = result(seed=5)
-    assert torch.equal(result(seed=5), first)
-    assert not torch.equal(result(seed=6), first)
+def test_picks_depend_on_the_timestep_and_not_on_the_batch(unet):
     splits = []
 
     class Noted(BipartiteStrategy):
@@ -328,41 +289,39 @@ def test_picks_depend_on_seed_and_timestep(unet):
             return super().split(grid, picks)
 
     Attachment(ToMeConfig(min_tokens=1), DiffusersUNets(), 1000, Noted).attach(unet)
-    for timestep in 500, 500.5, 500:
-        call(unet, timestep)
+    call(unet, 500)
+    call(unet, 500.5)
+    call(unet, 500, batch=1)
     # One more tests the device.
-    _, first, second, third = splits
-    assert torch.equal(first, third)
-    assert not torch.equal(first, second)
+    _, first, of_another_time, alone = splits
+    assert torch.equal(first, alone)
+    assert not torch.equal(first, of_another_time)
 
 
 def test_applying_again_replaces_the_settings(unet):
+    before = attributes(unet)
     tome_nodes.apply_patch(unet, ratio=0.3)
     once = call(unet)
     tome_nodes.apply_patch(unet, ratio=0.7, merge_mlp=True)
     tome_nodes.apply_patch(unet, ratio=0.3)
     assert len(type(unet).__mro__) == len(UNet2DConditionModel.__mro__) + 1
     assert torch.equal(call(unet), once)
-
-
-def test_ratio_zero_is_the_unpatched_unet(unet):
-    before = attributes(unet)
     tome_nodes.apply_patch(unet, ratio=0.0)
     assert attributes(unet) == before
 
 
-def test_hooks_of_others_stay(unet):
-    calls = []
-    handle = unet.register_forward_pre_hook(lambda *_: calls.append("before"))
-    tome_nodes.apply_patch(unet)
-    unet.register_forward_hook(lambda *_: calls.append("after"))
-    tome_nodes.remove_patch(unet)
-    call(unet)
-    assert calls == ["before", "after"]
-    handle.remove()
+def replica(unet):
+    """A shallow copy with modules of its own, as on another device."""
+    other = copy.copy(unet)
+    other._modules = copy.deepcopy(unet._modules)
+    return other
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda unet: pickle.loads(pickle.dumps(unet))])
+def pickled(unet):
+    return pickle.loads(pickle.dumps(unet))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, replica])
 def test_a_copy_merges_in_its_own_weights(unet, copied):
     tome_nodes.apply_patch(unet, merge_mlp=True)
     expected = call(unet)
@@ -377,65 +336,37 @@ def test_a_copy_merges_in_its_own_weights(unet, copied):
     assert type(unet) is not UNet2DConditionModel
 
 
-def test_a_shallow_copy_merges_in_its_own_blocks(unet):
-    tome_nodes.apply_patch(unet)
-    merged = call(unet)
-    replica = copy.copy(unet)
-    replica._modules = dict(unet._modules)
-    replica.down_blocks = copy.deepcopy(unet.down_blocks)
-    assert torch.equal(call(replica), merged)
-    for parameter in unet.down_blocks.parameters():
-        parameter.data.zero_()
-    assert torch.equal(call(replica), merged)
-    assert not torch.equal(call(unet), merged)
-
-
-FAILING = {
-    "block": lambda unet: unet.mid_block.attentions[0].transformer_blocks[0].ff,
-    "between blocks": lambda unet: unet.up_blocks[-1].resnets[0].conv1,
-    "the UNet itself": lambda unet: unet,
-}
-"""Where an error comes."""
-
-
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("offloaded", [False, True], ids=["", "offloaded"])
-@pytest.mark.parametrize("place", FAILING)
-def test_a_call_that_fails_leaves_nothing_behind(unet, place, offloaded, failure):
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        (sd15, "mid_block.attentions.0.transformer_blocks.0.ff"),
+        (sd15, "up_blocks.2.resnets.0.conv1"),
+        (sd15, ""),
+        (flux, "single_transformer_blocks.0"),
+    ],
+)
+def test_a_call_that_fails_leaves_nothing_behind_and_blocks_no_other(make, place, failure):
+    """PyTorch runs no hooks after an interrupt, and nothing of ours runs outside of the modules."""
+
     def fail(*_):
         raise failure("on purpose")
 
-    if offloaded:
-        accelerate.cpu_offload(unet, DEVICE, offload_buffers=True)
-    before, expected = attributes(unet), call(unet)
-    tome_nodes.apply_patch(unet, **EVERYTHING)
-    forwards, merged = [vars(module).get("forward") for module in unet.modules()], []
-    for _ in range(2):
-        hook = FAILING[place](unet).register_forward_hook(fail)
-        with pytest.raises(failure, match="on purpose"):
-            call(unet)
-        hook.remove()
-        assert [vars(module).get("forward") for module in unet.modules()] == forwards
-        merged.append(call(unet))
-    assert torch.equal(*merged)
-    assert relative_error(merged[0], expected) > 1e-3
-    tome_nodes.remove_patch(unet)
-    assert attributes(unet) == before
-    assert torch.equal(call(unet), expected)
-
-
-def test_an_override_of_other_code_is_run_and_comes_back(unet):
-    attention, lengths = first_block(unet).attn1, []
-    tome_nodes.apply_patch(unet)
-
-    def theirs(hidden_states, **kwargs):
-        lengths.append(hidden_states.shape[1])
-        return type(attention).forward(attention, hidden_states, **kwargs)
-
-    attention.forward = theirs
-    call(unet)
-    assert vars(attention)["forward"] is theirs
-    assert lengths == [TOKENS // 2]
+    case = make()
+    expected, before = case(), attributes(case.network)
+    tome_nodes.apply_patch(case.pipeline, **EVERYTHING)
+    merged, patched = case(), attributes(case.network)
+    hook = case.network.get_submodule(place).register_forward_hook(fail)
+    with hook, pytest.raises(failure, match="on purpose"):
+        case()
+    assert attributes(case.network) == patched
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(case).result(timeout=60), merged)
+    assert torch.equal(case(), merged)
+    assert relative_error(merged, expected) > 1e-3
+    tome_nodes.remove_patch(case.pipeline)
+    assert attributes(case.network) == before
+    assert torch.equal(case(), expected)
 
 
 def test_a_forward_with_other_names_merges_as_before(unet):
@@ -470,30 +401,36 @@ def test_a_call_that_is_not_as_of_a_unet_runs_unmerged_and_says_so_once(unet, lo
     ]
 
 
+OFFLOADS = {
+    "model": lambda network: accelerate.cpu_offload_with_hook(network, DEVICE),
+    "sequential": lambda network: accelerate.cpu_offload(network, DEVICE, offload_buffers=True),
+    "group": lambda network: network.enable_group_offload(DEVICE, offload_type="leaf_level"),
+}
+"""By accelerate and diffusers; without a GPU, the execution device is the CPU, too."""
+
+
 @pytest.mark.parametrize("is_first", [True, False], ids=["offload first", "patch first"])
-@pytest.mark.parametrize("offload", ["model", "sequential"])
-def test_offloading(unet, offload, is_first):
-    """With accelerate's own hooks; without a GPU, the execution device is the CPU, too."""
-    expected = call(unet)
-    weights = {name: value.clone() for name, value in unet.state_dict().items()}
+@pytest.mark.parametrize("way", OFFLOADS)
+@pytest.mark.parametrize(("make", "rounding"), [(sd15, ROUNDING), (flux, 1e-5)])
+def test_offloading(make, rounding, way, is_first, log_messages):
+    case = make()
+    expected = case()
 
-    def begin_offload(unet):
-        if offload == "model":
-            accelerate.cpu_offload_with_hook(unet, DEVICE)
-        else:
-            accelerate.cpu_offload(unet, DEVICE, offload_buffers=True)
-            assert {parameter.device.type for parameter in unet.parameters()} == {"meta"}
+    def offload(pipeline):
+        for each in pipeline.components.values():
+            if isinstance(each, nn.Module):
+                OFFLOADS[way](each)
 
-    for begin in (begin_offload, shuffle) if is_first else (shuffle, begin_offload):
-        begin(unet)
-    assert relative_error(call(unet), expected) < ROUNDING
-    tome_nodes.apply_patch(unet)
-    assert relative_error(call(unet), expected) > 1e-3
-    tome_nodes.remove_patch(unet)
-    assert torch.equal(call(unet), expected)
-    accelerate.hooks.remove_hook_from_module(unet, recurse=True)
-    assert torch.equal(call(unet), expected)
-    assert all(torch.equal(unet.state_dict()[name], value) for name, value in weights.items())
+    for begin in (offload, shuffle) if is_first else (shuffle, offload):
+        begin(case.pipeline)
+    if way == "sequential":
+        assert {parameter.device.type for parameter in case.network.parameters()} == {"meta"}
+    assert relative_error(case(), expected) < rounding
+    assert merged_everywhere(log_messages()[0])
+    tome_nodes.apply_patch(case.pipeline)
+    assert relative_error(case(), expected) > 1e-3
+    tome_nodes.remove_patch(case.pipeline)
+    assert torch.equal(case(), expected)
 
 
 KEPT_DETAIL = {"scope": "stack", "refresh_steps": 4}
@@ -517,17 +454,7 @@ def test_another_picture_begins_a_run(unet, before, timesteps):
     assert all(map(torch.equal, results(unet, *timesteps, seed=1), expected))
 
 
-def interrupt(pipeline, step, timestep, values):
-    pipeline._interrupt = step == 2
-    return values
-
-
-@pytest.mark.parametrize(
-    "end",
-    [{"denoising_end": 0.7}, {"callback_on_step_end": interrupt}],
-    ids=["at a share of the steps", "by an interrupt"],
-)
-def test_a_picture_after_one_that_ended_early_begins_a_run(end):
+def test_a_picture_after_one_that_ended_early_begins_a_run():
     first, second = CASES["sdxl"](), CASES["sdxl_img2img"]()
     unet = second.pipeline.unet = first.pipeline.unet
 
@@ -537,19 +464,19 @@ def test_a_picture_after_one_that_ended_early_begins_a_run(end):
     tome_nodes.apply_patch(unet, max_downsample=2, **KEPT_DETAIL)
     expected = picture()
     tome_nodes.apply_patch(unet, max_downsample=2, **KEPT_DETAIL)
-    first(steps=8, **end)
+    first(steps=8, denoising_end=0.7)
     assert torch.equal(picture(), expected)
 
 
 @pytest.mark.parametrize(
     ("scheduler", "merged"),
-    [(DDIMScheduler, 6), (EulerAncestralDiscreteScheduler, 7), (LCMScheduler, 7)],
+    [("DDIMScheduler", 6), ("EulerAncestralDiscreteScheduler", 7), ("LCMScheduler", 7)],
 )
 def test_a_run_goes_on_whatever_noise_its_sampler_adds(untried, scheduler, merged):
-    case = CASES["sd15"]()
-    case.pipeline.scheduler = scheduler()
+    case = sd15()
+    case.pipeline.scheduler = getattr(diffusers, scheduler)()
     config = ToMeConfig(min_tokens=1, **KEPT_DETAIL)
-    Attachment(config, DiffusersUNets(), 1000, Counted).attach(case.pipeline.unet)
+    Attachment(config, DiffusersUNets(), 1000, Counted).attach(case.network)
     Counted.made = 0
     case(steps=8)
     # The fifth step runs on all tokens, and the first if it is not at the most noise. One more,
@@ -570,85 +497,59 @@ def test_a_call_that_failed_ends_its_run(unet):
     assert all(map(torch.equal, results(unet, 500, 300), expected))
 
 
-@pytest.mark.parametrize("options", [{}, {"scope": "stack", "refresh_steps": 3}], ids=str)
-def test_threads_on_one_unet_take_turns_and_each_follows_its_own_run(unet, options):
-    tome_nodes.apply_patch(unet, **options)
-    runs = {seed: (900 - 10 * seed, 600, 300) for seed in range(3)}
+def test_threads_on_one_unet_take_turns_and_each_follows_its_own_run(unet):
+    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
 
     def run(seed):
-        return [call(unet, timestep, seed=seed) for timestep in runs[seed]]
+        return results(unet, 900 - 10 * seed, 600, 300, seed=seed)
 
-    alone = {seed: run(seed) for seed in runs}
-    with ThreadPoolExecutor(len(runs)) as pool:
-        together = dict(zip(runs, pool.map(run, runs), strict=True))
-    for seed, results in alone.items():
-        assert all(map(torch.equal, together[seed], results))
+    alone = [*map(run, range(3))]
+    with ThreadPoolExecutor(3) as pool:
+        together = [*pool.map(run, range(3))]
+    for actual, expected in zip(together, alone, strict=True):
+        assert all(map(torch.equal, actual, expected))
     tome_nodes.remove_patch(unet)
     assert not any("forward" in vars(module) for module in unet.modules())
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
-def test_a_call_that_a_thread_left_blocks_no_other(unet, end):
-    """PyTorch runs no hooks after these, and nothing of ours runs outside of the modules."""
-    expected = call(unet)
-    tome_nodes.apply_patch(unet)
-    merged = call(unet)
-    hook = None
-
-    def fail(*_):
-        hook.remove()
-        raise end
-
-    with ThreadPoolExecutor(1) as pool:
-        for elsewhere in False, True:
-            hook = unet.conv_out.register_forward_hook(fail)
-            with pytest.raises(end):
-                pool.submit(call, unet).result() if elsewhere else call(unet)
-            assert torch.equal(pool.submit(call, unet).result(timeout=60), merged)
-            assert torch.equal(call(unet), merged)
-        hook = unet.conv_out.register_forward_hook(fail)
-        with pytest.raises(end):
-            call(unet)
-        pool.submit(tome_nodes.remove_patch, unet).result(timeout=60)
-    assert not any("forward" in vars(module) for module in unet.modules())
-    assert torch.equal(call(unet), expected)
-
-
-def compile_in_place(unet, **options):
-    unet.compile(**options)
-    return unet
-
-
-def compile_blocks(unet, **options):
-    unet.compile_repeated_blocks(**options)
-    return unet
-
-
+@pytest.mark.parametrize("way", ["before", "after", "compile", "compile_repeated_blocks"])
 @pytest.mark.parametrize(
-    ("compiled", "options"),
+    ("make", "rounding", "options"),
     [
-        (torch.compile, {"merge_crossattn": True, "merge_mlp": True}),
-        (compile_in_place, {}),
-        (compile_blocks, {"scope": "stack", "strategy": "window"}),
+        (partial(sd15, "one_level"), ROUNDING, {"merge_crossattn": True, "merge_mlp": True}),
+        (partial(sd15, "one_level"), ROUNDING, {"scope": "stack", "strategy": "window"}),
+        *(
+            (make, 1e-5, {"strategy": "window", "attn_tokens": "k,v", "proportional_attn": True})
+            for make in (flux, flux_kontext)
+        ),
     ],
-    ids=["whole", "in place", "blocks"],
+    ids=["modules", "stacks", "flux", "flux_kontext"],
 )
-def test_torch_compile_makes_whole_graphs_once(fresh_compiler, compiled, options):
-    unet, graphs = make_unet("one_level"), CompileCounter()
-    plain = call(unet)
-    tome_nodes.apply_patch(unet, **options)
-    expected = {timestep: call(unet, timestep) for timestep in (900, 600, 300)}
+def test_torch_compile_makes_whole_graphs_once(fresh_compiler, make, rounding, options, way):
+    case, graphs = make(), CompileCounter()
+    plain = case()
+    tome_nodes.apply_patch(case.pipeline, **options)
+    expected = case()
     torch._dynamo.reset()
-    fast = compiled(unet, backend=graphs, fullgraph=True)
+    compiler = {"backend": graphs, "fullgraph": True}
+    if way == "before":
+        tome_nodes.remove_patch(case.pipeline)
+    if way in ("before", "after"):
+        setattr(case.pipeline, case.part, torch.compile(case.network, **compiler))
+    else:
+        getattr(case.network, way)(**compiler)
+    if way == "before":
+        case()
     counts = []
-    for _ in range(2):
-        tome_nodes.apply_patch(fast, **options)
-        for timestep, result in expected.items():
-            assert relative_error(call(fast, timestep), result) < ROUNDING
-        counts.append(graphs.frame_count)
+    # There may be more blocks than graphs of one code.
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(2):
+            tome_nodes.apply_patch(case.pipeline, **options)
+            assert relative_error(case(), expected) < rounding
+            counts.append(graphs.frame_count)
     assert counts[0] == counts[1] > 0
-    tome_nodes.remove_patch(fast)
-    assert relative_error(call(fast, 500), plain) < ROUNDING
+    tome_nodes.remove_patch(case.pipeline)
+    assert relative_error(case(), plain) < rounding
 
 
 def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
@@ -662,51 +563,41 @@ def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
 
     loss(sample).backward()
     assert all(p.grad is not None and p.grad.any() for p in unet.parameters())
-    generator = torch.Generator().manual_seed(1)
     # So small that the same tokens still merge.
-    way = 1e-6 * torch.randn(sample.shape, generator=generator, dtype=torch.float64).to(DEVICE)
+    way = 1e-6 * noise(*sample.shape).double()
     with torch.no_grad():
         difference = (loss(sample + way) - loss(sample - way)) / 2
     assert difference.item() == pytest.approx((sample.grad * way).sum().item(), rel=1e-4)
 
 
-def gradients(unet, *timesteps):
-    for timestep in timesteps:
-        unet.zero_grad()
-        unet(timestep=torch.tensor(timestep), **inputs(unet)).sample.square().mean().backward()
-    return torch.cat([parameter.grad.flatten() for parameter in unet.parameters()])
+@pytest.mark.parametrize(("make", "rounding"), [(sd15, 1e-4), (flux, 0.0)])
+def test_gradient_checkpointing_is_left_alone_after_merging_too(make, rounding, log_messages):
+    case = make()
+    given, network = case.called(), case.network.train()
+    network.enable_gradient_checkpointing()
+
+    def gradients():
+        network.zero_grad()
+        network(**given)[0].square().mean().backward()
+        return torch.cat([each.grad.flatten() for each in network.parameters()])
+
+    expected = gradients()
+    tome_nodes.apply_patch(network)
+    with torch.no_grad():
+        network(**given)
+    for _ in range(2):
+        # On a GPU sums are not in the same order each time.
+        assert relative_error(gradients(), expected) <= rounding
+    merged, reason = log_messages()
+    assert merged.startswith("[ToMe] merged 3/")
+    assert reason == f"[ToMe] nothing merged: {RECOMPUTED}"
 
 
-def test_nothing_is_kept_while_gradients_are_computed(unet, log_messages):
-    """A sample that looks like the next step of the one before, as timesteps of training may."""
-    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
-    first = gradients(unet, 300)
-    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
-    # On a GPU sums are not in the same order each time.
-    assert relative_error(gradients(unet, 800, 600, 300), first) < 1e-4
-    assert "as gradients are computed" in log_messages()[-1]
-
-
-def test_gradient_checkpointing_is_left_alone(unet, log_messages):
-    unet.train()
-    unet.enable_gradient_checkpointing()
-    expected = gradients(unet, 500)
-    tome_nodes.apply_patch(unet)
-    assert relative_error(gradients(unet, 500), expected) < 1e-4
-    assert log_messages() == [
-        "[ToMe] nothing merged: gradient checkpointing runs the transformer blocks again outside "
-        "of the model's call"
-    ]
-    call(unet)
-    assert log_messages()[-1].startswith("[ToMe] merged 3/7 blocks")
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_feed_forward_in_chunks(unet, log_messages, dim):
+def test_a_feed_forward_in_chunks(unet, log_messages):
     expected = call(unet)
     for block in unet.modules():
         if isinstance(block, BasicTransformerBlock):
-            block.set_chunk_feed_forward(1, dim)
+            block.set_chunk_feed_forward(1, dim=1)
     assert relative_error(call(unet), expected) < ROUNDING
     shuffle(unet, scope="block")
     assert relative_error(call(unet), expected) < ROUNDING
@@ -728,7 +619,7 @@ def test_half_precision(dtype, log_messages):
 
 
 def test_what_was_merged_is_logged_once_for_each_size(log_messages):
-    case = CASES["sd15"]()
+    case = sd15()
     tome_nodes.apply_patch(case.pipeline, ratio=0.9, scope="block", strategy="window")
     case()
     case()
@@ -754,19 +645,16 @@ def test_a_call_without_merging_says_why_in_one_warning(unet, caplog):
 
 def test_blocks_that_attend_to_text_only_have_their_queries_merged(log_messages):
     unet = make_unet(only_cross_attention=True)
-    expected = call(unet)
-    shuffle(unet)
-    assert relative_error(call(unet), expected) < ROUNDING
     tome_nodes.apply_patch(unet)
     block = first_block(unet)
     with input_lengths(block.attn1.to_q, block.attn1.to_k, block.attn2.to_q) as lengths:
         call(unet)
-    assert lengths == [TOKENS // 2, 7, TOKENS]
+    assert lengths == [TOKENS // 2, TEXT, TOKENS]
     assert log_messages()[-1].startswith("[ToMe] merged 3/7 blocks")
 
 
 def test_other_models_are_refused_by_name():
-    vae = AutoencoderKL(norm_num_groups=4, block_out_channels=(8,))
+    vae = diffusers.AutoencoderKL(norm_num_groups=4, block_out_channels=(8,))
     for model in vae, object(), None, "stable-diffusion-v1-5":
         for patch in tome_nodes.apply_patch, tome_nodes.remove_patch:
             with pytest.raises(TypeError, match=f"this is a {type(model).__name__}$"):
@@ -791,12 +679,3 @@ def test_a_bad_option_changes_nothing(unet):
     with pytest.raises(ValueError, match=r"ratio=1\.5 is not allowed"):
         tome_nodes.apply_patch(unet, ratio=1.5)
     assert torch.equal(call(unet), before)
-
-
-def test_a_pipeline_with_a_compiled_unet_is_known():
-    case = pipelines.sd15()
-    case.pipeline.unet = torch.compile(case.pipeline.unet, backend="eager")
-    tome_nodes.apply_patch(case.pipeline)
-    assert type(case.pipeline.unet._orig_mod) is not UNet2DConditionModel
-    tome_nodes.remove_patch(case.pipeline)
-    assert type(case.pipeline.unet._orig_mod) is UNet2DConditionModel

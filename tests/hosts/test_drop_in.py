@@ -1,64 +1,48 @@
-"""A tomesd script with only its import changed, and the example of docs/python.md."""
+"""A tomesd script with only its import changed, and what docs/python.md says."""
 
 import inspect
 import logging
 import os
 import re
-import runpy
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import diffusers
 import pytest
 import tomesd
 import torch
 from common import relative_error
-from models.pipelines import call, make_unet, sd15
+from models.pipelines import TRANSFORMERS, call, flux, make_unet, make_vae, sd15
 
 import tome_nodes
 from tome_nodes.settings.config import ToMeConfig
+from tools.environment import ROOT
 
 pytestmark = pytest.mark.newest_only
-
-ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import sys
 import torch
 torch.backends.cudnn.allow_tf32 = False
-from diffusers import StableDiffusionPipeline
-import {library} as tomesd
-
 sys.path.insert(0, "tests")
 from models.pipelines import sd15
+import {library} as tomesd
 
-pipe = sd15().pipeline
-assert isinstance(pipe, StableDiffusionPipeline)
-
-def image(**options):
-    return pipe(
-        prompt_embeds=torch.linspace(-1, 1, 7 * 32).view(1, 7, 32),
-        negative_prompt_embeds=torch.zeros(1, 7, 32),
-        height=96,
-        width=128,
-        num_inference_steps=2,
-        generator=torch.Generator().manual_seed(0),
-        output_type="latent",
-    ).images
-
-plain = image()
-tomesd.apply_patch(pipe, 0.5, use_rand=False)
-merged = image()
-tomesd.apply_patch(pipe.unet, ratio=0.7, sx=4, sy=4, max_downsample=2, use_rand=False,
+case = sd15()
+plain = case()
+tomesd.apply_patch(case.pipeline, 0.5, use_rand=False)
+merged = case()
+tomesd.apply_patch(case.network, ratio=0.7, sx=4, sy=4, max_downsample=2, use_rand=False,
                    merge_attn=True, merge_crossattn=True, merge_mlp=True)
-more = image()
-tomesd.remove_patch(pipe)
-assert torch.equal(image(), plain)
+more = case()
+tomesd.remove_patch(case.pipeline)
+assert torch.equal(case(), plain)
 torch.save([plain, merged, more], sys.argv[1])
 assert "{library}" == "tomesd" or not {{"comfy", "comfy_api", "ldm"}} & set(sys.modules)
 """
+
+PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 
 
 def run(code, *arguments):
@@ -69,44 +53,57 @@ def run(code, *arguments):
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
 
 
-def test_the_same_images_as_with_tomesd(tmp_path, monkeypatch):
-    ours, theirs = tmp_path / "ours.pt", tmp_path / "theirs.pt"
-    run(SCRIPT.format(library="tome_nodes"), ours)
-    monkeypatch.setattr(sys, "argv", ["script.py", str(theirs)])
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(library="tomesd"), encoding="utf-8")
-    monkeypatch.chdir(ROOT)
-    runpy.run_path(str(script))
-    plain, *images = torch.load(ours)
-    for actual, expected in zip([plain, *images], torch.load(theirs), strict=True):
-        assert relative_error(actual, expected) < 5e-5
+def test_the_same_images_as_with_tomesd(tmp_path):
+    results = []
+    for library in ("tome_nodes", "tomesd"):
+        run(SCRIPT.format(library=library), tmp_path / library)
+        results.append(torch.load(tmp_path / library))
+    for ours, theirs in zip(*results, strict=True):
+        assert relative_error(ours, theirs) < 5e-5
+    plain, *images = results[0]
     assert all(relative_error(image, plain) > 1e-3 for image in images)
 
 
-def test_the_example_of_the_documentation_merges_and_stops_merging(monkeypatch, log_messages):
-    case = sd15()
+def flux_with_vae():
+    case = flux()
+    case.pipeline.register_modules(vae=make_vae(shift_factor=0.0))
+    case.arguments |= {"height": 256, "width": 256}
+    return case
 
-    class Pretrained(diffusers.StableDiffusionPipeline):
-        """Small random weights, and no text encoder."""
 
+@pytest.mark.parametrize(
+    ("number", "make", "line"),
+    [
+        (0, sd15, "[ToMe] merged 3/7 blocks (192 -> 96 tokens), ratio 0.50"),
+        (1, flux_with_vae, "[ToMe] forecasts the answer of the model in some steps, ratio 0.60"),
+    ],
+)
+def test_the_examples_of_the_documentation(monkeypatch, log_messages, number, make, line):
+    """With small random weights, and without text encoders."""
+    case = make()
+    kind = type(case.pipeline)
+
+    class Pretrained(kind):
         @classmethod
         def from_pretrained(cls, name):
-            return cls(**case.pipeline.components, requires_safety_checker=False)
+            return cls(**case.pipeline.components)
 
         def __call__(self, prompt):
-            text = {"prompt_embeds": torch.ones(1, 7, 32), "guidance_scale": 1.0}
-            return super().__call__(**text, **case.arguments, num_inference_steps=2)
+            return super().__call__(**case.arguments, num_inference_steps=4)
 
-    monkeypatch.setattr(diffusers, "StableDiffusionPipeline", Pretrained)
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    script, _ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.setattr(diffusers, kind.__name__, Pretrained)
+    unpatched = type(case.network)
+    scripts = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     names = {}
-    exec(script, names)
-    assert names["image"].size == (128, 96)
-    merged = ["[ToMe] merged 3/7 blocks (192 -> 96 tokens), ratio 0.50"]
-    assert log_messages() == merged
-    names["pipe"]("a lighthouse at dusk")
-    assert log_messages() == merged
+    exec(scripts[number], names)
+    assert names["image"].size == (case.arguments["width"], case.arguments["height"])
+    assert log_messages() == [line]
+    assert type(case.network) is unpatched
+
+
+def test_the_documentation_names_the_tested_pipelines():
+    named = set(re.findall(r"`(\w+Pipeline)`", PAGE))
+    assert named == {type(make().pipeline).__name__ for make in TRANSFORMERS.values()}
 
 
 def test_importing_the_package_imports_no_host_and_no_backend():

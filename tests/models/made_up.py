@@ -5,6 +5,7 @@ Import this after ComfyUI is on the path and told how to run.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import comfy.conds
@@ -15,11 +16,16 @@ import torch
 import torch.nn.functional as F
 from comfy.ldm.modules.attention import optimized_attention
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
+from einops import rearrange
 from torch import Tensor, nn
 
 from .comfyui import with_random_weights
 
 WIDTH, HEADS, TEXT_CHANNELS = 64, 2, 32
+
+PIXELS = "b c (f p) (h q) (w r)"
+PATCHES = "b (f h w) (c p q r)"
+"""A latent, and the same values patch by patch."""
 
 
 class Attention(nn.Module):
@@ -50,18 +56,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         q, *_ = self.project(x)
         _, k, v = self.project(x if context is None else context)
-        options = {"enable_gqa": True} if self.key_heads != HEADS else {}
-        out = optimized_attention(
-            q,
-            k,
-            v,
-            HEADS,
-            mask=mask,
-            skip_reshape=True,
-            transformer_options=transformer_options,
-            **options,
-        )
-        return self.to_out(out)
+        options = {"mask": mask, "skip_reshape": True, "transformer_options": transformer_options}
+        if self.key_heads != HEADS:
+            options["enable_gqa"] = True
+        return self.to_out(optimized_attention(q, k, v, HEADS, **options))
 
 
 class Block(nn.Module):
@@ -73,8 +71,14 @@ class Block(nn.Module):
         self.attn = Attention(grouped)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH))
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, transformer_options: Any = None):
-        x = x + self.attn(self.norm(x), mask=mask, transformer_options=transformer_options)
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        context: Tensor | None = None,
+        transformer_options: Any = None,
+    ) -> Tensor:
+        x = x + self.attn(self.norm(x), context, mask, transformer_options)
         return x + self.mlp(self.norm(x))
 
 
@@ -87,7 +91,7 @@ class MadeUp(nn.Module):
     def __init__(self, **_: Any):
         super().__init__()
         self.dtype = torch.float32
-        values = self.channels * self.patch[0] * self.patch[1] * self.patch[2]
+        values = self.channels * math.prod(self.patch)
         self.to_tokens = nn.Linear(values, WIDTH)
         self.to_text = nn.Linear(TEXT_CHANNELS, WIDTH)
         self.to_time = nn.Linear(1, WIDTH)
@@ -112,37 +116,31 @@ class MadeUp(nn.Module):
 
     def run(self, picture, text, sides, options, **kwargs) -> Tensor:
         """The picture's tokens after all blocks."""
-        x = torch.cat([text, picture], 1)
+        return self.through(torch.cat([text, picture], 1), options)[:, text.shape[1] :]
+
+    def through(self, x: Tensor, options, mask: Tensor | None = None) -> Tensor:
+        """Tokens after all blocks."""
         for block in self.blocks:
-            x = block(x, transformer_options=options)
-        return x[:, text.shape[1] :]
+            x = block(x, mask, transformer_options=options)
+        return x
 
     def tokens_of(self, x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
         """Tokens with their places, row by row, and how many there are along each side."""
         deep = x if x.ndim == 5 else x[:, :, None]
-        pads = [
-            amount
-            for side, each in zip(reversed(deep.shape[2:]), reversed(self.patch), strict=True)
-            for amount in (0, -side % each)
-        ]
-        deep = F.pad(deep, pads, mode="replicate")
         sides = tuple(side // each for side, each in zip(deep.shape[2:], self.patch, strict=True))
-        cut = [size for pair in zip(sides, self.patch, strict=True) for size in pair]
-        values = deep.reshape(*deep.shape[:2], *cut).permute(0, 2, 4, 6, 1, 3, 5, 7)
-        tokens = self.to_tokens(values.reshape(len(x), sides[0] * sides[1] * sides[2], -1))
+        values = rearrange(deep, f"{PIXELS} -> {PATCHES}", **self.patch_sides)
+        tokens = self.to_tokens(values)
         return tokens + self.places(tokens.shape[1]), sides
 
     def latent_of(self, values: Tensor, sides, shape) -> Tensor:
         """The latent of a shape, of the values of its patches."""
-        values = values.reshape(len(values), *sides, self.channels, *self.patch)
-        values = values.permute(0, 4, 1, 5, 2, 6, 3, 7)
-        deep = values.reshape(
-            len(values),
-            self.channels,
-            *(side * each for side, each in zip(sides, self.patch, strict=True)),
-        )
-        frames, height, width = (1, *shape[2:])[-3:]
-        return deep[:, :, :frames, :height, :width].reshape(shape)
+        counts = dict(zip("fhw", sides, strict=True))
+        pixels = rearrange(values, f"{PATCHES} -> {PIXELS}", **counts, **self.patch_sides)
+        return pixels.reshape(shape)
+
+    @property
+    def patch_sides(self) -> dict[str, int]:
+        return dict(zip("pqr", self.patch, strict=True))
 
     @staticmethod
     def places(number: int) -> Tensor:
@@ -155,19 +153,17 @@ class RegistersAndTextBehind(MadeUp):
     """Registers, the picture, then masked text; a refiner sees the picture alone before."""
 
     def make_blocks(self) -> None:
+        super().make_blocks()
         self.registers = nn.Parameter(torch.zeros(4, WIDTH))
         self.refiners = nn.ModuleList([Block()])
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def run(self, picture, text, sides, options, **kwargs):
         for block in self.refiners:
-            picture = block(picture, None, options)
+            picture = block(picture, transformer_options=options)
         x = torch.cat([self.registers.expand(len(text), -1, -1), picture, text], 1)
         mask = x.new_zeros(len(x), 1, 1, x.shape[1])
         mask[..., -text.shape[1] // 4 :] = -20.0
-        for block in self.blocks:
-            x = block(x, mask, transformer_options=options)
-        return x[:, 4 : 4 + picture.shape[1]]
+        return self.through(x, options, mask)[:, 4 : 4 + picture.shape[1]]
 
 
 class VideoAmongReferences(MadeUp):
@@ -242,15 +238,6 @@ class Windows(MadeUp):
         return picture
 
 
-class Columns(MadeUp):
-    """The picture stands column by column."""
-
-    def run(self, picture, text, sides, options, **kwargs):
-        turned = picture.unflatten(1, sides).transpose(2, 3)
-        x = super().run(turned.flatten(1, 3), text, sides, options)
-        return x.reshape(turned.shape).transpose(2, 3).flatten(1, 3)
-
-
 class Interleaved(MadeUp):
     """A token of text stands behind each of the picture."""
 
@@ -258,30 +245,18 @@ class Interleaved(MadeUp):
         number = picture.shape[1]
         text = text.repeat(1, -(-number // text.shape[1]), 1)[:, :number]
         x = torch.stack([picture, text], 2).flatten(1, 2)
-        for block in self.blocks:
-            x = block(x, transformer_options=options)
-        return x[:, ::2]
+        return self.through(x, options)[:, ::2]
 
 
 class Pooled(MadeUp):
     """Keys are means over pairs of rows."""
 
-    def make_blocks(self) -> None:
-        self.blocks = nn.ModuleList(CrossOnly() for _ in range(3))
-
     def run(self, picture, text, sides, options, **kwargs):
         for block in self.blocks:
             rows = picture.unflatten(1, (sides[0] * sides[1] // 2, 2, sides[2]))
-            picture = block(picture, rows.mean(2).flatten(1, 2), transformer_options=options)
+            pooled = rows.mean(2).flatten(1, 2)
+            picture = block(picture, context=pooled, transformer_options=options)
         return picture
-
-
-class CrossOnly(Block):
-    """A block that attends to other tokens."""
-
-    def forward(self, x, others, transformer_options=None):
-        x = x + self.attn(self.norm(x), others, transformer_options=transformer_options)
-        return x + self.mlp(self.norm(x))
 
 
 class Causal(MadeUp):
@@ -290,9 +265,7 @@ class Causal(MadeUp):
     def run(self, picture, text, sides, options, **kwargs):
         x = torch.cat([text, picture], 1)
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        for block in self.blocks:
-            x = block(x, mask, transformer_options=options)
-        return x[:, text.shape[1] :]
+        return self.through(x, options, mask)[:, text.shape[1] :]
 
 
 class Turning(MadeUp):
@@ -328,7 +301,7 @@ class Caching(MadeUp):
 MERGING = (RegistersAndTextBehind, VideoAmongReferences, OrderChanges)
 """Those that merge."""
 
-REFUSED = (Windows, Columns, Interleaved, Pooled, Causal)
+REFUSED = (Windows, Interleaved, Pooled, Causal)
 """Those in which nothing may merge."""
 
 
