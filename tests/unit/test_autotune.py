@@ -1,7 +1,6 @@
 """Ways to do the same, tried once, with a clock that the tests set."""
 
 from dataclasses import replace
-from itertools import count
 from statistics import median
 
 import pytest
@@ -27,25 +26,23 @@ GPU = torch.device("cuda", 0)
 class Clock(FakeClock):
     """Goes on by what each way says that it takes."""
 
-    def taking(self, *seconds):
-        """A way that takes these times, one after the other, and the last from then on."""
+    def taking(self, *seconds, does=lambda *_: None):
+        """A way that takes these times, one after the other, and the last from then on.
+
+        In place of a time, it may have an error to raise.
+        """
         left = [*seconds]
 
-        def way():
+        def way(*arguments):
             way.calls += 1
-            self.time += left.pop(0) if len(left) > 1 else left[0]
+            now = left.pop(0) if len(left) > 1 else left[0]
+            if isinstance(now, BaseException):
+                raise now
+            self.time += now
+            return does(*arguments)
 
         way.calls = 0
         return way
-
-
-def failing(error):
-    """A way that raises."""
-
-    def way():
-        raise error
-
-    return way
 
 
 class Memory(dict):
@@ -59,7 +56,7 @@ class Memory(dict):
 
 
 class Probe(Autotune):
-    """With a clock of its own, and a memory that is gone with the test."""
+    """With a clock and a memory of its own."""
 
     def __init__(self):
         self.clock, self.memory = Clock(), Memory()
@@ -68,6 +65,10 @@ class Probe(Autotune):
     def chosen(self, ways, *size):
         """The choice among ways to weigh keys of a size."""
         return self.choose(GPU, ("weights", *size), "mask", lambda: ways)
+
+    def ways(self, **times):
+        """Ways that take these times, by name."""
+        return {name: self.clock.taking(time) for name, time in times.items()}
 
 
 @pytest.fixture
@@ -95,51 +96,46 @@ def test_the_fastest_is_taken_if_it_is_a_tenth_faster_than_the_default(times):
         assert found.variant == "0"
 
 
-def test_long_ways_run_less_often():
+@pytest.mark.parametrize(
+    ("mask", "kernel", "calls"),
+    [
+        # To compile, and once to count.
+        (2.0, 1.0, 2),
+        (0.2, 0.1, 6),
+    ],
+)
+def test_long_ways_run_less_often(mask, kernel, calls):
     clock = Clock()
-    ways = {"mask": clock.taking(2.0), "kernel": clock.taking(1.0)}
+    ways = {"mask": clock.taking(mask), "kernel": clock.taking(kernel)}
     assert fastest("mask", ways, clock).variant == "kernel"
-    # To compile, and once to count.
-    assert [way.calls for way in ways.values()] == [2, 2]
-    ways = {"mask": clock.taking(0.2), "kernel": clock.taking(0.1)}
-    assert fastest("mask", ways, clock).variant == "kernel"
-    assert [way.calls for way in ways.values()] == [6, 6]
+    assert [way.calls for way in ways.values()] == [calls, calls]
 
 
 def test_a_way_that_fails_is_left_out():
-    fails, clock = failing(torch.OutOfMemoryError("no room")), Clock()
-    slow, quick = clock.taking(2e-3), clock.taking(1e-3)
+    clock, error = Clock(), torch.OutOfMemoryError("no room")
+    fails, slow, quick = clock.taking(error), clock.taking(2e-3), clock.taking(1e-3)
     found = fastest("a", {"a": fails, "b": slow, "c": quick}, clock)
     assert (found.variant, found.seconds.keys()) == ("c", {"b", "c"})
     assert fastest("a", {"a": slow, "b": fails}, clock) == Choice("a", "a", {})
     assert fastest("a", {"a": fails, "b": slow}, clock) == Choice("b", "a", {})
     # Whoever takes it says what is wrong.
     assert fastest("a", {"a": fails, "b": fails}, clock) == Choice("a", "a", {})
-
-
-def test_a_way_that_fails_later_is_left_out_too():
-    clock = Clock()
-    calls = count(1)
-
-    def fails_at_last():
-        clock.time += 1e-3
-        if next(calls) == 10:
-            raise torch.OutOfMemoryError("no room any more")
-
+    fails_at_last = clock.taking(*[1e-3] * 9, error)
     errors = {}
-    ways = {"a": fails_at_last, "b": clock.taking(2e-3), "c": clock.taking(3e-3)}
+    ways = {"a": fails_at_last, "b": slow, "c": clock.taking(3e-3)}
     assert fastest("a", ways, clock, errors).variant == "b"
-    assert errors.keys() == {"a"}
+    assert errors == {"a": error}
 
 
 def test_an_interrupt_goes_on():
+    clock = Clock()
     with pytest.raises(KeyboardInterrupt):
-        fastest("a", {"a": failing(KeyboardInterrupt), "b": lambda: None}, Clock())
+        fastest("a", {"a": clock.taking(KeyboardInterrupt()), "b": clock.taking(1e-3)}, clock)
 
 
 def test_each_case_is_measured_once_and_kept(idle):
     probe = Probe()
-    ways = {"mask": probe.clock.taking(2e-3), "channels": probe.clock.taking(1e-3)}
+    ways = probe.ways(mask=2e-3, channels=1e-3)
     first = probe.chosen(ways, 40)
     assert first.variant == "channels"
     calls = ways["mask"].calls
@@ -154,30 +150,24 @@ def test_each_case_is_measured_once_and_kept(idle):
 def test_what_was_kept_counts_only_where_that_way_is_there(idle):
     probe = Probe()
     probe.memory.keep(GPU, ("weights",), Choice("kernel", "mask", {"mask": 2.0, "kernel": 1.0}))
-    ways = {name: probe.clock.taking(1e-3) for name in ("mask", "channels")}
-    assert probe.chosen(ways).variant == "mask"
+    assert probe.chosen(probe.ways(mask=1e-3, channels=1e-3)).variant == "mask"
 
 
 @pytest.mark.parametrize(
-    ("mask", "channels", "variant", "is_kept"),
+    ("times", "variant", "is_kept"),
     [
         # Next time there may be enough memory, but not another kernel.
-        (torch.OutOfMemoryError("no room"), 1e-3, "channels", False),
-        (NotImplementedError("no such kernel"), 1e-3, "channels", True),
+        ({"mask": torch.OutOfMemoryError("no room"), "channels": 1e-3}, "channels", False),
+        ({"mask": NotImplementedError("no such kernel"), "channels": 1e-3}, "channels", True),
         # Times of nothing.
-        (0.0, 0.0, "mask", False),
+        ({"mask": 0.0, "channels": 0.0}, "mask", False),
         # A single way is not tried.
-        (1e-3, None, "mask", False),
+        ({"mask": 1e-3}, "mask", False),
     ],
 )
-def test_what_cannot_be_compared_is_tried_once(idle, mask, channels, variant, is_kept):
+def test_what_cannot_be_compared_is_tried_once(idle, times, variant, is_kept):
     probe = Probe()
-    times = {"mask": mask, "channels": channels}
-    ways = {
-        name: failing(time) if isinstance(time, Exception) else probe.clock.taking(time)
-        for name, time in times.items()
-        if time is not None
-    }
+    ways = probe.ways(**times)
     assert probe.chosen(ways).variant == variant
     kept = {(GPU, ("weights",), "mask"): Choice(variant, "mask", {})}
     assert probe.memory == (kept if is_kept else {})
@@ -190,16 +180,13 @@ def test_what_cannot_be_compared_is_tried_once(idle, mask, channels, variant, is
 @pytest.mark.parametrize("part", ["read", "keep", "clock"])
 def test_an_error_of_the_probe_is_no_error_of_the_run(part, idle, monkeypatch, caplog):
     probe = Probe()
-
-    def fails(*_):
-        raise RuntimeError("cuDNN of another version")
-
+    fails = probe.clock.taking(RuntimeError("cuDNN of another version"))
     if part == "clock":
         monkeypatch.setattr(probe.clock, "wait", fails)
     else:
         monkeypatch.setattr(probe.memory, part, fails)
     for size in 40, 64:
-        ways = {"mask": probe.clock.taking(2e-3), "channels": probe.clock.taking(1e-3)}
+        ways = probe.ways(mask=2e-3, channels=1e-3)
         assert probe.chosen(ways, size) == Choice("mask", "mask", {})
     (record,) = caplog.records
     assert "cuDNN of another version" in record.getMessage()
@@ -216,21 +203,10 @@ SWAPPED = "merge", "merge_keys", "add_change", "widen"
 """The operations that plain torch may take over."""
 
 
-def timed_operations(backend, clock, seconds):
+def timed(backend, clock, seconds):
     """The operations of plain torch under the name of a backend, timed by the clock."""
-
-    plain = {name: getattr(TORCH, name) for name in SWAPPED}
-
-    def timed(name):
-        def run(*arguments):
-            run.calls += 1
-            clock.time += seconds
-            return plain[name](*arguments)
-
-        run.calls = 0
-        return run
-
-    return replace(TORCH, name=backend, **{name: timed(name) for name in plain})
+    ways = {name: clock.taking(seconds, does=getattr(TORCH, name)) for name in SWAPPED}
+    return replace(TORCH, name=backend, **ways)
 
 
 def operations_on(x, plan, ops):
@@ -249,16 +225,13 @@ def operations_on(x, plan, ops):
 @pytest.mark.parametrize("is_slow", [True, False])
 def test_plain_torch_takes_the_place_of_slow_kernels(is_slow, monkeypatch):
     probe = Probe()
-    kernels = timed_operations("triton", probe.clock, 2e-3 if is_slow else 1e-3)
-    monkeypatch.setattr(autotune, "TORCH", timed_operations("torch", probe.clock, 1e-3))
+    kernels = timed("triton", probe.clock, 2e-3 if is_slow else 1e-3)
+    monkeypatch.setattr(autotune, "TORCH", timed("torch", probe.clock, 1e-3))
     tuner = Tuner(probe.choose)
     ops = tuned(kernels, tuner)
     x = torch.randn(2, 6, 8, device=DEVICE)
     plan = SlotPlan.from_slots(torch.tensor([[0, 1, 2, 0, 1, 2]] * 2, device=DEVICE), 3)
-    expected = operations_on(x, plan, TORCH)
-    actual = operations_on(x, plan, ops)
-    for one, other in zip(actual, expected, strict=True):
-        assert_close(one, other)
+    assert_close(operations_on(x, plan, ops), operations_on(x, plan, TORCH))
     calls = kernels.merge.calls
     operations_on(x, plan, ops)
     assert kernels.merge.calls == calls + (not is_slow)
@@ -268,39 +241,31 @@ def test_plain_torch_takes_the_place_of_slow_kernels(is_slow, monkeypatch):
     assert [case[0] for case in tuner.choices] == [*SWAPPED]
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_a_backend_that_was_asked_for_stays(backend, monkeypatch):
-    kernels = pytest.importorskip("tome_nodes.ops.triton")
-    if not kernels.runs_on(torch.device(DEVICE)):
+@pytest.fixture
+def kernels():
+    """The operations of Triton, where they run."""
+    triton = pytest.importorskip("tome_nodes.ops.triton")
+    if not triton.runs_on(DEVICE):
         pytest.skip("no kernels run on this device")
+    return triton.TRITON
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_backend_that_was_asked_for_stays(backend, kernels, monkeypatch):
     monkeypatch.setattr(engine, "resolve", lambda *_: ("triton", None))
     monkeypatch.setattr(Autotune, "is_for", lambda *_: True)
-    made = make_engine(
-        ToMeConfig(backend=backend),
-        make_strategy,
-        DEVICE,
-        torch.float32,
-        autotune=Probe(),
-    )
+    config = ToMeConfig(backend=backend)
+    made = make_engine(config, make_strategy, DEVICE, torch.float32, autotune=Probe())
     assert made.tuner is not None
-    assert (made.strategy.ops is kernels.TRITON) == (backend == "triton")
+    assert (made.strategy.ops is kernels) == (backend == "triton")
 
 
-def test_under_compile_the_default_is_taken():
+def test_under_compile_the_default_is_taken_and_sizes_may_be_symbols():
     tuner = Tuner(Probe().choose)
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def chosen(x):
-        way = tuner.variant(x, ("weights",), "mask", lambda: {"mask": x.sum, "channels": x.mean})
-        return x + 1 if way == "mask" else x - 1
-
-    x = torch.zeros(3, device=DEVICE)
-    assert torch.equal(chosen(x), x + 1)
-    assert tuner.choices == {}
-
-
-def test_sizes_may_be_symbols_under_compile():
-    ops = tuned(replace(TORCH, name="triton"), Tuner(Probe().choose))
+    # It merges pairs of neighbours by their sum, unlike plain torch.
+    ops = tuned(
+        replace(TORCH, name="triton", merge=lambda x, *_: x.unflatten(1, (-1, 2)).sum(2)), tuner
+    )
     graphs = []
 
     def compiled(graph, _):
@@ -316,8 +281,9 @@ def test_sizes_may_be_symbols_under_compile():
         slots = torch.arange(tokens, device=DEVICE)[None] // 2
         plan = SlotPlan.from_slots(slots, tokens // 2)
         rows = plan.slot_of_token, plan.order, plan.offsets
-        assert_close(merged(x, *rows), x.unflatten(1, (-1, 2)).mean(2))
+        assert_close(merged(x, *rows), x.unflatten(1, (-1, 2)).sum(2))
     assert len(graphs) == 1
+    assert tuner.choices == {}
 
 
 def test_nearly_equal_numbers_of_tokens_are_one_case():
@@ -327,14 +293,8 @@ def test_nearly_equal_numbers_of_tokens_are_one_case():
     assert about(2, 4096, 320) == about(2, 4100, 320) == about(2, 4607, 320) == (2, 4096, 320)
     assert about(2, 8, 4607, 64) == (2, 8, 4096, 64)
     assert about(2, 4608, 321) == (2, 4608, 321)
-    assert [about(count) for count in (0, 1, 15, 16, 17, 18)] == [
-        (0,),
-        (1,),
-        (15,),
-        (16,),
-        (16,),
-        (18,),
-    ]
+    counts = [0, 1, 15, 16, 17, 18]
+    assert [about(count) for count in counts] == [(0,), (1,), (15,), (16,), (16,), (18,)]
     tuner = Tuner(Probe().choose)
     ways = {"mask": lambda: None, "channels": lambda: None}
     for tokens in (1030, 1040):
@@ -346,13 +306,10 @@ def test_nearly_equal_numbers_of_tokens_are_one_case():
     assert all(type(part) in (str, int, bool) for case in tuner.choices for part in case)
 
 
-def test_matching_is_not_chosen_by_time():
+def test_matching_is_not_chosen_by_time(kernels):
     """Its rounding decides what merges."""
-    kernels = pytest.importorskip("tome_nodes.ops.triton")
-    if not kernels.runs_on(torch.device(DEVICE)):
-        pytest.skip("no kernels run on this device")
     tuner = Tuner(Probe().choose)
-    ops = tuned(kernels.TRITON, tuner)
+    ops = tuned(kernels, tuner)
     strategy = make_strategy(ToMeConfig(strategy="window", min_tokens=1), ops)
     strategy.begin(torch.zeros((), dtype=torch.int64, device=DEVICE))
     plan = strategy.plan(torch.randn(1, 256, 16, device=DEVICE), Grid(16, 16), 0.5)

@@ -23,6 +23,11 @@ def colour_of(image, y, x):
     return tuple(map(int, colour))
 
 
+def area(image, colour):
+    """How many pixels have a colour."""
+    return int((image == colour).all(2).sum())
+
+
 def test_each_group_has_one_colour_of_its_own_and_lone_tokens_are_dark():
     image = drawing.merge_map(SLOTS)
     assert image.shape == (4 * SCALE, 4 * SCALE, 3) and image.dtype == np.uint8
@@ -97,9 +102,6 @@ def test_the_chart_shows_tokens_kept_and_time():
     half = tuple(drawing._kept_colours(np.array([0.5])).round()[0].astype(int))
     slowest = tuple(drawing.colours_of(np.array([1.0]))[0].astype(int))
 
-    def area(image, colour):
-        return int((image == colour).all(2).sum())
-
     # A cell of 32 by 28 pixels without its gap, and a part of the key of 15 by 15.
     assert area(without, half) == area(with_times, half) == 31 * 27 + 15 * 15
     assert area(without, slowest) == 0
@@ -127,13 +129,10 @@ def test_names_of_dots_cover_nothing_however_close_the_dots_are(place, dots):
 def test_what_a_user_could_take_instead_is_a_diamond_with_a_key():
     point = drawing.Point("fast 0.50", 1.5, 0.1)
     rival = drawing.Point("EasyCache", 1.2, 0.05, drawing.OTHER, is_rival=True)
-
-    def area(*points):
-        return int((drawing.front("ToMe Tune", [], points) == drawing.OTHER).all(2).sum())
-
-    assert area(point) == 0
+    alone, beside = (drawing.front("ToMe Tune", [], points) for points in ([point], [point, rival]))
+    assert area(alone, drawing.OTHER) == 0
     # A diamond and its key, of 8 pixels to each side.
-    assert area(point, rival) == 2 * sum(17 - 2 * abs(row) for row in range(-8, 9))
+    assert area(beside, drawing.OTHER) == 2 * sum(17 - 2 * abs(row) for row in range(-8, 9))
 
 
 def test_text_is_wrapped_and_visible():

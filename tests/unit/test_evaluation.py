@@ -17,6 +17,7 @@ from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
 GRID = Grid(4, 4)
+NOW = Moment(0, 0.0, 0, None, is_active=True)
 
 
 class Block(nn.Module):
@@ -40,41 +41,31 @@ class Model(nn.Module):
         return x
 
 
-def toy(batch=1):
-    """The record of a model whose blocks have no attention, for tokens of a batch."""
-    return UNetRecord(
-        stacks=lambda model: [Stack("blocks", model.blocks, tuple(model.blocks))],
-        reasons=Reasons("changed", "masked", "replaced"),
-        attends_to_text=lambda block: True,
-        needs_all_tokens=lambda *args: False,
-        masks=(),
-        shapes=lambda: ((batch, 3, GRID.height, GRID.width), None),
-    )
+X = torch.randn(2, GRID.tokens, 3, generator=torch.Generator().manual_seed(0)).double()
+TOY = UNetRecord(
+    stacks=lambda model: [Stack("blocks", model.blocks, tuple(model.blocks))],
+    reasons=Reasons("changed", "masked", "replaced"),
+    attends_to_text=lambda block: True,
+    needs_all_tokens=lambda *args: False,
+    masks=(),
+    shapes=lambda: ((len(X), 3, GRID.height, GRID.width), None),
+)
+"""The record of a model whose blocks have no attention."""
 
 
-class Noted(Observer):
-    def __init__(self):
-        self.results = []
+class Merging(Observer):
+    """A model that merges half of its tokens, with what is reported of its evaluations."""
+
+    def __init__(self, **settings):
+        self.results, self.model = [], Model().double()
+        config = ToMeConfig(ratio=0.5, min_tokens=1, **settings)
+        self.run = Run(config, TOY, self.model, make_strategy, self)
 
     def evaluated(self, result):
         self.results.append(result)
 
-
-X = torch.randn(1, GRID.tokens, 3, generator=torch.Generator().manual_seed(0))
-
-
-class Merging:
-    """A model whose linear layers merge, with what is reported of its evaluations."""
-
-    def __init__(self):
-        noted, self.model = Noted(), Model()
-        config = ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True, min_tokens=1)
-        self.run = Run(config, toy(), self.model, make_strategy, noted)
-        self.results = noted.results
-
     @torch.no_grad()
-    def __call__(self, is_active=True, obstacle=None):
-        moment = Moment(0, 0.0, 0, None, is_active)
+    def __call__(self, moment=NOW, obstacle=None):
         with self.run.evaluation(moment, GRID, X.device, X.dtype, obstacle):
             return self.model(X)
 
@@ -82,10 +73,16 @@ class Merging:
         return any("forward" in vars(module) for module in self.model.modules())
 
 
-def test_the_outcome_of_each_block_is_reported():
-    evaluate = Merging()
-    for is_active, obstacle in ((True, None), (False, None), (True, "it may not")):
-        evaluate(is_active, obstacle)
+@pytest.fixture
+def evaluate():
+    """A model whose linear layers merge."""
+    return Merging(merge_attn=False, merge_mlp=True)
+
+
+def test_the_outcome_of_each_block_is_reported(evaluate):
+    evaluate()
+    evaluate(replace(NOW, is_active=False))
+    evaluate(obstacle="it may not")
     first, inactive, hindered = evaluate.results
     assert [(o.block, o.before, o.after, o.plans_made) for o in first.merged] == [
         ("blocks.0", 16, 8, 1),
@@ -97,8 +94,7 @@ def test_the_outcome_of_each_block_is_reported():
     assert not evaluate.has_overrides()
 
 
-def test_an_evaluation_that_raises_is_not_reported_and_leaves_nothing():
-    evaluate = Merging()
+def test_an_evaluation_that_raises_is_not_reported_and_leaves_nothing(evaluate):
 
     def raises(*_):
         raise RuntimeError("on purpose")
@@ -112,56 +108,50 @@ def test_an_evaluation_that_raises_is_not_reported_and_leaves_nothing():
 
 def refreshed(moments, **settings):
     """The model's change without merging, and of each evaluation its change and its result."""
-    noted, model = Noted(), Model().double()
-    config = ToMeConfig(scope="stack", min_tokens=1, **settings)
-    run = Run(config, toy(2), model, make_strategy, noted)
-    x = torch.randn(2, GRID.tokens, 3, generator=torch.Generator().manual_seed(0)).double()
-    changes = []
+    evaluate = Merging(scope="stack", **settings)
     with torch.no_grad():
-        plain = model(x) - x
-        for moment in moments:
-            with run.evaluation(moment, GRID, x.device, x.dtype):
-                changes.append(model(x) - x)
-    return plain, list(zip(changes, noted.results, strict=True))
+        plain = evaluate.model(X) - X
+    changes = [evaluate(moment) - X for moment in moments]
+    return plain, list(zip(changes, evaluate.results, strict=True))
 
 
-def with_fewer_details(change, plan, share):
-    """A change whose differences from the mean of each slot are a share of what they were."""
-    slots, expected = plan.slots(), change.clone()
-    for sample, of_sample in enumerate(slots):
+def assert_has_detail(evaluation, plain, share):
+    """The differences from the mean of each slot are a share of those without merging."""
+    change, result = evaluation
+    expected = plain.clone()
+    for sample, of_sample in enumerate(result.merged[0].plan.slots()):
         for slot in of_sample.unique():
-            mean = change[sample, of_sample == slot].mean(0)
+            mean = plain[sample, of_sample == slot].mean(0)
             own = expected[sample, of_sample == slot]
             expected[sample, of_sample == slot] = mean + share * (own - mean)
-    return expected
+    torch.testing.assert_close(change, expected)
 
 
 def steps_of(count, part="all"):
     return [
-        Moment(step, 0.0, step, part, is_active=True, steps_left=count - 1 - step)
+        replace(NOW, step=step, picks=step, part=part, steps_left=count - 1 - step)
         for step in range(count)
     ]
 
 
 def test_steps_between_those_on_all_tokens_keep_their_detail():
-    plain, evaluations = refreshed(steps_of(7), ratio=0.5, refresh_steps=3)
+    plain, evaluations = refreshed(steps_of(7), refresh_steps=3)
     shares = [0, 0, 1, FADING, FADING**2, 1, FADING]
-    for step, ((change, result), share) in enumerate(zip(evaluations, shares, strict=True)):
+    for step, (evaluation, share) in enumerate(zip(evaluations, shares, strict=True)):
+        change, result = evaluation
         if step in (2, 5):
             assert torch.equal(change, plain) and not result.merged and not result.is_active
             assert "refresh_steps" in result.reason
         else:
-            plan = result.merged[0].plan
-            assert (result.merged[0].before, plan.slot_count) == (16, 8)
-            torch.testing.assert_close(change, with_fewer_details(plain, plan, share))
+            assert (result.merged[0].before, result.merged[0].after) == (16, 8)
+            assert_has_detail(evaluation, plain, share)
 
 
 @pytest.mark.parametrize("settings", [{}, {"refresh_steps": 0}, {"refresh_steps": 9}], ids=str)
 def test_without_a_step_on_all_tokens_there_is_no_detail(settings):
-    plain, evaluations = refreshed(steps_of(20)[:2], ratio=0.5, **settings)
-    for change, result in evaluations:
-        plan = result.merged[0].plan
-        torch.testing.assert_close(change, with_fewer_details(plain, plan, 0))
+    plain, evaluations = refreshed(steps_of(20)[:2], **settings)
+    for evaluation in evaluations:
+        assert_has_detail(evaluation, plain, 0)
 
 
 @pytest.mark.parametrize(
@@ -177,39 +167,35 @@ def test_without_a_step_on_all_tokens_there_is_no_detail(settings):
 )
 def test_which_steps_merge(steps, refresh_steps, what_else, merged):
     moments = [replace(moment, **what_else) for moment in steps_of(steps)]
-    _, evaluations = refreshed(moments, ratio=0.5, refresh_steps=refresh_steps)
+    _, evaluations = refreshed(moments, refresh_steps=refresh_steps)
     assert [bool(result.merged) for _, result in evaluations] == merged
 
 
 def test_each_part_keeps_its_own_detail_and_only_some_do():
     runs = [steps_of(5, part) for part in range(20)]
     moments = [run[step] for step in range(5) for run in runs]
-    plain, evaluations = refreshed(moments, ratio=0.5, refresh_steps=2)
+    plain, evaluations = refreshed(moments, refresh_steps=2)
     shares = [FADING] * 16 + [0] * 4
-    for (change, result), share in zip(evaluations[2 * 20 : 3 * 20], shares, strict=True):
-        plan = result.merged[0].plan
-        torch.testing.assert_close(change, with_fewer_details(plain, plan, share))
+    for evaluation, share in zip(evaluations[2 * 20 : 3 * 20], shares, strict=True):
+        assert_has_detail(evaluation, plain, share)
 
 
 @pytest.mark.parametrize(("way", "index"), [(1, 1), (-1, 2)])
 def test_a_step_behind_a_full_one_has_its_detail_also_where_steps_are_counted_down(way, index):
     """Two steps of the six are full, the last but one and the first."""
     moments = [replace(moment, from_noise=False) for moment in steps_of(6)[::way]]
-    plain, evaluations = refreshed(moments, ratio=0.5, refresh_steps=4)
-    change, result = evaluations[index]
-    expected = with_fewer_details(plain, result.merged[0].plan, FADING)
-    torch.testing.assert_close(change, expected)
+    plain, evaluations = refreshed(moments, refresh_steps=4)
+    assert_has_detail(evaluations[index], plain, FADING)
 
 
 def test_parts_of_the_step_before_are_kept_and_older_ones_dropped():
     details = Details(ToMeConfig(scope="stack", refresh_steps=4))
-    moments = [Moment(step, 0.0, step, part, True) for step, part in enumerate("aaba")]
+    moments = [replace(NOW, step=step, part=part) for step, part in enumerate("aaba")]
     first, second, _, last = (details.at(moment, torch.device("cpu")) for moment in moments)
     assert first is second and last is not first
 
 
-def test_overrides_follow_what_other_code_changes_between_evaluations():
-    evaluate = Merging()
+def test_overrides_follow_what_other_code_changes_between_evaluations(evaluate):
     model = evaluate.model
     evaluate()
     lengths = []
@@ -219,7 +205,7 @@ def test_overrides_follow_what_other_code_changes_between_evaluations():
             lengths.append(x.shape[1])
             return super().forward(x)
 
-    model.blocks[0].ff = Replaced(3, 3)
+    model.blocks[0].ff = Replaced(3, 3).double()
     evaluate()
     assert lengths == [8]
     own = model.blocks[1].forward

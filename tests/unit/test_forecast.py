@@ -14,45 +14,33 @@ from tome_nodes.patching.forecast import Forecasts, steps_that_run
 from tome_nodes.patching.schedule import Moment, latent_share, log_snr
 
 
-def pattern(ratio, steps, is_settled=False):
-    """A letter for each step: R for one that runs, F for one that is forecast."""
-    running = steps_that_run(ratio, steps, is_settled)
-    return "".join("R" if step in running else "F" for step in range(steps))
-
-
 @pytest.mark.parametrize(
-    ("ratio", "expected"),
+    ("ratio", "is_settled", "expected"),
     [
-        (0.6, "RRFR"),
-        (0.3, "RRFR"),
-        (0.6, "RRRFR"),
-        (0.6, "RRFRFR"),
-        (0.3, "RRRRRFRR"),
-        (0.6, "RRRFRRFR"),
-        (0.75, "RRRFRFFR"),
-        (0.6, "RRRFRFRFFRFR"),
-        (0.6, "RRRRFRFFRFRFFRFFRFFR"),
-        (0.75, "RRRFRFFRFFFRFFFRFFFR"),
-        (1.0, "RRRFFFFR"),
-        (0.9, "RRR"),
-        (0.9, "R"),
+        (0.6, False, "RRFR"),
+        (0.3, False, "RRFR"),
+        (0.6, False, "RRRFR"),
+        (0.6, False, "RRFRFR"),
+        (0.3, False, "RRRRRFRR"),
+        (0.6, False, "RRRFRRFR"),
+        (0.75, False, "RRRFRFFR"),
+        (0.6, False, "RRRFRFRFFRFR"),
+        (0.6, False, "RRRRFRFFRFRFFRFFRFFR"),
+        (0.75, False, "RRRFRFFRFFFRFFFRFFFR"),
+        (1.0, False, "RRRFFFFR"),
+        (0.9, False, "RRR"),
+        (0.9, False, "R"),
+        # Settled runs are forecast from the third step on, and evenly.
+        (0.6, True, "RRFR"),
+        (0.6, True, "RRFRFRFR"),
+        (0.75, True, "RRFFRFFR"),
+        (0.6, True, "RRFRFRFFRFRFRFRFFRFR"),
     ],
 )
-def test_steps_between_the_first_and_the_last_are_forecast(ratio, expected):
-    assert pattern(ratio, len(expected)) == expected
-
-
-@pytest.mark.parametrize(
-    ("ratio", "expected"),
-    [
-        (0.6, "RRFR"),
-        (0.6, "RRFRFRFR"),
-        (0.75, "RRFFRFFR"),
-        (0.6, "RRFRFRFFRFRFRFRFFRFR"),
-    ],
-)
-def test_settled_runs_are_forecast_from_the_third_step_on_and_evenly(ratio, expected):
-    assert pattern(ratio, len(expected), is_settled=True) == expected
+def test_steps_between_the_first_and_the_last_are_forecast(ratio, is_settled, expected):
+    running = steps_that_run(ratio, len(expected), is_settled)
+    letters = ["R" if step in running else "F" for step in range(len(expected))]
+    assert "".join(letters) == expected
 
 
 @given(st.floats(0, 1), st.integers(1, 100), st.booleans())
@@ -83,11 +71,11 @@ def as_hosts_sample():
         yield
 
 
-def after(*answers, ratio=0.6):
+def after(*answers, ratio=0.6, **others):
     """What is kept after these steps, levels and answers."""
     kept = Forecasts(ratio)
     for step, level, answer in answers:
-        kept.answered(moment(step, level), answer)
+        kept.answered(moment(step, level, **others), answer)
     return kept
 
 
@@ -125,9 +113,7 @@ def test_a_run_is_settled_if_its_first_answers_hardly_differ(change, forecast):
     ("steps", "from_noise", "is_forecast"), [(5, True, False), (6, True, True), (5, False, True)]
 )
 def test_short_edits_are_not_forecast(steps, from_noise, is_forecast):
-    kept = Forecasts(1.0)
-    for step, level, answer in KNOWN:
-        kept.answered(moment(step, level, steps), answer)
+    kept = after(*KNOWN, ratio=1.0, steps=steps)
     now = moment(2, 1.0, steps, from_noise=from_noise)
     assert (kept.answer(now, ONE) is not None) == is_forecast
     assert is_forecast or "hardly changes" in kept.why_none(now)
@@ -145,10 +131,7 @@ def test_short_edits_are_not_forecast(steps, from_noise, is_forecast):
 def test_such_a_run_is_not_settled(answers, steps):
     for fewer in (8, 15):
         assert after(*KNOWN).answer(moment(2, 1.0, steps=fewer), ONE) is not None
-    kept = Forecasts(0.6)
-    for step, level, answer in answers:
-        kept.answered(moment(step, level, steps), answer)
-    assert kept.answer(moment(2, 1.0, steps=steps), ONE) is None
+    assert after(*answers, steps=steps).answer(moment(2, 1.0, steps=steps), ONE) is None
 
 
 def test_a_run_of_which_one_part_is_not_settled_is_not():
@@ -159,52 +142,33 @@ def test_a_run_of_which_one_part_is_not_settled_is_not():
     assert kept.answer(moment(2, 1.0, steps=8), ONE) is None
 
 
-def corrected(answer, shares, levels=(-1.0, 0.0, 2.0)):
-    """What is taken for an answer after forecasts in the steps before it, and the forecasts.
-
-    Args:
-        answer: the model's.
-        shares: of the latent in the next, of the forecasts and of the answer.
-        levels: of the same.
-    """
-    kept, found = Forecasts(1.0), []
-    for step, level, each in KNOWN:
-        kept.answered(moment(step, level, steps=7), each)
-    *earlier, (last, last_share) = list(zip(levels[-len(shares) :], shares, strict=True))
-    for step, (level, share) in enumerate(earlier, start=2):
+@pytest.mark.parametrize(
+    ("shares", "weight"),
+    [
+        ([0.8, 0.5], 1.0),
+        ([0.9, 0.8, 0.5], 1.0),
+        # A short step does not make up for more than the error.
+        ([0.8, 0.999], 0.999 / 0.2),
+        # The last answer is changed by what the latent lacks.
+        ([0.8, 0.0], 0.0),
+    ],
+    ids=["one", "several", "a short step", "the last"],
+)
+def test_an_answer_makes_up_for_the_errors_of_the_forecasts_before_it(shares, weight):
+    """``shares`` are of the latent in the next, of the forecasts and of the answer."""
+    kept, lacking = after(*KNOWN, ratio=1.0, steps=7), 0.0
+    *levels, last = (-1.0, 0.0, 2.0)[-len(shares) :]
+    for step, (level, share) in enumerate(zip(levels, shares, strict=False), start=2):
         now = moment(step, level, steps=7, latent_share=share)
-        found.append(kept.answer(now, ONE))
-        assert torch.equal(kept.answer(now, ONE), found[-1])
-    now = moment(2 + len(found), last, steps=7, latent_share=last_share)
-    return kept.answered(now, answer), found
-
-
-def test_an_answer_makes_up_for_the_error_of_a_forecast_before_it():
+        forecast = kept.answer(now, ONE)
+        assert torch.equal(kept.answer(now, ONE), forecast)
+        # The second answer is at a level of -2, this one at 2.
+        between = ONE + CHANGE * (1 + (level + 2) / 4)
+        lacking = share * lacking + (1 - share) * (between - forecast)
+    now = moment(2 + len(levels), last, steps=7, latent_share=shares[-1])
     answer = ONE + 2 * CHANGE
-    result, (forecast,) = corrected(answer, [0.8, 0.5], levels=(0.0, 2.0))
-    # Halfway between the second answer and this one.
-    lacking = 0.2 * (ONE + 1.5 * CHANGE - forecast)
-    assert torch.allclose(result, answer + (0.5 / 0.5 + 0.7) * lacking, atol=1e-6)
-
-
-def test_an_answer_makes_up_for_several_forecasts_at_once():
-    answer = ONE + 2 * CHANGE
-    result, (first, second) = corrected(answer, [0.9, 0.8, 0.5])
-    lacking = 0.8 * 0.1 * (ONE + 1.25 * CHANGE - first) + 0.2 * (ONE + 1.5 * CHANGE - second)
-    assert torch.allclose(result, answer + (0.5 / 0.5 + 0.7) * lacking, atol=1e-6)
-
-
-def test_a_short_step_does_not_make_up_for_more_than_the_error():
-    answer = ONE + 2 * CHANGE
-    result, (forecast,) = corrected(answer, [0.8, 0.999], levels=(0.0, 2.0))
-    error = ONE + 1.5 * CHANGE - forecast
-    assert torch.allclose(result, answer + (0.999 + 0.7 * 0.2) * error, atol=1e-6)
-
-
-def test_the_last_answer_is_changed_by_what_the_latent_lacks():
-    answer = ONE + 2 * CHANGE
-    result, (forecast,) = corrected(answer, [0.8, 0.0], levels=(0.0, 2.0))
-    assert torch.allclose(result, answer + 0.7 * 0.2 * (ONE + 1.5 * CHANGE - forecast), atol=1e-6)
+    expected = answer + (weight + 0.7) * lacking
+    assert torch.allclose(kept.answered(now, answer), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +182,7 @@ def test_the_last_answer_is_changed_by_what_the_latent_lacks():
     ids=["its share", "that of the forecast", "a step left out", "another place"],
 )
 def test_an_answer_stays_as_it_is_where_nothing_is_known_of(answer, share, last_share, step):
-    kept = Forecasts(1.0)
-    for at, level, each in KNOWN:
-        kept.answered(moment(at, level, steps=7), each)
+    kept = after(*KNOWN, ratio=1.0, steps=7)
     assert kept.answer(moment(2, 0.0, steps=7, latent_share=share), ONE) is not None
     now = moment(step, 1.0, steps=7, latent_share=last_share)
     assert kept.answered(now, answer) is answer
@@ -284,10 +246,12 @@ def test_the_model_runs_where_a_step_cannot_be_forecast(other):
     assert known.answer(moment(2, 1.0), ONE) is not None
 
 
-def test_the_model_runs_while_gradients_are_computed():
+def test_the_model_runs_while_gradients_are_computed_and_its_answers_are_not_kept():
+    known = after(*KNOWN)
     with torch.enable_grad():
-        assert after(*KNOWN).answer(moment(2, 1.0), ONE) is None
-        assert after(*KNOWN).answer(moment(2, 1.0), ONE) is None
+        assert known.answer(moment(2, 1.0), ONE) is None
+        unknown = after(*KNOWN)
+    assert unknown.answer(moment(2, 1.0), ONE) is None
 
 
 def test_answers_of_a_video_and_of_packed_values_are_forecast_too():

@@ -5,7 +5,6 @@ import itertools
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,16 @@ from common import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bipartite import brute_force_windows, features_of, groups, plan_of
-from test_plan import HEADS, brute_force_keys, brute_force_merge, partitions
+from test_plan import (
+    DTYPES,
+    HEADS,
+    brute_force_keys,
+    brute_force_merge,
+    partitions,
+    seeded,
+    surrounded,
+)
+from test_plan import plan_of as plan_of_owners
 from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="Triton is not made for this system")
@@ -27,8 +35,7 @@ from tome_nodes.ops.random_picks import pick_per_cell, step_key
 from tome_nodes.ops.triton import matching, merging, shared, window_merging
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.window import split_windows
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+from tools.environment import ROOT
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,14 +50,18 @@ def poisoned_memory():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def interpreted_bfloat16():
-    """Correct products of bfloat16 matrices, which Triton's interpreter takes for integers."""
+def mended_interpreter():
+    """Triton's interpreter, which takes bfloat16 for integers in products of matrices.
+
+    Since NumPy 2.4, it cannot take arguments as bounds of loops either.
+    """
     if DEVICE.type == "cuda":
         yield
         return
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    from triton.runtime import interpreter
 
-    own_create_dot = InterpreterBuilder.create_dot
+    own_create_dot = interpreter.InterpreterBuilder.create_dot
+    own_patch = interpreter._patch_lang_tensor
 
     def values(matrix):
         return (matrix.data.astype(np.uint32) << 16).view(np.float32)
@@ -59,38 +70,21 @@ def interpreted_bfloat16():
         if not (a.dtype.scalar.is_bf16() and b.dtype.scalar.is_bf16()):
             return own_create_dot(builder, a, b, accumulator, *options)
         product = np.matmul(values(a), values(b), dtype=np.float32)
-        return TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpreterBuilder, "create_dot", create_dot)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def interpreted_bounds():
-    """Arguments as bounds of loops, which Triton's interpreter cannot take since NumPy 2.4."""
-    if DEVICE.type == "cuda":
-        yield
-        return
-    from triton.runtime import interpreter
-
-    own_patch = interpreter._patch_lang_tensor
+        return interpreter.TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
 
     def patch_tensor(tensor, scope):
         own_patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
         patch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
         yield
 
 
-def surrounded(x):
-    """A view equal to ``x`` with unusual strides, surrounded by NaN."""
-    batch, tokens, channels = x.shape
-    store = x.new_full((channels + 2, 2 * tokens + 1, batch + 1), torch.nan)
-    view = store.permute(2, 1, 0)[1:, 1::2, 1:-1]
-    return view.copy_(x)
+def slot_plan(owners):
+    """The plan of a partition on the kernels."""
+    return plan_of_owners(owners, kernels.TRITON, DEVICE)
 
 
 def window_plan(features, grid, ratio=0.5, **options):
@@ -108,7 +102,7 @@ def window_plan(features, grid, ratio=0.5, **options):
 )
 def test_matching_is_the_brute_force_grouping_of_each_window(grid, cell, ratio, use_rand, seed):
     sy, sx = cell
-    features = features_of(grid, channels=5, seed=seed)
+    features = features_of(grid, batch=1, channels=5, seed=seed)
     plan = window_plan(features, grid, ratio=ratio, sy=sy, sx=sx, use_rand=use_rand, seed=seed)
     cells = grid.cells(sy, sx)
     if plan is None:
@@ -118,8 +112,7 @@ def test_matching_is_the_brute_force_grouping_of_each_window(grid, cell, ratio, 
     src, dst = split_windows(grid, sy, sx, picks if use_rand else torch.zeros_like(picks))
     quota, rest = divmod(grid.tokens - plan.slot_count, len(src))
     assert rest == 0
-    for sample, values in enumerate(features):
-        assert groups(plan, sample) == brute_force_windows(values, src, dst, quota)
+    assert groups(plan, 0) == brute_force_windows(features[0], src, dst, quota)
     assert_is_whole(plan)
 
 
@@ -159,17 +152,14 @@ def test_matching_makes_a_plan_of_any_features(value):
 @settings(max_examples=15)
 @given(partitions(), st.integers(1, 70), st.sampled_from(DTYPES))
 def test_merge_and_added_change(owners, channels, dtype):
-    generator = torch.Generator().manual_seed(1)
-    plan = SlotPlan.from_owners(
-        torch.tensor(owners, device=DEVICE), len(set(owners[0])), kernels.TRITON
-    )
-    x = torch.randn(*plan.slot_of_token.shape, channels, generator=generator).to(dtype)
+    plan = slot_plan(owners)
+    x = torch.randn(*plan.slot_of_token.shape, channels, generator=seeded(1)).to(dtype)
     merged = plan.merge(surrounded(x.to(DEVICE)))
     assert merged.dtype == dtype
     close = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
     assert_close(merged.double().cpu(), brute_force_merge(owners, x), **close)
 
-    after = torch.randn(merged.shape, generator=generator).to(dtype)
+    after = torch.randn(merged.shape, generator=seeded(2)).to(dtype)
     result = plan.add_change(surrounded(x.to(DEVICE)), surrounded(merged), after.to(DEVICE))
     assert result.dtype == dtype
     change = after.double() - merged.double().cpu()
@@ -181,17 +171,28 @@ def test_merge_and_added_change(owners, channels, dtype):
 @settings(max_examples=15)
 @given(partitions(), st.sampled_from(HEADS), st.sampled_from([1, 7, 33]), st.sampled_from(DTYPES))
 def test_each_head_of_a_key_is_as_long_as_its_tokens_are_on_average(owners, heads, channels, dtype):
-    generator = torch.Generator().manual_seed(2)
-    plan = SlotPlan.from_owners(
-        torch.tensor(owners, device=DEVICE), len(set(owners[0])), kernels.TRITON
-    )
-    x = torch.randn(*plan.slot_of_token.shape, heads * channels, generator=generator).to(dtype)
+    plan = slot_plan(owners)
+    x = torch.randn(*plan.slot_of_token.shape, heads * channels, generator=seeded(2)).to(dtype)
     view = surrounded(x.to(DEVICE))
     means, keys = kernels.merge_keys(view, plan.slot_of_token, plan.order, plan.offsets, heads)
     assert means.dtype == keys.dtype == dtype
     close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-5}
     assert_close(means.double().cpu(), brute_force_merge(owners, x), **close)
     assert_close(keys.double().cpu(), brute_force_keys(owners, x, heads), **close)
+
+
+@pytest.mark.parametrize("number", [0, 75])
+def test_windows_are_the_same_on_any_gpu(monkeypatch, number):
+    grid = Grid(17, 35)
+    x = features_of(grid, batch=1, channels=32).half().to(DEVICE)
+    expected = window_plan(x, grid, 0.8, sy=2, sx=4)
+    for module in (shared, window_merging):
+        monkeypatch.setattr(module, "capability", lambda _: number)
+    plan = window_plan(x, grid, 0.8, sy=2, sx=4)
+    assert torch.equal(plan.slot_of_token, expected.slot_of_token)
+    wide = replace(plan, ops=TORCH)
+    assert_close(plan.merge(x), wide.merge(x), rtol=2e-3, atol=2e-3)
+    assert_close(plan.merge_keys(x, 2), wide.merge_keys(x, 2), rtol=2e-3, atol=2e-3)
 
 
 WINDOWED = [
@@ -203,23 +204,12 @@ WINDOWED = [
 ]
 
 
-@pytest.mark.parametrize("number", [0, 75, 90])
-def test_windows_are_the_same_on_any_gpu(monkeypatch, number):
-    grid = Grid(17, 35)
-    x = features_of(grid, channels=32).half().to(DEVICE)
-    expected = window_plan(x, grid, 0.8, sy=2, sx=4)
-    for module in (shared, window_merging):
-        monkeypatch.setattr(module, "capability", lambda _: number)
-    plan = window_plan(x, grid, 0.8, sy=2, sx=4)
-    assert torch.equal(plan.slot_of_token, expected.slot_of_token)
-    wide = replace(plan, ops=TORCH)
-    assert_close(plan.merge(x), wide.merge(x), rtol=2e-3, atol=2e-3)
-    assert_close(plan.merge_keys(x, 2), wide.merge_keys(x, 2), rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("grid", "sy", "sx", "ratio", "heads", "channels"), WINDOWED)
-def test_slots_in_windows_are_their_means(grid, sy, sx, ratio, heads, channels, dtype):
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*itertools.product(WINDOWED, DTYPES[1:]), (WINDOWED[-1], torch.float32)],
+)
+def test_slots_in_windows_are_their_means(shape, dtype):
+    grid, sy, sx, ratio, heads, channels = shape
     # All are alike but a few, so slots hold from one token to as many as a window has.
     x = features_of(grid, channels=heads * channels)
     x[:, ::2] = x[:, :1] + 0.01 * x[:, ::2]
@@ -239,7 +229,7 @@ def test_slots_in_windows_are_their_means(grid, sy, sx, ratio, heads, channels, 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_order_of_the_members_of_a_slot_does_not_change_a_bit(dtype):
-    grid = Grid(20, 24)
+    grid = Grid(10, 24)
     x = features_of(grid, batch=1, channels=64).to(DEVICE, dtype)
     plan = window_plan(x, grid, ratio=0.7)
     ends = [*plan.offsets.tolist(), len(plan.order)]
@@ -253,7 +243,7 @@ def test_the_order_of_the_members_of_a_slot_does_not_change_a_bit(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "channels"), [(1, 5), (3, 40), (2, 64)])
 def test_heads_are_widened_as_in_the_reference(heads, channels, dtype):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     q, k, v = (
         surrounded(torch.randn(2, tokens, heads * channels, generator=generator).to(DEVICE, dtype))
         for tokens in (13, 7, 7)
@@ -287,7 +277,7 @@ def attention_of(q, k, v, log_sizes, scale):
 def test_attention_counts_a_key_for_each_of_its_tokens(
     dtype, heads_of_key, key_heads, channels, queries, keys, by_head
 ):
-    generator = torch.Generator().manual_seed(queries)
+    generator = seeded(queries)
     heads = heads_of_key * key_heads
     q, k, v = (
         torch.randn(2, number, tokens, channels, generator=generator).to(DEVICE, dtype)
@@ -319,7 +309,7 @@ def test_attention_names_what_does_not_fit():
 
 
 def test_tokens_that_do_not_fit_are_named():
-    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2]], device=DEVICE), 2, kernels.TRITON)
+    plan = slot_plan([[0, 0, 2]])
     x = torch.zeros(1, 3, 4, device=DEVICE)
     with pytest.raises(ValueError, match=r"x is \(1, 3, 4\) of torch.float64: it must be"):
         plan.merge(x.double())
@@ -390,8 +380,8 @@ def test_an_operator_gives_way_as_its_launcher_does(monkeypatch, caplog):
 
 
 def test_a_kernel_gives_way_to_torch_for_a_shape_it_fails_on(monkeypatch, caplog):
-    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2, 3, 3]], device=DEVICE), 3, kernels.TRITON)
-    x = torch.randn(1, 5, 11, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    plan = slot_plan([[0, 0, 2, 3, 3]])
+    x = torch.randn(1, 5, 11, generator=seeded(0)).to(DEVICE)
     expected = replace(plan, ops=TORCH).merge(x)
     with monkeypatch.context() as patch:
         patch.setattr(merging, "merge_kernel", Broken())
@@ -420,8 +410,8 @@ def test_matching_by_kernel_gives_way_to_torch(monkeypatch, caplog):
 
 
 def test_only_compiled_code_calls_kernels_as_operators():
-    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    plan = SlotPlan.from_owners(torch.tensor([[0, 0, 2, 2]] * 2, device=DEVICE), 2, kernels.TRITON)
+    x = torch.randn(2, 4, 8, generator=seeded(0)).to(DEVICE)
+    plan = slot_plan([[0, 0, 2, 2]] * 2)
 
     def called(merge):
         with torch.profiler.profile() as profile:
@@ -449,39 +439,25 @@ def test_auto_takes_the_kernels_where_they_run():
     assert backend == "torch" and "gradients" in why
 
 
-def python(script, **environment):
-    """The output of a script in a fresh interpreter with the pack on its path."""
-    path = str(Path(__file__).parents[2])
-    result = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r})\n{script}"],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.mark.parametrize(
+    ("broken", "why"), [("None", "triton"), ("Broken('triton')", "has gone")], ids=["no", "broken"]
+)
+def test_the_pack_imports_no_triton_and_takes_torch_where_there_is_no_working_one(broken, why):
+    script = f"""
+import sys, types
+sys.path.insert(0, {str(ROOT)!r})
+import tome_nodes.strategies, tome_nodes.patching.merge_modules, tome_nodes.ops
+import torch
 
+class Broken(types.ModuleType):
+    def __getattr__(self, name):
+        raise OSError(f"{{name}} has gone\\nfar away")
 
-def test_the_pack_imports_no_triton_and_without_it_takes_torch_and_gives_the_reason():
-    modules, choice = python(
-        "import tome_nodes.strategies, tome_nodes.patching.merge_modules, tome_nodes.ops\n"
-        "print([name for name in ('triton', 'comfy') if name in sys.modules])\n"
-        "sys.modules['triton'] = None\n"
-        "import torch\n"
-        "print(*tome_nodes.ops.resolve('auto', torch.device('cuda'), torch.float16))"
-    ).splitlines()
+print([name for name in ("triton", "comfy") if name in sys.modules])
+sys.modules["triton"] = {broken}
+print(*tome_nodes.ops.resolve("auto", torch.device("cuda"), torch.float16))
+"""
+    output = subprocess.check_output([sys.executable, "-c", script], env={}, text=True)
+    modules, choice = output.splitlines()
     assert modules == "[]"
-    assert choice.startswith("torch ") and "triton" in choice
-
-
-def test_a_broken_triton_is_as_if_it_were_not_there():
-    output = python(
-        "import types\n"
-        "class Broken(types.ModuleType):\n"
-        "    def __getattr__(self, name): raise OSError(f'{name} has gone\\nfar away')\n"
-        "import torch\n"
-        "sys.modules['triton'] = Broken('triton')\n"
-        "from tome_nodes.ops import resolve\n"
-        "print(*resolve('auto', torch.device('cuda'), torch.float16))"
-    )
-    assert output.startswith("torch ") and "has gone" in output and "far" not in output
+    assert choice.startswith("torch ") and why in choice

@@ -1,6 +1,7 @@
 """Imports run one way, and what belongs to one place stands there only."""
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -35,13 +36,19 @@ def name_of(file):
 MODULES = {name_of(file): file for file in FILES}
 
 
+@cache
+def nodes_of(file):
+    """The nodes of the syntax tree of a file."""
+    return [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+
+
 def imports_of(name):
     """The modules of the package that one imports, including imports in functions."""
     file = MODULES[name]
     here = [] if name == "__init__" else name.split(".")
     if file.name != "__init__.py":
         here = here[:-1]
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes_of(file):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = here[: len(here) + 1 - node.level]
             base += node.module.split(".") if node.module else []
@@ -52,7 +59,7 @@ def imports_of(name):
 
 def imported_modules(file):
     """Those of other libraries, with their full names."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -100,18 +107,18 @@ def test_only_a_host_knows_its_libraries():
     assert seen == hosts.keys()
 
 
-def test_the_node_schema_is_of_one_version():
-    """``comfy_api.latest`` changes with the host."""
+@pytest.mark.parametrize(
+    ("library", "expected"),
+    [
+        # The schema of nodes of one version; comfy_api.latest changes with the host.
+        ("comfy_api", {"comfy_api.v0_0_2"}),
+        # What earlier versions have, too.
+        ("triton", {"triton", "triton.language"}),
+    ],
+)
+def test_only_modules_of_these_libraries_that_stay_are_imported(library, expected):
     modules = {module for file in FILES for module in imported_modules(file)}
-    assert {module for module in modules if module.startswith("comfy_api")} == {"comfy_api.v0_0_2"}
-
-
-def test_kernels_import_only_what_earlier_tritons_have():
-    modules = {module for file in FILES for module in imported_modules(file)}
-    assert {module for module in modules if module.startswith("triton")} == {
-        "triton",
-        "triton.language",
-    }
+    assert {module for module in modules if module.startswith(library)} == expected
 
 
 @pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
@@ -119,7 +126,7 @@ def test_a_strategy_is_named_only_where_it_is_chosen(strategy):
     for name, file in MODULES.items():
         if name in ("settings.config", "settings.presets", "strategies", f"strategies.{strategy}"):
             continue
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in nodes_of(file):
             assert not (isinstance(node, ast.Constant) and node.value == strategy), name
 
 

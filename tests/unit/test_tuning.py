@@ -51,17 +51,17 @@ VIDEO = front(
 )
 
 
-def tuned(wish, figures):
-    """The choice, and what was tried for it."""
+def tuned(wish, figures, known=()):
+    """The choice, and what was tried for it beside what is known."""
     tried = []
 
     def trial(candidate):
         tried.append(candidate)
         return figures[candidate]
 
-    known = find(wish, {}, LADDERS, trial)
-    assert known == {candidate: figures[candidate] for candidate in tried}
-    return choose(wish, known), tried
+    found = find(wish, known, LADDERS, trial)
+    assert found == {candidate: figures[candidate] for candidate in (*known, *tried)}
+    return choose(wish, found), tried
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,10 @@ def test_known_fronts_give_the_best_settings(figures, wish, preset, ratio):
     choice, tried = tuned(wish, figures)
     assert choice == Candidate(preset, ratio) and wish.holds(figures[choice])
     assert len(tried) == len({*tried}) <= 7
+    # The order of figures does not matter.
+    assert choose(wish, dict(reversed(figures.items()))) == choose(wish, figures)
+    # A search goes on from what is known.
+    assert tuned(wish, figures, {tried[0]: figures[tried[0]]})[1] == tried[1:]
 
 
 @pytest.mark.parametrize(
@@ -125,12 +129,6 @@ def test_no_settings_that_were_not_tried_are_better(speeds, changes, wish):
         assert found.speed >= max(each.speed for each in fulfil) / FASTER
 
 
-def test_the_order_of_figures_does_not_matter():
-    for wish in Wish("speed", 1.2), Wish("likeness", 0.1):
-        backwards = dict(reversed(VIDEO.items()))
-        assert choose(wish, VIDEO) == choose(wish, backwards)
-
-
 @pytest.mark.parametrize("noise", [0.985, 1.0, 1.015])
 def test_of_equal_settings_the_gentler_is_taken_whatever_the_noise(noise):
     """Where blocks cannot merge as a whole, fast does what quality does."""
@@ -146,23 +144,10 @@ def test_what_the_unpatched_model_does_takes_no_trial(wish):
 
 
 def test_a_ladder_on_which_nothing_merges_is_tried_once():
-    nothing = {each: measured(1.0, 0.0, "too few tokens") for each in (*BALANCED, *FAST)}
+    nothing = dict.fromkeys([*BALANCED, *FAST], measured(1.0, 0.0, "too few tokens"))
     choice, tried = tuned(Wish("speed", 1.2), nothing)
     assert choice is None
     assert [each.preset for each in tried] == ["balanced", "fast"]
-
-
-def test_a_search_goes_on_from_what_is_known():
-    wish = Wish("speed", 1.3)
-    tried = tuned(wish, PICTURE)[1]
-    more = []
-    find(
-        wish,
-        {tried[0]: PICTURE[tried[0]]},
-        LADDERS,
-        lambda each: more.append(each) or PICTURE[each],
-    )
-    assert more == tried[1:]
 
 
 def test_the_settings_of_the_unpatched_model_merge_nothing_whatever_else_is_given():
@@ -177,6 +162,10 @@ def test_a_high_speed_is_looked_for_where_it_can_be_had():
 
 def text_lines(wish, figures, **others):
     return in_words(Found(wish, figures, **others))
+
+
+NOTHING = {each: measured(1.0, 0.0, "too few tokens") for each in (BALANCED[2], FAST[2])}
+SLOWER, WORSE, BETTER = measured(1.1, 0.01), measured(1.5, 0.06), measured(1.25, 0.04)
 
 
 def test_the_result_comes_first():
@@ -198,16 +187,20 @@ def test_the_result_comes_first():
 
 
 def test_a_model_that_gains_nothing_is_told_why():
-    nothing = {each: measured(1.0, 0.0, "too few tokens") for each in (BALANCED[2], FAST[2])}
-    assert text_lines(Wish("speed", 1.2), nothing) == [
+    assert text_lines(Wish("speed", 1.2), NOTHING) == [
         "Unpatched: nothing is faster here. Nothing merged: too few tokens.",
-        *(f"Tried {each}: nothing merged" for each in nothing),
+        *(f"Tried {each}: nothing merged" for each in NOTHING),
     ]
     slow = {BALANCED[2]: replace(PICTURE[BALANCED[2]], seconds=1.25)}
     assert text_lines(Wish("speed", 1.2), slow)[:2] == [
         "Unpatched: nothing is faster here. Best: balanced, ratio 0.60: 0.80 times as fast, change "
         "0.030.",
         HINT,
+    ]
+    failed = {BALANCED[2]: replace(measured(1.0, 0.0, "OSError: gone"), has_failed=True)}
+    assert text_lines(Wish("speed", 1.2), failed) == [
+        "Unpatched: nothing is faster here. Trial failed: OSError: gone.",
+        "Tried balanced, ratio 0.60: trial failed",
     ]
 
 
@@ -221,28 +214,15 @@ def test_what_is_faster_and_changes_little_enough_is_said():
 
 
 def test_what_is_fast_enough_where_nothing_merges_is_said():
-    nothing = {BALANCED[2]: measured(1.0, 0.0, "three steps")}
     instead = {"2 of 3 steps": measured(1.5, 0.1), "EasyCache": measured(1.1, 0.02)}
-    assert text_lines(Wish("speed", 1.2), nothing, instead=instead)[:4] == [
-        "Unpatched: nothing is faster here. Nothing merged: three steps.",
+    assert text_lines(Wish("speed", 1.2), NOTHING, instead=instead)[:4] == [
+        "Unpatched: nothing is faster here. Nothing merged: too few tokens.",
         "Hint: take 2 of 3 steps instead, which is at least 1.20 times as fast.",
         "Instead 2 of 3 steps: 1.50 times as fast, change 0.100",
         "Instead EasyCache: 1.10 times as fast, change 0.020",
     ]
-    slow = {"EasyCache": measured(1.1, 0.02)}
-    lines = text_lines(Wish("speed", 1.2), nothing, instead=slow)
+    lines = text_lines(Wish("speed", 1.2), NOTHING, instead={"EasyCache": SLOWER})
     assert not any(line.startswith("Hint: ") for line in lines)
-
-
-def test_a_trial_that_failed_is_told_as_that():
-    failed = {BALANCED[2]: replace(measured(1.0, 0.0, "OSError: gone"), has_failed=True)}
-    assert text_lines(Wish("speed", 1.2), failed) == [
-        "Unpatched: nothing is faster here. Trial failed: OSError: gone.",
-        "Tried balanced, ratio 0.60: trial failed",
-    ]
-
-
-SLOWER, WORSE, BETTER = measured(1.1, 0.01), measured(1.5, 0.06), measured(1.25, 0.04)
 
 
 @pytest.mark.parametrize(
