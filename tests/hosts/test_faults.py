@@ -36,19 +36,6 @@ NEEDED = {
 
 CASES = [(scope, stage) for scope, stages in NEEDED.items() for stage in stages]
 
-IN_TRANSFORMERS = [
-    *((scope, stage) for scope in ("module", "stack") for stage in ("plan", "weights", "unmerge")),
-    *(("module", "merge"), ("stack", "merge of blocks")),
-]
-"""The same beside text, where blocks unmerge each part of their sequence."""
-
-IN_DIFFUSERS = [
-    *((scope, stage) for scope in NEEDED for stage in ("plan", "merge of blocks")),
-    *(("module", "unmerge"), ("block", "unmerge of blocks"), ("stack", "unmerge of blocks")),
-]
-"""The same as tomesd merges."""
-
-by_stage = pytest.mark.parametrize(("scope", "stage"), CASES)
 by_scope = pytest.mark.parametrize("scope", NEEDED)
 
 ERRORS = [
@@ -80,7 +67,7 @@ def break_stage(monkeypatch):
 
 @pytest.fixture
 def without_memory(break_stage, log_messages):
-    """Check a run that merges where a stage has no memory: it is the plain one, the next as ever."""
+    """Check that a run in which a stage has no memory is the plain one, and the next as ever."""
 
     def check(stage, run, plain):
         expected = run()
@@ -118,7 +105,7 @@ def test_the_first_error_is_raised_and_the_next_run_is_as_ever(
     assert torch.equal(sample(sd15), plain)
 
 
-@by_stage
+@pytest.mark.parametrize(("scope", "stage"), CASES)
 def test_without_memory_for_merging_a_run_goes_on_unmerged(sd15, without_memory, scope, stage):
     patched = attach(sd15, settings(scope))
     without_memory(stage, lambda: sample(patched), plain=sample(sd15))
@@ -154,7 +141,7 @@ def test_without_memory_of_its_own_the_model_fails_as_ever(sd15, scope):
     assert torch.equal(sample(patched), expected)
 
 
-@pytest.mark.parametrize(("scope", "stage"), IN_TRANSFORMERS)
+@pytest.mark.parametrize(("scope", "stage"), [case for case in CASES if case[0] != "block"])
 @pytest.mark.parametrize("kind", ["flux", "z_image"])
 def test_transformers_go_on_unmerged(models, without_memory, kind, scope, stage):
     tiny, model = TINY[kind], models(kind)
@@ -163,20 +150,24 @@ def test_transformers_go_on_unmerged(models, without_memory, kind, scope, stage)
     def run(model=patched):
         return sample_transformer(model, tiny, tiny.size(8, 10))
 
-    without_memory(stage, run, plain=run(model))
+    # Blocks beside text unmerge each part of their sequence.
+    called = "unmerge" if stage == "unmerge of blocks" else stage
+    without_memory(called, run, plain=run(model))
     assert overridden(model) == []
 
 
-@pytest.mark.parametrize(("scope", "stage"), IN_DIFFUSERS)
+@pytest.mark.parametrize("stage", ["plan", "merge of blocks", "unmerge"])
+@by_scope
 def test_a_unet_of_diffusers_goes_on_unmerged(without_memory, scope, stage):
     unet = make_unet()
-    options = {name: value for name, value in EVERYTHING.items() if name != "min_tokens"}
+    if stage == "unmerge" and scope != "module":
+        stage = "unmerge of blocks"
 
     def run():
         return torch.stack([call(unet, timestep) for timestep in (900, 600)])
 
     plain = run()
-    tome_nodes.apply_patch(unet, scope=scope, **options)
+    tome_nodes.apply_patch(unet, scope=scope, **EVERYTHING)
     without_memory(stage, run, plain)
     tome_nodes.remove_patch(unet)
     assert not any("forward" in vars(module) for module in unet.modules())
