@@ -6,10 +6,9 @@ There is no GPU here, so a CPU is probed, by a clock that these tests set.
 import json
 import os
 import runpy
-import subprocess
 import sys
 from itertools import product
-from pathlib import Path
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import folder_paths
@@ -165,47 +164,24 @@ def test_a_broken_file_is_ignored_with_one_warning(change, caplog):
     assert "not as this version writes it" in record.getMessage()
 
 
-WRITER = """
-import sys
-import comfyui_in_process
-import folder_paths
-folder_paths.set_user_directory(sys.argv[1])
-from tome_nodes.comfyui.json_cache import UserFile
-file = UserFile("shared.json", "a test", "", 1000, dict, lambda entry: {"by": entry["by"]})
-print("ready", flush=True)
-input()
-for number in range(40):
-    file.keep({"by": sys.argv[2], "number": number}, {"by": sys.argv[2]})
-"""
+def test_processes_that_write_at_the_same_time_lose_no_entry():
+    context = get_context("fork")
+    start = context.Barrier(3)
 
+    def write(by):
+        start.wait()
+        for number in range(40):
+            FILE.keep({"by": by, "number": number, "default": "mask"}, CHOICE)
 
-def test_processes_that_write_at_the_same_time_lose_no_entry(user_folder):
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(root / "tests")])
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(user_folder), str(number)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
-            text=True,
-        )
-        for number in range(3)
-    ]
+    writers = [context.Process(target=write, args=(by,)) for by in range(3)]
     for writer in writers:
-        assert writer.stdout.readline() == "ready\n"
+        writer.start()
     for writer in writers:
-        writer.stdin.write("\n")
-        writer.stdin.flush()
-    for writer in writers:
-        writer.communicate()
-        assert writer.returncode == 0
-    (path,) = user_folder.rglob("shared.json")
-    entries = [
-        (each["of"]["by"], each["of"]["number"])
-        for each in json.loads(path.read_text())["measured"]
-    ]
-    assert sorted(entries) == [(str(by), number) for by in range(3) for number in range(40)]
+        writer.join()
+        assert writer.exitcode == 0
+    kept = [entry["of"] for entry in json.loads(FILE.path.read_text())["measured"]]
+    expected = product(range(3), range(40))
+    assert sorted((of["by"], of["number"]) for of in kept) == [*expected]
 
 
 def test_a_folder_where_nothing_can_be_locked_is_written_to(monkeypatch):

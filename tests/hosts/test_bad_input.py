@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.comfyui import FLUX, build_class
 from safetensors.torch import save_file
-from test_server import PLAIN, PROMPTS, node, patch, report, tune, txt2img
+from test_server import PLAIN, PROMPTS, node, patch, report, txt2img
 
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.node_texts import CAPTIONS, PATCH, REMOVE, REPORT, TUNE
@@ -225,7 +225,8 @@ LINKS = st.sampled_from(
 )
 """Links from anywhere, and what looks like one."""
 
-NAMES = st.sampled_from(["foo", "links", "Ratio", "ratio ", "", "cls", "inputs", "0", "level"])
+NAMES = ("foo", "links", "Ratio", "ratio ", "", "cls", "inputs", "0", "level")
+"""Names of inputs that most nodes do not have."""
 
 
 def one_in(count, unusual, usual):
@@ -254,10 +255,17 @@ def some_of(strategies):
     return st.fixed_dictionaries({}, optional=strategies)
 
 
-ANY = {option.name: sound(option) for option in PATCH.options}
-"""Each option for itself; they may contradict each other."""
+ANY = {option.name: sound(option) for option in PATCH.options} | {
+    "settings": st.sampled_from(
+        [
+            *("{}", '{"preset": "fast", "ratio": 0.5}', '{"ratio": 0}', '{"preset": "custom"}'),
+            *('{"sx": 3}', '{"ratio": 9}', '{"foo": 1}', '{"model": 1}', "[]", "7", "null", "{"),
+        ]
+    ),
+}
+"""Each input of a patch node for itself; they may contradict each other."""
 
-SOUND = ANY | {
+SOUND = {name: ANY[name] for name in ANY if name != "settings"} | {
     "start_percent": st.floats(0, 0.4),
     "end_percent": st.floats(0.5, 1),
     "sx": st.integers(2, 8),
@@ -267,33 +275,32 @@ UNDER_PRESETS = st.fixed_dictionaries(
     {"preset": st.sampled_from([*PRESETS])}, optional={name: SOUND[name] for name in FREE}
 )
 UNDER_CUSTOM = some_of(SOUND).map(lambda inputs: inputs | {"preset": "custom"})
-SETTINGS = st.sampled_from(
-    [
-        *("{}", '{"preset": "fast", "ratio": 0.5}', '{"ratio": 0}', '{"preset": "custom"}'),
-        *('{"sx": 3}', '{"ratio": 9}', '{"foo": 1}', '{"model": 1}', "[]", "7", "null", "{", ""),
-    ]
-)
 
 
-@st.composite
-def patch_inputs(draw):
-    """The inputs of a patch node without the model, most of them right."""
-    inputs = draw(one_in(5, some_of(ANY), UNDER_PRESETS | UNDER_CUSTOM))
-    if draw(happens(10)):
-        inputs["settings"] = draw(SETTINGS)
-    for _ in range(draw(one_in(5, st.sampled_from([1, 3]), st.just(0)))):
-        inputs[draw(st.sampled_from([*ANY]) | NAMES)] = draw(JUNK | LINKS)
-    return inputs
-
-
-@st.composite
-def inputs_of(draw, caption, **others):
-    """Inputs of a node, most of them right."""
+def sound_inputs(caption, **others):
     options = [option for option in caption.options if not option.is_of_host]
-    inputs = draw(some_of({option.name: sound(option) for option in options} | others))
-    if draw(happens(4)):
-        inputs[draw(st.sampled_from([*caption.names, "foo"]))] = draw(JUNK | LINKS)
-    return inputs
+    return some_of({option.name: sound(option) for option in options} | others)
+
+
+USUAL = {
+    PATCH: one_in(5, some_of(ANY), UNDER_PRESETS | UNDER_CUSTOM),
+    TUNE: sound_inputs(TUNE, steps=st.integers(1, 2)).map(lambda inputs: TUNED | inputs),
+    REMOVE: st.just({}),
+    REPORT: sound_inputs(REPORT, image=st.just(["picture", 0])),
+}
+"""The inputs of the nodes without their model, by caption."""
+
+
+@st.composite
+def nodes_of_pack(draw, caption, **links):
+    """A node of the pack that has these links, with inputs most of which are right."""
+    inputs = links | draw(USUAL[caption])
+    for _ in range(draw(one_in(5, st.sampled_from([1, 3]), st.just(0)))):
+        inputs[draw(st.sampled_from([*caption.names, *NAMES]))] = draw(JUNK | LINKS)
+    made = node(caption.id, **inputs)
+    if draw(happens(40)):
+        del made["inputs"]
+    return made
 
 
 def nodes_of(class_type, **inputs):
@@ -301,31 +308,25 @@ def nodes_of(class_type, **inputs):
     return st.builds(node, st.just(class_type), **inputs)
 
 
-SIDE = st.integers(16, 72)
-ONE = st.just(1)
-USUAL_LATENTS = nodes_of("EmptyLatentImage", width=SIDE, height=SIDE, batch_size=st.integers(1, 3))
+SIDE, COUNT, LENGTH = st.integers(16, 72), st.integers(1, 3), st.sampled_from([1, 5, 9])
 UNUSUAL_LATENTS = st.one_of(
-    # Of a picture of 8 pixels, one.
-    st.just(node("VAEEncode", pixels=["picture", 0], vae=["loader", 2])),
     # Five dimensions, and channels that Stable Diffusion does not have.
-    nodes_of(
-        "EmptyHunyuanLatentVideo",
-        width=SIDE,
-        height=st.just(32),
-        length=st.sampled_from([1, 5, 9]),
-        batch_size=ONE,
+    nodes_of("EmptyHunyuanLatentVideo", width=SIDE, height=SIDE, length=LENGTH, batch_size=COUNT),
+    nodes_of("EmptySD3LatentImage", width=SIDE, height=SIDE, batch_size=COUNT),
+    st.sampled_from(
+        [
+            # Of a picture of 8 pixels, one.
+            node("VAEEncode", pixels=["picture", 0], vae=["loader", 2]),
+            # Three dimensions.
+            node("EmptyLatentAudio", seconds=1.0, batch_size=1),
+        ]
     ),
-    nodes_of("EmptySD3LatentImage", width=SIDE, height=st.just(48), batch_size=ONE),
-    # Three dimensions.
-    st.just(node("EmptyLatentAudio", seconds=1.0, batch_size=1)),
 )
+USUAL_LATENTS = nodes_of("EmptyLatentImage", width=SIDE, height=SIDE, batch_size=COUNT)
 
+PICTURE_SIDE = st.sampled_from([1, 8, 15, 33])
 PICTURES = nodes_of(
-    "EmptyImage",
-    width=st.sampled_from([1, 8, 15, 40]),
-    height=st.sampled_from([1, 8, 33]),
-    batch_size=st.integers(1, 2),
-    color=st.just(77),
+    "EmptyImage", width=PICTURE_SIDE, height=PICTURE_SIDE, batch_size=COUNT, color=st.just(77)
 )
 
 NUMBERS = st.one_of(
@@ -347,61 +348,46 @@ def graphs(draw):
         "picture": draw(PICTURES),
         "number": draw(NUMBERS),
         "switch": switch(draw(st.sampled_from([*ANYTHING.values(), ["number", 0], PLAIN]))),
-        "tome": patch(draw(MODELS), **draw(patch_inputs())),
+        "flux": node("UNETLoader", unet_name=TRANSFORMER, weight_dtype="default"),
     }
-    last = ["tome", 0]
-    if draw(happens(4)):
-        nodes["second"] = patch(last, **draw(patch_inputs()))
-        last = ["second", 0]
-    if draw(happens(10)):
-        nodes["tuned"] = tune(last, steps=1)
-        nodes["tuned"]["inputs"] |= draw(inputs_of(TUNE, steps=st.integers(1, 2)))
-        last = ["tuned", 0]
-    if draw(happens(4)):
-        nodes["removed"] = node(REMOVE.id, model=last)
-        if draw(happens(4)):
-            name = draw(st.one_of(NAMES, st.just("model")))
-            nodes["removed"]["inputs"][name] = draw(JUNK | LINKS)
-        last = draw(st.sampled_from([["removed", 0], last]))
-    if draw(happens(20)):
-        del nodes[draw(st.sampled_from([name for name in nodes if name in OUR_NAMES]))]["inputs"]
+    last = draw(MODELS)
+    kinds = {"tome": (PATCH, 1), "second": (PATCH, 4), "tuned": (TUNE, 10), "removed": (REMOVE, 4)}
+    for name, (caption, count) in kinds.items():
+        if draw(happens(count)):
+            nodes[name] = draw(nodes_of_pack(caption, model=last))
+            last = [name, 0]
     outputs = draw(st.sampled_from(["model", "model", "model", "samples", "report", "all"]))
     # The node that shows the model does not sample.
     graph = only(last if outputs in ("model", "all") else None, **nodes)
     graph["latent"] = draw(one_in(2, UNUSUAL_LATENTS, USUAL_LATENTS))
     graph["sampler"]["inputs"]["model"] = last
-    if ["flux", 0] in [each.get("inputs", {}).get("model") for each in nodes.values()]:
-        graph["flux"] = node("UNETLoader", unet_name=TRANSFORMER, weight_dtype="default")
     if outputs in ("samples", "all"):
         graph["decode"] = node("VAEDecode", samples=["sampler", 0], vae=["loader", 2])
         graph["save"] = node("PreviewImage", images=["decode", 0])
     if outputs in ("report", "all"):
-        graph["report"] = report(last, draw(st.sampled_from(["sampler", "latent"])))
-        graph["report"]["inputs"] |= draw(inputs_of(REPORT, image=st.just(["picture", 0])))
+        samples = [draw(st.sampled_from(["sampler", "latent"])), 0]
+        graph["report"] = draw(nodes_of_pack(REPORT, model=last, samples=samples))
     return graph
 
 
 def without_the_pack(graph):
     """The graph with the models that the nodes of the pack got; latents in place of reports."""
-    classes = {caption.id for caption in (PATCH, TUNE, REMOVE)}
+    patching = {caption.id for caption in (PATCH, TUNE, REMOVE)}
+    kept = {TUNE.id: "latent_image", REPORT.id: "samples"}
 
     def source(link):
-        while isinstance(link, list) and graph[link[0]]["class_type"] in classes:
-            link = graph[link[0]]["inputs"]["model"]
+        while isinstance(link, list) and graph[link[0]]["class_type"] in patching:
+            link = graph[link[0]].get("inputs", {}).get("model")
         return link
 
     plain = {}
     for name, each in graph.items():
-        if each["class_type"] == REPORT.id:
-            plain[name] = node("PreviewAny", source=each["inputs"]["samples"])
-        elif each["class_type"] == TUNE.id:
-            plain[name] = node("PreviewAny", source=each.get("inputs", {}).get("latent_image"))
-        elif each["class_type"] not in classes:
-            inputs = {
-                key: source(value) if key in ("model", "source") else value
-                for key, value in each["inputs"].items()
-            }
-            plain[name] = node(each["class_type"], **inputs)
+        class_type, inputs = each["class_type"], each.get("inputs", {})
+        if class_type in kept:
+            plain[name] = node("PreviewAny", source=inputs.get(kept[class_type]))
+        elif class_type not in patching:
+            linked = {key: source(inputs[key]) for key in ("model", "source") if key in inputs}
+            plain[name] = node(class_type, **inputs | linked)
     return plain
 
 

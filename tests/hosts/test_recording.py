@@ -100,13 +100,6 @@ def test_times_add_up(sd15_of):
     assert sum(recording.overhead.values()) < sum(block.seconds for block in merged)
 
 
-def test_a_run_without_merging_says_why(sd15):
-    run, _ = recorded(sd15, merge_attn=False)
-    assert run.obstacle == "merge_attn, merge_crossattn and merge_mlp are all off; switch one on"
-    assert run.recording.slots == {}
-    assert {(b.before, b.after) for b in run.recording.blocks.values()} == {(192, 192)}
-
-
 def test_a_run_that_fails_leaves_no_record(sd15):
     patched = attach(sd15, merging(), wants_details=lambda: True)
     sample(patched)
@@ -134,17 +127,6 @@ def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15, fresh_com
     assert recording.overhead is None
     assert {block.seconds for block in recording.blocks.values()} == {None}
     assert {(b.before, b.after) for b in recording.blocks.values()} == {(192, 96)}
-
-
-def test_each_step_is_reported_once(sd15_of):
-    steps = []
-    config = merging(max_downsample=8, end_percent=0.5)
-    patched = attach(sd15_of(2), config, on_step=steps.append)
-    sample(patched, sampler="heun", scheduler="sgm_uniform")
-    assert steps == [
-        "11/11 blocks, 192→96, 48→24 tokens, step 1/2",
-        "all tokens, step 2/2",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -30,37 +30,40 @@ SPEEDS = {
 }
 """Times as fast as the unpatched model, on merged tokens."""
 
-
-RUN = {
-    "seed": 1,
-    "steps": 8,
-    "cfg": 1.0,
-    "sampler_name": "euler",
-    "scheduler": "normal",
-    "denoise": 1.0,
-}
-
-
 WISH = Wish("speed", 1.2)
 
 pytestmark = pytest.mark.usefixtures("user_folder")
 
 
-def speed_of(config, is_full):
-    preset = "fast" if config.scope == "stack" else "balanced"
-    return 1.0 if is_full else SPEEDS[preset][config.ratio]
-
-
 @pytest.fixture
 def timed(models):
-    """A model whose evaluations take the time that a test wants, its clock, and their settings."""
-    return with_clock(models("flux").clone())
+    return Timed(models("flux").clone(), sampling)
 
 
 @pytest.fixture
 def timed_unet(sd15):
-    """The same of a UNet."""
-    return with_clock(sd15.clone())
+    return Timed(sd15.clone(), sampling_of_unet)
+
+
+def sampling(kind="flux", size=(32, 32), **others):
+    tiny = TINY[kind]
+    run = {
+        "positive": tiny_models.conditioning(tiny, 5),
+        "negative": tiny_models.conditioning(tiny, 6),
+        "latent_image": {"samples": torch.zeros(1, tiny.channels, *size)},
+        **{"seed": 1, "steps": 8, "cfg": 1.0, "denoise": 1.0},
+        **{"sampler_name": "euler", "scheduler": "normal"},
+    }
+    return Sampling(**run | others)
+
+
+def sampling_of_unet(**others):
+    return sampling(
+        positive=conditioning(0.5),
+        negative=conditioning(0.25),
+        latent_image={"samples": torch.zeros(1, 4, 16, 16)},
+        **others,
+    )
 
 
 def before_evaluations(model, do):
@@ -74,52 +77,36 @@ def before_evaluations(model, do):
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "test", wrapper)
 
 
-def with_clock(model):
-    clock, seen = FakeClock(), []
+class Timed:
+    """A model whose evaluations take the time that a test wants.
 
-    def spend(config, noise, levels):
+    Attributes:
+        seen: the settings of each evaluation, None for an unpatched model.
+    """
+
+    def __init__(self, model, sampling):
+        self.model, self.sampling = model, sampling
+        self.clock, self.seen = FakeClock(), []
+        before_evaluations(model, self._spend)
+
+    def _spend(self, config, noise, levels):
         # Every fourth step, counted back from the last but one.
         full = levels.flip(0)[2::4]
         is_full = config is not None and config.scope == "stack" and noise.max() in full
-        clock.time += 1.0 if config is None else 1 / clock.speed(config, is_full)
-        seen.append(config)
+        self.clock.time += 1.0 if config is None else 1 / self.speed(config, is_full)
+        self.seen.append(config)
 
-    clock.speed = speed_of
-    before_evaluations(model, spend)
-    return model, clock, seen
+    def speed(self, config, is_full):
+        preset = "fast" if config.scope == "stack" else "balanced"
+        return 1.0 if is_full else SPEEDS[preset][config.ratio]
 
+    def trials(self, **others):
+        return Trials(self.model, self.sampling(**others), clock=self.clock)
 
-def sampling(kind="flux", size=(32, 32), **others):
-    tiny = TINY[kind]
-    return Sampling(
-        **{
-            "positive": tiny_models.conditioning(tiny, 5),
-            "negative": tiny_models.conditioning(tiny, 6),
-            "latent_image": {"samples": torch.zeros(1, tiny.channels, *size)},
-            **RUN,
-            **others,
-        }
-    )
-
-
-def sampling_of_unet(**others):
-    return sampling(
-        positive=conditioning(0.5),
-        negative=conditioning(0.25),
-        latent_image={"samples": torch.zeros(1, 4, 16, 16)},
-        **others,
-    )
-
-
-def tuned(timed, wish=WISH, run=None, measure_again=False, **others):
-    model, clock, _ = timed
-    return tune(
-        model,
-        run or sampling(**others),
-        wish,
-        make_trials=partial(Trials, clock=clock),
-        measure_again=measure_again,
-    )
+    def tune(self, wish=WISH, model=None, measure_again=False, **others):
+        make_trials = partial(Trials, clock=self.clock)
+        run = self.sampling(**others)
+        return tune(model or self.model, run, wish, measure_again, make_trials)
 
 
 def change(sampled, plain):
@@ -129,37 +116,34 @@ def change(sampled, plain):
 
 
 def test_a_known_front_is_found(timed):
-    model, _, seen = timed
-    found = tuned(timed)
+    found = timed.tune()
     assert found.candidate == Candidate("balanced", 0.6)
     assert found.measured.unpatched == 1.0
     assert found.measured.speed == pytest.approx(1.25)
     assert found.measured.change > 0
-    assert found.runs == len(seen) / 8
-    assert not is_attached(model) and overridden(model) == []
+    assert found.runs == len(timed.seen) / 8
+    assert not is_attached(timed.model) and overridden(timed.model) == []
 
 
 def test_steps_on_all_tokens_count_at_their_share(timed):
     """*fast* runs five of twenty steps on all tokens."""
-    model, clock, _ = timed
-    measured = Trials(model, sampling(steps=20), clock=clock).measure(Candidate("fast", 0.5))
+    measured = timed.trials(steps=20).measure(Candidate("fast", 0.5))
     assert measured.seconds == pytest.approx(5 / 20 * 1.0 + 15 / 20 * 0.5)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 20])
 @pytest.mark.parametrize("candidate", [BALANCED[2], FAST[2]], ids=str)
 def test_evaluations_that_compile_do_not_count(timed, candidate, steps):
-    model, clock, _ = timed
-    expected = Trials(model, sampling(steps=steps), clock=clock).measure(candidate)
-    before, compiled = clock.speed, set()
+    expected = timed.trials(steps=steps).measure(candidate)
+    before, compiled = timed.speed, set()
 
     def slow_at_first(config, is_full):
         is_new = is_full not in compiled
         compiled.add(is_full)
         return before(config, is_full) / (50 if is_new else 1)
 
-    clock.speed = slow_at_first
-    measured = Trials(model, sampling(steps=steps), clock=clock).measure(candidate)
+    timed.speed = slow_at_first
+    measured = timed.trials(steps=steps).measure(candidate)
     assert len(compiled) > 0
     assert measured.seconds == pytest.approx(expected.seconds)
 
@@ -185,10 +169,10 @@ def test_the_change_is_that_of_the_samplers_own_pictures(sd15, candidate, sample
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 20])
 def test_what_trials_take_is_counted_and_kept(timed, steps):
-    found = tuned(timed, Wish("speed", 1.3), steps=steps)
+    found = timed.tune(Wish("speed", 1.3), steps=steps)
     assert 0 < found.runs <= 9 or steps == 1
-    again = tuned(timed, Wish("speed", 1.3), steps=steps, seed=2)
-    assert found.runs == len(timed[2]) / steps
+    again = timed.tune(Wish("speed", 1.3), steps=steps, seed=2)
+    assert found.runs == len(timed.seen) / steps
     assert again.runs == 0 and again.date
     assert (again.candidate, again.figures) == (found.candidate, found.figures)
     assert again.instead == found.instead
@@ -196,21 +180,21 @@ def test_what_trials_take_is_counted_and_kept(timed, steps):
 
 def test_fewer_steps_take_no_longer_than_what_is_found(timed):
     """As fast as the settings, at 4 of 5 steps; their change is that of the host's sampling."""
-    model, *_ = timed
-    found = tuned(timed, steps=5)
+    found = timed.tune(steps=5)
     assert found.measured.speed == pytest.approx(1.25)
     fewer = found.instead["4 of 5 steps"]
     assert fewer.speed == pytest.approx(1.25)
     plain, short = (
-        tiny_models.sample(model, TINY["flux"], (32, 32), steps=steps, cfg=1.0, scheduler="normal")
+        tiny_models.sample(
+            timed.model, TINY["flux"], (32, 32), steps=steps, cfg=1.0, scheduler="normal"
+        )
         for steps in (5, 4)
     )
     assert fewer.change == pytest.approx(change(short, plain), rel=1e-3)
 
 
 def test_one_step_cannot_be_fewer(timed):
-    model, clock, _ = timed
-    found = Trials(model, sampling(steps=1), clock=clock).instead(BALANCED[2], 1.2)
+    found = timed.trials(steps=1).instead(BALANCED[2], 1.2)
     assert [*found] == [EASY_CACHE]
 
 
@@ -222,8 +206,7 @@ def test_the_hosts_cache_is_tried_alone_and_with_the_settings(models, monkeypatc
     def spend(*_):
         clock.time += 1.0
 
-    hook = model.model.diffusion_model.img_in.register_forward_pre_hook(spend)
-    with hook:
+    with model.model.diffusion_model.img_in.register_forward_pre_hook(spend):
         found = Trials(model, sampling(), clock=clock).instead(BALANCED[2], 1.2)
     assert found[EASY_CACHE].speed > 1.5 and found[EASY_CACHE].change > 0
     assert found[BOTH].speed > 1.5 and found[BOTH].change != found[EASY_CACHE].change
@@ -231,32 +214,30 @@ def test_the_hosts_cache_is_tried_alone_and_with_the_settings(models, monkeypatc
 
 
 def test_a_cache_that_skips_nothing_is_not_tried_with_the_settings(timed):
-    found = tuned(timed, steps=4)
+    found = timed.tune(steps=4)
     assert found.instead[EASY_CACHE].change == 0
     assert BOTH not in found.instead
 
 
 def test_a_model_with_a_cache_is_tried_with_it_alone(timed):
-    model, clock, seen = timed
-    (cached,) = nodes_easycache.EasyCacheNode.execute(model, 0.2, 0.15, 0.95, False).args
-    found = tuned((cached, clock, seen))
+    (cached,) = nodes_easycache.EasyCacheNode.execute(timed.model, 0.2, 0.15, 0.95, False).args
+    found = timed.tune(model=cached)
     assert EASY_CACHE not in found.instead
 
 
 def test_a_picture_to_start_from_has_its_own_steps_on_all_tokens(timed):
     latent = {"samples": torch.ones(1, 16, 32, 32), "noise_mask": torch.ones(1, 32, 32)}
-    found = tuned(timed, Wish("speed", 1.4), latent_image=latent, denoise=0.5, steps=8)
+    found = timed.tune(Wish("speed", 1.4), latent_image=latent, denoise=0.5)
     assert found.candidate is not None
 
 
 def test_the_model_that_comes_in_may_merge_already(timed):
     """It is the same kind of model."""
-    model, clock, seen = timed
-    patched = attach(model, ToMeConfig(**settings_of("fast", {"ratio": 0.7})))
-    found = tuned((patched, clock, seen))
+    patched = attach(timed.model, ToMeConfig(**settings_of("fast", {"ratio": 0.7})))
+    found = timed.tune(model=patched)
     assert found.measured.unpatched == 1.0
     assert last_run(patched) is None
-    assert tuned(timed).runs == 0
+    assert timed.tune().runs == 0
 
 
 def test_the_log_and_the_report_of_a_run_end_with_what_was_measured(sd15, log_messages):
@@ -276,23 +257,23 @@ def test_the_log_and_the_report_of_a_run_end_with_what_was_measured(sd15, log_me
 
 @pytest.mark.parametrize("wish", [Wish("speed", 1.0), Wish("likeness", 0.0)])
 def test_a_wish_that_the_unpatched_model_fulfils_costs_nothing(timed, wish):
-    found = tuned(timed, wish)
+    found = timed.tune(wish)
     assert found.candidate is None
-    assert timed[2] == []
+    assert timed.seen == []
 
 
 def test_a_run_too_short_to_forecast_is_compared_with_fewer_steps(timed):
-    found = tuned(timed, steps=3)
+    found = timed.tune(steps=3)
     assert found.candidate is None
     assert found.instead["2 of 3 steps"].speed == pytest.approx(1.5)
     assert found.instead["2 of 3 steps"].change > 0
     assert BOTH not in found.instead
-    again = tuned(timed, steps=3)
+    again = timed.tune(steps=3)
     assert (again.runs, again.instead) == (0, found.instead)
     # Another wish is compared with the steps that fulfil it.
-    faster = tuned(timed, Wish("speed", 2.0), steps=3)
+    faster = timed.tune(Wish("speed", 2.0), steps=3)
     assert [*faster.instead] == ["1 of 3 steps", EASY_CACHE]
-    assert tuned(timed, steps=3).runs == 0
+    assert timed.tune(steps=3).runs == 0
     assert {measured.obstacle for measured in found.figures.values()} == {
         "a run of 3 steps or fewer is too short to forecast one of them; to save time, take fewer"
     }
@@ -327,22 +308,21 @@ def test_a_node_that_answers_in_place_of_the_model_is_said(models):
 
 @pytest.mark.parametrize("denoise", [0.0, 1e-9])
 def test_nothing_to_sample_is_said(timed, denoise):
-    found = tuned(timed, denoise=denoise)
+    found = timed.tune(denoise=denoise)
     assert found.obstacle == f"with denoise {denoise:g} there is nothing to sample"
-    assert timed[2] == []
+    assert timed.seen == []
 
 
 def test_a_trial_that_fails_leaves_the_others(timed_unet, log_messages):
-    model, *_ = timed_unet
 
     def fail(config, *_):
         if config is not None and config.scope == "stack":
             raise ValueError("no room")
 
-    before_evaluations(model, fail)
+    before_evaluations(timed_unet.model, fail)
     # It need not come again.
     for _ in range(2):
-        found = tuned(timed_unet, Wish("speed", 1.35), run=sampling_of_unet())
+        found = timed_unet.tune(Wish("speed", 1.35))
         assert found.candidate == Candidate("balanced", 0.75)
         assert found.runs > 0
     assert "[ToMe] fast, ratio 0.50: ValueError: no room" in log_messages()
@@ -350,20 +330,19 @@ def test_a_trial_that_fails_leaves_the_others(timed_unet, log_messages):
 
 def test_the_presets_are_one_ladder_in_a_transformer_and_two_in_a_unet(timed, timed_unet):
     wish = Wish("speed", 1.35)
-    found = tuned(timed_unet, wish, run=sampling_of_unet())
+    found = timed_unet.tune(wish)
     assert {candidate.preset for candidate in found.figures} == {"balanced", "fast"}
-    assert {candidate.preset for candidate in tuned(timed, wish).figures} == {"balanced"}
+    assert {candidate.preset for candidate in timed.tune(wish).figures} == {"balanced"}
 
 
 def test_an_answer_that_is_not_finite_is_a_failure(timed):
-    model, *_ = timed
 
     def spoil(executor, *args, **kwargs):
         run = args[5].get(KEY)
         return executor(*args, **kwargs) * (1 if run is None else float("nan"))
 
-    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "spoil", spoil)
-    found = tuned(timed, Wish("speed", 1.35))
+    timed.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "spoil", spoil)
+    found = timed.tune(Wish("speed", 1.35))
     assert found.candidate is None
     assert all(measured.has_failed for measured in found.figures.values())
     assert pages.tuning_page(found).text.startswith("Unpatched: ")
@@ -371,19 +350,18 @@ def test_an_answer_that_is_not_finite_is_a_failure(timed):
 
 def test_what_is_done_once_in_a_run_counts_for_neither(timed):
     """As a ControlNet encodes its picture."""
-    model, clock, _ = timed
 
     def prepare(executor, *args, **kwargs):
-        clock.is_prepared = False
+        timed.clock.is_prepared = False
         return executor(*args, **kwargs)
 
     def spend(*_):
-        clock.time += 0.0 if clock.is_prepared else 7.0
-        clock.is_prepared = True
+        timed.clock.time += 0.0 if timed.clock.is_prepared else 7.0
+        timed.clock.is_prepared = True
 
-    model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "prepare", prepare)
-    before_evaluations(model, spend)
-    here, candidate = Trials(model, sampling(), clock=clock), Candidate("balanced", 0.6)
+    timed.model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "prepare", prepare)
+    before_evaluations(timed.model, spend)
+    here, candidate = timed.trials(), Candidate("balanced", 0.6)
     measured = here.measure(candidate)
     assert (measured.unpatched, measured.speed) == pytest.approx((1.0, 1.25))
     for fewer in 1, 2:
@@ -392,32 +370,30 @@ def test_what_is_done_once_in_a_run_counts_for_neither(timed):
 
 
 def test_tensors_among_the_options_of_other_nodes(timed):
-    model, *_ = timed
-    model.model_options["transformer_options"]["audio"] = torch.zeros(2, 3)
-    assert tuned(timed).candidate is not None
+    timed.model.model_options["transformer_options"]["audio"] = torch.zeros(2, 3)
+    assert timed.tune().candidate is not None
 
 
 def test_an_interrupt_ends_the_trials_and_leaves_nothing(timed, user_folder):
-    model, _, seen = timed
     interrupted = comfy.model_management.InterruptProcessingException
 
     def interrupt(*_):
-        if len(seen) == 9:
+        if len(timed.seen) == 9:
             comfy.model_management.interrupt_current_processing()
 
-    before_evaluations(model, interrupt)
+    before_evaluations(timed.model, interrupt)
     with pytest.raises(interrupted):
-        tuned(timed)
-    assert overridden(model) == []
+        timed.tune()
+    assert overridden(timed.model) == []
     assert not tune_cache.FILE.path.exists()
-    assert len(seen) == 9
+    assert len(timed.seen) == 9
 
 
 def test_another_wish_goes_on_from_what_is_kept(timed):
-    first = tuned(timed)
-    second = tuned(timed, Wish("speed", 1.4))
+    first = timed.tune()
+    second = timed.tune(Wish("speed", 1.4))
     assert second.figures.items() > first.figures.items()
-    again = tuned(timed)
+    again = timed.tune()
     assert (again.candidate, again.runs) == (first.candidate, 0)
 
 
@@ -432,8 +408,8 @@ def test_another_wish_goes_on_from_what_is_kept(timed):
     ids=lambda other: next(iter(other)),
 )
 def test_what_is_kept_counts_for_the_same_kind_of_run_only(timed, other):
-    tuned(timed)
-    assert tuned(timed, **other).runs > 0
+    timed.tune()
+    assert timed.tune(**other).runs > 0
 
 
 def calls(function, *args, **kwargs):
@@ -454,15 +430,14 @@ def calls(function, *args, **kwargs):
     ids=["wrapper", "function", "object"],
 )
 def test_other_patches_are_another_kind_of_model(timed, patch):
-    model, *others = timed
-    tuned(timed)
-    patched = model.clone()
+    timed.tune()
+    patched = timed.model.clone()
     patch(patched)
-    assert tuned((patched, *others)).runs > 0
+    assert timed.tune(model=patched).runs > 0
 
 
 def test_what_is_kept_is_in_the_users_folder_and_readable(timed, user_folder):
-    found = tuned(timed)
+    found = timed.tune()
     path = user_folder / "__tome_nodes" / "tune.json"
     assert {*user_folder.rglob("*.*")} == {path, path.with_suffix(".lock")}
     (entry,) = json.loads(path.read_text())["measured"]
@@ -490,21 +465,32 @@ def test_what_is_kept_comes_back_as_it_was():
     assert tune_cache.read({"a": 4}) == tune_cache.Kept()
 
 
-def broken(**change):
+def file_with(**change):
+    """A file of a version that kept no more than figures, with a change of one."""
     figure = {"preset": "fast", "ratio": 0.5, "seconds": 0.5, "unpatched": 1.0, "change": 0.1}
     entry = {"of": {}, "date": "", "figures": [{**figure, "obstacle": None} | change], "wishes": []}
     return json.dumps({"format": "ToMe Tune 1", "measured": [entry]})
 
 
+def test_a_file_of_an_earlier_version_is_read():
+    tune_cache.FILE.path.parent.mkdir()
+    tune_cache.FILE.path.write_text(file_with())
+    assert tune_cache.read({}).figures == {Candidate("fast", 0.5): Measured(0.5, 1.0, 0.1)}
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "7", '"text"', "null", '{"format": "other"}', '{"format": "ToMe Tune 1"}'),
-        *('{"format": "ToMe Tune 1", "measured": {"of": 1}}', "[" * 100_000),
-        *('{"format": "ToMe Tune 1", "measured": [{"of": 3}]}', broken(preset="__import__('os')")),
-        *(broken(preset=["fast"]), broken(ratio=5.0), broken(obstacle=7)),
-        *(broken(seconds=0), broken(seconds=10**400), broken(seconds=float("nan"))),
-        *(broken(change="0.1"), broken(change=True)),
+        *("", "{", "[]", "7", '"text"', "null", "[" * 100_000),
+        *('{"format": "other"}', '{"format": "ToMe Tune 1"}'),
+        *(
+            f'{{"format": "ToMe Tune 1", "measured": {each}}}'
+            for each in ('{"of": 1}', '[{"of": 3}]')
+        ),
+        *(file_with(preset=preset) for preset in ("__import__('os')", ["fast"])),
+        *(file_with(seconds=seconds) for seconds in (0, 10**400, float("nan"))),
+        *(file_with(change=change) for change in ("0.1", True)),
+        *(file_with(ratio=5.0), file_with(obstacle=7)),
     ],
     ids=lambda text: text[:60],
 )
