@@ -244,10 +244,10 @@ def test_of_two_branches_the_good_one_runs_and_the_other_is_refused(server, pixe
     """A graph is refused as a whole only if nothing in it can run."""
     graph = with_patch(ratio=2.0, end_percent=0.9)
     plain = txt2img(seed=11)
-    graph["plain_sampler"] = plain["sampler"]
-    graph["plain_decode"] = node("VAEDecode", samples=["plain_sampler", 0], vae=["loader", 2])
-    graph["plain_save"] = plain["save"] | node("SaveImage", images=["plain_decode", 0])
-
+    for name in "sampler", "decode", "save":
+        graph[f"plain_{name}"] = plain[name]
+    graph["plain_decode"]["inputs"]["samples"] = ["plain_sampler", 0]
+    graph["plain_save"]["inputs"]["images"] = ["plain_decode", 0]
     answer = server.post("/prompt", {"prompt": graph})
     (error,) = answer["node_errors"]["tome"]["errors"]
     assert error["extra_info"]["input_name"] == "ratio"
