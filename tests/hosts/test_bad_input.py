@@ -283,18 +283,18 @@ def sound_inputs(caption, **others):
 
 
 USUAL = {
-    PATCH: one_in(5, some_of(ANY), UNDER_PRESETS | UNDER_CUSTOM),
-    TUNE: sound_inputs(TUNE, steps=st.integers(1, 2)).map(lambda inputs: TUNED | inputs),
-    REMOVE: st.just({}),
-    REPORT: sound_inputs(REPORT, image=st.just(["picture", 0])),
+    PATCH.id: one_in(5, some_of(ANY), UNDER_PRESETS | UNDER_CUSTOM),
+    TUNE.id: sound_inputs(TUNE, steps=st.integers(1, 2)).map(lambda inputs: TUNED | inputs),
+    REMOVE.id: st.just({}),
+    REPORT.id: sound_inputs(REPORT, image=st.just(["picture", 0])),
 }
-"""The inputs of the nodes without their model, by caption."""
+"""The inputs of the nodes without their links, by class."""
 
 
 @st.composite
 def nodes_of_pack(draw, caption, **links):
     """A node of the pack that has these links, with inputs most of which are right."""
-    inputs = links | draw(USUAL[caption])
+    inputs = links | draw(USUAL[caption.id])
     for _ in range(draw(one_in(5, st.sampled_from([1, 3]), st.just(0)))):
         inputs[draw(st.sampled_from([*caption.names, *NAMES]))] = draw(JUNK | LINKS)
     made = node(caption.id, **inputs)
