@@ -91,11 +91,6 @@ def test_the_heat_map_counts_merged_steps_out_of_all(run):
     assert np.array_equal(drawn[top : top + 1024, 20 : 20 + 1024], expected)
 
 
-@pytest.mark.parametrize("view", VIEW.choices)
-def test_the_text_is_the_same_in_each_view(run, view):
-    assert report_of(run, view).text == "\n".join(in_words(run))
-
-
 def test_a_card_says_what_was_not_merged(run, monkeypatch):
     cards = []
     monkeypatch.setattr(drawing, "card", lambda *texts: cards.append(texts))

@@ -437,16 +437,11 @@ def test_other_patches_are_another_kind_of_model(timed, patch):
 
 
 def test_what_is_kept_is_in_the_users_folder_and_readable(timed, user_folder):
-    found = timed.tune()
+    timed.tune()
     path = user_folder / "__tome_nodes" / "tune.json"
     assert {*user_folder.rglob("*.*")} == {path, path.with_suffix(".lock")}
     (entry,) = json.loads(path.read_text())["measured"]
     assert entry["of"]["latent"] == [1, 16, 32, 32]
-    assert entry["wishes"] == [{"goal": "speed", "amount": 1.2}]
-    assert {each["preset"] for each in entry["figures"]} == {
-        candidate.preset for candidate in found.figures
-    }
-    assert {*entry["instead"][0]["others"]} == {*found.instead}
 
 
 KEPT = tune_cache.Kept(
