@@ -188,6 +188,7 @@ def test_settings_count_in_place_of_the_other_inputs(pixels):
         ({"ratio": None}, "ratio, None, "),
         ({"ratio": {"__value__": 2.0}}, "ratio=2.0 is not allowed"),
         ({"seed": -1}, "seed=-1 is not allowed: it must be from 0 to"),
+        ({"seed": float("inf")}, "seed, inf, cannot convert float infinity to integer"),
         ({"preset": "best"}, "preset='best' is not allowed: it must be one of quality | balanced"),
         ({"preset": None}, "preset=None is not allowed"),
         (
@@ -225,6 +226,7 @@ def test_one_bad_value_marks_one_input(server, inputs, sentence, others):
     (error,) = report["errors"]
     assert (name, error["extra_info"]["input_name"]) == ("tome", next(iter(inputs)))
     assert sentence in error["details"]
+    assert "on_prompt_handler" not in server.log
 
 
 def test_each_node_of_a_graph_reports_its_own_fault(server):
