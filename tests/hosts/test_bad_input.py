@@ -175,7 +175,8 @@ def test_a_value_of_another_type_over_a_link_ends_in_a_short_sentence(
     """A tensor among them is told as such, and not number by number."""
     graph = NODES[kind](**{"model": PLAIN, **inputs, name: ["switch", 0]})
     graph["picture"] = node("EmptyImage", width=8, height=8, batch_size=2, color=5)
-    graph["mask"] = node("SolidMask", value=0.5, width=8, height=8)
+    # As wide as a picture has channels.
+    graph["mask"] = node("SolidMask", value=0.5, width=3, height=8)
     graph["switch"] = switch(ANYTHING.get(type_, ["mask", 0]))
     message = failure(server, graph)["exception_message"].strip()
     value = f"{name}=<{'Tensor' if type_ == 'mask' else type_}>"
