@@ -1,7 +1,11 @@
 """What the tests of all hosts share."""
 
+import os
 import re
+import subprocess
+import sys
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 import tomesd
@@ -109,6 +113,21 @@ def input_lengths(*layers):
 def merged_everywhere(line):
     """Whether all blocks merged in a run, by its line in the log."""
     return bool(re.match(r"\[ToMe\] merged (\d+)/\1 blocks ", line))
+
+
+def run_tool(command, folder, home, **settings):
+    """Run a command with this Python's tools, away from the user's own settings."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PATH": path, "HOME": str(home), "DO_NOT_TRACK": "1", **settings},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def relative_error(actual, expected):

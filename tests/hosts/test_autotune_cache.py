@@ -6,9 +6,9 @@ There is no GPU here, so a CPU is probed, by a clock that these tests set.
 import json
 import os
 import runpy
-import subprocess
 import sys
-from pathlib import Path
+from itertools import product
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import folder_paths
@@ -32,22 +32,15 @@ CASE = ("weights", "attention_pytorch", 4096, "float16")
 CHOICE = Choice("channels", "mask", {"mask": 2e-3, "channels": 1e-3})
 
 
-class OnAnyDevice(Autotune):
-    def is_for(self, device):
-        return True
-
-
 @pytest.fixture
 def probed(monkeypatch):
     """Samples with a probe that finds these times.
 
-    Returns the picture, the run, how many times were taken, and what ran in channels.
+    Returns the picture, the run, how many times were taken, and how often channels were.
     """
 
     def run(model, seconds, **settings):
-        clock = FakeClock()
-        taken = []
-        timed = 0
+        clock, timed, taken = FakeClock(), [], []
         widened = key_weights._in_channels
 
         def in_channels(*arguments, **kwargs):
@@ -56,18 +49,18 @@ def probed(monkeypatch):
             return widened(*arguments, **kwargs)
 
         def between(start, end):
-            nonlocal timed
-            timed += 1
-            return end - start + seconds["mask"]
+            timed.append(end - start + seconds["mask"])
+            return timed[-1]
 
         clock.between = between
-        probe = OnAnyDevice(KeptChoices(), lambda device: clock)
+        probe = Autotune(KeptChoices(), lambda device: clock)
         with monkeypatch.context() as patch:
+            patch.setattr(Autotune, "is_for", lambda *_: True)
             patch.setattr(attachment, "autotune", lambda: probe)
             patch.setattr(key_weights, "_in_channels", in_channels)
             patched = attach(model, merging(**settings))
             picture = sample(patched)
-        return picture, last_run(patched), timed, taken
+        return picture, last_run(patched), len(timed), len(taken)
 
     return run
 
@@ -81,7 +74,7 @@ def test_the_fastest_way_is_taken_and_said_and_kept(sd15, probed, caplog):
     caplog.set_level("INFO", "tome_nodes")
     picture, run, calls, taken = probed(sd15, CHANNELS)
     assert relative_error(picture, expected) < 1e-3
-    assert calls and len(taken) > calls // 2
+    assert calls and taken > calls // 2
     weights = "weights by channels (1 ms, mask 2 ms)"
     assert f"Tried here: {weights}" in in_words(run)
     (line,) = [each.getMessage() for each in caplog.records if "merged" in each.getMessage()]
@@ -112,27 +105,22 @@ def test_each_shape_is_tried_once(sd15_of, probed):
 
 
 ABLE = Capabilities(flash=True, cudnn=True, kernel=True)
+FUNCTIONS = ["attention_basic", "attention_pytorch", "attention_flash", "attention_xformers"]
 
 
 @pytest.mark.parametrize("able", [Capabilities(), ABLE])
 @pytest.mark.parametrize("channels", [40, 64, 128, 512])
-@pytest.mark.parametrize(
-    "function",
-    ["attention_basic", "attention_pytorch", "attention_flash", "attention_xformers"],
-)
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_default_is_one_of_the_ways(function, channels, able):
-    for may_widen in (True, False):
-        for may_replace in (True, False):
-            rest = function, channels, able, may_widen, may_replace
-            assert variant_of(*rest) in (variants_of(*rest) or [None])
+    for permits in product((True, False), repeat=2):
+        rest = function, channels, able, *permits
+        assert variant_of(*rest) in (variants_of(*rest) or [None])
 
 
 def test_all_ways_are_tried_where_all_are_there():
     assert variants_of("attention_pytorch", 64, ABLE, True, True) == [*Variant]
-    assert variants_of("attention_flash", 64, ABLE, True, True) == [
-        Variant.CHANNELS,
-        Variant.KERNEL,
-    ]
+    beside_flash = variants_of("attention_flash", 64, ABLE, True, True)
+    assert beside_flash == [Variant.CHANNELS, Variant.KERNEL]
     assert variants_of("attention_pytorch", 512, ABLE, False, True) == [Variant.MASK]
 
 
@@ -148,18 +136,6 @@ def test_what_is_kept_comes_back_for_the_same_machine_case_and_default(monkeypat
     autotune_cache._machine.cache_clear()
 
 
-def entry_with(**change):
-    of = {**autotune_cache._machine(CPU), "case": [*CASE], "default": "mask"}
-    entry = {"of": of, "way": "mask", "seconds": {"mask": 0.1}} | change
-    return json.dumps({"format": "ToMe probe 1", "measured": [entry]})
-
-
-def test_a_file_of_ours_is_read():
-    FILE.path.parent.mkdir()
-    FILE.path.write_text(entry_with())
-    assert KeptChoices().read(CPU, CASE, "mask") == Choice("mask", "mask", {"mask": 0.1})
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -169,12 +145,14 @@ def test_a_file_of_ours_is_read():
         {"seconds": [1.0]},
         {"of": "__import__('os')"},
         {"of": {"case": []}},
-        {"seconds": {"channels": 0.1}},
+        {"seconds": {"mask": 0.1}},
     ],
 )
 def test_a_broken_file_is_ignored_with_one_warning(change, caplog):
-    FILE.path.parent.mkdir()
-    text = entry_with(**change)
+    KeptChoices().keep(CPU, CASE, CHOICE)
+    content = json.loads(FILE.path.read_text())
+    content["measured"][0] |= change
+    text = json.dumps(content)
     FILE.path.write_text(text)
     kept = KeptChoices()
     for case in (CASE, (*CASE, 1)):
@@ -186,47 +164,24 @@ def test_a_broken_file_is_ignored_with_one_warning(change, caplog):
     assert "not as this version writes it" in record.getMessage()
 
 
-WRITER = """
-import sys
-import comfyui_in_process
-import folder_paths
-folder_paths.set_user_directory(sys.argv[1])
-from tome_nodes.comfyui.json_cache import UserFile
-file = UserFile("shared.json", "a test", "", 1000, dict, lambda entry: {"by": entry["by"]})
-print("ready", flush=True)
-input()
-for number in range(40):
-    file.keep({"by": sys.argv[2], "number": number}, {"by": sys.argv[2]})
-"""
+def test_processes_that_write_at_the_same_time_lose_no_entry():
+    context = get_context("fork")
+    start = context.Barrier(3)
 
+    def write(by):
+        start.wait()
+        for number in range(40):
+            FILE.keep({"by": by, "number": number, "default": "mask"}, CHOICE)
 
-def test_processes_that_write_at_the_same_time_lose_no_entry(user_folder):
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(root / "tests")])
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(user_folder), str(number)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
-            text=True,
-        )
-        for number in range(3)
-    ]
+    writers = [context.Process(target=write, args=(by,)) for by in range(3)]
     for writer in writers:
-        assert writer.stdout.readline() == "ready\n"
+        writer.start()
     for writer in writers:
-        writer.stdin.write("\n")
-        writer.stdin.flush()
-    for writer in writers:
-        writer.communicate()
-        assert writer.returncode == 0
-    (path,) = user_folder.rglob("shared.json")
-    entries = [
-        (each["of"]["by"], each["of"]["number"])
-        for each in json.loads(path.read_text())["measured"]
-    ]
-    assert sorted(entries) == [(str(by), number) for by in range(3) for number in range(40)]
+        writer.join()
+        assert writer.exitcode == 0
+    kept = [entry["of"] for entry in json.loads(FILE.path.read_text())["measured"]]
+    expected = product(range(3), range(40))
+    assert sorted((of["by"], of["number"]) for of in kept) == [*expected]
 
 
 def test_a_folder_where_nothing_can_be_locked_is_written_to(monkeypatch):
@@ -234,9 +189,7 @@ def test_a_folder_where_nothing_can_be_locked_is_written_to(monkeypatch):
         raise OSError("no locks available")
 
     monkeypatch.setattr(file_lock, "_lock", refuse)
-    kept = KeptChoices()
-    kept.read(CPU, CASE, "mask")
-    kept.keep(CPU, CASE, CHOICE)
+    KeptChoices().keep(CPU, CASE, CHOICE)
     assert KeptChoices().read(CPU, CASE, "mask") == CHOICE
 
 

@@ -36,7 +36,6 @@ NEEDED = {
 
 CASES = [(scope, stage) for scope, stages in NEEDED.items() for stage in stages]
 
-by_stage = pytest.mark.parametrize(("scope", "stage"), CASES)
 by_scope = pytest.mark.parametrize("scope", NEEDED)
 
 ERRORS = [
@@ -66,6 +65,25 @@ def break_stage(monkeypatch):
     return broken
 
 
+@pytest.fixture
+def without_memory(break_stage, log_messages):
+    """Check that a run in which a stage has no memory is the plain one, and the next as ever."""
+
+    def check(stage, run, plain):
+        expected = run()
+        before = len(log_messages())
+        calls = break_stage(stage, torch.OutOfMemoryError("no room"))
+        assert torch.equal(run(), plain)
+        assert len(calls) == 1
+        assert log_messages()[before:] == [
+            f"[ToMe] {NO_MEMORY}: the rest of this run goes on without it",
+            f"[ToMe] nothing merged: {NO_MEMORY}",
+        ]
+        assert torch.equal(run(), expected)
+
+    return check
+
+
 def settings(scope):
     return merging(**EVERYTHING, scope=scope)
 
@@ -87,22 +105,11 @@ def test_the_first_error_is_raised_and_the_next_run_is_as_ever(
     assert torch.equal(sample(sd15), plain)
 
 
-@by_stage
-def test_without_memory_for_merging_the_run_goes_on_unmerged(
-    sd15, log_messages, break_stage, scope, stage
-):
+@pytest.mark.parametrize(("scope", "stage"), CASES)
+def test_without_memory_for_merging_a_run_goes_on_unmerged(sd15, without_memory, scope, stage):
     patched = attach(sd15, settings(scope))
-    plain, expected = sample(sd15), sample(patched)
-    calls = break_stage(stage, torch.OutOfMemoryError("no room"))
-    actual = sample(patched)
-    assert len(calls) == 1
-    assert torch.equal(actual, plain)
-    assert log_messages()[1:] == [
-        f"[ToMe] {NO_MEMORY}: the rest of this run goes on without it",
-        f"[ToMe] nothing merged: {NO_MEMORY}",
-    ]
+    without_memory(stage, lambda: sample(patched), plain=sample(sd15))
     assert overridden(sd15) == []
-    assert torch.equal(sample(patched), expected)
 
 
 @by_scope
@@ -136,38 +143,31 @@ def test_without_memory_of_its_own_the_model_fails_as_ever(sd15, scope):
 
 @pytest.mark.parametrize(("scope", "stage"), [case for case in CASES if case[0] != "block"])
 @pytest.mark.parametrize("kind", ["flux", "z_image"])
-def test_transformers_go_on_unmerged(models, log_messages, break_stage, kind, scope, stage):
+def test_transformers_go_on_unmerged(models, without_memory, kind, scope, stage):
     tiny, model = TINY[kind], models(kind)
-    size = tiny.size(8, 10)
-    if stage == "unmerge of blocks":
-        # Blocks beside text unmerge each part of their sequence.
-        stage = "unmerge"
-    config = merging(strategy="window", attn_tokens="q,k,v", ratio=0.5, scope=scope)
-    patched = attach(model, config)
-    plain, expected = (sample_transformer(each, tiny, size) for each in (model, patched))
-    break_stage(stage, torch.OutOfMemoryError("no room"))
-    actual = sample_transformer(patched, tiny, size)
-    assert torch.equal(actual, plain)
-    assert log_messages()[-1] == f"[ToMe] nothing merged: {NO_MEMORY}"
+    patched = attach(model, merging(strategy="window", scope=scope))
+
+    def run(model=patched):
+        return sample_transformer(model, tiny, tiny.size(8, 10))
+
+    # Blocks beside text unmerge each part of their sequence.
+    called = "unmerge" if stage == "unmerge of blocks" else stage
+    without_memory(called, run, plain=run(model))
     assert overridden(model) == []
-    assert torch.equal(sample_transformer(patched, tiny, size), expected)
 
 
 @pytest.mark.parametrize("stage", ["plan", "merge of blocks", "unmerge"])
 @by_scope
-def test_a_unet_of_diffusers_goes_on_unmerged(log_messages, break_stage, scope, stage):
+def test_a_unet_of_diffusers_goes_on_unmerged(without_memory, scope, stage):
     unet = make_unet()
-    plain = [call(unet, timestep) for timestep in (900, 600)]
-    options = {name: value for name, value in EVERYTHING.items() if name != "min_tokens"}
     if stage == "unmerge" and scope != "module":
         stage = "unmerge of blocks"
-    tome_nodes.apply_patch(unet, scope=scope, **options)
-    merged = [call(unet, timestep) for timestep in (900, 600)]
-    break_stage(stage, torch.OutOfMemoryError("no room"))
-    assert all(map(torch.equal, [call(unet, each) for each in (900, 600)], plain))
-    warned, *_, last = log_messages()[1:]
-    assert warned == f"[ToMe] {NO_MEMORY}: the rest of this run goes on without it"
-    assert last == f"[ToMe] nothing merged: {NO_MEMORY}"
-    assert all(map(torch.equal, [call(unet, each) for each in (900, 600)], merged))
+
+    def run():
+        return torch.stack([call(unet, timestep) for timestep in (900, 600)])
+
+    plain = run()
+    tome_nodes.apply_patch(unet, scope=scope, **EVERYTHING)
+    without_memory(stage, run, plain)
     tome_nodes.remove_patch(unet)
     assert not any("forward" in vars(module) for module in unet.modules())

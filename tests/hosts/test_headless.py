@@ -4,12 +4,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from io import BytesIO
 from pathlib import Path
 
 import pytest
+from common import run_tool
 from PIL import Image
 
 from tools.environment import ROOT
@@ -52,25 +52,7 @@ def clone(tmp_path):
 @pytest.fixture
 def run(clone):
     """Run a command in the clone and return what it prints."""
-
-    def output_of(*command):
-        environment = {
-            **os.environ,
-            **{"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])},
-            **{"HOME": str(clone), "DO_NOT_TRACK": "1", "no_proxy": "127.0.0.1"},
-        }
-        done = subprocess.run(
-            command,
-            cwd=clone,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return output_of
+    return lambda *command: run_tool(command, clone, clone, no_proxy="127.0.0.1").stdout
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.nodes import ToMePatchModel
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.options import OptionError
-from tome_nodes.settings.presets import CUSTOM, FREE, PRESETS, settings_of
+from tome_nodes.settings.presets import CUSTOM, FREE, settings_of
 
 SIZE = {"size": (16, 16), "steps": 2}
 """A map of 256 tokens, which is large enough for merging to be worth it on a CPU."""
@@ -38,10 +38,6 @@ every_preset = pytest.mark.parametrize("preset", OPTIONS)
 
 def patched(model, **inputs):
     return ToMePatchModel.execute(model, **inputs)[0]
-
-
-def test_names_of_presets():
-    assert [*PRESETS] == [*OPTIONS]
 
 
 @every_preset
@@ -89,11 +85,6 @@ def test_every_option_is_free_or_does_not_count():
 def test_custom_decides_nothing():
     given = {"ratio": 0.3, "scope": "block"}
     assert settings_of(CUSTOM, given) == given
-
-
-def test_an_unknown_preset_is_named():
-    with pytest.raises(ValueError, match=r"preset='best' is not allowed: it must be one of .*fast"):
-        settings_of("best", {})
 
 
 @every_preset

@@ -7,13 +7,11 @@ that keeps measurements in the host's user folder.
 """
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from common import run_tool
 
 from tools.environment import ROOT
 from tools.pack import copy_pack, published_files
@@ -156,41 +154,26 @@ def test_a_script_with_a_way_out_is_found(text):
 
 
 @pytest.fixture
-def validate(tmp_path):
-    """What the registry's client says of a published pack, without a way to the network."""
-    pack = tmp_path / "pack"
-    copy_pack(pack)
-
-    def said():
-        nowhere = "http://127.0.0.1:9"
-        environment = {
-            **os.environ,
-            **{"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])},
-            **{"HOME": str(tmp_path), "DO_NOT_TRACK": "1"},
-            **{"http_proxy": nowhere, "https_proxy": nowhere, "no_proxy": ""},
-        }
-        done = subprocess.run(
-            ["comfy", "--skip-prompt", "node", "validate"],
-            cwd=pack,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    said.pack = pack
-    return said
+def pack(tmp_path):
+    """The pack as it is published."""
+    copy_pack(tmp_path / "pack")
+    return tmp_path / "pack"
 
 
-def test_the_registry_finds_nothing_wrong_with_the_pack(validate):
-    said = validate()
+def validated(pack):
+    """What the registry's client says of a pack, without a way to the network."""
+    proxies = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    command = ["comfy", "--skip-prompt", "node", "validate"]
+    done = run_tool(command, pack, pack.parent, no_proxy="", **proxies)
+    return done.stdout + done.stderr
+
+
+def test_the_registry_finds_nothing_wrong_with_the_pack(pack):
+    said = validated(pack)
     assert "All validation checks passed successfully" in said
     assert "warning" not in said.lower() and "error" not in said.lower()
 
 
-def test_the_registry_would_find_what_it_forbids(validate):
-    (validate.pack / "tome_nodes" / "other.py").write_text("eval('1'); exec('2')\n")
-    said = validate()
-    assert {"S307", "S102", "E702"} <= {*re.findall(r"\b[SE]\d{3}\b", said)}
+def test_the_registry_would_find_what_it_forbids(pack):
+    (pack / "tome_nodes" / "other.py").write_text("eval('1'); exec('2')\n")
+    assert {"S307", "S102", "E702"} <= {*re.findall(r"\b[SE]\d{3}\b", validated(pack))}

@@ -1,7 +1,7 @@
 """The nodes through the real server's HTTP queue."""
 
-from copy import deepcopy
-from dataclasses import fields
+import re
+from dataclasses import asdict
 from io import BytesIO
 
 import pytest
@@ -59,55 +59,77 @@ def with_patch(**inputs):
     return txt2img(["tome", 0], {"tome": patch(**inputs)})
 
 
+def saved_pixels(server, entry):
+    """The decoded pixels of the images that a run saved."""
+    images = server.images(entry)
+    return [Image.open(BytesIO(data)).convert("RGB").tobytes() for data in images]
+
+
 @pytest.fixture
 def pixels(server):
     """The decoded pixels of the images that a graph saves."""
-
-    def run(graph):
-        images = server.images(server.run(graph))
-        return [Image.open(BytesIO(data)).convert("RGB").tobytes() for data in images]
-
-    return run
+    return lambda graph: saved_pixels(server, server.run(graph))
 
 
-def test_the_nodes_are_listed_as_users_find_them(info):
-    patch, remove = info["ToMePatchModel"], info["ToMeRemovePatch"]
-    assert (patch["display_name"], remove["display_name"]) == (
-        "ToMe Patch Model",
-        "ToMe Remove Patch",
-    )
-    for node in patch, remove:
-        assert node["category"] == "model/patch"
-        assert "token merging" in node["search_aliases"]
-        assert node["output"] == ["MODEL"]
-        assert node["description"]
+PATCH_OPTIONS = [
+    *("preset", "ratio", "start_percent", "end_percent", "seed", "backend"),
+    *("strategy", "scope", "attn_tokens", "max_downsample"),
+    *("merge_attn", "merge_crossattn", "merge_mlp", "ratio_end"),
+    *("sx", "sy", "st", "use_rand", "min_tokens", "proportional_attn"),
+    *("refresh_steps", "forecast"),
+]
+TUNE_LINKS = ["model", "positive", "negative", "latent_image"]
+TUNE_OPTIONS = [
+    *("goal", "speed_up", "change"),
+    *("seed", "steps", "cfg", "sampler_name", "scheduler", "denoise", "measure_again"),
+]
+REPORT_INPUTS = ["image", "view", "level", "step", "frame"]
+ADVANCED = {"ToMePatchModel": PATCH_OPTIONS[4:], "ToMeReport": REPORT_INPUTS[2:]}
+
+
+@pytest.mark.parametrize(
+    ("id_", "name", "required", "optional", "outputs", "alias"),
+    [
+        ("ToMePatchModel", "Patch Model", ["model"], ["settings", *PATCH_OPTIONS], "MODEL", "fast"),
+        ("ToMeRemovePatch", "Remove Patch", ["model"], [], "MODEL", "token merging"),
+        ("ToMeTune", "Tune", TUNE_LINKS, TUNE_OPTIONS, "MODEL IMAGE text settings", "benchmark"),
+        ("ToMeReport", "Report", ["model", "samples"], REPORT_INPUTS, "IMAGE STRING", "merge map"),
+    ],
+)
+def test_the_nodes_are_listed_as_users_find_them(
+    info, id_, name, required, optional, outputs, alias
+):
+    """Workflow files hold the ids of nodes, and the names and the order of inputs."""
+    node = info[id_]
+    inputs = node["input"].get("optional", {})
+    assert node["display_name"] == f"ToMe {name}"
+    assert node["category"] == "model/patch"
+    assert {"token merging", alias} <= {*node["search_aliases"]}
+    assert node["output_name"] == outputs.split()
+    assert node["output_node"] == (name in ("Tune", "Report"))
+    assert node["description"]
+    assert [*node["input"]["required"]] == required
+    assert [*inputs] == optional
+    advanced = [name for name, (_, given) in inputs.items() if given.get("advanced")]
+    assert advanced == ADVANCED.get(id_, [])
+
+
+def test_samplers_and_schedulers_are_those_of_the_host(info):
+    ours, theirs = info["ToMeTune"]["input"]["optional"], info["KSampler"]["input"]["required"]
+    for name in "sampler_name", "scheduler":
+        assert ours[name][1]["options"] == theirs[name][0]
 
 
 def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
-    inputs = deepcopy(info["ToMePatchModel"]["input"])
-    assert list(inputs["required"]) == ["model"]
-    assert list(inputs["optional"]) == [
-        "settings",
-        *("preset", "ratio", "start_percent", "end_percent", "seed", "backend"),
-        *("strategy", "scope", "attn_tokens", "max_downsample"),
-        *("merge_attn", "merge_crossattn", "merge_mlp", "ratio_end"),
-        *("sx", "sy", "st", "use_rand", "min_tokens", "proportional_attn"),
-        "refresh_steps",
-        "forecast",
-    ]
+    inputs = dict(info["ToMePatchModel"]["input"]["optional"])
     # A place for a link, not a value.
-    kind, socket = inputs["optional"].pop("settings")
+    kind, socket = inputs.pop("settings")
     assert kind == "STRING" and socket["forceInput"] and "default" not in socket
-    assert set(inputs["optional"]) == {field.name for field in fields(ToMeConfig)} | {"preset"}
-    for name, (_, options) in inputs["optional"].items():
-        default = "balanced" if name == "preset" else getattr(ToMeConfig(), name)
-        assert options["default"] == default
-        assert options["tooltip"].endswith(".")
-    assert inputs["optional"]["preset"][1]["options"] == [
-        *("quality", "balanced", "fast", "paper", "custom")
-    ]
-    advanced = [name for name, (_, o) in inputs["optional"].items() if o.get("advanced")]
-    assert advanced == list(inputs["optional"])[4:]
+    defaults = {"preset": "balanced", **asdict(ToMeConfig())}
+    assert {name: given["default"] for name, (_, given) in inputs.items()} == defaults
+    assert all(given["tooltip"].endswith(".") for _, given in inputs.values())
+    presets = ["quality", "balanced", "fast", "paper", "custom"]
+    assert inputs["preset"][1]["options"] == presets
 
 
 def test_a_model_alone_gives_the_same_as_a_new_node_of_the_editor(server, pixels, info):
@@ -143,63 +165,68 @@ def test_ratio_zero_and_a_removed_patch_are_the_plain_image(pixels):
     assert pixels(with_patch()) != plain
 
 
-def add_plain_branch(graph, seed):
-    """Also sample without the patch."""
-    graph["plain_sampler"] = deepcopy(graph["sampler"])
-    graph["plain_sampler"]["inputs"] |= {"model": PLAIN, "seed": seed}
-    for name in ("decode", "save"):
-        graph[f"plain_{name}"] = deepcopy(graph[name])
-    graph["plain_decode"]["inputs"]["samples"] = ["plain_sampler", 0]
-    graph["plain_save"]["inputs"]["images"] = ["plain_decode", 0]
+def test_settings_count_in_place_of_the_other_inputs(pixels):
+    def of(**inputs):
+        return pixels(txt2img(["tome", 0], {"tome": patch(**inputs)}, seed=37))
 
-
-def test_plain_and_patched_samplers_in_one_graph(pixels):
-    plain, patched = pixels(txt2img(seed=8)), pixels(with_patch(ratio=0.7))
-    both = with_patch(ratio=0.7)
-    add_plain_branch(both, seed=8)
-    assert sorted(pixels(both)) == sorted(plain + patched)
+    expected = of(preset="fast", ratio=0.5)
+    given = '{"preset": "fast", "ratio": 0.5}'
+    assert of(settings=given) == of(settings=given, preset="quality", ratio=0.1) == expected
+    assert of(settings=given, preset="custom", sx=4, min_tokens=1) == expected
+    assert of(settings='{"ratio": 0.5}', preset="fast", ratio=0.1) == expected
+    assert of(settings="{}", preset="fast", ratio=0.5) == expected
+    assert of(settings='{"ratio": 0.5, "max_downsample": "auto"}', preset="fast") == expected
 
 
 @pytest.mark.parametrize("others", [{}, {"seed": 3, "start_percent": 0.0, "end_percent": 1.0}])
 @pytest.mark.parametrize(
-    ("inputs", "option", "parts"),
+    ("inputs", "sentence"),
     [
-        ({"ratio": 0.96}, "ratio", ["ratio=0.96 is not allowed", "from 0.0 to 0.95"]),
-        ({"ratio": float("nan")}, "ratio", ["ratio=nan is not allowed"]),
-        ({"ratio": "much"}, "ratio", ["much", "FLOAT"]),
-        ({"ratio": None}, "ratio", ["None", "FLOAT"]),
-        ({"ratio": {"__value__": 2.0}}, "ratio", ["ratio=2.0 is not allowed"]),
-        ({"seed": -1}, "seed", ["seed=-1 is not allowed", "from 0 to"]),
-        ({"preset": "best"}, "preset", ["preset='best' is not allowed", "quality | balanced"]),
-        ({"preset": None}, "preset", ["preset=None is not allowed"]),
+        ({"ratio": 0.96}, "ratio=0.96 is not allowed: it must be from 0.0 to 0.95"),
+        ({"ratio": float("nan")}, "ratio=nan is not allowed"),
+        ({"ratio": "much"}, "ratio, much, could not convert string to float"),
+        ({"ratio": None}, "ratio, None, "),
+        ({"ratio": {"__value__": 2.0}}, "ratio=2.0 is not allowed"),
+        ({"seed": -1}, "seed=-1 is not allowed: it must be from 0 to"),
+        ({"seed": float("inf")}, "seed, inf, cannot convert float infinity to integer"),
+        ({"preset": "best"}, "preset='best' is not allowed: it must be one of quality | balanced"),
+        ({"preset": None}, "preset=None is not allowed"),
         (
             {"start_percent": 0.8, "end_percent": 0.4},
-            "start_percent",
-            ["start_percent=0.8 is not allowed", "end_percent=0.4"],
-        ),
-        ({"sx": 4}, "sx", ["sx=4 does not count under preset='balanced'", "preset to 'custom'"]),
-        (
-            {"preset": "paper", "max_downsample": "2", "strategy": "bipartite"},
-            "max_downsample",
-            ["max_downsample=2 does not count under preset='paper'"],
+            "start_percent=0.8 is not allowed: it must not be greater than end_percent=0.4",
         ),
         (
-            {"preset": "custom", "max_downsample": "3"},
-            "max_downsample",
-            ["'3'", "auto | 1 | 2 | 4 | 8"],
+            {"sx": 4},
+            "sx=4 does not count under preset='balanced', which decides it: leave sx out, or set "
+            "preset to 'custom'",
         ),
+        (
+            {"max_downsample": "2", "preset": "paper", "strategy": "bipartite"},
+            "max_downsample=2 does not count under preset='paper'",
+        ),
+        ({"max_downsample": "3", "preset": "custom"}, "one of auto | 1 | 2 | 4 | 8"),
+        # It has no hash.
+        ({"max_downsample": {"a": 1}}, "max_downsample=<dict> does not count"),
+        ({"settings": "{"}, "is not allowed: it is not JSON"),
+        ({"settings": ""}, "is not allowed: it is not JSON"),
+        ({"settings": "[1]"}, "is not allowed: it must be a JSON object of inputs by name"),
+        ({"settings": '{"foo": 1}'}, "is not allowed: there is no foo; there are preset, ratio"),
+        ({"settings": '{"ratio": 2}'}, "ratio=2 is not allowed: it must be from 0.0 to 0.95"),
+        ({"settings": '{"ratio": NaN}'}, "ratio=nan is not allowed: it must be from 0.0 to 0.95"),
+        ({"settings": '{"preset": "slow"}'}, "preset='slow' is not allowed: it must be one of"),
+        ({"settings": '{"preset": "fast", "sx": 3}'}, "sx=3 does not count under preset='fast'"),
+        ({"settings": 7}, "settings=7 is not allowed: it must be a JSON text"),
     ],
     ids=str,
 )
-def test_one_bad_value_marks_one_input(server, inputs, option, parts, others):
+def test_one_bad_value_marks_one_input(server, inputs, sentence, others):
     with pytest.raises(PromptRejected) as rejected:
         server.queue(with_patch(**{**others, **inputs}))
-    errors = rejected.value.node_errors
-    assert list(errors) == ["tome"]
-    (error,) = errors["tome"]["errors"]
-    assert error["extra_info"]["input_name"] == option
-    for part in parts:
-        assert part in error["details"] + error["message"]
+    ((name, report),) = rejected.value.node_errors.items()
+    (error,) = report["errors"]
+    assert (name, error["extra_info"]["input_name"]) == ("tome", next(iter(inputs)))
+    assert sentence in error["details"]
+    assert "on_prompt_handler" not in server.log
 
 
 def test_each_node_of_a_graph_reports_its_own_fault(server):
@@ -218,7 +245,11 @@ def test_each_node_of_a_graph_reports_its_own_fault(server):
 def test_of_two_branches_the_good_one_runs_and_the_other_is_refused(server, pixels):
     """A graph is refused as a whole only if nothing in it can run."""
     graph = with_patch(ratio=2.0, end_percent=0.9)
-    add_plain_branch(graph, seed=11)
+    plain = txt2img(seed=11)
+    for name in "sampler", "decode", "save":
+        graph[f"plain_{name}"] = plain[name]
+    graph["plain_decode"]["inputs"]["samples"] = ["plain_sampler", 0]
+    graph["plain_save"]["inputs"]["images"] = ["plain_decode", 0]
     answer = server.post("/prompt", {"prompt": graph})
     (error,) = answer["node_errors"]["tome"]["errors"]
     assert error["extra_info"]["input_name"] == "ratio"
@@ -229,16 +260,20 @@ def test_of_two_branches_the_good_one_runs_and_the_other_is_refused(server, pixe
 
 
 @pytest.mark.parametrize(
-    ("option", "number", "sentence"),
+    ("option", "source", "sentence"),
     [
-        ("ratio", node("PrimitiveFloat", value=1.5), r"ratio=1\.5 is not allowed: it must be from"),
+        ("ratio", node("PrimitiveFloat", value=1.5), "ratio=1.5 is not allowed: it must be from"),
         ("sx", node("PrimitiveInt", value=4), "sx=4 does not count under preset='balanced'"),
+        (
+            *("settings", node("PrimitiveString", value='{"ratio": 2}')),
+            "settings='{\"ratio\": 2}': ratio=2 is not allowed",
+        ),
     ],
-    ids=["ratio", "sx"],
+    ids=["ratio", "sx", "settings"],
 )
 def test_a_bad_value_that_comes_over_a_link_stops_the_run_with_our_sentence(
-    server, option, number, sentence
+    server, option, source, sentence
 ):
-    tome = patch(**{option: ["number", 0]})
-    with pytest.raises(ExecutionFailed, match=sentence):
-        server.run(txt2img(["tome", 0], {"tome": tome, "number": number}))
+    tome = patch(**{option: ["source", 0]})
+    with pytest.raises(ExecutionFailed, match=re.escape(sentence)):
+        server.run(txt2img(["tome", 0], {"tome": tome, "source": source}))
