@@ -15,10 +15,13 @@ from torch.testing import assert_close
 
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.attention import OVERRIDE, weigh_attention
+from tome_nodes.merging.layout import Grid
 from tome_nodes.ops import TORCH
 from tome_nodes.ops.autotune import Choice, Tuner
 from tome_nodes.patching import attention_call, key_weights
 from tome_nodes.patching.key_weights import Capabilities, Variant, variant_of
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.strategies import make_strategy
 
 BATCH, HEADS = 2, 4
 
@@ -100,10 +103,7 @@ def test_a_mask_that_an_override_changes_counts(function):
     def theirs(func, *args, mask=None, **kwargs):
         return func(*args, mask=mask + region, **kwargs)
 
-    block = SimpleNamespace(ops=TORCH, tuner=None, note_unweighted=lambda reason: None)
-    merged = key_weights.attend(
-        block, function, theirs, None, sizes.log().to(q.dtype), q, k, v, HEADS, {}
-    )
+    merged = weighed(function, q, k, v, sizes, [], {OVERRIDE: theirs})
     without = sizes.clone()
     without[:, :5] = 0
     expected = attention_to_repeated(q, k, v, without)
@@ -111,38 +111,41 @@ def test_a_mask_that_an_override_changes_counts(function):
 
 
 OLD, NEW = Capabilities(), Capabilities(flash=True, cudnn=True, kernel=True)
+FLASH, NO_CUDNN = Capabilities(flash=True), replace(NEW, cudnn=False)
 
 
-@pytest.mark.parametrize("channels", [32, 40, 64, 80, 96, 128, 160, 192, 248, 256, 512])
-def test_further_channels_are_taken_where_they_stay_in_the_kernel_of_flash(channels):
-    stays = channels in {40, 80, 160, 248}
-    taken = variant_of("attention_pytorch", channels, NEW)
-    without_cudnn = variant_of("attention_pytorch", channels, replace(NEW, cudnn=False))
-    of_flash = variant_of("attention_flash", channels, NEW)
-    if stays:
-        assert taken is without_cudnn is of_flash is Variant.CHANNELS
-    else:
+MASK, CHANNELS, KERNEL = Variant.MASK, Variant.CHANNELS, Variant.KERNEL
+
+
+@pytest.mark.parametrize(
+    ("channels", "with_cudnn", "without_cudnn", "of_flash"),
+    [
+        # With further channels, they stay in the kernel of flash.
+        *((channels, CHANNELS, CHANNELS, CHANNELS) for channels in (40, 80, 160, 248)),
         # cuDNN's heads have at most 128 channels, and those of our kernel 256.
-        kernel = Variant.KERNEL if channels <= 256 else Variant.MASK
-        assert taken is (Variant.MASK if channels <= 128 else kernel)
-        assert without_cudnn is kernel
-        assert of_flash is (Variant.KERNEL if channels <= 256 else Variant.CHANNELS)
-    assert variant_of("attention_pytorch", channels, OLD) is Variant.MASK
-    assert variant_of("attention_xformers", channels, OLD) is Variant.CHANNELS
-    assert variant_of("attention_basic", channels, NEW) is Variant.MASK
+        *((channels, MASK, KERNEL, KERNEL) for channels in (32, 64, 96, 128)),
+        *((channels, KERNEL, KERNEL, KERNEL) for channels in (192, 256)),
+        (512, MASK, MASK, CHANNELS),
+    ],
+)
+def test_ways_by_the_channels_of_a_head(channels, with_cudnn, without_cudnn, of_flash):
+    assert variant_of("attention_pytorch", channels, NEW) is with_cudnn
+    assert variant_of("attention_pytorch", channels, NO_CUDNN) is without_cudnn
+    assert variant_of("attention_flash", channels, NEW) is of_flash
+    assert variant_of("attention_pytorch", channels, OLD) is MASK
+    assert variant_of("attention_xformers", channels, OLD) is CHANNELS
+    assert variant_of("attention_basic", channels, NEW) is MASK
     assert variant_of("attention_sage", channels, NEW) is None
 
 
 def test_what_is_not_possible_is_not_taken():
-    only_flash = Capabilities(flash=True)
-    assert variant_of("attention_pytorch", 40, only_flash, may_widen=False) is Variant.MASK
-    assert variant_of("attention_pytorch", 64, only_flash) is Variant.MASK
-    assert variant_of("attention_flash", 64, only_flash) is Variant.CHANNELS
-    assert variant_of("attention_flash", 64, only_flash, may_widen=False) is None
-    capable = replace(NEW, cudnn=False)
-    assert variant_of("attention_flash", 40, capable, may_widen=False) is Variant.KERNEL
-    assert variant_of("attention_flash", 40, capable, may_widen=False, may_replace=False) is None
-    assert variant_of("attention_pytorch", 64, capable, may_replace=False) is Variant.MASK
+    assert variant_of("attention_pytorch", 40, FLASH, may_widen=False) is MASK
+    assert variant_of("attention_pytorch", 64, FLASH) is MASK
+    assert variant_of("attention_flash", 64, FLASH) is CHANNELS
+    assert variant_of("attention_flash", 64, FLASH, may_widen=False) is None
+    assert variant_of("attention_flash", 40, NO_CUDNN, may_widen=False) is KERNEL
+    assert variant_of("attention_flash", 40, NO_CUDNN, may_widen=False, may_replace=False) is None
+    assert variant_of("attention_pytorch", 64, NO_CUDNN, may_replace=False) is MASK
 
 
 class Attended:
@@ -157,11 +160,8 @@ class Attended:
         return TORCH.attend(*arguments)
 
 
-WAYS = {
-    Variant.MASK: OLD,
-    Variant.CHANNELS: NEW,
-    Variant.KERNEL: Capabilities(flash=True, kernel=True),
-}
+WAYS = {MASK: OLD, CHANNELS: NEW, KERNEL: NO_CUDNN}
+"""What has to be possible for each to be taken."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -195,10 +195,10 @@ def test_each_way_is_right_in_any_precision_and_layout(monkeypatch, channels, ke
             assert relative_error(out.double(), expected) < bound
         assert notes == [None] * 3
         is_widened = channels == 40 and key_heads == HEADS
-        if way is Variant.KERNEL:
+        if way is KERNEL:
             assert kernels.count == (2 if is_widened else 3)
         else:
-            assert kernels.count == (3 if way is Variant.CHANNELS and channels == 256 else 0)
+            assert kernels.count == (3 if way is CHANNELS and channels == 256 else 0)
 
 
 def test_a_way_that_was_the_fastest_is_taken_only_where_it_is_possible(monkeypatch):
@@ -219,15 +219,6 @@ def test_a_way_that_was_the_fastest_is_taken_only_where_it_is_possible(monkeypat
         assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_under_the_override_of_another_node_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(key_weights, "capabilities", lambda *_: NEW)
-    tuner = Tuner(lambda *_: pytest.fail("tried"))
-    q, k, v, sizes = tensors(64, 37, 29)
-    options = {OVERRIDE: lambda func, *args, **kwargs: func(*args, **kwargs)}
-    actual = weighed(attention.attention_pytorch, q, k, v, sizes, [], options, tuner=tuner)
-    assert_close(actual.double(), attention_to_repeated(q, k, v, sizes), atol=1e-5, rtol=1e-5)
-
-
 def test_an_unknown_attention_runs_as_it_is():
     q, k, v, sizes = tensors(40, 37, 29)
 
@@ -242,17 +233,19 @@ def test_an_unknown_attention_runs_as_it_is():
     assert notes == ["attention_of_the_future takes no weights"]
 
 
-def test_the_override_of_another_node_runs_first():
-    q, k, v, sizes = tensors(40, 37, 29)
+def test_the_override_of_another_node_runs_first_and_nothing_is_tried(monkeypatch):
+    monkeypatch.setattr(key_weights, "capabilities", lambda *_: NEW)
+    tuner = Tuner(lambda *_: pytest.fail("tried"))
+    q, k, v, sizes = tensors(64, 37, 29)
 
     def theirs(func, q, k, v, heads, **kwargs):
         return 3 * func(2 * q, k, v, heads, **kwargs)
 
-    options = {"optimized_attention_override": theirs}
-    actual = weighed(attention.attention_pytorch, q, k, v, sizes, [], options)
+    options = {OVERRIDE: theirs}
+    actual = weighed(attention.attention_pytorch, q, k, v, sizes, [], options, tuner=tuner)
     expected = 3 * attention_to_repeated(2 * q, k, v, sizes)
     assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
-    assert options == {"optimized_attention_override": theirs}
+    assert options == {OVERRIDE: theirs}
 
 
 def test_the_log_tells_where_an_override_changes_the_keys(sd15, log_messages):
@@ -310,10 +303,7 @@ def test_merging_equal_tokens_changes_nothing(sd15, settings):
 
 def test_keys_that_are_hidden_from_all_stay_hidden_from_merged_queries():
     pytest.importorskip("triton", reason="Triton is not made for this system")
-    from tome_nodes.merging.layout import Grid
     from tome_nodes.ops import triton as kernels
-    from tome_nodes.settings.config import ToMeConfig
-    from tome_nodes.strategies import make_strategy
 
     strategy = make_strategy(ToMeConfig(strategy="window"), kernels)
     strategy.begin(torch.tensor(7, device=DEVICE))
