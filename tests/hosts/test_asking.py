@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from dataclasses import replace
 
 import comfy.model_management
 import pytest
@@ -24,7 +23,7 @@ FOUND = "unknown model, picture found by asking"
 def made(kind):
     """A made-up model, and what the samplers of tests need to know of it."""
     frames = 3 if kind is made_up.VideoAmongReferences else None
-    return made_up.build(kind), Tiny(kind.__name__, {}, 0, frames=frames, patch=kind.patch[1])
+    return made_up.build(kind), Tiny(kind.__name__, frames=frames, patch=kind.patch[1])
 
 
 KNOWN = [
@@ -152,7 +151,7 @@ def test_asking_disturbs_nothing(monkeypatch):
 )
 def test_asking_takes_a_small_part_of_an_evaluation(monkeypatch, kind, depth):
     """By arithmetic, at the depth of published models."""
-    tiny = replace(TINY[kind], settings={**TINY[kind].settings, **depth})
+    tiny = TINY[kind].of(TINY[kind].settings, **depth)
     model = build(tiny)
     options = {"size": tiny.size(16, 16), "steps": 1, "cfg": 1.0}
     whole, part = FlopCounterMode(display=False), FlopCounterMode(display=False)

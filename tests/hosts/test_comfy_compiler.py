@@ -19,7 +19,7 @@ from models.made_up import MadeUp, build
 from tome_nodes.comfyui import comfy_compiler
 from tome_nodes.comfyui.attachment import attach
 
-TINY = Tiny("made up", {}, 3)
+TINY = Tiny("made up")
 
 # ComfyUI 0.18.2 has no such module.
 model_prefetch = pytest.importorskip("comfy.model_prefetch")

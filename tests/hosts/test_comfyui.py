@@ -12,6 +12,7 @@ from common import Shuffle, input_lengths, relative_error
 from host import conditioning, merging, needs, no_free_memory, overridden, sample
 from models import comfyui
 from models.comfyui import KINDS, UNETS
+from safetensors.torch import load_file
 
 from tome_nodes.comfyui import attachment
 from tome_nodes.comfyui.attachment import attach, detach
@@ -442,6 +443,19 @@ def test_area_conditioning_merges_each_area_on_its_own_grid(sd15, log_messages):
     positive = conditioning(0.5) + conditioning(0.75, area=(6, 16, 0, 0), strength=1.0)
     sample(attach(sd15, merging()), positive=positive, steps=1)
     assert "(192 -> 96 tokens x6, 96 -> 48 tokens x6)" in log_messages()[-1]
+
+
+def test_saved_weights_are_those_of_the_source(sd15, tmp_path):
+    from comfy_extras.nodes_model_merging import save_checkpoint
+
+    saved = []
+    for name, model in ("plain", sd15), ("patched", attach(sd15, merging())):
+        sample(model, steps=1)
+        save_checkpoint(model, filename_prefix=name, output_dir=str(tmp_path))
+        saved.append(load_file(tmp_path / f"{name}_00001_.safetensors"))
+    plain, patched = saved
+    assert list(patched) == list(plain)
+    assert all(torch.equal(patched[name], plain[name]) for name in plain)
 
 
 def test_weights_that_stay_offloaded_work_under_the_patch(sd15_from_file):

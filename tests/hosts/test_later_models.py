@@ -40,17 +40,15 @@ class Cached(QwenImage21):
 
 
 TWINS = {
-    "qwen_image_21": (QwenImage21, Tiny("", {}, 3, patch=1)),
-    "qwen_image_21_cached": (Cached, Tiny("", {}, 3, patch=1)),
-    "sensenova": (SenseNova, Tiny("", {}, 3, channels=3, patch=32)),
-    "wan_animate_2": (WanAnimate2, Tiny("", {}, 2, frames=4)),
+    QwenImage21: Tiny("", blocks=3, patch=1),
+    Cached: Tiny("", blocks=3, patch=1),
+    SenseNova: Tiny("", blocks=3, channels=3, patch=32),
+    WanAnimate2: Tiny("", frames=4),
 }
 
 
-@pytest.fixture(params=TWINS)
-def twin(request):
+def twin(kind):
     """A twin that keeps nothing from one run to the next, and what samplers need to know of it."""
-    kind, tiny = TWINS[request.param]
     model = made_up.build(kind)
 
     def afresh(executor, *args, **kwargs):
@@ -58,11 +56,12 @@ def twin(request):
         return executor(*args, **kwargs)
 
     model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "afresh", afresh)
-    return model, tiny
+    return model, TWINS[kind]
 
 
-def test_twins_merge_the_keys_of_the_picture_and_nothing_else(twin, log_messages):
-    model, tiny = twin
+@pytest.mark.parametrize("kind", TWINS)
+def test_twins_merge_the_keys_of_the_picture_and_nothing_else(kind, log_messages):
+    model, tiny = twin(kind)
     before, plain = calls_of(model, tiny, cfg=1.0)
     after, merged = calls_of(model, tiny, keys_only(), cfg=1.0)
     picture = PICTURE * (tiny.frames or 1)
@@ -78,7 +77,7 @@ def test_twins_merge_the_keys_of_the_picture_and_nothing_else(twin, log_messages
 
 
 def test_references_of_qwen_image_21_stay_in_the_prefix():
-    model, tiny = made_up.build(QwenImage21), TWINS["qwen_image_21"][1]
+    model, tiny = twin(QwenImage21)
     reference = torch.randn(1, 16, 12, 16, generator=torch.Generator().manual_seed(3))
     options = {"steps": 1, "cfg": 1.0, "extras": {"reference_latents": [reference]}}
     before, _ = calls_of(model, tiny, **options)
@@ -89,7 +88,7 @@ def test_references_of_qwen_image_21_stay_in_the_prefix():
 
 
 def test_the_frames_of_wan_animate_2_share_one_plan_in_each_block():
-    model, tiny = made_up.build(WanAnimate2), TWINS["wan_animate_2"][1]
+    model, tiny = twin(WanAnimate2)
     attached = attach(model, keys_only(), Counted)
     sample(attached, tiny, steps=1, cfg=1.0)
     # What is tried and asked once has happened.
@@ -101,7 +100,7 @@ def test_the_frames_of_wan_animate_2_share_one_plan_in_each_block():
 
 def test_attention_to_a_long_prompt_never_merges():
     """The prompt has more tokens than the picture, and its attention the same queries."""
-    model, tiny = made_up.build(WanAnimate2), TWINS["wan_animate_2"][1]
+    model, tiny = twin(WanAnimate2)
     prompts = conditioning(tiny, 5, tokens=30), conditioning(tiny, 6, tokens=30)
     options = {"size": tiny.size(2, 3), "cfg": 1.0, "prompts": prompts}
     before, _ = calls_of(model, tiny, **options)

@@ -6,7 +6,7 @@ Import this after ComfyUI is on the path and told how to run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import comfy.model_management
@@ -99,35 +99,48 @@ def every_token(random: torch.Generator) -> dict[str, Any]:
     return {"attention_mask": torch.ones(1, TEXT, dtype=torch.int64)}
 
 
+def states_of_llama(random: torch.Generator) -> dict[str, Any]:
+    """What HiDream takes of the layers of a language model."""
+    return {"conditioning_llama3": torch.randn(1, 4, TEXT, 32, generator=random)}
+
+
+def token_numbers(random: torch.Generator) -> dict[str, Any]:
+    """What HiDream-O1 takes as text; the last one stands for the time step."""
+    text = torch.randint(1, 9000, (1, TEXT - 1), generator=random)
+    return {"text_input_ids": torch.cat([text, torch.tensor([[151673]])], 1)}
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A tiny model of one class.
 
     Attributes:
         name: the name of its class in ``comfy.supported_models``.
-        settings: those of the class, as its loader would read them from a file.
         blocks: number of blocks that merge.
         before: number of tokens before the picture.
         channels: those of the latent.
         text: channels of the prompt.
         frames: those of the latent, for a model of videos; None if it has no such dimension.
         patch: side of a patch.
-        pooled: channels of the pooled prompt.
         prompt: makes further conditions from a random generator.
         sound: channels and sides of the latent of its sound, None without sound.
+        settings: those of the class, as its loader would read them from a file.
     """
 
     name: str
-    settings: dict[str, Any]
     blocks: int = 2
     before: int = 0
     channels: int = 16
     text: int = 32
     frames: int | None = None
     patch: int = 2
-    pooled: int = 32
     prompt: Callable[[torch.Generator], dict[str, Any]] = no_more
     sound: tuple[int, ...] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, shared: Mapping[str, Any] | None = None, /, **own: Any) -> Tiny:
+        """The model of these settings, and of those that it shares with others."""
+        return replace(self, settings={**(shared or {}), **own})
 
     def size(self, high: int, wide: int) -> tuple[int, ...]:
         """The sides of a latent that is ``high`` by ``wide`` patches."""
@@ -135,344 +148,195 @@ class Tiny:
 
 
 TINY: dict[str, Tiny] = {
-    "flux": Tiny("Flux", {"guidance_embed": True, **FLUX}, 4, before=TEXT),
-    "flux2": Tiny(
-        "Flux2",
-        {
-            **FLUX,
-            "axes_dim": [8, 8, 8, 8],
-            "txt_ids_dims": [3],
-            "vec_in_dim": None,
-            "guidance_embed": True,
-            "global_modulation": True,
-            "mlp_silu_act": True,
-            "qkv_bias": False,
-            "ops_bias": False,
-            "default_ref_method": "index",
-            "ref_index_scale": 10.0,
-            "patch_size": 1,
-        },
-        4,
-        before=512,
-        patch=1,
+    "flux": Tiny("Flux", blocks=4, before=TEXT).of(FLUX, guidance_embed=True),
+    "flux2": Tiny("Flux2", blocks=4, before=512, patch=1).of(
+        FLUX,
+        axes_dim=[8, 8, 8, 8],
+        txt_ids_dims=[3],
+        vec_in_dim=None,
+        guidance_embed=True,
+        global_modulation=True,
+        mlp_silu_act=True,
+        qkv_bias=False,
+        ops_bias=False,
+        default_ref_method="index",
+        ref_index_scale=10.0,
+        patch_size=1,
     ),
-    "chroma": Tiny(
-        "Chroma",
-        {
-            **FLUX,
-            "in_channels": 64,
-            "out_channels": 64,
-            "in_dim": 64,
-            "out_dim": 64,
-            "hidden_dim": 64,
-            "n_layers": 1,
-        },
-        4,
-        before=TEXT,
+    "chroma": Tiny("Chroma", blocks=4, before=TEXT).of(
+        FLUX, in_channels=64, out_channels=64, in_dim=64, out_dim=64, hidden_dim=64, n_layers=1
     ),
-    "sd3": Tiny(
-        "SD3",
-        {
-            "in_channels": 16,
-            "depth": 2,
-            "adm_in_channels": 32,
-            "context_embedder_config": {
-                "target": "torch.nn.Linear",
-                "params": {"in_features": 32, "out_features": 128},
-            },
-            "pos_embed_max_size": 64,
-            "num_patches": 4096,
-            "qk_norm": "rms",
-            "x_block_self_attn_layers": [0],
+    "sd3": Tiny("SD3", before=TEXT).of(
+        in_channels=16,
+        depth=2,
+        adm_in_channels=32,
+        context_embedder_config={
+            "target": "torch.nn.Linear",
+            "params": {"in_features": 32, "out_features": 128},
         },
-        before=TEXT,
+        pos_embed_max_size=64,
+        num_patches=4096,
+        qk_norm="rms",
+        x_block_self_attn_layers=[0],
     ),
-    "qwen_image": Tiny(
-        "QwenImage",
-        {**HEADS, "joint_attention_dim": 32, "axes_dims_rope": (8, 12, 12)},
-        before=TEXT,
-        frames=1,
+    "qwen_image": Tiny("QwenImage", before=TEXT, frames=1).of(
+        HEADS, joint_attention_dim=32, axes_dims_rope=(8, 12, 12)
     ),
-    "lumina2": Tiny("Lumina2", LUMINA, 3, before=TEXT),
-    "z_image": Tiny(
-        "ZImage",
-        {
-            **LUMINA,
-            "dim": 288,
-            "n_heads": 12,
-            "rope_theta": 256.0,
-            "ffn_dim_multiplier": 8 / 3,
-            "z_image_modulation": True,
-            "pad_tokens_multiple": 32,
+    "lumina2": Tiny("Lumina2", blocks=3, before=TEXT).of(LUMINA),
+    "z_image": Tiny("ZImage", blocks=3, before=32).of(
+        LUMINA,
+        dim=288,
+        n_heads=12,
+        rope_theta=256.0,
+        ffn_dim_multiplier=8 / 3,
+        z_image_modulation=True,
+        pad_tokens_multiple=32,
+    ),
+    "krea2": Tiny("Krea2", before=TEXT, text=64, frames=1).of(
+        features=64, txtdim=32, heads=2, kvheads=1, layers=2, txtlayers=2, txtheads=2, txtkvheads=2
+    ),
+    "hidream": Tiny("HiDream", blocks=4, prompt=states_of_llama).of(
+        HEADS,
+        patch_size=2,
+        in_channels=16,
+        num_single_layers=2,
+        caption_channels=[32, 32],
+        text_emb_dim=32,
+        axes_dims_rope=(8, 12, 12),
+        llama_layers=[0, 1, 2, 3],
+    ),
+    "hidream_o1": Tiny("HiDreamO1", before=TEXT, channels=3, patch=32, prompt=token_numbers).of(
+        text_config_overrides={
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "rope_dims": [6, 5, 5],
         },
-        3,
-        before=32,
-    ),
-    "krea2": Tiny(
-        "Krea2",
-        {
-            "features": 64,
-            "txtdim": 32,
-            "heads": 2,
-            "kvheads": 1,
-            "layers": 2,
-            "txtlayers": 2,
-            "txtheads": 2,
-            "txtkvheads": 2,
-        },
-        before=TEXT,
-        text=64,
-        frames=1,
-    ),
-    "hidream": Tiny(
-        "HiDream",
-        {
-            **HEADS,
-            "patch_size": 2,
-            "in_channels": 16,
-            "num_single_layers": 2,
-            "caption_channels": [32, 32],
-            "text_emb_dim": 32,
-            "axes_dims_rope": (8, 12, 12),
-            "llama_layers": [0, 1, 2, 3],
-        },
-        4,
-        prompt=lambda random: {
-            "conditioning_llama3": torch.randn(1, 4, TEXT, 32, generator=random)
+        vision_config_overrides={
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 32,
+            "depth": 1,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": (),
         },
     ),
-    "hidream_o1": Tiny(
-        "HiDreamO1",
-        {
-            "text_config_overrides": {
-                "hidden_size": 64,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "head_dim": 32,
-                "rope_dims": [6, 5, 5],
-            },
-            "vision_config_overrides": {
-                "hidden_size": 32,
-                "num_heads": 2,
-                "intermediate_size": 32,
-                "depth": 1,
-                "num_position_embeddings": 16,
-                "deepstack_visual_indexes": (),
-            },
-        },
-        before=TEXT,
-        channels=3,
-        patch=32,
-        prompt=lambda random: {
-            "text_input_ids": torch.cat(
-                [torch.randint(1, 9000, (1, TEXT - 1), generator=random), torch.tensor([[151673]])],
-                1,
-            )
-        },
+    "aura_flow": Tiny("AuraFlow", blocks=3, before=8 + TEXT, channels=4).of(
+        dim=64, n_layers=3, n_double_layers=1, n_heads=2, global_conddim=64, cond_seq_dim=32
     ),
-    "aura_flow": Tiny(
-        "AuraFlow",
-        {
-            "dim": 64,
-            "n_layers": 3,
-            "n_double_layers": 1,
-            "n_heads": 2,
-            "global_conddim": 64,
-            "cond_seq_dim": 32,
-        },
-        3,
-        before=8 + TEXT,
-        channels=4,
+    "omnigen2": Tiny("Omnigen2", before=TEXT, prompt=every_token).of(
+        OMNIGEN, num_layers=2, text_feat_dim=32
     ),
-    "omnigen2": Tiny(
-        "Omnigen2",
-        {**OMNIGEN, "num_layers": 2, "text_feat_dim": 32},
-        before=TEXT,
-        prompt=every_token,
+    "boogu": Tiny("Boogu", blocks=4, before=TEXT, prompt=every_token).of(
+        OMNIGEN, num_layers=3, num_double_stream_layers=1, instruction_feat_dim=32
     ),
-    "boogu": Tiny(
-        "Boogu",
-        {**OMNIGEN, "num_layers": 3, "num_double_stream_layers": 1, "instruction_feat_dim": 32},
-        4,
-        before=TEXT,
-        prompt=every_token,
+    "ideogram4": Tiny("Ideogram4", before=TEXT, channels=128, patch=1).of(
+        HEADS, intermediate_size=64, llm_features_dim=32
     ),
-    "ideogram4": Tiny(
-        "Ideogram4",
-        {**HEADS, "intermediate_size": 64, "llm_features_dim": 32},
-        before=TEXT,
-        channels=128,
-        patch=1,
+    "lens": Tiny("Lens", channels=128, patch=1).of(
+        HEADS, enc_hidden_dim=16, axes_dims_rope=(8, 12, 12), selected_layer_index=(0, 1)
     ),
-    "lens": Tiny(
-        "Lens",
-        {
-            **HEADS,
-            "enc_hidden_dim": 16,
-            "axes_dims_rope": (8, 12, 12),
-            "selected_layer_index": (0, 1),
-        },
-        channels=128,
-        patch=1,
+    "mage_flow": Tiny("MageFlow", before=TEXT, channels=128, patch=1).of(
+        HEADS, joint_attention_dim=32, axes_dims_rope=(8, 12, 12)
     ),
-    "mage_flow": Tiny(
-        "MageFlow",
-        {**HEADS, "joint_attention_dim": 32, "axes_dims_rope": (8, 12, 12)},
-        before=TEXT,
-        channels=128,
-        patch=1,
+    "wan21": Tiny("WAN21_T2V", frames=5).of(WAN),
+    "wan21_one_frame": Tiny("WAN21_T2V", frames=1).of(WAN),
+    "wan21_i2v": Tiny("WAN21_I2V", frames=6).of(WAN, model_type="i2v", in_dim=36),
+    "wan21_vace": Tiny("WAN21_Vace", blocks=3, frames=3).of(WAN, vace_layers=1, vace_in_dim=96),
+    "wan21_camera": Tiny("WAN21_Camera", frames=3).of(WAN, in_dim=32),
+    "wan21_fun": Tiny("WAN21_T2V", frames=3).of(WAN, in_dim_ref_conv=16),
+    "wan22_5b": Tiny("WAN22_T2V", channels=48, frames=2).of(WAN, in_dim=48, out_dim=48),
+    "wan21_humo": Tiny("WAN21_HuMo", frames=3).of(WAN, in_dim=36),
+    "wan22_s2v": Tiny("WAN22_S2V", frames=3).of(WAN, audio_inject_layers=[0], audio_dim=32),
+    "wan22_animate": Tiny("WAN22_Animate", frames=3).of(WAN, in_dim=36),
+    "wan21_scail": Tiny("WAN21_SCAIL", frames=3).of(WAN),
+    "wan22_dancer": Tiny("WAN22_WanDancer", frames=3).of(WAN, in_dim=36),
+    "hunyuan_image": Tiny("HunyuanImage21", blocks=4, before=TEXT, channels=64, patch=1).of(
+        HUNYUAN,
+        vec_in_dim=None,
+        guidance_embed=False,
+        in_channels=64,
+        out_channels=64,
+        patch_size=[1, 1],
+        axes_dim=[16, 16],
     ),
-    "wan21": Tiny("WAN21_T2V", WAN, frames=5),
-    "wan21_one_frame": Tiny("WAN21_T2V", WAN, frames=1),
-    "wan21_i2v": Tiny("WAN21_I2V", {**WAN, "model_type": "i2v", "in_dim": 36}, frames=6),
-    "wan21_vace": Tiny("WAN21_Vace", {**WAN, "vace_layers": 1, "vace_in_dim": 96}, 3, frames=3),
-    "wan21_camera": Tiny("WAN21_Camera", {**WAN, "in_dim": 32}, frames=3),
-    "wan21_fun": Tiny("WAN21_T2V", {**WAN, "in_dim_ref_conv": 16}, frames=3),
-    "wan22_5b": Tiny("WAN22_T2V", {**WAN, "in_dim": 48, "out_dim": 48}, channels=48, frames=2),
-    "wan21_humo": Tiny("WAN21_HuMo", {**WAN, "in_dim": 36}, frames=3),
-    "wan22_s2v": Tiny("WAN22_S2V", {**WAN, "audio_inject_layers": [0], "audio_dim": 32}, frames=3),
-    "wan22_animate": Tiny("WAN22_Animate", {**WAN, "in_dim": 36}, frames=3),
-    "wan21_scail": Tiny("WAN21_SCAIL", WAN, frames=3),
-    "wan22_dancer": Tiny("WAN22_WanDancer", {**WAN, "in_dim": 36}, frames=3),
-    "hunyuan_image": Tiny(
-        "HunyuanImage21",
-        {
-            **HUNYUAN,
-            "vec_in_dim": None,
-            "guidance_embed": False,
-            "in_channels": 64,
-            "out_channels": 64,
-            "patch_size": [1, 1],
-            "axes_dim": [16, 16],
-        },
-        4,
-        before=TEXT,
-        channels=64,
-        patch=1,
-    ),
-    "hunyuan_video": Tiny("HunyuanVideo", HUNYUAN, 4, before=TEXT, frames=4),
-    "ltxv": Tiny("LTXV", LTX, channels=128, frames=5, patch=1, prompt=every_token),
-    "cosmos_predict2": Tiny("CosmosT2IPredict2", COSMOS, frames=3),
-    "anima": Tiny("Anima", COSMOS, frames=1),
-    "cosmos1": Tiny(
-        "CosmosT2V",
-        {
-            **COSMOS,
-            "block_x_format": "THWBD",
-            "affline_emb_norm": True,
-            "extra_per_block_abs_pos_emb": True,
-            "extra_per_block_abs_pos_emb_type": "learnable",
-        },
-        frames=3,
+    "hunyuan_video": Tiny("HunyuanVideo", blocks=4, before=TEXT, frames=4).of(HUNYUAN),
+    "ltxv": Tiny("LTXV", channels=128, frames=5, patch=1, prompt=every_token).of(LTX),
+    "cosmos_predict2": Tiny("CosmosT2IPredict2", frames=3).of(COSMOS),
+    "anima": Tiny("Anima", frames=1).of(COSMOS),
+    "cosmos1": Tiny("CosmosT2V", frames=3).of(
+        COSMOS,
+        block_x_format="THWBD",
+        affline_emb_norm=True,
+        extra_per_block_abs_pos_emb=True,
+        extra_per_block_abs_pos_emb_type="learnable",
     ),
     "ltxav": Tiny(
-        "LTXAV",
-        {
-            **LTX,
-            "audio_attention_head_dim": 16,
-            "audio_num_attention_heads": 2,
-            "audio_cross_attention_dim": 32,
-            "connector_attention_head_dim": 16,
-            "connector_num_attention_heads": 2,
-        },
-        channels=128,
-        text=64,
-        frames=4,
-        patch=1,
-        prompt=every_token,
-        sound=(8, 6, 16),
+        "LTXAV", channels=128, text=64, frames=4, patch=1, prompt=every_token, sound=(8, 6, 16)
+    ).of(
+        LTX,
+        audio_attention_head_dim=16,
+        audio_num_attention_heads=2,
+        audio_cross_attention_dim=32,
+        connector_attention_head_dim=16,
+        connector_num_attention_heads=2,
     ),
-    "minimax_h3": Tiny(
-        "MiniMaxH3",
-        {
-            "hidden_size": 96,
-            "num_layers": 2,
-            "num_attention_heads": 1,
-            "ffn_hidden_size": 64,
-            "text_dim": 32,
-            "time_embed_dim": 32,
-        },
-        before=TEXT + 12,
-        channels=24,
-        frames=3,
-        sound=(32, 2, 6),
+    "minimax_h3": Tiny("MiniMaxH3", before=TEXT + 12, channels=24, frames=3, sound=(32, 2, 6)).of(
+        hidden_size=96,
+        num_layers=2,
+        num_attention_heads=1,
+        ffn_hidden_size=64,
+        text_dim=32,
+        time_embed_dim=32,
     ),
-    "cogvideo": Tiny(
-        "CogVideoX_T2V",
-        {
-            "num_attention_heads": 3,
-            "attention_head_dim": 32,
-            "time_embed_dim": 32,
-            "text_embed_dim": 32,
-            "num_layers": 2,
-        },
-        before=TEXT,
-        frames=3,
+    "cogvideo": Tiny("CogVideoX_T2V", before=TEXT, frames=3).of(
+        num_attention_heads=3,
+        attention_head_dim=32,
+        time_embed_dim=32,
+        text_embed_dim=32,
+        num_layers=2,
     ),
-    "joy_image": Tiny(
-        "JoyImage",
-        {
-            "hidden_size": 64,
-            "num_attention_heads": 2,
-            "num_layers": 2,
-            "text_dim": 32,
-            "rope_dim_list": [8, 12, 12],
-        },
-        frames=1,
+    "joy_image": Tiny("JoyImage", frames=1).of(
+        hidden_size=64, num_attention_heads=2, num_layers=2, text_dim=32, rope_dim_list=[8, 12, 12]
     ),
-    "pixel_dit": Tiny(
-        "PixelDiTT2I",
-        {
-            "num_groups": 2,
-            "hidden_size": 64,
-            "pixel_hidden_size": 8,
-            "pixel_attn_hidden_size": 64,
-            "patch_depth": 2,
-            "pixel_depth": 1,
-            "txt_embed_dim": 32,
-        },
-        before=TEXT,
-        channels=3,
-        patch=16,
+    "pixel_dit": Tiny("PixelDiTT2I", before=TEXT, channels=3, patch=16).of(
+        num_groups=2,
+        hidden_size=64,
+        pixel_hidden_size=8,
+        pixel_attn_hidden_size=64,
+        patch_depth=2,
+        pixel_depth=1,
+        txt_embed_dim=32,
     ),
-    "kandinsky5": Tiny(
-        "Kandinsky5",
-        {
-            "in_text_dim": 32,
-            "in_text_dim2": 32,
-            "time_dim": 32,
-            "model_dim": 64,
-            "ff_dim": 64,
-            "num_visual_blocks": 2,
-            "axes_dims": (8, 12, 12),
-        },
-        frames=4,
+    "kandinsky5": Tiny("Kandinsky5", frames=4).of(
+        in_text_dim=32,
+        in_text_dim2=32,
+        time_dim=32,
+        model_dim=64,
+        ff_dim=64,
+        num_visual_blocks=2,
+        axes_dims=(8, 12, 12),
     ),
-    "mochi": Tiny(
-        "GenmoMochi",
-        {
-            "in_channels": 12,
-            "learn_sigma": False,
-            "depth": 2,
-            "num_heads": 2,
-            "hidden_size_x": 48,
-            "hidden_size_y": 24,
-            "mlp_ratio_x": 256.0,
-            "use_t5": True,
-            "t5_feat_dim": 32,
-            "qk_norm": True,
-            "qkv_bias": False,
-        },
-        channels=12,
-        frames=3,
-        prompt=every_token,
+    "mochi": Tiny("GenmoMochi", channels=12, frames=3, prompt=every_token).of(
+        in_channels=12,
+        learn_sigma=False,
+        depth=2,
+        num_heads=2,
+        hidden_size_x=48,
+        hidden_size_y=24,
+        mlp_ratio_x=256.0,
+        use_t5=True,
+        t5_feat_dim=32,
+        qk_norm=True,
+        qkv_bias=False,
     ),
 }
 """Transformers, by a name for tests."""
 
-WAN_ANIMATE_2 = Tiny("WAN_Animate2", {**WAN, "model_type": "animate2", "in_dim": 36}, frames=4)
+WAN_ANIMATE_2 = Tiny("WAN_Animate2", frames=4).of(WAN, model_type="animate2", in_dim=36)
 """A transformer that ComfyUI 0.33.0 has and the newest pinned one does not."""
 
 
@@ -493,7 +357,7 @@ def _unet(
     }
     blocks = (2 * residuals + 1) * sum(depths) + middle
     settings = unet_settings(depths, residuals, **shape | settings)
-    return Tiny(name, settings, blocks, channels=4, patch=1)
+    return Tiny(name, blocks, channels=4, patch=1).of(settings)
 
 
 def sd15(levels: int) -> Tiny:
@@ -635,5 +499,5 @@ def conditioning(tiny: Tiny, seed: int, tokens: int = TEXT, **extras: Any) -> li
     """A random prompt in the form of the host."""
     random = torch.Generator().manual_seed(seed)
     text = torch.randn(1, tokens, tiny.text, generator=random)
-    pooled = torch.randn(1, tiny.pooled, generator=random)
+    pooled = torch.randn(1, 32, generator=random)
     return [[text, {"pooled_output": pooled, **tiny.prompt(random), **extras}]]
