@@ -1,6 +1,7 @@
 """Merged keys that weigh as much as the tokens they stand for, through ComfyUI's attention."""
 
 import inspect
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -256,8 +257,9 @@ def test_the_log_tells_where_an_override_changes_the_keys(sd15, log_messages):
     )
 
 
-def in_equal_cells(model):
-    """Hooks that make the input of the transformer blocks equal within each 2x2 cell."""
+@pytest.fixture
+def of_equal_cells(sd15):
+    """A model that makes the input of its transformer blocks equal within each 2x2 cell."""
 
     def level(module, args, kwargs):
         x, options = args[0], kwargs["transformer_options"]
@@ -267,9 +269,11 @@ def in_equal_cells(model):
             image = cells.repeat_interleave(2, 2).repeat_interleave(2, 3)
         return (image.flatten(2).mT, *args[1:]), kwargs
 
-    unet = model.model.diffusion_model
-    modules = [module for module in unet.modules() if isinstance(module, BasicTransformerBlock)]
-    return [module.register_forward_pre_hook(level, with_kwargs=True) for module in modules]
+    with ExitStack() as hooks:
+        for module in sd15.model.diffusion_model.modules():
+            if isinstance(module, BasicTransformerBlock):
+                hooks.enter_context(module.register_forward_pre_hook(level, with_kwargs=True))
+        yield sd15
 
 
 @pytest.mark.parametrize(
@@ -285,16 +289,12 @@ def in_equal_cells(model):
     ],
     ids=str,
 )
-def test_merging_equal_tokens_changes_nothing(sd15, settings):
-    hooks = in_equal_cells(sd15)
-    try:
-        expected = sample(sd15)
-        error = relative_error(sample(attach(sd15, merging(**settings))), expected)
-        unweighed = merging(**settings, proportional_attn=False)
-        error_unweighed = relative_error(sample(attach(sd15, unweighed)), expected)
-    finally:
-        for hook in hooks:
-            hook.remove()
+def test_merging_equal_tokens_changes_nothing(of_equal_cells, settings):
+    expected = sample(of_equal_cells)
+    error, error_unweighed = (
+        relative_error(sample(attach(of_equal_cells, config)), expected)
+        for config in (merging(**settings), merging(**settings, proportional_attn=False))
+    )
     assert error < 5e-5
     assert error_unweighed > 20 * error
 

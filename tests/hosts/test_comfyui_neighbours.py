@@ -134,12 +134,8 @@ def test_another_thread_waits_for_the_overrides_of_an_evaluation(sd15):
 
     theirs = sd15.clone()
     theirs.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "theirs", twice)
-    hooks = [unet.register_forward_pre_hook(note), unet.register_forward_hook(note)]
-    try:
+    with unet.register_forward_pre_hook(note), unet.register_forward_hook(note):
         sample(attach(theirs, merging()), steps=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
     assert turns == [True, True, False, False]
     assert torch.equal(*outputs)
     assert overridden(sd15) == []

@@ -19,7 +19,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.model_sampling import ModelSamplingDiscrete
 from comfy.samplers import CFGGuider
 from common import relative_error
-from host import keys_only, merging, overridden
+from host import OVERRIDE, keys_only, merging, overridden
 from models.comfyui import TINY, sample
 
 from tome_nodes.comfyui import host_checks
@@ -99,21 +99,22 @@ def tensor_of(x):
     return x.take() if isinstance(x, Container) else x
 
 
-def attention_of_038(function, takes_for_overrides):
-    """An attention function of the host as of 0.38, which is called with containers.
+def attention_of_038(takes_for_overrides):
+    """The attention of the host as of 0.38, which is called with containers.
 
     An override gets no ``preferred_attention``, and tensors unless it says that it takes
     containers. Whether it is the host that takes them is not settled.
     """
+    function = host_attention.attention_pytorch.__wrapped__
 
     def attention(q, k, v, heads, mask=None, preferred_attention=None, **kwargs):
-        override = (kwargs.get("transformer_options") or {}).get("optimized_attention_override")
-        if override is not None:
-            held = map(tensor_of, (q, k, v))
-            q, k, v = held if takes_for_overrides else map(Container, held)
-            return override(function, q, k, v, heads, mask=mask, **kwargs)
+        override = (kwargs.get("transformer_options") or {}).get(OVERRIDE)
         q, k, v = map(tensor_of, (q, k, v))
-        return function(q, k, v, heads, mask=mask, **kwargs)
+        if override is None:
+            return function(q, k, v, heads, mask=mask, **kwargs)
+        if not takes_for_overrides:
+            q, k, v = map(Container, (q, k, v))
+        return override(function, q, k, v, heads, mask=mask, **kwargs)
 
     return attention
 
@@ -123,8 +124,7 @@ def host_038(monkeypatch):
     """Have the host's Flux call attention as 0.38 does."""
 
     def install(takes_for_overrides):
-        plain = host_attention.attention_pytorch.__wrapped__
-        attention = attention_of_038(plain, takes_for_overrides)
+        attention = attention_of_038(takes_for_overrides)
 
         def called(q, k, v, *args, **kwargs):
             contained = map(Container, (q, k, v))

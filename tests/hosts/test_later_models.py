@@ -4,8 +4,6 @@ Where the host has the real class, that is tested as well.
 """
 
 import copy
-import sys
-import types
 
 import comfy.supported_models
 import pytest
@@ -115,8 +113,8 @@ def test_the_real_wan_animate_2_merges_the_keys_of_its_frames(log_messages):
     needs(tiny.name, hasattr(comfy.supported_models, tiny.name), since="0.33.0")
     model = build(tiny)
     generator = torch.Generator().manual_seed(3)
-    poses = torch.randn(1, 16, 3, *tiny.size(8, 10), generator=generator)
-    posed = {"extras": {"pose_video_latent": poses}, "cfg": 1.0}
+    video_of_poses = torch.randn(1, 16, 3, *tiny.size(8, 10), generator=generator)
+    posed = {"extras": {"pose_video_latent": video_of_poses}, "cfg": 1.0}
     before, plain = calls_of(model, tiny, **posed)
     after, merged = calls_of(model, tiny, keys_only(), **posed)
     # The poses, with their prompt; each frame; the frames' prompt.
@@ -134,21 +132,16 @@ def test_the_real_wan_animate_2_merges_the_keys_of_its_frames(log_messages):
 
 @pytest.mark.parametrize("kind", ["minimax_h3", "krea2", "wan21"])
 def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(
-    models, kind, log_messages
+    models, kind, log_messages, monkeypatch
 ):
     tiny, model = TINY[kind], models(kind)
     expected = sample(attach(model, keys_only()), tiny)
     record = next(each for each in TRANSFORMERS if each.matches(model.model.diffusion_model))
     stored = StoredAttention()
-    blocks = model.model.diffusion_model.blocks
-    modules = [getattr(block, record.attention or "attn") for block in blocks]
-    try:
-        for module in modules:
-            module.comfy_attention = stored
-        result = sample(attach(model, keys_only()), tiny)
-    finally:
-        for module in modules:
-            del module.comfy_attention
+    for block in model.model.diffusion_model.blocks:
+        module = getattr(block, record.attention or "attn")
+        monkeypatch.setattr(module, "comfy_attention", stored, raising=False)
+    result = sample(attach(model, keys_only()), tiny)
     assert relative_error(result, expected) < 1e-5
     picture = PICTURE * (tiny.frames or 1)
     assert stored.keys
@@ -183,16 +176,17 @@ def test_a_control_of_minimax_h3_sees_all_tokens(models, log_messages):
 @pytest.mark.parametrize("hook", ["override", "patch"])
 def test_beside_a_sparse_attention_nothing_merges_and_the_log_says_why(models, log_messages, hook):
     tiny, model = TINY["minimax_h3"], models("minimax_h3")
-    module = types.ModuleType("comfy_extras.nodes_sparse_attention")
-    exec(
-        "def override(func, *args, **kwargs):\n    return func(*args, **kwargs)\n"
-        "def patch(args, extra):\n    return extra['original_block'](args)\n",
-        vars(module),
-    )
-    sparse = with_override(model, module.override) if hook == "override" else model.clone()
+
+    def override(func, *args, **kwargs):
+        return func(*args, **kwargs)
+
+    def patch(args, extra):
+        return extra["original_block"](args)
+
+    override.__module__ = patch.__module__ = "comfy_extras.nodes_sparse_attention"
+    sparse = with_override(model, override) if hook == "override" else model.clone()
     if hook == "patch":
-        sparse.set_model_patch_replace(module.patch, "dit", "double_block", 0)
+        sparse.set_model_patch_replace(patch, "dit", "double_block", 0)
     plain = sample(sparse, tiny)
     assert torch.equal(sample(attach(sparse, keys_only()), tiny), plain)
     assert "nothing merged: Model Sparse Attention needs all keys" in log_messages()[-1]
-    assert module.__name__ not in sys.modules
