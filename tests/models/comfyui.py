@@ -48,6 +48,7 @@ LUMINA = {
     "n_layers": 3,
     "n_refiner_layers": 1,
     "n_heads": 4,
+    "multiple_of": 16,
     "qk_norm": True,
     "cap_feat_dim": 32,
     "axes_dims": [8, 8, 8],
