@@ -46,14 +46,7 @@ def keys_only(**options):
     return merging(**{"strategy": "window", "attn_tokens": "k,v"} | options)
 
 
-def sample(
-    model,
-    size=(12, 16),
-    channels=32,
-    scheduler="normal",
-    positive=None,
-    **options,
-):
+def sample(model, size=(12, 16), channels=32, scheduler="normal", positive=None, **options):
     """Sample with a UNet like that of Stable Diffusion 1.x; see :func:`models.comfyui.sample`."""
     prompts = positive or conditioning(0.5, channels), conditioning(0.25, channels)
     return comfyui.sample(
@@ -77,7 +70,7 @@ def numbers(q, k):
     return q.shape[-2], k.shape[-2]
 
 
-def calls_of(model, tiny, size, config=None, note=numbers, **options):
+def calls_of(model, tiny, config=None, note=numbers, **options):
     """What is noted of the queries and keys of each attention of a run, and its result."""
     calls = []
 
@@ -88,7 +81,7 @@ def calls_of(model, tiny, size, config=None, note=numbers, **options):
     watched = with_override(model, spy)
     if config is not None:
         watched = attach(watched, config)
-    return calls, comfyui.sample(watched, tiny, size, **options)
+    return calls, comfyui.sample(watched, tiny, **options)
 
 
 def merged_keys(before, after):
@@ -97,8 +90,8 @@ def merged_keys(before, after):
     return [(keys, keys - left) for (_, keys), (_, left) in pairs if keys != left]
 
 
-def shuffle_error(model, tiny, size, config=None, **options):
+def shuffle_error(model, tiny, config=None, **options):
     """How far the result of a run with a lossless plan is from that of the unpatched model."""
-    expected = comfyui.sample(model, tiny, size, **options)
+    expected = comfyui.sample(model, tiny, **options)
     shuffled = attach(model, config or keys_only(), Shuffle)
-    return relative_error(comfyui.sample(shuffled, tiny, size, **options), expected)
+    return relative_error(comfyui.sample(shuffled, tiny, **options), expected)

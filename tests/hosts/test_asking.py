@@ -2,20 +2,12 @@
 
 import gc
 import weakref
-from dataclasses import replace
 
 import comfy.model_management
 import pytest
 import torch
 from common import Shuffle, relative_error
-from host import (
-    OVERRIDE,
-    calls_of,
-    keys_only,
-    merged_keys,
-    overridden,
-    shuffle_error,
-)
+from host import calls_of, keys_only, merged_keys, overridden, shuffle_error, with_override
 from models import made_up
 from models.comfyui import TEXT, TINY, Tiny, build, conditioning, sample
 from models.made_up import MERGING, REFUSED, Turning
@@ -31,7 +23,7 @@ FOUND = "unknown model, picture found by asking"
 def made(kind):
     """A made-up model, and what the samplers of tests need to know of it."""
     frames = 3 if kind is made_up.VideoAmongReferences else None
-    return made_up.build(kind), Tiny(kind.__name__, {}, 0, frames=frames, patch=kind.patch[1])
+    return made_up.build(kind), Tiny(kind.__name__, frames=frames, patch=kind.patch[1])
 
 
 KNOWN = [
@@ -45,14 +37,13 @@ KNOWN = [
 @pytest.mark.parametrize("kind", KNOWN)
 def test_asking_finds_what_the_record_says(models, log_messages, monkeypatch, kind):
     tiny, model = TINY[kind], models(kind)
-    size = tiny.size(8, 10)
-    expected, picture = calls_of(model, tiny, size, keys_only(), steps=1)
+    expected, picture = calls_of(model, tiny, keys_only(), steps=1)
     monkeypatch.setattr(attachment, "record_of", unknown_transformer)
-    asked, same_picture = calls_of(model, tiny, size, keys_only(), steps=1)
+    asked, same_picture = calls_of(model, tiny, keys_only(), steps=1)
     assert asked == expected
     assert torch.equal(same_picture, picture)
     assert FOUND in log_messages()[-1]
-    assert shuffle_error(model, tiny, size) < 1e-5
+    assert shuffle_error(model, tiny) < 1e-5
     assert overridden(model) == []
 
 
@@ -60,24 +51,23 @@ def test_asking_finds_what_the_record_says(models, log_messages, monkeypatch, ki
 @pytest.mark.parametrize("attn_tokens", ["k,v", "q,k,v"])
 def test_made_up_models_merge_their_pictures_only(log_messages, kind, attn_tokens):
     model, tiny = made(kind)
-    size, config = tiny.size(8, 10), keys_only(attn_tokens=attn_tokens)
-    before, plain = calls_of(model, tiny, size)
-    after, merged = calls_of(model, tiny, size, config)
+    config = keys_only(attn_tokens=attn_tokens)
+    before, plain = calls_of(model, tiny)
+    after, merged = calls_of(model, tiny, config)
     picture = 80 * (tiny.frames or 1)
     fewer = merged_keys(before, after)
     assert fewer
     assert all(picture // 2 - 8 <= number <= picture // 2 for _, number in fewer)
     assert 1e-6 < relative_error(merged, plain) < 0.5
     assert FOUND in log_messages()[-1]
-    assert shuffle_error(model, tiny, size, config) < 1e-5
+    assert shuffle_error(model, tiny, config) < 1e-5
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_models_whose_tokens_do_not_stand_row_by_row_do_not_merge(log_messages, kind):
     model, tiny = made(kind)
-    size = tiny.size(8, 10)
-    plain = sample(model, tiny, size)
-    assert torch.equal(sample(attach(model, keys_only()), tiny, size), plain)
+    plain = sample(model, tiny)
+    assert torch.equal(sample(attach(model, keys_only()), tiny), plain)
     assert (
         f"nothing merged: the picture of a {kind.__name__} was not found by asking"
         in log_messages()[-1]
@@ -87,41 +77,38 @@ def test_models_whose_tokens_do_not_stand_row_by_row_do_not_merge(log_messages, 
 
 def test_blocks_between_which_tokens_change_places_do_not_merge(log_messages):
     model, tiny = made(Turning)
-    assert shuffle_error(model, tiny, tiny.size(8, 10)) < 1e-5
+    assert shuffle_error(model, tiny) < 1e-5
     assert "merged 1/3 blocks" in log_messages()[-1]
 
 
 def test_references_of_an_unknown_model_merge_within_themselves():
     model, tiny = made(made_up.VideoAmongReferences)
-    size = tiny.size(8, 10)
     references = [
         torch.randn(1, 16, 1, *sides, generator=torch.Generator().manual_seed(3))
         for sides in ((12, 16), (16, 20))
     ]
-    prompts = [conditioning(tiny, seed, reference_latents=references) for seed in (5, 6)]
-    before, _ = calls_of(model, tiny, size, prompts=prompts)
-    after, _ = calls_of(model, tiny, size, keys_only(), prompts=prompts)
+    extras = {"reference_latents": references}
+    before, _ = calls_of(model, tiny, extras=extras)
+    after, _ = calls_of(model, tiny, keys_only(), extras=extras)
     assert merged_keys(before, after)[0] == (48 + 80 + 240 + 32, (48 + 80 + 240) // 2)
-    assert shuffle_error(model, tiny, size, prompts=prompts) < 1e-5
+    assert shuffle_error(model, tiny, extras=extras) < 1e-5
 
 
 def test_prompts_of_different_lengths():
     model, tiny = made(made_up.RegistersAndTextBehind)
-    size = tiny.size(8, 10)
     ((text, extras),) = conditioning(tiny, 5)
     prompts = [[[text[:, : TEXT // 2], extras]], conditioning(tiny, 6)]
-    before, _ = calls_of(model, tiny, size, prompts=prompts)
-    after, _ = calls_of(model, tiny, size, keys_only(), prompts=prompts)
+    before, _ = calls_of(model, tiny, prompts=prompts)
+    after, _ = calls_of(model, tiny, keys_only(), prompts=prompts)
     # Two steps for each of the prompts: the refiner, which does not merge, and three blocks.
     assert len(before) == 16
     assert [merged for _, merged in merged_keys(before, after)] == [40, 40, 40] * 4
-    assert shuffle_error(model, tiny, size, prompts=prompts) < 1e-5
+    assert shuffle_error(model, tiny, prompts=prompts) < 1e-5
 
 
 def test_asking_disturbs_nothing(monkeypatch):
     """Neither other nodes' wrappers and overrides nor random numbers, and it asks once."""
     model, tiny = made(made_up.RegistersAndTextBehind)
-    size = tiny.size(8, 10)
     seen = []
 
     def wrapper(executor, *args, **kwargs):
@@ -135,23 +122,22 @@ def test_asking_disturbs_nothing(monkeypatch):
     def draws(*_):
         torch.rand(1)
 
-    other = model.clone()
+    other = with_override(model, theirs)
     other.add_wrapper_with_key("diffusion_model", "other", wrapper)
-    other.model_options["transformer_options"][OVERRIDE] = theirs
     model.model.diffusion_model.to_time.register_forward_hook(draws)
     asked = []
     ask = asking._asked
     monkeypatch.setattr(asking, "_asked", lambda *args: asked.append(args) or ask(*args))
     options = {"sampler": "euler_ancestral"}
-    plain = sample(other, tiny, size, **options)
+    plain = sample(other, tiny, **options)
     state = torch.get_rng_state()
     expected, seen[:] = [*seen], []
-    merged = sample(attach(other, keys_only(), Shuffle), tiny, size, **options)
+    merged = sample(attach(other, keys_only(), Shuffle), tiny, **options)
     assert seen == expected
     assert torch.equal(torch.get_rng_state(), state)
     assert relative_error(merged, plain) < 1e-5
     assert len(asked) == 1
-    sample(attach(other, keys_only()), tiny, size)
+    sample(attach(other, keys_only()), tiny)
     assert len(asked) == 1
 
 
@@ -165,11 +151,12 @@ def test_asking_disturbs_nothing(monkeypatch):
 )
 def test_asking_takes_a_small_part_of_an_evaluation(monkeypatch, kind, depth):
     """By arithmetic, at the depth of published models."""
-    tiny = replace(TINY[kind], settings={**TINY[kind].settings, **depth})
-    model, size = build(tiny), tiny.size(16, 16)
+    tiny = TINY[kind].of(TINY[kind].settings, **depth)
+    model = build(tiny)
+    options = {"size": tiny.size(16, 16), "steps": 1, "cfg": 1.0}
     whole, part = FlopCounterMode(display=False), FlopCounterMode(display=False)
     with whole:
-        sample(model, tiny, size, steps=1, cfg=1.0)
+        sample(model, tiny, **options)
     ask = asking._asked
 
     def counted(*arguments):
@@ -178,16 +165,15 @@ def test_asking_takes_a_small_part_of_an_evaluation(monkeypatch, kind, depth):
 
     monkeypatch.setattr(asking, "_asked", counted)
     monkeypatch.setattr(attachment, "record_of", unknown_transformer)
-    sample(attach(model, keys_only()), tiny, size, steps=1, cfg=1.0)
+    sample(attach(model, keys_only()), tiny, **options)
     assert 0 < part.get_total_flops() < 0.05 * whole.get_total_flops()
 
 
 def test_what_a_model_keeps_for_later_evaluations_is_as_if_nobody_had_asked(log_messages):
     model, tiny = made(made_up.Caching)
-    size = tiny.size(8, 10)
-    plain = sample(model, tiny, size, cfg=1.0)
+    plain = sample(model, tiny, cfg=1.0)
     model.model.diffusion_model.kept = []
-    assert torch.equal(sample(attach(model, keys_only()), tiny, size, cfg=1.0), plain)
+    assert torch.equal(sample(attach(model, keys_only()), tiny, cfg=1.0), plain)
     assert "a Caching keeps something from one evaluation to the next" in log_messages()[-1]
 
 
@@ -199,7 +185,7 @@ def test_a_model_that_was_asked_is_freed_at_once():
     gc.collect()
     gc.disable()
     try:
-        sample(patched, tiny, tiny.size(8, 10))
+        sample(patched, tiny)
         del patched
         assert held() is None
     finally:
@@ -208,14 +194,13 @@ def test_a_model_that_was_asked_is_freed_at_once():
 
 def test_a_model_that_cannot_be_asked_runs_unmerged(log_messages, monkeypatch):
     model, tiny = made(made_up.RegistersAndTextBehind)
-    size = tiny.size(8, 10)
-    plain = sample(model, tiny, size)
+    plain = sample(model, tiny)
 
     def fails(*_):
         raise RuntimeError("no pixel today")
 
     monkeypatch.setattr(asking, "changed", fails)
-    assert torch.equal(sample(attach(model, keys_only()), tiny, size), plain)
+    assert torch.equal(sample(attach(model, keys_only()), tiny), plain)
     assert "could not be asked (RuntimeError: no pixel today)" in log_messages()[-1]
 
 
@@ -228,5 +213,5 @@ def test_an_interrupt_while_asking_ends_the_run(monkeypatch):
 
     monkeypatch.setattr(asking, "changed", interrupts)
     with pytest.raises(ended):
-        sample(attach(model, keys_only()), tiny, tiny.size(8, 10))
+        sample(attach(model, keys_only()), tiny)
     assert overridden(model) == []

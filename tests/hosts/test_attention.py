@@ -1,6 +1,7 @@
 """Merged keys that weigh as much as the tokens they stand for, through ComfyUI's attention."""
 
 import inspect
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -15,34 +16,36 @@ from torch.testing import assert_close
 
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.attention import OVERRIDE, weigh_attention
+from tome_nodes.merging.layout import Grid
 from tome_nodes.ops import TORCH
 from tome_nodes.ops.autotune import Choice, Tuner
 from tome_nodes.patching import attention_call, key_weights
 from tome_nodes.patching.key_weights import Capabilities, Variant, variant_of
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.strategies import make_strategy
 
 BATCH, HEADS = 2, 4
 
 
-def tensors(channels, queries, keys, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def tensors(channels, dtype=torch.float32):
+    """37 queries, 29 keys and their values, and how many tokens each of the keys stands for."""
+    generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(BATCH, tokens, HEADS * channels, generator=generator).to(DEVICE, dtype)
-        for tokens in (queries, keys, keys)
-    ] + [torch.randint(1, 9, (BATCH, keys), generator=generator).to(DEVICE)]
+        for tokens in (37, 29, 29)
+    ] + [torch.randint(1, 9, (BATCH, 29), generator=generator).to(DEVICE)]
 
 
 def attention_to_repeated(q, k, v, sizes):
     """Brute force in float64: every key and value repeated as often as its size says."""
     samples = []
     for sample_q, sample_k, sample_v, times in zip(q, k, v, sizes, strict=True):
-        keys, values = (x.double().repeat_interleave(times, 0) for x in (sample_k, sample_v))
-        heads = [
-            torch.softmax(head_q @ head_k.T / head_q.shape[1] ** 0.5, 1) @ head_v
-            for head_q, head_k, head_v in zip(
-                *(x.double().chunk(HEADS, 1) for x in (sample_q, keys, values)), strict=True
-            )
-        ]
-        samples.append(torch.cat(heads, 1))
+        keys, values = (x.repeat_interleave(times, 0) for x in (sample_k, sample_v))
+        queries, keys, values = (
+            x.double().unflatten(1, (HEADS, -1)).transpose(0, 1) for x in (sample_q, keys, values)
+        )
+        heads = torch.softmax(queries @ keys.mT / queries.shape[2] ** 0.5, 2) @ values
+        samples.append(heads.transpose(0, 1).flatten(1))
     return torch.stack(samples)
 
 
@@ -66,7 +69,7 @@ def weighed(function, q, k, v, sizes, notes, options=None, ops=TORCH, tuner=None
     ],
 )
 def test_weighed_keys_are_repeated_keys(function, channels):
-    q, k, v, sizes = tensors(channels, 37, 29)
+    q, k, v, sizes = tensors(channels)
     expected = attention_to_repeated(q, k, v, sizes)
     notes = []
     assert_close(weighed(function, q, k, v, sizes, notes).double(), expected, atol=1e-5, rtol=1e-5)
@@ -81,29 +84,25 @@ def needs_argument(name):
 
 def test_the_scale_of_the_caller_is_kept():
     needs_argument("scale")
-    q, k, v, sizes = tensors(40, 37, 29)
+    q, k, v, sizes = tensors(40)
     expected = attention_to_repeated(2 * q, k, v, sizes)
     for function in (attention.attention_pytorch, attention.attention_flash):
         actual = weighed(function, q, k, v, sizes, [], scale=2 / 40**0.5)
         assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
         unscaled = weighed(function, q, k, v, sizes, [], scale=None)
-        expected_unscaled = attention_to_repeated(q, k, v, sizes)
-        assert_close(unscaled.double(), expected_unscaled, atol=1e-5, rtol=1e-5)
+        assert torch.equal(unscaled, weighed(function, q, k, v, sizes, []))
 
 
 @pytest.mark.parametrize("function", [attention.attention_pytorch, attention.attention_flash])
 def test_a_mask_that_an_override_changes_counts(function):
-    q, k, v, sizes = tensors(40, 37, 29)
+    q, k, v, sizes = tensors(40)
     region = torch.zeros(1, 1, 1, 29, device=DEVICE)
     region[..., :5] = -torch.inf
 
     def theirs(func, *args, mask=None, **kwargs):
         return func(*args, mask=mask + region, **kwargs)
 
-    block = SimpleNamespace(ops=TORCH, tuner=None, note_unweighted=lambda reason: None)
-    merged = key_weights.attend(
-        block, function, theirs, None, sizes.log().to(q.dtype), q, k, v, HEADS, {}
-    )
+    merged = weighed(function, q, k, v, sizes, [], {OVERRIDE: theirs})
     without = sizes.clone()
     without[:, :5] = 0
     expected = attention_to_repeated(q, k, v, without)
@@ -111,38 +110,41 @@ def test_a_mask_that_an_override_changes_counts(function):
 
 
 OLD, NEW = Capabilities(), Capabilities(flash=True, cudnn=True, kernel=True)
+FLASH, NO_CUDNN = Capabilities(flash=True), replace(NEW, cudnn=False)
 
 
-@pytest.mark.parametrize("channels", [32, 40, 64, 80, 96, 128, 160, 192, 248, 256, 512])
-def test_further_channels_are_taken_where_they_stay_in_the_kernel_of_flash(channels):
-    stays = channels in {40, 80, 160, 248}
-    taken = variant_of("attention_pytorch", channels, NEW)
-    without_cudnn = variant_of("attention_pytorch", channels, replace(NEW, cudnn=False))
-    of_flash = variant_of("attention_flash", channels, NEW)
-    if stays:
-        assert taken is without_cudnn is of_flash is Variant.CHANNELS
-    else:
+MASK, CHANNELS, KERNEL = Variant.MASK, Variant.CHANNELS, Variant.KERNEL
+
+
+@pytest.mark.parametrize(
+    ("channels", "with_cudnn", "without_cudnn", "of_flash"),
+    [
+        # With further channels, they stay in the kernel of flash.
+        *((channels, CHANNELS, CHANNELS, CHANNELS) for channels in (40, 80, 160, 248)),
         # cuDNN's heads have at most 128 channels, and those of our kernel 256.
-        kernel = Variant.KERNEL if channels <= 256 else Variant.MASK
-        assert taken is (Variant.MASK if channels <= 128 else kernel)
-        assert without_cudnn is kernel
-        assert of_flash is (Variant.KERNEL if channels <= 256 else Variant.CHANNELS)
-    assert variant_of("attention_pytorch", channels, OLD) is Variant.MASK
-    assert variant_of("attention_xformers", channels, OLD) is Variant.CHANNELS
-    assert variant_of("attention_basic", channels, NEW) is Variant.MASK
+        *((channels, MASK, KERNEL, KERNEL) for channels in (32, 64, 96, 128)),
+        *((channels, KERNEL, KERNEL, KERNEL) for channels in (192, 256)),
+        (512, MASK, MASK, CHANNELS),
+    ],
+)
+def test_ways_by_the_channels_of_a_head(channels, with_cudnn, without_cudnn, of_flash):
+    assert variant_of("attention_pytorch", channels, NEW) is with_cudnn
+    assert variant_of("attention_pytorch", channels, NO_CUDNN) is without_cudnn
+    assert variant_of("attention_flash", channels, NEW) is of_flash
+    assert variant_of("attention_pytorch", channels, OLD) is MASK
+    assert variant_of("attention_xformers", channels, OLD) is CHANNELS
+    assert variant_of("attention_basic", channels, NEW) is MASK
     assert variant_of("attention_sage", channels, NEW) is None
 
 
 def test_what_is_not_possible_is_not_taken():
-    only_flash = Capabilities(flash=True)
-    assert variant_of("attention_pytorch", 40, only_flash, may_widen=False) is Variant.MASK
-    assert variant_of("attention_pytorch", 64, only_flash) is Variant.MASK
-    assert variant_of("attention_flash", 64, only_flash) is Variant.CHANNELS
-    assert variant_of("attention_flash", 64, only_flash, may_widen=False) is None
-    capable = replace(NEW, cudnn=False)
-    assert variant_of("attention_flash", 40, capable, may_widen=False) is Variant.KERNEL
-    assert variant_of("attention_flash", 40, capable, may_widen=False, may_replace=False) is None
-    assert variant_of("attention_pytorch", 64, capable, may_replace=False) is Variant.MASK
+    assert variant_of("attention_pytorch", 40, FLASH, may_widen=False) is MASK
+    assert variant_of("attention_pytorch", 64, FLASH) is MASK
+    assert variant_of("attention_flash", 64, FLASH) is CHANNELS
+    assert variant_of("attention_flash", 64, FLASH, may_widen=False) is None
+    assert variant_of("attention_flash", 40, NO_CUDNN, may_widen=False) is KERNEL
+    assert variant_of("attention_flash", 40, NO_CUDNN, may_widen=False, may_replace=False) is None
+    assert variant_of("attention_pytorch", 64, NO_CUDNN, may_replace=False) is MASK
 
 
 class Attended:
@@ -157,11 +159,8 @@ class Attended:
         return TORCH.attend(*arguments)
 
 
-WAYS = {
-    Variant.MASK: OLD,
-    Variant.CHANNELS: NEW,
-    Variant.KERNEL: Capabilities(flash=True, kernel=True),
-}
+WAYS = {MASK: OLD, CHANNELS: NEW, KERNEL: NO_CUDNN}
+"""What has to be possible for each to be taken."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -170,7 +169,7 @@ WAYS = {
 def test_each_way_is_right_in_any_precision_and_layout(monkeypatch, channels, key_heads, dtype):
     if key_heads < HEADS:
         needs_argument("enable_gqa")
-    q, k, v, sizes = tensors(channels, 37, 29, dtype)
+    q, k, v, sizes = tensors(channels, dtype)
     k, v = (x[..., : key_heads * channels] for x in (k, v))
     repeated = [
         x.unflatten(2, (key_heads, -1)).repeat_interleave(HEADS // key_heads, 2).flatten(2)
@@ -195,10 +194,10 @@ def test_each_way_is_right_in_any_precision_and_layout(monkeypatch, channels, ke
             assert relative_error(out.double(), expected) < bound
         assert notes == [None] * 3
         is_widened = channels == 40 and key_heads == HEADS
-        if way is Variant.KERNEL:
+        if way is KERNEL:
             assert kernels.count == (2 if is_widened else 3)
         else:
-            assert kernels.count == (3 if way is Variant.CHANNELS and channels == 256 else 0)
+            assert kernels.count == (3 if way is CHANNELS and channels == 256 else 0)
 
 
 def test_a_way_that_was_the_fastest_is_taken_only_where_it_is_possible(monkeypatch):
@@ -209,7 +208,7 @@ def test_a_way_that_was_the_fastest_is_taken_only_where_it_is_possible(monkeypat
         return Choice("kernel" if "kernel" in ways() else default, default, {})
 
     tuner = Tuner(choose)
-    q, k, v, sizes = tensors(64, 37, 29)
+    q, k, v, sizes = tensors(64)
     expected = attention_to_repeated(q, k, v, sizes)
     # Our kernel does not know this argument.
     for kwargs, count in (({}, 1), ({"window_size": 3}, 1), ({}, 2)):
@@ -219,17 +218,8 @@ def test_a_way_that_was_the_fastest_is_taken_only_where_it_is_possible(monkeypat
         assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_under_the_override_of_another_node_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(key_weights, "capabilities", lambda *_: NEW)
-    tuner = Tuner(lambda *_: pytest.fail("tried"))
-    q, k, v, sizes = tensors(64, 37, 29)
-    options = {OVERRIDE: lambda func, *args, **kwargs: func(*args, **kwargs)}
-    actual = weighed(attention.attention_pytorch, q, k, v, sizes, [], options, tuner=tuner)
-    assert_close(actual.double(), attention_to_repeated(q, k, v, sizes), atol=1e-5, rtol=1e-5)
-
-
 def test_an_unknown_attention_runs_as_it_is():
-    q, k, v, sizes = tensors(40, 37, 29)
+    q, k, v, sizes = tensors(40)
 
     @attention.wrap_attn
     def attention_of_the_future(q, k, v, heads, mask=None, **kwargs):
@@ -242,17 +232,19 @@ def test_an_unknown_attention_runs_as_it_is():
     assert notes == ["attention_of_the_future takes no weights"]
 
 
-def test_the_override_of_another_node_runs_first():
-    q, k, v, sizes = tensors(40, 37, 29)
+def test_the_override_of_another_node_runs_first_and_nothing_is_tried(monkeypatch):
+    monkeypatch.setattr(key_weights, "capabilities", lambda *_: NEW)
+    tuner = Tuner(lambda *_: pytest.fail("tried"))
+    q, k, v, sizes = tensors(64)
 
     def theirs(func, q, k, v, heads, **kwargs):
         return 3 * func(2 * q, k, v, heads, **kwargs)
 
-    options = {"optimized_attention_override": theirs}
-    actual = weighed(attention.attention_pytorch, q, k, v, sizes, [], options)
+    options = {OVERRIDE: theirs}
+    actual = weighed(attention.attention_pytorch, q, k, v, sizes, [], options, tuner=tuner)
     expected = 3 * attention_to_repeated(2 * q, k, v, sizes)
     assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
-    assert options == {"optimized_attention_override": theirs}
+    assert options == {OVERRIDE: theirs}
 
 
 def test_the_log_tells_where_an_override_changes_the_keys(sd15, log_messages):
@@ -265,8 +257,9 @@ def test_the_log_tells_where_an_override_changes_the_keys(sd15, log_messages):
     )
 
 
-def in_equal_cells(model):
-    """Hooks that make the input of the transformer blocks equal within each 2x2 cell."""
+@pytest.fixture
+def of_equal_cells(sd15):
+    """A model that makes the input of its transformer blocks equal within each 2x2 cell."""
 
     def level(module, args, kwargs):
         x, options = args[0], kwargs["transformer_options"]
@@ -276,9 +269,11 @@ def in_equal_cells(model):
             image = cells.repeat_interleave(2, 2).repeat_interleave(2, 3)
         return (image.flatten(2).mT, *args[1:]), kwargs
 
-    unet = model.model.diffusion_model
-    modules = [module for module in unet.modules() if isinstance(module, BasicTransformerBlock)]
-    return [module.register_forward_pre_hook(level, with_kwargs=True) for module in modules]
+    with ExitStack() as hooks:
+        for module in sd15.model.diffusion_model.modules():
+            if isinstance(module, BasicTransformerBlock):
+                hooks.enter_context(module.register_forward_pre_hook(level, with_kwargs=True))
+        yield sd15
 
 
 @pytest.mark.parametrize(
@@ -294,26 +289,19 @@ def in_equal_cells(model):
     ],
     ids=str,
 )
-def test_merging_equal_tokens_changes_nothing(sd15, settings):
-    hooks = in_equal_cells(sd15)
-    try:
-        expected = sample(sd15)
-        error = relative_error(sample(attach(sd15, merging(**settings))), expected)
-        unweighed = merging(**settings, proportional_attn=False)
-        error_unweighed = relative_error(sample(attach(sd15, unweighed)), expected)
-    finally:
-        for hook in hooks:
-            hook.remove()
+def test_merging_equal_tokens_changes_nothing(of_equal_cells, settings):
+    expected = sample(of_equal_cells)
+    error, error_unweighed = (
+        relative_error(sample(attach(of_equal_cells, config)), expected)
+        for config in (merging(**settings), merging(**settings, proportional_attn=False))
+    )
     assert error < 5e-5
     assert error_unweighed > 20 * error
 
 
 def test_keys_that_are_hidden_from_all_stay_hidden_from_merged_queries():
     pytest.importorskip("triton", reason="Triton is not made for this system")
-    from tome_nodes.merging.layout import Grid
     from tome_nodes.ops import triton as kernels
-    from tome_nodes.settings.config import ToMeConfig
-    from tome_nodes.strategies import make_strategy
 
     strategy = make_strategy(ToMeConfig(strategy="window"), kernels)
     strategy.begin(torch.tensor(7, device=DEVICE))

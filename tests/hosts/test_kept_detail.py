@@ -42,16 +42,18 @@ def model_of(models, wide):
 kinds = pytest.mark.parametrize("kind", ["flux", "z_image", "sd15"])
 
 
-def sampled(model, kind, **options):
+def evaluated(apply_model, args, **others):
+    """What a wrapper is asked for, with other arguments."""
+    return apply_model(args["input"], args["timestep"], **args["c"] | others)
+
+
+def sampled(model, kind, wrapper=evaluated, **options):
+    """A run of 8 steps, each evaluated by a wrapper as other nodes set it."""
+    model = model.clone()
+    model.set_model_unet_function_wrapper(wrapper)
     if kind == "sd15":
         return sample(model, (16, 16), channels=768, steps=8, **options)
     return sample_transformer(model, TINY[kind], TINY[kind].size(32, 32), steps=8, **options)
-
-
-def wrapped(model, wrapper):
-    other = model.clone()
-    other.set_model_unet_function_wrapper(wrapper)
-    return other
 
 
 KEPT = merging(scope="stack", attn_tokens="k,v", refresh_steps=4, forecast=True)
@@ -78,10 +80,10 @@ class Tiles:
         return torch.roll(torch.cat(halves, -1), moved, -1)
 
 
-def change(model, kind, offset, config):
+def change(model, kind, offset):
     """How much merging changes what is painted by tiles."""
     patched, unpatched = (
-        sampled(wrapped(each, Tiles(offset)), kind) for each in (attach(model, config), model)
+        sampled(each, kind, Tiles(offset)) for each in (attach(model, KEPT), model)
     )
     return relative_error(patched, unpatched)
 
@@ -89,7 +91,7 @@ def change(model, kind, offset, config):
 @kinds
 def test_detail_of_another_place_is_not_added(model_of, log_messages, kind):
     model = model_of(kind)
-    still, moving = (change(model, kind, offset, KEPT) for offset in (0, 6))
+    still, moving = (change(model, kind, offset) for offset in (0, 6))
     assert moving < 2 * still
     assert [NOT_USED[kind] in line for line in log_messages()] == [False, True]
 
@@ -98,7 +100,7 @@ def test_detail_of_another_place_is_not_added(model_of, log_messages, kind):
 @pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "heun"])
 def test_detail_of_one_place_is_added(model_of, log_messages, kind, sampler):
     model = attach(model_of(kind), KEPT)
-    sampled(wrapped(model, Tiles(0)), kind, sampler=sampler)
+    sampled(model, kind, Tiles(0), sampler=sampler)
     (line,) = log_messages()
     assert line.startswith("[ToMe] merged" if kind == "sd15" else "[ToMe] forecast")
     assert NOT_USED[kind] not in line
@@ -129,8 +131,7 @@ def test_a_node_may_leave_out_the_negative_prompt_in_every_second_step(model_of,
     model = model_of(kind)
     changes = [
         relative_error(
-            sampled(wrapped(attach(model, KEPT), apart(skips)), kind),
-            sampled(wrapped(model, apart(skips)), kind),
+            sampled(attach(model, KEPT), kind, apart(skips)), sampled(model, kind, apart(skips))
         )
         for skips in (False, True)
     ]
@@ -139,27 +140,25 @@ def test_a_node_may_leave_out_the_negative_prompt_in_every_second_step(model_of,
 
 @kinds
 def test_a_node_may_change_the_answer_in_place(model_of, kind):
-    def doubled(apply_model, args):
-        answer = apply_model(args["input"], args["timestep"], **args["c"])
-        return answer * 1.5
+    def enlarged(*arguments):
+        return evaluated(*arguments) * 1.5
 
-    def doubled_in_place(apply_model, args):
-        return apply_model(args["input"], args["timestep"], **args["c"]).mul_(1.5)
+    def enlarged_in_place(*arguments):
+        return evaluated(*arguments).mul_(1.5)
 
     model = attach(model_of(kind), KEPT)
-    expected = sampled(wrapped(model, doubled), kind)
-    assert torch.equal(sampled(wrapped(model, doubled_in_place), kind), expected)
+    expected = sampled(model, kind, enlarged)
+    assert torch.equal(sampled(model, kind, enlarged_in_place), expected)
 
 
 @kinds
 def test_a_copy_of_the_options_keeps_what_was_kept(model_of, kind):
     def copying(apply_model, args):
-        options = args["c"]["transformer_options"]
-        given = args["c"] | {"transformer_options": copy.deepcopy(options)}
-        return apply_model(args["input"], args["timestep"], **given)
+        options = copy.deepcopy(args["c"]["transformer_options"])
+        return evaluated(apply_model, args, transformer_options=options)
 
     model = attach(model_of(kind), KEPT)
-    assert torch.equal(sampled(wrapped(model, copying), kind), sampled(model, kind))
+    assert torch.equal(sampled(model, kind, copying), sampled(model, kind))
 
 
 # Flux changes tokens in place, so that it has no gradients.
@@ -178,7 +177,7 @@ def test_nothing_is_kept_while_gradients_are_computed(model_of, kind, log_messag
         sizes.append(gradient.norm())
         return answer.detach()
 
-    sampled(wrapped(attach(model_of(kind), KEPT), guided), kind)
+    sampled(attach(model_of(kind), KEPT), kind, guided)
     assert len(sizes) == 8
     assert all(torch.isfinite(size) and size > 0 for size in sizes)
     reason = "as gradients are computed" if kind == "sd15" else NOT_USED[kind]
@@ -207,8 +206,8 @@ def test_models_that_share_a_step_may_take_turns_in_any_order(model_of, kind):
             return torch.cat([answers[0], answers[1]], -1)
 
     patched = attach(model, KEPT)
-    expected = sampled(wrapped(patched, Shared([(0, 1), (0, 1)])), kind)
-    assert torch.equal(sampled(wrapped(patched, Shared([(0, 1), (1, 0)])), kind), expected)
+    expected = sampled(patched, kind, Shared([(0, 1), (0, 1)]))
+    assert torch.equal(sampled(patched, kind, Shared([(0, 1), (1, 0)])), expected)
 
 
 def test_what_is_counted_in_a_step_is_counted_under_a_lock(model_of):
@@ -223,9 +222,7 @@ def test_what_is_counted_in_a_step_is_counted_under_a_lock(model_of):
 
     def watching(apply_model, args):
         options = Watched(args["c"]["transformer_options"])
-        return apply_model(
-            args["input"], args["timestep"], **args["c"] | {"transformer_options": options}
-        )
+        return evaluated(apply_model, args, transformer_options=options)
 
-    sampled(wrapped(attach(model_of("flux"), KEPT), watching), "flux")
+    sampled(attach(model_of("flux"), KEPT), "flux", watching)
     assert counted == [True] * 8

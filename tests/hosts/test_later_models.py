@@ -4,14 +4,12 @@ Where the host has the real class, that is tested as well.
 """
 
 import copy
-import sys
-import types
 
 import comfy.supported_models
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from common import Shuffle, relative_error
+from common import Counted, relative_error
 from host import (
     OVERRIDE,
     calls_of,
@@ -28,7 +26,6 @@ from models.twins import QwenImage21, SenseNova, StoredAttention, WanAnimate2, n
 
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models import TRANSFORMERS
-from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 PICTURE = 80
 
@@ -41,17 +38,15 @@ class Cached(QwenImage21):
 
 
 TWINS = {
-    "qwen_image_21": (QwenImage21, Tiny("", {}, 3, patch=1)),
-    "qwen_image_21_cached": (Cached, Tiny("", {}, 3, patch=1)),
-    "sensenova": (SenseNova, Tiny("", {}, 3, channels=3, patch=32)),
-    "wan_animate_2": (WanAnimate2, Tiny("", {}, 2, frames=4)),
+    QwenImage21: Tiny("", blocks=3, patch=1),
+    Cached: Tiny("", blocks=3, patch=1),
+    SenseNova: Tiny("", blocks=3, channels=3, patch=32),
+    WanAnimate2: Tiny("", frames=4),
 }
 
 
-@pytest.fixture(params=TWINS)
-def twin(request):
+def twin(kind):
     """A twin that keeps nothing from one run to the next, and what samplers need to know of it."""
-    kind, tiny = TWINS[request.param]
     model = made_up.build(kind)
 
     def afresh(executor, *args, **kwargs):
@@ -59,14 +54,14 @@ def twin(request):
         return executor(*args, **kwargs)
 
     model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "afresh", afresh)
-    return model, tiny
+    return model, TWINS[kind]
 
 
-def test_twins_merge_the_keys_of_the_picture_and_nothing_else(twin, log_messages):
-    model, tiny = twin
-    size = tiny.size(8, 10)
-    before, plain = calls_of(model, tiny, size, cfg=1.0)
-    after, merged = calls_of(model, tiny, size, keys_only(), cfg=1.0)
+@pytest.mark.parametrize("kind", TWINS)
+def test_twins_merge_the_keys_of_the_picture_and_nothing_else(kind, log_messages):
+    model, tiny = twin(kind)
+    before, plain = calls_of(model, tiny, cfg=1.0)
+    after, merged = calls_of(model, tiny, keys_only(), cfg=1.0)
     picture = PICTURE * (tiny.frames or 1)
     fewer = merged_keys(before, after)
     assert len(fewer) == 2 * tiny.blocks * (tiny.frames or 1)
@@ -75,75 +70,53 @@ def test_twins_merge_the_keys_of_the_picture_and_nothing_else(twin, log_messages
     assert 1e-6 < relative_error(merged, plain) < 0.5
     assert f"merged {tiny.blocks}/{tiny.blocks} blocks" in log_messages()[-1]
     assert "by asking" not in log_messages()[-1]
-    assert shuffle_error(model, tiny, tiny.size(7, 9), cfg=1.0) < 1e-5
+    assert shuffle_error(model, tiny, size=tiny.size(7, 9), cfg=1.0) < 1e-5
     assert overridden(model) == []
 
 
 def test_references_of_qwen_image_21_stay_in_the_prefix():
-    model, tiny = made_up.build(QwenImage21), TWINS["qwen_image_21"][1]
-    size = tiny.size(8, 10)
+    model, tiny = twin(QwenImage21)
     reference = torch.randn(1, 16, 12, 16, generator=torch.Generator().manual_seed(3))
-    prompts = [conditioning(tiny, seed, reference_latents=[reference]) for seed in (5, 6)]
-    options = {"steps": 1, "cfg": 1.0, "prompts": prompts}
-    before, _ = calls_of(model, tiny, size, **options)
-    after, _ = calls_of(model, tiny, size, keys_only(), **options)
+    options = {"steps": 1, "cfg": 1.0, "extras": {"reference_latents": [reference]}}
+    before, _ = calls_of(model, tiny, **options)
+    after, _ = calls_of(model, tiny, keys_only(), **options)
     assert before[:3] == [(TEXT, TEXT), (192, TEXT + 192), (80, TEXT + 272)]
     assert after[:3] == [(TEXT, TEXT), (192, TEXT + 192), (80, TEXT + 232)]
-    assert shuffle_error(model, tiny, size, **options) < 1e-5
+    assert shuffle_error(model, tiny, **options) < 1e-5
 
 
-def test_the_frames_of_wan_animate_2_share_one_plan_in_each_block(monkeypatch):
-    made = []
-    plan = BipartiteStrategy.plan
-
-    def counted(self, features, grid, ratio):
-        made.append(grid)
-        return plan(self, features, grid, ratio)
-
-    monkeypatch.setattr(BipartiteStrategy, "plan", counted)
-    model, tiny = made_up.build(WanAnimate2), TWINS["wan_animate_2"][1]
-    attached = attach(model, keys_only(), Shuffle)
-    sample(attached, tiny, tiny.size(8, 10), steps=1, cfg=1.0)
-    made.clear()
-    sample(attached, tiny, tiny.size(8, 10), steps=1, cfg=1.0)
+def test_the_frames_of_wan_animate_2_share_one_plan_in_each_block():
+    model, tiny = twin(WanAnimate2)
+    attached = attach(model, keys_only(), Counted)
+    sample(attached, tiny, steps=1, cfg=1.0)
+    # What is tried and asked once has happened.
+    before = Counted.made
+    sample(attached, tiny, steps=1, cfg=1.0)
     # The reference attends without a pose. Of a video, the first frame and the others merge apart.
-    assert len(made) == tiny.blocks * 2 * 2
+    assert Counted.made - before == tiny.blocks * 2 * 2
 
 
 def test_attention_to_a_long_prompt_never_merges():
     """The prompt has more tokens than the picture, and its attention the same queries."""
-    model, tiny = made_up.build(WanAnimate2), TWINS["wan_animate_2"][1]
-    size, long = tiny.size(2, 3), 30
-    prompts = conditioning(tiny, 5, tokens=long), conditioning(tiny, 6, tokens=long)
-    before, _ = calls_of(model, tiny, size, cfg=1.0, prompts=prompts)
-    after, _ = calls_of(model, tiny, size, keys_only(), cfg=1.0, prompts=prompts)
-    assert (24, long) in before
-    assert after.count((24, long)) == before.count((24, long))
+    model, tiny = twin(WanAnimate2)
+    prompts = conditioning(tiny, 5, tokens=30), conditioning(tiny, 6, tokens=30)
+    options = {"size": tiny.size(2, 3), "cfg": 1.0, "prompts": prompts}
+    before, _ = calls_of(model, tiny, **options)
+    after, _ = calls_of(model, tiny, keys_only(), **options)
+    assert (24, 30) in before
+    assert after.count((24, 30)) == before.count((24, 30))
     assert after != before
 
 
-@pytest.fixture(scope="module")
-def animate_2():
-    """The real model, and prompts for a size, with a video of poses or without."""
-    tiny = WAN_ANIMATE_2
-    needs(tiny.name, hasattr(comfy.supported_models, tiny.name), since="0.33.0")
-
-    def prompts(size, posed):
-        generator = torch.Generator().manual_seed(3)
-        poses = torch.randn(1, 16, tiny.frames - 1, *size, generator=generator)
-        extras = {"pose_video_latent": poses} if posed else {}
-        return conditioning(tiny, 5, **extras), conditioning(tiny, 6, **extras)
-
-    return build(tiny), prompts
-
-
-def test_the_real_wan_animate_2_merges_the_keys_of_its_frames(animate_2, log_messages):
-    model, prompts = animate_2
+def test_the_real_wan_animate_2_merges_the_keys_of_its_frames(log_messages):
     tiny, video = WAN_ANIMATE_2, 4 * PICTURE
-    size = tiny.size(8, 10)
-    posed = {"prompts": prompts(size, True), "cfg": 1.0}
-    before, plain = calls_of(model, tiny, size, **posed)
-    after, merged = calls_of(model, tiny, size, keys_only(), **posed)
+    needs(tiny.name, hasattr(comfy.supported_models, tiny.name), since="0.33.0")
+    model = build(tiny)
+    generator = torch.Generator().manual_seed(3)
+    video_of_poses = torch.randn(1, 16, 3, *tiny.size(8, 10), generator=generator)
+    posed = {"extras": {"pose_video_latent": video_of_poses}, "cfg": 1.0}
+    before, plain = calls_of(model, tiny, **posed)
+    after, merged = calls_of(model, tiny, keys_only(), **posed)
     # The poses, with their prompt; each frame; the frames' prompt.
     poses, prompt = [(240, 240), (240, TEXT)], [(video, TEXT)]
     assert {*before} == {*poses, *prompt, (PICTURE, video), (PICTURE, video + PICTURE)}
@@ -152,34 +125,23 @@ def test_the_real_wan_animate_2_merges_the_keys_of_its_frames(animate_2, log_mes
     assert len(after) == len(before)
     assert 1e-6 < relative_error(merged, plain) < 0.5
     assert f"merged {tiny.blocks}/{tiny.blocks} blocks" in log_messages()[-1]
-
-
-@pytest.mark.parametrize("posed", [True, False])
-def test_lossless_plans_reproduce_the_real_wan_animate_2(animate_2, posed):
-    model, prompts = animate_2
-    tiny, size = WAN_ANIMATE_2, WAN_ANIMATE_2.size(7, 9)
-    assert shuffle_error(model, tiny, size, prompts=prompts(size, posed)) < 1e-5
+    assert shuffle_error(model, tiny, extras=posed["extras"]) < 1e-5
+    assert shuffle_error(model, tiny, size=tiny.size(7, 9)) < 1e-5
     assert overridden(model) == []
 
 
 @pytest.mark.parametrize("kind", ["minimax_h3", "krea2", "wan21"])
 def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(
-    models, kind, log_messages
+    models, kind, log_messages, monkeypatch
 ):
     tiny, model = TINY[kind], models(kind)
-    size = tiny.size(8, 10)
-    expected = sample(attach(model, keys_only()), tiny, size)
+    expected = sample(attach(model, keys_only()), tiny)
     record = next(each for each in TRANSFORMERS if each.matches(model.model.diffusion_model))
     stored = StoredAttention()
-    blocks = model.model.diffusion_model.blocks
-    modules = [getattr(block, record.attention or "attn") for block in blocks]
-    try:
-        for module in modules:
-            module.comfy_attention = stored
-        result = sample(attach(model, keys_only()), tiny, size)
-    finally:
-        for module in modules:
-            del module.comfy_attention
+    for block in model.model.diffusion_model.blocks:
+        module = getattr(block, record.attention or "attn")
+        monkeypatch.setattr(module, "comfy_attention", stored, raising=False)
+    result = sample(attach(model, keys_only()), tiny)
     assert relative_error(result, expected) < 1e-5
     picture = PICTURE * (tiny.frames or 1)
     assert stored.keys
@@ -190,7 +152,6 @@ def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(
 def test_a_control_of_minimax_h3_sees_all_tokens(models, log_messages):
     """As MiniMaxH3FunControl, it runs a block of its own on the rows of the model's first one."""
     tiny, model = TINY["minimax_h3"], models("minimax_h3")
-    size = tiny.size(8, 10)
     control = copy.deepcopy(model.model.diffusion_model.blocks[0])
     rows = []
 
@@ -205,9 +166,9 @@ def test_a_control_of_minimax_h3_sees_all_tokens(models, log_messages):
 
     other = model.clone()
     other.set_model_patch_replace(controlled, "dit", "double_block", 0)
-    plain, changed = (sample(each, tiny, size, steps=4) for each in (model, other))
+    plain, changed = (sample(each, tiny, steps=4) for each in (model, other))
     assert relative_error(changed, plain) > 1e-3
-    assert shuffle_error(other, tiny, size, steps=4) < 1e-5
+    assert shuffle_error(other, tiny, steps=4) < 1e-5
     assert set(rows) == {tiny.before + PICTURE * tiny.frames}
     assert "merged 2/2 blocks" in log_messages()[-1]
 
@@ -215,17 +176,17 @@ def test_a_control_of_minimax_h3_sees_all_tokens(models, log_messages):
 @pytest.mark.parametrize("hook", ["override", "patch"])
 def test_beside_a_sparse_attention_nothing_merges_and_the_log_says_why(models, log_messages, hook):
     tiny, model = TINY["minimax_h3"], models("minimax_h3")
-    size = tiny.size(8, 10)
-    module = types.ModuleType("comfy_extras.nodes_sparse_attention")
-    exec(
-        "def override(func, *args, **kwargs):\n    return func(*args, **kwargs)\n"
-        "def patch(args, extra):\n    return extra['original_block'](args)\n",
-        vars(module),
-    )
-    sparse = with_override(model, module.override) if hook == "override" else model.clone()
+
+    def override(func, *args, **kwargs):
+        return func(*args, **kwargs)
+
+    def patch(args, extra):
+        return extra["original_block"](args)
+
+    override.__module__ = patch.__module__ = "comfy_extras.nodes_sparse_attention"
+    sparse = with_override(model, override) if hook == "override" else model.clone()
     if hook == "patch":
-        sparse.set_model_patch_replace(module.patch, "dit", "double_block", 0)
-    plain = sample(sparse, tiny, size)
-    assert torch.equal(sample(attach(sparse, keys_only()), tiny, size), plain)
+        sparse.set_model_patch_replace(patch, "dit", "double_block", 0)
+    plain = sample(sparse, tiny)
+    assert torch.equal(sample(attach(sparse, keys_only()), tiny), plain)
     assert "nothing merged: Model Sparse Attention needs all keys" in log_messages()[-1]
-    assert module.__name__ not in sys.modules

@@ -2,20 +2,35 @@
 
 A file takes a few megabytes and about a second to write, whatever the model's size: all its
 weights are strided views of a few shared storages, which the `.ckpt` format keeps shared. The
-loader copies them into a model of the full size. The names and shapes are those of the published
-checkpoints, so the loader detects each family by itself.
+loader copies them into a model of the full size. The names and shapes are those of ComfyUI's own
+modules, and so of the published checkpoints; the loader detects each family by itself.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+
+from benchmarks.host import use_cpu
+
+if "comfy.cli_args" not in sys.modules:
+    # Nobody has told ComfyUI how to run, and its modules need a device before they can be made.
+    use_cpu()
+
+import comfy.clip_model
+import comfy.ops
+from comfy.cldm.cldm import ControlNet
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from comfy.taesd.taesd import TAESD
 
 Layout = dict[str, tuple[int, ...]]
 """The names and shapes of a state dict."""
@@ -26,28 +41,22 @@ STORAGE_ELEMENTS = 2**19
 CHANNELS = 320
 """Those of a UNet's first level."""
 
-VOCABULARY = 49408
-TEXT_LENGTH = 77
-
-
-@dataclass(frozen=True)
-class UNet:
-    """The shape of a UNet, with one entry for each level in every tuple."""
-
-    context: int
-    multipliers: tuple[int, ...]
-    depths: tuple[int, ...]
-    middle_depth: int = 1
-    linear_projections: bool = True
-    vector_condition: int | None = None
-
 
 @dataclass(frozen=True)
 class Family:
-    """A UNet, and the other parts of a full checkpoint of its family."""
+    """A UNet, with one entry for each level in its tuples, and the text encoders beside it.
 
-    unet: UNet
-    conditioner: Layout
+    Attributes:
+        multipliers: of the channels.
+        depths: numbers of transformer blocks in a stack.
+        settings: further arguments of the UNet.
+        text: the prefixes of the CLIP models, each with the name of its configuration.
+    """
+
+    multipliers: tuple[int, ...]
+    depths: tuple[int, ...]
+    settings: dict[str, Any]
+    text: dict[str, str]
 
 
 def write_checkpoint(
@@ -83,25 +92,21 @@ def write_checkpoint(
     Weights are scaled by fan-in, so activations stay finite and of order one; norms are the
     identity and biases zero. The same arguments always give the same file content.
     """
-    layout = _prefixed("model.diffusion_model.", _unet_layout(_unet(family, levels, full_width)))
+    chosen = _FAMILIES[family]
+    unet = _unet(chosen, levels, full_width)
+    layout = _layout("model.diffusion_model.", lambda: UNetModel(**unet))
     if not unet_only:
-        layout |= _prefixed("first_stage_model.", _vae_layout()) | _FAMILIES[family].conditioner
+        # Half a megabyte of convolutions instead of the full VAE's 84 M parameters.
+        layout |= _layout("first_stage_model.", TAESD)
+        for prefix, name in chosen.text.items():
+            layout |= _text_encoder(prefix, name)
     return _write(path, layout)
 
 
 def write_controlnet(path: str | os.PathLike[str], *, levels: int) -> Path:
     """Write a ControlNet with random weights for `sd15` of as many levels; for ControlNetLoader."""
-    unet = _unet_layout(_unet("sd15", levels, full_width=False))
-    encoder = ("time_embed.", "input_blocks.", "middle_block.")
-    layout = {name: shape for name, shape in unet.items() if name.startswith(encoder)}
-    channels = CHANNELS
-    hints = (3, 16, 16, 32, 32, 96, 96, 256, channels)
-    for index, (inp, out) in enumerate(pairwise(hints)):
-        layout |= _layer(f"input_hint_block.{2 * index}", out, inp, 3, 3)
-    blocks = {name.split(".")[1] for name in layout if name.startswith("input_blocks.")}
-    for block in sorted(blocks, key=int):
-        layout |= _layer(f"zero_convs.{block}.0", channels, channels, 1, 1)
-    return _write(path, layout | _layer("middle_block_out.0", channels, channels, 1, 1))
+    unet = _unet(_FAMILIES["sd15"], levels, full_width=False)
+    return _write(path, _layout("", lambda: ControlNet(hint_channels=3, **unet)))
 
 
 def _write(path: str | os.PathLike[str], layout: Layout) -> Path:
@@ -114,14 +119,6 @@ def _write(path: str | os.PathLike[str], layout: Layout) -> Path:
     finally:
         unfinished.unlink(missing_ok=True)
     return target
-
-
-def _unet(family: str, levels: int | None, full_width: bool) -> UNet:
-    unet = _FAMILIES[family].unet
-    multipliers = unet.multipliers[:levels]
-    if not full_width:
-        multipliers = (1,) * len(multipliers)
-    return replace(unet, multipliers=multipliers, depths=unet.depths[:levels])
 
 
 def _random_weights(layout: Layout) -> dict[str, torch.Tensor]:
@@ -164,176 +161,80 @@ def _view(storage: torch.Tensor, shape: tuple[int, ...], index: int) -> torch.Te
     return storage.as_strided(shape, (row_stride, *strides), offset)
 
 
-def _prefixed(prefix: str, layout: Layout) -> Layout:
-    return {prefix + name: shape for name, shape in layout.items()}
+def unet_settings(depths: tuple[int, ...], residuals: int, **settings: Any) -> dict[str, Any]:
+    """The arguments of a UNet.
+
+    Args:
+        depths: numbers of transformer blocks in a stack, by level.
+        residuals: number of residual blocks in each level on the way down; there is one more on
+            the way up. Behind each is a stack.
+        settings: further arguments.
+    """
+    return {
+        "image_size": 32,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_res_blocks": [residuals] * len(depths),
+        "transformer_depth": [depth for depth in depths for _ in range(residuals)],
+        "transformer_depth_output": [depth for depth in depths for _ in range(residuals + 1)],
+        "use_spatial_transformer": True,
+        **settings,
+    }
 
 
-def _layer(name: str, out: int, inp: int, *kernel: int, bias: bool = True) -> Layout:
-    """A convolution, or a linear layer if there is no kernel."""
-    return {f"{name}.weight": (out, inp, *kernel)} | ({f"{name}.bias": (out,)} if bias else {})
-
-
-def _norm(name: str, channels: int) -> Layout:
-    return {f"{name}.weight": (channels,), f"{name}.bias": (channels,)}
-
-
-def _unet_layout(unet: UNet) -> Layout:
-    channels, embedding = CHANNELS, 4 * CHANNELS
-    layout = _layer("time_embed.0", embedding, channels)
-    layout |= _layer("time_embed.2", embedding, embedding)
-    if unet.vector_condition is not None:
-        layout |= _layer("label_emb.0.0", embedding, unet.vector_condition)
-        layout |= _layer("label_emb.0.2", embedding, embedding)
-    layout |= _layer("input_blocks.0.0", channels, 4, 3, 3)
-    layout |= _unet_blocks(unet)
-    layout |= _norm("out.0", channels)
-    return layout | _layer("out.2", 4, channels, 3, 3)
-
-
-def _unet_blocks(unet: UNet) -> Layout:
-    """Two residual blocks a level on the way down, a middle, three a level on the way up."""
-    layout: Layout = {}
-    current = CHANNELS
-    skipped = [current]
-    last = len(unet.multipliers) - 1
-    block = 1
-    for level, (multiplier, depth) in enumerate(zip(unet.multipliers, unet.depths, strict=True)):
-        for _ in range(2):
-            out = multiplier * CHANNELS
-            name = f"input_blocks.{block}"
-            layout |= _residual(f"{name}.0", unet, current, out)
-            layout |= _transformer(f"{name}.1", unet, out, depth)
-            current = out
-            skipped.append(current)
-            block += 1
-        if level != last:
-            layout |= _layer(f"input_blocks.{block}.0.op", current, current, 3, 3)
-            skipped.append(current)
-            block += 1
-    layout |= _residual("middle_block.0", unet, current, current)
-    layout |= _transformer("middle_block.1", unet, current, unet.middle_depth)
-    layout |= _residual("middle_block.2", unet, current, current)
-    block = 0
-    for level in range(last, -1, -1):
-        for position in range(3):
-            out = unet.multipliers[level] * CHANNELS
-            name = f"output_blocks.{block}"
-            layout |= _residual(f"{name}.0", unet, current + skipped.pop(), out)
-            layout |= _transformer(f"{name}.1", unet, out, unet.depths[level])
-            current = out
-            if level > 0 and position == 2:
-                upsample = 2 if unet.depths[level] else 1
-                layout |= _layer(f"{name}.{upsample}.conv", current, current, 3, 3)
-            block += 1
-    return layout
-
-
-def _residual(name: str, unet: UNet, inp: int, out: int) -> Layout:
-    return (
-        _norm(f"{name}.in_layers.0", inp)
-        | _layer(f"{name}.in_layers.2", out, inp, 3, 3)
-        | _layer(f"{name}.emb_layers.1", out, 4 * CHANNELS)
-        | _norm(f"{name}.out_layers.0", out)
-        | _layer(f"{name}.out_layers.3", out, out, 3, 3)
-        | (_layer(f"{name}.skip_connection", out, inp, 1, 1) if inp != out else {})
+def _unet(family: Family, levels: int | None, full_width: bool) -> dict[str, Any]:
+    multipliers = family.multipliers[:levels]
+    return unet_settings(
+        family.depths[:levels],
+        2,
+        model_channels=CHANNELS,
+        channel_mult=multipliers if full_width else (1,) * len(multipliers),
+        **family.settings,
     )
 
 
-def _transformer(name: str, unet: UNet, channels: int, depth: int) -> Layout:
-    if depth == 0:
-        return {}
-    layout = _norm(f"{name}.norm", channels)
-    for projection in (f"{name}.proj_in", f"{name}.proj_out"):
-        kernel = () if unet.linear_projections else (1, 1)
-        layout |= _layer(projection, channels, channels, *kernel)
-    for index in range(depth):
-        block = f"{name}.transformer_blocks.{index}"
-        layout |= _transformer_block(block, channels, unet.context)
-    return layout
+def _layout(prefix: str, make: Callable[[], nn.Module]) -> Layout:
+    """The names and shapes of a module's weights."""
+    with torch.device("meta"):
+        weights = make().state_dict()
+    return {prefix + name: tuple(weight.shape) for name, weight in weights.items()}
 
 
-def _transformer_block(name: str, channels: int, context: int) -> Layout:
-    layout: Layout = {}
-    for attention, keys in (("attn1", channels), ("attn2", context)):
-        layout |= _layer(f"{name}.{attention}.to_q", channels, channels, bias=False)
-        layout |= _layer(f"{name}.{attention}.to_k", channels, keys, bias=False)
-        layout |= _layer(f"{name}.{attention}.to_v", channels, keys, bias=False)
-        layout |= _layer(f"{name}.{attention}.to_out.0", channels, channels)
-    layout |= _layer(f"{name}.ff.net.0.proj", 8 * channels, channels)
-    layout |= _layer(f"{name}.ff.net.2", channels, 4 * channels)
-    for norm in ("norm1", "norm2", "norm3"):
-        layout |= _norm(f"{name}.{norm}", channels)
-    return layout
-
-
-def _vae_layout() -> Layout:
-    """TAESD: half a megabyte of convolutions instead of the full VAE's 84 M parameters."""
-    layout: Layout = {"vae_scale": (), "vae_shift": ()}
-    layout |= _taesd_side("taesd_encoder", "i.s...s...s...o", (3, 4))
-    return layout | _taesd_side("taesd_decoder", "-i-...-s...-s...-s.o", (4, 3))
-
-
-def _taesd_side(name: str, modules: str, ends: tuple[int, int]) -> Layout:
-    """One half of the network, one character per module.
-
-    `i` and `o` are the first and last convolution, `s` one that changes the size, `.` a residual
-    block and `-` a module without weights.
-    """
-    layout: Layout = {}
-    for index, module in enumerate(modules):
-        here = f"{name}.{index}"
-        if module == "i":
-            layout |= _layer(here, 64, ends[0], 3, 3)
-        elif module == "o":
-            layout |= _layer(here, ends[1], 64, 3, 3)
-        elif module == "s":
-            layout |= _layer(here, 64, 64, 3, 3, bias=False)
-        elif module == ".":
-            for position in (0, 2, 4):
-                layout |= _layer(f"{here}.conv.{position}", 64, 64, 3, 3)
-    return layout
-
-
-def _encoder_layer(name: str, width: int) -> Layout:
-    layout = _norm(f"{name}.layer_norm1", width) | _norm(f"{name}.layer_norm2", width)
-    for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
-        layout |= _layer(f"{name}.self_attn.{projection}", width, width)
-    layout |= _layer(f"{name}.mlp.fc1", 4 * width, width)
-    return layout | _layer(f"{name}.mlp.fc2", width, 4 * width)
-
-
-def _text_encoder(prefix: str, width: int, layers: int, projection: str | None = None) -> Layout:
+def _text_encoder(prefix: str, configuration: str) -> Layout:
     """A CLIP text model, with names that the loader accepts in place of open_clip's."""
-    name = f"{prefix}transformer.text_model"
-    layout = _layer(f"{name}.embeddings.token_embedding", VOCABULARY, width, bias=False)
-    layout |= _layer(f"{name}.embeddings.position_embedding", TEXT_LENGTH, width, bias=False)
-    for index in range(layers):
-        layout |= _encoder_layer(f"{name}.encoder.layers.{index}", width)
-    layout |= _norm(f"{name}.final_layer_norm", width)
-    return layout | ({prefix + projection: (width, width)} if projection else {})
+    file = Path(comfy.clip_model.__file__).with_name(configuration)
+    config = json.loads(file.read_text(encoding="utf-8"))
+    model = comfy.clip_model.CLIPTextModel
+    operations = comfy.ops.disable_weight_init
+    return _layout(f"{prefix}transformer.", lambda: model(config, torch.float16, None, operations))
 
 
-_clip_l = partial(_text_encoder, width=768, layers=12)
-_clip_g = partial(_text_encoder, width=1280, layers=32, projection="text_projection")
-
-_SD15 = Family(
-    UNet(context=768, multipliers=(1, 2, 4, 4), depths=(1, 1, 1, 0), linear_projections=False),
-    _clip_l("cond_stage_model."),
-)
-
+_CLIP_L = "sd1_clip_config.json"
 _SDXL = Family(
-    UNet(
-        context=2048,
-        multipliers=(1, 2, 4),
-        depths=(0, 1, 2),
-        middle_depth=2,
-        vector_condition=2816,
-    ),
-    _clip_l("conditioner.embedders.0.") | _clip_g("conditioner.embedders.1.model."),
+    multipliers=(1, 2, 4),
+    depths=(0, 1, 2),
+    settings={
+        "transformer_depth_middle": 2,
+        "use_linear_in_transformer": True,
+        "num_head_channels": 64,
+        "context_dim": 2048,
+        "num_classes": "sequential",
+        "adm_in_channels": 2816,
+    },
+    text={
+        "conditioner.embedders.0.": _CLIP_L,
+        "conditioner.embedders.1.model.": "clip_config_bigg.json",
+    },
 )
-
 _FAMILIES = {
-    "sd15": _SD15,
+    "sd15": Family(
+        multipliers=(1, 2, 4, 4),
+        depths=(1, 1, 1, 0),
+        settings={"transformer_depth_middle": 1, "num_heads": 8, "context_dim": 768},
+        text={"cond_stage_model.": _CLIP_L},
+    ),
     "sdxl": _SDXL,
-    "sdxl_base": replace(_SDXL, unet=replace(_SDXL.unet, depths=(0, 2, 10), middle_depth=10)),
+    "sdxl_base": replace(
+        _SDXL, depths=(0, 2, 10), settings={**_SDXL.settings, "transformer_depth_middle": 10}
+    ),
 }

@@ -6,7 +6,7 @@ Import this after ComfyUI is on the path and told how to run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import comfy.model_management
@@ -15,6 +15,8 @@ import comfy.supported_models
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.nested_tensor import NestedTensor
+
+from .checkpoints import unet_settings
 
 TEXT = 20
 """Number of tokens in a prompt."""
@@ -46,21 +48,12 @@ LUMINA = {
     "n_layers": 3,
     "n_refiner_layers": 1,
     "n_heads": 4,
-    "n_kv_heads": 4,
     "multiple_of": 16,
     "qk_norm": True,
     "cap_feat_dim": 32,
     "axes_dims": [8, 8, 8],
-    "axes_lens": [64, 64, 64],
 }
-WAN = {
-    "dim": 96,
-    "ffn_dim": 64,
-    "text_dim": 32,
-    "num_heads": 4,
-    "num_layers": 2,
-    "text_len": 32,
-}
+WAN = {"dim": 96, "ffn_dim": 64, "text_dim": 32, "num_heads": 4, "num_layers": 2}
 COSMOS = {
     "max_img_h": 64,
     "max_img_w": 64,
@@ -72,7 +65,6 @@ COSMOS = {
     "model_channels": 96,
     "num_blocks": 2,
     "num_heads": 4,
-    "mlp_ratio": 2.0,
     "crossattn_emb_channels": 32,
     "pos_emb_cls": "rope3d",
     "use_adaln_lora": True,
@@ -80,18 +72,11 @@ COSMOS = {
 }
 OMNIGEN = {
     "hidden_size": 96,
-    "num_refiner_layers": 1,
     "num_attention_heads": 4,
     "num_kv_heads": 2,
-    "multiple_of": 16,
     "axes_dim_rope": (8, 8, 8),
-    "axes_lens": (64, 64, 64),
 }
-LTX = {
-    **HEADS,
-    "cross_attention_dim": 64,
-    "caption_channels": 32,
-}
+LTX = {**HEADS, "cross_attention_dim": 64, "caption_channels": 32}
 HUNYUAN = {
     **PAIRS,
     "patch_size": [1, 2, 2],
@@ -115,35 +100,48 @@ def every_token(random: torch.Generator) -> dict[str, Any]:
     return {"attention_mask": torch.ones(1, TEXT, dtype=torch.int64)}
 
 
+def states_of_llama(random: torch.Generator) -> dict[str, Any]:
+    """What HiDream takes of the layers of a language model."""
+    return {"conditioning_llama3": torch.randn(1, 4, TEXT, 32, generator=random)}
+
+
+def token_numbers(random: torch.Generator) -> dict[str, Any]:
+    """What HiDream-O1 takes as text; the last one stands for the time step."""
+    text = torch.randint(1, 9000, (1, TEXT - 1), generator=random)
+    return {"text_input_ids": torch.cat([text, torch.tensor([[151673]])], 1)}
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A tiny model of one class.
 
     Attributes:
         name: the name of its class in ``comfy.supported_models``.
-        settings: those of the class, as its loader would read them from a file.
         blocks: number of blocks that merge.
         before: number of tokens before the picture.
         channels: those of the latent.
         text: channels of the prompt.
         frames: those of the latent, for a model of videos; None if it has no such dimension.
         patch: side of a patch.
-        pooled: channels of the pooled prompt.
         prompt: makes further conditions from a random generator.
         sound: channels and sides of the latent of its sound, None without sound.
+        settings: those of the class, as its loader would read them from a file.
     """
 
     name: str
-    settings: dict[str, Any]
-    blocks: int
+    blocks: int = 2
     before: int = 0
     channels: int = 16
     text: int = 32
     frames: int | None = None
     patch: int = 2
-    pooled: int = 32
     prompt: Callable[[torch.Generator], dict[str, Any]] = no_more
     sound: tuple[int, ...] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, shared: Mapping[str, Any] | None = None, /, **own: Any) -> Tiny:
+        """The model of these settings, and of those that it shares with others."""
+        return replace(self, settings={**(shared or {}), **own})
 
     def size(self, high: int, wide: int) -> tuple[int, ...]:
         """The sides of a latent that is ``high`` by ``wide`` patches."""
@@ -151,514 +149,256 @@ class Tiny:
 
 
 TINY: dict[str, Tiny] = {
-    "flux": Tiny("Flux", {"guidance_embed": True, **FLUX}, 4, before=TEXT),
-    "flux2": Tiny(
-        "Flux2",
-        {
-            **FLUX,
-            "axes_dim": [8, 8, 8, 8],
-            "txt_ids_dims": [3],
-            "vec_in_dim": None,
-            "guidance_embed": True,
-            "global_modulation": True,
-            "mlp_silu_act": True,
-            "qkv_bias": False,
-            "ops_bias": False,
-            "default_ref_method": "index",
-            "ref_index_scale": 10.0,
-            "patch_size": 1,
-        },
-        4,
-        before=512,
-        patch=1,
+    "flux": Tiny("Flux", blocks=4, before=TEXT).of(FLUX, guidance_embed=True),
+    "flux2": Tiny("Flux2", blocks=4, before=512, patch=1).of(
+        FLUX,
+        axes_dim=[8, 8, 8, 8],
+        txt_ids_dims=[3],
+        vec_in_dim=None,
+        guidance_embed=True,
+        global_modulation=True,
+        mlp_silu_act=True,
+        qkv_bias=False,
+        ops_bias=False,
+        default_ref_method="index",
+        ref_index_scale=10.0,
+        patch_size=1,
     ),
-    "chroma": Tiny(
-        "Chroma",
-        {
-            **FLUX,
-            "in_channels": 64,
-            "out_channels": 64,
-            "in_dim": 64,
-            "out_dim": 64,
-            "hidden_dim": 64,
-            "n_layers": 1,
-        },
-        4,
-        before=TEXT,
+    "chroma": Tiny("Chroma", blocks=4, before=TEXT).of(
+        FLUX, in_channels=64, out_channels=64, in_dim=64, out_dim=64, hidden_dim=64, n_layers=1
     ),
-    "sd3": Tiny(
-        "SD3",
-        {
-            "in_channels": 16,
-            "depth": 2,
-            "input_size": None,
-            "adm_in_channels": 32,
-            "context_embedder_config": {
-                "target": "torch.nn.Linear",
-                "params": {"in_features": 32, "out_features": 128},
-            },
-            "pos_embed_max_size": 64,
-            "num_patches": 4096,
-            "qk_norm": "rms",
-            "x_block_self_attn_layers": [0],
+    "sd3": Tiny("SD3", before=TEXT).of(
+        in_channels=16,
+        depth=2,
+        adm_in_channels=32,
+        context_embedder_config={
+            "target": "torch.nn.Linear",
+            "params": {"in_features": 32, "out_features": 128},
         },
-        2,
-        before=TEXT,
+        pos_embed_max_size=64,
+        num_patches=4096,
+        qk_norm="rms",
+        x_block_self_attn_layers=[0],
     ),
-    "qwen_image": Tiny(
-        "QwenImage",
-        {**HEADS, "joint_attention_dim": 32, "axes_dims_rope": (8, 12, 12)},
-        2,
-        before=TEXT,
-        frames=1,
+    "qwen_image": Tiny("QwenImage", before=TEXT, frames=1).of(
+        HEADS, joint_attention_dim=32, axes_dims_rope=(8, 12, 12)
     ),
-    "lumina2": Tiny("Lumina2", LUMINA, 3, before=TEXT),
-    "z_image": Tiny(
-        "ZImage",
-        {
-            **LUMINA,
-            "dim": 288,
-            "n_heads": 12,
-            "n_kv_heads": 12,
-            "rope_theta": 256.0,
-            "ffn_dim_multiplier": 8 / 3,
-            "z_image_modulation": True,
-            "time_scale": 1000.0,
-            "pad_tokens_multiple": 32,
-        },
-        3,
-        before=32,
+    "lumina2": Tiny("Lumina2", blocks=3, before=TEXT).of(LUMINA),
+    "z_image": Tiny("ZImage", blocks=3, before=32).of(
+        LUMINA,
+        dim=288,
+        n_heads=12,
+        rope_theta=256.0,
+        ffn_dim_multiplier=8 / 3,
+        z_image_modulation=True,
+        pad_tokens_multiple=32,
     ),
-    "krea2": Tiny(
-        "Krea2",
-        {
-            "features": 64,
-            "tdim": 32,
-            "txtdim": 32,
-            "heads": 2,
-            "kvheads": 1,
-            "multiplier": 2,
-            "layers": 2,
-            "txtlayers": 2,
-            "txtheads": 2,
-            "txtkvheads": 2,
-        },
-        2,
-        before=TEXT,
-        text=64,
-        frames=1,
+    "krea2": Tiny("Krea2", before=TEXT, text=64, frames=1).of(
+        features=64, txtdim=32, heads=2, kvheads=1, layers=2, txtlayers=2, txtheads=2, txtkvheads=2
     ),
-    "hidream": Tiny(
-        "HiDream",
-        {
-            **HEADS,
-            "patch_size": 2,
-            "in_channels": 16,
-            "num_single_layers": 2,
-            "caption_channels": [32, 32],
-            "text_emb_dim": 32,
-            "axes_dims_rope": (8, 12, 12),
-            "llama_layers": [0, 1, 2, 3],
-        },
-        4,
-        prompt=lambda random: {
-            "conditioning_llama3": torch.randn(1, 4, TEXT, 32, generator=random)
-        },
+    "hidream": Tiny("HiDream", blocks=4, prompt=states_of_llama).of(
+        HEADS,
+        patch_size=2,
+        in_channels=16,
+        num_single_layers=2,
+        caption_channels=[32, 32],
+        text_emb_dim=32,
+        axes_dims_rope=(8, 12, 12),
+        llama_layers=[0, 1, 2, 3],
     ),
-    "hidream_o1": Tiny(
-        "HiDreamO1",
-        {
-            "text_config_overrides": {
-                "hidden_size": 64,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "head_dim": 32,
-                "rope_dims": [6, 5, 5],
-            },
-            "vision_config_overrides": {
-                "hidden_size": 32,
-                "num_heads": 2,
-                "intermediate_size": 32,
-                "depth": 1,
-                "num_position_embeddings": 16,
-                "deepstack_visual_indexes": (),
-            },
-        },
-        2,
-        before=TEXT,
-        channels=3,
-        patch=32,
-        prompt=lambda random: {
-            "text_input_ids": torch.cat(
-                [torch.randint(1, 9000, (1, TEXT - 1), generator=random), torch.tensor([[151673]])],
-                1,
-            )
-        },
-    ),
-    "aura_flow": Tiny(
-        "AuraFlow",
-        {
-            "dim": 64,
-            "n_layers": 3,
-            "n_double_layers": 1,
-            "n_heads": 2,
-            "global_conddim": 64,
-            "cond_seq_dim": 32,
-            "max_seq": 256,
-        },
-        3,
-        before=8 + TEXT,
-        channels=4,
-    ),
-    "omnigen2": Tiny(
-        "Omnigen2",
-        {**OMNIGEN, "num_layers": 2, "text_feat_dim": 32},
-        2,
-        before=TEXT,
-        prompt=every_token,
-    ),
-    "boogu": Tiny(
-        "Boogu",
-        {
-            **OMNIGEN,
-            "num_layers": 3,
-            "num_double_stream_layers": 1,
-            "instruction_feat_dim": 32,
-        },
-        4,
-        before=TEXT,
-        prompt=every_token,
-    ),
-    "ideogram4": Tiny(
-        "Ideogram4",
-        {
-            **HEADS,
+    "hidream_o1": Tiny("HiDreamO1", before=TEXT, channels=3, patch=32, prompt=token_numbers).of(
+        text_config_overrides={
+            "hidden_size": 64,
             "intermediate_size": 64,
-            "adaln_dim": 32,
-            "llm_features_dim": 32,
-            "mrope_section": (6, 5, 5),
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "rope_dims": [6, 5, 5],
         },
-        2,
-        before=TEXT,
-        channels=128,
-        patch=1,
-    ),
-    "lens": Tiny(
-        "Lens",
-        {
-            **HEADS,
-            "enc_hidden_dim": 16,
-            "axes_dims_rope": (8, 12, 12),
-            "selected_layer_index": (0, 1),
+        vision_config_overrides={
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 32,
+            "depth": 1,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": (),
         },
-        2,
-        channels=128,
-        patch=1,
     ),
-    "mage_flow": Tiny(
-        "MageFlow",
-        {**HEADS, "joint_attention_dim": 32, "axes_dims_rope": (8, 12, 12)},
-        2,
-        before=TEXT,
-        channels=128,
-        patch=1,
+    "aura_flow": Tiny("AuraFlow", blocks=3, before=8 + TEXT, channels=4).of(
+        dim=64, n_layers=3, n_double_layers=1, n_heads=2, global_conddim=64, cond_seq_dim=32
     ),
-    "wan21": Tiny("WAN21_T2V", {**WAN, "in_dim": 16}, 2, frames=5),
-    "wan21_one_frame": Tiny("WAN21_T2V", {**WAN, "in_dim": 16}, 2, frames=1),
-    "wan21_i2v": Tiny("WAN21_I2V", {**WAN, "model_type": "i2v", "in_dim": 36}, 2, frames=6),
-    "wan21_vace": Tiny(
-        "WAN21_Vace",
-        {**WAN, "model_type": "vace", "in_dim": 16, "vace_layers": 1, "vace_in_dim": 96},
-        3,
-        frames=3,
+    "omnigen2": Tiny("Omnigen2", before=TEXT, prompt=every_token).of(
+        OMNIGEN, num_layers=2, text_feat_dim=32
     ),
-    "wan21_camera": Tiny(
-        "WAN21_Camera", {**WAN, "model_type": "camera", "in_dim": 32}, 2, frames=3
+    "boogu": Tiny("Boogu", blocks=4, before=TEXT, prompt=every_token).of(
+        OMNIGEN, num_layers=3, num_double_stream_layers=1, instruction_feat_dim=32
     ),
-    "wan21_fun": Tiny("WAN21_T2V", {**WAN, "in_dim": 16, "in_dim_ref_conv": 16}, 2, frames=3),
-    "wan22_5b": Tiny("WAN22_T2V", {**WAN, "in_dim": 48, "out_dim": 48}, 2, channels=48, frames=2),
-    "wan21_humo": Tiny("WAN21_HuMo", {**WAN, "model_type": "humo", "in_dim": 36}, 2, frames=3),
-    "wan22_s2v": Tiny(
-        "WAN22_S2V",
-        {
-            **WAN,
-            "model_type": "s2v",
-            "in_dim": 16,
-            "audio_inject_layers": [0],
-            "cond_dim": 16,
-            "audio_dim": 32,
-        },
-        2,
-        frames=3,
+    "ideogram4": Tiny("Ideogram4", before=TEXT, channels=128, patch=1).of(
+        HEADS, intermediate_size=64, llm_features_dim=32
     ),
-    "wan22_animate": Tiny(
-        "WAN22_Animate", {**WAN, "model_type": "animate", "in_dim": 36}, 2, frames=3
+    "lens": Tiny("Lens", channels=128, patch=1).of(
+        HEADS, enc_hidden_dim=16, axes_dims_rope=(8, 12, 12), selected_layer_index=(0, 1)
     ),
-    "wan21_scail": Tiny("WAN21_SCAIL", {**WAN, "model_type": "scail", "in_dim": 20}, 2, frames=3),
-    "wan22_dancer": Tiny(
-        "WAN22_WanDancer", {**WAN, "model_type": "wandancer", "in_dim": 36}, 2, frames=3
+    "mage_flow": Tiny("MageFlow", before=TEXT, channels=128, patch=1).of(
+        HEADS, joint_attention_dim=32, axes_dims_rope=(8, 12, 12)
     ),
-    "hunyuan_image": Tiny(
-        "HunyuanImage21",
-        {
-            **HUNYUAN,
-            "vec_in_dim": None,
-            "guidance_embed": False,
-            "in_channels": 64,
-            "out_channels": 64,
-            "patch_size": [1, 1],
-            "axes_dim": [16, 16],
-        },
-        4,
-        before=TEXT,
-        channels=64,
-        patch=1,
+    "wan21": Tiny("WAN21_T2V", frames=5).of(WAN),
+    "wan21_one_frame": Tiny("WAN21_T2V", frames=1).of(WAN),
+    "wan21_i2v": Tiny("WAN21_I2V", frames=6).of(WAN, model_type="i2v", in_dim=36),
+    "wan21_vace": Tiny("WAN21_Vace", blocks=3, frames=3).of(WAN, vace_layers=1, vace_in_dim=96),
+    "wan21_camera": Tiny("WAN21_Camera", frames=3).of(WAN, in_dim=32),
+    "wan21_fun": Tiny("WAN21_T2V", frames=3).of(WAN, in_dim_ref_conv=16),
+    "wan22_5b": Tiny("WAN22_T2V", channels=48, frames=2).of(WAN, in_dim=48, out_dim=48),
+    "wan21_humo": Tiny("WAN21_HuMo", frames=3).of(WAN, in_dim=36),
+    "wan22_s2v": Tiny("WAN22_S2V", frames=3).of(WAN, audio_inject_layers=[0], audio_dim=32),
+    "wan22_animate": Tiny("WAN22_Animate", frames=3).of(WAN, in_dim=36),
+    "wan21_scail": Tiny("WAN21_SCAIL", frames=3).of(WAN),
+    "wan22_dancer": Tiny("WAN22_WanDancer", frames=3).of(WAN, in_dim=36),
+    "hunyuan_image": Tiny("HunyuanImage21", blocks=4, before=TEXT, channels=64, patch=1).of(
+        HUNYUAN,
+        vec_in_dim=None,
+        guidance_embed=False,
+        in_channels=64,
+        out_channels=64,
+        patch_size=[1, 1],
+        axes_dim=[16, 16],
     ),
-    "hunyuan_video": Tiny("HunyuanVideo", HUNYUAN, 4, before=TEXT, frames=4),
-    "ltxv": Tiny(
-        "LTXV",
-        LTX,
-        2,
-        channels=128,
-        frames=5,
-        patch=1,
-        prompt=every_token,
-    ),
-    "cosmos_predict2": Tiny("CosmosT2IPredict2", COSMOS, 2, frames=3),
-    "anima": Tiny("Anima", COSMOS, 2, frames=1),
-    "cosmos1": Tiny(
-        "CosmosT2V",
-        {
-            **COSMOS,
-            "block_x_format": "THWBD",
-            "affline_emb_norm": True,
-            "extra_per_block_abs_pos_emb": True,
-            "extra_per_block_abs_pos_emb_type": "learnable",
-        },
-        2,
-        frames=3,
+    "hunyuan_video": Tiny("HunyuanVideo", blocks=4, before=TEXT, frames=4).of(HUNYUAN),
+    "ltxv": Tiny("LTXV", channels=128, frames=5, patch=1, prompt=every_token).of(LTX),
+    "cosmos_predict2": Tiny("CosmosT2IPredict2", frames=3).of(COSMOS),
+    "anima": Tiny("Anima", frames=1).of(COSMOS),
+    "cosmos1": Tiny("CosmosT2V", frames=3).of(
+        COSMOS,
+        block_x_format="THWBD",
+        affline_emb_norm=True,
+        extra_per_block_abs_pos_emb=True,
+        extra_per_block_abs_pos_emb_type="learnable",
     ),
     "ltxav": Tiny(
-        "LTXAV",
-        {
-            **LTX,
-            "audio_attention_head_dim": 16,
-            "audio_num_attention_heads": 2,
-            "audio_cross_attention_dim": 32,
-            "connector_attention_head_dim": 16,
-            "connector_num_attention_heads": 2,
-        },
-        2,
-        channels=128,
-        text=64,
-        frames=4,
-        patch=1,
-        prompt=every_token,
-        sound=(8, 6, 16),
+        "LTXAV", channels=128, text=64, frames=4, patch=1, prompt=every_token, sound=(8, 6, 16)
+    ).of(
+        LTX,
+        audio_attention_head_dim=16,
+        audio_num_attention_heads=2,
+        audio_cross_attention_dim=32,
+        connector_attention_head_dim=16,
+        connector_num_attention_heads=2,
     ),
-    "minimax_h3": Tiny(
-        "MiniMaxH3",
-        {
-            "hidden_size": 96,
-            "num_layers": 2,
-            "token_refiner_num_layers": 1,
-            "num_attention_heads": 1,
-            "ffn_hidden_size": 64,
-            "text_dim": 32,
-            "timestep_input_dim": 32,
-            "time_embed_hidden_size": 32,
-            "time_embed_dim": 32,
-        },
-        2,
-        before=TEXT + 12,
-        channels=24,
-        frames=3,
-        sound=(32, 2, 6),
+    "minimax_h3": Tiny("MiniMaxH3", before=TEXT + 12, channels=24, frames=3, sound=(32, 2, 6)).of(
+        hidden_size=96,
+        num_layers=2,
+        num_attention_heads=1,
+        ffn_hidden_size=64,
+        text_dim=32,
+        time_embed_dim=32,
     ),
-    "cogvideo": Tiny(
-        "CogVideoX_T2V",
-        {
-            "num_attention_heads": 3,
-            "attention_head_dim": 32,
-            "time_embed_dim": 32,
-            "text_embed_dim": 32,
-            "num_layers": 2,
-            "max_text_seq_length": TEXT,
-            "sample_width": 20,
-            "sample_height": 16,
-            "sample_frames": 9,
-        },
-        2,
-        before=TEXT,
-        frames=3,
+    "cogvideo": Tiny("CogVideoX_T2V", before=TEXT, frames=3).of(
+        num_attention_heads=3,
+        attention_head_dim=32,
+        time_embed_dim=32,
+        text_embed_dim=32,
+        num_layers=2,
     ),
-    "joy_image": Tiny(
-        "JoyImage",
-        {
-            "out_channels": 16,
-            "hidden_size": 64,
-            "num_attention_heads": 2,
-            "num_layers": 2,
-            "text_dim": 32,
-            "rope_dim_list": [8, 12, 12],
-        },
-        2,
-        frames=1,
+    "joy_image": Tiny("JoyImage", frames=1).of(
+        hidden_size=64, num_attention_heads=2, num_layers=2, text_dim=32, rope_dim_list=[8, 12, 12]
     ),
-    "pixel_dit": Tiny(
-        "PixelDiTT2I",
-        {
-            "num_groups": 2,
-            "hidden_size": 64,
-            "pixel_hidden_size": 8,
-            "pixel_attn_hidden_size": 64,
-            "pixel_num_groups": 2,
-            "patch_depth": 2,
-            "pixel_depth": 1,
-            "txt_embed_dim": 32,
-        },
-        2,
-        before=TEXT,
-        channels=3,
-        patch=16,
+    "pixel_dit": Tiny("PixelDiTT2I", before=TEXT, channels=3, patch=16).of(
+        num_groups=2,
+        hidden_size=64,
+        pixel_hidden_size=8,
+        pixel_attn_hidden_size=64,
+        patch_depth=2,
+        pixel_depth=1,
+        txt_embed_dim=32,
     ),
-    "kandinsky5": Tiny(
-        "Kandinsky5",
-        {
-            "in_text_dim": 32,
-            "in_text_dim2": 32,
-            "time_dim": 32,
-            "model_dim": 64,
-            "ff_dim": 64,
-            "num_text_blocks": 1,
-            "num_visual_blocks": 2,
-            "axes_dims": (8, 12, 12),
-        },
-        2,
-        frames=4,
+    "kandinsky5": Tiny("Kandinsky5", frames=4).of(
+        in_text_dim=32,
+        in_text_dim2=32,
+        time_dim=32,
+        model_dim=64,
+        ff_dim=64,
+        num_visual_blocks=2,
+        axes_dims=(8, 12, 12),
     ),
-    "mochi": Tiny(
-        "GenmoMochi",
-        {
-            "in_channels": 12,
-            "learn_sigma": False,
-            "depth": 2,
-            "num_heads": 2,
-            "hidden_size_x": 48,
-            "hidden_size_y": 24,
-            "mlp_ratio_x": 256.0,
-            "use_t5": True,
-            "t5_feat_dim": 32,
-            "posenc_preserve_area": True,
-            "timestep_scale": 1000.0,
-            "qk_norm": True,
-            "qkv_bias": False,
-        },
-        2,
-        channels=12,
-        frames=3,
-        prompt=every_token,
+    "mochi": Tiny("GenmoMochi", channels=12, frames=3, prompt=every_token).of(
+        in_channels=12,
+        learn_sigma=False,
+        depth=2,
+        num_heads=2,
+        hidden_size_x=48,
+        hidden_size_y=24,
+        mlp_ratio_x=256.0,
+        use_t5=True,
+        t5_feat_dim=32,
+        qk_norm=True,
+        qkv_bias=False,
     ),
 }
 """Transformers, by a name for tests."""
 
-WAN_ANIMATE_2 = Tiny("WAN_Animate2", {**WAN, "model_type": "animate2", "in_dim": 36}, 2, frames=4)
+WAN_ANIMATE_2 = Tiny("WAN_Animate2", frames=4).of(WAN, model_type="animate2", in_dim=36)
 """A transformer that ComfyUI 0.33.0 has and the newest pinned one does not."""
 
-_UNET: dict[str, Any] = {
-    "image_size": 32,
-    "in_channels": 4,
-    "out_channels": 4,
-    "model_channels": 32,
-    "num_res_blocks": [1, 1, 1],
-    "channel_mult": (1, 2, 4),
-    "use_spatial_transformer": True,
-    "use_linear_in_transformer": True,
-    "legacy": False,
-    "context_dim": 32,
-    "transformer_depth": [1, 1, 0],
-    "transformer_depth_middle": 1,
-    "transformer_depth_output": [1, 1, 1, 1, 0, 0],
-}
-_SD15 = _UNET | {"use_linear_in_transformer": False}
-_SDXL = _UNET | {"num_classes": "sequential", "num_head_channels": 16}
 
-
-def _unet(name: str, settings: dict[str, Any], blocks: int) -> Tiny:
-    return Tiny(name, settings, blocks, channels=4, patch=1)
+def _unet(
+    name: str,
+    depths: tuple[int, ...] = (1, 1, 0),
+    *,
+    residuals: int = 1,
+    middle: int = 1,
+    **settings: Any,
+) -> Tiny:
+    """A UNet with as many residual blocks in each level, and stacks of these depths behind them."""
+    shape = {
+        "model_channels": 32,
+        "channel_mult": (1, 2, 4),
+        "context_dim": 32,
+        "transformer_depth_middle": middle,
+    }
+    blocks = (2 * residuals + 1) * sum(depths) + middle
+    settings = unet_settings(depths, residuals, **shape | settings)
+    return Tiny(name, blocks, channels=4, patch=1).of(settings)
 
 
 def sd15(levels: int) -> Tiny:
     """The first levels of Stable Diffusion 1.x, with all of their blocks."""
-    return _unet(
-        "SD15",
-        _SD15
-        | {
-            "num_res_blocks": [2] * levels,
-            "channel_mult": (1,) * levels,
-            "transformer_depth": [1, 1] * levels,
-            "transformer_depth_output": [1, 1, 1] * levels,
-        },
-        5 * levels + 1,
-    )
+    return _unet("SD15", (1,) * levels, residuals=2, channel_mult=(1,) * levels)
 
+
+_SDXL: dict[str, Any] = {
+    "use_linear_in_transformer": True,
+    "num_classes": "sequential",
+    "num_head_channels": 16,
+}
 
 UNETS: dict[str, Tiny] = {
-    "sd15": _unet("SD15", _SD15, 7),
-    "sdxl": _unet(
-        "SDXL",
-        {
-            **_SDXL,
-            "adm_in_channels": 32 + 6 * 256,
-            "transformer_depth": [0, 1, 2],
-            "transformer_depth_middle": 2,
-            "transformer_depth_output": [0, 0, 1, 1, 2, 2],
-        },
-        11,
-    ),
-    "sd15_inpaint": _unet("SD15", {**_SD15, "in_channels": 9}, 7),
+    "sd15": _unet("SD15"),
+    "sdxl": _unet("SDXL", (0, 1, 2), middle=2, adm_in_channels=32 + 6 * 256, **_SDXL),
+    "sd15_inpaint": _unet("SD15", in_channels=9),
     "sdxl_refiner": _unet(
-        "SDXLRefiner",
-        {
-            **_SDXL,
-            "adm_in_channels": 32 + 5 * 256,
-            "transformer_depth": [0, 4, 0],
-            "transformer_depth_middle": 4,
-            "transformer_depth_output": [0, 0, 4, 4, 0, 0],
-        },
-        16,
+        "SDXLRefiner", (0, 4, 0), middle=4, adm_in_channels=32 + 5 * 256, **_SDXL
     ),
-    "sd2": _unet("SD20", {**_UNET, "num_head_channels": 16}, 7),
+    "sd2": _unet("SD20", use_linear_in_transformer=True, num_head_channels=16),
     "x4_upscaler": _unet(
         "SD_X4Upscaler",
-        {
-            **_UNET,
-            "in_channels": 7,
-            "num_classes": 1000,
-            "num_heads": 4,
-            "disable_self_attentions": [True, True, False],
-            "transformer_depth": [0, 1, 1],
-            "transformer_depth_output": [0, 0, 1, 1, 1, 1],
-        },
-        7,
+        (0, 1, 1),
+        in_channels=7,
+        use_linear_in_transformer=True,
+        num_heads=4,
+        disable_self_attentions=[True, True, False],
     ),
     "svd": _unet(
         "SVD_img2vid",
-        {
-            **_SDXL,
-            "in_channels": 8,
-            "adm_in_channels": 3 * 256,
-            "use_temporal_attention": True,
-            "use_temporal_resblock": True,
-            "extra_ff_mix_layer": True,
-            "use_spatial_context": True,
-            "merge_strategy": "learned_with_images",
-            "merge_factor": 0.0,
-            "video_kernel_size": [3, 1, 1],
-        },
-        7,
+        in_channels=8,
+        adm_in_channels=3 * 256,
+        use_temporal_attention=True,
+        use_temporal_resblock=True,
+        extra_ff_mix_layer=True,
+        use_spatial_context=True,
+        merge_strategy="learned_with_images",
+        video_kernel_size=[3, 1, 1],
+        **_SDXL,
     ),
 }
 """UNets with all kinds of levels that the published ones have, by a name for tests."""
@@ -715,25 +455,30 @@ def with_random_weights(base: Any) -> ModelPatcher:
 def sample(
     model: Any,
     tiny: Tiny,
-    size: tuple[int, ...],
+    size: tuple[int, ...] | None = None,
     *,
     steps: int = 2,
     batch: int = 1,
     cfg: float = 4.0,
     seed: int = 1,
     prompts: Any = None,
+    extras: Mapping[str, Any] | None = None,
     picture: float = 0.0,
     sampler: str = "euler",
     scheduler: str = "simple",
     **options: Any,
 ) -> torch.Tensor:
-    """Sample a latent of ``size``, from noise or from a ``picture`` of one value; no sound."""
+    """Sample a latent from noise or from a ``picture`` of one value; no sound.
+
+    Unless its ``size`` is given, it is of 8 by 10 patches. Unless there are ``prompts``, they are
+    random and have the ``extras``.
+    """
     frames = () if tiny.frames is None else (tiny.frames,)
-    empty = torch.full((batch, tiny.channels, *frames, *size), picture)
+    empty = torch.full((batch, tiny.channels, *frames, *(size or tiny.size(8, 10))), picture)
     if tiny.sound is not None:
         empty = NestedTensor([empty, torch.zeros(batch, *tiny.sound)])
     noise = comfy.sample.prepare_noise(empty, seed)
-    positive, negative = prompts or (conditioning(tiny, 5), conditioning(tiny, 6))
+    positive, negative = prompts or (conditioning(tiny, each, **extras or {}) for each in (5, 6))
     sampled = comfy.sample.sample(
         model,
         noise,
@@ -755,5 +500,5 @@ def conditioning(tiny: Tiny, seed: int, tokens: int = TEXT, **extras: Any) -> li
     """A random prompt in the form of the host."""
     random = torch.Generator().manual_seed(seed)
     text = torch.randn(1, tokens, tiny.text, generator=random)
-    pooled = torch.randn(1, tiny.pooled, generator=random)
+    pooled = torch.randn(1, 32, generator=random)
     return [[text, {"pooled_output": pooled, **tiny.prompt(random), **extras}]]

@@ -7,7 +7,7 @@ its public code said in November 2026. The arithmetic is made up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import accumulate
 
 import torch
 from comfy.ldm.modules.attention import optimized_attention
@@ -27,9 +27,10 @@ def named(path: str) -> Callable[[type], type]:
     return name
 
 
-def flat(x: Tensor) -> Tensor:
-    """``[batch, heads, tokens, channels]`` as ``[batch, tokens, heads * channels]``."""
-    return x.transpose(1, 2).flatten(2)
+def attend(*by_head: Tensor, **kwargs) -> Tensor:
+    """Attention of ``[batch, heads, tokens, channels]``, given to the host without its heads."""
+    q, k, v = (each.transpose(1, 2).flatten(2) for each in by_head)
+    return optimized_attention(q, k, v, heads=HEADS, **kwargs)
 
 
 @named("qwen_image21.model.QwenImage21TransformerBlock")
@@ -56,57 +57,39 @@ class QwenImage21(MadeUp):
 
     def run(self, picture, text, sides, options, ref_latents=(), **kwargs):
         references = [self.tokens_of(each)[0].expand(len(picture), -1, -1) for each in ref_latents]
-        x = torch.cat([text, *references, picture], 1)
-        ends, prefix = [text.shape[1]], x.shape[1] - picture.shape[1]
-        for each in (*references, picture):
-            ends.append(ends[-1] + each.shape[1])
+        before = torch.cat([text, *references], 1)
+        prefix = before.shape[1]
+        ends = [*accumulate(each.shape[1] for each in (text, *references, picture))]
 
         def in_segments(q, k, v, heads):
             out, start = [], 0
             for end in (each for each in ends if each <= q.shape[2]):
-                mask = None
-                if start == 0:
-                    mask = torch.ones(end, end, dtype=torch.bool).tril()
-                out.append(
-                    optimized_attention(
-                        flat(q[:, :, start:end]),
-                        flat(k[:, :, :end]),
-                        flat(v[:, :, :end]),
-                        heads,
-                        mask=mask,
-                        transformer_options=options,
-                    )
-                )
+                mask = torch.ones(end, end, dtype=torch.bool).tril() if start == 0 else None
+                own = q[:, :, start:end], k[:, :, :end], v[:, :, :end]
+                out.append(attend(*own, mask=mask, transformer_options=options))
                 start = end
             return torch.cat(out, 1)
 
         if not self.caches:
+            x = torch.cat([before, picture], 1)
             for block in self.transformer_blocks:
                 x = block(x, None, None, in_segments, prefix, transformer_options=options)
             return x[:, prefix:]
-        first = not self.kept
-        before, x = x[:, :prefix], x[:, prefix:]
+
+        def storing(q, k, v, heads):
+            self.kept.append((k, v))
+            return in_segments(q, k, v, heads)
+
         for index, block in enumerate(self.transformer_blocks):
-            if first:
-
-                def storing(q, k, v, heads):
-                    self.kept.append((k, v))
-                    return in_segments(q, k, v, heads)
-
+            if index == len(self.kept):
                 before = block(before, None, None, storing, prefix, transformer_options=options)
-            kept_k, kept_v = self.kept[index]
 
-            def cached(q, k, v, heads, kept_k=kept_k, kept_v=kept_v):
-                return optimized_attention(
-                    flat(q),
-                    flat(torch.cat([kept_k, k], 2)),
-                    flat(torch.cat([kept_v, v], 2)),
-                    heads,
-                    transformer_options=options,
-                )
+            def cached(q, k, v, heads, kept=self.kept[index]):
+                joined = (torch.cat(pair, 2) for pair in zip(kept, (k, v), strict=True))
+                return attend(q, *joined, transformer_options=options)
 
-            x = block(x, None, None, cached, 0, transformer_options=options)
-        return x
+            picture = block(picture, None, None, cached, 0, transformer_options=options)
+        return picture
 
 
 @named("sensenova.model.DecoderLayer")
@@ -159,10 +142,7 @@ class _FrameAttention(Attention):
 
     def forward_pose(self, x, freqs, transformer_options=None):
         q, k, v = self.project(x)
-        out = optimized_attention(
-            flat(q), flat(k), flat(v), heads=HEADS, transformer_options=transformer_options
-        )
-        return self.to_out(out), k, v
+        return self.to_out(attend(q, k, v, transformer_options=transformer_options)), k, v
 
     def forward_gen(self, x, freqs, k_pose, v_pose, f_gen, hw, buffers, transformer_options=None):
         q, k, v = self.project(x)
@@ -173,15 +153,8 @@ class _FrameAttention(Attention):
                 pose = slice((index - 1) * hw, index * hw)
                 keys = torch.cat([k, k_pose[:, :, pose]], 2)
                 values = torch.cat([v, v_pose[:, :, pose]], 2)
-            frames.append(
-                optimized_attention(
-                    flat(q[:, :, index * hw : (index + 1) * hw]),
-                    flat(keys),
-                    flat(values),
-                    heads=HEADS,
-                    transformer_options=transformer_options,
-                )
-            )
+            frame = q[:, :, index * hw : (index + 1) * hw]
+            frames.append(attend(frame, keys, values, transformer_options=transformer_options))
         return self.to_out(torch.cat(frames, 1))
 
 
@@ -221,7 +194,7 @@ class WanAnimate2(MadeUp):
     def make_blocks(self) -> None:
         self.blocks = nn.ModuleList(_FrameBlock() for _ in range(2))
 
-    def run(self, picture, text, sides, options, **kwargs: Any):
+    def run(self, picture, text, sides, options, **kwargs):
         frames, rows = sides[0], sides[1] * sides[2]
         pose = picture[:, rows:].flip(1)
         for block in self.blocks:
