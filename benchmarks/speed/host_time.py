@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,14 +32,13 @@ import torch  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 from comfy.patcher_extension import WrapperExecutor  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
 from benchmarks.speed.absent_gpus import absent_gpus  # noqa: E402
 from benchmarks.speed.figures import grid as table  # noqa: E402
 from benchmarks.speed.figures import spread  # noqa: E402
-from benchmarks.speed.measure import Subject, merged_blocks  # noqa: E402
+from benchmarks.speed.measure import Operators, Subject, merged_blocks  # noqa: E402
 from tome_nodes.comfyui.attachment import KEY, attach  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
 from tome_nodes.ops.autotune import Autotune, Case, Choice, Variants  # noqa: E402
@@ -141,32 +140,6 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "balanced on torch": {**settings_of("balanced", {}), "backend": "torch"},
 }
 """The settings to measure, each with the Triton kernels unless it says otherwise."""
-
-
-class Calls(TorchDispatchMode):
-    """Counts the operators that would launch a kernel on a GPU.
-
-    Other than :class:`benchmarks.speed.measure.Launches`, it sees the copies that views may hide.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        aliases = [each.alias_info for each in function._schema.returns]
-        is_view = any(alias is not None and not alias.is_write for alias in aliases)
-        self.count += not (is_view or function._schema.name in _SILENT)
-        return function(*args, **(kwargs or {}))
-
-
-_SILENT = frozenset(
-    f"aten::{name}"
-    for name in ("empty", "empty_like", "new_empty", "empty_strided", "_local_scalar_dense")
-) | {"aten::lift_fresh", "aten::_unsafe_view", "aten::_reshape_alias"}
-"""Operators that launch nothing though they return tensors of their own, or only wait."""
 
 
 class _Compared(Subject):
@@ -303,7 +276,7 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
         for name, each in patched.items():
             blocks.clear()
             subject.run(each, *[nullcontext()] * STEPS)
-            calls = [Calls() for _ in range(STEPS)]
+            calls = [Operators() for _ in range(STEPS)]
             for stand_in in stand_ins:
                 stand_in.count = 0
             subject.run(each, *calls)

@@ -38,7 +38,7 @@ class Record:
 
         Args:
             name: that of the file, which is ``NAME.json``.
-            command: what a user types to repeat the run.
+            command: of ``dev.py``; its arguments are added.
             folder: where the file goes.
             minutes: after which nothing else begins.
             device: ``cpu`` or ``cuda``.
@@ -50,8 +50,7 @@ class Record:
         self.name = name
         self._end = time.monotonic() + 60 * minutes
         self.result: dict[str, Any] = {
-            **origin(device, "bench"),
-            "command": command,
+            **origin(device, command),
             "gpu": gpu() if device == "cuda" else None,
             "failed": {},
             "left_out": [],
