@@ -30,7 +30,7 @@ MODELS = ("sd15", "sdxl")
 def main() -> int:
     """Run the command line."""
     arguments = _arguments()
-    record = Record(arguments.name, "bench", RESULTS, arguments.minutes, "cpu")
+    record = Record(arguments.name, "bench", RESULTS, arguments.minutes)
     quick = arguments.quick
     try:
         with torch.no_grad():
@@ -48,8 +48,7 @@ def main() -> int:
                 ],
             )
     finally:
-        text = report.joined([f"# {record.name}", *report.section(record.result)])
-        (RESULTS / f"{record.name}.md").write_text(text, encoding="utf-8")
+        record.write_page([f"# {record.name}", *report.section(record.result)])
 
 
 def _arguments() -> argparse.Namespace:

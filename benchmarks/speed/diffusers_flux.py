@@ -37,7 +37,6 @@ from benchmarks.rounds import interleaved  # noqa: E402
 from benchmarks.speed.checks import WrongOutput, difference  # noqa: E402
 from benchmarks.speed.figures import grid, share_of_time  # noqa: E402
 from benchmarks.speed.record import Record, say  # noqa: E402
-from benchmarks.speed.report import joined  # noqa: E402
 from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers  # noqa: E402
 from tome_nodes.pytorch.patched_model import Attachment  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
@@ -205,8 +204,8 @@ def measure(record: Record, size: Size) -> dict[str, Any]:
     }
 
 
-def page(result: Mapping[str, Any]) -> str:
-    """The result as Markdown."""
+def page(result: Mapping[str, Any]) -> list[str]:
+    """The result in paragraphs."""
     machine = result["machine"]
     parts = [
         f"# Flux of diffusers: `{result['command']}`",
@@ -230,7 +229,7 @@ def page(result: Mapping[str, Any]) -> str:
                 [_row(row, name) for name in row["methods"]],
             ),
         ]
-    return joined(parts)
+    return parts
 
 
 def _row(row: Mapping[str, Any], name: str) -> list[str]:
@@ -246,14 +245,17 @@ def _row(row: Mapping[str, Any], name: str) -> list[str]:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py bench --diffusers", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="only the tiny one, in one round")
+    parser.add_argument(
+        "--quick", action="store_true", help="the tiny one, one round, keep nothing"
+    )
     arguments = parser.parse_args()
-    name = "diffusers-flux-quick" if arguments.quick else "diffusers-flux"
-    record = Record(name, "bench --diffusers", RESULTS, MINUTES, "cpu", arguments.quick)
+    quick = arguments.quick
+    folder = None if quick else RESULTS
+    record = Record("diffusers-flux", "bench --diffusers", folder, MINUTES, is_dry=quick)
     found: list[dict[str, Any]] = []
     record.result["sizes"] = found
     check()
-    for size in SIZES[:1] if arguments.quick else SIZES:
+    for size in SIZES[:1] if quick else SIZES:
         record.attempt(size.name, 0.0, partial(measure, record, size), found)
     code = record.finish(
         {
@@ -262,9 +264,9 @@ def main() -> int:
             for name in METHODS
         }
     )
-    text = page(record.result)
-    (record.folder / f"{record.name}.md").write_text(text, encoding="utf-8")
-    say(text)
+    parts = page(record.result)
+    record.write_page(parts)
+    say("\n\n".join(parts))
     return code
 
 

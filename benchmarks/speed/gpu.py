@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from benchmarks.host import use
@@ -30,8 +29,8 @@ def main() -> int:
     from benchmarks.speed.record import Record
 
     number, dry = arguments.number, arguments.dry
-    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
-        folder = arguments.out or Path(scratch if dry else os.environ.get("OUT", RESULTS))
+    folder = arguments.out or (None if dry else Path(os.environ.get("OUT", RESULTS)))
+    with torch.no_grad():
         record = Record(f"gpu-{number}", "gpu", folder, arguments.minutes, device, dry)
         if number == 1:
             return suite.run(record)

@@ -11,7 +11,6 @@ the unpatched model with the same inputs, and the time is the difference from th
 import argparse
 import ctypes
 import gc
-import json
 import statistics
 import sys
 import time
@@ -33,12 +32,11 @@ from comfy.model_patcher import ModelPatcher  # noqa: E402
 from comfy.patcher_extension import WrapperExecutor  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.machine import origin  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
 from benchmarks.speed.absent_gpus import absent_gpus  # noqa: E402
-from benchmarks.speed.figures import grid as table  # noqa: E402
-from benchmarks.speed.figures import spread  # noqa: E402
+from benchmarks.speed.figures import grid, spread  # noqa: E402
 from benchmarks.speed.measure import Operators, Subject, merged_blocks  # noqa: E402
+from benchmarks.speed.record import Record, say  # noqa: E402
 from tome_nodes.comfyui.attachment import KEY, attach  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
 from tome_nodes.ops.autotune import Autotune, Case, Choice, Variants  # noqa: E402
@@ -313,20 +311,18 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
     return figures
 
 
-def summary(found: Mapping[str, Mapping[str, Figures]]) -> str:
-    """The last line: milliseconds, and launches of a block that merges keys and values."""
-    parts = [
-        f"host_ms_{model}={figures['balanced']['added']:.2f}" for model, figures in found.items()
-    ]
+def goals(found: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
+    """Milliseconds, and launches of a block that merges keys and values."""
+    added = {f"host_ms_{model}": each["balanced"]["added"] for model, each in found.items()}
     if "sdxl" in found:
-        parts.append(f"host_ms_sdxl_fast={found['sdxl']['fast']['added']:.2f}")
-    idle = max(figures["nothing merges"]["added"] for figures in found.values())
+        added["host_ms_sdxl_fast"] = found["sdxl"]["fast"]["added"]
+    added["host_ms_idle"] = max(each["nothing merges"]["added"] for each in found.values())
     launches = max(
         figures[name]["launches"] / figures[name]["blocks"]
         for figures in found.values()
         for name in ("quality", "balanced")
     )
-    return f"summary: {' '.join(parts)} host_ms_idle={idle:.2f} launches={launches:.1f}"
+    return added | {"launches": launches}
 
 
 def tables(found: Mapping[str, Mapping[str, Figures]]) -> str:
@@ -345,7 +341,7 @@ def tables(found: Mapping[str, Mapping[str, Figures]]) -> str:
         for model, figures in found.items()
         for name, each in figures.items()
     ]
-    return table(head, rows)
+    return grid(head, rows)
 
 
 def main() -> int:
@@ -357,27 +353,26 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    found = {}
+    record = Record("host-time", "bench --host-time", None if arguments.quick else RESULTS)
+    found = record.result["models"] = {}
     with torch.no_grad():
         for model in MODELS[:1] if arguments.quick else MODELS:
             found[model.name] = measure(model, 1 if arguments.quick else ROUNDS)
-    page, line = tables(found), summary(found)
-    if not arguments.quick:
-        result = {**origin("cpu", "bench --host-time"), "models": found}
-        text = json.dumps(result, indent=1) + "\n"
-        (RESULTS / "host-time.json").write_text(text, encoding="utf-8")
-        parts = [
+    page = tables(found)
+    say(page)
+    code = record.finish(goals(found))
+    result = record.result
+    record.write_page(
+        [
             f"# Host time: `{result['command']}`",
             f"{result['machine']['description']}, {result['date']}. One thread, no GPU: the time "
             "that merging adds to an evaluation before any kernel runs, and launches added, on "
             "average over a run of 8 steps.",
-            f"`{line}`",
+            f"`{result['summary']}`",
             page,
         ]
-        (RESULTS / "host-time.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    print(page)
-    print(line)
-    return 0
+    )
+    return code
 
 
 if __name__ == "__main__":

@@ -40,12 +40,7 @@ def page(results: Mapping[int, Result]) -> str:
     parts = ["# On a GPU", readme(results)]
     for result in results.values():
         parts += section(result)
-    return joined(parts)
-
-
-def joined(parts: Sequence[str]) -> str:
-    """Paragraphs as a page."""
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return figures.page(parts)
 
 
 def section(result: Result) -> list[str]:
@@ -106,7 +101,7 @@ def readme(results: Mapping[int, Result]) -> str:
             f"{statistics.median(row['methods']['unpatched']['seconds']):.2f}",
             *(
                 f"{figures.speed_up(row, name):.2f}" if name in row["methods"] else ""
-                for name in ("the defaults", figures.KEYS, "keys 0.75", "6 steps")
+                for name in ("the defaults", "keys 0.6", "keys 0.75", "6 steps")
             ),
         ]
         for row in results.get(3, {}).get("whole_runs", [])

@@ -14,7 +14,7 @@ from models.comfyui import TINY, build_class
 from torch import Tensor
 
 from benchmarks.rounds import interleaved
-from benchmarks.speed.figures import KEYS, speed_up
+from benchmarks.speed.figures import speed_up
 from benchmarks.speed.models import repeated
 from benchmarks.speed.record import Record, say
 from tome_nodes.comfyui.attachment import attach
@@ -171,7 +171,7 @@ def _measure(record: Record, case: Run) -> dict[str, Any]:
     merging = settings | {"forecast": False}
     patched = {
         "the defaults": settings,
-        KEYS: merging,
+        "keys 0.6": merging,
         "keys 0.75": merging | {"ratio": 0.75},
     }
     ways = {

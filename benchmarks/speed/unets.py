@@ -61,13 +61,6 @@ class Case:
     is_small: bool = False
     methods: Sequence[str] = ()
 
-    @property
-    def title(self) -> str:
-        """For example ``sd15 1024, cudnn first, compiled``."""
-        words = [f"{self.model} {self.size}"]
-        words += ["cudnn first"] * (self.attention == "cudnn") + ["compiled"] * self.is_compiled
-        return ", ".join(words)
-
 
 COMPILED = ("preset balanced", "preset fast", "ideal k,v", "ideal stack")
 """What is compiled, the most important first."""
@@ -140,7 +133,8 @@ def run(record: Record, cases: Sequence[Case]) -> int:
         if with_model is not None:
             needed = _COMPILE_SECONDS if case.is_compiled else case.seconds / 2
             compared = partial(_compare, record, case, with_model)
-            found = record.attempt(case.title, needed, compared, result["runs"])
+            title = figures.title(_about(case, with_model))
+            found = record.attempt(title, needed, compared, result["runs"])
             if found is not None:
                 say("\n" + figures.table(found) + "\n")
     return record.finish(goals(result["runs"]))
@@ -227,6 +221,18 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
     if case.is_compiled:
         torch._dynamo.reset()
     return {
+        **_about(case, prepared),
+        "repeats": len(seconds["unpatched"]),
+        "evaluations": evaluations,
+        "refused": refused,
+        "methods": {name: rows[name] | {"seconds": each} for name, each in seconds.items()},
+        "tried": found,
+    }
+
+
+def _about(case: Case, prepared: Prepared) -> dict[str, Any]:
+    """What tells a comparison from others."""
+    return {
         "model": case.model,
         "note": prepared.shape.note,
         "size": case.size,
@@ -234,11 +240,6 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
         "attention": case.attention,
         "compiled": case.is_compiled,
         "dtype": str(prepared.model.model.get_dtype_inference()).removeprefix("torch."),
-        "repeats": len(seconds["unpatched"]),
-        "evaluations": evaluations,
-        "refused": refused,
-        "methods": {name: rows[name] | {"seconds": each} for name, each in seconds.items()},
-        "tried": found,
     }
 
 
