@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from benchmarks import webp
-from benchmarks.speed.figures import grid
+from benchmarks.speed.figures import grid, joined
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -87,7 +87,7 @@ def markdown(result: Mapping[str, Mapping[str, Rows]], summary: str) -> str:
         if judge not in SAMPLED_OTHERWISE:
             steps = next(iter(result[judge]))
             parts.append(f"![The pictures, in {steps} steps]({sheet_name(judge)})")
-    return "\n\n".join(parts) + "\n"
+    return joined(parts)
 
 
 def plot_name(judge: str) -> str:

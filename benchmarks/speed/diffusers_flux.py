@@ -35,7 +35,7 @@ import tome_nodes  # noqa: E402
 from benchmarks.lossless import lossless  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
 from benchmarks.speed.checks import WrongOutput, difference  # noqa: E402
-from benchmarks.speed.figures import grid, share_of_time  # noqa: E402
+from benchmarks.speed.figures import grid, joined, share_of_time  # noqa: E402
 from benchmarks.speed.record import Record, say  # noqa: E402
 from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers  # noqa: E402
 from tome_nodes.pytorch.patched_model import Attachment  # noqa: E402
@@ -266,7 +266,7 @@ def main() -> int:
     )
     parts = page(record.result)
     record.write_page(parts)
-    say("\n\n".join(parts))
+    say(joined(parts))
     return code
 
 

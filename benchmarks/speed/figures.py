@@ -75,7 +75,7 @@ def worst_case(runs: Sequence[Run]) -> dict[str, float]:
     return worst
 
 
-def page(parts: Sequence[str]) -> str:
+def joined(parts: Sequence[str]) -> str:
     """Paragraphs as a page."""
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.machine import origin
-from benchmarks.speed.figures import page
+from benchmarks.speed.figures import joined
 
 Result = TypeVar("Result")
 
@@ -124,7 +124,7 @@ class Record:
 
     def write_page(self, parts: Sequence[str]) -> None:
         """Write paragraphs as a page beside the file."""
-        self._write(".md", page(parts))
+        self._write(".md", joined(parts))
 
     def log(self, text: str) -> None:
         """Add to the log beside the file."""

@@ -40,7 +40,7 @@ def page(results: Mapping[int, Result]) -> str:
     parts = ["# On a GPU", readme(results)]
     for result in results.values():
         parts += section(result)
-    return figures.page(parts)
+    return figures.joined(parts)
 
 
 def section(result: Result) -> list[str]:

@@ -101,7 +101,7 @@ def test_a_page_shows_everything(tmp_path):
         "left_out": ["2048x2048"],
         "failed": {"sdxl": "no memory"},
     }
-    text = figures.page(report.section(record.result))
+    text = figures.joined(report.section(record.result))
     for part in (
         "| ours window block   |",
         "1.67",
