@@ -11,15 +11,19 @@ are.
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.fidelity.page import IN_SUMMARY, JUDGES, PLAIN, SAMPLED_OTHERWISE, STEPS
 from benchmarks.host import use_cpu
 from tools.environment import ROOT
 
-if TYPE_CHECKING:
-    from benchmarks.fidelity.options import Option
-    from benchmarks.fidelity.pictures import Judge
+use_cpu()
+
+from benchmarks.fidelity import page  # noqa: E402
+from benchmarks.fidelity.judges import BENCHES  # noqa: E402
+from benchmarks.fidelity.meter import Meter  # noqa: E402
+from benchmarks.fidelity.options import Option  # noqa: E402
+from benchmarks.fidelity.pictures import Judge, rms  # noqa: E402
+from benchmarks.machine import origin  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 MANY = 40
@@ -29,14 +33,7 @@ MANY = 40
 def main() -> None:
     """Ask the judges that the command line names."""
     arguments = _arguments()
-    if arguments.device == "cpu":
-        use_cpu()
-
-    from benchmarks.fidelity import page
-    from benchmarks.fidelity.calibration import calibration
-    from benchmarks.machine import origin
-
-    taken = origin(arguments.device, "bench --fidelity")
+    taken = origin("cpu", "bench --fidelity")
     taken["machine"] = taken["machine"]["description"]
     path = RESULTS / "fidelity.json"
     is_kept = not arguments.quick
@@ -55,15 +52,15 @@ def main() -> None:
         kept |= {each: {"origin": taken, **row} for each, row in rows.items()}
         if is_kept:
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            is_shown = name not in SAMPLED_OTHERWISE and not arguments.names
+            is_shown = name not in page.SAMPLED_OTHERWISE and not arguments.names
             if is_shown and str(steps) == next(iter(result[name])):
                 page.sheet(pictures, RESULTS / page.sheet_name(name))
     result = with_others(result)
     summary = page.summary(result)
     if is_kept:
         for name, counts in result.items():
-            page.plot(counts, JUDGES[name], RESULTS / page.plot_name(name))
-        text = page.markdown(result, calibration(result), summary)
+            page.plot(counts, page.JUDGES[name], RESULTS / page.plot_name(name))
+        text = page.markdown(result, summary)
         (RESULTS / "fidelity.md").write_text(text, encoding="utf-8")
     print(summary)
 
@@ -71,8 +68,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --fidelity", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="print the last line, keep nothing")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--only", nargs="+", choices=JUDGES, default=[*JUDGES])
+    parser.add_argument("--only", nargs="+", choices=page.JUDGES, default=[*page.JUDGES])
     parser.add_argument("--steps", nargs="+", type=int, default=[20, 12, 8, 4])
     parser.add_argument("--names", nargs="+", metavar="NAME", help="take only these rows again")
     parser.add_argument("--seeds", type=int, default=1, help="pictures of each prompt")
@@ -81,15 +77,13 @@ def _arguments() -> argparse.Namespace:
 
 def asked(
     arguments: argparse.Namespace,
-) -> Iterator[tuple[str, int, "Judge", Sequence["Option"]]]:
+) -> Iterator[tuple[str, int, Judge, Sequence[Option]]]:
     """Judges with their names, numbers of steps and what is asked of them.
 
     Raises:
         SystemExit: for a name that there is not, before any judge paints.
     """
-    from benchmarks.fidelity.judges import BENCHES
-
-    left_out = SAMPLED_OTHERWISE if arguments.quick else ()
+    left_out = page.SAMPLED_OTHERWISE if arguments.quick else ()
     benches = {name: BENCHES[name] for name in arguments.only if name not in left_out}
     known = {
         option.name
@@ -108,15 +102,15 @@ def asked(
                 and (not arguments.quick or _is_quick(option))
             ]
             if picked and (arguments.quick or steps in arguments.steps):
-                yield name, steps, bench.make(steps, arguments.seeds), picked
+                yield name, steps, bench.make(steps, seeds=arguments.seeds), picked
 
 
-def _is_quick(option: "Option") -> bool:
-    return option.kind == STEPS or option.name in (*IN_SUMMARY, "EasyCache 0.2")
+def _is_quick(option: Option) -> bool:
+    return option.kind == page.STEPS or option.name in (*page.IN_SUMMARY, "EasyCache 0.2")
 
 
 def judged(
-    judge: "Judge", picked: Sequence["Option"], against_many: bool = True
+    judge: Judge, picked: Sequence[Option], against_many: bool = True
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Figures and pictures of everything picked, by name, those of the plain model first.
 
@@ -127,15 +121,11 @@ def judged(
         picked: what to paint with, besides the plain model.
         against_many: whether to compare with a run of :data:`MANY` steps, too.
     """
-    from benchmarks.fidelity.meter import Meter
-    from benchmarks.fidelity.options import Option
-    from benchmarks.fidelity.pictures import rms
-
     many = judge.pictures(judge.model, MANY) if against_many else None
     pictures: dict[str, Any] = {}
     rows: dict[str, Any] = {}
     plain = 0.0
-    for option in (Option(PLAIN, PLAIN), *picked):
+    for option in (Option(page.PLAIN, page.PLAIN), *picked):
         model = option.patch(judge.model)
         meter = Meter(judge.tokens, judge.attention)
         with meter.watching(model, option.queries, option.keys):

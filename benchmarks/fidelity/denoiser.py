@@ -4,8 +4,6 @@ It has the layout of SD 1.5 in small: self-attention over all 64x64 = 4096 token
 cross-attention to a prompt, guidance by leaving the prompt out, SD's noise schedule, predicted
 velocities. Pixels take the place of latents. The prompt names the photo; additional input channels,
 as in an inpainting model, say where in the photo the crop is.
-
-It was trained once, by an earlier version of this file (until 2026-11-26).
 """
 
 import math
@@ -21,7 +19,6 @@ from torch import Tensor
 
 from benchmarks.fidelity import weights
 from benchmarks.fidelity.photos import Crop, photo
-from benchmarks.fidelity.training import below
 
 WEIGHTS = Path(__file__).with_name("denoiser.npz")
 
@@ -85,8 +82,7 @@ def load() -> ModelPatcher:
 
 def with_weights(model: BaseModel, file: Path) -> ModelPatcher:
     """A model with trained weights, ready to sample with."""
-    trained, _ = weights.load(file)
-    model.diffusion_model.load_state_dict(trained)
+    model.diffusion_model.load_state_dict(weights.load(file))
     device = comfy.model_management.get_torch_device()
     return ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
 
@@ -139,6 +135,6 @@ def held_out_crops(count: int) -> list[Crop]:
     crops = []
     for index in range(count):
         name = NAMES[index % len(NAMES)]
-        chosen = below(len(places[name]), generator)
+        chosen = torch.randint(len(places[name]), (), generator=generator)
         crops.append(Crop(name, *places[name][chosen], SIDE))
     return crops

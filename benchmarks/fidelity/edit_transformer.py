@@ -3,19 +3,10 @@
 It paints the leaves of the first reference in the colours and the filling of the second, which is
 another scene. Each reference is 1024 further tokens beside the 1024 of the picture, as in Flux.1
 Kontext, Flux.2 and Qwen-Image-Edit. The prompt tells the sizes and whether there are letters.
-
-    python -m benchmarks.fidelity.edit_transformer --minutes 60      train, or continue training
-
-A training begins from the transformer of scenes, which knows no references.
 """
 
 from dataclasses import replace
 from pathlib import Path
-
-from benchmarks.host import use_cpu
-
-if __name__ == "__main__":
-    use_cpu()
 
 import torch
 from comfy import model_base
@@ -23,18 +14,12 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from benchmarks.fidelity import denoiser, latents, scene_transformer, scenes
-from benchmarks.fidelity.networks import differentiable
-from benchmarks.fidelity.scene_transformer import HELD_OUT, LATENT_SIDE, SIDE
-from benchmarks.fidelity.training import Training, below, run
+from benchmarks.fidelity.scene_transformer import HELD_OUT, SIDE
 
 WEIGHTS = Path(__file__).with_name("edit_transformer.npz")
-STATE = scene_transformer.STATES / "edit-transformer-training.pt"
 
 FLUX = {**scene_transformer.FLUX, "default_ref_method": "index"}
 """Each reference has an index of its own in the first coordinate of its positions."""
-
-EDITS = 4000
-"""How many edits a training sees, each of which it crops anew every time."""
 
 
 def edit(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -73,42 +58,3 @@ def load() -> ModelPatcher:
     settings = scene_transformer.Settings({**FLUX, "dtype": torch.float32})
     settings.sampling_settings = {"shift": scene_transformer.SHIFT}
     return denoiser.with_weights(model_base.Flux(settings), WEIGHTS)
-
-
-class Trainer(Training):
-    """The training of the transformer, on crops of the full side or of half of it."""
-
-    def __init__(self, rate: float, full_share: float):
-        model, base = scene_transformer.trained(FLUX), scene_transformer.WEIGHTS
-        super().__init__(model, rate, full_share, STATE, WEIGHTS, base)
-        edits = [edit(seed) for seed in range(EDITS)]
-        *pictures, self.prompts = (torch.stack(each) for each in zip(*edits, strict=True))
-        self.pictures = [each.half() for each in pictures]
-
-    def loss(self) -> tuple[int, Tensor]:
-        """The loss of a random batch, and the side of its crops."""
-        side, size = (LATENT_SIDE, 2) if self.is_full_size() else (LATENT_SIDE // 2, 8)
-        chosen = [below(len(self.prompts), self.generator) for _ in range(size)]
-        cropped = [self._crops(index, side) for index in chosen]
-        clean, *references = (torch.stack(each) for each in zip(*cropped, strict=True))
-        times = scene_transformer.random_times(size, self.generator)
-        noise = torch.randn(clean.shape, generator=self.generator)
-        now = times.view(-1, 1, 1, 1)
-        noisy = (1 - now) * clean + now * noise
-        with differentiable():
-            answer = self.model(noisy, times, self.prompts[chosen], ref_latents=references)
-        return side, (answer - (noise - clean)).square().mean()
-
-    def _crops(self, index: int, side: int) -> list[Tensor]:
-        """Of an edit's pictures; the colours may come from another place than the leaves."""
-        last = LATENT_SIDE - side + 1
-        top, left, other_top, other_left = (below(last, self.generator) for _ in range(4))
-        places = ((top, left), (top, left), (other_top, other_left))
-        return [
-            latent[index, :, down : down + side, across : across + side].float()
-            for latent, (down, across) in zip(self.pictures, places, strict=True)
-        ]
-
-
-if __name__ == "__main__":
-    run("Train the transformer of edits, or continue.", Trainer)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,11 @@ from benchmarks.fidelity import (
     latents,
     options,
     scene_transformer,
-    student,
-    teacache,
     video_transformer,
 )
+from benchmarks.fidelity.meter import attention_share
 from benchmarks.fidelity.options import Option
 from benchmarks.fidelity.pictures import Judge, PictureJudge
-from benchmarks.speed.published import MODELS
-
-SHARES = {model.name: model.attention_share for model in MODELS}
-"""The share of attention in a block of a published width, by the number of tokens."""
 
 
 class SceneJudge(Judge):
@@ -36,7 +30,9 @@ class SceneJudge(Judge):
     """
 
     sampler, scheduler = "euler", "simple"
-    attention = SHARES["Flux"](4096)
+    # Of Flux with a picture of 1024x1024.
+    attention = attention_share(4096, width=3072, linear=12)
+    decode = staticmethod(latents.decode)
 
     def __init__(
         self,
@@ -51,10 +47,6 @@ class SceneJudge(Judge):
         self.tokens = side**2 + self.prompts.shape[1]
         super().__init__(scene_transformer.load(weights), steps, guidance, seeds)
 
-    def decode(self, latent: Tensor) -> Tensor:
-        """See :func:`benchmarks.fidelity.latents.decode`."""
-        return latents.decode(latent)
-
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Pictures of held-out captions; the noise decides all else."""
         side = scene_transformer.LATENT_SIDE
@@ -62,7 +54,14 @@ class SceneJudge(Judge):
         return empty, self.prompts, {}
 
 
-class FewMultistepJudge(SceneJudge):
+class FewJudge(SceneJudge):
+    """The same distilled to four steps, without guidance."""
+
+    def __init__(self, steps: int, seeds: int = 1):
+        super().__init__(steps, 1.0, seeds, weights=scene_transformer.FEW_STEPS)
+
+
+class FewMultistepJudge(FewJudge):
     """The distilled model under the sampler of ComfyUI's template of Z-Image Turbo."""
 
     sampler = "res_multistep"
@@ -73,11 +72,11 @@ class SecondPassJudge(SceneJudge):
 
     denoise = 0.5
 
-    def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1, pictures: int = 4):
-        first = SceneJudge(steps, guidance, seeds, pictures)
+    def __init__(self, steps: int, seeds: int = 1):
+        first = SceneJudge(steps, seeds=seeds)
         small = [first.latent(first.model, seed, shrunk=2) for seed in range(seeds)]
         self._begin = [F.interpolate(each, scale_factor=2.0, mode="bicubic") for each in small]
-        super().__init__(steps, guidance, seeds, pictures)
+        super().__init__(steps, seeds=seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """The scaled pictures of held-out captions."""
@@ -89,17 +88,14 @@ class EditJudge(Judge):
 
     sampler, scheduler = "euler", "simple"
     # Of Qwen-Image-Edit with a picture and two references of 1328x1328.
-    attention = SHARES["Qwen-Image"](3 * 83**2)
+    attention = attention_share(3 * 83**2, width=3072, linear=12)
+    decode = staticmethod(latents.decode)
 
-    def __init__(self, steps: int, guidance: float = 1.0, seeds: int = 1, pictures: int = 4):
-        self.references, self.prompts = edit_transformer.held_out_edits(pictures)
+    def __init__(self, steps: int, seeds: int = 1):
+        self.references, self.prompts = edit_transformer.held_out_edits(4)
         side = scene_transformer.LATENT_SIDE // scene_transformer.PATCH
         self.tokens = (1 + len(self.references)) * side**2 + self.prompts.shape[1]
-        super().__init__(edit_transformer.load(), steps, guidance, seeds)
-
-    def decode(self, latent: Tensor) -> Tensor:
-        """See :func:`benchmarks.fidelity.latents.decode`."""
-        return latents.decode(latent)
+        super().__init__(edit_transformer.load(), steps, 1.0, seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Edits of held-out scenes; the noise decides where letters are, and which."""
@@ -111,17 +107,15 @@ class VideoJudge(Judge):
     """The judge whose model is the Wan of :mod:`benchmarks.fidelity.video_transformer`."""
 
     sampler, scheduler = "euler", "simple"
-    attention = SHARES["Wan 14B"](32760)
+    # Of Wan 14B with a video of 480p and 81 frames.
+    attention = attention_share(32760, width=5120, linear=4 + 2 + 2 * 2.7)
+    decode = staticmethod(video_transformer.decode)
 
-    def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1, clips: int = 2):
-        self.prompts = scene_transformer.held_out_prompts(clips)
+    def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1):
+        self.prompts = scene_transformer.held_out_prompts(2)
         side = video_transformer.SIDE // latents.CELL // video_transformer.PATCH
         self.tokens = video_transformer.FRAMES * side**2
         super().__init__(video_transformer.load(), steps, guidance, seeds)
-
-    def decode(self, latent: Tensor) -> Tensor:
-        """See :func:`benchmarks.fidelity.video_transformer.decode`."""
-        return video_transformer.decode(latent)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Clips of held-out captions; the noise decides all else."""
@@ -141,55 +135,23 @@ class Bench:
     """A judge, and what it is asked.
 
     Attributes:
-        make: makes it from a number of steps and one of seeds.
+        make: makes it from a number of steps and one of ``seeds``.
         options: gives what could be picked in place of a run of so many steps.
         steps: the numbers of steps; ``--quick`` takes the first.
     """
 
-    make: Callable[[int, int], Judge]
+    make: Callable[..., Judge]
     options: Callable[[int], Sequence[Option]]
     steps: Sequence[int]
 
 
 BENCHES = {
-    "pictures": Bench(
-        lambda steps, seeds: PictureJudge(steps, 2.0, seeds),
-        options.of_unet,
-        (12, 20, 8),
-    ),
-    "image": Bench(
-        lambda steps, seeds: SceneJudge(steps, 3.0, seeds),
-        partial(options.of_transformer, polynomial=teacache.OF_IMAGE),
-        (8, 20),
-    ),
-    "few": Bench(
-        lambda steps, seeds: SceneJudge(steps, 1.0, seeds, weights=student.WEIGHTS),
-        partial(options.of_transformer, polynomial=teacache.OF_FEW),
-        (4, 8),
-    ),
-    "few_multistep": Bench(
-        lambda steps, seeds: FewMultistepJudge(steps, 1.0, seeds, weights=student.WEIGHTS),
-        options.of_other_transformers,
-        (8,),
-    ),
-    "second": Bench(
-        lambda steps, seeds: SecondPassJudge(steps, 3.0, seeds),
-        options.of_other_transformers,
-        (8,),
-    ),
-    "video": Bench(
-        lambda steps, seeds: VideoJudge(steps, 3.0, seeds),
-        options.of_other_transformers,
-        (8, 20),
-    ),
-    "video_multistep": Bench(
-        lambda steps, seeds: VideoMultistepJudge(steps, 3.0, seeds),
-        options.of_other_transformers,
-        (8, 20),
-    ),
-    "edit": Bench(
-        lambda steps, seeds: EditJudge(steps, 1.0, seeds),
-        options.of_other_transformers,
-        (8, 4),
-    ),
+    "pictures": Bench(PictureJudge, options.of_unet, (12, 20, 8)),
+    "image": Bench(SceneJudge, options.of_new_pictures, (8, 20)),
+    "few": Bench(FewJudge, options.of_new_pictures, (4, 8)),
+    "few_multistep": Bench(FewMultistepJudge, options.of_transformer, (8,)),
+    "second": Bench(SecondPassJudge, options.of_transformer, (8,)),
+    "video": Bench(VideoJudge, options.of_transformer, (8, 20)),
+    "video_multistep": Bench(VideoMultistepJudge, options.of_transformer, (8, 20)),
+    "edit": Bench(EditJudge, options.of_transformer, (8, 4)),
 }

@@ -83,6 +83,18 @@ _ON_CPU: dict[Any, Any] = {
 """PyTorch knows what its other attention costs."""
 
 
+def attention_share(tokens: int, width: int, linear: float) -> float:
+    """The share of attention in the multiplications of a block.
+
+    Args:
+        tokens: the length of the sequence.
+        width: channels of a token.
+        linear: multiplications per token in the linear layers, over ``width**2``.
+    """
+    attention = 2 * tokens * width
+    return attention / (attention + linear * width**2)
+
+
 def work(tokens: float, attention: float, queries: float = 1.0, keys: float = 1.0) -> float:
     """The multiplications of a block, over those on all tokens.
 

@@ -1,18 +1,15 @@
 """Everything that a user could pick to save time on a model of some kind."""
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
 from typing import Any
 
-from comfy.model_patcher import ModelPatcher
-from comfy_extras import nodes_hypertile, nodes_tomesd
+from comfy_extras.nodes_hypertile import HyperTile
+from comfy_extras.nodes_tomesd import TomePatchModel
 
 from benchmarks.fidelity import rivals
 from benchmarks.fidelity.page import (
-    BLOCKS,
     BOTH,
     CACHE,
     FORECAST,
@@ -26,14 +23,10 @@ from benchmarks.fidelity.page import (
     TODO,
     TOMESD,
 )
-from benchmarks.fidelity.teacache import teacache
-from benchmarks.speed.methods import ToDoStrategy, TomesdStrategy
+from benchmarks.speed.methods import Patch, ToDoStrategy, TomesdStrategy, node
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
-
-Patch = Callable[[ModelPatcher], ModelPatcher]
-"""Makes a patched clone of a model."""
 
 FEWER: dict[int, Sequence[int]] = {
     20: (16, 13, 10, 8, 6),
@@ -46,6 +39,9 @@ FEWER: dict[int, Sequence[int]] = {
 
 ON_TRANSFORMERS = {"fast": (0.3, 0.5, 0.6, 0.75)}
 """The ratios to judge there. The presets quality and balanced are the same as fast."""
+
+_ONCE: dict[str, Any] = {"proportional_attn": False}
+"""Merged keys count once, as others have published it."""
 
 _THRESHOLDS = (0.1, 0.2, 0.4)
 """Those of caches; 0.2 is the default of each."""
@@ -76,17 +72,17 @@ class Option:
 
 def of_unet(steps: int) -> list[Option]:
     """What to pick on a UNet in place of a run of so many steps."""
-    as_published = {"proportional_attn": False}
     tile = {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}
     return [
         *_without_merging(steps),
-        Option(TOMESD, MERGING, ours(TomesdStrategy, **as_published)),
-        Option("core q 0.5", MERGING, _node(nodes_tomesd, ratio=0.5)),
-        Option("HyperTile", MERGING, _node(nodes_hypertile, **tile)),
+        Option(TOMESD, MERGING, ours(TomesdStrategy, **_ONCE)),
+        Option("core q 0.5", MERGING, node(TomePatchModel, ratio=0.5)),
+        Option("HyperTile", MERGING, node(HyperTile, **tile)),
         Option("q,k,v 0.5", MERGING, ours()),
         Option("k,v 0.5", MERGING, ours(attn_tokens="k,v")),
         Option("k,v 0.75", MERGING, ours(ratio=0.75, attn_tokens="k,v")),
         _keys(KEYS75, 0.75),
+        _todo(),
         *_merging(),
         *_presets({"quality": (0.6, 0.75), "balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)}),
         Option("fast 0.6, no full step", OURS, preset("fast", refresh_steps=0)),
@@ -94,32 +90,25 @@ def of_unet(steps: int) -> list[Option]:
     ]
 
 
-def of_transformer(steps: int, polynomial: Sequence[float]) -> list[Option]:
-    """What to pick on a transformer of pictures in place of a run of so many steps.
-
-    Args:
-        steps: those of the run.
-        polynomial: that of the model for TeaCache.
-    """
+def of_transformer(steps: int) -> list[Option]:
+    """What to pick on a transformer in place of a run of so many steps."""
     return [
         *_without_merging(steps),
-        *_caches("TeaCache", partial(teacache, polynomial=polynomial)),
-        Option("half the size", SIZE, shrunk=2),
         *_merging(),
         _keys("k,v 0.6, window 4x2", 0.6),
         _keys(KEYS75, 0.75),
-        Option(BLOCKS, MERGING, rivals.toma()),
         *_presets(ON_TRANSFORMERS),
-        Option("fast 0.5, EasyCache 0.2", BOTH, _then(preset("fast", 0.5), rivals.easy_cache())),
     ]
 
 
-def of_other_transformers(steps: int) -> list[Option]:
-    """What to pick in second passes, videos and edits in place of a run of so many steps."""
-    # ToDo is for one picture.
-    _, *merging = _merging()
-    keys = [_keys("k,v 0.6, window 4x2", 0.6), _keys(KEYS75, 0.75)]
-    return [*_without_merging(steps), *merging, *keys, *_presets(ON_TRANSFORMERS)]
+def of_new_pictures(steps: int) -> list[Option]:
+    """The same where the run makes a picture from noise alone, and what is for these only."""
+    return [
+        *of_transformer(steps),
+        _todo(),
+        Option("half the size", SIZE, shrunk=2),
+        Option("fast 0.5, EasyCache 0.2", BOTH, _then(preset("fast", 0.5), rivals.easy_cache(0.2))),
+    ]
 
 
 def _without_merging(steps: int) -> list[Option]:
@@ -138,14 +127,18 @@ def _caches(name: str, cache: Callable[[float], Patch]) -> list[Option]:
 
 
 def _merging() -> list[Option]:
-    """What others have published, and halves of it; merged keys count once, as there."""
-    once: dict[str, Any] = {"proportional_attn": False}
+    """What others have published for any model, and halves of it."""
     return [
-        Option(TODO, MERGING, ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **once), keys=0.25),
         Option(POOLED, MERGING, ours(ratio=0.75, strategy="pool", attn_tokens="k,v"), keys=0.25),
-        Option(PAPER, MERGING, ours(**once), queries=0.5, keys=0.5),
-        Option("k,v 0.5, unweighted", MERGING, ours(attn_tokens="k,v", **once), keys=0.5),
+        Option(PAPER, MERGING, ours(**_ONCE), queries=0.5, keys=0.5),
+        Option("k,v 0.5, unweighted", MERGING, ours(attn_tokens="k,v", **_ONCE), keys=0.5),
     ]
+
+
+def _todo() -> Option:
+    """ToDo, which is for one picture."""
+    merged = ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **_ONCE)
+    return Option(TODO, MERGING, merged, keys=0.25)
 
 
 def _presets(ratios: Mapping[str, Sequence[float]]) -> list[Option]:
@@ -165,7 +158,7 @@ def _keys(name: str, ratio: float) -> Option:
 
 def _together() -> list[Option]:
     """Presets on a UNet with each of what can be had besides."""
-    others = {"EasyCache 0.2": rivals.easy_cache(), "forecast": rivals.forecast()}
+    others = {"EasyCache 0.2": rivals.easy_cache(0.2), "forecast": rivals.forecast()}
     return [
         Option(f"{name} {ratio:g}, {other}", BOTH, _then(preset(name, ratio), patch))
         for other, patch in others.items()
@@ -183,16 +176,6 @@ def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:
 def preset(name: str, ratio: float = 0.6, **others: Any) -> Patch:
     """Our patch with a preset; ``others`` are settings that it decides otherwise."""
     return ours(**{**settings_of(name, {"ratio": ratio}), **others})
-
-
-def _node(module: ModuleType, **inputs: Any) -> Patch:
-    """The only node of one of ComfyUI's modules."""
-
-    async def nodes() -> list[Any]:
-        return await (await module.comfy_entrypoint()).get_node_list()
-
-    (own,) = asyncio.run(nodes())
-    return lambda model: own.EXECUTE_NORMALIZED(model=model, **inputs)[0]
 
 
 def _then(first: Patch, second: Patch) -> Patch:

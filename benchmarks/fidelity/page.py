@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from benchmarks import webp
-from benchmarks.speed.figures import grid
+from benchmarks.speed.figures import grid, joined
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -47,7 +47,7 @@ PLAIN = "plain"
 """The name of the unpatched model in the results."""
 TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
 PAPER, POOLED = "q,k,v 0.5, as the paper", "pooled k,v 0.75"
-BLOCKS, KEYS75 = "blocks 0.5, as ToMA", "k,v 0.75, window 4x2"
+KEYS75 = "k,v 0.75, window 4x2"
 QUALITY, DEFAULT = "quality 0.6", "balanced 0.6"
 FAST, FAST_DEFAULT = "fast 0.5", "fast 0.6"
 
@@ -55,7 +55,7 @@ IN_SUMMARY = (TOMESD, TODO, PAPER, POOLED, KEYS75, QUALITY, DEFAULT, FAST)
 """What the last line needs, besides fewer steps and caches."""
 ON_SHEET = (
     *(PLAIN, "6 steps", "3 steps", "EasyCache 0.2", "forecast"),
-    *(TOMESD, TODO, PAPER, BLOCKS, QUALITY, DEFAULT, FAST, FAST_DEFAULT),
+    *(TOMESD, TODO, PAPER, QUALITY, DEFAULT, FAST, FAST_DEFAULT),
 )
 """The rows of which pictures are shown."""
 
@@ -65,20 +65,17 @@ Point = tuple[float, float]
 """Time and error."""
 
 
-def markdown(result: Mapping[str, Mapping[str, Rows]], calibration: str, summary: str) -> str:
-    """The calibration, then tables and pictures for each judge.
+def markdown(result: Mapping[str, Mapping[str, Rows]], summary: str) -> str:
+    """Tables and pictures for each judge.
 
     Args:
         result: rows by judge and number of steps.
-        calibration: a table of what is published and what the judges say.
         summary: the last line.
     """
     parts = [
         "# How much everything to pick changes: `python3 dev.py bench --fidelity`",
         "How to read this: [FIDELITY](../FIDELITY.md). What nothing beats is in bold.",
         f"`{summary}`",
-        "## Published, and on the judges",
-        calibration,
     ]
     for judge, title in JUDGES.items():
         if judge not in result:
@@ -90,7 +87,7 @@ def markdown(result: Mapping[str, Mapping[str, Rows]], calibration: str, summary
         if judge not in SAMPLED_OTHERWISE:
             steps = next(iter(result[judge]))
             parts.append(f"![The pictures, in {steps} steps]({sheet_name(judge)})")
-    return "\n\n".join(parts) + "\n"
+    return joined(parts)
 
 
 def plot_name(judge: str) -> str:

@@ -1,7 +1,7 @@
 """Judges of pictures: a trained model paints the same seeds with merging and without."""
 
 import statistics
-import time
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
@@ -30,20 +29,19 @@ class Judge:
             a UNet, of which only a part merges.
         attention: the share of attention in the work of a block, in a model that people use.
         denoise: the share of a schedule that is sampled; less than 1 begins with a picture.
+        decode: gives the pixels of what the model paints, from 0 to 1.
     """
 
-    sampler: ClassVar[str] = "dpmpp_2m"
-    scheduler: ClassVar[str] = "karras"
+    sampler: ClassVar[str]
+    scheduler: ClassVar[str]
+    decode: Callable[[Tensor], Tensor]
     tokens: int | None = None
     attention = 0.0
     denoise = 1.0
 
     def __init__(self, model: ModelPatcher, steps: int, guidance: float, seeds: int):
         self.steps, self.guidance, self.seeds = steps, guidance, seeds
-        self._seconds = 0.0
         self.model = model
-        # The first of the wrappers, so that those of the methods are inside.
-        self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "judge", self._clock)
 
     @cached_property
     def expected(self) -> Tensor:
@@ -53,16 +51,6 @@ class Judge:
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """What a batch of pictures begins with, their prompts, and their other conditions."""
         raise NotImplementedError
-
-    def _clock(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        result = executor(*args, **kwargs)
-        self._seconds += time.perf_counter() - start
-        return result
-
-    def decode(self, latent: Tensor) -> Tensor:
-        """The pixels of what the model paints, from 0 to 1."""
-        return denoiser.to_pixels(latent)
 
     def pictures(self, patched: ModelPatcher, steps: int | None = None, shrunk: int = 1) -> Tensor:
         """``[pictures, 3, height, width]`` from 0 to 1; videos have frames before the height.
@@ -104,11 +92,6 @@ class Judge:
             seed=seed,
         )
 
-    def paint(self, patched: ModelPatcher, steps: int | None = None) -> tuple[Tensor, float]:
-        """What :meth:`pictures` returns, and the seconds of all evaluations of the model."""
-        self._seconds = 0.0
-        return self.pictures(patched, steps), self._seconds
-
     def figures(self, pictures: Tensor) -> dict[str, float]:
         """How much pictures differ from the expected ones, and for videos how much they flicker.
 
@@ -142,6 +125,9 @@ class Judge:
 
 class PictureJudge(Judge):
     """The judge whose model is the UNet of :mod:`benchmarks.fidelity.denoiser`."""
+
+    sampler, scheduler = "dpmpp_2m", "karras"
+    decode = staticmethod(denoiser.to_pixels)
 
     def __init__(self, steps: int, guidance: float = 2.0, seeds: int = 1):
         self.crops = denoiser.held_out_crops(len(denoiser.NAMES) * seeds)

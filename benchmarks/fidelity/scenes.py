@@ -6,7 +6,6 @@ the sizes, what fills the leaves, and whether there are letters. It leaves open 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -58,10 +57,8 @@ def caption_of(seed: int) -> Caption:
     return Caption(seed % PALETTES, size, fill, letters)
 
 
-def prompt(caption: Caption | None) -> Tensor:
-    """The tokens of a caption, ``[4, 64]``; None is no prompt."""
-    if caption is None:
-        return torch.zeros(PROMPT_SHAPE)
+def prompt(caption: Caption) -> Tensor:
+    """The tokens of a caption, ``[4, 64]``."""
     told = (caption.palette, caption.size, caption.fill, caption.letters)
     words = _words()
     return torch.stack([words[kind, value] for kind, value in enumerate(told)])
@@ -94,13 +91,6 @@ def scene(seed: int, side: int, caption: Caption | None = None) -> tuple[Tensor,
         for _ in range(max(1, side * side // 96**2)):
             _paint_letter(pixels, palette, generator)
     return torch.from_numpy(pixels), caption
-
-
-def scenes(seeds: Sequence[int], side: int) -> tuple[Tensor, Tensor]:
-    """Pixels ``[scenes, 3, side, side]`` and prompts ``[scenes, 4, 64]`` of several seeds."""
-    made = [scene(seed, side) for seed in seeds]
-    pixels = torch.stack([pixels for pixels, _ in made])
-    return pixels, torch.stack([prompt(caption) for _, caption in made])
 
 
 def _radius(generator: np.random.Generator, smallest: float) -> float:

@@ -1,4 +1,4 @@
-"""Compare the methods on a CPU: on UNets, or with --transformers on blocks and runs of those.
+"""Compare the methods on a CPU: on UNets, or with --transformers on whole runs of those.
 
 Every method is checked before it is timed. Results are written to benchmarks/results/ after each
 model and size, so an interrupted run loses only the current one. `dev.py gpu` does the same on a
@@ -20,7 +20,7 @@ use_cpu()
 
 import torch  # noqa: E402
 
-from benchmarks.speed import report, transformers, unets, whole_runs  # noqa: E402
+from benchmarks.speed import report, transformers, unets  # noqa: E402
 from benchmarks.speed.record import Record  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,15 +30,13 @@ MODELS = ("sd15", "sdxl")
 def main() -> int:
     """Run the command line."""
     arguments = _arguments()
-    command = " ".join(["python3 dev.py bench", *sys.argv[1:]])
-    record = Record(arguments.name, command, RESULTS, arguments.minutes, "cpu")
+    record = Record(arguments.name, "bench", RESULTS, arguments.minutes)
     quick = arguments.quick
     try:
         with torch.no_grad():
             if arguments.transformers:
-                blocks = transformers.QUICK_BLOCKS if quick else transformers.CPU_BLOCKS
-                runs = whole_runs.QUICK_RUNS if quick else whole_runs.CPU_RUNS
-                return transformers.run(record, blocks, runs)
+                runs = transformers.QUICK_RUNS if quick else transformers.CPU_RUNS
+                return transformers.run(record, runs)
             cases = unets.QUICK_CASES if quick else unets.CPU_CASES
             return unets.run(
                 record,
@@ -50,15 +48,12 @@ def main() -> int:
                 ],
             )
     finally:
-        text = report.joined([f"# {record.name}", *report.section(record.result)])
-        (RESULTS / f"{record.name}.md").write_text(text, encoding="utf-8")
+        record.write_page([f"# {record.name}", *report.section(record.result)])
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench", description=__doc__)
-    parser.add_argument(
-        "--transformers", action="store_true", help="blocks and runs of transformers"
-    )
+    parser.add_argument("--transformers", action="store_true", help="runs of transformers")
     parser.add_argument("--quick", action="store_true", help="small sizes, a minute or two")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=[*MODELS], help="which UNets")
     parser.add_argument(

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from benchmarks.speed.measure import Evaluations, merged_blocks
+from benchmarks.speed.measure import Subject, merged_blocks
 from benchmarks.speed.methods import HostMethod, Method
 from tome_nodes.merging.layout import Grid
 from tome_nodes.patching.engine import make_engine
@@ -30,7 +30,7 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return ((actual.float() - expected).norm() / expected.norm()).item()
 
 
-def check_wiring(method: Method, subject: Evaluations, expected: Tensor) -> None:
+def check_wiring(method: Method, subject: Subject, expected: Tensor) -> None:
     """Check that with lossless plans a method computes what the unpatched model does.
 
     On our host, lossless plans shuffle the tokens. ComfyUI's nodes get settings that change
@@ -83,7 +83,7 @@ def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> 
         raise WrongOutput(f"its plan merges to values that differ from the means by {error:.2g}")
 
 
-def unpatched_output(subject: Evaluations) -> Tensor:
+def unpatched_output(subject: Subject) -> Tensor:
     """The output of the unpatched model."""
     (output,) = subject.run(subject.model, nullcontext())
     return output

@@ -1,19 +1,17 @@
-"""diffusers' own Flux: ToMA's method next to ours, at the same ratio, in one table.
+"""Flux of diffusers: keys and values merged, a preset and the paper's method, at the same ratio.
 
 python3 dev.py bench --diffusers [--quick]
 
 A pipeline samples with random weights on one thread, whose own time counts, so that whatever else
 runs on the machine matters little. Each method is checked first: with lossless plans it samples
-what the plain pipeline does. Then all of them sample in turn. ToMA's method is written anew from
-what is published of it (:mod:`benchmarks.speed.toma`); it is not ToMA's own code.
+what the plain pipeline does. Then all of them sample in turn.
 """
 
 import argparse
-import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -36,17 +34,9 @@ from torch import Tensor  # noqa: E402
 import tome_nodes  # noqa: E402
 from benchmarks.lossless import lossless  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
-from benchmarks.speed.figures import grid as table  # noqa: E402
-from benchmarks.speed.figures import share_of_time  # noqa: E402
+from benchmarks.speed.checks import WrongOutput, difference  # noqa: E402
+from benchmarks.speed.figures import grid, joined, share_of_time  # noqa: E402
 from benchmarks.speed.record import Record, say  # noqa: E402
-from benchmarks.speed.toma import (  # noqa: E402
-    MakePlan,
-    MergedBlocks,
-    TilePlan,
-    positions_of,
-    tile_plan,
-)
-from tome_nodes.merging.layout import Grid  # noqa: E402
 from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers  # noqa: E402
 from tome_nodes.pytorch.patched_model import Attachment  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
@@ -65,94 +55,32 @@ _ROUNDING = 1e-4
 
 _TEXT_CHANNELS = 64
 
-Detach = Callable[[], None]
-"""Removes a way to merge."""
+
+def _config(preset: str, **others: Any) -> ToMeConfig:
+    return ToMeConfig(**{**settings_of(preset, {"ratio": RATIO}), **others})
 
 
-@dataclass(frozen=True)
-class Method:
-    """A way to merge.
+METHODS: Mapping[str, ToMeConfig] = {
+    "keys": _config("balanced", forecast=False),
+    "preset": _config("balanced"),
+    "tomesd": _config("paper"),
+}
+LABELS = {
+    "keys": "keys and values",
+    "preset": "presets quality, balanced and fast",
+    "tomesd": "q,k,v as tomesd",
+}
+"""The methods in words."""
 
-    Attributes:
-        label: its name in the table.
-        attach: has a pipeline merge so, or with ``True`` run the same code with lossless plans.
-    """
 
-    label: str
-    attach: Callable[[TransformerCase, bool], Detach]
-
-
-def _attach_ours(config: ToMeConfig, case: TransformerCase, is_lossless: bool) -> Detach:
-    """Our patch with some settings."""
+def attach(case: TransformerCase, config: ToMeConfig, is_lossless: bool = False) -> None:
+    """Have a pipeline merge so, or run the same code with lossless plans."""
     make = lossless(make_strategy) if is_lossless else make_strategy
     # A step that is forecast has no plans.
     config = replace(config, forecast=config.forecast and not is_lossless)
     host = DiffusersTransformers()
     for network, steps in host.find(case.pipeline):
         Attachment(config, host, steps, make).attach(network)
-    return partial(tome_nodes.remove_patch, case.pipeline)
-
-
-def _attach_toma(case: TransformerCase, is_lossless: bool) -> Detach:
-    """ToMA's method in all blocks."""
-    side = math.isqrt(case.picture)
-    make: MakePlan = Shuffled if is_lossless else partial(tile_plan, ratio=RATIO)
-    blocks, steps = MergedBlocks(make), itertools.count()
-
-    def begin(*_: Any) -> None:
-        blocks.begin(next(steps), Grid(side, side))
-
-    def run(
-        forward: Callable[..., Any],
-        hidden_states: Tensor,
-        image_rotary_emb: tuple[Tensor, Tensor],
-        **others: Any,
-    ) -> tuple[Tensor, Tensor]:
-        plan = blocks.plan(hidden_states)
-        merged = plan.merge(hidden_states)
-        positions = tuple(positions_of(plan, each, 0) for each in image_rotary_emb)
-        text, changed = forward(hidden_states=merged, image_rotary_emb=positions, **others)
-        return text, hidden_states + plan.unmerge(changed - merged)
-
-    network = case.transformer
-    hook = network.register_forward_pre_hook(begin)
-    modules = [*network.transformer_blocks, *network.single_transformer_blocks]
-    for module in modules:
-        module.forward = partial(run, module.forward)
-
-    def detach() -> None:
-        hook.remove()
-        for module in modules:
-            del module.forward
-
-    return detach
-
-
-class Shuffled(TilePlan):
-    """A lossless plan in place of ToMA's: all tokens in another order."""
-
-    def __init__(self, x: Tensor, grid: Grid, before: TilePlan | None):
-        order = torch.randperm(grid.tokens, generator=torch.Generator().manual_seed(0))
-        super().__init__(grid, (grid.height, grid.width), order[None], torch.empty(0))
-
-    def merge(self, x: Tensor) -> Tensor:
-        return x[:, self.destinations[0]]
-
-    def unmerge(self, y: Tensor) -> Tensor:
-        return y[:, self.destinations[0].argsort()]
-
-
-def _ours(label: str, preset: str, **others: Any) -> Method:
-    config = ToMeConfig(**{**settings_of(preset, {"ratio": RATIO}), **others})
-    return Method(label, partial(_attach_ours, config))
-
-
-METHODS: Mapping[str, Method] = {
-    "toma": Method("ToMA's method, our code", _attach_toma),
-    "keys": _ours("keys and values", "balanced", forecast=False),
-    "preset": _ours("presets quality, balanced and fast", "balanced"),
-    "tomesd": _ours("q,k,v as tomesd", "paper"),
-}
 
 
 @dataclass(frozen=True)
@@ -163,8 +91,6 @@ class Size:
         name: in the table.
         heads: of attention.
         axes: the channels of a head for each axis of positions.
-        blocks: double ones and single ones.
-        pixels: along the side of the picture; each token has 16 by 16 of them.
         dtype: of the weights.
         steps: of a run.
         rounds: timed runs of each method.
@@ -173,97 +99,87 @@ class Size:
     name: str
     heads: int
     axes: tuple[int, int, int]
-    blocks: tuple[int, int]
-    pixels: int
     dtype: torch.dtype
     steps: int
     rounds: int
 
-    @property
-    def tokens(self) -> int:
-        """Those of the picture."""
-        return (self.pixels // 16) ** 2
 
-    @property
-    def text(self) -> int:
-        """Those of text, as many for each of the picture as Flux has at 1024x1024."""
-        return self.tokens // 8
+TINY = Size("tiny", 2, (4, 4, 8), torch.float32, 12, 5)
+SIZES = (TINY, Size("published width", 24, (16, 56, 56), torch.bfloat16, 4, 3))
 
-    def case(self) -> TransformerCase:
-        """A pipeline with random weights, which samples a picture."""
-        double, single = self.blocks
-        transformer = FluxTransformer2DModel(
-            patch_size=1,
-            in_channels=64,
-            num_layers=double,
-            num_single_layers=single,
-            attention_head_dim=sum(self.axes),
-            num_attention_heads=self.heads,
-            joint_attention_dim=_TEXT_CHANNELS,
-            pooled_projection_dim=_TEXT_CHANNELS,
-            axes_dims_rope=self.axes,
-        )
-        pipeline = FluxPipeline(
-            FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-            vae=None,
-            text_encoder=None,
-            tokenizer=None,
-            text_encoder_2=None,
-            tokenizer_2=None,
-            transformer=lively(transformer).to(self.dtype),
-        )
-        return TransformerCase(
-            pipeline,
-            self.tokens,
-            prompt_embeds=noise(1, self.text, _TEXT_CHANNELS).to(self.dtype),
-            pooled_prompt_embeds=noise(1, _TEXT_CHANNELS).to(self.dtype),
-            height=self.pixels,
-            width=self.pixels,
-        )
+BLOCKS = (1, 2)
+"""Double ones and single ones."""
+PIXELS = 512
+"""Along the side of the picture; each token has 16 by 16 of them."""
+TOKENS = (PIXELS // 16) ** 2
+TEXT = TOKENS // 8
+"""Tokens of text, as many for each of the picture as Flux has at 1024x1024."""
 
 
-TINY = Size("tiny", 2, (4, 4, 8), (1, 2), 512, torch.float32, 12, 5)
-SIZES = (
-    TINY,
-    Size("published width", 24, (16, 56, 56), (1, 2), 512, torch.bfloat16, 4, 3),
-)
+def pipeline(size: Size) -> TransformerCase:
+    """A pipeline with random weights, which samples a picture."""
+    double, single = BLOCKS
+    transformer = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=64,
+        num_layers=double,
+        num_single_layers=single,
+        attention_head_dim=sum(size.axes),
+        num_attention_heads=size.heads,
+        joint_attention_dim=_TEXT_CHANNELS,
+        pooled_projection_dim=_TEXT_CHANNELS,
+        axes_dims_rope=size.axes,
+    )
+    made = FluxPipeline(
+        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=None,
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        transformer=lively(transformer).to(size.dtype),
+    )
+    return TransformerCase(
+        made,
+        TOKENS,
+        prompt_embeds=noise(1, TEXT, _TEXT_CHANNELS).to(size.dtype),
+        pooled_prompt_embeds=noise(1, _TEXT_CHANNELS).to(size.dtype),
+        height=PIXELS,
+        width=PIXELS,
+    )
 
 
 def check() -> None:
     """Check that with lossless plans each method samples what the plain pipeline does.
 
     Raises:
-        ValueError: one does not, or merges nothing.
+        WrongOutput: one does not, or merges nothing.
     """
-    case = TINY.case()
+    case = pipeline(TINY)
     plain = case(4)
-    for method in METHODS.values():
+    for name, config in METHODS.items():
         for is_lossless, low, high in ((True, 0.0, _ROUNDING), (False, _ROUNDING, 1.0)):
-            detach = method.attach(case, is_lossless)
+            attach(case, config, is_lossless)
             error = difference(case(4), plain)
-            detach()
+            tome_nodes.remove_patch(case.pipeline)
             if not low <= error < high:
                 kind = "with lossless plans" if is_lossless else "from the plain pipeline"
-                raise ValueError(f"{method.label} is off by {error:.2g} {kind}")
-
-
-def difference(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference divided by that of ``expected``."""
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+                raise WrongOutput(f"{LABELS[name]}: off by {error:.2g} {kind}")
 
 
 def measure(record: Record, size: Size) -> dict[str, Any]:
     """Seconds of a step with each method, and by how much the end of the run differs."""
-    case = size.case()
+    case = pipeline(size)
     latents: dict[str, Tensor] = {}
 
     def seconds(name: str, steps: int = size.steps) -> float:
-        detach = METHODS[name].attach(case, False) if name != PLAIN else None
+        if name in METHODS:
+            attach(case, METHODS[name])
         began = time.process_time()
         latents[name] = case(steps)
         taken = (time.process_time() - began) / steps
-        if detach is not None:
-            detach()
+        if name in METHODS:
+            tome_nodes.remove_patch(case.pipeline)
         return taken
 
     names = (PLAIN, *METHODS)
@@ -275,10 +191,10 @@ def measure(record: Record, size: Size) -> dict[str, Any]:
     )
     return {
         "name": size.name,
-        "blocks": size.blocks,
+        "blocks": BLOCKS,
         "channels": size.heads * sum(size.axes),
-        "tokens": size.tokens,
-        "text": size.text,
+        "tokens": TOKENS,
+        "text": TEXT,
         "dtype": str(size.dtype).removeprefix("torch."),
         "steps": size.steps,
         "methods": {
@@ -288,8 +204,8 @@ def measure(record: Record, size: Size) -> dict[str, Any]:
     }
 
 
-def page(result: Mapping[str, Any]) -> str:
-    """The result as Markdown."""
+def page(result: Mapping[str, Any]) -> list[str]:
+    """The result in paragraphs."""
     machine = result["machine"]
     parts = [
         f"# Flux of diffusers: `{result['command']}`",
@@ -297,10 +213,8 @@ def page(result: Mapping[str, Any]) -> str:
         "picture's tokens merge. Seconds are those of the thread. *Time* is that of a step over "
         "the unpatched pipeline's in the same round: median, lowest and highest. *Change* is the "
         "relative difference of the latent at the end of the run. **The weights are random, so it "
-        "says little of pictures.**",
-        "ToMA's method is written anew from what is published of it; it is not ToMA's own code, "
-        "and `benchmarks/speed/toma.py` says what had to be assumed. All blocks merge under it in "
-        "all steps. The presets do not run the model in some steps, but forecast its answer.",
+        "says little of pictures.** The presets do not run the model in some steps, but forecast "
+        "its answer.",
         f"`{result['summary']}`",
     ]
     for row in result["sizes"]:
@@ -310,48 +224,49 @@ def page(result: Mapping[str, Any]) -> str:
             f"## {row['name'].capitalize()}: {row['channels']} channels, {row['tokens']} tokens",
             f"{double} double and {single} single blocks, {row['text']} tokens of text beside, "
             f"{row['dtype']}, {row['steps']} steps, runs of each method: {rounds}.",
-            table(
+            grid(
                 ["method", "seconds a step", "time", "lowest", "highest", "change"],
                 [_row(row, name) for name in row["methods"]],
             ),
         ]
-    return "\n\n".join(parts) + "\n"
+    return parts
 
 
 def _row(row: Mapping[str, Any], name: str) -> list[str]:
-    label = PLAIN if name == PLAIN else METHODS[name].label
     own = row["methods"][name]
     rounds = zip(own["seconds"], row["methods"][PLAIN]["seconds"], strict=True)
     times = [each / plain for each, plain in rounds]
     shares = (share_of_time(row, name), min(times), max(times))
     figures = [f"{each:.2f}" for each in shares]
+    label = LABELS.get(name, name)
     return [label, f"{median(own['seconds']):.3g}", *figures, f"{own['error']:.3f}"]
 
 
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py bench --diffusers", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="only the tiny one, in one round")
+    parser.add_argument(
+        "--quick", action="store_true", help="the tiny one, one round, keep nothing"
+    )
     arguments = parser.parse_args()
-    command = " ".join(["python3 dev.py bench --diffusers", *sys.argv[1:]])
-    name = "diffusers-flux-quick" if arguments.quick else "diffusers-flux"
-    record = Record(name, command, RESULTS, MINUTES, "cpu", arguments.quick)
-    record.result["sizes"] = []
+    quick = arguments.quick
+    folder = None if quick else RESULTS
+    record = Record("diffusers-flux", "bench --diffusers", folder, MINUTES, is_dry=quick)
+    found: list[dict[str, Any]] = []
+    record.result["sizes"] = found
     check()
-    for size in SIZES[:1] if arguments.quick else SIZES:
-        found = record.attempt(size.name, 0.0, partial(measure, record, size))
-        if found is not None:
-            record.result["sizes"].append(found)
+    for size in SIZES[:1] if quick else SIZES:
+        record.attempt(size.name, 0.0, partial(measure, record, size), found)
     code = record.finish(
         {
             f"{row['name'].split()[0]}_{name}": share_of_time(row, name)
-            for row in record.result["sizes"]
+            for row in found
             for name in METHODS
         }
     )
-    text = page(record.result)
-    (record.folder / f"{name}.md").write_text(text, encoding="utf-8")
-    say(text)
+    parts = page(record.result)
+    record.write_page(parts)
+    say(joined(parts))
     return code
 
 

@@ -10,9 +10,6 @@ from typing import Any
 Run = Mapping[str, Any]
 """The comparison of one model at one size and batch."""
 
-KEYS = "keys 0.6"
-"""In a transformer, merging of keys and values as ToMe Patch Model does it in short runs."""
-
 WORTH_SAVING = 0.05
 """If the ideal saves a smaller share of the time, efficiency is mostly noise."""
 
@@ -76,6 +73,11 @@ def worst_case(runs: Sequence[Run]) -> dict[str, float]:
         if known := [value for value in values if value is not None]:
             worst[name] = max(known) if name == "launches" else min(known)
     return worst
+
+
+def joined(parts: Sequence[str]) -> str:
+    """Paragraphs as a page."""
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def title(run: Run) -> str:

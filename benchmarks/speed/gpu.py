@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from benchmarks.host import use
@@ -26,23 +25,18 @@ def main() -> int:
         return 2
     device = "cpu" if arguments.dry else "cuda"
     use(device)
-    from benchmarks.speed import suite, transformers, unets, weighing, whole_runs
+    from benchmarks.speed import suite, transformers, unets
     from benchmarks.speed.record import Record
 
     number, dry = arguments.number, arguments.dry
-    command = f"python3 dev.py gpu {number}" + " --dry" * dry
-    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
-        folder = arguments.out or Path(scratch if dry else os.environ.get("OUT", RESULTS))
-        record = Record(f"gpu-{number}", command, folder, arguments.minutes, device, dry)
+    folder = arguments.out or (None if dry else Path(os.environ.get("OUT", RESULTS)))
+    with torch.no_grad():
+        record = Record(f"gpu-{number}", "gpu", folder, arguments.minutes, device, dry)
         if number == 1:
             return suite.run(record)
         if number == 2:
             return unets.run(record, unets.DRY_CASES if dry else unets.CASES)
-        if dry:
-            return transformers.run(
-                record, transformers.DRY_BLOCKS, whole_runs.DRY_RUNS, weighing.DRY_SHAPES
-            )
-        return transformers.run(record, (), whole_runs.RUNS, weighing.SHAPES)
+        return transformers.run(record, transformers.DRY_RUNS if dry else transformers.RUNS)
 
 
 def _arguments() -> argparse.Namespace:
@@ -51,7 +45,7 @@ def _arguments() -> argparse.Namespace:
         "number",
         type=int,
         choices=(1, 2, 3),
-        help="1: the tests; 2: UNets; 3: runs of transformers, and ways to weigh keys",
+        help="1: the tests; 2: UNets; 3: runs of transformers",
     )
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, in a minute")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="nothing begins after these")

@@ -11,11 +11,10 @@ the unpatched model with the same inputs, and the time is the difference from th
 import argparse
 import ctypes
 import gc
-import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,14 +31,12 @@ import torch  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 from comfy.patcher_extension import WrapperExecutor  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from benchmarks.machine import origin  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
 from benchmarks.speed.absent_gpus import absent_gpus  # noqa: E402
-from benchmarks.speed.figures import grid as table  # noqa: E402
-from benchmarks.speed.figures import spread  # noqa: E402
-from benchmarks.speed.measure import Subject, merged_blocks  # noqa: E402
+from benchmarks.speed.figures import grid, spread  # noqa: E402
+from benchmarks.speed.measure import Operators, Subject, merged_blocks  # noqa: E402
+from benchmarks.speed.record import Record, say  # noqa: E402
 from tome_nodes.comfyui.attachment import KEY, attach  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
 from tome_nodes.ops.autotune import Autotune, Case, Choice, Variants  # noqa: E402
@@ -141,32 +138,6 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "balanced on torch": {**settings_of("balanced", {}), "backend": "torch"},
 }
 """The settings to measure, each with the Triton kernels unless it says otherwise."""
-
-
-class Calls(TorchDispatchMode):
-    """Counts the operators that would launch a kernel on a GPU.
-
-    Other than :class:`benchmarks.speed.measure.Launches`, it sees the copies that views may hide.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        aliases = [each.alias_info for each in function._schema.returns]
-        is_view = any(alias is not None and not alias.is_write for alias in aliases)
-        self.count += not (is_view or function._schema.name in _SILENT)
-        return function(*args, **(kwargs or {}))
-
-
-_SILENT = frozenset(
-    f"aten::{name}"
-    for name in ("empty", "empty_like", "new_empty", "empty_strided", "_local_scalar_dense")
-) | {"aten::lift_fresh", "aten::_unsafe_view", "aten::_reshape_alias"}
-"""Operators that launch nothing though they return tensors of their own, or only wait."""
 
 
 class _Compared(Subject):
@@ -303,7 +274,7 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
         for name, each in patched.items():
             blocks.clear()
             subject.run(each, *[nullcontext()] * STEPS)
-            calls = [Calls() for _ in range(STEPS)]
+            calls = [Operators() for _ in range(STEPS)]
             for stand_in in stand_ins:
                 stand_in.count = 0
             subject.run(each, *calls)
@@ -340,20 +311,18 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
     return figures
 
 
-def summary(found: Mapping[str, Mapping[str, Figures]]) -> str:
-    """The last line: milliseconds, and launches of a block that merges keys and values."""
-    parts = [
-        f"host_ms_{model}={figures['balanced']['added']:.2f}" for model, figures in found.items()
-    ]
+def goals(found: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
+    """Milliseconds, and launches of a block that merges keys and values."""
+    added = {f"host_ms_{model}": each["balanced"]["added"] for model, each in found.items()}
     if "sdxl" in found:
-        parts.append(f"host_ms_sdxl_fast={found['sdxl']['fast']['added']:.2f}")
-    idle = max(figures["nothing merges"]["added"] for figures in found.values())
+        added["host_ms_sdxl_fast"] = found["sdxl"]["fast"]["added"]
+    added["host_ms_idle"] = max(each["nothing merges"]["added"] for each in found.values())
     launches = max(
         figures[name]["launches"] / figures[name]["blocks"]
         for figures in found.values()
         for name in ("quality", "balanced")
     )
-    return f"summary: {' '.join(parts)} host_ms_idle={idle:.2f} launches={launches:.1f}"
+    return added | {"launches": launches}
 
 
 def tables(found: Mapping[str, Mapping[str, Figures]]) -> str:
@@ -372,7 +341,7 @@ def tables(found: Mapping[str, Mapping[str, Figures]]) -> str:
         for model, figures in found.items()
         for name, each in figures.items()
     ]
-    return table(head, rows)
+    return grid(head, rows)
 
 
 def main() -> int:
@@ -384,27 +353,26 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    found = {}
+    record = Record("host-time", "bench --host-time", None if arguments.quick else RESULTS)
+    found = record.result["models"] = {}
     with torch.no_grad():
         for model in MODELS[:1] if arguments.quick else MODELS:
             found[model.name] = measure(model, 1 if arguments.quick else ROUNDS)
-    page, line = tables(found), summary(found)
-    if not arguments.quick:
-        result = {**origin("cpu", "bench --host-time"), "models": found}
-        text = json.dumps(result, indent=1) + "\n"
-        (RESULTS / "host-time.json").write_text(text, encoding="utf-8")
-        parts = [
+    page = tables(found)
+    say(page)
+    code = record.finish(goals(found))
+    result = record.result
+    record.write_page(
+        [
             f"# Host time: `{result['command']}`",
             f"{result['machine']['description']}, {result['date']}. One thread, no GPU: the time "
             "that merging adds to an evaluation before any kernel runs, and launches added, on "
             "average over a run of 8 steps.",
-            f"`{line}`",
+            f"`{result['summary']}`",
             page,
         ]
-        (RESULTS / "host-time.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    print(page)
-    print(line)
-    return 0
+    )
+    return code
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Evaluations of models, and instruments around them: clocks, counters, a memory meter."""
+"""Evaluations of UNets, and instruments around them: a clock, counters, a memory meter."""
 
 import logging
 import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import comfy.sample
@@ -13,42 +12,36 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Instrument = AbstractContextManager[Any]
 
 
-class Evaluations:
-    """A model and an input for it.
+class Subject:
+    """A UNet and an input of one size, for cond and uncond in one batch.
 
     Attributes:
         model: the unpatched model; patched models must be clones of it.
     """
 
-    def __init__(
-        self,
-        model: ModelPatcher,
-        noise: Tensor,
-        prompts: Sequence[Any],
-        cfg: float = 4.0,
-        scheduler: str = "normal",
-    ):
-        """Prepare evaluations.
-
-        Args:
-            model: the unpatched model.
-            noise: that of the latent.
-            prompts: the positive and the negative one, in the form of the host.
-            cfg: 1 leaves the negative one out.
-            scheduler: of the host, one that suits the model.
-        """
+    def __init__(self, model: ModelPatcher, context_channels: int, size: int):
         self.device = model.load_device
         self.model = model.clone()
         # The first of the wrappers, so that those of the methods are inside.
         self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "benchmark", self._evaluation)
         self._instruments: list[Instrument] = []
         self._outputs: list[Tensor] = []
-        self._noise, self._prompts = noise, prompts
-        self._cfg, self._scheduler = cfg, scheduler
+        generator = torch.Generator().manual_seed(0)
+        self._noise = torch.randn(1, 4, size // 8, size // 8, generator=generator)
+        self._prompts = [
+            [
+                [
+                    torch.randn(1, 77, context_channels, generator=generator),
+                    {"pooled_output": torch.randn(1, 1280, generator=generator)},
+                ]
+            ]
+            for _ in range(2)
+        ]
 
     def run(self, patched: ModelPatcher, *instruments: Instrument) -> list[Tensor]:
         """Sample with one evaluation within each instrument.
@@ -64,9 +57,9 @@ class Evaluations:
             patched,
             self._noise,
             len(instruments),
-            self._cfg,
+            4.0,
             "euler",
-            self._scheduler,
+            "normal",
             *self._prompts,
             torch.zeros_like(self._noise),
             disable_pbar=True,
@@ -93,24 +86,6 @@ class Evaluations:
             result = executor(*args, **kwargs)
         self._outputs.append(result)
         return result
-
-
-class Subject(Evaluations):
-    """A UNet and an input of one size, for cond and uncond in one batch."""
-
-    def __init__(self, model: ModelPatcher, context_channels: int, size: int):
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(1, 4, size // 8, size // 8, generator=generator)
-        prompts = [
-            [
-                [
-                    torch.randn(1, 77, context_channels, generator=generator),
-                    {"pooled_output": torch.randn(1, 1280, generator=generator)},
-                ]
-            ]
-            for _ in range(2)
-        ]
-        super().__init__(model, noise, prompts)
 
 
 class Stopwatch:
@@ -183,62 +158,50 @@ class PeakMemory:
             self.bytes = max(self.bytes, held)
 
 
-# Operators that only create another view of memory.
-VIEWS = frozenset(
+class Operators(TorchDispatchMode):
+    """Counts the operators that would launch a kernel on a GPU."""
+
+    gpu_seconds = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        aliases = [each.alias_info for each in function._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        self.count += not (is_view or function._schema.name in _SILENT)
+        return function(*args, **(kwargs or {}))
+
+
+_SILENT = frozenset(
     f"aten::{name}"
-    for name in (
-        *("view", "reshape", "expand", "select", "slice", "transpose", "unsqueeze", "permute"),
-        *("t", "mT", "detach", "unflatten", "flatten", "split", "chunk", "squeeze", "empty"),
-        *("movedim", "narrow", "alias", "expand_as", "item", "is_nonzero"),
-    )
-)
+    for name in ("empty", "empty_like", "new_empty", "empty_strided", "_local_scalar_dense")
+) | {"aten::lift_fresh", "aten::_unsafe_view", "aten::_reshape_alias"}
+"""Operators that launch nothing though they return tensors of their own, or only wait."""
 
 
-class Launches:
-    """Kernels launched on a GPU, and their time; on a CPU, operators called except views."""
+class Kernels:
+    """Counts the kernels that a GPU runs, and adds up their time."""
 
-    def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._on_gpu:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
+    def __init__(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self.count = 0
-        self.gpu_seconds: float | None = None
+        self.gpu_seconds = 0.0
 
-    def __enter__(self) -> "Launches":
+    def __enter__(self) -> "Kernels":
         self._profiler.__enter__()
         return self
 
     def __exit__(self, *details: Any) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         self._profiler.__exit__(*details)
-        if self._on_gpu:
-            events = [each for each in self._profiler.events() if each.device_type.name == "CUDA"]
-            self.count = len(events)
-            self.gpu_seconds = sum(each.time_range.elapsed_us() for each in events) / 1e6
-        else:
-            self.count = sum(
-                event.name.startswith("aten::")
-                and event.name not in VIEWS
-                and event.cpu_parent is None
-                for event in self._profiler.events()
-            )
-
-    def longest(self, most: int = 12) -> list[dict[str, Any]]:
-        """What took longest, in microseconds: kernels on a GPU, operators on a CPU."""
-        time_of = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
-        rows = [
-            {"name": each.key, "calls": each.count, "us": getattr(each, time_of)}
-            for each in self._profiler.key_averages()
-            if not self._on_gpu or each.device_type.name == "CUDA"
-        ]
-        return sorted(rows, key=lambda row: -row["us"])[:most]
-
-    def save(self, path: Path) -> None:
-        """Write the trace, for chrome://tracing and Perfetto; compressed if it ends in ``.gz``."""
-        self._profiler.export_chrome_trace(str(path))
+        events = [each for each in self._profiler.events() if each.device_type.name == "CUDA"]
+        self.count = len(events)
+        self.gpu_seconds = sum(each.time_range.elapsed_us() for each in events) / 1e6
 
 
 @contextmanager
@@ -265,7 +228,7 @@ def merged_blocks() -> Iterator[list[tuple[int, int]]]:
         log.removeFilter(note)
 
 
-def first_look(subject: Evaluations, model: ModelPatcher) -> tuple[Tensor, int, str]:
+def first_look(subject: Subject, model: ModelPatcher) -> tuple[Tensor, int, str]:
     """The output of a first evaluation, the bytes that a second holds, and the blocks that merge.
 
     The blocks are as in ``5/6``, or ``none``.

@@ -1,13 +1,12 @@
 """The methods to compare: each makes a patched clone of a ComfyUI model."""
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy_extras import nodes_tomesd
+from comfy_extras.nodes_tomesd import TomePatchModel
 from tomesd.merge import bipartite_soft_matching_random2d
 from torch import Tensor
 
@@ -22,8 +21,16 @@ from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.strategy import Strategy
 
+Patch = Callable[[ModelPatcher], ModelPatcher]
+"""Makes a patched clone of a model."""
+
 ALWAYS: dict[str, Any] = {"min_tokens": 1}
 """Settings that merge maps of any size."""
+
+
+def node(kind: Any, **inputs: Any) -> Patch:
+    """What a node of ComfyUI's does to a model, its class given."""
+    return lambda model: kind.EXECUTE_NORMALIZED(model=model, **inputs)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +81,7 @@ class CoreMethod(Method):
     ratio: float
 
     def patch(self, model: ModelPatcher) -> ModelPatcher:
-        async def nodes() -> list[Any]:
-            return await (await nodes_tomesd.comfy_entrypoint()).get_node_list()
-
-        (node,) = asyncio.run(nodes())
-        return node.EXECUTE_NORMALIZED(model=model, ratio=self.ratio)[0]
+        return node(TomePatchModel, ratio=self.ratio)(model)
 
     def lossless(self, model: ModelPatcher) -> ModelPatcher:
         return replace(self, ratio=0.0).patch(model)

@@ -1,5 +1,6 @@
-"""The models to measure: the published shapes with random weights."""
+"""The UNets to measure: the published shapes with random weights."""
 
+import copy
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +55,7 @@ def load(shape: Shape, device: torch.device) -> ModelPatcher:
     """A model of this shape, as ComfyUI loads it.
 
     On a CPU the blocks of a deep stack share one set of weights, so that SDXL takes 3 GB instead
-    of 10. An evaluation still does all the work of the full model: it reads the weights as often,
-    and those of one block, 140 MB, are too large for a cache to keep for the next.
+    of 10.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(
@@ -76,15 +76,19 @@ def _load_with_shared_weights(path: Path, device: torch.device) -> ModelPatcher:
     model = config.get_model(weights, "", device=device)
     for module in model.diffusion_model.modules():
         if isinstance(module, SpatialTransformer) and len(module.transformer_blocks) > 2:
-            _share_weights(module.transformer_blocks)
+            blocks = module.transformer_blocks
+            module.transformer_blocks = repeated(blocks[0], len(blocks))
     model.load_model_weights(weights, "")
     return ModelPatcher(model, load_device=device, offload_device=device)
 
 
-def _share_weights(blocks: nn.ModuleList) -> None:
-    """Make all blocks use the parameters of the first."""
-    first = dict(blocks[0].named_modules())
-    for block in blocks[1:]:
-        for name, module in block.named_modules():
-            for parameter in list(module._parameters):
-                module._parameters[parameter] = first[name]._parameters[parameter]
+def repeated(block: nn.Module, layers: int) -> nn.ModuleList:
+    """A stack of so many blocks that share the weights of one.
+
+    A model of published depth is then built at once. An evaluation does all the work of the full
+    model: it reads the weights as often, and those of a block, 83 MB and more, are too large for
+    most caches to keep for the next.
+    """
+    shared = {id(weight): weight for weight in [*block.parameters(), *block.buffers()]}
+    copies = [copy.deepcopy(block, dict(shared)) for _ in range(layers - 1)]
+    return nn.ModuleList([block, *copies])

@@ -2,14 +2,16 @@
 
 import gc
 import json
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.machine import origin
+from benchmarks.speed.figures import joined
 
 Result = TypeVar("Result")
 
@@ -21,7 +23,7 @@ class Record:
         device: where it measures.
         result: the content of the file.
         is_dry: whether it only goes through the motions.
-        folder: where the file goes.
+        folder: where the file goes; None keeps nothing.
         name: that of the file.
     """
 
@@ -29,17 +31,17 @@ class Record:
         self,
         name: str,
         command: str,
-        folder: Path,
-        minutes: float,
-        device: str,
+        folder: Path | None,
+        minutes: float = math.inf,
+        device: str = "cpu",
         is_dry: bool = False,
     ):
         """Begin a run.
 
         Args:
             name: that of the file, which is ``NAME.json``.
-            command: what a user types to repeat the run.
-            folder: where the file goes.
+            command: of ``dev.py``; its arguments are added.
+            folder: where the file goes; None keeps nothing.
             minutes: after which nothing else begins.
             device: ``cpu`` or ``cuda``.
             is_dry: whether it only goes through the motions.
@@ -50,13 +52,11 @@ class Record:
         self.name = name
         self._end = time.monotonic() + 60 * minutes
         self.result: dict[str, Any] = {
-            **origin(device, "bench"),
-            "command": command,
+            **origin(device, command),
             "gpu": gpu() if device == "cuda" else None,
             "failed": {},
             "left_out": [],
         }
-        folder.mkdir(parents=True, exist_ok=True)
         self.write()
 
     @property
@@ -120,9 +120,25 @@ class Record:
 
     def write(self) -> None:
         """Write the file."""
-        path = self.folder / f"{self.name}.json"
+        self._write(".json", json.dumps(self.result, indent=1) + "\n")
+
+    def write_page(self, parts: Sequence[str]) -> None:
+        """Write paragraphs as a page beside the file."""
+        self._write(".md", joined(parts))
+
+    def log(self, text: str) -> None:
+        """Add to the log beside the file."""
+        if self.folder is not None:
+            with (self.folder / f"{self.name}.log").open("a", encoding="utf-8") as file:
+                file.write(text)
+
+    def _write(self, suffix: str, text: str) -> None:
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{self.name}{suffix}"
         unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
 
     def finish(self, figures: Mapping[str, object]) -> int:

@@ -40,12 +40,7 @@ def page(results: Mapping[int, Result]) -> str:
     parts = ["# On a GPU", readme(results)]
     for result in results.values():
         parts += section(result)
-    return joined(parts)
-
-
-def joined(parts: Sequence[str]) -> str:
-    """Paragraphs as a page."""
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return figures.joined(parts)
 
 
 def section(result: Result) -> list[str]:
@@ -106,7 +101,7 @@ def readme(results: Mapping[int, Result]) -> str:
             f"{statistics.median(row['methods']['unpatched']['seconds']):.2f}",
             *(
                 f"{figures.speed_up(row, name):.2f}" if name in row["methods"] else ""
-                for name in ("the defaults", figures.KEYS, "keys 0.75", "6 steps")
+                for name in ("the defaults", "keys 0.6", "keys 0.75", "6 steps")
             ),
         ]
         for row in results.get(3, {}).get("whole_runs", [])
@@ -133,15 +128,11 @@ def tests(result: Result) -> Sequence[str]:
 
 
 def unets(result: Result) -> Sequence[str]:
-    """A table for each comparison, and where the time goes in those that were traced."""
+    """A table for each comparison, and which ways the probe tried."""
     parts = []
     for run in result.get("runs", []):
         parts += [f"### {figures.title(run)}", figures.table(run)]
         parts += [f"Not timed: {name}: {why}" for name, why in run["refused"].items()]
-        kernels = {name: row["kernels"] for name, row in run["methods"].items() if "kernels" in row}
-        for name in ("unpatched", "preset balanced"):
-            if name in kernels:
-                parts += [f"What takes longest, {name}:", longest(kernels[name])]
         parts += tried(run)
     return parts
 
@@ -163,52 +154,9 @@ def tried(row: Result) -> Sequence[str]:
     return ["Ways that the probe tried:", figures.grid(head, rows)]
 
 
-def longest(kernels: Sequence[Mapping[str, Any]]) -> str:
-    """Kernels by their time in an evaluation."""
-    rows = [
-        [row["name"][:60].replace("|", "/"), str(row["calls"]), f"{row['us']:.0f}"]
-        for row in kernels
-    ]
-    return figures.grid(["kernel", "calls", "µs"], rows)
-
-
 def transformers(result: Result) -> Sequence[str]:
-    """The ways to weigh keys, the blocks, and whole runs."""
+    """A table for each whole run."""
     parts = []
-    if result.get("ways"):
-        kinds = list(result["ways"][0]["kinds"])
-        rows = [
-            [
-                f"{row['name']}, {row['queries']} by {row['keys']}, heads of {row['channels']}",
-                *(_milliseconds(row["kinds"][kind]) for kind in kinds),
-                row["taken"] or "",
-                row["fastest"] or "",
-            ]
-            for row in result["ways"]
-        ]
-        head = ["ms", *kinds, "taken", "fastest"]
-        parts += ["### Ways to weigh keys", figures.grid(head, rows)]
-    for row in result.get("blocks", []):
-        methods = row["methods"]
-        rows = [
-            [
-                name,
-                f"{1000 * statistics.median(each['seconds']):.2f}",
-                f"{figures.speed_up(row, name):.2f}",
-                f"{each['error']:.3f}",
-                f"{each['peak_bytes'] / 1e6:.0f}",
-                each.get("merged", ""),
-            ]
-            for name, each in methods.items()
-        ]
-        share = f"attention is {100 * row['attention_share']:.0f} % of the products"
-        parts += [
-            f"### A block of {row['name']}, {row['size']}, {row['tokens']} tokens, {row['dtype']}",
-            f"By arithmetic, {share}.",
-            figures.grid(["method", "ms", "times faster", "error", "peak MB", "merged"], rows),
-        ]
-        parts += [f"Not timed: {name}: {why}" for name, why in row["refused"].items()]
-        parts += tried(row)
     for row in result.get("whole_runs", []):
         rows = [
             [
@@ -226,10 +174,6 @@ def transformers(result: Result) -> Sequence[str]:
             figures.grid(["run", "seconds", "from, to", "times faster"], rows),
         ]
     return parts
-
-
-def _milliseconds(kind: Mapping[str, Any]) -> str:
-    return f"{1000 * statistics.median(kind['seconds']):.3f}" if "seconds" in kind else "no"
 
 
 if __name__ == "__main__":

@@ -119,7 +119,6 @@ def _keep(record: Record, row: dict[str, Any], tests: list[dict[str, Any]], log:
     if code != 0 and "failed" not in row:
         why = "cut off" if code is None else f"exit code {code}"
         result["failed"][name] = f"{why}\n{log[-2000:]}"
-    with (record.folder / f"{record.name}.log").open("a", encoding="utf-8") as file:
-        file.write(f"== {name}\n{log}\n")
+    record.log(f"== {name}\n{log}\n")
     record.write()
     say(f"{row}; {record.left:.0f} s left")

@@ -1,173 +1,239 @@
-"""Blocks of transformers at their real lengths, whole runs, and ways to weigh keys."""
+"""Whole sampling runs of transformers of published width, in the host's sampler."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import comfy.sample
+import torch
 from comfy.model_patcher import ModelPatcher
-from models.comfyui import build_class
+from models.comfyui import TINY, build_class
 from torch import Tensor
 
 from benchmarks.rounds import interleaved
-from benchmarks.speed import checks, weighing, whole_runs
-from benchmarks.speed.figures import KEYS, speed_up
-from benchmarks.speed.measure import Evaluations, first_look
-from benchmarks.speed.methods import ALWAYS, HostMethod, IdealStrategy
-from benchmarks.speed.published import Block, inputs
+from benchmarks.speed.figures import speed_up
+from benchmarks.speed.models import repeated
 from benchmarks.speed.record import Record, say
-from benchmarks.speed.tried import tried
-from benchmarks.speed.whole_runs import WholeRun
+from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 
-LEAST_ROUNDS, ROUNDS = 3, 7
+STEPS, FEWER = 8, 6
+"""Of a run, and of a plain one that takes as long as the preset's."""
 
-CPU_BLOCKS = (
-    Block("Z-Image", "1024x1024", (16, 128, 128)),
-    Block("Flux", "1024x1024", (16, 128, 128)),
-    Block("Qwen-Image", "1024x1024", (16, 1, 128, 128)),
-    Block("Wan 14B", "640x384, 9 frames", (16, 3, 48, 80)),
-    Block("Wan 1.3B", "480p, 81 frames", (16, 21, 60, 104)),
-)
-QUICK_BLOCKS = (
-    Block("Z-Image", "320x256", (16, 40, 32)),
-    Block("Flux", "320x256", (16, 40, 32)),
-    Block("Wan 1.3B", "320x256, 17 frames", (16, 5, 40, 32)),
-)
-DRY_BLOCKS = (
-    Block("Wan 1.3B", "tiny", (16, 5, 16, 20), "wan21"),
-    Block("Z-Image", "tiny", (16, 40, 32), "z_image"),
-    Block("Flux", "tiny", (16, 40, 32), "flux"),
-)
+ROUNDS = (2, 5)
+"""The least and the most of each run."""
 
-Measure = Callable[[], dict[str, Any]]
-InWords = Callable[[Mapping[str, Any]], str]
-
-_WAY_SECONDS = 20.0
-_BLOCK_SECONDS = 45.0
+_ROUNDS_SECONDS = 10.0
 _RUN_SECONDS = 60.0
 
 
-def run(
-    record: Record,
-    blocks: Sequence[Block],
-    runs: Sequence[WholeRun],
-    shapes: Sequence[weighing.Shape] = (),
-) -> int:
-    """Measure blocks, whole runs and ways to weigh keys, as long as there is time."""
-    result = record.result
-    result |= {"ways": [], "blocks": [], "whole_runs": []}
+@dataclass(frozen=True)
+class Model:
+    """A transformer of one block.
 
-    def attempt(kind: str, name: str, seconds: float, measure: Measure, in_words: InWords) -> None:
-        found = record.attempt(name, seconds, measure, result[kind])
-        if found is not None:
-            say(in_words(found))
+    Attributes:
+        kind: the name of its class in ``comfy.supported_models``.
+        settings: those of the class.
+        stack: the name of its list of blocks.
+        text: channels of the prompt.
+    """
 
-    for block in blocks:
-        name = f"block, {block.model} {block.size}"
-        attempt("blocks", name, _BLOCK_SECONDS, partial(_measure, record, block), line)
+    kind: str
+    settings: Mapping[str, Any]
+    stack: str
+    text: int = 64
+
+
+def _wan(width: int, hidden: int, heads: int) -> Mapping[str, Any]:
+    """The settings of one block of Wan; ``hidden`` is the width of its feed-forward network."""
+    return {
+        "image_model": "wan2.1",
+        "model_type": "t2v",
+        "dim": width,
+        "ffn_dim": hidden,
+        "text_dim": 64,
+        "num_heads": heads,
+        "num_layers": 1,
+        "in_dim": 16,
+    }
+
+
+MODELS = {
+    "Z-Image": Model(
+        "ZImage",
+        {
+            "image_model": "lumina2",
+            "patch_size": 2,
+            "in_channels": 16,
+            "dim": 3840,
+            "n_layers": 1,
+            "n_refiner_layers": 0,
+            "n_heads": 30,
+            "n_kv_heads": 30,
+            "qk_norm": True,
+            "cap_feat_dim": 64,
+            "axes_dims": [32, 48, 48],
+            "axes_lens": [1536, 512, 512],
+            "rope_theta": 256.0,
+            "ffn_dim_multiplier": 8 / 3,
+            "z_image_modulation": True,
+            "time_scale": 1000.0,
+            "pad_tokens_multiple": 32,
+        },
+        "layers",
+    ),
+    "Flux": Model(
+        "Flux",
+        {
+            "image_model": "flux",
+            "in_channels": 16,
+            "out_channels": 16,
+            "patch_size": 2,
+            "vec_in_dim": 64,
+            "context_in_dim": 64,
+            "hidden_size": 3072,
+            "mlp_ratio": 4.0,
+            "num_heads": 24,
+            "depth": 0,
+            "depth_single_blocks": 1,
+            "axes_dim": [16, 56, 56],
+            "theta": 10000,
+            "qkv_bias": True,
+            "guidance_embed": True,
+            "txt_ids_dims": [],
+        },
+        "single_blocks",
+    ),
+    "Wan 14B": Model("WAN21_T2V", _wan(5120, 13824, 40), "blocks"),
+    "Wan 1.3B": Model("WAN21_T2V", _wan(1536, 8960, 12), "blocks"),
+    "tiny Z-Image": Model("ZImage", TINY["z_image"].settings, "layers", TINY["z_image"].text),
+}
+"""In their published widths, but for the last."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a model of some depth.
+
+    Attributes:
+        model: its name in :data:`MODELS`.
+        size: that of the picture or video, in words.
+        latent: channels, frames if it is a video, height and width.
+        layers: the number of blocks, which share their weights.
+    """
+
+    model: str
+    size: str
+    latent: tuple[int, ...]
+    layers: int
+
+
+RUNS = (
+    Run("Z-Image", "1024x1024", (16, 128, 128), 30),
+    Run("Flux", "1024x1024", (16, 128, 128), 38),
+    Run("Wan 1.3B", "480p, 81 frames", (16, 21, 60, 104), 10),
+    Run("Z-Image", "2048x2048", (16, 256, 256), 10),
+    Run("Flux", "2048x2048", (16, 256, 256), 10),
+    Run("Wan 14B", "480p, 81 frames", (16, 21, 60, 104), 4),
+)
+"""For a GPU, the most important first; Z-Image at its published depth."""
+CPU_RUNS = (Run("Z-Image", "512x512", (16, 64, 64), 2),)
+QUICK_RUNS = (Run("Z-Image", "256x256", (16, 32, 32), 1),)
+DRY_RUNS = (Run("tiny Z-Image", "320x256", (16, 40, 32), 3),)
+
+
+def run(record: Record, runs: Sequence[Run]) -> int:
+    """Measure all runs for which there is time."""
+    measured = record.result["whole_runs"] = []
     for each in runs:
-        name = f"run, {each.block.model} {each.block.size}"
-        measure = partial(whole_runs.measure, record, each)
-        attempt("whole_runs", name, _RUN_SECONDS, measure, whole_runs.line)
-    for shape in shapes:
-        measure = partial(weighing.measure, record, shape)
-        attempt("ways", f"weighing, {shape.name}", _WAY_SECONDS, measure, weighing.line)
-    return record.finish(goals(result))
-
-
-def goals(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Times faster, and the time lost to a way that is not the fastest."""
-    found: dict[str, Any] = {kind: len(result[kind]) for kind in ("ways", "blocks", "whole_runs")}
-    lost = [row["lost"] for row in result["ways"] if row["lost"] is not None]
-    if lost:
-        found["lost"] = max(lost)
-    for row in result["blocks"]:
-        key = f"{row['name']}_{row['tokens']}_keys".lower().replace(" ", "_")
-        found[key] = speed_up(row, KEYS)
-    for row in result["whole_runs"]:
-        key = f"run_of_{row['name']}_{row['size'].split(',')[0]}".lower().replace(" ", "_")
-        found[key] = speed_up(row, "the defaults")
-    return found
-
-
-def methods() -> list[HostMethod]:
-    """What merges in a block, beginning with the ideal."""
-
-    def method(name: str, family: str, config: Mapping[str, Any], **more: Any) -> HostMethod:
-        return HostMethod(name=name, family=family, config=ToMeConfig(**config), **more)
-
-    # Weights are no part of the ideal.
-    even = {"proportional_attn": False, **ALWAYS}
-    keys = settings_of("balanced", {}) | {"forecast": False}
-    ideal: dict[str, Any] = {"ideal": "ideal k,v"}
-    return [
-        method(
-            "ideal k,v",
-            "ideal",
-            {"attn_tokens": "k,v"} | even,
-            make_strategy=IdealStrategy,
-            **ideal,
-        ),
-        method(KEYS, "ours", keys, **ideal),
-        method("keys 0.75", "ours", keys | {"ratio": 0.75}),
-    ]
-
-
-def _measure(record: Record, block: Block) -> dict[str, Any]:
-    """Check and time a block in each way."""
-    model = block.published
-    noise, prompt = inputs(model, block.latent)
-    subject = Evaluations(
-        build_class(model.kind, model.settings), noise, [prompt, prompt], 1.0, "simple"
-    )
-    expected, held, _ = first_look(subject, subject.model)
-    rows: dict[str, dict[str, Any]] = {
-        "unpatched": {"family": "unpatched", "error": 0.0, "peak_bytes": held}
+        name = f"run, {each.model} {each.size}"
+        found = record.attempt(name, _RUN_SECONDS, partial(_measure, record, each), measured)
+        if found is not None:
+            say(_in_words(found))
+    goals = {
+        f"run_of_{row['name']}_{row['size'].split(',')[0]}".lower().replace(" ", "_"): speed_up(
+            row, "the defaults"
+        )
+        for row in measured
     }
-    patched: dict[str, ModelPatcher] = {"unpatched": subject.model}
-    refused: dict[str, str] = {}
-    with tried(record) as found:
-        for method in methods():
-            try:
-                row = _checked(method, subject, expected)
-            except Exception as error:
-                refused[method.name] = f"{type(error).__name__}: {error}".splitlines()[0]
-                name = f"block, {block.model} {block.size}, {method.name}"
-                record.result["failed"][name] = refused[method.name]
-            else:
-                rows[method.name] = row
-                patched[method.name] = method.patch(subject.model)
-        runs = {name: partial(subject.time, each) for name, each in patched.items()}
-        pace = record.pace(LEAST_ROUNDS, _BLOCK_SECONDS / 2)
-        for name, seconds in interleaved(runs, ROUNDS, pace).items():
-            rows[name]["seconds"] = seconds
+    return record.finish({"whole_runs": len(measured), **goals})
+
+
+def _measure(record: Record, case: Run) -> dict[str, Any]:
+    """Seconds of a run: unpatched, under the node's defaults, with its merging, in fewer steps."""
+    dtype = torch.bfloat16 if record.device.type == "cuda" else torch.float32
+    plain = _load(MODELS[case.model], case.layers, dtype)
+    settings = settings_of("balanced", {})
+    merging = settings | {"forecast": False}
+    patched = {
+        "the defaults": settings,
+        "keys 0.6": merging,
+        "keys 0.75": merging | {"ratio": 0.75},
+    }
+    ways = {
+        "unpatched": (plain, STEPS),
+        **{name: (attach(plain, ToMeConfig(**each)), STEPS) for name, each in patched.items()},
+        f"{FEWER} steps": (plain, FEWER),
+    }
+    noise, prompt = _inputs(MODELS[case.model], case.latent)
+    timed = {name: partial(_seconds, *way, noise, prompt) for name, way in ways.items()}
+    # The first runs load the model, and tell whether the preset does anything.
+    expected = _sampled(plain, STEPS, noise, prompt)
+    for name in patched:
+        if torch.equal(_sampled(*ways[name], noise, prompt), expected):
+            raise RuntimeError(f"{name} did nothing")
+    least, most = ROUNDS
+    seconds = interleaved(timed, most, record.pace(least, _ROUNDS_SECONDS))
     return {
-        **{"name": block.model, "size": block.size, "tokens": block.tokens},
-        "attention_share": model.attention_share(block.tokens),
-        "dtype": "float32",
-        "refused": refused,
-        "methods": rows,
-        "tried": found,
+        "name": case.model,
+        "size": case.size,
+        "steps": STEPS,
+        "layers": case.layers,
+        "dtype": str(dtype).removeprefix("torch."),
+        "methods": {name: {"seconds": each} for name, each in seconds.items()},
     }
 
 
-def _checked(method: HostMethod, subject: Evaluations, expected: Tensor) -> dict[str, Any]:
-    """Check the wiring of a method, and note what it merges, changes and takes of memory."""
-    checks.check_wiring(method, subject, expected)
-    output, held, merged = first_look(subject, method.patch(subject.model))
-    return {
-        "family": method.family,
-        "ideal": method.ideal,
-        "error": checks.difference(output, expected),
-        "peak_bytes": held,
-        "merged": merged,
-    }
+def _load(model: Model, layers: int, dtype: torch.dtype) -> ModelPatcher:
+    """The model with random weights and so many blocks."""
+    loaded = build_class(model.kind, model.settings, dtype)
+    network = loaded.model.diffusion_model
+    setattr(network, model.stack, repeated(getattr(network, model.stack)[-1], layers))
+    # The host would count shared weights once for each block.
+    loaded.size = sum(weight.nbytes for weight in loaded.model.parameters())
+    return loaded
 
 
-def line(row: Mapping[str, Any]) -> str:
-    """A block in words: milliseconds unpatched, and times faster."""
-    plain = statistics.median(row["methods"]["unpatched"]["seconds"])
-    parts = [f"{name} {speed_up(row, name):.2f}" for name in row["methods"] if name != "unpatched"]
-    return f"  {row['tokens']} tokens, {1000 * plain:.2f} ms; times faster: {'; '.join(parts)}"
+def _inputs(model: Model, latent: tuple[int, ...]) -> tuple[Tensor, Any]:
+    """The noise of a latent, and a prompt in the form of the host."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randn(1, 64, model.text, generator=generator)
+    pooled = torch.randn(1, 64, generator=generator)
+    prompt = [[text, {"pooled_output": pooled}]]
+    return comfy.sample.prepare_noise(torch.zeros(1, *latent), 0), prompt
+
+
+def _in_words(row: Mapping[str, Any]) -> str:
+    """A run in words: seconds of the unpatched one, and times faster."""
+    methods = row["methods"]
+    parts = [f"{name} {speed_up(row, name):.2f}" for name in methods if name != "unpatched"]
+    seconds = statistics.median(methods["unpatched"]["seconds"])
+    return f"  {row['steps']} steps, {seconds:.2f} s; times faster: {'; '.join(parts)}"
+
+
+def _sampled(model: ModelPatcher, steps: int, noise: Tensor, prompt: Any) -> Tensor:
+    """The latent of a run without guidance, as turbo models take it."""
+    empty = torch.zeros_like(noise)
+    given = noise, steps, 1.0, "euler", "simple", prompt, prompt, empty
+    return comfy.sample.sample(model, *given, disable_pbar=True, seed=0)
+
+
+def _seconds(model: ModelPatcher, steps: int, noise: Tensor, prompt: Any) -> float:
+    """How long a run takes. Its result is on the CPU, so a GPU has ended."""
+    start = time.perf_counter()
+    _sampled(model, steps, noise, prompt)
+    return time.perf_counter() - start

@@ -26,9 +26,9 @@ import comfy.sd  # noqa: E402
 import torch  # noqa: E402
 from models.checkpoints import write_checkpoint  # noqa: E402
 
-from benchmarks.machine import origin  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
 from benchmarks.speed.figures import spread  # noqa: E402
+from benchmarks.speed.record import Record, say  # noqa: E402
 from tome_nodes.comfyui.attachment import attach  # noqa: E402
 from tome_nodes.comfyui.validation import config_of  # noqa: E402
 from tools.server import ComfyServer  # noqa: E402
@@ -55,11 +55,11 @@ def main() -> int:
         with ComfyServer(base) as server:
             nothing = tuned(server, 256, 1.0)
             found = tuned(server, arguments.size, arguments.wish)
-        print(found["text"], flush=True)
+        say(found["text"])
         seconds = timed(file, found["settings"], arguments.size)
     again = spread([plain / own for plain, own in zip(*seconds.values(), strict=True)])
-    result = {
-        **origin("cpu", "bench --tune"),
+    record = Record("tune", "bench --tune", RESULTS)
+    record.result |= {
         "size": arguments.size,
         "steps": STEPS,
         "wish": arguments.wish,
@@ -68,16 +68,22 @@ def main() -> int:
         "seconds": seconds,
         "times as fast, measured again": again,
     }
-    text = json.dumps(result, indent=1) + "\n"
-    (RESULTS / "tune.json").write_text(text, encoding="utf-8")
     least, middle, most = again
-    print(f"\nA wish of 1.0 at 256: {nothing['text']}")
-    print(f"Measured again: {least:.2f} to {most:.2f} times as fast")
-    print(
-        f"summary: wish={arguments.wish:g} found={found['speed']:.2f} again={middle:.2f} "
-        f"settings={json.dumps(found['settings'])} at_256={json.dumps(nothing['settings'])}"
+    say(f"\nA wish of 1.0 at 256: {nothing['text']}")
+    say(f"Measured again: {least:.2f} to {most:.2f} times as fast")
+    if most < arguments.wish:
+        record.result["failed"]["wish"] = "what was found is slower"
+    if nothing["settings"]["ratio"] != 0:
+        record.result["failed"]["wish of 1.0 at 256"] = "something merges"
+    return record.finish(
+        {
+            "wish": arguments.wish,
+            "found": found["speed"],
+            "again": middle,
+            "settings": json.dumps(found["settings"]),
+            "at_256": json.dumps(nothing["settings"]),
+        }
     )
-    return 0 if most >= arguments.wish and nothing["settings"]["ratio"] == 0 else 1
 
 
 def _arguments() -> argparse.Namespace:

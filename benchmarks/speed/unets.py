@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.rounds import interleaved
 from benchmarks.speed import checks, figures
-from benchmarks.speed.measure import Launches, Subject, first_look
+from benchmarks.speed.measure import Kernels, Operators, Subject, first_look
 from benchmarks.speed.methods import HostMethod, Method, methods
 from benchmarks.speed.models import REDUCED, SHAPES, Shape, load
 from benchmarks.speed.record import Record, say
@@ -48,7 +47,7 @@ class Case:
         seconds: what its rounds may take, beyond the least of them.
         attention: ``flash`` or ``cudnn``, which PyTorch is asked for first.
         is_compiled: whether the model is compiled, which takes about a minute for each method.
-        is_traced: whether launches are counted and traces kept.
+        is_counted: whether launches are counted.
         is_small: whether the model is a small version of the published one.
         methods: the names of those to measure; empty for all.
     """
@@ -58,16 +57,9 @@ class Case:
     seconds: float
     attention: str = "flash"
     is_compiled: bool = False
-    is_traced: bool = False
+    is_counted: bool = False
     is_small: bool = False
     methods: Sequence[str] = ()
-
-    @property
-    def title(self) -> str:
-        """For example ``sd15 1024, cudnn first, compiled``."""
-        words = [f"{self.model} {self.size}"]
-        words += ["cudnn first"] * (self.attention == "cudnn") + ["compiled"] * self.is_compiled
-        return ", ".join(words)
 
 
 COMPILED = ("preset balanced", "preset fast", "ideal k,v", "ideal stack")
@@ -82,8 +74,8 @@ ONE_EVALUATION = (
 """What a CPU measures, by one evaluation: one of preset *fast* says little about a run of it."""
 
 CASES = (
-    Case("sd15", 1024, 30, is_traced=True),
-    Case("sdxl", 1024, 50, is_traced=True),
+    Case("sd15", 1024, 30, is_counted=True),
+    Case("sdxl", 1024, 50, is_counted=True),
     Case("sd15", 2048, 50),
     Case("sdxl", 1024, 30, "cudnn"),
     Case("sd15", 1024, 15, is_compiled=True, methods=COMPILED),
@@ -101,21 +93,18 @@ CASES = (
 """For a GPU, the most important first."""
 
 DRY_CASES = (
-    Case("sd15", 128, 0, is_traced=True, is_small=True),
+    Case("sd15", 128, 0, is_counted=True, is_small=True),
     Case("sd15", 64, 0, "cudnn", is_compiled=True, is_small=True, methods=COMPILED[:1]),
 )
 
 CPU_CASES = (
-    Case("sd15", 512, 60, is_traced=True, methods=ONE_EVALUATION),
-    Case("sdxl", 512, 60, is_traced=True, methods=ONE_EVALUATION),
+    Case("sd15", 512, 60, is_counted=True, methods=ONE_EVALUATION),
+    Case("sdxl", 512, 60, is_counted=True, methods=ONE_EVALUATION),
 )
 QUICK_CASES = (
-    Case("sd15", 256, 5, is_traced=True, is_small=True, methods=ONE_EVALUATION),
-    Case("sdxl", 320, 5, is_traced=True, is_small=True, methods=ONE_EVALUATION),
+    Case("sd15", 256, 5, is_counted=True, is_small=True, methods=ONE_EVALUATION),
+    Case("sdxl", 320, 5, is_counted=True, is_small=True, methods=ONE_EVALUATION),
 )
-
-TRACED = ("unpatched", "preset balanced")
-"""Whose traces are kept."""
 
 _CHECK_SECONDS = 60.0
 _COMPILE_SECONDS = 75.0
@@ -144,7 +133,8 @@ def run(record: Record, cases: Sequence[Case]) -> int:
         if with_model is not None:
             needed = _COMPILE_SECONDS if case.is_compiled else case.seconds / 2
             compared = partial(_compare, record, case, with_model)
-            found = record.attempt(case.title, needed, compared, result["runs"])
+            title = figures.title(_about(case, with_model))
+            found = record.attempt(title, needed, compared, result["runs"])
             if found is not None:
                 say("\n" + figures.table(found) + "\n")
     return record.finish(goals(result["runs"]))
@@ -212,19 +202,36 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
                     rows[name]["merged"] = merged
                 expected = output if expected is None else expected
                 rows[name]["error"] = checks.difference(output, expected)
-                if case.is_traced and (name in TRACED or not record.is_dry):
-                    _trace(record, case, subject, model, name, rows)
+                if case.is_counted:
+                    rows[name] |= _launches(subject, model)
             except Exception as error:
                 if name == "unpatched":
                     raise
                 refused[name] = f"{type(error).__name__}: {error}".splitlines()[0]
                 del patched[name]
+        for row in rows.values():
+            merged = row.get("merged", "none").partition("/")[0]
+            if merged != "none" and "launches" in row:
+                added = row["launches"] - rows["unpatched"]["launches"]
+                row["launches_per_block"] = added / int(merged)
         least, most = ROUNDS
         evaluations = EVALUATIONS if record.device.type == "cuda" else 1
         runs = {name: partial(subject.time, model, evaluations) for name, model in patched.items()}
         seconds = interleaved(runs, most, record.pace(least, case.seconds))
     if case.is_compiled:
         torch._dynamo.reset()
+    return {
+        **_about(case, prepared),
+        "repeats": len(seconds["unpatched"]),
+        "evaluations": evaluations,
+        "refused": refused,
+        "methods": {name: rows[name] | {"seconds": each} for name, each in seconds.items()},
+        "tried": found,
+    }
+
+
+def _about(case: Case, prepared: Prepared) -> dict[str, Any]:
+    """What tells a comparison from others."""
     return {
         "model": case.model,
         "note": prepared.shape.note,
@@ -233,11 +240,6 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
         "attention": case.attention,
         "compiled": case.is_compiled,
         "dtype": str(prepared.model.model.get_dtype_inference()).removeprefix("torch."),
-        "repeats": len(seconds["unpatched"]),
-        "evaluations": evaluations,
-        "refused": refused,
-        "methods": {name: rows[name] | {"seconds": each} for name, each in seconds.items()},
-        "tried": found,
     }
 
 
@@ -247,27 +249,11 @@ def _compiled(model: ModelPatcher, record: Record) -> ModelPatcher:
     return compiled
 
 
-def _trace(
-    record: Record,
-    case: Case,
-    subject: Subject,
-    model: ModelPatcher,
-    name: str,
-    rows: Mapping[str, dict[str, Any]],
-) -> None:
-    """Count launches; keep the kernels that take longest, and the traces that say most."""
-    counter = Launches(subject.device)
+def _launches(subject: Subject, model: ModelPatcher) -> dict[str, Any]:
+    """How many there are in the second evaluation of a run, and the seconds of kernels."""
+    counter = Kernels() if subject.device.type == "cuda" else Operators()
     subject.run(model, nullcontext(), counter)
-    row = rows[name]
-    row["launches"], row["kernels"] = counter.count, counter.longest()
-    row["gpu_seconds"] = counter.gpu_seconds
-    merged = row.get("merged", "none").partition("/")[0]
-    if merged != "none":
-        added = counter.count - rows["unpatched"]["launches"]
-        row["launches_per_block"] = added / int(merged)
-    if name in TRACED and (record.is_dry or record.device.type == "cuda"):
-        file = f"{record.name}-trace-{case.model}-{name.split()[-1]}.json.gz"
-        counter.save(Path(record.folder) / file)
+    return {"launches": counter.count, "gpu_seconds": counter.gpu_seconds}
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from common import relative_error
 from benchmarks.rounds import interleaved
 from benchmarks.speed import __main__ as command
 from benchmarks.speed import checks, figures, report, unets
-from benchmarks.speed.measure import Launches, PeakMemory, Subject
+from benchmarks.speed.measure import Operators, PeakMemory, Subject
 from benchmarks.speed.methods import HostMethod, methods
 from benchmarks.speed.record import Record
 from tome_nodes.merging.plan import SlotPlan
@@ -101,7 +101,7 @@ def test_a_page_shows_everything(tmp_path):
         "left_out": ["2048x2048"],
         "failed": {"sdxl": "no memory"},
     }
-    text = report.joined(report.section(record.result))
+    text = figures.joined(report.section(record.result))
     for part in (
         "| ours window block   |",
         "1.67",
@@ -235,7 +235,7 @@ def test_peak_memory_counts_what_is_held_at_one_time():
 
 def test_launches_are_operators_except_views():
     x = torch.randn(4, 4)
-    counter = Launches(CPU)
+    counter = Operators()
     with counter:
         ((x + 1).t() @ x).softmax(1)
     assert counter.count == 3
@@ -273,17 +273,16 @@ def test_a_comparison_is_timed_and_written(written, capsys, monkeypatch):
     assert code == 0
 
 
-def test_blocks_of_transformers_are_timed_on_a_cpu(written, monkeypatch):
+def test_runs_of_transformers_are_timed_on_a_cpu(written, monkeypatch):
     from benchmarks.speed import transformers
 
-    monkeypatch.setattr(transformers, "QUICK_BLOCKS", transformers.DRY_BLOCKS[1:])
+    monkeypatch.setattr(transformers, "QUICK_RUNS", transformers.DRY_RUNS)
+    monkeypatch.setattr(transformers, "ROUNDS", (1, 1))
     code, result, page = written("--transformers", "--quick")
-    assert code == 0 and [row["name"] for row in result["blocks"]] == ["Z-Image", "Flux"]
-    for row in result["blocks"]:
-        names = {method.name for method in transformers.methods()}
-        assert row["methods"].keys() == {"unpatched", *names}
-        assert not row["methods"]["keys 0.75"]["merged"].startswith("0")
-    assert "### A block of Flux, tiny, 320 tokens, float32" in page
+    (row,) = result["whole_runs"]
+    names = ("unpatched", "the defaults", "keys 0.6", "keys 0.75", "6 steps")
+    assert code == 0 and tuple(row["methods"]) == names
+    assert "### A run of tiny Z-Image, 320x256, 8 steps of euler, float32" in page
 
 
 @pytest.mark.parametrize("arguments", [["--size", "500"], ["--model", "flux"]])
@@ -305,53 +304,35 @@ def test_merging_keys_launches_few_kernels():
         text=True,
         check=True,
     ).stdout
-    launches = float(re.search(r"^summary: host_ms_sd15=\S+ .* launches=(\S+)$", output, re.M)[1])
+    launches = float(re.search(r"^summary: host_ms_sd15=\S+ .* launches=(\S+) ", output, re.M)[1])
     # Matching, merging, weighing, and taking the further channels off: one each. One more for all.
     assert launches == 4.2
 
 
-def test_flux_of_diffusers_is_checked_timed_and_written(tmp_path, monkeypatch):
+def test_flux_of_diffusers_is_checked_timed_and_written(tmp_path, monkeypatch, capsys):
     from benchmarks.speed import diffusers_flux
 
     monkeypatch.setattr(diffusers_flux, "RESULTS", tmp_path)
+    monkeypatch.setattr(diffusers_flux, "SIZES", (diffusers_flux.TINY,))
     monkeypatch.setattr("sys.argv", ["bench", "--quick"])
+    assert diffusers_flux.main() == 0 and not list(tmp_path.iterdir())
+    assert "| keys and values " in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["bench"])
     assert diffusers_flux.main() == 0
     (result,) = (json.loads(each.read_text()) for each in tmp_path.glob("*.json"))
     (row,) = result["sizes"]
     assert row["methods"].keys() == {"unpatched", *diffusers_flux.METHODS}
     for name, method in row["methods"].items():
-        assert len(method["seconds"]) == 1
+        assert len(method["seconds"]) == diffusers_flux.TINY.rounds
         assert (method["error"] == 0) == (name == "unpatched")
     (page,) = (each.read_text() for each in tmp_path.glob("*.md"))
-    assert "| ToMA's method, our code " in page and result["summary"] in page
+    assert "| keys and values " in page and result["summary"] in page
 
 
-@pytest.mark.parametrize("kind", ["SlotPlan", "Shuffled"])
-def test_a_method_that_computes_something_else_fails(kind, monkeypatch):
+def test_a_method_that_computes_something_else_fails(monkeypatch):
     from benchmarks.speed import diffusers_flux
 
-    plan = {"SlotPlan": SlotPlan, "Shuffled": diffusers_flux.Shuffled}[kind]
-    unmerge = plan.unmerge
-    monkeypatch.setattr(plan, "unmerge", lambda self, y: 1.01 * unmerge(self, y))
-    with pytest.raises(ValueError, match=r"off by .* with lossless plans"):
+    unmerge = SlotPlan.unmerge
+    monkeypatch.setattr(SlotPlan, "unmerge", lambda self, y: 1.01 * unmerge(self, y))
+    with pytest.raises(checks.WrongOutput, match=r"off by .* with lossless plans"):
         diffusers_flux.check()
-
-
-def test_blocks_of_flux_share_the_plan_of_toma_for_five_steps(monkeypatch):
-    from benchmarks.speed import diffusers_flux
-
-    case, made, seen = diffusers_flux.TINY.case(), [], set()
-    plans = diffusers_flux.tile_plan
-
-    def spy(x, grid, before, ratio):
-        made.append(plans(x, grid, before, ratio))
-        return made[-1]
-
-    monkeypatch.setattr(diffusers_flux, "tile_plan", spy)
-    diffusers_flux.METHODS["toma"].attach(case, False)
-    for block in case.transformer.single_transformer_blocks:
-        block.norm.register_forward_pre_hook(lambda _, given: seen.add(given[0].shape[1]))
-    case(steps=11)
-    first, second, third = (plan.tokens() for plan in made)
-    assert torch.equal(first, second) and not torch.equal(second, third)
-    assert seen == {128 + 512}

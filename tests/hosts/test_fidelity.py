@@ -5,20 +5,15 @@ import json
 import sys
 from types import SimpleNamespace
 
-import comfy.ops
 import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
-from common import relative_error
 from host import merging
-from models.comfyui import TEXT, TINY, build, sample
 from PIL import Image
 
 from benchmarks.fidelity import __main__ as fidelity
 from benchmarks.fidelity import (
-    calibration,
     denoiser,
     judges,
     meter,
@@ -27,12 +22,8 @@ from benchmarks.fidelity import (
     page,
     photos,
     pictures,
-    rivals,
     video_transformer,
 )
-from benchmarks.fidelity.teacache import TeaCache
-from benchmarks.fidelity.weights import save
-from benchmarks.speed.diffusers_flux import Shuffled
 from tome_nodes.comfyui.attachment import attach
 
 pytestmark = pytest.mark.newest_only
@@ -67,24 +58,6 @@ def test_the_spectrum_peaks_at_the_frequency_of_a_wave():
     assert pictures._spectrum(wave).argmax() == 8 - 1
 
 
-@pytest.fixture
-def films(monkeypatch, tmp_path):
-    """The transformer of videos, with small clips and a folder of its own."""
-    monkeypatch.setattr(video_transformer, "STATE", tmp_path / "state" / "films.pt")
-    monkeypatch.setattr(video_transformer, "WEIGHTS", tmp_path / "films.npz")
-    monkeypatch.setattr(video_transformer, "SIDE", 64)
-    monkeypatch.setattr(video_transformer, "SCENES", 16)
-    monkeypatch.setattr(video_transformer, "SCENE_SIDE", 96)
-    return video_transformer
-
-
-def save_untrained(network, file):
-    """Leaves weights that say something, so that merging changes something."""
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.05)
-    save(network.state_dict(), 1, file)
-
-
 def picked(**settings):
     """Merging with some settings, to be judged."""
     return options.Option(
@@ -92,9 +65,9 @@ def picked(**settings):
     )
 
 
-def test_the_judge_of_videos_finds_no_error_in_the_plain_model(films, monkeypatch):
+def test_the_judge_of_videos_finds_no_error_in_the_plain_model(monkeypatch):
     monkeypatch.setattr(fidelity, "MANY", 3)
-    save_untrained(films.new_transformer(), films.WEIGHTS)
+    monkeypatch.setattr(video_transformer, "SIDE", 64)
     judge = judges.VideoJudge(steps=2)
     merged = [
         picked(strategy="window", scope=scope, refresh_steps=4)
@@ -119,13 +92,9 @@ def test_flicker_is_the_error_of_changes_over_that_of_frames():
     assert judge.figures(judge.expected + 0.1 * signs)["flicker"] == pytest.approx(2)
 
 
-def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(monkeypatch, tmp_path):
+def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(monkeypatch):
     monkeypatch.setattr(fidelity, "MANY", 3)
     monkeypatch.setattr(denoiser, "SIDE", 32)
-    monkeypatch.setattr(denoiser, "WEIGHTS", tmp_path / "denoiser.npz")
-    operations = comfy.ops.disable_weight_init
-    network = UNetModel(**denoiser.UNET, dtype=torch.float32, operations=operations)
-    save_untrained(network, denoiser.WEIGHTS)
     judge = pictures.PictureJudge(steps=2)
     merged = picked()
     rows, shown = fidelity.judged(judge, [merged])
@@ -134,11 +103,9 @@ def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(monkeypatch, tm
     assert shown[page.PLAIN].shape == (5, 3, 32, 32)
     assert (plain["error"], plain["ssim"], plain["spectrum"]) == (0, 1, 0)
     assert 0 < ours["error"] < 1
-    assert plain["psnr"] == ours["psnr"] == pictures.MOST_PSNR
+    assert ours["psnr"] < plain["psnr"] == pictures.MOST_PSNR
     assert plain["evaluations"] == ours["evaluations"] == 2
     assert plain["time"] == 1 > ours["time"] > 0.5
-    painted, seconds = judge.paint(judge.model)
-    assert torch.equal(painted, shown[page.PLAIN]) and seconds > 0
 
 
 def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
@@ -148,23 +115,6 @@ def test_the_denoiser_that_comes_with_the_code_paints_the_photos():
     asked = torch.stack([crop.of(whole[crop.photo]) for crop in judge.crops])
     distances = (judge.expected[:, None] - asked).square().mean((2, 3, 4)).sqrt()
     assert distances.argmin(1).tolist() == [*range(len(asked))]
-
-
-def test_a_clip_pans_over_its_scene_while_a_disc_moves_across():
-    scene, other = torch.zeros(3, 96, 96), torch.ones(3, 96, 96)
-    scene[0] = torch.linspace(0, 1, 96)
-    shown = video_transformer.clip(scene, other, 48, 9, torch.Generator().manual_seed(3))
-    assert shown.shape == (9, 3, 48, 48)
-    disc = shown[:, 1] > 0.5
-    areas = disc.sum((1, 2))
-    assert areas.min() > 0 and areas.max() < 48 * 48 / 3
-    columns = (disc * torch.arange(48)).sum((1, 2)) / areas
-    assert (columns.diff() > 0).all() or (columns.diff() < 0).all()
-    seen = [frame[0][~inside] for frame, inside in zip(shown, disc, strict=True)]
-    means = torch.stack([each.mean() for each in seen])
-    assert means.max() - means.min() > 0.05
-    steady = torch.Generator().manual_seed(3)
-    assert torch.equal(video_transformer.clip(scene, other, 48, 9, steady), shown)
 
 
 def test_the_transformer_of_videos_films_scenes_that_move():
@@ -188,43 +138,6 @@ def test_the_work_of_attention_and_of_layers_is_counted_where_it_is_done():
         torch.nn.functional.scaled_dot_product_attention(query, key, key)
     assert counted.evaluations == 1
     assert counted.cost == 2 * (60 * 8 * 16) + 2 * (2 * 3 * 10 * 4 * (8 + 8))
-
-
-def test_toma_runs_blocks_of_flux_on_half_of_the_tokens():
-    tiny, model = TINY["flux"], build(TINY["flux"])
-    size, seen = tiny.size(16, 16), []
-    network = model.model.diffusion_model
-    for blocks in (network.double_blocks, network.single_blocks):
-        blocks[0].register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append((*args, kwargs.get("img"))[0].shape[1]),
-            with_kwargs=True,
-        )
-    plain = sample(model, tiny, size, steps=4)
-    seen.clear()
-    merged = sample(rivals.toma()(model), tiny, size, steps=4)
-    assert set(seen) == {128, TEXT + 128}
-    assert 1e-3 < relative_error(merged, plain) < 1
-    lossless = sample(rivals.toma(make_plan=Shuffled)(model), tiny, size, steps=4)
-    assert relative_error(lossless, plain) < 1e-5
-
-
-@pytest.mark.parametrize(("threshold", "runs"), [(0.0, [0, 1, 2, 3, 4]), (1.2, [0, 2, 4])])
-def test_teacache_skips_while_the_estimated_changes_are_few(threshold, runs):
-    """Each change is estimated as 0.9; the first and the last step always run."""
-    tiny, model = TINY["flux"], build(TINY["flux"])
-    size, seen, answers = tiny.size(16, 16), [], []
-    network = model.model.diffusion_model
-    network.double_blocks[-1].register_forward_pre_hook(lambda *_: seen.append(len(answers)))
-    network.register_forward_hook(lambda *_: answers.append(None))
-    plain = sample(model, tiny, size, steps=5)
-    seen.clear()
-    answers.clear()
-    cache = TeaCache(lambda change: 0.9, threshold)
-    cached = sample(cache.attached_to(model), tiny, size, steps=5)
-    assert seen == runs
-    assert len(cache.changes) == len(runs) - 1
-    assert torch.equal(cached, plain) == (runs == [0, 1, 2, 3, 4])
-    assert relative_error(cached, plain) < 1
 
 
 def test_the_sheet_of_off_and_on_has_a_column_for_each_model():
@@ -329,25 +242,6 @@ def test_a_sheet_has_a_row_for_each_of_the_pictures_that_are_shown(tmp_path):
         assert Image.open(tmp_path / "sheet.webp").size == (190 + columns * 128, 2 * 128)
 
 
-def test_a_judge_is_like_what_is_published_or_not():
-    teacache = row(page.CACHE, 0.8, 0.1, ssim=0.85)
-    rows = ROWS | {
-        "EasyCache 0.2": row(page.CACHE, 0.4, 0.2, psnr=25.0),
-        calibration.TEACACHE: teacache,
-    }
-    nothing_skipped = {calibration.TEACACHE: row(page.CACHE, 1.0, 0.0)}
-    result = {"image": {"20": rows}, "few": {"4": ROWS | nothing_skipped}}
-    lines = calibration.calibration(result).splitlines()[2:]
-    answers = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in lines]
-    assert answers[0] == ["0.25 of the error of fewer steps, at 0.60", "yes"]
-    assert answers[1] == ["2.50 times, 25.0 dB", "yes"]
-    assert answers[2] == ["0.20 skipped, SSIM 0.85", "yes"]
-    assert answers[3] == ["0.67 of the error of fewer steps, at 0.40", "yes"]
-    assert answers[4] == ["2.0 times the error", "yes"]
-    assert answers[5] == ["0 of 8 skipped", "yes"]
-    assert answers[6] == ["not asked", ""]
-
-
 def test_the_page_says_where_each_row_comes_from():
     first = {"command": "bench", "machine": "paper", "date": "2026-01-02"}
     again = {"command": "again", "machine": "stone", "date": "2026-01-03"}
@@ -363,8 +257,8 @@ def test_the_page_says_where_each_row_comes_from():
             }
         },
     }
-    text = page.markdown(result, "the calibration", "summary: all=well")
-    assert "`summary: all=well`" in text and "the calibration" in text
+    text = page.markdown(result, "summary: all=well")
+    assert "`summary: all=well`" in text
     assert text.count("`bench`, paper, 2026-01-02.") == 3
     assert text.count("Of theirs: `again`, stone, 2026-01-03.") == 1
     cells = [[cell.strip() for cell in line.split("|")[1:7]] for line in text.splitlines()]
@@ -377,7 +271,7 @@ def test_the_page_says_where_each_row_comes_from():
 def test_a_judge_is_asked_what_the_command_line_says(monkeypatch):
     made = []
     benches = {
-        name: dataclasses.replace(bench, make=lambda *made_of: made.append(made_of))
+        name: dataclasses.replace(bench, make=lambda steps, seeds: made.append(steps))
         for name, bench in judges.BENCHES.items()
     }
     monkeypatch.setattr(judges, "BENCHES", benches)
