@@ -105,12 +105,9 @@ class FlowCall:
         return noisy - self._noise(noisy) * self._latent(self._answer(result))
 
     def returned(self, latent: Tensor, denoised: Tensor, like: Any) -> Any:
-        """What the transformer would return if ``denoised`` followed from it, in form of ``like``.
+        """The answer of the transformer from which ``denoised`` would follow for a noisy latent.
 
-        Args:
-            latent: the noisy latent.
-            denoised: the denoised latent.
-            like: what the transformer returned in an earlier call.
+        Its form is that of ``like``, what the transformer returned in some call.
         """
         flow = (latent - denoised) / self._noise(latent)
         sample = self._answer(like).with_latent(flow, self._grid)

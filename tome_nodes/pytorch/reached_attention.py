@@ -18,7 +18,7 @@ from ..patching.overrides import Override
 
 Attend = Callable[..., Tensor]
 """Attends in place of an :class:`AttentionFunction`. It gets that function, whether the call is
-plain (not causal, for example), and the arguments of the call."""
+plain (not causal, without dropout and so on), and the arguments of the call."""
 
 _DISPATCH = "dispatch_attention_fn"
 _PYTORCH = "scaled_dot_product_attention"
@@ -28,7 +28,7 @@ _DEEPEST = 3
 
 
 class AttentionFunction:
-    """An attention function of diffusers or PyTorch, called like those of ComfyUI.
+    """An attention function of diffusers or PyTorch, called as ``merged_attention`` calls it.
 
     Attributes:
         __name__: the name by which :mod:`tome_nodes.patching.key_weights` knows it.
