@@ -247,6 +247,7 @@ class _Attachment:
         **kwargs: Any,
     ) -> Tensor:
         """Wrap one model evaluation."""
+        model = executor.class_obj
         options = {} if transformer_options is None else transformer_options
         run: _SamplingRun | None = options.get(KEY)
 
@@ -260,19 +261,10 @@ class _Attachment:
         def evaluate_alone(
             latent: Tensor, conditions: Mapping[str, Any], options: dict[str, Any]
         ) -> Tensor:
-            model = executor.class_obj
             return model._apply_model(latent, t, c_concat, c_crossattn, None, options, **conditions)
 
-        asked = partial(
-            ask,
-            executor.class_obj,
-            x,
-            inputs,
-            (c_concat, c_crossattn),
-            options,
-            evaluate_alone,
-        )
-        return run.evaluate(executor.class_obj, inputs, x, t, options, denoise, asked)
+        asked = partial(ask, model, x, inputs, (c_concat, c_crossattn), options, evaluate_alone)
+        return run.evaluate(model, inputs, x, t, options, denoise, asked)
 
 
 class _SamplingRun:

@@ -47,8 +47,8 @@ def merge_attention(
     ) -> Tensor:
         block = block_of()
         if block is None:
-            attend = func if theirs is None else partial(theirs, func)
-            return attend(q, k, v, heads, mask=mask, **kwargs)
+            plain = func if theirs is None else partial(theirs, func)
+            return plain(q, k, v, heads, mask=mask, **kwargs)
         if theirs is None:
             func = block.stored_attention or func
         return merged_attention(block, called, func, theirs, q, k, v, heads, mask, kwargs)

@@ -33,7 +33,7 @@ _KINDS: Mapping[str, Any] = {
 
 
 def _schema(
-    caption: Caption, extras: Mapping[str, Mapping[str, Any]] | None = None, **others: Any
+    caption: Caption, extras: Mapping[str, Mapping[str, Any]] = {}, **others: Any
 ) -> io.Schema:
     """The schema of a node.
 
@@ -42,7 +42,6 @@ def _schema(
         extras: further settings of options, by name of the option.
         others: further settings of the schema.
     """
-    extras = extras or {}
     return io.Schema(
         node_id=caption.id,
         display_name=caption.name,

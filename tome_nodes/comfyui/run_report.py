@@ -48,26 +48,21 @@ class RunReport(Observer):
         """
         self._counts = Counts(total_steps)
         self._on_step = on_step
-        self._recorder = Recorder(latent, device) if with_details else None
+        self._details = Recorder(latent, device) if with_details else Observer()
         self._step: int | None = None
-        self._followers: list[Callable[[Evaluated], None]] = [self._counts.evaluated]
-        if on_step is not None:
-            self._followers.append(self._show)
-        if self._recorder is not None:
-            self._followers.append(self._recorder.evaluated)
+        self._followers = [self._counts.evaluated, self._show, self._details.evaluated]
         self.follows_blocks = with_details
         # ComfyUI may evaluate a model and its clones on several devices at once.
         self._lock = Lock()
 
     def watched(self, plan_of: PlanOf) -> PlanOf:
-        return plan_of if self._recorder is None else self._recorder.watched(plan_of)
+        return self._details.watched(plan_of)
 
     def timed(self, block: str, forward: Forward) -> Forward:
-        return forward if self._recorder is None else self._recorder.timed(block, forward)
+        return self._details.timed(block, forward)
 
     def begins(self, step: int) -> None:
-        if self._recorder is not None:
-            self._recorder.begins(step)
+        self._details.begins(step)
 
     def evaluated(self, result: Evaluated) -> None:
         with self._lock:
@@ -135,7 +130,7 @@ class RunReport(Observer):
             worth_from=None if engine is None else engine.worth_from,
             choices={} if engine is None else dict(engine.choices),
             shallowest=patched.shallowest,
-            recording=None if self._recorder is None else self._recorder.finish(),
+            recording=self._details.finish() if isinstance(self._details, Recorder) else None,
             tuned=tuned,
         )
 

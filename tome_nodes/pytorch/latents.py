@@ -209,7 +209,7 @@ def _found_sides(places: Tensor) -> list[Sides]:
 
 
 def _steps(places: Tensor) -> int:
-    """How many places, counted from the first, which is 0, are the same distance apart."""
+    """How many places, from the first on, are equally spaced along one coordinate."""
     if len(places) < 2 or int((places[1] != 0).sum()) != 1:
         return 1
     line = torch.arange(len(places), dtype=places.dtype)[:, None] * places[1]

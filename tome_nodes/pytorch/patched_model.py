@@ -1,9 +1,9 @@
 """Attach token merging to a model that is called as a PyTorch module, and take it off again.
 
-Patching gives the model a subclass of its class. A call of that puts the overrides on the
-transformer blocks, runs the model and takes them off again. Between calls, the model holds nothing
-but its settings, so copying, offloading, LoRA and saving work as before. torch.compile leaves the
-code around the model's forward out of its graph, so it finds the same code in each call.
+Patching gives the model a subclass of its class. A call then puts the overrides on the transformer
+blocks, runs the model and takes them off again. Between calls, the model holds only its settings,
+so copying, offloading, LoRA and saving work as before. torch.compile leaves the code around the
+model's forward out of its graph, so it finds the same code in each call.
 """
 
 import logging

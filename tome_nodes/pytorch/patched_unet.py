@@ -52,13 +52,13 @@ class UNetCalls(Calls):
     less than the number of noise levels of training to 0, and ``ratio`` moves to ``ratio_end``
     with it.
 
-    A new run begins
+    A new run begins at a larger timestep than in the call before, and after a call that failed. If
+    the schedule may be another, but samples have the same shape, a new run begins
 
-    - at a larger timestep than in the call before, or after a call that failed;
-    - at the first timestep again, with another sample. But if both timesteps come from one
-      schedule, it is the same run: guidance may call the UNet with several samples in a step;
-    - at a smaller timestep, with a sample that does not go on from the one before: the last run
-      may have ended early.
+    - at the first timestep again, with another sample. Under one schedule, that is guidance, which
+      may call the UNet with several samples in a step;
+    - at a smaller timestep, with a sample that cannot follow the one before: the run before may
+      have ended early.
     """
 
     run: Run

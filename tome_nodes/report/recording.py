@@ -1,7 +1,7 @@
 """A sampling run in detail: which tokens merged in each step, and how long everything took.
 
-A run is recorded only if a ToMe Report is connected. To not slow it down, the recorder waits for
-the device only after the run, and then copies everything at once.
+A run is recorded only if a ToMe Report is connected. So as not to slow the run down, the recorder
+waits for the device only afterwards, and then copies everything at once.
 """
 
 import time

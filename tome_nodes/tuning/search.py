@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its values of the node's inputs, by name."""
+        """These settings as inputs of the node, by name."""
         return {"preset": self.preset, "ratio": self.ratio}
 
     def __str__(self) -> str:
@@ -51,7 +51,6 @@ Figures = Mapping[Candidate, "Measured"]
 # Preset quality offers nothing that balanced does not (benchmarks/FIDELITY.md).
 BALANCED: Ladder = [Candidate("balanced", ratio) for ratio in (0.3, 0.45, 0.6, 0.75, 0.85)]
 FAST: Ladder = [Candidate("fast", ratio) for ratio in (0.3, 0.4, 0.5, 0.6, 0.7)]
-LADDERS = (BALANCED, FAST)
 
 UNPATCHED = Candidate("balanced", 0.0)
 """Settings that merge nothing."""
@@ -117,10 +116,7 @@ class Wish:
         return measured.is_faster and measured.change <= self.amount
 
     def is_passed(self, measured: Measured) -> bool:
-        """Whether lower ratios than that of these settings are the ones left to try.
-
-        They are if the settings are fast enough, or change too much.
-        """
+        """Whether higher ratios are no better, as this one is fast enough or changes too much."""
         if self.goal == SPEED:
             return measured.speed >= max(self.amount, FASTER)
         return measured.change > self.amount

@@ -46,7 +46,15 @@ class Found:
 
 def in_words(found: Found) -> list[str]:
     """What was found, line by line: first the result, then what was tried."""
-    return [*result(found), *_instead(found), *_tried(found), *_trials(found)]
+    lines = [*result(found)]
+    lines += [f"Instead {_figures(name, measured)}" for name, measured in found.instead.items()]
+    in_order = sorted(found.figures, key=lambda each: (each.preset, each.ratio))
+    lines += [f"Tried {_line(candidate, found.figures)}" for candidate in in_order]
+    if found.runs:
+        lines.append(f"Trials: as long as {found.runs:.1f} sampling runs")
+    elif found.date:
+        lines.append(f"No trials: measured on {found.date}; set measure_again to measure anew")
+    return lines
 
 
 def result(found: Found) -> Iterator[str]:
@@ -107,11 +115,6 @@ def _better(found: Found) -> Iterator[str]:
         yield "Nothing else that was tried is as fast and changes less."
 
 
-def _instead(found: Found) -> Iterator[str]:
-    for name, measured in found.instead.items():
-        yield f"Instead {_figures(name, measured)}"
-
-
 def _why_not(figures: Figures) -> str:
     for measured in figures.values():
         if measured.obstacle is not None:
@@ -138,15 +141,3 @@ def _figures(name: str, measured: Measured) -> str:
 
 def _outcome(measured: Measured) -> str:
     return "trial failed" if measured.has_failed else "nothing merged"
-
-
-def _tried(found: Found) -> Iterator[str]:
-    for candidate in sorted(found.figures, key=lambda each: (each.preset, each.ratio)):
-        yield f"Tried {_line(candidate, found.figures)}"
-
-
-def _trials(found: Found) -> Iterator[str]:
-    if found.runs:
-        yield f"Trials: as long as {found.runs:.1f} sampling runs"
-    elif found.date:
-        yield f"No trials: measured on {found.date}; set measure_again to measure anew"

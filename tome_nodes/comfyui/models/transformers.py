@@ -114,34 +114,10 @@ def one_picture(patch: str | int) -> Pictures:
     """
 
     def pictures(model: Any, inputs: Inputs) -> Iterator[Picture]:
-        yield Picture(grid_of(inputs.shape, _patch(model, patch)))
+        size = patch if isinstance(patch, int) else getattr(model, patch)
+        yield Picture(grid_of(inputs.shape, size))
 
     return pictures
-
-
-def with_references(
-    patch: str | int, references_first: bool = False, condition: str = "ref_latents"
-) -> Pictures:
-    """For models with reference pictures after the latent, or before it.
-
-    Args:
-        patch: see :func:`one_picture`.
-        references_first: whether the references come before the latent.
-        condition: the name of the condition that holds them.
-    """
-
-    def pictures(model: Any, inputs: Inputs) -> list[Picture]:
-        latent = Picture(grid_of(inputs.shape, _patch(model, patch)))
-        references = [
-            Picture(grid_of(each.shape, _patch(model, patch))) for each in inputs.tensors(condition)
-        ]
-        return [*references, latent] if references_first else [latent, *references]
-
-    return pictures
-
-
-def _patch(model: Any, patch: str | int) -> Any:
-    return patch if isinstance(patch, int) else getattr(model, patch)
 
 
 def _still(grid: Grid) -> list[Picture]:
@@ -149,7 +125,22 @@ def _still(grid: Grid) -> list[Picture]:
     return [Picture(Grid(grid.height, grid.width))] * grid.frames
 
 
+def _flux(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """References come after the latent."""
+    yield Picture(grid_of(inputs.shape, model.patch_size))
+    for each in inputs.tensors("ref_latents"):
+        yield Picture(grid_of(each.shape, model.patch_size))
+
+
+def _hunyuan_video(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """A reference comes before the latent."""
+    for each in inputs.tensors("ref_latent"):
+        yield Picture(grid_of(each.shape, model.patch_size))
+    yield Picture(grid_of(inputs.shape, model.patch_size))
+
+
 def _qwen(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """The frames of a latent are layers. References come after them."""
     yield from _still(grid_of(inputs.shape, model.patch_size))
     for each in inputs.tensors("ref_latents"):
         yield from _still(grid_of(each.shape, model.patch_size))
@@ -237,7 +228,7 @@ def _cosmos(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 FLUX = Transformer(
     ("flux.model.Flux",),
-    with_references("patch_size"),
+    _flux,
     blocks=("double_blocks", "single_blocks"),
     at_end=True,
 )
@@ -335,7 +326,7 @@ SCAIL = Transformer(
 )
 HUNYUAN_VIDEO = Transformer(
     ("hunyuan_video.model.HunyuanVideo",),
-    with_references("patch_size", references_first=True, condition="ref_latent"),
+    _hunyuan_video,
     blocks=("double_blocks", "single_blocks"),
     at_end=True,
 )

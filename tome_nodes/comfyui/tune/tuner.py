@@ -11,7 +11,17 @@ from comfy.model_management import InterruptProcessingException, get_torch_devic
 from comfy.model_patcher import ModelPatcher
 from comfyui_version import __version__ as comfyui_version
 
-from ...tuning.search import LADDERS, SPEED, UNPATCHED, Ladder, Measured, Wish, choose, find
+from ...tuning.search import (
+    BALANCED,
+    FAST,
+    SPEED,
+    UNPATCHED,
+    Ladder,
+    Measured,
+    Wish,
+    choose,
+    find,
+)
 from ...tuning.summary import Found
 from ..attachment import detach, record_for
 from ..models.base import class_name
@@ -55,8 +65,8 @@ def tune(
         record = record_for(model)
     except ValueError as error:
         return Found(wish, obstacle=str(error))
-    # In a transformer, all presets on the ladders do the same.
-    ladders = LADDERS[:1] if record.merges_at_calls else LADDERS
+    # In a transformer, both presets do the same.
+    ladders = [BALANCED] if record.merges_at_calls else [BALANCED, FAST]
     try:
         return _tried(make_trials(model, sampling), model, sampling, wish, ladders, measure_again)
     except InterruptProcessingException:
