@@ -121,7 +121,10 @@ class _Tokenwise(TokenwiseEvaluation):
 
 
 def _references(inputs: Inputs) -> dict[str, Any]:
-    """The conditions, by name, that are latents with the channels of the sampled one, or lists."""
+    """The reference pictures among the conditions, by name.
+
+    They are latents, or lists of latents, with as many channels as the sampled one.
+    """
     channels = inputs.shape[1]
 
     def is_latent(value: Any) -> bool:

@@ -215,7 +215,7 @@ class _Attachment:
             )
 
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-        """Wrap one sampling run. Its model options hold our state, and ComfyUI drops them after."""
+        """Wrap one sampling run, whose state is in its model options until ComfyUI drops these."""
         node = workflow.running_node()
         self.runs.pop(node, None)
         latent = args[1] if len(args) > 1 else kwargs.get("latent_image")

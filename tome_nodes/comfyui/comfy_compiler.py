@@ -2,7 +2,7 @@
 
 From version 0.34 on, ComfyUI records which memory the blocks of some models allocate, and hands out
 the same memory in later steps. A tensor that outlives a block, or has another size in another step,
-crashes the process then. Merging needs both kinds of tensors.
+then crashes the process. Merging makes both kinds of tensors.
 """
 
 import inspect

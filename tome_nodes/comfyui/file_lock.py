@@ -28,10 +28,10 @@ else:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock, so that other processes and threads wait that lock the same ``path``.
+    """Hold a lock: other processes and threads that lock the same ``path`` wait.
 
-    What is locked is a file next to ``path``. The system releases the lock when the process ends,
-    even by a crash. If no lock can be had, as in some network folders, go on without one.
+    The lock is on a file next to ``path``. The system releases it when the process ends, even by a
+    crash. If there can be no lock, as in some network folders, go on without one.
     """
     try:
         # On Windows, the byte at the position is locked: it stays the same, as nothing is written.

@@ -20,7 +20,8 @@ from .tune.tuner import tune
 
 _CATEGORY = "model/patch"
 _ALIASES = ["token merging"]
-# Only ToMe Patch Model has these: the editor's search would list nodes with shorter names first.
+# Aliases of ToMe Patch Model alone. If other nodes had them too, the editor's search would list
+# those with shorter names first.
 _WISHES = [
     *("faster", "fast", "speed", "speed up", "speedup", "accelerate", "acceleration"),
     *("tomesd", "merge tokens", "optimize", "performance", "too slow"),
@@ -253,7 +254,7 @@ class ToMeReport(_LinksChecked):
 
 
 def _wants_details(node: str | None) -> Callable[[], bool] | None:
-    """Tells whether a ToMe Report reads the model of a node; None outside a workflow."""
+    """The ``wants_details`` of :func:`attachment.attach`: does a ToMe Report read this node?"""
     return None if node is None else partial(workflow.feeds, node, REPORT.id, "model")
 
 

@@ -177,7 +177,7 @@ class Trials:
     def _plain(self) -> _Sampled:
         """The unpatched run."""
         plain = self._sampled(self._model, self.steps)
-        # In a run of one step, that includes work that is done once; so it is run again.
+        # A run of one step includes work that is done once, so it is run again.
         return self._sampled(self._model, self.steps) if self.steps == 1 else plain
 
     def _sampled(self, model: ModelPatcher, steps: int) -> _Sampled:
