@@ -144,12 +144,6 @@ def detach(model: ModelPatcher) -> ModelPatcher:
     return clone
 
 
-def _latent_shape(x: Tensor, conditions: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of the latent, even if it is packed together with sound."""
-    packed = conditions.get("latent_shapes")
-    return tuple(packed[0] if packed else x.shape)
-
-
 def is_empty(latent: Any) -> bool:
     """Whether a latent holds no picture."""
     return latent is None or not picture_of(latent).any()
@@ -256,7 +250,9 @@ class _Attachment:
 
         if run is None:
             return denoise(x, options)
-        inputs = Inputs(_latent_shape(x, kwargs), kwargs)
+        # With sound, the latent is the first of what is packed into ``x``.
+        packed = kwargs.get("latent_shapes")
+        inputs = Inputs(tuple(packed[0] if packed else x.shape), kwargs)
 
         def evaluate_alone(
             latent: Tensor, conditions: Mapping[str, Any], options: dict[str, Any]

@@ -109,34 +109,29 @@ class UserFile(Generic[Entry]):
             return
         # Another ComfyUI may use the same folder.
         with locked(path):
-            self._keep(key, entry)
-
-    def _keep(self, key: Mapping[str, Any], entry: Entry) -> None:
-        entries = self._read()
-        if entries is None:
-            return
-        entries.pop(line_of(key), None)
-        entries[line_of(key)] = entry
-        content = {
-            "format": self._format,
-            "about": self._about,
-            "measured": [
-                {"of": json.loads(line), **self._to_json(each)}
-                for line, each in list(entries.items())[-self._most :]
-            ],
-        }
-        path = self.path
-        # Replacing the file at once keeps it whole, even for readers without a lock.
-        draft = path.with_suffix(f".{uuid4().hex}.draft")
-        try:
-            draft.write_text(
-                json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-            )
-            draft.replace(path)
-        except OSError as error:
-            _warn(error)
-            with suppress(OSError):
-                draft.unlink(missing_ok=True)
+            entries = self._read()
+            if entries is None:
+                return
+            entries.pop(line_of(key), None)
+            entries[line_of(key)] = entry
+            content = {
+                "format": self._format,
+                "about": self._about,
+                "measured": [
+                    {"of": json.loads(line), **self._to_json(each)}
+                    for line, each in list(entries.items())[-self._most :]
+                ],
+            }
+            document = json.dumps(content, indent=1, allow_nan=False) + "\n"
+            # Replacing the file at once keeps it whole, even for readers without a lock.
+            draft = path.with_suffix(f".{uuid4().hex}.draft")
+            try:
+                draft.write_text(document, encoding="utf-8")
+                draft.replace(path)
+            except OSError as error:
+                _warn(error)
+                with suppress(OSError):
+                    draft.unlink(missing_ok=True)
 
 
 def _warn(error: OSError) -> None:

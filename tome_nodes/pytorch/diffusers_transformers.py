@@ -325,7 +325,7 @@ def _ask(
 
         name = type(network).__name__
         sides, *references = latents.sides
-        return compared(name, evaluations, sides, references, latents.batch, copy, device)
+        return compared(name, evaluations, sides, references, len(latents.value), copy, device)
 
     return kept_answer(network, (latents.sides, form_of(arguments)), ask)
 

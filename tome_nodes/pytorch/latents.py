@@ -46,11 +46,6 @@ class Latents:
         return first
 
     @property
-    def batch(self) -> int:
-        """The number of samples."""
-        return len(self.value)
-
-    @property
     def are_tokens(self) -> bool:
         """Whether the argument holds tokens."""
         return not isinstance(self.value, list) and self.value.ndim == 3

@@ -182,16 +182,10 @@ def next_candidate(wish: Wish, figures: Figures, ladders: Sequence[Ladder]) -> C
 def _is_beaten(
     wish: Wish, known: Mapping[int, Measured], low: int, high: int, bound: Measured
 ) -> bool:
-    """Whether no rung from ``low`` up to ``high`` can be better than ``bound``.
+    """Whether no rung from ``low`` to below ``high`` can be better than ``bound``, which holds.
 
-    Each rung changes more than any rung below it, and is slower than any rung above it.
-
-    Args:
-        wish: what the settings should do.
-        known: what was measured, by rung.
-        low: the first rung that may still be the best.
-        high: the rung above the last of these.
-        bound: the best that is known to fulfil the wish.
+    A rung changes more than any below it, and is slower than any above it. ``known`` is what was
+    measured, by rung.
     """
     if wish.goal == SPEED:
         return any(measured.change >= bound.change for i, measured in known.items() if i < low)

@@ -63,7 +63,11 @@ def _from_json(entry: Mapping[str, Any]) -> Kept:
 
 
 def _candidate(entry: Mapping[str, Any]) -> Candidate:
-    return Candidate(_preset(entry["preset"]), _ratio(entry["ratio"]))
+    preset = entry["preset"]
+    if preset not in PRESETS:
+        raise ValueError(f"there is no preset {preset!r}")
+    OPTIONS["ratio"].check(entry["ratio"])
+    return Candidate(str(preset), float(entry["ratio"]))
 
 
 def _measured(entry: Mapping[str, Any]) -> Measured:
@@ -74,17 +78,6 @@ def _measured(entry: Mapping[str, Any]) -> Measured:
         number(entry["change"]),
         None if obstacle is None else text(obstacle),
     )
-
-
-def _preset(value: Any) -> str:
-    if value not in PRESETS:
-        raise ValueError(f"there is no preset {value!r}")
-    return str(value)
-
-
-def _ratio(value: Any) -> float:
-    OPTIONS["ratio"].check(value)
-    return float(value)
 
 
 FILE = UserFile(
