@@ -85,12 +85,7 @@ class Recorder(Observer):
     follows_blocks = True
 
     def __init__(self, latent: Grid, device: torch.device):
-        """Start recording, just before the first evaluation of the model.
-
-        Args:
-            latent: the grid of the latent.
-            device: where the model runs.
-        """
+        """Start recording, just before the first evaluation of a model on ``device``."""
         self._step = 0
         self._latent = latent
         self._clock = Clock(device)
