@@ -125,7 +125,7 @@ class ToMePatchModel(io.ComfyNode):
                 "seed": {"control_after_generate": False},
             },
             search_aliases=[*_ALIASES, *_WISHES],
-            # Two nodes with the same inputs are run apart: each reports its own runs.
+            # Of two nodes with the same inputs, each is run: it reports its own runs.
             not_idempotent=True,
         )
 

@@ -107,7 +107,7 @@ class FlowCall:
     def returned(self, latent: Tensor, denoised: Tensor, like: Any) -> Any:
         """The answer of the transformer from which ``denoised`` would follow for a noisy latent.
 
-        Its form is that of ``like``, what the transformer returned in some call.
+        It has the form of ``like``, an answer of the transformer.
         """
         flow = (latent - denoised) / self._noise(latent)
         sample = self._answer(like).with_latent(flow, self._grid)

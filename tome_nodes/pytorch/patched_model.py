@@ -179,7 +179,7 @@ def _patched(kind: Any) -> Any:
         _, _, *state = kind.__reduce_ex__(self, protocol)
         return _new, (kind,), *state
 
-    # Code that asks for the name of a model's class, as when a pipeline is saved, finds the same.
+    # The name of the class stays: a pipeline, for example, saves it.
     attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     # A model that was compiled before it was patched is called by the second.
     attributes |= {name: calling(name) for name in ("__call__", "_call_impl")}
@@ -227,10 +227,7 @@ class Calls:
         self._arguments: tuple[Any, ...] = ()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Begin a call; return whether its arguments are known to be those of such a model.
-
-        If they are not, that is logged once.
-        """
+        """Begin a call; return whether its arguments are understood. If not, log that once."""
         raise NotImplementedError
 
     def prepare(self, shape: Hashable, *arguments: Any) -> None:

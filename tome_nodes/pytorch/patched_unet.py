@@ -163,8 +163,8 @@ def _is_of_one_schedule(timestep: Tensor | float, other: Tensor | float) -> bool
 def _goes_on(before: Tensor, sample: Tensor) -> bool:
     """Whether a sample may follow another in a run: a sampler changes it little in one step.
 
-    Both are ``[batch, channels, height, width]``. Each channel is compared by itself, because those
-    that say where to paint may be the same in every run.
+    Both are ``[batch, channels, height, width]``. Each channel is compared by itself, because
+    channels that say where to paint may be the same in every run.
     """
     before, sample = (each.flatten(2).flatten(0, 1).unsqueeze(2) for each in (before, sample))
     return belongs(before, sample)
