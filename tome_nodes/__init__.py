@@ -1,4 +1,4 @@
-"""Token merging for models of pictures and videos: the merge core and its hosts."""
+"""Token merging for picture and video models, in ComfyUI and in Python."""
 
 from .pytorch.patch import apply_patch, remove_patch
 

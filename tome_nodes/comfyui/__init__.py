@@ -1,1 +1,1 @@
-"""ComfyUI: one keyed pair of wrappers on a clone of its model."""
+"""ComfyUI: its nodes, and the wrappers by which its models merge tokens."""

@@ -1,9 +1,9 @@
-"""Ask a transformer of the host that has no record where its picture is.
+"""Ask a ComfyUI transformer without a record where its pictures are.
 
 See :mod:`tome_nodes.patching.answer`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -19,13 +19,13 @@ from .attention import OVERRIDE
 from .models.base import Inputs
 
 Evaluate = Callable[[Tensor, Mapping[str, Any], dict[str, Any]], Any]
-"""Evaluates the host's model on a latent, under conditions and transformer options."""
+"""Evaluates ComfyUI's model, given a latent, conditions and transformer options."""
 
-_OTHERS = ("wrappers", "callbacks", "patches", "patches_replace", OVERRIDE)
-"""Transformer options of other nodes, which have nothing to do with what is asked."""
+_OF_OTHER_NODES = ("wrappers", "callbacks", "patches", "patches_replace", OVERRIDE)
+"""Transformer options that hold code of other nodes; the question leaves them out."""
 
 _PLAIN = (bool, int, float, str, Tensor, list, tuple)
-"""Types of transformer options that cannot be a memory of the model."""
+"""Types of transformer options in which a model cannot keep state from call to call."""
 
 
 def ask(
@@ -36,15 +36,15 @@ def ask(
     options: Mapping[str, Any],
     evaluate: Evaluate,
 ) -> Answer:
-    """Where the pictures of a model are; an earlier answer, if there is one for such inputs.
+    """Where the pictures of a model are; an earlier answer, if one is kept for such inputs.
 
     Args:
-        model: a BaseModel of the host.
-        latent: as the host's model gets it; with sound, both are packed into one.
+        model: a BaseModel of ComfyUI.
+        latent: the latent as the model gets it, packed together with sound if there is any.
         inputs: the shape of the latent, and the conditions.
         others: what else the model gets, such as the text.
         options: the transformer options.
-        evaluate: evaluates the host's model, without the wrappers of other nodes.
+        evaluate: evaluates the model, without the wrappers of other nodes.
     """
     network = uncompiled(model.diffusion_model)
     form = form_of((inputs.shape, inputs.conditions, others))
@@ -67,7 +67,7 @@ def _asked(
     own = {
         key: value
         for key, value in options.items()
-        if key not in _OTHERS and isinstance(value, _PLAIN)
+        if key not in _OF_OTHER_NODES and isinstance(value, _PLAIN)
     }
     references = _references(inputs)
 
@@ -77,15 +77,15 @@ def _asked(
             evaluate(latent, {**inputs.conditions, **others}, evaluation.options(own))
         return evaluation
 
-    def evaluations() -> Iterator[TokenwiseEvaluation]:
-        yield watched(latent, {})
-        yield watched(_changed_latent(latent, inputs.shape), {})
+    def evaluations() -> list[TokenwiseEvaluation]:
+        found = [watched(latent, {}), watched(_changed_latent(latent, inputs.shape), {})]
         if references:
-            yield watched(latent, _changed_all(references))
+            found.append(watched(latent, _changed_all(references)))
+        return found
 
     return compared(
         name,
-        lambda: [*evaluations()],
+        evaluations,
         sides_of(inputs.shape),
         [sides_of(each.shape) for value in references.values() for each in _tensors(value)],
         len(latent),
@@ -103,7 +103,10 @@ class _Tokenwise(TokenwiseEvaluation):
     )
 
     def options(self, options: dict[str, Any], are_own: bool = False) -> dict[str, Any]:
-        """Transformer options for the evaluation, or ``are_own``, for one of its blocks."""
+        """Transformer options under which attention is followed.
+
+        ``are_own`` tells whether they are for one block, or for the whole evaluation.
+        """
 
         def override(func: Any, *args: Any, **kwargs: Any) -> Tensor:
             return self.attention(are_own, *args, **kwargs)
@@ -118,7 +121,10 @@ class _Tokenwise(TokenwiseEvaluation):
 
 
 def _references(inputs: Inputs) -> dict[str, Any]:
-    """The conditions that are latents like the one that is sampled, or lists of them, by name."""
+    """The reference pictures among the conditions, by name.
+
+    They are latents, or lists of latents, with as many channels as the sampled one.
+    """
     channels = inputs.shape[1]
 
     def is_latent(value: Any) -> bool:
@@ -149,7 +155,7 @@ def _changed_all(references: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed_latent(latent: Tensor, shape: Sequence[int]) -> Tensor:
-    """The latent with its pixels changed, but not the sound that it is packed with."""
+    """The latent with changed pixels; sound that is packed with it stays as it is."""
     if latent.ndim > 3:
         return changed(latent)
     size = prod(shape[1:])

@@ -1,9 +1,9 @@
 """Attach token merging to a ComfyUI model, and take it off again.
 
-It is a pair of keyed wrappers on a clone of the model. The outer one creates the state of a
-sampling run and drops it. The inner one puts ``forward`` overrides on the transformer blocks for
-one model evaluation and takes them off again. Weights, patch lists and the source model are not
-touched, so LoRA, saving, model merging and other nodes' patches work as before.
+A patched model is a clone with two wrappers under our key. The outer one creates the state of a
+sampling run, and drops it at the end. The inner one puts ``forward`` overrides on the transformer
+blocks for one model evaluation, and takes them off again. Weights, patch lists and the source model
+are not touched, so LoRA, saving, model merging and other nodes' patches work as before.
 """
 
 import logging
@@ -42,7 +42,7 @@ from .run_report import RunReport
 KEY = "tome_nodes"
 """Our key among the wrappers of a model and in its transformer options."""
 
-# The host names the package after its folder; the log should show our name.
+# Not ``__name__``: ComfyUI names the package after its folder.
 log = logging.getLogger("tome_nodes")
 
 
@@ -55,10 +55,10 @@ def attach(
     tuned: Measured | None = None,
     is_quiet: bool = False,
 ) -> ModelPatcher:
-    """A clone of ``model`` that merges tokens as ``config`` says, in place of any earlier settings.
+    """A clone of a model that merges tokens. Its settings replace any earlier ones.
 
     Args:
-        model: stays as it is.
+        model: the model to clone; it is not changed.
         config: the settings.
         make_strategy: makes the strategy of each run.
         on_step: called once in each step with a short text on what was merged.
@@ -67,8 +67,8 @@ def attach(
         is_quiet: whether runs log nothing.
 
     Returns:
-        The clone; ``model`` itself if this version of the host is not as the pack knows it, which
-        is logged.
+        The clone; ``model`` itself, and a warning in the log, if a part of this ComfyUI is not as
+        the pack knows it.
 
     Raises:
         ValueError: the model does not belong to a family that can merge tokens.
@@ -92,7 +92,7 @@ def attach(
 
 
 def record_for(model: ModelPatcher) -> ComfyRecord:
-    """What is known about models of the kind of a model.
+    """The record of a model.
 
     Raises:
         ValueError: the model does not belong to a family that can merge tokens.
@@ -108,21 +108,21 @@ def _network(model: ModelPatcher) -> nn.Module:
 
 
 def is_model(value: Any) -> bool:
-    """Whether a value is a model as the host's loaders make them."""
+    """Whether a value is a model as ComfyUI's loaders make them."""
     return isinstance(value, ModelPatcher)
 
 
 def is_attached(model: ModelPatcher) -> bool:
-    """Whether a model merges tokens."""
+    """Whether a model is patched."""
     return _attachment(model) is not None
 
 
 def last_run(model: ModelPatcher, samplers: Set[str] | None = None) -> LastRun | None:
-    """The last run of a model that merges tokens, or of a clone of it; None if there was none.
+    """The last run of a patched model or of a clone of it, None if there was none.
 
     Args:
-        model: any model; one that :func:`attach` did not make has no runs.
-        samplers: nodes, one of which must have run it; None for any.
+        model: a model, patched or not.
+        samplers: the ids of nodes, one of which must have sampled; None for any.
     """
     attachment = _attachment(model)
     runs = {} if attachment is None else attachment.runs
@@ -144,19 +144,13 @@ def detach(model: ModelPatcher) -> ModelPatcher:
     return clone
 
 
-def _latent_shape(x: Tensor, conditions: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of the latent, even if the host packs it together with sound."""
-    packed = conditions.get("latent_shapes")
-    return tuple(packed[0] if packed else x.shape)
-
-
 def is_empty(latent: Any) -> bool:
     """Whether a latent holds no picture."""
     return latent is None or not picture_of(latent).any()
 
 
 def picture_of(latent: Any) -> Tensor:
-    """The picture or video of a latent; with sound, that is the first of two."""
+    """The picture or video of a latent, without the sound that may come second."""
     picture: Tensor = latent.unbind()[0] if latent.is_nested else latent
     return picture
 
@@ -169,25 +163,26 @@ _MADE_UP_FOR = frozenset(
         *("res_multistep_ancestral", "gradient_estimation", "seeds_2"),
     )
 )
-"""The functions of the samplers under which making up for forecasts, as Euler's method needs it,
-was tried and gains (benchmarks/FIDELITY.md). Under some others it does harm."""
+"""The functions of samplers that gain if the answer after a forecast makes up for its error
+(benchmarks/FIDELITY.md). The correction is that of Euler's method; under some others it does harm.
+"""
 
 
 def _makes_up(sampler: Any, options: Mapping[str, Any]) -> bool:
-    """Whether a sampler can make up for forecasts, in a run with some model options."""
+    """Whether a run with some sampler and model options can make up for errors of forecasts."""
     function = getattr(sampler, "sampler_function", None)
-    # A mask that moves replaces answers in other places in each step.
+    # A moving mask replaces different parts of the answer in each step.
     has_still_mask = "denoise_mask_function" not in options
     return has_still_mask and getattr(function, "__name__", None) in _MADE_UP_FOR
 
 
 @dataclass(eq=False)
 class _Attachment:
-    """The wrappers of one patched model; its first attributes are arguments of :func:`attach`.
+    """The wrappers of one patched model. The attributes not listed are arguments of :func:`attach`.
 
     Attributes:
-        runs: the last run of each node that samples, in the order in which they ended. Nothing
-            else of a run is kept.
+        runs: the last run of each node that samples, by its id, in the order in which they ended.
+            Nothing else of a run is kept.
         running: the runs that have not ended.
     """
 
@@ -201,9 +196,9 @@ class _Attachment:
     running: "set[_SamplingRun]" = field(default_factory=set)
 
     def pre_run(self, patcher: ModelPatcher) -> None:
-        """Warn if the host prepares the patched model for a run that is not wrapped.
+        """Warn if the patched model takes part in a run that is not wrapped.
 
-        A guider of two models takes its wrappers from the first only.
+        A guider of two models uses only the wrappers of the first.
         """
         if not self.running:
             log.warning(
@@ -214,7 +209,7 @@ class _Attachment:
             )
 
     def outer_sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-        """Wrap one sampling run; at its end the host drops its model options and our run."""
+        """Wrap one sampling run, whose state is in its model options until ComfyUI drops these."""
         node = workflow.running_node()
         self.runs.pop(node, None)
         latent = args[1] if len(args) > 1 else kwargs.get("latent_image")
@@ -246,6 +241,7 @@ class _Attachment:
         **kwargs: Any,
     ) -> Tensor:
         """Wrap one model evaluation."""
+        model = executor.class_obj
         options = {} if transformer_options is None else transformer_options
         run: _SamplingRun | None = options.get(KEY)
 
@@ -254,28 +250,21 @@ class _Attachment:
 
         if run is None:
             return denoise(x, options)
-        inputs = Inputs(_latent_shape(x, kwargs), kwargs)
+        # With sound, the latent is the first of what is packed into ``x``.
+        packed = kwargs.get("latent_shapes")
+        inputs = Inputs(tuple(packed[0] if packed else x.shape), kwargs)
 
         def evaluate_alone(
             latent: Tensor, conditions: Mapping[str, Any], options: dict[str, Any]
         ) -> Tensor:
-            model = executor.class_obj
             return model._apply_model(latent, t, c_concat, c_crossattn, None, options, **conditions)
 
-        asked = partial(
-            ask,
-            executor.class_obj,
-            x,
-            inputs,
-            (c_concat, c_crossattn),
-            options,
-            evaluate_alone,
-        )
-        return run.evaluate(executor.class_obj, inputs, x, t, options, denoise, asked)
+        asked = partial(ask, model, x, inputs, (c_concat, c_crossattn), options, evaluate_alone)
+        return run.evaluate(model, inputs, x, t, options, denoise, asked)
 
 
 class _SamplingRun:
-    """The state of one sampling run, which may evaluate several models, and in several threads."""
+    """The state of one sampling run, which may evaluate several models in several threads."""
 
     def __init__(self, attachment: _Attachment, from_noise: bool, makes_up: bool):
         self._attachment = attachment
@@ -292,7 +281,7 @@ class _SamplingRun:
         self._lock = Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_SamplingRun":
-        # Another node may copy the transformer options for each evaluation.
+        # Another node may copy the transformer options, which hold this, for each evaluation.
         return self
 
     def evaluate(
@@ -305,11 +294,16 @@ class _SamplingRun:
         denoise: Callable[[Tensor, dict[str, Any]], Tensor],
         asked: Callable[[], Answer],
     ) -> Tensor:
-        """Merge tokens in ``model``, a BaseModel of the host, while it evaluates noise level ``t``.
+        """Evaluate a model, merging tokens.
 
         Args:
-            denoise: evaluates it on a latent under transformer options.
-            asked: asks it where its pictures are.
+            model: a BaseModel of ComfyUI.
+            inputs: the shape of the latent, and the conditions.
+            x: the latent.
+            t: the noise level of each sample.
+            options: the transformer options.
+            denoise: evaluates the model, given a latent and transformer options.
+            asked: asks the model where its pictures are.
         """
         latent = Grid(*inputs.shape[-2:])
         diffusion_model = uncompiled(model.diffusion_model)
@@ -318,7 +312,7 @@ class _SamplingRun:
         if isinstance(record, UnknownTransformer):
             answer = asked()
             record = record.answered(answer.stacks, answer.passes_options)
-        # A GPU is idle from here on until the model runs.
+        # Reading the noise level waits for the GPU, which is then idle until the model runs.
         sigma = max(t.flatten().tolist())
         with self._lock:
             if not self._schedule:
@@ -364,9 +358,10 @@ class _SamplingRun:
     def _run_of(
         self, model: Any, record: ComfyRecord | str, latent: Grid, device: torch.device
     ) -> Run | None:
-        """The evaluations of a model that is new in this run; None, and a warning, if unmerged.
+        """The evaluations of a model that is new in this run.
 
-        Models of one class, which are deep clones of each other, share a report.
+        None, and a warning in the log, if it cannot merge. Models of one class are deep clones of
+        each other, and share a report.
         """
         attachment, network = self._attachment, uncompiled(model.diffusion_model)
         is_first = not self._reports
@@ -395,7 +390,7 @@ class _SamplingRun:
         return run
 
     def _moment(self, model: Any, sigma: float, options: dict[str, Any], samples: int) -> Moment:
-        # A node may evaluate prompts one by one, and not say which.
+        # Another node may evaluate prompts one by one without saying which.
         is_whole = samples % max(1, len(options.get("cond_or_uncond", ()))) == 0
         is_usable = is_whole and sigma > 0
         step = self._step = step_index(self._schedule, sigma, self._step)
@@ -414,10 +409,11 @@ class _SamplingRun:
         )
 
     def _part(self, network: nn.Module, options: dict[str, Any], sigma: float) -> Hashable:
-        """What the batch of an evaluation of a network is made of, as far as the options say.
+        """What an evaluation of a network evaluates, as far as the transformer options tell.
 
-        They say nothing about tiles, but a network gets its tiles in the same order in each step;
-        which of several devices is the first is left to chance.
+        They do not tell tiles apart. But a network gets its tiles in the same order in each step,
+        so calls of a network are counted. Calls of different networks, which may run on several
+        devices at once, come in no fixed order.
         """
         window = options.get("context_window")
         composition = (
@@ -432,9 +428,9 @@ class _SamplingRun:
         return composition, self._calls[network, composition]
 
     def finish(self) -> LastRun | None:
-        """Report the run; returns what is kept of it, None if nothing was evaluated.
+        """Report the run, and return the record of its first model; None if nothing was evaluated.
 
-        A second model of another class has a report of its own in the log.
+        A second model of another class is reported only in the log.
         """
         attachment = self._attachment
         last_runs = [
@@ -454,12 +450,12 @@ class _SamplingRun:
 def _pictures(
     record: ComfyRecord, diffusion_model: nn.Module, inputs: Inputs
 ) -> tuple[tuple[Picture, ...], str | None]:
-    """The pictures in the sequence, and why nothing can merge, None if something can."""
+    """The pictures in the sequence, and why nothing can merge (None if something can)."""
     obstacle = record.obstacle(diffusion_model)
     if obstacle is not None:
         return (), obstacle
     try:
         return record.pictures(diffusion_model, inputs), None
     except Exception as error:
-        # A later host or another node may pass inputs in a different form.
+        # A later ComfyUI or another node may pass inputs in another form.
         return (), f"the inputs of the model are of an unknown form: {error}"

@@ -1,7 +1,7 @@
 """Reach into ComfyUI's attention: pass it merged tokens, and weigh merged keys.
 
-The host calls one override function from the transformer options instead of its attention. Ours
-merges first and then calls the override of another node, if there is one, on the merged tokens.
+ComfyUI calls an override function from the transformer options, if there is one, instead of its
+attention. Ours merges first, and then calls the override of another node, if any, on the result.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ from ..patching.key_weights import CALLED_DIFFERENTLY, Attention, attend, has_ke
 from ..patching.merge_attention import AttentionBlock
 
 OVERRIDE = "optimized_attention_override"
-"""The transformer option that the host calls instead of its attention."""
+"""The transformer option that holds the override function."""
 
 _SPARSE = "nodes_sparse_attention"
-"""The module of the host whose functions attend to some keys only."""
+"""The module of ComfyUI that has the node Model Sparse Attention."""
 
 
 def merge_attention(
@@ -28,10 +28,10 @@ def merge_attention(
     """Transformer options under which attention runs on merged queries, keys and values.
 
     Args:
-        options: the transformer options before; another node's override in them stays in effect
-            and gets what is merged.
-        block_of: the block that is running, None between blocks. It makes the plans, and notes what
-            could not merge.
+        options: the transformer options so far. Another node's override in them stays in effect,
+            and gets the merged tokens.
+        block_of: returns the block that is running, None between blocks. The block makes the plans,
+            and notes what could not merge.
         called: the keyword arguments of the module that calls the attention.
     """
     theirs = options.get(OVERRIDE)
@@ -47,8 +47,8 @@ def merge_attention(
     ) -> Tensor:
         block = block_of()
         if block is None:
-            attend = func if theirs is None else partial(theirs, func)
-            return attend(q, k, v, heads, mask=mask, **kwargs)
+            plain = func if theirs is None else partial(theirs, func)
+            return plain(q, k, v, heads, mask=mask, **kwargs)
         if theirs is None:
             func = block.stored_attention or func
         return merged_attention(block, called, func, theirs, q, k, v, heads, mask, kwargs)
@@ -57,9 +57,9 @@ def merge_attention(
 
 
 def stored_attention(attention: nn.Module) -> Attention | None:
-    """The function that is stored with the weights of an attention module, as of ComfyUI 0.38.
+    """The attention function that is stored with the weights of an attention module, if any.
 
-    The host calls it instead of its own where there is no override; None if there is none.
+    From version 0.38 on, ComfyUI calls it instead of its own attention if there is no override.
     """
     for module in attention.modules():
         stored = getattr(module, "comfy_attention", None)
@@ -69,9 +69,9 @@ def stored_attention(attention: nn.Module) -> Attention | None:
 
 
 def sparse_attention(options: Mapping[str, Any]) -> str | None:
-    """Why nothing merges beside the host's sparse attention, None if that is not in use.
+    """Why nothing merges if ComfyUI's sparse attention is in use, None if it is not.
 
-    It runs on as many keys as queries, and would say nothing where merging leaves fewer.
+    It needs as many keys as queries, and raises no error if merging leaves fewer.
     """
     replaced = options.get("patches_replace", {}).get("dit", {})
     functions = (options.get(OVERRIDE), *replaced.values())
@@ -87,8 +87,8 @@ def weigh_attention(options: dict[str, Any], block: Block, log_sizes: Tensor) ->
     """Transformer options under which an attention adds ``log_sizes`` to its logits.
 
     Args:
-        options: the transformer options before; another node's override in them stays in effect.
-        block: the one that attends, which notes why its keys are not weighed.
+        options: the transformer options so far. Another node's override in them stays in effect.
+        block: the block that attends; it notes why merged keys could not be weighed.
         log_sizes: ``[batch, keys]`` in the dtype of queries and keys.
     """
     theirs = options.get(OVERRIDE)
@@ -103,7 +103,7 @@ def weigh_attention(options: dict[str, Any], block: Block, log_sizes: Tensor) ->
         **kwargs: Any,
     ) -> Tensor:
         sizes: Tensor | None = log_sizes
-        # A later host may wrap what it hands over.
+        # Later versions of ComfyUI may pass keys in a container.
         if mask is not None or not (isinstance(k, Tensor) and has_keys(k, log_sizes)):
             block.note_unweighted(CALLED_DIFFERENTLY)
             sizes = None

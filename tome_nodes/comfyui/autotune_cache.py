@@ -1,4 +1,4 @@
-"""Which ways were the fastest on the user's devices, kept in a JSON file in the user folder."""
+"""Keep the variants that were fastest on the user's devices in a JSON file in the user folder."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -13,7 +13,7 @@ from ..ops.autotune import Autotune, Case, Choice
 from .json_cache import UserFile, line_of, positive, text
 
 _METHOD = 3
-"""Rises with each change of a kernel or of how ways are measured: older choices are void."""
+"""Raise it when a kernel changes, or how variants are timed: older choices are then void."""
 
 
 def _to_json(choice: Choice) -> dict[str, Any]:
@@ -40,7 +40,7 @@ FILE = UserFile(
 
 
 class KeptChoices:
-    """The choices in the file, which is read once; see :class:`tome_nodes.ops.autotune.Store`."""
+    """The :class:`tome_nodes.ops.autotune.Store` of the choices in the file, which is read once."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Choice] | None = None
@@ -68,7 +68,7 @@ class KeptChoices:
 
 @lru_cache(maxsize=1)
 def autotune() -> Autotune:
-    """Chooses from several ways by their time, once for each case on this machine."""
+    """The process's :class:`Autotune`, whose choices are kept for later processes."""
     return Autotune(KeptChoices())
 
 
@@ -78,7 +78,7 @@ def _key(device: torch.device, case: Case, default: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _machine(device: torch.device) -> Mapping[str, Any]:
-    """All that times depend on but for the case."""
+    """All that times depend on, except the case."""
     is_gpu = device.type == "cuda"
     return {
         "device": get_torch_device_name(device),
@@ -93,7 +93,7 @@ def _machine(device: torch.device) -> Mapping[str, Any]:
 
 
 def _attentions() -> list[str]:
-    """The attentions of PyTorch that are on."""
+    """The implementations of PyTorch's attention that are enabled."""
     cuda = torch.backends.cuda
     is_on = {
         "flash": cuda.flash_sdp_enabled(),
@@ -108,6 +108,6 @@ def _version_of_triton() -> str:
     try:
         from ..ops.triton import VERSION
     except Exception:
-        # One that does not fit PyTorch or the system raises anything.
+        # A Triton that does not fit PyTorch or the system may raise any error.
         return "none"
     return str(VERSION)

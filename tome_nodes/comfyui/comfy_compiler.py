@@ -1,8 +1,8 @@
 """Keep ComfyUI's compiler away from runs that merge tokens.
 
 From version 0.34 on, ComfyUI records which memory the blocks of some models allocate, and hands out
-the same memory in later steps. Tensors that outlive a block, or sizes that differ from step to
-step, end the process, and merging needs both.
+the same memory in later steps. A tensor that outlives a block, or has another size in another step,
+then crashes the process. Merging makes both kinds of tensors.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from typing import Any
 from comfy.cli_args import args
 
 OPTION = "disable_comfy_compiler"
-"""The name of the host's command line option, and of the transformer option of later hosts."""
+"""The name of ComfyUI's command line option, and of the transformer option of later versions."""
 
 _lock = Lock()
 _runs = 0
@@ -23,13 +23,13 @@ _before: Any = None
 
 @contextmanager
 def switched_off(transformer_options: dict[str, Any]) -> Iterator[None]:
-    """Keep the compiler off for a run. It may be nested, and run beside others in other threads.
+    """Keep the compiler off during a run. Runs may be nested, or overlap in several threads.
 
-    The transformer option is enough where the host takes it. Elsewhere only the host's command line
-    option is left, which holds for the whole process until the last run that merges has ended.
+    If this ComfyUI has the transformer option, that is enough. Otherwise the command line option is
+    set, for the whole process, until the last run that merges has ended.
 
     Args:
-        transformer_options: those of the run.
+        transformer_options: the transformer options of the run.
     """
     transformer_options[OPTION] = True
     if not hasattr(args, OPTION) or _host_takes_option():
@@ -43,7 +43,7 @@ def switched_off(transformer_options: dict[str, Any]) -> Iterator[None]:
 
 
 def _host_takes_option() -> bool:
-    """Whether the host asks the transformer options before it records anything."""
+    """Whether ComfyUI checks the transformer option before it records anything."""
     try:
         from comfy.model_prefetch import malloc_graph_enabled
     except ImportError:

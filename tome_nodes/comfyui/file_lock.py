@@ -1,4 +1,4 @@
-"""A lock that processes hold while they use a file, on Windows as elsewhere."""
+"""A lock between processes for the use of a file, on all systems."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ if sys.platform == "win32":
     import msvcrt
 
     def _lock(file: BinaryIO) -> None:
-        # It gives up with an error after ten seconds.
+        # It raises an OSError after ten seconds.
         msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
 
     def _unlock(file: BinaryIO) -> None:
@@ -28,13 +28,13 @@ else:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes and threads out that lock the same file, which is beside ``path``.
+    """Hold a lock: other processes and threads that lock the same ``path`` wait.
 
-    The system lets go of it when the process ends, however it ends. Where nothing can be locked,
-    such as in some folders of a network, nothing is kept out.
+    The lock is on a file next to ``path``. The system releases it when the process ends, even by a
+    crash. If there can be no lock, as in some network folders, go on without one.
     """
     try:
-        # Nothing is written, so that its place is the same in each process.
+        # On Windows, the byte at the position is locked: it stays the same, as nothing is written.
         file = path.with_suffix(".lock").open("ab")
     except OSError:
         yield

@@ -1,6 +1,7 @@
-"""What the pack relies on inside ComfyUI, checked when a node is applied.
+"""Check the parts of ComfyUI that the pack relies on, each time a model is patched.
 
-None of it is a public interface, so a later version may change it. A model is then left as it is.
+None of them is a public interface, so a later version may change them. If one did, the model stays
+unpatched.
 """
 
 import inspect
@@ -22,12 +23,12 @@ _NOISE_LEVELS = ("percent_to_sigma", "sigma_max")
 
 
 def changed_part(patcher: ModelPatcher, record: ComfyRecord, diffusion_model: Any) -> str | None:
-    """The first part of the host that is not as the pack knows it, None if all are.
+    """The name of the first part of ComfyUI that is not as the pack knows it, None if all are.
 
     Args:
-        patcher: the model that the pack is to be applied to.
-        record: that of the model.
-        diffusion_model: the model's own module.
+        patcher: the model to patch.
+        record: its record.
+        diffusion_model: its diffusion model.
     """
     model: Any = patcher.model
     checks: list[tuple[str, bool]] = [
@@ -46,7 +47,7 @@ def changed_part(patcher: ModelPatcher, record: ComfyRecord, diffusion_model: An
 
 
 def version() -> str:
-    """The host's name and version, as far as it says."""
+    """ComfyUI's name and version, as far as known."""
     try:
         from comfyui_version import __version__
     except ImportError:
@@ -55,7 +56,7 @@ def version() -> str:
 
 
 def begins_with(kind: type, method: str, *names: str) -> bool:
-    """Whether a class has a method, and these are the first parameters after its object."""
+    """Whether a class has a method with these first parameters, not counting ``self``."""
     function = getattr(kind, method, None)
     if function is None:
         return False
@@ -63,7 +64,7 @@ def begins_with(kind: type, method: str, *names: str) -> bool:
 
 
 def _attention_calls_overrides() -> bool:
-    """Whether attention passes tensors to an override in the transformer options, as they are."""
+    """Whether attention calls an override in the transformer options, and with plain tensors."""
     x = torch.zeros(1, 2, 8)
     were_tensors: list[bool] = []
 
@@ -78,6 +79,6 @@ def _attention_calls_overrides() -> bool:
     try:
         attention.optimized_attention(x, x, x, 1, transformer_options={OVERRIDE: override})
     except Exception:
-        # Whatever it raises, it is not what we know.
+        # An error of any kind means that attention has changed.
         return False
     return were_tensors == [True]

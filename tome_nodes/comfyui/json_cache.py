@@ -1,6 +1,6 @@
 """JSON files of this pack in ComfyUI's user folder.
 
-A file that is broken, or not ours, is left as it is: nothing is taken from it or written to it.
+A file that is broken or has another format is neither used nor overwritten.
 """
 
 import json
@@ -22,10 +22,10 @@ Entry = TypeVar("Entry")
 
 
 class UserFile(Generic[Entry]):
-    """What was measured on this machine, in a JSON file, each under a key that is a JSON object.
+    """A JSON file of what was measured on this machine: entries by key, which is a JSON object.
 
     Attributes:
-        path: where the file is, which need not exist.
+        path: the path of the file, which need not exist.
     """
 
     def __init__(
@@ -40,12 +40,13 @@ class UserFile(Generic[Entry]):
         """Describe a file.
 
         Args:
-            name: that of the file.
-            format: what the file says about itself; any other is foreign.
-            about: a sentence for those who open it.
-            most: entries in it; the oldest are dropped.
-            to_json: makes the JSON of an entry.
-            from_json: undoes that; raises an exception such as a ValueError for bad JSON.
+            name: the name of the file.
+            format: the format that the file must name; a file with another format is not used.
+            about: a sentence in the file, for people who open it.
+            most: the largest number of entries; the oldest are dropped.
+            to_json: turns an entry into JSON.
+            from_json: turns JSON back into an entry; raises, for example, a ValueError if it is
+                not valid.
         """
         self._name = name
         self._format = format
@@ -59,11 +60,11 @@ class UserFile(Generic[Entry]):
         return Path(folder_paths.get_system_user_directory("tome_nodes")) / self._name
 
     def read(self) -> dict[str, Entry] | None:
-        """All entries, by :func:`line_of` their keys; None, with a warning, for a file of no use.
+        """All entries by the :func:`line_of` of their keys; empty if there is no file.
 
-        Where there is no file, there are no entries.
+        None, and a warning in the log, if the file cannot be used.
         """
-        # Windows does not replace a file that another process has open.
+        # Windows cannot replace a file while another process reads it.
         with locked(self.path):
             return self._read()
 
@@ -99,43 +100,38 @@ class UserFile(Generic[Entry]):
             return None
 
     def keep(self, key: Mapping[str, Any], entry: Entry) -> None:
-        """Keep an entry, in place of the one with this key; a warning if it cannot be written."""
+        """Write an entry, in place of one with the same key; log a warning if that fails."""
         path = self.path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             _warn(error)
             return
-        # Another ComfyUI may have the same folder.
+        # Another ComfyUI may use the same folder.
         with locked(path):
-            self._keep(key, entry)
-
-    def _keep(self, key: Mapping[str, Any], entry: Entry) -> None:
-        entries = self._read()
-        if entries is None:
-            return
-        entries.pop(line_of(key), None)
-        entries[line_of(key)] = entry
-        content = {
-            "format": self._format,
-            "about": self._about,
-            "measured": [
-                {"of": json.loads(line), **self._to_json(each)}
-                for line, each in list(entries.items())[-self._most :]
-            ],
-        }
-        path = self.path
-        # Whoever reads it without a lock finds it whole.
-        draft = path.with_suffix(f".{uuid4().hex}.draft")
-        try:
-            draft.write_text(
-                json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-            )
-            draft.replace(path)
-        except OSError as error:
-            _warn(error)
-            with suppress(OSError):
-                draft.unlink(missing_ok=True)
+            entries = self._read()
+            if entries is None:
+                return
+            entries.pop(line_of(key), None)
+            entries[line_of(key)] = entry
+            content = {
+                "format": self._format,
+                "about": self._about,
+                "measured": [
+                    {"of": json.loads(line), **self._to_json(each)}
+                    for line, each in list(entries.items())[-self._most :]
+                ],
+            }
+            document = json.dumps(content, indent=1, allow_nan=False) + "\n"
+            # Replacing the file at once keeps it whole, even for readers without a lock.
+            draft = path.with_suffix(f".{uuid4().hex}.draft")
+            try:
+                draft.write_text(document, encoding="utf-8")
+                draft.replace(path)
+            except OSError as error:
+                _warn(error)
+                with suppress(OSError):
+                    draft.unlink(missing_ok=True)
 
 
 def _warn(error: OSError) -> None:
@@ -143,28 +139,28 @@ def _warn(error: OSError) -> None:
 
 
 def line_of(key: Mapping[str, Any]) -> str:
-    """A key as a line of JSON, the same for equal keys; a TypeError if it is none."""
+    """A key as a line of JSON, the same for equal keys; raises a TypeError if it is no mapping."""
     if not isinstance(key, Mapping):
         raise TypeError("what was measured is not named by a JSON object")
     return json.dumps(key, sort_keys=True)
 
 
 def text(value: Any) -> str:
-    """``value``, or a TypeError if it is no text."""
+    """Return ``value``, or raise a TypeError if it is no text."""
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a text")
     return value
 
 
 def number(value: Any) -> float:
-    """``value``, or a ValueError if it is no finite number."""
+    """Return ``value``, or raise a ValueError if it is no finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{value!r} is not a finite number")
     return float(value)
 
 
 def positive(value: Any) -> float:
-    """``value``, or a ValueError if it is no finite number above 0."""
+    """Return ``value``, or raise a ValueError if it is no finite number above 0."""
     if number(value) <= 0:
         raise ValueError(f"{value!r} is not above 0")
     return float(value)

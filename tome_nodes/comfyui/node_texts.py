@@ -1,4 +1,4 @@
-"""What users read of the nodes: names, descriptions, inputs and outputs, each said once."""
+"""The texts of the nodes: names, descriptions, inputs and outputs."""
 
 from dataclasses import dataclass, field
 
@@ -20,14 +20,14 @@ from ..settings.presets import PRESET
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for a link.
+    """An input or output for links.
 
     Attributes:
-        name: of an input; of an output, its type or what it is called.
-        text: what goes through it: the tooltip.
-        more: what the help page adds.
-        type: the host's name for the type of what goes through it.
+        name: its name; an output may be named by its type.
+        text: the tooltip: what goes through it.
+        more: what the help page adds to the tooltip.
         optional: whether an input may be left out.
+        type: ComfyUI's name for the type of what goes through it.
     """
 
     name: str
@@ -38,20 +38,20 @@ class Slot:
 
     @property
     def is_text(self) -> bool:
-        """Whether a prompt may have a text instead of a link."""
+        """Whether a prompt may have a text here instead of a link."""
         return self.type == "STRING"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caption:
-    """A node in words.
+    """The texts of a node.
 
     Attributes:
         id: its class in workflow files.
         name: its title.
         text: what it does.
-        inputs: its places for links, which come before its options.
-        options: its other inputs, in the editor's order.
+        inputs: its inputs for links, in order; in the editor they come before the options.
+        options: its other inputs, in order.
         outputs: its outputs, in order.
     """
 
@@ -64,7 +64,7 @@ class Caption:
 
     @property
     def names(self) -> list[str]:
-        """All inputs by name, in the editor's order."""
+        """The names of all inputs, in the order of the editor."""
         return [slot.name for slot in self.inputs] + [option.name for option in self.options]
 
 

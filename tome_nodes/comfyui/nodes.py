@@ -20,31 +20,29 @@ from .tune.tuner import tune
 
 _CATEGORY = "model/patch"
 _ALIASES = ["token merging"]
-# Of nodes that an alias leads to, the editor's search lists those with short names first. So only
-# the one that a user looks for has these.
+# Aliases of ToMe Patch Model alone. If other nodes had them too, the editor's search would list
+# those with shorter names first.
 _WISHES = [
     *("faster", "fast", "speed", "speed up", "speedup", "accelerate", "acceleration"),
     *("tomesd", "merge tokens", "optimize", "performance", "too slow"),
 ]
 
-
-# By the names that slots have for them.
 _KINDS: Mapping[str, Any] = {
     kind.io_type: kind for kind in (io.Model, io.Conditioning, io.Latent, io.Image, io.String)
 }
+"""ComfyUI's classes of inputs and outputs, by :attr:`Slot.type`."""
 
 
 def _schema(
-    caption: Caption, extras: Mapping[str, Mapping[str, Any]] | None = None, **others: Any
+    caption: Caption, extras: Mapping[str, Mapping[str, Any]] = {}, **others: Any
 ) -> io.Schema:
     """The schema of a node.
 
     Args:
         caption: the texts of the node.
-        extras: further settings of inputs, by name of the input.
+        extras: further settings of options, by name of the option.
         others: further settings of the schema.
     """
-    extras = extras or {}
     return io.Schema(
         node_id=caption.id,
         display_name=caption.name,
@@ -89,10 +87,10 @@ def _input(option: Option, **extras: Any) -> io.Input:
 
 
 def _given(*names: str) -> Callable[[Any], Any]:
-    """Give a validation a signature with these inputs.
+    """Give a ``validate_inputs`` a signature with these inputs.
 
-    The host passes only the inputs that are in the signature, and reports an error at each that it
-    passed; with ``**inputs`` alone it would report one at links that are not at fault.
+    ComfyUI passes only the inputs that are in the signature, and reports an error at each of them.
+    With ``**inputs`` alone, it would report one at links that are not at fault.
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
@@ -105,11 +103,11 @@ def _given(*names: str) -> Callable[[Any], Any]:
 
 
 class _LinksChecked(io.ComfyNode):
-    """A node of which only the links are checked; its values the host checks well enough."""
+    """A node that checks only its links; ComfyUI checks its values well enough."""
 
     @classmethod
     def validate_inputs(cls, links: Any = None) -> bool | str:
-        """True if the links are valid, else an error message: see :data:`validation.LINKS`."""
+        """True if the links are valid, else an error message; see :data:`validation.LINKS`."""
         return prompt_checks.verdict() or True
 
 
@@ -121,13 +119,13 @@ class ToMePatchModel(io.ComfyNode):
         return _schema(
             PATCH,
             {
-                # For web/js/preset.js.
+                # web/js/preset.js reads it.
                 "preset": {"extra_dict": {"custom": CUSTOM, "free": [*FREE]}},
-                # Otherwise the editor changes it after each run, and with it the image.
+                # Otherwise the editor changes the seed after each run, and so the image.
                 "seed": {"control_after_generate": False},
             },
             search_aliases=[*_ALIASES, *_WISHES],
-            # Each node reports its own runs, even if another has the same inputs.
+            # Of two nodes with the same inputs, each is run: it reports its own runs.
             not_idempotent=True,
         )
 
@@ -136,13 +134,13 @@ class ToMePatchModel(io.ComfyNode):
     def validate_inputs(cls, **inputs: Any) -> bool | str:
         """True if the inputs are valid, else an error message.
 
-        The host reports the message for every input that it passes, so the handler of prompts in
-        :mod:`tome_nodes.comfyui.prompt_checks` leaves only the one at fault.
+        ComfyUI reports the message at every input that it passes. So
+        :mod:`tome_nodes.comfyui.prompt_checks` leaves only the input at fault in the prompt.
         """
         found = prompt_checks.verdict()
         if found is not None:
             return found
-        # The host passes None for a linked input.
+        # ComfyUI passes None for a linked input.
         fault = validation.fault_of_options(
             {name: [] if value is None else value for name, value in inputs.items()}
         )
@@ -197,7 +195,7 @@ class ToMeTune(_LinksChecked):
                 tuned=found.measured,
             )
         except ValueError:
-            # The text says why.
+            # The model cannot merge; the text says why.
             tuned = model
         page = pages.tuning_page(found)
         drawn, on_node = _shown(cls, page)
@@ -256,21 +254,22 @@ class ToMeReport(_LinksChecked):
 
 
 def _wants_details(node: str | None) -> Callable[[], bool] | None:
-    """Whether a report is connected to a node that patches; None outside a workflow."""
+    """The ``wants_details`` of :func:`attachment.attach`: does a ToMe Report read this node?"""
     return None if node is None else partial(workflow.feeds, node, REPORT.id, "model")
 
 
 def _shown(cls: Any, page: pages.Page) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The picture of a page, ``[1, height, width, 3]`` float from 0 to 1, and what a node shows.
+    """The picture of a page, ``[1, height, width, 3]`` float from 0 to 1, and its data for the UI.
 
-    ``web/js/report.js`` shows it.
+    ``web/js/report.js`` shows these on the node.
     """
-    # A copy: the picture may be a read-only view, which torch must not share.
+    # A copy, because the picture may be read-only memory.
     drawn = torch.tensor(page.picture, dtype=torch.float32)[None] / 255
     return drawn, ui.PreviewImage(drawn, cls=cls).as_dict() | ui.PreviewText(page.text).as_dict()
 
 
 def _frame_at(image: Any, place: float) -> Any:
+    """See :data:`pages.PictureAt`."""
     return image[round(place * (len(image) - 1))].float().cpu().numpy()
 
 

@@ -1,8 +1,8 @@
-"""Refuse a prompt with an error on the one input that is at fault.
+"""Refuse a faulty prompt with an error at the one input that is at fault.
 
-The host validates all inputs of a node together, and reports the error once for each input. So
-prompts are checked as they reach the server: if a node has a fault, only the input at fault is left
-for the host to validate.
+ComfyUI validates all inputs of a node together, and reports an error at each of them. So prompts
+are checked as they reach the server: of a node with a fault, only the input at fault is left in the
+prompt.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from .workflow import running_server
 Verdict = str | bool
 """The error message of a node, or True if it has none."""
 
-# The host validates a prompt in the same context in which it receives it.
+# ComfyUI validates a prompt in the context in which it received it.
 _verdicts: ContextVar[Mapping[str, Verdict]] = ContextVar("verdicts", default=MappingProxyType({}))
 
 _CAPTIONS = {caption.id: caption for caption in CAPTIONS}
@@ -38,14 +38,14 @@ def _look(request: Any) -> Any:
         caption = _CAPTIONS.get(node["class_type"])
         if caption is None:
             continue
-        # Without any inputs the host would answer HTTP 500, or its queue would stop.
+        # Without a dict of inputs, ComfyUI would answer HTTP 500, or its queue would stop.
         if not isinstance(node.get("inputs"), dict):
             node["inputs"] = {}
         inputs = node["inputs"]
         found = fault(caption, inputs)
         verdicts[number] = True if found is None else found[1]
         if found is not None:
-            # Without its links the host would report those, too; it passes them to no validation.
+            # ComfyUI would report missing links too. It does not pass links on to be validated.
             left = {found[0], *(slot.name for slot in caption.inputs if not slot.is_text)}
             node["inputs"] = {name: inputs[name] for name in inputs if name in left}
             if found[0] == LINKS:
@@ -55,7 +55,7 @@ def _look(request: Any) -> Any:
 
 
 def _nodes(request: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The nodes of a prompt by number, as far as they have a class."""
+    """The nodes of a prompt that have a class, each with its number."""
     prompt = request.get("prompt") if isinstance(request, dict) else None
     for number, node in prompt.items() if isinstance(prompt, dict) else ():
         if isinstance(node, dict) and isinstance(node.get("class_type"), str):
@@ -63,6 +63,6 @@ def _nodes(request: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def verdict() -> Verdict | None:
-    """The verdict on the node that the host is validating; None if its prompt was not looked at."""
+    """The verdict on the node that ComfyUI is validating, None if its prompt was not checked."""
     context = get_executing_context()
     return None if context is None else _verdicts.get().get(context.node_id)

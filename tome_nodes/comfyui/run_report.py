@@ -1,6 +1,6 @@
-"""What is reported of a sampling run: live on the node, in the log, and kept for ToMe Report.
+"""Report a sampling run: live on the node, in the log, and in a record for ToMe Report.
 
-An error here never stops the sampling.
+An error in reporting never stops the sampling.
 """
 
 import logging
@@ -27,20 +27,20 @@ log = logging.getLogger("tome_nodes")
 
 
 class RunReport(Observer):
-    """Follows a sampling run from its first evaluation, and reports at its end what was merged."""
+    """Follows a sampling run from its first evaluation, and reports it at its end."""
 
     def __init__(
         self,
         total_steps: int,
         latent: Grid,
         device: torch.device,
-        on_step: Callable[[str], None] | None = None,
-        with_details: bool = False,
+        on_step: Callable[[str], None] | None,
+        with_details: bool,
     ):
-        """Begin with the first evaluation of a model.
+        """Start following, just before the first evaluation of a model.
 
         Args:
-            total_steps: of the run, at least 1.
+            total_steps: number of steps of the run, at least 1.
             latent: the grid of the latent.
             device: where the model runs.
             on_step: called once in each step with a short text on what was merged.
@@ -48,26 +48,21 @@ class RunReport(Observer):
         """
         self._counts = Counts(total_steps)
         self._on_step = on_step
-        self._recorder = Recorder(latent, device) if with_details else None
+        self._details = Recorder(latent, device) if with_details else Observer()
         self._step: int | None = None
-        self._followers: list[Callable[[Evaluated], None]] = [self._counts.evaluated]
-        if on_step is not None:
-            self._followers.append(self._show)
-        if self._recorder is not None:
-            self._followers.append(self._recorder.evaluated)
+        self._followers = [self._counts.evaluated, self._show, self._details.evaluated]
         self.follows_blocks = with_details
-        # The host may evaluate a model and its clones on several devices at once.
+        # ComfyUI may evaluate a model and its clones on several devices at once.
         self._lock = Lock()
 
     def watched(self, plan_of: PlanOf) -> PlanOf:
-        return plan_of if self._recorder is None else self._recorder.watched(plan_of)
+        return self._details.watched(plan_of)
 
     def timed(self, block: str, forward: Forward) -> Forward:
-        return forward if self._recorder is None else self._recorder.timed(block, forward)
+        return self._details.timed(block, forward)
 
     def begins(self, step: int) -> None:
-        if self._recorder is not None:
-            self._recorder.begins(step)
+        self._details.begins(step)
 
     def evaluated(self, result: Evaluated) -> None:
         with self._lock:
@@ -81,7 +76,7 @@ class RunReport(Observer):
                     _warn("the report of this run is not complete", error)
 
     def _show(self, result: Evaluated) -> None:
-        """Show what happened in a step, once."""
+        """Show what the first evaluation of each step did."""
         if self._on_step is not None and result.step != self._step:
             self._step = result.step
             self._on_step(log_line.live_line(result, self._counts.total_steps))
@@ -91,22 +86,22 @@ class RunReport(Observer):
         run: Run,
         model: Any,
         config: ToMeConfig,
-        tuned: Measured | None = None,
-        is_quiet: bool = False,
-        remarks: Sequence[str] = (),
+        tuned: Measured | None,
+        is_quiet: bool,
+        remarks: Sequence[str],
     ) -> LastRun | None:
-        """Log what was merged in the run, or why nothing was, and sum it up.
+        """Log what was merged in the run, or why nothing was, and return its record.
 
         Args:
             run: the evaluations of the model.
-            model: the host's, a BaseModel.
+            model: the BaseModel of ComfyUI that was evaluated.
             config: the settings.
-            tuned: what ToMe Tune measured with them.
+            tuned: what ToMe Tune measured with these settings, None if it did not choose them.
             is_quiet: whether to log nothing.
-            remarks: more to say about the model, in a few words each.
+            remarks: what the log is to say about the model, in a few words each.
 
         Returns:
-            What is kept of the run; None if it could not be summed up, which is logged.
+            The record of the run; None if an error, which is logged, prevented it.
         """
         try:
             last = self._last_run(run, model, config, tuned)
@@ -135,7 +130,7 @@ class RunReport(Observer):
             worth_from=None if engine is None else engine.worth_from,
             choices={} if engine is None else dict(engine.choices),
             shallowest=patched.shallowest,
-            recording=None if self._recorder is None else self._recorder.finish(),
+            recording=self._details.finish() if isinstance(self._details, Recorder) else None,
             tuned=tuned,
         )
 

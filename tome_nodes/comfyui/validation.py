@@ -1,4 +1,4 @@
-"""What can be wrong with the inputs of the nodes, in a prompt and when a node runs."""
+"""Check the inputs of the nodes, in a prompt and when a node runs."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,10 +14,10 @@ from . import attachment
 from .node_texts import PATCH, Caption
 
 LINKS = "links"
-"""The input that the host reports where a link is at fault.
+"""The made-up input at which ComfyUI reports a faulty link.
 
-It reports only what ``validate_inputs`` gets. That cannot be an input that nobody knows, and if it
-were a required one, which the host always finds, the host would report it beside any other.
+ComfyUI reports errors only at inputs that ``validate_inputs`` takes. It cannot take an unknown
+input; and if it took a required one, ComfyUI would report that together with any other.
 """
 
 
@@ -25,17 +25,17 @@ def config_of(settings: str | None = None, **given: Any) -> ToMeConfig:
     """The settings that the inputs of the patch node stand for.
 
     Args:
-        settings: a JSON object of options, which override those given.
+        settings: a JSON object of options, which override ``given``.
         given: options by name.
 
     Raises:
-        OptionError: an option is not allowed, or would not count.
+        OptionError: an option is not allowed, or would have no effect.
     """
     if settings is None:
         return _config_of(**given)
     found = _options_in(settings)
     if "preset" in found:
-        # It decides the others.
+        # It decides all options that are not free.
         given = {name: value for name, value in given.items() if name in FREE}
     try:
         return _config_of(**{**given, **found})
@@ -69,7 +69,7 @@ def _fault_of_settings(settings: str, why: str) -> OptionError:
 
 
 def _config_of(preset: str = PRESET.default, **given: Any) -> ToMeConfig:
-    # The choices of the editor are always strings.
+    # In the editor, all choices are strings.
     name = "max_downsample"
     if isinstance(given.get(name), str):
         choices = {str(choice): choice for choice in OPTIONS[name].choices}
@@ -78,13 +78,13 @@ def _config_of(preset: str = PRESET.default, **given: Any) -> ToMeConfig:
 
 
 def check(caption: Caption, inputs: Mapping[str, Any]) -> None:
-    """Raise if a node that runs got an input that it does not have, or one of another type.
+    """Check that a running node got only inputs that it has, each of the right type.
 
-    The host compares only the types of the outputs and inputs that links join, and some outputs go
-    to inputs of any type.
+    ComfyUI checks only that the types of a link's two ends fit, and some outputs fit any input.
 
     Raises:
-        OptionError: the message names the input, its value and what is allowed.
+        OptionError: an input is unknown or of another type. The message names the input, its value
+            and what is allowed.
     """
     slots = {slot.name: slot for slot in caption.inputs}
     for name, value in inputs.items():
@@ -102,16 +102,16 @@ def fault(caption: Caption, inputs: Mapping[str, Any]) -> tuple[str, str] | None
     """What is wrong with a node in a prompt.
 
     Args:
-        caption: that of the node.
+        caption: the texts of the node.
         inputs: its inputs. A list is a link, whose value is not known before the run.
 
     Returns:
-        The input at fault, which may be :data:`LINKS`, and an error message; None if there is
-        nothing that the host would not find.
+        The input at fault, which may be :data:`LINKS`, and an error message; None if ComfyUI itself
+        finds all faults, or there are none.
     """
     if (message := _fault_of_links(caption, inputs)) is not None:
         return LINKS, message
-    # The host checks the options of the other nodes well enough.
+    # ComfyUI checks the options of the other nodes well enough.
     return fault_of_options(inputs) if caption is PATCH else None
 
 
@@ -127,13 +127,13 @@ def fault_of_options(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
         value = inputs[option.name]
         if isinstance(value, list):
             if option is PRESET:
-                # Any preset is possible, so only refuse what no preset allows.
+                # Any preset may arrive, so refuse only what no preset allows.
                 known[option.name] = CUSTOM
             continue
         if isinstance(value, dict):
             # Prompts may wrap a value like this to show that it is not a link.
             value = value.get("__value__", value)
-        # The host converts values too, and reports those that it cannot convert.
+        # ComfyUI converts values too, and reports those that it cannot convert.
         try:
             known[option.name] = value if option.choices else type(option.default)(value)
         except (TypeError, ValueError, OverflowError):
@@ -146,7 +146,7 @@ def fault_of_options(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _fault_of_links(caption: Caption, inputs: Mapping[str, Any]) -> str | None:
-    """An error message if a node has a link too many, or a value where a link belongs."""
+    """An error message if a node has a link to no input, or a value where a link belongs."""
     for slot in caption.inputs:
         value = inputs.get(slot.name, [])
         is_left_out = value is None and slot.optional
@@ -172,9 +172,9 @@ def _is_pictures(value: Any) -> bool:
 _IS_OF_TYPE: Mapping[str, Callable[[Any], bool]] = {
     "MODEL": attachment.is_model,
     "STRING": lambda value: isinstance(value, str),
-    # Where it comes from is all that is asked of it.
+    # Of a latent, only its origin in the workflow matters.
     "LATENT": lambda value: True,
     "CONDITIONING": lambda value: isinstance(value, list),
     "IMAGE": _is_pictures,
 }
-"""Whether a value is of a type of inputs."""
+"""Checks whether a value is of a type, by :attr:`Slot.type`."""

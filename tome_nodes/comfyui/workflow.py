@@ -1,6 +1,6 @@
 """The workflow that ComfyUI is executing: which node runs, what feeds what, and text on nodes.
 
-Nodes that a node creates while it runs count as that node, which is the one that the user sees.
+Nodes that a node creates while it runs are invisible to the user, and count as that node.
 """
 
 import sys
@@ -14,13 +14,13 @@ from comfy_execution.utils import get_executing_context
 
 
 def running_node() -> str | None:
-    """The id of the node that is running, None outside a workflow."""
+    """The id of the running node, None outside a workflow."""
     context = get_executing_context()
     return None if context is None else _workflow().get_real_node_id(context.node_id)
 
 
 def origins(input_name: str) -> Set[str] | None:
-    """All nodes upstream of an input of the running node, None outside a workflow."""
+    """The ids of all nodes upstream of an input of the running node, None outside a workflow."""
     context = get_executing_context()
     return None if context is None else _upstream(context.node_id, input_name)
 
@@ -36,8 +36,8 @@ def feeds(node: str, class_type: str, input_name: str) -> bool:
 
 
 def running_server() -> Any:
-    """The server that runs in this process, a PromptServer of the host; None if there is none."""
-    # Without a server none is needed, and an early import may find others' modules.
+    """ComfyUI's PromptServer in this process, None if there is none."""
+    # To import ``server`` where none runs could find a module of another program.
     if "server" not in sys.modules:
         return None
     import server
@@ -46,7 +46,7 @@ def running_server() -> Any:
 
 
 def show_text(node: str, text: str) -> None:
-    """Show a text on a node in the editor that queued the workflow, if there is one."""
+    """Show a text on a node, in the editor that queued the workflow, if one did."""
     server = running_server()
     if server is not None and server.client_id is not None:
         # Nodes 2.0 renders it as Markdown, which needs two spaces before a line break.

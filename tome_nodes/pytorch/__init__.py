@@ -1,1 +1,1 @@
-"""diffusers and latent-diffusion, whose models are called as PyTorch modules: a pair of hooks."""
+"""diffusers and latent-diffusion, whose models are called as PyTorch modules."""

@@ -1,4 +1,4 @@
-"""A copy of a model that can be evaluated without disturbing the model."""
+"""Copy a model so that evaluating the copy does not disturb the model."""
 
 from typing import Any
 
@@ -12,20 +12,21 @@ _HOOKS = {
     for name, value in vars(nn.Module()).items()
     if "hooks" in name and isinstance(value, dict)
 }
-"""The attributes of all modules that hold hooks, and what is there if there are none."""
+"""The attributes of every module that hold hooks, with their empty values."""
 
-_OTHERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
-"""What accelerate, diffusers and PyTorch put on a module to run something else."""
+_REPLACED = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
+"""Attributes by which accelerate, diffusers and PyTorch make a module run other code."""
 
 
 def bare_copy(model: nn.Module, device: torch.device) -> Any:
-    """A copy with the same weights, but without hooks, caches, and compiled code.
+    """A copy with the same weights, but without hooks, caches and compiled code.
 
-    Weights that are elsewhere, as when they are offloaded, have stand-ins.
+    Weights on another device, such as offloaded ones, are replaced by made-up values. Those of
+    linear layers are left as they are.
     """
     model = uncompiled(model)
     copy = type(model).__new__(type(model))
-    own = {name: value for name, value in vars(model).items() if name not in _OTHERS}
+    own = {name: value for name, value in vars(model).items() if name not in _REPLACED}
     own |= {name: type(value)() for name, value in _HOOKS.items()}
     own["_modules"] = {
         name: None if each is None else bare_copy(each, device)
@@ -39,7 +40,7 @@ def bare_copy(model: nn.Module, device: torch.device) -> Any:
 
 
 def _here(weight: Tensor | None, device: torch.device) -> Any:
-    """A weight, or another of its shape and dtype if it is on another device."""
+    """A weight, or made-up values of its shape and dtype if it is on another device."""
     if weight is None or weight.device == device:
         return weight
     values = torch.linspace(0.5, 1.5, weight.numel(), device=device).view(weight.shape)

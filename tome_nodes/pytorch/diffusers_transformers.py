@@ -1,7 +1,8 @@
-"""The transformers of the diffusers library, whose pictures are found by asking.
+"""The transformers of the diffusers library.
 
-Keys and values merge where a transformer calls attention. Where it is known how a transformer
-predicts a flow, answers are forecast. Its pipeline tells the steps.
+Their pictures are found by asking (:mod:`tome_nodes.patching.answer`). Tokens merge where a
+transformer calls attention. Its answers can be forecast if it is known how it predicts a flow. The
+scheduler of its pipeline tells the steps.
 """
 
 import inspect
@@ -30,17 +31,17 @@ from .patched_model import REASONS, RECOMPUTED, Attachment, Calls, Host, executi
 from .reached_attention import AttentionFunction, reaching
 
 _MODULE = "diffusers.models.transformers."
-"""Where the library has its transformers."""
+"""The modules of the library that define transformers."""
 
 _COMPONENT = "transformer"
-"""What the names of a pipeline's transformers begin with."""
+"""The beginning of the names of transformers among the components of a pipeline."""
 
 _BY_STEPS = ("start_percent", "end_percent", "ratio_end")
-"""Options that count the steps of a run."""
+"""Options that have an effect only if the steps of a run are known."""
 
 
 def _merging(block: AttentionBlock) -> Iterator[Override]:
-    """Overrides by which the attention of a block merges."""
+    """Overrides that make the attention of a block merge."""
 
     def attend(func: AttentionFunction, is_plain: bool, *arguments: Any, **kwargs: Any) -> Tensor:
         if not block.model.overrides.are_of_this_thread:
@@ -61,8 +62,8 @@ class Steps:
     """The steps of a pipeline, as its scheduler counts them."""
 
     def __init__(self, pipeline: Any = None, scheduler: Any = None):
-        """Follow the scheduler that a pipeline has at the time, or else the given one, if any."""
-        # A pipeline should be freed at once when nobody else holds it.
+        """Follow the current scheduler of ``pipeline``; without a pipeline, ``scheduler``."""
+        # A reference here must not keep the pipeline alive.
         self._pipeline = None if pipeline is None else ref(pipeline)
         self._scheduler = getattr(pipeline, "scheduler", scheduler)
 
@@ -76,24 +77,24 @@ class Steps:
         return getattr(pipeline, "scheduler", self._scheduler)
 
     def schedule(self) -> Tensor | None:
-        """The timesteps of the run, another tensor in each; None if they are not known."""
+        """The timesteps of the run, None if unknown. Each run has a tensor of its own."""
         timesteps = getattr(self.scheduler, "timesteps", None)
         return timesteps if isinstance(timesteps, Tensor) and len(timesteps) else None
 
     def first(self) -> int:
-        """The step at which the run begins: later if it begins with a picture."""
+        """The step at which the run begins: not 0 if it begins with a picture."""
         return getattr(self.scheduler, "begin_index", None) or 0
 
     def counted(self) -> int | None:
         """The step of an evaluation, None if the scheduler does not count them."""
         if not hasattr(self.scheduler, "step_index"):
             return None
-        # It is counted from the end of the first step on.
+        # It is None until the first step has ended.
         index: int | None = self.scheduler.step_index
         return self.first() if index is None else min(index, len(self.scheduler.timesteps) - 1)
 
     def latent_share(self, step: int) -> float | None:
-        """See :class:`tome_nodes.patching.schedule.Moment`; for flows."""
+        """See :class:`tome_nodes.patching.schedule.Moment`; the model must predict a flow."""
         is_euler = type(self.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
         if not is_euler or self.scheduler.config.stochastic_sampling:
             return None
@@ -101,7 +102,10 @@ class Steps:
         return latent_share(levels[step : step + 2].tolist(), 0)
 
     def from_noise(self) -> bool:
-        """Whether the run begins with noise alone; if no noise levels are known, at its start."""
+        """Whether the run begins with pure noise: at the first step, at the highest noise level.
+
+        If the noise levels are unknown, only the step counts.
+        """
         levels = getattr(self.scheduler, "sigmas", None)
         is_most = levels is None or is_noise_alone(float(levels[0]), most=1.0)
         return is_most and self.first() == 0
@@ -176,10 +180,10 @@ class TransformerCalls(Calls):
         if self._flow is not None and answer.obstacle is None:
             grid = _latent_grid(answer)
             self._flow_call = FlowCall(self._flow, self.network, given, latents, grid)
-        shape = latents.one.shape
+        form = latents.one.shape, latents.sides
         self.prepare(
-            (shape, latents.sides),
-            self._moment((shape, latents.sides), _timestep(given)),
+            form,
+            self._moment(form, _timestep(given)),
             Grid(*latents.sides[0][1:]),
             device,
             latents.one.dtype,
@@ -204,7 +208,7 @@ class TransformerCalls(Calls):
     @torch.compiler.disable
     def __exit__(self, *error: Any) -> bool | None:
         if error[0] is not None:
-            # It holds the model's inputs.
+            # Do not keep the inputs of the model alive.
             self._flow_call = None
         return super().__exit__(*error)
 
@@ -225,7 +229,7 @@ class TransformerCalls(Calls):
         return moment
 
     def _run_of(self, answer: Answer) -> Run:
-        """The evaluations of the model, whose first inputs got this answer."""
+        """The evaluations of the model, given where the pictures of its first inputs are."""
         blocks = answer.stacks or tuple(lists_of(self.network))
         record = TransformerRecord(blocks=blocks, host=_HOST)
         return Run(self.config, record, self.network, self._make_strategy, self.latest)
@@ -239,7 +243,7 @@ class TransformerCalls(Calls):
         """Find the step of an evaluation, and count the calls of a step."""
         schedule, step = self._steps.schedule(), self._steps.counted()
         if schedule is None or step is None:
-            # It may be on a GPU, which then has to be waited for.
+            # Only now read the timestep: if it is on a GPU, that means waiting for it.
             before, self._timestep = self._timestep, _timestep(arguments)
             if schedule is None:
                 step = self._step + (self._timestep != before)
@@ -252,7 +256,7 @@ class TransformerCalls(Calls):
         self._call = 0 if begins or step != self._step else self._call + 1
         self._schedule, self._step = schedule, step
 
-    def _moment(self, shape: Hashable, timestep: float) -> Moment:
+    def _moment(self, form: Hashable, timestep: float) -> Moment:
         first, step = self._steps.first(), self._step
         steps = step + 1 if self._schedule is None else len(self._schedule)
         last = steps - 1
@@ -262,7 +266,7 @@ class TransformerCalls(Calls):
             step=step,
             progress=(step - first) / (last - first) if last > first else 0.0,
             picks=step,
-            part=(self._call, shape),
+            part=(self._call, form),
             is_active=is_active(self.config, 1 - step / steps, lambda percent: 1 - percent),
             steps_left=None if self._schedule is None else last - step,
             from_noise=self._steps.from_noise(),
@@ -274,11 +278,11 @@ class TransformerCalls(Calls):
 def _by_name(
     network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Mapping[str, Any]:
-    """The arguments of a call, in the order of the transformer's own; none if others are given."""
+    """The arguments of a call by name, in the order of the signature; none if they do not fit."""
     try:
         bound = inspect.signature(type(network).forward).bind_partial(network, *args, **kwargs)
     except TypeError:
-        # Other code may replace what is called.
+        # Other code may have replaced the forward by one with other arguments.
         return {}
     _, *names = bound.arguments
     others = bound.arguments.get("kwargs", {})
@@ -292,7 +296,7 @@ def _timestep(arguments: Mapping[str, Any]) -> float:
 
 
 def _latent_grid(answer: Answer) -> Grid:
-    """The grid of the latent, the first picture in the longest sequence of a transformer."""
+    """The grid of the latent's tokens: the latent is the first picture in the longest sequence."""
     layouts = (each for found in answer.layouts.values() for each in found.values())
     longest = max((each for each in layouts if each is not None), key=lambda each: each.length)
     return longest.spans[0].grid
@@ -305,7 +309,7 @@ def _ask(
 
     def ask() -> Answer:
         copy = bare_copy(network, device)
-        (latent, *_) = arguments
+        latent = next(iter(arguments))
 
         def watched(value: Any) -> TokenwiseEvaluation:
             evaluation = _Tokenwise(copy, copy)
@@ -313,23 +317,21 @@ def _ask(
                 copy.forward(**{**arguments, latent: value})
             return evaluation
 
-        def evaluations() -> Iterator[TokenwiseEvaluation]:
-            yield watched(latents.value)
-            yield watched(latents.with_changed(references=False))
-            if len(latents.sides) > 1:
-                yield watched(latents.with_changed(references=True))
+        def evaluations() -> list[TokenwiseEvaluation]:
+            found = [watched(latents.value), watched(latents.with_changed(references=False))]
+            if references:
+                found.append(watched(latents.with_changed(references=True)))
+            return found
 
         name = type(network).__name__
         sides, *references = latents.sides
-        return compared(
-            name, lambda: [*evaluations()], sides, references, latents.batch, copy, device
-        )
+        return compared(name, evaluations, sides, references, len(latents.value), copy, device)
 
     return kept_answer(network, (latents.sides, form_of(arguments)), ask)
 
 
 class _Tokenwise(TokenwiseEvaluation):
-    """Follows attention where it is called. No weights of linear layers are needed."""
+    """Follows attention where it is called. No linear layer is computed."""
 
     def overrides(self) -> Iterator[Override]:
         yield from super().overrides()

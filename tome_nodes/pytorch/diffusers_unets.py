@@ -33,7 +33,7 @@ def _stacks(model: Any) -> Iterator[Stack]:
 
 
 def _needs_all_tokens(block: Any, index: int, *args: Any, **kwargs: Any) -> bool:
-    """Whether the feed-forward runs in chunks of fixed size, or an attention is masked."""
+    """Whether the feed-forward network runs in chunks of fixed size, or attention is masked."""
     of_attention = kwargs.get("cross_attention_kwargs") or {}
     is_chunked = block._chunk_size is not None
     return is_chunked or is_masked(kwargs, _MASKS) or is_masked(of_attention, _MASKS)
@@ -68,7 +68,7 @@ class DiffusersUNets(UNetHost):
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:
             return RECOMPUTED
         fused = any(getattr(module, "fused_projections", False) for module in unet.modules())
-        # Keys that count once are means, as queries are.
+        # Keys that weigh as one token are plain means of slots, as queries are.
         one_source = strategy_class(config).has_one_source or not config.proportional_attn
         if fused and config.attn_tokens != "q,k,v":
             return "fused projections need attn_tokens=q,k,v"

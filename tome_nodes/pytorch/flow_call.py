@@ -1,4 +1,4 @@
-"""A call of a transformer as what maps a noisy latent to the denoised one, which is forecast."""
+"""View a transformer's call as a map from a noisy latent to the denoised one, to forecast that."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,9 +17,8 @@ class Flow:
 
     Attributes:
         clean: the timestep of a latent without noise.
-        noise: the timestep of noise alone.
-        side: that of the square of pixels that a token of the latent holds, if the transformer gets
-            tokens.
+        noise: the timestep of pure noise.
+        side: if the transformer gets tokens, the side of the square of latent pixels in a token.
     """
 
     clean: float
@@ -38,18 +37,18 @@ _FLOWS: Mapping[str, Flow] = {
     "LTXVideoTransformer3DModel": Flow(0.0, 1000.0),
     "HunyuanVideoTransformer3DModel": Flow(0.0, 1000.0),
 }
-"""By the names of diffusers' classes."""
+"""The flows by the names of diffusers' classes."""
 
 _OF_OTHER_FORM = ("additional_t_cond", "kv_cache_mode")
-"""Arguments with which a transformer answers with more than the latent, as in Qwen-Image-Layered,
-or not with all that it got, as where Flux.2 keeps the keys of references."""
+"""Arguments that change the form of the answer: it then holds more than the latent, as in
+Qwen-Image-Layered, or leaves something out, as when Flux.2 keeps the keys of references."""
 
 _LEAST_NOISE = 1e-6
-"""The share of noise in a latent that has none, which the answer is divided by."""
+"""Stands for a noise share of 0, because :meth:`FlowCall.returned` divides by the share."""
 
 
 def flow_of(network: nn.Module, arguments: Mapping[str, Any]) -> Flow | None:
-    """How a transformer called with some arguments predicts a flow, None if that is not known."""
+    """How a transformer predicts a flow when called with these arguments, None if unknown."""
     if any(arguments.get(name) is not None for name in _OF_OTHER_FORM):
         return None
     kinds: Any = type(network).__mro__
@@ -64,12 +63,12 @@ def timestep_of(arguments: Mapping[str, Any]) -> Any:
 
 
 def noise_share(flow: Flow, timestep: Tensor) -> Tensor:
-    """The share of noise in a latent at timesteps of a transformer, of their shape; never 0."""
+    """The share of noise in a latent at some timesteps, in the shape of these; never 0."""
     return ((timestep.float() - flow.clean) / (flow.noise - flow.clean)).clamp_min(_LEAST_NOISE)
 
 
 class FlowCall:
-    """One call of a transformer, which predicts a flow."""
+    """One call of a transformer that predicts a flow."""
 
     def __init__(
         self,
@@ -82,11 +81,11 @@ class FlowCall:
         """Prepare a call.
 
         Args:
-            flow: that of the transformer.
+            flow: how the transformer predicts it.
             network: the transformer.
-            arguments: those of the call, by name, the latents first.
-            latents: the first of these.
-            grid: of the latent's tokens.
+            arguments: the arguments of the call, by name. The first one holds the latents.
+            latents: the latents in it.
+            grid: the grid of the latent's tokens.
         """
         self._flow, self._latents = flow, latents
         self._grid = grid
@@ -98,15 +97,18 @@ class FlowCall:
 
     @property
     def latent(self) -> Tensor:
-        """That of the call."""
+        """The noisy latent of the call."""
         return self._latent(self._latents)
 
     def denoised(self, noisy: Tensor, result: Any) -> Tensor:
-        """The denoised latent, given what the transformer returned for a noisy one."""
+        """The denoised latent that follows from what the transformer returned for a noisy one."""
         return noisy - self._noise(noisy) * self._latent(self._answer(result))
 
     def returned(self, latent: Tensor, denoised: Tensor, like: Any) -> Any:
-        """What the transformer would return for a denoised latent, of the form of ``like``."""
+        """The answer of the transformer from which ``denoised`` would follow for a noisy latent.
+
+        It has the form of ``like``, an answer of the transformer.
+        """
         flow = (latent - denoised) / self._noise(latent)
         sample = self._answer(like).with_latent(flow, self._grid)
         if isinstance(like, tuple):
@@ -114,14 +116,14 @@ class FlowCall:
         return replace(like, sample=sample)
 
     def _answer(self, result: Any) -> Latents:
-        """What the transformer returned, of the form of its latents."""
+        """The latents in what the transformer returned."""
         return replace(self._latents, value=result[0])
 
     def _latent(self, latents: Latents) -> Tensor:
         return latents.latent(self._grid, self._channels, self._flow.side)
 
     def _noise(self, latent: Tensor) -> Tensor:
-        """By how much the answer is multiplied to give the noise in a latent; never 0."""
+        """The factor that makes the answer the noise in a latent; never 0."""
         timestep = torch.as_tensor(self._timestep, device=latent.device)
         timestep = timestep.reshape(len(timestep), -1).amax(1) if timestep.ndim > 1 else timestep
         share = noise_share(self._flow, timestep).reshape(-1, *[1] * (latent.ndim - 1))

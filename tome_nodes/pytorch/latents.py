@@ -1,8 +1,9 @@
-"""The pictures among the arguments of a transformer of diffusers.
+"""Find the latent and reference pictures among the arguments of a transformer of diffusers.
 
-Some transformers get a latent ``[batch, channels, height, width]``, or of a video, and cut it into
-tokens. Others get its tokens, ``[batch, tokens, channels]``, with reference pictures behind it.
-Their sizes are then in another argument: the place of each token, or numbers.
+Some transformers get a latent ``[batch, channels, height, width]``, or a video
+``[batch, channels, frames, height, width]``, and cut it into tokens. Others get the tokens of the
+latent, ``[batch, tokens, channels]``, followed by those of the references. Another argument then
+tells the sizes of these pictures: as numbers, or by the coordinates of each token.
 """
 
 import math
@@ -17,10 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..merging.layout import Grid
 from ..merging.picture_search import Sides, changed
 
-_SIDES = ("num_frames", "height", "width")
-
-# Reading them from a GPU would make it wait in each evaluation.
 _known_places = WeakTensorKeyDictionary()
+"""The sizes found in tensors of coordinates. To read these anew would make a GPU wait."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +27,11 @@ class Latents:
     """The argument of a transformer that holds the latent, and perhaps references.
 
     Attributes:
-        value: the argument, a tensor, or a list of one ``[channels, frames, height, width]`` for
+        value: the argument: a tensor, or a list with one ``[channels, frames, height, width]`` for
             each sample.
-        sides: frames, height and width of the latent, and then of the references: in pixels of a
-            latent, or in tokens.
-        frames_first: whether frames come before the channels.
+        sides: frames, height and width of the latent, followed by those of each reference. They
+            are in tokens if the argument holds tokens, and else in pixels of the latent.
+        frames_first: whether the dimension of frames comes before that of channels.
     """
 
     value: Any
@@ -41,22 +40,18 @@ class Latents:
 
     @property
     def one(self) -> Tensor:
-        """The tensor, or the first of the list."""
+        """The tensor, or the first one of the list."""
         first = self.value[0] if isinstance(self.value, list) else self.value
         assert isinstance(first, Tensor)
         return first
 
     @property
-    def batch(self) -> int:
-        """The number of samples."""
-        return len(self.value)
-
-    @property
     def are_tokens(self) -> bool:
+        """Whether the argument holds tokens."""
         return not isinstance(self.value, list) and self.value.ndim == 3
 
     def with_changed(self, references: bool) -> Any:
-        """The argument with its latent changed, or its references."""
+        """The argument with a changed latent, or with changed references instead."""
         if isinstance(self.value, list):
             return [changed(each[None])[0] for each in self.value]
         if not self.are_tokens:
@@ -70,15 +65,16 @@ class Latents:
         return torch.cat(pieces, 1)
 
     def latent(self, grid: Grid, channels: int, side: int) -> Tensor:
-        """The latent as ``[batch, channels, height, width]`` float32, or of a video.
+        """The latent as ``[batch, channels, height, width]`` float32, or with frames if a video.
 
-        Not for frames before the channels.
+        It must not have :attr:`frames_first`.
 
         Args:
-            grid: of its tokens.
-            channels: how many of the first are the latent's, if others say what to paint; not in a
-                list. Of an argument that holds tokens, those of a token.
-            side: that of the square of pixels that such a token holds, channel by channel.
+            grid: the grid of its tokens.
+            channels: how many of the channels, or of the channels of each token, are the latent's.
+                Further ones, for example, say where to paint. Not used for a list.
+            side: if the argument holds tokens, the side of the square of pixels that a token holds,
+                channel by channel.
         """
         if isinstance(self.value, list):
             return torch.stack(self.value).float()
@@ -105,16 +101,16 @@ class Latents:
         return torch.cat([torch.cat([tokens, own[..., tokens.shape[2] :]], 2), *references], 1)
 
     def _pictures(self) -> list[Tensor]:
-        """The tokens of the latent, and those of each reference."""
+        """The tokens of the latent, followed by the tokens of each reference."""
         return list(self.value.split([math.prod(sides) for sides in self.sides], 1))
 
 
 def latents_of(arguments: Mapping[str, Any], channels: int | None) -> Latents | None:
-    """The latents among the arguments of a transformer, None if they are not of a known form.
+    """The latents among the arguments of a transformer, None if their form is unknown.
 
     Args:
-        arguments: by name, the latents first.
-        channels: those of the latent; None if that is not known.
+        arguments: the arguments by name. The first one holds the latents.
+        channels: the number of channels of the latent, None if unknown.
     """
     value = next(iter(arguments.values()), None)
     if isinstance(value, list):
@@ -137,7 +133,7 @@ def latents_of(arguments: Mapping[str, Any], channels: int | None) -> Latents | 
 
 def _sides_of_tokens(tokens: int, arguments: Mapping[str, Any]) -> Sequence[Sides]:
     """The sizes of the pictures whose tokens follow each other; empty if nothing tells them."""
-    frames, *picture = (arguments.get(name) for name in _SIDES)
+    frames, *picture = (arguments.get(name) for name in ("num_frames", "height", "width"))
     if all(isinstance(each, int) for each in picture):
         sides = _sides([frames or 1, *picture])
         if math.prod(sides) == tokens:
@@ -145,8 +141,8 @@ def _sides_of_tokens(tokens: int, arguments: Mapping[str, Any]) -> Sequence[Side
     for value in list(arguments.values())[1:]:
         if isinstance(value, list | tuple):
             sizes = list(_triples(value))
+            # The list may have the sizes of one sample, or repeat them for each.
             for repeats in (1, len(value)):
-                # The sizes of one sample, or of each.
                 own = sizes[: len(sizes) // max(1, repeats)]
                 if own and sum(map(math.prod, own)) == tokens:
                     return own
@@ -160,7 +156,7 @@ def _sides_of_tokens(tokens: int, arguments: Mapping[str, Any]) -> Sequence[Side
 
 
 def _triples(value: Any) -> Iterator[Sides]:
-    """The frames, height and width in lists of lists."""
+    """All triples of frames, height and width in nested lists."""
     if isinstance(value, list | tuple):
         if len(value) == 3 and all(isinstance(each, int) for each in value):
             yield _sides(value)
@@ -170,18 +166,19 @@ def _triples(value: Any) -> Iterator[Sides]:
 
 
 def _are_places(value: Tensor, tokens: int) -> bool:
-    """Whether a tensor may be the places of so many tokens, perhaps behind those of text."""
+    """Whether a tensor may hold the coordinates of so many tokens, perhaps after those of text."""
     return value.ndim in (2, 3) and value.shape[-2] >= tokens and value.shape[-1] in (2, 3, 4)
 
 
 def _sides_of_places(places: Tensor, tokens: int) -> tuple[Sides, ...]:
-    """The sizes of pictures whose tokens are at the last of these places.
+    """The sizes of the pictures whose tokens have the last of these coordinates.
 
-    Tokens stand row by row. Empty if any do not.
+    Empty unless the tokens of each picture stand row by row.
 
     Args:
-        places: ``[places, coordinates]``, perhaps for each sample.
-        tokens: the number of tokens.
+        places: ``[tokens, coordinates]``, or ``[batch, tokens, coordinates]``, which may begin with
+            the coordinates of text.
+        tokens: the number of tokens of all pictures.
     """
     kept = _known_places.setdefault(places, {})
     if tokens not in kept:
@@ -207,7 +204,7 @@ def _found_sides(places: Tensor) -> list[Sides]:
 
 
 def _steps(places: Tensor) -> int:
-    """How many places from the first on, which is 0, follow each other at the same distance."""
+    """How many places, from the first on, are equally spaced along one coordinate."""
     if len(places) < 2 or int((places[1] != 0).sum()) != 1:
         return 1
     line = torch.arange(len(places), dtype=places.dtype)[:, None] * places[1]

@@ -1,4 +1,4 @@
-"""Two functions for diffusion models in Python: add token merging, and remove it."""
+"""The two functions of the Python interface: add token merging to a model, and remove it."""
 
 import sys
 from inspect import signature
@@ -9,7 +9,7 @@ from ..settings.presets import CUSTOM, settings_of
 
 Model = TypeVar("Model")
 
-# What tomesd always does, as values of our options.
+# tomesd has no such options; with these values, ours do what it does.
 _AS_TOMESD = {"min_tokens": 1, "proportional_attn": False}
 
 
@@ -27,11 +27,12 @@ def apply_patch(
     preset: str = CUSTOM,
     **options: Any,
 ) -> Model:
-    """Merge tokens in a model, in place, from its next call on.
+    """Make a model merge tokens, in place, from its next call on.
 
-    The named options have the names, order, defaults and meaning of those in ``tomesd`` 0.1.3, the
-    reference code of arXiv 2303.17604, so ``import tome_nodes as tomesd`` runs a script written for
-    it. Applying again replaces all settings. The global random generators are not touched.
+    The arguments up to ``merge_mlp`` have the names, order, defaults and meaning of ``tomesd``
+    0.1.3, the reference code of arXiv 2303.17604. So a script written for tomesd runs with
+    ``import tome_nodes as tomesd``. Applying again replaces all settings. The global random
+    generators are not touched.
 
     Args:
         model: a diffusers pipeline, its ``UNet2DConditionModel`` or transformer, a latent-diffusion
@@ -39,8 +40,9 @@ def apply_patch(
             Its input is of any batch, size, dtype and device.
         ratio: share of the tokens of a feature map to merge away, 0 to 0.95.
         max_downsample: merge feature maps at most this many times smaller than the latent: 1, 2, 4
-            or 8. ``"auto"`` takes the shallowest level with attention, or with a wider ``scope``
-            the one with most blocks. In SDXL the shallowest is 2, so 1 merges nothing.
+            or 8. ``"auto"`` takes the shallowest level with attention; if ``scope`` is wider than
+            ``module``, the level with most blocks. In SDXL the shallowest is 2, so 1 merges
+            nothing.
         sx: width of a cell in tokens; one token of each cell always stays.
         sy: height of a cell in tokens.
         use_rand: pick the token that stays at random, again at each timestep.
@@ -50,20 +52,20 @@ def apply_patch(
         preset: one of :data:`tome_nodes.settings.presets.PRESETS`, or ``custom``. A preset decides
             all options except those in :data:`tome_nodes.settings.presets.FREE`; the options that
             it decides must have their defaults here.
-        options: the other options of :data:`tome_nodes.settings.config.OPTIONS`. Their defaults
-            are the same, except that ``min_tokens`` is 1 and ``proportional_attn`` is off: as in
-            tomesd, feature maps of any size merge, and a merged key weighs as one token. For a
-            transformer, percents and the way to ``ratio_end`` are shares of the steps of its
-            pipeline. For a UNet they are shares of the noise levels of training, which its timestep
-            counts down; ``refresh_steps`` counts from the first step, as the last is not known.
+        options: the other options of :data:`tome_nodes.settings.config.OPTIONS`, with their
+            defaults. Two defaults differ: ``min_tokens`` is 1 and ``proportional_attn`` is off. As
+            in tomesd, feature maps of any size then merge, and a merged key weighs as one token.
+            In a transformer, percents and the change to ``ratio_end`` follow the steps of its
+            pipeline. In a UNet they follow the noise levels of training, which its timestep counts
+            down; ``refresh_steps`` counts from the first step, as the last is not known.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: the model is none of these, or an option is unknown or has the wrong type.
-        ValueError: an option is out of range, has no effect under the preset, or counts steps that
-            a transformer without its pipeline does not know. The model is not changed.
+        ValueError: an option is out of range, has no effect under the preset, or counts steps,
+            which a transformer without its pipeline does not know. The model is not changed.
     """
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
@@ -101,7 +103,7 @@ _DEFAULTS = {
 
 
 def remove_patch(model: Model) -> Model:
-    """Take token merging off a model, which restores it to before :func:`apply_patch`.
+    """Take token merging off a model, so that it is as it was before :func:`apply_patch`.
 
     Args:
         model: as for :func:`apply_patch`, patched or not.
@@ -120,12 +122,12 @@ def remove_patch(model: Model) -> Model:
 
 
 def _found(model: object) -> list[tuple[Any, Any, Any]]:
-    """The networks of a model that merge, what surrounds each, and its host."""
+    """The networks of a model to patch, each with its context (see :meth:`Host.find`) and host."""
     from .ldm import LdmUNets
     from .patched_model import Host
 
     hosts: list[Host] = [LdmUNets()]
-    # If it is not imported, the model cannot be one of diffusers.
+    # A model of diffusers cannot exist before diffusers is imported.
     if "diffusers" in sys.modules:
         from .diffusers_transformers import DiffusersTransformers
         from .diffusers_unets import DiffusersUNets

@@ -1,9 +1,9 @@
 """Attach token merging to a model that is called as a PyTorch module, and take it off again.
 
-A patched model is of a class made from its own, whose calls put the overrides on the transformer
-blocks and take them off again. Between calls it has nothing but its settings, so copying,
-offloading, LoRA and saving work as before. torch.compile runs what surrounds the model's forward
-outside its graph, so it finds the same code in each call.
+Patching gives the model a subclass of its class. A call then puts the overrides on the transformer
+blocks, runs the model and takes them off again. Between calls, the model holds only its settings,
+so copying, offloading, LoRA and saving work as before. torch.compile leaves the code around the
+model's forward out of its graph, so it finds the same code in each call.
 """
 
 import logging
@@ -44,9 +44,9 @@ class Host:
     """A library whose models are called as modules."""
 
     def find(self, model: object) -> Sequence[tuple[nn.Module, Any]]:
-        """The models to patch in what a user has passed, none if there are none.
+        """The networks to patch in what a user has passed, each with its context.
 
-        With each, what :meth:`calls` needs to know of its surroundings.
+        The context is what else :meth:`calls` has to know, such as the scheduler of a pipeline.
         """
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ class Host:
 
         Raises:
             TypeError: the model has no transformer blocks.
-            ValueError: an option cannot count there.
+            ValueError: an option cannot have an effect in this context.
         """
         if not self.has_blocks(model):
             raise TypeError(
@@ -80,14 +80,14 @@ class Host:
 class Attachment:
     """The settings of one patched model, and its calls.
 
-    A copy of the model gets a new attachment with the same settings. Each thread that calls it is
-    on a sampling run of its own.
+    A copy of the model gets a new attachment with the same settings. Each thread that calls the
+    model has its own calls and its own sampling run.
 
     Attributes:
         config: the settings.
-        context: what the host has found with the model.
+        context: the context of the model, see :meth:`Host.find`.
         make_strategy: makes the strategy.
-        reported: what has been logged.
+        reported: what has been logged, and is not logged again.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Attachment:
         return type(self), (self.config, self._host, self.context, self.make_strategy)
 
     def attach(self, model: nn.Module) -> None:
-        """Merge tokens in each call of a model, in place of any earlier settings."""
+        """Make each call of a model merge tokens. Earlier settings are replaced."""
         detach(model)
         if not self.config.merges_nothing:
             vars(model)[_STATE] = self
@@ -117,7 +117,7 @@ class Attachment:
 
     @skip
     def call(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a model, whose call without merging is ``forward``, within an evaluation."""
+        """Call a model with merging; ``forward`` calls it without."""
         calls = self._calls_of(model)
         if calls.is_running or not calls.begin(args, kwargs):
             return forward(*args, **kwargs)
@@ -147,21 +147,21 @@ def _evaluate(
         return forward(*args, **kwargs)
 
 
-# Of what surrounds a model's forward, torch.compile traces nothing.
+# torch.compile is to trace nothing around the model's forward.
 skip(Run.or_unmerged)
 
 
 def detach(model: nn.Module) -> None:
-    """Give a model its own class back, if it is patched."""
+    """Give a patched model its own class back."""
     kind: Any = type(model)
-    # A class that other code has put on top of ours stays, and finds no attachment.
+    # A class that other code has derived from ours stays, and finds no attachment.
     if vars(model).pop(_STATE, None) is not None and kind is _patched(own := kind.__mro__[1]):
         model.__class__ = own
 
 
 @lru_cache(maxsize=64)
 def _patched(kind: Any) -> Any:
-    """A class like ``kind``, whose instances merge tokens while they are called."""
+    """A subclass of ``kind`` whose instances merge tokens in calls, if they have an attachment."""
 
     def calling(name: str) -> Callable[..., Any]:
         own = getattr(kind, name)
@@ -179,9 +179,9 @@ def _patched(kind: Any) -> Any:
         _, _, *state = kind.__reduce_ex__(self, protocol)
         return _new, (kind,), *state
 
-    # Whoever asks for the class of a model, such as a pipeline that is saved, finds its own names.
+    # The name of the class stays: a pipeline, for example, saves it.
     attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    # One that was compiled before calls the second.
+    # A model that was compiled before it was patched is called by the second.
     attributes |= {name: calling(name) for name in ("__call__", "_call_impl")}
     return type(kind.__name__, (kind,), attributes | {"__reduce_ex__": reduce})
 
@@ -193,7 +193,7 @@ def _new(kind: Any) -> Any:
 
 
 class Latest(Observer):
-    """Keeps what the latest evaluation did."""
+    """Keeps what the latest evaluation did, as ``result``."""
 
     result: Evaluated | None = None
 
@@ -204,14 +204,14 @@ class Latest(Observer):
 class Calls:
     """The calls of a model in one thread.
 
-    It is a context manager, to be entered for a call that has begun.
+    It is a context manager: after :meth:`begin`, the model runs within it.
 
     Attributes:
         config: the settings.
         network: the model that is called.
-        run: its evaluations, None before the first.
-        latest: what the latest evaluation did.
-        is_running: whether this is in the middle of a call.
+        run: the evaluations of the model, None before the first.
+        latest: keeps what the latest evaluation did.
+        is_running: whether the model is running.
         completed: whether the last call has returned.
     """
 
@@ -227,24 +227,21 @@ class Calls:
         self._arguments: tuple[Any, ...] = ()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Begin a call with these arguments; returns whether they are those of such a model.
-
-        If not, that is said once.
-        """
+        """Begin a call; return whether its arguments are understood. If not, log that once."""
         raise NotImplementedError
 
     def prepare(self, shape: Hashable, *arguments: Any) -> None:
-        """Settle the arguments of the evaluation of a call, for inputs of some shape."""
+        """Set the ``arguments`` of :meth:`Run.evaluation` for a call; ``shape`` is logged once."""
         self.completed = False
         self.latest.result = None
         self._shape, self._arguments = shape, arguments
 
     def forecast(self) -> Any:
-        """What the model would return in a call that has begun, None if it has to run."""
+        """What the model is forecast to return in a call that has begun, None if it has to run."""
         return None
 
     def answered(self, result: Any) -> Any:
-        """Note what the model returned; returns what to take for it."""
+        """Note what the model returned, and return what the call is to return."""
         return result
 
     @torch.compiler.disable
@@ -260,7 +257,7 @@ class Calls:
 
     @torch.compiler.disable
     def complete(self) -> None:
-        """The call has returned: log what merged, once for each size; or why nothing did, once."""
+        """End a call: log what merged, once for each shape, or why nothing merged, once."""
         self.completed = True
         result = self.latest.result
         if result is None or not result.is_active:
@@ -277,7 +274,7 @@ class Calls:
         if not counts.merged_anything:
             model = self.own_run.model
             reason = log_line.obstacle(counts, model.max_downsample, model.shallowest)
-            # A cache leaves blocks out in some steps only.
+            # Where blocks merged before, a cache leaves them out in some steps: that is no fault.
             if self._shape not in self._reported or reason != REASONS.attention_replaced:
                 self.warn_once(reason)
         elif self._is_new(self._shape):
@@ -296,12 +293,12 @@ class Calls:
 
     @property
     def own_run(self) -> Run:
-        """The evaluations, once a call has begun."""
+        """:attr:`run`, once a call has begun."""
         assert self.run is not None
         return self.run
 
 
 def execution_device(model: nn.Module, sample: Tensor) -> torch.device:
-    """Where the blocks will run. Offloaded weights and inputs may be elsewhere before the call."""
+    """The device on which blocks will run. Until then, offloading may keep weights elsewhere."""
     device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
     return sample.device if device is None else torch.device(device)

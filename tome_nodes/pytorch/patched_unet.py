@@ -1,7 +1,4 @@
-"""The calls of a UNet, and their place in a sampling run.
-
-This is what the diffusers and latent-diffusion hosts share.
-"""
+"""The calls of a UNet and their place in a sampling run, for diffusers and latent-diffusion."""
 
 import inspect
 import math
@@ -21,7 +18,7 @@ from ..settings.config import ToMeConfig
 from .patched_model import Attachment, Calls, Host, execution_device
 
 TIMESTEPS = 1000
-"""The number of noise levels of a UNet that does not say how many it was trained on."""
+"""The number of noise levels to assume for a UNet that does not say how many it was trained on."""
 
 _UNKNOWN_CALL = (
     "the UNet was called without a sample and a timestep, as other code has replaced its forward"
@@ -29,7 +26,10 @@ _UNKNOWN_CALL = (
 
 
 class UNetHost(Host):
-    """A library whose UNets are called as modules."""
+    """A library whose UNets are called as modules.
+
+    The context of a UNet is the number of noise levels that it was trained on.
+    """
 
     record: ClassVar[UNetRecord]
     """How its UNets are built."""
@@ -48,12 +48,17 @@ class UNetHost(Host):
 class UNetCalls(Calls):
     """The calls of a UNet in one thread, and their place in a sampling run.
 
-    The place follows from the second argument of a call, the timestep. It falls from the number of
-    noise levels that the model was trained on, less one, to 0, and ``ratio`` moves to ``ratio_end``
-    in step with it. A new run begins at a larger timestep than in the call before, after a call
-    that failed, and with another sample: at the first timestep, unless that comes from the same
-    schedule, as guidance may call the UNet with several samples in each step; and at a smaller one,
-    since the run before may have ended early.
+    The place follows from the second argument of a call, the timestep. In a run it falls from one
+    less than the number of noise levels of training to 0, and ``ratio`` moves to ``ratio_end``
+    with it.
+
+    A new run begins at a larger timestep than in the call before, and after a call that failed. If
+    the schedule may be another, but samples have the same shape, a new run begins
+
+    - at the first timestep again, with another sample. Under one schedule, that is guidance, which
+      may call the UNet with several samples in a step;
+    - at a smaller timestep, with a sample that cannot follow the one before: the run before may
+      have ended early.
     """
 
     run: Run
@@ -63,10 +68,9 @@ class UNetCalls(Calls):
         make_strategy = attachment.make_strategy
         self.run = Run(self.config, host.record, unet, make_strategy, self.latest)
         self._host = host
-        # The context is the number of noise levels that the UNet was trained on.
         self._noisiest = attachment.context - 1
         self._timestep = self._first_timestep = math.nan
-        # What the first call of the last step got.
+        # The sample and timestep of the first call of the last step.
         self._first: tuple[Tensor, Tensor | float] | None = None
         self._step = 0
         self._call = 0
@@ -82,7 +86,7 @@ class UNetCalls(Calls):
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
         self._follow(noise, sample, timestep)
         moment = self._moment(noise, sample.shape)
-        # This may visit every module of the UNet, so only ask if it matters.
+        # The check may visit every module of the UNet.
         obstacle = self._host.obstacle(self.network, self.config) if moment.is_active else None
         device, latent = execution_device(self.network, sample), Grid(*sample.shape[-2:])
         self.prepare(sample.shape, moment, latent, device, sample.dtype, obstacle)
@@ -133,21 +137,21 @@ class UNetCalls(Calls):
         )
 
     def _noise_at(self, percent: float) -> float:
-        """The timestep at a share of the sampling from 0 to 1; 0 and 1 leave none out."""
+        """The timestep at a share of the sampling from 0 to 1; at 0 and 1, beyond all timesteps."""
         if percent == 0:
             return math.inf
         return -math.inf if percent == 1 else (1 - percent) * self._noisiest
 
 
 def _may_be_of_one_schedule(timestep: Tensor | float, other: Tensor | float) -> bool:
-    """Whether timesteps may be elements of one tensor."""
+    """Whether two timesteps may be elements of one tensor."""
     if not (isinstance(timestep, Tensor) and isinstance(other, Tensor)):
         return True
     return timestep.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _is_of_one_schedule(timestep: Tensor | float, other: Tensor | float) -> bool:
-    """Whether timesteps are elements of one tensor, which has more of them."""
+    """Whether two timesteps are elements of one tensor of several timesteps."""
     return (
         isinstance(timestep, Tensor)
         and isinstance(other, Tensor)
@@ -157,10 +161,10 @@ def _is_of_one_schedule(timestep: Tensor | float, other: Tensor | float) -> bool
 
 
 def _goes_on(before: Tensor, sample: Tensor) -> bool:
-    """Whether a sample may be that of the step after another: a sampler does not change it much.
+    """Whether a sample may follow another in a run: a sampler changes it little in one step.
 
-    Both are ``[batch, channels, height, width]``. Channels that say what to paint may be the same
-    in each run, so each channel is compared alone.
+    Both are ``[batch, channels, height, width]``. Each channel is compared by itself, because
+    channels that say where to paint may be the same in every run.
     """
     before, sample = (each.flatten(2).flatten(0, 1).unsqueeze(2) for each in (before, sample))
     return belongs(before, sample)
@@ -169,9 +173,9 @@ def _goes_on(before: Tensor, sample: Tensor) -> bool:
 def _first_two_arguments(
     unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The sample and the timestep of a call, by position or name; None if missing.
+    """The sample and the timestep of a call, passed by position or by name; None if missing.
 
-    Other code may replace ``forward`` by a function whose arguments have other names, or none.
+    Other code may have replaced ``forward`` by a function with other argument names, or with none.
     """
     own = list(inspect.signature(type(unet).forward).parameters)[1:3]
     replaced = list(inspect.signature(unet.forward).parameters)[:2]

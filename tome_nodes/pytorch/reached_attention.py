@@ -1,8 +1,8 @@
 """Reach the attention of diffusers' transformers, without changing what other models call.
 
-An attention processor calls a function of diffusers or of PyTorch by a global name of its module.
-For one evaluation, a module gets a processor whose code is the same and finds another function
-under that name.
+An attention processor calls a function of diffusers or PyTorch by a global name. For one
+evaluation, an attention module gets a processor with the same code, whose globals have another
+function under that name.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,30 +17,31 @@ from torch import Tensor, nn
 from ..patching.overrides import Override
 
 Attend = Callable[..., Tensor]
-"""Attends in place of a function. Gets that; whether nothing else is special about the call, such
-as a causal mask; and the arguments that an :class:`AttentionFunction` takes."""
+"""Attends in place of an :class:`AttentionFunction`. It gets that function, whether the call is
+plain (not causal, without dropout and so on), and the arguments of the call."""
 
 _DISPATCH = "dispatch_attention_fn"
 _PYTORCH = "scaled_dot_product_attention"
 
 _DEEPEST = 3
-"""How many functions may be between a processor and the attention function."""
+"""How many functions a processor may call through to reach the attention function."""
 
 
 class AttentionFunction:
-    """An attention function of diffusers or PyTorch, in the layouts of ``merged_attention``.
+    """An attention function of diffusers or PyTorch, called as ``merged_attention`` calls it.
 
     Attributes:
-        __name__: by which :mod:`tome_nodes.patching.key_weights` knows it.
+        __name__: the name by which :mod:`tome_nodes.patching.key_weights` knows it.
     """
 
     def __init__(self, function: Callable[..., Tensor], by_head: bool, others: dict[str, Any]):
         """Wrap a function.
 
         Args:
-            function: gets queries, keys and values as ``[batch, tokens, heads, channels]``.
-            by_head: whether it gets them as ``[batch, heads, tokens, channels]`` instead.
-            others: the arguments that it gets whatever the tokens.
+            function: the function to wrap.
+            by_head: whether it gets queries, keys and values as
+                ``[batch, heads, tokens, channels]``, and not ``[batch, tokens, heads, channels]``.
+            others: arguments to pass on unchanged.
         """
         self.__name__ = "native" if by_head else _backend(others.get("backend"))
         self._function, self._by_head, self._others = function, by_head, others
@@ -67,7 +68,7 @@ class AttentionFunction:
 
 
 def _backend(backend: Any) -> str:
-    """The name of a backend of diffusers; None is the one in use."""
+    """The name of a backend of diffusers; of the active one for None."""
     if backend is None:
         backend, _ = attention_dispatch._AttentionBackendRegistry.get_active_backend()
     return str(getattr(backend, "value", backend))
@@ -78,18 +79,18 @@ def _plainly(func: AttentionFunction, is_plain: bool, *arguments: Any, **kwargs:
 
 
 class _Reached(nn.Module):
-    """Holds what attention calls for one evaluation, as its attribute ``attend``."""
+    """Holds what attention calls during an evaluation, as its attribute ``attend``."""
 
     attend: Attend
 
 
 _known: WeakKeyDictionary[nn.Module, dict[Any, tuple[_Reached, Any]]] = WeakKeyDictionary()
-"""What modules run, by module and by what they ran before: the same each time, so that
-torch.compile finds the graph that it has made."""
+"""What modules run during an evaluation, by module and by what it replaces. They are kept so that
+torch.compile finds its graph again."""
 
 
 def reaching(block: nn.Module, attend: Attend) -> Iterator[Override]:
-    """Overrides by which all attention in a block calls ``attend`` in place of its function."""
+    """Overrides that make all attention in a block call ``attend`` in place of its function."""
     for module in block.modules():
         known = _known.setdefault(module, {})
         processor = getattr(module, "processor", None)
@@ -99,7 +100,7 @@ def reaching(block: nn.Module, attend: Attend) -> Iterator[Override]:
                 known[kind] = (reached := _Reached()), _calling(kind, reached)
             reached, calling = known[kind]
             same = calling.__new__(calling)
-            # It shares all but its call with the processor.
+            # It shares all state of the processor.
             same.__dict__ = processor.__dict__
             yield from ((reached, "attend", attend), (module, "processor", same))
         own = type(module).forward
@@ -114,13 +115,13 @@ def reaching(block: nn.Module, attend: Attend) -> Iterator[Override]:
 
 
 def _calling(kind: Any, reached: _Reached) -> Any:
-    """A class of processors like ``kind`` whose attention calls ``reached.attend``."""
+    """A class of processors like ``kind``, except that they call ``reached.attend``."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (kind,), names | {"__call__": _rebound(kind.__call__, reached)})
 
 
 def _reaches(function: Any, depth: int = _DEEPEST) -> TypeGuard[FunctionType]:
-    """Whether a function calls attention, perhaps through others of its module."""
+    """Whether a function calls attention, directly or through others of its module."""
     return isinstance(function, FunctionType) and bool(
         {_DISPATCH, _PYTORCH} & _names(function.__code__)
         or any(True for _ in _helpers(function, depth))
@@ -128,13 +129,13 @@ def _reaches(function: Any, depth: int = _DEEPEST) -> TypeGuard[FunctionType]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """The global names and attributes in some code, and in the functions in it."""
+    """The global names and attributes used in some code, including the functions defined in it."""
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 
 
 def _helpers(function: FunctionType, depth: int = _DEEPEST) -> Iterator[tuple[str, FunctionType]]:
-    """The functions of the same module that a function calls and that call attention."""
+    """The functions that a function calls, are of its module and call attention, by name."""
     if depth == 0:
         return
     for name in _names(function.__code__):
@@ -145,9 +146,9 @@ def _helpers(function: FunctionType, depth: int = _DEEPEST) -> Iterator[tuple[st
 
 
 def _rebound(function: FunctionType, reached: _Reached) -> FunctionType:
-    """The same function, which calls ``reached.attend`` in place of attention functions."""
+    """A copy of a function that calls ``reached.attend`` in place of attention functions."""
     names = dict(function.__globals__)
-    # torch.compile would look up its names in the module of this name.
+    # With it, torch.compile would look names up in the real module instead.
     del names["__name__"]
     if _DISPATCH in names:
         own = function.__globals__
@@ -170,7 +171,10 @@ def _rebound(function: FunctionType, reached: _Reached) -> FunctionType:
 def _in_place_of(
     find: Callable[[], Callable[..., Tensor]], by_head: bool, reached: _Reached
 ) -> Callable[..., Tensor]:
-    """A function in place of the one that ``find`` returns, which other code may replace later."""
+    """A function to call in place of the one that ``find`` returns.
+
+    ``find`` is called each time, because other code may replace that function.
+    """
 
     def attention(
         query: Tensor,
@@ -199,7 +203,7 @@ def _in_place_of(
         if not by_head:
             query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         own = AttentionFunction(find(), by_head, others)
-        # Another thread may be here when the evaluation ends.
+        # The evaluation of another thread may just have ended, and with it the attribute.
         attend = getattr(reached, "attend", _plainly)
         out = attend(own, is_plain, query, key, value, query.shape[1], attn_mask, **kwargs)
         return out if by_head else out.transpose(1, 2)

@@ -1,1 +1,1 @@
-"""Reports on a sampling run: observers that follow it, words and pictures."""
+"""Reports on a sampling run: observers that follow it, texts and pictures."""

@@ -9,14 +9,14 @@ class Counts(Observer):
     """Counts of the evaluations of a model.
 
     Attributes:
-        total_steps: steps of the run, 0 if the host does not know them.
-        blocks_present: transformer blocks of the model.
-        largest_grid: tokens of the largest feature map that entered a block.
-        frames: of the latent of a video, 1 for a picture.
-        fell_back: blocks that ran in module scope although a wider one was set, by the reason.
+        total_steps: number of steps of the run, 0 if the host does not know it.
+        blocks_present: number of transformer blocks of the model.
+        largest_grid: number of tokens of the largest feature map that entered a block.
+        frames: number of frames in the latent; 1 for a picture.
+        fell_back: by reason, the blocks that ran in module scope although a wider one was set.
         unweighted: reasons why merged keys weighed as one token each.
         plans_made: number of plans made.
-        forecast_steps: the steps in which an answer of the model was forecast.
+        forecast_steps: the steps in which the answer of the model was forecast.
     """
 
     def __init__(self, total_steps: int = 0):
@@ -34,7 +34,7 @@ class Counts(Observer):
         self._reasons_of_idle: Counter[str] = Counter()
 
     def evaluated(self, result: Evaluated) -> None:
-        """Add the outcomes of an evaluation."""
+        """Add an evaluation to the counts."""
         self.blocks_present = result.blocks
         if result.is_forecast:
             self.forecast_steps.add(result.step)
@@ -89,14 +89,14 @@ class Counts(Observer):
         )
 
     def lengths_after(self, before: int) -> list[int]:
-        """The numbers of tokens that ``before`` was reduced to, smallest first."""
+        """The numbers of tokens to which ``before`` tokens were merged, smallest first."""
         return sorted(after for size, after in self._blocks if size == before)
 
     @property
     def most_common_reason(self) -> str | None:
-        """Why blocks or whole evaluations ran on all tokens, None if no reason is known.
+        """The most common reason why blocks or whole evaluations merged nothing, None if unknown.
 
-        That no evaluation was to merge is the reason only where there is no other.
+        Reasons of evaluations that were not meant to merge count only if there are no others.
         """
         reasons = self._reasons or self._reasons_of_idle
         return reasons.most_common(1)[0][0] if reasons else None

@@ -1,6 +1,6 @@
-"""Pictures of what merged, made from arrays.
+"""Draw the pictures of reports from arrays.
 
-An image is ``[height, width, 3]`` uint8. PIL's own font has ASCII characters only.
+Images are ``[height, width, 3]`` uint8. Texts are ASCII: PIL's own font has no other characters.
 """
 
 from collections.abc import Sequence
@@ -31,29 +31,29 @@ Box = tuple[float, float, float, float]
 
 
 def colours_of(share: np.ndarray) -> np.ndarray:
-    """Colours for numbers from 0 to 1: ``[...]`` float to ``[..., 3]`` float, 0 to 255."""
+    """Colours for numbers from 0 to 1: ``[...]`` float becomes ``[..., 3]`` float, 0 to 255."""
     place = np.clip(share, 0, 1) * (len(_RAMP) - 1)
     stops = np.arange(len(_RAMP))
     return np.stack([np.interp(place, stops, channel) for channel in _RAMP.T], axis=-1)
 
 
 def merged_tokens(slots: np.ndarray) -> np.ndarray:
-    """Which tokens share their slot with another: ``[...]`` int to bool."""
+    """Which tokens share their slot with another: ``[...]`` int becomes ``[...]`` bool."""
     return (np.bincount(slots.ravel()) > 1)[slots]
 
 
 def merge_map(
     slots: np.ndarray, picture: np.ndarray | None = None, merged: np.ndarray | None = None
 ) -> np.ndarray:
-    """Each group of merged tokens in one colour, with its outline.
+    """Draw each group of merged tokens in one colour, with its outline.
 
     Args:
         slots: ``[height, width]`` int, the slot of each token.
-        picture: ``[height, width, channels]`` float from 0 to 1, of any size. Groups then have the
-            mean of its colours, and unmerged tokens show the picture itself. Without it, groups
+        picture: ``[height, width, channels]`` float from 0 to 1, of any size. Each group gets its
+            mean colour, and unmerged tokens show the picture itself. Without a picture, groups
             have arbitrary colours, and unmerged tokens are dark.
-        merged: ``[height, width]`` bool, which tokens share their slot with another, if some of
-            those are in another frame.
+        merged: ``[height, width]`` bool, which tokens share their slot with another. Needed only
+            for a frame of a video, whose tokens may have merged with those of other frames.
     """
     scale = _scale(*slots.shape)
     if merged is None:
@@ -78,10 +78,10 @@ def merge_map(
 
 
 def heat_map(share: np.ndarray, picture: np.ndarray | None = None) -> np.ndarray:
-    """How often each place was merged.
+    """Draw how often each token merged.
 
     Args:
-        share: ``[height, width]`` float from 0, never, to 1, in every step.
+        share: ``[height, width]`` float: the share of the steps in which the token merged.
         picture: as for :func:`merge_map`; it shows through in grey.
     """
     scale = _scale(*share.shape)
@@ -93,7 +93,7 @@ def heat_map(share: np.ndarray, picture: np.ndarray | None = None) -> np.ndarray
 
 
 def captioned(image: np.ndarray, title: str, lines: Sequence[str], key: bool = False) -> np.ndarray:
-    """An image with a title and lines of text above it; ``key`` adds a heat map's key below it."""
+    """Put a title and lines of text above an image; ``key`` adds the key of a heat map below it."""
     height, width = image.shape[:2]
     texts = [_width(title, _TITLE), *(_width(line, _TEXT) for line in lines), 440 * key]
     total = max(width, *texts) + 2 * _MARGIN
@@ -105,12 +105,12 @@ def captioned(image: np.ndarray, title: str, lines: Sequence[str], key: bool = F
 
 
 def card(title: str, lines: Sequence[str], forecast: Sequence[bool] = ()) -> np.ndarray:
-    """A card of text to show instead of a picture, with lines that are hints highlighted.
+    """A card of text to show instead of a picture; lines that begin with "Hint" are highlighted.
 
     Args:
-        title: at the top.
-        lines: below it.
-        forecast: of each step of a run, whether its answer was forecast; a row of squares shows it.
+        title: the text at the top.
+        lines: the text below it.
+        forecast: for each step of a run, whether it was forecast; drawn as a row of squares.
     """
     wrapped = [_wrapped(line, _TEXT, 720) for line in lines]
     y = 88 + (90 if forecast else 0)
@@ -143,14 +143,14 @@ def chart(
     after: np.ndarray,
     seconds: np.ndarray | None,
 ) -> np.ndarray:
-    """A chart of the tokens before and after merging, and the time, of each block in each step.
+    """Chart the tokens before and after merging, and the time, of each block in each step.
 
     Args:
         names: names of the blocks, one per row.
         steps: numbers of the steps, one per column.
         before: ``[blocks, steps]``, tokens that entered the block; NaN where it did not run.
-        after: the same shape, tokens that the block ran on.
-        seconds: the same shape, None if they could not be measured.
+        after: ``[blocks, steps]``, tokens that the block ran on.
+        seconds: ``[blocks, steps]``, None if times could not be measured.
     """
     row = int(np.clip(840 // len(names), 14, 28))
     column = int(np.clip(160 // len(steps), 3, 32))
@@ -177,7 +177,8 @@ def chart(
         draw.text((x, top - 48), title, INK, _font(_TEXT))
         draw.text((x, top - 22), f"step {steps[0]}", MUTED, _font(_SMALL))
         if column * len(steps) > 100:
-            draw.text((x + column * len(steps), top - 22), str(steps[-1]), MUTED, _font(14), "ra")
+            end = x + column * len(steps)
+            draw.text((end, top - 22), str(steps[-1]), MUTED, _font(_SMALL), "ra")
         cells = colours.round().astype(np.uint8).repeat(row, 0).repeat(column, 1)
         cells[row - 1 :: row] = PAPER
         if column > 5:
@@ -206,15 +207,15 @@ def chart(
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a front.
+    """A point of :func:`front`.
 
     Attributes:
-        name: what is written beside it.
-        speed: times as fast as the unpatched model.
-        change: of the picture.
-        colour: of its dot.
-        is_chosen: whether it is ringed.
-        is_rival: whether it is a diamond, as what a user could take instead.
+        name: the text next to it.
+        speed: how many times as fast as the unpatched model.
+        change: the change of the picture.
+        colour: the colour of its dot.
+        is_chosen: whether it gets a ring.
+        is_rival: whether it is something that the user could take instead; drawn as a diamond.
     """
 
     name: str
@@ -232,14 +233,14 @@ def front(
     speed: float | None = None,
     change: float | None = None,
 ) -> np.ndarray:
-    """Settings by speed, to the right, and change, upwards.
+    """Plot settings: speed to the right, change of the picture upwards.
 
     Args:
         title: the title.
-        lines: text below it.
+        lines: the text below it.
         points: the settings, and their rivals.
-        speed: where to draw an upright line, None for nowhere.
-        change: where to draw a level line, None for nowhere.
+        speed: where to draw a vertical line, None for none.
+        change: where to draw a horizontal line, None for none.
     """
     wrapped = [part for line in lines for part in _wrapped(line, _TEXT, 720)]
     canvas, draw, top = _headed(800, 434, title, wrapped)
@@ -279,7 +280,8 @@ def front(
         draw.line(line, INK, 2)
     is_unpatched = not any(point.is_chosen for point in points)
     unpatched = Point("unpatched", 1.0, 0.0, INK, is_unpatched)
-    # The chosen one is drawn last, above others, and has the first choice of a place for its name.
+    # Names are placed in this order and drawn in reverse: the chosen point gets the best place for
+    # its name, and is drawn on top.
     shown = sorted([*points, unpatched], key=lambda point: (not point.is_chosen, point.is_rival))
     places = [place(point.speed, point.change) for point in shown]
     area = left, top - 12, right, bottom + 12
@@ -321,13 +323,13 @@ def _name_boxes(
     lines: Sequence[Box],
     area: Box,
 ) -> list[Box]:
-    """Where the names of dots go: beside them, or where the nearest room is.
+    """Place the names of dots next to them, as near as there is room.
 
     Args:
-        names: those with the first choice first.
-        places: the middles of their dots.
-        lines: what they must not cover, apart from dots and each other.
-        area: what they must not leave.
+        names: the names, in the order in which they are placed.
+        places: the centres of their dots.
+        lines: lines that the names must not cover. They do not cover dots or each other either.
+        area: the area that the names must not leave.
     """
     dots = [_around(at, _RING) for at in places]
     boxes: list[Box] = []
@@ -344,7 +346,7 @@ def _name_boxes(
 
 
 def _boxes_near(at: tuple[float, float], width: int) -> list[Box]:
-    """Places for a name beside a dot, the nearest first."""
+    """Possible places for a name next to a dot, the nearest first."""
     x, y = at
     high, gap = _TEXT + 4, _RING + 1
     return [
@@ -363,7 +365,7 @@ def _overlaps(box: Box, other: Box) -> bool:
 
 
 def _ticks(least: float, most: float) -> list[float]:
-    """Round numbers at equal distances, from below the least to above the most."""
+    """Evenly spaced round numbers, from ``least`` or below to above ``most``."""
     rough = (most - least) / 5 or 0.1
     unit = 10 ** np.floor(np.log10(rough))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
@@ -372,7 +374,7 @@ def _ticks(least: float, most: float) -> list[float]:
 
 
 def _kept_colours(kept: np.ndarray) -> np.ndarray:
-    """Colours for the share of tokens kept: dark for all, brighter the more merged."""
+    """Colours for shares of tokens kept: dark if all were kept, brighter the more merged."""
     merged = np.nan_to_num(1 - kept)[..., None]
     bright = 0.1 + 0.9 * merged
     colours = np.where(merged > 0, (1 - bright) * FAINT + bright * COOL, FAINT)
@@ -419,7 +421,7 @@ def _sizes_in_words(before: np.ndarray, after: np.ndarray) -> str:
 
 
 def _palette(count: int) -> np.ndarray:
-    """Distinguishable colours, ``[count, 3]`` float, with hues spaced by the golden ratio."""
+    """Colours that are easy to tell apart, ``[count, 3]`` float; the golden ratio spaces hues."""
     hue = (np.arange(count) * 0.618034 % 1)[:, None]
     light = (0.62 + 0.3 * (np.arange(count) * 0.754878 % 1))[:, None]
     wheel = np.clip(np.abs((hue * 6 + np.array([[0, 4, 2]])) % 6 - 3) - 1, 0, 1)
@@ -427,7 +429,7 @@ def _palette(count: int) -> np.ndarray:
 
 
 def _scale(height: int, width: int) -> int:
-    """The width of a token in pixels."""
+    """The side of a token in pixels."""
     return int(np.clip(round(_LONG_SIDE / max(height, width)), 4, 64))
 
 
@@ -436,9 +438,9 @@ def _enlarged(tokens: np.ndarray, scale: int) -> np.ndarray:
 
 
 def _fitted(picture: np.ndarray, tokens: tuple[int, ...], scale: int) -> np.ndarray:
-    """A picture scaled to a map of tokens, ``[height, width, 3]`` float, 0 to 255."""
-    bytes_of_it = (np.clip(np.nan_to_num(picture), 0, 1) * 255).round().astype(np.uint8)
-    image = Image.fromarray(bytes_of_it.squeeze(2) if picture.shape[2] == 1 else bytes_of_it)
+    """A picture scaled to the size of a map of tokens, ``[height, width, 3]`` float, 0 to 255."""
+    pixels = (np.clip(np.nan_to_num(picture), 0, 1) * 255).round().astype(np.uint8)
+    image = Image.fromarray(pixels.squeeze(2) if picture.shape[2] == 1 else pixels)
     size = tokens[1] * scale, tokens[0] * scale
     return np.asarray(image.convert("RGB").resize(size, Image.Resampling.LANCZOS), float)
 
@@ -451,7 +453,7 @@ def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
 def _headed(
     width: int, height: int, title: str, lines: Sequence[str]
 ) -> tuple[Image.Image, ImageDraw.ImageDraw, int]:
-    """A canvas with a title and lines of text, and where the ``height`` left below them begins."""
+    """A canvas with a title and lines of text, and the y below them, where ``height`` is free."""
     top = _MARGIN + 48 + 26 * len(lines)
     canvas, draw = _canvas(width, top + height)
     draw.text((_MARGIN, _MARGIN - 4), title, INK, _font(_TITLE))

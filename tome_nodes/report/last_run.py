@@ -18,16 +18,16 @@ class LastRun:
         model: the host's name for the kind of model.
         config: the settings.
         counts: what was merged.
-        obstacle: why nothing was merged, None if something was.
+        obstacle: why nothing was merged or forecast, None if something was.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
             chose one.
         worth_from: the estimated number of tokens from which merging a feature map is worth it;
             None if the run never chose a backend.
-        choices: the ways to carry out operations that were measured to be the fastest.
+        choices: the variants of operations that were chosen by trials.
         shallowest: how many times smaller than the latent the largest feature map with attention
             is.
-        recording: the details, None if no report was connected when the run began.
-        tuned: what ToMe Tune measured with the settings, None if it did not choose them.
+        recording: the details, None if no ToMe Report was connected when the run began.
+        tuned: what ToMe Tune measured with these settings, None if it did not choose them.
     """
 
     model: str

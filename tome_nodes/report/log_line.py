@@ -1,4 +1,4 @@
-"""A run in words: the line in the log, the line on the node, and some of a report."""
+"""A run in words: the line in the log, the line on the node, and parts of a report."""
 
 from collections.abc import Mapping
 
@@ -9,14 +9,13 @@ from ..strategies import strategy_class
 from ..tuning.search import Measured
 from .counts import Counts
 
-ARROW = "\N{RIGHTWARDS ARROW}"
-TOKENS = {"q": "queries", "k,v": "keys and values"}
+_TOKENS = {"q": "queries", "k,v": "keys and values"}
 
 
 def log_line(
     counts: Counts, config: ToMeConfig, backend: list[str], tuned: Measured | None = None
 ) -> str:
-    """What a run, or the first call of a kind, merged, and whether it helped if that is known.
+    """The log line of a run, or of the first call of a kind: what merged, and whether it helped.
 
     For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``.
 
@@ -24,7 +23,7 @@ def log_line(
         counts: the counts of the run.
         config: the settings.
         backend: the backend, as :meth:`tome_nodes.patching.engine.Engine.in_words` returns it.
-        tuned: what ToMe Tune measured with the settings.
+        tuned: what ToMe Tune measured with these settings, None if it did not choose them.
     """
     done = []
     if counts.forecast_steps:
@@ -39,13 +38,13 @@ def log_line(
 
 
 def tried(choices: Mapping[Case, Choice], only_changed: bool = False) -> list[str]:
-    """The ways taken after trials, such as ``weights by mask (1.2 ms, kernel 1.5 ms)``.
+    """The variants chosen by trials, such as ``weights by mask (1.2 ms, kernel 1.5 ms)``.
 
-    For each operation, only the case that takes longest.
+    For each operation, only the slowest case is listed.
 
     Args:
         choices: see :class:`tome_nodes.patching.engine.Engine`.
-        only_changed: whether to leave out cases in which the default was taken.
+        only_changed: whether to leave out cases in which the default was chosen.
     """
     longest: dict[str, Choice] = {}
     for (operation, *_), choice in choices.items():
@@ -84,9 +83,9 @@ def seconds(time: float) -> str:
 
 
 def live_line(result: Evaluated, total_steps: int) -> str:
-    """What one evaluation merged: how many blocks, their tokens before and after, and the step.
+    """What one evaluation merged: number of blocks, tokens before and after, and the step.
 
-    Or why it merged nothing although it was to merge.
+    If nothing merged although merging was on, the line says why.
     """
     step = f"step {result.step + 1}/{total_steps}"
     if result.is_forecast:
@@ -96,7 +95,9 @@ def live_line(result: Evaluated, total_steps: int) -> str:
         reasons = [result.reason, *(outcome.reason for outcome in result.outcomes)]
         reason = next((each for each in reasons if each is not None and result.is_active), None)
         return f"all tokens, {step}" + ("" if reason is None else f": {reason}")
-    lengths = ", ".join(f"{before}{ARROW}{after}" for before, after in sorted(merged, reverse=True))
+    lengths = ", ".join(
+        f"{before}\N{RIGHTWARDS ARROW}{after}" for before, after in sorted(merged, reverse=True)
+    )
     return f"{len(result.merged)}/{result.blocks} blocks, {lengths} tokens, {step}"
 
 
@@ -115,7 +116,7 @@ def _span(lengths: list[int]) -> str:
 
 
 def deviations(counts: Counts) -> list[str]:
-    """What was done differently than the settings say, in a few words each."""
+    """Where the run did something else than the settings say, in a few words each."""
     return [
         *(f"module scope in {len(names)} {why}" for why, names in counts.fell_back.items()),
         *(f"merged keys weigh as one token ({reason})" for reason in sorted(counts.unweighted)),
@@ -127,8 +128,8 @@ def obstacle(counts: Counts, max_downsample: int, shallowest: int) -> str:
 
     Args:
         counts: the counts of a run that merged nothing.
-        max_downsample: how many times smaller than the latent a merged level may be.
-        shallowest: how many times smaller than the latent the model's largest level is.
+        max_downsample: how many times smaller than the latent a level may be to merge.
+        shallowest: how many times smaller than the latent the largest level of the model is.
     """
     return counts.most_common_reason or (
         f"max_downsample={max_downsample} leaves out every transformer block: this model's "
@@ -137,7 +138,7 @@ def obstacle(counts: Counts, max_downsample: int, shallowest: int) -> str:
 
 
 def in_effect(counts: Counts, config: ToMeConfig, defaults: bool = False) -> list[str]:
-    """The :func:`settings` of a run that had an effect: for forecasts, only the ratio."""
+    """The :func:`settings` that had an effect in a run: the ratio alone if it only forecast."""
     if counts.forecast_steps and not counts.merged_anything:
         return [f"ratio {config.ratio:.2f}"]
     return settings(config, counts.frames, defaults)
@@ -148,8 +149,8 @@ def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> lis
 
     Args:
         config: the settings.
-        frames: of the latent of a video, 1 for a picture.
-        defaults: whether to include strategy and scope even if they are the default.
+        frames: number of frames in the latent; 1 for a picture.
+        defaults: whether to include strategy and scope even if they have their default values.
     """
     cap = strategy_class(config).ratio_cap(config, frames)
     scope = [] if config.scope == "module" and not defaults else [f"{config.scope} scope"]
@@ -161,6 +162,6 @@ def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> lis
     if config.largest_ratio > cap:
         ratio += f" capped at {cap:.2f}"
     if config.scope == "module" and config.attn_tokens != "q,k,v":
-        ratio += f" of {TOKENS[config.attn_tokens]} in self-attention"
+        ratio += f" of {_TOKENS[config.attn_tokens]} in self-attention"
     is_default = config.strategy == ToMeConfig.strategy and not defaults
     return [ratio, *([] if is_default else [config.strategy]), *scope]

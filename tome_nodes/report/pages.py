@@ -14,16 +14,16 @@ from . import drawing, log_line
 from .last_run import LastRun
 from .recording import MATCHING, Recording
 
-# The share of a run's time from which on a hint says that matching is slow.
 _MUCH = 0.1
+"""If matching takes more than this share of a run's time, a hint says so."""
 
 _MANY, _ENOUGH = 16, 12
-"""Of how many steps merging in whole stacks is no better than fewer, and how many are enough
-(benchmarks/FIDELITY.md)."""
+"""From ``_MANY`` steps on, merging whole stacks is no better than taking fewer steps; a hint then
+recommends ``_ENOUGH`` steps (benchmarks/FIDELITY.md)."""
 
 
 PictureAt = Callable[[float], np.ndarray]
-"""Returns the frame of a decoded video at a place from 0, its first, to 1, its last.
+"""Returns a frame of a decoded video, given its position from 0 (first frame) to 1 (last frame).
 
 ``[height, width, channels]`` float from 0 to 1.
 """
@@ -55,7 +55,7 @@ NO_RUN = (
 
 
 def notice(title: str, *sentences: str) -> Page:
-    """A report that says why there is nothing to report."""
+    """A page that says why there is nothing to report."""
     return Page(drawing.card(title, sentences), "\n".join(sentences))
 
 
@@ -70,14 +70,14 @@ def report_of(
     """The report of a run.
 
     Args:
-        run: what was kept of it.
-        view: one of the choices of :data:`tome_nodes.settings.options.VIEW`. Where the run has
-            nothing to show in it, the picture says why.
-        level: which feature maps to draw, by how many times smaller than the latent; -1 is the
-            largest.
-        step: which step to draw, counted from 1; -1 is the last that merged.
-        picture_at: the decoded picture to draw under a map.
-        frame: which frame of the latent of a video to draw, counted from 1; -1 is the middle one.
+        run: the record of the run.
+        view: one of the choices of :data:`tome_nodes.settings.options.VIEW`. If the run has
+            nothing to show in this view, the picture says why.
+        level: which feature maps to draw, by how many times smaller than the latent they are; -1
+            for the largest.
+        step: which step to draw, counted from 1; -1 for the last that merged.
+        picture_at: returns the decoded picture to draw under a map.
+        frame: which frame of a video's latent to draw, counted from 1; -1 for the middle one.
     """
     lines = in_words(run)
     recording = run.recording
@@ -95,7 +95,7 @@ def report_of(
 
 
 def tuning_page(found: Found) -> Page:
-    """What ToMe Tune found, with all that it tried."""
+    """The page of ToMe Tune: what it found, and everything that it tried."""
     lines = tuning_words.in_words(found)
     if not found.figures:
         return Page(drawing.card("ToMe Tune", lines), "\n".join(lines))
@@ -127,10 +127,7 @@ def tuning_page(found: Found) -> Page:
 
 
 def in_words(run: LastRun) -> list[str]:
-    """The report of a run, line by line.
-
-    First what happened, then whether it helped, what to do next, and the rest.
-    """
+    """The report of a run, line by line: what happened, whether it helped, what to do, the rest."""
     counts, recording, hint = run.counts, run.recording, hint_for(run)
     saves = run.obstacle is None
     is_merged = saves and counts.merged_anything
@@ -163,7 +160,7 @@ def in_words(run: LastRun) -> list[str]:
 
 
 def hint_for(run: LastRun) -> str | None:
-    """What to change if the settings gain nothing, or less than they could."""
+    """What to change, if the settings gain nothing or less than they could; else None."""
     config, counts, strategy = run.config, run.counts, strategy_class(run.config)
     largest = max(counts.lengths, default=counts.largest_grid)
     if run.worth_from and 0 < largest < run.worth_from:

@@ -1,7 +1,7 @@
 """A sampling run in detail: which tokens merged in each step, and how long everything took.
 
-A recorder watches a run only if a ToMe Report is connected. It waits for the device only once the
-run is over, and then copies everything at once.
+A run is recorded only if a ToMe Report is connected. So as not to slow the run down, the recorder
+waits for the device only afterwards, and then copies everything at once.
 """
 
 import time
@@ -27,7 +27,7 @@ _TIMED: Mapping[str, str] = {
     **dict.fromkeys(("merge", "merge_inputs", "merge_keys", "merge_values"), MERGING),
     **dict.fromkeys(("unmerge", "add_change"), UNMERGING),
 }
-"""The methods of a plan to time."""
+"""The methods of a plan to time, and the name under which their time is summed up."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class BlockStep:
     """A transformer block in one step.
 
     Attributes:
-        before: tokens that entered it.
-        after: tokens that it, or modules in it, ran on.
+        before: number of tokens that entered it.
+        after: number of tokens that it, or modules in it, ran on.
         seconds: its duration, None if it could not be measured.
     """
 
@@ -51,12 +51,13 @@ class Recording:
 
     Attributes:
         latent: the grid of the latent.
-        slots: by step and feature map, the slot of each token in the first sample of the batch,
-            ``[frames, height, width]`` int64, in the block that merged first.
-        blocks: the blocks in each step, by name and step.
+        slots: by step and grid, the slot of each token, ``[frames, height, width]`` int64. It is
+            taken from the first sample of the batch and the first block that merged the grid.
+        blocks: what each block did, by its name and the step.
         seconds: time from the first evaluation of the model to the end of the run.
-        overhead: seconds of ``matching``, ``merging`` and ``unmerging`` therein, None if they could
-            not be measured: in a compiled model, and on devices other than a CPU or CUDA.
+        overhead: how many of these seconds ``matching``, ``merging`` and ``unmerging`` took. None
+            if that could not be measured: in a compiled model, or on a device that is neither a
+            CPU nor CUDA.
     """
 
     latent: Grid
@@ -67,9 +68,9 @@ class Recording:
 
     @property
     def levels(self) -> dict[int, Grid]:
-        """The feature maps that merged, by how many times smaller than the latent they are."""
+        """The grids that merged, by how many times smaller than the latent they are."""
         grids = {grid for _, grid in self.slots}
-        # Areas of a picture can round to the same level; the largest then represents it.
+        # Two grids can round to the same level; the larger then represents it.
         by_size = sorted(grids, key=lambda grid: grid.tokens)
         levels = {self._level(grid): grid for grid in by_size}
         return dict(sorted(levels.items()))
@@ -84,7 +85,7 @@ class Recorder(Observer):
     follows_blocks = True
 
     def __init__(self, latent: Grid, device: torch.device):
-        """Begin with the first evaluation of a model, for ``latent`` on ``device``."""
+        """Start recording, just before the first evaluation of a model on ``device``."""
         self._step = 0
         self._latent = latent
         self._clock = Clock(device)
@@ -110,8 +111,8 @@ class Recorder(Observer):
         return timed_forward
 
     def time(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function, add its time to that of ``name`` if it can be measured, and return."""
-        # Traced code runs once, and not when the model runs.
+        """Call a function and return its result; add its time to ``name`` if it can be measured."""
+        # While torch.compile traces the code, the model does not run.
         if torch.compiler.is_compiling() or not self._clock.can_measure:
             return function(*args, **kwargs)
         start = self._clock.now()
@@ -135,7 +136,7 @@ class Recorder(Observer):
                     self._slots[place] = slots.view(sides)
 
     def finish(self) -> Recording:
-        """The recording, as plain numbers."""
+        """End the recording, and return it as plain numbers."""
         self._clock.wait()
         seconds = time.perf_counter() - self._started
         by_name: dict[str, float] = dict.fromkeys((MATCHING, MERGING, UNMERGING), 0.0)
@@ -158,12 +159,12 @@ class Recorder(Observer):
 
 
 def _counted_from_0(slots: np.ndarray) -> np.ndarray:
-    """The slots of one picture, numbered from 0 instead of from the tokens before the picture."""
+    """The slots of one picture, renumbered from 0: tokens before the picture have slots too."""
     return slots - slots.min()
 
 
 class _WatchedPlan:
-    """A plan whose merging and unmerging are timed; all else is the plan's own."""
+    """A plan whose merging and unmerging are timed; everything else is forwarded to the plan."""
 
     def __init__(self, plan: Plan, recorder: Recorder):
         self._plan = plan

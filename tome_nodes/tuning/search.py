@@ -1,7 +1,7 @@
-"""Which settings to try next, and which of those tried to take: a search on figures alone.
+"""Decide which settings to try next, and which of those tried to take, from figures alone.
 
 A ladder is a preset at rising ratios: each rung is faster than the one below it and changes the
-picture more. So halving the range finds the rung at which a wish begins to hold, or ceases to.
+picture more. So bisection finds the rung from which, or up to which, a wish is fulfilled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,16 @@ from typing import Any
 SPEED, LIKENESS = "speed", "likeness"
 
 FASTER = 1.03
-"""Times as fast as the unpatched model from which settings count as faster, not as noise."""
+"""Settings at least this many times as fast as the unpatched model are faster; less is noise.
+
+Two speeds that differ by less than this factor count as equal.
+"""
 
 ALIKE = 1.05
-"""Two changes that differ by less than this factor count as equal; speeds, by :data:`FASTER`."""
+"""Two changes that differ by less than this factor count as equal."""
 
-# For a higher speed, merging in attention alone is rarely enough in a picture.
 _MODEST = 1.25
+"""The highest speed that merging in attention alone usually reaches in a picture."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Candidate:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options that it sets, by name."""
+        """These settings as inputs of the node, by name."""
         return {"preset": self.preset, "ratio": self.ratio}
 
     def __str__(self) -> str:
@@ -43,12 +46,11 @@ class Candidate:
 
 Ladder = Sequence[Candidate]
 Figures = Mapping[Candidate, "Measured"]
-"""What is known of the settings that were tried."""
+"""What was measured, by the settings that were tried."""
 
-# Neither quality, whose points balanced has too (benchmarks/FIDELITY.md), nor paper.
+# Preset quality offers nothing that balanced does not (benchmarks/FIDELITY.md).
 BALANCED: Ladder = [Candidate("balanced", ratio) for ratio in (0.3, 0.45, 0.6, 0.75, 0.85)]
 FAST: Ladder = [Candidate("fast", ratio) for ratio in (0.3, 0.4, 0.5, 0.6, 0.7)]
-LADDERS = (BALANCED, FAST)
 
 UNPATCHED = Candidate("balanced", 0.0)
 """Settings that merge nothing."""
@@ -59,12 +61,12 @@ class Measured:
     """What a trial of some settings found.
 
     Attributes:
-        seconds: of a run with them, over the steps of the unpatched run.
-        unpatched: the same without them.
-        change: the root mean square of what they change in the latent at the end, in standard
-            deviations of the unpatched one.
+        seconds: the time of a run with the settings, divided by the steps of the unpatched run.
+        unpatched: the time of the unpatched run, divided by its steps.
+        change: the root mean square difference between the final latents of the two runs, in
+            standard deviations of the unpatched one.
         obstacle: why nothing merged, or the error of the trial; None if there is neither.
-        has_failed: whether it is an error, which need not happen again.
+        has_failed: whether the obstacle is an error, which another trial may not have.
     """
 
     seconds: float
@@ -75,16 +77,16 @@ class Measured:
 
     @property
     def speed(self) -> float:
-        """Times as fast as the unpatched model."""
+        """How many times as fast as the unpatched model it is."""
         return self.unpatched / self.seconds
 
     @property
     def is_faster(self) -> bool:
-        """Whether it gains more than noise."""
+        """Whether it is faster than the unpatched model by more than noise."""
         return self.obstacle is None and self.speed >= FASTER
 
     def beats(self, other: "Measured") -> bool:
-        """Whether it is as fast as another, and changes no more."""
+        """Whether it is about as fast as another, or faster, and changes the picture no more."""
         is_as_fast = self.is_faster and FASTER * self.speed >= other.speed
         return is_as_fast and self.change <= other.change
 
@@ -94,9 +96,9 @@ class Wish:
     """What settings should do.
 
     Attributes:
-        goal: :data:`SPEED`, for the least change at a speed; :data:`LIKENESS`, for the highest
-            speed at a change.
-        amount: the speed, 1 being that of the unpatched model, or the change.
+        goal: :data:`SPEED` for the least change at a speed of at least ``amount``;
+            :data:`LIKENESS` for the highest speed at a change of at most ``amount``.
+        amount: a speed or a change, as in :class:`Measured`.
     """
 
     goal: str
@@ -104,26 +106,23 @@ class Wish:
 
     @property
     def needs_nothing(self) -> bool:
-        """Whether the unpatched model fulfils it best."""
+        """Whether the unpatched model fulfils the wish best."""
         return self.amount <= (1.0 if self.goal == SPEED else 0.0)
 
     def holds(self, measured: Measured) -> bool:
-        """Whether some settings fulfil it."""
+        """Whether settings with these figures fulfil the wish."""
         if self.goal == SPEED:
             return measured.is_faster and measured.speed >= self.amount
         return measured.is_faster and measured.change <= self.amount
 
     def is_passed(self, measured: Measured) -> bool:
-        """Whether settings are beyond what was asked for, and so are those of higher ratios.
-
-        That is, they are fast enough, or change too much.
-        """
+        """Whether higher ratios are no better, as this one is fast enough or changes too much."""
         if self.goal == SPEED:
             return measured.speed >= max(self.amount, FASTER)
         return measured.change > self.amount
 
     def best(self, figures: Figures) -> Candidate | None:
-        """The settings that fulfil it best, None if none do; of equal ones, the gentler."""
+        """The settings that fulfil the wish best, None if none do; of equal ones, the gentlest."""
         fulfil = {each: measured for each, measured in figures.items() if self.holds(measured)}
         if self.goal == LIKENESS:
             return _fastest(fulfil)
@@ -133,7 +132,7 @@ class Wish:
 
 
 def _fastest(figures: Figures) -> Candidate | None:
-    """The fastest of some settings; of equal ones, the one that changes least."""
+    """The fastest settings; of equally fast ones, those that change least."""
     most = max((measured.speed for measured in figures.values()), default=0.0)
     equal = [each for each, measured in figures.items() if FASTER * measured.speed >= most]
     return min(equal, key=lambda each: (figures[each].change, *_gentleness(each)), default=None)
@@ -146,20 +145,19 @@ def _gentleness(candidate: Candidate) -> tuple[bool, float]:
 def choose(wish: Wish, figures: Figures) -> Candidate | None:
     """The settings to take, of those tried; None for the unpatched model.
 
-    Where none is fast enough, the fastest. Where none that is faster than the unpatched model
-    changes as little as wished for, that model.
+    If none fulfil a wish for speed, take the fastest of those faster than the unpatched model. If
+    none fulfil a wish for likeness, take that model: a slower run is better than a larger change.
     """
     if wish.needs_nothing:
         return None
     best = wish.best(figures)
-    # Who asks for likeness prefers a slower run to a larger change.
     if best is not None or wish.goal == LIKENESS:
         return best
     return _fastest({each: measured for each, measured in figures.items() if measured.is_faster})
 
 
 def next_candidate(wish: Wish, figures: Figures, ladders: Sequence[Ladder]) -> Candidate | None:
-    """The settings to try next, None if the best that fulfil a wish are known."""
+    """The settings to try next, None if those that fulfil a wish best are known."""
     if wish.needs_nothing:
         return None
     best = wish.best(figures)
@@ -174,7 +172,8 @@ def next_candidate(wish: Wish, figures: Figures, ladders: Sequence[Ladder]) -> C
         high = min(passed, default=len(ladder))
         if low < high and not (bound is not None and _is_beaten(wish, known, low, high, bound)):
             if bound is not None and not known:
-                # The rung most likely to show that this ladder has nothing better.
+                # Other settings fulfil the wish already. This is the rung most likely to show that
+                # this ladder has nothing better.
                 return ladder[low if wish.goal == SPEED else high - 1]
             return ladder[(low + high) // 2]
     return None
@@ -183,9 +182,12 @@ def next_candidate(wish: Wish, figures: Figures, ladders: Sequence[Ladder]) -> C
 def _is_beaten(
     wish: Wish, known: Mapping[int, Measured], low: int, high: int, bound: Measured
 ) -> bool:
-    """Whether no rung from ``low`` to ``high`` can be better than what fulfils the wish already."""
+    """Whether no rung from ``low`` to below ``high`` can be better than ``bound``, which holds.
+
+    A rung changes more than any below it, and is slower than any above it. ``known`` is what was
+    measured, by rung.
+    """
     if wish.goal == SPEED:
-        # All of them change more than any rung below.
         return any(measured.change >= bound.change for i, measured in known.items() if i < low)
     return any(measured.speed <= bound.speed for i, measured in known.items() if i >= high)
 
@@ -196,16 +198,16 @@ def find(
     ladders: Sequence[Ladder],
     trial: Callable[[Candidate], Measured],
 ) -> dict[Candidate, Measured]:
-    """Try settings until the best that fulfil a wish are known.
+    """Try settings until those that fulfil a wish best are known.
 
     Args:
-        wish: what they should do.
-        figures: what is known already.
-        ladders: settings that may be tried.
+        wish: what the settings should do.
+        figures: what was measured before.
+        ladders: the settings that may be tried.
         trial: measures some settings.
 
     Returns:
-        What is known then.
+        ``figures`` and what was measured now.
     """
     known = dict(figures)
     while (candidate := next_candidate(wish, known, ladders)) is not None:

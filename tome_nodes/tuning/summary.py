@@ -17,12 +17,12 @@ class Found:
     """The result of a search for settings.
 
     Attributes:
-        wish: what they should do.
-        figures: what is known of those that were tried.
-        instead: what is known of what else the user could take, by name; empty where settings are
-            not as like as wished for.
+        wish: what the settings should do.
+        figures: what was measured, by the settings that were tried.
+        instead: what was measured of alternatives to merging, by name; empty if the wish was for
+            likeness and nothing fulfils it.
         runs: how many sampling runs the trials took; 0 if there were none.
-        date: the day on which it was measured, if it was on an earlier one.
+        date: the day of the measurements, if there were no trials now; else empty.
         obstacle: why nothing was tried, None if something could be.
     """
 
@@ -40,17 +40,25 @@ class Found:
 
     @property
     def measured(self) -> Measured | None:
-        """What is known of them."""
+        """What was measured of :attr:`candidate`, None for the unpatched model."""
         return None if self.candidate is None else self.figures[self.candidate]
 
 
 def in_words(found: Found) -> list[str]:
-    """What was found, line by line: the result first, then what was tried."""
-    return [*result(found), *_instead(found), *_tried(found), *_trials(found)]
+    """What was found, line by line: first the result, then what was tried."""
+    lines = [*result(found)]
+    lines += [f"Instead {_figures(name, measured)}" for name, measured in found.instead.items()]
+    in_order = sorted(found.figures, key=lambda each: (each.preset, each.ratio))
+    lines += [f"Tried {_line(candidate, found.figures)}" for candidate in in_order]
+    if found.runs:
+        lines.append(f"Trials: as long as {found.runs:.1f} sampling runs")
+    elif found.date:
+        lines.append(f"No trials: measured on {found.date}; set measure_again to measure anew")
+    return lines
 
 
 def result(found: Found) -> Iterator[str]:
-    """The settings to take, and what they do; or why there are none."""
+    """The settings to take and what they do, or why there are none."""
     wish, figures, candidate = found.wish, found.figures, found.candidate
     if found.obstacle is not None:
         yield f"Unpatched: {found.obstacle}."
@@ -68,7 +76,7 @@ def result(found: Found) -> Iterator[str]:
         )
         yield f"Unpatched: nothing that is faster has {_wished(wish)}."
         yield f"Nearest: {_line(gentlest, figures)}."
-        # As fine as the input is.
+        # Rounded up to the step of the input.
         allowed = ceil(100 * figures[gentlest].change) / 100
         yield f"Hint: set change to {allowed:.2f} to take it."
     else:
@@ -79,7 +87,10 @@ def result(found: Found) -> Iterator[str]:
 
 
 def _better(found: Found) -> Iterator[str]:
-    """What to take instead of the settings found, or of none, if anything."""
+    """Which alternative to take instead of the settings found, if one is better.
+
+    If no settings were found, it is one that fulfils the wish.
+    """
     wish, measured, instead = found.wish, found.measured, found.instead
     if measured is None:
         fulfil = {name: each for name, each in instead.items() if wish.holds(each)}
@@ -102,11 +113,6 @@ def _better(found: Found) -> Iterator[str]:
         yield f"Hint: take {least} instead, which is as fast and changes less."
     elif instead:
         yield "Nothing else that was tried is as fast and changes less."
-
-
-def _instead(found: Found) -> Iterator[str]:
-    for name, measured in found.instead.items():
-        yield f"Instead {_figures(name, measured)}"
 
 
 def _why_not(figures: Figures) -> str:
@@ -135,15 +141,3 @@ def _figures(name: str, measured: Measured) -> str:
 
 def _outcome(measured: Measured) -> str:
     return "trial failed" if measured.has_failed else "nothing merged"
-
-
-def _tried(found: Found) -> Iterator[str]:
-    for candidate in sorted(found.figures, key=lambda each: (each.preset, each.ratio)):
-        yield f"Tried {_line(candidate, found.figures)}"
-
-
-def _trials(found: Found) -> Iterator[str]:
-    if found.runs:
-        yield f"Trials: as long as {found.runs:.1f} sampling runs"
-    elif found.date:
-        yield f"No trials: measured on {found.date}; set measure_again to measure anew"

@@ -1,4 +1,4 @@
-"""What is known about each kind of ComfyUI model, and which kind a model is of."""
+"""Records of the kinds of ComfyUI models, and the choice of the record for a model."""
 
 from torch import nn
 
@@ -8,14 +8,14 @@ from .unet import UNET
 from .unknown import unknown_transformer
 
 RECORDS: tuple[ComfyRecord, ...] = (UNET, *TRANSFORMERS)
-"""In order: the first that matches a model is used."""
+"""All records; the first that matches a model is used."""
 
 
 def record_of(model: nn.Module) -> ComfyRecord:
     """The record of a diffusion model.
 
     Raises:
-        ValueError: it is refused, or has no blocks. The message names its class.
+        ValueError: the model is refused, or has no blocks. The message names its class.
     """
     name = type(model).__name__
     if (why := REFUSED.get(class_name(model))) is not None:

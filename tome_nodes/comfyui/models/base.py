@@ -1,4 +1,4 @@
-"""What is known about ComfyUI's models in general: their inputs, and other nodes' patches."""
+"""What records of ComfyUI's models share: their interface, and the inputs of a model."""
 
 import inspect
 from collections.abc import Mapping
@@ -16,29 +16,14 @@ REASONS = Reasons(
     attention_replaced="other nodes replace the attention of the transformer blocks",
 )
 
-_BLOCK_PATCHES = (
-    "attn1_patch",
-    "attn1_output_patch",
-    "attn2_patch",
-    "attn2_output_patch",
-    "middle_patch",
-)
-"""Patches of other nodes that see the tokens inside a block."""
-
-
-def patches_blocks(options: Mapping[str, Any]) -> bool:
-    """Whether a patch of another node in the transformer options sees the inside of blocks."""
-    patches = options.get("patches")
-    return patches is not None and any(patches.get(name) for name in _BLOCK_PATCHES)
-
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """The inputs of a model evaluation.
 
     Attributes:
-        shape: that of the latent, or of the part of it that is evaluated: batch, channels, frames
-            if it is a video, height, width.
+        shape: the shape of the latent, or of the part of it that is evaluated: batch, channels,
+            frames if it is a video, height, width.
         conditions: the other arguments of the model, by name.
     """
 
@@ -46,7 +31,7 @@ class Inputs:
     conditions: Mapping[str, Any]
 
     def tensors(self, name: str) -> list[Any]:
-        """The tensors of a condition that is a tensor or a list of them; empty if not given."""
+        """A condition that is a tensor or a list of tensors, as a list; empty if it is missing."""
         found = self.conditions.get(name)
         if found is None:
             return []
@@ -58,7 +43,7 @@ class ComfyRecord(ModelRecord, Protocol):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the log says about models of this kind, in a few words each."""
+        """What the log is to say about models of this kind, in a few words each."""
 
     def matches(self, model: nn.Module) -> bool:
         """Whether a model is of this kind."""
@@ -67,19 +52,19 @@ class ComfyRecord(ModelRecord, Protocol):
         """The pictures in the sequence of a transformer, in order; none for a UNet."""
 
     def changed_part(self, model: Any) -> str | None:
-        """The first part of a model that is not as this record knows it, None if all are."""
+        """The name of the first part of a model that has changed in ComfyUI, None if none has."""
 
     def obstacle(self, model: nn.Module) -> str | None:
-        """Why no block of a model can merge as the model is now, None if one perhaps can."""
+        """Why nothing in a model can merge in its current state, None if something may."""
 
     def options(self, options: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
-        """The transformer options for an evaluation that merges."""
+        """The transformer options for an evaluation that merges, made from those given."""
 
 
 def takes(module: nn.Module, *names: str) -> bool:
     """Whether a module can be called with arguments of these names.
 
-    One that another node has put in place of the host's is not looked at.
+    A module that is not ComfyUI's own is not checked: another node has put it there.
     """
     kind: Any = type(module)
     if not kind.__module__.startswith("comfy."):

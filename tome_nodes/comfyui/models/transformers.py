@@ -1,6 +1,6 @@
-"""ComfyUI's transformers, one record for each kind: its blocks, and where its pictures are.
+"""The records of ComfyUI's transformers: the blocks of each kind, and where its pictures are.
 
-Tokens merge where a block calls attention, so a record needs nothing else.
+Tokens merge where a block calls attention, so little else has to be known.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from ..attention import merge_attention, stored_attention
 from .base import REASONS, Inputs, class_name, takes
 
 Pictures = Callable[[Any, Inputs], Iterable[Picture]]
-"""Returns the pictures in the sequence of a model, in order."""
+"""Returns the pictures in the sequence of a model, in order, given the model and its inputs."""
 
 
 def _merging(block: AttentionBlock, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -29,13 +29,13 @@ def _merging(block: AttentionBlock, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _picture_start(kwargs: Mapping[str, Any]) -> int | None:
-    """Some models say where their picture begins."""
+    """Where the picture begins, if the model says so in the transformer options."""
     span = (kwargs.get("transformer_options") or {}).get("img_slice")
     return None if span is None else span[0]
 
 
 HOST = AttentionHost(REASONS, _merging, _picture_start, stored_attention=stored_attention)
-"""Attention reads the transformer options, a keyword argument of the module that calls it."""
+"""The module that calls attention gets the transformer options as a keyword argument."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Transformer(TransformerRecord):
     """Models of one kind.
 
     Attributes:
-        classes: their full names, below ``comfy.ldm``.
+        classes: the full names of their classes, without ``comfy.ldm.``.
         pictures_of: returns the pictures in the sequence of a model.
     """
 
@@ -54,7 +54,7 @@ class Transformer(TransformerRecord):
 
     @property
     def model_classes(self) -> tuple[str, ...]:
-        """Full names of the classes. None is imported, as an older host may lack it."""
+        """The full names of the classes. They are not imported: an older ComfyUI may lack one."""
         return tuple(f"comfy.ldm.{name}" for name in self.classes)
 
     def matches(self, model: nn.Module) -> bool:
@@ -90,16 +90,16 @@ class Transformer(TransformerRecord):
 
 
 def _is_of_the_host(block: nn.Module) -> bool:
-    """Whether a block is of a class of ComfyUI, or of one made from it."""
+    """Whether the class of a block is ComfyUI's, or derived from one of ComfyUI's."""
     return any(each.__module__.startswith("comfy.") for each in type(block).__mro__)
 
 
 def grid_of(shape: Sequence[int], patch: Any) -> Grid:
-    """The grid of the tokens of a latent, with sides padded to whole patches.
+    """The grid of the tokens of a latent whose sides are padded to whole patches.
 
     Args:
         shape: batch, channels, frames if it is a video, height, width.
-        patch: the side of a patch; or its height and width; or its frames, height and width.
+        patch: the side of a patch; its height and width; or its frames, height and width.
     """
     sides = (patch, patch) if isinstance(patch, int) else tuple(patch)
     deep, high, wide = (1, *sides)[-3:]
@@ -108,39 +108,39 @@ def grid_of(shape: Sequence[int], patch: Any) -> Grid:
 
 
 def one_picture(patch: str | int) -> Pictures:
-    """For models with the latent only; ``patch`` is the side of a patch or an attribute's name."""
+    """For models whose only picture is the latent.
+
+    ``patch`` is the side of a patch, or the attribute of the model that has its size.
+    """
 
     def pictures(model: Any, inputs: Inputs) -> Iterator[Picture]:
-        yield Picture(grid_of(inputs.shape, _patch(model, patch)))
+        size = patch if isinstance(patch, int) else getattr(model, patch)
+        yield Picture(grid_of(inputs.shape, size))
 
     return pictures
-
-
-def with_references(
-    patch: str | int, references_first: bool = False, condition: str = "ref_latents"
-) -> Pictures:
-    """For models whose reference pictures, a condition, come after the picture or before it."""
-
-    def pictures(model: Any, inputs: Inputs) -> list[Picture]:
-        latent = Picture(grid_of(inputs.shape, _patch(model, patch)))
-        references = [
-            Picture(grid_of(each.shape, _patch(model, patch))) for each in inputs.tensors(condition)
-        ]
-        return [*references, latent] if references_first else [latent, *references]
-
-    return pictures
-
-
-def _patch(model: Any, patch: str | int) -> Any:
-    return patch if isinstance(patch, int) else getattr(model, patch)
 
 
 def _still(grid: Grid) -> list[Picture]:
-    """One picture for each frame, if frames do not form a video, such as layers."""
+    """One picture for each frame. For frames that are not a video, such as layers."""
     return [Picture(Grid(grid.height, grid.width))] * grid.frames
 
 
+def _flux(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """References come after the latent."""
+    yield Picture(grid_of(inputs.shape, model.patch_size))
+    for each in inputs.tensors("ref_latents"):
+        yield Picture(grid_of(each.shape, model.patch_size))
+
+
+def _hunyuan_video(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """A reference comes before the latent."""
+    for each in inputs.tensors("ref_latent"):
+        yield Picture(grid_of(each.shape, model.patch_size))
+    yield Picture(grid_of(inputs.shape, model.patch_size))
+
+
 def _qwen(model: Any, inputs: Inputs) -> Iterator[Picture]:
+    """The frames of a latent are layers. References come after them."""
     yield from _still(grid_of(inputs.shape, model.patch_size))
     for each in inputs.tensors("ref_latents"):
         yield from _still(grid_of(each.shape, model.patch_size))
@@ -167,14 +167,14 @@ def _krea(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 
 def _hidream(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    """A picture to edit is to the right of the one that is sampled, as part of it."""
+    """The sampled picture and a picture to edit are one picture, the latter on the right."""
     *other, width = inputs.shape
     width += sum(each.shape[-1] for each in inputs.tensors("image_cond"))
     yield Picture(grid_of((*other, width), model.patch_size))
 
 
 def _hidream_o1(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    """Patches of references come after it, and never merge."""
+    """Patches of references come after the latent, and never merge."""
     behind = sum(each.shape[1] for each in inputs.tensors("ref_patches"))
     yield Picture(grid_of(inputs.shape, model.patch_size), behind)
 
@@ -213,7 +213,7 @@ def _wan_frames(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 
 def _ltx(model: Any, inputs: Inputs) -> Iterator[Picture]:
-    """Keyframes are the last frames. Some of their tokens may be left out, so they never merge."""
+    """The last frames are keyframes. They never merge, as some of their tokens may be left out."""
     frames, height, width = inputs.shape[-3:]
     keyframes = sum(
         -(-each.shape[2] // (height * width)) for each in inputs.tensors("keyframe_idxs")
@@ -228,7 +228,7 @@ def _cosmos(model: Any, inputs: Inputs) -> Iterator[Picture]:
 
 FLUX = Transformer(
     ("flux.model.Flux",),
-    with_references("patch_size"),
+    _flux,
     blocks=("double_blocks", "single_blocks"),
     at_end=True,
 )
@@ -326,7 +326,7 @@ SCAIL = Transformer(
 )
 HUNYUAN_VIDEO = Transformer(
     ("hunyuan_video.model.HunyuanVideo",),
-    with_references("patch_size", references_first=True, condition="ref_latent"),
+    _hunyuan_video,
     blocks=("double_blocks", "single_blocks"),
     at_end=True,
 )
@@ -353,7 +353,7 @@ TRANSFORMERS = (
     *(FLUX, CHROMA, SD3, QWEN_IMAGE, QWEN_IMAGE_21, SENSENOVA, LUMINA, KREA, HIDREAM, HIDREAM_O1),
     *(WAN, WAN_ANIMATE_2, WAN_SOUND, SCAIL, HUNYUAN_VIDEO, LTX, COSMOS_PREDICT, MINIMAX),
 )
-"""All records. Whatever is not among them is asked where its pictures are."""
+"""All records of transformers. Other transformers are asked where their pictures are."""
 
 _NO_OPTIONS = "its attention cannot be reached: ComfyUI does not hand it the transformer options"
 _NO_PICTURE = "it makes no picture"
@@ -378,4 +378,4 @@ REFUSED: Mapping[str, str] = {
         "triposplat.model.LatentSeqMMFlowModel": _NO_PICTURE,
     }.items()
 }
-"""Why other classes of the host cannot merge, by full name."""
+"""Why models of some classes cannot merge, by the full name of the class."""

@@ -12,10 +12,19 @@ from ...merging.layout import Picture
 from ...patching.blocks import Evaluation, Stack
 from ...patching.merge_modules import ModuleBlock, UNetRecord, stacks_by_level
 from ..attention import weigh_attention
-from .base import REASONS, Inputs, patches_blocks, takes
+from .base import REASONS, Inputs, takes
 
 REPLACED = "another node replaces the attention function"
-"""The reason for unweighted keys, until our attention override runs."""
+"""The reason noted for unweighted keys. Our attention override clears it when it runs."""
+
+_BLOCK_PATCHES = (
+    "attn1_patch",
+    "attn1_output_patch",
+    "attn2_patch",
+    "attn2_output_patch",
+    "middle_patch",
+)
+"""Patches of other nodes that see the tokens inside a block."""
 
 Options = dict[str, Any] | None
 Shape = Sequence[int] | None
@@ -35,7 +44,8 @@ def _needs_all_tokens(
 ) -> bool:
     """Whether another node patches the inside of this block, or of all blocks."""
     options = transformer_options or {}
-    if patches_blocks(options):
+    patches = options.get("patches") or {}
+    if any(patches.get(name) for name in _BLOCK_PATCHES):
         return True
     replaced = options.get("patches_replace")
     if not replaced:
@@ -55,7 +65,7 @@ def _weigh_keys(block: ModuleBlock, kwargs: dict[str, Any], log_sizes: Tensor) -
 
 
 def _changed_part(block: Any) -> str | None:
-    """The part of a block that is not as this file knows it, None if all are."""
+    """The part of a block that has changed in ComfyUI, None if none has."""
     if not takes(block, "x", "context", "transformer_options"):
         return ".forward"
     for name in ("attn1", "attn2", "ff", "disable_self_attn"):

@@ -1,4 +1,4 @@
-"""Transformers without a record: what does not have to be known about them."""
+"""A record for transformers that have none of their own."""
 
 from dataclasses import dataclass, replace
 
@@ -21,15 +21,16 @@ class UnknownTransformer(Transformer):
         return None
 
     def answered(self, stacks: tuple[str, ...], passes_options: bool) -> "UnknownTransformer":
-        """The same with only the lists whose blocks attend to a picture, if any was found.
+        """This record with what an answer says.
 
         Args:
-            stacks: the names of these lists.
+            stacks: the names of the lists whose blocks attend to a picture. If there are none, all
+                lists are kept.
             passes_options: see :class:`tome_nodes.patching.merge_attention.TransformerRecord`.
         """
         return replace(self, blocks=stacks or self.blocks, passes_options=passes_options)
 
 
 def unknown_transformer(model: nn.Module) -> UnknownTransformer:
-    """The record of a transformer of which nothing is known."""
+    """The record of a transformer that has no other."""
     return UnknownTransformer((), one_picture(1), blocks=tuple(lists_of(model)))

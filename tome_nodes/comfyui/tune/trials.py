@@ -1,8 +1,8 @@
-"""Try settings on a model of ComfyUI: how long a sampling run takes, and how its picture changes.
+"""Try settings on a ComfyUI model: measure how long a run takes, and how its picture changes.
 
-Each trial is a whole run with the user's own sampler, with everything that other nodes put around
-the model. What merging changes in a single step says little about the picture at the end: an error
-in one step can be gone at the end, or grow.
+Each trial is a whole run with the user's own sampler, and with everything that other nodes put
+around the model. A single step would say little about the final picture: an error in one step may
+vanish by the end, or grow.
 """
 
 import logging
@@ -33,22 +33,22 @@ HOST_NAMES: Mapping[str, list[str]] = {
     "sampler_name": KSampler.SAMPLERS,
     "scheduler": KSampler.SCHEDULERS,
 }
-"""The names that the host has for samplers and schedulers; other nodes add to them."""
+"""ComfyUI's own lists of the names of samplers and schedulers, to which other nodes add."""
 
 EASY_CACHE, BOTH = "EasyCache", "the found settings with EasyCache"
 
 EASY_CACHE_DEFAULTS = (0.2, 0.15, 0.95, False)
 
 _COMPILING = 2.0
-"""A step that takes so many times as long as an unpatched one has compiled something."""
+"""A step that takes more than this many times as long as an unpatched one has compiled code."""
 
 _USUAL_RUNS = 7
-"""How many runs the bar stands for: more are added to it."""
+"""The number of runs for which the progress bar is made."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sampling:
-    """A sampling run, with the inputs of the host's KSampler."""
+    """A sampling run to carry out: the inputs of ComfyUI's KSampler."""
 
     positive: Any
     negative: Any
@@ -63,11 +63,11 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class _Sampled:
-    """A sampling run.
+    """The result of a sampling run.
 
     Attributes:
-        latent: what came out of it; of a video with sound, the video.
-        seconds: of each step.
+        latent: the final latent; of a video with sound, the video.
+        seconds: the time of each step.
     """
 
     latent: Tensor
@@ -75,22 +75,22 @@ class _Sampled:
 
     @property
     def whole(self) -> float:
-        """The seconds of the run, without what is done once in its first step.
+        """The seconds of the run, without work that is done once, in its first step.
 
-        That may be to load the model, to encode the picture of a ControlNet, or to compile.
+        That may be loading the model, encoding the picture of a ControlNet, or compiling.
         """
         first, *others = self.seconds
         return sum(others) + (min(first, mean(others)) if others else first)
 
 
 class Trials:
-    """Trials of settings on one model, for one sampling run, shown as progress of the node.
+    """Trials of settings on one model, for one sampling run. The node shows their progress.
 
     Attributes:
-        steps: of the run, at least 1.
-        shape: that of the latent, with all its samples.
+        steps: the number of steps of the run, at least 1.
+        shape: the shape of the latent, with all its samples.
         is_empty: whether the latent has no picture to start from.
-        steps_taken: how many steps the trials have taken.
+        steps_taken: how many steps the trials have taken so far.
     """
 
     def __init__(self, model: ModelPatcher, sampling: Sampling, clock: Clock | None = None):
@@ -108,7 +108,7 @@ class Trials:
         """Try some settings.
 
         Raises:
-            InterruptProcessingException: the user stopped it.
+            InterruptProcessingException: the user stopped the trial.
         """
         patched = _merging(self._model, candidate)
         measured = self._measured(str(candidate), patched)
@@ -121,18 +121,18 @@ class Trials:
     def instead(
         self, candidate: Candidate | None, speed: float, known: Mapping[str, Measured] = {}
     ) -> dict[str, Measured]:
-        """What the user could take instead of some settings, or with them, by name.
+        """Try the alternatives to some settings; what was measured, by name.
 
-        Fewer steps that take no longer than the settings; the host's EasyCache at its defaults; and
-        if that is faster, both.
+        They are fewer steps that take no longer than the settings; ComfyUI's EasyCache at its
+        defaults; and, if that is faster than the unpatched model, the settings with EasyCache.
 
         Args:
             candidate: the settings; None for the unpatched model.
             speed: how many times as fast as the unpatched model they are, or should be.
-            known: what was measured before, by name, and need not be again.
+            known: what was measured earlier, by name, and is not measured again.
 
         Raises:
-            InterruptProcessingException: the user stopped it.
+            InterruptProcessingException: the user stopped the trials.
         """
         found: dict[str, Measured] = {}
 
@@ -150,7 +150,7 @@ class Trials:
         return found
 
     def _measured(self, name: str, model: ModelPatcher, steps: int | None = None) -> Measured:
-        """A run with a model, next to the unpatched one."""
+        """A run with a model, compared with the unpatched run."""
         plain, steps = self._plain, steps or self.steps
         unpatched = plain.whole / self.steps
         try:
@@ -161,7 +161,7 @@ class Trials:
         except InterruptProcessingException:
             raise
         except Exception as error:
-            # The sampler would fail in the same way: other settings may do better.
+            # Other settings may still work.
             log.warning("[ToMe] %s: %s: %s", name, type(error).__name__, error)
             return _failed(unpatched, f"{type(error).__name__}: {error}")
         change = _distance(sampled.latent, plain.latent)
@@ -169,7 +169,7 @@ class Trials:
             return _failed(unpatched, "the picture is not finite")
         seconds = sampled.whole
         if steps == 1 < self.steps:
-            # Its only step has what is done once, and the steps of the unpatched run do not.
+            # Its only step includes work that is done once; the unpatched step does not.
             seconds = min(seconds, unpatched)
         return Measured(seconds / self.steps, unpatched, change)
 
@@ -177,16 +177,16 @@ class Trials:
     def _plain(self) -> _Sampled:
         """The unpatched run."""
         plain = self._sampled(self._model, self.steps)
-        # An only step has what is done once.
+        # A run of one step includes work that is done once, so it is run again.
         return self._sampled(self._model, self.steps) if self.steps == 1 else plain
 
     def _sampled(self, model: ModelPatcher, steps: int) -> _Sampled:
-        """Sample as the host's KSampler does, without its change of the global random state."""
+        """Sample as ComfyUI's KSampler does, but leave the global random state as it is."""
         sampling, marks = self._sampling, []
 
         def mark(_: int, denoised: Tensor, *others: Any) -> None:
             if not self._clock.can_measure:
-                # Reading a number waits for it.
+                # Without a clock for the device, wait for it by reading a number.
                 denoised.flatten()[0].item()
             marks.append(self._clock.now())
             self.steps_taken += 1
@@ -217,7 +217,7 @@ class Trials:
             )
             end = self._clock.now()
             self._clock.wait()
-        # A sampler may not tell of its steps.
+        # Some samplers never call the callback.
         moments = [start, *(marks or [end])]
         seconds = [self._clock.between(*pair) for pair in pairwise(moments)]
         return _Sampled(attachment.picture_of(latent), seconds)
@@ -228,7 +228,7 @@ class Trials:
 
 
 def _merging(model: ModelPatcher, candidate: Candidate) -> ModelPatcher:
-    """A clone that merges tokens with some settings."""
+    """A clone of a model that merges tokens with some settings."""
     return attachment.attach(model, config_of(**candidate.settings), is_quiet=True)
 
 
@@ -237,13 +237,13 @@ def _failed(unpatched: float, obstacle: str) -> Measured:
 
 
 def _distance(latent: Tensor, plain: Tensor) -> float:
-    """The root mean square of a difference, in standard deviations of the second."""
+    """The root mean square of the difference, in standard deviations of ``plain``."""
     deviation = float(plain.float().std()) or 1.0
     return float((latent.float() - plain.float()).square().mean().sqrt()) / deviation
 
 
 def _with_easy_cache(model: ModelPatcher) -> ModelPatcher | None:
-    """A clone with the host's EasyCache; None if the host has none, or the model has a cache."""
+    """A clone with ComfyUI's EasyCache; None if there is none, or the model has it already."""
     if "easycache" in model.model_options["transformer_options"]:
         return None
     try:
@@ -255,8 +255,8 @@ def _with_easy_cache(model: ModelPatcher) -> ModelPatcher | None:
 
 
 def _latent_for(model: ModelPatcher, given: Mapping[str, Any]) -> Any:
-    """The latent with the channels and size that a model takes, as the host's KSampler has it."""
-    # An earlier host knows only the first.
+    """The latent with the channels and size that a model takes, as in ComfyUI's KSampler."""
+    # An earlier ComfyUI knows only the first, and puts only that into latents.
     names = {"downscale_ratio_spacial", "downscale_ratio_temporal"} & given.keys()
     ratios = {name: given[name] for name in names}
     return comfy.sample.fix_empty_latent_channels(model, given["samples"], **ratios)

@@ -1,4 +1,4 @@
-"""What ToMe Tune measured, kept in a JSON file in ComfyUI's user folder."""
+"""Keep what ToMe Tune measured in a JSON file in ComfyUI's user folder."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,10 +15,10 @@ class Kept:
     """What was measured for one kind of sampling run.
 
     Attributes:
-        date: the day of the last trial, as ``2026-11-23``.
-        figures: what was found.
-        wishes: those whose best settings were looked for.
-        instead: what is known of what a user could take instead of some settings, by name.
+        date: the day of the last trial, such as ``2026-11-23``.
+        figures: what was measured, by settings.
+        wishes: the wishes for which the search was finished.
+        instead: what was measured of the alternatives to some settings, by their names.
     """
 
     date: str = ""
@@ -56,14 +56,18 @@ def _from_json(entry: Mapping[str, Any]) -> Kept:
             _candidate(each): {
                 text(name): _measured(found) for name, found in each["others"].items()
             }
-            # Earlier versions wrote none.
+            # Entries of earlier versions have none.
             for each in entry.get("instead", [])
         },
     )
 
 
 def _candidate(entry: Mapping[str, Any]) -> Candidate:
-    return Candidate(_preset(entry["preset"]), _ratio(entry["ratio"]))
+    preset = entry["preset"]
+    if preset not in PRESETS:
+        raise ValueError(f"there is no preset {preset!r}")
+    OPTIONS["ratio"].check(entry["ratio"])
+    return Candidate(str(preset), float(entry["ratio"]))
 
 
 def _measured(entry: Mapping[str, Any]) -> Measured:
@@ -74,17 +78,6 @@ def _measured(entry: Mapping[str, Any]) -> Measured:
         number(entry["change"]),
         None if obstacle is None else text(obstacle),
     )
-
-
-def _preset(value: Any) -> str:
-    if value not in PRESETS:
-        raise ValueError(f"there is no preset {value!r}")
-    return str(value)
-
-
-def _ratio(value: Any) -> float:
-    OPTIONS["ratio"].check(value)
-    return float(value)
 
 
 FILE = UserFile(
@@ -98,10 +91,10 @@ FILE = UserFile(
 
 
 def read(key: Mapping[str, Any]) -> Kept:
-    """What is kept for a kind of sampling run; empty if nothing is, or the file cannot be used."""
+    """What is kept for a kind of sampling run; empty if nothing is, or if the file is unusable."""
     return (FILE.read() or {}).get(line_of(key), Kept())
 
 
 def write(key: Mapping[str, Any], kept: Kept) -> None:
-    """Keep what was measured for a kind of sampling run, in place of what was kept for it."""
+    """Keep what was measured for a kind of sampling run, in place of an earlier entry."""
     FILE.keep(key, kept)

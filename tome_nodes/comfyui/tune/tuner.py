@@ -1,4 +1,4 @@
-"""Find the settings that fulfil a wish on a model of ComfyUI, by trials or by what is kept."""
+"""Find the settings that fulfil a wish on a ComfyUI model, by trials or from earlier ones."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,17 @@ from comfy.model_management import InterruptProcessingException, get_torch_devic
 from comfy.model_patcher import ModelPatcher
 from comfyui_version import __version__ as comfyui_version
 
-from ...tuning.search import LADDERS, SPEED, UNPATCHED, Ladder, Measured, Wish, choose, find
+from ...tuning.search import (
+    BALANCED,
+    FAST,
+    SPEED,
+    UNPATCHED,
+    Ladder,
+    Measured,
+    Wish,
+    choose,
+    find,
+)
 from ...tuning.summary import Found
 from ..attachment import detach, record_for
 from ..models.base import class_name
@@ -20,11 +30,11 @@ from .trials import Sampling, Trials
 
 log = logging.getLogger("tome_nodes")
 
-# The host works out steps / denoise noise levels, which for less could be any number.
+# ComfyUI computes steps / denoise noise levels: too many for a smaller denoise.
 _LEAST_DENOISE = 0.01
 
 _METHOD = 9
-"""Rises with each change of what merging does or of how it is measured: older figures are void."""
+"""Raise it when what merging does changes, or how it is measured: older figures are then void."""
 
 
 def tune(
@@ -37,14 +47,14 @@ def tune(
     """The settings that fulfil a wish best in a sampling run.
 
     Args:
-        model: the model; merging on it does not count. It stays as it is.
+        model: the model. It is not changed; if it is patched, that is ignored.
         sampling: the run.
         wish: what the settings should do.
-        measure_again: whether to ignore what is kept.
+        measure_again: whether to ignore what was measured earlier.
         make_trials: makes the trials of a model.
 
     Raises:
-        InterruptProcessingException: the user stopped it; what was found until then is lost.
+        InterruptProcessingException: the user stopped the trials; what they measured is lost.
     """
     if wish.needs_nothing:
         return Found(wish)
@@ -55,14 +65,14 @@ def tune(
         record = record_for(model)
     except ValueError as error:
         return Found(wish, obstacle=str(error))
-    # The presets are the same in a transformer.
-    ladders = LADDERS[:1] if record.merges_at_calls else LADDERS
+    # In a transformer, both presets do the same.
+    ladders = [BALANCED] if record.merges_at_calls else [BALANCED, FAST]
     try:
         return _tried(make_trials(model, sampling), model, sampling, wish, ladders, measure_again)
     except InterruptProcessingException:
         raise
     except Exception as error:
-        # The sampler will fail too, and say it where it belongs; if not, all is well.
+        # If the sampler fails too, it reports the error itself.
         obstacle = f"the model could not be tried: {type(error).__name__}: {error}"
         log.warning("[ToMe] %s", obstacle)
         return Found(wish, obstacle=obstacle)
@@ -85,7 +95,7 @@ def _tried(
     compared = candidate or UNPATCHED
     speed = wish.amount if candidate is None else figures[candidate].speed
     rivals: Mapping[str, Measured] = {}
-    # Whoever asks for likeness gets the nearest settings, and their change, if none is like enough.
+    # If no settings are like enough, the result names the nearest ones, and no alternatives.
     if candidate is not None or wish.goal == SPEED:
         known = instead.get(compared, {})
         rivals = trials.instead(candidate, speed, known)
@@ -112,7 +122,7 @@ def _tried(
 
 
 def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, Any]:
-    """All that measured figures depend on, as far as a host knows."""
+    """Everything known that the figures depend on."""
     plain = detach(model)
     options = plain.model_options
     patches = {
@@ -142,19 +152,19 @@ def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, A
 
 
 def _names(patches: Mapping[str, Any]) -> Iterator[str]:
-    """What other nodes have put somewhere, by kind and name."""
+    """The kinds and names of the patches that other nodes have put in a mapping."""
     for kind, found in patches.items():
         inner = found if isinstance(found, Mapping) else {"": found}
         yield from (f"{kind} {name}".strip() for name, value in inner.items() if _is_there(value))
 
 
 def _is_there(value: Any) -> bool:
-    # Tensors have no truth value.
+    # Not ``bool(value)`` for all: tensors have no truth value.
     return bool(value) if isinstance(value, list | tuple | Mapping) else value is not None
 
 
 def _shape_of(prompts: Any) -> list[Any]:
-    """What of some prompts decides how long they take: lengths, and what comes with them."""
+    """What decides how long prompts take: their lengths, and what comes with them."""
     return [
         [
             list(getattr(text, "shape", ())),
