@@ -77,7 +77,7 @@ class CellStrategy(Strategy):
         return Cells(row, _length(config, grid.frames), min(config.sx, config.sy))
 
     def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
-        """The plan that merges ``merges`` src tokens, at least one; None if rounding leaves none."""
+        """The plan that merges ``merges`` src tokens; None if rounding leaves none to merge."""
         raise NotImplementedError
 
     def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:

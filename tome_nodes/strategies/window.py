@@ -35,7 +35,7 @@ class WindowStrategy(CellStrategy):
         return split_windows(cells.grid, cells.sy, cells.sx, picks)
 
     def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
-        """See :func:`match_windows`; all windows share ``merges`` equally, rounded to the nearest."""
+        """See :func:`match_windows`; windows share ``merges`` equally, rounded to the nearest."""
         cells = self.cells_of(grid)
         sy, sx, count = cells.sy, cells.sx, cells.count
         high, wide = window_cells(cells.grid, sy, sx)
