@@ -39,7 +39,7 @@ _PATCHES = (1, 2, 4, 8, 14, 16, 32)
 """The sides of a token that are tried, in pixels of the latent."""
 
 _PATCH_FRAMES = (1, 2, 4)
-"""The frames of a token that are tried."""
+"""The numbers of frames of a token that are tried."""
 
 _FEATURES = 8
 """The numbers in a token's fingerprint; a single one could stay the same by rounding."""
@@ -154,14 +154,11 @@ def _grids(sides: Sides) -> Iterator[tuple[Grid, list[int]]]:
                 -(-side // each) for side, each in zip(sides, (deep, patch, patch), strict=True)
             )
             grid = Grid(height, width, frames)
-            if grid not in seen:
-                seen.add(grid)
-                yield (
-                    grid,
-                    sorted(
-                        {
-                            (frame // deep * height + row // patch) * width + column // patch
-                            for frame, row, column in pixels
-                        }
-                    ),
-                )
+            if grid in seen:
+                continue
+            seen.add(grid)
+            places = {
+                (frame // deep * height + row // patch) * width + column // patch
+                for frame, row, column in pixels
+            }
+            yield grid, sorted(places)

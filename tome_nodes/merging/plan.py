@@ -108,8 +108,8 @@ class SlotPlan(Plan):
     def from_owners(cls, owners: Tensor, slot_count: int, ops: Operations = TORCH) -> "SlotPlan":
         """Build a plan from the token that each token merges into, ``[batch, tokens]`` int64.
 
-        A token that others merge into must own itself. ``slot_count`` is the number of owners,
-        equal in all samples. Slots are in the order of their owners.
+        A token that stays, whether or not others merge into it, is its own owner. ``slot_count`` is
+        the number of owners, equal in all samples. Slots are in the order of their owners.
         """
         stays = owners == torch.arange(owners.shape[1], device=owners.device)
         return cls.from_slots((stays.cumsum(1) - 1).gather(1, owners), slot_count, ops)

@@ -213,7 +213,7 @@ def _layout(
 
 
 def _reference_spans(change: Tensor, latent: Span, references: Sequence[Sides]) -> Iterator[Span]:
-    """The spans of references, one after another, up to one that is not laid out row by row."""
+    """The spans of references, in order, until one is not laid out row by row."""
     change[:, latent.start : latent.stop] = 0
     for sides in references:
         span = span_of(change, sides, others_follow=True)

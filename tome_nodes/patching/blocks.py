@@ -157,14 +157,12 @@ class PatchedModel:
         self.record = record
         self.model: Any = model
         self.observer = observer
-        levels: Counter[int] = Counter()
-        self.blocks: list[Block] = []
-        for stack in record.stacks(model):
-            own = [record.block(self, stack, index) for index in range(len(stack.blocks))]
-            levels[stack.level] += len(own)
-            self.blocks += own
-        # Levels whose stacks are all empty do not count.
-        levels = +levels
+        self.blocks = [
+            record.block(self, stack, index)
+            for stack in record.stacks(model)
+            for index in range(len(stack.blocks))
+        ]
+        levels = Counter(block.stack.level for block in self.blocks)
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
         self.overrides = Overrides(self._make_overrides)
@@ -222,7 +220,7 @@ class Block:
         model: the model of the block.
         stack: the stack that holds it.
         index: its index in the stack.
-        module: the module that it is.
+        module: the module of the block.
         name: its path within the model.
         outcome: what it has done so far in the current evaluation.
     """

@@ -36,11 +36,11 @@ with reference pictures. It is not settled if the logarithm of signal to noise i
 below ``_LEAST_SNR``: answers to such strong noise always differ little."""
 
 _SHORTEST_EDIT = 6
-"""The fewest steps of a run with forecasts, if it is settled and began with noise, like an edit. In
+"""A settled run that began with noise, like an edit, has forecasts only from this many steps on. In
 a shorter run, taking one step fewer changes the picture less than a forecast."""
 
 _SHORTEST = _FIRST + 2
-"""The fewest steps of any run with forecasts."""
+"""Any run has forecasts only from this many steps on."""
 
 _GROWTH, _LONG = 1.3, 16
 """In a run of at least ``_LONG`` steps, the exponent that moves the steps in which the model runs
@@ -241,7 +241,7 @@ class Forecasts:
 
 
 def _is_settled(first: _Answered, second: _Answered) -> bool:
-    """Whether the first two answers of a run hardly differ, in any sample."""
+    """Whether the first two answers of a run hardly differ, in all samples."""
     if second.log_snr < _LEAST_SNR:
         return False
     before, after = first.denoised.float().flatten(1), second.denoised.float().flatten(1)
@@ -253,8 +253,8 @@ def _corrected(part: _Part, now: _Answered, latent_share: float) -> Tensor:
 
     The forecasts should have been on the line from the answer before them to this one. What they
     lack is now missing in the sampler's latent. The correction makes the sampler add it to the next
-    latent. It also adds the part of it that is missing in the answer, since the model answered for
-    the latent that lacks it.
+    latent. The model answered for a latent that lacks it, so the correction also adds what is
+    missing in the answer.
 
     Args:
         part: the forecasts, and the two answers that they were made from.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import get_ident
 from types import CodeType
 from typing import Any
@@ -49,7 +48,7 @@ class Overrides:
     def _put_on(self) -> None:
         if not (self._placed and all(placed.still_fits for placed in self._placed)):
             self._placed = [
-                _Placed.of(module, name, self._in_this_thread(module, name, own))
+                _Placed(module, name, self._in_this_thread(module, name, own))
                 for module, name, own in self._make()
             ]
         self._thread = get_ident()
@@ -89,7 +88,6 @@ class Overrides:
         return run
 
 
-@dataclass(frozen=True, eq=False)
 class _Placed:
     """An override, with what it replaces.
 
@@ -102,17 +100,13 @@ class _Placed:
         children: the submodules of the module.
     """
 
-    module: nn.Module
-    name: str
-    method: Any
-    before: Any
-    of_class: Any
-    children: tuple[nn.Module | None, ...]
-
-    @classmethod
-    def of(cls, module: nn.Module, name: str, method: Any) -> "_Placed":
-        before, of_class = vars(module).get(name), getattr(type(module), name, None)
-        return cls(module, name, method, before, of_class, tuple(module._modules.values()))
+    def __init__(self, module: nn.Module, name: str, method: Any):
+        self.module = module
+        self.name = name
+        self.method = method
+        self.before = vars(module).get(name)
+        self.of_class = getattr(type(module), name, None)
+        self.children = tuple(module._modules.values())
 
     @property
     def still_fits(self) -> bool:

@@ -52,7 +52,7 @@ def is_noise_alone(noise: float, most: float) -> bool:
 
 
 _MOST_NOISE = 0.99
-"""The highest noise level of a flow in logarithms of signal to noise: pure noise has no signal."""
+"""Noise levels of a flow above this one count as this one, as pure noise would have no logarithm."""
 
 
 def log_snr(noise: float, is_flow: bool) -> float:

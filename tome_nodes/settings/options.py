@@ -49,7 +49,7 @@ class Option:
         least: smallest value of a number.
         most: largest value of a number.
         step: what one click in the editor adds to a number.
-        unset: value of a number, below ``least``, that stands for ``ratio``.
+        unset: a number below ``least`` that stands for the value of ``ratio``.
         choices: its allowed values if they are few. Each has a text that says what it does, for the
             table of the help page, or an empty text if there is no such table.
         is_of_host: whether its values are names that the host defines, such as those of samplers.
