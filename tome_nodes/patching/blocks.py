@@ -53,8 +53,8 @@ class Evaluation:
     engine: Engine
     ratio: float
     latent: Grid
-    pictures: tuple[Picture, ...] = ()
-    layouts: Layouts | None = None
+    pictures: tuple[Picture, ...]
+    layouts: Layouts | None
     detail: Detail | None = None
     merges_in_modules: str | None = None
     feature_map: Sequence[int] | None = None
@@ -65,7 +65,7 @@ class Evaluation:
 
     @property
     def is_full_step(self) -> bool:
-        """Whether the blocks run on all tokens."""
+        """Whether the current step is a full step, in which blocks run on all tokens."""
         return self.detail is not None and self.detail.is_full
 
     def or_without_detail(self, denoise: Callable[[], Tensor]) -> Tensor:

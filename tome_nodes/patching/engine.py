@@ -123,8 +123,8 @@ def _worth_from(strategy: Strategy, device: torch.device, merges_in: MergesIn) -
 
     On a CPU it was measured (benchmarks/README.md). On a GPU it is estimated. Merging costs a few
     kernel launches, or a few dozen if matching is not a single kernel, and reading and writing the
-    tokens. It saves a part of the time of the attention or block. A transformer's attention is several
-    times as wide as a UNet's, so launches matter less there.
+    tokens. It saves a part of the time of the attention or block. The attention of a transformer
+    is several times as wide as a UNet's, so launches matter less there.
     """
     if device.type == "cpu":
         return 256

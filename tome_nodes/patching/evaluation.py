@@ -27,7 +27,7 @@ from .outcome import Evaluated, Observer, Outcome
 from .schedule import Moment, ratio_at
 
 _REFRESHED = "every step that could merge ran on all tokens, as refresh_steps says; take more steps"
-"""The reason to report if there were only full steps."""
+"""The reason to report if every step was a full step (:mod:`tome_nodes.patching.detail_cache`)."""
 
 NO_MEMORY = "the device has no memory left for merging"
 """The reason to report once the device has run out of memory in a merged evaluation."""
@@ -60,10 +60,10 @@ class Run:
         record: ModelRecord,
         model: nn.Module,
         make_strategy: MakeStrategy,
-        observer: Observer | None = None,
+        observer: Observer,
         autotune: Autotune | None = None,
     ):
-        self.model = PatchedModel(config, record, model, observer or Observer())
+        self.model = PatchedModel(config, record, model, observer)
         self.engine: Engine | None = None
         self.out_of_memory = False
         self._may_merge = False

@@ -73,7 +73,7 @@ _PARTS_KEPT = 64
 """The most parts of a step whose answers are kept; samplers that tile have many parts."""
 
 
-def steps_that_run(ratio: float, steps: int, is_settled: bool = False) -> frozenset[int]:
+def steps_that_run(ratio: float, steps: int, is_settled: bool) -> frozenset[int]:
     """The steps of a run in which the model runs; the others are forecast.
 
     Args:

@@ -135,7 +135,7 @@ class ModuleBlock(Block):
         return block_forward
 
     def _run_on_all_tokens(self, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the block in a full step, and keep the change that its whole stack makes.
+        """Run the block on all tokens, in a full step, and keep the change of its whole stack.
 
         Its attention may merge keys and values.
         """

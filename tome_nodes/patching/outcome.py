@@ -72,8 +72,8 @@ class Evaluated:
         blocks: number of blocks of the model, whether they ran or not.
         outcomes: the outcomes of the blocks that ran, in the order of the model.
         reason: why nothing was to merge in the whole evaluation; None if something was.
-        is_active: whether it was to merge: it is between ``start_percent`` and ``end_percent``, no
-            full step, and no step that runs so that others can be forecast.
+        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, neither
+            on all tokens as ``refresh_steps`` says, nor run so that other steps can be forecast.
         is_forecast: whether the answer was forecast without running the model.
     """
 

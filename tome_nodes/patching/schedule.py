@@ -52,7 +52,7 @@ def is_noise_alone(noise: float, most: float) -> bool:
 
 
 _MOST_NOISE = 0.99
-"""Noise levels of a flow above this one count as this one, as pure noise would have no logarithm."""
+"""Noise levels of a flow above this one count as this one: pure noise would have no logarithm."""
 
 
 def log_snr(noise: float, is_flow: bool) -> float:
@@ -82,7 +82,7 @@ def latent_share(schedule: Sequence[float], step: int) -> float | None:
     return after / before if 0 <= after < before else None
 
 
-def step_index(schedule: Sequence[float], sigma: float, since: int = 0) -> int:
+def step_index(schedule: Sequence[float], sigma: float, since: int) -> int:
     """The step of a sampling run to which an evaluation at noise level ``sigma`` belongs.
 
     Args:
