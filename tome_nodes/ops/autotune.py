@@ -228,7 +228,7 @@ _SIZES: Mapping[str, Callable[..., Call]] = {
         offsets.shape,
         window is not None,
     ),
-    "merge_keys": lambda x, slot_of_token, order, offsets, heads, window=None: (
+    "merge_keys": lambda x, slot_of_token, order, offsets, heads=1, window=None: (
         x.shape,
         offsets.shape,
         heads,

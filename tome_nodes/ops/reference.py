@@ -58,7 +58,7 @@ def merge_keys(
     slot_of_token: Tensor,
     order: Tensor,
     offsets: Tensor,
-    heads: int,
+    heads: int = 1,
     window: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mean of each slot, and that mean stretched to the mean length of its tokens, per head.

@@ -122,7 +122,7 @@ def merge(
     return _merge_slots(x, order, offsets, slots)[0]
 
 
-def _shapes_of_keys(x, slot_of_token, order, offsets, heads, window=None):
+def _shapes_of_keys(x, slot_of_token, order, offsets, heads=1, window=None):
     means = _shapes(x, slot_of_token, order, offsets)
     return means, torch.empty_like(means)
 
@@ -133,7 +133,7 @@ def merge_keys(
     slot_of_token: Tensor,
     order: Tensor,
     offsets: Tensor,
-    heads: int,
+    heads: int = 1,
     window: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Means, plain and stretched, as :func:`tome_nodes.ops.reference.merge_keys`.
