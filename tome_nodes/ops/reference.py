@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FURTHER = 8
+EXTRA_CHANNELS = 8
 """The number of channels that :func:`widen` adds to a head. Attention's fast path needs heads whose
 channels are a multiple of this."""
 
@@ -143,10 +143,10 @@ def widen(
         constant: see ``q``.
 
     Returns:
-        ``q``, ``k`` and ``v`` with :data:`FURTHER` more channels in each head.
+        ``q``, ``k`` and ``v`` with :data:`EXTRA_CHANNELS` more channels in each head.
     """
     q, k, v = (x.unflatten(2, (heads, -1)) for x in (q, k, v))
     logs = log_sizes[:, :, None, None].expand(-1, -1, heads, 1)
-    q = F.pad(q * scale, (0, FURTHER), value=constant)
-    k = F.pad(torch.cat([k, logs], 3), (0, FURTHER - 1))
-    return q.flatten(2), k.flatten(2), F.pad(v, (0, FURTHER)).flatten(2)
+    q = F.pad(q * scale, (0, EXTRA_CHANNELS), value=constant)
+    k = F.pad(torch.cat([k, logs], 3), (0, EXTRA_CHANNELS - 1))
+    return q.flatten(2), k.flatten(2), F.pad(v, (0, EXTRA_CHANNELS)).flatten(2)

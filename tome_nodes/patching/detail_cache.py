@@ -26,26 +26,17 @@ FADING = 0.8
 """The share of a stack's detail that is still right one step later (benchmarks/FIDELITY.md)."""
 
 
-def is_full(config: ToMeConfig, step: int, steps_left: int | None, from_noise: bool) -> bool:
-    """Whether a step is a full step: every ``refresh_steps``-th is.
+def _is_full(every: int, moment: Moment) -> bool:
+    """Whether a step is a full step; one in ``every`` steps is.
 
     If the number of steps is known, full steps are counted back from the second to last, so that
     the last step has fresh detail. The last step itself is not a full step, since no step would use
     its detail. The first step is a full step only if the run begins with a picture, whose detail
     must not get lost; noise has no detail to keep.
-
-    Args:
-        config: the settings.
-        step: the number of the step, from 0.
-        steps_left: how many steps come after it; None if that is not known.
-        from_noise: whether the run begins with noise alone.
     """
-    every = config.refresh_steps
-    if every == 0:
-        return False
-    if step == 0:
-        return not from_noise
-    place = step if steps_left is None else steps_left - 1
+    if moment.step == 0:
+        return not moment.from_noise
+    place = moment.step if moment.steps_left is None else moment.steps_left - 1
     return place % every == 0
 
 
@@ -153,7 +144,7 @@ class Details:
     """The :class:`Detail` of each part of a step, from step to step."""
 
     def __init__(self, config: ToMeConfig):
-        self._config = config
+        self._refresh_steps = config.refresh_steps
         self.clear()
 
     def clear(self) -> None:
@@ -179,7 +170,7 @@ class Details:
             detail = Detail(keeps_changes=len(self._kept) < _PARTS_WITH_CHANGES)
             if len(self._kept) < _PARTS_KEPT:
                 self._kept[moment.part] = detail
-        detail.is_full = is_full(self._config, moment.step, moment.steps_left, moment.from_noise)
+        detail.is_full = _is_full(self._refresh_steps, moment)
         if detail.is_full:
             detail.changes.clear()
             self._steps_when_full = self._steps

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Operations
-from ..ops.reference import FURTHER
+from ..ops.reference import EXTRA_CHANNELS
 from .blocks import Block
 
 Attention = Callable[..., Tensor]
@@ -43,7 +43,7 @@ _FLASH_HEADS = (32, 64, 96, 128, 192, 256)
 _HEADS_WITH_ROOM = frozenset(
     channels
     for channels in range(1, _FLASH_HEADS[-1] + 1)
-    if not any(channels <= kernel < channels + FURTHER for kernel in _FLASH_HEADS)
+    if not any(channels <= kernel < channels + EXTRA_CHANNELS for kernel in _FLASH_HEADS)
 )
 """The channels of a head to which extra channels can be added without needing a larger kernel."""
 
@@ -290,7 +290,7 @@ def _in_channels(
     """
     q, k, v = (flat(x, skip_reshape) for x in (q, k, v))
     channels = q.shape[2] // heads
-    wider = channels + FURTHER
+    wider = channels + EXTRA_CHANNELS
     if kwargs.get("scale") is not None:
         scale, constant = 1.0, 1 / kwargs["scale"]
     else:

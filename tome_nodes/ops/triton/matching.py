@@ -12,7 +12,7 @@ from .shared import (
     padded,
     require_tokens,
     strides,
-    token_beside_windows,
+    token_outside_windows,
 )
 
 # The pairs of token and cell that a warp matches: each value of a pair takes 32 registers a thread.
@@ -145,7 +145,7 @@ def match_windows_kernel(
 
     if program >= windows:
         index = (program - windows) * TOKENS + place
-        token = token_beside_windows(index, width, windows_down * down, windows_across * across)
+        token = token_outside_windows(index, width, windows_down * down, windows_across * across)
         left = index < tokens - windows * size_of_window
         slot = first_slot + windows * (size_of_window - quota) + index
         offset = first_token + windows * size_of_window + index

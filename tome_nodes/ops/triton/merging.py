@@ -112,8 +112,8 @@ def merge(
 ) -> Tensor:
     """The mean of each slot, summed in float32, as :func:`tome_nodes.ops.reference.merge`.
 
-    ``x`` is of float32, float16 or bfloat16. With ``window``, the tokens of a window are summed
-    together in half precision.
+    ``x`` is of float32, float16 or bfloat16. In half precision with a ``window``,
+    :func:`merge_windows` merges.
     """
     require_tokens(x, "x")
     slots = len(offsets) // len(x)

@@ -133,7 +133,7 @@ def padded(count: int) -> int:
 
 
 @triton.jit
-def token_beside_windows(index, width, covered_rows, covered_columns):
+def token_outside_windows(index, width, covered_rows, covered_columns):
     """The numbers, row by row, of the tokens of a grid that fill no window.
 
     Windows cover the rows and columns at the top left. The tokens to the right of them come first,

@@ -75,7 +75,7 @@ def widen_kernel(
 
 def _shapes(q, k, v, log_sizes, heads, scale, constant):
     return tuple(
-        x.new_empty(*x.shape[:2], x.shape[2] + heads * reference.FURTHER) for x in (q, k, v)
+        x.new_empty(*x.shape[:2], x.shape[2] + heads * reference.EXTRA_CHANNELS) for x in (q, k, v)
     )
 
 
@@ -90,7 +90,7 @@ def widen(
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         require_tokens(x, name)
     channels = q.shape[2] // heads
-    wide = channels + reference.FURTHER
+    wide = channels + reference.EXTRA_CHANNELS
     wide_q, wide_k, wide_v = (
         torch.empty(*x.shape[:2], heads * wide, dtype=x.dtype, device=x.device) for x in (q, k, v)
     )

@@ -17,7 +17,7 @@ from .shared import (
     has_fast_products,
     padded,
     strides,
-    token_beside_windows,
+    token_outside_windows,
 )
 
 # The channels of a program that stretches no means.
@@ -99,7 +99,7 @@ def merge_windows_kernel(
 
     if program >= windows * pieces:
         index = (program - windows * pieces) * SLOTS + own
-        token = token_beside_windows(index, width, windows_down * down, windows_across * across)
+        token = token_outside_windows(index, width, windows_down * down, windows_across * across)
         left = index < tokens - windows * down * across
         row = (sample * slots + windows * slots_of_window + index) * ALL_CHANNELS + first_channel
         for first in range(0, HEAD_CHANNELS, CHANNELS):
@@ -157,8 +157,8 @@ def merge_windows_kernel(
 def _shape_of_program(device: torch.device, has_keys: bool, channels: int) -> tuple[int, int, int]:
     """Slots of a program, tokens times channels that it loads at once, and its warps.
 
-    These are the fastest on an H200. No other GPU was measured. Registers of other GPUs do not
-    suffice for four warps, nor those of AMD's for as many slots.
+    These are the fastest on an H200. No other GPU was measured. Other GPUs have too few registers
+    for four warps, and AMD's also for as many slots.
     """
     number = capability(device)
     if number == 0:
