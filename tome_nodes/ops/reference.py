@@ -1,11 +1,7 @@
 """The operations of a plan in plain torch, for any device.
 
-A plan's arrays number tokens and slots over the whole batch: those of sample ``b`` start at
-``b * tokens`` and ``b * slots``.
-
-* ``slot_of_token``: ``[batch, tokens]`` int64, the slot of each token.
-* ``order``: ``[batch * tokens]`` int64, the tokens slot by slot.
-* ``offsets``: ``[batch * slots]`` int64, where each slot begins in ``order``.
+A plan's arrays number tokens and slots over the whole batch: the tokens of sample ``b`` start at
+``b * tokens``, and its slots at ``b * slots``.
 """
 
 from collections.abc import Sequence

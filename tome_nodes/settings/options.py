@@ -75,6 +75,7 @@ class Option:
             OptionTypeError: it has the wrong type.
             OptionError: it is out of range, NaN, or none of the choices.
         """
+        is_whole = isinstance(self.default, int)
         if self.choices:
             # True and 1.0 are equal to 1, but they are not choices.
             is_number = isinstance(value, bool | float)
@@ -87,11 +88,8 @@ class Option:
         elif isinstance(self.default, bool):
             if not isinstance(value, bool):
                 raise self._error(OptionTypeError, value, "true or false")
-        elif isinstance(value, bool) or not isinstance(
-            value, int if isinstance(self.default, int) else int | float
-        ):
-            kind = "a whole number" if isinstance(self.default, int) else "a number"
-            raise self._error(OptionTypeError, value, kind)
+        elif isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
+            raise self._error(OptionTypeError, value, "a whole number" if is_whole else "a number")
         # NaN is not in any range.
         elif not self.least <= value <= self.most and value != self.unset:
             allowed = f"from {self.least} to {self.most}"
