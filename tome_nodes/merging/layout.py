@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Grid(NamedTuple):
-    """Size of a feature map in tokens, which are in order of frame, row and column.
+    """The size of a feature map in tokens. Tokens are in order of frame, row and column.
 
     Attributes:
         height: tokens down.
         width: tokens across.
-        frames: 1 for a picture.
+        frames: number of frames, 1 for a picture.
     """
 
     height: int
@@ -24,10 +24,10 @@ class Grid(NamedTuple):
 
     @property
     def parts(self) -> "tuple[Grid, ...]":
-        """The grids whose tokens may merge with each other: a video's first frame is separate.
+        """The grids that merge separately: of a video, the first frame and all others.
 
-        The VAEs of video models make the first latent frame from one frame, and each of the others
-        from several.
+        The VAEs of video models encode a single frame into the first latent frame, and several
+        frames into each of the others.
         """
         if self.frames == 1:
             return (self,)
@@ -43,7 +43,7 @@ class Grid(NamedTuple):
         return self.height >= least.height and self.width >= least.width
 
     def downsampled(self, times: int) -> "Grid":
-        """The feature map of a UNet that is ``times`` smaller; each halving rounds up."""
+        """The grid of a UNet's feature map that is ``times`` smaller; each halving rounds up."""
         return Grid(-(-self.height // times), -(-self.width // times))
 
 
@@ -52,8 +52,8 @@ class Picture:
     """A picture or video in the sequence of a transformer, found from the model's inputs.
 
     Attributes:
-        grid: of its tokens.
-        padding: the number of tokens after it that never merge.
+        grid: the grid of its tokens.
+        padding: the number of padding tokens after it, which never merge.
     """
 
     grid: Grid
@@ -61,7 +61,7 @@ class Picture:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens, with the padding."""
+        """The number of tokens, including the padding."""
         return self.grid.tokens + self.padding
 
 
@@ -79,14 +79,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The pictures in a sequence of tokens; what is in no span, such as text, never merges.
+    """Where the pictures are in a sequence of tokens. Other tokens, such as text, never merge.
 
-    A feature map of a UNet is one span that fills its sequence. A transformer's joint sequence has
-    text next to a picture, and reference pictures as further spans.
+    A feature map of a UNet is one span that fills its sequence. A transformer's joint sequence
+    holds text and a picture, and perhaps reference pictures as further spans.
 
     Attributes:
         length: number of tokens in the sequence.
-        spans: in the order of the sequence, without overlap.
+        spans: the pictures, in the order of the sequence, without overlap.
 
     Raises:
         ValueError: the spans overlap, are out of order or do not fit into the sequence.
@@ -112,7 +112,7 @@ class Layout:
 
     @classmethod
     def of_pictures(cls, length: int, pictures: Sequence[Picture], at_end: bool) -> "Layout | None":
-        """The layout of a sequence with pictures one after another, at its start or its end.
+        """The layout of a sequence that starts or ends with some pictures, one after another.
 
         None if they do not fit into ``length`` tokens.
         """

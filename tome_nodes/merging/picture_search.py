@@ -1,9 +1,9 @@
-"""Find a picture in a sequence of tokens by what changes when its pixels do.
+"""Find a picture in a sequence of tokens: change its pixels, and see which tokens change.
 
-All pixels of a latent are changed a little, and a few of them by much. Where no token has seen
-another yet, the tokens that change are those of the picture, and those that change most hold the
-few pixels. If these lie as they would in a picture whose tokens stand row by row, and frame by
-frame, one after another, then there it is.
+All pixels of a latent are changed a little, and a few *probed* pixels are changed a lot. As
+long as no token sees another, only the picture's tokens change, and those that hold probed pixels
+change most. If these are where they would be in a picture laid out row by row and frame by frame,
+the picture is found.
 """
 
 from collections.abc import Iterator
@@ -17,33 +17,36 @@ Sides = tuple[int, int, int]
 """Frames, height and width of a latent in pixels."""
 
 _PROBED = 16
-"""How many pixels change by much. So many lie in the order of rows by chance in no other order."""
+"""The number of probed pixels: enough that no other order of the tokens fits them by chance."""
 
-_LEAST_APART = 6
-"""In how many tokens they must lie, so that their places tell anything."""
+_FEWEST_PLACES = 6
+"""The fewest tokens that must hold all probed pixels; fewer do not reveal the order of tokens."""
 
 _MARGIN = 32
-"""How far from the edges they are, in pixels, as far as there is room: models extend sides that are
-no whole number of patches, perhaps by pixels of the other edge."""
+"""The distance of probed pixels from the edges, in pixels, where there is room. Models pad sides
+that are not a whole number of patches, perhaps with pixels of the opposite edge."""
 
 _MUCH, _LITTLE = 16.0, 0.02
-"""How far pixels are changed, in standard deviations of the latent."""
+"""The change of probed and of other pixels, in standard deviations of the latent."""
 
 _STANDS_OUT = 1.5
-"""How many times more a token with a probed pixel changes than any without."""
+"""How many times as much a token with a probed pixel must change as any token without one."""
 
 _NOISE = 1e-4
-"""The share of the largest change below which there is none."""
+"""A token has changed if its change is more than this share of the largest."""
 
 _PATCHES = (1, 2, 4, 8, 14, 16, 32)
+"""The sides of a token that are tried, in pixels of the latent."""
+
 _PATCH_FRAMES = (1, 2, 4)
+"""The numbers of frames of a token that are tried."""
 
 _FEATURES = 8
-"""How many numbers stand for a token; one alone could stay the same by rounding."""
+"""The numbers in a token's fingerprint; a single one could stay the same by rounding."""
 
 
 def probed_pixels(sides: Sides) -> list[Sides]:
-    """The pixels that change by much, as frame, row and column: irregular, the same each time."""
+    """The probed pixels as frame, row and column: irregular, but the same each time."""
     frames, height, width = sides
     pixels = []
     for index in range(1, _PROBED + 1):
@@ -59,7 +62,7 @@ def probed_pixels(sides: Sides) -> list[Sides]:
 
 
 def changed(latent: Tensor) -> Tensor:
-    """A latent with all pixels changed a little, and the probed ones by much.
+    """A latent with all pixels changed a little, and the probed ones a lot.
 
     Args:
         latent: ``[batch, channels, height, width]``, with frames before the height if it is a
@@ -67,7 +70,7 @@ def changed(latent: Tensor) -> Tensor:
     """
     deep = latent if latent.ndim == 5 else latent[:, :, None]
     signs = torch.ones(deep.shape[1], dtype=deep.dtype, device=deep.device)
-    # A model may take the mean over channels away.
+    # Some models subtract the mean over channels, so channels change in opposite directions.
     signs[1::2] = -1
     change = signs.view(1, -1, 1, 1, 1).expand(deep.shape).clone() * _LITTLE
     for frame, row, column in probed_pixels((deep.shape[2], deep.shape[3], deep.shape[4])):
@@ -78,7 +81,7 @@ def changed(latent: Tensor) -> Tensor:
 
 
 def fingerprints(x: Tensor) -> Tensor:
-    """A few numbers that stand for each token: ``[..., channels]`` to ``[..., features]``."""
+    """A few numbers that identify each token: ``[..., channels]`` to ``[..., features]``."""
     channels = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=torch.float32)
     features = torch.arange(1, _FEATURES + 1, device=x.device, dtype=torch.float32)
     # Small enough that sums of large tokens fit into half precision.
@@ -89,7 +92,7 @@ def fingerprints(x: Tensor) -> Tensor:
 def changes(before: Tensor, after: Tensor) -> Tensor:
     """How much tokens change, from their fingerprints: ``[..., features]`` to ``[...]`` float32."""
     change = (after.float() - before.float()).abs().sum(-1).cpu()
-    # In half precision, tokens that change by much may overflow.
+    # In half precision, large changes may overflow.
     most = change[change.isfinite()].max() if change.isfinite().any() else change.new_ones(())
     return change.where(change.isfinite(), 10 * most)
 
@@ -100,12 +103,12 @@ def is_changed(changes: Tensor) -> Tensor:
 
 
 def span_of(changes: Tensor, sides: Sides, others_follow: bool = False) -> Span | None:
-    """The first span of tokens that change, if it is a picture whose tokens stand row by row.
+    """The span of the first tokens that change, if they are a picture laid out row by row.
 
     Args:
         changes: how much each token changes with the picture, ``[batch, tokens]``.
-        sides: of the picture, in pixels.
-        others_follow: whether tokens of other pictures may change right behind it.
+        sides: the sides of the picture.
+        others_follow: whether another picture that changes may follow directly.
     """
     changing = is_changed(changes).all(0)
     if not changing.any():
@@ -113,7 +116,7 @@ def span_of(changes: Tensor, sides: Sides, others_follow: bool = False) -> Span 
     start = int(changing.nonzero()[0])
     for grid, places in _grids(sides):
         stop, number = start + grid.tokens, len(places)
-        if number < _LEAST_APART or not changing[start:stop].all() or stop > len(changing):
+        if number < _FEWEST_PLACES or not changing[start:stop].all() or stop > len(changing):
             continue
         if not others_follow and changing[stop : stop + 1].any():
             continue
@@ -126,12 +129,14 @@ def span_of(changes: Tensor, sides: Sides, others_follow: bool = False) -> Span 
 
 
 def most_changed(changes: Tensor, sides: Sides, grid: Grid, batch: int) -> list[int]:
-    """The tokens of all samples that hold a probed pixel, if they are of this grid; else none.
+    """The tokens, of all samples, that hold a probed pixel, judging by their changes.
+
+    Empty if no token changes, or if the picture cannot have this grid.
 
     Args:
-        changes: how much each token changes, in any shape; none may change at all.
-        sides: of the picture, in pixels.
-        grid: of its tokens.
+        changes: how much each token changes, in any shape.
+        sides: the sides of the picture.
+        grid: the grid of its tokens.
         batch: number of samples.
     """
     number = next((len(places) for each, places in _grids(sides) if each == grid), 0)
@@ -140,7 +145,7 @@ def most_changed(changes: Tensor, sides: Sides, grid: Grid, batch: int) -> list[
 
 
 def _grids(sides: Sides) -> Iterator[tuple[Grid, list[int]]]:
-    """Possible grids of a picture's tokens, and the tokens with a probed pixel, in order."""
+    """Possible grids of a picture's tokens, each with its tokens that hold a probed pixel."""
     pixels = probed_pixels(sides)
     seen = set()
     for deep in _PATCH_FRAMES:
@@ -149,14 +154,11 @@ def _grids(sides: Sides) -> Iterator[tuple[Grid, list[int]]]:
                 -(-side // each) for side, each in zip(sides, (deep, patch, patch), strict=True)
             )
             grid = Grid(height, width, frames)
-            if grid not in seen:
-                seen.add(grid)
-                yield (
-                    grid,
-                    sorted(
-                        {
-                            (frame // deep * height + row // patch) * width + column // patch
-                            for frame, row, column in pixels
-                        }
-                    ),
-                )
+            if grid in seen:
+                continue
+            seen.add(grid)
+            places = {
+                (frame // deep * height + row // patch) * width + column // patch
+                for frame, row, column in pixels
+            }
+            yield grid, sorted(places)

@@ -11,7 +11,7 @@ from .layout import Grid, Layout
 
 
 class Plan:
-    """A partition of the tokens of each sample into slots; every slot holds at least one token.
+    """A partition of each sample's tokens into slots. Every slot holds at least one token.
 
     Attributes:
         slot_count: number of slots M in each sample.
@@ -40,7 +40,7 @@ class Plan:
         raise NotImplementedError
 
     def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sources to project queries, keys and values from.
+        """The merged tokens from which queries, keys and values are projected, in this order.
 
         ``[batch, tokens, channels]`` to three ``[batch, slots, channels]``. The first is the mean.
         """
@@ -74,9 +74,9 @@ class SlotPlan(Plan):
         log_size_of_slot: ``[batch, slots]`` float32.
         slot_count: see :class:`Plan`.
         ops: the operations that merge and unmerge.
-        window: the width of the grid and the height and width of a window, in tokens, if all
-            windows have as many slots each. Slots are then numbered window by window, row by row,
-            followed by the tokens that fill no window. None if slots lie anywhere.
+        window: the width of the grid, and the height and width of a window, in tokens. None unless
+            every slot lies within one window and all windows have equally many slots. Slots are
+            then numbered window by window, row by row, followed by the tokens that fill no window.
     """
 
     slot_of_token: Tensor
@@ -91,8 +91,8 @@ class SlotPlan(Plan):
     def from_slots(cls, slots: Tensor, slot_count: int, ops: Operations = TORCH) -> "SlotPlan":
         """Build a plan from the slot of each token, ``[batch, tokens]`` int64.
 
-        Every slot must hold at least one token. This is not checked, since reading the values would
-        make a GPU wait.
+        Every slot must hold at least one token. This is not checked: reading the values would make
+        the program wait for the GPU.
         """
         batch = slots.shape[0]
         slot_of_token = slots + torch.arange(batch, device=slots.device)[:, None] * slot_count
@@ -108,8 +108,8 @@ class SlotPlan(Plan):
     def from_owners(cls, owners: Tensor, slot_count: int, ops: Operations = TORCH) -> "SlotPlan":
         """Build a plan from the token that each token merges into, ``[batch, tokens]`` int64.
 
-        Every owner must own itself. ``slot_count`` is the number of owners, the same in each
-        sample. Slots are in the order of their owners.
+        A token that stays, whether or not others merge into it, is its own owner. ``slot_count`` is
+        the number of owners, equal in all samples. Slots are in the order of their owners.
         """
         stays = owners == torch.arange(owners.shape[1], device=owners.device)
         return cls.from_slots((stays.cumsum(1) - 1).gather(1, owners), slot_count, ops)
@@ -128,16 +128,16 @@ class SlotPlan(Plan):
         return self.ops.merge(x, self.slot_of_token, self.order, self.offsets, self.window)
 
     def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Means, stretched for keys to the mean length of their tokens.
+        """Means; for keys, means stretched to the mean length of their tokens.
 
-        A mean is shorter than the tokens that it stands for, and attention to a shorter key is less
-        sharp (Kim et al., ToFu, WACV 2024). Stretching values as well would increase the error.
+        A mean is shorter than its tokens, and attention to a shorter key is less sharp (Kim et al.,
+        ToFu, WACV 2024). Stretching values as well would increase the error.
         """
         means, keys = self._merge_keys(x, 1)
         return means, keys, means
 
     def merge_keys(self, k: Tensor, heads: int) -> Tensor:
-        """Means, stretched in each head to the mean length of their keys."""
+        """Means, stretched in each head to the mean length of the merged keys."""
         _, keys = self._merge_keys(k, heads)
         return keys
 
@@ -245,8 +245,8 @@ class FramesPlan(Plan):
     """The plan of a video in which each frame merges on its own.
 
     Attributes:
-        frames: their number.
-        each: the plan of a batch with all frames of all videos as its samples.
+        frames: number of frames.
+        each: a plan whose samples are all frames of all videos.
     """
 
     frames: int
@@ -283,7 +283,7 @@ class FramesPlan(Plan):
         return self._joined(self.each.unmerge(self._cut(y)))
 
     def _cut(self, x: Tensor) -> Tensor:
-        """The tokens of a batch of videos as those of a batch of frames."""
+        """Reshape a batch of videos into a batch of frames."""
         return x.unflatten(1, (self.frames, -1)).flatten(0, 1)
 
     def _joined(self, x: Tensor) -> Tensor:
@@ -297,9 +297,9 @@ def plan_by_frame(
     """The plan of a video in which each frame merges on its own.
 
     Args:
-        plan_of: makes the plan of pictures, None if nothing would merge.
+        plan_of: makes the plan of a batch of pictures; None if nothing would merge.
         features: ``[batch, tokens, channels]`` of the video.
-        grid: that of the video.
+        grid: the grid of the video.
     """
     by_frame = features.unflatten(1, (grid.frames, -1)).flatten(0, 1)
     plan = plan_of(by_frame, Grid(grid.height, grid.width))
@@ -311,40 +311,31 @@ def plan_of_sequence(
 ) -> Plan | None:
     """The plan of a sequence: each picture merges within itself, and everything else is kept.
 
-    Each of the :attr:`tome_nodes.merging.layout.Grid.parts` of a video merges within itself.
+    Of a video, each of the :attr:`tome_nodes.merging.layout.Grid.parts` merges within itself.
 
     Args:
-        layout: where the pictures are, at least one.
+        layout: where the pictures are; it has at least one.
         features: ``[batch, tokens, channels]`` of the whole sequence.
-        plan_of: makes the plan of a picture, None if nothing would merge.
+        plan_of: makes the plan of a picture; None if nothing would merge.
 
     Returns:
         None if no picture merges.
     """
-    pieces = []
+    batch, length, device = len(features), features.shape[1], features.device
+    pieces: list[tuple[int, Plan]] = []
+    done = 0
     for span in layout.spans:
         start = span.start
         for grid in span.grid.parts:
-            pieces.append((start, grid))
+            plan = plan_of(features[:, start : start + grid.tokens], grid)
+            if plan is not None:
+                if start > done:
+                    pieces.append((start - done, KeptPlan(batch, start - done, device)))
+                pieces.append((grid.tokens, plan))
+                done = start + grid.tokens
             start += grid.tokens
-    made = [plan_of(features[:, start : start + grid.tokens], grid) for start, grid in pieces]
-    return _joined(pieces, features, made)
-
-
-def _joined(
-    pieces: Sequence[tuple[int, Grid]], features: Tensor, plans: Sequence[Plan | None]
-) -> Plan | None:
-    batch, length, device = len(features), features.shape[1], features.device
-    parts: list[tuple[int, Plan]] = []
-    done = 0
-    for (start, grid), plan in zip(pieces, plans, strict=True):
-        if plan is not None:
-            if start > done:
-                parts.append((start - done, KeptPlan(batch, start - done, device)))
-            parts.append((grid.tokens, plan))
-            done = start + grid.tokens
-    if not parts:
+    if not pieces:
         return None
     if length > done:
-        parts.append((length - done, KeptPlan(batch, length - done, device)))
-    return parts[0][1] if len(parts) == 1 else SequencePlan.of(batch, parts)
+        pieces.append((length - done, KeptPlan(batch, length - done, device)))
+    return pieces[0][1] if len(pieces) == 1 else SequencePlan.of(batch, pieces)

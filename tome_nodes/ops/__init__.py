@@ -28,15 +28,15 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str
         dtype: dtype of the tokens.
 
     Returns:
-        The backend, and the reason if it is not ``triton`` although that was asked for, or ``auto``
-        on a GPU; otherwise None.
+        The backend, and why it is ``torch`` although ``triton`` was asked for, or ``auto`` on a
+        GPU. Otherwise the reason is None.
     """
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return "torch", None
     try:
         from . import triton as kernels
     except Exception as error:
-        # A Triton that does not fit PyTorch or the system raises anything.
+        # A Triton that does not fit PyTorch or the system may raise any error.
         return "torch", f"{type(error).__name__}: {error}".partition("\n")[0]
     if not kernels.runs_on(device):
         return "torch", f"its kernels need a CUDA or ROCm device, and the model is on {device}"

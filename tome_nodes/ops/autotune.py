@@ -1,6 +1,6 @@
 """Try several implementations of an operation on the user's device, and take the fastest.
 
-They compute the same. What merges follows from the settings alone.
+All compute the same: which tokens merge depends on the settings alone.
 """
 
 import logging
@@ -20,29 +20,29 @@ log = logging.getLogger("tome_nodes")
 _WARM_UPS, _REPEATS = 3, 7
 
 _LONGEST = 1.0
-"""Seconds of all repeats together from which on there are fewer of them."""
+"""The most seconds that all repeats together may take; there are fewer repeats if need be."""
 
 _MARGIN = 1.1
 """How many times as fast as the default a variant must be to take its place."""
 
 Call = tuple[Hashable, ...]
-"""An operation, and all that its time depends on: names, numbers, sizes of tensors."""
+"""An operation and everything that its time depends on: names, numbers, shapes of tensors."""
 
 Case = tuple[Hashable, ...]
-"""A group of calls that take about the same time, described by names and whole numbers."""
+"""Calls that take about the same time, described by names and whole numbers."""
 
 Variants = Callable[[], Mapping[str, Callable[[], object]]]
-"""Returns the variants of a call by name, each a function that carries it out once."""
+"""Returns the variants of a call by name: functions that each carry out the call once."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A variant that was chosen from several by their time.
+    """The variant that was chosen, by time, for a case.
 
     Attributes:
         variant: its name.
-        default: the name of the variant that is taken where nothing is measured.
-        seconds: of the variants that ran, by name.
+        default: the name of the variant that is used where nothing is measured.
+        seconds: the time of each variant that ran, by name.
     """
 
     variant: str
@@ -54,14 +54,14 @@ class Store(Protocol):
     """Where choices are kept."""
 
     def read(self, device: torch.device, case: Case, default: str) -> Choice | None:
-        """What was chosen before on this device with these versions, None if nothing was."""
+        """The earlier choice on this device with these versions; None if there is none."""
 
     def keep(self, device: torch.device, case: Case, choice: Choice) -> None:
-        """Keep what was chosen."""
+        """Store a choice."""
 
 
 class Autotune:
-    """Chooses variants by their time, once for each case in a process, and keeps what it chose."""
+    """Chooses the fastest variants, once for each case in a process, and stores its choices."""
 
     def __init__(self, store: Store, clock_of: Callable[[torch.device], Clock] = Clock):
         self._store = store
@@ -70,15 +70,15 @@ class Autotune:
         self._has_failed = False
 
     def is_for(self, device: torch.device) -> bool:
-        """Whether there is anything to choose on a device; on a CPU, what is fastest is known."""
+        """Whether there is anything to choose on a device; on a CPU, the defaults are fastest."""
         return device.type == "cuda"
 
     def choose(
         self, device: torch.device, case: Case, default: str, variants: Variants
     ) -> Choice | None:
-        """The fastest variant of a case; None while a graph is captured, which cannot be timed.
+        """The fastest variant of a case, or the default after an error.
 
-        After an error the default is taken.
+        None while a CUDA graph is captured, since nothing can be timed then.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
@@ -88,7 +88,7 @@ class Autotune:
                 self._known[place] = self._chosen(device, case, default, variants())
             except Exception as error:
                 self._known[place] = Choice(default, default, {})
-                # Another case would probably fail in the same way.
+                # Other cases would probably fail in the same way, so one warning is enough.
                 if not self._has_failed:
                     log.warning(
                         "[ToMe] what is fastest here could not be measured, so defaults are used: "
@@ -113,7 +113,7 @@ class Autotune:
             return kept
         errors: dict[str, Exception] = {}
         found = fastest(default, variants, self._clock_of(device), errors)
-        # Next time, there may be enough memory.
+        # If memory ran out, the next process may have enough and choose differently.
         has_room = not any(isinstance(error, torch.OutOfMemoryError) for error in errors.values())
         if has_room and all(seconds > 0 for seconds in found.seconds.values()):
             self._store.keep(device, case, found)
@@ -126,16 +126,16 @@ def fastest(
     clock: Clock,
     errors: dict[str, Exception] | None = None,
 ) -> Choice:
-    """The variant that takes the least time; the default, unless another is clearly faster.
+    """The fastest variant if it is clearly faster than the default, else the default.
 
-    The variants take turns: three rounds to warm up and seven that count, or fewer where these
-    would take more than a second. A variant that fails is left out.
+    The variants take turns: three rounds to warm up, then seven rounds that count, or fewer if
+    seven would take more than a second. A variant that fails is left out.
 
     Args:
         default: the name of one of the variants.
         variants: by name.
-        clock: that of the device.
-        errors: filled with the errors of the variants that fail, by name.
+        clock: measures time on the device.
+        errors: receives the errors of the variants that fail, by name.
     """
     errors = {} if errors is None else errors
     running = dict(variants)
@@ -147,11 +147,11 @@ def fastest(
 
     rounds(1)
     taken = rounds(1)
-    # Where a single round takes that long, it is the one that counts.
+    # If a single round takes more than a second, the second one counts.
     enough = int(_LONGEST / max(sum(taken[0].values()), 1e-9))
     if enough > 0 and len(running) > 1:
         rounds(_WARM_UPS - 2)
-        # As in a sampling run, where work is queued before the device is free for it.
+        # In a sampling run, too, work is queued before the device is free for it.
         clock.occupy()
         taken = rounds(min(_REPEATS, enough))
     seconds = {name: median(each[name] for each in taken) for name in running}
@@ -165,14 +165,18 @@ def fastest(
 def _round(
     variants: dict[str, Callable[[], object]], clock: Clock, errors: dict[str, Exception]
 ) -> dict[str, tuple[object, object]]:
-    """When each variant began and ended, in turn; one that fails is removed from ``variants``."""
+    """Run the variants in turn and return when each began and ended.
+
+    A variant that fails is removed from ``variants``, and its error goes into ``errors``.
+    """
     moments = {}
     for name, variant in list(variants.items()):
         start = clock.now()
         try:
             variant()
         except Exception as error:
-            # Out of memory, or a kernel that does not compile. It is reported if it is used.
+            # Such as out of memory, or a kernel that does not compile. If the variant is used
+            # nevertheless, it raises the error again.
             errors[name] = error
             del variants[name]
         else:
@@ -181,25 +185,25 @@ def _round(
 
 
 class Tuner:
-    """The variants chosen for one model. Under torch.compile these are the defaults.
+    """The variants chosen for one model; under torch.compile, the defaults.
 
     Attributes:
-        choices: what was chosen so far, by the case.
+        choices: the choices so far, by case.
     """
 
     def __init__(self, choose: Callable[[torch.device, Case, str, Variants], Choice | None]):
-        """Let ``choose`` choose: :meth:`Autotune.choose`, or what does the same."""
+        """``choose`` is :meth:`Autotune.choose`, or stands in for it."""
         self.choices: dict[Case, Choice] = {}
         self._choose = choose
-        # By the call, not the case: rounding its sizes each time would cost as much as a launch.
+        # By call, not by case: computing the case each time would take as long as a launch.
         self._taken: dict[tuple[Call, str, torch.dtype, bool], str] = {}
 
     def variant(self, x: Tensor, call: Call, default: str, variants: Variants) -> str:
-        """The name of the variant to take.
+        """The name of the variant to use.
 
         Args:
-            x: a tensor of the device and dtype.
-            call: what is to be done.
+            x: a tensor of the call, whose device, dtype and contiguity count.
+            call: the operation, and what its time depends on.
             default: the name of one of the variants.
             variants: returns the variants.
         """
@@ -233,11 +237,11 @@ _SIZES: Mapping[str, Callable[..., Call]] = {
     "add_change": lambda x, before, after, slot_of_token: (x.shape, before.shape),
     "widen": lambda q, k, v, log_sizes, heads, scale, constant: (q.shape, k.shape, heads),
 }
-"""What the time of an operation depends on, given its arguments."""
+"""Returns what the time of an operation depends on, given its arguments."""
 
 
 def tuned(ops: Operations, tuner: Tuner) -> Operations:
-    """Operations that use plain torch in place of ``ops`` wherever that is faster."""
+    """The operations ``ops``, with plain torch in their place wherever it is faster."""
 
     def faster(name: str) -> Operation:
         own, plain, sizes_of = getattr(ops, name), getattr(TORCH, name), _SIZES[name]
@@ -259,9 +263,9 @@ def tuned(ops: Operations, tuner: Tuner) -> Operations:
 
 
 def case_of(call: Call) -> Case:
-    """The case of a call: its numbers of tokens and slots are rounded down, by an eighth at most.
+    """The case of a call: numbers of tokens and slots are rounded down, by an eighth at most.
 
-    They are the second to last side of a tensor, and the only side of an index.
+    These numbers are the second to last side of a tensor, and the only side of an index.
     """
     parts: list[Hashable] = []
     for part in call:

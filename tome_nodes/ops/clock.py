@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 _CYCLES = 2_000_000
-"""Of a GPU, in about a millisecond."""
+"""The number of GPU cycles in about a millisecond."""
 
 
 class Clock:
     """Measures time on a device without making it wait.
 
     Attributes:
-        can_measure: whether it can on this device: a CPU, CUDA or ROCm.
+        can_measure: whether it can measure on this device: a CPU, CUDA or ROCm.
     """
 
     def __init__(self, device: torch.device):
@@ -22,7 +22,7 @@ class Clock:
         self.can_measure = self._has_events or device.type == "cpu"
 
     def now(self) -> Any:
-        """The present moment; on a GPU, the one at which it has finished all that it was given."""
+        """The present moment; on a GPU, the moment at which all work queued so far is done."""
         if not self._has_events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -30,13 +30,13 @@ class Clock:
         return event
 
     def occupy(self) -> None:
-        """Keep a GPU busy for about a millisecond, so that it always has further work waiting."""
+        """Keep a GPU busy for about a millisecond, so that the next work queues up behind it."""
         if self._has_events:
             with torch.cuda.device(self._device):
                 torch.cuda._sleep(_CYCLES)
 
     def wait(self) -> None:
-        """Wait until the device has finished all that it was given."""
+        """Wait until the device has finished all queued work."""
         if self._has_events:
             torch.cuda.synchronize(self._device)
 

@@ -8,7 +8,7 @@ Operation = Callable[..., Any]
 
 
 class KernelFailed(Exception):
-    """A kernel cannot be compiled or launched, and no function of the reference takes its place."""
+    """A kernel cannot be compiled or launched, and the reference has no function in its place."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The random picks: a hash of seed, step, size of the grid and cell.
+"""The random picks: a hash of the seed, the step, the size of the grid, and the cell.
 
-A counter-based generator has no state, so the picks are the same for every batch, device and
-restart, and the global generators are neither read nor advanced. The kernels compute the same.
+A hash has no state. So the picks are the same for every batch, device and restart, and torch's
+global generators are neither read nor advanced. The Triton kernels compute the same picks.
 """
 
 from functools import lru_cache
@@ -15,7 +15,7 @@ _LOW_32_BITS = 0xFFFFFFFF
 
 # Odd, and below 2**31 so that a product with a 32-bit value fits into a signed 64-bit integer.
 MULTIPLIERS = (0x7C3A95D3, 0x5D1B6E4B, 0x6A09E667)
-"""One for each of the three rounds."""
+"""The multipliers of the three rounds of :func:`scramble`."""
 
 Bits = TypeVar("Bits", int, Tensor)
 
@@ -30,8 +30,8 @@ def pick_per_cell(key: Tensor, rows: int, columns: int, choices: int) -> Tensor:
     """A pick in ``range(choices)`` for each cell.
 
     Args:
-        key: scalar int64 tensor that holds a :func:`step_key`. It is a tensor so that one compiled
-            graph serves every step.
+        key: scalar int64 tensor that holds a :func:`step_key`; a tensor, so that one compiled graph
+            serves all steps.
         rows: number of cells down.
         columns: number of cells across.
         choices: tokens in a cell, at most 64.

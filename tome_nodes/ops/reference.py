@@ -1,11 +1,7 @@
 """The operations of a plan in plain torch, for any device.
 
-A plan's arrays number tokens and slots over the whole batch: those of sample ``b`` start at
-``b * tokens`` and ``b * slots``.
-
-* ``slot_of_token``: ``[batch, tokens]`` int64, the slot of each token.
-* ``order``: ``[batch * tokens]`` int64, the tokens slot by slot.
-* ``offsets``: ``[batch * slots]`` int64, where each slot begins in ``order``.
+A plan's arrays number tokens and slots over the whole batch: the tokens of sample ``b`` start at
+``b * tokens``, and its slots at ``b * slots``.
 """
 
 from collections.abc import Sequence
@@ -14,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FURTHER = 8
-"""Channels that :func:`widen` adds: attention's fast path needs heads of a multiple of this."""
+EXTRA_CHANNELS = 8
+"""The number of channels that :func:`widen` adds to a head. Attention's fast path needs heads whose
+channels are a multiple of this."""
 
-# Devices whose embedding_bag sums each slot in a fixed order, without atomics.
+# Devices on which embedding_bag sums each slot in a fixed order, without atomics.
 _BAG_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 
 
@@ -106,13 +103,13 @@ def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, scale: float) -> Tensor:
-    """Softmax attention in which each key counts as often as it stands for tokens.
+    """Softmax attention in which a merged key weighs as much as all of its tokens.
 
     Args:
         q: ``[batch, queries, heads, channels]``.
         k: ``[batch, keys, key_heads, channels]``; ``heads`` is a multiple of ``key_heads``.
         v: the same.
-        log_sizes: ``[batch, keys]``, added to the logits.
+        log_sizes: ``[batch, keys]``, logarithms of numbers of tokens, added to the logits.
         scale: factor for the products of queries and keys.
 
     Returns:
@@ -131,7 +128,7 @@ def widen(
     """Add channels to each head so that each logit gains ``constant`` times a log size.
 
     Args:
-        q: ``[batch, queries, heads * channels]``; multiplied by ``scale``. The added channels hold
+        q: ``[batch, queries, heads * channels]``, multiplied by ``scale``. The added channels hold
             ``constant``.
         k: ``[batch, keys, heads * channels]``. The first added channel holds ``log_sizes``, the
             others 0.
@@ -142,10 +139,10 @@ def widen(
         constant: see ``q``.
 
     Returns:
-        The three with :data:`FURTHER` more channels in each head.
+        ``q``, ``k`` and ``v`` with :data:`EXTRA_CHANNELS` more channels in each head.
     """
     q, k, v = (x.unflatten(2, (heads, -1)) for x in (q, k, v))
     logs = log_sizes[:, :, None, None].expand(-1, -1, heads, 1)
-    q = F.pad(q * scale, (0, FURTHER), value=constant)
-    k = F.pad(torch.cat([k, logs], 3), (0, FURTHER - 1))
-    return q.flatten(2), k.flatten(2), F.pad(v, (0, FURTHER)).flatten(2)
+    q = F.pad(q * scale, (0, EXTRA_CHANNELS), value=constant)
+    k = F.pad(torch.cat([k, logs], 3), (0, EXTRA_CHANNELS - 1))
+    return q.flatten(2), k.flatten(2), F.pad(v, (0, EXTRA_CHANNELS)).flatten(2)

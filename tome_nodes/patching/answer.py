@@ -1,9 +1,9 @@
-"""What a transformer that has no record answers when it is asked where its picture is.
+"""Ask a transformer without a record where its picture is in the sequence of its tokens.
 
-It is evaluated twice, the second time on a changed latent, while no token sees another
-(:mod:`tome_nodes.patching.tokenwise`). The keys that differ are those of the picture
-(:mod:`tome_nodes.merging.picture_search`). This takes about a hundredth of an evaluation, once for
-each form of the inputs.
+To ask is to evaluate it twice, the second time on a changed latent, while no token sees another
+(:mod:`tome_nodes.patching.tokenwise`). The keys that differ belong to the picture
+(:mod:`tome_nodes.merging.picture_search`). This takes about a hundredth of the time of an
+evaluation, once for each form of the inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +34,9 @@ class Answer:
         layouts: by the name of each block that attends to a picture, and by the number of queries
             and keys of an attention; None where there is no picture.
         stacks: the names of the lists that hold these blocks.
-        passes_options: whether their attention reads the transformer options that they are given.
-        obstacle: why nothing can merge, None if something can.
+        passes_options: whether the attention of these blocks reads the transformer options that the
+            blocks are given.
+        obstacle: why nothing can merge; None if something can.
     """
 
     layouts: Layouts = field(default_factory=dict)
@@ -45,7 +46,7 @@ class Answer:
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """All pictures, once for each attention that they are in."""
+        """All pictures, each once for every attention that it is in."""
         return tuple(
             Picture(span.grid)
             for layouts in self.layouts.values()
@@ -56,12 +57,12 @@ class Answer:
 
 
 def kept_answer(network: nn.Module, form: Any, ask: Callable[[], Answer]) -> Answer:
-    """The answer of a network for inputs of some form, asked once.
+    """The answer of a network for inputs of some form; it is asked once for each form.
 
     Args:
-        network: the one that is asked.
-        form: of its inputs, see :func:`form_of`.
-        ask: asks it.
+        network: the transformer.
+        form: the form of its inputs, see :func:`form_of`.
+        ask: asks the transformer.
     """
     with lock_of(network):
         kept = _answers.setdefault(network, {})
@@ -82,27 +83,28 @@ def compared(
     device: torch.device,
     interrupts: tuple[type[BaseException], ...] = (),
 ) -> Answer:
-    """Where the pictures are, by comparing evaluations.
+    """Find the pictures by comparing evaluations.
 
     Args:
-        name: that of the model's class.
-        watched: evaluates the model as it is, with a changed latent, and if it has references, once
-            more with those changed.
-        sides: those of the latent, in pixels.
-        references: those of its references.
+        name: the name of the model's class.
+        watched: evaluates the model unchanged, then with a changed latent, then, if there are
+            references, with changed references.
+        sides: the sides of the latent.
+        references: the sides of each reference.
         batch: the number of samples.
-        network: the one that is evaluated.
-        device: where it is.
-        interrupts: the errors that end the run.
+        network: the model that is evaluated.
+        device: the device it is on.
+        interrupts: the errors by which a host ends a run.
     """
     try:
         with torch.no_grad(), _undisturbed(network, device):
             before, after, *others = watched()
-        return _answer(name, before, after, [*others, None][0], sides, references, batch)
+        with_references = others[0] if others else None
+        return _answer(name, before, after, with_references, sides, references, batch)
     except interrupts:
         raise
     except Exception as error:
-        # It may fail where the model itself does not, and then only merging is lost.
+        # Asking may fail where the model itself does not. Then only merging is lost.
         why = f"{type(error).__name__}: {error}"
         return Answer(obstacle=f"where the picture of a {name} is could not be asked ({why})")
 
@@ -116,7 +118,9 @@ def _answer(
     references: Sequence[Sides],
     batch: int,
 ) -> Answer:
-    """What was found by comparing evaluations."""
+    """The answer from evaluations of the model as it is, with a changed latent, and with changed
+    references.
+    """
     if any(each.has_kept for each in (before, after, with_references) if each is not None):
         return Answer(obstacle=f"a {name} keeps something from one evaluation to the next")
     if not any(seen.calls for seen in before.blocks.values()):
@@ -127,7 +131,7 @@ def _answer(
         if block in before.left_out:
             representative, _ = before.left_out[block]
             if not _same_places(before, after, block, found[representative], sides, batch):
-                # What stood for it did not do to its tokens what follows reckons with.
+                # The layouts of the block that stood for this one do not hold for this one.
                 reasons.append("its tokens change places between blocks")
                 break
             found[block] = found[representative]
@@ -158,9 +162,9 @@ def _answer(
 
 
 def _without_refiners(found: Layouts) -> Layouts:
-    """The layouts of the lists with the longest sequence.
+    """Only the layouts of the lists of blocks with the longest sequence.
 
-    Others hold few blocks: some prepare the picture before the text joins it.
+    Other lists hold few blocks, such as refiners, which prepare the picture before text joins it.
     """
     longest: dict[str, int] = {}
     for block, layouts in found.items():
@@ -183,7 +187,11 @@ def _layout(
     sides: Sides,
     references: Sequence[Sides],
 ) -> tuple[Layout | None, str | None]:
-    """Where the pictures are in one attention, or why it has none that can merge."""
+    """Where the pictures are in one attention, or why it has none that can merge.
+
+    The calls are of the same attention: unchanged, with the latent changed, and with the references
+    changed. Both results are None if its keys do not depend on the latent.
+    """
     if later is None or later.prints.shape != call.prints.shape:
         return None, "its attention depends on the values of the latent"
     change = changes(call.prints, later.prints)
@@ -205,7 +213,7 @@ def _layout(
 
 
 def _reference_spans(change: Tensor, latent: Span, references: Sequence[Sides]) -> Iterator[Span]:
-    """The spans of references, one after another, as long as they stand row by row."""
+    """The spans of references, in order, until one is not laid out row by row."""
     change[:, latent.start : latent.stop] = 0
     for sides in references:
         span = span_of(change, sides, others_follow=True)
@@ -223,9 +231,10 @@ def _same_places(
     sides: Sides,
     batch: int,
 ) -> bool:
-    """Whether the picture's tokens enter a block where they enter the one that stood for it.
+    """Whether the picture's tokens enter a block in the same places as its representative.
 
-    ``layouts`` are those of the other one.
+    The representative is the block that ran in its place; ``layouts`` are those of the
+    representative.
     """
     representative, first = before.left_out[block]
     if after.left_out.get(block, (None,))[0] != representative:
@@ -245,12 +254,12 @@ def _same_places(
 
 
 def sides_of(shape: Sequence[int]) -> Sides:
-    """Frames, height and width of a latent."""
+    """Frames, height and width of a latent of some shape."""
     return shape[2] if len(shape) == 5 else 1, shape[-2], shape[-1]
 
 
 def form_of(value: Any) -> Any:
-    """The form of inputs: what they are but the values of tensors, and the number of samples."""
+    """The form of inputs: everything but the values of tensors and the number of samples."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape[1:])
     if isinstance(value, Mapping):
@@ -262,7 +271,7 @@ def form_of(value: Any) -> Any:
 
 @contextmanager
 def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[None]:
-    """What compiles does not, and random numbers are afterwards as they were before."""
+    """Meanwhile nothing is compiled; afterwards the random generators are as they were before."""
     devices = [device] if device.type == "cuda" else []
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))

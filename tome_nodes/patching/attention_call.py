@@ -1,9 +1,4 @@
-"""One call of attention on merged queries, keys and values, in any host.
-
-The logarithms of the sizes of merged keys are added in whatever attention function runs in the end
-(:mod:`tome_nodes.patching.key_weights`). The override of other code may ignore the function that
-it is given, so it also gets them as a mask.
-"""
+"""One call of attention on merged queries, keys and values, in any host."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,24 +23,24 @@ def merged_attention(
     mask: Tensor | None,
     kwargs: Arguments,
 ) -> Tensor:
-    """The attention of a block on what of its queries, keys and values is merged.
+    """One call of attention by a block; merges what the block's plans say.
 
     Args:
         block: makes the plans, and notes what could not merge.
         called: the keyword arguments of the module that calls the attention.
         func: the attention function.
-        theirs: the override of other code, which is called with ``func`` in front of its arguments;
-            None for none.
+        theirs: an override by other code, called with ``func`` before the other arguments; None if
+            there is none.
         q: queries, ``[batch, tokens, heads * channels]``, or with ``skip_reshape`` among ``kwargs``
-            ``[batch, heads, tokens, channels]``; so are keys and values.
+            ``[batch, heads, tokens, channels]``. Keys and values have the same layout.
         k: keys.
         v: values.
         heads: the number of heads of the queries.
-        mask: bool, or to add to the logits.
+        mask: a bool mask, or one that is added to the logits; None for none.
         kwargs: the other arguments of the function.
     """
     plain = func if theirs is None else partial(theirs, func)
-    # A later host may wrap what it hands over.
+    # Later hosts may wrap tensors in containers.
     if not isinstance(k, Tensor):
         block.note_masked()
         return plain(q, k, v, heads, mask=mask, **kwargs)
@@ -63,7 +58,7 @@ def merged_attention(
     if keys is not None:
         # Queries may have more heads than keys.
         key_heads = k.shape[1] if by_head else heads
-        # As in the paper, keys are means and count once, unless they are to weigh as their tokens.
+        # Without proportional_attn, keys are plain means that count once, as in the paper.
         weighs = block.model.config.proportional_attn
         merged = keys.merge_keys(flat_k, key_heads) if weighs else keys.merge(flat_k)
         k = _like(merged, k, by_head)
@@ -84,14 +79,14 @@ def merged_attention(
 
 
 def _like(merged: Tensor, x: Tensor, by_head: bool) -> Tensor:
-    """Undo :func:`tome_nodes.patching.key_weights.flat`: ``merged`` in the layout of ``x``."""
+    """``merged`` in the layout of ``x``: undoes :func:`tome_nodes.patching.key_weights.flat`."""
     return merged.unflatten(2, (x.shape[1], -1)).transpose(1, 2) if by_head else merged
 
 
 def _bias(mask: Tensor, queries: int, keys: Tensor) -> Tensor | None:
     """A mask as ``[batch or 1, heads or 1, queries or 1, keys]`` to add to the logits.
 
-    None if its shape does not allow that.
+    None if the mask has another shape.
     """
     if mask.ndim in (2, 3):
         mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
@@ -104,14 +99,14 @@ def _bias(mask: Tensor, queries: int, keys: Tensor) -> Tensor | None:
 
 
 def _merged_keys(bias: Tensor, plan: Plan, batch: int) -> Tensor:
-    """A bias for the slots of the keys: the mean over the tokens of each."""
+    """A bias for merged keys: its mean over the keys of each slot."""
     rows = _finite(bias).expand(batch, -1, -1, -1).flatten(1, 2)
     merged = plan.merge(rows.mT).mT.clamp_min(torch.finfo(bias.dtype).min)
     return merged.unflatten(1, bias.shape[1:3])
 
 
 def _merged_queries(bias: Tensor, plan: Plan, batch: int) -> Tensor:
-    """A bias for the slots of the queries: the mean over the tokens of each."""
+    """A bias for merged queries: its mean over the queries of each slot."""
     if bias.shape[2] == 1:
         return bias
     columns = _finite(bias).expand(batch, -1, -1, -1).transpose(1, 2).flatten(2)
@@ -120,5 +115,5 @@ def _merged_queries(bias: Tensor, plan: Plan, batch: int) -> Tensor:
 
 
 def _finite(bias: Tensor) -> Tensor:
-    """A bias without infinity, which a sum over a window would spread."""
+    """A bias without infinity, which the merging of whole windows would spread."""
     return bias.clamp_min(torch.finfo(bias.dtype).min)

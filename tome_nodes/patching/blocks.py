@@ -24,8 +24,8 @@ from .outcome import Observer, Outcome
 from .overrides import Forward, Override, Overrides
 
 Layouts = Mapping[str, Mapping[tuple[int, int], Layout | None]]
-"""Layouts by the name of a block, and by the number of queries and keys of an attention in it; None
-if nothing in that attention merges."""
+"""Layouts by the name of a block, and by the numbers of queries and of keys of an attention in it.
+None if nothing merges in that attention."""
 
 
 @dataclass(eq=False)
@@ -34,27 +34,27 @@ class Evaluation:
 
     Attributes:
         engine: makes the plans.
-        ratio: that of the current step.
+        ratio: the ratio of the current step.
         latent: the grid of the latent, or of the part of it that is evaluated.
-        pictures: those in the sequence of a transformer, in order.
-        layouts: where they are, if that was found by asking; None if the record of the model says.
-        detail: what is kept from step to step, None for nothing.
-        merges_in_modules: why stacks merge only in their modules, if that is known from an earlier
-            evaluation of the run or from kept detail that does not belong; else None.
-        feature_map: ``[batch, channels, height, width]`` of the stack that is running, where the
-            host does not pass it on to blocks.
-        stack_plan: the plan of the stack that is running as one on merged tokens, else None.
-        stack_tokens: the ``[batch, tokens, channels]`` that entered its first block, while it runs
-            as one or its change is to be kept; else None.
-        stack_merged: the same tokens merged.
-        running: the block that is running, where attention cannot tell; None between blocks.
+        pictures: the pictures in the sequence of a transformer, in order.
+        layouts: where the pictures are, if the model was asked; None if its record says it.
+        detail: what is kept from step to step; None for nothing.
+        merges_in_modules: why stacks merge only in their modules, as while gradients are computed,
+            or once kept detail was of another place; else None.
+        feature_map: the shape ``[batch, channels, height, width]`` of the feature map of the
+            running stack, where the host does not pass it on to blocks.
+        stack_plan: the plan of the running stack if it runs as one on merged tokens; else None.
+        stack_tokens: the tokens that entered the running stack, ``[batch, tokens, channels]``, if
+            it runs as one or its change is to be kept; else None.
+        stack_merged: ``stack_tokens`` merged, if the stack runs as one; else None.
+        running: the running block, where attention cannot tell; None between blocks.
     """
 
     engine: Engine
     ratio: float
     latent: Grid
-    pictures: tuple[Picture, ...] = ()
-    layouts: Layouts | None = None
+    pictures: tuple[Picture, ...]
+    layouts: Layouts | None
     detail: Detail | None = None
     merges_in_modules: str | None = None
     feature_map: Sequence[int] | None = None
@@ -65,14 +65,14 @@ class Evaluation:
 
     @property
     def is_full_step(self) -> bool:
-        """Whether the blocks run on all tokens."""
+        """Whether the current step is a full step, in which blocks run on all tokens."""
         return self.detail is not None and self.detail.is_full
 
     def or_without_detail(self, denoise: Callable[[], Tensor]) -> Tensor:
-        """The answer of a model, evaluated once more if its detail is of another place.
+        """The answer of a model; evaluated again without detail if that is of another place.
 
         Args:
-            denoise: evaluates the model; its stacks may add the detail they have kept.
+            denoise: evaluates the model; its stacks may add kept detail.
         """
         denoised = denoise()
         if self.detail is None or self.detail.is_of(denoised):
@@ -87,9 +87,9 @@ class Stack:
 
     Attributes:
         name: its path within the model.
-        module: holds the blocks.
-        blocks: in the order in which they run.
-        level: how many times smaller than the latent its feature map is; 1 for a transformer's.
+        module: the module that holds the blocks.
+        blocks: the blocks, in the order in which they run.
+        level: how many times smaller than the latent its feature map is; 1 in a transformer.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Reasons:
-    """Why a block cannot merge, as a host's users read it.
+    """Why a block cannot merge, in the words that users of a host read.
 
     Attributes:
         tokens_changed: the tokens of the block do not fit its layout.
@@ -121,7 +121,7 @@ class ModelRecord(Protocol):
 
     @property
     def merges_at_calls(self) -> bool:
-        """Whether attention merges where it is called, and nothing else merges."""
+        """Whether merging happens only where attention is called."""
 
     def stacks(self, model: Any) -> Iterable[Stack]:
         """The stacks of a model, in the order in which they run."""
@@ -138,11 +138,12 @@ class PatchedModel:
         record: what is known about models of its kind.
         model: the model itself.
         observer: follows its evaluations.
-        blocks: all of them.
+        blocks: all its blocks.
         shallowest: how many times smaller than the latent the largest grid with blocks is.
-        max_downsample: the same for the smallest grid that merges, with ``auto`` resolved.
-        overrides: what modules run instead of their own forwards.
-        evaluation: the current one, None between evaluations.
+        max_downsample: how many times smaller than the latent the smallest grid that merges is;
+            ``auto`` is resolved.
+        overrides: what modules run instead of their own methods.
+        evaluation: the current evaluation; None between evaluations.
     """
 
     def __init__(
@@ -156,13 +157,12 @@ class PatchedModel:
         self.record = record
         self.model: Any = model
         self.observer = observer
-        levels: Counter[int] = Counter()
-        self.blocks: list[Block] = []
-        for stack in record.stacks(model):
-            own = [record.block(self, stack, index) for index in range(len(stack.blocks))]
-            levels[stack.level] += len(own)
-            self.blocks += own
-        levels = +levels
+        self.blocks = [
+            record.block(self, stack, index)
+            for stack in record.stacks(model)
+            for index in range(len(stack.blocks))
+        ]
+        levels = Counter(block.stack.level for block in self.blocks)
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
         self.overrides = Overrides(self._make_overrides)
@@ -189,7 +189,7 @@ class PatchedModel:
         )
 
     def outcomes(self) -> list[Outcome]:
-        """What the blocks that ran did."""
+        """The outcomes of the blocks that ran, completed."""
         outcomes = [block.outcome for block in self.blocks if block.outcome.has_run]
         for outcome in outcomes:
             outcome.complete()
@@ -201,13 +201,13 @@ def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int
 
     Args:
         config: the settings.
-        blocks_by_level: number of blocks by how many times smaller their grid is; not empty.
+        blocks_by_level: the number of blocks at each :attr:`Stack.level`; not empty.
     """
     if config.max_downsample != "auto":
         return config.max_downsample
     if config.scope == "module":
         return min(blocks_by_level)
-    # Whole blocks are worth merging where most of them are: in SDXL, one level deeper.
+    # Merging whole blocks pays off at the level with most blocks: in SDXL, one level deeper.
     return min(blocks_by_level, key=lambda level: (-blocks_by_level[level], level))
 
 
@@ -217,10 +217,11 @@ class Block:
     The only side effects of overrides are attribute writes, so that torch.compile can trace them.
 
     Attributes:
-        model: that of the block.
-        stack: the one that it is in.
+        model: the model of the block.
+        stack: the stack that holds it.
         index: its index in the stack.
-        module: the block itself.
+        module: the module of the block.
+        name: its path within the model.
         outcome: what it has done so far in the current evaluation.
     """
 
@@ -228,19 +229,19 @@ class Block:
         self.model = model
         self.stack = stack
         self.index = index
-        # Only its record knows the names of its modules.
+        # Any, since only its record knows the names of its modules.
         self.module: Any = stack.blocks[index]
         self.name = f"{stack.name}.{index}"
         self.forget()
 
     def forget(self) -> None:
-        """Drop what is known of an evaluation, and its plans."""
+        """Drop the outcome and the plans of an evaluation."""
         self.outcome = Outcome(self.name)
 
     def overrides(self) -> list[Override]:
-        """The block and its modules, with what each of them runs instead.
+        """What the block and its modules run instead of their own methods.
 
-        They are made once for many evaluations, so they ask for the current one when they run.
+        Overrides are made once for many evaluations. They look up the current one when they run.
         """
         raise NotImplementedError
 
@@ -263,11 +264,11 @@ class Block:
 
     @property
     def tuner(self) -> Tuner | None:
-        """Chooses among implementations of an operation, None for the defaults."""
+        """Chooses among implementations of an operation; None for the defaults."""
         return self.evaluation.engine.tuner
 
     def note_unweighted(self, reason: str | None) -> None:
-        """Note why each merged key weighs as one token, None if it does not."""
+        """Note why a merged key weighs only as much as one token; None if it weighs more."""
         self.outcome.unweighted = reason
 
     def timed(self, forward: Forward) -> Forward:
@@ -276,14 +277,15 @@ class Block:
 
     def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None:
         """What to add to the logits of merged keys, ``[batch, keys]``; None for nothing."""
+        # Softmax ignores a constant, so slots of equal size need nothing.
         if not self.model.config.proportional_attn or plan.is_even():
             return None
         return plan.log_sizes().to(like.dtype)
 
     def worthy(self, layout: Layout, least: int) -> Layout | None:
-        """The layout with only the pictures of at least ``least`` tokens, None if there are none.
+        """The layout without pictures of fewer than ``least`` tokens.
 
-        The reason for None is noted.
+        None if no picture is left; the reason is noted.
         """
         worthy = tuple(span for span in layout.spans if span.grid.tokens >= least)
         if not worthy:
@@ -293,7 +295,7 @@ class Block:
         return layout if worthy == layout.spans else Layout(layout.length, worthy)
 
     def plan_of(self, features: Tensor, layout: Layout) -> Plan | None:
-        """A plan at the ratio of the current step; the reason for None is noted."""
+        """A plan at the ratio of the current step. If it is None, the reason is noted."""
         evaluation, outcome = self.evaluation, self.outcome
         ratio, plan_of = evaluation.ratio, evaluation.engine.plan_of
         outcome.layout = layout
@@ -319,12 +321,12 @@ class Block:
 
 
 def uncompiled(module: Any) -> Any:
-    """The module that a compiled one runs, or the module itself."""
+    """The module that a compiled module runs, or the module itself if it is not compiled."""
     return getattr(module, "_orig_mod", module)
 
 
 def lists_of(model: nn.Module, name: str = "") -> Iterator[str]:
-    """The names of the outermost lists of modules in a model, which hold its blocks."""
+    """The names of a model's outermost lists of modules, which hold its blocks."""
     for child_name, child in model.named_children():
         path = f"{name}.{child_name}" if name else child_name
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -334,7 +336,7 @@ def lists_of(model: nn.Module, name: str = "") -> Iterator[str]:
 
 
 def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in the outermost lists of a model, by the names of their blocks."""
+    """The names and modules of the blocks in a model's outermost lists."""
     for name in lists_of(model):
         for index, block in enumerate(model.get_submodule(name).children()):
             yield f"{name}.{index}", uncompiled(block)

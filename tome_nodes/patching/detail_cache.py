@@ -1,8 +1,9 @@
-"""Steps on all tokens, and the detail that merged tokens keep from the last of them.
+"""Full steps, which run on all tokens, and the detail that later steps reuse from them.
 
-A stack on merged tokens changes all tokens of a slot alike. How they differed when the stack last
-ran on all tokens changes little from step to step, so it is added until the next such step. On all
-tokens, attention may still merge keys and values, which hardly changes pictures.
+A stack that runs on merged tokens changes all tokens of a slot alike. In a full step it changes
+them differently, and these differences change little from step to step. So they are added to the
+results of merged steps until the next full step. In full steps attention may still merge keys and
+values, which hardly changes pictures.
 """
 
 from collections.abc import Hashable
@@ -16,8 +17,8 @@ from ..merging.plan import Plan
 from ..settings.config import ToMeConfig
 from .schedule import Moment
 
-# How many parts of a step keep anything, and how many the changes of their stacks: those of a tiled
-# picture are as large as all its tiles.
+# The most parts of a step for which anything is kept, and the most for which the changes of stacks
+# are kept: for a tiled picture, these are as large as all of its tiles.
 _PARTS_KEPT = 64
 _PARTS_WITH_CHANGES = 16
 
@@ -25,32 +26,23 @@ FADING = 0.8
 """The share of a stack's detail that is still right one step later (benchmarks/FIDELITY.md)."""
 
 
-def is_full(config: ToMeConfig, step: int, steps_left: int | None, from_noise: bool) -> bool:
-    """Whether a step runs on all tokens: every ``refresh_steps``-th does.
+def _is_full(every: int, moment: Moment) -> bool:
+    """Whether a step is a full step; one in ``every`` steps is.
 
-    If the number of steps is known, they are counted back from the second to last. So the last
-    step has fresh detail, and is not one of them: nothing would use the detail that it gives. The
-    first step is one only if the run begins with a picture: noise has no detail to keep, and that
-    of a picture must not get lost.
-
-    Args:
-        config: the settings.
-        step: the number of the step, from 0.
-        steps_left: how many steps come after it, None if that is not known.
-        from_noise: whether the run begins with noise alone.
+    If the number of steps is known, full steps are counted back from the second to last, so that
+    the last step has fresh detail. The last step itself is not a full step, since no step would use
+    its detail. The first step is a full step only if the run begins with a picture, whose detail
+    must not get lost; noise has no detail to keep.
     """
-    every = config.refresh_steps
-    if every == 0:
-        return False
-    if step == 0:
-        return not from_noise
-    place = step if steps_left is None else steps_left - 1
+    if moment.step == 0:
+        return not moment.from_noise
+    place = moment.step if moment.steps_left is None else moment.steps_left - 1
     return place % every == 0
 
 
 _MOST_APART = 0.4
-"""How far apart the means of two answers for one place are at most, as a share of the sum of their
-variances. Those of two places are 1 apart on average (benchmarks/FIDELITY.md)."""
+"""The largest squared difference between the means of two answers for the same place, as a share of
+the sum of their variances. For different places it is 1 on average (benchmarks/FIDELITY.md)."""
 
 _ALIKE = 0.01
 """A squared difference that is never too large; latents have a variance of about 1."""
@@ -59,23 +51,24 @@ _NEIGHBOURHOOD = 4
 """The side of the squares of a latent whose means are compared."""
 
 MOVES = "as other places of the picture are evaluated from step to step"
-"""The reason to report if kept detail is of another place."""
+"""The reason to report if the kept detail belongs to another place."""
 
 GRADIENTS = "as gradients are computed"
-"""The reason to report while nothing is kept, since it would be of another training sample."""
+"""The reason to report while gradients are computed. Nothing is kept then, since the next
+evaluation is of another training sample."""
 
 
 @dataclass(eq=False)
 class Detail:
-    """What one part of a step keeps for later steps.
+    """What is kept of one part of a step for later steps.
 
     Attributes:
-        is_full: whether it runs on all tokens now.
-        keeps_changes: whether there is room for what stacks change.
-        changes: what each stack changed when it last did, ``[batch, tokens, channels]``, by name.
-        share: the share of the detail of these changes that is still right, a scalar.
-        means: those of the neighbourhoods of the denoised latent when the model last ran on all
-            tokens, see :func:`means_of`.
+        is_full: whether the current step is a full step.
+        keeps_changes: whether there is room for the changes of stacks.
+        changes: the change of each stack in the last full step, ``[batch, tokens, channels]``, by
+            the name of the stack.
+        share: the share of this detail that is still right, a scalar; None before it is used.
+        means: :func:`means_of` the denoised latent of the last full step.
     """
 
     is_full: bool = False
@@ -87,10 +80,7 @@ class Detail:
     def add_change(
         self, stack: str, plan: Plan, x: Tensor, before: Tensor, after: Tensor
     ) -> Tensor:
-        """As :meth:`tome_nodes.merging.plan.Plan.add_change`, with the detail of the change.
-
-        Without any that fits, the same as that.
-        """
+        """:meth:`tome_nodes.merging.plan.Plan.add_change`, plus the kept detail if it fits."""
         kept = _fitting(self.changes.get(stack), x)
         if self.share is None or kept is None or kept.dtype != x.dtype:
             return plan.add_change(x, before, after)
@@ -99,12 +89,12 @@ class Detail:
         return plan.add_change(x, before, after)
 
     def is_of(self, denoised: Tensor) -> bool:
-        """Whether the changes that were kept belong to the place of a model's answer, if any are.
+        """Whether the kept changes, if any, belong to the place that the model answered for.
 
-        A step on all tokens keeps the means of its answer, to compare later answers with.
+        A full step keeps the means of its answer, and later answers are compared with them.
 
         Args:
-            denoised: ``[batch, channels, height, width]``.
+            denoised: the answer, ``[batch, channels, height, width]``.
         """
         if not self.changes:
             return True
@@ -130,14 +120,14 @@ def means_of(denoised: Tensor) -> Tensor:
 
 
 def belongs(kept: Tensor, new: Tensor) -> bool:
-    """Whether what was kept is of the place that is evaluated now, in each sample.
+    """Whether two answers are for the same place of the picture, in each sample.
 
-    Nodes that tile may evaluate other places from step to step, and only the answer tells them
-    apart: the means of its neighbourhoods change little over the steps, and much between places.
+    Nodes that tile may evaluate different places from step to step, and only the answers tell them
+    apart: the means of neighbourhoods change little over the steps, and much between places.
 
     Args:
-        kept: means of the answer that was kept, ``[batch, means, channels]``.
-        new: the same of the new answer.
+        kept: the means of the kept answer, ``[batch, means, channels]``.
+        new: the means of the new answer, of the same shape.
     """
     kept, new = (each.float() - each.float().mean(1, keepdim=True) for each in (kept, new))
     apart, spread = (new - kept).square().mean((1, 2)), (new.square() + kept.square()).mean((1, 2))
@@ -145,7 +135,7 @@ def belongs(kept: Tensor, new: Tensor) -> bool:
 
 
 def _fitting(kept: Tensor | None, like: Tensor) -> Tensor | None:
-    """What was kept, None if it is not of the shape and device of ``like``."""
+    """``kept`` if it has the shape and device of ``like``, else None."""
     fits = kept is not None and kept.shape == like.shape and kept.device == like.device
     return kept if fits else None
 
@@ -154,11 +144,11 @@ class Details:
     """The :class:`Detail` of each part of a step, from step to step."""
 
     def __init__(self, config: ToMeConfig):
-        self._config = config
+        self._refresh_steps = config.refresh_steps
         self.clear()
 
     def clear(self) -> None:
-        """Drop all: another run begins."""
+        """Drop everything: another run begins."""
         self._kept: dict[Hashable, Detail] = {}
         self._used: set[Hashable] = set()
         self._step = -1
@@ -166,13 +156,13 @@ class Details:
         self._steps_when_full = 0
 
     def at(self, moment: Moment, device: torch.device) -> Detail:
-        """The detail of the part that is evaluated."""
+        """The detail of the part of a step that is evaluated."""
         if moment.step != self._step:
-            # Windows that move are other parts in each step.
+            # Parts that the last step did not evaluate do not return, such as moving windows.
             self._kept = {part: kept for part, kept in self._kept.items() if part in self._used}
             self._used.clear()
             self._step = moment.step
-            # The numbers of steps fall where a picture is turned into noise.
+            # Not the step's number, which falls where a picture is turned into noise.
             self._steps += 1
         self._used.add(moment.part)
         detail = self._kept.get(moment.part)
@@ -180,7 +170,7 @@ class Details:
             detail = Detail(keeps_changes=len(self._kept) < _PARTS_WITH_CHANGES)
             if len(self._kept) < _PARTS_KEPT:
                 self._kept[moment.part] = detail
-        detail.is_full = is_full(self._config, moment.step, moment.steps_left, moment.from_noise)
+        detail.is_full = _is_full(self._refresh_steps, moment)
         if detail.is_full:
             detail.changes.clear()
             self._steps_when_full = self._steps

@@ -1,4 +1,4 @@
-"""What merging runs on: the strategy, with a backend that works on the model's device."""
+"""What merging runs on: a strategy with a backend that works on the model's device."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from ..settings.config import ToMeConfig
 from ..strategies.strategy import PlanOf, Strategy
 
 MergesIn = Literal["modules", "blocks", "calls"]
-"""What runs on merged tokens: the modules of a UNet's blocks, whole blocks of it, or the calls of
-attention in a transformer."""
+"""What runs on merged tokens: the modules of a UNet's blocks, the whole blocks of a UNet, or the
+calls of attention in a transformer."""
 
 MakeStrategy = Callable[[ToMeConfig, Operations], Strategy]
 """Makes the strategy for given settings and operations."""
@@ -27,13 +27,12 @@ class Engine:
 
     Attributes:
         strategy: groups the tokens.
-        plan_of: makes its plans, perhaps under observation.
+        plan_of: makes the strategy's plans; an observer may have wrapped it.
         least_tokens: the smallest grid that merges, in tokens.
-        least_in_attention: the same where only attention merges.
-        worth_from: the smallest grid for which merging is worth it, in tokens, whatever the
-            settings say.
-        no_triton: why it does not use Triton, if it could be expected to.
-        lacks: the error of the device if it cannot merge at all, else None.
+        least_in_attention: the smallest grid that merges where only attention merges, in tokens.
+        worth_from: the smallest grid that is worth merging, in tokens, whatever the settings say.
+        no_triton: why Triton is not used, if it could be expected; else None.
+        lacks: the error of the device if it cannot merge at all; else None.
         tuner: chooses among implementations of an operation; None for the defaults.
     """
 
@@ -53,11 +52,11 @@ class Engine:
 
     @property
     def choices(self) -> Mapping[Case, Choice]:
-        """The implementations that were measured to be the fastest."""
+        """The implementations that were chosen by measuring."""
         return {} if self.tuner is None else self.tuner.choices
 
     def in_words(self) -> list[str]:
-        """What a report says about the backend: nothing for plain torch where that is expected."""
+        """What a report says about the backend; nothing if it is plain torch as expected."""
         if self.backend == "triton":
             return ["triton"]
         if self.no_triton is not None:
@@ -78,16 +77,16 @@ def make_engine(
     Args:
         config: the settings.
         make_strategy: makes the strategy.
-        device: that of the tokens.
-        dtype: that of the tokens.
-        merges_in: what merges.
-        autotune: chooses the fastest among implementations; None for the defaults.
+        device: the device of the tokens.
+        dtype: the dtype of the tokens.
+        merges_in: what runs on merged tokens.
+        autotune: chooses the fastest implementations; None for the defaults.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for a small plan.
     """
     backend, no_triton = resolve(config.backend, device, dtype)
-    # What the grouping depends on; a new seed or ratio needs no new trial.
+    # Only the settings that grouping depends on, so that a new seed or ratio needs no new trial.
     grouping = ToMeConfig(
         strategy=config.strategy,
         sx=config.sx,
@@ -122,10 +121,10 @@ def make_engine(
 def _worth_from(strategy: Strategy, device: torch.device, merges_in: MergesIn) -> int:
     """The smallest grid, in tokens, that merging does not slow down.
 
-    On a CPU it was measured (benchmarks/README.md). On a GPU it is arithmetic: the time of a
-    few kernel launches, or a few dozen if matching is not a single kernel, and of reading and
-    writing the tokens, against the time of the attention or block that they shorten. A
-    transformer's attention is several times as wide as a UNet's, so launches weigh less there.
+    On a CPU it was measured (benchmarks/README.md). On a GPU it is estimated. Merging costs a few
+    kernel launches, or a few dozen if matching is not a single kernel, and reading and writing the
+    tokens. It saves a part of the time of the attention or block. The attention of a transformer
+    is several times as wide as a UNet's, so launches matter less there.
     """
     if device.type == "cpu":
         return 256
@@ -146,9 +145,9 @@ def missing_operation(
     device: torch.device,
     dtype: torch.dtype,
 ) -> str | None:
-    """The error of a device that cannot run an operation of merging, None if it can.
+    """The error of a device that cannot run an operation of merging; None if it can run all.
 
-    The answer is kept, since Triton has to compile its kernels for it.
+    The answer is cached, since Triton has to compile its kernels to find out.
     """
     strategy = make_strategy(config, operations(backend))
     # The largest cells are 8 tokens high and wide.

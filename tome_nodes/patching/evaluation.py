@@ -1,7 +1,7 @@
-"""The course of every model evaluation, in any host.
+"""How every evaluation of a model runs, in any host.
 
-First it is settled whether to merge now, on which device, at which ratio and with which picks. Then
-the overrides go on, the model runs, the overrides come off, and the observer gets the result.
+First it is decided whether to merge, on which device, at which ratio and with which random picks.
+Then the overrides go on, the model runs, the overrides come off, and the observer gets the result.
 """
 
 import logging
@@ -27,7 +27,7 @@ from .outcome import Evaluated, Observer, Outcome
 from .schedule import Moment, ratio_at
 
 _REFRESHED = "every step that could merge ran on all tokens, as refresh_steps says; take more steps"
-"""The reason to report if there was no other step."""
+"""The reason to report if every step was a full step (:mod:`tome_nodes.patching.detail_cache`)."""
 
 NO_MEMORY = "the device has no memory left for merging"
 """The reason to report once the device has run out of memory in a merged evaluation."""
@@ -40,7 +40,7 @@ _locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 
 
 def lock_of(model: nn.Module) -> RLock:
-    """What a thread holds while it evaluates a model; it may evaluate it again meanwhile."""
+    """The lock that a thread holds while it evaluates a model; evaluations may be nested."""
     return _locks.setdefault(model, RLock())
 
 
@@ -50,8 +50,8 @@ class Run:
     Attributes:
         model: the model and its blocks.
         engine: what merging runs on; None before the first evaluation that may merge.
-        out_of_memory: whether to merge no more, since a merged evaluation ran out of memory and
-            one on all tokens did not.
+        out_of_memory: whether to stop merging, since a merged evaluation ran out of memory and an
+            unmerged one did not.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Run:
         record: ModelRecord,
         model: nn.Module,
         make_strategy: MakeStrategy,
-        observer: Observer | None = None,
+        observer: Observer,
         autotune: Autotune | None = None,
     ):
-        self.model = PatchedModel(config, record, model, observer or Observer())
+        self.model = PatchedModel(config, record, model, observer)
         self.engine: Engine | None = None
         self.out_of_memory = False
         self._may_merge = False
@@ -72,13 +72,13 @@ class Run:
         self._autotune = autotune
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
         self._details = Details(config)
-        # Those of UNets would be no better than fewer steps (benchmarks/FIDELITY.md).
+        # Forecasts in UNets would be no better than fewer steps (benchmarks/FIDELITY.md).
         forecasts = config.forecast and record.merges_at_calls
         self._forecasts = Forecasts(config.ratio) if forecasts else None
         self._falls_back: str | None = None
 
     def restart(self) -> None:
-        """Drop what is kept from step to step: another sampling run begins."""
+        """Drop everything that is kept from step to step: another sampling run begins."""
         self._details.clear()
         if self._forecasts is not None:
             self._forecasts.clear()
@@ -86,11 +86,11 @@ class Run:
         self._falls_back = None
 
     def forecast(self, moment: Moment, latent: Tensor) -> Tensor | None:
-        """The denoised latent by a forecast, None if the model has to run.
+        """The forecast of the denoised latent; None if the model has to run.
 
         Args:
             moment: where the evaluation is in its run.
-            latent: the noisy one.
+            latent: the noisy latent.
         """
         found = None if self._forecasts is None else self._forecasts.answer(moment, latent)
         if found is not None:
@@ -99,15 +99,15 @@ class Run:
         return found
 
     def answered(self, moment: Moment, denoised: Tensor) -> Tensor:
-        """Note what the model answered, which forecasts are made from.
+        """Note the model's answer, from which forecasts are made.
 
         Returns:
-            What to take for the answer, which makes up for the errors of forecasts.
+            The answer to use, corrected for the errors of forecasts.
         """
         return denoised if self._forecasts is None else self._forecasts.answered(moment, denoised)
 
     def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
-        """What ``evaluate`` returns; where merging leaves it no memory, without merging.
+        """The result of ``evaluate``; if merging runs out of memory, that of a run without merging.
 
         Args:
             evaluate: evaluates the model within :meth:`evaluation`.
@@ -117,7 +117,7 @@ class Run:
         except torch.OutOfMemoryError:
             if not self._may_merge:
                 raise
-        # Not in the handler, which keeps the tensors of the evaluation.
+        # Not in the except block, where the traceback keeps the tensors of the evaluation.
         self.out_of_memory = True
         try:
             result = evaluate()
@@ -145,11 +145,11 @@ class Run:
         Args:
             moment: where the evaluation is in its run.
             latent: the grid of the latent, or of the part of it that is evaluated.
-            device: where the blocks will run.
-            dtype: of their tokens.
-            obstacle: why the host says that nothing can merge in this evaluation, None if it can.
-            pictures: those in the sequence of a transformer, in order.
-            layouts: where they are, if that was found by asking.
+            device: the device on which the blocks will run.
+            dtype: the dtype of their tokens.
+            obstacle: why nothing can merge in this evaluation, according to the host; else None.
+            pictures: the pictures in the sequence of a transformer, in order.
+            layouts: where the pictures are, if the model was asked.
         """
         with lock_of(self.model.model):
             if self._forecasts is not None:
@@ -160,8 +160,7 @@ class Run:
                 yield None
                 outcomes: Sequence[Outcome] = ()
             else:
-                evaluation = self._begin(moment, latent, device, pictures)
-                evaluation.layouts = layouts
+                evaluation = self._begin(moment, latent, device, pictures, layouts)
                 with self._installed(evaluation):
                     yield evaluation
                     outcomes = self.model.outcomes()
@@ -181,7 +180,7 @@ class Run:
 
     @contextmanager
     def _installed(self, evaluation: Evaluation) -> Iterator[None]:
-        """Put the overrides on for an evaluation, perhaps in the middle of another."""
+        """Put the overrides on for an evaluation, which may be nested in another."""
         model = self.model
         outer, model.evaluation = model.evaluation, evaluation
         try:
@@ -201,7 +200,7 @@ class Run:
         obstacle: str | None,
         pictures: tuple[Picture, ...],
     ) -> str | None:
-        """Why nothing can merge in an evaluation, None if something perhaps can."""
+        """Why nothing can merge in an evaluation; None if something perhaps can."""
         if not moment.is_active:
             return (
                 f"start_percent={self._config.start_percent} to "
@@ -226,6 +225,7 @@ class Run:
         latent: Grid,
         device: torch.device,
         pictures: tuple[Picture, ...],
+        layouts: Layouts | None,
     ) -> Evaluation:
         config, engine = self._config, self.engine
         assert engine is not None
@@ -233,26 +233,24 @@ class Run:
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
         self.model.observer.begins(moment.step)
         ratio = ratio_at(config, moment.progress)
-        evaluation = Evaluation(engine, ratio, latent, pictures)
+        evaluation = Evaluation(engine, ratio, latent, pictures, layouts)
         if config.scope != "stack" or config.refresh_steps == 0:
             return evaluation
         if torch.is_grad_enabled():
             evaluation.merges_in_modules = GRADIENTS
-            return evaluation
-        if self._falls_back is not None:
+        elif self._falls_back is not None:
             evaluation.merges_in_modules = self._falls_back
-            return evaluation
-        if any(block.runs_as_one_stack for block in self.model.blocks):
+        elif any(block.runs_as_one_stack for block in self.model.blocks):
             evaluation.detail = self._details.at(moment, device)
         return evaluation
 
     def _keep(self, evaluation: Evaluation) -> None:
-        """Keep what later evaluations need to know of this one."""
+        """Keep what later evaluations need from this one."""
         if not torch.is_grad_enabled():
             self._falls_back = evaluation.merges_in_modules
         detail = evaluation.detail
         if detail is not None and detail.is_full:
-            # A compiled graph may write to the same memory each time.
+            # Copies, since a compiled graph may reuse the memory of its results.
             for stack, change in detail.changes.items():
                 detail.changes[stack] = change.clone()
 

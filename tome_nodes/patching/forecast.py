@@ -1,11 +1,12 @@
-"""Steps in which a model does not run: its answer is forecast from the two before.
+"""Forecasts: in some steps the model does not run, and its answer is extrapolated from two others.
 
-What a model predicts the clean picture to be changes nearly on a straight line over the logarithm
-of signal to noise. So in some steps that line takes the place of the model; benchmarks/FIDELITY.md.
-Forecasts of this kind are common for long runs, see TaylorSeer (arXiv 2503.06923).
+An answer is the model's prediction of the clean picture. Over the logarithm of signal to noise, it
+changes nearly on a straight line. So in some steps that line takes the place of the model (see
+benchmarks/FIDELITY.md). Such forecasts are common for long runs: TaylorSeer (arXiv 2503.06923).
 
-The next answer of the model tells how far off a forecast was, since what lies between two answers
-is known better than what follows them. That answer is changed so that the sampler makes up for it.
+The model's next answer shows how far off the forecasts before it were: a point between two answers
+is known better than a point beyond them. That answer is corrected, so that the sampler makes up for
+the error.
 """
 
 import math
@@ -19,45 +20,46 @@ from .detail_cache import belongs, means_of
 from .schedule import Moment
 
 _DAMPING = 0.7
-"""The share of the change that a forecast takes over."""
+"""The share of the extrapolated change that a forecast contains."""
 
 _RESPONSE = 0.7
-"""How much of an error in the noisy latent an answer of the model passes on."""
+"""The share of an error in the noisy latent that shows in the model's answer."""
 
 _FIRST, _FIRST_OF_MANY, _MANY = 2, 3, 8
-"""How many steps at the beginning run the model, and how many of a run of at least so many, unless
-it is settled. What is forecast too early is off by most."""
+"""The model runs in the first ``_FIRST`` steps, and in the first ``_FIRST_OF_MANY`` if a run has at
+least ``_MANY`` steps and is not settled. The earliest forecasts have the largest errors."""
 
 _SETTLED, _LEAST_SNR = 0.15, -7.0
-"""The change between the first two answers, as a share of the second, below which a short run is
-settled: its picture is there from the start, as in a second pass or where references decide. Where
-signal to noise is less than this in the second step, in logarithm, little change says nothing."""
+"""A run of fewer than ``_LONG`` steps is settled if its first two answers differ by less than
+``_SETTLED`` of the second. Its picture is there from the start, as in a second pass, or in an edit
+with reference pictures. It is not settled if the logarithm of signal to noise in the second step is
+below ``_LEAST_SNR``: answers to such strong noise always differ little."""
 
 _SHORTEST_EDIT = 6
-"""The fewest steps of a settled run that began with noise, such as an edit, of which some are
-forecast. In so few, as many steps fewer change less."""
+"""A settled run that began with noise, like an edit, has forecasts only from this many steps on. In
+a shorter run, taking one step fewer changes the picture less than a forecast."""
 
 _SHORTEST = _FIRST + 2
-"""The fewest steps of a run of which one is forecast."""
+"""Any run has forecasts only from this many steps on."""
 
 _GROWTH, _LONG = 1.3, 16
-"""The exponent by which the steps that run move towards the beginning, of a run of at least so many
-steps. In shorter and in settled runs they are spread evenly."""
+"""In a run of at least ``_LONG`` steps, the exponent that moves the steps in which the model runs
+towards the beginning. In shorter runs and settled runs, they are spread evenly."""
 
 IN_OTHER_STEPS = "the steps that were to be forecast were left out, perhaps by another node"
-"""The reason to report if a run had only steps in which the model has to run."""
+"""The reason to report if a run evaluated only steps in which the model runs anyway."""
 
-NOT_ALIKE = "the answers of the steps are too few or differ too much to forecast the next"
-"""Why a step that was to be forecast runs."""
+_NOT_ALIKE = "the answers of the steps are too few or differ too much to forecast the next"
+"""Why the model runs in a step that was to be forecast."""
 
 _NOT_KNOWN = "the step or the noise of an evaluation is not known, so nothing is forecast"
-"""Why an evaluation runs, if its host does not tell."""
+"""Why the model runs if the host does not say where it is in the run."""
 
 _TOO_SHORT = (
     f"a run of {_SHORTEST - 1} steps or fewer is too short to forecast one of them; to save time, "
     "take fewer"
 )
-"""Why no step of such a run is forecast."""
+"""Why no step of a short run is forecast."""
 
 _IS_EDIT = (
     "as in an edit, what the model answers hardly changes over the steps; in a run of "
@@ -68,17 +70,17 @@ _IS_EDIT = (
 _OR_MERGE = "; to merge instead, switch forecast off under preset custom"
 
 _PARTS_KEPT = 64
-"""How many parts of a step keep their answers; samplers that tile have many."""
+"""The most parts of a step whose answers are kept; samplers that tile have many parts."""
 
 
-def steps_that_run(ratio: float, steps: int, is_settled: bool = False) -> frozenset[int]:
-    """The steps in which the model runs, of a run of so many.
+def steps_that_run(ratio: float, steps: int, is_settled: bool) -> frozenset[int]:
+    """The steps of a run in which the model runs; the others are forecast.
 
     Args:
         ratio: the share of the steps between the first few and the last that are forecast; at least
-            one is.
-        steps: of the run, at least 1.
-        is_settled: whether its answers change little from the start.
+            one of them is.
+        steps: the number of steps of the run, at least 1.
+        is_settled: whether answers change little from the start of the run.
     """
     first = _FIRST_OF_MANY if steps >= _MANY and not is_settled else _FIRST
     growth = _GROWTH if steps >= _LONG and not is_settled else 1
@@ -95,7 +97,7 @@ def steps_that_run(ratio: float, steps: int, is_settled: bool = False) -> frozen
 
 @dataclass(frozen=True, eq=False)
 class _Answered:
-    """What a model answered.
+    """An answer of the model.
 
     Attributes:
         step: the step of the run.
@@ -115,7 +117,7 @@ class _Forecast:
     Attributes:
         step: the step of the run.
         log_snr: the logarithm of signal to noise, in power.
-        share: how much of the change between the last two answers was added to the last.
+        share: how many times the change between the last two answers was added to the last.
         latent_share: see :class:`tome_nodes.patching.schedule.Moment`.
     """
 
@@ -127,18 +129,18 @@ class _Forecast:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """What is kept of a part of a step.
+    """What is kept of one part of a step.
 
     Attributes:
-        answers: the last two, in order.
-        forecasts: those since then, if it is known how latents make up for them.
+        answers: the last two answers, in order.
+        forecasts: the forecasts since then, as long as it is known how to make up for them.
     """
 
     answers: Sequence[_Answered] = ()
     forecasts: list[_Forecast] = field(default_factory=list)
 
     def is_forecast_until(self, step: int) -> bool:
-        """Whether all steps between the last answer and a step are known to be forecast.
+        """Whether every step between the last answer and ``step`` is in ``forecasts``.
 
         Another node may have left out some.
         """
@@ -147,21 +149,21 @@ class _Part:
 
 
 class Forecasts:
-    """The last answers of a model in a run, by the part of a step, and forecasts from them."""
+    """The last answers of a model in a run, for each part of a step, and forecasts from them."""
 
     def __init__(self, ratio: float):
-        """Begin with nothing kept, for the ratio of :func:`steps_that_run`."""
+        """``ratio`` is that of :func:`steps_that_run`, or 0 to forecast nothing."""
         self._ratio = ratio
         self._parts: dict[Hashable, _Part] = {}
         self._settled: bool | None = None
 
     def clear(self) -> None:
-        """Drop all: another run begins."""
+        """Drop everything: another run begins."""
         self._parts.clear()
         self._settled = None
 
     def why_none(self, moment: Moment) -> str:
-        """Why an evaluation is no forecast."""
+        """Why an evaluation is not forecast."""
         if self._ratio == 0:
             return "the ratio of the steps to forecast is 0; raise it"
         steps = self._steps(moment)
@@ -172,10 +174,10 @@ class Forecasts:
             return _TOO_SHORT if steps < _SHORTEST else _IS_EDIT
         if moment.step in running:
             return IN_OTHER_STEPS
-        return NOT_ALIKE if moment.log_snr is not None else _NOT_KNOWN + _OR_MERGE
+        return _NOT_ALIKE if moment.log_snr is not None else _NOT_KNOWN + _OR_MERGE
 
     def answer(self, moment: Moment, like: Tensor) -> Tensor | None:
-        """The denoised latent of an evaluation by forecast, None if the model has to run.
+        """The forecast of the denoised latent; None if the model has to run.
 
         Args:
             moment: where the evaluation is in its run.
@@ -199,10 +201,10 @@ class Forecasts:
         return torch.lerp(first.denoised, last.denoised, 1 + share)
 
     def answered(self, moment: Moment, denoised: Tensor) -> Tensor:
-        """Note what the model answered. Of several evaluations in a step, the first counts.
+        """Note an answer of the model. Of several evaluations in a step, the first counts.
 
         Returns:
-            What to take for the answer, which makes up for the errors of the forecasts before.
+            The answer to use, corrected for the errors of the forecasts before it.
         """
         if self._steps(moment) is None or moment.log_snr is None or torch.is_grad_enabled():
             return denoised
@@ -225,21 +227,21 @@ class Forecasts:
         return corrected
 
     def _running(self, moment: Moment, steps: int) -> frozenset[int]:
-        """The steps of a run of so many in which the model runs, the same for all parts."""
+        """The steps in which the model runs, of a run of ``steps``; the same for all parts."""
         is_settled = steps < _LONG and self._settled is True
         if is_settled and moment.from_noise and steps < _SHORTEST_EDIT:
             return frozenset(range(steps))
         return steps_that_run(self._ratio, steps, is_settled)
 
     def _steps(self, moment: Moment) -> int | None:
-        """How many steps the run has, None if they are not known or none is to be forecast."""
+        """The number of steps of the run; None if it is not known or nothing is to be forecast."""
         if self._ratio == 0 or moment.steps_left is None:
             return None
         return moment.step + moment.steps_left + 1
 
 
 def _is_settled(first: _Answered, second: _Answered) -> bool:
-    """Whether the first two answers of a run hardly differ, in any sample."""
+    """Whether the first two answers of a run hardly differ, in all samples."""
     if second.log_snr < _LEAST_SNR:
         return False
     before, after = first.denoised.float().flatten(1), second.denoised.float().flatten(1)
@@ -247,19 +249,21 @@ def _is_settled(first: _Answered, second: _Answered) -> bool:
 
 
 def _corrected(part: _Part, now: _Answered, latent_share: float) -> Tensor:
-    """An answer, changed by what the forecasts before it got wrong.
+    """An answer, corrected for the errors of the forecasts before it.
 
-    They should have been on the line from the answer before them to this one. The sampler's latent
-    lacks the difference, so the next one gets it. The model has answered for a latent that lacks
-    it, so its answer is changed too.
+    The forecasts should have been on the line from the answer before them to this one. What they
+    lack is now missing in the sampler's latent. The correction makes the sampler add it to the next
+    latent. The model answered for a latent that lacks it, so the correction also adds what is
+    missing in the answer.
 
     Args:
-        part: the two answers that the forecasts were made from, and the forecasts.
+        part: the forecasts, and the two answers that they were made from.
         now: the answer.
         latent_share: see :class:`tome_nodes.patching.schedule.Moment`.
     """
     first, last = part.answers
-    # What the latent lacks: of the change to this answer, and, with a minus, of the one before.
+    # What the latent lacks: ``after`` times the change from the last answer to this one, minus
+    # ``before`` times the change between the two answers before.
     after = before = 0.0
     longest = 1 - latent_share
     for each in part.forecasts:
@@ -267,14 +271,15 @@ def _corrected(part: _Part, now: _Answered, latent_share: float) -> Tensor:
         after = each.latent_share * after + (1 - each.latent_share) * place
         before = each.latent_share * before + (1 - each.latent_share) * each.share
         longest = max(longest, 1 - each.latent_share)
-    # A step much shorter than one before it would need a change much larger than the error.
+    # The longest of the steps counts: a step much shorter than one before it would need a change
+    # much larger than the error.
     weight = latent_share / longest + _RESPONSE
     changed = torch.lerp(last.denoised, now.denoised, 1 + weight * after)
     return changed.sub_(last.denoised - first.denoised, alpha=weight * before)
 
 
 def _follows(before: _Answered, after: _Answered) -> bool:
-    """Whether an answer is of the same place as the one before, at less noise."""
+    """Whether an answer is for the same place as the one before it, at less noise."""
     one, other = before.denoised, after.denoised
     is_alike = one.shape == other.shape and one.device == other.device and one.dtype == other.dtype
     if not is_alike or after.log_snr <= before.log_snr:

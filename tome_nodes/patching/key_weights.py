@@ -1,9 +1,9 @@
-"""Let an attention function of a host weigh each key by the tokens that it stands for.
+"""Make an attention function of a host weigh each merged key as much as its tokens together.
 
-If key j stands for n_j equal keys, softmax over all of them is softmax over the merged keys with
-log n_j added to the logits. There are three ways to add them: a mask, further channels of queries
-and keys, and a kernel of our own in place of the function. Which one is fastest depends on the
-function and on the GPU. One is the default; measuring may show that another is faster.
+If a merged key stands for n equal keys, adding log n to its logits gives the same softmax as the n
+keys would. There are three ways to add these logarithms, called *sizes* here: a mask, extra
+channels in queries and keys, or a kernel of our own instead of the function. Which one is fastest
+depends on the function and the GPU. One is the default; measuring may show that another is faster.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Operations
-from ..ops.reference import FURTHER
+from ..ops.reference import EXTRA_CHANNELS
 from .blocks import Block
 
 Attention = Callable[..., Tensor]
@@ -24,12 +24,12 @@ Attention = Callable[..., Tensor]
 # PyTorch's attention, as ComfyUI and diffusers call it.
 _PYTORCH = frozenset({"attention_pytorch", "native"})
 
-# Attention functions that add a mask cheaply: PyTorch's, ComfyUI's, and backends of diffusers.
+# Attention functions that add a mask at little cost: those of PyTorch, ComfyUI and diffusers.
 _TAKE_MASK = _PYTORCH | {
     *("attention_basic", "attention_comfy_kitchen_int8", "attention_split", "attention_sub_quad"),
     *("flex", "_native_cudnn", "_native_efficient", "_native_math"),
 }
-# Those that take no mask, or are slow with one.
+# Attention functions that take no mask, or are slow with one; they get extra channels.
 _TAKE_CHANNELS = frozenset(
     {
         *("attention_flash", "attention_xformers"),
@@ -37,21 +37,22 @@ _TAKE_CHANNELS = frozenset(
     }
 )
 
-# Channels of a head for which PyTorch's flash attention has a kernel; others are padded to these.
+# The channels of a head for which PyTorch's flash attention has kernels; it pads others to these.
 _FLASH_HEADS = (32, 64, 96, 128, 192, 256)
 
 _HEADS_WITH_ROOM = frozenset(
     channels
     for channels in range(1, _FLASH_HEADS[-1] + 1)
-    if not any(channels <= kernel < channels + FURTHER for kernel in _FLASH_HEADS)
+    if not any(channels <= kernel < channels + EXTRA_CHANNELS for kernel in _FLASH_HEADS)
 )
-"""Channels of a head to which further ones can be added without needing a larger kernel."""
+"""The channels of a head to which extra channels can be added without needing a larger kernel."""
 
 _MOST_WITH_CUDNN = 128
-"""Channels of a head that cuDNN's attention takes."""
+"""The most channels of a head that cuDNN's attention takes."""
 
 _FIRST_WITH_FLASH = 8
-"""Ampere's major version of compute capability; those of AMD's GPUs are higher, from 9 on."""
+"""The major compute capability of Ampere, the first with flash attention. AMD's GPUs report 9 or
+more."""
 
 _KNOWN_ARGUMENTS = frozenset(
     {
@@ -65,11 +66,10 @@ _KNOWN_ARGUMENTS = frozenset(
         "transformer_options",
     }
 )
-"""Those of an attention function that mean the same, or nothing, to our kernel."""
-
+"""The arguments of an attention function that our kernel follows or may ignore."""
 
 CALLED_DIFFERENTLY = "another node changes how the attention is called"
-"""The reason for unweighted keys if there are no sizes that fit."""
+"""The reason for unweighted keys if the sizes do not fit the keys."""
 
 
 class Variant(str, Enum):
@@ -82,11 +82,11 @@ class Variant(str, Enum):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What runs fast on a device in some dtype.
+    """Which kinds of attention run fast on a device in some dtype.
 
     Attributes:
         flash: PyTorch's flash attention, which takes no mask.
-        cudnn: cuDNN's attention, which is as fast with a mask.
+        cudnn: cuDNN's attention, which is as fast with a mask as without.
         kernel: :func:`tome_nodes.ops.triton.attend`.
     """
 
@@ -102,19 +102,19 @@ def variant_of(
     may_widen: bool = True,
     may_replace: bool = True,
 ) -> Variant | None:
-    """The fastest way to weigh keys, None if there is none.
+    """The way to weigh keys that should be fastest; None if there is none.
 
-    In PyTorch's attention, a mask leaves flash for another kernel: cuDNN's, about as fast, or else
-    one that takes twice as long. Further channels keep flash, but cost time where they take a head
-    to a larger kernel: from 64 to 96, half as much again. Our kernel takes up to a quarter more
-    than flash.
+    In PyTorch's attention, a mask rules out flash attention: the call goes to cuDNN, which is about
+    as fast, or to a kernel that takes twice as long. Extra channels allow flash attention, but cost
+    time where the head then needs a larger kernel: from 64 to 96 channels, half as much again. Our
+    kernel takes up to a quarter longer than flash attention.
 
     Args:
         function: name of the attention function.
-        head_channels: those of a head.
+        head_channels: the number of channels of a head.
         capable: what the device runs fast.
-        may_widen: whether queries and keys can get further channels.
-        may_replace: whether our kernel can take the place of the function.
+        may_widen: whether queries and keys can get extra channels.
+        may_replace: whether our kernel can run instead of the function.
     """
     if function not in _TAKE_MASK | _TAKE_CHANNELS:
         return None
@@ -135,7 +135,7 @@ def variant_of(
 def variants_of(
     function: str, head_channels: int, capable: Capabilities, may_widen: bool, may_replace: bool
 ) -> list[Variant]:
-    """All ways to weigh keys, for the arguments of :func:`variant_of`."""
+    """All ways to weigh keys; the arguments are those of :func:`variant_of`."""
     possible = {
         Variant.MASK: function in _TAKE_MASK,
         Variant.CHANNELS: may_widen,
@@ -145,7 +145,7 @@ def variants_of(
 
 
 def capabilities(q: Tensor, ops: Operations) -> Capabilities:
-    """What runs fast where queries are, in their dtype."""
+    """What runs fast on the device of the queries, in their dtype."""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
         return Capabilities()
     return _capabilities(q.device, ops.name == "triton")
@@ -153,7 +153,7 @@ def capabilities(q: Tensor, ops: Operations) -> Capabilities:
 
 @lru_cache(maxsize=16)
 def _capabilities(device: torch.device, has_kernels: bool) -> Capabilities:
-    """What runs fast on a GPU in half precision; asking it takes longer than a launch."""
+    """What runs fast on a GPU in half precision; cached, since asking is slower than a launch."""
     is_new = torch.cuda.get_device_properties(device).major >= _FIRST_WITH_FLASH
     is_nvidia = torch.version.hip is None
     cuda = torch.backends.cuda
@@ -163,7 +163,7 @@ def _capabilities(device: torch.device, has_kernels: bool) -> Capabilities:
         and is_nvidia
         and torch.backends.cudnn.is_available()
         and cuda.cudnn_sdp_enabled(),
-        # On AMD's GPUs it spills registers, and there a mask is as fast.
+        # On AMD's GPUs the kernel spills registers, and a mask is as fast.
         kernel=is_new and is_nvidia and has_kernels,
     )
 
@@ -180,16 +180,16 @@ def attend(
     heads: int,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Call an attention function, through the override of other code if there is one.
+    """Call an attention function, through an override by other code if there is one.
 
     Args:
-        block: the one that attends, which notes why its keys are not weighed.
+        block: the block that attends; it notes why its keys are not weighed.
         func: the attention function.
-        theirs: the override of other code, which is called with ``func`` in front of its arguments.
-            It may ignore that function, so it also gets the sizes as a mask. None for none.
-        bias: the mask without the sizes, to add to the logits; None for none.
+        theirs: an override by other code, called with ``func`` before the other arguments; None if
+            there is none. It may ignore ``func``, so it also gets the sizes as a mask.
+        bias: a mask to add to the logits, without the sizes; None for none.
         log_sizes: ``[batch, keys]``, to add to the logits; None for none.
-        q: queries, as for :func:`weighed`; so are keys and values.
+        q: queries. They, keys and values are in the layouts of :func:`weighed`.
         k: keys.
         v: values.
         heads: the number of heads of the queries.
@@ -220,12 +220,14 @@ def weighed(
     given: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """``func`` with ``log_sizes`` added to its logits, in the way that is fastest for it.
+    """Call ``func`` with ``log_sizes`` added to its logits, in the way that is fastest for it.
 
     Queries, keys and values are in the host's layouts: ``[batch, tokens, heads * channels]``, or
-    with ``skip_reshape`` ``[batch, heads, tokens, channels]``. ``bias`` is the mask without the
-    sizes, ``given`` the one with them that another node's override got, and ``mask`` what it passes
-    on, which is used if it is another.
+    with ``skip_reshape`` ``[batch, heads, tokens, channels]``.
+
+    Masks are added to the logits. ``bias`` is the mask without the sizes. If another node's
+    override makes the call, ``given`` is the mask with the sizes that it got, and ``mask`` the one
+    that it passes on. If ``mask`` is not ``given``, the override's own mask is used as it is.
     """
     if mask is not None and mask is not given:
         return func(q, k, v, heads, mask=mask, **kwargs)
@@ -236,7 +238,7 @@ def weighed(
     name = getattr(func, "__name__", "an unknown attention function")
     by_head = bool(kwargs.get("skip_reshape"))
     head_channels = q.shape[-1] if by_head else q.shape[-1] // heads
-    # Queries may have more heads than keys, and heads of their own would have to be copied.
+    # Extra channels need as many heads in keys as in queries, and a copy of tensors by head.
     may_widen = bias is None and _same_heads(q, k, by_head) and not (by_head and name in _TAKE_MASK)
     is_plain = k.shape == v.shape and q.dtype == k.dtype == v.dtype
     may_replace = is_plain and bias is None and kwargs.keys() <= _KNOWN_ARGUMENTS
@@ -259,7 +261,7 @@ def weighed(
         possible = variants_of(name, head_channels, capable, may_widen, may_replace)
         return {each.value: partial(attend_by, each.value) for each in possible}
 
-    # What another node's override does is not tried out.
+    # An override of another node is not called several times to measure it.
     if mask is not None or tuner is None:
         return attend_by(default)
     call = (
@@ -281,14 +283,14 @@ def _in_channels(
     skip_output_reshape: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention whose logits get ``log_sizes`` from extra channels of queries and keys.
+    """Attention whose logits get ``log_sizes`` from extra channels in queries and keys.
 
-    ``func`` divides the logits by the root of the head dimension, which is now larger. Queries are
-    scaled to make up for it.
+    ``func`` divides the logits by the root of the channels of a head, which are now more. Queries
+    are scaled to make up for that.
     """
     q, k, v = (flat(x, skip_reshape) for x in (q, k, v))
     channels = q.shape[2] // heads
-    wider = channels + FURTHER
+    wider = channels + EXTRA_CHANNELS
     if kwargs.get("scale") is not None:
         scale, constant = 1.0, 1 / kwargs["scale"]
     else:
@@ -323,13 +325,13 @@ def _in_kernel(
 
 
 def with_sizes(bias: Tensor | None, log_sizes: Tensor) -> Tensor:
-    """A mask that adds the sizes to the logits, and a bias, if there is one."""
+    """A mask that adds the sizes to the logits, and the bias if there is one."""
     mask = log_sizes.view(log_sizes.shape[0], 1, 1, -1)
     return mask if bias is None else bias + mask.to(bias.dtype)
 
 
 def flat(x: Tensor, by_head: bool) -> Tensor:
-    """``x`` as ``[batch, tokens, heads * channels]``, from any layout of the host."""
+    """``x`` as ``[batch, tokens, heads * channels]``, from any layout of a host."""
     if by_head:
         x = x.transpose(1, 2)
     # Values may be [batch, tokens, heads, channels] although queries and keys are flat.
@@ -337,7 +339,7 @@ def flat(x: Tensor, by_head: bool) -> Tensor:
 
 
 def has_keys(k: Tensor, log_sizes: Tensor) -> bool:
-    """Whether there is a size for each key, in the host's layouts."""
+    """Whether there is a size for each key; ``k`` is in a layout of :func:`weighed`."""
     return k.shape[0] == log_sizes.shape[0] and k.shape[-2] == log_sizes.shape[1]
 
 

@@ -1,7 +1,7 @@
 """Blocks that merge queries, keys and values where attention is called.
 
-By then they are projected, normalised and rotated by position, so all that is needed of a block is
-where the pictures are in its sequence. Everything else, such as text, stays as it is.
+There they are already projected, normalised and rotated by position. So all that must be known
+about a block is where the pictures are in its sequence. Other tokens, such as text, never merge.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,12 +31,12 @@ class AttentionHost:
 
     Attributes:
         reasons: why a block cannot merge.
-        merging: the keyword arguments of an attention module that make the host call
-            :meth:`AttentionBlock.call_plans` and the rest, given the block and the arguments.
-        picture_start: where the pictures begin in the sequence, if the keyword arguments say so.
+        merging: from the block and the keyword arguments of an attention module, the arguments with
+            which the host calls :func:`tome_nodes.patching.attention_call.merged_attention`.
+        picture_start: where the pictures begin in the sequence, if the keyword arguments say it.
         stored_attention: the attention function that is stored with the weights of an attention
-            module, None if there is none.
-        overrides: what else modules of a block have to run, given the block.
+            module; None if there is none.
+        overrides: from the block, further overrides that it needs.
     """
 
     reasons: Reasons
@@ -53,13 +53,13 @@ class TransformerRecord:
     Attributes:
         blocks: the attributes of a model that hold its blocks.
         host: how attention is called.
-        attention: the attribute of a block that calls its self-attention; empty if the block calls
-            it itself.
-        method: the method by which a model runs a block, and a block the module of its attention.
-        calls_in_parts: whether the queries of a block attend in several calls. Only those that
-            attend to its whole sequence merge, all by one plan.
+        attention: the attribute of a block whose module calls self-attention; empty if the block
+            calls it itself.
+        method: the method by which a model runs a block, and a block runs its attention module.
+        calls_in_parts: whether a block splits its queries among several calls of attention. Only
+            calls with the keys of its whole sequence merge, all by one plan.
         passes_options: whether blocks get the keyword arguments that :attr:`AttentionHost.merging`
-            changes. Otherwise attention has to find the running block in the evaluation.
+            changes. Otherwise attention looks up the running block in the evaluation.
         at_end: whether the pictures are at the end of the sequence, as after text, or at its start.
             Not used where a model is asked for its pictures.
     """
@@ -80,7 +80,7 @@ class TransformerRecord:
         return self.host.reasons
 
     def stacks(self, model: Any) -> Iterator[Stack]:
-        """The blocks of a model by the attribute that holds them; one that it lacks is left out."""
+        """The blocks of a model, a stack for each attribute in ``blocks`` that the model has."""
         for name in self.blocks:
             holder, _, attribute = name.rpartition(".")
             module = getattr(model.get_submodule(holder), attribute, None)
@@ -102,7 +102,7 @@ class AttentionBlock(Block):
 
     Attributes:
         record: what is known about its model.
-        stored_attention: see :class:`AttentionHost`; that of the module that calls self-attention.
+        stored_attention: the attention function stored with the weights of its attention module.
     """
 
     def __init__(self, model: PatchedModel, stack: Stack, index: int, record: TransformerRecord):
@@ -135,15 +135,15 @@ class AttentionBlock(Block):
     ) -> tuple[Plan | None, Plan | None]:
         """The plans of the queries and of the keys of one call of attention.
 
-        What merges is noted, or why nothing does.
+        The outcome notes what merges, or why nothing does.
 
         Args:
             k: ``[batch, keys, channels]``, by which tokens are matched.
-            queries: the number of queries; those of a part of the sequence do not merge.
+            queries: the number of queries; they merge only if they are as many as the keys.
             kwargs: the keyword arguments of the attention module.
 
         Returns:
-            The same plan, or None for what stays as it is.
+            Twice the same plan, or None for queries or keys that do not merge.
         """
         config, tokens = self.model.config, k.shape[1]
         evaluation = self.evaluation
@@ -152,8 +152,10 @@ class AttentionBlock(Block):
         else:
             found = evaluation.layouts.get(self.name, {})
             layout = found.get((queries, tokens))
+            # The answer says that this attention has no picture.
             if layout is None and (queries, tokens) in found:
                 return None, None
+        # The keys of this call are only a part of the sequence.
         if tokens < self._entered:
             return None, None
         self.outcome.entered(tokens)
@@ -179,7 +181,7 @@ class AttentionBlock(Block):
         return plan if merges_queries else None, plan if merges_keys else None
 
     def note_masked(self) -> None:
-        """Note that the attention is masked, or called with other tokens."""
+        """Note that the attention is masked, or not called with the tokens of its block."""
         self.outcome.reason = self.record.reasons.attention_masked
 
     def _run_block(self, forward: Forward) -> Forward:
@@ -199,7 +201,7 @@ class AttentionBlock(Block):
         return block_forward
 
     def _layout(self, tokens: int, kwargs: Arguments) -> Layout | None:
-        """The layout of a sequence of ``tokens``, None if the pictures do not fit into it."""
+        """The layout of a sequence of ``tokens`` tokens; None if the pictures do not fit."""
         at_end = self.record.at_end
         layout = Layout.of_pictures(tokens, self.evaluation.pictures, at_end)
         start = self.record.host.picture_start(kwargs)

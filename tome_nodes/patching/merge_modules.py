@@ -1,4 +1,4 @@
-"""Blocks that merge the tokens that enter them or their modules, as in the paper (section 4)."""
+"""Blocks that merge tokens on entry to the block or its modules, as in the paper (section 4)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,22 +18,24 @@ Shape = Sequence[int]
 class UNetRecord:
     """What is known about the UNets of a host: how they are built, and how blocks are called.
 
-    A block has the modules ``attn1``, ``attn2`` (or None) and ``ff``, which take its tokens first.
+    A block has the modules ``attn1``, ``attn2`` (or None) and ``ff``. Their first argument is the
+    tokens.
 
     Attributes:
         stacks: the stacks of a model, in the order in which they run.
         reasons: why a block cannot merge.
         attends_to_text: whether ``attn1`` of a block is a cross-attention.
-        needs_all_tokens: whether something in a block needs all tokens, given the block, its index
-            in the stack and its other arguments.
+        needs_all_tokens: whether something in a block needs all tokens; called with the block, its
+            index in the stack, and the block's arguments after the tokens.
         masks: the keyword arguments of an attention that are masks over its tokens.
         source: the keyword argument of an attention for the source of keys and values; empty if
-            it takes ``context`` and ``value``.
-        weigh_keys: the keyword arguments of a self-attention that add ``[batch, keys]`` to its
-            logits, given the block, the arguments before, and what to add in the dtype of the
-            tokens; None if the host has no way to do that.
-        shapes: the shapes of the feature map and of the latent, given the other arguments of a
-            block, where the host passes them on; otherwise a stack is called with its feature map.
+            the attention takes ``context`` and ``value``.
+        weigh_keys: returns the keyword arguments with which a self-attention adds ``[batch, keys]``
+            to its logits; called with the block, its keyword arguments, and what to add in the
+            dtype of the tokens. None if the host has no way to do that.
+        shapes: returns the shapes of the feature map and of the latent, where the host passes them
+            on; called with the block's arguments after the tokens. None if a stack is called with
+            its feature map instead.
     """
 
     stacks: Callable[[Any], Iterable[Stack]]
@@ -53,7 +55,7 @@ class UNetRecord:
 
 
 class ModuleBlock(Block):
-    """A block that takes its tokens as first argument, as do its modules."""
+    """A block whose first argument is its tokens, like that of its modules."""
 
     def __init__(self, model: PatchedModel, stack: Stack, index: int, record: UNetRecord):
         self.record = record
@@ -78,7 +80,7 @@ class ModuleBlock(Block):
         overrides.append((block, "forward", self.timed(self._run_block(block.forward))))
         self._attends_to_itself = not self.record.attends_to_text(block)
         if not self._attends_to_itself:
-            # Its keys are text, so only its queries merge, as in the x4 upscaler.
+            # Its keys are text, as in the x4 upscaler, so only its queries merge.
             if config.merge_attn:
                 overrides.append((block.attn1, "forward", self._run_module(block.attn1.forward)))
         elif config.merge_attn or config.scope != "module":
@@ -127,13 +129,13 @@ class ModuleBlock(Block):
                 return self._run_in_stack(forward, merged, *args, **kwargs)
             outcome.merged(x.shape[1], plan)
             self._outer_plan = plan
-            # Not the result is unmerged: each token keeps its difference from the mean of its slot.
+            # Only the change is unmerged, so that each token keeps its difference from the mean.
             return plan.add_change(x, merged, forward(merged, *args, **kwargs))
 
         return block_forward
 
     def _run_on_all_tokens(self, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the block on all tokens; what the blocks of its stack change together is kept.
+        """Run the block on all tokens, in a full step, and keep the change of its whole stack.
 
         Its attention may merge keys and values.
         """
@@ -144,7 +146,7 @@ class ModuleBlock(Block):
             and self._worthy_layout(engine.least_tokens, x, *args, **kwargs) is not None
         ):
             evaluation.stack_tokens = x
-        # Keys and values hardly change pictures (FIDELITY.md).
+        # Merging keys and values hardly changes pictures (benchmarks/FIDELITY.md).
         if config.merge_attn and config.attn_tokens == "k,v" and self._attends_to_itself:
             layout = self._worthy_layout(engine.least_in_attention, x, *args, **kwargs)
             if layout is not None:
@@ -174,7 +176,7 @@ class ModuleBlock(Block):
         return evaluation.detail.add_change(self.stack.name, plan, x, before, y)
 
     def _begins_stack(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether the block is the first, and all of its stack can run on merged tokens."""
+        """Whether the block is the first of a stack that can run as one on merged tokens."""
         return (
             self.index == 0
             and self.runs_as_one_stack
@@ -189,7 +191,7 @@ class ModuleBlock(Block):
         return self.index == len(self.stack.blocks) - 1
 
     def _why_in_modules(self, *args: Any, **kwargs: Any) -> str | None:
-        """Why the block merges only in its modules although the scope is wider, if it does."""
+        """Why the block merges only in its modules although the scope is wider; None if not."""
         needs_all_tokens = self.record.needs_all_tokens
         if self.model.config.scope != "module" and needs_all_tokens(
             self.module, self.index, *args, **kwargs
@@ -198,15 +200,15 @@ class ModuleBlock(Block):
         return self.evaluation.merges_in_modules
 
     def _worthy_layout(self, least: int, x: Tensor, *args: Any, **kwargs: Any) -> Layout | None:
-        """The layout of the block's tokens, ``[batch, tokens, channels]``, if they may merge.
+        """The layout of the block's tokens; None if they may not merge.
 
-        The reason for None is noted, except at a level that the settings leave out.
+        The reason is noted, except at a level that the settings leave out.
 
         Args:
-            least: the number of tokens from which a feature map may merge.
-            x: the tokens.
-            args: the other arguments of the block.
-            kwargs: the same by name.
+            least: the fewest tokens of a feature map that may merge.
+            x: the tokens, ``[batch, tokens, channels]``.
+            args: the block's other positional arguments.
+            kwargs: the block's keyword arguments.
         """
         evaluation, shapes = self.evaluation, self.record.shapes
         shape, latent = (
@@ -222,7 +224,7 @@ class ModuleBlock(Block):
         return self.worthy(Layout.filled_by(grid), least)
 
     def _plan_for_modules(self, x: Tensor, layout: Layout) -> None:
-        """Make the plan for the modules of the block, which merge each on their own."""
+        """Make the plan for the modules of the block, each of which merges and unmerges."""
         config = self.model.config
         if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
             self.outcome.reason = (
@@ -270,16 +272,16 @@ class ModuleBlock(Block):
 
         Args:
             attention: called with ``x``, ``context`` and ``value``, like the host's attention.
-            queries: a plan that fits ``x``; None leaves the queries as they are.
-            keys: the same for keys and values.
+            queries: the plan of the queries, which fits ``x``; None merges none.
+            keys: the plan of the keys and values; None merges none. If it does not fit their
+                sources, they do not merge either.
             x: ``[batch, tokens, channels]``, the source of the queries.
-            context: the source of the keys, ``x`` if None.
-            value: the source of the values, that of the keys if None.
+            context: the source of the keys; ``x`` if None.
+            value: the source of the values; that of the keys if None.
             kwargs: passed on, with what weighs the keys.
 
         Returns:
-            ``[batch, tokens, channels]``. Keys and values from a source that the plan does not fit
-            are not merged.
+            ``[batch, tokens, channels]``.
         """
         if keys is not None and not all(
             source is None or keys.fits(source) for source in (context, value)
@@ -288,7 +290,7 @@ class ModuleBlock(Block):
         own_keys = context is None or context is x
         own_value = None if value is context else value
         tokens = x if context is None else context
-        merged = x if queries is None else None
+        merged: Tensor | None = None
         if keys is None:
             context = tokens
         else:
@@ -296,13 +298,14 @@ class ModuleBlock(Block):
                 means, context, values = keys.merge_inputs(tokens)
                 kwargs = self._weigh(keys, tokens, kwargs)
             else:
-                # As in the paper, keys are means and count once.
+                # As in the paper, keys are plain means that count once.
                 means = context = values = keys.merge(tokens)
             value = values if own_value is None else keys.merge(own_value)
             if own_keys and keys is queries:
                 merged = means
-        if merged is None:
-            assert queries is not None
+        if queries is None:
+            merged = x
+        elif merged is None:
             merged = queries.merge(x)
         result: Tensor = attention(merged, context=context, value=value, **kwargs)
         return result if queries is None else queries.unmerge(result)
@@ -310,7 +313,7 @@ class ModuleBlock(Block):
     def _with_source(self, forward: Forward) -> Forward:
         """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``.
 
-        One that has a single source for keys and values takes that of the values.
+        If it takes a single source for keys and values, it gets the source of the values.
         """
         name = self.record.source
         if not name:
@@ -327,7 +330,7 @@ class ModuleBlock(Block):
         return attention
 
     def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of a self-attention that make each key count for its tokens."""
+        """The keyword arguments with which a self-attention weighs each key by its tokens."""
         log_sizes = self.log_sizes(plan, x)
         if log_sizes is None:
             return kwargs
@@ -337,7 +340,7 @@ class ModuleBlock(Block):
         return self.record.weigh_keys(self, kwargs, log_sizes)
 
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether a module called with ``x`` can run under the plan; noted in the outcome."""
+        """Whether a module can run on ``x`` merged by the plan; noted in the outcome."""
         if is_masked(kwargs, self.record.masks) or not plan.fits(x):
             self.outcome.reason = self.record.reasons.attention_masked
             return False
@@ -346,16 +349,16 @@ class ModuleBlock(Block):
 
 
 def is_masked(kwargs: Mapping[str, Any], masks: Iterable[str]) -> bool:
-    """Whether any of the arguments named by ``masks`` is given."""
+    """Whether any argument named in ``masks`` is given."""
     return any(kwargs.get(name) is not None for name in masks)
 
 
 def stacks_by_level(model: nn.Module, is_stack: Callable[[nn.Module], bool]) -> Iterable[Stack]:
-    """The stacks of a UNet that descends from latent-diffusion's, whose code each project copied.
+    """The stacks of a UNet whose code descends from latent-diffusion's.
 
     Args:
-        model: the UNet, whose modules are in the order in which they run; its layers between levels
-            are a ``Downsample`` or an ``Upsample``.
+        model: the UNet. Its modules are in the order in which they run, and the classes of layers
+            between its levels are named ``Downsample`` and ``Upsample``.
         is_stack: whether a module is a stack, which holds its blocks as ``transformer_blocks``.
     """
     level = 1
@@ -365,7 +368,7 @@ def stacks_by_level(model: nn.Module, is_stack: Callable[[nn.Module], bool]) -> 
             blocks: nn.ModuleList = module.transformer_blocks
             yield Stack(name, module, tuple(blocks), level)
         elif name.endswith(".x_upd"):
-            # A residual block that resizes also does so in its skip connection, which counts once.
+            # A residual block resizes its skip connection, too; this counts only once.
             continue
         elif kind == "Downsample":
             level *= 2

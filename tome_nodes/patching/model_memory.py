@@ -1,4 +1,4 @@
-"""What a model keeps from one evaluation to the next, and how to take it back."""
+"""What a model keeps from one evaluation to the next, and how to undo it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from torch import Tensor, nn
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes of all modules."""
+"""The attributes that every module has."""
 
 _PLAIN = (bool, int, float, str)
 
 
 class Memory:
-    """What the modules of a model hold beside their weights, those without parts left out."""
+    """Remembers what the modules of a model that have submodules hold in addition to weights."""
 
     def __init__(self, model: nn.Module):
         holders = [vars(module) for module in model.modules() if module._modules]
@@ -25,9 +25,9 @@ class Memory:
         self._names = [(attributes, set(attributes)) for attributes in holders]
 
     def restore(self) -> bool:
-        """Take back what the model has kept, and return whether there was anything.
+        """Remove what the model has kept since, and return whether there was anything.
 
-        Only what holds tensors counts: the host notes on modules what it has loaded of them.
+        Only values that hold tensors count: hosts note on modules what is loaded of them.
         """
         keeps = False
         for attributes, name, value, content in self._before:
@@ -47,7 +47,7 @@ class Memory:
 
 
 def _content(value: Any) -> list[Any] | dict[Any, Any] | None:
-    """A copy of what a list or a mapping holds, or an object of another class; else None."""
+    """A copy of the content of a list or a dict, or of an object's attributes; else None."""
     if isinstance(value, list | dict):
         return value.copy()
     is_object = hasattr(value, "__dict__") and not isinstance(value, nn.Module | type | Tensor)
@@ -55,13 +55,14 @@ def _content(value: Any) -> list[Any] | dict[Any, Any] | None:
 
 
 def _new_in(before: Any, now: Any) -> list[Any]:
-    """The values that a list or a mapping did not hold before."""
+    """The values of a list or a dict that it did not hold before."""
     known = {id(each) for each in (before.values() if isinstance(before, dict) else before)}
     values = now.values() if isinstance(now, dict) else now
     return [each for each in values if id(each) not in known]
 
 
 def _refill(value: Any, content: Any) -> None:
+    """Give a list, a dict or an object its earlier content."""
     if isinstance(value, list):
         value[:] = content
         return

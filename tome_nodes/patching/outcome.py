@@ -13,19 +13,19 @@ from .overrides import Forward
 class Outcome:
     """What one block did in one model evaluation.
 
-    A block fills it in while it runs, one attribute at a time, which torch.compile can trace.
-    The observer gets it once the evaluation is over.
+    The block writes it while it runs, one attribute at a time, which torch.compile can trace. The
+    observer gets it once the evaluation is over.
 
     Attributes:
-        block: its path within the model.
-        before: number of tokens that entered it, or its stack if that ran as one; 0 if none of its
-            attentions was reached.
-        plan: the plan of what merged last, None if nothing did.
-        layout: the pictures that plans were made for, None if it did not get that far.
-        plans_made: how many plans it made.
-        reason: why it ran on all its tokens, None if it merged or the settings leave it out.
-        unweighted: why each merged key weighed as one token, None if it did not.
-        fell_back: why only its modules merged although the scope is wider, None if the scope was
+        block: the path of the block within the model.
+        before: number of tokens that entered the block, or its stack if that ran as one; 0 if none
+            of its attentions was reached.
+        plan: the plan of what merged last; None if nothing merged.
+        layout: where the pictures are for which plans were made; None if it did not come to that.
+        plans_made: number of plans that the block made.
+        reason: why it ran on all tokens; None if it merged or the settings leave it out.
+        unweighted: why a merged key weighed only as much as one token; None if it weighed more.
+        fell_back: why only its modules merged although the scope is wider; None if the scope was
             followed.
         has_run: whether the model called it.
     """
@@ -41,7 +41,7 @@ class Outcome:
     has_run: bool = False
 
     def entered(self, tokens: int) -> None:
-        """Note how many tokens entered the block; ignored once something has merged."""
+        """Note that the block runs, and how many tokens entered it unless something has merged."""
         self.has_run = True
         if self.plan is None:
             self.before = tokens
@@ -51,7 +51,7 @@ class Outcome:
         self.before, self.plan = tokens, plan
 
     def complete(self) -> None:
-        """The block has run: drop what only counts if it merged, or only if it did not."""
+        """Drop the notes that do not apply, now that the block has run."""
         if self.plan is None:
             self.unweighted = self.fell_back = None
         else:
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def after(self) -> int:
-        """Number of tokens that the block ran on, or the last of its modules that merged."""
+        """The number of tokens on which the block, or the last of its merging modules, ran."""
         return self.before if self.plan is None else self.plan.slot_count
 
 
@@ -70,11 +70,11 @@ class Evaluated:
     Attributes:
         step: the step of the run that it belongs to.
         blocks: number of blocks of the model, whether they ran or not.
-        outcomes: those of the blocks that ran, in the order of the model.
-        reason: why nothing was to merge in the whole evaluation, None if something was.
-        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, no step
-            on all tokens, and none that runs so that others can be forecast.
-        is_forecast: whether the model did not run, and its answer was forecast.
+        outcomes: the outcomes of the blocks that ran, in the order of the model.
+        reason: why nothing was to merge in the whole evaluation; None if something was.
+        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, neither
+            on all tokens as ``refresh_steps`` says, nor run so that other steps can be forecast.
+        is_forecast: whether the answer was forecast without running the model.
     """
 
     step: int
@@ -94,13 +94,13 @@ class Observer:
     """Follows a run; by default, its methods do nothing.
 
     Attributes:
-        follows_blocks: whether it wants to know of the blocks that cannot merge, too.
+        follows_blocks: whether it also follows blocks that cannot merge.
     """
 
     follows_blocks = False
 
     def watched(self, plan_of: PlanOf) -> PlanOf:
-        """A function that makes the same plans as ``plan_of`` while the observer watches."""
+        """A function that makes the same plans as ``plan_of``, perhaps watched by the observer."""
         return plan_of
 
     def timed(self, block: str, forward: Forward) -> Forward:
@@ -108,7 +108,7 @@ class Observer:
         return forward
 
     def begins(self, step: int) -> None:
-        """An evaluation of this step, which will merge, begins."""
+        """An evaluation of this step begins, and may merge."""
 
     def evaluated(self, result: Evaluated) -> None:
         """An evaluation is over; one that raised is not reported."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import get_ident
 from types import CodeType
 from typing import Any
@@ -14,30 +13,29 @@ from torch import nn
 Forward = Callable[..., Any]
 
 Override = tuple[nn.Module, str, Any]
-"""A module, the name of a method such as ``forward``, and what it runs instead; or the name of an
-attribute, and what it is instead, in all threads."""
-
+"""A module, the name of its method, such as ``forward``, and what the module runs instead. It may
+also be the name of an attribute and its other value, which then counts in all threads."""
 
 _codes: WeakKeyDictionary[nn.Module, dict[str, CodeType]] = WeakKeyDictionary()
-"""A code of its own for each override: torch.compile keeps few graphs of one, and blocks may be
-compiled one by one."""
+"""A code object for each override. Blocks may be compiled one by one, and torch.compile keeps only
+a few graphs of a code object."""
 
 
 class Overrides:
-    """Methods that modules run instead of their own, in one thread and while they are installed.
+    """What modules run instead of their own methods, in one thread, while it is installed.
 
-    They are made once and used again, unless other code has changed what a module runs.
+    Overrides are made once and used again, unless other code has changed what a module runs.
     """
 
     def __init__(self, make: Callable[[], Iterable[Override]]):
-        """Prepare the overrides that ``make`` returns, in the order in which they go on."""
+        """``make`` returns the overrides, in the order in which they go on."""
         self._make = make
         self._placed: list[_Placed] = []
         self._thread: int | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Put them on; within a block of this, another one changes nothing."""
+        """Put the overrides on; nested uses change nothing."""
         if self._thread is not None:
             yield
             return
@@ -50,7 +48,7 @@ class Overrides:
     def _put_on(self) -> None:
         if not (self._placed and all(placed.still_fits for placed in self._placed)):
             self._placed = [
-                _Placed.of(module, name, self._in_this_thread(module, name, own))
+                _Placed(module, name, self._in_this_thread(module, name, own))
                 for module, name, own in self._make()
             ]
         self._thread = get_ident()
@@ -71,11 +69,11 @@ class Overrides:
 
     @property
     def are_of_this_thread(self) -> bool:
-        """Whether they count in this thread: meanwhile, others may run an unpatched clone."""
+        """Whether they apply in this thread; others may run an unpatched clone of the model."""
         return torch.compiler.is_compiling() or get_ident() == self._thread
 
     def _in_this_thread(self, module: nn.Module, name: str, own: Any) -> Any:
-        """An override for one thread, if it is a method."""
+        """An override that applies in one thread if it is a method."""
         if not hasattr(type(module), name):
             return own
         plain = getattr(module, name)
@@ -83,37 +81,32 @@ class Overrides:
         def run(*args: Any, **kwargs: Any) -> Any:
             return own(*args, **kwargs) if self.are_of_this_thread else plain(*args, **kwargs)
 
-        # The same each time, so that torch.compile finds the graph that it has made.
+        # The same code object each time, so that torch.compile finds its graph again.
         codes = _codes.setdefault(module, {})
         run.__code__ = codes.setdefault(name, run.__code__.replace())
 
         return run
 
 
-@dataclass(frozen=True, eq=False)
 class _Placed:
-    """An override and where it goes.
+    """An override, with what it replaces.
 
     Attributes:
-        module: where it goes.
-        name: the method that it replaces.
-        method: what the module is to run, or an attribute to have.
-        before: the method that other code had set on the module, None for that of its class.
-        of_class: the method of its class, None for an attribute.
-        children: the modules in it.
+        module: the module that gets it.
+        name: the method or attribute that it replaces.
+        method: what the module is to run, or the value of the attribute.
+        before: what the module itself had under this name; None if only its class had it.
+        of_class: the method of the module's class; None for an attribute.
+        children: the submodules of the module.
     """
 
-    module: nn.Module
-    name: str
-    method: Any
-    before: Any
-    of_class: Any
-    children: tuple[nn.Module | None, ...]
-
-    @classmethod
-    def of(cls, module: nn.Module, name: str, method: Any) -> "_Placed":
-        before, of_class = vars(module).get(name), getattr(type(module), name, None)
-        return cls(module, name, method, before, of_class, tuple(module._modules.values()))
+    def __init__(self, module: nn.Module, name: str, method: Any):
+        self.module = module
+        self.name = name
+        self.method = method
+        self.before = vars(module).get(name)
+        self.of_class = getattr(type(module), name, None)
+        self.children = tuple(module._modules.values())
 
     @property
     def still_fits(self) -> bool:

@@ -1,4 +1,4 @@
-"""When to merge: steps and noise levels."""
+"""When to merge: steps and noise levels of a sampling run."""
 
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -12,19 +12,19 @@ class Moment:
     """Where a model evaluation is in its sampling run, as the host knows it.
 
     Attributes:
-        step: the step it belongs to, from 0.
-        progress: how far ``ratio`` is on its way to ``ratio_end``, from 0 to 1.
+        step: the step that the evaluation belongs to, from 0.
+        progress: how far the ratio is on its way from ``ratio`` to ``ratio_end``, from 0 to 1.
         picks: decides the random picks, together with the seed; not negative.
-        part: what is evaluated, such as samples of a batch, or a tile or window of a picture.
-            Detail and answers are kept for the same part of later steps.
+        part: the part of the step that is evaluated, such as some samples of a batch, or a tile or
+            window of a picture. Detail and answers are kept for the same part of later steps.
         is_active: whether its noise level is between ``start_percent`` and ``end_percent``.
-        steps_left: how many steps come after this one, None if the host does not know.
+        steps_left: how many steps come after this one; None if the host does not know.
         from_noise: whether the run began with noise alone, not with a picture under some noise.
         log_snr: the logarithm of signal to noise, in power; None if the host does not know it.
-        latent_share: the share of the noisy latent in that of the next step, which is in Euler's
-            method a mean of it and of the answer: the noise of the next step over that of this one,
-            0 in the last; None if the host does not know it, or if the sampler cannot make up for
-            forecasts.
+        latent_share: the share of this step's noisy latent in the next one. In Euler's method, the
+            next latent is a mean of this one and of the answer, and the share is the noise of the
+            next step over the noise of this one, 0 in the last step. None if the host does not know
+            it, or if the sampler cannot make up for forecasts.
     """
 
     step: int
@@ -41,26 +41,26 @@ class Moment:
 def is_active(config: ToMeConfig, noise: float, noise_at: Callable[[float], float]) -> bool:
     """Whether merging is on at a noise level: from ``start_percent`` on, before ``end_percent``.
 
-    ``noise_at`` gives the noise level at a share of the sampling from 0 to 1.
+    ``noise_at`` returns the noise level at a point of the sampling, from 0 to 1.
     """
     return noise_at(config.end_percent) < noise <= noise_at(config.start_percent)
 
 
 def is_noise_alone(noise: float, most: float) -> bool:
-    """Whether hardly anything of a picture is left at a noise level, given the highest there is."""
+    """Whether hardly anything of a picture is left at a noise level; ``most`` is the highest."""
     return noise >= 0.9 * most
 
 
 _MOST_NOISE = 0.99
-"""Pure noise has no signal. A flow's logarithm is taken at this noise level instead."""
+"""Noise levels of a flow above this one count as this one: pure noise would have no logarithm."""
 
 
 def log_snr(noise: float, is_flow: bool) -> float:
     """The logarithm of signal to noise, in power.
 
     Args:
-        noise: the noise level, above 0; the share of noise in the latent of a flow, and else the
-            deviation of the noise that is added to a picture.
+        noise: the noise level, above 0. For a flow, the share of noise in the latent; otherwise the
+            standard deviation of the noise that is added to a picture.
         is_flow: whether the latent goes straight from noise to a picture.
     """
     if not is_flow:
@@ -70,11 +70,11 @@ def log_snr(noise: float, is_flow: bool) -> float:
 
 
 def latent_share(schedule: Sequence[float], step: int) -> float | None:
-    """The share of the noisy latent of a step in that of the next; see :class:`Moment`.
+    """The share of a step's noisy latent in the next one; see :class:`Moment`.
 
     Args:
         schedule: noise levels, one more than there are steps.
-        step: from 0.
+        step: the number of the step, from 0.
     """
     if step + 1 >= len(schedule):
         return None
@@ -82,16 +82,16 @@ def latent_share(schedule: Sequence[float], step: int) -> float | None:
     return after / before if 0 <= after < before else None
 
 
-def step_index(schedule: Sequence[float], sigma: float, since: int = 0) -> int:
+def step_index(schedule: Sequence[float], sigma: float, since: int) -> int:
     """The step of a sampling run to which an evaluation at noise level ``sigma`` belongs.
 
     Args:
-        schedule: noise levels, one more than there are steps. They fall, but rise where a picture
-            is turned into noise.
+        schedule: noise levels, one more than there are steps. They fall, or rise where a picture is
+            turned into noise.
         sigma: noise level of the evaluation. Higher-order samplers evaluate a step more than once,
-            at levels between those of the schedule; some go above its first level, and some go
+            at levels between those of the schedule. Some go above its first level, and some go
             back up.
-        since: the step of the evaluation before.
+        since: the step of the previous evaluation.
     """
     steps = range(len(schedule) - 1)
     for step in (*steps[since:], *steps[:since]):

@@ -1,4 +1,4 @@
-"""Evaluate a model so that no token sees another, at next to no cost, and watch its attention."""
+"""Evaluate a model at next to no cost, while no token sees another, and watch its attention."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,19 +15,19 @@ from .model_memory import Memory
 from .overrides import Forward, Override, Overrides
 
 _NUMBERING = ("idx", "index", "layer", "block")
-"""Parts of the names of attributes that tell which of several equal blocks one is."""
+"""Parts of the names of attributes that number equal blocks."""
 
 _FEWEST_CHANNELS = 16
-"""Those of a token."""
+"""The fewest channels that tokens have."""
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What one attention got.
+    """One call of attention.
 
     Attributes:
-        queries: their number.
-        keys: their number.
+        queries: the number of queries.
+        keys: the number of keys.
         is_masked: whether its mask differs from query to query.
         prints: the fingerprints of the keys, ``[batch, keys, features]``.
     """
@@ -45,7 +45,7 @@ class Seen:
     Attributes:
         entered: the fingerprints of the tokens that entered it.
         calls: its calls of attention.
-        reads_own_options: whether these have what the block was given by name to follow them.
+        reads_own_options: whether all these calls have the keyword arguments that the block got.
     """
 
     entered: list[Tensor]
@@ -56,23 +56,24 @@ class Seen:
 class TokenwiseEvaluation:
     """Follows one evaluation of a model.
 
-    Meanwhile attention only hands on the value of each token, linear layers only copy channels, and
-    of blocks that are alike only the first runs, whose result stands for theirs.
+    Meanwhile attention only passes on the value of each token, and linear layers only copy
+    channels. Of blocks that are alike only the first runs; its result stands for theirs.
 
     Attributes:
-        blocks: what each block did that ran, by name.
-        left_out: which block stood for each block that was left out, and what entered it.
+        blocks: what each block that ran did, by name.
+        left_out: for each block that did not run, the block that stood for it, and the fingerprints
+            of the tokens that entered.
         order: the names of all blocks that the model called, in the order of their first calls.
-        has_kept: whether the model has kept something of its blocks for later evaluations. It has
-            been taken back.
-        network: the one that is followed.
-        unreached: what the model does if none of its attentions was followed.
+        has_kept: whether the model kept something of its blocks for later evaluations. It has been
+            removed again.
+        network: the network that is followed.
+        unreached: what to say that the model does if none of its attentions was followed.
     """
 
     unreached = "attends outside of its blocks"
 
     def __init__(self, model: nn.Module, network: nn.Module):
-        """Prepare to follow ``network``, a part of ``model``, which may keep something, too."""
+        """Prepare to follow ``network``, a part of ``model``; either may keep something."""
         self.blocks: dict[str, Seen] = {}
         self.left_out: dict[str, tuple[str, list[Tensor]]] = {}
         self.order: dict[str, None] = {}
@@ -94,15 +95,15 @@ class TokenwiseEvaluation:
             self.has_kept = self._memory is not None and self._memory.restore()
             if self.has_kept:
                 before.restore()
-            # It holds the host's patcher, which would outlive the run.
+            # What it remembers includes the host's patcher, which would outlive the run.
             self._memory = None
 
     def given(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of a block, perhaps with others by which attention is followed."""
+        """The keyword arguments of a block, perhaps changed so that its attention is followed."""
         return kwargs
 
     def overrides(self) -> Iterator[Override]:
-        """What modules run meanwhile."""
+        """What modules run while they are followed."""
         for name, block in blocks_of(self.network):
             yield block, "forward", self._watched(name, block, block.forward)
         for module in self.not_computed():
@@ -119,7 +120,7 @@ class TokenwiseEvaluation:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._memory is None:
-                # What is kept before has nothing to do with attention, such as places.
+                # Whatever is kept before the first block, such as positions, is not of attention.
                 self._memory = Memory(self._model)
             self.order.setdefault(name)
             tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
@@ -151,12 +152,12 @@ class TokenwiseEvaluation:
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The value of each token in place of attention; 0 where queries are of other tokens.
+        """Instead of attention, the value of each token; 0 if queries and keys differ in number.
 
         Args:
-            are_own: whether the attention has what its block was given by name.
-            q: in the layouts of :func:`tome_nodes.patching.attention_call.merged_attention`, as are
-                the others.
+            are_own: whether the attention has the keyword arguments that its block got.
+            q: queries. They, keys and values are in the layouts of
+                :func:`tome_nodes.patching.attention_call.merged_attention`.
             k: keys.
             v: values.
             heads: the number of heads of the queries.
@@ -177,7 +178,7 @@ class TokenwiseEvaluation:
 
 
 def _cheap(out_features: int) -> Forward:
-    """What a linear layer does: which token is which shows as well, and no weights are read."""
+    """What a linear layer runs: it copies channels, so tokens still differ, without any weights."""
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return x[..., torch.arange(out_features, device=x.device) % x.shape[-1]]
@@ -195,7 +196,7 @@ def _by_head(v: Tensor, q: Tensor, heads: int, by_head: bool) -> Tensor:
 
 
 def _kind(block: nn.Module) -> Any:
-    """What two blocks have in common if they do the same to their tokens, as far as can be seen."""
+    """A key that is equal for two blocks that, as far as can be seen, do the same to tokens."""
     shapes = tuple((name, tuple(each.shape)) for name, each in block.named_parameters())
     settings = tuple(
         (path, name, value)
@@ -207,5 +208,5 @@ def _kind(block: nn.Module) -> Any:
 
 
 def _has_tokens(x: Tensor) -> bool:
-    """Whether an argument may be tokens with their channels, and not the rotation of positions."""
+    """Whether an argument may be tokens with channels, and not something like rotations."""
     return x.is_floating_point() and x.ndim > 2 and x.shape[-1] >= _FEWEST_CHANNELS

@@ -1,8 +1,8 @@
-"""The settings of one patched model: each option of token merging, said once.
+"""The settings of one patched model. Each option of token merging is defined here, and only here.
 
-What is allowed, the inputs of the patch node and of :func:`tome_nodes.apply_patch` are made from
-this when they load; the English locale and the tables of the help pages by ``python3 dev.py
-generate``.
+The checks of values, the inputs of the patch node and the arguments of
+:func:`tome_nodes.apply_patch` are made from these definitions when they load. ``python3 dev.py
+generate`` makes the English locale and the tables of the help pages from them.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from .options import Option, OptionError
 
 
 def _option(default: Any, **others: Any) -> Any:
-    """A field with its default and the other attributes of its :class:`Option`, but the name."""
+    """A field that holds all attributes of its :class:`Option` except the name."""
     return field(default=default, metadata=others)
 
 
@@ -32,9 +32,9 @@ class ToMeConfig:
     2023: the logarithm of their number is added to the logits.
 
     Raises:
-        OptionTypeError: an option has the wrong type; it is a ``TypeError``.
-        OptionError: an option is out of range, or two of them contradict each other; it is a
-            ``ValueError``. The message names the option, its value and what is allowed.
+        OptionTypeError: an option has the wrong type. The error is a ``TypeError``.
+        OptionError: an option is out of range, or two options contradict each other. The error is a
+            ``ValueError``. Its message names the option, its value and what is allowed.
     """
 
     ratio: float = _option(
@@ -244,7 +244,7 @@ class ToMeConfig:
 
     @property
     def largest_ratio(self) -> float:
-        """That of any step."""
+        """The largest ratio of any step."""
         return max(self.ratio, self.ratio_end)
 
     @property

@@ -1,6 +1,6 @@
 """What an option of a node is, and the options of ToMe Tune and ToMe Report.
 
-Those of token merging itself are in :mod:`tome_nodes.settings.config`.
+The options of token merging itself are in :mod:`tome_nodes.settings.config`.
 """
 
 import reprlib
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class OptionError(ValueError):
-    """An option has a value that is not allowed; the message says which, and what is.
+    """The value of an option is not allowed; the message names the option and what is allowed.
 
     Attributes:
-        option: the name of the one option at fault.
+        option: the name of the option at fault.
     """
 
     def __init__(self, option: str, sentence: str):
@@ -26,12 +26,12 @@ class OptionTypeError(OptionError, TypeError):
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is of a type that options have, not a model or tensor from a link."""
+    """Whether a value has a type that options can have, unlike a model or tensor from a link."""
     return isinstance(value, str | int | float)
 
 
 def shown(value: Any) -> str:
-    """A value as an error message shows it; of a tensor, a model and the like only the type."""
+    """A value as error messages show it; of tensors, models and the like, only the type."""
     if value is None or is_plain(value):
         return reprlib.repr(value)
     return f"<{type(value).__name__}>"
@@ -43,15 +43,15 @@ class Option:
 
     Attributes:
         name: its name everywhere.
-        default: its value where none is given, a bool, int, float or str as the option is.
+        default: its value where none is given; its type is that of the option.
         text: what it does, in two sentences at most: the tooltip.
         more: what the help page adds.
         least: smallest value of a number.
         most: largest value of a number.
         step: what one click in the editor adds to a number.
-        unset: value of a number, below ``least``, that stands for ``ratio``.
-        choices: its allowed values if they are few, each with what it does if the help page has a
-            table of them, else with an empty text.
+        unset: a number below ``least`` that stands for the value of ``ratio``.
+        choices: its allowed values if they are few. Each has a text that says what it does, for the
+            table of the help page, or an empty text if there is no such table.
         is_of_host: whether its values are names that the host defines, such as those of samplers.
         advanced: whether the editor folds it away.
     """
@@ -75,8 +75,9 @@ class Option:
             OptionTypeError: it has the wrong type.
             OptionError: it is out of range, NaN, or none of the choices.
         """
+        is_whole = isinstance(self.default, int)
         if self.choices:
-            # True and 1.0 are equal to 1, but no choice.
+            # True and 1.0 are equal to 1, but they are not choices.
             is_number = isinstance(value, bool | float)
             if not is_plain(value) or is_number or value not in self.choices:
                 allowed = " | ".join(map(str, self.choices))
@@ -87,11 +88,8 @@ class Option:
         elif isinstance(self.default, bool):
             if not isinstance(value, bool):
                 raise self._error(OptionTypeError, value, "true or false")
-        elif isinstance(value, bool) or not isinstance(
-            value, int if isinstance(self.default, int) else int | float
-        ):
-            kind = "a whole number" if isinstance(self.default, int) else "a number"
-            raise self._error(OptionTypeError, value, kind)
+        elif isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
+            raise self._error(OptionTypeError, value, "a whole number" if is_whole else "a number")
         # NaN is not in any range.
         elif not self.least <= value <= self.most and value != self.unset:
             allowed = f"from {self.least} to {self.most}"
@@ -223,7 +221,7 @@ SAMPLING = (
         text="As in the sampler; below 1, sampling starts from the latent under some noise.",
     ),
 )
-"""The inputs of a sampler, as those of the host's KSampler."""
+"""The inputs of a sampler, like those of the host's KSampler."""
 
 STEP = Option(
     name="step",

@@ -1,6 +1,6 @@
 """Named settings, compared for speed and likeness in `benchmarks/FIDELITY.md`.
 
-A preset says how to merge; how much, when and with which seed stay free.
+A preset decides how to merge. How much, when and with which seed stay free.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ FREE = ("ratio", "start_percent", "end_percent", "seed", "backend")
 """The options that no preset decides."""
 
 CUSTOM = "custom"
-"""The name of no preset: every option is as given."""
+"""What stands in place of a preset's name if every option is as given."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Preset:
 
     Attributes:
         text: what it does, in a sentence.
-        options: those that it sets; all others except those in :data:`FREE` have their defaults.
+        options: the options that it sets. All others have their defaults, except those in
+            :data:`FREE`.
     """
 
     text: str
@@ -93,11 +94,11 @@ def settings_of(
 
     Args:
         preset: one of :data:`PRESETS`, or :data:`CUSTOM`.
-        given: options. One that the preset decides has to be at its default.
-        defaults: the value of each option that the caller's user did not set.
+        given: options. Those that the preset decides must have their defaults.
+        defaults: the value of each option that the user did not set.
 
     Raises:
-        OptionError: no such preset, or an option that would not count.
+        OptionError: there is no such preset, or an option would not count.
     """
     PRESET.check(preset)
     if preset == CUSTOM:

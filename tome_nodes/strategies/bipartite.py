@@ -9,7 +9,7 @@ from ..merging.plan import SlotPlan
 from ..ops import TORCH, Operations
 from .cells import Cells, CellStrategy, split_cells
 
-# The most scores in memory at once; a larger map is matched in pieces.
+# The most similarities in memory at once; a larger map is matched in pieces.
 _SCORES_AT_ONCE = 2**24
 
 
@@ -32,8 +32,8 @@ def split_tokens(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, T
     """Split the tokens of a grid into src and dst; arguments as for ``split_cells``.
 
     Returns:
-        ``src`` and ``dst`` token indices, int64; dst has one token for each whole cell, src has
-        all the others, the rows and columns that fill no cell included.
+        ``src`` and ``dst`` token indices, int64. dst has one token of each whole cell. src has all
+        others, including those in rows and columns that fill no cell.
     """
     src, dst = split_cells(grid, sy, sx, picks)
     rows, columns = dst.shape
@@ -50,11 +50,11 @@ def match(
     merges: int,
     ops: Operations = TORCH,
 ) -> SlotPlan:
-    """Merge the src tokens that are most similar to their nearest dst into it.
+    """Merge the src tokens that are most similar to a dst, each into its nearest.
 
     Args:
         features: ``[batch, tokens, channels]``, compared by cosine similarity.
-        src: token indices, int64; none of them in ``dst``.
+        src: token indices, int64, none of them in ``dst``.
         dst: token indices, int64, at least one.
         merges: how many src tokens of each sample merge, at most ``len(src)``.
         ops: the operations that the plan uses.

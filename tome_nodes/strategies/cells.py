@@ -12,7 +12,7 @@ from ..ops.random_picks import pick_per_cell
 from ..settings.config import ToMeConfig
 from .strategy import Strategy
 
-# Lengths of cells in a video to choose from, in frames; those that merge better come first.
+# The lengths of a video's cells to choose from, in frames; those that merge better come first.
 _FRAMES_OF_CELL = (4, 5, 3, 2)
 
 
@@ -21,7 +21,7 @@ class Cells:
     """How the tokens of a grid are cut into cells.
 
     Attributes:
-        grid: the tokens as rows and columns; a video has a row for each frame.
+        grid: the tokens as rows and columns; each frame of a video is one row.
         sy: height of a cell in rows.
         sx: width of a cell in columns.
     """
@@ -37,7 +37,7 @@ class Cells:
 
 
 class CellStrategy(Strategy):
-    """Merges src tokens into the dst tokens of cells.
+    """Merges src tokens into dst tokens, one dst in each cell.
 
     The split into src and dst depends only on the step and the grid, so all blocks of a level share
     it. Subclasses define :meth:`split` and :meth:`match`.
@@ -50,7 +50,7 @@ class CellStrategy(Strategy):
 
     @classmethod
     def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float:
-        # The first frame is a picture of its own.
+        # The first frame merges separately.
         length = 1 if frames <= 2 else _length(config, frames - 1)
         if length == 1:
             return 1 - 1 / (config.sx * config.sy)
@@ -68,7 +68,7 @@ class CellStrategy(Strategy):
         return self.match(features, grid, merges) if merges and cells.tokens else None
 
     def cells_of(self, grid: Grid) -> Cells:
-        """How a grid is cut: in a video, a cell reaches over several frames and tokens of a row."""
+        """How a grid is cut; a cell of a video is several frames long and part of a row wide."""
         config = self.config
         if grid.frames == 1:
             return Cells(grid, config.sy, config.sx)
@@ -77,11 +77,11 @@ class CellStrategy(Strategy):
         return Cells(row, _length(config, grid.frames), min(config.sx, config.sy))
 
     def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
-        """The plan that merges so many src tokens, at least one; None if rounding leaves none."""
+        """The plan that merges ``merges`` src tokens; None if rounding leaves none to merge."""
         raise NotImplementedError
 
     def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
-        """The src and dst tokens of a grid, given which token of each cell is its dst."""
+        """The src and dst tokens of a grid; ``picks`` says which token of each cell is its dst."""
         raise NotImplementedError
 
     @property
@@ -92,7 +92,7 @@ class CellStrategy(Strategy):
         return self._key
 
     def split_of(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        """The split of this step, shared by all blocks."""
+        """The src and dst tokens of a grid in this step."""
         if grid not in self._splits:
             cells = self.cells_of(grid)
             if self.config.use_rand:
@@ -105,12 +105,12 @@ class CellStrategy(Strategy):
 
 
 def _length(config: ToMeConfig, frames: int) -> int:
-    """The length of a cell in frames, in a video with this number of frames."""
+    """The length of a cell, in frames, in a video of ``frames`` frames."""
     return min(config.st, frames) or frames_of_cell(frames)
 
 
 def frames_of_cell(frames: int) -> int:
-    """The length of a cell that leaves out the fewest of a video's frames."""
+    """The length of a cell, in frames, for which the fewest frames of a video fill no cell."""
     lengths = [length for length in _FRAMES_OF_CELL if length <= frames]
     return min(lengths, key=lambda length: frames % length)
 
@@ -122,7 +122,7 @@ def split_cells(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Te
         grid: the feature map.
         sy: height of a cell.
         sx: width of a cell.
-        picks: ``[cells]`` int64, which token of its cell, row by row, is the dst.
+        picks: ``[cells]`` int64, which token of each cell, counted row by row, is the dst.
 
     Returns:
         Token indices, int64: src ``[rows, columns, sy * sx - 1]`` and dst ``[rows, columns]``.

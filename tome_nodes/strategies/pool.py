@@ -1,7 +1,7 @@
 """Pooling: every cell merges into one slot, without comparing tokens.
 
 This is the downsampling of ToDo (Smith et al., IJCAI 2024) as a plan. It needs neither similarities
-nor indices: merging is a mean over the cells of an image, unmerging a repetition.
+nor indices: merging takes the mean of each cell, and unmerging repeats it.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from ..settings.config import ToMeConfig
 from .strategy import Strategy
 
 NEAREST_SHARE = 0.75
-"""Share of one token in pooled keys and values; `benchmarks/FIDELITY.md` compares others."""
+"""The share of the top left token in pooled keys and values, the rest being that of the mean.
+`benchmarks/FIDELITY.md` compares others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,7 @@ class PoolPlan(Plan):
 
     Attributes:
         batch: number of samples.
-        grid: of the tokens.
+        grid: the grid of the tokens.
         sy: height of a cell in tokens.
         sx: width of a cell in tokens.
         device: device of the tokens.
@@ -71,22 +72,22 @@ class PoolPlan(Plan):
     def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Means for queries; for keys and values, a blend of the mean and the top left token.
 
-        The single token is as sharp as the others, and the mean represents all of them (BiGain,
-        CVPR 2026).
+        The single token is as sharp as unmerged tokens, and the mean represents the whole cell
+        (BiGain, CVPR 2026).
         """
         means = self.merge(x)
-        blend = self._leaning(means, x)
+        blend = self._blend(means, x)
         return means, blend, blend
 
     def merge_keys(self, k: Tensor, heads: int) -> Tensor:
         """Blends of mean and top left token, as in :meth:`merge_inputs`."""
-        return self._leaning(self.merge(k), k)
+        return self._blend(self.merge(k), k)
 
     def merge_values(self, v: Tensor) -> Tensor:
-        """The same for values."""
-        return self._leaning(self.merge(v), v)
+        """Blends of mean and top left token, as in :meth:`merge_inputs`."""
+        return self._blend(self.merge(v), v)
 
-    def _leaning(self, means: Tensor, x: Tensor) -> Tensor:
+    def _blend(self, means: Tensor, x: Tensor) -> Tensor:
         image = x.unflatten(1, (self.grid.height, self.grid.width))
         return means.lerp(image[:, :: self.sy, :: self.sx].flatten(1, 2), NEAREST_SHARE)
 

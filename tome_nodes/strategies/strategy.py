@@ -1,4 +1,4 @@
-"""The interface of a strategy: how tokens are grouped, and what else is known about it."""
+"""The interface of a strategy, which decides how tokens are grouped."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -17,24 +17,25 @@ PlanOf = Callable[[Tensor, Grid, float], Plan | None]
 class Strategy:
     """Groups the tokens of a grid; made for one model on one device.
 
-    What is known without an instance is an attribute of the class, with the value that most
-    strategies have.
+    Properties of a strategy that do not depend on the settings are attributes of its class. Here
+    they have the values that most strategies share.
     """
 
     has_one_source: ClassVar[bool] = True
     """Whether queries, keys and values are projected from the same merged tokens."""
 
     compares_afar: ClassVar[bool] = False
-    """Whether tokens are compared over the whole grid, which is slow."""
+    """Whether tokens are compared across the whole grid, which is slow."""
 
     least_tokens: ClassVar[int] = 4096
-    """The smallest grid worth matching on a GPU, in tokens, by arithmetic."""
+    """The smallest grid worth matching on a GPU, in tokens; an estimate, not a measurement."""
 
     least_tokens_at_calls: ClassVar[int] = 4096
-    """The same where keys and values merge in the attention of a transformer, which is wider."""
+    """The smallest grid worth matching where the attention of a transformer merges; that attention
+    is wider than a UNet's."""
 
     least_tokens_with_kernels: ClassVar[int] = 4096
-    """The same if the strategy runs on Triton kernels."""
+    """The smallest grid worth matching if the strategy runs on Triton kernels."""
 
     def __init__(self, config: ToMeConfig, ops: Operations):
         self.config = config
@@ -44,19 +45,19 @@ class Strategy:
     def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float | None:
         """The largest share of the tokens that can merge, given the number of frames.
 
-        None if the ratio does not set how many tokens merge, only whether any do.
+        None if the ratio decides only whether tokens merge, not how many.
         """
         return 1.0
 
     def begin(self, key: Tensor) -> None:
-        """Begin an evaluation; ``key``, a scalar int64 tensor, decides its random picks."""
+        """Begin an evaluation. ``key``, a scalar int64 tensor, decides its random picks."""
 
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
         """How the tokens of a grid merge; None if none would.
 
         Args:
             features: ``[batch, tokens, channels]``.
-            grid: that of the tokens.
+            grid: the grid of the tokens.
             ratio: the share of the tokens to merge.
         """
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """Matching within windows: a src token may only merge into a dst token of its own window.
 
-The cost grows with N instead of N squared, and every shape is static. Each window merges the same
-number of tokens, so that windows do not depend on each other.
+The cost grows with the number of tokens N instead of N squared. Each window merges the same number
+of tokens, so windows do not depend on each other and every shape is static.
 """
 
 import torch
@@ -13,13 +13,13 @@ from ..merging.plan import Plan, SlotPlan
 from ..ops import TORCH, KernelFailed, Operations
 from .cells import Cells, CellStrategy, split_cells
 
-# Features that a CPU gathers at once, so that they fit its cache; a GPU takes a whole map.
+# The most features that a CPU gathers at once, to fit its cache; a GPU takes a whole map.
 _CPU_FEATURES_AT_ONCE = 2**20
 
 WINDOW_SIDE = 16
 """The most tokens along the side of a window."""
 
-# The most cells along it: one GPU program has to hold all of them.
+# The most cells along the side of a window: one GPU program has to hold a whole window.
 _CELLS_ALONG = 8
 
 
@@ -35,7 +35,7 @@ class WindowStrategy(CellStrategy):
         return split_windows(cells.grid, cells.sy, cells.sx, picks)
 
     def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
-        """See :func:`match_windows`; each window gets an equal share, rounded to the nearest."""
+        """See :func:`match_windows`; windows share ``merges`` equally, rounded to the nearest."""
         cells = self.cells_of(grid)
         sy, sx, count = cells.sy, cells.sx, cells.count
         high, wide = window_cells(cells.grid, sy, sx)
@@ -53,7 +53,7 @@ class WindowStrategy(CellStrategy):
     def _match_by_kernel(
         self, features: Tensor, cells: Cells, window: tuple[int, int], quota: int
     ) -> SlotPlan | None:
-        """The plan that :func:`match_windows` makes, by the kernel; None without one that runs.
+        """The plan of :func:`match_windows`, made by a kernel; None if there is none that runs.
 
         ``window`` is the height and width of a window in cells.
         """
@@ -76,8 +76,8 @@ def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, 
 
     Returns:
         Token indices, int64: src ``[windows, cells * (sy * sx - 1)]`` and dst
-        ``[windows, cells]``, cells counted in one window. Tokens that fill no window are in
-        neither.
+        ``[windows, cells]``, with the number of cells in one window. Tokens that fill no window are
+        in neither.
     """
     src, dst = split_cells(grid, sy, sx, picks)
     rows, columns = dst.shape
@@ -94,8 +94,8 @@ def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, 
 def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
     """Height and width of the windows of a grid, in cells of ``sy`` by ``sx`` tokens.
 
-    The largest for which at most an eighth of the rows and of the columns of cells fill no window.
-    The grid must have at least one cell.
+    Windows are as large as possible, but at most an eighth of the rows and of the columns of cells
+    may fill no window. The grid must have at least one cell.
     """
     cells = grid.cells(sy, sx)
     return _cells_along(cells.height, sy), _cells_along(cells.width, sx)
@@ -112,7 +112,7 @@ def _cells_along(cells: int, side: int) -> int:
 def match_windows(
     features: Tensor, src: Tensor, dst: Tensor, quota: int, ops: Operations = TORCH
 ) -> SlotPlan:
-    """In each window, merge the src tokens that are most similar to their nearest dst into it.
+    """In each window, merge the src tokens that are most similar to a dst, each into its nearest.
 
     Args:
         features: ``[batch, tokens, channels]``, compared by cosine similarity.
@@ -136,7 +136,7 @@ def match_windows(
             rows.index_select(0, (first + own).flatten()).view(batch, *own.shape, channels)
             for own in (own_src, own_dst)
         )
-        # The length of a src does not affect which dst is nearest to it.
+        # The norm of a src does not affect which dst is nearest to it.
         products, nearest = (queries @ F.normalize(keys, dim=3).mT).max(dim=3)
         similarity = products / queries.norm(dim=3).clamp_min(1e-12)
         merged = similarity.topk(quota, dim=2, sorted=False).indices

@@ -1,12 +1,12 @@
 """The operations of a plan as Triton kernels, one launch each.
 
 Each kernel replaces the several launches of a function of :mod:`tome_nodes.ops.reference`. It uses
-no atomics, so its sums have a fixed order. Its file holds the kernel, its launcher, which is
-registered as a torch operator, and the shapes for tracing, so that torch.compile keeps one graph.
+no atomics, so its sums have a fixed order. Its file also holds its launcher, which is registered as
+a torch operator, and the shapes for tracing, so that torch.compile keeps one graph.
 
-Triton compiles a kernel anew for each integer that is 1 or divides by 16. What varies with the size
-of the picture is exempt from that (``do_not_specialize``); strides are not, since they decide how
-many bytes a load moves.
+Triton compiles a kernel anew if an integer argument is 1 or a multiple of 16. Arguments that vary
+with the size of the picture are exempt (``do_not_specialize``). Strides are not, since they decide
+how many bytes a load moves.
 
 Importing this needs Triton; :func:`tome_nodes.ops.resolve` says whether it is available.
 """
@@ -38,10 +38,10 @@ __all__ = [
 ]
 
 TRITON = Operations("triton", merge, merge_keys, unmerge, add_change, attend, widen, match_windows)
-"""The kernels. Copying slots to tokens has none: torch needs one launch, too."""
+"""The kernels. Unmerging has none, since torch needs only one launch for it, too."""
 
 VERSION = triton.__version__
-"""Triton's."""
+"""The version of Triton."""
 
 
 def runs_on(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Tokens plus the change of each one's slot."""
+"""Tokens plus the change of their slots."""
 
 import torch
 import triton
@@ -28,7 +28,7 @@ def add_change_kernel(
     """``x`` plus the change of its slots, for ``TOKENS`` tokens in ``CHANNELS`` channels.
 
     The grid is blocks of tokens by blocks of channels. ``before``, ``after`` and ``result`` are
-    contiguous; ``all_tokens`` is of the whole batch, ``tokens`` of one sample.
+    contiguous. The whole batch has ``all_tokens`` tokens, one sample ``tokens``.
     """
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

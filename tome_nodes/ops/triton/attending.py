@@ -14,7 +14,7 @@ _LOG2_OF_E = tl.constexpr(math.log2(math.e))
 _WARPS, _STAGES = 8, 2
 
 MOST_CHANNELS = 256
-"""Of a head, for which the kernel keeps everything in registers."""
+"""The most channels of a head for which the kernel keeps everything in registers."""
 
 
 @triton.jit(do_not_specialize=("queries", "keys"))
@@ -45,10 +45,10 @@ def attend_kernel(
 ):
     """Softmax attention of ``QUERIES`` queries of one head, ``KEYS`` keys at a time.
 
-    The grid is blocks of queries by heads of all samples. ``heads`` of the queries share heads of
-    the keys, ``heads_of_key`` each. Powers are of 2, so ``scale`` contains its logarithm and the
-    natural logarithms of the sizes are scaled here. Channels are next to each other; ``out`` is
-    contiguous ``[batch, queries, heads, channels]``.
+    The grid is blocks of queries by heads of all samples. ``heads_of_key`` heads of the queries
+    share one head of the keys. The kernel takes powers of 2, not of e: ``scale`` already contains
+    log2(e), and the logarithms of the sizes are multiplied by it here. Channels are next to each
+    other; ``out`` is contiguous ``[batch, queries, heads, channels]``.
     """
     head = (tl.program_id(1) % heads).to(tl.int64)
     sample = (tl.program_id(1) // heads).to(tl.int64)
@@ -135,7 +135,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, scale: float) -> 
         )
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     lanes = padded(channels)
-    # Masks of channels take registers, too.
+    # Masks of padded channels take registers, too.
     at_once = 128 if lanes == 128 or lanes == channels < 128 else 64
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with torch.cuda.device_of(q):

@@ -12,17 +12,17 @@ from .shared import (
     padded,
     require_tokens,
     strides,
-    token_beside_windows,
+    token_outside_windows,
 )
 
-# Pairs of token and cell that a warp matches: 32 registers a thread for each value of a pair.
+# The pairs of token and cell that a warp matches: each value of a pair takes 32 registers a thread.
 _PAIRS_OF_A_WARP = 1024
 
-# The number of channels from which on they are loaded in larger groups.
+# The fewest channels that are loaded in larger groups.
 _MANY = 48
 
-# Warps of a program, and channels loaded at once, so that registers suffice on every GPU: warps of
-# AMD's data centre GPUs have twice as many threads, and float32 takes no tensor cores elsewhere.
+# Warps of a program, and channels loaded at once. Registers suffice on every GPU: warps of AMD's
+# data centre GPUs have twice as many threads, and elsewhere float32 does not use tensor cores.
 _WARPS, _WARPS_OF_FLOAT32 = 8, 16
 _CHANNELS, _FEW_CHANNELS = 32, 16
 
@@ -57,7 +57,7 @@ def _rank(x):
 
 @triton.jit
 def _greatest_reached(rank, quota):
-    """The greatest int32 that at least ``quota`` of ``rank`` reach, found bit by bit."""
+    """The greatest int32 that at least ``quota`` values of ``rank`` reach, found bit by bit."""
     enough = tl.sum((rank >= 0).to(tl.int32)) >= quota
     greatest = tl.where(enough, 0, -0x80000000).to(tl.int32)
     for index in range(31):
@@ -69,7 +69,7 @@ def _greatest_reached(rank, quota):
 
 @triton.jit
 def _dst_place(pick, row, column, across, SY: tl.constexpr, SX: tl.constexpr):
-    """The place in its window of the dst of the cell in a row and column of cells."""
+    """The place in the window of the dst of the cell at ``row`` and ``column``."""
     return (row * SY + pick // SX) * across + column * SX + pick % SX
 
 
@@ -77,7 +77,7 @@ def _dst_place(pick, row, column, across, SY: tl.constexpr, SX: tl.constexpr):
 def _load_channels(
     tokens, inside, first, stride_channel, CHANNELS: tl.constexpr, ALL_CHANNELS: tl.constexpr
 ):
-    """Channels of the tokens that pointers point at, from the ``first`` on; 0 past the last."""
+    """Channels from ``first`` on of the tokens that ``tokens`` points at; 0 past the last."""
     channel = first + tl.arange(0, CHANNELS)
     mask = inside[:, None] & (channel < ALL_CHANNELS)[None, :]
     return tl.load(tokens + channel[None, :] * stride_channel, mask=mask, other=0.0)
@@ -128,9 +128,9 @@ def match_windows_kernel(
 
     The grid is windows, followed by pieces of the tokens that fill no window, by samples. A window
     is ``high`` by ``wide`` cells of ``SY`` by ``SX`` tokens, padded to ``TOKENS`` tokens and
-    ``CELLS`` cells; ``CHANNELS`` of ``ALL_CHANNELS`` channels are loaded at once, and multiplied in
-    float32 if it ``WIDENS`` them. All windows merge ``quota`` tokens, so each knows where its slots
-    and its part of ``order`` begin.
+    ``CELLS`` cells. ``CHANNELS`` of ``ALL_CHANNELS`` channels are loaded at once, and with
+    ``WIDENS`` multiplied in float32. Every window merges ``quota`` tokens, so each program knows
+    where the slots of its window and its part of ``order`` begin.
     """
     across = wide * SX
     down = high * SY
@@ -145,7 +145,7 @@ def match_windows_kernel(
 
     if program >= windows:
         index = (program - windows) * TOKENS + place
-        token = token_beside_windows(index, width, windows_down * down, windows_across * across)
+        token = token_outside_windows(index, width, windows_down * down, windows_across * across)
         left = index < tokens - windows * size_of_window
         slot = first_slot + windows * (size_of_window - quota) + index
         offset = first_token + windows * size_of_window + index
@@ -157,7 +157,7 @@ def match_windows_kernel(
 
     window_row = program // windows_across
     window_column = program % windows_across
-    # A place is in the window, row by row; a token is in the map.
+    # A place is a number within the window, row by row; a token is a number within the map.
     inside = place < size_of_window
     row = place // across
     column = place % across
@@ -189,8 +189,8 @@ def match_windows_kernel(
     dst_of_window = map_start + dst_token[:, None] * stride_token
     x = _load_channels(tokens_of_window, inside, 0, stride_channel, CHANNELS, ALL_CHANNELS)
     y = _load_channels(dst_of_window, is_cell, 0, stride_channel, CHANNELS, ALL_CHANNELS)
-    # The next channels are on their way meanwhile. Triton would pipeline loads by itself, but where
-    # more than a product needs them, into shared memory whose banks conflict.
+    # Load the next channels while these are multiplied. Triton would pipeline loads by itself, but
+    # loads that not only a product uses would go to shared memory with bank conflicts.
     for first in range(CHANNELS, ALL_CHANNELS + CHANNELS, CHANNELS):
         next_x = _load_channels(
             tokens_of_window, inside, first, stride_channel, CHANNELS, ALL_CHANNELS
@@ -206,7 +206,7 @@ def match_windows_kernel(
         x, y = next_x, next_y
     similarity = products / tl.sqrt(tl.maximum(dst_norm, 1e-24))[:, None]
     similarity = similarity / tl.sqrt(tl.maximum(token_norm, 1e-24))[None, :]
-    # NaN ranks last among the src, so that the quota holds whatever the features are.
+    # NaN ranks last among the src tokens, so that exactly the quota merges in any case.
     similarity = tl.where(similarity == similarity, similarity, -2.0)
     similarity = tl.where(is_cell[:, None], similarity, float("-inf"))
     best, nearest = tl.max(similarity, axis=0, return_indices=True)
@@ -214,12 +214,12 @@ def match_windows_kernel(
     is_src = inside & (is_dst == 0)
     rank = _rank(tl.where(is_src, best, float("-inf")))
     least = _greatest_reached(rank, quota)
-    # Of those exactly as similar as the last one that merges, the first ones in the window merge.
+    # Among tokens exactly as similar as the last one that merges, the first in the window merge.
     level = rank == least
     ahead = quota - tl.sum((rank > least).to(tl.int32))
     merged = is_src & ((rank > least) | (level & (tl.cumsum(level.to(tl.int32), 0) <= ahead)))
 
-    # Slots are in the order of the tokens that stay, members in the order of the window.
+    # Slots are in the order of the tokens that stay; tokens of a slot are in that of the window.
     row, column = nearest // wide, nearest % wide
     pick = _pick(stream, first_cell + row * cells_across + column, SY * SX, RANDOM)
     owner = tl.where(merged, _dst_place(pick, row, column, across, SY, SX), place)
@@ -264,7 +264,7 @@ def match_windows(
     wide: int,
     quota: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """In each window, merge the ``quota`` src tokens most similar to their nearest dst into it.
+    """In each window, merge the ``quota`` src tokens most similar to a dst, each into its nearest.
 
     Groups as :func:`tome_nodes.strategies.window.match_windows` does with the picks of
     :func:`tome_nodes.ops.random_picks.pick_per_cell`. Slots are numbered window by window.
@@ -326,7 +326,7 @@ def match_windows(
             CELLS=cells,
             ALL_CHANNELS=channels,
             CHANNELS=_FEW_CHANNELS if is_float32 or channels < _MANY else _CHANNELS,
-            # Products of half precision are worse where they do not run on tensor cores.
+            # Without tensor cores, products of half precision are less exact.
             WIDENS=not has_fast_products(features.device),
             num_warps=min(most_warps, max(4, block * cells // _PAIRS_OF_A_WARP)),
         )

@@ -22,8 +22,8 @@ from .window_merging import merge_windows, suits
 # The most tokens of a slot that are loaded at once.
 _MEMBERS = 8
 
-# Where means are stretched: the most slots of a program, and the most values that it loads at once,
-# 64 a thread.
+# Where means are stretched: the most slots of a program, the most values that it loads at once (64
+# a thread), and its warps.
 _SLOTS_OF_KEYS, _VALUES_OF_KEYS, _WARPS_OF_KEYS = 16, 8192, 4
 
 
@@ -46,11 +46,11 @@ def merge_kernel(
     MEMBERS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """The means of ``SLOTS`` slots in one head, and with ``KEYS`` these stretched.
+    """The means of ``SLOTS`` slots in one head, and with ``KEYS`` also the stretched means.
 
     The grid is blocks of slots by heads of ``HEAD_CHANNELS``, padded to ``CHANNELS``, by samples.
-    A length needs all channels of a head; without ``KEYS``, a head is any group of channels.
-    ``means`` and ``keys`` are contiguous. There are ``tokens`` and ``slots`` in each sample.
+    Lengths need all channels of a head; without ``KEYS``, a head is any group of channels.
+    ``means`` and ``keys`` are contiguous. Each sample has ``tokens`` tokens and ``slots`` slots.
     """
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     is_slot = slot < slots
@@ -58,7 +58,7 @@ def merge_kernel(
     first_channel = tl.program_id(1) * HEAD_CHANNELS
     lane = tl.arange(0, CHANNELS)
     channel = first_channel + lane
-    # Heads share all channels evenly, other groups perhaps not.
+    # The last group of channels may be smaller, if groups are not heads.
     is_channel = lane < tl.minimum(HEAD_CHANNELS, channels - first_channel)
     row = sample * slots + slot
     start = tl.load(offsets + row, mask=is_slot, other=0)
@@ -69,7 +69,7 @@ def merge_kernel(
     x += sample * stride_sample
     total = tl.zeros((SLOTS, CHANNELS), tl.float32)
     lengths = tl.zeros((SLOTS,), tl.float32)
-    # Not a range: the interpreter of Triton 3.6 cannot take its bound from a tensor.
+    # Not a range: the interpreter of Triton 3.6 cannot take the bound of one from a tensor.
     most = tl.max(size)
     index = most * 0
     while index < most:
@@ -112,8 +112,8 @@ def merge(
 ) -> Tensor:
     """The mean of each slot, summed in float32, as :func:`tome_nodes.ops.reference.merge`.
 
-    ``x`` is of float32, float16 or bfloat16. With ``window``, the tokens of a window are summed
-    together in half precision.
+    ``x`` is of float32, float16 or bfloat16. In half precision with a ``window``,
+    :func:`merge_windows` merges.
     """
     require_tokens(x, "x")
     slots = len(offsets) // len(x)
@@ -138,7 +138,7 @@ def merge_keys(
 ) -> tuple[Tensor, Tensor]:
     """Means, plain and stretched, as :func:`tome_nodes.ops.reference.merge_keys`.
 
-    Dtypes, sums and ``window`` are those of :func:`merge`.
+    Dtypes, sums and ``window`` are as in :func:`merge`.
     """
     require_tokens(x, "x")
     if x.shape[2] % heads:
@@ -152,7 +152,7 @@ def merge_keys(
 def _merge_slots(
     x: Tensor, order: Tensor, offsets: Tensor, slots: int, heads: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Means and these stretched in each of ``heads``; the means twice without ``heads``."""
+    """Means, and means stretched in each of ``heads``; without ``heads``, the means twice."""
     batch, tokens, channels = x.shape
     means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
     if heads is None:

@@ -18,23 +18,23 @@ DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """The dtypes that the kernels accept; they sum and compare in float32."""
 
 HALF = frozenset({torch.float16, torch.bfloat16})
-"""Those whose products run on tensor cores without loss."""
+"""The dtypes whose products run on tensor cores without loss."""
 
-# Rows and channels of one program: 16 bytes a thread in half precision, whole cache lines.
+# Rows, channels and warps of one program: in half precision 16 bytes a thread, whole cache lines.
 BLOCK_ROWS, BLOCK_CHANNELS, BLOCK_WARPS = 8, 64, 2
 
 
 def operator(
     shapes: Callable[..., Any], reference: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a launcher as a torch operator, which torch.compile calls in its place.
+    """Register a launcher as a torch operator, which torch.compile calls instead.
 
-    Without torch.compile it is called directly, since an operator adds as much time as a launch.
-    Once it has failed, arguments of the same shapes go to the reference.
+    Without torch.compile the launcher is called directly: the operator would take as much time as a
+    launch. After a failure, arguments of the same shapes go to the reference.
 
     Args:
-        shapes: makes empty results from the same arguments, for tracing.
-        reference: computes the same; without it, a failure raises
+        shapes: takes the same arguments and makes empty results, for tracing.
+        reference: takes the same arguments and computes the same; without it, a failure raises
             :class:`tome_nodes.ops.KernelFailed`.
     """
 
@@ -50,7 +50,7 @@ def operator(
                 except (torch.OutOfMemoryError, ValueError):
                     raise
                 except Exception as error:
-                    # Compilers raise exceptions of their own.
+                    # Kernel compilers raise exceptions of their own.
                     failed.add(_kind(args, kwargs))
                     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                     size = next(tuple(x.shape) for x in args if isinstance(x, Tensor))
@@ -62,7 +62,7 @@ def operator(
                     )
             if reference is None:
                 raise KernelFailed(name)
-            # Contiguous like the kernel's results, which torch.compile relies on.
+            # torch.compile relies on results as contiguous as the kernel's.
             result = reference(*args, **kwargs)
             if isinstance(result, tuple):
                 return tuple(each.contiguous() for each in result)
@@ -83,11 +83,11 @@ def operator(
 
 
 def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Arguments that differ only in values have the same kind."""
+    """A key that is equal for arguments that differ only in the values of tensors."""
     return tuple(
         (x.shape, x.dtype, x.device)
         if isinstance(x, Tensor)
-        # Operators get lists in place of tuples.
+        # Torch operators get lists in place of tuples.
         else (tuple(x) if isinstance(x, list) else x)
         for x in (*args, *kwargs.values())
     )
@@ -97,7 +97,7 @@ def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 def capability(device: torch.device) -> int:
     """The compute capability of an NVIDIA GPU, such as 89 for 8.9; 0 for AMD's.
 
-    The interpreter has 89, so that it takes what most GPUs take.
+    The interpreter counts as 89, so that it takes the branches that most GPUs take.
     """
     if device.type != "cuda":
         return 89
@@ -108,7 +108,7 @@ def capability(device: torch.device) -> int:
 
 
 def has_fast_products(device: torch.device) -> bool:
-    """Whether products in half precision run on tensor cores; Triton does not use Turing's."""
+    """Whether products in half precision run on tensor cores; Triton leaves Turing's unused."""
     return not 0 < capability(device) < 80
 
 
@@ -133,11 +133,11 @@ def padded(count: int) -> int:
 
 
 @triton.jit
-def token_beside_windows(index, width, covered_rows, covered_columns):
-    """The tokens of a grid that fill no window, numbered row by row.
+def token_outside_windows(index, width, covered_rows, covered_columns):
+    """The numbers, row by row, of the tokens of a grid that fill no window.
 
-    First those to the right of the windows, which cover the rows and columns at the top left, then
-    those below them.
+    Windows cover the rows and columns at the top left. The tokens to the right of them come first,
+    then the tokens below.
     """
     beside = width - covered_columns
     columns = tl.maximum(beside, 1)

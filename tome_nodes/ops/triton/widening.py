@@ -1,4 +1,4 @@
-"""Added channels of each head, through which attention weighs its keys."""
+"""Extra channels in each head, through which attention weighs its keys."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import reference
 from .shared import BLOCK_ROWS, BLOCK_WARPS, operator, padded, require_tokens
 
-# The most values of a program, which holds all channels of a head: 64 a thread.
+# The most values of a program, which holds all channels of a head; that is 64 values a thread.
 _VALUES = 4096
 
 
@@ -21,7 +21,7 @@ def _head(x, row, rows, head, heads, channel, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _store_head(x, value, row, rows, head, heads, channel, CHANNELS: tl.constexpr):
-    """The counterpart of :func:`_head`."""
+    """Store what :func:`_head` would load."""
     place = (row.to(tl.int64) * heads + head)[:, None] * CHANNELS + channel
     mask = (row < rows)[:, None] & (channel < CHANNELS)
     tl.store(x + place, value, mask=mask)
@@ -75,7 +75,7 @@ def widen_kernel(
 
 def _shapes(q, k, v, log_sizes, heads, scale, constant):
     return tuple(
-        x.new_empty(*x.shape[:2], x.shape[2] + heads * reference.FURTHER) for x in (q, k, v)
+        x.new_empty(*x.shape[:2], x.shape[2] + heads * reference.EXTRA_CHANNELS) for x in (q, k, v)
     )
 
 
@@ -90,7 +90,7 @@ def widen(
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         require_tokens(x, name)
     channels = q.shape[2] // heads
-    wide = channels + reference.FURTHER
+    wide = channels + reference.EXTRA_CHANNELS
     wide_q, wide_k, wide_v = (
         torch.empty(*x.shape[:2], heads * wide, dtype=x.dtype, device=x.device) for x in (q, k, v)
     )

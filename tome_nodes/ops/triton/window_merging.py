@@ -1,7 +1,7 @@
-"""The means of slots that lie in windows, as one product of matrices for each window.
+"""The means of slots that lie in windows, as one matrix product for each window.
 
-However many tokens a slot holds, a window takes the same time; and as the tokens of a window are
-summed in the order of the picture, sums do not depend on the order in which a plan lists them.
+A window takes the same time however many tokens its slots hold. Tokens are summed in the order of
+the picture, so sums do not depend on the order in which a plan lists them.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from .shared import (
     has_fast_products,
     padded,
     strides,
-    token_beside_windows,
+    token_outside_windows,
 )
 
-# Channels of a program that stretches nothing.
+# The channels of a program that stretches no means.
 _GROUP = 64
 
 
@@ -37,7 +37,7 @@ def _load_window(x, token, channel, inside, is_channel, stride_token, stride_cha
 def _means_of_slots(
     x, token, channel, inside, is_channel, stride_token, stride_channel, holds, size
 ):
-    """Tokens of a window, and the means of the slots that ``holds`` says they are in."""
+    """The tokens of a window, and the means of its slots; ``holds`` says which slot holds which."""
     values = _load_window(x, token, channel, inside, is_channel, stride_token, stride_channel)
     members = holds.to(tl.float32).to(values.dtype)
     return values, tl.dot(members, values) / size[:, None]
@@ -80,26 +80,26 @@ def merge_windows_kernel(
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Some slots of one window in one head: their means, and with ``KEYS`` these stretched.
+    """The means of some slots of a window in one head, and with ``KEYS`` also the stretched means.
 
-    The grid is windows by their ``pieces`` of ``SLOTS`` slots, followed by pieces of ``SLOTS`` of
-    the tokens that fill no window, by heads of ``HEAD_CHANNELS``, by samples. A window is ``down``
-    by ``across`` tokens, padded to ``TOKENS``; ``CHANNELS`` of a head are loaded at once. ``means``
-    and ``keys`` are contiguous.
+    The grid has three sides. The first is windows, each in ``pieces`` pieces of ``SLOTS`` slots,
+    followed by the tokens that fill no window, in pieces of ``SLOTS`` tokens. The others are heads
+    of ``HEAD_CHANNELS`` channels, and samples. A window is ``down`` by ``across`` tokens, padded to
+    ``TOKENS``; ``CHANNELS`` of a head are loaded at once. ``means`` and ``keys`` are contiguous.
     """
     program = tl.program_id(0)
     sample = tl.program_id(2).to(tl.int64)
     windows = windows_down * windows_across
     first_channel = tl.program_id(1) * HEAD_CHANNELS
     lane = tl.arange(0, CHANNELS)
-    # Heads share all channels evenly, other groups perhaps not.
+    # The last group of channels may be smaller, if groups are not heads.
     channels = tl.minimum(HEAD_CHANNELS, ALL_CHANNELS - first_channel)
     own = tl.arange(0, SLOTS)
     x += sample * stride_sample + first_channel * stride_channel
 
     if program >= windows * pieces:
         index = (program - windows * pieces) * SLOTS + own
-        token = token_beside_windows(index, width, windows_down * down, windows_across * across)
+        token = token_outside_windows(index, width, windows_down * down, windows_across * across)
         left = index < tokens - windows * down * across
         row = (sample * slots + windows * slots_of_window + index) * ALL_CHANNELS + first_channel
         for first in range(0, HEAD_CHANNELS, CHANNELS):
@@ -157,8 +157,8 @@ def merge_windows_kernel(
 def _shape_of_program(device: torch.device, has_keys: bool, channels: int) -> tuple[int, int, int]:
     """Slots of a program, tokens times channels that it loads at once, and its warps.
 
-    The fastest on an H200. On other GPUs, of which none was measured, registers do not suffice with
-    four warps; nor on AMD's with as many slots.
+    These are the fastest on an H200. No other GPU was measured. Other GPUs have too few registers
+    for four warps, and AMD's also for as many slots.
     """
     number = capability(device)
     if number == 0:
@@ -167,8 +167,8 @@ def _shape_of_program(device: torch.device, has_keys: bool, channels: int) -> tu
 
 
 def suits(x: Tensor, heads: int | None = None) -> bool:
-    """Whether :func:`merge_windows` is what merges tokens in windows; arguments as there."""
-    # Masks of channels take registers, too many on some GPUs.
+    """Whether :func:`merge_windows` should merge these tokens; arguments as there."""
+    # Masks of padded channels take too many registers on some GPUs.
     is_whole = heads is None or x.shape[2] // heads % 16 == 0
     return is_whole and x.dtype in HALF and has_fast_products(x.device)
 
@@ -176,17 +176,18 @@ def suits(x: Tensor, heads: int | None = None) -> bool:
 def merge_windows(
     x: Tensor, slot_of_token: Tensor, slots: int, window: Sequence[int], heads: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Means of slots in windows, and these stretched as by :func:`..reference.merge_keys`.
+    """Means of slots in windows, and means stretched as by :func:`..reference.merge_keys`.
 
     Args:
         x: ``[batch, tokens, channels]`` of float16 or bfloat16, any strides.
-        slot_of_token: ``[batch, tokens]`` int64, numbered window by window, then what fills none.
-        slots: their number in each sample.
+        slot_of_token: ``[batch, tokens]`` int64; slots are numbered window by window, followed by
+            the tokens that fill no window.
+        slots: number of slots in each sample.
         window: see :attr:`tome_nodes.merging.plan.SlotPlan.window`.
         heads: number of heads, each stretched separately; None to stretch nothing.
 
     Returns:
-        Two ``[batch, slots, channels]`` of the dtype of ``x``, the same twice without ``heads``.
+        Two ``[batch, slots, channels]`` of the dtype of ``x``; without ``heads``, the means twice.
     """
     batch, tokens, channels = x.shape
     width, down, across = window
