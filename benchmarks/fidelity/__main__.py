@@ -1,11 +1,11 @@
-"""Error against time of everything that a user could pick, by trained models.
+"""Error against time of everything that a user could pick, as trained models judge it.
 
 python3 dev.py bench --fidelity [--quick] [--only pictures image few few_multistep second video
     video_multistep edit] [--steps 20 12 8 4] [--names NAME ...] [--seeds 1]
 
-With ``--quick``, what the last line needs is taken once, in one number of steps and under one
-sampler, and nothing is kept. With the other arguments, the other rows of the results stay as they
-are.
+With ``--quick``, only what the last line needs is measured, once, with one number of steps and one
+sampler, and nothing is kept. With the other arguments, the rows that they leave out stay as they
+are in the results.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from benchmarks.machine import origin  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 MANY = 40
-"""The steps of the run that stands for as many as one likes."""
+"""The steps of the run that stands for any large number of steps."""
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     is_kept = not arguments.quick
 
     def with_others(result: dict[str, Any]) -> dict[str, Any]:
-        """What is kept; another run may have added to it meanwhile."""
+        """The results kept so far; another run may have added to them meanwhile."""
         is_there = is_kept and path.exists()
         return json.loads(path.read_text(encoding="utf-8")) if is_there else result
 
@@ -67,10 +67,10 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --fidelity", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="print the last line, keep nothing")
+    parser.add_argument("--quick", action="store_true", help="print the last line only, no files")
     parser.add_argument("--only", nargs="+", choices=page.JUDGES, default=[*page.JUDGES])
     parser.add_argument("--steps", nargs="+", type=int, default=[20, 12, 8, 4])
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="take only these rows again")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="measure only these rows again")
     parser.add_argument("--seeds", type=int, default=1, help="pictures of each prompt")
     return parser.parse_args()
 
@@ -78,10 +78,10 @@ def _arguments() -> argparse.Namespace:
 def asked(
     arguments: argparse.Namespace,
 ) -> Iterator[tuple[str, int, Judge, Sequence[Option]]]:
-    """Judges with their names, numbers of steps and what is asked of them.
+    """The judges that are asked: name, number of steps, judge, and options to try.
 
     Raises:
-        SystemExit: for a name that there is not, before any judge paints.
+        SystemExit: for an unknown name, before any judge paints.
     """
     left_out = page.SAMPLED_OTHERWISE if arguments.quick else ()
     benches = {name: BENCHES[name] for name in arguments.only if name not in left_out}
@@ -112,14 +112,14 @@ def _is_quick(option: Option) -> bool:
 def judged(
     judge: Judge, picked: Sequence[Option], against_many: bool = True
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Figures and pictures of everything picked, by name, those of the plain model first.
+    """Figures and pictures of every option, by name, with the plain model first.
 
-    The time is the work of all evaluations, over that of the plain run.
+    The time is the work of all evaluations, relative to the plain run.
 
     Args:
         judge: paints.
-        picked: what to paint with, besides the plain model.
-        against_many: whether to compare with a run of :data:`MANY` steps, too.
+        picked: the options to paint with, besides the plain model.
+        against_many: whether to compare with a run of :data:`MANY` steps as well.
     """
     many = judge.pictures(judge.model, MANY) if against_many else None
     pictures: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""A small trained denoiser to judge pictures by: ComfyUI's own UNet on crops of a few photos.
+"""A small trained denoiser that judges pictures: ComfyUI's own UNet on crops of a few photos.
 
-It has the layout of SD 1.5 in small: self-attention over all 64x64 = 4096 tokens at the top level,
-cross-attention to a prompt, guidance by leaving the prompt out, SD's noise schedule, predicted
-velocities. Pixels take the place of latents. The prompt names the photo; additional input channels,
-as in an inpainting model, say where in the photo the crop is.
+It has the layout of SD 1.5 on a small scale: self-attention over all 64x64 = 4096 tokens at the top
+level, cross-attention to a prompt, guidance by leaving the prompt out, SD's noise schedule,
+predicted velocities. Pixels take the place of latents. The prompt names the photo; additional input
+channels, as in an inpainting model, say where in the photo the crop is.
 """
 
 import math
@@ -32,7 +32,7 @@ MEAN, DEVIATION = 0.45, 0.27
 """Mean and deviation of the photos' pixels, roughly."""
 
 HELD_OUT = 8
-"""Crops whose top or left is a multiple of this are held out from training."""
+"""Crops whose top or left is a multiple of this were held out from training."""
 
 UNET: dict[str, Any] = {
     "image_size": SIDE,
@@ -99,7 +99,7 @@ def prompt(name: str) -> Tensor:
 
 
 def place(crop: Crop) -> Tensor:
-    """The place of a crop as waves of several lengths, the longest twice a photo's short side.
+    """The place of a crop as waves of several lengths; the longest is twice a photo's short side.
 
     Returns:
         ``[16, side, side]``.
@@ -115,7 +115,7 @@ def place(crop: Crop) -> Tensor:
 
 
 def is_held_out(top: int, left: int) -> bool:
-    """Whether full-size crops at this place are held out from training."""
+    """Whether full-size crops at this place were held out from training."""
     return top % HELD_OUT == 0 or left % HELD_OUT == 0
 
 

@@ -1,8 +1,8 @@
-"""A small trained transformer to judge edits by: the one of scenes, with two references.
+"""A small trained transformer that judges edits: the one of scenes, with two references.
 
 It paints the leaves of the first reference in the colours and the filling of the second, which is
-another scene. Each reference is 1024 further tokens beside the 1024 of the picture, as in Flux.1
-Kontext, Flux.2 and Qwen-Image-Edit. The prompt tells the sizes and whether there are letters.
+another scene. Each reference adds 1024 tokens to the 1024 of the picture, as in Flux.1 Kontext,
+Flux.2 and Qwen-Image-Edit. The prompt tells the sizes and whether there are letters.
 """
 
 from dataclasses import replace
@@ -19,23 +19,23 @@ from benchmarks.fidelity.scene_transformer import HELD_OUT, SIDE
 WEIGHTS = Path(__file__).with_name("edit_transformer.npz")
 
 FLUX = {**scene_transformer.FLUX, "default_ref_method": "index"}
-"""Each reference has an index of its own in the first coordinate of its positions."""
+"""The first coordinate of positions is the index of the reference."""
 
 
 def edit(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """An edit, decided by a seed.
+    """The edit of a seed.
 
     Returns:
         The latents ``[8, 64, 64]`` of the edited picture, of the reference that gives its leaves,
         and of the reference that gives its colours; the prompt ``[4, 64]``.
     """
     before = scenes.caption_of(seed)
-    # Of another palette.
+    # A scene of another palette.
     other = seed + HELD_OUT // 2 + 1 + seed // scenes.PALETTES % (scenes.PALETTES - 1)
     like = scenes.caption_of(other)
     after = replace(like, size=before.size)
     prompt = scenes.prompt(after)
-    # The references tell the palette and what fills the leaves.
+    # The references show the palette and what fills the leaves.
     prompt[0] = prompt[2] = 0
     pictures = (
         scenes.scene(seed, SIDE, after)[0],
@@ -47,7 +47,7 @@ def edit(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def held_out_edits(count: int) -> tuple[list[Tensor], Tensor]:
-    """The references of edits that are judged, each ``[count, 8, 64, 64]``, and their prompts."""
+    """References of the edits that are judged, each ``[count, 8, 64, 64]``, and their prompts."""
     edits = [edit(seed) for seed in range(HELD_OUT, HELD_OUT + count)]
     _, leaves, colours, prompts = (torch.stack(each) for each in zip(*edits, strict=True))
     return [leaves, colours], prompts

@@ -30,7 +30,7 @@ class SceneJudge(Judge):
     """
 
     sampler, scheduler = "euler", "simple"
-    # Of Flux with a picture of 1024x1024.
+    # That of Flux with a picture of 1024x1024.
     attention = attention_share(4096, width=3072, linear=12)
     decode = staticmethod(latents.decode)
 
@@ -48,27 +48,27 @@ class SceneJudge(Judge):
         super().__init__(scene_transformer.load(weights), steps, guidance, seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Pictures of held-out captions; the noise decides all else."""
+        """Pictures of held-out captions; the noise decides everything else."""
         side = scene_transformer.LATENT_SIDE
         empty = torch.zeros(len(self.prompts), latents.CHANNELS, side, side)
         return empty, self.prompts, {}
 
 
 class FewJudge(SceneJudge):
-    """The same distilled to four steps, without guidance."""
+    """The judge whose model is the same, distilled to four steps without guidance."""
 
     def __init__(self, steps: int, seeds: int = 1):
         super().__init__(steps, 1.0, seeds, weights=scene_transformer.FEW_STEPS)
 
 
 class FewMultistepJudge(FewJudge):
-    """The distilled model under the sampler of ComfyUI's template of Z-Image Turbo."""
+    """The distilled model with the sampler of ComfyUI's template of Z-Image Turbo."""
 
     sampler = "res_multistep"
 
 
 class SecondPassJudge(SceneJudge):
-    """The same model in a second pass: over a picture of half the size, scaled up as a latent."""
+    """The model of scenes in a second pass, over a smaller picture scaled up as a latent."""
 
     denoise = 0.5
 
@@ -79,7 +79,7 @@ class SecondPassJudge(SceneJudge):
         super().__init__(steps, seeds=seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """The scaled pictures of held-out captions."""
+        """Scaled-up pictures of held-out captions."""
         return self._begin[seed], self.prompts, {}
 
 
@@ -87,7 +87,7 @@ class EditJudge(Judge):
     """The judge whose model is that of :mod:`benchmarks.fidelity.edit_transformer`."""
 
     sampler, scheduler = "euler", "simple"
-    # Of Qwen-Image-Edit with a picture and two references of 1328x1328.
+    # That of Qwen-Image-Edit with a picture and two references of 1328x1328.
     attention = attention_share(3 * 83**2, width=3072, linear=12)
     decode = staticmethod(latents.decode)
 
@@ -98,7 +98,7 @@ class EditJudge(Judge):
         super().__init__(edit_transformer.load(), steps, 1.0, seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Edits of held-out scenes; the noise decides where letters are, and which."""
+        """Edits of held-out scenes; the noise decides which letters there are, and where."""
         empty = torch.zeros_like(self.references[0])
         return empty, self.prompts, {"reference_latents": self.references}
 
@@ -107,7 +107,7 @@ class VideoJudge(Judge):
     """The judge whose model is the Wan of :mod:`benchmarks.fidelity.video_transformer`."""
 
     sampler, scheduler = "euler", "simple"
-    # Of Wan 14B with a video of 480p and 81 frames.
+    # That of Wan 14B with a video of 480p and 81 frames.
     attention = attention_share(32760, width=5120, linear=4 + 2 + 2 * 2.7)
     decode = staticmethod(video_transformer.decode)
 
@@ -118,14 +118,14 @@ class VideoJudge(Judge):
         super().__init__(video_transformer.load(), steps, guidance, seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Clips of held-out captions; the noise decides all else."""
+        """Clips of held-out captions; the noise decides everything else."""
         side = video_transformer.SIDE // latents.CELL
         shape = len(self.prompts), latents.CHANNELS, video_transformer.FRAMES, side, side
         return torch.zeros(shape), self.prompts, {}
 
 
 class VideoMultistepJudge(VideoJudge):
-    """The same under the sampler of ComfyUI's templates of MiniMax H3."""
+    """The judge of videos with the sampler of ComfyUI's templates of MiniMax H3."""
 
     sampler = "res_multistep"
 
@@ -135,9 +135,9 @@ class Bench:
     """A judge, and what it is asked.
 
     Attributes:
-        make: makes it from a number of steps and one of ``seeds``.
-        options: gives what could be picked in place of a run of so many steps.
-        steps: the numbers of steps; ``--quick`` takes the first.
+        make: makes the judge from a number of steps and a number of ``seeds``.
+        options: gives the options in place of a run of that many steps.
+        steps: the numbers of steps; ``--quick`` uses the first.
     """
 
     make: Callable[..., Judge]

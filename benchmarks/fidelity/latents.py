@@ -1,4 +1,4 @@
-"""A latent in place of a trained autoencoder's: cosines of 4x4 pixels, the lowest frequencies.
+"""A latent that replaces a trained autoencoder's: the lowest cosine frequencies of 4x4 pixels.
 
 Eight channels: six of brightness and one of each of two colours. The basis is orthonormal, so
 decoding is the transpose of encoding. Frequencies are scaled by the root of their own deviation in
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CELL = 4
-"""Pixels on a side of what one position of the latent holds."""
+"""The side in pixels of what one position of the latent holds."""
 CHANNELS = 8
 FREQUENCIES = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))
-"""Of brightness, down and across; colours have the first only."""
+"""Frequencies of brightness, down and across; colours have only the first."""
 
 MEAN = 0.5
 
@@ -46,7 +46,7 @@ def _basis() -> Tensor:
 
 
 _SCALES = (0.896, 0.368, 0.368, 0.251, 0.233, 0.233, 0.534, 0.575)
-"""Roots of the deviations in 160 scenes, times a number that gives latents a mean power of 1."""
+"""Roots of the deviations in 160 scenes, scaled so that latents have a mean power of 1."""
 
 
 def _scales() -> Tensor:

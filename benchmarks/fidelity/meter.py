@@ -1,8 +1,8 @@
 """What a run costs: the work of its evaluations, counted and not timed.
 
-Of a transformer, an evaluation on fewer tokens costs the share that it has in blocks of a published
-width, so that a small judge, whose blocks spend their time elsewhere, does not flatter. Of a UNet,
-of which only a part merges, the multiplications are counted where they are made.
+For a transformer, an evaluation on fewer tokens costs what it would in blocks of a published width.
+A small judge, whose blocks spend their time elsewhere, would flatter. For a UNet, of which only a
+part merges, the multiplications are counted where they are made.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,9 @@ class Meter:
         attention: the share of attention in the multiplications of a block on all tokens.
 
     Attributes:
-        cost: so far; of a transformer 1 for each sample evaluated on all tokens, of a UNet its
+        cost: so far. For a transformer, 1 for each sample evaluated on all tokens; for a UNet, its
             multiplications and additions.
-        evaluations: how many there were, those of several samples at once counting as one.
+        evaluations: how many there were; several samples at once count as one.
     """
 
     def __init__(self, tokens: int | None, attention: float = 0.0):
@@ -38,7 +38,7 @@ class Meter:
     def watching(
         self, model: ModelPatcher, queries: float = 1.0, keys: float = 1.0
     ) -> Iterator[None]:
-        """Count what a model does meanwhile, with these shares of queries and keys left."""
+        """Count what a model does meanwhile, if these shares of queries and keys are left."""
 
         def count(_: nn.Module, arguments: tuple[Any, ...]) -> None:
             samples, tokens = arguments[0].shape[:2]
@@ -61,7 +61,7 @@ class Meter:
 
 
 def _layer(network: Any) -> nn.Module:
-    """One that every evaluation runs: of a transformer, in a block in the middle."""
+    """A layer that every evaluation runs; in a transformer, one of a block in the middle."""
     if hasattr(network, "single_blocks"):
         blocks = network.single_blocks
         return blocks[len(blocks) // 2].linear1
@@ -73,14 +73,14 @@ def _layer(network: Any) -> nn.Module:
 def _attention_operations(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
 ) -> int:
-    """Those of an attention, from the shapes ``[batch, heads, tokens, channels]``."""
+    """The operations of an attention, from the shapes ``[batch, heads, tokens, channels]``."""
     return 2 * prod(query[:3]) * key[2] * (query[3] + value[3])
 
 
 _ON_CPU: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_operations
 }
-"""PyTorch knows what its other attention costs."""
+"""Attention functions whose cost PyTorch does not count by itself."""
 
 
 def attention_share(tokens: int, width: int, linear: float) -> float:
@@ -96,7 +96,7 @@ def attention_share(tokens: int, width: int, linear: float) -> float:
 
 
 def work(tokens: float, attention: float, queries: float = 1.0, keys: float = 1.0) -> float:
-    """The multiplications of a block, over those on all tokens.
+    """The multiplications of a block, relative to those on all tokens.
 
     Args:
         tokens: the share of tokens that it runs on.

@@ -1,10 +1,11 @@
-"""Pictures painted with ToMe off and on, side by side, with the seconds that they took.
+"""Pictures with ToMe off and on, side by side, and the seconds that they took.
 
 python3 dev.py bench --picture [--model unet] [--columns "balanced 0.6" "fast 0.6"] [--repeats 3]
 
-It writes web/docs/off-and-on.jpg for docs/measured.md, or with --model transformer or video
-off-and-on-transformer.jpg or off-and-on-video.jpg, which the help page shows, and prints a caption.
-The models are the trained ones of `dev.py bench --fidelity`, since random weights paint noise.
+This writes web/docs/off-and-on.jpg for docs/measured.md and prints a caption. With --model
+transformer or video, it writes off-and-on-transformer.jpg or off-and-on-video.jpg for the help
+page. The models are the trained ones of `dev.py bench --fidelity`, since random weights paint
+noise.
 """
 
 import argparse
@@ -40,7 +41,7 @@ COLUMNS = {
     "transformer": ["balanced 0.75", "5 steps"],
     "video": ["balanced 0.6", "6 steps"],
 }
-"""What stands beside the plain pictures: a preset and its ratio, or a number of steps."""
+"""Columns beside the plain pictures: a preset and its ratio, or a number of steps."""
 JUDGES: Mapping[str, Callable[[], Judge]] = {
     "unet": partial(PictureJudge, 12),
     "transformer": partial(SceneJudge, 8),
@@ -49,9 +50,9 @@ JUDGES: Mapping[str, Callable[[], Judge]] = {
 
 OFF = "off"
 SHOWN = (0, -1)
-"""The pictures that are shown; the seconds are those of all together."""
+"""Which pictures are shown; the seconds are for all of them together."""
 FRAMES = (2, 6)
-"""The frames of a video that are shown."""
+"""Which frames of a video are shown."""
 SIDE, MARGIN, CAPTION = 320, 12, 52
 PAPER, INK, MUTED = "#16181d", "#eef0f4", "#969ca8"
 
@@ -76,7 +77,7 @@ def main() -> None:
         return time.perf_counter() - start
 
     taken = interleaved({name: partial(paint, name) for name in runs}, arguments.repeats)
-    # As in the demo, the fastest run: other processes only ever add to a time.
+    # The fastest run counts, as in the demo: other processes can only add to a time.
     fastest = {name: min(seconds) for name, seconds in taken.items()}
     columns = {name: [_pixels(each) for each in _shown(painted[name])] for name in runs}
     _sheet(columns, fastest).save(DOCS / PICTURES[arguments.model], quality=90)
@@ -99,7 +100,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _shown(pictures: Tensor) -> list[Tensor]:
-    """Some of the pictures; of videos, some frames of the first."""
+    """The pictures to show; of videos, some frames of the first."""
     if pictures.ndim == 4:
         return [pictures[row] for row in SHOWN]
     return [pictures[0, :, frame] for frame in FRAMES]

@@ -34,31 +34,31 @@ FEWER: dict[int, Sequence[int]] = {
     8: (7, 6, 5, 4, 3),
     4: (3, 2),
 }
-"""To how many steps a run of so many can be cut."""
+"""The fewer steps to which a run can be cut, by its number of steps."""
 
 
 ON_TRANSFORMERS = {"fast": (0.3, 0.5, 0.6, 0.75)}
-"""The ratios to judge there. The presets quality and balanced are the same as fast."""
+"""Ratios to judge on transformers, where presets quality and balanced are the same as fast."""
 
 _ONCE: dict[str, Any] = {"proportional_attn": False}
-"""Merged keys count once, as others have published it."""
+"""Merged keys count once, as others published it."""
 
 _THRESHOLDS = (0.1, 0.2, 0.4)
-"""Those of caches; 0.2 is the default of each."""
+"""Thresholds of the caches; 0.2 is the default of each."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Something to pick.
+    """Something that a user could pick.
 
     Attributes:
         name: its name in tables.
         kind: one of those of :mod:`benchmarks.fidelity.page`.
         patch: makes the patched clone of a model.
-        steps: of the run; None for those of the plain one.
-        shrunk: by how much the sides of the picture are divided, before it is scaled up.
-        queries: the share of queries that attention is left with.
-        keys: the same of keys and values.
+        steps: number of steps; None for that of the plain run.
+        shrunk: what the sides of the picture are divided by before it is scaled up.
+        queries: the share of queries that attention keeps.
+        keys: the share of keys and values that it keeps.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Option:
 
 
 def of_unet(steps: int) -> list[Option]:
-    """What to pick on a UNet in place of a run of so many steps."""
+    """Options on a UNet in place of a run of that many steps."""
     tile = {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}
     return [
         *_without_merging(steps),
@@ -91,7 +91,7 @@ def of_unet(steps: int) -> list[Option]:
 
 
 def of_transformer(steps: int) -> list[Option]:
-    """What to pick on a transformer in place of a run of so many steps."""
+    """Options on a transformer in place of a run of that many steps."""
     return [
         *_without_merging(steps),
         *_merging(),
@@ -102,7 +102,7 @@ def of_transformer(steps: int) -> list[Option]:
 
 
 def of_new_pictures(steps: int) -> list[Option]:
-    """The same where the run makes a picture from noise alone, and what is for these only."""
+    """The same, and those that need a run that makes one picture from noise alone."""
     return [
         *of_transformer(steps),
         _todo(),
@@ -127,7 +127,7 @@ def _caches(name: str, cache: Callable[[float], Patch]) -> list[Option]:
 
 
 def _merging() -> list[Option]:
-    """What others have published for any model, and halves of it."""
+    """What others have published for any model, and parts of it."""
     return [
         Option(POOLED, MERGING, ours(ratio=0.75, strategy="pool", attn_tokens="k,v"), keys=0.25),
         Option(PAPER, MERGING, ours(**_ONCE), queries=0.5, keys=0.5),
@@ -136,7 +136,7 @@ def _merging() -> list[Option]:
 
 
 def _todo() -> Option:
-    """ToDo, which is for one picture."""
+    """ToDo, which works on a single picture."""
     merged = ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **_ONCE)
     return Option(TODO, MERGING, merged, keys=0.25)
 
@@ -157,7 +157,7 @@ def _keys(name: str, ratio: float) -> Option:
 
 
 def _together() -> list[Option]:
-    """Presets on a UNet with each of what can be had besides."""
+    """Presets on a UNet, together with each thing that can be added."""
     others = {"EasyCache 0.2": rivals.easy_cache(0.2), "forecast": rivals.forecast()}
     return [
         Option(f"{name} {ratio:g}, {other}", BOTH, _then(preset(name, ratio), patch))
@@ -167,14 +167,14 @@ def _together() -> list[Option]:
 
 
 def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:
-    """Our patch with some settings, on maps of any size; ``other`` makes another strategy."""
+    """Our patch with these settings, on maps of any size; ``other`` makes another strategy."""
     own: dict[str, Any] = {} if other is None else {"make_strategy": other}
     config = ToMeConfig(**{"ratio": 0.5, **settings, "min_tokens": 1})
     return partial(attach, config=config, **own)
 
 
 def preset(name: str, ratio: float = 0.6, **others: Any) -> Patch:
-    """Our patch with a preset; ``others`` are settings that it decides otherwise."""
+    """Our patch with a preset; ``others`` replace settings of the preset."""
     return ours(**{**settings_of(name, {"ratio": ratio}), **others})
 
 

@@ -1,4 +1,4 @@
-"""Tables, plots and pictures of the fidelity results, and the line that says what wins."""
+"""Tables, plots and pictures of the fidelity results, and their summary line."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -28,7 +28,7 @@ JUDGES = {
 }
 """The judges by name, with the titles of their tables."""
 SAMPLED_OTHERWISE = ("few_multistep", "video_multistep")
-"""Judges whose model another judge has under another sampler. The pictures look like that one's."""
+"""Judges that share the model of another and differ in the sampler. Their pictures look alike."""
 
 STEPS, CACHE, FORECAST, SIZE = "fewer steps", "cache", "forecast", "lower resolution"
 MERGING, OURS, BOTH = "merging", "ours", "ours and another"
@@ -41,7 +41,7 @@ COLOURS = {
     OURS: "tab:blue",
     BOTH: "tab:cyan",
 }
-"""The kinds of things to pick, with their colours in plots."""
+"""The kinds of options, with their colours in plots."""
 
 PLAIN = "plain"
 """The name of the unpatched model in the results."""
@@ -52,15 +52,15 @@ QUALITY, DEFAULT = "quality 0.6", "balanced 0.6"
 FAST, FAST_DEFAULT = "fast 0.5", "fast 0.6"
 
 IN_SUMMARY = (TOMESD, TODO, PAPER, POOLED, KEYS75, QUALITY, DEFAULT, FAST)
-"""What the last line needs, besides fewer steps and caches."""
+"""The rows that the last line needs, besides fewer steps and caches."""
 ON_SHEET = (
     *(PLAIN, "6 steps", "3 steps", "EasyCache 0.2", "forecast"),
     *(TOMESD, TODO, PAPER, QUALITY, DEFAULT, FAST, FAST_DEFAULT),
 )
-"""The rows of which pictures are shown."""
+"""The rows whose pictures are shown."""
 
 Rows = Mapping[str, Mapping[str, Any]]
-"""The figures of everything to pick, by name."""
+"""The figures of every option, by name."""
 Point = tuple[float, float]
 """Time and error."""
 
@@ -73,8 +73,9 @@ def markdown(result: Mapping[str, Mapping[str, Rows]], summary: str) -> str:
         summary: the last line.
     """
     parts = [
-        "# How much everything to pick changes: `python3 dev.py bench --fidelity`",
-        "How to read this: [FIDELITY](../FIDELITY.md). What nothing beats is in bold.",
+        "# How much each choice changes the picture: `python3 dev.py bench --fidelity`",
+        "How to read this: [FIDELITY](../FIDELITY.md). What nothing beats in both error and time "
+        "is in bold.",
         f"`{summary}`",
     ]
     for judge, title in JUDGES.items():
@@ -101,7 +102,7 @@ def sheet_name(judge: str) -> str:
 
 
 def table(rows: Rows, title: str) -> str:
-    """The figures of everything to pick, by time."""
+    """The figures of every option, by time."""
     unbeaten = front(points(rows))
     judged = ("error", "error against many", "psnr", "ssim", "spectrum", "flicker", "distance")
     columns = [column for column in judged if any(column in row for row in rows.values())]
@@ -120,7 +121,7 @@ def table(rows: Rows, title: str) -> str:
 
 
 def origins(rows: Rows) -> list[str]:
-    """Where the rows of a table come from, the run of most rows first."""
+    """Where the rows of a table come from, starting with the run that made most of them."""
     runs: dict[str, list[str]] = {}
     for name, row in rows.items():
         origin = row["origin"]
@@ -131,9 +132,9 @@ def origins(rows: Rows) -> list[str]:
 
 
 def sheet(pictures: Mapping[str, Tensor], path: Path) -> None:
-    """Save a row of pictures for each of :data:`ON_SHEET` that there is.
+    """Save a row of pictures for each of :data:`ON_SHEET` that was painted.
 
-    Of videos, every other frame of the first two is shown.
+    For videos, every other frame of the first two is shown.
     """
     shown = {
         name: batch if batch.ndim == 4 else batch[:2, :, ::2].transpose(1, 2).flatten(0, 1)
@@ -177,7 +178,7 @@ def plot(counts: Mapping[str, Rows], title: str, path: Path) -> None:
 
 
 def label(axis: Any, shown: Mapping[str, Point]) -> None:
-    """Write the names next to the points, moved up where they would overlap."""
+    """Write the names next to the points, moved up to avoid overlaps."""
     placed: list[Point] = []
     wide, high = 190, 12
     for name, point in sorted(shown.items(), key=lambda item: item[1][1]):
@@ -198,7 +199,7 @@ def label(axis: Any, shown: Mapping[str, Point]) -> None:
 
 
 def points(rows: Rows, kinds: Sequence[str] = tuple(COLOURS)) -> dict[str, Point]:
-    """Time and error of the rows of some kinds that save time."""
+    """Time and error of the rows of these kinds, if they save time."""
     return {
         name: (row["time"], row["error"])
         for name, row in rows.items()
@@ -216,9 +217,10 @@ def front(shown: Mapping[str, Point]) -> list[str]:
 
 
 def error_at(time: float, rivals: Sequence[Point]) -> float | None:
-    """The error of the best rivals at a time, on straight lines between them; None without any.
+    """The error of the best rivals at a time, on straight lines between them; None without rivals.
 
-    The plain run, at a time of 1, has none. Below the shortest time it is that of the fastest.
+    At a time of 1, the plain run has no error. Below the shortest time, the error of the fastest
+    rival counts.
     """
     shown = {str(index): point for index, point in enumerate(rivals)}
     unbeaten = [shown[name] for name in front(shown)]
@@ -234,14 +236,14 @@ def error_at(time: float, rivals: Sequence[Point]) -> float | None:
 
 
 def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
-    """The last line of the run: the worst case over the numbers of steps of a judge.
+    """The last line of the run: the worst case over the numbers of steps of each judge.
 
-    The figures that begin with ``vs`` are the error of our best preset over that of fewer steps,
-    and of caches, in its time. Below 1, merging is the better pick.
+    The figures that begin with ``vs`` are the error of our best preset over that of fewer steps, or
+    of caches, in the same time. Below 1, our preset is the better pick.
     """
 
     def worst(judge: str, figure: str, name: str, other: str) -> float | None:
-        """The largest share that a figure of a row has of another's, if both were judged."""
+        """The largest ratio of one row's figure to another's, if both were judged."""
         shares = [
             rows[name][figure] / rows[other][figure]
             for rows in result.get(judge, {}).values()
@@ -276,7 +278,7 @@ def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
 
 
 def best_share(rows: Rows, kind: str) -> float | None:
-    """Error of our best preset over that of a kind of rivals in its time; None without rivals."""
+    """Error of our best preset over that of rivals in the same time; None without rivals."""
     rivals = [*points(rows, (kind,)).values()]
     shares = [
         error / other

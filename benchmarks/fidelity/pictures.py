@@ -1,4 +1,4 @@
-"""Judges of pictures: a trained model paints the same seeds with merging and without."""
+"""Judges of pictures: a trained model paints the same seeds with and without merging."""
 
 import statistics
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from benchmarks.fidelity import denoiser
 from benchmarks.fidelity.photos import photo
 
 MOST_PSNR = 99.0
-"""Stands for the infinite ratio of equal pictures."""
+"""Used for equal pictures, whose ratio is infinite."""
 
 
 class Judge:
@@ -28,8 +28,8 @@ class Judge:
         tokens: those of a picture, and of its prompt where that is in the same attention. None for
             a UNet, of which only a part merges.
         attention: the share of attention in the work of a block, in a model that people use.
-        denoise: the share of a schedule that is sampled; less than 1 begins with a picture.
-        decode: gives the pixels of what the model paints, from 0 to 1.
+        denoise: the share of a schedule that is sampled; less than 1 starts from a picture.
+        decode: turns what the model paints into pixels from 0 to 1.
     """
 
     sampler: ClassVar[str]
@@ -49,7 +49,7 @@ class Judge:
         return self.pictures(self.model)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """What a batch of pictures begins with, their prompts, and their other conditions."""
+        """What a batch of pictures starts from, its prompts, and its other conditions."""
         raise NotImplementedError
 
     def pictures(self, patched: ModelPatcher, steps: int | None = None, shrunk: int = 1) -> Tensor:
@@ -57,9 +57,9 @@ class Judge:
 
         Args:
             patched: the model.
-            steps: in how many, None for those of the judge.
-            shrunk: by how much to divide the sides, before the picture is scaled up. The noise is
-                that of the full size, averaged.
+            steps: number of steps, None for that of the judge.
+            shrunk: what to divide the sides by before the picture is scaled up. The noise is that
+                of the full size, averaged.
         """
         painted = [self.latent(patched, seed, steps, shrunk) for seed in range(self.seeds)]
         pictures = self.decode(torch.cat(painted))
@@ -74,7 +74,7 @@ class Judge:
         empty, prompts, others = self.batch(seed)
         noise = comfy.sample.prepare_noise(empty, seed)
         if shrunk > 1:
-            # The mean of so many independent numbers has a deviation smaller by their root.
+            # The mean of n independent numbers has a deviation smaller by the root of n.
             noise = F.avg_pool2d(noise, shrunk) * shrunk
             empty = torch.zeros_like(noise)
         return comfy.sample.sample(
@@ -95,8 +95,8 @@ class Judge:
     def figures(self, pictures: Tensor) -> dict[str, float]:
         """How much pictures differ from the expected ones, and for videos how much they flicker.
 
-        ``flicker`` is the error of the changes from frame to frame over that of the frames. Noise
-        that is new in each frame has the root of 2, a steady difference has 0.
+        ``flicker`` is the error of the changes from frame to frame over that of the frames: the
+        root of 2 for noise that is new in each frame, 0 for a steady difference.
         """
         ours, plain = _frames(pictures), _frames(self.expected)
         pairs = [
@@ -144,7 +144,7 @@ class PictureJudge(Judge):
         return torch.zeros(count, 3, crops[0].side, crops[0].side), prompts, {"crops": crops}
 
     def figures(self, pictures: Tensor) -> dict[str, float]:
-        """See :meth:`Judge.figures`; ``distance`` is that of features from those of the photos."""
+        """See :meth:`Judge.figures`; ``distance`` is between features of pictures and of photos."""
         distance = frechet_distance(_features(pictures), _features(self.real))
         return {**super().figures(pictures), "distance": distance}
 

@@ -1,4 +1,4 @@
-"""What people use instead: caches that skip steps, and forecasts of steps.
+"""What people use instead of merging: caches that skip steps, and forecasts of steps.
 
 Each function returns a patch, which makes a patched clone of a ComfyUI model.
 """
@@ -18,18 +18,18 @@ DAMPING = 0.7
 """The share of the change that a forecast takes over."""
 
 _MOST_NOISE = 0.99
-"""Pure noise has no signal. A flow's logarithm is taken at this noise level instead."""
+"""Pure noise has no signal, so a flow's logarithm is taken at this noise level at most."""
 
 _OF_CACHES = {"start_percent": 0.15, "end_percent": 0.95, "verbose": False}
 """ComfyUI's defaults."""
 
 
 def easy_cache(threshold: float) -> Patch:
-    """ComfyUI's EasyCache, at its defaults but for the threshold.
+    """ComfyUI's EasyCache, at its defaults except for the threshold.
 
-    In a step that it skips it writes into the model's input. Of a flow in float32 that is the noisy
-    latent itself, which the host still needs, and pictures are ruined. Models that people run are
-    in half precision and get a copy, so the judges' get one too.
+    In a step that it skips, it writes into the model's input. For a flow in float32 that is the
+    noisy latent itself, which the host still needs, so pictures are ruined. Models that people run
+    are in half precision and get a copy, so the judges' models get one too.
     """
     cached = node(EasyCacheNode, reuse_threshold=threshold, **_OF_CACHES)
 
@@ -46,15 +46,15 @@ def _with_a_copy(executor: WrapperExecutor, x: Tensor, *others: Any, **named: An
 
 
 def lazy_cache(threshold: float) -> Patch:
-    """ComfyUI's LazyCache, at its defaults but for the threshold."""
+    """ComfyUI's LazyCache, at its defaults except for the threshold."""
     return node(LazyCacheNode, reuse_threshold=threshold, **_OF_CACHES)
 
 
 def is_evaluated(step: int, steps: int, every: int | None = None) -> bool:
-    """Whether a forecast lets the model run in a step.
+    """Whether the model runs in a step.
 
-    The first two steps run, from 16 steps on the first three, and the last; in between one in
-    ``every``, which is two by default, and three from 16 steps on.
+    The first two steps and the last run. In between, one step in ``every`` runs, by default one in
+    two. In runs of 16 steps and more, the first three run, and by default one in three.
     """
     first = 3 if steps >= 16 else 2
     every = every or first
@@ -62,10 +62,10 @@ def is_evaluated(step: int, steps: int, every: int | None = None) -> bool:
 
 
 def forecast(every: int | None = None) -> Patch:
-    """Put a straight line in the logarithm of signal to noise in place of some steps.
+    """Replace some steps by a straight line in the logarithm of signal to noise.
 
     The line goes through the guided, denoised latents of the last two steps in which the model
-    ran. A sampler has to evaluate once a step.
+    ran. The sampler must evaluate once per step.
     """
 
     def patch(model: ModelPatcher) -> ModelPatcher:

@@ -1,8 +1,8 @@
-"""A small trained transformer to judge pictures by: ComfyUI's own Flux on scenes made by a program.
+"""A small trained transformer that judges pictures: ComfyUI's own Flux on computer-made scenes.
 
-It has the layout of Flux in small, 32x32 = 1024 tokens of 8x8 pixels, a flow from noise to the
-latent of :mod:`benchmarks.fidelity.latents`, guidance by leaving the prompt out. Nothing tells it
-where anything is: the picture comes from the noise, as in a model that people use.
+It has the layout of Flux on a small scale: 32x32 = 1024 tokens of 8x8 pixels, a flow from noise to
+the latent of :mod:`benchmarks.fidelity.latents`, guidance by leaving the prompt out. Nothing tells
+it where anything is: the picture comes from the noise, as in a model that people use.
 """
 
 from pathlib import Path
@@ -23,13 +23,13 @@ FEW_STEPS = Path(__file__).with_name("student.npz")
 
 PATCH = 2
 SIDE = 256
-"""Of a judged picture, in pixels."""
+"""The side of a judged picture, in pixels."""
 LATENT_SIDE = SIDE // latents.CELL
 SHIFT = 1.15
-"""How much more of the steps are noisy ones, as in Flux at its usual size; 0 for none."""
+"""How far the steps shift towards noise, as in Flux at its usual size; 0 for not at all."""
 
 HELD_OUT = 10**6
-"""Judged captions are those of scenes from this seed on, on which nothing was trained."""
+"""Captions are judged from this seed on; no model was trained on those scenes."""
 
 FLUX: dict[str, Any] = {
     "in_channels": latents.CHANNELS,

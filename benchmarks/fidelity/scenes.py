@@ -1,8 +1,8 @@
-"""Scenes made by a program: leaves that cover one another, as things in a photo do, and letters.
+"""Computer-made scenes: leaves that cover one another, as things in a photo do, and letters.
 
 Sizes of leaves are distributed by the inverse cube, so scenes look alike at any scale and their
 power falls with the square of the frequency, as that of photos does. A caption tells the palette,
-the sizes, what fills the leaves, and whether there are letters. It leaves open where anything is.
+the sizes, what fills the leaves, and whether there are letters, but not where anything is.
 """
 
 import math
@@ -28,17 +28,17 @@ PALETTES = 8
 COLOURS = 5
 """Colours of a palette."""
 COVERED = 4.0
-"""How often the leaves of a scene would cover it in all."""
+"""How many times all leaves of a scene together would cover it."""
 PROMPT_SHAPE = (4, 64)
 """Tokens and channels of a prompt: one token for each of what a caption tells."""
 
 
 @dataclass(frozen=True)
 class Caption:
-    """What is told of a scene.
+    """What is told about a scene.
 
     Attributes:
-        palette: from 0 to below ``PALETTES``.
+        palette: from 0 to ``PALETTES - 1``.
         size: of the smallest leaves, an index of ``SMALLEST``.
         fill: an index of ``FILLS``.
         letters: 1 if there are letters, else 0.
@@ -66,7 +66,7 @@ def prompt(caption: Caption) -> Tensor:
 
 @cache
 def _words() -> Tensor:
-    """A token for each value of what a caption tells, ``[4, PALETTES, 64]``."""
+    """A token for each value that a caption can tell, ``[4, PALETTES, 64]``."""
     count, channels = PROMPT_SHAPE
     return torch.randn(count, PALETTES, channels, generator=torch.Generator().manual_seed(0))
 
@@ -74,7 +74,7 @@ def _words() -> Tensor:
 def scene(seed: int, side: int, caption: Caption | None = None) -> tuple[Tensor, Caption]:
     """The scene of a seed, ``[3, side, side]`` from 0 to 1, and its caption.
 
-    With another ``caption`` of the same size, leaves of the same shapes stand at the same places.
+    With another ``caption`` of the same size, leaves of the same shapes are at the same places.
     """
     caption = caption or caption_of(seed)
     generator = np.random.default_rng([seed, 1])
@@ -94,7 +94,7 @@ def scene(seed: int, side: int, caption: Caption | None = None) -> tuple[Tensor,
 
 
 def _radius(generator: np.random.Generator, smallest: float) -> float:
-    """A radius whose density falls with the cube."""
+    """A random radius; its density falls with the cube."""
     low, high = smallest**-2, LARGEST**-2
     return float((low - generator.random() * (low - high)) ** -0.5)
 
@@ -123,7 +123,7 @@ def _paint_leaf(
     fill: str,
     generator: np.random.Generator,
 ) -> None:
-    """Paint an ellipse or a rectangle at a random place, over what is there."""
+    """Paint an ellipse or a rectangle at a random place, over everything there."""
     side = pixels.shape[1]
     down, across = generator.uniform(-LARGEST / 2, side + LARGEST / 2, 2)
     is_round, angle = generator.random() < 0.6, generator.uniform(0, math.pi)
@@ -151,7 +151,7 @@ def _paint_leaf(
 
 
 def _paint_letter(pixels: np.ndarray, palette: np.ndarray, generator: np.random.Generator) -> None:
-    """Paint a capital letter at a random place, over what is there."""
+    """Paint a capital letter at a random place, over everything there."""
     size = int(generator.integers(24, 72))
     letter = chr(ord("A") + int(generator.integers(26)))
     mask = _letter(letter, size)
@@ -174,7 +174,7 @@ def _letter(letter: str, size: int) -> np.ndarray:
 
 
 def _texture(index: int, corner: np.ndarray, height: int, width: int) -> np.ndarray:
-    """How much lighter or darker than its mean a part of a photo is, ``[height, width]``."""
+    """A part of a photo, minus its mean brightness, ``[height, width]``."""
     whole = _photo(index)
     top, left = (
         int(place * (total - wanted + 1))
@@ -186,5 +186,5 @@ def _texture(index: int, corner: np.ndarray, height: int, width: int) -> np.ndar
 
 @cache
 def _photo(index: int) -> np.ndarray:
-    """The brightness of a photo, half as strong, at least as large as any leaf."""
+    """The brightness of a photo at half strength; it is at least as large as any leaf."""
     return photo([*PHOTOS][index], 400).mean(0).numpy() / 2

@@ -1,10 +1,10 @@
-"""A small trained transformer to judge videos by: ComfyUI's own Wan on moving scenes.
+"""A small trained transformer that judges videos: ComfyUI's own Wan on moving scenes.
 
-It has the layout of Wan in small: self-attention over all frames, a text by cross-attention,
-positions by rotation in frames, rows and columns, a flow from noise to the latent of
+It has the layout of Wan on a small scale: self-attention over all frames, cross-attention to a
+text, positions by rotation in frames, rows and columns, a flow from noise to the latent of
 :mod:`benchmarks.fidelity.latents`, guidance by leaving the prompt out. A clip has 9 frames of 16x16
 tokens of 8x8 pixels. It pans over a scene and zooms, while a disc cut out of another moves across.
-The prompt is the caption of the scene: what is where, and how it moves, comes from the noise.
+The prompt is the caption of the scene; what is where, and how it moves, comes from the noise.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from benchmarks.fidelity.scene_transformer import Settings
 WEIGHTS = Path(__file__).with_name("video_transformer.npz")
 
 FRAMES, SIDE = 9, 128
-"""Of a judged clip, the side in pixels."""
+"""Frames of a judged clip, and its side in pixels."""
 PATCH = 2
 SHIFT = 5.0
 """The ratio of noise to signal in the middle of the steps."""

@@ -1,7 +1,7 @@
 """Trained weights in few bits: whole numbers, with a scale for each output channel.
 
-Weights that were trained from others are stored as what they differ by, which takes less room. What
-wrote these files is gone with the training, see benchmarks/FIDELITY.md.
+Weights that were trained from others are stored as their difference, which takes less space. The
+code that wrote these files is gone, like that of the training; see benchmarks/FIDELITY.md.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def load(file: Path) -> dict[str, Tensor]:
     with np.load(file) as arrays:
         before: Mapping[str, Tensor] = {}
         if _BASE in arrays:
-            # The other file's name, and a digest of what it was.
+            # The name of the other file, and a digest of its content.
             before = load(file.with_name(str(arrays[_BASE][0])))
         weights = {}
         for name in arrays.files:
@@ -35,9 +35,9 @@ def load(file: Path) -> dict[str, Tensor]:
 
 
 def _whole(weights: Mapping[str, Tensor], name: str, scales: Tensor) -> Tensor:
-    """A weight in whole numbers, ``[rows, others]`` int8, counted around; 0 if there is none.
+    """A weight in whole numbers, ``[rows, others]`` int8 that wrap around; 0 if there is none.
 
-    Sums of such numbers are counted around too, so what was taken off can be added again.
+    Sums of such numbers wrap around too, so what was subtracted can be added again.
     """
     if name not in weights:
         return torch.zeros((), dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""Compare the methods on a CPU: on UNets, or with --transformers on whole runs of those.
+"""Compare the methods on a CPU: on UNets, or on whole runs of transformers with --transformers.
 
 Every method is checked before it is timed. Results are written to benchmarks/results/ after each
 model and size, so an interrupted run loses only the current one. `dev.py gpu` does the same on a
@@ -60,7 +60,7 @@ def _arguments() -> argparse.Namespace:
         "--size", nargs="+", type=int, help="sides of the pictures, in pixels: multiples of 64"
     )
     parser.add_argument(
-        "--minutes", type=float, default=15.0, help="nothing begins after these; default: 15"
+        "--minutes", type=float, default=15.0, help="start nothing after this time; default: 15"
     )
     parser.add_argument("--name", help="name of the result files, for example quick-cpu")
     arguments = parser.parse_args()

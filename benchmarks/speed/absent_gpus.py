@@ -1,9 +1,9 @@
 """Compile the Triton kernels for GPUs that are not here, the way their launchers launch them.
 
 Each launcher runs on tensors of real shapes, with Triton's own specialisation of arguments; only
-the launch itself is left out. What comes back says what the machine code holds: instructions that
-spill registers to memory, and whether matrix products run on tensor cores. A count of variants says
-how often each kernel compiles anew over pictures of many sizes.
+the launch itself is left out. The result says what is in the machine code: instructions that spill
+registers to memory, and instructions on tensor cores. A count of variants says how often each
+kernel compiles again over pictures of many sizes.
 """
 
 import os
@@ -53,7 +53,7 @@ KERNELS = (
 )
 
 BATCH = 2
-"""Samples, as cond and uncond."""
+"""Samples: cond and uncond."""
 
 StandIn = TypeVar("StandIn")
 
@@ -83,7 +83,7 @@ class Compiled:
 
     Attributes:
         kernel: its name.
-        error: why it does not compile, None if it does.
+        error: why it does not compile; None if it does.
         spilling: instructions that move registers to local memory and back.
         tensor_cores: instructions on tensor cores.
     """
@@ -95,7 +95,7 @@ class Compiled:
 
 
 class AbsentDriver(DriverBase):
-    """A driver of GPUs that are not here; each target is a device of its own."""
+    """A driver of GPUs that are not here; each target is one device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class AbsentDriver(DriverBase):
 
 
 class _Launched:
-    """Stands where a kernel is: compiles what it would launch, and remembers it."""
+    """Stands in for a kernel: compiles what would be launched, and remembers it."""
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
@@ -151,7 +151,7 @@ class _Launched:
 def absent_gpus(
     stand_in: Callable[[Any], StandIn],
 ) -> Iterator[tuple[AbsentDriver, list[StandIn]]]:
-    """Has the launchers launch what stands for each kernel; yields the driver and all of these."""
+    """Make the launchers launch stand-ins for kernels; yields the driver and all stand-ins."""
     launched = [stand_in(getattr(module, name)) for module, name in KERNELS]
     driver = AbsentDriver()
 
@@ -170,7 +170,7 @@ def absent_gpus(
 
 
 def launch(shape: Shape, target: GPUTarget) -> None:
-    """Call each operation of a backend as merging tokens of this shape does on a GPU."""
+    """Call each operation of a backend as merging calls it for this shape on a GPU."""
     x = torch.zeros(BATCH, shape.grid.tokens, shape.channels, dtype=shape.dtype)
     config = ToMeConfig(strategy="window", ratio=0.5, sy=shape.cell[0], sx=shape.cell[1])
     strategy = make_strategy(config, kernels.TRITON)
@@ -180,7 +180,7 @@ def launch(shape: Shape, target: GPUTarget) -> None:
     plan.merge(x)
     for heads in {1, shape.heads}:
         plan.merge_keys(x, heads)
-    # The plan was not computed, so another of the same size takes its place.
+    # The plan was not computed, so another one of the same size takes its place.
     half = x.shape[1] // 2
     slot_of_token = torch.arange(x.shape[1]).clamp_max(half - 1).expand(BATCH, -1).contiguous()
     order = torch.arange(BATCH * x.shape[1])
@@ -190,10 +190,10 @@ def launch(shape: Shape, target: GPUTarget) -> None:
         kernels.merge_keys(x, slot_of_token, order, offsets, heads)
     kernels.add_change(x, merged, merged, slot_of_token)
     log_sizes = torch.zeros(merged.shape[:2], dtype=shape.dtype)
-    # Heads of a sweep have all channels of a token.
+    # In a sweep, one head has all channels of a token.
     head_channels = shape.channels // shape.heads
     takes = head_channels <= attending.MOST_CHANNELS and shape.dtype.itemsize == 2
-    # Elsewhere it is not taken, see tome_nodes/patching/key_weights.py.
+    # Other GPUs do not use it, see tome_nodes/patching/key_weights.py.
     if takes and target.backend == "cuda" and target.arch >= 80:
         q, k = (each.unflatten(2, (shape.heads, -1)) for each in (x, merged))
         kernels.attend(q, k, k, log_sizes.float(), 0.125)
@@ -201,7 +201,7 @@ def launch(shape: Shape, target: GPUTarget) -> None:
 
 
 def compile_for(target: str, shapes: Sequence[Shape]) -> list[Compiled]:
-    """Compile what the shapes launch, for one of :data:`TARGETS`."""
+    """Compile what these shapes launch for one of :data:`TARGETS`."""
     with absent_gpus(_Launched) as (driver, launched):
         driver.target = target
         for shape in shapes:
@@ -232,7 +232,7 @@ def _in_machine_code(binary: Any) -> tuple[int, int]:
 
 
 def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
-    """How often each kernel compiles for one GPU over pictures of some heights in pixels."""
+    """How often each kernel compiles for one GPU over pictures of these heights in pixels."""
     made: dict[str, set[int]] = {}
     pixels = 1024 // shape.grid.width
     with absent_gpus(_Launched) as (driver, launched):
@@ -243,7 +243,7 @@ def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
             for each in launched:
                 made.setdefault(each.name, set()).update(each.made)
     counts = {name: len(binaries) for name, binaries in made.items()}
-    # Means, keys of one head and keys of all heads are taken by variants of one kernel.
+    # One kernel has variants for means, for keys of one head and for keys of all heads.
     counts["merge"] -= len({1, shape.heads})
     x = torch.empty(1, 1, shape.channels, dtype=shape.dtype)
     counts["merge_windows"] -= sum(window_merging.suits(x, heads) for heads in {1, shape.heads})

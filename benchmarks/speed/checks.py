@@ -11,7 +11,7 @@ from tome_nodes.merging.layout import Grid
 from tome_nodes.patching.engine import make_engine
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Relative error that the order of sums may cause in a whole model, by precision."""
+"""The relative error that the order of sums may cause in a whole model, by precision."""
 
 PLAN_GRID = Grid(32, 48)
 
@@ -31,7 +31,7 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def check_wiring(method: Method, subject: Subject, expected: Tensor) -> None:
-    """Check that with lossless plans a method computes what the unpatched model does.
+    """Check that a method with lossless plans computes what the unpatched model computes.
 
     On our host, lossless plans shuffle the tokens. ComfyUI's nodes get settings that change
     nothing.
@@ -51,7 +51,7 @@ def check_wiring(method: Method, subject: Subject, expected: Tensor) -> None:
 
 @torch.no_grad()
 def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> None:
-    """Check that a plan partitions the tokens, merges them to means and copies these back."""
+    """Check that a plan divides the tokens, merges them to means and copies these back."""
     config, grid = method.always().config, PLAN_GRID
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(2, grid.tokens, 64, generator=generator).to(device, dtype)

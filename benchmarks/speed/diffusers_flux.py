@@ -1,10 +1,10 @@
-"""Flux of diffusers: keys and values merged, a preset and the paper's method, at the same ratio.
+"""Flux of diffusers: merged keys and values, a preset and the paper's method, at one ratio.
 
 python3 dev.py bench --diffusers [--quick]
 
-A pipeline samples with random weights on one thread, whose own time counts, so that whatever else
-runs on the machine matters little. Each method is checked first: with lossless plans it samples
-what the plain pipeline does. Then all of them sample in turn.
+A pipeline with random weights samples on one thread. Only the time of that thread counts, so other
+processes matter little. Each method is checked first: with lossless plans, it must sample what the
+plain pipeline samples. Then the methods sample in turn.
 """
 
 import argparse
@@ -47,10 +47,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 RATIO = 0.5
 MINUTES = 15.0
-"""After these, nothing begins."""
+"""Nothing starts after this time."""
 PLAIN = "unpatched"
 
-# Of the sums of a few steps in another order.
+# From adding in another order, over a few steps.
 _ROUNDING = 1e-4
 
 _TEXT_CHANNELS = 64
@@ -74,7 +74,7 @@ LABELS = {
 
 
 def attach(case: TransformerCase, config: ToMeConfig, is_lossless: bool = False) -> None:
-    """Have a pipeline merge so, or run the same code with lossless plans."""
+    """Make a pipeline merge with these settings, or run the same code with lossless plans."""
     make = lossless(make_strategy) if is_lossless else make_strategy
     # A step that is forecast has no plans.
     config = replace(config, forecast=config.forecast and not is_lossless)
@@ -110,10 +110,10 @@ SIZES = (TINY, Size("published width", 24, (16, 56, 56), torch.bfloat16, 4, 3))
 BLOCKS = (1, 2)
 """Double ones and single ones."""
 PIXELS = 512
-"""Along the side of the picture; each token has 16 by 16 of them."""
+"""Along a side of the picture; each token has 16 by 16 of them."""
 TOKENS = (PIXELS // 16) ** 2
 TEXT = TOKENS // 8
-"""Tokens of text, as many for each of the picture as Flux has at 1024x1024."""
+"""Tokens of text, as many per token of the picture as in Flux at 1024x1024."""
 
 
 def pipeline(size: Size) -> TransformerCase:
@@ -150,10 +150,10 @@ def pipeline(size: Size) -> TransformerCase:
 
 
 def check() -> None:
-    """Check that with lossless plans each method samples what the plain pipeline does.
+    """Check that each method with lossless plans samples what the plain pipeline samples.
 
     Raises:
-        WrongOutput: one does not, or merges nothing.
+        WrongOutput: if one does not, or merges nothing.
     """
     case = pipeline(TINY)
     plain = case(4)
@@ -168,7 +168,7 @@ def check() -> None:
 
 
 def measure(record: Record, size: Size) -> dict[str, Any]:
-    """Seconds of a step with each method, and by how much the end of the run differs."""
+    """Seconds of a step with each method, and how much the end of the run differs."""
     case = pipeline(size)
     latents: dict[str, Tensor] = {}
 
@@ -183,7 +183,7 @@ def measure(record: Record, size: Size) -> dict[str, Any]:
         return taken
 
     names = (PLAIN, *METHODS)
-    # The first that merges also asks the transformer where its picture is.
+    # The first run that merges also asks the transformer where its picture is.
     for name in names[:2]:
         seconds(name, 1)
     taken = interleaved(
@@ -210,11 +210,11 @@ def page(result: Mapping[str, Any]) -> list[str]:
     parts = [
         f"# Flux of diffusers: `{result['command']}`",
         f"{machine['description']}, {result['date']}; torch {machine['torch']}. Half of the "
-        "picture's tokens merge. Seconds are those of the thread. *Time* is that of a step over "
-        "the unpatched pipeline's in the same round: median, lowest and highest. *Change* is the "
-        "relative difference of the latent at the end of the run. **The weights are random, so it "
-        "says little of pictures.** The presets do not run the model in some steps, but forecast "
-        "its answer.",
+        "picture's tokens merge. Seconds are of the thread's own time. *Time* is the time of a "
+        "step relative to the unpatched pipeline in the same round: median, lowest and highest. "
+        "*Change* is the relative difference of the latent at the end of the run. **The weights "
+        "are random, so it says little about pictures.** In some steps, the presets do not run "
+        "the model but forecast its answer.",
         f"`{result['summary']}`",
     ]
     for row in result["sizes"]:

@@ -1,6 +1,6 @@
-"""Figures derived from measurements, tables of them, and the summary line.
+"""Figures derived from measurements, their tables, and the summary line.
 
-Needs only the dictionaries of a results file, so old results can be shown again.
+This needs only the dictionaries of a results file, so old results can be shown again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def share_of_time(run: Run, name: str) -> float:
-    """Time relative to unpatched: the median over the rounds, each by its own unpatched run."""
+    """Time relative to unpatched: the median of the rounds, each by its own unpatched run."""
     rows = run["methods"]
     pairs = zip(rows[name]["seconds"], rows["unpatched"]["seconds"], strict=True)
     return median(own / plain for own, plain in pairs)
@@ -54,7 +54,7 @@ def best_of_ours(run: Run) -> str | None:
 
 
 def worst_case(runs: Sequence[Run]) -> dict[str, float]:
-    """The worst over all runs, with our best scope in each; what was not measured is missing."""
+    """The worst case over all runs, with our best scope in each; omits what was not measured."""
     found: dict[str, list[float | None]] = {}
     for run in runs:
         best = best_of_ours(run)
@@ -89,7 +89,7 @@ def title(run: Run) -> str:
 
 
 def table(run: Run) -> str:
-    """One row for each method, in Markdown that is readable as plain text."""
+    """One row for each method, in Markdown that can be read as plain text."""
     head = [
         *("method", "seconds", "quartiles", "times faster", "efficiency"),
         *("error", "peak MB", "merged", "launches"),

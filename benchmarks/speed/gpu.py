@@ -48,7 +48,9 @@ def _arguments() -> argparse.Namespace:
         help="1: the tests; 2: UNets; 3: runs of transformers",
     )
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, in a minute")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="nothing begins after these")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="start nothing after this time"
+    )
     parser.add_argument("--out", type=Path, help="folder of the JSON; default: $OUT, else results")
     return parser.parse_args()
 

@@ -1,11 +1,11 @@
-"""Time that merging adds on the host, and launches: what a GPU waits for, measured without one.
+"""Time and launches that merging adds on the host: what a GPU waits for, measured without one.
 
 python3 dev.py bench --host-time [--quick]
 
-UNets with as many modules as SD 1.5 and SDXL, but so few channels and tokens that an evaluation is
-all Python and calls of operators. The Triton kernels take their real way as far as the launch,
-which is left out, as no GPU is there; count 3 to 5 µs for each. Each evaluation runs between two of
-the unpatched model with the same inputs, and the time is the difference from their mean.
+The UNets have as many modules as SD 1.5 and SDXL, but so few channels and tokens that an evaluation
+is all Python and calls of operators. The launchers of the Triton kernels run up to the launch,
+which is left out because there is no GPU; count 3 to 5 µs for each. Each evaluation runs between
+two of the unpatched model with the same inputs, and the time is the difference from their mean.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from tome_nodes.settings.presets import settings_of  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 
 STEPS = 8
-"""Evaluations of a run; preset fast runs two of them on all tokens."""
+"""Evaluations of a run; two of them run on all tokens under preset fast."""
 
 ROUNDS = 9
 """Timed runs of each method."""
@@ -74,8 +74,8 @@ class Thin:
         name: that of the published one.
         config: its class in the host.
         unet: its UNet.
-        tokens: those of the level whose attention merges in pictures of 1024x1024 by default. In
-            whole blocks, all levels merge that presets allow.
+        tokens: those of the level whose attention merges by default at 1024x1024. Whole blocks
+            merge at all levels that presets allow.
     """
 
     name: str
@@ -137,15 +137,15 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     **{name: settings_of(name, {}) for name in ("quality", "balanced", "fast")},
     "balanced on torch": {**settings_of("balanced", {}), "backend": "torch"},
 }
-"""The settings to measure, each with the Triton kernels unless it says otherwise."""
+"""The settings to measure, with the Triton kernels unless they say otherwise."""
 
 
 class _Compared(Subject):
     """Evaluates the unpatched model before and after each evaluation of a patched one.
 
     Attributes:
-        plain: seconds of the unpatched evaluations, on average of the two, for each step.
-        added: seconds more of the patched one. Only this thread is timed, whatever else runs.
+        plain: for each step, the mean seconds of the two unpatched evaluations.
+        added: seconds that the patched one takes more. Only this thread is timed.
     """
 
     def compare(self, patched: ModelPatcher) -> None:
@@ -172,11 +172,11 @@ class _Compared(Subject):
 
 
 class _Unlaunched:
-    """Stands where a kernel is: goes its way as far as the launch, which is counted.
+    """Stands in for a kernel: runs up to the launch, which is only counted.
 
     Attributes:
         count: the launches so far.
-        seconds: time that this thread has taken for what a kernel would have done.
+        seconds: time that this thread spent on what a kernel would have done.
     """
 
     seconds = 0.0
@@ -190,7 +190,7 @@ class _Unlaunched:
             self._kernel.run(grid=grid, warmup=True, **arguments)
             start = time.thread_time()
             self.count += 1
-            # Whatever is in memory may be slow to compute with.
+            # Leftover numbers in memory may be slow to compute with.
             for name in _WRITTEN & arguments.keys():
                 ctypes.memset(arguments[name].data_ptr(), 0, arguments[name].nbytes)
             _Unlaunched.seconds += time.thread_time() - start
@@ -199,14 +199,14 @@ class _Unlaunched:
 
 
 _WRITTEN = frozenset({"means", "keys", "wide_q", "wide_k", "wide_v", "out"})
-"""Arguments of kernels that the model computes with."""
+"""Arguments that kernels write and the model computes with."""
 
 
 @contextmanager
 def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
-    """Has the launchers run on a CPU without their kernels; yields what stands for these.
+    """Make the launchers run on a CPU without their kernels; yields the stand-ins.
 
-    Attention merges in maps of at least so many ``tokens``, whole blocks in all.
+    Attention merges in maps of at least this many ``tokens``, whole blocks in all maps.
     """
 
     def worth_from(strategy: Any, device: Any, merges_in: engine.MergesIn) -> int:
@@ -221,7 +221,7 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(engine, "_worth_from", worth_from))
         stack.enter_context(patch.object(engine, "resolve", resolve))
-        # As on a GPU whose ways were tried before, and whose defaults are the fastest.
+        # As on a GPU where everything was tried before and the defaults are the fastest.
         stack.enter_context(patch.object(Autotune, "is_for", lambda *_: True))
         stack.enter_context(patch.object(Autotune, "choose", choose))
         _, stand_ins = stack.enter_context(absent_gpus(_Unlaunched))
@@ -232,7 +232,7 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
         zeros: dict[tuple[torch.Size, ...], tuple[Tensor, ...]] = {}
 
         def valid(*arguments: Any) -> tuple[Tensor, ...]:
-            # What no kernel has written is no index.
+            # No kernel has written these, so they would not be valid indices.
             made = match(*arguments)
             shapes = tuple(each.shape for each in made)
             if shapes not in zeros:
@@ -242,7 +242,7 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
         check = detail_cache.belongs
 
         def belongs(kept: Tensor, new: Tensor) -> bool:
-            # The check runs, but what no kernel has computed is an answer for no place.
+            # The check runs, but its answer means nothing, as no kernel has computed anything.
             check(kept, new)
             return True
 
@@ -255,9 +255,9 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
 Figures = Mapping[str, Any]
 """What a method adds to an evaluation.
 
-``unpatched``: milliseconds of an evaluation of the unpatched model; ``added``: milliseconds more
-than that, median over the rounds, and their ``quartiles``; ``launches``: those of a whole run more
-than the unpatched model's, for an evaluation; ``blocks``: the blocks that merge.
+``unpatched``: milliseconds of an evaluation of the unpatched model; ``added``: milliseconds that
+merging adds, median over the rounds, and their ``quartiles``; ``launches``: launches that it adds
+to an evaluation, on average over a run; ``blocks``: the blocks that merge.
 """
 
 
@@ -284,9 +284,9 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
         plain: list[float] = []
 
         def added(name: str) -> float:
-            # Python adapts its code to what runs, and other settings ran before.
+            # Python adapts its code to what runs, and before this other settings ran.
             for _ in range(2):
-                # Garbage of one run would be collected in the next.
+                # Otherwise garbage of one run would be collected in the next.
                 gc.collect()
                 compared.compare(attach(compared.model, settings[name]))
             plain.extend(compared.plain)
@@ -312,7 +312,7 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
 
 
 def goals(found: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
-    """Milliseconds, and launches of a block that merges keys and values."""
+    """Milliseconds, and launches per block that merges keys and values."""
     added = {f"host_ms_{model}": each["balanced"]["added"] for model, each in found.items()}
     if "sdxl" in found:
         added["host_ms_sdxl_fast"] = found["sdxl"]["fast"]["added"]
@@ -365,8 +365,8 @@ def main() -> int:
     record.write_page(
         [
             f"# Host time: `{result['command']}`",
-            f"{result['machine']['description']}, {result['date']}. One thread, no GPU: the time "
-            "that merging adds to an evaluation before any kernel runs, and launches added, on "
+            f"{result['machine']['description']}, {result['date']}. The time that merging "
+            "adds to an evaluation before any kernel runs, and the launches that it adds, on "
             "average over a run of 8 steps.",
             f"`{result['summary']}`",
             page,

@@ -27,7 +27,7 @@ class Subject:
     def __init__(self, model: ModelPatcher, context_channels: int, size: int):
         self.device = model.load_device
         self.model = model.clone()
-        # The first of the wrappers, so that those of the methods are inside.
+        # This wrapper comes first, so those of the methods are inside it.
         self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "benchmark", self._evaluation)
         self._instruments: list[Instrument] = []
         self._outputs: list[Tensor] = []
@@ -50,7 +50,7 @@ class Subject:
             The output of each evaluation.
 
         Raises:
-            RuntimeError: the host had too little memory to evaluate the batch in one piece.
+            RuntimeError: if the host had too little memory to evaluate the batch in one piece.
         """
         self._instruments, self._outputs = list(instruments), []
         comfy.sample.sample(
@@ -68,11 +68,11 @@ class Subject:
         return self._outputs
 
     def time(self, patched: ModelPatcher, evaluations: int = 1) -> float:
-        """Seconds of one evaluation, on average over so many in a row.
+        """Seconds of one evaluation, on average over this many in a row.
 
-        On a GPU they follow another one in the same sampling run, as most evaluations do. On a CPU,
-        where that would double the time, the first one counts, which also creates the state of the
-        run; that takes about a millisecond.
+        On a GPU they follow another one in the same sampling run, as most evaluations do. On a CPU
+        that would double the time, so the first one counts. It also creates the state of the run,
+        which takes about a millisecond.
         """
         watch = Stopwatch(self.device)
         before = [nullcontext()] if self.device.type == "cuda" else []
@@ -89,7 +89,7 @@ class Subject:
 
 
 class Stopwatch:
-    """Time between entry and exit, by CUDA events on a GPU; can be entered many times."""
+    """Time between entry and exit, by CUDA events on a GPU. It can be entered many times."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -145,8 +145,8 @@ class PeakMemory:
             self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
             return
         self._profiler.__exit__(*details)
-        # The allocator's own records; the profiler's public events are sums over operators. Torch
-        # has no complete types of them.
+        # The allocator's own records, because the profiler's public events are sums over operators.
+        # Torch has no complete types for them.
         internals: Any = self._profiler.profiler
         events = internals.kineto_results.events()
         changes = [
@@ -180,7 +180,7 @@ _SILENT = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_like", "new_empty", "empty_strided", "_local_scalar_dense")
 ) | {"aten::lift_fresh", "aten::_unsafe_view", "aten::_reshape_alias"}
-"""Operators that launch nothing though they return tensors of their own, or only wait."""
+"""Operators that launch nothing although they return new tensors, or that only wait."""
 
 
 class Kernels:
@@ -208,7 +208,7 @@ class Kernels:
 def merged_blocks() -> Iterator[list[tuple[int, int]]]:
     """Collect from log lines how many blocks each sampling run merged, out of how many.
 
-    Meanwhile, the log does not show these lines.
+    The log does not show these lines meanwhile.
     """
     counts: list[tuple[int, int]] = []
     log = logging.getLogger("tome_nodes")
@@ -231,7 +231,7 @@ def merged_blocks() -> Iterator[list[tuple[int, int]]]:
 def first_look(subject: Subject, model: ModelPatcher) -> tuple[Tensor, int, str]:
     """The output of a first evaluation, the bytes that a second holds, and the blocks that merge.
 
-    The blocks are as in ``5/6``, or ``none``.
+    The blocks are given as in ``5/6``, or as ``none``.
     """
     memory = PeakMemory(subject.device)
     with merged_blocks() as blocks:

@@ -1,4 +1,4 @@
-"""The methods to compare: each makes a patched clone of a ComfyUI model."""
+"""The methods to compare. Each makes a patched clone of a ComfyUI model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ ALWAYS: dict[str, Any] = {"min_tokens": 1}
 
 
 def node(kind: Any, **inputs: Any) -> Patch:
-    """What a node of ComfyUI's does to a model, its class given."""
+    """What a node of ComfyUI does to a model, given the class of the node."""
     return lambda model: kind.EXECUTE_NORMALIZED(model=model, **inputs)[0]
 
 
@@ -40,7 +40,7 @@ class Method:
     Attributes:
         name: its name in the tables.
         family: ``ideal``, ``peer`` or ``ours``.
-        ideal: name of the ideal that runs the same modules on merged tokens, if there is one.
+        ideal: name of the ideal that runs the same modules on merged tokens, if any.
     """
 
     name: str
@@ -70,7 +70,7 @@ class HostMethod(Method):
         return attach(model, self.always().config, lossless(self.make_strategy))
 
     def always(self) -> "HostMethod":
-        """The same on maps of any size."""
+        """The same method on maps of any size."""
         return replace(self, config=replace(self.config, **ALWAYS))
 
 
@@ -127,7 +127,7 @@ class CallableStrategy(Strategy):
 
 
 class TomesdStrategy(CallableStrategy):
-    """The functions of the reference implementation, on our host."""
+    """The functions of the reference implementation (tomesd), on our host."""
 
     def __init__(self, config: ToMeConfig, ops: Operations):
         super().__init__(config, ops)
@@ -193,9 +193,9 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
     """All methods, the ideals before those whose efficiency refers to them.
 
     Args:
-        ratio: share of the tokens to merge, in every method that has this setting.
+        ratio: the share of the tokens to merge, in every method that has this setting.
         max_downsample: the levels at which all methods except presets and ComfyUI's node merge.
-        device: on a GPU, self-attention is also measured without Triton.
+        device: where it runs; on a GPU, self-attention is also measured without Triton.
     """
     levels: dict[str, Any] = {"ratio": ratio, "max_downsample": max_downsample}
     keys: dict[str, Any] = {"attn_tokens": "k,v"}

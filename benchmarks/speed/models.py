@@ -28,7 +28,7 @@ class Shape:
         context_channels: channels of its text tokens.
         max_downsample: the levels at which methods merge. For SD 1.5 this is the first level. SDXL
             has no attention there, and most of its blocks are at 4.
-        note: differences from the published model, to show in tables.
+        note: how it differs from the published model, for tables.
     """
 
     family: str
@@ -72,7 +72,7 @@ def _load_with_shared_weights(path: Path, device: torch.device) -> ModelPatcher:
     )
     config = comfy.model_detection.model_config_from_unet(weights, "")
     config.set_inference_dtype(torch.float32, None, device=device)
-    # This allocates the weights, but touches no memory before they are loaded.
+    # This reserves the weights, but touches no memory until they are loaded.
     model = config.get_model(weights, "", device=device)
     for module in model.diffusion_model.modules():
         if isinstance(module, SpatialTransformer) and len(module.transformer_blocks) > 2:
@@ -83,11 +83,11 @@ def _load_with_shared_weights(path: Path, device: torch.device) -> ModelPatcher:
 
 
 def repeated(block: nn.Module, layers: int) -> nn.ModuleList:
-    """A stack of so many blocks that share the weights of one.
+    """A stack of this many blocks, which share the weights of one.
 
-    A model of published depth is then built at once. An evaluation does all the work of the full
-    model: it reads the weights as often, and those of a block, 83 MB and more, are too large for
-    most caches to keep for the next.
+    A model of published depth is then built quickly. An evaluation does all the work of the full
+    model. It reads the weights as often, and those of a block, 83 MB and more, are too large for
+    most caches to keep until the next block.
     """
     shared = {id(weight): weight for weight in [*block.parameters(), *block.buffers()]}
     copies = [copy.deepcopy(block, dict(shared)) for _ in range(layers - 1)]

@@ -1,4 +1,4 @@
-"""A plugin of pytest that writes each outcome to a file as it comes, and how much of the GPU ran.
+"""A pytest plugin that writes each outcome to a file as it comes, and the GPU memory used.
 
 The file is named by the environment variable :data:`FILE`.
 """
@@ -10,18 +10,18 @@ from typing import Any
 
 FILE = "TOME_NODES_OUTCOMES"
 MOST_CHARACTERS = 3000
-"""Of the traceback of a failure; what comes last says most."""
+"""The longest traceback of a failure that is kept; its end says most."""
 
 
 class Outcomes:
     """Writes lines of JSON."""
 
     def __init__(self, config: Any):
-        # Where tests run side by side, only the process that collects the reports has no input.
+        # If tests run side by side, only the process that collects the reports has no input.
         self._writes_reports = not hasattr(config, "workerinput")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Write the outcome of a test; of its set-up and tear-down only if they fail or skip."""
+        """Write the outcome of a test, and of its set-up and tear-down if they fail or skip."""
         if self._writes_reports and (report.when == "call" or not report.passed):
             why = "" if report.passed else str(report.longrepr)[-MOST_CHARACTERS:]
             self._write(

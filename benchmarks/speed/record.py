@@ -1,4 +1,4 @@
-"""The record of a run: its time limit, and its JSON, which is complete at any time."""
+"""The record of a run: its time limit, and its JSON, which is always up to date."""
 
 import gc
 import json
@@ -24,7 +24,7 @@ class Record:
         result: the content of the file.
         is_dry: whether it only goes through the motions.
         folder: where the file goes; None keeps nothing.
-        name: that of the file.
+        name: name of the file.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Record:
         """Begin a run.
 
         Args:
-            name: that of the file, which is ``NAME.json``.
-            command: of ``dev.py``; its arguments are added.
+            name: name of the file, without ``.json``.
+            command: command of ``dev.py``; its arguments are added.
             folder: where the file goes; None keeps nothing.
-            minutes: after which nothing else begins.
+            minutes: nothing else starts after this time.
             device: ``cpu`` or ``cuda``.
             is_dry: whether it only goes through the motions.
         """
@@ -74,13 +74,13 @@ class Record:
         """Make a measurement and keep the file up to date.
 
         Args:
-            name: of the measurement.
-            seconds: that it may take; if fewer are left, it is left out.
+            name: name of the measurement.
+            seconds: how long it may take; it is skipped if less time is left.
             measure: makes it; an error is recorded, and the others go on.
             into: the part of the file that it goes into.
 
         Returns:
-            What ``measure`` returns, None if there was no time or it failed.
+            What ``measure`` returns; None if there was no time or it failed.
         """
         if self.left < seconds:
             self.result["left_out"].append(name)
@@ -107,8 +107,8 @@ class Record:
         """For :func:`benchmarks.rounds.interleaved`: whether there is no time for another round.
 
         Args:
-            least: number of rounds, as long as the limit allows them; a dry run makes one.
-            seconds: that more rounds may take together.
+            least: the least number of rounds, if the limit allows it; a dry run makes one.
+            seconds: how long further rounds may take together.
         """
         began = time.monotonic()
 
@@ -154,7 +154,7 @@ class Record:
 
 
 def gpu() -> dict[str, Any]:
-    """What the times depend on beside the name of the GPU."""
+    """What the times depend on besides the name of the GPU."""
     import triton
 
     properties = torch.cuda.get_device_properties(0)
@@ -171,5 +171,5 @@ def gpu() -> dict[str, Any]:
 
 
 def say(text: str) -> None:
-    """Print without buffering, so that a run that is cut off shows how far it came."""
+    """Print without buffering, so that a run that is cut off shows how far it got."""
     print(text, flush=True)

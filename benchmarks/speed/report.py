@@ -1,4 +1,4 @@
-"""Pages of what was measured, and the figures of a GPU for docs/measured.md."""
+"""Pages of results, and the figures of a GPU for docs/measured.md."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def page(results: Mapping[int, Result]) -> str:
-    """A readable page of the results from a GPU, by the number of their command."""
+    """A page of the results from a GPU, by the number of their command."""
     parts = ["# On a GPU", readme(results)]
     for result in results.values():
         parts += section(result)
@@ -44,7 +44,7 @@ def page(results: Mapping[int, Result]) -> str:
 
 
 def section(result: Result) -> list[str]:
-    """Everything in a result, whatever it measured."""
+    """Everything in a result, whichever command made it."""
     parts = [f"## `{result['command']}`", source(result)]
     for tables in (tests, unets, transformers):
         parts += tables(result)
@@ -113,7 +113,7 @@ def readme(results: Mapping[int, Result]) -> str:
 
 
 def tests(result: Result) -> Sequence[str]:
-    """What the tests did, file by file."""
+    """What happened in the tests, file by file."""
     head = ["tests", "passed", "failed", "skipped", "seconds", "GPU, MB"]
     rows = [
         [
@@ -128,7 +128,7 @@ def tests(result: Result) -> Sequence[str]:
 
 
 def unets(result: Result) -> Sequence[str]:
-    """A table for each comparison, and which ways the probe tried."""
+    """A table for each comparison, and what the probe tried."""
     parts = []
     for run in result.get("runs", []):
         parts += [f"### {figures.title(run)}", figures.table(run)]
@@ -138,7 +138,7 @@ def unets(result: Result) -> Sequence[str]:
 
 
 def tried(row: Result) -> Sequence[str]:
-    """What the probe found in a measurement; nothing if it did not try any."""
+    """What the probe found in a measurement; nothing if it tried nothing."""
     if not row.get("tried"):
         return []
     rows = [

@@ -1,6 +1,6 @@
 """The tests of kernels, hosts and transformers, each file in a process of its own.
 
-A kernel that writes where it must not breaks all that comes after it in the same process.
+A kernel that writes outside its memory breaks everything after it in the same process.
 """
 
 import json
@@ -36,18 +36,18 @@ SUITES: Sequence[Sequence[str]] = (
     ("tests/hosts/test_report.py",),
     ("tests/hosts/test_host_checks.py",),
 )
-"""Arguments of pytest; what takes longest comes first, since files run side by side."""
+"""Arguments of pytest. What takes longest comes first, since files run side by side."""
 
 DRY_SUITES: Sequence[Sequence[str]] = (
     ("-k", "weighed_attention_launches", *(suite[0] for suite in SUITES)),
 )
-"""One test, and whether all can be imported."""
+"""Runs one test and imports all files."""
 
 _LEAST_SECONDS = 20.0
 
 
 def run(record: Record) -> int:
-    """Run the files side by side until the limit; those that are cut off keep what they have."""
+    """Run the files side by side until the limit. Those that are cut off keep what they have."""
     record.result |= {"files": [], "outcomes": {}}
     suites = DRY_SUITES if record.is_dry else SUITES
     at_once = 1 if record.is_dry else max(1, min(8, (os.cpu_count() or 2) // 2))
@@ -73,7 +73,7 @@ def run(record: Record) -> int:
 def _run(
     suite: Sequence[str], record: Record
 ) -> tuple[dict[str, Any], list[dict[str, Any]], str] | None:
-    """Run a file: its row of the result, its tests, and its output; None if there is no time."""
+    """Run a file and return its row, its tests and its output; None if there is no time."""
     name = " ".join(suite)
     if record.left < _LEAST_SECONDS:
         record.result["left_out"].append(name)
@@ -108,7 +108,7 @@ def _run(
 
 
 def _keep(record: Record, row: dict[str, Any], tests: list[dict[str, Any]], log: str) -> None:
-    """Take over what the tests of a file did."""
+    """Add the outcomes of a file to the result."""
     result, name, code = record.result, row["file"], row["exit_code"]
     result["files"].append(row)
     for test in tests:

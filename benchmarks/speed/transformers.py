@@ -22,10 +22,10 @@ from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 
 STEPS, FEWER = 8, 6
-"""Of a run, and of a plain one that takes as long as the preset's."""
+"""Steps of a run, and of a plain run that takes as long as the preset's."""
 
 ROUNDS = (2, 5)
-"""The least and the most of each run."""
+"""The least and the most rounds of each run."""
 
 _ROUNDS_SECONDS = 10.0
 _RUN_SECONDS = 60.0
@@ -37,7 +37,7 @@ class Model:
 
     Attributes:
         kind: the name of its class in ``comfy.supported_models``.
-        settings: those of the class.
+        settings: the settings of the class.
         stack: the name of its list of blocks.
         text: channels of the prompt.
     """
@@ -112,7 +112,7 @@ MODELS = {
     "Wan 1.3B": Model("WAN21_T2V", _wan(1536, 8960, 12), "blocks"),
     "tiny Z-Image": Model("ZImage", TINY["z_image"].settings, "layers", TINY["z_image"].text),
 }
-"""In their published widths, but for the last."""
+"""The models, in their published widths except for the last."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Run:
 
     Attributes:
         model: its name in :data:`MODELS`.
-        size: that of the picture or video, in words.
+        size: the size of the picture or video, in words.
         latent: channels, frames if it is a video, height and width.
         layers: the number of blocks, which share their weights.
     """
@@ -140,7 +140,7 @@ RUNS = (
     Run("Flux", "2048x2048", (16, 256, 256), 10),
     Run("Wan 14B", "480p, 81 frames", (16, 21, 60, 104), 4),
 )
-"""For a GPU, the most important first; Z-Image at its published depth."""
+"""Runs on a GPU, the most important first; Z-Image has its published depth."""
 CPU_RUNS = (Run("Z-Image", "512x512", (16, 64, 64), 2),)
 QUICK_RUNS = (Run("Z-Image", "256x256", (16, 32, 32), 1),)
 DRY_RUNS = (Run("tiny Z-Image", "320x256", (16, 40, 32), 3),)
@@ -164,7 +164,7 @@ def run(record: Record, runs: Sequence[Run]) -> int:
 
 
 def _measure(record: Record, case: Run) -> dict[str, Any]:
-    """Seconds of a run: unpatched, under the node's defaults, with its merging, in fewer steps."""
+    """Seconds of a run: unpatched, with the defaults, with merging, and in fewer steps."""
     dtype = torch.bfloat16 if record.device.type == "cuda" else torch.float32
     plain = _load(MODELS[case.model], case.layers, dtype)
     settings = settings_of("balanced", {})
@@ -181,7 +181,7 @@ def _measure(record: Record, case: Run) -> dict[str, Any]:
     }
     noise, prompt = _inputs(MODELS[case.model], case.latent)
     timed = {name: partial(_seconds, *way, noise, prompt) for name, way in ways.items()}
-    # The first runs load the model, and tell whether the preset does anything.
+    # The first runs load the model and show whether the preset does anything.
     expected = _sampled(plain, STEPS, noise, prompt)
     for name in patched:
         if torch.equal(_sampled(*ways[name], noise, prompt), expected):
@@ -199,17 +199,17 @@ def _measure(record: Record, case: Run) -> dict[str, Any]:
 
 
 def _load(model: Model, layers: int, dtype: torch.dtype) -> ModelPatcher:
-    """The model with random weights and so many blocks."""
+    """The model with random weights and this many blocks."""
     loaded = build_class(model.kind, model.settings, dtype)
     network = loaded.model.diffusion_model
     setattr(network, model.stack, repeated(getattr(network, model.stack)[-1], layers))
-    # The host would count shared weights once for each block.
+    # The host would count shared weights once per block.
     loaded.size = sum(weight.nbytes for weight in loaded.model.parameters())
     return loaded
 
 
 def _inputs(model: Model, latent: tuple[int, ...]) -> tuple[Tensor, Any]:
-    """The noise of a latent, and a prompt in the form of the host."""
+    """The noise of a latent, and a prompt as the host expects it."""
     generator = torch.Generator().manual_seed(0)
     text = torch.randn(1, 64, model.text, generator=generator)
     pooled = torch.randn(1, 64, generator=generator)
@@ -226,14 +226,14 @@ def _in_words(row: Mapping[str, Any]) -> str:
 
 
 def _sampled(model: ModelPatcher, steps: int, noise: Tensor, prompt: Any) -> Tensor:
-    """The latent of a run without guidance, as turbo models take it."""
+    """The latent of a run without guidance, as with turbo models."""
     empty = torch.zeros_like(noise)
     given = noise, steps, 1.0, "euler", "simple", prompt, prompt, empty
     return comfy.sample.sample(model, *given, disable_pbar=True, seed=0)
 
 
 def _seconds(model: ModelPatcher, steps: int, noise: Tensor, prompt: Any) -> float:
-    """How long a run takes. Its result is on the CPU, so a GPU has ended."""
+    """How long a run takes. Its result is on the CPU, so the GPU has finished."""
     start = time.perf_counter()
     _sampled(model, steps, noise, prompt)
     return time.perf_counter() - start

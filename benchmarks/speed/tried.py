@@ -1,4 +1,4 @@
-"""What the probe finds in one measurement, without what it found on this machine before."""
+"""What the probe finds in one measurement, ignoring what it found on this machine before."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class _Store:
 
 
 class _DryProbe(Autotune):
-    """Of a CPU, too."""
+    """A probe that also works on a CPU."""
 
     def is_for(self, device: torch.device) -> bool:
         return True
@@ -40,7 +40,7 @@ class _DryProbe(Autotune):
 
 @contextmanager
 def tried(record: Record) -> Iterator[list[dict[str, Any]]]:
-    """Models patched in it have a probe of their own; yields what that finds, case by case."""
+    """Give models that are patched meanwhile a new probe; yields what it finds, case by case."""
     store = _Store()
     probe = (_DryProbe if record.is_dry else Autotune)(store)
     with patch.object(attachment, "autotune", lambda: probe):

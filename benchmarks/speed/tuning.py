@@ -1,8 +1,8 @@
 """Does ToMe Tune keep its word? What it finds through the HTTP queue, measured again.
 
 A server samples the workflow of ToMe Tune with the first level of Stable Diffusion 1.5's UNet, of
-the published width and with random weights. Then the settings that it gave out are timed here
-against the unpatched model, run by run in turn.
+the published width and with random weights. Then the settings that it found are timed here against
+the unpatched model, in turn.
 """
 
 import argparse
@@ -37,7 +37,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 WORKFLOW = ROOT / "example_workflows" / "api" / "tome_tune.json"
 CHECKPOINT = "sd15.ckpt"
 LEVELS = 1
-"""Of the UNet, out of four."""
+"""Levels of the UNet, out of four."""
 CONTEXT_CHANNELS = 768
 STEPS = 8
 ROUNDS = 3
@@ -45,7 +45,7 @@ ROUNDS = 3
 
 
 def main() -> int:
-    """Tune, measure again, and write both down; 1 if the wish does not hold."""
+    """Tune, measure again, and record both; 1 if what was asked for does not hold."""
     arguments = _arguments()
     logging.getLogger("tome_nodes").setLevel(logging.ERROR)
     torch.set_grad_enabled(False)
@@ -94,7 +94,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def tuned(server: ComfyServer, size: int, wish: float) -> dict[str, Any]:
-    """What ToMe Tune says through the queue: its text, its settings and their speed."""
+    """What ToMe Tune returns through the queue: its text, its settings and their speed."""
     graph = json.loads(WORKFLOW.read_text(encoding="utf-8"))
     by_class = {node["class_type"]: node["inputs"] for node in graph.values()}
     by_class["CheckpointLoaderSimple"]["ckpt_name"] = CHECKPOINT
@@ -114,7 +114,7 @@ def tuned(server: ComfyServer, size: int, wish: float) -> dict[str, Any]:
 
 
 def timed(file: Path, settings: dict[str, Any], size: int) -> dict[str, list[float]]:
-    """Seconds of sampling runs of the unpatched model and of the patched one, in turn."""
+    """Seconds of sampling runs of the unpatched and the patched model, in turn."""
     model = comfy.sd.load_checkpoint_guess_config(str(file), output_vae=False, output_clip=False)[0]
     models = {"unpatched": model, "patched": attach(model, config_of(json.dumps(settings)))}
     side = size // 8

@@ -23,10 +23,10 @@ from benchmarks.speed.tried import tried
 
 RATIO = 0.5
 EVALUATIONS = 4
-"""Timed in a row: preset *fast* runs one of four on all tokens."""
+"""Evaluations timed in a row; preset *fast* runs one of four on all tokens."""
 
 ROUNDS = (3, 10)
-"""The least and the most of each comparison."""
+"""The least and the most rounds of each comparison."""
 
 CUDNN_FIRST = (
     SDPBackend.CUDNN_ATTENTION,
@@ -34,7 +34,7 @@ CUDNN_FIRST = (
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
-"""An order in which PyTorch's attentions are asked; the host's own begins with flash."""
+"""An order in which PyTorch's attentions are tried; the host's own begins with flash."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Case:
     Attributes:
         model: one of :data:`benchmarks.speed.models.SHAPES`.
         size: side of the picture in pixels.
-        seconds: what its rounds may take, beyond the least of them.
-        attention: ``flash`` or ``cudnn``, which PyTorch is asked for first.
+        seconds: how long rounds beyond the least number may take.
+        attention: ``flash`` or ``cudnn``, whichever is tried first.
         is_compiled: whether the model is compiled, which takes about a minute for each method.
         is_counted: whether launches are counted.
         is_small: whether the model is a small version of the published one.
@@ -63,7 +63,7 @@ class Case:
 
 
 COMPILED = ("preset balanced", "preset fast", "ideal k,v", "ideal stack")
-"""What is compiled, the most important first."""
+"""Methods that are compiled, the most important first."""
 
 ONE_EVALUATION = (
     *(f"ideal {scope}" for scope in ("k,v", "attn", "block", "stack")),
@@ -71,7 +71,7 @@ ONE_EVALUATION = (
     *(f"ours window {scope}" for scope in ("attn", "block", "stack")),
     "preset balanced",
 )
-"""What a CPU measures, by one evaluation: one of preset *fast* says little about a run of it."""
+"""Methods measured on a CPU, by one evaluation; that says little about a run of *fast*."""
 
 CASES = (
     Case("sd15", 1024, 30, is_counted=True),
@@ -90,7 +90,7 @@ CASES = (
     Case("sd15", 1536, 30),
     Case("sdxl", 1536, 30),
 )
-"""For a GPU, the most important first."""
+"""Cases for a GPU, the most important first."""
 
 DRY_CASES = (
     Case("sd15", 128, 0, is_counted=True, is_small=True),
@@ -112,7 +112,7 @@ _COMPILE_SECONDS = 75.0
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model and the methods that are right on it."""
+    """A model, and the methods that passed the checks on it."""
 
     model: ModelPatcher
     shape: Shape
@@ -141,7 +141,7 @@ def run(record: Record, cases: Sequence[Case]) -> int:
 
 
 def goals(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The worst over all runs, and times faster by model, size and preset."""
+    """The worst case over all runs, and times faster by model, size and preset."""
     found: dict[str, Any] = {"runs": len(runs), **figures.worst_case(runs)}
     for each in runs:
         if each["attention"] == "flash" and not each["compiled"]:
@@ -157,7 +157,7 @@ def _prepare(record: Record, case: Case) -> Prepared:
     name = case.model
     shape = (REDUCED if case.is_small else SHAPES)[name]
     model = load(shape, record.device)
-    # On a CPU a small picture is enough for a check; on a GPU it should be like the timed ones.
+    # A small picture is enough for a check on a CPU; on a GPU it should be like the timed ones.
     size = 512 if record.device.type == "cuda" else 64 if case.is_small else 128
     subject = Subject(model, shape.context_channels, size)
     dtype = model.model.get_dtype_inference()
@@ -231,7 +231,7 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
 
 
 def _about(case: Case, prepared: Prepared) -> dict[str, Any]:
-    """What tells a comparison from others."""
+    """What distinguishes a comparison from others."""
     return {
         "model": case.model,
         "note": prepared.shape.note,
@@ -250,7 +250,7 @@ def _compiled(model: ModelPatcher, record: Record) -> ModelPatcher:
 
 
 def _launches(subject: Subject, model: ModelPatcher) -> dict[str, Any]:
-    """How many there are in the second evaluation of a run, and the seconds of kernels."""
+    """Launches in the second evaluation of a run, and the seconds of kernels."""
     counter = Kernels() if subject.device.type == "cuda" else Operators()
     subject.run(model, nullcontext(), counter)
     return {"launches": counter.count, "gpu_seconds": counter.gpu_seconds}
@@ -258,7 +258,7 @@ def _launches(subject: Subject, model: ModelPatcher) -> dict[str, Any]:
 
 @contextmanager
 def asked_first(attention: str) -> Iterator[None]:
-    """Have the host ask PyTorch for ``cudnn`` first, or, with ``flash``, in its own order."""
+    """Make the host try ``cudnn`` first or, with ``flash``, keep its own order."""
     if attention == "flash":
         yield
         return
