@@ -73,7 +73,9 @@ def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> 
     most = grid.tokens - int(grid.tokens * config.ratio)
     follows_ratio = strategy.ratio_cap(config) is not None
     if abs(plan.slot_count - most) > 0.02 * grid.tokens and follows_ratio:
-        raise WrongOutput(f"its plan has {plan.slot_count} slots; ratio={config.ratio} asks {most}")
+        raise WrongOutput(
+            f"its plan has {plan.slot_count} slots; ratio={config.ratio} asks for {most}"
+        )
     if method.family == "ideal":
         return
     sums = torch.zeros(2, plan.slot_count, 64, dtype=torch.float64, device=device)

@@ -186,7 +186,7 @@ class Nothing(WindowStrategy):
     ("strategy", "message"),
     [
         (OffByOne, "differ from the means"),
-        (TooMany, "ratio=0.6 asks 615"),
+        (TooMany, "ratio=0.6 asks for 615"),
         (EmptySlot, "hold a token"),
         (Nothing, "no plan"),
     ],

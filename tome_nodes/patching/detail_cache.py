@@ -42,7 +42,7 @@ def _is_full(every: int, moment: Moment) -> bool:
 
 _MOST_APART = 0.4
 """The largest squared difference between the means of two answers for the same place, as a share of
-the sum of their variances. For different places it is 1 on average (benchmarks/FIDELITY.md)."""
+the sum of their variances. For independent answers it is 1 on average."""
 
 _ALIKE = 0.01
 """A squared difference that is never too large; latents have a variance of about 1."""
