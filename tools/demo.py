@@ -13,6 +13,7 @@ from typing import Any
 
 from tools import workflow
 from tools.environment import ROOT
+from tools.errors import ToolError
 from tools.steps import timed
 
 FOLDER = ROOT / "demo"
@@ -65,14 +66,12 @@ def read_graph(arguments: argparse.Namespace) -> workflow.Graph:
     """Read the chosen workflow; raises if the demo cannot run with these options."""
     graph = workflow.load_graph(arguments.workflow)
     if not workflow.merges(graph):
-        raise workflow.WorkflowError(
+        raise ToolError(
             f"{arguments.workflow} has no ToMe Patch Model node with a ratio above 0, so there is "
             "nothing to compare. Put one before a sampler."
         )
     if arguments.checkpoint and not arguments.checkpoint.is_file():
-        raise workflow.WorkflowError(
-            f"--checkpoint is {arguments.checkpoint}, which is not a file."
-        )
+        raise ToolError(f"--checkpoint is {arguments.checkpoint}, which is not a file.")
     return graph
 
 

@@ -18,26 +18,26 @@ LOADERS = ("CheckpointLoaderSimple", "ImageOnlyCheckpointLoader")
 PATCH = "ToMePatchModel"
 
 
-class WorkflowError(ToolError):
-    """A workflow file cannot be used; the message says why and what to do."""
-
-
 def load_graph(path: Path) -> Graph:
-    """Read a workflow file in the API format."""
+    """Read a workflow file in the API format.
+
+    Raises:
+        ToolError: the file cannot be used.
+    """
     try:
         graph = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise WorkflowError(f"{path} cannot be read: {error.strerror}.") from error
+        raise ToolError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise WorkflowError(f"{path} is not a JSON file: {error}.") from error
+        raise ToolError(f"{path} is not a JSON file: {error}.") from error
     if isinstance(graph, dict) and isinstance(graph.get("nodes"), list):
-        raise WorkflowError(
+        raise ToolError(
             f"{path} is in the editor's format, which the server's queue does not accept. Open it "
             "in ComfyUI, choose Workflow > Export (API) in the menu, and use the saved file."
         )
     nodes = graph.values() if isinstance(graph, dict) else ()
     if not nodes or not all(isinstance(node, dict) and "class_type" in node for node in nodes):
-        raise WorkflowError(
+        raise ToolError(
             f"{path} is not a workflow in the API format: a node id with its class_type and inputs "
             "for each node."
         )
