@@ -5,12 +5,13 @@ unpatched.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from comfy.ldm.modules import attention
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 from comfy.samplers import CFGGuider
 from torch import Tensor
 
@@ -19,31 +20,51 @@ from .models.base import ComfyRecord
 
 _WRAPPERS = ("add_wrapper_with_key", "remove_wrappers_with_key", "get_wrappers")
 _APPLY_MODEL = ("x", "t", "c_concat", "c_crossattn", "control", "transformer_options")
+_OUTER_SAMPLE = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")
+_PREDICT_NOISE = ("x", "timestep", "model_options")
 _NOISE_LEVELS = ("percent_to_sigma", "sigma_max")
 
 
 def changed_part(patcher: ModelPatcher, record: ComfyRecord, diffusion_model: Any) -> str | None:
-    """The name of the first part of ComfyUI that is not as the pack knows it, None if all are.
+    """The first part of ComfyUI that merging relies on and that is not as the pack knows it.
 
     Args:
         patcher: the model to patch.
         record: its record.
         diffusion_model: its diffusion model.
+
+    Returns:
+        The name of the part, None if all are as known.
     """
     model: Any = patcher.model
-    checks: list[tuple[str, bool]] = [
-        ("ModelPatcher", all(hasattr(patcher, name) for name in _WRAPPERS)),
+    changed = _first_changed(
+        *_of_runs(patcher),
         ("BaseModel.apply_model", begins_with(type(model), "apply_model", *_APPLY_MODEL)),
         ("BaseModel.get_dtype_inference", hasattr(model, "get_dtype_inference")),
-        (
-            "BaseModel.model_sampling",
-            all(hasattr(getattr(model, "model_sampling", None), name) for name in _NOISE_LEVELS),
-        ),
-        ("CFGGuider.outer_sample", begins_with(CFGGuider, "outer_sample", "noise", "latent_image")),
         ("optimized_attention", _attention_calls_overrides()),
-    ]
-    changed = next((part for part, is_known in checks if not is_known), None)
+    )
     return changed or record.changed_part(diffusion_model)
+
+
+def changed_for_forecasts(patcher: ModelPatcher) -> str | None:
+    """The same as :func:`changed_part`, of what forecasts rely on."""
+    return _first_changed(
+        *_of_runs(patcher),
+        ("CFGGuider.predict_noise", begins_with(CFGGuider, "predict_noise", *_PREDICT_NOISE)),
+        ("the wrapper of guided answers", hasattr(WrappersMP, "PREDICT_NOISE")),
+    )
+
+
+def _of_runs(patcher: ModelPatcher) -> Iterator[tuple[str, bool]]:
+    """What the pack relies on in every run: parts by name, and whether they are as known."""
+    sampling = getattr(patcher.model, "model_sampling", None)
+    yield "ModelPatcher", all(hasattr(patcher, name) for name in _WRAPPERS)
+    yield "BaseModel.model_sampling", all(hasattr(sampling, name) for name in _NOISE_LEVELS)
+    yield "CFGGuider.outer_sample", begins_with(CFGGuider, "outer_sample", *_OUTER_SAMPLE)
+
+
+def _first_changed(*parts: tuple[str, bool]) -> str | None:
+    return next((part for part, is_known in parts if not is_known), None)
 
 
 def version() -> str:

@@ -4,7 +4,7 @@ An error in reporting never stops the sampling.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
@@ -88,7 +88,6 @@ class RunReport(Observer):
         config: ToMeConfig,
         tuned: Measured | None,
         is_quiet: bool,
-        remarks: Sequence[str],
     ) -> LastRun | None:
         """Log what was merged in the run, or why nothing was, and return its record.
 
@@ -98,7 +97,6 @@ class RunReport(Observer):
             config: the settings.
             tuned: what ToMe Tune measured with these settings, None if it did not choose them.
             is_quiet: whether to log nothing.
-            remarks: what the log is to say about the model, in a few words each.
 
         Returns:
             The record of the run; None if an error, which is logged, prevented it.
@@ -108,7 +106,7 @@ class RunReport(Observer):
             if last.obstacle is not None and not is_quiet:
                 log.warning("[ToMe] nothing merged: %s", last.obstacle)
             elif not is_quiet:
-                backend = [*remarks, *([] if run.engine is None else run.engine.in_words())]
+                backend = [] if run.engine is None else run.engine.in_words()
                 backend += log_line.tried(last.choices, only_changed=True)
                 log.info("[ToMe] %s", log_line.log_line(self._counts, config, backend, tuned))
         except Exception as error:

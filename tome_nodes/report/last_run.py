@@ -28,6 +28,7 @@ class LastRun:
             is.
         recording: the details, None if no ToMe Report was connected when the run began.
         tuned: what ToMe Tune measured with these settings, None if it did not choose them.
+        is_forecast: whether steps were to be forecast, in place of merging.
     """
 
     model: str
@@ -40,3 +41,4 @@ class LastRun:
     shallowest: int
     recording: Recording | None
     tuned: Measured | None
+    is_forecast: bool = False

@@ -83,7 +83,7 @@ def report_of(
     recording = run.recording
     counts = run.counts
     if run.obstacle is not None:
-        drawn = drawing.card("Nothing merged", lines)
+        drawn = drawing.card(_nothing(run), lines)
     elif recording is None or not counts.merged_anything:
         forecast = [step in counts.forecast_steps for step in range(counts.total_steps)]
         drawn = drawing.card("Token merging", lines, forecast if any(forecast) else ())
@@ -131,7 +131,7 @@ def in_words(run: LastRun) -> list[str]:
     counts, recording, hint = run.counts, run.recording, hint_for(run)
     saves = run.obstacle is None
     is_merged = saves and counts.merged_anything
-    lines = [] if saves else [f"Nothing merged: {run.obstacle}"]
+    lines = [] if saves else [f"{_nothing(run)}: {run.obstacle}"]
     if counts.forecast_steps:
         lines += [f"Forecast: {len(counts.forecast_steps)} of {counts.total_steps} steps"]
     if is_merged:
@@ -152,11 +152,17 @@ def in_words(run: LastRun) -> list[str]:
             f"Steps: merged in {counts.merged_steps} of {counts.total_steps}",
             f"Matching: done {counts.plans_made} times",
         ]
-    lines += [f"Settings: {', '.join(log_line.in_effect(counts, run.config, defaults=True))}"]
+    ratio_alone = [f"ratio {run.config.ratio:.2f}"]
+    settings = log_line.settings(run.config, counts.frames, defaults=True)
+    lines += [f"Settings: {', '.join(ratio_alone if run.is_forecast else settings)}"]
     if run.backend is not None:
         lines += [f"Backend: {run.backend}"]
     lines += [f"Tried here: {way}" for way in log_line.tried(run.choices)]
     return [*lines, *(f"Note: {deviation}" for deviation in log_line.deviations(counts))]
+
+
+def _nothing(run: LastRun) -> str:
+    return "Nothing was forecast" if run.is_forecast else "Nothing merged"
 
 
 def hint_for(run: LastRun) -> str | None:

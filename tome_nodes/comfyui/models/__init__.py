@@ -1,29 +1,44 @@
-"""Records of the kinds of ComfyUI models, and the choice of the record for a model."""
+"""Records of the kinds of ComfyUI models in which tokens merge, and what is refused."""
 
 from torch import nn
 
 from .base import ComfyRecord, class_name
-from .transformers import REFUSED, TRANSFORMERS
+from .transformers import KEEPS_STATE, TRANSFORMERS
 from .unet import UNET
-from .unknown import unknown_transformer
 
 RECORDS: tuple[ComfyRecord, ...] = (UNET, *TRANSFORMERS)
 """All records; the first that matches a model is used."""
 
 
-def record_of(model: nn.Module) -> ComfyRecord:
-    """The record of a diffusion model.
+def is_unet(model: nn.Module) -> bool:
+    """Whether a diffusion model is a UNet, which merges tokens under every preset."""
+    return UNET.matches(model)
+
+
+def check_forecasts(model: nn.Module) -> None:
+    """Check that the steps of a diffusion model can be forecast.
 
     Raises:
-        ValueError: the model is refused, or has no blocks. The message names its class.
+        ValueError: the model keeps something from step to step. The message names its class.
+    """
+    if (why := KEEPS_STATE.get(class_name(model))) is not None:
+        name = type(model).__name__
+        raise ValueError(f"no step of a {name} can be forecast: {why}; leave the node out")
+
+
+def record_of(model: nn.Module) -> ComfyRecord:
+    """The record of a diffusion model in which tokens are to merge.
+
+    Raises:
+        ValueError: there is none, or the model has no blocks. The message names its class.
     """
     name = type(model).__name__
-    if (why := REFUSED.get(class_name(model))) is not None:
-        raise ValueError(f"token merging does not work with a {name}: {why}")
-    known = (each for each in RECORDS if each.matches(model))
-    record = next(known, None) or unknown_transformer(model)
-    if not any(stack.blocks for stack in record.stacks(model)):
+    record = next((each for each in RECORDS if each.matches(model)), None)
+    if record is None:
         raise ValueError(
-            f"token merging needs a model with transformer blocks, and this {name} has none"
+            f"tokens do not merge in a {name}, but its steps can be forecast: take a preset other "
+            "than paper, or switch forecast on under preset custom"
         )
+    if not any(stack.blocks for stack in record.stacks(model)):
+        raise ValueError(f"this {name} has no transformer blocks to merge in; leave the node out")
     return record

@@ -41,10 +41,6 @@ class Inputs:
 class ComfyRecord(ModelRecord, Protocol):
     """What is known about ComfyUI's models of one kind."""
 
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What the log is to say about models of this kind, in a few words each."""
-
     def matches(self, model: nn.Module) -> bool:
         """Whether a model is of this kind."""
 

@@ -5,7 +5,7 @@ Tokens merge where a block calls attention, so little else has to be known.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -49,7 +49,6 @@ class Transformer(TransformerRecord):
 
     classes: tuple[str, ...]
     pictures_of: Pictures
-    remarks: ClassVar[tuple[str, ...]] = ()
     host: AttentionHost = field(default=HOST, kw_only=True)
 
     @property
@@ -353,29 +352,9 @@ TRANSFORMERS = (
     *(FLUX, CHROMA, SD3, QWEN_IMAGE, QWEN_IMAGE_21, SENSENOVA, LUMINA, KREA, HIDREAM, HIDREAM_O1),
     *(WAN, WAN_ANIMATE_2, WAN_SOUND, SCAIL, HUNYUAN_VIDEO, LTX, COSMOS_PREDICT, MINIMAX),
 )
-"""All records of transformers. Other transformers are asked where their pictures are."""
+"""All records of transformers."""
 
-_NO_OPTIONS = "its attention cannot be reached: ComfyUI does not hand it the transformer options"
-_NO_PICTURE = "it makes no picture"
-
-REFUSED: Mapping[str, str] = {
-    f"comfy.ldm.{name}": reason
-    for name, reason in {
-        "ernie.model.ErnieImageModel": _NO_OPTIONS,
-        "pixart.pixartms.PixArtMS": _NO_OPTIONS,
-        "hydit.models.HunYuanDiT": _NO_OPTIONS,
-        "seedvr.model.NaDiT": "its attention runs in small windows, where merging gains nothing",
-        "wan.ar_model.CausalWanModel": "it keeps keys of earlier frames for later ones",
-        "cascade.stage_b.StageB": "its attention has few tokens",
-        "cascade.stage_c.StageC": "its attention has few tokens",
-        "audio.dit.AudioDiffusionTransformer": _NO_PICTURE,
-        "ace.model.ACEStepTransformer2DModel": _NO_PICTURE,
-        "ace.ace_step15.AceStepConditionGenerationModel": _NO_PICTURE,
-        "hunyuan3d.model.Hunyuan3Dv2": _NO_PICTURE,
-        "hunyuan3dv2_1.hunyuandit.HunYuanDiTPlain": _NO_PICTURE,
-        "minimax_music.dit.MiniMaxMusic3DiT": _NO_PICTURE,
-        "trellis2.model.Trellis2": _NO_PICTURE,
-        "triposplat.model.LatentSeqMMFlowModel": _NO_PICTURE,
-    }.items()
+KEEPS_STATE: Mapping[str, str] = {
+    "comfy.ldm.wan.ar_model.CausalWanModel": "it keeps keys of earlier frames for later ones"
 }
-"""Why models of some classes cannot merge, by the full name of the class."""
+"""Why the steps of some models cannot be forecast, by the full name of the class."""

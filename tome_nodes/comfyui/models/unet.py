@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
@@ -82,8 +82,6 @@ def _changed_part(block: Any) -> str | None:
 @dataclass(frozen=True)
 class ComfyUNet(UNetRecord):
     """``UNetModel``, whose blocks are ``BasicTransformerBlock`` and read the tokens' shape."""
-
-    remarks: ClassVar[tuple[str, ...]] = ()
 
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, UNetModel)

@@ -23,8 +23,9 @@ from ...tuning.search import (
     find,
 )
 from ...tuning.summary import Found
-from ..attachment import detach, record_for
+from .. import attachment
 from ..models.base import class_name
+from ..validation import config_of
 from . import tune_cache
 from .trials import Sampling, Trials
 
@@ -33,7 +34,7 @@ log = logging.getLogger("tome_nodes")
 # ComfyUI computes steps / denoise noise levels: too many for a smaller denoise.
 _LEAST_DENOISE = 0.01
 
-_METHOD = 9
+_METHOD = 10
 """Raise it when what merging does changes, or how it is measured: older figures are then void."""
 
 
@@ -62,11 +63,12 @@ def tune(
         obstacle = f"with denoise {sampling.denoise:g} there is nothing to sample"
         return Found(wish, obstacle=obstacle)
     try:
-        record = record_for(model)
+        gentlest = config_of(**BALANCED[0].settings)
+        attachment.attach(model, gentlest)
     except ValueError as error:
         return Found(wish, obstacle=str(error))
-    # In a transformer, both presets do the same.
-    ladders = [BALANCED] if record.merges_at_calls else [BALANCED, FAST]
+    # Where steps are forecast, both presets do the same.
+    ladders = [BALANCED, FAST] if attachment.merges(model, gentlest) else [BALANCED]
     try:
         return _tried(make_trials(model, sampling), model, sampling, wish, ladders, measure_again)
     except InterruptProcessingException:
@@ -123,7 +125,7 @@ def _tried(
 
 def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, Any]:
     """Everything known that the figures depend on."""
-    plain = detach(model)
+    plain = attachment.detach(model)
     options = plain.model_options
     patches = {
         *plain.object_patches,

@@ -1,0 +1,210 @@
+"""Forecast steps of a sampling run in ComfyUI, for any model whose answer is a denoised latent.
+
+ComfyUI's sampler asks a guider for the guided answer of a step. That answer is what is forecast. So
+nothing has to be known about the model, and how many evaluations an answer takes does not matter.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from comfy.model_sampling import CONST
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
+
+from ..forecasting import reasons
+from ..forecasting.forecasts import Forecasts
+from ..forecasting.steps import Step, latent_share, log_snr
+from ..patching.schedule import is_active, is_noise_alone
+from ..report import log_line
+from ..report.counts import Counts
+from ..report.last_run import LastRun
+from ..settings.config import ToMeConfig
+from ..tuning.search import Measured
+from .course import course_of
+
+KEY = "tome_nodes"
+"""Our key among the wrappers of a model."""
+
+_EXTRAPOLATES = frozenset(
+    f"sample_{name}"
+    for name in (
+        *("euler", "euler_ancestral", "dpmpp_2m", "dpmpp_2m_sde", "dpmpp_2m_sde_gpu", "ddpm"),
+        *("res_multistep", "res_multistep_ancestral", "gradient_estimation", "er_sde"),
+    )
+)
+"""The functions of samplers that gain if the answer after a forecast makes up for its error
+(benchmarks/FIDELITY.md). The correction is that of Euler's method; under others it does harm."""
+
+_AS_THEY_ARE = frozenset(
+    f"sample_{name}"
+    for name in (
+        *("lms", "dpmpp_3m_sde", "dpmpp_3m_sde_gpu", "lcm", "ipndm", "ipndm_v", "deis"),
+        *("sa_solver", "unipc", "unipc_bh2"),
+    )
+)
+"""The functions of samplers that get answers as they are."""
+
+_GUIDANCE = ("sampler_cfg_function", "sampler_pre_cfg_function", "sampler_post_cfg_function")
+"""The model options with functions that see or change the parts of a guided answer."""
+
+log = logging.getLogger("tome_nodes")
+
+
+class ForecastRun:
+    """One sampling run whose steps are forecast.
+
+    Attributes:
+        count: the number of steps of the run.
+        forecasts: its forecasts.
+    """
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        guider: Any,
+        sampler: Any,
+        schedule: torch.Tensor,
+        starts_empty: bool,
+        on_step: Callable[[str], None] | None,
+    ):
+        """Prepare a run.
+
+        Args:
+            config: the settings.
+            guider: ComfyUI's guider, whose model options are of this run alone.
+            sampler: ComfyUI's sampler.
+            schedule: noise levels, one more than there are steps.
+            starts_empty: whether the latent holds no picture.
+            on_step: called once in each step with a short text on what was done.
+        """
+        self.schedule: list[float] = schedule.tolist()
+        self.count = len(self.schedule) - 1
+        self.forecasts = Forecasts(config.ratio)
+        self._steps_seen = 0
+        self._config = config
+        self._guider = guider
+        self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
+        most = float(self._sampling.sigma_max)
+        self._from_noise = starts_empty or is_noise_alone(self.schedule[0], most)
+        self._on_step = on_step
+        self._done = 0
+        self._evaluated: int | None = None
+        name = _function_of(sampler)
+        known = _EXTRAPOLATES | _AS_THEY_ARE
+        self._reason = None if name in known else reasons.sampler(name.removeprefix("sample_"))
+        has_still_mask = "denoise_mask_function" not in guider.model_options
+        self._corrects = name in _EXTRAPOLATES and has_still_mask
+
+    @property
+    def reason(self) -> str | None:
+        """Why nothing was forecast; None if something was."""
+        return None if self.forecasts.steps else self._reason or self.forecasts.reason
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Wrap the guided answers of the run, inside of all other wrappers."""
+        options = self._guider.model_options["transformer_options"]
+        wrappers = options.setdefault("wrappers", {}).setdefault(WrappersMP.PREDICT_NOISE, {})
+        wrappers.pop(KEY, None)
+        wrappers[KEY] = [self.predict_noise]
+        try:
+            yield
+        finally:
+            del wrappers[KEY]
+
+    def counting(self, callback: Callable[..., Any] | None) -> Callable[..., Any]:
+        """The callback of the sampler, which calls it once a step, after the step's answer."""
+
+        def counted(step: int, *args: Any, **kwargs: Any) -> Any:
+            self._done = step + 1
+            return None if callback is None else callback(step, *args, **kwargs)
+
+        return counted
+
+    def finish(self, tuned: Measured | None, is_quiet: bool) -> LastRun | None:
+        """Report the run, and return its record; None if no step was sampled.
+
+        Args:
+            tuned: what ToMe Tune measured with these settings, None if it did not choose them.
+            is_quiet: whether to log nothing.
+        """
+        if not self._steps_seen:
+            return None
+        counts = Counts(self.count)
+        counts.forecast_steps = self.forecasts.steps
+        obstacle = self.reason
+        if not is_quiet:
+            if obstacle is None:
+                log.info("[ToMe] %s", log_line.log_line(counts, self._config, [], tuned))
+            else:
+                log.warning("[ToMe] nothing was forecast: %s", obstacle)
+        return LastRun(
+            model=type(self._guider.model_patcher.model.model_config).__name__,
+            config=self._config,
+            counts=counts,
+            obstacle=obstacle,
+            backend=None,
+            worth_from=None,
+            choices={},
+            shallowest=1,
+            recording=None,
+            tuned=tuned,
+            is_forecast=True,
+        )
+
+    def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the guided answer of a step."""
+        x, sigma = args[0], float(args[1].max())
+        options = args[2] if len(args) > 2 else kwargs.get("model_options", {})
+        step = self._step(sigma, options)
+        if step is None:
+            self._show("model runs")
+            return executor(*args, **kwargs)
+        answer = self.forecasts.predict(step, x)
+        self._show("model runs" if answer is None else "forecast")
+        if answer is not None:
+            return answer
+        return self.forecasts.observe(step, executor(*args, **kwargs))
+
+    def _step(self, sigma: float, options: Mapping[str, Any]) -> Step | None:
+        """The step of an evaluation; None if nothing is forecast any more."""
+        if self._reason is None:
+            self._reason = self._obstacle(options)
+        index, self._evaluated = self._done, self._done
+        if self._reason is not None or index >= self.count or sigma <= 0:
+            return None
+        return Step(
+            index=index,
+            count=self.count,
+            log_snr=log_snr(sigma, isinstance(self._sampling, CONST)),
+            course=course_of(self._guider, sigma),
+            latent_share=latent_share(self.schedule, index) if self._corrects else None,
+            is_active=is_active(self._config, sigma, self._sampling.percent_to_sigma),
+            from_noise=self._from_noise,
+        )
+
+    def _obstacle(self, options: Mapping[str, Any]) -> str | None:
+        """What the run shows of its sampler that forecasts cannot stand."""
+        if self._evaluated == self._done:
+            return reasons.SEVERAL
+        own = self._guider.model_options
+        has_own_hook = any(options.get(name) != own.get(name) for name in _GUIDANCE)
+        return reasons.UNGUIDED if has_own_hook else None
+
+    def _show(self, what: str) -> None:
+        """Show what the step does, once."""
+        if self._done >= self._steps_seen:
+            self._steps_seen = self._done + 1
+            if self._on_step is not None:
+                self._on_step(f"{what}, step {self._done + 1}/{self.count}")
+
+
+def _function_of(sampler: Any) -> str:
+    """The name of the function that samples, within samplers of other nodes that wrap one."""
+    for inner in getattr(sampler, "extra_options", {}).values():
+        if hasattr(inner, "sampler_function"):
+            return _function_of(inner)
+    function = getattr(sampler, "sampler_function", None)
+    return str(getattr(function, "__name__", type(sampler).__name__))

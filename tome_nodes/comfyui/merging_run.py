@@ -1,0 +1,260 @@
+"""Merge tokens in a sampling run in ComfyUI.
+
+The wrapper of a model evaluation puts ``forward`` overrides on the transformer blocks, and takes
+them off again.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+from comfy.patcher_extension import WrapperExecutor
+from torch import Tensor, nn
+
+from ..merging.layout import Grid, Picture
+from ..patching.blocks import uncompiled
+from ..patching.engine import MakeStrategy
+from ..patching.evaluation import Run
+from ..patching.schedule import Moment, is_active, is_noise_alone, step_index
+from ..report.last_run import LastRun
+from ..settings.config import ToMeConfig
+from ..tuning.search import Measured
+from . import comfy_compiler, host_checks
+from .attention import sparse_attention
+from .autotune_cache import autotune
+from .models import record_of
+from .models.base import ComfyRecord, Inputs
+from .run_report import RunReport
+
+KEY = "tome_nodes"
+"""The transformer option with the run that an evaluation belongs to."""
+
+# Not ``__name__``: ComfyUI names the package after its folder.
+log = logging.getLogger("tome_nodes")
+
+
+def apply_model(
+    executor: WrapperExecutor,
+    x: Tensor,
+    t: Tensor,
+    c_concat: Tensor | None = None,
+    c_crossattn: Tensor | None = None,
+    control: Any = None,
+    transformer_options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Wrap one model evaluation."""
+    model = executor.class_obj
+    options = {} if transformer_options is None else transformer_options
+    run: MergingRun | None = options.get(KEY)
+
+    def denoise(options: dict[str, Any]) -> Tensor:
+        return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+
+    if run is None:
+        return denoise(options)
+    # With sound, the latent is the first of what is packed into ``x``.
+    packed = kwargs.get("latent_shapes")
+    inputs = Inputs(tuple(packed[0] if packed else x.shape), kwargs)
+    return run.evaluate(model, inputs, x, t, options, denoise)
+
+
+class MergingRun:
+    """The state of one sampling run, which may evaluate several models in several threads."""
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        make_strategy: MakeStrategy,
+        starts_empty: bool,
+        on_step: Callable[[str], None] | None,
+        with_details: bool,
+    ):
+        """Prepare a run.
+
+        Args:
+            config: the settings.
+            make_strategy: makes the strategy.
+            starts_empty: whether the latent holds no picture.
+            on_step: called once in each step with a short text on what was merged.
+            with_details: whether to record the run in detail.
+        """
+        self._config = config
+        self._make_strategy = make_strategy
+        self._starts_empty = starts_empty
+        self._on_step = on_step
+        self._with_details = with_details
+        self._records: dict[nn.Module, ComfyRecord | str] = {}
+        self._runs: dict[nn.Module, Run | None] = {}
+        self._reports: dict[type, tuple[RunReport, Run, Any]] = {}
+        self._schedule: list[float] = []
+        self._step = 0
+        self._sigma: float | None = None
+        self._calls: Counter[Hashable] = Counter()
+        self._lock = Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MergingRun":
+        # Another node may copy the transformer options, which hold this, for each evaluation.
+        return self
+
+    @contextmanager
+    def installed(self, model_options: Mapping[str, Any]) -> Iterator[None]:
+        """Take part in a run, whose model options these are, until ComfyUI drops them."""
+        options = model_options["transformer_options"]
+        options[KEY] = self
+        with comfy_compiler.switched_off(options):
+            yield
+
+    def evaluate(
+        self,
+        model: Any,
+        inputs: Inputs,
+        x: Tensor,
+        t: Tensor,
+        options: dict[str, Any],
+        denoise: Callable[[dict[str, Any]], Tensor],
+    ) -> Tensor:
+        """Evaluate a model, merging tokens.
+
+        Args:
+            model: a BaseModel of ComfyUI.
+            inputs: the shape of the latent, and the conditions.
+            x: the latent.
+            t: the noise level of each sample.
+            options: the transformer options.
+            denoise: evaluates the model, given transformer options.
+        """
+        latent = Grid(*inputs.shape[-2:])
+        diffusion_model = uncompiled(model.diffusion_model)
+        record = self._record_of(diffusion_model)
+        # Reading the noise level waits for the GPU, which is then idle until the model runs.
+        sigma = max(t.flatten().tolist())
+        with self._lock:
+            if not self._schedule:
+                self._schedule = options.get("sample_sigmas", t[:1]).tolist()
+            if diffusion_model not in self._runs:
+                self._runs[diffusion_model] = self._run_of(model, record, latent, t.device)
+            run = self._runs[diffusion_model]
+            moment = self._moment(model, sigma, options)
+        if run is None or isinstance(record, str):
+            return denoise(options)
+        pictures, obstacle = _pictures(record, diffusion_model, inputs)
+        obstacle = obstacle or sparse_attention(options)
+        dtype = model.get_dtype_inference()
+
+        def evaluate() -> Tensor:
+            with run.evaluation(moment, latent, t.device, dtype, obstacle, pictures) as evaluation:
+                if evaluation is None:
+                    return denoise(options)
+                own = record.options(options, evaluation)
+                return evaluation.or_without_detail(lambda: denoise(own))
+
+        return run.or_unmerged(evaluate)
+
+    def _record_of(self, network: nn.Module) -> ComfyRecord | str:
+        """The record of a diffusion model, or why it cannot merge."""
+        if network not in self._records:
+            try:
+                self._records[network] = record_of(network)
+            except ValueError as error:
+                self._records[network] = str(error)
+        return self._records[network]
+
+    def _run_of(
+        self, model: Any, record: ComfyRecord | str, latent: Grid, device: torch.device
+    ) -> Run | None:
+        """The evaluations of a model that is new in this run.
+
+        None, and a warning in the log, if it cannot merge. Models of one class are deep clones of
+        each other, and share a report.
+        """
+        network = uncompiled(model.diffusion_model)
+        is_first = not self._reports
+        if isinstance(record, str):
+            obstacle: str | None = record
+        else:
+            changed = None if is_first else record.changed_part(network)
+            obstacle = changed and f"{host_checks.version()} has another {changed}"
+        if isinstance(record, str) or obstacle is not None:
+            log.warning("[ToMe] a second model of this run stays unmerged: %s", obstacle)
+            return None
+        kind = type(network)
+        if kind in self._reports:
+            report = self._reports[kind][0]
+        else:
+            report = RunReport(
+                max(1, len(self._schedule) - 1),
+                latent,
+                device,
+                self._on_step if is_first else None,
+                is_first and self._with_details,
+            )
+        run = Run(self._config, record, network, self._make_strategy, report, autotune())
+        self._reports.setdefault(kind, (report, run, model))
+        return run
+
+    def _moment(self, model: Any, sigma: float, options: dict[str, Any]) -> Moment:
+        step = self._step = step_index(self._schedule, sigma, self._step)
+        last_step = len(self._schedule) - 2
+        most = float(model.model_sampling.sigma_max)
+        return Moment(
+            step=step,
+            progress=step / last_step if last_step > 0 else 0.0,
+            picks=step,
+            part=self._part(uncompiled(model.diffusion_model), options, sigma),
+            is_active=is_active(self._config, sigma, model.model_sampling.percent_to_sigma),
+            steps_left=max(0, last_step - step),
+            from_noise=self._starts_empty or is_noise_alone(self._schedule[0], most),
+        )
+
+    def _part(self, network: nn.Module, options: dict[str, Any], sigma: float) -> Hashable:
+        """What an evaluation of a network evaluates, as far as the transformer options tell.
+
+        They do not tell tiles apart. But a network gets its tiles in the same order in each step,
+        so calls of a network are counted. Calls of different networks, which may run on several
+        devices at once, come in no fixed order.
+        """
+        window = options.get("context_window")
+        composition = (
+            *options.get("uuids", ()),
+            *options.get("cond_or_uncond", ()),
+            None if window is None else tuple(window.index_list),
+        )
+        if sigma != self._sigma:
+            self._sigma = sigma
+            self._calls.clear()
+        self._calls[network, composition] += 1
+        return composition, self._calls[network, composition]
+
+    def finish(self, tuned: Measured | None, is_quiet: bool) -> LastRun | None:
+        """Report the run, and return the record of its first model; None if nothing was evaluated.
+
+        A second model of another class is reported only in the log.
+
+        Args:
+            tuned: what ToMe Tune measured with these settings, None if it did not choose them.
+            is_quiet: whether to log nothing.
+        """
+        last_runs = [
+            report.finish(run, model, self._config, tuned, is_quiet)
+            for report, run, model in self._reports.values()
+        ]
+        return last_runs[0] if last_runs else None
+
+
+def _pictures(
+    record: ComfyRecord, diffusion_model: nn.Module, inputs: Inputs
+) -> tuple[tuple[Picture, ...], str | None]:
+    """The pictures in the sequence, and why nothing can merge (None if something can)."""
+    obstacle = record.obstacle(diffusion_model)
+    if obstacle is not None:
+        return (), obstacle
+    try:
+        return record.pictures(diffusion_model, inputs), None
+    except Exception as error:
+        # A later ComfyUI or another node may pass inputs in another form.
+        return (), f"the inputs of the model are of an unknown form: {error}"

@@ -1,0 +1,228 @@
+"""Forecast the answer of a step from the two answers before it.
+
+An answer is the prediction of the clean picture. Over the logarithm of signal to noise, it changes
+nearly on a straight line. So in some steps that line takes the place of the model (see
+benchmarks/FIDELITY.md). Such forecasts are common for long runs: TaylorSeer (arXiv 2503.06923).
+
+The model's next answer shows how far off the forecasts before it were: a point between two answers
+is known better than a point beyond them. That answer is corrected, so that the sampler makes up for
+the error.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import reasons
+from .steps import LONG, SHORTEST, Step, steps_that_run
+
+_DAMPING = 0.7
+"""The share of the extrapolated change that a forecast contains."""
+
+_MOST_CHANGE = 3.0
+"""A forecast adds at most this many times the last change. At the start of a run with a high shift,
+noise levels are so close that the line would lead far away."""
+
+_TOO_CLOSE = 0.02
+"""Two answers count as one if their logarithms of signal to noise differ by less."""
+
+_RESPONSE = 0.7
+"""The share of an error in the noisy latent that shows in the model's answer."""
+
+_SETTLED, _LEAST_SNR = 0.15, -7.0
+"""A run of fewer than ``LONG`` steps is settled if its first two answers differ by less than
+``_SETTLED`` of the second. Its picture is there from the start, as in a second pass, or in an edit
+with reference pictures. It is not settled if the logarithm of signal to noise in the second step is
+below ``_LEAST_SNR``: answers to such strong noise always differ little."""
+
+_SHORTEST_EDIT = 6
+"""A settled run that began with noise, like an edit, has forecasts only from this many steps on. In
+a shorter run, taking one step fewer changes the picture less than a forecast."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Answer:
+    """An answer of the model: its step, and the denoised latent."""
+
+    step: Step
+    denoised: Tensor
+
+
+@dataclass(frozen=True)
+class _Forecast:
+    """A forecast: its step, and how many times the last change was added to the last answer."""
+
+    step: Step
+    share: float
+
+
+@dataclass(eq=False)
+class _Line:
+    """The line of one call of a step: at most two answers, in order, and the forecasts since."""
+
+    answers: list[_Answer] = field(default_factory=list)
+    forecasts: list[_Forecast] = field(default_factory=list)
+
+    @property
+    def latest(self) -> int:
+        """The latest step that the call took part in."""
+        return (self.forecasts or self.answers)[-1].step.index
+
+
+class Forecasts:
+    """The forecasts of one sampling run, and the answers they are made from.
+
+    A step may consist of several calls of the model, where the host guides outside of them. It is
+    decided once a step, at its first call, whether the step is forecast.
+
+    Attributes:
+        steps: the steps that were forecast.
+    """
+
+    def __init__(self, ratio: float):
+        """``ratio`` is that of :func:`tome_nodes.forecasting.steps.steps_that_run`."""
+        self.steps: set[int] = set()
+        self._ratio = ratio
+        self._lines: list[_Line] = []
+        self._latest: Step | None = None
+        self._form: Hashable = None
+        self._is_forecast = False
+        self._noise_rises = False
+        self._settled: bool | None = None
+        self._reason: str | None = None
+
+    def predict(self, step: Step, latent: Tensor, call: int = 0) -> Tensor | None:
+        """The forecast of the denoised latent; None if the model has to run.
+
+        Args:
+            step: the step of the run.
+            latent: its noisy latent.
+            call: the number of the call within its step, from 0.
+        """
+        if call == 0:
+            self._begin(step, latent)
+        if not self._is_forecast or call >= len(self._lines):
+            return None
+        line = self._lines[call]
+        first, last = line.answers
+        if last.denoised.shape != latent.shape:
+            return None
+        change = (step.log_snr - last.step.log_snr) / (last.step.log_snr - first.step.log_snr)
+        share = min(_DAMPING * change, _MOST_CHANGE)
+        line.forecasts.append(_Forecast(step, share))
+        self.steps.add(step.index)
+        return torch.lerp(first.denoised, last.denoised, 1 + share)
+
+    def observe(self, step: Step, denoised: Tensor, call: int = 0) -> Tensor:
+        """Note an answer of the model.
+
+        Returns:
+            The answer to use, corrected for the errors of the forecasts before it.
+        """
+        if torch.is_grad_enabled():
+            return denoised
+        while len(self._lines) <= call:
+            self._lines.append(_Line())
+        line = self._lines[call]
+        # Whoever gets the answer may change it in place.
+        new, corrected = _Answer(step, denoised.clone()), denoised
+        if line.forecasts and step.latent_share is not None:
+            corrected = _corrected(line, new, step.latent_share)
+        if line.answers and step.log_snr - line.answers[-1].step.log_snr < _TOO_CLOSE:
+            line.answers.pop()
+        line.answers = [*line.answers[-1:], new]
+        line.forecasts = []
+        if step.index == 1:
+            self._settled = self._settled is not False and _is_settled(line)
+        return corrected
+
+    @property
+    def reason(self) -> str | None:
+        """Why nothing was forecast; None if something was."""
+        return None if self.steps else self._reason or reasons.LEFT_OUT
+
+    def _begin(self, step: Step, latent: Tensor) -> None:
+        """Begin a step: decide whether it is forecast."""
+        before, self._latest = self._latest, step
+        form = latent.shape, latent.device, latent.dtype, step.course
+        is_next = before is not None and step.index == before.index + 1
+        self._noise_rises = before is not None and step.log_snr < before.log_snr
+        if not is_next or self._noise_rises or form != self._form:
+            # The answers so far are no guide to those to come.
+            self._lines = []
+        # A step has fewer calls where guidance ends.
+        self._lines = [line for line in self._lines if line.latest == step.index - 1]
+        self._form = form
+        self._is_forecast = self._may_forecast(step)
+
+    def _may_forecast(self, step: Step) -> bool:
+        running = self._running(step)
+        if len(running) == step.count:
+            why = reasons.too_short(step.count) if step.count < SHORTEST else reasons.EDIT
+        elif step.index in running:
+            return False
+        elif torch.is_grad_enabled():
+            why = reasons.GRADIENTS
+        elif not step.is_active:
+            why = reasons.PERCENTS
+        elif self._noise_rises:
+            why = reasons.NOISE_RISES
+        elif not self._lines or any(len(line.answers) < 2 for line in self._lines):
+            why = reasons.CHANGES
+        else:
+            return True
+        self._reason = self._reason or why
+        return False
+
+    def _running(self, step: Step) -> frozenset[int]:
+        """The steps in which the model runs."""
+        is_settled = step.count < LONG and self._settled is True
+        if is_settled and step.from_noise and step.count < _SHORTEST_EDIT:
+            return frozenset(range(step.count))
+        return steps_that_run(self._ratio, step.count, is_settled)
+
+
+def _is_settled(line: _Line) -> bool:
+    """Whether the first two answers of a run hardly differ, in all samples."""
+    if len(line.answers) < 2 or line.answers[1].step.log_snr < _LEAST_SNR:
+        return False
+    before, after = (each.denoised.float().flatten(1) for each in line.answers)
+    return bool(((after - before).norm(dim=1) < _SETTLED * after.norm(dim=1)).all())
+
+
+def _corrected(line: _Line, now: _Answer, latent_share: float) -> Tensor:
+    """An answer, corrected for the errors of the forecasts before it.
+
+    The forecasts should have been on the line from the answer before them to this one. What they
+    lack is now missing in the sampler's latent. The correction makes the sampler add it to the next
+    latent. The model answered for a latent that lacks it, so the correction also adds what is
+    missing in the answer.
+
+    Args:
+        line: the forecasts, and the two answers that they were made from.
+        now: the answer.
+        latent_share: the share of the step's noisy latent in the next one.
+    """
+    first, last = line.answers
+    # What the latent lacks: ``after`` times the change from the last answer to this one, minus
+    # ``before`` times the change between the two answers before.
+    after = before = 0.0
+    longest = 1 - latent_share
+    distance = now.step.log_snr - last.step.log_snr
+    if distance < _TOO_CLOSE:
+        return now.denoised
+    for each in line.forecasts:
+        kept = each.step.latent_share
+        if kept is None:
+            return now.denoised
+        place = (each.step.log_snr - last.step.log_snr) / distance
+        after = kept * after + (1 - kept) * place
+        before = kept * before + (1 - kept) * each.share
+        longest = max(longest, 1 - kept)
+    # The longest of the steps counts: a step much shorter than one before it would need a change
+    # much larger than the error.
+    weight = latent_share / longest + _RESPONSE
+    changed = torch.lerp(last.denoised, now.denoised, 1 + weight * after)
+    return changed.sub_(last.denoised - first.denoised, alpha=weight * before)

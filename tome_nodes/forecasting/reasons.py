@@ -1,0 +1,52 @@
+"""Why nothing was forecast in a run, in words for users: what is in the way, and what to do."""
+
+from .steps import SHORTEST
+
+GRADIENTS = "gradients are computed, which a forecast has none of; nothing needs to be done"
+
+EDIT = (
+    "the model's answers hardly change over the steps, as in an edit, and the run is short; take "
+    "one step fewer, which changes the picture less than a forecast would"
+)
+
+LEFT_OUT = (
+    "only steps were sampled in which the model always runs, as another node left out the others; "
+    "remove one of the two nodes"
+)
+
+PERCENTS = (
+    "start_percent to end_percent covers only steps in which the model always runs: the first two "
+    "or three, and the last; widen them"
+)
+
+CHANGES = (
+    "prompts, guidance or control change, or another node leaves out steps, so often that no two "
+    "steps in a row tell the next; leave the node out"
+)
+
+NOISE_RISES = (
+    "the noise level does not fall from step to step, as in an inversion; leave the node out"
+)
+
+SEVERAL = (
+    "this sampler runs the model more than once a step; take euler, dpmpp_2m or res_multistep"
+)
+
+UNGUIDED = (
+    "this sampler looks at the answer without guidance, which a forecast does not have; take "
+    "euler, dpmpp_2m or res_multistep"
+)
+
+
+def too_short(count: int) -> str:
+    """For a run of ``count`` steps, fewer than any that has forecasts."""
+    instead = "leave the node out" if count == 1 else "take a step fewer to save time"
+    return f"a run of {count} is too short, it takes at least {SHORTEST} steps; {instead}"
+
+
+def sampler(name: str) -> str:
+    """For a sampler under which forecasts do harm, or are not known to do none."""
+    return (
+        f"under the sampler {name}, forecasts change the picture more than fewer steps do, or were "
+        "not tried; take euler, dpmpp_2m or res_multistep"
+    )

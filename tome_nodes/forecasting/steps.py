@@ -1,0 +1,98 @@
+"""Where a step is in its run, and in which steps of a run the model runs."""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+FIRST, FIRST_OF_MANY, MANY = 2, 3, 8
+"""The model runs in the first ``FIRST`` steps, and in the first ``FIRST_OF_MANY`` if a run has at
+least ``MANY`` steps and is not settled. The earliest forecasts have the largest errors."""
+
+SHORTEST = FIRST + 2
+"""A run has forecasts only from this many steps on."""
+
+LONG = 16
+"""From this many steps on, a run does not count as settled, and ``_GROWTH`` applies."""
+
+_GROWTH = 1.3
+"""The exponent that moves the steps in which the model runs towards the beginning of a long run. In
+shorter runs and settled runs, they are spread evenly."""
+
+_MOST_NOISE = 0.99
+"""Noise levels of a flow above this one count as this one: pure noise would have no logarithm."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a sampling run, as the host knows it.
+
+    Attributes:
+        index: its number, from 0.
+        count: the number of steps of the run.
+        log_snr: the logarithm of signal to noise of its latent, in power.
+        course: everything besides the noise that decides the model's answer, as far as the host
+            knows it: the active prompts, the guidance scale, control, hooks.
+        latent_share: the share of its noisy latent in the next one, see :func:`latent_share`; None
+            if the answer after a forecast must stay as it is.
+        is_active: whether it is between ``start_percent`` and ``end_percent``.
+        from_noise: whether the run began with noise alone, not with a picture under some noise.
+    """
+
+    index: int
+    count: int
+    log_snr: float
+    course: Hashable = None
+    latent_share: float | None = None
+    is_active: bool = True
+    from_noise: bool = True
+
+
+def log_snr(noise: float, is_flow: bool) -> float:
+    """The logarithm of signal to noise, in power.
+
+    Args:
+        noise: the noise level, above 0. For a flow, the share of noise in the latent; otherwise the
+            standard deviation of the noise that is added to a picture.
+        is_flow: whether the latent goes straight from noise to a picture.
+    """
+    if not is_flow:
+        return -2 * math.log(noise)
+    share = min(noise, _MOST_NOISE)
+    return 2 * math.log((1 - share) / share)
+
+
+def latent_share(schedule: Sequence[float], index: int) -> float | None:
+    """The share of a step's noisy latent in the next one; None if the noise does not fall.
+
+    In Euler's method, the next latent is a mean of this one and of the answer, and the share is the
+    noise of the next step over the noise of this one: 0 in the last step.
+
+    Args:
+        schedule: noise levels, one more than there are steps.
+        index: the number of the step, from 0.
+    """
+    if index + 1 >= len(schedule):
+        return None
+    before, after = schedule[index : index + 2]
+    return after / before if 0 <= after < before else None
+
+
+def steps_that_run(ratio: float, count: int, is_settled: bool) -> frozenset[int]:
+    """The steps of a run in which the model runs; the others are forecast.
+
+    Args:
+        ratio: the share of the steps between the first few and the last that are forecast; at least
+            one of them is.
+        count: the number of steps of the run, at least 1.
+        is_settled: whether answers change little from the start of the run.
+    """
+    first = FIRST_OF_MANY if count >= MANY and not is_settled else FIRST
+    growth = _GROWTH if count >= LONG and not is_settled else 1
+    between = max(0, count - 1 - first)
+    running = min(round(between * (1 - ratio)), max(0, between - 1))
+    found, latest = {*range(min(first, count)), count - 1}, first - 1
+    for number in range(1, running + 1):
+        share = (number / (running + 1)) ** growth
+        latest = max(latest + 1, first - 1 + math.ceil((between + 1) * share - 0.5))
+        found.add(latest)
+    return frozenset(found)
