@@ -37,7 +37,8 @@ from benchmarks.speed.absent_gpus import absent_gpus  # noqa: E402
 from benchmarks.speed.figures import grid, spread  # noqa: E402
 from benchmarks.speed.measure import Operators, Subject, merged_blocks  # noqa: E402
 from benchmarks.speed.record import Record, say  # noqa: E402
-from tome_nodes.comfyui.attachment import KEY, attach  # noqa: E402
+from tome_nodes.comfyui.attachment import attach  # noqa: E402
+from tome_nodes.comfyui.merging_run import KEY  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
 from tome_nodes.ops.autotune import Autotune, Case, Choice, Variants  # noqa: E402
 from tome_nodes.patching import detail_cache, engine, key_weights  # noqa: E402

@@ -22,12 +22,18 @@ def course_of(guider: Any, sigma: float) -> Hashable:
     ]
     conditions: Mapping[str, Any] = getattr(guider, "conds", None) or {}
     active = [
-        (name, each.get("uuid", id(each)), *_control(each.get("control"), sigma), *_hooks(each, sigma))
+        (name, *_of_condition(each, sigma))
         for name, several in sorted(conditions.items())
         for each in several or ()
         if _is_active(each, sigma)
     ]
     return tuple(scales), tuple(active)
+
+
+def _of_condition(condition: Mapping[str, Any], sigma: float) -> Iterator[Hashable]:
+    yield condition.get("uuid", id(condition))
+    yield from _control(condition.get("control"), sigma)
+    yield from _hooks(condition.get("hooks"), sigma)
 
 
 def _is_active(condition: Mapping[str, Any], sigma: float) -> bool:
@@ -44,9 +50,9 @@ def _control(control: Any, sigma: float) -> Iterator[Hashable]:
         control = getattr(control, "previous_controlnet", None)
 
 
-def _hooks(condition: Mapping[str, Any], sigma: float) -> Iterator[Hashable]:
-    """The strength of each hook, such as a LoRA that comes in by percent."""
-    for hook in getattr(condition.get("hooks"), "hooks", ()):
+def _hooks(group: Any, sigma: float) -> Iterator[Hashable]:
+    """The strength of each hook of a group, such as a LoRA that comes in by percent."""
+    for hook in getattr(group, "hooks", ()):
         keyframes = getattr(getattr(hook, "hook_keyframe", None), "keyframes", ())
         begun = [each.strength for each in keyframes if each.start_t >= sigma]
         yield begun[-1] if begun else None

@@ -7,6 +7,7 @@ nothing has to be known about the model, and how many evaluations an answer take
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
 from ..forecasting import reasons
 from ..forecasting.forecasts import Forecasts
-from ..forecasting.steps import Step, latent_share, log_snr
+from ..forecasting.steps import SHORTEST, Step, latent_share, log_snr
 from ..patching.schedule import is_active, is_noise_alone
 from ..report import log_line
 from ..report.counts import Counts
@@ -27,24 +28,31 @@ from .course import course_of
 KEY = "tome_nodes"
 """Our key among the wrappers of a model."""
 
-_EXTRAPOLATES = frozenset(
-    f"sample_{name}"
-    for name in (
-        *("euler", "euler_ancestral", "dpmpp_2m", "dpmpp_2m_sde", "dpmpp_2m_sde_gpu", "ddpm"),
-        *("res_multistep", "res_multistep_ancestral", "gradient_estimation", "er_sde"),
-    )
-)
-"""The functions of samplers that gain if the answer after a forecast makes up for its error
-(benchmarks/FIDELITY.md). The correction is that of Euler's method; under others it does harm."""
 
-_AS_THEY_ARE = frozenset(
-    f"sample_{name}"
-    for name in (
-        *("lms", "dpmpp_3m_sde", "dpmpp_3m_sde_gpu", "lcm", "ipndm", "ipndm_v", "deis"),
-        *("sa_solver", "unipc", "unipc_bh2"),
-    )
-)
-"""The functions of samplers that get answers as they are."""
+@dataclass(frozen=True)
+class _Sampler:
+    """What is known of a sampler.
+
+    Attributes:
+        least: the fewest steps of a run in which forecasts change the picture less than fewer steps
+            do. Samplers that look back need more.
+        corrects: whether the answer after a forecast is to make up for its error. The correction is
+            Euler's; some samplers make more of an answer, and are worse off with it.
+    """
+
+    least: int
+    corrects: bool
+
+
+_SAMPLERS: Mapping[str, _Sampler] = {
+    **dict.fromkeys(("euler", "euler_ancestral", "ddpm", "er_sde"), _Sampler(SHORTEST, True)),
+    **dict.fromkeys(("lcm", "sa_solver"), _Sampler(SHORTEST, False)),
+    **dict.fromkeys(("unipc", "unipc_bh2"), _Sampler(5, False)),
+    **dict.fromkeys(("dpmpp_2m", "res_multistep", "gradient_estimation"), _Sampler(8, True)),
+}
+"""The samplers under which forecasts hold (benchmarks/FIDELITY.md), by the names of their functions
+without ``sample_``. They evaluate a step once. Under the others, forecasts change the picture more
+than fewer steps do, mostly as these samplers add noise or look back far."""
 
 _GUIDANCE = ("sampler_cfg_function", "sampler_pre_cfg_function", "sampler_post_cfg_function")
 """The model options with functions that see or change the parts of a guided answer."""
@@ -92,10 +100,15 @@ class ForecastRun:
         self._done = 0
         self._evaluated: int | None = None
         name = _function_of(sampler)
-        known = _EXTRAPOLATES | _AS_THEY_ARE
-        self._reason = None if name in known else reasons.sampler(name.removeprefix("sample_"))
+        known = _SAMPLERS.get(name)
+        self._reason: str | None = None
+        if known is None:
+            self._reason = reasons.sampler(name)
+        elif self.count < known.least:
+            self._reason = reasons.too_short(self.count, known.least)
+        # A mask that moves replaces other parts of the answer in each step.
         has_still_mask = "denoise_mask_function" not in guider.model_options
-        self._corrects = name in _EXTRAPOLATES and has_still_mask
+        self._corrects = known is not None and known.corrects and has_still_mask
 
     @property
     def reason(self) -> str | None:
@@ -202,9 +215,9 @@ class ForecastRun:
 
 
 def _function_of(sampler: Any) -> str:
-    """The name of the function that samples, within samplers of other nodes that wrap one."""
+    """The name of a sampler, without ``sample_``; of a sampler that wraps another, the other's."""
     for inner in getattr(sampler, "extra_options", {}).values():
         if hasattr(inner, "sampler_function"):
             return _function_of(inner)
     function = getattr(sampler, "sampler_function", None)
-    return str(getattr(function, "__name__", type(sampler).__name__))
+    return str(getattr(function, "__name__", type(sampler).__name__)).removeprefix("sample_")

@@ -1,1 +1,1 @@
-"""Forecasts: in some steps the model does not run, and its answer is extrapolated from two others."""
+"""Forecasts: in some steps the model does not run; its answer is extrapolated from two others."""

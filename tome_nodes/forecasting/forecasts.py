@@ -60,10 +60,28 @@ class _Forecast:
 
 @dataclass(eq=False)
 class _Line:
-    """The line of one call of a step: at most two answers, in order, and the forecasts since."""
+    """The line of one call of a step.
+
+    Attributes:
+        answers: at most two answers, in order.
+        forecasts: the forecasts since the last of them.
+        product: the inner product of the last change of answers and the one before. It is negative
+            where answers turn back, as early under strong guidance; then no line leads on.
+    """
 
     answers: list[_Answer] = field(default_factory=list)
     forecasts: list[_Forecast] = field(default_factory=list)
+    product: Tensor | None = None
+
+    def add(self, new: _Answer) -> None:
+        """Add an answer."""
+        if self.answers and new.step.log_snr - self.answers[-1].step.log_snr < _TOO_CLOSE:
+            self.answers.pop()
+        if len(self.answers) == 2:
+            first, last = (each.denoised for each in self.answers)
+            self.product = ((last - first).float() * (new.denoised - last).float()).sum()
+        self.answers = [*self.answers[-1:], new]
+        self.forecasts = []
 
     @property
     def latest(self) -> int:
@@ -127,16 +145,13 @@ class Forecasts:
             self._lines.append(_Line())
         line = self._lines[call]
         # Whoever gets the answer may change it in place.
-        new, corrected = _Answer(step, denoised.clone()), denoised
+        new, corrected = _Answer(step, denoised.clone()), None
         if line.forecasts and step.latent_share is not None:
             corrected = _corrected(line, new, step.latent_share)
-        if line.answers and step.log_snr - line.answers[-1].step.log_snr < _TOO_CLOSE:
-            line.answers.pop()
-        line.answers = [*line.answers[-1:], new]
-        line.forecasts = []
+        line.add(new)
         if step.index == 1:
             self._settled = self._settled is not False and _is_settled(line)
-        return corrected
+        return denoised if corrected is None else corrected
 
     @property
     def reason(self) -> str | None:
@@ -171,6 +186,8 @@ class Forecasts:
             why = reasons.NOISE_RISES
         elif not self._lines or any(len(line.answers) < 2 for line in self._lines):
             why = reasons.CHANGES
+        elif any(line.product is not None and line.product < 0 for line in self._lines):
+            why = reasons.TURNS
         else:
             return True
         self._reason = self._reason or why
@@ -192,8 +209,8 @@ def _is_settled(line: _Line) -> bool:
     return bool(((after - before).norm(dim=1) < _SETTLED * after.norm(dim=1)).all())
 
 
-def _corrected(line: _Line, now: _Answer, latent_share: float) -> Tensor:
-    """An answer, corrected for the errors of the forecasts before it.
+def _corrected(line: _Line, now: _Answer, latent_share: float) -> Tensor | None:
+    """An answer, corrected for the errors of the forecasts before it; None if it has to stay.
 
     The forecasts should have been on the line from the answer before them to this one. What they
     lack is now missing in the sampler's latent. The correction makes the sampler add it to the next
@@ -212,11 +229,11 @@ def _corrected(line: _Line, now: _Answer, latent_share: float) -> Tensor:
     longest = 1 - latent_share
     distance = now.step.log_snr - last.step.log_snr
     if distance < _TOO_CLOSE:
-        return now.denoised
+        return None
     for each in line.forecasts:
         kept = each.step.latent_share
         if kept is None:
-            return now.denoised
+            return None
         place = (each.step.log_snr - last.step.log_snr) / distance
         after = kept * after + (1 - kept) * place
         before = kept * before + (1 - kept) * each.share

@@ -24,13 +24,16 @@ CHANGES = (
     "steps in a row tell the next; leave the node out"
 )
 
+TURNS = (
+    "the model's answers turn back from step to step, as they do under strong guidance in few "
+    "steps; lower the guidance, or take more steps"
+)
+
 NOISE_RISES = (
     "the noise level does not fall from step to step, as in an inversion; leave the node out"
 )
 
-SEVERAL = (
-    "this sampler runs the model more than once a step; take euler, dpmpp_2m or res_multistep"
-)
+SEVERAL = "this sampler runs the model more than once a step; take euler, dpmpp_2m or res_multistep"
 
 UNGUIDED = (
     "this sampler looks at the answer without guidance, which a forecast does not have; take "
@@ -38,10 +41,10 @@ UNGUIDED = (
 )
 
 
-def too_short(count: int) -> str:
-    """For a run of ``count`` steps, fewer than any that has forecasts."""
-    instead = "leave the node out" if count == 1 else "take a step fewer to save time"
-    return f"a run of {count} is too short, it takes at least {SHORTEST} steps; {instead}"
+def too_short(count: int, least: int = SHORTEST) -> str:
+    """For a run of ``count`` steps where forecasts need ``least``."""
+    instead = "leave the node out" if count == 1 else "to save time, take fewer"
+    return f"a run of {count} is too short, forecasts need {least} steps here; {instead}"
 
 
 def sampler(name: str) -> str:

@@ -1,0 +1,374 @@
+"""In which steps a model runs, and what is forecast in the others."""
+
+import math
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tome_nodes.forecasting import reasons
+from tome_nodes.forecasting.forecasts import Forecasts
+from tome_nodes.forecasting.steps import Step, latent_share, log_snr, steps_that_run
+
+
+@pytest.mark.parametrize(
+    ("ratio", "is_settled", "expected"),
+    [
+        (0.6, False, "RRFR"),
+        (0.3, False, "RRFR"),
+        (0.6, False, "RRRFR"),
+        (0.6, False, "RRFRFR"),
+        (0.3, False, "RRRRRFRR"),
+        (0.6, False, "RRRFRRFR"),
+        (0.75, False, "RRRFRFFR"),
+        (0.6, False, "RRRFRFRFFRFR"),
+        (0.6, False, "RRRRFRFFRFRFFRFFRFFR"),
+        (0.75, False, "RRRFRFFRFFFRFFFRFFFR"),
+        (1.0, False, "RRRFFFFR"),
+        (0.9, False, "RRR"),
+        (0.9, False, "R"),
+        # Settled runs are forecast from the third step on, and evenly.
+        (0.6, True, "RRFR"),
+        (0.6, True, "RRFRFRFR"),
+        (0.75, True, "RRFFRFFR"),
+        (0.6, True, "RRFRFRFFRFRFRFRFFRFR"),
+    ],
+)
+def test_steps_between_the_first_and_the_last_are_forecast(ratio, is_settled, expected):
+    running = steps_that_run(ratio, len(expected), is_settled)
+    letters = ["R" if step in running else "F" for step in range(len(expected))]
+    assert "".join(letters) == expected
+
+
+@given(st.floats(0, 1), st.integers(1, 100), st.booleans())
+def test_as_many_are_forecast_as_the_ratio_says_and_more_in_a_row_later(ratio, count, is_settled):
+    running = sorted(steps_that_run(ratio, count, is_settled))
+    first = min(3 if count >= 8 and not is_settled else 2, count)
+    assert running[:first] == [*range(first)] and running[-1] == count - 1
+    between = max(0, count - 1 - first)
+    forecast = count - len(running)
+    assert abs(forecast - between * ratio) <= 0.5 + 1e-9 or forecast == 1 <= between
+    gaps = [
+        after - before for before, after in zip(running[first - 1 :], running[first:], strict=False)
+    ]
+    # Steps are whole, so a gap may be one shorter than an earlier one.
+    assert all(later >= earlier - 1 for earlier, later in combinations(gaps, 2))
+
+
+@pytest.fixture(autouse=True)
+def as_hosts_sample():
+    """Hosts sample without gradients."""
+    with torch.no_grad():
+        yield
+
+
+def at(index, level, count=6, **others):
+    return Step(index=index, count=count, log_snr=level, **others)
+
+
+def latent(seed=0, batch=2):
+    return torch.randn(batch, 4, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+ONE, CHANGE = latent(), 0.1 * latent(1)
+KNOWN = ((0, -4.0, ONE), (1, -2.0, ONE + CHANGE))
+
+
+def run(kept, step, answer, call=0):
+    """A call in a step that has to run, and what the sampler gets."""
+    assert kept.predict(step, answer, call) is None
+    return kept.observe(step, answer, call)
+
+
+def after(*answers, ratio=0.6, **others):
+    """What is kept after these steps, levels and answers."""
+    kept = Forecasts(ratio)
+    for index, level, answer in answers:
+        run(kept, at(index, level, **others), answer)
+    return kept
+
+
+def test_a_forecast_goes_on_in_the_direction_of_the_last_change():
+    kept = after(*KNOWN)
+    assert kept.reason is not None
+    found = kept.predict(at(2, 1.0), ONE)
+    # The last change was over 2, the forecast is over 3, of which 0.7 is taken.
+    assert torch.allclose(found, ONE + CHANGE * (1 + 0.7 * 1.5), atol=1e-6)
+    assert kept.steps == {2} and kept.reason is None
+    assert kept.predict(at(3, 1.5), ONE) is None
+
+
+def test_a_forecast_adds_at_most_three_times_the_last_change():
+    found = after(*KNOWN).predict(at(2, 90.0), ONE)
+    assert torch.allclose(found, ONE + CHANGE * 4, atol=1e-5)
+
+
+def test_two_answers_too_close_in_noise_count_as_one():
+    start, last = latent(3), ONE + 2 * CHANGE
+    kept = after((0, -4.0, start), (1, -2.0, ONE), (2, -1.99, last), count=8)
+    found = kept.predict(at(3, 0.0, 8), ONE)
+    assert torch.allclose(found, torch.lerp(start, last, 1 + 0.7 * 1.99 / 2.01), atol=1e-5)
+    alone = after((0, -2.0, ONE), (1, -2.0, last))
+    assert alone.predict(at(2, 0.0), ONE) is None
+
+
+@pytest.mark.parametrize(("change", "forecast"), [(0.1, "FRFRF"), (0.2, "RFRRF")])
+def test_a_run_is_settled_if_its_first_answers_hardly_differ(change, forecast):
+    one = latent()
+    other = one / (1 - change)
+    kept = after((0, -4.0, one), (1, -3.0, other), count=8)
+    found = []
+    for index in range(2, 7):
+        step = at(index, index - 4.0, 8)
+        found.append("F")
+        if kept.predict(step, one) is None:
+            found[-1] = "R"
+            # A larger change later does not count.
+            kept.observe(step, index * one)
+    assert "".join(found) == forecast
+
+
+@pytest.mark.parametrize(
+    ("count", "from_noise", "is_forecast"), [(5, True, False), (6, True, True), (5, False, True)]
+)
+def test_short_edits_are_not_forecast(count, from_noise, is_forecast):
+    kept = after(*KNOWN, ratio=1.0, count=count, from_noise=from_noise)
+    found = kept.predict(at(2, 1.0, count, from_noise=from_noise), ONE)
+    assert (found is not None) == is_forecast
+    assert kept.reason == (None if is_forecast else reasons.EDIT)
+
+
+@pytest.mark.parametrize(
+    ("answers", "count"),
+    [
+        (((0, -9.0, ONE), (1, -8.0, ONE + CHANGE)), 8),
+        (KNOWN, 16),
+        (((0, -4.0, ONE), (1, -2.0, torch.cat([ONE[:1], 1.3 * ONE[1:]]))), 8),
+    ],
+    ids=["much noise", "a long run", "one sample"],
+)
+def test_such_a_run_is_not_settled(answers, count):
+    for fewer in (8, 15):
+        assert after(*KNOWN, count=fewer).predict(at(2, 1.0, fewer), ONE) is not None
+    assert after(*answers, count=count).predict(at(2, 1.0, count), ONE) is None
+
+
+@pytest.mark.parametrize(
+    ("shares", "weight"),
+    [
+        ([0.8, 0.5], 1.0),
+        ([0.9, 0.8, 0.5], 1.0),
+        # A short step does not make up for more than the error.
+        ([0.8, 0.999], 0.999 / 0.2),
+        # The last answer is changed by what the latent lacks.
+        ([0.8, 0.0], 0.0),
+    ],
+    ids=["one", "several", "a short step", "the last"],
+)
+def test_an_answer_makes_up_for_the_errors_of_the_forecasts_before_it(shares, weight):
+    """``shares`` are of the latent in the next, of the forecasts and of the answer."""
+    *levels, last = (-1.0, 0.0, 2.0)[-len(shares) :]
+    others = {"count": 3 + len(levels), "from_noise": False}
+    kept, lacking = after(*KNOWN, ratio=1.0, **others), 0.0
+    for index, (level, share) in enumerate(zip(levels, shares, strict=False), start=2):
+        forecast = kept.predict(at(index, level, latent_share=share, **others), ONE)
+        # The second answer is at a level of -2, this one at 2.
+        between = ONE + CHANGE * (1 + (level + 2) / 4)
+        lacking = share * lacking + (1 - share) * (between - forecast)
+    now = at(2 + len(levels), last, latent_share=shares[-1], **others)
+    answer = ONE + 2 * CHANGE
+    expected = answer + (weight + 0.7) * lacking
+    assert torch.allclose(run(kept, now, answer), expected, atol=1e-6)
+
+
+def test_an_answer_makes_up_for_a_forecast_once():
+    kept = after(*KNOWN, count=8, from_noise=False)
+    answers = [ONE + share * CHANGE for share in (3, 4)]
+    assert kept.predict(at(2, 1.0, 8, latent_share=0.8, from_noise=False), ONE) is not None
+    first = run(kept, at(3, 2.0, 8, latent_share=0.7, from_noise=False), answers[0])
+    assert not torch.equal(first, answers[0])
+    # The step that was to be forecast runs, as another node takes part.
+    other = at(4, 3.0, 8, latent_share=0.6, from_noise=False, is_active=False)
+    assert run(kept, other, answers[1]) is answers[1]
+
+
+@pytest.mark.parametrize(
+    ("share", "last_share", "index", "level"),
+    [
+        (0.8, None, 3, 2.0),
+        (None, 0.8, 3, 2.0),
+        (0.8, 0.5, 5, 2.0),
+        (0.8, 0.5, 3, -1.99),
+    ],
+    ids=["its share", "the forecast's share", "steps left out", "hardly less noise"],
+)
+def test_an_answer_stays_as_it_is_where_nothing_is_known_of(share, last_share, index, level):
+    kept = after(*KNOWN)
+    assert kept.predict(at(2, min(level, 1.0), latent_share=share), ONE) is not None
+    answer = ONE + 2 * CHANGE
+    assert run(kept, at(index, level, latent_share=last_share), answer) is answer
+
+
+def test_what_was_answered_is_kept_even_if_the_host_changes_it():
+    answer = ONE + CHANGE
+    kept = after(KNOWN[0], (1, -2.0, answer))
+    answer.zero_()
+    expected = after(*KNOWN).predict(at(2, 1.0), ONE)
+    assert torch.equal(kept.predict(at(2, 1.0), ONE), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"course": "another prompt"},
+        {"index": 4},
+        {"log_snr": -3.0},
+        {"is_active": False},
+    ],
+    ids=str,
+)
+def test_the_model_runs_where_the_course_changes(change):
+    assert after(*KNOWN).predict(at(2, 1.0), ONE) is not None
+    assert after(*KNOWN).predict(replace(at(2, 1.0), **change), ONE) is None
+
+
+@pytest.mark.parametrize("other", [ONE[:1], ONE.double()], ids=["batch", "dtype"])
+def test_the_model_runs_where_the_latent_changes(other):
+    assert after(*KNOWN).predict(at(2, 1.0), other) is None
+
+
+def test_after_a_change_two_steps_run_before_the_next_forecast():
+    kept = after(*KNOWN, count=7, ratio=1.0)
+    assert kept.predict(at(2, -1.0, 7), ONE) is not None
+    for index, expected in ((3, None), (4, None), (5, 1)):
+        step = at(index, float(index), 7, course="another prompt")
+        found = kept.predict(step, ONE)
+        assert (found is None) == (expected is None)
+        if found is None:
+            kept.observe(step, ONE + index * CHANGE)
+    assert torch.allclose(found, ONE + 4.7 * CHANGE, atol=1e-5)
+
+
+@pytest.mark.parametrize(("back", "is_forecast"), [(-1.0, False), (0.1, True)])
+def test_the_model_runs_while_its_answers_turn_back(back, is_forecast):
+    change = latent(1)
+    answers = (ONE, ONE + change, ONE + (1 + back) * change)
+    kept = after(*((index, index - 4.0, each) for index, each in enumerate(answers)), count=8)
+    step = at(3, 0.0, 8)
+    assert (kept.predict(step, ONE) is not None) == is_forecast
+    assert kept.reason == (None if is_forecast else reasons.TURNS)
+
+
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [
+        ({"count": 3}, reasons.too_short(3)),
+        ({"count": 1}, reasons.too_short(1)),
+        ({"is_active": False}, reasons.PERCENTS),
+        ({"course": None}, reasons.CHANGES),
+    ],
+    ids=["too short", "one step", "percents", "changes"],
+)
+def test_a_run_says_why_nothing_was_forecast(others, why):
+    kept = Forecasts(0.6)
+    count = others.get("count", 6)
+    for index in range(count):
+        changing = {"course": index} if "course" in others else {}
+        run(kept, replace(at(index, float(index), count), **{**others, **changing}), ONE * index)
+    assert kept.reason == why
+
+
+def test_a_run_in_which_the_noise_rises_says_so():
+    kept = Forecasts(0.6)
+    for index in range(6):
+        run(kept, at(index, -float(index)), ONE * index)
+    assert kept.reason == reasons.NOISE_RISES
+
+
+def test_a_run_in_which_another_node_leaves_out_the_steps_says_so():
+    kept = Forecasts(0.6)
+    for index in (0, 1, 3, 5):
+        run(kept, at(index, float(index)), ONE * index)
+    assert kept.reason == reasons.LEFT_OUT
+
+
+def test_nothing_is_forecast_while_gradients_are_computed_and_answers_are_not_kept():
+    with torch.enable_grad():
+        kept = after(*KNOWN)
+        assert kept.predict(at(2, 1.0), ONE) is None
+    assert kept.reason == reasons.GRADIENTS
+    assert kept.predict(at(2, 1.0), ONE) is None
+
+
+def two_calls(kept, index, *answers, count=6):
+    """A step of several calls; what was forecast."""
+    step = at(index, 2.0 * index - 4, count)
+    found = []
+    for call, answer in enumerate(answers):
+        forecast = kept.predict(step, answer, call)
+        found.append(forecast is not None)
+        if forecast is None:
+            kept.observe(step, answer, call)
+    return found
+
+
+def test_the_calls_of_a_step_are_forecast_together_or_not_at_all():
+    kept = Forecasts(1.0)
+    found = [two_calls(kept, index, ONE * index, CHANGE * index, count=8) for index in range(8)]
+    assert found == [[False] * 2] * 3 + [[True] * 2] * 4 + [[False] * 2]
+
+
+def test_a_call_that_ended_is_not_continued_from_long_ago():
+    kept = Forecasts(1.0)
+    for index in range(3):
+        two_calls(kept, index, ONE * index, CHANGE * index, count=9)
+    assert two_calls(kept, 3, ONE, count=9) == [True]
+    assert two_calls(kept, 4, ONE, CHANGE, count=9) == [True, False]
+    # It has answered only once since.
+    assert two_calls(kept, 5, ONE, CHANGE, count=9) == [False, False]
+
+
+def test_each_call_has_its_own_line():
+    kept = Forecasts(0.6)
+    for index in range(2):
+        two_calls(kept, index, ONE * index, CHANGE * index)
+    step = at(2, 0.0)
+    assert torch.allclose(kept.predict(step, ONE, 0), ONE * 1.7, atol=1e-6)
+    assert torch.allclose(kept.predict(step, ONE, 1), CHANGE * 1.7, atol=1e-6)
+
+
+def test_answers_of_a_video_and_of_packed_values_are_forecast_too():
+    for shape in ((1, 4, 3, 8, 8), (1, 1, 500)):
+        one = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        kept = after((0, -4.0, one), (1, -2.0, one * 1.1))
+        assert torch.allclose(kept.predict(at(2, 0.0), one), one * (1.1 + 0.7 * 0.1))
+
+
+@pytest.mark.parametrize(
+    ("noise", "is_flow", "expected"),
+    [(0.5, True, 0.0), (0.1, True, 2 * math.log(9)), (2.0, False, -2 * math.log(2))],
+)
+def test_the_logarithm_of_signal_to_noise(noise, is_flow, expected):
+    assert log_snr(noise, is_flow) == pytest.approx(expected)
+
+
+def test_pure_noise_of_a_flow_has_a_finite_logarithm():
+    assert log_snr(1.0, True) == log_snr(0.99, True) < log_snr(0.98, True)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        ([1.0, 0.8, 0.2, 0.0], 1, 0.25),
+        ([1.0, 0.8, 0.2, 0.0], 2, 0.0),
+        ([1.0, 0.8, 0.8, 0.0], 1, None),
+        ([0.2, 0.8], 0, None),
+        ([1.0], 0, None),
+    ],
+    ids=["falls", "last", "stays", "rises", "not known"],
+)
+def test_the_share_of_a_latent_in_the_next(schedule, step, expected):
+    assert latent_share(schedule, step) == expected
