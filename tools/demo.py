@@ -17,7 +17,7 @@ from tools.errors import ToolError
 from tools.steps import timed
 
 FOLDER = ROOT / "demo"
-DEFAULT_WORKFLOW = ROOT / "example_workflows" / "api" / "tome_hires_fix.json"
+DEFAULT_WORKFLOW = ROOT / "workflows" / "api" / "tome_hires_fix.json"
 
 # A size that a CPU can run in a few minutes.
 CPU_SCALE = 0.75

@@ -2,8 +2,8 @@
 
     python -m tools.editor
 
-opens each file of `example_workflows/` and `subgraphs/` in the editor and saves it again. For a
-workflow it also saves the API format, in `example_workflows/api/`, and a thumbnail with the title
+opens each file of `workflows/` and `subgraphs/` in the editor and saves it again. For a
+workflow it also saves the API format, in `workflows/api/`, and a thumbnail with the title
 of its note. Run it after changing a workflow, in any ComfyUI, or the nodes' inputs.
 """
 
@@ -26,7 +26,7 @@ from tools.environment import ROOT
 from tools.server import HOST, ComfyServer
 from tools.steps import SetupError
 
-WORKFLOWS = ROOT / "example_workflows"
+WORKFLOWS = ROOT / "workflows"
 BLUEPRINTS = ROOT / "subgraphs"
 
 # Every new ComfyUI has a file of this name in its input folder; here it is a picture of our own.

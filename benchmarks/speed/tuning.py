@@ -34,7 +34,7 @@ from tome_nodes.comfyui.validation import config_of  # noqa: E402
 from tools.server import ComfyServer  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-WORKFLOW = ROOT / "example_workflows" / "api" / "tome_tune.json"
+WORKFLOW = ROOT / "workflows" / "api" / "tome_tune.json"
 CHECKPOINT = "sd15.ckpt"
 LEVELS = 1
 """Levels of the UNet, out of four."""

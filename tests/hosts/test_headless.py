@@ -16,7 +16,7 @@ from tools.environment import ROOT
 from tools.workflow import PATCH, load_graph
 
 USUAL_ADDRESS = re.compile(r"127\.0\.0\.1(:| --port )8188")
-GRAPH = Path("example_workflows", "api", "tome_txt2img.json")
+GRAPH = Path("workflows", "api", "tome_txt2img.json")
 RATIO_OF_THE_FILE, RATIO_OF_THE_SCRIPT = "0.60", "0.40"
 
 needs_curl = pytest.mark.skipif(

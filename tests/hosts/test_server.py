@@ -1,5 +1,6 @@
 """The nodes through the real server's HTTP queue."""
 
+import json
 import re
 from dataclasses import asdict
 from io import BytesIO
@@ -8,6 +9,7 @@ import pytest
 from PIL import Image
 
 from tome_nodes.settings.config import ToMeConfig
+from tools.editor import workflow_files
 from tools.server import ExecutionFailed, PromptRejected
 
 PLAIN = ["loader", 0]
@@ -112,6 +114,17 @@ def test_the_nodes_are_listed_as_users_find_them(
     assert [*inputs] == optional
     advanced = [name for name, (_, given) in inputs.items() if given.get("advanced")]
     assert advanced == ADVANCED.get(id_, [])
+
+
+def test_the_templates_are_listed_and_served(server):
+    """ComfyUI looks for them in folders of certain names; the twins in ``api`` are no templates."""
+    files = {file.stem: file for file in workflow_files()}
+    assert sorted(server.get("/workflow_templates")["tome-nodes"]) == [*files]
+    # Front ends find a template by its name, whichever pack it is from.
+    assert all(name.startswith("tome_") for name in files)
+    for name, file in files.items():
+        served = server.get(f"/api/workflow_templates/tome-nodes/{name}.json")
+        assert served == json.loads(file.read_text(encoding="utf-8"))
 
 
 def test_samplers_and_schedulers_are_those_of_the_host(info):
