@@ -33,7 +33,6 @@ from ..tuning.search import Measured
 from . import comfy_compiler, host_checks, workflow
 from .asking import ask
 from .attention import sparse_attention
-from .autotune_cache import autotune
 from .models import record_of
 from .models.base import ComfyRecord, Inputs
 from .models.unknown import UnknownTransformer
@@ -385,7 +384,7 @@ class _SamplingRun:
                 attachment.on_step if is_first else None,
                 is_first and wants_details is not None and wants_details(),
             )
-        run = Run(self._config, record, network, attachment.make_strategy, report, autotune())
+        run = Run(self._config, record, network, attachment.make_strategy, report)
         self._reports.setdefault(kind, (report, run, model))
         return run
 

@@ -155,7 +155,6 @@ def in_words(run: LastRun) -> list[str]:
     lines += [f"Settings: {', '.join(log_line.in_effect(counts, run.config, defaults=True))}"]
     if run.backend is not None:
         lines += [f"Backend: {run.backend}"]
-    lines += [f"Tried here: {way}" for way in log_line.tried(run.choices)]
     return [*lines, *(f"Note: {deviation}" for deviation in log_line.deviations(counts))]
 
 

@@ -33,7 +33,7 @@ log = logging.getLogger("tome_nodes")
 # ComfyUI computes steps / denoise noise levels: too many for a smaller denoise.
 _LEAST_DENOISE = 0.01
 
-_METHOD = 9
+_METHOD = 10
 """Raise it when what merging does changes, or how it is measured: older figures are then void."""
 
 
