@@ -146,9 +146,6 @@ class FakeClock:
     def now(self):
         return self.time
 
-    def occupy(self):
-        pass
-
     def wait(self):
         pass
 

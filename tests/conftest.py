@@ -13,8 +13,8 @@ from tools.environment import NEWEST, is_earlier, newest_front_end
 
 # Without a GPU, the kernels run in Triton's interpreter, which must be chosen before they load.
 ON_GPU = torch.cuda.is_available()
-# The backend, and which ways of its operations were taken after trials.
-ONLY_ON_A_GPU = re.compile(r", triton(?=,|$)|, [a-z_]+ by [a-z]+ \([^)]*\)")
+# The backend.
+ONLY_ON_A_GPU = re.compile(r", triton(?=,|$)")
 if ON_GPU:
     # Sums in full precision, in the same order each time.
     torch.backends.cudnn.allow_tf32 = False

@@ -26,7 +26,6 @@ from tome_nodes.merging.layout import Grid
 from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.triton import (
     adding,
-    attending,
     matching,
     merging,
     shared,
@@ -48,7 +47,6 @@ KERNELS = (
     (merging, "merge_kernel"),
     (window_merging, "merge_windows_kernel"),
     (adding, "add_change_kernel"),
-    (attending, "attend_kernel"),
     (widening, "widen_kernel"),
 )
 
@@ -169,7 +167,7 @@ def absent_gpus(
         yield driver, launched
 
 
-def launch(shape: Shape, target: GPUTarget) -> None:
+def launch(shape: Shape) -> None:
     """Call each operation of a backend as merging calls it for this shape on a GPU."""
     x = torch.zeros(BATCH, shape.grid.tokens, shape.channels, dtype=shape.dtype)
     config = ToMeConfig(strategy="window", ratio=0.5, sy=shape.cell[0], sx=shape.cell[1])
@@ -190,13 +188,6 @@ def launch(shape: Shape, target: GPUTarget) -> None:
         kernels.merge_keys(x, slot_of_token, order, offsets, heads)
     kernels.add_change(x, merged, merged, slot_of_token)
     log_sizes = torch.zeros(merged.shape[:2], dtype=shape.dtype)
-    # In a sweep, one head has all channels of a token.
-    head_channels = shape.channels // shape.heads
-    takes = head_channels <= attending.MOST_CHANNELS and shape.dtype.itemsize == 2
-    # Other GPUs do not use it, see tome_nodes/patching/key_weights.py.
-    if takes and target.backend == "cuda" and target.arch >= 80:
-        q, k = (each.unflatten(2, (shape.heads, -1)) for each in (x, merged))
-        kernels.attend(q, k, k, log_sizes.float(), 0.125)
     kernels.widen(x, merged, merged, log_sizes, shape.heads, 1.5, 2.0)
 
 
@@ -205,7 +196,7 @@ def compile_for(target: str, shapes: Sequence[Shape]) -> list[Compiled]:
     with absent_gpus(_Launched) as (driver, launched):
         driver.target = target
         for shape in shapes:
-            launch(shape, TARGETS[target])
+            launch(shape)
         found = []
         for each in launched:
             found += [Compiled(each.name, error) for error in each.errors]
@@ -239,7 +230,7 @@ def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
         driver.target = "sm_80"
         for size in sizes:
             grid = Grid(-(-size // pixels), shape.grid.width)
-            launch(replace(shape, grid=grid), driver.get_current_target())
+            launch(replace(shape, grid=grid))
             for each in launched:
                 made.setdefault(each.name, set()).update(each.made)
     counts = {name: len(binaries) for name, binaries in made.items()}

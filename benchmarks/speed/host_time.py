@@ -40,8 +40,8 @@ from benchmarks.speed.record import Record, say  # noqa: E402
 from tome_nodes.comfyui.attachment import attach  # noqa: E402
 from tome_nodes.comfyui.merging_run import KEY  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
-from tome_nodes.ops.autotune import Autotune, Case, Choice, Variants  # noqa: E402
-from tome_nodes.patching import detail_cache, engine, key_weights  # noqa: E402
+from tome_nodes.patching import detail_cache, engine  # noqa: E402
+from tome_nodes.patching.key_weights import Capabilities  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import settings_of  # noqa: E402
 
@@ -199,7 +199,7 @@ class _Unlaunched:
         return launch
 
 
-_WRITTEN = frozenset({"means", "keys", "wide_q", "wide_k", "wide_v", "out"})
+_WRITTEN = frozenset({"means", "keys", "wide_q", "wide_k", "wide_v"})
 """Arguments that kernels write and the model computes with."""
 
 
@@ -216,18 +216,12 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
     def resolve(backend: str, device: Any, dtype: Any) -> tuple[str, None]:
         return ("torch" if backend == "torch" else "triton"), None
 
-    def choose(probe: Autotune, device: Any, case: Case, default: str, ways: Variants) -> Choice:
-        return Choice(default, default, {})
-
     with ExitStack() as stack:
         stack.enter_context(patch.object(engine, "_worth_from", worth_from))
         stack.enter_context(patch.object(engine, "resolve", resolve))
-        # As on a GPU where everything was tried before and the defaults are the fastest.
-        stack.enter_context(patch.object(Autotune, "is_for", lambda *_: True))
-        stack.enter_context(patch.object(Autotune, "choose", choose))
         _, stand_ins = stack.enter_context(absent_gpus(_Unlaunched))
-        capable = key_weights.Capabilities(flash=True, cudnn=True, kernel=True)
-        stack.enter_context(patch.object(key_weights, "capabilities", lambda *_: capable))
+        capable = Capabilities(flash=True, cudnn=True)
+        stack.enter_context(patch.object(engine, "capabilities", lambda *_: capable))
         match = kernels.TRITON.match_windows
         assert match is not None
         zeros: dict[tuple[torch.Size, ...], tuple[Tensor, ...]] = {}

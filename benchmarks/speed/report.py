@@ -128,30 +128,12 @@ def tests(result: Result) -> Sequence[str]:
 
 
 def unets(result: Result) -> Sequence[str]:
-    """A table for each comparison, and what the probe tried."""
+    """A table for each comparison."""
     parts = []
     for run in result.get("runs", []):
         parts += [f"### {figures.title(run)}", figures.table(run)]
         parts += [f"Not timed: {name}: {why}" for name, why in run["refused"].items()]
-        parts += tried(run)
     return parts
-
-
-def tried(row: Result) -> Sequence[str]:
-    """What the probe found in a measurement; nothing if it tried nothing."""
-    if not row.get("tried"):
-        return []
-    rows = [
-        [
-            each["case"],
-            each["default"],
-            each["taken"],
-            ", ".join(f"{name} {1000 * time:.3f}" for name, time in each["seconds"].items()),
-        ]
-        for each in row["tried"]
-    ]
-    head = ["case", "default", "taken", "ms"]
-    return ["Ways that the probe tried:", figures.grid(head, rows)]
 
 
 def transformers(result: Result) -> Sequence[str]:

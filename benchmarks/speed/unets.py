@@ -19,7 +19,6 @@ from benchmarks.speed.measure import Kernels, Operators, Subject, first_look
 from benchmarks.speed.methods import HostMethod, Method, methods
 from benchmarks.speed.models import REDUCED, SHAPES, Shape, load
 from benchmarks.speed.record import Record, say
-from benchmarks.speed.tried import tried
 
 RATIO = 0.5
 EVALUATIONS = 4
@@ -191,7 +190,7 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
     if case.is_compiled:
         patched = {name: _compiled(model, record) for name, model in patched.items()}
     refused: dict[str, str] = {}
-    with asked_first(case.attention), tried(record) as found:
+    with asked_first(case.attention):
         expected = None
         for name, model in list(patched.items()):
             try:
@@ -226,7 +225,6 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
         "evaluations": evaluations,
         "refused": refused,
         "methods": {name: rows[name] | {"seconds": each} for name, each in seconds.items()},
-        "tried": found,
     }
 
 

@@ -2,7 +2,6 @@
 
 import inspect
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,9 +17,8 @@ from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.attention import OVERRIDE, weigh_attention
 from tome_nodes.merging.layout import Grid
 from tome_nodes.ops import TORCH
-from tome_nodes.ops.autotune import Choice, Tuner
-from tome_nodes.patching import attention_call, key_weights
-from tome_nodes.patching.key_weights import Capabilities, Variant, variant_of
+from tome_nodes.patching import attention_call
+from tome_nodes.patching.key_weights import Capabilities, KeyWeights, capabilities, way_of
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
@@ -49,11 +47,18 @@ def attention_to_repeated(q, k, v, sizes):
     return torch.stack(samples)
 
 
-def weighed(function, q, k, v, sizes, notes, options=None, ops=TORCH, tuner=None, **kwargs):
-    log_sizes = sizes.log().to(q.dtype)
-    block = SimpleNamespace(ops=ops, tuner=tuner, note_unweighted=notes.append)
-    options = weigh_attention(options or {}, block, log_sizes)
-    return function(q, k, v, HEADS, transformer_options=options, **kwargs)
+OLD, NEW = Capabilities(), Capabilities(flash=True, cudnn=True)
+FLASH = Capabilities(flash=True)
+
+
+def weighed(function, q, k, v, sizes, notes, options=None, capable=OLD, **kwargs):
+    """The result of an attention function; what it noted last of its keys is added to ``notes``."""
+    told = []
+    weights = KeyWeights(sizes.log().to(q.dtype), TORCH, capable, told.append)
+    called = weigh_attention({"transformer_options": options or {}}, weights)
+    out = function(q, k, v, HEADS, **called, **kwargs)
+    notes.append(told[-1])
+    return out
 
 
 @pytest.mark.parametrize("channels", [40, 64, 80])
@@ -109,64 +114,55 @@ def test_a_mask_that_an_override_changes_counts(function):
     assert_close(merged.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-OLD, NEW = Capabilities(), Capabilities(flash=True, cudnn=True, kernel=True)
-FLASH, NO_CUDNN = Capabilities(flash=True), replace(NEW, cudnn=False)
-
-
-MASK, CHANNELS, KERNEL = Variant.MASK, Variant.CHANNELS, Variant.KERNEL
+@pytest.mark.parametrize(
+    ("channels", "with_cudnn", "without_cudnn"),
+    [
+        # With further channels, they stay in the kernel of flash.
+        *((channels, "mask", "channels") for channels in (40, 80)),
+        # cuDNN's heads have at most 128 channels.
+        *((channels, "channels", "channels") for channels in (160, 248)),
+        *((channels, "mask", "mask") for channels in (32, 64, 96, 128, 192, 256, 512)),
+    ],
+)
+def test_ways_by_the_channels_of_a_head(channels, with_cudnn, without_cudnn):
+    assert way_of("attention_pytorch", channels, NEW) == with_cudnn
+    assert way_of("attention_pytorch", channels, FLASH) == without_cudnn
+    assert way_of("attention_pytorch", channels, FLASH, may_widen=False) == "mask"
+    for capable in (OLD, FLASH, NEW):
+        assert way_of("attention_basic", channels, capable) == "mask"
+        assert way_of("attention_flash", channels, capable) == "channels"
+        assert way_of("attention_xformers", channels, capable, may_widen=False) is None
+        assert way_of("attention_sage", channels, capable) is None
+    assert way_of("attention_pytorch", channels, OLD) == "mask"
 
 
 @pytest.mark.parametrize(
-    ("channels", "with_cudnn", "without_cudnn", "of_flash"),
+    ("device", "dtype", "major", "hip", "expected"),
     [
-        # With further channels, they stay in the kernel of flash.
-        *((channels, CHANNELS, CHANNELS, CHANNELS) for channels in (40, 80, 160, 248)),
-        # cuDNN's heads have at most 128 channels, and those of our kernel 256.
-        *((channels, MASK, KERNEL, KERNEL) for channels in (32, 64, 96, 128)),
-        *((channels, KERNEL, KERNEL, KERNEL) for channels in (192, 256)),
-        (512, MASK, MASK, CHANNELS),
+        ("cuda", torch.float16, 8, None, NEW),
+        ("cuda", torch.bfloat16, 12, None, NEW),
+        ("cuda", torch.float16, 9, "6.4", FLASH),
+        ("cuda", torch.float16, 7, None, OLD),
+        ("cuda", torch.float32, 9, None, OLD),
+        ("cpu", torch.float16, 9, None, OLD),
     ],
 )
-def test_ways_by_the_channels_of_a_head(channels, with_cudnn, without_cudnn, of_flash):
-    assert variant_of("attention_pytorch", channels, NEW) is with_cudnn
-    assert variant_of("attention_pytorch", channels, NO_CUDNN) is without_cudnn
-    assert variant_of("attention_flash", channels, NEW) is of_flash
-    assert variant_of("attention_pytorch", channels, OLD) is MASK
-    assert variant_of("attention_xformers", channels, OLD) is CHANNELS
-    assert variant_of("attention_basic", channels, NEW) is MASK
-    assert variant_of("attention_sage", channels, NEW) is None
-
-
-def test_what_is_not_possible_is_not_taken():
-    assert variant_of("attention_pytorch", 40, FLASH, may_widen=False) is MASK
-    assert variant_of("attention_pytorch", 64, FLASH) is MASK
-    assert variant_of("attention_flash", 64, FLASH) is CHANNELS
-    assert variant_of("attention_flash", 64, FLASH, may_widen=False) is None
-    assert variant_of("attention_flash", 40, NO_CUDNN, may_widen=False) is KERNEL
-    assert variant_of("attention_flash", 40, NO_CUDNN, may_widen=False, may_replace=False) is None
-    assert variant_of("attention_pytorch", 64, NO_CUDNN, may_replace=False) is MASK
-
-
-class Attended:
-    """Operations that attend in plain torch, and count how often."""
-
-    def __init__(self):
-        self.count = 0
-        self.ops = replace(TORCH, name="triton", attend=self.attend)
-
-    def attend(self, *arguments):
-        self.count += 1
-        return TORCH.attend(*arguments)
-
-
-WAYS = {MASK: OLD, CHANNELS: NEW, KERNEL: NO_CUDNN}
-"""What has to be possible for each to be taken."""
+def test_what_a_device_runs(monkeypatch, device, dtype, major, hip, expected):
+    """As the parts of PyTorch would tell it of such a device."""
+    cuda = torch.backends.cuda
+    properties = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(cuda, "cudnn_sdp_enabled", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert capabilities(torch.device(device), dtype) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("key_heads", [HEADS, 2])
 @pytest.mark.parametrize("channels", [40, 64, 128, 256])
-def test_each_way_is_right_in_any_precision_and_layout(monkeypatch, channels, key_heads, dtype):
+def test_each_way_is_right_in_any_precision_and_layout(channels, key_heads, dtype):
     if key_heads < HEADS:
         needs_argument("enable_gqa")
     q, k, v, sizes = tensors(channels, dtype)
@@ -178,44 +174,27 @@ def test_each_way_is_right_in_any_precision_and_layout(monkeypatch, channels, ke
     expected = attention_to_repeated(q, *repeated, sizes)
     bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     gqa = {"enable_gqa": True} if key_heads < HEADS else {}
-    kernels = Attended()
-    for way, capable in WAYS.items():
-        monkeypatch.setattr(key_weights, "capabilities", lambda *_, capable=capable: capable)
-        kernels.count = 0
+    seen = []
+
+    def attention_pytorch(q, k, v, heads, mask=None, **kwargs):
+        seen.append("channels" if mask is None else "mask")
+        return attention.attention_pytorch(q, k, v, heads, mask=mask, **kwargs)
+
+    by_head = [x.unflatten(2, (-1, channels)).transpose(1, 2).contiguous() for x in (q, k, v)]
+    for capable in (NEW, FLASH):
+        seen.clear()
         notes = []
-        attend = partial(weighed, attention.attention_pytorch, ops=kernels.ops, **gqa)
+        attend = partial(weighed, attention.wrap_attn(attention_pytorch), capable=capable, **gqa)
         flat = attend(q, k, v, sizes, notes)
         assert flat.dtype == dtype and flat.is_contiguous()
         assert relative_error(flat.double(), expected) < bound
-        by_head = [x.unflatten(2, (-1, channels)).transpose(1, 2).contiguous() for x in (q, k, v)]
         for skips in {"skip_reshape": True}, {"skip_reshape": True, "skip_output_reshape": True}:
             out = attend(*by_head, sizes, notes, **skips)
             out = out.transpose(1, 2).flatten(2) if len(skips) == 2 else out
             assert relative_error(out.double(), expected) < bound
         assert notes == [None] * 3
-        is_widened = channels == 40 and key_heads == HEADS
-        if way is KERNEL:
-            assert kernels.count == (2 if is_widened else 3)
-        else:
-            assert kernels.count == (3 if way is CHANNELS and channels == 256 else 0)
-
-
-def test_a_way_that_was_the_fastest_is_taken_only_where_it_is_possible(monkeypatch):
-    monkeypatch.setattr(key_weights, "capabilities", lambda *_: NEW)
-    kernels = Attended()
-
-    def choose(device, case, default, ways):
-        return Choice("kernel" if "kernel" in ways() else default, default, {})
-
-    tuner = Tuner(choose)
-    q, k, v, sizes = tensors(64)
-    expected = attention_to_repeated(q, k, v, sizes)
-    # Our kernel does not know this argument.
-    for kwargs, count in (({}, 1), ({"window_size": 3}, 1), ({}, 2)):
-        tools = {"ops": kernels.ops, "tuner": tuner}
-        out = weighed(attention.attention_pytorch, q, k, v, sizes, [], **tools, **kwargs)
-        assert kernels.count == count
-        assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+        is_widened = capable is FLASH and channels == 40 and key_heads == HEADS
+        assert seen == ["channels" if is_widened else "mask", "mask", "mask"]
 
 
 def test_an_unknown_attention_runs_as_it_is():
@@ -232,16 +211,15 @@ def test_an_unknown_attention_runs_as_it_is():
     assert notes == ["attention_of_the_future takes no weights"]
 
 
-def test_the_override_of_another_node_runs_first_and_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(key_weights, "capabilities", lambda *_: NEW)
-    tuner = Tuner(lambda *_: pytest.fail("tried"))
+@pytest.mark.parametrize("capable", [NEW, FLASH])
+def test_the_override_of_another_node_runs_first(capable):
     q, k, v, sizes = tensors(64)
 
     def theirs(func, q, k, v, heads, **kwargs):
         return 3 * func(2 * q, k, v, heads, **kwargs)
 
     options = {OVERRIDE: theirs}
-    actual = weighed(attention.attention_pytorch, q, k, v, sizes, [], options, tuner=tuner)
+    actual = weighed(attention.attention_pytorch, q, k, v, sizes, [], options, capable)
     expected = 3 * attention_to_repeated(2 * q, k, v, sizes)
     assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
     assert options == {OVERRIDE: theirs}

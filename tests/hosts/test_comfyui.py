@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from tome_nodes.comfyui import attachment
 from tome_nodes.comfyui.attachment import attach, detach
 from tome_nodes.merging.plan import SlotPlan
+from tome_nodes.patching import engine, key_weights
+from tome_nodes.patching.key_weights import Capabilities
 from tome_nodes.settings.config import OPTIONS
 
 ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
@@ -162,6 +164,37 @@ def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(
     model = compiled(attach(shallow, config), backend=graphs, fullgraph=True)
     assert relative_error(sample_tiny(model, "sd15"), expected) < 1e-5
     assert graphs.frame_count == 1
+
+
+@pytest.mark.newest_only
+@pytest.mark.parametrize("scope", ["module", "stack"])
+@pytest.mark.parametrize("has_cudnn", [True, False])
+def test_a_compiled_model_asks_nothing_of_a_gpu(
+    shallow, fresh_compiler, monkeypatch, scope, has_cudnn
+):
+    """The answer is known before, as a question would break the graph."""
+
+    def only_before(answer):
+        def ask(*arguments):
+            if torch.compiler.is_compiling():
+                raise AssertionError("a question in a compiled model")
+            return answer(*arguments)
+
+        return ask
+
+    capable = Capabilities(flash=True, cudnn=has_cudnn)
+    for module in (engine, key_weights):
+        monkeypatch.setattr(module, "capabilities", only_before(lambda *_: capable))
+    cuda = torch.backends.cuda
+    for module, name in (
+        *((torch.cuda, name) for name in ("get_device_properties", "get_device_capability")),
+        *((cuda, name) for name in ("is_flash_attention_available", "cudnn_sdp_enabled")),
+    ):
+        monkeypatch.setattr(module, name, only_before(getattr(module, name)))
+    config = merging(strategy="window", scope=scope)
+    expected = sample_tiny(attach(shallow, config), "sd15")
+    model = compiled(attach(shallow, config), backend="eager", fullgraph=True)
+    assert relative_error(sample_tiny(model, "sd15"), expected) < 1e-5
 
 
 class InOnePool:

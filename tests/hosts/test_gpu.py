@@ -76,12 +76,8 @@ def test_unets_are_measured_in_each_way(tmp_path):
         assert row["seconds"][0] > 0 and row["peak_bytes"] > 0
     assert all(row["launches"] > 0 for row in first["methods"].values())
     assert first["methods"]["preset balanced"]["merged"] == "6/6"
-    assert {each["case"].split()[0] for each in first["tried"]} == {"weights"}
-    # Nothing is tried in a compiled model.
-    assert second["tried"] == []
     page = report.page({2: result})
     assert "| sd15, 128x128 " in page and "cudnn first, compiled" in page
-    assert page.count("Ways that the probe tried:") == 1
 
 
 def test_transformers_are_measured_from_a_carried_folder(tmp_path):

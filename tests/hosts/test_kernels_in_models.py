@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from models import comfyui
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.triton.merging import merge_kernel
+from tome_nodes.patching.key_weights import Capabilities, KeyWeights
 
 pytestmark = pytest.mark.newest_only
 
@@ -78,10 +78,10 @@ def test_weighed_attention_launches_two_more_kernels():
     from tome_nodes.comfyui.attention import weigh_attention
 
     q, k, v = (torch.randn(1, tokens, 80, device=DEVICE) for tokens in (16, 8, 8))
-    block = SimpleNamespace(ops=kernels.TRITON, tuner=None, note_unweighted=lambda _: None)
-    options = weigh_attention({}, block, torch.zeros(1, 8, device=DEVICE))
+    sizes = torch.zeros(1, 8, device=DEVICE)
+    weights = KeyWeights(sizes, kernels.TRITON, Capabilities(), lambda _: None)
     counts = []
-    for more in ({}, {"transformer_options": options}):
+    for more in ({}, weigh_attention({}, weights)):
         with Launches() as launches:
             attention_flash(q, k, v, 2, **more)
         counts.append(launches.names.total())

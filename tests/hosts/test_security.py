@@ -36,10 +36,9 @@ LIBRARIES = {
 """What may be imported. Of the standard library, nothing with files, processes or the network."""
 
 FILES = {
-    Path("tome_nodes/comfyui/json_cache.py"): {"folder_paths", "pathlib", "uuid"},
-    Path("tome_nodes/comfyui/file_lock.py"): {"fcntl", "msvcrt", "pathlib"},
+    Path("tome_nodes/comfyui/tune/tune_cache.py"): {"folder_paths", "pathlib", "uuid"},
 }
-"""The modules that write a file and lock it, and what they need for that."""
+"""The module that writes a file, and what it needs for that."""
 
 BUILTINS = {
     *("eval", "exec", "compile", "__import__", "open", "input", "breakpoint", "globals"),
@@ -54,9 +53,9 @@ ATTRIBUTES = {
 }
 """Ways of the libraries, as ``torch.load`` is one, and of objects to the same."""
 
-HARMLESS = {"tl.load", "path.with_suffix('.lock').open", "function.__globals__"}
-"""Kernels load from the memory of the GPU, and a lock is an empty file beside the one it is for.
-A function of diffusers gets a copy of its own globals, in which attention is ours."""
+HARMLESS = {"tl.load", "function.__globals__"}
+"""Kernels load from the memory of the GPU. A function of diffusers gets a copy of its own globals,
+in which attention is ours."""
 
 PATTERNS = {
     "text run as code": r"\beval\b|\bFunction\s*\(|\bset(?:Timeout|Interval)\s*\(\s*[\"'`]",

@@ -3,8 +3,10 @@
 import json
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 
 import comfy.model_management
+import folder_paths
 import pytest
 import torch
 from comfy.nested_tensor import NestedTensor
@@ -381,7 +383,7 @@ def test_an_interrupt_ends_the_trials_and_leaves_nothing(timed, user_folder):
     with pytest.raises(interrupted):
         timed.tune()
     assert overridden(timed.model) == []
-    assert not tune_cache.FILE.path.exists()
+    assert not tune_cache.file().exists()
     assert len(timed.seen) == 9
 
 
@@ -435,7 +437,7 @@ def test_other_patches_are_another_kind_of_model(timed, patch):
 def test_what_is_kept_is_in_the_users_folder_and_readable(timed, user_folder):
     timed.tune()
     path = user_folder / "__tome_nodes" / "tune.json"
-    assert {*user_folder.rglob("*.*")} == {path, path.with_suffix(".lock")}
+    assert [*user_folder.rglob("*.*")] == [path]
     (entry,) = json.loads(path.read_text())["measured"]
     assert entry["of"]["latent"] == [1, 16, 32, 32]
 
@@ -464,8 +466,8 @@ def file_with(**change):
 
 
 def test_a_file_of_an_earlier_version_is_read():
-    tune_cache.FILE.path.parent.mkdir()
-    tune_cache.FILE.path.write_text(file_with())
+    tune_cache.file().parent.mkdir()
+    tune_cache.file().write_text(file_with())
     assert tune_cache.read({}).figures == {Candidate("fast", 0.5): Measured(0.5, 1.0, 0.1)}
 
 
@@ -486,21 +488,21 @@ def test_a_file_of_an_earlier_version_is_read():
     ids=lambda text: text[:60],
 )
 def test_a_file_that_is_not_ours_is_left_as_it_is(log_messages, text):
-    path = tune_cache.FILE.path
+    path = tune_cache.file()
     path.parent.mkdir()
     path.write_text(text)
     assert tune_cache.read({}) == tune_cache.Kept()
     tune_cache.write({}, KEPT)
     assert path.read_text() == text
-    assert {*path.parent.iterdir()} == {path, path.with_suffix(".lock")}
+    assert [*path.parent.iterdir()] == [path]
     assert ["not as this version writes it" in line for line in log_messages()] == [True] * 2
 
 
 def test_a_file_that_cannot_be_read_is_no_obstacle(log_messages):
-    tune_cache.FILE.path.mkdir(parents=True)
+    tune_cache.file().mkdir(parents=True)
     assert tune_cache.read({}) == tune_cache.Kept()
     tune_cache.write({}, KEPT)
-    assert tune_cache.FILE.path.is_dir()
+    assert tune_cache.file().is_dir()
     assert ["cannot be read" in line for line in log_messages()] == [True] * 2
 
 
@@ -512,8 +514,36 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(log_messages, user_folde
 
 
 def test_only_the_latest_measurements_are_kept(monkeypatch):
-    monkeypatch.setattr(tune_cache.FILE, "_most", 3)
+    monkeypatch.setattr(tune_cache, "_MOST", 3)
     for number in (0, 1, 2, 3, 4, 2):
         tune_cache.write({"number": number}, KEPT)
-    text = json.loads(tune_cache.FILE.path.read_text())
+    text = json.loads(tune_cache.file().read_text())
     assert [entry["of"]["number"] for entry in text["measured"]] == [3, 4, 2]
+
+
+def test_a_file_that_several_processes_write_at_the_same_time_stays_whole():
+    context = get_context("fork")
+    start = context.Barrier(3)
+
+    def write(by):
+        start.wait()
+        for number in range(40):
+            tune_cache.write({"by": by, "number": number}, KEPT)
+            assert json.loads(tune_cache.file().read_text())["measured"]
+
+    writers = [context.Process(target=write, args=(by,)) for by in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    kept = [entry["of"] for entry in json.loads(tune_cache.file().read_text())["measured"]]
+    # The last to write has lost nothing.
+    assert any({"by": by, "number": 39} in kept for by in range(3))
+    assert [*tune_cache.file().parent.iterdir()] == [tune_cache.file()]
+
+
+def test_a_folder_with_any_name_will_do(user_folder):
+    folder_paths.set_user_directory(str(user_folder / "Bücher und 絵 & co"))
+    tune_cache.write({}, KEPT)
+    assert tune_cache.read({}) == KEPT

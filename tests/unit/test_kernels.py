@@ -255,59 +255,6 @@ def test_heads_are_widened_as_in_the_reference(heads, channels, dtype):
         assert_close(actual, whole)
 
 
-def attention_of(q, k, v, log_sizes, scale):
-    """Attention to each key as often as it stands for tokens, in float64."""
-    q, k, v = (x.double().cpu() for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    shares = torch.einsum("bqhc,bkhc->bhqk", q, k) * scale
-    shares = shares.exp() * log_sizes.double().cpu().exp()[:, None, None]
-    return torch.einsum("bhqk,bkhc->bqhc", shares / shares.sum(3, keepdim=True), v)
-
-
-@settings(max_examples=25)
-@given(
-    st.sampled_from([torch.float16, torch.bfloat16]),
-    st.integers(1, 3),
-    st.sampled_from([1, 2]),
-    st.sampled_from([4, 8, 40, 64, 72, 128, 160, 256]),
-    st.integers(1, 150),
-    st.integers(1, 150),
-    st.booleans(),
-)
-def test_attention_counts_a_key_for_each_of_its_tokens(
-    dtype, heads_of_key, key_heads, channels, queries, keys, by_head
-):
-    generator = seeded(queries)
-    heads = heads_of_key * key_heads
-    q, k, v = (
-        torch.randn(2, number, tokens, channels, generator=generator).to(DEVICE, dtype)
-        for tokens, number in ((queries, heads), (keys, key_heads), (keys, key_heads))
-    )
-    q, k, v = (x.transpose(1, 2) if by_head else x.transpose(1, 2).contiguous() for x in (q, k, v))
-    log_sizes = torch.randint(1, 60, (2, keys), generator=generator).float().log().to(DEVICE)
-    arguments = q, k, v, log_sizes, channels**-0.5
-    out = kernels.attend(*arguments)
-    assert out.dtype == dtype and out.is_contiguous()
-    expected = attention_of(*arguments)
-    bound = 2e-3 if dtype == torch.float16 else 1.6e-2
-    assert (out.double().cpu() - expected).abs().max() < bound * expected.abs().max()
-    of_torch = reference.attend(*arguments)
-    assert (of_torch.double().cpu() - expected).abs().max() < 2 * bound * expected.abs().max()
-
-
-def test_attention_names_what_does_not_fit():
-    x = torch.zeros(1, 3, 4, 8, device=DEVICE, dtype=torch.float16)
-    log_sizes = torch.zeros(1, 3, device=DEVICE)
-    for q, k, v, text in (
-        (x, x.float(), x, "float16, torch.float32 and torch.float16: they must all be"),
-        (*[x.repeat(1, 1, 1, 33)] * 3, "a head has 264 channels: at most 256 are allowed"),
-        (x, x[:, :, :3], x[:, :, :3], "their heads a divisor of those of q"),
-        (x, x, x[:, :2], "k and v must be alike"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            kernels.attend(q, k, v, log_sizes, 1.0)
-
-
 def test_tokens_that_do_not_fit_are_named():
     plan = slot_plan([[0, 0, 2]])
     x = torch.zeros(1, 3, 4, device=DEVICE)
@@ -321,7 +268,7 @@ def test_triton_has_every_operation_with_the_parameters_of_plain_torch():
     triton = operations("triton")
     assert triton is kernels.TRITON and triton.name == "triton"
     assert triton.unmerge is TORCH.unmerge
-    for name in ("merge", "merge_keys", "add_change", "attend", "widen"):
+    for name in ("merge", "merge_keys", "add_change", "widen"):
         schema = getattr(torch.ops.tome_nodes, name).default._schema
         parameters = {
             argument.name: argument.default_value
@@ -354,7 +301,6 @@ def test_operators_pass_the_checks_of_torch():
         (operators.merge, (features.half(), slot_of_token, order, offsets, [5, 4, 4])),
         (operators.merge_keys, (wide.half(), slot_of_token, order, offsets, 2, [5, 4, 4])),
         (operators.add_change, (features, merged, 2 * merged, slot_of_token)),
-        (operators.attend, (*[few.half().unflatten(2, (2, -1))] * 3, log_sizes[:1, :8], 0.5)),
         (operators.widen, (few, few, few, log_sizes[:1, :8], 2, 1.5, 2.0)),
     ):
         checks = torch.library.opcheck(operator.default, arguments)

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..patching.attention_call import merged_attention
-from ..patching.blocks import Block
-from ..patching.key_weights import CALLED_DIFFERENTLY, Attention, attend, has_keys
+from ..patching.key_weights import CALLED_DIFFERENTLY, Attention, KeyWeights, attend
 from ..patching.merge_attention import AttentionBlock
 
 OVERRIDE = "optimized_attention_override"
@@ -20,6 +19,9 @@ OVERRIDE = "optimized_attention_override"
 
 _SPARSE = "nodes_sparse_attention"
 """The module of ComfyUI that has the node Model Sparse Attention."""
+
+_REPLACED = "another node replaces the attention function"
+"""The reason for unweighted keys if another node's attention runs instead."""
 
 
 def merge_attention(
@@ -83,15 +85,17 @@ def sparse_attention(options: Mapping[str, Any]) -> str | None:
     return None
 
 
-def weigh_attention(options: dict[str, Any], block: Block, log_sizes: Tensor) -> dict[str, Any]:
-    """Transformer options under which an attention adds ``log_sizes`` to its logits.
+def weigh_attention(called: dict[str, Any], weights: KeyWeights) -> dict[str, Any]:
+    """Keyword arguments of a self-attention under which it weighs its keys.
 
     Args:
-        options: the transformer options so far. Another node's override in them stays in effect.
-        block: the block that attends; it notes why merged keys could not be weighed.
-        log_sizes: ``[batch, keys]`` in the dtype of queries and keys.
+        called: the keyword arguments so far. Another node's override in them stays in effect.
+        weights: what the keys weigh.
     """
+    options = called.get("transformer_options") or {}
     theirs = options.get(OVERRIDE)
+    # The override takes it back, if it is called.
+    weights.note(_REPLACED)
 
     def override(
         func: Attention,
@@ -102,11 +106,9 @@ def weigh_attention(options: dict[str, Any], block: Block, log_sizes: Tensor) ->
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        sizes: Tensor | None = log_sizes
-        # Later versions of ComfyUI may pass keys in a container.
-        if mask is not None or not (isinstance(k, Tensor) and has_keys(k, log_sizes)):
-            block.note_unweighted(CALLED_DIFFERENTLY)
-            sizes = None
-        return attend(block, func, theirs, mask, sizes, q, k, v, heads, kwargs)
+        fits = mask is None and weights.fit(k)
+        if not fits:
+            weights.note(CALLED_DIFFERENTLY)
+        return attend(weights if fits else None, func, theirs, mask, q, k, v, heads, kwargs)
 
-    return options | {OVERRIDE: override}
+    return called | {"transformer_options": options | {OVERRIDE: override}}

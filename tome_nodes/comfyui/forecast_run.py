@@ -160,7 +160,6 @@ class ForecastRun:
             obstacle=obstacle,
             backend=None,
             worth_from=None,
-            choices={},
             shallowest=1,
             recording=None,
             tuned=tuned,

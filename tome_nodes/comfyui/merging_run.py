@@ -25,7 +25,6 @@ from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
 from . import comfy_compiler, host_checks
 from .attention import sparse_attention
-from .autotune_cache import autotune
 from .models import record_of
 from .models.base import ComfyRecord, Inputs
 from .run_report import RunReport
@@ -193,7 +192,7 @@ class MergingRun:
                 self._on_step if is_first else None,
                 is_first and self._with_details,
             )
-        run = Run(self._config, record, network, self._make_strategy, report, autotune())
+        run = Run(self._config, record, network, self._make_strategy, report)
         self._reports.setdefault(kind, (report, run, model))
         return run
 

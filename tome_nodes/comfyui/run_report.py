@@ -107,7 +107,6 @@ class RunReport(Observer):
                 log.warning("[ToMe] nothing merged: %s", last.obstacle)
             elif not is_quiet:
                 backend = [] if run.engine is None else run.engine.in_words()
-                backend += log_line.tried(last.choices, only_changed=True)
                 log.info("[ToMe] %s", log_line.log_line(self._counts, config, backend, tuned))
         except Exception as error:
             _warn("the report of this run is missing", error)
@@ -126,7 +125,6 @@ class RunReport(Observer):
             obstacle=None if counts.saved_anything else obstacle,
             backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
             worth_from=None if engine is None else engine.worth_from,
-            choices={} if engine is None else dict(engine.choices),
             shallowest=patched.shallowest,
             recording=self._details.finish() if isinstance(self._details, Recorder) else None,
             tuned=tuned,

@@ -13,7 +13,6 @@ TORCH = Operations(
     reference.merge_keys,
     reference.unmerge,
     reference.add_change,
-    reference.attend,
     reference.widen,
 )
 """Plain torch, on any device."""

@@ -5,9 +5,6 @@ from typing import Any
 
 import torch
 
-_CYCLES = 2_000_000
-"""The number of GPU cycles in about a millisecond."""
-
 
 class Clock:
     """Measures time on a device without making it wait.
@@ -28,12 +25,6 @@ class Clock:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-    def occupy(self) -> None:
-        """Keep a GPU busy for about a millisecond, so that the next work queues up behind it."""
-        if self._has_events:
-            with torch.cuda.device(self._device):
-                torch.cuda._sleep(_CYCLES)
 
     def wait(self) -> None:
         """Wait until the device has finished all queued work."""

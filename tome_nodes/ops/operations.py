@@ -21,7 +21,6 @@ class Operations:
         merge_keys: :func:`tome_nodes.ops.reference.merge_keys`.
         unmerge: :func:`tome_nodes.ops.reference.unmerge`.
         add_change: :func:`tome_nodes.ops.reference.add_change`.
-        attend: :func:`tome_nodes.ops.reference.attend`.
         widen: :func:`tome_nodes.ops.reference.widen`.
         match_windows: :func:`tome_nodes.ops.triton.match_windows`; None if there is no kernel.
     """
@@ -31,6 +30,5 @@ class Operations:
     merge_keys: Operation
     unmerge: Operation
     add_change: Operation
-    attend: Operation
     widen: Operation
     match_windows: Operation | None = None

@@ -102,26 +102,6 @@ def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) 
     return x + unmerge(after - before, slot_of_token)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, scale: float) -> Tensor:
-    """Softmax attention in which a merged key weighs as much as all of its tokens.
-
-    Args:
-        q: ``[batch, queries, heads, channels]``.
-        k: ``[batch, keys, key_heads, channels]``; ``heads`` is a multiple of ``key_heads``.
-        v: the same.
-        log_sizes: ``[batch, keys]``, logarithms of numbers of tokens, added to the logits.
-        scale: factor for the products of queries and keys.
-
-    Returns:
-        ``[batch, queries, heads, channels]`` of the dtype of ``q``.
-    """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if q.shape[1] != k.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    bias = log_sizes[:, None, None].to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, bias, scale=scale).transpose(1, 2)
-
-
 def widen(
     q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, heads: int, scale: float, constant: float
 ) -> tuple[Tensor, Tensor, Tensor]:

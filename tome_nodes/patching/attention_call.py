@@ -54,7 +54,7 @@ def merged_attention(
     queries, keys = block.call_plans(flat_k, tokens, called)
     if queries is None and keys is None:
         return plain(q, k, v, heads, mask=mask, **kwargs)
-    log_sizes = None
+    weights = None
     if keys is not None:
         # Queries may have more heads than keys.
         key_heads = k.shape[1] if by_head else heads
@@ -66,12 +66,12 @@ def merged_attention(
         del flat_k, merged
         flat_v = flat(v, by_head)
         v = _like(keys.merge_values(flat_v) if weighs else keys.merge(flat_v), v, by_head)
-        log_sizes = block.log_sizes(keys, k)
+        weights = block.weights(keys, k)
         bias = None if bias is None else _merged_keys(bias, keys, len(k))
     if queries is not None:
         q = _like(queries.merge(flat(q, by_head)), q, by_head)
         bias = None if bias is None else _merged_queries(bias, queries, len(q))
-    out = attend(block, func, theirs, bias, log_sizes, q, k, v, heads, kwargs)
+    out = attend(weights, func, theirs, bias, q, k, v, heads, kwargs)
     if queries is None:
         return out
     out_by_head = bool(kwargs.get("skip_output_reshape"))

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from ..merging.layout import Grid, Layout, Picture
 from ..merging.plan import Plan, plan_of_sequence
-from ..ops import Operations
-from ..ops.autotune import Tuner
 from ..settings.config import ToMeConfig
 from .detail_cache import MOVES, Detail
 from .engine import Engine
+from .key_weights import KeyWeights
 from .outcome import Observer, Outcome
 from .overrides import Forward, Override, Overrides
 
@@ -257,16 +256,6 @@ class Block:
         assert evaluation is not None
         return evaluation
 
-    @property
-    def ops(self) -> Operations:
-        """The operations of the current evaluation."""
-        return self.evaluation.engine.strategy.ops
-
-    @property
-    def tuner(self) -> Tuner | None:
-        """Chooses among implementations of an operation; None for the defaults."""
-        return self.evaluation.engine.tuner
-
     def note_unweighted(self, reason: str | None) -> None:
         """Note why a merged key weighs only as much as one token; None if it weighs more."""
         self.outcome.unweighted = reason
@@ -275,12 +264,13 @@ class Block:
         """The forward of the block, timed if the observer wants to."""
         return self.model.observer.timed(self.name, forward)
 
-    def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None:
-        """What to add to the logits of merged keys, ``[batch, keys]``; None for nothing."""
+    def weights(self, plan: Plan, like: Tensor) -> KeyWeights | None:
+        """What keys in the dtype of ``like`` weigh once merged; None for one token each."""
         # Softmax ignores a constant, so slots of equal size need nothing.
         if not self.model.config.proportional_attn or plan.is_even():
             return None
-        return plan.log_sizes().to(like.dtype)
+        engine, sizes = self.evaluation.engine, plan.log_sizes().to(like.dtype)
+        return KeyWeights(sizes, engine.strategy.ops, engine.capable, self.note_unweighted)
 
     def worthy(self, layout: Layout, least: int) -> Layout | None:
         """The layout without pictures of fewer than ``least`` tokens.

@@ -1,6 +1,6 @@
 """What merging runs on: a strategy with a backend that works on the model's device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -9,9 +9,9 @@ import torch
 
 from ..merging.layout import Grid
 from ..ops import Operations, operations, resolve
-from ..ops.autotune import Autotune, Case, Choice, Tuner, tuned
 from ..settings.config import ToMeConfig
 from ..strategies.strategy import PlanOf, Strategy
+from .key_weights import Capabilities, capabilities
 
 MergesIn = Literal["modules", "blocks", "calls"]
 """What runs on merged tokens: the modules of a UNet's blocks, the whole blocks of a UNet, or the
@@ -33,7 +33,8 @@ class Engine:
         worth_from: the smallest grid that is worth merging, in tokens, whatever the settings say.
         no_triton: why Triton is not used, if it could be expected; else None.
         lacks: the error of the device if it cannot merge at all; else None.
-        tuner: chooses among implementations of an operation; None for the defaults.
+        capable: which of PyTorch's attentions run on the device. Blocks read it here, since asking
+            the device would break the graph of a compiled model.
     """
 
     strategy: Strategy
@@ -43,17 +44,12 @@ class Engine:
     worth_from: int
     no_triton: str | None
     lacks: str | None
-    tuner: Tuner | None = None
+    capable: Capabilities
 
     @property
     def backend(self) -> str:
         """``torch`` or ``triton``."""
         return self.strategy.ops.name
-
-    @property
-    def choices(self) -> Mapping[Case, Choice]:
-        """The implementations that were chosen by measuring."""
-        return {} if self.tuner is None else self.tuner.choices
 
     def in_words(self) -> list[str]:
         """What a report says about the backend; nothing if it is plain torch as expected."""
@@ -70,7 +66,6 @@ def make_engine(
     device: torch.device,
     dtype: torch.dtype,
     merges_in: MergesIn = "modules",
-    autotune: Autotune | None = None,
 ) -> Engine:
     """The engine for some settings and tokens of one device and dtype.
 
@@ -80,7 +75,6 @@ def make_engine(
         device: the device of the tokens.
         dtype: the dtype of the tokens.
         merges_in: what runs on merged tokens.
-        autotune: chooses the fastest implementations; None for the defaults.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for a small plan.
@@ -98,12 +92,7 @@ def make_engine(
     if lacks is not None and backend == "triton":
         backend, no_triton = "torch", lacks
         lacks = missing_operation(grouping, make_strategy, backend, device, dtype)
-    ops, tuner = operations(backend), None
-    if autotune is not None and autotune.is_for(device):
-        tuner = Tuner(autotune.choose)
-        if config.backend == "auto" and backend == "triton":
-            ops = tuned(ops, tuner)
-    strategy = make_strategy(config, ops)
+    strategy = make_strategy(config, operations(backend))
     worth_from = _worth_from(strategy, device, merges_in)
     in_attention = _worth_from(strategy, device, "modules" if merges_in == "blocks" else merges_in)
     return Engine(
@@ -114,7 +103,7 @@ def make_engine(
         worth_from,
         no_triton,
         lacks,
-        tuner,
+        capabilities(device, dtype),
     )
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ..merging.layout import Grid, Picture
-from ..ops.autotune import Autotune
 from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
 from .blocks import Evaluation, Layouts, ModelRecord, PatchedModel
@@ -61,7 +60,6 @@ class Run:
         model: nn.Module,
         make_strategy: MakeStrategy,
         observer: Observer,
-        autotune: Autotune | None = None,
     ):
         self.model = PatchedModel(config, record, model, observer)
         self.engine: Engine | None = None
@@ -69,7 +67,6 @@ class Run:
         self._may_merge = False
         self._config = config
         self._make_strategy = make_strategy
-        self._autotune = autotune
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
         self._details = Details(config)
         # Forecasts in UNets would be no better than fewer steps (benchmarks/FIDELITY.md).
@@ -263,12 +260,7 @@ class Run:
         place = device, dtype
         if place not in self._engines:
             engine = make_engine(
-                self._config,
-                self._make_strategy,
-                device,
-                dtype,
-                self._merges_in(),
-                self._autotune,
+                self._config, self._make_strategy, device, dtype, self._merges_in()
             )
             watched = self.model.observer.watched(engine.plan_of)
             self._engines[place] = replace(engine, plan_of=watched)

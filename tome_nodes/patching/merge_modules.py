@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..merging.layout import Grid, Layout
 from ..merging.plan import Plan
 from .blocks import Block, PatchedModel, Reasons, Stack
+from .key_weights import KeyWeights
 from .overrides import Forward, Override
 
 Shape = Sequence[int]
@@ -30,9 +31,9 @@ class UNetRecord:
         masks: the keyword arguments of an attention that are masks over its tokens.
         source: the keyword argument of an attention for the source of keys and values; empty if
             the attention takes ``context`` and ``value``.
-        weigh_keys: returns the keyword arguments with which a self-attention adds ``[batch, keys]``
-            to its logits; called with the block, its keyword arguments, and what to add in the
-            dtype of the tokens. None if the host has no way to do that.
+        weigh_keys: returns the keyword arguments with which a self-attention weighs its keys;
+            called with its keyword arguments and the weights. None if the host has no way to do
+            that.
         shapes: returns the shapes of the feature map and of the latent, where the host passes them
             on; called with the block's arguments after the tokens. None if a stack is called with
             its feature map instead.
@@ -44,7 +45,7 @@ class UNetRecord:
     needs_all_tokens: Callable[..., bool]
     masks: tuple[str, ...]
     source: str = ""
-    weigh_keys: Callable[["ModuleBlock", dict[str, Any], Tensor], dict[str, Any]] | None = None
+    weigh_keys: Callable[[dict[str, Any], KeyWeights], dict[str, Any]] | None = None
     shapes: Callable[..., tuple[Shape | None, Shape | None]] | None = None
 
     merges_at_calls = False
@@ -331,13 +332,13 @@ class ModuleBlock(Block):
 
     def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments with which a self-attention weighs each key by its tokens."""
-        log_sizes = self.log_sizes(plan, x)
-        if log_sizes is None:
+        weights = self.weights(plan, x)
+        if weights is None:
             return kwargs
         if self.record.weigh_keys is None:
-            self.outcome.unweighted = "this host has no way to weigh them"
+            weights.note("this host has no way to weigh them")
             return kwargs
-        return self.record.weigh_keys(self, kwargs, log_sizes)
+        return self.record.weigh_keys(kwargs, weights)
 
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a module can run on ``x`` merged by the plan; noted in the outcome."""

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from diffusers import Transformer2DModel, UNet2DConditionModel
-from torch import Tensor, nn
+from torch import nn
 
 from ..patching.blocks import Stack, uncompiled
-from ..patching.merge_modules import ModuleBlock, UNetRecord, is_masked
+from ..patching.key_weights import KeyWeights
+from ..patching.merge_modules import UNetRecord, is_masked
 from ..settings.config import ToMeConfig
 from ..strategies import strategy_class
 from .patched_model import REASONS, RECOMPUTED
@@ -39,8 +40,8 @@ def _needs_all_tokens(block: Any, index: int, *args: Any, **kwargs: Any) -> bool
     return is_chunked or is_masked(kwargs, _MASKS) or is_masked(of_attention, _MASKS)
 
 
-def _weigh_keys(block: ModuleBlock, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
-    return kwargs | {"attention_mask": log_sizes[:, None]}
+def _weigh_keys(kwargs: dict[str, Any], weights: KeyWeights) -> dict[str, Any]:
+    return kwargs | {"attention_mask": weights.sizes[:, None]}
 
 
 class DiffusersUNets(UNetHost):

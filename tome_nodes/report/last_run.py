@@ -1,9 +1,7 @@
 """The record of a patched model's last sampling run."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..ops.autotune import Case, Choice
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
 from .counts import Counts
@@ -23,7 +21,6 @@ class LastRun:
             chose one.
         worth_from: the estimated number of tokens from which merging a feature map is worth it;
             None if the run never chose a backend.
-        choices: the variants of operations that were chosen by trials.
         shallowest: how many times smaller than the latent the largest feature map with attention
             is.
         recording: the details, None if no ToMe Report was connected when the run began.
@@ -37,7 +34,6 @@ class LastRun:
     obstacle: str | None
     backend: str | None
     worth_from: int | None
-    choices: Mapping[Case, Choice]
     shallowest: int
     recording: Recording | None
     tuned: Measured | None

@@ -1,8 +1,5 @@
 """A run in words: the line in the log, the line on the node, and parts of a report."""
 
-from collections.abc import Mapping
-
-from ..ops.autotune import Case, Choice
 from ..patching.outcome import Evaluated
 from ..settings.config import ToMeConfig
 from ..strategies import strategy_class
@@ -35,38 +32,6 @@ def log_line(
             done.append(f"{counts.merged_steps}/{counts.total_steps} steps")
     others = [*in_effect(counts, config), *backend, *deviations(counts)]
     return ", ".join([*done, *others, *([] if tuned is None else [times(tuned)])])
-
-
-def tried(choices: Mapping[Case, Choice], only_changed: bool = False) -> list[str]:
-    """The variants chosen by trials, such as ``weights by mask (1.2 ms, kernel 1.5 ms)``.
-
-    For each operation, only the slowest case is listed.
-
-    Args:
-        choices: see :class:`tome_nodes.patching.engine.Engine`.
-        only_changed: whether to leave out cases in which the default was chosen.
-    """
-    longest: dict[str, Choice] = {}
-    for (operation, *_), choice in choices.items():
-        is_changed = choice.variant != choice.default
-        if is_changed or (choice.seconds and not only_changed):
-            known = longest.get(str(operation), choice)
-            if _longest(choice) >= _longest(known):
-                longest[str(operation)] = choice
-    return [f"{operation} by {_with_times(choice)}" for operation, choice in longest.items()]
-
-
-def _longest(choice: Choice) -> float:
-    return max(choice.seconds.values(), default=0.0)
-
-
-def _with_times(choice: Choice) -> str:
-    if not choice.seconds:
-        return f"{choice.variant} ({choice.default} failed)"
-    others = [
-        f"{name} {seconds(time)}" for name, time in choice.seconds.items() if name != choice.variant
-    ]
-    return f"{choice.variant} ({', '.join([seconds(choice.seconds[choice.variant]), *others])})"
 
 
 def times(tuned: Measured) -> str:

@@ -157,7 +157,6 @@ def in_words(run: LastRun) -> list[str]:
     lines += [f"Settings: {', '.join(ratio_alone if run.is_forecast else settings)}"]
     if run.backend is not None:
         lines += [f"Backend: {run.backend}"]
-    lines += [f"Tried here: {way}" for way in log_line.tried(run.choices)]
     return [*lines, *(f"Note: {deviation}" for deviation in log_line.deviations(counts))]
 
 

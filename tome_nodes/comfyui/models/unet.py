@@ -6,16 +6,13 @@ from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
-from torch import Tensor, nn
+from torch import nn
 
 from ...merging.layout import Picture
 from ...patching.blocks import Evaluation, Stack
-from ...patching.merge_modules import ModuleBlock, UNetRecord, stacks_by_level
+from ...patching.merge_modules import UNetRecord, stacks_by_level
 from ..attention import weigh_attention
 from .base import REASONS, Inputs, takes
-
-REPLACED = "another node replaces the attention function"
-"""The reason noted for unweighted keys. Our attention override clears it when it runs."""
 
 _BLOCK_PATCHES = (
     "attn1_patch",
@@ -56,12 +53,6 @@ def _needs_all_tokens(
         for attention in ("attn1", "attn2")
         for name in (spatial_transformer, (*spatial_transformer, index))
     )
-
-
-def _weigh_keys(block: ModuleBlock, kwargs: dict[str, Any], log_sizes: Tensor) -> dict[str, Any]:
-    block.note_unweighted(REPLACED)
-    options = kwargs.get("transformer_options") or {}
-    return kwargs | {"transformer_options": weigh_attention(options, block, log_sizes)}
 
 
 def _changed_part(block: Any) -> str | None:
@@ -109,6 +100,6 @@ UNET = ComfyUNet(
     attends_to_text=lambda block: block.disable_self_attn,
     needs_all_tokens=_needs_all_tokens,
     masks=("mask",),
-    weigh_keys=_weigh_keys,
+    weigh_keys=weigh_attention,
     shapes=_shapes,
 )

@@ -17,7 +17,6 @@ import triton
 from ..operations import Operations
 from ..reference import unmerge
 from .adding import add_change
-from .attending import attend
 from .matching import match_windows
 from .merging import merge, merge_keys
 from .shared import DTYPES
@@ -26,9 +25,7 @@ from .widening import widen
 __all__ = [
     "DTYPES",
     "TRITON",
-    "VERSION",
     "add_change",
-    "attend",
     "match_windows",
     "merge",
     "merge_keys",
@@ -37,11 +34,8 @@ __all__ = [
     "widen",
 ]
 
-TRITON = Operations("triton", merge, merge_keys, unmerge, add_change, attend, widen, match_windows)
+TRITON = Operations("triton", merge, merge_keys, unmerge, add_change, widen, match_windows)
 """The kernels. Unmerging has none, since torch needs only one launch for it, too."""
-
-VERSION = triton.__version__
-"""The version of Triton."""
 
 
 def runs_on(device: torch.device) -> bool:
