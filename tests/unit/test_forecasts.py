@@ -107,10 +107,10 @@ def test_a_forecast_adds_at_most_three_times_the_last_change():
 
 
 def test_two_answers_too_close_in_noise_count_as_one():
-    start, last = latent(3), ONE + 2 * CHANGE
-    kept = after((0, -4.0, start), (1, -2.0, ONE), (2, -1.99, last), count=8)
-    found = kept.predict(at(3, 0.0, 8), ONE)
-    assert torch.allclose(found, torch.lerp(start, last, 1 + 0.7 * 1.99 / 2.01), atol=1e-5)
+    last = ONE + 2 * CHANGE
+    kept = after((0, -4.0, latent(3)), (1, -3.99, ONE), (2, -2.0, last), count=7, ratio=1)
+    found = kept.predict(at(3, 0.0, 7), ONE)
+    assert torch.allclose(found, torch.lerp(ONE, last, 1 + 0.7 * 2 / 1.99), atol=1e-5)
     alone = after((0, -2.0, ONE), (1, -2.0, last))
     assert alone.predict(at(2, 0.0), ONE) is None
 
@@ -313,6 +313,17 @@ def two_calls(kept, index, *answers, count=6):
         if forecast is None:
             kept.observe(step, answer, call)
     return found
+
+
+def test_after_a_change_as_many_steps_run_as_at_the_start():
+    kept = Forecasts(1.0)
+    found = []
+    for index in range(12):
+        step = at(index, float(index), 12, course=index >= 5)
+        found.append(kept.predict(step, ONE))
+        if found[-1] is None:
+            kept.observe(step, index**1.5 * ONE)
+    assert "".join("R" if each is None else "F" for each in found) == "RRRFFRRRFFFR"
 
 
 def test_the_calls_of_a_step_are_forecast_together_or_not_at_all():

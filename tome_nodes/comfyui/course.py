@@ -5,14 +5,19 @@ A forecast goes on only while it stays the same. It is read from the guider, and
 """
 
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+GUIDANCE = ("sampler_cfg_function", "sampler_pre_cfg_function", "sampler_post_cfg_function")
+"""The model options with functions that see or change the parts of a guided answer."""
 
-def course_of(guider: Any, sigma: float) -> Hashable:
-    """The guidance scales, the active conditions, their control, and the strengths of their hooks.
+
+def course_of(guider: Any, options: Mapping[str, Any], sigma: float) -> Hashable:
+    """The guidance scales and ranges, the active conditions with their control, and hooks.
 
     Args:
         guider: the guider of the run, within its wrappers.
+        options: the model options of the answer.
         sigma: the noise level that the model is told.
     """
     scales = [
@@ -27,7 +32,39 @@ def course_of(guider: Any, sigma: float) -> Hashable:
         for each in several or ()
         if _is_active(each, sigma)
     ]
-    return tuple(scales), tuple(active)
+    return tuple(scales), tuple(active), tuple(_ranges(options, sigma))
+
+
+def has_momentum(options: Mapping[str, Any]) -> bool:
+    """Whether guidance builds on its earlier steps, as APG does with a momentum."""
+    names = (noted for function in _guidance(options) for noted in _enclosed(function))
+    return any(name == "momentum" and value for name, value in names)
+
+
+def _ranges(options: Mapping[str, Any], sigma: float) -> Iterator[Hashable]:
+    """On which side of its bounds each function of guidance is.
+
+    ComfyUI keeps the bounds nowhere but in variables of such functions, such as ``sigma_start``.
+    """
+    for function in _guidance(options):
+        for name, value in _enclosed(function):
+            if "sigma" in name and isinstance(value, int | float):
+                yield sigma >= value
+
+
+def _guidance(options: Mapping[str, Any]) -> Iterator[Any]:
+    for name in GUIDANCE:
+        found = options.get(name) or ()
+        yield from found if isinstance(found, list) else [found]
+
+
+def _enclosed(function: Any) -> Iterator[tuple[str, Any]]:
+    """The names and values of the variables that a function has from the one around it."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        # A cell is empty until its variable has a value.
+        with suppress(ValueError):
+            yield name, cell.cell_contents
 
 
 def _of_condition(condition: Mapping[str, Any], sigma: float) -> Iterator[Hashable]:

@@ -23,7 +23,7 @@ from ..report.counts import Counts
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
-from .course import course_of
+from .course import GUIDANCE, course_of, has_momentum
 
 KEY = "tome_nodes"
 """Our key among the wrappers of a model."""
@@ -53,9 +53,6 @@ _SAMPLERS: Mapping[str, _Sampler] = {
 """The samplers under which forecasts hold (benchmarks/FIDELITY.md), by the names of their functions
 without ``sample_``. They evaluate a step once. Under the others, forecasts change the picture more
 than fewer steps do, mostly as these samplers add noise or look back far."""
-
-_GUIDANCE = ("sampler_cfg_function", "sampler_pre_cfg_function", "sampler_post_cfg_function")
-"""The model options with functions that see or change the parts of a guided answer."""
 
 log = logging.getLogger("tome_nodes")
 
@@ -191,7 +188,7 @@ class ForecastRun:
             index=index,
             count=self.count,
             log_snr=log_snr(sigma, isinstance(self._sampling, CONST)),
-            course=course_of(self._guider, sigma),
+            course=course_of(self._guider, options, sigma),
             latent_share=latent_share(self.schedule, index) if self._corrects else None,
             is_active=is_active(self._config, sigma, self._sampling.percent_to_sigma),
             from_noise=self._from_noise,
@@ -202,8 +199,10 @@ class ForecastRun:
         if self._evaluated == self._done:
             return reasons.SEVERAL
         own = self._guider.model_options
-        has_own_hook = any(options.get(name) != own.get(name) for name in _GUIDANCE)
-        return reasons.UNGUIDED if has_own_hook else None
+        has_own_hook = any(options.get(name) != own.get(name) for name in GUIDANCE)
+        if has_own_hook:
+            return reasons.UNGUIDED
+        return reasons.MOMENTUM if has_momentum(options) else None
 
     def _show(self, what: str) -> None:
         """Show what the step does, once."""

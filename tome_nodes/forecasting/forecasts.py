@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import reasons
-from .steps import LONG, SHORTEST, Step, steps_that_run
+from .steps import LONG, SHORTEST, Step, first_steps, steps_that_run
 
 _DAMPING = 0.7
 """The share of the extrapolated change that a forecast contains."""
@@ -63,7 +63,8 @@ class _Line:
     """The line of one call of a step.
 
     Attributes:
-        answers: at most two answers, in order.
+        answers: the last two answers, in order, or the only one.
+        total: how many answers there were.
         forecasts: the forecasts since the last of them.
         product: the inner product of the last change of answers and the one before. It is negative
             where answers turn back, as early under strong guidance; then no line leads on.
@@ -71,17 +72,20 @@ class _Line:
 
     answers: list[_Answer] = field(default_factory=list)
     forecasts: list[_Forecast] = field(default_factory=list)
+    total: int = 0
     product: Tensor | None = None
 
     def add(self, new: _Answer) -> None:
         """Add an answer."""
         if self.answers and new.step.log_snr - self.answers[-1].step.log_snr < _TOO_CLOSE:
             self.answers.pop()
+            self.total -= 1
         if len(self.answers) == 2:
             first, last = (each.denoised for each in self.answers)
             self.product = ((last - first).float() * (new.denoised - last).float()).sum()
         self.answers = [*self.answers[-1:], new]
         self.forecasts = []
+        self.total += 1
 
     @property
     def latest(self) -> int:
@@ -184,7 +188,7 @@ class Forecasts:
             why = reasons.PERCENTS
         elif self._noise_rises:
             why = reasons.NOISE_RISES
-        elif not self._lines or any(len(line.answers) < 2 for line in self._lines):
+        elif min((line.total for line in self._lines), default=0) < self._first(step):
             why = reasons.CHANGES
         elif any(line.product is not None and line.product < 0 for line in self._lines):
             why = reasons.TURNS
@@ -195,10 +199,17 @@ class Forecasts:
 
     def _running(self, step: Step) -> frozenset[int]:
         """The steps in which the model runs."""
-        is_settled = step.count < LONG and self._settled is True
+        is_settled = self._is_settled(step)
         if is_settled and step.from_noise and step.count < _SHORTEST_EDIT:
             return frozenset(range(step.count))
         return steps_that_run(self._ratio, step.count, is_settled)
+
+    def _first(self, step: Step) -> int:
+        """The number of answers that the first forecast, also after a change, has to follow."""
+        return first_steps(step.count, self._is_settled(step))
+
+    def _is_settled(self, step: Step) -> bool:
+        return step.count < LONG and self._settled is True
 
 
 def _is_settled(line: _Line) -> bool:

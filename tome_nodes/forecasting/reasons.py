@@ -40,6 +40,11 @@ UNGUIDED = (
     "euler, dpmpp_2m or res_multistep"
 )
 
+MOMENTUM = (
+    "guidance with momentum, as in APG, builds on every step; set the momentum to 0, or leave the "
+    "node out"
+)
+
 
 def too_short(count: int, least: int = SHORTEST) -> str:
     """For a run of ``count`` steps where forecasts need ``least``."""

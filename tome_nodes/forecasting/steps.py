@@ -77,6 +77,12 @@ def latent_share(schedule: Sequence[float], index: int) -> float | None:
     return after / before if 0 <= after < before else None
 
 
+def first_steps(count: int, is_settled: bool) -> int:
+    """The number of steps in which the model runs before the first forecast, in a run of
+    ``count``."""
+    return FIRST_OF_MANY if count >= MANY and not is_settled else FIRST
+
+
 def steps_that_run(ratio: float, count: int, is_settled: bool) -> frozenset[int]:
     """The steps of a run in which the model runs; the others are forecast.
 
@@ -86,7 +92,7 @@ def steps_that_run(ratio: float, count: int, is_settled: bool) -> frozenset[int]
         count: the number of steps of the run, at least 1.
         is_settled: whether answers change little from the start of the run.
     """
-    first = FIRST_OF_MANY if count >= MANY and not is_settled else FIRST
+    first = first_steps(count, is_settled)
     growth = _GROWTH if count >= LONG and not is_settled else 1
     between = max(0, count - 1 - first)
     running = min(round(between * (1 - ratio)), max(0, between - 1))
