@@ -33,7 +33,6 @@ from tome_nodes.merging.layout import Grid
 from tome_nodes.patching.merge_attention import AttentionBlock
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import report_of
-from tools.families import FAMILIES, Family, fate_of
 
 
 def noise(*shape):
@@ -416,20 +415,6 @@ def test_every_class_that_the_host_loads_is_known():
     analysers = ("rt_detr", "depth_anything", "sam3")
     models = {name for name in made_of if not any(part in name for part in analysers)}
     assert models - known == set(), "see CONTRIBUTING, a family of models"
-
-
-@pytest.mark.newest_only
-def test_families_of_templates_are_of_classes_of_the_host():
-    named = {each.model_class for each in FAMILIES} - {None}
-    for name in named - LATER:
-        module, _, found = f"comfy.ldm.{name}".rpartition(".")
-        assert isinstance(getattr(importlib.import_module(module), found), type)
-    fates = {name: fate_of(Family("", "", name)) for name in named}
-    assert {name for name in named if fates[name] == "asked"} == named & ASKED
-    refused = {name for name in named if f"comfy.ldm.{name}" in REFUSED}
-    assert {name for name in named if fates[name] == "refused"} == refused
-    assert fates["modules.diffusionmodules.openaimodel.UNetModel"] == "known"
-    assert fate_of(Family("", "", None)) == "untried"
 
 
 def test_an_unreachable_attention_is_refused_with_its_reason():
