@@ -130,7 +130,11 @@ class ToMePatchModel(io.ComfyNode):
         )
 
     @classmethod
-    @_given(validation.LINKS, "settings", *(option.name for option in PATCH.options))
+    @_given(
+        *(validation.LINKS, "settings"),
+        *(option.name for option in PATCH.options),
+        *PATCH.former,
+    )
     def validate_inputs(cls, **inputs: Any) -> bool | str:
         """True if the inputs are valid, else an error message.
 

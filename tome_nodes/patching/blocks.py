@@ -277,8 +277,7 @@ class Block:
 
     def log_sizes(self, plan: Plan, like: Tensor) -> Tensor | None:
         """What to add to the logits of merged keys, ``[batch, keys]``; None for nothing."""
-        # Softmax ignores a constant, so slots of equal size need nothing.
-        if not self.model.config.proportional_attn or plan.is_even():
+        if not self.model.config.proportional_attn:
             return None
         return plan.log_sizes().to(like.dtype)
 
