@@ -137,7 +137,7 @@ def test_without_forecasts_the_model_runs_in_each_step_and_merges(flux, log_mess
     assert log_messages()[-1].startswith("[ToMe] merged ")
 
 
-@pytest.mark.parametrize("preset", ["quality", "balanced", "fast"])
+@pytest.mark.parametrize("preset", ["balanced", "fast"])
 def test_these_presets_are_the_same(flux, log_messages, preset):
     config = ToMeConfig(**settings_of(preset, {"ratio": 0.6}) | {"min_tokens": 1})
     found = sampled(attach(flux, config))
@@ -209,7 +209,7 @@ def test_the_line_on_the_node_says_which_steps_were_forecast(flux):
     assert forecast_steps == [3, 6]
 
 
-@pytest.mark.parametrize("preset", ["quality", "balanced", "fast"])
+@pytest.mark.parametrize("preset", ["balanced", "fast"])
 def test_a_ratio_of_0_is_the_plain_model(flux, preset):
     config = ToMeConfig(**settings_of(preset, {"ratio": 0.0}) | {"min_tokens": 1})
     patched, answers = seen(attach(flux, config))

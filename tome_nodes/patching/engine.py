@@ -157,7 +157,8 @@ def missing_operation(
         plan = strategy.plan(features, grid, 0.5)
         if plan is None:
             return None
-        merged, _ = plan.merge_inputs(features)
+        merged = plan.merge(features)
+        plan.merge_inputs(features)
         plan.merge_keys(features, 1)
         plan.unmerge(merged)
         plan.add_change(features, merged, merged)

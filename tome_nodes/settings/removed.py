@@ -9,6 +9,9 @@ from typing import Any
 
 from .options import OptionError, is_plain, shown
 
+PRESETS: Mapping[str, str] = MappingProxyType({"quality": "balanced"})
+"""Presets that are gone, and as which each is read: it takes as long, and hardly differs."""
+
 OPTIONS: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
         "st": (
@@ -18,15 +21,16 @@ OPTIONS: Mapping[str, tuple[Any, str]] = MappingProxyType(
         )
     }
 )
-"""Options that are gone: the default, at which each is ignored, and what to take instead."""
+"""Options that are gone: the default, at which each is ignored, and what to do otherwise."""
 
-_INSTEAD: Mapping[tuple[str, Any], str] = MappingProxyType(
-    {("scope", "block"): "stack", ("strategy", "pool"): "window", ("attn_tokens", "q"): "k,v"}
+_INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "scope": {"block": "stack"},
+        "strategy": {"pool": "window"},
+        "attn_tokens": {"q": "k,v"},
+    }
 )
-"""Values that are gone, by the name of their option, and what to take instead."""
-
-_READ_AS: Mapping[tuple[str, Any], str] = MappingProxyType({("preset", "quality"): "balanced"})
-"""Values that are gone, and those as which they are read: they take as long, and hardly differ."""
+"""By option, the values that are gone, and what to take instead."""
 
 
 def current(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,16 +41,18 @@ def current(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
-        # Other values, such as lists, may have no hash.
-        known = (name, value if is_plain(value) else None)
-        if name in OPTIONS:
-            default, instead = OPTIONS[name]
-            if not (is_plain(value) and value == default):
-                raise OptionError(name, f"{name}={shown(value)} is not allowed: {instead}")
-        elif known in _INSTEAD:
+        # Values of other types, such as lists, may have no hash.
+        instead = _INSTEAD.get(name, {}).get(value) if isinstance(value, str) else None
+        if instead is not None:
             raise OptionError(
-                name, f"{name}={shown(value)} is gone: take {name}={_INSTEAD[known]!r} instead"
+                name, f"{name}={shown(value)} is gone: take {name}={instead!r} instead"
             )
+        if name in OPTIONS:
+            default, why = OPTIONS[name]
+            if not (is_plain(value) and value == default):
+                raise OptionError(name, f"{name}={shown(value)} is not allowed: {why}")
+        elif name == "preset" and isinstance(value, str):
+            found[name] = PRESETS.get(value, value)
         else:
-            found[name] = _READ_AS.get(known, value)
+            found[name] = value
     return found
