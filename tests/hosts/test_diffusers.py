@@ -235,6 +235,10 @@ TIMES = [376, 251, 126, 1]
         ({"end_percent": 0.6}, [TOKENS // 2, TOKENS // 2, TOKENS, TOKENS]),
         ({"start_percent": 0.3, "end_percent": 0.7}, [TOKENS, TOKENS // 2, TOKENS, TOKENS]),
         (
+            {"strategy": "cluster", "start_percent": 0.6},
+            [TOKENS, TOKENS, TOKENS // 2, TOKENS // 2],
+        ),
+        (
             {"ratio": 0.6, "ratio_end": 0.2},
             [TOKENS - int(TOKENS * (0.2 + 0.4 * time / 499)) for time in TIMES],
         ),

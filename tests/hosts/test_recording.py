@@ -57,7 +57,7 @@ def test_the_groups_are_those_of_the_plans(sd15):
 
 
 @pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
-@pytest.mark.parametrize("strategy", ["window", "pool"])
+@pytest.mark.parametrize("strategy", ["window", "pool", "cluster"])
 def test_recording_changes_no_sample(sd15, scope, strategy):
     settings = {"scope": scope, "strategy": strategy}
     run, samples = recorded(sd15, **settings)

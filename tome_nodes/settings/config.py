@@ -91,6 +91,9 @@ class ToMeConfig:
             "the number of tokens, not with its square, so use this one for large pictures.",
             "pool": "The mean of each cell, without comparing tokens. `ratio` has no effect, "
             "except that 0 merges nothing.",
+            "cluster": "k-means by how much each token is like the mean of all, as a summary of "
+            "the paper describes it. It loses to the others (see FIDELITY). Cells and random "
+            "picks have no effect.",
         },
         advanced=True,
         text="How tokens are grouped: bipartite matches over the whole map as in the paper, window "

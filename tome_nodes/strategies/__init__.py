@@ -6,6 +6,7 @@ from types import MappingProxyType
 from ..ops import Operations
 from ..settings.config import ToMeConfig
 from .bipartite import BipartiteStrategy
+from .cluster import ClusterStrategy
 from .pool import PoolStrategy
 from .strategy import Strategy
 from .window import WindowStrategy
@@ -15,6 +16,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
         "bipartite": BipartiteStrategy,
         "window": WindowStrategy,
         "pool": PoolStrategy,
+        "cluster": ClusterStrategy,
     }
 )
 """The strategies by their name in a config."""
