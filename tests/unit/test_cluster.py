@@ -98,6 +98,7 @@ def test_no_cluster_is_ever_empty(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_maps_without_differences_or_numbers_have_a_plan(value, dtype):
     features = torch.full((2, 35, 4), value, dtype=dtype)
+    assert torch.isfinite(similarity_to_mean(features)).all()
     plan = cluster(features, 11)
     for sample in plan.slots():
         assert sample.unique().tolist() == list(range(11))
@@ -167,8 +168,7 @@ def test_clusters_are_intervals_of_the_cosine_to_the_mean():
         assert in_order.tolist() == in_order.sort().values.tolist()
 
 
-def test_samples_and_frames_are_not_told_apart_by_their_place():
-    """Each sample has clusters of its own, and a token's place in the map does not matter."""
+def test_each_sample_has_clusters_of_its_own_wherever_its_tokens_are():
     features = map_of(8, 1)
     both = cluster(features, 30)
     shuffled = torch.randperm(64, generator=torch.Generator().manual_seed(0))
