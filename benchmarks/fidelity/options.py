@@ -75,6 +75,8 @@ def of_unet(steps: int) -> list[Option]:
         Option("core q 0.5", MERGING, node(TomePatchModel, ratio=0.5)),
         Option("HyperTile", MERGING, node(HyperTile, **tile)),
         Option("q,k,v 0.5", MERGING, ours()),
+        Option("clusters 0.5", MERGING, ours(strategy="cluster")),
+        Option("clusters 0.5 from 0.6", MERGING, ours(strategy="cluster", start_percent=0.6)),
         Option("k,v 0.5", MERGING, ours(attn_tokens="k,v")),
         Option("k,v 0.75", MERGING, ours(ratio=0.75, attn_tokens="k,v")),
         _keys(KEYS75, 0.75),

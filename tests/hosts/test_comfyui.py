@@ -20,6 +20,7 @@ from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.patching import engine, key_weights
 from tome_nodes.patching.key_weights import Capabilities
 from tome_nodes.patching.merge_modules import ModuleBlock
+from tome_nodes.patching.schedule import is_active
 from tome_nodes.settings.config import OPTIONS
 
 ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
@@ -88,6 +89,11 @@ def first_block(model):
         ({"scope": "stack"}, [96, 96, 96, 96]),
         ({"scope": "stack", "merge_attn": False}, [96, 96, 96, 96]),
         ({"strategy": "window", "ratio": 0.75}, [48, 48, 192, 192]),
+        ({"strategy": "cluster"}, [96, 96, 192, 192]),
+        (
+            {"strategy": "cluster", "merge_crossattn": True, "merge_mlp": True, "ratio": 0.25},
+            [144, 144, 144, 144],
+        ),
         ({"ratio": 0.25, "attn_tokens": "k,v", "merge_mlp": True}, [192, 144, 192, 144]),
     ],
     ids=str,
@@ -128,6 +134,16 @@ def test_steps_that_merge_and_their_ratio(sd15, log_messages, settings, steps, w
     sample(attach(sd15, merging(**settings)), steps=steps)
     (line,) = log_messages()
     assert words in line
+
+
+def test_start_percent_06_is_the_last_two_fifths_of_the_training(sd15, log_messages):
+    """Where the summary that strategy cluster follows merges."""
+    sampling, config = sd15.model.model_sampling, merging(strategy="cluster", start_percent=0.6)
+    merges = [is_active(config, level, sampling.percent_to_sigma) for level in sampling.sigmas]
+    assert merges == [True] * 400 + [False] * 600
+    sample(attach(sd15, config), steps=20)
+    (line,) = log_messages()
+    assert "(192 -> 96 tokens), 8/20 steps, ratio 0.50, cluster" in line
 
 
 def test_a_device_without_room_for_a_small_plan_says_so(sd15, monkeypatch, untried):

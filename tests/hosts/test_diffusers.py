@@ -1,7 +1,9 @@
 """The attach to real diffusers pipelines, most of all to UNets: what merges and what stays."""
 
 import copy
+import json
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
@@ -52,7 +54,9 @@ from tome_nodes.patching.key_weights import Capabilities, KeyWeights
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
 from tome_nodes.pytorch.patched_model import REASONS, RECOMPUTED, Attachment
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
+from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies.bipartite import BipartiteStrategy
+from tools.environment import ROOT
 
 pytestmark = pytest.mark.newest_only
 
@@ -230,6 +234,10 @@ TIMES = [376, 251, 126, 1]
         ({"end_percent": 0.6}, [TOKENS // 2, TOKENS // 2, TOKENS, TOKENS]),
         ({"start_percent": 0.3, "end_percent": 0.7}, [TOKENS, TOKENS // 2, TOKENS, TOKENS]),
         (
+            {"strategy": "cluster", "start_percent": 0.6},
+            [TOKENS, TOKENS, TOKENS // 2, TOKENS // 2],
+        ),
+        (
             {"ratio": 0.6, "ratio_end": 0.2},
             [TOKENS - int(TOKENS * (0.2 + 0.4 * time / 499)) for time in TIMES],
         ),
@@ -244,6 +252,23 @@ def test_percents_and_ratios_follow_the_noise_levels(options, tokens):
         case(steps=4)
     assert case.pipeline.scheduler.timesteps.tolist() == TIMES
     assert lengths == tokens
+
+
+def test_the_sample_of_a_summarys_method_merges_clusters_in_the_last_two_fifths(log_messages):
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    script, settings = re.findall(
+        r"^```(?:python|json)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
+    )
+    case = sd15()
+    exec(script, {"tome_nodes": tome_nodes, "pipe": case.pipeline})
+    with input_lengths(first_block(case.network).attn1.to_q) as lengths:
+        case(steps=10)
+    assert lengths == [TOKENS] * 6 + [TOKENS // 2] * 4
+    (line,) = log_messages()
+    assert line.endswith("ratio 0.50, cluster")
+    node = json.loads(settings)
+    merges = {"strategy": "cluster", "ratio": 0.5, "start_percent": 0.6}
+    assert settings_of(node.pop("preset"), node) == merges
 
 
 def test_steps_aside_where_other_code_changes_the_tokens(unet, log_messages):

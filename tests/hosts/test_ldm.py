@@ -222,13 +222,14 @@ def test_every_handle_of_a_model_is_accepted():
         assert torch.equal(call(model), plain)
 
 
-def test_the_number_of_noise_levels_is_that_of_the_model(log_messages):
+@pytest.mark.parametrize("strategy", ["bipartite", "cluster"])
+def test_the_number_of_noise_levels_is_that_of_the_model(log_messages, strategy):
     model = make_model()
-    tome_nodes.apply_patch(model, start_percent=0.6)
+    tome_nodes.apply_patch(model, start_percent=0.6, strategy=strategy)
     call(model)
     assert log_messages() == []
     model.num_timesteps = 2000
-    tome_nodes.apply_patch(model, start_percent=0.6)
+    tome_nodes.apply_patch(model, start_percent=0.6, strategy=strategy)
     call(model)
     assert log_messages()[-1].startswith("[ToMe] merged 3/7 blocks")
 

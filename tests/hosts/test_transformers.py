@@ -231,7 +231,7 @@ def test_masked_text_stays_masked(models, kind, attn_tokens):
     assert relative_error(merged, expected) < 0.5
 
 
-@pytest.mark.parametrize("strategy", ["bipartite", "window"])
+@pytest.mark.parametrize("strategy", ["bipartite", "window", "cluster"])
 def test_keys_and_values_that_count_once_are_means(models, monkeypatch, strategy):
     """As in the paper."""
     tiny, model = TINY["wan21"], models("wan21")

@@ -71,7 +71,7 @@ def test_limits_are_allowed_and_values_beyond_them_are_named(name):
         ),
         ({"ratio_end": -0.5}, r"ratio_end=-0\.5 is not allowed: it must be -1, to keep ratio"),
         ({"ratio_end": -2.0}, r"ratio_end=-2\.0 is not allowed: .* or from 0\.0 to 0\.95$"),
-        ({"strategy": "kmeans"}, r"'kmeans' is not allowed: .* bipartite \| window$"),
+        ({"strategy": "kmeans"}, r"'kmeans' is not allowed: .* bipartite \| window \| cluster$"),
         ({"backend": "cuda"}, r"backend='cuda' is not allowed: .* auto \| torch \| triton$"),
         ({"scope": None}, r"scope=None is not allowed: .* module \| stack$"),
         ({"attn_tokens": "v"}, r"attn_tokens='v' is not allowed: .* q,k,v \| k,v$"),

@@ -18,6 +18,7 @@ from tome_nodes.strategies import make_strategy
         ("meta", {}, "blocks", (768, 4096)),
         ("meta", {}, "calls", (3072, 3072)),
         ("meta", {"strategy": "bipartite"}, "calls", (4096, 4096)),
+        ("meta", {"strategy": "cluster"}, "modules", (8192, 8192)),
         ("meta", {"min_tokens": 7}, "blocks", (7, 7)),
     ],
 )

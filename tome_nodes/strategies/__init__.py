@@ -6,6 +6,7 @@ from types import MappingProxyType
 from ..ops import Operations
 from ..settings.config import ToMeConfig
 from .bipartite import BipartiteStrategy
+from .cluster import ClusterStrategy
 from .strategy import Strategy
 from .window import WindowStrategy
 
@@ -13,6 +14,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
     {
         "bipartite": BipartiteStrategy,
         "window": WindowStrategy,
+        "cluster": ClusterStrategy,
     }
 )
 """The strategies by their name in a config."""

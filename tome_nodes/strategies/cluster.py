@@ -1,0 +1,158 @@
+"""Clusters of tokens that are equally like the mean token.
+
+A much-copied summary of the paper describes merging like this: how much a token is like the mean of
+all tokens is one number, and k-means groups the tokens by it. The paper itself matches tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..merging.layout import Grid
+from ..merging.plan import Plan, SlotPlan
+from ..ops import TORCH, Operations
+from .strategy import Strategy
+
+UNIT = 2.0**-30
+"""Similarities are rounded to multiples of this, as sums of integers are exact. The rounding of a
+float32 sum is coarser than the distances between the tokens of a large map."""
+
+# After two rounds, half as many clusters as tokens have a few hundredths more than the least sum of
+# squares.
+_ROUNDS = 3
+
+# The share of the first edges that are quantiles. All others are at the widest gaps.
+_QUANTILES = 0.25
+
+# The share of the edges from which those that move in a round are taken.
+_MOVABLE = 0.3
+
+
+class ClusterStrategy(Strategy):
+    """Merges the tokens of each cluster, wherever they are in the map."""
+
+    # A plan takes twice as many kernels as one of the other strategies.
+    least_tokens = 8192
+    least_tokens_at_calls = 8192
+    least_tokens_with_kernels = 8192
+
+    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
+        merges = int(grid.tokens * ratio)
+        return cluster(features, grid.tokens - merges, self.ops) if merges else None
+
+
+@torch.no_grad()
+def cluster(features: Tensor, slots: int, ops: Operations = TORCH) -> SlotPlan:
+    """Merge the tokens of each of ``slots`` clusters.
+
+    Args:
+        features: ``[batch, tokens, channels]``, compared in float32.
+        slots: number of clusters, at most ``tokens``.
+        ops: the operations that the plan uses.
+    """
+    similarity, order = similarity_to_mean(features).sort(dim=1, stable=True)
+    edges = k_means((similarity / UNIT).round().long(), slots)
+    clusters = torch.searchsorted(edges, _positions(order), right=True) - 1
+    return SlotPlan.from_slots(torch.empty_like(order).scatter_(1, order, clusters), slots, ops)
+
+
+def similarity_to_mean(features: Tensor) -> Tensor:
+    """The cosine of each token to the mean of its sample's tokens, ``[batch, tokens]`` float32."""
+    mean = features.mean(1, keepdim=True, dtype=torch.float32)
+    products = (features * mean).sum(2)
+    lengths = torch.linalg.vector_norm(features, dim=2, dtype=torch.float32) * mean.norm(dim=2)
+    return (products / lengths.clamp_min(1e-12)).nan_to_num().clamp(-1, 1)
+
+
+def k_means(values: Tensor, clusters: int) -> Tensor:
+    """Cut sorted values into clusters with a small sum of squared distances to their means.
+
+    Each round is a step of Lloyd's algorithm, which assigns every value to the nearest mean, and
+    moves some edges from where they separate little to where they separate much. Steps of Lloyd's
+    algorithm alone move edges too little: where many values are alike, too many edges would remain.
+
+    Args:
+        values: ``[batch, tokens]`` int64 in ascending order, from -2**30 to 2**30.
+        clusters: number of clusters, at most ``tokens``.
+
+    Returns:
+        The edges, ``[batch, clusters + 1]`` int64: where each cluster begins, and ``tokens``. Every
+        cluster has at least one value.
+    """
+    sums = F.pad(values.cumsum(1), (1, 0))
+    edges = first_edges(values, clusters)
+    for _ in range(_ROUNDS if clusters > 1 else 0):
+        means = means_of(sums, edges)
+        moved = lloyd_step(values, means)
+        moved[:, 1:-1].masked_fill_(_is_weak(means, edges), values.shape[1])
+        edges = _refilled(sums, moved.sort(dim=1).values)
+    return edges
+
+
+def first_edges(values: Tensor, clusters: int) -> Tensor:
+    """Edges at quantiles and at the widest gaps; see :func:`k_means`."""
+    tokens = values.shape[1]
+    parts = max(1, int(clusters * _QUANTILES))
+    quantiles = torch.arange(1, parts, device=values.device) * tokens // parts
+    gaps = values.diff(dim=1).float().index_fill(1, quantiles - 1, torch.inf)
+    return _with_ends(gaps.topk(clusters - 1).indices.sort(dim=1).values + 1, tokens)
+
+
+def means_of(sums: Tensor, edges: Tensor) -> Tensor:
+    """The means of clusters, ``[batch, clusters]`` int64, rounded down.
+
+    Args:
+        sums: ``[batch, tokens + 1]`` int64, the sums of the first values, from none to all.
+        edges: ``[batch, clusters + 1]`` int64; no cluster is empty.
+    """
+    return sums.gather(1, edges).diff(dim=1) // edges.diff(dim=1)
+
+
+def lloyd_step(values: Tensor, means: Tensor) -> Tensor:
+    """The edges that assign each value to the nearest mean; some clusters may be empty."""
+    middles = (means[:, 1:] + means[:, :-1]) // 2
+    return _with_ends(torch.searchsorted(values, middles, right=True), values.shape[1])
+
+
+def _is_weak(means: Tensor, edges: Tensor) -> Tensor:
+    """Which inner edges separate least; of neighbours, at most one.
+
+    An edge separates as much as the sum of squares would grow without it.
+    """
+    weights = edges.diff(dim=1).reciprocal()
+    growth = means.diff(dim=1).float().square() / (weights[:, 1:] + weights[:, :-1])
+    count = 1 + int(_MOVABLE * (growth.shape[1] - 1))
+    most = growth.topk(count, largest=False).values[:, -1:]
+    around = F.pad(growth, (1, 1), value=torch.inf)
+    return (growth < around[:, :-2]) & (growth <= around[:, 2:]) & (growth <= most)
+
+
+def _refilled(sums: Tensor, edges: Tensor) -> Tensor:
+    """Replace all but one of the edges at the same place by edges that separate most.
+
+    A cluster gets one of them, unless there are not enough clusters. Arguments as of
+    :func:`means_of`, in ascending order.
+    """
+    positions = _positions(sums[:, 1:])
+    after = torch.searchsorted(edges, positions, right=True)
+    begin, end = edges.gather(1, after - 1), edges.gather(1, after)
+    left, size = positions - begin, end - begin
+    base = sums.gather(1, begin)
+    mean = (sums.gather(1, end) - base) // size
+    # How far the values to the left of a position are from the mean, in all.
+    distance = (sums[:, :-1] - base - left * mean).float()
+    is_edge = left == 0
+    gain = (distance.square() * size / (left * (size - left))).masked_fill(is_edge, 0)
+    most = torch.zeros_like(gain).scatter_reduce(1, after - 1, gain, "amax").gather(1, after - 1)
+    rank = gain.masked_fill(gain < most, -1).masked_fill(is_edge, torch.inf)
+    begins = rank.topk(edges.shape[1] - 1).indices.sort(dim=1).values
+    return F.pad(begins, (0, 1), value=sums.shape[1] - 1)
+
+
+def _with_ends(inner: Tensor, tokens: int) -> Tensor:
+    return F.pad(F.pad(inner, (1, 0)), (0, 1), value=tokens)
+
+
+def _positions(tokens: Tensor) -> Tensor:
+    """The position of each token in its row."""
+    return torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
