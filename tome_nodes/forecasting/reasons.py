@@ -54,6 +54,16 @@ MOMENTUM = (
     "node out"
 )
 
+OTHER_FORM = (
+    "the model is called for more or other than one latent, as with layers or kept references; "
+    "leave ToMe out"
+)
+
+OTHER_NOISE = (
+    "the model is called at other noise levels than its pipeline's scheduler says; patch the "
+    "pipeline that calls it"
+)
+
 
 def too_short(count: int, least: int = SHORTEST) -> str:
     """For a run of ``count`` steps where forecasts need ``least``."""
@@ -67,3 +77,16 @@ def sampler(name: str) -> str:
         f"under the sampler {name}, forecasts change the picture more than fewer steps do, or were "
         "not tried; take euler, dpmpp_2m or res_multistep"
     )
+
+
+def unknown_scheduler(name: str) -> str:
+    """For a scheduler of diffusers that evaluates steps more than once, or was not tried."""
+    return (
+        f"under {name}, steps are evaluated more than once or not counted, or forecasts were not "
+        "tried; take FlowMatchEulerDiscreteScheduler or UniPCMultistepScheduler"
+    )
+
+
+def unknown_prediction(name: str) -> str:
+    """For a transformer of diffusers that is not known to predict a flow."""
+    return f"it is not known how a {name} predicts the picture; leave ToMe out"
