@@ -10,8 +10,8 @@ EDIT = (
 )
 
 LEFT_OUT = (
-    "only steps were sampled in which the model always runs, as another node left out the others; "
-    "remove one of the two nodes"
+    "only steps were sampled in which the model always runs, as something else left out the "
+    "others, such as a cache; use one of the two"
 )
 
 PERCENTS = (
@@ -20,8 +20,8 @@ PERCENTS = (
 )
 
 CHANGES = (
-    "prompts, guidance or control change, or another node leaves out steps, so often that no two "
-    "steps in a row tell the next; leave the node out"
+    "prompts, guidance, control or the model change, or something else leaves out steps, so often "
+    "that no two steps in a row tell the next; leave ToMe out"
 )
 
 TURNS = (
@@ -30,7 +30,7 @@ TURNS = (
 )
 
 NOISE_RISES = (
-    "the noise level does not fall from step to step, as in an inversion; leave the node out"
+    "the noise level does not fall from step to step, as in an inversion; leave ToMe out"
 )
 
 SEVERAL = "this sampler runs the model more than once a step; take euler, dpmpp_2m or res_multistep"
@@ -67,7 +67,7 @@ OTHER_NOISE = (
 
 def too_short(count: int, least: int = SHORTEST) -> str:
     """For a run of ``count`` steps where forecasts need ``least``."""
-    instead = "leave the node out" if count == 1 else "to save time, take fewer"
+    instead = "leave ToMe out" if count == 1 else "to save time, take fewer"
     return f"a run of {count} is too short, forecasts need {least} steps here; {instead}"
 
 
@@ -80,10 +80,10 @@ def sampler(name: str) -> str:
 
 
 def unknown_scheduler(name: str) -> str:
-    """For a scheduler of diffusers that evaluates steps more than once, or was not tried."""
+    """For a scheduler of diffusers under which forecasts are not known to do no harm."""
     return (
-        f"under {name}, steps are evaluated more than once or not counted, or forecasts were not "
-        "tried; take FlowMatchEulerDiscreteScheduler or UniPCMultistepScheduler"
+        f"under this {name}, steps are evaluated more than once or not counted, or forecasts were "
+        "not tried; take FlowMatchEulerDiscreteScheduler or UniPCMultistepScheduler"
     )
 
 

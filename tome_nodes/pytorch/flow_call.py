@@ -166,6 +166,5 @@ def _trait(name: str, value: Any) -> Hashable:
         return tuple((key, _trait(name, each)) for key, each in value.items())
     if isinstance(value, list | tuple):
         return tuple(_trait(name, each) for each in value)
-    is_plain = value is None or isinstance(value, int | float | str)
-    trait: Hashable = value if is_plain else type(value)
+    trait: Any = value if isinstance(value, int | float | str | None) else type(value)
     return trait

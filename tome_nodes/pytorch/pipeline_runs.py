@@ -1,12 +1,14 @@
 """The sampling runs of a diffusers pipeline, whose scheduler counts their steps."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from threading import local
 from typing import Any
 from weakref import ref
 
 from ..forecasting import reasons
 from ..forecasting.forecasts import Forecasts
-from ..forecasting.steps import Step, latent_share, log_snr
+from ..forecasting.steps import SHORTEST, Step, latent_share, log_snr
 from ..patching.schedule import is_active, is_noise_alone
 from ..report.counts import Counts
 from ..report.log_line import log_line
@@ -14,19 +16,42 @@ from ..settings.config import ToMeConfig
 from .flow_call import FlowCall
 from .patched_model import log
 
-_CORRECTED = "FlowMatchEulerDiscreteScheduler"
-"""The scheduler under which the answer after a forecast makes up for its error."""
 
-_SCHEDULERS = frozenset(
-    {
-        *(_CORRECTED, "FlowMatchLCMScheduler", "UniPCMultistepScheduler"),
-        *("DPMSolverMultistepScheduler", "DEISMultistepScheduler", "SASolverScheduler"),
-    }
-)
-"""Schedulers that evaluate a step once, and whose methods were tried (benchmarks/FIDELITY.md)."""
+@dataclass(frozen=True)
+class _Method:
+    """What is known of a scheduler.
+
+    Attributes:
+        least: the fewest steps of a run in which forecasts change the picture less than fewer steps
+            do.
+        corrects: whether the answer after a forecast is to make up for its error.
+    """
+
+    least: int
+    corrects: bool
+
+
+_METHODS: Mapping[str, _Method] = {
+    "FlowMatchEulerDiscreteScheduler": _Method(SHORTEST, True),
+    "UniPCMultistepScheduler": _Method(5, False),
+    "DPMSolverMultistepScheduler": _Method(8, True),
+}
+"""The schedulers under which forecasts hold, as under ComfyUI's euler, uni_pc and dpmpp_2m
+(benchmarks/FIDELITY.md). They evaluate a step once."""
 
 _ROUNDING = 0.01
 """The most that a timestep may be off, as a whole number or in bfloat16."""
+
+
+def _method_of(scheduler: Any) -> _Method | None:
+    """What is known of a scheduler as it is configured, None if nothing."""
+    method = _METHODS.get(type(scheduler).__name__)
+    if method is None or scheduler.config.get("algorithm_type", "").startswith("sde"):
+        return None
+    # New noise in each step takes the place of what a forecast got wrong.
+    return (
+        replace(method, corrects=False) if scheduler.config.get("stochastic_sampling") else method
+    )
 
 
 class PipelineRun:
@@ -44,42 +69,46 @@ class PipelineRun:
     step: Step
     noise: float
 
-    def __init__(self, scheduler: Any, config: ToMeConfig):
+    def __init__(self, scheduler: Any, method: _Method, config: ToMeConfig):
+        """Prepare a run under a scheduler of which a method is known."""
         self.scheduler = scheduler
         self.timesteps = scheduler.timesteps
         self.forecasts = Forecasts(config.ratio)
         self.call = -1
+        self._method = method
         self._config = config
         self._levels: list[float] = scheduler.sigmas.tolist()
         self._first: int | None = None
         self._index: int | None = None
         self._calls_before = 0
 
-    def begin(self, call: FlowCall) -> bool:
-        """Begin a call; return whether it is at the noise level that the scheduler says."""
+    def begin(self, call: FlowCall) -> str | None:
+        """Begin a call; return why it cannot be forecast, None if it perhaps can."""
         index, count = self._index_of(call), len(self.timesteps)
         # Without the level after the last step, the scheduler was not told the steps.
         if len(self._levels) != count + 1 or index >= count:
-            return False
+            return reasons.OTHER_NOISE
         noise = self._levels[index]
         if noise <= 0 or abs(noise - call.noise) > _ROUNDING:
-            return False
+            return reasons.OTHER_NOISE
+        first = self._first = index if self._first is None else self._first
+        if count - first < self._method.least:
+            return reasons.too_short(count - first, self._method.least)
         if index == self._index:
             self.call += 1
-            return True
+            return None
         self._calls_before, self.call = self.call + 1, 0
         self._index, self.noise = index, noise
-        first = self._first = index if self._first is None else self._first
         self.step = Step(
             index=index - first,
             count=count - first,
             log_snr=log_snr(noise, is_flow=True),
             course=call.course,
-            latent_share=latent_share(self._levels, index) if self._is_corrected else None,
+            latent_share=latent_share(self._levels, index) if self._method.corrects else None,
             is_active=is_active(self._config, 1 - index / count, lambda percent: 1 - percent),
             from_noise=first == 0 and is_noise_alone(self._levels[0], most=1.0),
         )
-        return True
+        return None
 
     @property
     def is_last_step(self) -> bool:
@@ -90,11 +119,6 @@ class PipelineRun:
     def is_over(self) -> bool:
         """Whether the latest call is the last, if the last step has as many as the one before."""
         return self.is_last_step and self.call + 1 >= self._calls_before
-
-    @property
-    def _is_corrected(self) -> bool:
-        name = type(self.scheduler).__name__
-        return name == _CORRECTED and not self.scheduler.config.stochastic_sampling
 
     def _index_of(self, call: FlowCall) -> int:
         """The step of a call, as the scheduler counts; its own count begins after the first."""
@@ -125,13 +149,13 @@ class PipelineRuns:
     def begin(self, call: FlowCall, config: ToMeConfig) -> PipelineRun | str:
         """The run that a call belongs to, which has begun it; or why it cannot be forecast."""
         scheduler = self._current_scheduler()
-        name = type(scheduler).__name__
-        if name not in _SCHEDULERS:
-            return reasons.unknown_scheduler(name)
+        method = _method_of(scheduler)
+        if method is None:
+            return reasons.unknown_scheduler(type(scheduler).__name__)
         run: PipelineRun | None = getattr(self._of_thread, "run", None)
         if run is None or run.timesteps is not scheduler.timesteps:
-            run = self._of_thread.run = PipelineRun(scheduler, config)
-        return run if run.begin(call) else reasons.OTHER_NOISE
+            run = self._of_thread.run = PipelineRun(scheduler, method, config)
+        return run.begin(call) or run
 
     def end(self) -> None:
         """End the run of this thread. Nothing of it is kept."""
