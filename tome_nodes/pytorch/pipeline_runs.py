@@ -1,7 +1,7 @@
 """The sampling runs of a diffusers pipeline, whose scheduler counts their steps."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import local
 from typing import Any
 from weakref import ref
@@ -46,12 +46,12 @@ _ROUNDING = 0.01
 def _method_of(scheduler: Any) -> _Method | None:
     """What is known of a scheduler as it is configured, None if nothing."""
     method = _METHODS.get(type(scheduler).__name__)
-    if method is None or scheduler.config.get("algorithm_type", "").startswith("sde"):
+    if method is None:
         return None
-    # New noise in each step takes the place of what a forecast got wrong.
-    return (
-        replace(method, corrects=False) if scheduler.config.get("stochastic_sampling") else method
-    )
+    config = scheduler.config
+    # Noise that is drawn anew in each step takes the place of what forecasts carry on.
+    draws = config.get("stochastic_sampling") or "sde" in config.get("algorithm_type", "")
+    return None if draws else method
 
 
 class PipelineRun:
