@@ -25,6 +25,7 @@ SUITES: Sequence[Sequence[str]] = (
     ("tests/hosts/test_comfyui.py", "-n", "4"),
     ("tests/hosts/test_transformers.py", "-n", "4"),
     ("tests/hosts/test_diffusers.py", "-n", "4"),
+    ("tests/hosts/test_diffusers_forecasts.py", "-n", "4"),
     ("tests/hosts/test_kernels_in_models.py",),
     ("tests/hosts/test_attention.py",),
     ("tests/hosts/test_ldm.py",),

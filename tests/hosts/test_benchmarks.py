@@ -307,32 +307,3 @@ def test_merging_keys_launches_few_kernels():
     launches = float(re.search(r"^summary: host_ms_sd15=\S+ .* launches=(\S+) ", output, re.M)[1])
     # Matching, merging, weighing, and taking the further channels off: one each. One more for all.
     assert launches == 4.2
-
-
-def test_flux_of_diffusers_is_checked_timed_and_written(tmp_path, monkeypatch, capsys):
-    from benchmarks.speed import diffusers_flux
-
-    monkeypatch.setattr(diffusers_flux, "RESULTS", tmp_path)
-    monkeypatch.setattr(diffusers_flux, "SIZES", (diffusers_flux.TINY,))
-    monkeypatch.setattr("sys.argv", ["bench", "--quick"])
-    assert diffusers_flux.main() == 0 and not list(tmp_path.iterdir())
-    assert "| keys and values " in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["bench"])
-    assert diffusers_flux.main() == 0
-    (result,) = (json.loads(each.read_text()) for each in tmp_path.glob("*.json"))
-    (row,) = result["sizes"]
-    assert row["methods"].keys() == {"unpatched", *diffusers_flux.METHODS}
-    for name, method in row["methods"].items():
-        assert len(method["seconds"]) == diffusers_flux.TINY.rounds
-        assert (method["error"] == 0) == (name == "unpatched")
-    (page,) = (each.read_text() for each in tmp_path.glob("*.md"))
-    assert "| keys and values " in page and result["summary"] in page
-
-
-def test_a_method_that_computes_something_else_fails(monkeypatch):
-    from benchmarks.speed import diffusers_flux
-
-    unmerge = SlotPlan.unmerge
-    monkeypatch.setattr(SlotPlan, "unmerge", lambda self, y: 1.01 * unmerge(self, y))
-    with pytest.raises(checks.WrongOutput, match=r"off by .* with lossless plans"):
-        diffusers_flux.check()

@@ -1,74 +1,141 @@
-"""Forecasts of the answers of real diffusers transformers."""
+"""Forecasts of the answers of real transformers, in real pipelines of diffusers."""
 
+import copy
+import gc
 import math
+import weakref
+from collections import Counter
 
+import accelerate
 import pytest
 import torch
-from common import relative_error
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
-from models.pipelines import DEVICE, TRANSFORMERS, make_flux, make_wan, noise
-from test_diffusers_transformers import shuffle, with_layers
+from common import attributes, relative_error
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FirstBlockCacheConfig,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
+from models.pipelines import DEVICE, TRANSFORMERS, flux, make_flux, make_wan, noise, sd3
+from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
-from tome_nodes.merging.layout import Grid
-from tome_nodes.patching import forecast
-from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers, Steps
-from tome_nodes.pytorch.flow_call import FlowCall, flow_of
-from tome_nodes.pytorch.latents import latents_of
+from tome_nodes.forecasting import forecasts, reasons
+from tome_nodes.forecasting.forecasts import Forecasts
+from tome_nodes.forecasting.steps import steps_that_run
+from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers
+from tome_nodes.pytorch.flow_call import FlowCall, flow_call
 
 pytestmark = pytest.mark.newest_only
 
 FLOWS = [name for name in TRANSFORMERS if name != "cogvideox"]
 
 
+@pytest.fixture(autouse=True)
+def answers_may_turn_back(monkeypatch):
+    """With random weights they do, and would not be forecast."""
+    add = forecasts._Line.add
+
+    def add_without_a_look(self, new):
+        add(self, new)
+        self.product = None
+
+    monkeypatch.setattr(forecasts._Line, "add", add_without_a_look)
+
+
+UNGUIDED = {"qwen_image": {"true_cfg_scale": 1.0}, "z_image": {"guidance_scale": 0.0}}
+"""The arguments of a call without guidance, where it is not ``guidance_scale=1.0``."""
+
+
+def networks_of(case):
+    return [network for network, _ in DiffusersTransformers().find(case.pipeline)]
+
+
+def calls_by_step(case):
+    """How often transformers run in each step, as it goes on."""
+    counts, scheduler = Counter(), case.pipeline.scheduler
+
+    def count(*_):
+        # It counts its steps only once the first has ended.
+        begun = scheduler.step_index is not None
+        counts[scheduler.step_index if begun else scheduler.begin_index or 0] += 1
+
+    for network in networks_of(case):
+        network.register_forward_hook(count)
+    return counts
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_every_pipeline_forecasts_and_is_as_before_without(name, log_messages):
+    case = TRANSFORMERS[name]()
+    expected, before = case(steps=8), attributes(case.network)
+    random = torch.get_rng_state()
+    assert tome_nodes.apply_patch(case.pipeline, preset="balanced") is case.pipeline
+    forecast = case(steps=8)
+    assert 1e-3 < relative_error(forecast, expected) < 1
+    # Another run begins anew.
+    assert torch.equal(case(steps=8), forecast)
+    assert torch.equal(torch.get_rng_state(), random)
+    # After a change of the expert, three steps run.
+    steps = 1 if name == "wan" else 2
+    assert log_messages() == [f"[ToMe] forecast {steps}/8 steps, ratio 0.50"]
+    assert tome_nodes.remove_patch(case.pipeline) is case.pipeline
+    assert attributes(case.network) == before
+    assert torch.equal(case(steps=8), expected)
+
+
 @pytest.mark.parametrize("name", FLOWS)
 def test_the_denoised_latent_is_where_the_only_step_ends(name, monkeypatch):
     """In the scheduler's own arithmetic, which knows what a transformer predicts."""
     case = TRANSFORMERS[name]()
-    unguided = {"qwen_image": {"true_cfg_scale": 1.0}, "z_image": {"guidance_scale": 0.0}}
-    options = unguided.get(name, {"guidance_scale": 1.0})
+    options = UNGUIDED.get(name, {"guidance_scale": 1.0})
     expected = case(steps=1, **options)
     found = []
-    denoised = FlowCall.denoised
 
-    def spy(*args):
-        found.append(denoised(*args))
-        return found[-1]
+    def keep(network, args, kwargs, output):
+        noise = case.pipeline.scheduler.sigmas[0].item()
+        found.append(flow_call(network, args, kwargs).denoised(output, noise))
 
-    monkeypatch.setattr(FlowCall, "denoised", spy)
-    shuffle(case.pipeline, forecast=True)
+    case.network.register_forward_hook(keep, with_kwargs=True)
     case(steps=1, **options)
     (latent,) = found
-    pack = getattr(case.pipeline, "_pack_latents", None)
-    if name == "flux2":
-        latent = pack(case.pipeline._patchify_latents(latent))
-    elif pack is not None:
-        latent = pack(latent, *(latent.shape if latent.ndim == 4 else ()))
-    # Wan's timesteps are whole numbers.
-    assert relative_error(latent.view_as(expected), expected) < 2e-3
+    assert relative_error(latent.view_as(expected), expected) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "given", "grid", "shape"),
-    [
-        ("flux", make_flux, noise(1, 80, 24), Grid(8, 10), (1, 4, 16, 20)),
-        ("wan", make_wan, noise(1, 10, 3, 16, 20), Grid(8, 10, 3), (1, 4, 3, 16, 20)),
-    ],
-    ids=["flux", "wan"],
-)
 @torch.no_grad()
-def test_channels_that_say_what_to_paint_are_not_forecast(name, make, given, grid, shape):
+@pytest.mark.parametrize(
+    ("name", "make", "given", "shape"),
+    [
+        ("flux", make_flux, noise(1, 80, 24), (1, 80, 16)),
+        ("wan", make_wan, noise(1, 10, 3, 16, 20), (1, 4, 3, 16, 20)),
+    ],
+)
+def test_channels_that_say_what_to_paint_are_not_forecast(name, make, given, shape):
     """They come in behind those of the latent, and do not come out."""
-    channels = given.shape[-1 if name == "flux" else 1]
-    network = make(channels)
+    network = make(given.shape[-1 if name == "flux" else 1])
     arguments = TRANSFORMERS[name]().called() | {"hidden_states": given, "return_dict": True}
     result = network(**arguments)
-    latents = latents_of(arguments, channels)
-    call = FlowCall(flow_of(network, arguments), network, arguments, latents, grid)
+    call = flow_call(network, (), arguments)
     assert call.latent.shape == shape
-    returned = call.returned(call.latent, call.denoised(call.latent, result), result)
+    returned = call.returned(call.denoised(result, 0.9), 0.9, type(result))
     assert type(returned) is type(result)
     assert relative_error(returned.sample, result.sample) < 1e-4
+
+
+@torch.no_grad()
+def test_references_are_not_forecast():
+    """Nobody reads what is returned for their tokens."""
+    case = TRANSFORMERS["qwen_image"]()
+    arguments = case.called()
+    arguments["hidden_states"] = noise(1, 80 + 48 + 24, 16)
+    arguments["img_shapes"] = [[(1, 8, 10), (1, 6, 8), (1, 4, 6)]]
+    result = case.network(**arguments)
+    call = flow_call(case.network, (), arguments)
+    assert call.latent.shape == (1, 80, 16)
+    (returned,) = call.returned(call.denoised(result, 0.9), 0.9, type(result))
+    assert returned.shape == result[0].shape
+    assert relative_error(returned[:, :80], result[0][:, :80]) < 1e-4
 
 
 def log_of_signal_to_noise(share):
@@ -94,36 +161,29 @@ def sampled(case, monkeypatch, **options):
         return step(self, output, timestep, sample, *args, **kwargs)
 
     monkeypatch.setattr(type(scheduler), "step", spy)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
     case(steps=8, **options)
     return scheduler.sigmas.tolist(), latents, used, answers
 
 
-def networks_of(case):
-    return [network for network, _ in DiffusersTransformers().find(case.pipeline)]
-
-
 @pytest.mark.parametrize("name", FLOWS)
-def test_fast_leaves_out_steps_whose_answers_a_straight_line_gives(name, monkeypatch, log_messages):
+def test_steps_are_left_out_whose_answers_a_straight_line_gives(name, monkeypatch):
     """In the scheduler's own arithmetic: the denoised latent is the noisy one without its noise."""
     case = TRANSFORMERS[name]()
     # Guidance of these scales the answer to its length without guidance.
     scaling = {"qwen_image": {"true_cfg_scale": 1.0}, "lumina2": {"cfg_normalization": False}}
     levels, latents, used, answers = sampled(case, monkeypatch, **scaling.get(name, {}))
-    assert sorted(answers) == [0, 1, 2, 4, 5, 7]
+    assert 3 not in answers
     one, other, found = (latents[at] - levels[at] * used[at] for at in (1, 2, 3))
     before, after, now = (log_of_signal_to_noise(levels[at]) for at in (1, 2, 3))
     share = 0.7 * (now - after) / (after - before)
-    # Wan's timesteps are whole numbers.
-    assert relative_error(found, other + share * (other - one)) < 5e-3
-    forecast = [line for line in log_messages() if line.startswith("[ToMe] forecasts the answer")]
-    assert len(forecast) == len(networks_of(case))
+    assert relative_error(found, other + share * (other - one)) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "ltx"])
 def test_the_step_after_a_forecast_makes_up_for_its_error(name, monkeypatch):
     """In the scheduler's own arithmetic, with the line between the answers around the forecast."""
-    monkeypatch.setattr(forecast, "_RESPONSE", 0.0)
+    monkeypatch.setattr(forecasts, "_RESPONSE", 0.0)
     case = TRANSFORMERS[name]()
     levels, latents, _, answers = sampled(case, monkeypatch, guidance_scale=1.0)
     before, after = (latents[at] - levels[at] * answers[at] for at in (2, 4))
@@ -135,67 +195,318 @@ def test_the_step_after_a_forecast_makes_up_for_its_error(name, monkeypatch):
     assert relative_error(latents[5], torch.lerp(after, latents[4], levels[5] / levels[4])) > 3e-3
 
 
-FLOW = FlowMatchEulerDiscreteScheduler()
-RANDOM = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+SKIPPING = {
+    "skip_guidance_layers": [1],
+    "skip_layer_guidance_start": 0.0,
+    "skip_layer_guidance_stop": 1.0,
+}
+"""From the second step on, a second call, of one sample instead of two."""
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "set_to", "from_noise", "shares"),
+    ("name", "options", "expected"),
     [
-        (FLOW, {"sigmas": [1.0, 0.5]}, True, [0.5, 0.0]),
-        (FLOW, {"sigmas": [0.5, 0.1]}, False, [0.2, 0.0]),
-        (RANDOM, {"sigmas": [1.0, 0.5]}, True, [None, None]),
-        (UniPCMultistepScheduler(), {"num_inference_steps": 2}, True, [None, None]),
-        (DDIMScheduler(), {"num_inference_steps": 2}, True, [None, None]),
+        ("qwen_image", {}, dict.fromkeys((0, 1, 2, 4, 5, 7), 2)),
+        ("wan", {}, dict.fromkeys((0, 1, 2, 4, 5, 6, 7), 2)),
+        ("sd3", SKIPPING, {0: 1, **dict.fromkeys((1, 2, 3, 4, 5, 7), 2)}),
     ],
-    ids=["from noise", "from a picture", "random", "UniPC", "no noise levels"],
 )
-def test_what_a_scheduler_tells_of_a_run(scheduler, set_to, from_noise, shares):
-    scheduler.set_timesteps(**set_to)
-    steps = Steps(scheduler=scheduler)
-    assert steps.from_noise() == from_noise
-    assert [steps.latent_share(step) for step in range(2)] == pytest.approx(shares)
+def test_the_calls_of_a_step_are_forecast_or_run_together(name, options, expected):
+    """After a change, also of the expert, three steps run, as at the start."""
+    case = TRANSFORMERS[name]()
+    counts = calls_by_step(case)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    case(steps=8, **options)
+    assert counts == expected
 
 
-def test_a_run_that_cannot_be_forecast_is_the_plain_one(log_messages):
-    """Nobody has said how CogVideoX predicts."""
-    case = TRANSFORMERS["cogvideox"]()
-    plain = case(steps=4, height=256, width=256)
-    tome_nodes.apply_patch(case.pipeline, preset="fast")
-    assert torch.equal(case(steps=4, height=256, width=256), plain)
-    assert log_messages() == [
-        "[ToMe] nothing merged: the step or the noise of an evaluation is not known, so nothing is "
-        "forecast; to merge instead, switch forecast off under preset custom"
-    ]
+TWENTY = steps_that_run(0.6, 20, is_settled=False)
+
+
+def without_guidance(pipeline, step, timestep, given):
+    """As diffusers documents it: from now on, the negative prompt is left out."""
+    if step != 5:
+        return {}
+    pipeline._guidance_scale = 0.0
+    return {name: value.chunk(2)[-1] for name, value in given.items()}
+
+
+def with_another_prompt(pipeline, step, timestep, given):
+    return {name: value.flip(1) * 2 for name, value in given.items()} if step == 5 else {}
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "names"),
+    [
+        (sd3, without_guidance, ["prompt_embeds", "pooled_prompt_embeds"]),
+        (flux, with_another_prompt, ["prompt_embeds"]),
+    ],
+)
+def test_three_steps_run_before_the_next_forecast_if_prompts_change(make, changes, names):
+    case = make()
+    counts = calls_by_step(case)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    case(
+        steps=20,
+        callback_on_step_end=changes,
+        callback_on_step_end_tensor_inputs=names,
+    )
+    assert counts.keys() == TWENTY | {6, 7, 8} > TWENTY
+
+
+def test_timesteps_in_half_precision(log_messages):
+    case = flux()
+    case.network.to(torch.bfloat16)
+    for name, value in case.arguments.items():
+        if isinstance(value, torch.Tensor):
+            case.arguments[name] = value.bfloat16()
+    expected = case(steps=20)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    found = case(steps=20)
+    assert found.dtype == expected.dtype
+    assert relative_error(found.float(), expected.float()) < 0.5
+    assert log_messages() == ["[ToMe] forecast 10/20 steps, ratio 0.60"]
 
 
 @torch.no_grad()
-def test_references_whose_keys_are_kept_are_not_forecast():
-    """As Flux.2's pipeline with a cache: its first call has references in front, and no other."""
-    case = TRANSFORMERS["flux2"]()
-    network, given = case.transformer, case.called()
-    latent, places = given["hidden_states"], given["img_ids"]
-    apart = torch.tensor([10, 0, 0, 0], device=DEVICE)
-    both = {
-        "hidden_states": torch.cat([noise(1, 80, 16, seed=5), latent], 1),
-        "img_ids": torch.cat([places + apart, places], -2),
-        "num_ref_tokens": 80,
-        "kv_cache_mode": "extract",
-    }
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_picture_to_begin_with_begins_at_a_later_step(is_told):
+    """Of the four steps that are left, the third is forecast."""
+    case = flux()
+    given, scheduler = case.called(), case.pipeline.scheduler
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    counts = calls_by_step(case)
+    scheduler.set_timesteps(8, mu=1.0)
+    # Older pipelines do not tell their scheduler.
+    scheduler.set_begin_index(4 if is_told else None)
+    for time in scheduler.timesteps[4:]:
+        given["timestep"] = time[None] / 1000
+        answer = case.network(**given)[0]
+        given["hidden_states"] = scheduler.step(answer, time, given["hidden_states"])[0]
+    assert counts.keys() == ({4, 5, 7} if is_told else {0, 5, 7})
+
+
+@pytest.mark.parametrize(
+    ("given", "runs"), [({"start_percent": 0.5}, {3}), ({"end_percent": 0.5}, {6})], ids=str
+)
+def test_percents_are_shares_of_the_steps(given, runs):
+    case = flux()
+    counts = calls_by_step(case)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced", **given)
+    case(steps=8)
+    assert counts.keys() == {0, 1, 2, 4, 5, 7} | runs
+
+
+def multistep(kind, **options):
+    return kind(prediction_type="flow_prediction", use_flow_sigmas=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "steps", "running", "is_corrected"),
+    [
+        (FlowMatchEulerDiscreteScheduler(), 4, {0, 1, 3}, True),
+        (multistep(UniPCMultistepScheduler), 4, {0, 1, 2, 3}, False),
+        (multistep(UniPCMultistepScheduler), 5, {0, 1, 2, 4}, False),
+        (multistep(DPMSolverMultistepScheduler), 8, {0, 1, 2, 4, 5, 7}, True),
+        (multistep(DPMSolverMultistepScheduler), 7, {*range(7)}, False),
+    ],
+    ids=["Euler", "short UniPC", "UniPC", "DPM", "short DPM"],
+)
+def test_what_is_forecast_under_a_scheduler(scheduler, steps, running, is_corrected, monkeypatch):
+    changed = []
+    monkeypatch.setattr(forecasts, "_corrected", lambda *args: changed.append(args))
+    case = sd3()
+    case.pipeline.scheduler = scheduler
+    counts = calls_by_step(case)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    case(steps=steps)
+    assert counts.keys() == running
+    assert bool(changed) == is_corrected
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        FlowMatchHeunDiscreteScheduler(),
+        FlowMatchEulerDiscreteScheduler(stochastic_sampling=True),
+        multistep(DPMSolverMultistepScheduler, algorithm_type="sde-dpmsolver++"),
+    ],
+    ids=["second order", "noise in each step", "noise in DPM"],
+)
+def test_nothing_is_forecast_under_other_schedulers(scheduler, log_messages):
+    case = sd3()
+    case.pipeline.scheduler = scheduler
+    torch.manual_seed(0)
+    expected = case(steps=8)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    for _ in range(2):
+        torch.manual_seed(0)
+        assert torch.equal(case(steps=8), expected)
+    why = reasons.unknown_scheduler(type(scheduler).__name__)
+    assert log_messages() == [f"[ToMe] nothing was forecast: {why}"]
+
+
+def test_a_model_that_is_not_known_to_predict_a_flow_is_left_alone(log_messages):
+    case = TRANSFORMERS["cogvideox"]()
+    plain = case(steps=4, height=256, width=256)
+    tome_nodes.apply_patch(case.pipeline, preset="balanced")
+    assert torch.equal(case(steps=4, height=256, width=256), plain)
+    why = reasons.unknown_prediction("CogVideoXTransformer3DModel")
+    assert log_messages() == [f"[ToMe] nothing was forecast: {why}"]
+
+
+@torch.no_grad()
+def test_calls_that_the_scheduler_knows_nothing_of_are_left_alone(log_messages):
+    case = flux()
+    given = case.called()
+    times = [given["timestep"] * share for share in (1.0, 0.8, 0.6, 0.4)]
 
     def answers():
-        first, kept = network(**given | both)
-        cached = {"kv_cache": kept, "kv_cache_mode": "cached"}
-        times = (share * given["timestep"] for share in (0.75, 0.5, 0.25))
-        return [first, *(network(**given | cached | {"timestep": time})[0] for time in times)]
+        return [case.network(**given | {"timestep": time})[0] for time in times]
 
     expected = answers()
-    tome_nodes.apply_patch(network, preset="fast")
+    tome_nodes.apply_patch(case.pipeline, preset="balanced")
     assert all(map(torch.equal, answers(), expected))
+    assert log_messages() == [f"[ToMe] nothing was forecast: {reasons.OTHER_NOISE}"]
 
 
-def test_layers_are_not_forecast():
-    """The first of them would be, and the others be those of the step before."""
-    network, given = with_layers()
-    assert flow_of(network, given) is None
-    assert flow_of(network, {**given, "additional_t_cond": None}) is not None
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        # The first answer would be forecast for one of several layers.
+        ("qwen_image", {"additional_t_cond": torch.tensor([0], device=DEVICE)}),
+        # A first call has references in front, and no other.
+        ("flux2", {"kv_cache_mode": "extract"}),
+        ("z_image", {"x": [[noise(4, 1, 16, 20)]]}),
+    ],
+)
+def test_answers_of_another_form_are_not_forecast(name, others):
+    case = TRANSFORMERS[name]()
+    given = case.called()
+    assert isinstance(flow_call(case.network, (), given), FlowCall)
+    assert flow_call(case.network, (), given | others) == reasons.OTHER_FORM
+
+
+@pytest.mark.parametrize("name", ["flux", "wan"])
+@pytest.mark.parametrize("failure", [None, RuntimeError, KeyboardInterrupt])
+def test_nothing_is_left_after_a_run(name, failure, monkeypatch):
+    case = TRANSFORMERS[name]()
+    kept = []
+    observe = Forecasts.observe
+
+    def spy(self, *args):
+        kept.append(weakref.ref(self))
+        return observe(self, *args)
+
+    def fail(*_):
+        if failure is not None and case.pipeline.scheduler.step_index == 5:
+            raise failure("on purpose")
+
+    monkeypatch.setattr(Forecasts, "observe", spy)
+    expected = case(steps=8)
+    before = attributes(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    forecast, patched = case(steps=8), attributes(case.network)
+    hooks = [network.register_forward_hook(fail) for network in networks_of(case)]
+    if failure is None:
+        case(steps=8)
+    else:
+        with pytest.raises(failure, match="on purpose"):
+            case(steps=8)
+    for hook in hooks:
+        hook.remove()
+    assert attributes(case.network) == patched
+    gc.collect()
+    assert len(kept) > 8 and not any(each() for each in kept)
+    assert torch.equal(case(steps=8), forecast)
+    tome_nodes.remove_patch(case.pipeline)
+    assert attributes(case.network) == before
+    assert torch.equal(case(steps=8), expected)
+
+
+def test_copies_of_a_pipeline_follow_their_own_scheduler():
+    case = flux()
+    tome_nodes.apply_patch(case.pipeline, preset="balanced")
+    expected = case(steps=8)
+    case.pipeline = copy.deepcopy(case.pipeline)
+    counts = calls_by_step(case)
+    assert torch.equal(case(steps=8), expected)
+    assert len(counts) == 6
+
+
+OFFLOADS = {
+    "model": lambda network: accelerate.cpu_offload_with_hook(network, DEVICE),
+    "sequential": lambda network: accelerate.cpu_offload(network, DEVICE, offload_buffers=True),
+    "group": lambda network: network.enable_group_offload(DEVICE, offload_type="leaf_level"),
+}
+
+
+@pytest.mark.parametrize("way", OFFLOADS)
+def test_offloading(way, log_messages):
+    case = flux()
+    tome_nodes.apply_patch(case.pipeline, preset="balanced")
+    expected = case(steps=8)
+    OFFLOADS[way](case.network)
+    assert relative_error(case(steps=8), expected) < 1e-5
+    assert log_messages() == ["[ToMe] forecast 2/8 steps, ratio 0.50"]
+
+
+@pytest.mark.parametrize("way", ["before", "after", "compile", "compile_repeated_blocks"])
+def test_torch_compile_makes_whole_graphs_once(fresh_compiler, way):
+    case, graphs = flux(), CompileCounter()
+    plain = case(steps=8)
+    tome_nodes.apply_patch(case.pipeline, preset="balanced")
+    expected = case(steps=8)
+    compiler = {"backend": graphs, "fullgraph": True}
+    if way == "before":
+        tome_nodes.remove_patch(case.pipeline)
+    if way in ("before", "after"):
+        case.pipeline.transformer = torch.compile(case.network, **compiler)
+    else:
+        getattr(case.network, way)(**compiler)
+    counts = []
+    for _ in range(2):
+        tome_nodes.apply_patch(case.pipeline, preset="balanced")
+        assert relative_error(case(steps=8), expected) < 1e-5
+        counts.append(graphs.frame_count)
+    assert counts[0] == counts[1] > 0
+    tome_nodes.remove_patch(case.pipeline)
+    assert relative_error(case(steps=8), plain) < 1e-5
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_beside_a_cache(is_first):
+    case = flux()
+    cache = FirstBlockCacheConfig(threshold=0.3)
+    counts = calls_by_step(case)
+    if is_first:
+        case.network.enable_cache(cache)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    if not is_first:
+        case.network.enable_cache(cache)
+    assert case(steps=20).isfinite().all()
+    assert counts.keys() == TWENTY
+
+
+@pytest.mark.parametrize("options", [{}, {"preset": "paper"}, {"ratio": 0.3, "min_tokens": 0}])
+def test_settings_that_only_merge_are_refused_before_anything_is_patched(options):
+    case = flux()
+    before = attributes(case.network)
+    with pytest.raises(ValueError, match=r"forecast=False is not allowed .* preset='balanced'"):
+        tome_nodes.apply_patch(case.pipeline, **options)
+    assert attributes(case.network) == before
+    tome_nodes.apply_patch(case.pipeline, forecast=True)
+    assert attributes(case.network) != before
+
+
+def test_a_transformer_without_its_pipeline_is_refused_and_can_be_restored():
+    case = flux()
+    before = attributes(case.network)
+    with pytest.raises(ValueError, match=r"FluxTransformer2DModel alone .* pass its pipeline"):
+        tome_nodes.apply_patch(case.network, preset="balanced")
+    assert attributes(case.network) == before
+    tome_nodes.apply_patch(case.pipeline, preset="balanced")
+    assert tome_nodes.remove_patch(case.network) is case.network
+    assert attributes(case.network) == before
+    with pytest.raises(TypeError, match="this is a FlowMatchEulerDiscreteScheduler"):
+        tome_nodes.apply_patch(case.pipeline.scheduler)

@@ -28,7 +28,7 @@ from models.ldm import TEXT_CHANNELS, make_unet
 from torch import nn
 
 import tome_nodes
-from tome_nodes.pytorch.patched_model import REASONS, RECOMPUTED
+from tome_nodes.pytorch.patched_unet import REASONS, RECOMPUTED
 
 pytestmark = [
     pytest.mark.newest_only,

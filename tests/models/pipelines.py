@@ -240,29 +240,9 @@ def lively(model: Any) -> Any:
     return model.eval().to(DEVICE)
 
 
-class TransformerCase(Case):
-    """A pipeline with a transformer, and without a VAE.
-
-    Attributes:
-        picture: the tokens of its picture, which has 80 patches of 16 pixels unless told otherwise.
-        beside: the tokens of text that stand in the sequence beside it.
-        references: the tokens of other pictures.
-    """
-
-    def __init__(
-        self,
-        pipeline: Any,
-        picture: int = 80,
-        beside: int = TEXT,
-        references: int = 0,
-        **arguments: Any,
-    ):
-        super().__init__(pipeline, **{"height": 128, "width": 160, **arguments})
-        self.picture, self.beside, self.references = picture, beside, references
-
-    @property
-    def transformer(self) -> Any:
-        return self.pipeline.transformer
+def _case(pipeline: Any, **arguments: Any) -> Case:
+    """Of a pipeline with a transformer, whose picture has 80 patches of 16 pixels."""
+    return Case(pipeline, **{"height": 128, "width": 160, **arguments})
 
 
 _HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 16}
@@ -272,7 +252,7 @@ _POOLED: dict[str, Any] = {"pooled_projection_dim": TEXT_CHANNELS}
 _OF_LATENT: dict[str, Any] = {"in_channels": 4, "out_channels": 4}
 _BARE = {**_NO_ENCODER, "vae": None}
 _Flow = diffusers.FlowMatchEulerDiscreteScheduler
-_MASK = torch.ones(1, TEXT, dtype=torch.long)
+_MASK = torch.ones(1, TEXT, dtype=torch.long, device=DEVICE)
 _PROMPT_MASKS: dict[str, Any] = {
     "prompt_attention_mask": _MASK,
     "negative_prompt_attention_mask": _MASK,
@@ -287,36 +267,34 @@ def make_flux(in_channels: int = 16) -> diffusers.FluxTransformer2DModel:
     return lively(transformer)
 
 
-def flux() -> TransformerCase:
+def flux() -> Case:
     pipeline = diffusers.FluxPipeline(
         _Flow(use_dynamic_shifting=True), **_BARE, **_NO_SECOND, transformer=make_flux()
     )
-    return TransformerCase(pipeline, **_FLUX_TEXT)
+    return _case(pipeline, **_FLUX_TEXT)
 
 
-def flux_kontext() -> TransformerCase:
+def flux_kontext() -> Case:
     """With a reference picture behind the latent, in the same sequence."""
     pipeline = diffusers.FluxKontextPipeline(
         _Flow(use_dynamic_shifting=True), **_BARE, **_NO_SECOND, transformer=make_flux()
     )
     pipeline.latent_channels = 4
     reference = noise(1, 4, 12, 16, seed=7)
-    return TransformerCase(
-        pipeline, references=48, **_FLUX_TEXT, image=reference, max_area=128 * 160
-    )
+    return _case(pipeline, **_FLUX_TEXT, image=reference, max_area=128 * 160)
 
 
-def flux2() -> TransformerCase:
+def flux2() -> Case:
     transformer = diffusers.Flux2Transformer2DModel(
         in_channels=16, **_DOUBLE_AND_SINGLE, **_JOINT, axes_dims_rope=(4, 4, 4, 4)
     )
     pipeline = diffusers.Flux2Pipeline(
         _Flow(use_dynamic_shifting=True), **_BARE, transformer=lively(transformer)
     )
-    return TransformerCase(pipeline, prompt_embeds=_PROMPTS["prompt_embeds"])
+    return _case(pipeline, prompt_embeds=_PROMPTS["prompt_embeds"])
 
 
-def sd3() -> TransformerCase:
+def sd3() -> Case:
     transformer = diffusers.SD3Transformer2DModel(
         **_OF_LATENT,
         **_JOINT,
@@ -330,26 +308,20 @@ def sd3() -> TransformerCase:
     )
     none = {**_BARE, **_NO_SECOND, "text_encoder_3": None, "tokenizer_3": None}
     pipeline = diffusers.StableDiffusion3Pipeline(lively(transformer), _Flow(shift=3.0), **none)
-    return TransformerCase(pipeline, **_POOLED_PROMPTS)
+    return _case(pipeline, **_POOLED_PROMPTS)
 
 
-def make_qwen(**options: Any) -> diffusers.QwenImageTransformer2DModel:
+def qwen_image() -> Case:
     transformer = diffusers.QwenImageTransformer2DModel(
-        in_channels=16, out_channels=4, num_layers=3, **_JOINT, axes_dims_rope=(4, 4, 8), **options
+        in_channels=16, out_channels=4, num_layers=3, **_JOINT, axes_dims_rope=(4, 4, 8)
     )
-    return lively(transformer)
-
-
-def qwen_image() -> TransformerCase:
     pipeline = diffusers.QwenImagePipeline(
-        _Flow(use_dynamic_shifting=True), **_BARE, transformer=make_qwen()
+        _Flow(use_dynamic_shifting=True), **_BARE, transformer=lively(transformer)
     )
-    return TransformerCase(
-        pipeline, **_PROMPTS, prompt_embeds_mask=_MASK, negative_prompt_embeds_mask=_MASK
-    )
+    return _case(pipeline, **_PROMPTS, prompt_embeds_mask=_MASK, negative_prompt_embeds_mask=_MASK)
 
 
-def z_image() -> TransformerCase:
+def z_image() -> Case:
     """It pads its text and its picture to multiples of 32 tokens."""
     transformer = diffusers.ZImageTransformer2DModel(
         in_channels=4,
@@ -364,7 +336,7 @@ def z_image() -> TransformerCase:
     )
     pipeline = diffusers.ZImagePipeline(_Flow(shift=3.0), **_BARE, transformer=lively(transformer))
     prompts: dict[str, Any] = {name: [each[0]] for name, each in _PROMPTS.items()}
-    return TransformerCase(pipeline, beside=32 + 16, **prompts)
+    return _case(pipeline, **prompts)
 
 
 def make_wan(in_channels: int = 4) -> diffusers.WanTransformer3DModel:
@@ -381,17 +353,17 @@ def make_wan(in_channels: int = 4) -> diffusers.WanTransformer3DModel:
     return lively(transformer)
 
 
-def wan() -> TransformerCase:
+def wan() -> Case:
     """With two experts, one for each half of the steps."""
     scheduler = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
     experts = {"transformer": make_wan(), "transformer_2": make_wan()}
     pipeline = diffusers.WanPipeline(**_BARE, **experts, scheduler=scheduler, boundary_ratio=0.8)
-    return TransformerCase(pipeline, picture=3 * 80, beside=0, **_PROMPTS, num_frames=9)
+    return _case(pipeline, **_PROMPTS, num_frames=9)
 
 
-def ltx() -> TransformerCase:
+def ltx() -> Case:
     transformer = diffusers.LTXVideoTransformer3DModel(
         in_channels=8,
         out_channels=8,
@@ -404,10 +376,10 @@ def ltx() -> TransformerCase:
         _Flow(use_dynamic_shifting=True), **_BARE, transformer=lively(transformer)
     )
     size = {"num_frames": 17, "height": 256, "width": 320}
-    return TransformerCase(pipeline, picture=3 * 80, beside=0, **_PROMPTS, **_PROMPT_MASKS, **size)
+    return _case(pipeline, **_PROMPTS, **_PROMPT_MASKS, **size)
 
 
-def hunyuan_video(**options: Any) -> TransformerCase:
+def hunyuan_video() -> Case:
     transformer = diffusers.HunyuanVideoTransformer3DModel(
         **_OF_LATENT,
         **_HEADS,
@@ -416,16 +388,15 @@ def hunyuan_video(**options: Any) -> TransformerCase:
         num_refiner_layers=1,
         text_embed_dim=TEXT_CHANNELS,
         rope_axes_dim=(4, 4, 8),
-        **options,
     )
     pipeline = diffusers.HunyuanVideoPipeline(
         **_BARE, **_NO_SECOND, transformer=lively(transformer), scheduler=_Flow(shift=7.0)
     )
     text = {**_FLUX_TEXT, "prompt_attention_mask": _MASK.bool()}
-    return TransformerCase(pipeline, picture=3 * 80, **text, num_frames=9)
+    return _case(pipeline, **text, num_frames=9)
 
 
-def cogvideox() -> TransformerCase:
+def cogvideox() -> Case:
     """Its frames come before the channels, and its scheduler counts no steps."""
     transformer = diffusers.CogVideoXTransformer3DModel(
         **_OF_LATENT,
@@ -442,10 +413,10 @@ def cogvideox() -> TransformerCase:
     pipeline = diffusers.CogVideoXPipeline(
         **_BARE, transformer=lively(transformer), scheduler=scheduler
     )
-    return TransformerCase(pipeline, picture=3 * 80, **_PROMPTS, num_frames=9)
+    return _case(pipeline, **_PROMPTS, num_frames=9)
 
 
-def lumina2() -> TransformerCase:
+def lumina2() -> Case:
     """With fewer heads of keys than of queries."""
     transformer = diffusers.Lumina2Transformer2DModel(
         in_channels=4,
@@ -460,7 +431,7 @@ def lumina2() -> TransformerCase:
         cap_feat_dim=TEXT_CHANNELS,
     )
     pipeline = diffusers.Lumina2Pipeline(lively(transformer), _Flow(shift=6.0), **_BARE)
-    return TransformerCase(pipeline, **_PROMPTS, **_PROMPT_MASKS)
+    return _case(pipeline, **_PROMPTS, **_PROMPT_MASKS)
 
 
 TRANSFORMERS = {

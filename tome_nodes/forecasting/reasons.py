@@ -10,8 +10,8 @@ EDIT = (
 )
 
 LEFT_OUT = (
-    "only steps were sampled in which the model always runs, as another node left out the others; "
-    "remove one of the two nodes"
+    "only steps were sampled in which the model always runs, as something else left out the "
+    "others, such as a cache; use one of the two"
 )
 
 PERCENTS = (
@@ -20,8 +20,8 @@ PERCENTS = (
 )
 
 CHANGES = (
-    "prompts, guidance or control change, or another node leaves out steps, so often that no two "
-    "steps in a row tell the next; leave the node out"
+    "prompts, guidance, control or the model change, or something else leaves out steps, so often "
+    "that no two steps in a row tell the next; leave ToMe out"
 )
 
 TURNS = (
@@ -30,7 +30,7 @@ TURNS = (
 )
 
 NOISE_RISES = (
-    "the noise level does not fall from step to step, as in an inversion; leave the node out"
+    "the noise level does not fall from step to step, as in an inversion; leave ToMe out"
 )
 
 SEVERAL = "this sampler runs the model more than once a step; take euler, dpmpp_2m or res_multistep"
@@ -54,10 +54,20 @@ MOMENTUM = (
     "node out"
 )
 
+OTHER_FORM = (
+    "the model is called for more or other than one latent, as with layers or kept references; "
+    "leave ToMe out"
+)
+
+OTHER_NOISE = (
+    "the model is called at other noise levels than its pipeline's scheduler says; patch the "
+    "pipeline that calls it"
+)
+
 
 def too_short(count: int, least: int = SHORTEST) -> str:
     """For a run of ``count`` steps where forecasts need ``least``."""
-    instead = "leave the node out" if count == 1 else "to save time, take fewer"
+    instead = "leave ToMe out" if count == 1 else "to save time, take fewer"
     return f"a run of {count} is too short, forecasts need {least} steps here; {instead}"
 
 
@@ -67,3 +77,16 @@ def sampler(name: str) -> str:
         f"under the sampler {name}, forecasts change the picture more than fewer steps do, or were "
         "not tried; take euler, dpmpp_2m or res_multistep"
     )
+
+
+def unknown_scheduler(name: str) -> str:
+    """For a scheduler of diffusers under which forecasts are not known to do no harm."""
+    return (
+        f"under this {name}, steps are evaluated more than once or not counted, or forecasts were "
+        "not tried; take FlowMatchEulerDiscreteScheduler or UniPCMultistepScheduler"
+    )
+
+
+def unknown_prediction(name: str) -> str:
+    """For a transformer of diffusers that is not known to predict a flow."""
+    return f"it is not known how a {name} predicts the picture; leave ToMe out"

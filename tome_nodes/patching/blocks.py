@@ -22,10 +22,6 @@ from .key_weights import KeyWeights
 from .outcome import Observer, Outcome
 from .overrides import Forward, Override, Overrides
 
-Layouts = Mapping[str, Mapping[tuple[int, int], Layout | None]]
-"""Layouts by the name of a block, and by the numbers of queries and of keys of an attention in it.
-None if nothing merges in that attention."""
-
 
 @dataclass(eq=False)
 class Evaluation:
@@ -36,7 +32,6 @@ class Evaluation:
         ratio: the ratio of the current step.
         latent: the grid of the latent, or of the part of it that is evaluated.
         pictures: the pictures in the sequence of a transformer, in order.
-        layouts: where the pictures are, if the model was asked; None if its record says it.
         detail: what is kept from step to step; None for nothing.
         merges_in_modules: why stacks merge only in their modules, as while gradients are computed,
             or once kept detail was of another place; else None.
@@ -53,7 +48,6 @@ class Evaluation:
     ratio: float
     latent: Grid
     pictures: tuple[Picture, ...]
-    layouts: Layouts | None
     detail: Detail | None = None
     merges_in_modules: str | None = None
     feature_map: Sequence[int] | None = None
@@ -312,20 +306,3 @@ class Block:
 def uncompiled(module: Any) -> Any:
     """The module that a compiled module runs, or the module itself if it is not compiled."""
     return getattr(module, "_orig_mod", module)
-
-
-def lists_of(model: nn.Module, name: str = "") -> Iterator[str]:
-    """The names of a model's outermost lists of modules, which hold its blocks."""
-    for child_name, child in model.named_children():
-        path = f"{name}.{child_name}" if name else child_name
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield path
-        else:
-            yield from lists_of(child, path)
-
-
-def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The names and modules of the blocks in a model's outermost lists."""
-    for name in lists_of(model):
-        for index, block in enumerate(model.get_submodule(name).children()):
-            yield f"{name}.{index}", uncompiled(block)

@@ -13,15 +13,14 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..merging.layout import Grid, Picture
 from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
-from .blocks import Evaluation, Layouts, ModelRecord, PatchedModel
+from .blocks import Evaluation, ModelRecord, PatchedModel
 from .detail_cache import GRADIENTS, Details
 from .engine import Engine, MakeStrategy, MergesIn, make_engine
-from .forecast import IN_OTHER_STEPS, Forecasts
 from .outcome import Evaluated, Observer, Outcome
 from .schedule import Moment, ratio_at
 
@@ -36,11 +35,7 @@ log = logging.getLogger("tome_nodes")
 Result = TypeVar("Result")
 
 _locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
-
-
-def lock_of(model: nn.Module) -> RLock:
-    """The lock that a thread holds while it evaluates a model; evaluations may be nested."""
-    return _locks.setdefault(model, RLock())
+"""What a thread holds while it evaluates a model; evaluations may be nested."""
 
 
 class Run:
@@ -69,39 +64,13 @@ class Run:
         self._make_strategy = make_strategy
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
         self._details = Details(config)
-        # Forecasts in UNets would be no better than fewer steps (benchmarks/FIDELITY.md).
-        forecasts = config.forecast and record.merges_at_calls
-        self._forecasts = Forecasts(config.ratio) if forecasts else None
         self._falls_back: str | None = None
 
     def restart(self) -> None:
         """Drop everything that is kept from step to step: another sampling run begins."""
         self._details.clear()
-        if self._forecasts is not None:
-            self._forecasts.clear()
         self.out_of_memory = False
         self._falls_back = None
-
-    def forecast(self, moment: Moment, latent: Tensor) -> Tensor | None:
-        """The forecast of the denoised latent; None if the model has to run.
-
-        Args:
-            moment: where the evaluation is in its run.
-            latent: the noisy latent.
-        """
-        found = None if self._forecasts is None else self._forecasts.answer(moment, latent)
-        if found is not None:
-            blocks = len(self.model.blocks)
-            self.model.observer.evaluated(Evaluated(moment.step, blocks, is_forecast=True))
-        return found
-
-    def answered(self, moment: Moment, denoised: Tensor) -> Tensor:
-        """Note the model's answer, from which forecasts are made.
-
-        Returns:
-            The answer to use, corrected for the errors of forecasts.
-        """
-        return denoised if self._forecasts is None else self._forecasts.answered(moment, denoised)
 
     def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
         """The result of ``evaluate``; if merging runs out of memory, that of a run without merging.
@@ -133,7 +102,6 @@ class Run:
         dtype: torch.dtype,
         obstacle: str | None = None,
         pictures: tuple[Picture, ...] = (),
-        layouts: Layouts | None = None,
     ) -> Iterator[Evaluation | None]:
         """Merge tokens in the model while it is evaluated; yields None if nothing may merge.
 
@@ -146,18 +114,15 @@ class Run:
             dtype: the dtype of their tokens.
             obstacle: why nothing can merge in this evaluation, according to the host; else None.
             pictures: the pictures in the sequence of a transformer, in order.
-            layouts: where the pictures are, if the model was asked.
         """
-        with lock_of(self.model.model):
-            if self._forecasts is not None:
-                obstacle = obstacle or self._forecasts.why_none(moment)
+        with _locks.setdefault(self.model.model, RLock()):
             obstacle = self._obstacle(moment, latent, device, dtype, obstacle, pictures)
             self._may_merge = obstacle is None
             if obstacle is not None:
                 yield None
                 outcomes: Sequence[Outcome] = ()
             else:
-                evaluation = self._begin(moment, latent, device, pictures, layouts)
+                evaluation = self._begin(moment, latent, device, pictures)
                 with self._installed(evaluation):
                     yield evaluation
                     outcomes = self.model.outcomes()
@@ -171,7 +136,7 @@ class Run:
             len(self.model.blocks),
             outcomes,
             obstacle,
-            moment.is_active and obstacle not in (_REFRESHED, IN_OTHER_STEPS),
+            moment.is_active and obstacle != _REFRESHED,
         )
         self.model.observer.evaluated(result)
 
@@ -222,7 +187,6 @@ class Run:
         latent: Grid,
         device: torch.device,
         pictures: tuple[Picture, ...],
-        layouts: Layouts | None,
     ) -> Evaluation:
         config, engine = self._config, self.engine
         assert engine is not None
@@ -230,7 +194,7 @@ class Run:
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
         self.model.observer.begins(moment.step)
         ratio = ratio_at(config, moment.progress)
-        evaluation = Evaluation(engine, ratio, latent, pictures, layouts)
+        evaluation = Evaluation(engine, ratio, latent, pictures)
         if config.scope != "stack" or config.refresh_steps == 0:
             return evaluation
         if torch.is_grad_enabled():

@@ -22,21 +22,18 @@ Attention = Callable[..., Tensor]
 Way = Literal["mask", "channels"]
 """How an attention function gets the sizes."""
 
-# PyTorch's attention, as ComfyUI and diffusers call it.
-_PYTORCH = frozenset({"attention_pytorch", "native"})
+# PyTorch's attention, as ComfyUI calls it.
+_PYTORCH = "attention_pytorch"
 
-# Attention functions that add a mask at little cost: those of PyTorch, ComfyUI and diffusers.
-_TAKE_MASK = _PYTORCH | {
-    *("attention_basic", "attention_comfy_kitchen_int8", "attention_split", "attention_sub_quad"),
-    *("flex", "_native_cudnn", "_native_efficient", "_native_math"),
-}
-# Attention functions that take no mask, or are slow with one; they get extra channels.
-_TAKE_CHANNELS = frozenset(
+# Attention functions of ComfyUI that add a mask at little cost.
+_TAKE_MASK = frozenset(
     {
-        *("attention_flash", "attention_xformers"),
-        *("flash", "flash_hub", "_flash_3", "_flash_3_hub", "_native_flash", "xformers"),
+        *(_PYTORCH, "attention_basic", "attention_comfy_kitchen_int8"),
+        *("attention_split", "attention_sub_quad"),
     }
 )
+# Those that take no mask, or are slow with one; they get extra channels.
+_TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})
 
 # The channels of a head for which PyTorch's flash attention has kernels; it pads others to these.
 _FLASH_HEADS = (32, 64, 96, 128, 192, 256)
@@ -107,7 +104,7 @@ def way_of(
     if function not in _TAKE_MASK:
         return None
     uses_cudnn = capable.cudnn and head_channels <= _MOST_WITH_CUDNN
-    is_slow = function in _PYTORCH and capable.flash and not uses_cudnn
+    is_slow = function == _PYTORCH and capable.flash and not uses_cudnn
     return "channels" if is_slow and may_widen and head_channels in _HEADS_WITH_ROOM else "mask"
 
 

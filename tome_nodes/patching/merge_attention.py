@@ -4,7 +4,7 @@ There they are already projected, normalised and rotated by position. So all tha
 about a block is where the pictures are in its sequence. Other tokens, such as text, never merge.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +32,12 @@ class AttentionHost:
         picture_start: where the pictures begin in the sequence, if the keyword arguments say it.
         stored_attention: the attention function that is stored with the weights of an attention
             module; None if there is none.
-        overrides: from the block, further overrides that it needs.
     """
 
     reasons: Reasons
-    merging: Callable[["AttentionBlock", Arguments], Arguments] = lambda block, kwargs: kwargs
-    picture_start: Callable[[Arguments], int | None] = lambda kwargs: None
-    stored_attention: Callable[[nn.Module], Callable[..., Tensor] | None] = lambda module: None
-    overrides: Callable[["AttentionBlock"], Iterable[Override]] = lambda block: ()
+    merging: Callable[["AttentionBlock", Arguments], Arguments]
+    picture_start: Callable[[Arguments], int | None]
+    stored_attention: Callable[[nn.Module], Callable[..., Tensor] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,6 @@ class TransformerRecord:
         passes_options: whether blocks get the keyword arguments that :attr:`AttentionHost.merging`
             changes. Otherwise attention looks up the running block in the evaluation.
         at_end: whether the pictures are at the end of the sequence, as after text, or at its start.
-            Not used where a model is asked for its pictures.
     """
 
     blocks: tuple[str, ...]
@@ -81,8 +78,7 @@ class TransformerRecord:
             holder, _, attribute = name.rpartition(".")
             module = getattr(model.get_submodule(holder), attribute, None)
             if module is not None:
-                blocks = module.values() if isinstance(module, nn.ModuleDict) else module
-                yield Stack(name, module, tuple(map(uncompiled, blocks)))
+                yield Stack(name, module, tuple(map(uncompiled, module)))
 
     def block(self, model: PatchedModel, stack: Stack, index: int) -> "AttentionBlock":
         """The block at an index of a stack."""
@@ -119,8 +115,7 @@ class AttentionBlock(Block):
         attention = self.record.attention_of(block)
         self.stored_attention = self.record.host.stored_attention(attention)
         if attention is block:
-            own = self.timed(self._run_block(self._merge_calls(method)))
-            return [(block, name, own), *self.record.host.overrides(self)]
+            return [(block, name, self.timed(self._run_block(self._merge_calls(method))))]
         return [
             (block, name, self.timed(self._run_block(method))),
             (attention, name, self._merge_calls(getattr(attention, name))),
@@ -143,23 +138,15 @@ class AttentionBlock(Block):
             plan, or none of the queries, or none at all.
         """
         config, tokens = self.model.config, k.shape[1]
-        evaluation = self.evaluation
-        if evaluation.layouts is None:
-            layout = self._layout(tokens, kwargs)
-        else:
-            found = evaluation.layouts.get(self.name, {})
-            layout = found.get((queries, tokens))
-            # The answer says that this attention has no picture.
-            if layout is None and (queries, tokens) in found:
-                return None, None
         # The keys of this call are only a part of the sequence.
         if tokens < self._entered:
             return None, None
         self.outcome.entered(tokens)
+        layout = self._layout(tokens, kwargs)
         if layout is None:
             self.outcome.reason = self.record.reasons.tokens_changed
             return None, None
-        worthy = self.worthy(layout, evaluation.engine.least_in_attention)
+        worthy = self.worthy(layout, self.evaluation.engine.least_in_attention)
         if worthy is None:
             return None, None
         plan = self._plan_of_parts

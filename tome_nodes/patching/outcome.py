@@ -72,9 +72,8 @@ class Evaluated:
         blocks: number of blocks of the model, whether they ran or not.
         outcomes: the outcomes of the blocks that ran, in the order of the model.
         reason: why nothing was to merge in the whole evaluation; None if something was.
-        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, neither
-            on all tokens as ``refresh_steps`` says, nor run so that other steps can be forecast.
-        is_forecast: whether the answer was forecast without running the model.
+        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, and not
+            on all tokens as ``refresh_steps`` says.
     """
 
     step: int
@@ -82,7 +81,6 @@ class Evaluated:
     outcomes: Sequence[Outcome] = ()
     reason: str | None = None
     is_active: bool = True
-    is_forecast: bool = False
 
     @property
     def merged(self) -> list[Outcome]:

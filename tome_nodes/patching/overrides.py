@@ -12,9 +12,8 @@ from torch import nn
 
 Forward = Callable[..., Any]
 
-Override = tuple[nn.Module, str, Any]
-"""A module, the name of its method, such as ``forward``, and what the module runs instead. It may
-also be the name of an attribute and its other value, which then counts in all threads."""
+Override = tuple[nn.Module, str, Forward]
+"""A module, the name of its method, such as ``forward``, and what the module runs instead."""
 
 _codes: WeakKeyDictionary[nn.Module, dict[str, CodeType]] = WeakKeyDictionary()
 """A code object for each override. Blocks may be compiled one by one, and torch.compile keeps only
@@ -67,19 +66,13 @@ class Overrides:
             else:
                 attributes[placed.name] = placed.before
 
-    @property
-    def are_of_this_thread(self) -> bool:
-        """Whether they apply in this thread; others may run an unpatched clone of the model."""
-        return torch.compiler.is_compiling() or get_ident() == self._thread
-
-    def _in_this_thread(self, module: nn.Module, name: str, own: Any) -> Any:
-        """An override that applies in one thread if it is a method."""
-        if not hasattr(type(module), name):
-            return own
+    def _in_this_thread(self, module: nn.Module, name: str, own: Forward) -> Forward:
+        """An override that applies in one thread; others may run an unpatched clone."""
         plain = getattr(module, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return own(*args, **kwargs) if self.are_of_this_thread else plain(*args, **kwargs)
+            is_here = torch.compiler.is_compiling() or get_ident() == self._thread
+            return own(*args, **kwargs) if is_here else plain(*args, **kwargs)
 
         # The same code object each time, so that torch.compile finds its graph again.
         codes = _codes.setdefault(module, {})
@@ -93,19 +86,19 @@ class _Placed:
 
     Attributes:
         module: the module that gets it.
-        name: the method or attribute that it replaces.
-        method: what the module is to run, or the value of the attribute.
+        name: the method that it replaces.
+        method: what the module is to run.
         before: what the module itself had under this name; None if only its class had it.
-        of_class: the method of the module's class; None for an attribute.
+        of_class: the method of the module's class.
         children: the submodules of the module.
     """
 
-    def __init__(self, module: nn.Module, name: str, method: Any):
+    def __init__(self, module: nn.Module, name: str, method: Forward):
         self.module = module
         self.name = name
         self.method = method
         self.before = vars(module).get(name)
-        self.of_class = getattr(type(module), name, None)
+        self.of_class = getattr(type(module), name)
         self.children = tuple(module._modules.values())
 
     @property
@@ -113,6 +106,6 @@ class _Placed:
         """Whether the module runs what it ran when the override was made."""
         return (
             vars(self.module).get(self.name) is self.before
-            and getattr(type(self.module), self.name, None) is self.of_class
+            and getattr(type(self.module), self.name) is self.of_class
             and tuple(self.module._modules.values()) == self.children
         )

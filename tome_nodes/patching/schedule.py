@@ -1,6 +1,5 @@
 """When to merge: steps and noise levels of a sampling run."""
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -16,15 +15,10 @@ class Moment:
         progress: how far the ratio is on its way from ``ratio`` to ``ratio_end``, from 0 to 1.
         picks: decides the random picks, together with the seed; not negative.
         part: the part of the step that is evaluated, such as some samples of a batch, or a tile or
-            window of a picture. Detail and answers are kept for the same part of later steps.
+            window of a picture. Detail is kept for the same part of later steps.
         is_active: whether its noise level is between ``start_percent`` and ``end_percent``.
         steps_left: how many steps come after this one; None if the host does not know.
         from_noise: whether the run began with noise alone, not with a picture under some noise.
-        log_snr: the logarithm of signal to noise, in power; None if the host does not know it.
-        latent_share: the share of this step's noisy latent in the next one. In Euler's method, the
-            next latent is a mean of this one and of the answer, and the share is the noise of the
-            next step over the noise of this one, 0 in the last step. None if the host does not know
-            it, or if the sampler cannot make up for forecasts.
     """
 
     step: int
@@ -34,8 +28,6 @@ class Moment:
     is_active: bool
     steps_left: int | None = None
     from_noise: bool = True
-    log_snr: float | None = None
-    latent_share: float | None = None
 
 
 def is_active(config: ToMeConfig, noise: float, noise_at: Callable[[float], float]) -> bool:
@@ -49,37 +41,6 @@ def is_active(config: ToMeConfig, noise: float, noise_at: Callable[[float], floa
 def is_noise_alone(noise: float, most: float) -> bool:
     """Whether hardly anything of a picture is left at a noise level; ``most`` is the highest."""
     return noise >= 0.9 * most
-
-
-_MOST_NOISE = 0.99
-"""Noise levels of a flow above this one count as this one: pure noise would have no logarithm."""
-
-
-def log_snr(noise: float, is_flow: bool) -> float:
-    """The logarithm of signal to noise, in power.
-
-    Args:
-        noise: the noise level, above 0. For a flow, the share of noise in the latent; otherwise the
-            standard deviation of the noise that is added to a picture.
-        is_flow: whether the latent goes straight from noise to a picture.
-    """
-    if not is_flow:
-        return -2 * math.log(noise)
-    share = min(noise, _MOST_NOISE)
-    return 2 * math.log((1 - share) / share)
-
-
-def latent_share(schedule: Sequence[float], step: int) -> float | None:
-    """The share of a step's noisy latent in the next one; see :class:`Moment`.
-
-    Args:
-        schedule: noise levels, one more than there are steps.
-        step: the number of the step, from 0.
-    """
-    if step + 1 >= len(schedule):
-        return None
-    before, after = schedule[step : step + 2]
-    return after / before if 0 <= after < before else None
 
 
 def step_index(schedule: Sequence[float], sigma: float, since: int) -> int:

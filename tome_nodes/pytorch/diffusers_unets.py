@@ -11,8 +11,7 @@ from ..patching.blocks import Stack, uncompiled
 from ..patching.key_weights import KeyWeights
 from ..patching.merge_modules import UNetRecord, is_masked
 from ..settings.config import ToMeConfig
-from .patched_model import REASONS, RECOMPUTED
-from .patched_unet import TIMESTEPS, UNetHost
+from .patched_unet import REASONS, RECOMPUTED, TIMESTEPS, UNetHost
 
 # IP-Adapter scales its masks to the number of queries, as if they were a whole picture.
 _MASKS = ("attention_mask", "ip_adapter_masks")

@@ -1,14 +1,20 @@
-"""View a transformer's call as a map from a noisy latent to the denoised one, to forecast that."""
+"""View a transformer's call as a map from a noisy latent to the denoised one, to forecast that.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+The latent stays as the transformer gets it: as tokens, as a picture or as a video. A flow is
+predicted for each of its numbers, so nothing has to be known about its layout.
+"""
+
+import inspect
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..merging.layout import Grid
-from .latents import Latents
+from ..forecasting import reasons
 
 
 @dataclass(frozen=True)
@@ -18,19 +24,17 @@ class Flow:
     Attributes:
         clean: the timestep of a latent without noise.
         noise: the timestep of pure noise.
-        side: if the transformer gets tokens, the side of the square of latent pixels in a token.
     """
 
     clean: float
     noise: float
-    side: int = 1
 
 
 _FLOWS: Mapping[str, Flow] = {
-    "FluxTransformer2DModel": Flow(0.0, 1.0, side=2),
-    "Flux2Transformer2DModel": Flow(0.0, 1.0, side=2),
+    "FluxTransformer2DModel": Flow(0.0, 1.0),
+    "Flux2Transformer2DModel": Flow(0.0, 1.0),
     "SD3Transformer2DModel": Flow(0.0, 1000.0),
-    "QwenImageTransformer2DModel": Flow(0.0, 1.0, side=2),
+    "QwenImageTransformer2DModel": Flow(0.0, 1.0),
     "ZImageTransformer2DModel": Flow(1.0, 0.0),
     "Lumina2Transformer2DModel": Flow(1.0, 0.0),
     "WanTransformer3DModel": Flow(0.0, 1000.0),
@@ -43,88 +47,124 @@ _OF_OTHER_FORM = ("additional_t_cond", "kv_cache_mode")
 """Arguments that change the form of the answer: it then holds more than the latent, as in
 Qwen-Image-Layered, or leaves something out, as when Flux.2 keeps the keys of references."""
 
-_LEAST_NOISE = 1e-6
-"""Stands for a noise share of 0, because :meth:`FlowCall.returned` divides by the share."""
+_TIMESTEP = ("timestep", "t")
+
+_BY_VALUE = ("encoder_hidden_states", "cap_feats", "guidance")
+"""Arguments whose values stay the same in a run: prompts and guidance. Those of others, such as
+control, may change from step to step."""
 
 
-def flow_of(network: nn.Module, arguments: Mapping[str, Any]) -> Flow | None:
-    """How a transformer predicts a flow when called with these arguments, None if unknown."""
-    if any(arguments.get(name) is not None for name in _OF_OTHER_FORM):
-        return None
-    kinds: Any = type(network).__mro__
-    own = next(kind for kind in kinds if kind.__module__.startswith("diffusers."))
-    return _FLOWS.get(own.__name__)
-
-
-def timestep_of(arguments: Mapping[str, Any]) -> Any:
-    """The timestep among the arguments of a transformer, 0 if it has none."""
-    named = (arguments[name] for name in ("timestep", "t", "timesteps") if name in arguments)
-    return next(named, 0)
-
-
-def noise_share(flow: Flow, timestep: Tensor) -> Tensor:
-    """The share of noise in a latent at some timesteps, in the shape of these; never 0."""
-    return ((timestep.float() - flow.clean) / (flow.noise - flow.clean)).clamp_min(_LEAST_NOISE)
-
-
+@dataclass(frozen=True, eq=False)
 class FlowCall:
-    """One call of a transformer that predicts a flow."""
+    """One call of a transformer that predicts a flow.
 
-    def __init__(
-        self,
-        flow: Flow,
-        network: nn.Module,
-        arguments: Mapping[str, Any],
-        latents: Latents,
-        grid: Grid,
-    ):
-        """Prepare a call.
+    Attributes:
+        latent: the noisy latent in float32: ``[batch, tokens, channels]``, or
+            ``[batch, channels, height, width]``, with frames before the height if it is a video.
+        noise: the share of noise in it, as the timestep says.
+    """
 
-        Args:
-            flow: how the transformer predicts it.
-            network: the transformer.
-            arguments: the arguments of the call, by name. The first one holds the latents.
-            latents: the latents in it.
-            grid: the grid of the latent's tokens.
-        """
-        self._flow, self._latents = flow, latents
-        self._grid = grid
-        config: Any = network.config
-        self._channels = config.get("out_channels") or config["in_channels"]
-        if latents.are_tokens:
-            self._channels *= config["patch_size"] ** 2
-        self._timestep = timestep_of(arguments)
+    latent: Tensor
+    noise: float
+    _sign: int
+    _value: Any
+    _network: nn.Module
+    _others: Mapping[str, Any]
 
     @property
-    def latent(self) -> Tensor:
-        """The noisy latent of the call."""
-        return self._latent(self._latents)
+    def course(self) -> Hashable:
+        """Everything else that decides the answer, as far as the call shows."""
+        return id(self._network), *((name, _trait(name, it)) for name, it in self._others.items())
 
-    def denoised(self, noisy: Tensor, result: Any) -> Tensor:
-        """The denoised latent that follows from what the transformer returned for a noisy one."""
-        return noisy - self._noise(noisy) * self._latent(self._answer(result))
+    def denoised(self, result: Any, noise: float) -> Tensor:
+        """The denoised latent that follows from what the transformer returned.
 
-    def returned(self, latent: Tensor, denoised: Tensor, like: Any) -> Any:
-        """The answer of the transformer from which ``denoised`` would follow for a noisy latent.
-
-        It has the form of ``like``, an answer of the transformer.
+        Args:
+            result: that.
+            noise: the share of noise in the latent.
         """
-        flow = (latent - denoised) / self._noise(latent)
-        sample = self._answer(like).with_latent(flow, self._grid)
-        if isinstance(like, tuple):
-            return sample, *like[1:]
-        return replace(like, sample=sample)
+        sample = torch.stack(result[0]) if isinstance(result[0], list) else result[0]
+        flow = sample[:, : self.latent.shape[1]].float()
+        return self.latent - self._sign * noise * flow
 
-    def _answer(self, result: Any) -> Latents:
-        """The latents in what the transformer returned."""
-        return replace(self._latents, value=result[0])
+    def returned(self, denoised: Tensor, noise: float, kind: Any) -> Any:
+        """What the transformer would return for a denoised latent; undoes :meth:`denoised`.
 
-    def _latent(self, latents: Latents) -> Tensor:
-        return latents.latent(self._grid, self._channels, self._flow.side)
+        ``kind`` is the type of what it returns.
+        """
+        flow = (self.latent - denoised) / (self._sign * noise)
+        if isinstance(self._value, list):
+            sample: Any = list(flow.to(self._value[0].dtype))
+        else:
+            # Pipelines drop what is returned for references.
+            behind = self._value.shape[1] - flow.shape[1] if flow.ndim == 3 else 0
+            sample = F.pad(flow, (0, 0, 0, behind)).to(self._value.dtype)
+        return (sample,) if issubclass(kind, tuple) else kind(sample=sample)
 
-    def _noise(self, latent: Tensor) -> Tensor:
-        """The factor that makes the answer the noise in a latent; never 0."""
-        timestep = torch.as_tensor(self._timestep, device=latent.device)
-        timestep = timestep.reshape(len(timestep), -1).amax(1) if timestep.ndim > 1 else timestep
-        share = noise_share(self._flow, timestep).reshape(-1, *[1] * (latent.ndim - 1))
-        return share if self._flow.noise > self._flow.clean else -share
+
+def flow_call(network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlowCall | str:
+    """A call of a transformer of diffusers with some arguments, or why it cannot be forecast."""
+    kinds: Any = type(network).__mro__
+    own = next(kind for kind in kinds if kind.__module__.startswith("diffusers."))
+    flow = _FLOWS.get(own.__name__)
+    if flow is None:
+        return reasons.unknown_prediction(own.__name__)
+    _, *names = inspect.signature(own.forward).parameters
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    value = given.get(names[0])
+    latent = _latent(network, value, given)
+    timestep = next((given[name] for name in _TIMESTEP if name in given), None)
+    is_other = any(given.get(name) is not None for name in _OF_OTHER_FORM)
+    if latent is None or timestep is None or is_other:
+        return reasons.OTHER_FORM
+    noise = (float(torch.as_tensor(timestep).max()) - flow.clean) / (flow.noise - flow.clean)
+    others = {name: each for name, each in given.items() if name not in (names[0], *_TIMESTEP)}
+    return FlowCall(latent, noise, 1 if flow.noise > flow.clean else -1, value, network, others)
+
+
+def _latent(network: Any, value: Any, given: Mapping[str, Any]) -> Tensor | None:
+    """The noisy latent; None if it is of an unknown form.
+
+    References behind its tokens are left out, and channels that say, for example, where to paint.
+
+    Args:
+        network: the transformer.
+        value: the argument that holds the latent.
+        given: all arguments by name.
+    """
+    if isinstance(value, list):
+        shapes = {each.shape if isinstance(each, Tensor) else None for each in value}
+        return torch.stack(value).float() if len(shapes) == 1 and None not in shapes else None
+    if not isinstance(value, Tensor):
+        return None
+    channels = network.config.get("out_channels") or network.config["in_channels"]
+    if value.ndim == 3:
+        channels *= network.config["patch_size"] ** 2
+        return value[:, : _tokens(given), :channels].float()
+    return value[:, :channels].float()
+
+
+def _tokens(given: Mapping[str, Any]) -> int | None:
+    """How many tokens the latent has, if an argument tells it apart from references behind it."""
+    sizes, places = given.get("img_shapes"), given.get("img_ids")
+    if sizes is not None:
+        while not isinstance(sizes[0], int):
+            sizes = sizes[0]
+        return math.prod(sizes)
+    if isinstance(places, Tensor):
+        # The first coordinate counts the pictures.
+        picture = places.flatten(0, -2)[: places.shape[-2], 0]
+        return int((picture == picture[0]).sum())
+    return None
+
+
+def _trait(name: str, value: Any) -> Hashable:
+    """What has to stay the same of an argument from step to step."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), float(value.float().sum()) if name in _BY_VALUE else None
+    if isinstance(value, Mapping):
+        return tuple((key, _trait(name, each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_trait(name, each) for each in value)
+    trait: Any = value if isinstance(value, int | float | str | None) else type(value)
+    return trait

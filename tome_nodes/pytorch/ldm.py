@@ -12,8 +12,7 @@ from torch import nn
 from ..patching.blocks import Stack, uncompiled
 from ..patching.merge_modules import UNetRecord, stacks_by_level
 from ..settings.config import ToMeConfig
-from .patched_model import REASONS, RECOMPUTED
-from .patched_unet import TIMESTEPS, UNetHost
+from .patched_unet import REASONS, RECOMPUTED, TIMESTEPS, UNetHost
 
 
 def _stacks(model: nn.Module) -> Iterable[Stack]:

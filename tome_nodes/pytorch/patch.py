@@ -1,4 +1,4 @@
-"""The two functions of the Python interface: add token merging to a model, and remove it."""
+"""The two functions of the Python interface: make a model faster, and undo that."""
 
 import sys
 from inspect import signature
@@ -28,7 +28,7 @@ def apply_patch(
     preset: str = CUSTOM,
     **options: Any,
 ) -> Model:
-    """Make a model merge tokens, in place, from its next call on.
+    """Make a UNet merge tokens, or have steps of a transformer forecast, from its next call on.
 
     The arguments up to ``merge_mlp`` have the names, order, defaults and meaning of ``tomesd``
     0.1.3, the reference code of arXiv 2303.17604. So a script written for tomesd runs with
@@ -36,9 +36,10 @@ def apply_patch(
     generators are not touched.
 
     Args:
-        model: a diffusers pipeline, its ``UNet2DConditionModel`` or transformer, a latent-diffusion
-            model (with a UNet at ``model.model.diffusion_model``), or its UNet, compiled or not.
-            Its input is of any batch, size, dtype and device.
+        model: a diffusers pipeline, with a transformer or a ``UNet2DConditionModel``, such a UNet,
+            a latent-diffusion model (with a UNet at ``model.model.diffusion_model``), or its UNet,
+            compiled or not. Its input is of any batch, size, dtype and device. It is changed in
+            place.
         ratio: share of the tokens of a feature map to merge away, 0 to 0.95.
         max_downsample: merge feature maps at most this many times smaller than the latent: 1, 2, 4
             or 8. ``"auto"`` takes the shallowest level with attention; in scope ``stack``, the
@@ -55,17 +56,18 @@ def apply_patch(
         options: the other options of :data:`tome_nodes.settings.config.OPTIONS`, with their
             defaults. Two defaults differ: ``min_tokens`` is 1 and ``proportional_attn`` is off. As
             in tomesd, feature maps of any size then merge, and a merged key weighs as one token.
-            In a transformer, percents and the change to ``ratio_end`` follow the steps of its
-            pipeline. In a UNet they follow the noise levels of training, which its timestep counts
-            down; ``refresh_steps`` counts from the first step, as the last is not known.
+            In a UNet, percents and the change to ``ratio_end`` follow the noise levels of training,
+            which its timestep counts down; ``refresh_steps`` counts from the first step, as the
+            last is not known. A transformer needs ``forecast``, by itself or from the preset.
+            Beside it, only ``ratio`` and the percents count, as shares of its pipeline's steps.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: the model is none of these, or an option is unknown or has the wrong type.
-        ValueError: an option is out of range, gone, has no effect under the preset, or counts
-            steps, which a transformer without its pipeline does not know. The model is not changed.
+        ValueError: an option is out of range, gone or has no effect under the preset, or a
+            transformer is not to be forecast, or is without its pipeline. The model is not changed.
     """
     unknown = [name for name in options if name not in OPTIONS and name not in REMOVED]
     if unknown:
@@ -103,10 +105,10 @@ _DEFAULTS = {
 
 
 def remove_patch(model: Model) -> Model:
-    """Take token merging off a model, so that it is as it was before :func:`apply_patch`.
+    """Make a model as it was before :func:`apply_patch`.
 
     Args:
-        model: as for :func:`apply_patch`, patched or not.
+        model: as for :func:`apply_patch`, patched or not, or a transformer alone.
 
     Returns:
         The same model.
@@ -137,7 +139,7 @@ def _found(model: object) -> list[tuple[Any, Any, Any]]:
         if found := host.find(model):
             return [(network, context, host) for network, context in found]
     raise TypeError(
-        "token merging needs a diffusers pipeline with a transformer or a UNet2DConditionModel, "
-        "such a transformer or UNet, or a latent-diffusion model with a UNet at "
-        f"model.model.diffusion_model; this is a {type(model).__name__}"
+        "ToMe needs a diffusers pipeline with a transformer or a UNet2DConditionModel, such a "
+        "UNet, or a latent-diffusion model with a UNet at model.model.diffusion_model; this is a "
+        f"{type(model).__name__}"
     )

@@ -1,9 +1,9 @@
-"""Attach token merging to a model that is called as a PyTorch module, and take it off again.
+"""Make the calls of a PyTorch module go through code of ours, and undo that.
 
-Patching gives the model a subclass of its class. A call then puts the overrides on the transformer
-blocks, runs the model and takes them off again. Between calls, the model holds only its settings,
-so copying, offloading, LoRA and saving work as before. torch.compile leaves the code around the
-model's forward out of its graph, so it finds the same code in each call.
+Patching gives the model a subclass of its class, whose calls go to the :class:`Calls` of its host.
+Between calls, the model holds only its settings, so copying, offloading, LoRA and saving work as
+before. torch.compile leaves the code around the model's forward out of its graph, so it finds the
+same code in each call.
 """
 
 import logging
@@ -13,28 +13,14 @@ from threading import local
 from typing import Any, SupportsIndex
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.decorators import skip
 
-from ..patching.blocks import Reasons
 from ..patching.engine import MakeStrategy
-from ..patching.evaluation import Run
-from ..patching.outcome import Evaluated, Observer
-from ..report import log_line
-from ..report.counts import Counts
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 
 log = logging.getLogger("tome_nodes")
-
-REASONS = Reasons(
-    tokens_changed="other code changes the tokens of the transformer blocks",
-    attention_masked="other code masks the attention or changes its tokens",
-    attention_replaced="other code replaces the attention of the transformer blocks",
-)
-
-RECOMPUTED = "gradient checkpointing runs the transformer blocks again outside of the model's call"
-"""The obstacle if a model computes gradients by running blocks a second time."""
 
 _STATE = "_tome_nodes"
 """The attribute of a patched model for its :class:`Attachment`."""
@@ -60,16 +46,8 @@ class Host:
 
         Raises:
             TypeError: the model has no transformer blocks.
-            ValueError: an option cannot have an effect in this context.
+            ValueError: the settings can have no effect on this model, or in this context.
         """
-        if not self.has_blocks(model):
-            raise TypeError(
-                f"token merging needs a model with transformer blocks, and this "
-                f"{type(model).__name__} has none"
-            )
-
-    def has_blocks(self, model: nn.Module) -> bool:
-        """Whether a model has transformer blocks."""
         raise NotImplementedError
 
     def calls(self, attachment: "Attachment", model: nn.Module) -> "Calls":
@@ -108,7 +86,7 @@ class Attachment:
         return type(self), (self.config, self._host, self.context, self.make_strategy)
 
     def attach(self, model: nn.Module) -> None:
-        """Make each call of a model merge tokens. Earlier settings are replaced."""
+        """Make each call of a model go through its host. Earlier settings are replaced."""
         detach(model)
         if not self.config.merges_nothing:
             vars(model)[_STATE] = self
@@ -117,17 +95,15 @@ class Attachment:
 
     @skip
     def call(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a model with merging; ``forward`` calls it without."""
+        """Call a model through its host; ``forward`` calls the model itself."""
         calls = self._calls_of(model)
-        if calls.is_running or not calls.begin(args, kwargs):
+        if calls.is_running:
             return forward(*args, **kwargs)
-
-        result = calls.forecast()
-        if result is None:
-            result = calls.own_run.or_unmerged(partial(_evaluate, calls, forward, args, kwargs))
-            result = calls.answered(result)
-        calls.complete()
-        return result
+        calls.is_running = True
+        try:
+            return calls.call(forward, args, kwargs)
+        finally:
+            calls.is_running = False
 
     @torch.compiler.disable
     def _calls_of(self, model: nn.Module) -> "Calls":
@@ -137,18 +113,6 @@ class Attachment:
         if calls is None or calls.network is not model:
             calls = self._of_thread.calls = self._host.calls(self, model)
         return calls
-
-
-@skip
-def _evaluate(
-    calls: "Calls", forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    with calls:
-        return forward(*args, **kwargs)
-
-
-# torch.compile is to trace nothing around the model's forward.
-skip(Run.or_unmerged)
 
 
 def detach(model: nn.Module) -> None:
@@ -161,7 +125,7 @@ def detach(model: nn.Module) -> None:
 
 @lru_cache(maxsize=64)
 def _patched(kind: Any) -> Any:
-    """A subclass of ``kind`` whose instances merge tokens in calls, if they have an attachment."""
+    """A subclass of ``kind`` whose instances are called through their attachment, if any."""
 
     def calling(name: str) -> Callable[..., Any]:
         own = getattr(kind, name)
@@ -192,113 +156,27 @@ def _new(kind: Any) -> Any:
     return patched.__new__(patched)
 
 
-class Latest(Observer):
-    """Keeps what the latest evaluation did, as ``result``."""
-
-    result: Evaluated | None = None
-
-    def evaluated(self, result: Evaluated) -> None:
-        self.result = result
-
-
 class Calls:
     """The calls of a model in one thread.
 
-    It is a context manager: after :meth:`begin`, the model runs within it.
-
     Attributes:
-        config: the settings.
         network: the model that is called.
-        run: the evaluations of the model, None before the first.
-        latest: keeps what the latest evaluation did.
-        is_running: whether the model is running.
-        completed: whether the last call has returned.
+        is_running: whether a call is going on. PyTorch's own code may call the model once more
+            within it, which is part of the same call.
     """
 
-    def __init__(self, attachment: Attachment, network: nn.Module):
-        self.config = attachment.config
+    def __init__(self, network: nn.Module):
         self.network = network
-        self.run: Run | None = None
-        self.latest = Latest()
         self.is_running = False
-        self.completed = True
-        self._reported = attachment.reported
-        self._shape: Hashable = None
-        self._arguments: tuple[Any, ...] = ()
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Begin a call; return whether its arguments are understood. If not, log that once."""
+    def call(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a call of the model returns.
+
+        Args:
+            forward: calls the model itself.
+            args: the positional arguments of the call.
+            kwargs: its keyword arguments.
+        """
         raise NotImplementedError
-
-    def prepare(self, shape: Hashable, *arguments: Any) -> None:
-        """Set the ``arguments`` of :meth:`Run.evaluation` for a call; ``shape`` is logged once."""
-        self.completed = False
-        self.latest.result = None
-        self._shape, self._arguments = shape, arguments
-
-    def forecast(self) -> Any:
-        """What the model is forecast to return in a call that has begun, None if it has to run."""
-        return None
-
-    def answered(self, result: Any) -> Any:
-        """Note what the model returned, and return what the call is to return."""
-        return result
-
-    @torch.compiler.disable
-    def __enter__(self) -> None:
-        self._evaluation = self.own_run.evaluation(*self._arguments)
-        self._evaluation.__enter__()
-        self.is_running = True
-
-    @torch.compiler.disable
-    def __exit__(self, *error: Any) -> bool | None:
-        self.is_running = False
-        return self._evaluation.__exit__(*error)
-
-    @torch.compiler.disable
-    def complete(self) -> None:
-        """End a call: log what merged, once for each shape, or why nothing merged, once."""
-        self.completed = True
-        result = self.latest.result
-        if result is None or not result.is_active:
-            return
-        if result.is_forecast:
-            if self._is_new("forecast"):
-                ratio = self.config.ratio
-                log.info(
-                    "[ToMe] forecasts the answer of the model in some steps, ratio %.2f", ratio
-                )
-            return
-        counts = Counts()
-        counts.evaluated(result)
-        if not counts.merged_anything:
-            model = self.own_run.model
-            reason = log_line.obstacle(counts, model.max_downsample, model.shallowest)
-            # Where blocks merged before, a cache leaves them out in some steps: that is no fault.
-            if self._shape not in self._reported or reason != REASONS.attention_replaced:
-                self.warn_once(reason)
-        elif self._is_new(self._shape):
-            engine = self.own_run.engine
-            backend = [] if engine is None else engine.in_words()
-            log.info("[ToMe] %s", log_line.log_line(counts, self.config, backend))
-
-    def warn_once(self, reason: str) -> None:
-        if self._is_new(reason):
-            log.warning("[ToMe] nothing merged: %s", reason)
-
-    def _is_new(self, what: Hashable) -> bool:
-        is_new = what not in self._reported
-        self._reported.add(what)
-        return is_new
-
-    @property
-    def own_run(self) -> Run:
-        """:attr:`run`, once a call has begun."""
-        assert self.run is not None
-        return self.run
-
-
-def execution_device(model: nn.Module, sample: Tensor) -> torch.device:
-    """The device on which blocks will run. Until then, offloading may keep weights elsewhere."""
-    device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
-    return sample.device if device is None else torch.device(device)

@@ -1,24 +1,43 @@
-"""The calls of a UNet and their place in a sampling run, for diffusers and latent-diffusion."""
+"""The calls of a UNet and their place in a sampling run, for diffusers and latent-diffusion.
+
+A call puts the overrides on the transformer blocks, runs the model and takes them off again.
+"""
 
 import inspect
 import math
 import struct
+from collections.abc import Callable, Hashable
+from functools import partial
 from itertools import zip_longest
 from typing import Any, ClassVar, SupportsFloat
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.decorators import skip
 
 from ..merging.layout import Grid
+from ..patching.blocks import Reasons
 from ..patching.detail_cache import belongs
 from ..patching.evaluation import Run
 from ..patching.merge_modules import UNetRecord
+from ..patching.outcome import Evaluated, Observer
 from ..patching.schedule import Moment, is_active, is_noise_alone
+from ..report import log_line
+from ..report.counts import Counts
 from ..settings.config import ToMeConfig
-from .patched_model import Attachment, Calls, Host, execution_device
+from .patched_model import Attachment, Calls, Host, log
 
 TIMESTEPS = 1000
 """The number of noise levels to assume for a UNet that does not say how many it was trained on."""
+
+REASONS = Reasons(
+    tokens_changed="other code changes the tokens of the transformer blocks",
+    attention_masked="other code masks the attention or changes its tokens",
+    attention_replaced="other code replaces the attention of the transformer blocks",
+)
+
+RECOMPUTED = "gradient checkpointing runs the transformer blocks again outside of the model's call"
+"""The obstacle if a model computes gradients by running blocks a second time."""
 
 _UNKNOWN_CALL = (
     "the UNet was called without a sample and a timestep, as other code has replaced its forward"
@@ -34,8 +53,12 @@ class UNetHost(Host):
     record: ClassVar[UNetRecord]
     """How its UNets are built."""
 
-    def has_blocks(self, model: nn.Module) -> bool:
-        return any(stack.blocks for stack in self.record.stacks(model))
+    def check(self, model: nn.Module, config: ToMeConfig, context: int) -> None:
+        if not any(stack.blocks for stack in self.record.stacks(model)):
+            raise TypeError(
+                "token merging needs a model with transformer blocks, and this "
+                f"{type(model).__name__} has none"
+            )
 
     def calls(self, attachment: Attachment, model: nn.Module) -> "UNetCalls":
         return UNetCalls(attachment, self, model)
@@ -43,6 +66,19 @@ class UNetHost(Host):
     def obstacle(self, model: nn.Module, config: ToMeConfig) -> str | None:
         """Why a UNet cannot merge tokens in its current state, None if it can."""
         raise NotImplementedError
+
+
+class Latest(Observer):
+    """Keeps what the latest evaluation did, as ``result``."""
+
+    result: Evaluated | None = None
+
+    def evaluated(self, result: Evaluated) -> None:
+        self.result = result
+
+
+# torch.compile is to trace nothing around the model's forward.
+skip(Run.or_unmerged)
 
 
 class UNetCalls(Calls):
@@ -59,15 +95,20 @@ class UNetCalls(Calls):
       may call the UNet with several samples in a step;
     - at a smaller timestep, with a sample that cannot follow the one before: the run before may
       have ended early.
+
+    It is a context manager, within which the model runs.
     """
 
-    run: Run
-
     def __init__(self, attachment: Attachment, host: UNetHost, unet: nn.Module):
-        super().__init__(attachment, unet)
-        make_strategy = attachment.make_strategy
-        self.run = Run(self.config, host.record, unet, make_strategy, self.latest)
+        super().__init__(unet)
+        self._config = attachment.config
+        self._latest = Latest()
+        self._run = Run(self._config, host.record, unet, attachment.make_strategy, self._latest)
         self._host = host
+        self._reported = attachment.reported
+        self._shape: torch.Size | None = None
+        self._arguments: tuple[Any, ...] = ()
+        self._completed = True
         self._noisiest = attachment.context - 1
         self._timestep = self._first_timestep = math.nan
         # The sample and timestep of the first call of the last step.
@@ -75,29 +116,78 @@ class UNetCalls(Calls):
         self._step = 0
         self._call = 0
 
+    @skip
+    def call(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._begin(args, kwargs):
+            return forward(*args, **kwargs)
+        result = self._run.or_unmerged(partial(_evaluate, self, forward, args, kwargs))
+        self._complete()
+        return result
+
     @torch.compiler.disable
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def __enter__(self) -> None:
+        self._evaluation = self._run.evaluation(*self._arguments)
+        self._evaluation.__enter__()
+
+    @torch.compiler.disable
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._evaluation.__exit__(*error)
+
+    @torch.compiler.disable
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Begin a call; return whether its arguments are understood. If not, log that once."""
         sample, timestep = _first_two_arguments(self.network, args, kwargs)
         is_sample = isinstance(sample, Tensor) and sample.ndim >= 4
         is_timestep = isinstance(timestep, SupportsFloat)
         if not (is_sample and is_timestep):
-            self.warn_once(_UNKNOWN_CALL)
+            self._warn_once(_UNKNOWN_CALL)
             return False
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
         self._follow(noise, sample, timestep)
+        self._completed = False
+        self._latest.result = None
         moment = self._moment(noise, sample.shape)
         # The check may visit every module of the UNet.
-        obstacle = self._host.obstacle(self.network, self.config) if moment.is_active else None
-        device, latent = execution_device(self.network, sample), Grid(*sample.shape[-2:])
-        self.prepare(sample.shape, moment, latent, device, sample.dtype, obstacle)
+        obstacle = self._host.obstacle(self.network, self._config) if moment.is_active else None
+        device, latent = _execution_device(self.network, sample), Grid(*sample.shape[-2:])
+        self._shape = sample.shape
+        self._arguments = moment, latent, device, sample.dtype, obstacle
         return True
+
+    @torch.compiler.disable
+    def _complete(self) -> None:
+        """End a call: log what merged, once for each shape, or why nothing merged, once."""
+        self._completed = True
+        result = self._latest.result
+        if result is None or not result.is_active:
+            return
+        counts = Counts()
+        counts.evaluated(result)
+        if not counts.merged_anything:
+            model = self._run.model
+            self._warn_once(log_line.obstacle(counts, model.max_downsample, model.shallowest))
+        elif self._is_new(self._shape):
+            engine = self._run.engine
+            backend = [] if engine is None else engine.in_words()
+            log.info("[ToMe] %s", log_line.log_line(counts, self._config, backend))
+
+    def _warn_once(self, reason: str) -> None:
+        if self._is_new(reason):
+            log.warning("[ToMe] nothing merged: %s", reason)
+
+    def _is_new(self, what: Hashable) -> bool:
+        is_new = what not in self._reported
+        self._reported.add(what)
+        return is_new
 
     def _follow(self, noise: float, sample: Tensor, timestep: Tensor | float) -> None:
         """Count the steps of a run, and the calls of a step."""
         if self._begins_run(noise, sample, timestep):
             self._step = self._call = 0
             self._first_timestep = noise
-            self.run.restart()
+            self._run.restart()
         elif noise == self._timestep:
             self._call += 1
         else:
@@ -108,7 +198,7 @@ class UNetCalls(Calls):
         self._timestep = noise
 
     def _begins_run(self, noise: float, sample: Tensor, timestep: Tensor | float) -> bool:
-        if self._first is None or not (self.completed and noise <= self._timestep):
+        if self._first is None or not (self._completed and noise <= self._timestep):
             return True
         first, its_timestep = self._first
         if noise < self._timestep:
@@ -132,7 +222,7 @@ class UNetCalls(Calls):
             progress=done / self._noisiest if self._noisiest > 0 else 0.0,
             picks=bits,
             part=(self._call, shape),
-            is_active=is_active(self.config, timestep, self._noise_at),
+            is_active=is_active(self._config, timestep, self._noise_at),
             from_noise=is_noise_alone(self._first_timestep, self._noisiest),
         )
 
@@ -141,6 +231,20 @@ class UNetCalls(Calls):
         if percent == 0:
             return math.inf
         return -math.inf if percent == 1 else (1 - percent) * self._noisiest
+
+
+@skip
+def _evaluate(
+    calls: UNetCalls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with calls:
+        return forward(*args, **kwargs)
+
+
+def _execution_device(model: nn.Module, sample: Tensor) -> torch.device:
+    """The device on which blocks will run. Until then, offloading may keep weights elsewhere."""
+    device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    return sample.device if device is None else torch.device(device)
 
 
 def _may_be_of_one_schedule(timestep: Tensor | float, other: Tensor | float) -> bool:

@@ -36,8 +36,6 @@ class Counts(Observer):
     def evaluated(self, result: Evaluated) -> None:
         """Add an evaluation to the counts."""
         self.blocks_present = result.blocks
-        if result.is_forecast:
-            self.forecast_steps.add(result.step)
         if result.reason is not None:
             reasons = self._reasons if result.is_active else self._reasons_of_idle
             reasons[result.reason] += 1

@@ -51,8 +51,6 @@ def live_line(result: Evaluated, total_steps: int) -> str:
     If nothing merged although merging was on, the line says why.
     """
     step = f"step {result.step + 1}/{total_steps}"
-    if result.is_forecast:
-        return f"forecast, {step}"
     merged = {(outcome.before, outcome.after) for outcome in result.merged}
     if not merged:
         reasons = [result.reason, *(outcome.reason for outcome in result.outcomes)]

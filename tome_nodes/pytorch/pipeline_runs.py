@@ -1,0 +1,188 @@
+"""The sampling runs of a diffusers pipeline, whose scheduler counts their steps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from threading import local
+from typing import Any
+from weakref import ref
+
+from ..forecasting import reasons
+from ..forecasting.forecasts import Forecasts
+from ..forecasting.steps import SHORTEST, Step, latent_share, log_snr
+from ..patching.schedule import is_active, is_noise_alone
+from ..report.counts import Counts
+from ..report.log_line import log_line
+from ..settings.config import ToMeConfig
+from .flow_call import FlowCall
+from .patched_model import log
+
+
+@dataclass(frozen=True)
+class _Method:
+    """What is known of a scheduler.
+
+    Attributes:
+        least: the fewest steps of a run in which forecasts change the picture less than fewer steps
+            do.
+        corrects: whether the answer after a forecast is to make up for its error.
+    """
+
+    least: int
+    corrects: bool
+
+
+_METHODS: Mapping[str, _Method] = {
+    "FlowMatchEulerDiscreteScheduler": _Method(SHORTEST, True),
+    "UniPCMultistepScheduler": _Method(5, False),
+    "DPMSolverMultistepScheduler": _Method(8, True),
+}
+"""The schedulers under which forecasts hold, as under ComfyUI's euler, uni_pc and dpmpp_2m
+(benchmarks/FIDELITY.md). They evaluate a step once."""
+
+_ROUNDING = 0.01
+"""The most that a timestep may be off, as a whole number or in bfloat16."""
+
+
+def _method_of(scheduler: Any) -> _Method | None:
+    """What is known of a scheduler as it is configured, None if nothing."""
+    method = _METHODS.get(type(scheduler).__name__)
+    if method is None:
+        return None
+    config = scheduler.config
+    # Noise that is drawn anew in each step takes the place of what forecasts carry on.
+    draws = config.get("stochastic_sampling") or "sde" in config.get("algorithm_type", "")
+    return None if draws else method
+
+
+class PipelineRun:
+    """One sampling run of a pipeline.
+
+    Attributes:
+        scheduler: the scheduler.
+        timesteps: its timesteps; each run has a tensor of its own.
+        forecasts: the forecasts of the run.
+        step: the step of the latest call.
+        noise: its noise level.
+        call: the number of this call within the step, from 0.
+    """
+
+    step: Step
+    noise: float
+
+    def __init__(self, scheduler: Any, method: _Method, config: ToMeConfig):
+        """Prepare a run under a scheduler of which a method is known."""
+        self.scheduler = scheduler
+        self.timesteps = scheduler.timesteps
+        self.forecasts = Forecasts(config.ratio)
+        self.call = -1
+        self._method = method
+        self._config = config
+        self._levels: list[float] = scheduler.sigmas.tolist()
+        self._first: int | None = None
+        self._index: int | None = None
+        self._calls_before = 0
+
+    def begin(self, call: FlowCall) -> str | None:
+        """Begin a call; return why it cannot be forecast, None if it perhaps can."""
+        index, count = self._index_of(call), len(self.timesteps)
+        # Without the level after the last step, the scheduler was not told the steps.
+        if len(self._levels) != count + 1 or index >= count:
+            return reasons.OTHER_NOISE
+        noise = self._levels[index]
+        if noise <= 0 or abs(noise - call.noise) > _ROUNDING:
+            return reasons.OTHER_NOISE
+        first = self._first = index if self._first is None else self._first
+        if count - first < self._method.least:
+            return reasons.too_short(count - first, self._method.least)
+        if index == self._index:
+            self.call += 1
+            return None
+        self._calls_before, self.call = self.call + 1, 0
+        self._index, self.noise = index, noise
+        self.step = Step(
+            index=index - first,
+            count=count - first,
+            log_snr=log_snr(noise, is_flow=True),
+            course=call.course,
+            latent_share=latent_share(self._levels, index) if self._method.corrects else None,
+            is_active=is_active(self._config, 1 - index / count, lambda percent: 1 - percent),
+            from_noise=first == 0 and is_noise_alone(self._levels[0], most=1.0),
+        )
+        return None
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the latest call is of the last step."""
+        return self.step.index == self.step.count - 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the latest call is the last, if the last step has as many as the one before."""
+        return self.is_last_step and self.call + 1 >= self._calls_before
+
+    def _index_of(self, call: FlowCall) -> int:
+        """The step of a call, as the scheduler counts; its own count begins after the first."""
+        for index in (self.scheduler.step_index, self.scheduler.begin_index):
+            if index is not None:
+                return int(index)
+        steps = range(len(self.timesteps))
+        return min(steps, key=lambda step: abs(self._levels[step] - call.noise))
+
+
+class PipelineRuns:
+    """The sampling runs of a pipeline, one at a time in each thread.
+
+    The transformers of a pipeline share them, as experts take turns in a run.
+    """
+
+    def __init__(self, pipeline: Any = None, scheduler: Any = None):
+        """Follow the current scheduler of ``pipeline``; without a pipeline, ``scheduler``."""
+        # A reference here must not keep the pipeline alive.
+        self._pipeline = None if pipeline is None else ref(pipeline)
+        self._scheduler = getattr(pipeline, "scheduler", scheduler)
+        self._of_thread = local()
+        self._said: set[str] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PipelineRuns, (None, self._current_scheduler())
+
+    def begin(self, call: FlowCall, config: ToMeConfig) -> PipelineRun | str:
+        """The run that a call belongs to, which has begun it; or why it cannot be forecast."""
+        scheduler = self._current_scheduler()
+        method = _method_of(scheduler)
+        if method is None:
+            return reasons.unknown_scheduler(type(scheduler).__name__)
+        run: PipelineRun | None = getattr(self._of_thread, "run", None)
+        if run is None or run.timesteps is not scheduler.timesteps:
+            run = self._of_thread.run = PipelineRun(scheduler, method, config)
+        return run.begin(call) or run
+
+    def end(self) -> None:
+        """End the run of this thread. Nothing of it is kept."""
+        self._of_thread.run = None
+
+    def report(self, run: PipelineRun, config: ToMeConfig) -> None:
+        """Log what was forecast in a run, or why nothing was; each line once."""
+        reason = run.forecasts.reason
+        if reason is not None:
+            self.warn_once(reason)
+            return
+        counts = Counts(run.step.count)
+        counts.forecast_steps = run.forecasts.steps
+        line = log_line(counts, config, [])
+        if self._is_new(line):
+            log.info("[ToMe] %s", line)
+
+    def warn_once(self, reason: str) -> None:
+        """Log why nothing was forecast."""
+        if self._is_new(reason):
+            log.warning("[ToMe] nothing was forecast: %s", reason)
+
+    def _is_new(self, line: str) -> bool:
+        is_new = line not in self._said
+        self._said.add(line)
+        return is_new
+
+    def _current_scheduler(self) -> Any:
+        pipeline = None if self._pipeline is None else self._pipeline()
+        return getattr(pipeline, "scheduler", self._scheduler)
