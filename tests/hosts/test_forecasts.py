@@ -10,7 +10,7 @@ import torch
 from comfy.extra_samplers import uni_pc
 from comfy.k_diffusion import sampling
 from comfy.patcher_extension import WrappersMP
-from comfy_extras import nodes_apg, nodes_easycache
+from comfy_extras import nodes_apg, nodes_context_windows, nodes_easycache
 from comfy_extras.nodes_cfg import CFGZeroStar
 from common import relative_error
 from models.comfyui import TINY, build_class, conditioning, sample
@@ -206,16 +206,35 @@ def apg(momentum):
     return lambda model: nodes_apg.APG.execute(model, 1.0, 5.0, momentum).args[0]
 
 
+def context_windows(schedule):
+    def patch(model):
+        inputs = (8, 4, schedule, 1, False, "pyramid", 2, False)
+        node = nodes_context_windows.ContextWindowsManualNode
+        return node.execute(model, *inputs).args[0]
+
+    return patch
+
+
 @pytest.mark.parametrize(
     ("patch", "why"),
     [
+        (context_windows("standard_uniform"), reasons.MOVING_WINDOWS),
+        (context_windows("standard_static"), None),
         (moving_mask, reasons.MOVING_MASK),
         (easy_cache, reasons.CACHE),
         (lazy_cache, reasons.CACHE),
         (apg(-0.5), reasons.MOMENTUM),
         (apg(0.0), None),
     ],
-    ids=["moving mask", "EasyCache", "LazyCache", "APG with momentum", "APG without"],
+    ids=[
+        "moving windows",
+        "still windows",
+        "moving mask",
+        "EasyCache",
+        "LazyCache",
+        "APG with momentum",
+        "APG without",
+    ],
 )
 @pytest.mark.parametrize("is_last", [False, True])
 def test_beside_some_nodes_nothing_is_forecast(flux, log_messages, patch, why, is_last):

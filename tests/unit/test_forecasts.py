@@ -262,6 +262,19 @@ def test_the_model_runs_while_its_answers_turn_back(back, is_forecast):
     assert kept.reason == (None if is_forecast else reasons.TURNS)
 
 
+@pytest.mark.parametrize(("count", "is_forecast"), [(15, False), (16, True)])
+def test_a_short_run_whose_answers_turned_is_left_alone(count, is_forecast):
+    change = latent(1)
+    answers = (ONE, ONE + change, ONE, *(ONE + index * change for index in range(1, 9)))
+    kept = Forecasts(0.6)
+    for index, answer in enumerate(answers):
+        step = at(index, float(index), count)
+        if kept.predict(step, ONE) is None:
+            kept.observe(step, answer)
+    assert bool(kept.steps) == is_forecast
+    assert kept.reason == (None if is_forecast else reasons.TURNS)
+
+
 @pytest.mark.parametrize(
     ("others", "why"),
     [

@@ -226,7 +226,10 @@ def _obstacle(
         return reasons.too_short(count, known.least)
     if "easycache" in options["transformer_options"]:
         return reasons.CACHE
-    return reasons.MOVING_MASK if "denoise_mask_function" in options else None
+    if "denoise_mask_function" in options:
+        return reasons.MOVING_MASK
+    windows = getattr(options.get("context_handler"), "context_schedule", None)
+    return reasons.MOVING_WINDOWS if "uniform" in getattr(windows, "name", "") else None
 
 
 def _function_of(sampler: Any) -> str:

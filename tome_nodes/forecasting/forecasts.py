@@ -31,8 +31,11 @@ _TOO_CLOSE = 0.02
 _RESPONSE = 0.7
 """The share of an error in the noisy latent that shows in the model's answer."""
 
-_SETTLED, _LEAST_SNR, _LONG = 0.15, -7.0, 16
-"""A run of fewer than ``_LONG`` steps is settled if its first two answers differ by less than
+_LONG = 16
+"""From this many steps on, a run is long."""
+
+_SETTLED, _LEAST_SNR = 0.15, -7.0
+"""A run that is not long is settled if its first two answers differ by less than
 ``_SETTLED`` of the second. Its picture is there from the start, as in a second pass, or in an edit
 with reference pictures. It is not settled if the logarithm of signal to noise in the second step is
 below ``_LEAST_SNR``: answers to such strong noise always differ little."""
@@ -67,7 +70,7 @@ class _Line:
         total: how many answers there were.
         forecasts: the forecasts since the last of them.
         product: the inner product of the last change of answers and the one before. It is negative
-            where answers turn back, as early under strong guidance; then no line leads on.
+            where answers turn back, as early under strong guidance; no line leads on from there.
     """
 
     answers: list[_Answer] = field(default_factory=list)
@@ -112,6 +115,7 @@ class Forecasts:
         self._form: Hashable = None
         self._is_forecast = False
         self._noise_rises = False
+        self._turns = False
         self._settled: bool | None = None
         self._reason: str | None = None
 
@@ -171,6 +175,9 @@ class Forecasts:
         if not is_next or self._noise_rises or form != self._form:
             # The answers so far are no guide to those to come.
             self._lines = []
+        turns = any(line.product is not None and line.product < 0 for line in self._lines)
+        # A short run whose answers turned once stays hard to tell.
+        self._turns = turns or (self._turns and step.count < _LONG)
         # A step has fewer calls where guidance ends.
         self._lines = [line for line in self._lines if line.latest == step.index - 1]
         self._form = form
@@ -190,7 +197,7 @@ class Forecasts:
             why = reasons.NOISE_RISES
         elif min((line.total for line in self._lines), default=0) < self._first(step):
             why = reasons.CHANGES
-        elif any(line.product is not None and line.product < 0 for line in self._lines):
+        elif self._turns:
             why = reasons.TURNS
         else:
             return True

@@ -29,9 +29,7 @@ TURNS = (
     "steps; lower the guidance, or take more steps"
 )
 
-NOISE_RISES = (
-    "the noise level does not fall from step to step, as in an inversion; leave ToMe out"
-)
+NOISE_RISES = "the noise level does not fall from step to step, as in an inversion; leave ToMe out"
 
 SEVERAL = "this sampler runs the model more than once a step; take euler, dpmpp_2m or res_multistep"
 
@@ -42,6 +40,11 @@ UNGUIDED = (
 
 CACHE = (
     "EasyCache or LazyCache skips steps of this run by its own measure; remove one of the two nodes"
+)
+
+MOVING_WINDOWS = (
+    "context windows that move from step to step make its answers jump; take a schedule of windows "
+    "that stay, such as standard_static"
 )
 
 MOVING_MASK = (
