@@ -24,11 +24,11 @@ sys.path.append(str(TESTS))
 SIDE_BY_SIDE = ("-n", "2", "--dist", "loadgroup")
 
 EPILOG = """\
-The first demo, test, bench, gpu, soak, compatibility or templates makes .venv, with pinned packages
-and a real ComfyUI; this takes a few minutes and 6 GB. With --comfyui VERSION they use an earlier
-ComfyUI that is pinned; set COMFYUI_PATH to the folder of your own to use that instead. The commands
-"lint" and "test tests/unit" need only PyTorch, and fetch no ComfyUI and no browser. To undo
-everything, delete .venv and demo.
+The first demo, test, bench, gpu, soak or compatibility makes .venv, with pinned packages and a real
+ComfyUI; this takes a few minutes and 6 GB. With --comfyui VERSION they use an earlier ComfyUI that
+is pinned; set COMFYUI_PATH to the folder of your own to use that instead. The commands "lint" and
+"test tests/unit" need only PyTorch, and fetch no ComfyUI and no browser. To undo everything, delete
+.venv and demo.
 """
 
 
@@ -59,8 +59,6 @@ def main() -> int:
             return gpu(rest)
         if arguments.command in ("soak", "compatibility"):
             return check(arguments.command, rest)
-        if arguments.command == "templates":
-            return templates(rest)
         if arguments.command == "generate":
             from tools import generate
 
@@ -162,14 +160,6 @@ def check(name: str, arguments: list[str]) -> int:
     return _call(environment.PYTHON, "-m", name, *arguments, folder=TESTS, settings=settings)
 
 
-def templates(arguments: list[str]) -> int:
-    """Say what share of the use of ComfyUI's templates is served."""
-    from tools import environment
-
-    environment.prepare()
-    return _call(environment.PYTHON, "-m", "tools.template_use", *arguments, folder=ROOT)
-
-
 def lint() -> int:
     """Check the code, its format and its types."""
     from tools import environment
@@ -254,11 +244,6 @@ def _parser() -> argparse.ArgumentParser:
         "compatibility",
         "merge beside each of some sixty other nodes, and write the table of what comes of it; "
         "more arguments: --only, --name",
-    )
-    add(
-        "templates",
-        "say what share of the use of ComfyUI's templates is served, by the newest index on PyPI; "
-        "with --save, write the table",
     )
     add(
         "generate",

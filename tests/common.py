@@ -52,7 +52,6 @@ scopes_and_tokens = pytest.mark.parametrize(
     ("scope", "attn_tokens"),
     [
         *(("module", choice) for choice in OPTIONS["attn_tokens"].choices),
-        ("block", "q,k,v"),
         ("stack", "q,k,v"),
     ],
 )

@@ -17,13 +17,12 @@ from benchmarks.fidelity.page import (
     MERGING,
     OURS,
     PAPER,
-    POOLED,
     SIZE,
     STEPS,
     TODO,
     TOMESD,
 )
-from benchmarks.speed.methods import Patch, ToDoStrategy, TomesdStrategy, node
+from benchmarks.speed.methods import ONCE, Patch, ToDoStrategy, TomesdStrategy, node
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -38,10 +37,7 @@ FEWER: dict[int, Sequence[int]] = {
 
 
 ON_TRANSFORMERS = {"fast": (0.3, 0.5, 0.6, 0.75)}
-"""Ratios to judge on transformers, where presets quality and balanced are the same as fast."""
-
-_ONCE: dict[str, Any] = {"proportional_attn": False}
-"""Merged keys count once, as others published it."""
+"""Ratios to judge on transformers, where preset balanced is the same as fast."""
 
 _THRESHOLDS = (0.1, 0.2, 0.4)
 """Thresholds of the caches; 0.2 is the default of each."""
@@ -75,16 +71,15 @@ def of_unet(steps: int) -> list[Option]:
     tile = {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}
     return [
         *_without_merging(steps),
-        Option(TOMESD, MERGING, ours(TomesdStrategy, **_ONCE)),
+        Option(TOMESD, MERGING, ours(TomesdStrategy, **ONCE)),
         Option("core q 0.5", MERGING, node(TomePatchModel, ratio=0.5)),
         Option("HyperTile", MERGING, node(HyperTile, **tile)),
         Option("q,k,v 0.5", MERGING, ours()),
         Option("k,v 0.5", MERGING, ours(attn_tokens="k,v")),
         Option("k,v 0.75", MERGING, ours(ratio=0.75, attn_tokens="k,v")),
         _keys(KEYS75, 0.75),
-        _todo(),
         *_merging(),
-        *_presets({"quality": (0.6, 0.75), "balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)}),
+        *_presets({"balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)}),
         Option("fast 0.6, no full step", OURS, preset("fast", refresh_steps=0)),
         *_together(),
     ]
@@ -105,7 +100,6 @@ def of_new_pictures(steps: int) -> list[Option]:
     """The same, and those that need a run that makes one picture from noise alone."""
     return [
         *of_transformer(steps),
-        _todo(),
         Option("half the size", SIZE, shrunk=2),
         Option("fast 0.5, EasyCache 0.2", BOTH, _then(preset("fast", 0.5), rivals.easy_cache(0.2))),
     ]
@@ -128,17 +122,12 @@ def _caches(name: str, cache: Callable[[float], Patch]) -> list[Option]:
 
 def _merging() -> list[Option]:
     """What others have published for any model, and parts of it."""
+    todo = ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **ONCE)
     return [
-        Option(POOLED, MERGING, ours(ratio=0.75, strategy="pool", attn_tokens="k,v"), keys=0.25),
-        Option(PAPER, MERGING, ours(**_ONCE), queries=0.5, keys=0.5),
-        Option("k,v 0.5, unweighted", MERGING, ours(attn_tokens="k,v", **_ONCE), keys=0.5),
+        Option(TODO, MERGING, todo, keys=0.25),
+        Option(PAPER, MERGING, ours(**ONCE), queries=0.5, keys=0.5),
+        Option("k,v 0.5, unweighted", MERGING, ours(attn_tokens="k,v", **ONCE), keys=0.5),
     ]
-
-
-def _todo() -> Option:
-    """ToDo, which works on a single picture."""
-    merged = ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **_ONCE)
-    return Option(TODO, MERGING, merged, keys=0.25)
 
 
 def _presets(ratios: Mapping[str, Sequence[float]]) -> list[Option]:

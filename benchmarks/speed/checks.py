@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.speed.measure import Subject, merged_blocks
-from benchmarks.speed.methods import HostMethod, Method
+from benchmarks.speed.methods import HostMethod, KeepingStrategy, Method
 from tome_nodes.merging.layout import Grid
 from tome_nodes.patching.engine import make_engine
 
@@ -71,12 +71,11 @@ def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> 
     if counts.shape != (2, plan.slot_count) or (counts == 0).any():
         raise WrongOutput(f"its plan has {plan.slot_count} slots, and not all of them hold a token")
     most = grid.tokens - int(grid.tokens * config.ratio)
-    follows_ratio = strategy.ratio_cap(config) is not None
-    if abs(plan.slot_count - most) > 0.02 * grid.tokens and follows_ratio:
+    if abs(plan.slot_count - most) > 0.02 * grid.tokens:
         raise WrongOutput(
             f"its plan has {plan.slot_count} slots; ratio={config.ratio} asks for {most}"
         )
-    if method.family == "ideal":
+    if isinstance(strategy, KeepingStrategy):
         return
     sums = torch.zeros(2, plan.slot_count, 64, dtype=torch.float64, device=device)
     sums.scatter_add_(1, slots[..., None].expand(-1, -1, 64), features.double())

@@ -67,7 +67,7 @@ METHODS: Mapping[str, ToMeConfig] = {
 }
 LABELS = {
     "keys": "keys and values",
-    "preset": "presets quality, balanced and fast",
+    "preset": "presets balanced and fast",
     "tomesd": "q,k,v as tomesd",
 }
 """The methods in words."""

@@ -27,6 +27,9 @@ Patch = Callable[[ModelPatcher], ModelPatcher]
 ALWAYS: dict[str, Any] = {"min_tokens": 1}
 """Settings that merge maps of any size."""
 
+ONCE: dict[str, Any] = {"proportional_attn": False}
+"""Settings under which a merged key counts once, as others published it."""
+
 
 def node(kind: Any, **inputs: Any) -> Patch:
     """What a node of ComfyUI does to a model, given the class of the node."""
@@ -89,7 +92,7 @@ class CoreMethod(Method):
 
 @dataclass(frozen=True, eq=False)
 class CallablePlan(Plan):
-    """A plan made of two functions, with equal weights for all merged keys."""
+    """A plan made of two functions, for settings under which merged keys count once."""
 
     slot_count: int
     shape: tuple[int, ...]
@@ -101,9 +104,6 @@ class CallablePlan(Plan):
         numbers = torch.arange(self.slot_count, device=self.device).float()
         numbers = numbers.expand(self.shape[0], -1)[..., None].contiguous()
         return self.unmerging(numbers)[..., 0].round().long()
-
-    def is_even(self) -> bool:
-        return True
 
     def fits(self, x: Tensor) -> bool:
         return x.shape[:2] == self.shape
@@ -151,7 +151,11 @@ class TomesdStrategy(CallableStrategy):
         return CallablePlan(grid.tokens - merges, *_place(features), merge, unmerge)
 
 
-class IdealStrategy(CallableStrategy):
+class KeepingStrategy(CallableStrategy):
+    """Keeps some tokens as they are, in place of means."""
+
+
+class IdealStrategy(KeepingStrategy):
     """Merging at no cost: a fixed stride of the tokens stays, and one expand restores the rest."""
 
     def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
@@ -164,25 +168,25 @@ class IdealStrategy(CallableStrategy):
         return CallablePlan(slots, *_place(features), lambda x: x[:, ::stride], unmerge)
 
 
-class ToDoStrategy(CallableStrategy):
-    """Keeps the top left token of each 2x2 cell, as ToDo does for keys and values."""
+class ToDoStrategy(KeepingStrategy):
+    """Keeps the top left token of each 2x2 cell, as ToDo (Smith et al., IJCAI 2024) does.
 
-    @classmethod
-    def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> None:
-        return None
+    Its ratio is always 0.75. In a video, each frame is a picture of its own.
+    """
 
     def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
-        rows, columns = -(-grid.height // 2), -(-grid.width // 2)
+        frames, height, width = grid.frames, grid.height, grid.width
+        rows, columns = -(-height // 2), -(-width // 2)
 
         def merge(x: Tensor) -> Tensor:
-            return x.unflatten(1, (grid.height, grid.width))[:, ::2, ::2].flatten(1, 2)
+            return x.unflatten(1, (frames, height, width))[:, :, ::2, ::2].flatten(1, 3)
 
         def unmerge(y: Tensor) -> Tensor:
-            image = y.unflatten(1, (rows, columns))
-            image = image.repeat_interleave(2, 1).repeat_interleave(2, 2)
-            return image[:, : grid.height, : grid.width].flatten(1, 2)
+            video = y.unflatten(1, (frames, rows, columns))
+            video = video.repeat_interleave(2, 2).repeat_interleave(2, 3)
+            return video[:, :, :height, :width].flatten(1, 3)
 
-        return CallablePlan(rows * columns, *_place(features), merge, unmerge)
+        return CallablePlan(frames * rows * columns, *_place(features), merge, unmerge)
 
 
 def _place(features: Tensor) -> tuple[tuple[int, int], torch.device]:
@@ -201,7 +205,6 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
     keys: dict[str, Any] = {"attn_tokens": "k,v"}
     scopes: dict[str, dict[str, Any]] = {
         "attn": {},
-        "block": {"scope": "block"},
         "stack": {"scope": "stack"},
     }
     is_on_gpu = device.type == "cuda"
@@ -212,7 +215,8 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
 
     def ideal(scope: str, config: dict[str, Any]) -> HostMethod:
         name = f"ideal {scope}"
-        return on_host(name, "ideal", ALWAYS | config, make_strategy=IdealStrategy, ideal=name)
+        config = ALWAYS | ONCE | config
+        return on_host(name, "ideal", config, make_strategy=IdealStrategy, ideal=name)
 
     def window(scope: str, suffix: str, backend: Mapping[str, Any]) -> HostMethod:
         config = {"strategy": "window", **levels, **scopes[scope], **backend}
@@ -225,11 +229,16 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
         on_host(
             "tomesd attn",
             "peer",
-            levels | ALWAYS,
+            levels | ALWAYS | ONCE,
             make_strategy=TomesdStrategy,
             ideal="ideal attn",
         ),
-        on_host("ToDo", "peer", {"strategy": "pool", **keys, **levels, **ALWAYS}),
+        on_host(
+            "ToDo",
+            "peer",
+            levels | keys | ALWAYS | ONCE | {"ratio": 0.75},
+            make_strategy=ToDoStrategy,
+        ),
         *(window(scope, "", fastest) for scope in scopes),
         *([window("attn", " on torch", {"backend": "torch"})] if is_on_gpu else []),
         *(
@@ -239,6 +248,6 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
                 settings_of(name, {"ratio": ratio}),
                 ideal="ideal stack" if name == "fast" else "ideal k,v",
             )
-            for name in ("quality", "balanced", "fast")
+            for name in ("balanced", "fast")
         ),
     ]

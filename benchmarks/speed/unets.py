@@ -65,9 +65,9 @@ COMPILED = ("preset balanced", "preset fast", "ideal k,v", "ideal stack")
 """Methods that are compiled, the most important first."""
 
 ONE_EVALUATION = (
-    *(f"ideal {scope}" for scope in ("k,v", "attn", "block", "stack")),
+    *(f"ideal {scope}" for scope in ("k,v", "attn", "stack")),
     *("core TomePatchModel", "tomesd attn", "ToDo"),
-    *(f"ours window {scope}" for scope in ("attn", "block", "stack")),
+    *(f"ours window {scope}" for scope in ("attn", "stack")),
     "preset balanced",
 )
 """Methods measured on a CPU, by one evaluation; that says little about a run of *fast*."""

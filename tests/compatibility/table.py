@@ -65,21 +65,20 @@ def _settings(preset: str, **options: Any) -> ToMeConfig:
 
 
 SETTINGS: Mapping[str, ToMeConfig] = {
-    "quality": _settings("quality"),
+    "balanced": _settings("balanced"),
     "all modules": _settings(
         "custom", max_downsample=2, merge_crossattn=True, merge_mlp=True, strategy="window"
     ),
-    "block": _settings("custom", scope="block", attn_tokens="k,v", strategy="window"),
     "fast": _settings("fast"),
 }
-"""The settings by name: module, block and stack scope."""
+"""The settings by name, in both scopes."""
 
 ORDERS = ("ours first", "theirs first")
 
 
 def meetings(neighbour: Neighbour) -> list[tuple[str, str]]:
     """The settings and orders in which a node meets merging."""
-    settings = ("quality", "fast") if neighbour.is_slow else SETTINGS
+    settings = ("balanced", "fast") if neighbour.is_slow else SETTINGS
     return list(itertools.product(settings, ORDERS))
 
 
@@ -94,8 +93,7 @@ and without forecasts, the result is that of the node alone, to {CLOSE:g} of its
 *steps aside* are right too, but some or all blocks merge less or nothing, or no step is forecast,
 and the log says so; a number leads to the settings and to the words of the log. A dash: alone, the
 node fails on this class, changes nothing, or is not made for it; the JSON file has the reasons.
-*balanced* differs from *quality* in the cells only. Nodes that compile ran with the backend
-*eager*, in two settings."""
+Nodes that compile ran with the backend *eager*, in two settings."""
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,11 @@ def exported(editor):
     return graph
 
 
+def saved_patches(editor):
+    """Our nodes in the file of the open workflow."""
+    return [node for node in json.loads(editor.save())["nodes"] if node["type"] == PATCH_TYPE]
+
+
 def inputs_of_patches(editor):
     """What would be queued for each of our nodes."""
     nodes = exported(editor).values()
@@ -371,6 +376,69 @@ def test_file_of_a_version_that_showed_all_inputs_keeps_its_values_in_a_smaller_
     assert height < 300
     editor.page.evaluate(CHOOSE, "custom")
     assert patch_inputs(editor)["sx"] == 3
+
+
+def graph_with_st(st=0, **settings):
+    """A workflow of the version that had the input st, before use_rand."""
+    graph = sample_graph()
+    defaults = {option.name: option.default for option in CAPTION.options}
+    values = [*(defaults | {"max_downsample": "auto"} | settings).values()]
+    values.insert(ALL.index("use_rand"), st)
+    node = node_of(graph, PATCH_TYPE)
+    node["widgets_values"] = values
+    # Not all versions of the editor save inputs without a link.
+    node["inputs"].append({"name": "st", "type": "INT", "widget": {"name": "st"}, "link": None})
+    return graph
+
+
+@in_both_front_ends
+@in_both_designs
+def test_file_with_st_opens_with_its_values(editor):
+    settings = {
+        **{"preset": "custom", "ratio": 0.35, "sx": 4, "sy": 3, "use_rand": False},
+        **{"min_tokens": 7, "proportional_attn": False, "refresh_steps": 5, "forecast": True},
+    }
+    editor.open(graph_with_st(**settings))
+    assert patch_inputs(editor).items() >= settings.items()
+    assert patch_inputs(editor).keys() == {"model", *ALL}
+    (slots,) = (node["inputs"] for node in saved_patches(editor))
+    assert "st" not in [slot["name"] for slot in slots]
+    before = patch_inputs(editor)
+    reopen(editor)
+    assert patch_inputs(editor) == before
+    assert editor.warnings() == editor.errors == []
+
+
+@in_both_front_ends
+def test_file_with_quality_opens_with_balanced(editor):
+    editor.open(graph_with_st(preset="quality", sx=3, forecast=True))
+    assert patch_inputs(editor)["preset"] == "balanced"
+    assert visible(editor) == FEW
+    editor.page.evaluate(CHOOSE, "custom")
+    assert patch_inputs(editor).items() >= {"sx": 3, "forecast": True, "use_rand": True}.items()
+
+
+@in_both_front_ends
+def test_file_that_counts_on_st_opens_with_a_warning(editor):
+    # Of the required front end, and of the newest.
+    notices = editor.page.locator(".p-toast-message, [data-testid=toast]")
+    warning = notices.filter(has_text="This workflow has st=3")
+    editor.open(graph_with_st(st=3, preset="custom", forecast=True))
+    expect(warning).to_be_visible()
+    assert patch_inputs(editor)["forecast"] is True
+    # Under a preset, it did not count.
+    editor.open(graph_with_st(st=3, preset="fast"))
+    expect(warning).to_have_count(1)
+
+
+@in_both_front_ends
+def test_file_with_a_value_that_is_gone_is_refused_with_what_to_take(editor):
+    editor.open(graph_with_st(preset="custom", scope="block"))
+    editor.run()
+    editor.page.get_by_role("button", name="View details").click()
+    editor.page.get_by_role("button", name=f"Info for {PATCH} - scope").click()
+    sentence = "scope='block' is gone: take scope='stack' instead"
+    expect(editor.page.get_by_text(sentence)).to_be_visible()
 
 
 @in_both_designs_unfolded

@@ -261,9 +261,8 @@ def of_equal_cells(sd15):
         {"strategy": "window"},
         {"attn_tokens": "k,v"},
         {"merge_mlp": True, "merge_crossattn": True, "ratio": 0.4},
-        {"scope": "block"},
-        {"scope": "block", "merge_attn": False},
         {"scope": "stack"},
+        {"scope": "stack", "merge_attn": False},
     ],
     ids=str,
 )

@@ -226,7 +226,7 @@ LINKS = st.sampled_from(
 )
 """Links from anywhere, and what looks like one."""
 
-NAMES = ("foo", "links", "Ratio", "ratio ", "", "cls", "inputs", "0", "level")
+NAMES = ("foo", "links", "Ratio", "ratio ", "", "cls", "inputs", "0", "level", "st")
 """Names of inputs that most nodes do not have."""
 
 

@@ -19,6 +19,7 @@ from tome_nodes.comfyui.attachment import attach, detach
 from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.patching import engine, key_weights
 from tome_nodes.patching.key_weights import Capabilities
+from tome_nodes.patching.merge_modules import ModuleBlock
 from tome_nodes.settings.config import OPTIONS
 
 ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
@@ -32,7 +33,6 @@ def sample_tiny(model, kind, steps=2):
 
 IN_EVERY_SCOPE = [
     *({"attn_tokens": choice} for choice in OPTIONS["attn_tokens"].choices),
-    {"scope": "block"},
     {"scope": "stack"},
 ]
 
@@ -64,11 +64,10 @@ def test_a_lossless_plan_reproduces_the_unpatched_model(models, log_messages, ki
         ("sd2", "module", "3/7 blocks (192 -> 96 tokens)"),
         ("sdxl", "module", "3/11 blocks (48 -> 24 tokens)"),
         ("sdxl_refiner", "module", "12/16 blocks (48 -> 24 tokens)"),
-        ("sdxl", "block", "11/11 blocks (48 -> 24 tokens x3, 12 -> 6 tokens x8)"),
         ("sdxl", "stack", "11/11 blocks (48 -> 24 tokens x3, 12 -> 6 tokens x8)"),
     ],
 )
-def test_auto_takes_the_shallowest_level_and_in_wide_scopes_that_of_most_blocks(
+def test_auto_takes_the_shallowest_level_and_in_scope_stack_that_of_most_blocks(
     models, log_messages, kind, scope, words
 ):
     sample_tiny(attach(models(kind), merging(scope=scope)), kind, steps=1)
@@ -83,13 +82,11 @@ def first_block(model):
     ("settings", "lengths"),
     [
         ({}, [96, 96, 192, 192]),
-        ({"attn_tokens": "q"}, [96, 192, 192, 192]),
         ({"attn_tokens": "k,v"}, [192, 96, 192, 192]),
         ({"merge_attn": False, "merge_crossattn": True}, [192, 192, 96, 192]),
         ({"merge_attn": False, "merge_mlp": True}, [192, 192, 192, 96]),
-        ({"scope": "block"}, [96, 96, 96, 96]),
+        ({"scope": "stack"}, [96, 96, 96, 96]),
         ({"scope": "stack", "merge_attn": False}, [96, 96, 96, 96]),
-        ({"strategy": "pool"}, [48, 48, 192, 192]),
         ({"strategy": "window", "ratio": 0.75}, [48, 48, 192, 192]),
         ({"ratio": 0.25, "attn_tokens": "k,v", "merge_mlp": True}, [192, 144, 192, 144]),
     ],
@@ -104,11 +101,11 @@ def test_what_runs_on_merged_tokens(sd15, settings, lengths):
     assert found == lengths
 
 
-def test_a_stack_of_one_block_is_that_block(sd15):
-    block, stack = (
-        sample(attach(sd15, merging(scope=scope)), steps=1) for scope in ("block", "stack")
-    )
-    assert torch.equal(block, stack)
+def test_blocks_of_a_stack_that_cannot_run_as_one_merge_one_by_one(sd15, monkeypatch):
+    """With one block in each stack, that is the same."""
+    stacks = sample(attach(sd15, merging(scope="stack")), steps=1)
+    monkeypatch.setattr(ModuleBlock, "runs_as_one_stack", False)
+    assert torch.equal(sample(attach(sd15, merging(scope="stack")), steps=1), stacks)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +118,7 @@ def test_a_stack_of_one_block_is_that_block(sd15):
         ),
         ({"ratio": 0.6, "ratio_end": 0.0}, 1, "(192 -> 77 tokens)"),
         ({"ratio": 0.0, "ratio_end": 0.5}, 3, "2/3 steps"),
-        ({"strategy": "pool", "ratio_end": 0.0}, 3, "2/3 steps"),
+        ({"strategy": "window", "ratio_end": 0.0}, 3, "2/3 steps"),
         ({"ratio": 0.9}, 1, "(192 -> 48 tokens), 1/1 steps, ratio 0.90 capped at 0.75"),
         ({"start_percent": 0.3, "end_percent": 0.7}, 4, ", 2/4 steps,"),
     ],
@@ -515,10 +512,7 @@ def test_half_precision_merges_as_many_tokens_to_a_like_result(log_messages, dty
     plain = sample_tiny(model, "sd15", steps=1)
     merged = sample_tiny(attach(model, merging(strategy=strategy)), "sd15", steps=1)
     assert 1e-3 < relative_error(merged, plain) < 0.5
-    slots = 48 if strategy == "pool" else 96
-    assert log_messages()[-1].startswith(
-        f"[ToMe] merged 3/7 blocks (192 -> {slots} tokens), 1/1 steps"
-    )
+    assert log_messages()[-1].startswith("[ToMe] merged 3/7 blocks (192 -> 96 tokens), 1/1 steps")
 
 
 def test_a_deep_clone_merges_in_its_own_weights(sd15_from_file, log_messages):

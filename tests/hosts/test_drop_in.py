@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
 
 import diffusers
 import pytest
@@ -14,9 +13,9 @@ import tomesd
 import torch
 from common import relative_error
 from models.pipelines import TRANSFORMERS, call, flux, make_unet, make_vae, sd15
+from options import EVERY_OPTION
 
 import tome_nodes
-from tome_nodes.settings.config import ToMeConfig
 from tools.environment import ROOT
 
 pytestmark = pytest.mark.newest_only
@@ -120,38 +119,15 @@ def test_names_order_and_defaults_are_those_of_tomesd():
     assert [*inspect.signature(tome_nodes.remove_patch).parameters] == ["model"]
 
 
-NOT_THE_DEFAULT = {
-    "ratio": 0.25,
-    "max_downsample": 2,
-    "sx": 4,
-    "sy": 4,
-    "use_rand": False,
-    "seed": 7,
-    "merge_attn": False,
-    "merge_crossattn": True,
-    "merge_mlp": True,
-    "start_percent": 0.9,
-    "end_percent": 0.1,
-    "strategy": "pool",
-    "scope": "block",
-    "attn_tokens": "k,v",
-    "ratio_end": 0.1,
-    "min_tokens": 1000,
-    "proportional_attn": True,
-}
-"""Values that each change the output of a UNet, half way through the noise levels."""
-
-
-def test_every_option_has_an_effect_by_keyword():
-    # Frames are of video, which no UNet of diffusers makes; steps on all tokens are of stacks; and
-    # answers are forecast of transformers only.
-    others = {"backend", "st", "refresh_steps", "forecast"}
-    assert {*NOT_THE_DEFAULT, *others} == {field.name for field in fields(ToMeConfig)}
-    unet = make_unet()
-    default = call(tome_nodes.apply_patch(unet))
-    for name, value in NOT_THE_DEFAULT.items():
-        tome_nodes.apply_patch(unet, **{name: value})
-        assert relative_error(call(unet), default) > 1e-4, name
+@pytest.mark.parametrize("name", [name for name, case in EVERY_OPTION.items() if case.is_seen])
+def test_an_option_has_an_effect_by_keyword(name):
+    """Half way through the noise levels, on a map of more than one window."""
+    case, unet, grid = EVERY_OPTION[name], make_unet(), (12, 32)
+    default = call(tome_nodes.apply_patch(unet), grid=grid)
+    # Here the default of proportional_attn is another.
+    value = case.default if name == "proportional_attn" else case.other
+    tome_nodes.apply_patch(unet, **{name: value})
+    assert relative_error(call(unet, grid=grid), default) > 1e-4
 
 
 def test_the_backend_is_set_by_keyword(caplog):

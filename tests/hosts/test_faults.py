@@ -29,7 +29,6 @@ STAGES = {
 
 NEEDED = {
     "module": ("plan", "merge", "weights", "unmerge"),
-    "block": ("plan", "merge of blocks", "weights", "unmerge of blocks"),
     "stack": ("plan", "merge of blocks", "weights", "unmerge of blocks"),
 }
 """The stages of a scope."""
@@ -141,7 +140,7 @@ def test_without_memory_of_its_own_the_model_fails_as_ever(sd15, scope):
     assert torch.equal(sample(patched), expected)
 
 
-@pytest.mark.parametrize(("scope", "stage"), [case for case in CASES if case[0] != "block"])
+@pytest.mark.parametrize(("scope", "stage"), CASES)
 @pytest.mark.parametrize("kind", ["flux", "z_image"])
 def test_transformers_go_on_unmerged(models, without_memory, kind, scope, stage):
     tiny, model = TINY[kind], models(kind)

@@ -70,8 +70,7 @@ def test_the_judge_of_videos_finds_no_error_in_the_plain_model(monkeypatch):
     monkeypatch.setattr(video_transformer, "SIDE", 64)
     judge = judges.VideoJudge(steps=2)
     merged = [
-        picked(strategy="window", scope=scope, refresh_steps=4)
-        for scope in ("module", "block", "stack")
+        picked(strategy="window", scope=scope, refresh_steps=4) for scope in ("module", "stack")
     ]
     rows, shown = fidelity.judged(judge, merged)
     plain = rows[page.PLAIN]
@@ -158,8 +157,6 @@ NAMES = {
     "todo": page.TODO,
     "fast": page.FAST,
     "paper": page.PAPER,
-    "pooled": page.POOLED,
-    "balanced": page.KEYS75,
 }
 
 
@@ -184,12 +181,12 @@ def test_the_summary_takes_the_worst_number_of_steps():
         },
         "image": {"8": rows(fast=1, paper=2), "20": rows(fast=3, paper=4)},
         "second": {"8": {page.PLAIN: row("plain", 1.0, 0.0), page.FAST: row(page.OURS, 0.8, 0.1)}},
-        "video": {"8": flickering(fast=1, pooled=2, balanced=1)},
+        "video": {"8": flickering(fast=1, todo=2, kv=1)},
     }
     assert page.summary(result) == (
         "summary: image_error_vs_tomesd=0.25 kv75_error_vs_todo=0.40 fast_error_vs_tomesd=0.85 "
-        "fast_time=1.00 dit_fast_error_vs_paper=0.75 video_kv_error_vs_pool=0.50 "
-        "video_fast_error_vs_pool=0.50 video_flicker=0.50 second_pass_speedup=1.25"
+        "fast_time=1.00 dit_fast_error_vs_paper=0.75 video_kv_error_vs_todo=0.50 "
+        "video_fast_error_vs_todo=0.50 video_flicker=0.50 second_pass_speedup=1.25"
     )
     assert page.summary({}) == "summary:"
 

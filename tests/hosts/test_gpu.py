@@ -70,7 +70,7 @@ def test_unets_are_measured_in_each_way(tmp_path):
     first, second = result["runs"]
     assert (second["attention"], second["compiled"]) == ("cudnn", True)
     assert second["methods"].keys() == {"unpatched", "preset balanced"}
-    names = {"unpatched", *unets.ONE_EVALUATION, "preset quality", "preset fast"}
+    names = {"unpatched", *unets.ONE_EVALUATION, "preset fast"}
     assert first["methods"].keys() == names
     for row in first["methods"].values():
         assert row["seconds"][0] > 0 and row["peak_bytes"] > 0

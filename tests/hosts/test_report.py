@@ -109,7 +109,6 @@ def test_a_card_says_what_was_not_merged(run, monkeypatch):
     [
         ({}, 0.0, 3, 1, None),
         ({"ratio": 0.9}, 0.0, 3, 1, "the cells merge no more than 0.75; under preset custom"),
-        ({"ratio": 0.9, "strategy": "pool"}, 0.0, 3, 1, None),
         ({}, 0.2, 3, 1, "matching takes much of the time; all presets"),
         # The cheapest.
         ({"strategy": "window"}, 0.2, 3, 1, None),

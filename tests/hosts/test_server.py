@@ -2,13 +2,12 @@
 
 import json
 import re
-from dataclasses import asdict
 from io import BytesIO
 
 import pytest
+from options import EVERY_OPTION
 from PIL import Image
 
-from tome_nodes.settings.config import ToMeConfig
 from tools.editor import workflow_files
 from tools.server import ExecutionFailed, PromptRejected
 
@@ -73,13 +72,7 @@ def pixels(server):
     return lambda graph: saved_pixels(server, server.run(graph))
 
 
-PATCH_OPTIONS = [
-    *("preset", "ratio", "start_percent", "end_percent", "seed", "backend"),
-    *("strategy", "scope", "attn_tokens", "max_downsample"),
-    *("merge_attn", "merge_crossattn", "merge_mlp", "ratio_end"),
-    *("sx", "sy", "st", "use_rand", "min_tokens", "proportional_attn"),
-    *("refresh_steps", "forecast"),
-]
+PATCH_OPTIONS = ["preset", *EVERY_OPTION]
 TUNE_LINKS = ["model", "positive", "negative", "latent_image"]
 TUNE_OPTIONS = [
     *("goal", "speed_up", "change"),
@@ -138,11 +131,11 @@ def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
     # A place for a link, not a value.
     kind, socket = inputs.pop("settings")
     assert kind == "STRING" and socket["forceInput"] and "default" not in socket
-    defaults = {"preset": "balanced", **asdict(ToMeConfig())}
+    defaults = {name: case.default for name, case in EVERY_OPTION.items()}
+    defaults["preset"] = "balanced"
     assert {name: given["default"] for name, (_, given) in inputs.items()} == defaults
     assert all(given["tooltip"].endswith(".") for _, given in inputs.values())
-    presets = ["quality", "balanced", "fast", "paper", "custom"]
-    assert inputs["preset"][1]["options"] == presets
+    assert inputs["preset"][1]["options"] == ["balanced", "fast", "paper", "custom"]
 
 
 def test_a_model_alone_gives_the_same_as_a_new_node_of_the_editor(server, pixels, info):
@@ -159,7 +152,9 @@ def test_a_model_alone_gives_the_same_as_a_new_node_of_the_editor(server, pixels
         in server.log[read:]
     )
     assert pixels(with_patch(**new)) == alone
-    assert pixels(with_patch(preset="quality")) != alone
+    assert pixels(with_patch(preset="fast")) != alone
+    # As a prompt of an earlier version says it.
+    assert pixels(with_patch(preset="quality", st=0)) == alone
 
 
 def test_same_seed_same_image_after_the_server_forgot_the_first(server, pixels):
@@ -184,7 +179,7 @@ def test_settings_count_in_place_of_the_other_inputs(pixels):
 
     expected = of(preset="fast", ratio=0.5)
     given = '{"preset": "fast", "ratio": 0.5}'
-    assert of(settings=given) == of(settings=given, preset="quality", ratio=0.1) == expected
+    assert of(settings=given) == of(settings=given, preset="balanced", ratio=0.1) == expected
     assert of(settings=given, preset="custom", sx=4, min_tokens=1) == expected
     assert of(settings='{"ratio": 0.5}', preset="fast", ratio=0.1) == expected
     assert of(settings="{}", preset="fast", ratio=0.5) == expected
@@ -202,8 +197,19 @@ def test_settings_count_in_place_of_the_other_inputs(pixels):
         ({"ratio": {"__value__": 2.0}}, "ratio=2.0 is not allowed"),
         ({"seed": -1}, "seed=-1 is not allowed: it must be from 0 to"),
         ({"seed": float("inf")}, "seed, inf, cannot convert float infinity to integer"),
-        ({"preset": "best"}, "preset='best' is not allowed: it must be one of quality | balanced"),
+        ({"preset": "best"}, "preset='best' is not allowed: it must be one of balanced | fast"),
         ({"preset": None}, "preset=None is not allowed"),
+        (
+            {"st": 3},
+            "st=3 is not allowed: the number of frames decides how many frames a cell spans",
+        ),
+        ({"st": ["loader", 0]}, "st=<list> is not allowed: the number of frames decides"),
+        ({"scope": "block"}, "scope='block' is gone: take scope='stack' instead"),
+        (
+            {"strategy": "pool", "preset": "custom"},
+            "strategy='pool' is gone: take strategy='window'",
+        ),
+        ({"attn_tokens": "q", "preset": "custom"}, "take attn_tokens='k,v' instead"),
         (
             {"start_percent": 0.8, "end_percent": 0.4},
             "start_percent=0.8 is not allowed: it must not be greater than end_percent=0.4",
@@ -227,6 +233,8 @@ def test_settings_count_in_place_of_the_other_inputs(pixels):
         ({"settings": '{"ratio": 2}'}, "ratio=2 is not allowed: it must be from 0.0 to 0.95"),
         ({"settings": '{"ratio": NaN}'}, "ratio=nan is not allowed: it must be from 0.0 to 0.95"),
         ({"settings": '{"preset": "slow"}'}, "preset='slow' is not allowed: it must be one of"),
+        ({"settings": '{"scope": "block"}'}, "scope='block' is gone: take scope='stack' instead"),
+        ({"settings": '{"st": 3}'}, "st=3 is not allowed: the number of frames decides how many"),
         ({"settings": '{"preset": "fast", "sx": 3}'}, "sx=3 does not count under preset='fast'"),
         ({"settings": 7}, "settings=7 is not allowed: it must be a JSON text"),
     ],

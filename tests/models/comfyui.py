@@ -13,6 +13,7 @@ import comfy.model_management
 import comfy.sample
 import comfy.supported_models
 import torch
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.model_patcher import ModelPatcher
 from comfy.nested_tensor import NestedTensor
 
@@ -442,12 +443,15 @@ def with_random_weights(base: Any) -> ModelPatcher:
     for buffer in base.buffers():
         if buffer.isnan().all():
             buffer.data.normal_(0.0, 0.3, generator=generator)
-    for parameter in base.parameters():
+    is_unet = isinstance(base.diffusion_model, UNetModel)
+    for name, parameter in base.named_parameters():
         is_matrix = parameter.ndim > 1
         mean, std = (0.0, parameter[0].numel() ** -0.5) if is_matrix else (0.3, 0.3)
         # In single precision, which a CPU fills several times faster than half precision.
         values = torch.empty(parameter.shape).normal_(mean, std, generator=generator)
-        parameter.data.copy_(values)
+        # With gentle weights for the time, answers lead on from step to step, as a trained model's.
+        is_of_time = not is_unet and ("time" in name or "t_embed" in name)
+        parameter.data.copy_(0.1 * values if is_of_time else values)
     load_device = comfy.model_management.get_torch_device()
     return ModelPatcher(base, load_device=load_device, offload_device=torch.device("cpu"))
 

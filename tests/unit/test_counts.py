@@ -90,7 +90,6 @@ def test_the_live_line_shows_one_step(outcomes, expected):
     [
         ({"ratio": 0.9}, ["ratio 0.90 capped at 0.75"]),
         ({"ratio": 0.5, "ratio_end": 0.9}, ["ratio 0.50 to 0.90 capped at 0.75"]),
-        ({"strategy": "pool", "ratio": 0.9, "sx": 3}, ["pool of 2x3 cells"]),
         ({"strategy": "window", "scope": "stack"}, ["ratio 0.50", "window", "stack scope"]),
     ],
 )

@@ -25,8 +25,8 @@ from tome_nodes.forecasting.steps import Step, latent_share, log_snr, steps_that
         (0.6, False, "RRRFRRFR"),
         (0.75, False, "RRRFRFFR"),
         (0.6, False, "RRRFRFRFFRFR"),
-        (0.6, False, "RRRRFRFFRFRFFRFFRFFR"),
-        (0.75, False, "RRRFRFFRFFFRFFFRFFFR"),
+        (0.6, False, "RRRFRFFRFRFFRFRFFRFR"),
+        (0.75, False, "RRRFFRFFFRFFRFFFRFFR"),
         (1.0, False, "RRRFFFFR"),
         (0.9, False, "RRR"),
         (0.9, False, "R"),
@@ -44,7 +44,7 @@ def test_steps_between_the_first_and_the_last_are_forecast(ratio, is_settled, ex
 
 
 @given(st.floats(0, 1), st.integers(1, 100), st.booleans())
-def test_as_many_are_forecast_as_the_ratio_says_and_more_in_a_row_later(ratio, count, is_settled):
+def test_as_many_are_forecast_as_the_ratio_says_spread_evenly(ratio, count, is_settled):
     running = sorted(steps_that_run(ratio, count, is_settled))
     first = min(3 if count >= 8 and not is_settled else 2, count)
     assert running[:first] == [*range(first)] and running[-1] == count - 1
@@ -55,7 +55,7 @@ def test_as_many_are_forecast_as_the_ratio_says_and_more_in_a_row_later(ratio, c
         after - before for before, after in zip(running[first - 1 :], running[first:], strict=False)
     ]
     # Steps are whole, so a gap may be one shorter than an earlier one.
-    assert all(later >= earlier - 1 for earlier, later in combinations(gaps, 2))
+    assert all(abs(later - earlier) <= 1 for earlier, later in combinations(gaps, 2))
 
 
 @pytest.fixture(autouse=True)

@@ -69,15 +69,15 @@ def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
     measured = {
         "tomesd q,k,v 0.5": {"time": 0.74, "error": 0.02},
         "fast 0.6": {"time": 0.5, "error": 0.03},
-        "quality 0.75": {"time": 0.7, "error": 0.001},
+        "balanced 0.75": {"time": 0.7, "error": 0.001},
     }
     of_unet = {"pictures": {"12": measured}}
     generate.FIDELITY.write_text(json.dumps(of_unet), encoding="utf-8")
     lines = generate.files()[page].splitlines()
     (fast,) = (line for line in lines if line.startswith("| fast |"))
     assert fast.endswith(" | 0.50 | 1.50 |")
-    (quality,) = (line for line in lines if line.startswith("| quality |"))
-    assert quality.endswith(" | | |")
+    (balanced,) = (line for line in lines if line.startswith("| balanced |"))
+    assert balanced.endswith(" | | |")
     of_transformer = {
         "q,k,v 0.5, as the paper": {"time": 0.8, "error": 0.04},
         "fast 0.6": {"time": 0.7, "error": 0.02},
@@ -88,7 +88,7 @@ def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
     head = "| Preset | Meaning | UNet: time | UNet: change | transformer: time | "
     assert any(line.startswith(head) for line in lines)
     assert any(
-        line.startswith("| quality |") and line.endswith(" | | | 0.70 | 0.50 |") for line in lines
+        line.startswith("| balanced |") and line.endswith(" | | | 0.70 | 0.50 |") for line in lines
     )
     assert any(line.startswith("| paper |") and line.endswith(" | | | | |") for line in lines)
     del measured["fast 0.6"]

@@ -57,11 +57,9 @@ def test_pictures_merge_and_everything_else_is_kept(layout, batch):
     assert torch.equal(unmerged[:, ~in_picture], x[:, ~in_picture])
     sizes = torch.stack([torch.bincount(each) for each in plan.slots()])
     assert_close(plan.log_sizes().exp(), sizes.float())
-    means, keys, values = plan.merge_inputs(x)
-    assert torch.equal(means, merged) and torch.equal(values, merged)
-    assert keys.shape == merged.shape
-    keys, values = plan.merge_keys(x, heads=2), plan.merge_values(2 * x)
-    assert torch.equal(values, plan.merge(2 * x))
+    means, keys = plan.merge_inputs(x)
+    assert torch.equal(means, merged) and torch.equal(keys, plan.merge_keys(x, 1))
+    keys = plan.merge_keys(x, heads=2)
     lengths = brute_force_merge(owners, x.unflatten(2, (2, -1)).norm(dim=3))
     assert_close(keys.unflatten(2, (2, -1)).norm(dim=3).double(), lengths, rtol=1e-4, atol=1e-4)
 

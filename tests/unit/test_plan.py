@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tome_nodes.merging.layout import Grid
-from tome_nodes.merging.plan import FramesPlan, SlotPlan
+from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.ops import TORCH, reference
-from tome_nodes.strategies.pool import PoolPlan
 
 HEADS = (1, 2, 5)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -107,9 +106,8 @@ def test_each_head_of_a_key_is_as_long_as_its_tokens_are_on_average(owners, head
     close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-5}
     assert_close(keys.double(), brute_force_keys(owners, x, heads), **close)
     if heads == 1:
-        own_means, own_keys, values = plan.merge_inputs(x)
+        own_means, own_keys = plan.merge_inputs(x)
         assert torch.equal(own_means, means) and torch.equal(own_keys, keys)
-        assert values is own_means
 
 
 def test_fits_only_its_own_batch_and_tokens():
@@ -137,41 +135,3 @@ def test_either_side_of_a_grid_can_put_it_outside():
     assert not Grid(1, 2).is_within(Grid(1, 5), 2)
     assert not Grid(2, 1).is_within(Grid(5, 1), 2)
     assert Grid(1, 3).is_within(Grid(1, 5), 2)
-
-
-def test_slots_of_pooling_differ_in_size_only_where_cells_are_cut():
-    cpu = torch.device("cpu")
-    assert PoolPlan.of(2, Grid(4, 6), 2, 2, cpu).is_even()
-    plan = PoolPlan.of(2, Grid(3, 5), 2, 2, cpu)
-    assert not plan.is_even()
-    assert_close(plan.log_sizes().exp(), torch.tensor([[4.0, 4, 2, 2, 2, 1]]).expand(2, -1))
-
-
-def test_a_pooled_key_is_mostly_the_first_token_of_its_cell():
-    x = torch.arange(16.0).view(1, 16, 1)
-    plan = PoolPlan.of(1, Grid(4, 4), 2, 2, torch.device("cpu"))
-    means, keys, values = plan.merge_inputs(x)
-    assert torch.equal(means, plan.merge(x))
-    expected = 0.75 * torch.tensor([0.0, 2, 8, 10]) + 0.25 * means.flatten()
-    for merged in (keys, values):
-        assert_close(merged.flatten(), expected)
-
-
-@given(partitions(), st.integers(1, 3))
-def test_frames_merge_as_the_same_slots_of_a_whole_video(owners, videos):
-    frames = len(owners)
-    plan = FramesPlan(frames, plan_of(owners * videos))
-    whole = SlotPlan.from_slots(plan.slots(), plan.slot_count)
-    assert plan.slots().shape == (videos, frames * len(owners[0]))
-    x = torch.randn(videos, plan.slots().shape[1], 6, generator=seeded(0))
-    after = torch.randn(videos, plan.slot_count, 6, generator=seeded(1))
-    assert plan.fits(x) and not plan.fits(x[:, 1:])
-    assert_close(plan.log_sizes(), whole.log_sizes())
-    merged = plan.merge(x)
-    assert_close(merged, whole.merge(x))
-    assert_close(plan.merge_keys(x, 2), whole.merge_keys(x, 2))
-    assert_close(plan.merge_values(x), whole.merge_values(x))
-    for own, others in zip(plan.merge_inputs(x), whole.merge_inputs(x), strict=True):
-        assert_close(own, others)
-    assert_close(plan.unmerge(after), whole.unmerge(after))
-    assert_close(plan.add_change(x, merged, after), whole.add_change(x, merged, after))

@@ -12,7 +12,6 @@ from tome_nodes.merging.layout import Grid
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies import strategy_class
 from tome_nodes.strategies.cells import frames_of_cell
-from tome_nodes.strategies.pool import PoolPlan
 from tome_nodes.strategies.window import match_windows, split_windows
 
 cell_sides = st.sampled_from([1, 2, 3, 8])
@@ -22,16 +21,16 @@ videos = st.builds(Grid, st.integers(2, 9), st.integers(2, 9), st.integers(2, 9)
 @given(
     st.sampled_from([*OPTIONS["strategy"].choices]),
     st.one_of(grids, videos),
-    st.tuples(cell_sides, cell_sides, st.integers(0, 4)),
+    st.tuples(cell_sides, cell_sides),
     st.sampled_from([0.05, 0.5, 0.75, 0.95]),
     st.integers(1, 3),
 )
 def test_every_strategy_makes_a_partition_and_merges_means(strategy, grid, cell, ratio, batch):
-    sx, sy, frames = cell
+    sx, sy = cell
     if sx * sy == 1:
         sx = 2
     features = features_of(grid, batch)
-    config = ToMeConfig(strategy=strategy, ratio=ratio, sx=sx, sy=sy, st=frames)
+    config = ToMeConfig(strategy=strategy, ratio=ratio, sx=sx, sy=sy)
     plan = plan_of(config, features, grid)
     if plan is None:
         return
@@ -98,15 +97,6 @@ def test_window_and_global_matching_merge_the_same_number():
         assert window.slot_count == paper.slot_count
 
 
-def test_pool_is_the_mean_of_each_cell():
-    image = torch.randn(2, 5, 6, 4, generator=torch.Generator().manual_seed(1))
-    plan = PoolPlan.of(2, Grid(6, 4), 2, 2, torch.device("cpu"))
-    merged = plan.merge(image.flatten(2).mT)
-    assert_close(merged, F.avg_pool2d(image, 2).flatten(2).mT)
-    back = F.interpolate(F.avg_pool2d(image, 2), scale_factor=2).flatten(2).mT
-    assert_close(plan.unmerge(merged), back)
-
-
 @pytest.mark.parametrize("strategy", ["bipartite", "window"])
 @pytest.mark.parametrize(("sx", "cap"), [(2, 0.75), (4, 0.875)])
 def test_one_token_of_each_cell_always_stays(strategy, sx, cap):
@@ -140,22 +130,3 @@ def test_as_few_frames_as_possible_are_outside_cells(frames, length):
     assert strategy_class(wide).ratio_cap(wide, frames + 1) == 1 - 1 / (2 * length)
     picture = 1 if frames == 2 else 2
     assert strategy_class(wide).ratio_cap(wide, picture) == 0.875
-
-
-@pytest.mark.parametrize(
-    "options", [{"strategy": "window", "st": 1}, {"strategy": "pool"}], ids=str
-)
-def test_cells_within_frames_reach_over_none(options):
-    grid = Grid(5, 7, 3)
-    plan = plan_of(ToMeConfig(ratio=0.6, **options), features_of(grid, 2), grid)
-    for sample in plan.slots().view(2, grid.frames, -1):
-        for frame, slots in enumerate(sample):
-            others = torch.cat([sample[:frame], sample[frame + 1 :]])
-            assert not torch.isin(slots, others).any()
-
-
-def test_a_cell_is_no_longer_than_the_video():
-    grid = Grid(4, 4, 3)
-    config = ToMeConfig(strategy="window", ratio=0.5, st=8)
-    assert plan_of(config, features_of(grid), grid).slot_count == grid.tokens // 2
-    assert strategy_class(config).ratio_cap(config, 4) == 1 - 1 / 6

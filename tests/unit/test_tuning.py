@@ -131,7 +131,7 @@ def test_no_settings_that_were_not_tried_are_better(speeds, changes, wish):
 
 @pytest.mark.parametrize("noise", [0.985, 1.0, 1.015])
 def test_of_equal_settings_the_gentler_is_taken_whatever_the_noise(noise):
-    """Where blocks cannot merge as a whole, fast does what quality does."""
+    """Where blocks cannot merge as a whole, fast does what balanced does, in cells of 2x2."""
     same = [(1.3, 0.02), (1.5, 0.03), (1.6, 0.04), (1.7, 0.05), (1.8, 0.06)]
     noisy = [(speed * noise, change) for speed, change in same]
     for wish in Wish("speed", 1.2), Wish("likeness", 0.03):

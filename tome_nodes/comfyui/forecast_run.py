@@ -5,6 +5,7 @@ nothing has to be known about the model, and how many evaluations an answer take
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class _Sampler:
 
 _SAMPLERS: Mapping[str, _Sampler] = {
     **dict.fromkeys(("euler", "euler_ancestral", "ddpm", "er_sde"), _Sampler(SHORTEST, True)),
-    **dict.fromkeys(("lcm", "sa_solver"), _Sampler(SHORTEST, False)),
+    "sa_solver": _Sampler(SHORTEST, False),
     **dict.fromkeys(("unipc", "unipc_bh2"), _Sampler(5, False)),
     **dict.fromkeys(("dpmpp_2m", "res_multistep", "gradient_estimation"), _Sampler(8, True)),
 }
@@ -98,14 +99,8 @@ class ForecastRun:
         self._evaluated: int | None = None
         name = _function_of(sampler)
         known = _SAMPLERS.get(name)
-        self._reason: str | None = None
-        if known is None:
-            self._reason = reasons.sampler(name)
-        elif self.count < known.least:
-            self._reason = reasons.too_short(self.count, known.least)
-        # A mask that moves replaces other parts of the answer in each step.
-        has_still_mask = "denoise_mask_function" not in guider.model_options
-        self._corrects = known is not None and known.corrects and has_still_mask
+        self._corrects = known is not None and known.corrects
+        self._reason = _obstacle(name, known, self.count, guider.model_options)
 
     @property
     def reason(self) -> str | None:
@@ -180,22 +175,24 @@ class ForecastRun:
     def _step(self, sigma: float, options: Mapping[str, Any]) -> Step | None:
         """The step of an evaluation; None if nothing is forecast any more."""
         if self._reason is None:
-            self._reason = self._obstacle(options)
+            self._reason = self._obstacle_in(options)
         index, self._evaluated = self._done, self._done
         if self._reason is not None or index >= self.count or sigma <= 0:
             return None
+        # Some nodes tell the model less noise than there is, in a part of the run.
+        is_true = math.isclose(sigma, self.schedule[index], rel_tol=1e-4)
         return Step(
             index=index,
             count=self.count,
             log_snr=log_snr(sigma, isinstance(self._sampling, CONST)),
-            course=course_of(self._guider, options, sigma),
+            course=(is_true, course_of(self._guider, options, sigma)),
             latent_share=latent_share(self.schedule, index) if self._corrects else None,
             is_active=is_active(self._config, sigma, self._sampling.percent_to_sigma),
             from_noise=self._from_noise,
         )
 
-    def _obstacle(self, options: Mapping[str, Any]) -> str | None:
-        """What the run shows of its sampler that forecasts cannot stand."""
+    def _obstacle_in(self, options: Mapping[str, Any]) -> str | None:
+        """Why nothing can be forecast from this answer on, as its model options show."""
         if self._evaluated == self._done:
             return reasons.SEVERAL
         own = self._guider.model_options
@@ -212,10 +209,32 @@ class ForecastRun:
                 self._on_step(f"{what}, step {self._done + 1}/{self.count}")
 
 
+def _obstacle(
+    name: str, known: _Sampler | None, count: int, options: Mapping[str, Any]
+) -> str | None:
+    """Why nothing can be forecast in a run, as far as can be told before it.
+
+    Args:
+        name: the name of the sampler.
+        known: what is known of it.
+        count: the number of steps.
+        options: the model options of the guider.
+    """
+    if known is None:
+        return reasons.sampler(name)
+    if count < known.least:
+        return reasons.too_short(count, known.least)
+    if "easycache" in options["transformer_options"]:
+        return reasons.CACHE
+    return reasons.MOVING_MASK if "denoise_mask_function" in options else None
+
+
 def _function_of(sampler: Any) -> str:
     """The name of a sampler, without ``sample_``; of a sampler that wraps another, the other's."""
-    for inner in getattr(sampler, "extra_options", {}).values():
+    options = getattr(sampler, "extra_options", {})
+    for inner in options.values():
         if hasattr(inner, "sampler_function"):
             return _function_of(inner)
     function = getattr(sampler, "sampler_function", None)
-    return str(getattr(function, "__name__", type(sampler).__name__)).removeprefix("sample_")
+    name = str(getattr(function, "__name__", type(sampler).__name__)).removeprefix("sample_")
+    return f"{name} with s_churn" if options.get("s_churn") else name

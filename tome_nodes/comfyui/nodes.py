@@ -12,6 +12,7 @@ from comfy_api.v0_0_2 import ComfyExtension, io, ui
 from ..report import pages
 from ..settings.options import FRAME, LEVEL, SAMPLING, STEP, VIEW, Option
 from ..settings.presets import CUSTOM, FREE
+from ..settings.removed import PRESETS as REMOVED
 from ..tuning.search import SPEED, UNPATCHED, Wish
 from . import attachment, prompt_checks, validation, workflow
 from .node_texts import PATCH, REMOVE, REPORT, TUNE, Caption
@@ -119,8 +120,10 @@ class ToMePatchModel(io.ComfyNode):
         return _schema(
             PATCH,
             {
-                # web/js/preset.js reads it.
-                "preset": {"extra_dict": {"custom": CUSTOM, "free": [*FREE]}},
+                # web/js/preset.js and web/js/earlier.js read it.
+                "preset": {
+                    "extra_dict": {"custom": CUSTOM, "free": [*FREE], "read_as": {**REMOVED}}
+                },
                 # Otherwise the editor changes the seed after each run, and so the image.
                 "seed": {"control_after_generate": False},
             },
@@ -130,7 +133,11 @@ class ToMePatchModel(io.ComfyNode):
         )
 
     @classmethod
-    @_given(validation.LINKS, "settings", *(option.name for option in PATCH.options))
+    @_given(
+        *(validation.LINKS, "settings"),
+        *(option.name for option in PATCH.options),
+        *PATCH.former,
+    )
     def validate_inputs(cls, **inputs: Any) -> bool | str:
         """True if the inputs are valid, else an error message.
 

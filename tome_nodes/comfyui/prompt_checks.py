@@ -13,7 +13,7 @@ from typing import Any
 from comfy_execution.utils import get_executing_context
 
 from .node_texts import CAPTIONS
-from .validation import LINKS, fault
+from .validation import fault
 from .workflow import running_server
 
 Verdict = str | bool
@@ -48,8 +48,9 @@ def _look(request: Any) -> Any:
             # ComfyUI would report missing links too. It does not pass links on to be validated.
             left = {found[0], *(slot.name for slot in caption.inputs if not slot.is_text)}
             node["inputs"] = {name: inputs[name] for name in inputs if name in left}
-            if found[0] == LINKS:
-                node["inputs"][LINKS] = [number, 0]
+            if found[0] not in caption.names:
+                # ComfyUI reports an error at an input that the node does not have if it is a link.
+                node["inputs"][found[0]] = [number, 0]
     _verdicts.set(verdicts)
     return request
 

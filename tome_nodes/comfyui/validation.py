@@ -59,7 +59,7 @@ def _options_in(settings: str) -> dict[str, Any]:
         raise _fault_of_settings(settings, "it must be a JSON object of inputs by name")
     names = [option.name for option in PATCH.options]
     for name in found:
-        if name not in names:
+        if name not in (*names, *PATCH.former):
             raise _fault_of_settings(settings, f"there is no {name}; there are {', '.join(names)}")
     return found
 
@@ -94,7 +94,7 @@ def check(caption: Caption, inputs: Mapping[str, Any]) -> None:
             if not is_left_out and not _IS_OF_TYPE[slot.type](value):
                 must = f"it must be of type {slot.type}"
                 raise OptionTypeError(name, f"{name}={shown(value)} is not allowed: {must}")
-        elif name not in caption.names:
+        elif not caption.has(name):
             raise OptionError(name, _unknown(caption, name, shown(value)))
 
 
@@ -121,6 +121,7 @@ def fault_of_options(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
     settings = inputs.get("settings")
     if settings is not None and not isinstance(settings, list):
         known["settings"] = settings
+    known |= {name: _unwrapped(inputs[name]) for name in PATCH.former if name in inputs}
     for option in PATCH.options:
         if option.name not in inputs:
             continue
@@ -130,9 +131,7 @@ def fault_of_options(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
                 # Any preset may arrive, so refuse only what no preset allows.
                 known[option.name] = CUSTOM
             continue
-        if isinstance(value, dict):
-            # Prompts may wrap a value like this to show that it is not a link.
-            value = value.get("__value__", value)
+        value = _unwrapped(value)
         # ComfyUI converts values too, and reports those that it cannot convert.
         try:
             known[option.name] = value if option.choices else type(option.default)(value)
@@ -145,6 +144,11 @@ def fault_of_options(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
+def _unwrapped(value: Any) -> Any:
+    """The value of an input; a prompt may wrap it to show that it is not a link."""
+    return value.get("__value__", value) if isinstance(value, dict) else value
+
+
 def _fault_of_links(caption: Caption, inputs: Mapping[str, Any]) -> str | None:
     """An error message if a node has a link to no input, or a value where a link belongs."""
     for slot in caption.inputs:
@@ -154,7 +158,7 @@ def _fault_of_links(caption: Caption, inputs: Mapping[str, Any]) -> str | None:
             must = f"it must be a link to an output of type {slot.type}"
             return f"{slot.name}={shown(value)} is not allowed: {must}"
     for name, value in inputs.items():
-        if is_link(value) and name not in caption.names:
+        if is_link(value) and not caption.has(name):
             return _unknown(caption, name, f"{value}")
     return None
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import reasons
-from .steps import LONG, SHORTEST, Step, first_steps, steps_that_run
+from .steps import SHORTEST, Step, first_steps, steps_that_run
 
 _DAMPING = 0.7
 """The share of the extrapolated change that a forecast contains."""
@@ -31,8 +31,8 @@ _TOO_CLOSE = 0.02
 _RESPONSE = 0.7
 """The share of an error in the noisy latent that shows in the model's answer."""
 
-_SETTLED, _LEAST_SNR = 0.15, -7.0
-"""A run of fewer than ``LONG`` steps is settled if its first two answers differ by less than
+_SETTLED, _LEAST_SNR, _LONG = 0.15, -7.0, 16
+"""A run of fewer than ``_LONG`` steps is settled if its first two answers differ by less than
 ``_SETTLED`` of the second. Its picture is there from the start, as in a second pass, or in an edit
 with reference pictures. It is not settled if the logarithm of signal to noise in the second step is
 below ``_LEAST_SNR``: answers to such strong noise always differ little."""
@@ -209,7 +209,7 @@ class Forecasts:
         return first_steps(step.count, self._is_settled(step))
 
     def _is_settled(self, step: Step) -> bool:
-        return step.count < LONG and self._settled is True
+        return step.count < _LONG and self._settled is True
 
 
 def _is_settled(line: _Line) -> bool:

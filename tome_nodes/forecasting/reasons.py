@@ -40,6 +40,15 @@ UNGUIDED = (
     "euler, dpmpp_2m or res_multistep"
 )
 
+CACHE = (
+    "EasyCache or LazyCache skips steps of this run by its own measure; remove one of the two nodes"
+)
+
+MOVING_MASK = (
+    "a mask that changes from step to step, as in Differential Diffusion, replaces other parts of "
+    "the picture each time; leave the node out"
+)
+
 MOMENTUM = (
     "guidance with momentum, as in APG, builds on every step; set the momentum to 0, or leave the "
     "node out"

@@ -11,13 +11,6 @@ least ``MANY`` steps and is not settled. The earliest forecasts have the largest
 SHORTEST = FIRST + 2
 """A run has forecasts only from this many steps on."""
 
-LONG = 16
-"""From this many steps on, a run does not count as settled, and ``_GROWTH`` applies."""
-
-_GROWTH = 1.3
-"""The exponent that moves the steps in which the model runs towards the beginning of a long run. In
-shorter runs and settled runs, they are spread evenly."""
-
 _MOST_NOISE = 0.99
 """Noise levels of a flow above this one count as this one: pure noise would have no logarithm."""
 
@@ -93,12 +86,11 @@ def steps_that_run(ratio: float, count: int, is_settled: bool) -> frozenset[int]
         is_settled: whether answers change little from the start of the run.
     """
     first = first_steps(count, is_settled)
-    growth = _GROWTH if count >= LONG and not is_settled else 1
     between = max(0, count - 1 - first)
     running = min(round(between * (1 - ratio)), max(0, between - 1))
     found, latest = {*range(min(first, count)), count - 1}, first - 1
     for number in range(1, running + 1):
-        share = (number / (running + 1)) ** growth
-        latest = max(latest + 1, first - 1 + math.ceil((between + 1) * share - 0.5))
+        place = (between + 1) * number / (running + 1)
+        latest = max(latest + 1, first - 1 + math.ceil(place - 0.5))
         found.add(latest)
     return frozenset(found)

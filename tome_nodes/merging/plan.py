@@ -27,10 +27,6 @@ class Plan:
         """The logarithm of how many tokens each slot holds, ``[batch, slots]`` float32."""
         raise NotImplementedError
 
-    def is_even(self) -> bool:
-        """Whether all slots are known to hold the same number of tokens."""
-        return False
-
     def fits(self, x: Tensor) -> bool:
         """Whether ``x`` is ``[batch, tokens, channels]`` with the plan's batch and tokens."""
         raise NotImplementedError
@@ -39,20 +35,16 @@ class Plan:
         """The mean of each slot: ``[batch, tokens, channels]`` to ``[batch, slots, channels]``."""
         raise NotImplementedError
 
-    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The merged tokens from which queries, keys and values are projected, in this order.
+    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Means, from which queries and values are projected, and what keys are projected from.
 
-        ``[batch, tokens, channels]`` to three ``[batch, slots, channels]``. The first is the mean.
+        ``[batch, tokens, channels]`` to two ``[batch, slots, channels]``.
         """
-        return self.merge(x), self.merge_keys(x, 1), self.merge_values(x)
+        return self.merge(x), self.merge_keys(x, 1)
 
     def merge_keys(self, k: Tensor, heads: int) -> Tensor:
         """The keys of the slots, from ``[batch, tokens, heads * channels]``."""
         return self.merge(k)
-
-    def merge_values(self, v: Tensor) -> Tensor:
-        """The values of the slots, from ``[batch, tokens, heads * channels]``."""
-        return self.merge(v)
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Copy slots to tokens: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""
@@ -127,14 +119,13 @@ class SlotPlan(Plan):
     def merge(self, x: Tensor) -> Tensor:
         return self.ops.merge(x, self.slot_of_token, self.order, self.offsets, self.window)
 
-    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Means; for keys, means stretched to the mean length of their tokens.
 
         A mean is shorter than its tokens, and attention to a shorter key is less sharp (Kim et al.,
         ToFu, WACV 2024). Stretching values as well would increase the error.
         """
-        means, keys = self._merge_keys(x, 1)
-        return means, keys, means
+        return self._merge_keys(x, 1)
 
     def merge_keys(self, k: Tensor, heads: int) -> Tensor:
         """Means, stretched in each head to the mean length of the merged keys."""
@@ -166,9 +157,6 @@ class KeptPlan(Plan):
 
     def log_sizes(self) -> Tensor:
         return torch.zeros(self.batch, self.slot_count, device=self.device)
-
-    def is_even(self) -> bool:
-        return True
 
     def fits(self, x: Tensor) -> bool:
         return x.ndim == 3 and x.shape[:2] == (self.batch, self.slot_count)
@@ -212,13 +200,6 @@ class SequencePlan(Plan):
     def log_sizes(self) -> Tensor:
         return torch.cat([plan.log_sizes() for plan in self.plans], 1)
 
-    def is_even(self) -> bool:
-        first, length = self.plans[0].slot_count, self.lengths[0]
-        return all(
-            plan.is_even() and own * first == length * plan.slot_count
-            for own, plan in zip(self.lengths, self.plans, strict=True)
-        )
-
     def fits(self, x: Tensor) -> bool:
         return x.ndim == 3 and x.shape[:2] == (self.batch, sum(self.lengths))
 
@@ -228,9 +209,6 @@ class SequencePlan(Plan):
     def merge_keys(self, k: Tensor, heads: int) -> Tensor:
         return torch.cat([plan.merge_keys(piece, heads) for plan, piece in self._split(k)], 1)
 
-    def merge_values(self, v: Tensor) -> Tensor:
-        return torch.cat([plan.merge_values(piece) for plan, piece in self._split(v)], 1)
-
     def unmerge(self, y: Tensor) -> Tensor:
         pieces = y.split([plan.slot_count for plan in self.plans], 1)
         unmerged = [plan.unmerge(piece) for plan, piece in zip(self.plans, pieces, strict=True)]
@@ -238,72 +216,6 @@ class SequencePlan(Plan):
 
     def _split(self, x: Tensor) -> list[tuple[Plan, Tensor]]:
         return list(zip(self.plans, x.split(list(self.lengths), 1), strict=True))
-
-
-@dataclass(frozen=True, eq=False)
-class FramesPlan(Plan):
-    """The plan of a video in which each frame merges on its own.
-
-    Attributes:
-        frames: number of frames.
-        each: a plan whose samples are all frames of all videos.
-    """
-
-    frames: int
-    each: Plan
-
-    @property
-    def slot_count(self) -> int:  # type: ignore[override]
-        return self.frames * self.each.slot_count
-
-    def slots(self) -> Tensor:
-        slots = self.each.slots()
-        first = torch.arange(self.frames, device=slots.device) * self.each.slot_count
-        return self._joined(slots + first.repeat(len(slots) // self.frames)[:, None])
-
-    def log_sizes(self) -> Tensor:
-        return self._joined(self.each.log_sizes())
-
-    def is_even(self) -> bool:
-        return self.each.is_even()
-
-    def fits(self, x: Tensor) -> bool:
-        return x.ndim == 3 and x.shape[1] % self.frames == 0 and self.each.fits(self._cut(x))
-
-    def merge(self, x: Tensor) -> Tensor:
-        return self._joined(self.each.merge(self._cut(x)))
-
-    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
-        return self._joined(self.each.merge_keys(self._cut(k), heads))
-
-    def merge_values(self, v: Tensor) -> Tensor:
-        return self._joined(self.each.merge_values(self._cut(v)))
-
-    def unmerge(self, y: Tensor) -> Tensor:
-        return self._joined(self.each.unmerge(self._cut(y)))
-
-    def _cut(self, x: Tensor) -> Tensor:
-        """Reshape a batch of videos into a batch of frames."""
-        return x.unflatten(1, (self.frames, -1)).flatten(0, 1)
-
-    def _joined(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`_cut`."""
-        return x.unflatten(0, (-1, self.frames)).flatten(1, 2)
-
-
-def plan_by_frame(
-    plan_of: Callable[[Tensor, Grid], Plan | None], features: Tensor, grid: Grid
-) -> Plan | None:
-    """The plan of a video in which each frame merges on its own.
-
-    Args:
-        plan_of: makes the plan of a batch of pictures; None if nothing would merge.
-        features: ``[batch, tokens, channels]`` of the video.
-        grid: the grid of the video.
-    """
-    by_frame = features.unflatten(1, (grid.frames, -1)).flatten(0, 1)
-    plan = plan_of(by_frame, Grid(grid.height, grid.width))
-    return None if plan is None else FramesPlan(grid.frames, plan)
 
 
 def plan_of_sequence(

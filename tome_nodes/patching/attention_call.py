@@ -52,22 +52,19 @@ def merged_attention(
         return plain(q, k, v, heads, mask=mask, **kwargs)
     flat_k = flat(k, by_head)
     queries, keys = block.call_plans(flat_k, tokens, called)
-    if queries is None and keys is None:
+    if keys is None:
         return plain(q, k, v, heads, mask=mask, **kwargs)
-    weights = None
-    if keys is not None:
-        # Queries may have more heads than keys.
-        key_heads = k.shape[1] if by_head else heads
-        # Without proportional_attn, keys are plain means that count once, as in the paper.
-        weighs = block.model.config.proportional_attn
-        merged = keys.merge_keys(flat_k, key_heads) if weighs else keys.merge(flat_k)
-        k = _like(merged, k, by_head)
-        # Keep only one flat copy in memory at a time.
-        del flat_k, merged
-        flat_v = flat(v, by_head)
-        v = _like(keys.merge_values(flat_v) if weighs else keys.merge(flat_v), v, by_head)
-        weights = block.weights(keys, k)
-        bias = None if bias is None else _merged_keys(bias, keys, len(k))
+    # Queries may have more heads than keys.
+    key_heads = k.shape[1] if by_head else heads
+    # Without proportional_attn, keys are plain means that count once, as in the paper.
+    weighs = block.model.config.proportional_attn
+    merged = keys.merge_keys(flat_k, key_heads) if weighs else keys.merge(flat_k)
+    k = _like(merged, k, by_head)
+    # Keep only one flat copy in memory at a time.
+    del flat_k, merged
+    v = _like(keys.merge(flat(v, by_head)), v, by_head)
+    weights = block.weights(keys, k)
+    bias = None if bias is None else _merged_keys(bias, keys, len(k))
     if queries is not None:
         q = _like(queries.merge(flat(q, by_head)), q, by_head)
         bias = None if bias is None else _merged_queries(bias, queries, len(q))

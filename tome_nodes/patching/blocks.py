@@ -266,8 +266,7 @@ class Block:
 
     def weights(self, plan: Plan, like: Tensor) -> KeyWeights | None:
         """What keys in the dtype of ``like`` weigh once merged; None for one token each."""
-        # Softmax ignores a constant, so slots of equal size need nothing.
-        if not self.model.config.proportional_attn or plan.is_even():
+        if not self.model.config.proportional_attn:
             return None
         engine, sizes = self.evaluation.engine, plan.log_sizes().to(like.dtype)
         return KeyWeights(sizes, engine.strategy.ops, engine.capable, self.note_unweighted)

@@ -85,7 +85,6 @@ def make_engine(
         strategy=config.strategy,
         sx=config.sx,
         sy=config.sy,
-        st=config.st,
         use_rand=config.use_rand,
     )
     lacks = missing_operation(grouping, make_strategy, backend, device, dtype)
@@ -147,9 +146,9 @@ def missing_operation(
         plan = strategy.plan(features, grid, 0.5)
         if plan is None:
             return None
-        merged, *_ = plan.merge_inputs(features)
+        merged = plan.merge(features)
+        plan.merge_inputs(features)
         plan.merge_keys(features, 1)
-        plan.merge_values(features)
         plan.unmerge(merged)
         plan.add_change(features, merged, merged)
         strategy.ops.widen(features, merged, merged, merged[:, :, 0], 1, 1.0, 1.0)

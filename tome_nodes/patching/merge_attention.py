@@ -17,12 +17,8 @@ from .overrides import Forward, Override
 
 Arguments = dict[str, Any]
 
-_FALLS_BACK = {
-    "module": None,
-    "block": "as this kind of model does not merge whole blocks",
-    "stack": "as this kind of model does not merge stacks of blocks",
-}
-"""The reason to report if a block merges only in its attention, by scope."""
+_NO_STACKS = "as this kind of model does not merge stacks of blocks"
+"""The reason to report if a block merges only in its attention although the scope is wider."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,8 @@ class AttentionBlock(Block):
             kwargs: the keyword arguments of the attention module.
 
         Returns:
-            Twice the same plan, or None for queries or keys that do not merge.
+            The plan of the queries and that of the keys, None for those that do not merge: the same
+            plan, or none of the queries, or none at all.
         """
         config, tokens = self.model.config, k.shape[1]
         evaluation = self.evaluation
@@ -165,11 +162,6 @@ class AttentionBlock(Block):
         worthy = self.worthy(layout, evaluation.engine.least_in_attention)
         if worthy is None:
             return None, None
-        merges_queries = "q" in config.attn_tokens and queries == tokens
-        merges_keys = "k,v" in config.attn_tokens
-        if not (merges_queries or merges_keys):
-            self.outcome.reason = "the queries of a part of the tokens do not merge"
-            return None, None
         plan = self._plan_of_parts
         if plan is None or not plan.fits(k):
             plan = self.plan_of(k, worthy)
@@ -178,7 +170,7 @@ class AttentionBlock(Block):
         if self.record.calls_in_parts:
             self._plan_of_parts = plan
         self.outcome.merged(tokens, plan)
-        return plan if merges_queries else None, plan if merges_keys else None
+        return plan if config.attn_tokens == "q,k,v" and queries == tokens else None, plan
 
     def note_masked(self) -> None:
         """Note that the attention is masked, or not called with the tokens of its block."""
@@ -190,7 +182,7 @@ class AttentionBlock(Block):
         def block_forward(*args: Any, **kwargs: Any) -> Any:
             # The number of tokens is not known until attention is called.
             self.outcome.entered(0)
-            self.outcome.fell_back = _FALLS_BACK[config.scope]
+            self.outcome.fell_back = None if config.scope == "module" else _NO_STACKS
             self.outcome.reason = (
                 self.record.reasons.attention_replaced
                 if config.merge_attn

@@ -124,7 +124,7 @@ class ModuleBlock(Block):
             if plan is None:
                 return forward(x, *args, **kwargs)
             merged = plan.merge(x)
-            if config.scope == "stack" and self._begins_stack(*args, **kwargs):
+            if self._begins_stack(*args, **kwargs):
                 evaluation.stack_plan, evaluation.stack_tokens = plan, x
                 evaluation.stack_merged = merged
                 return self._run_in_stack(forward, merged, *args, **kwargs)
@@ -253,17 +253,14 @@ class ModuleBlock(Block):
             plan = self._plan
             if plan is None or not config.merge_attn or not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)
-            queries = plan if "q" in config.attn_tokens else None
-            keys = plan if "k,v" in config.attn_tokens else None
-            return self._attend_on_merged(forward, queries, keys, x, *args, **kwargs)
+            return self._attend_on_merged(forward, plan, x, *args, **kwargs)
 
         return attention_forward
 
     def _attend_on_merged(
         self,
         attention: Forward,
-        queries: Plan | None,
-        keys: Plan | None,
+        plan: Plan,
         x: Tensor,
         context: Tensor | None = None,
         value: Tensor | None = None,
@@ -273,9 +270,7 @@ class ModuleBlock(Block):
 
         Args:
             attention: called with ``x``, ``context`` and ``value``, like the host's attention.
-            queries: the plan of the queries, which fits ``x``; None merges none.
-            keys: the plan of the keys and values; None merges none. If it does not fit their
-                sources, they do not merge either.
+            plan: the plan of ``x``. Keys and values merge if it fits their sources.
             x: ``[batch, tokens, channels]``, the source of the queries.
             context: the source of the keys; ``x`` if None.
             value: the source of the values; that of the keys if None.
@@ -284,25 +279,24 @@ class ModuleBlock(Block):
         Returns:
             ``[batch, tokens, channels]``.
         """
-        if keys is not None and not all(
-            source is None or keys.fits(source) for source in (context, value)
-        ):
-            keys = None
+        config = self.model.config
+        queries = plan if config.attn_tokens == "q,k,v" else None
+        fits = all(source is None or plan.fits(source) for source in (context, value))
         own_keys = context is None or context is x
         own_value = None if value is context else value
         tokens = x if context is None else context
         merged: Tensor | None = None
-        if keys is None:
+        if not fits:
             context = tokens
         else:
-            if self.model.config.proportional_attn:
-                means, context, values = keys.merge_inputs(tokens)
-                kwargs = self._weigh(keys, tokens, kwargs)
+            if config.proportional_attn:
+                means, context = plan.merge_inputs(tokens)
+                kwargs = self._weigh(plan, tokens, kwargs)
             else:
                 # As in the paper, keys are plain means that count once.
-                means = context = values = keys.merge(tokens)
-            value = values if own_value is None else keys.merge(own_value)
-            if own_keys and keys is queries:
+                means = context = plan.merge(tokens)
+            value = means if own_value is None else plan.merge(own_value)
+            if own_keys:
                 merged = means
         if queries is None:
             merged = x

@@ -11,7 +11,6 @@ from ..patching.blocks import Stack, uncompiled
 from ..patching.key_weights import KeyWeights
 from ..patching.merge_modules import UNetRecord, is_masked
 from ..settings.config import ToMeConfig
-from ..strategies import strategy_class
 from .patched_model import REASONS, RECOMPUTED
 from .patched_unet import TIMESTEPS, UNetHost
 
@@ -69,10 +68,6 @@ class DiffusersUNets(UNetHost):
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:
             return RECOMPUTED
         fused = any(getattr(module, "fused_projections", False) for module in unet.modules())
-        # Keys that weigh as one token are plain means of slots, as queries are.
-        one_source = strategy_class(config).has_one_source or not config.proportional_attn
         if fused and config.attn_tokens != "q,k,v":
             return "fused projections need attn_tokens=q,k,v"
-        if fused and not one_source:
-            return f"fused projections do not go with strategy={config.strategy}"
         return None

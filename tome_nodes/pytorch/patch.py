@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from ..settings.config import OPTIONS, ToMeConfig
 from ..settings.presets import CUSTOM, settings_of
+from ..settings.removed import OPTIONS as REMOVED
 
 Model = TypeVar("Model")
 
@@ -40,9 +41,8 @@ def apply_patch(
             Its input is of any batch, size, dtype and device.
         ratio: share of the tokens of a feature map to merge away, 0 to 0.95.
         max_downsample: merge feature maps at most this many times smaller than the latent: 1, 2, 4
-            or 8. ``"auto"`` takes the shallowest level with attention; if ``scope`` is wider than
-            ``module``, the level with most blocks. In SDXL the shallowest is 2, so 1 merges
-            nothing.
+            or 8. ``"auto"`` takes the shallowest level with attention; in scope ``stack``, the
+            level with most blocks. In SDXL the shallowest is 2, so 1 merges nothing.
         sx: width of a cell in tokens; one token of each cell always stays.
         sy: height of a cell in tokens.
         use_rand: pick the token that stays at random, again at each timestep.
@@ -64,10 +64,10 @@ def apply_patch(
 
     Raises:
         TypeError: the model is none of these, or an option is unknown or has the wrong type.
-        ValueError: an option is out of range, has no effect under the preset, or counts steps,
-            which a transformer without its pipeline does not know. The model is not changed.
+        ValueError: an option is out of range, gone, has no effect under the preset, or counts
+            steps, which a transformer without its pipeline does not know. The model is not changed.
     """
-    unknown = [name for name in options if name not in OPTIONS]
+    unknown = [name for name in options if name not in OPTIONS and name not in REMOVED]
     if unknown:
         raise TypeError(
             f"apply_patch has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}, preset"

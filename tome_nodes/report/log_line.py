@@ -6,8 +6,6 @@ from ..strategies import strategy_class
 from ..tuning.search import Measured
 from .counts import Counts
 
-_TOKENS = {"q": "queries", "k,v": "keys and values"}
-
 
 def log_line(
     counts: Counts, config: ToMeConfig, backend: list[str], tuned: Measured | None = None
@@ -119,14 +117,12 @@ def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> lis
     """
     cap = strategy_class(config).ratio_cap(config, frames)
     scope = [] if config.scope == "module" and not defaults else [f"{config.scope} scope"]
-    if cap is None:
-        return [f"{config.strategy} of {config.sy}x{config.sx} cells", *scope]
     ratio = f"ratio {config.ratio:.2f}"
     if config.ratio_end >= 0:
         ratio += f" to {config.ratio_end:.2f}"
     if config.largest_ratio > cap:
         ratio += f" capped at {cap:.2f}"
-    if config.scope == "module" and config.attn_tokens != "q,k,v":
-        ratio += f" of {_TOKENS[config.attn_tokens]} in self-attention"
+    if config.scope == "module" and config.attn_tokens == "k,v":
+        ratio += " of keys and values in self-attention"
     is_default = config.strategy == ToMeConfig.strategy and not defaults
     return [ratio, *([] if is_default else [config.strategy]), *scope]

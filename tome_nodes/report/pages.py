@@ -182,7 +182,7 @@ def hint_for(run: LastRun) -> str | None:
     if not counts.merged_anything:
         return None
     cap = strategy.ratio_cap(config, counts.frames)
-    if cap is not None and config.largest_ratio > cap:
+    if config.largest_ratio > cap:
         return (
             f"the cells merge no more than {cap:.2f}; under preset custom, a larger sx or sy "
             "merges more."

@@ -24,7 +24,7 @@ from ..strategies.strategy import PlanOf
 MATCHING, MERGING, UNMERGING = "matching", "merging", "unmerging"
 
 _TIMED: Mapping[str, str] = {
-    **dict.fromkeys(("merge", "merge_inputs", "merge_keys", "merge_values"), MERGING),
+    **dict.fromkeys(("merge", "merge_inputs", "merge_keys"), MERGING),
     **dict.fromkeys(("unmerge", "add_change"), UNMERGING),
 }
 """The methods of a plan to time, and the name under which their time is summed up."""

@@ -42,14 +42,12 @@ class ToMeConfig:
         least=0.0,
         most=0.95,
         step=0.05,
-        text="How much to merge: more is faster and changes the picture more; 0 is exactly the "
-        "unpatched model. In a UNet, such as SDXL, it is a share of the tokens, the small squares "
-        "that the model cuts the picture into; in a transformer, such as Flux, of the steps "
-        "between the first few and the last.",
+        text="How much to save: more is faster and changes the picture more; 0 is exactly the "
+        "unpatched model. In a UNet, such as SDXL, it is the share of tokens, small squares of the "
+        "picture, that merge; in a transformer, such as Flux, how many of the steps are skipped.",
         more="One token of each cell always stays, so of a picture at most `1 - 1/(sx*sy)` merge: "
-        "0.75 with the cells of quality, fast and paper, 0.875 with those of balanced. Under "
-        "quality and balanced, only keys and values of self-attention merge. For steps, see "
-        "`forecast`.",
+        "0.75 with the cells of fast and paper, 0.875 with those of balanced. Under balanced, only "
+        "keys and values of self-attention merge. For steps, see `forecast`.",
     )
     start_percent: float = _option(
         0.0,
@@ -89,36 +87,31 @@ class ToMeConfig:
             "the tokens that stay.",
             "window": "The same within windows of 16x16 tokens. The cost of matching grows with "
             "the number of tokens, not with its square, so use this one for large pictures.",
-            "pool": "The mean of each cell, without comparing tokens. `ratio` has no effect, "
-            "except that 0 merges nothing.",
         },
         advanced=True,
         text="How tokens are grouped: bipartite matches over the whole map as in the paper, window "
-        "within windows of 16x16 tokens, which is faster at large sizes. pool takes the mean of "
-        "each cell whatever ratio says.",
+        "within windows of 16x16 tokens, which is faster at large sizes.",
     )
     scope: str = _option(
         "module",
         choices={
             "module": "Self-attention, cross-attention and feed-forward network, each where "
             "`merge_attn`, `merge_crossattn` and `merge_mlp` switch it on.",
-            "block": "Each transformer block as a whole; what it changes is added to all tokens.",
-            "stack": "All transformer blocks of a level in one go. Saves most, above all on SDXL, "
-            "where most blocks come in stacks of ten.",
+            "stack": "All transformer blocks of a level in one go; what they change is added to "
+            "all tokens. Saves most, above all on SDXL, where most blocks come in stacks of ten.",
         },
         advanced=True,
-        text="What runs on merged tokens: module is the modules that are switched on below, block "
-        "each transformer block as a whole. stack is all blocks of a level at once, which saves "
-        "most and is what makes SDXL faster.",
-        more="block and stack work in UNets only. Transformers fall back to module, and so does a "
-        "block that another node patches inside.",
+        text="What runs on merged tokens: module is the modules that are switched on below, stack "
+        "all blocks of a level at once, which saves most and is what makes SDXL faster.",
+        more="stack works in UNets only. Transformers fall back to module, and so does a block "
+        "that another node patches inside.",
     )
     attn_tokens: str = _option(
         "q,k,v",
-        choices=_choices("q,k,v", "q", "k,v"),
+        choices=_choices("q,k,v", "k,v"),
         advanced=True,
-        text="Which tokens of self-attention to merge, in module scope: all, or the queries only, "
-        "or the keys and values only; these two save less and change the picture less.",
+        text="Which tokens of self-attention to merge, in module scope: all, or only the keys and "
+        "values, which saves less and changes the picture less.",
     )
     max_downsample: int | Literal["auto"] = _option(
         "auto",
@@ -126,8 +119,8 @@ class ToMeConfig:
         advanced=True,
         text="Merge where the feature map is at most this many times smaller than the latent; more "
         "is a little faster and changes the picture more. auto takes the largest maps that have "
-        "attention and, in scope block and stack, all down to those with most blocks.",
-        more="That is 1 for SD 1.x and 2.x; for SDXL it is 2, and 4 in scope block and stack.",
+        "attention and, in scope stack, all down to those with most blocks.",
+        more="That is 1 for SD 1.x and 2.x; for SDXL it is 2, and 4 in scope stack.",
     )
     merge_attn: bool = _option(
         True,
@@ -161,6 +154,8 @@ class ToMeConfig:
         most=8,
         advanced=True,
         text="Width of a cell in tokens. One token of each cell always stays.",
+        more="In video, a cell spans 2 to 5 frames, whichever divides them best, and `sx` or `sy` "
+        "tokens of a row, whichever is fewer. The first latent frame merges on its own.",
     )
     sy: int = _option(
         2,
@@ -168,16 +163,6 @@ class ToMeConfig:
         most=8,
         advanced=True,
         text="Height of a cell in tokens. One token of each cell always stays.",
-    )
-    st: int = _option(
-        0,
-        least=0,
-        most=8,
-        advanced=True,
-        text="Length of a cell in frames, for video; 0 takes 2 to 5, whichever divides the frames "
-        "best. 1 keeps cells within frames.",
-        more="A cell of several frames is `sx` or `sy` tokens of a row wide, whichever is fewer. "
-        "The first latent frame always merges on its own.",
     )
     use_rand: bool = _option(
         True,
@@ -193,8 +178,8 @@ class ToMeConfig:
         text="Merge only feature maps of at least this many tokens. 0 leaves out those that would "
         "not get faster.",
         more="These are the ones below 256 tokens on a CPU; on a GPU below 4096, 3072 for `window` "
-        "in transformers, 2048 for `window` on Triton, or 768 in scope block and stack "
-        "of a UNet (estimates).",
+        "in transformers, 2048 for `window` on Triton, or 768 in scope stack of a UNet "
+        "(estimates).",
     )
     proportional_attn: bool = _option(
         True,

@@ -10,6 +10,7 @@ from typing import Any
 
 from .config import OPTIONS
 from .options import Option, OptionError, is_plain, shown
+from .removed import current
 
 FREE = ("ratio", "start_percent", "end_percent", "seed", "backend")
 """The options that no preset decides."""
@@ -34,13 +35,9 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        "quality": Preset(
-            "In a UNet, merges keys and values of self-attention in cells of 2x2 tokens, matched "
-            "within windows: closest to the plain model.",
-            {"strategy": "window", "attn_tokens": "k,v", "forecast": True},
-        ),
         "balanced": Preset(
-            "The same in cells of 4x2 tokens, so that up to 0.875 can merge, not just 0.75.",
+            "In a UNet, merges keys and values of self-attention, matched within windows: closest "
+            "to the plain model.",
             {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True},
         ),
         "fast": Preset(
@@ -71,14 +68,13 @@ PRESET = Option(
         **{name: preset.text for name, preset in PRESETS.items()},
         CUSTOM: "As the other inputs say.",
     },
-    text="How to merge: quality is closest to the plain picture, balanced is much the same but can "
-    "merge more, fast saves most and is what SDXL needs, paper does as tomesd does. Under these "
-    "only ratio, start_percent, end_percent, seed and backend count; under custom every input "
-    "does.",
-    more="In a transformer, such as Flux, Qwen-Image or Wan, quality, balanced and fast are the "
-    "same: the model is skipped in some steps, and its output forecast. There, merging would "
-    "change the picture more than fewer steps do. An input that would not count is refused, unless "
-    "it is at its default. The editor hides it and does not send it.",
+    text="How to save time: balanced is closest to the plain picture, fast saves most and is what "
+    "SDXL needs, paper does as tomesd does. Under these only ratio, start_percent, end_percent, "
+    "seed and backend count; under custom every input does.",
+    more="In a transformer, such as Flux, Qwen-Image or Wan, balanced and fast are the same: the "
+    "model is skipped in some steps, and its output forecast. There, merging would change the "
+    "picture more than fewer steps do. An input that would not count is refused, unless it is at "
+    "its default. The editor hides it and does not send it.",
 )
 """The choice of a preset."""
 
@@ -98,11 +94,13 @@ def settings_of(
         defaults: the value of each option that the user did not set.
 
     Raises:
-        OptionError: there is no such preset, or an option would not count.
+        OptionError: there is no such preset, an option would not count, or one is gone.
     """
+    given = current({"preset": preset, **given})
+    preset = given.pop("preset")
     PRESET.check(preset)
     if preset == CUSTOM:
-        return dict(given)
+        return given
     for name, value in given.items():
         if name not in FREE and not (is_plain(value) and value == defaults[name]):
             raise OptionError(

@@ -6,7 +6,6 @@ from types import MappingProxyType
 from ..ops import Operations
 from ..settings.config import ToMeConfig
 from .bipartite import BipartiteStrategy
-from .pool import PoolStrategy
 from .strategy import Strategy
 from .window import WindowStrategy
 
@@ -14,7 +13,6 @@ STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
     {
         "bipartite": BipartiteStrategy,
         "window": WindowStrategy,
-        "pool": PoolStrategy,
     }
 )
 """The strategies by their name in a config."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..merging.layout import Grid
-from ..merging.plan import Plan, plan_by_frame
+from ..merging.plan import Plan
 from ..ops import Operations
 from ..ops.random_picks import pick_per_cell
 from ..settings.config import ToMeConfig
@@ -51,18 +51,15 @@ class CellStrategy(Strategy):
     @classmethod
     def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float:
         # The first frame merges separately.
-        length = 1 if frames <= 2 else _length(config, frames - 1)
-        if length == 1:
+        if frames <= 2:
             return 1 - 1 / (config.sx * config.sy)
-        return 1 - 1 / (length * min(config.sx, config.sy))
+        return 1 - 1 / (frames_of_cell(frames - 1) * min(config.sx, config.sy))
 
     def begin(self, key: Tensor) -> None:
         self._key = key
         self._splits = {}
 
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
-        if grid.frames > 1 and self.config.st == 1:
-            return plan_by_frame(lambda own, frame: self.plan(own, frame, ratio), features, grid)
         cells = self.cells_of(grid).count
         merges = min(int(grid.tokens * ratio), grid.tokens - cells.tokens)
         return self.match(features, grid, merges) if merges and cells.tokens else None
@@ -74,7 +71,7 @@ class CellStrategy(Strategy):
             return Cells(grid, config.sy, config.sx)
         row = Grid(grid.frames, grid.height * grid.width)
         # Cells of few tokens in many frames are best: benchmarks/FIDELITY.md.
-        return Cells(row, _length(config, grid.frames), min(config.sx, config.sy))
+        return Cells(row, frames_of_cell(grid.frames), min(config.sx, config.sy))
 
     def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
         """The plan that merges ``merges`` src tokens; None if rounding leaves none to merge."""
@@ -102,11 +99,6 @@ class CellStrategy(Strategy):
                 picks = self.key.new_zeros(cells.count.tokens)
             self._splits[grid] = self.split(cells, picks)
         return self._splits[grid]
-
-
-def _length(config: ToMeConfig, frames: int) -> int:
-    """The length of a cell, in frames, in a video of ``frames`` frames."""
-    return min(config.st, frames) or frames_of_cell(frames)
 
 
 def frames_of_cell(frames: int) -> int:

@@ -21,9 +21,6 @@ class Strategy:
     they have the values that most strategies share.
     """
 
-    has_one_source: ClassVar[bool] = True
-    """Whether queries, keys and values are projected from the same merged tokens."""
-
     compares_afar: ClassVar[bool] = False
     """Whether tokens are compared across the whole grid, which is slow."""
 
@@ -42,11 +39,8 @@ class Strategy:
         self.ops = ops
 
     @classmethod
-    def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float | None:
-        """The largest share of the tokens that can merge, given the number of frames.
-
-        None if the ratio decides only whether tokens merge, not how many.
-        """
+    def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float:
+        """The largest share of the tokens that can merge, given the number of frames."""
         return 1.0
 
     def begin(self, key: Tensor) -> None:

@@ -48,7 +48,6 @@ Ladder = Sequence[Candidate]
 Figures = Mapping[Candidate, "Measured"]
 """What was measured, by the settings that were tried."""
 
-# Preset quality offers nothing that balanced does not (benchmarks/FIDELITY.md).
 BALANCED: Ladder = [Candidate("balanced", ratio) for ratio in (0.3, 0.45, 0.6, 0.75, 0.85)]
 FAST: Ladder = [Candidate("fast", ratio) for ratio in (0.3, 0.4, 0.5, 0.6, 0.7)]
 

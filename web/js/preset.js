@@ -1,7 +1,7 @@
 import { app } from "../../../scripts/app.js";
 
 const NODE = "ToMePatchModel";
-// As tome_nodes/presets.py has them: the preset that decides nothing, and the inputs that none
+// As tome_nodes/settings/presets.py has them: the preset that decides nothing, and the inputs that none
 // decides.
 let custom, free;
 

@@ -1,0 +1,401 @@
+"""Steps in which the model does not run, in the host's own samplers."""
+
+import gc
+import weakref
+
+import comfy.samplers
+import host
+import pytest
+import torch
+from comfy.extra_samplers import uni_pc
+from comfy.k_diffusion import sampling
+from comfy.patcher_extension import WrappersMP
+from comfy_extras import nodes_apg, nodes_easycache
+from comfy_extras.nodes_cfg import CFGZeroStar
+from common import relative_error
+from models.comfyui import TINY, build_class, conditioning, sample
+
+from benchmarks.fidelity import rivals
+from tome_nodes.comfyui import comfy_compiler, forecast_run
+from tome_nodes.comfyui.attachment import attach, last_run
+from tome_nodes.forecasting import forecasts, reasons
+from tome_nodes.forecasting.steps import log_snr
+from tome_nodes.report import drawing
+from tome_nodes.report.pages import hint_for, in_words, report_of
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
+
+FAST = settings_of("fast", {"ratio": 0.6})
+SIZE = 8, 10
+
+
+def configured(**others):
+    return ToMeConfig(**{**FAST, "min_tokens": 1, **others})
+
+
+def sampled(model, steps=8, kind="flux", **options):
+    return sample(model, TINY[kind], SIZE, steps=steps, **options)
+
+
+@pytest.fixture
+def flux(models):
+    return models("flux")
+
+
+def seen(model, kind=WrappersMP.APPLY_MODEL):
+    """The model, and what its evaluations got and gave: noise level, latent, denoised latent."""
+    found = []
+
+    def wrapper(executor, x, t, *args, **kwargs):
+        denoised = executor(x, t, *args, **kwargs)
+        found.append((float(t.max()), x.clone(), denoised.clone()))
+        return denoised
+
+    clone = model.clone()
+    clone.add_wrapper_with_key(kind, str(id(found)), wrapper)
+    return clone, found
+
+
+def seen_by_sampler(model):
+    """The same, of the guided answers that the sampler gets."""
+    return seen(model, WrappersMP.PREDICT_NOISE)
+
+
+def levels_of(evaluations):
+    return {level for level, _, _ in evaluations}
+
+
+@pytest.mark.parametrize("kind", ["flux", "wan21", "qwen_image", "ltxav", "z_image"])
+def test_the_model_is_left_out_where_a_straight_line_takes_its_place(
+    models, log_messages, monkeypatch, kind
+):
+    model = models(kind)
+    patched, answers = seen(attach(model, configured()))
+    monkeypatch.setattr(forecasts, "_corrected", lambda *_: None)
+    found = sampled(patched, 6, kind)
+    # The rival puts the line in place of the guided answer, which is the same as of both parts.
+    expected = sampled(rivals.forecast()(model), 6, kind)
+    assert relative_error(found, expected) < 1e-4
+    assert len(levels_of(answers)) == 4
+    assert log_messages()[-1] == "[ToMe] forecast 2/6 steps, ratio 0.60"
+    assert relative_error(found, sampled(model, 6, kind)) > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["flux", "wan21", "ltxav"])
+def test_the_step_after_a_forecast_makes_up_for_its_error(models, monkeypatch, kind):
+    """In the arithmetic of the sampler, with the line between the answers around the forecast."""
+    monkeypatch.setattr(forecasts, "_RESPONSE", 0.0)
+    outside, given = seen_by_sampler(models(kind))
+    patched, answers = seen(attach(outside, configured()))
+    sampled(patched, 6, kind, cfg=1.0)
+    assert len(given) == 6 and len(answers) == 4
+    answered = {level: denoised for level, _, denoised in answers}
+    levels, latents = [each[0] for each in given], [each[1] for each in given]
+    for step in (2, 4):
+        before, now, after = (answered.get(level) for level in levels[step - 1 : step + 2])
+        assert now is None
+        logs = [log_snr(level, is_flow=True) for level in levels[step - 1 : step + 2]]
+        between = torch.lerp(before, after, (logs[1] - logs[0]) / (logs[2] - logs[0]))
+        if step == 4:
+            # There is no step after the next.
+            assert torch.equal(given[5][2], after)
+            continue
+        share, next_share = (levels[at + 1] / levels[at] for at in (step, step + 1))
+        expected = torch.lerp(after, torch.lerp(between, latents[step], share), next_share)
+        assert relative_error(latents[step + 2], expected) < 1e-5
+        uncorrected = torch.lerp(after, latents[step + 1], next_share)
+        assert relative_error(latents[step + 2], uncorrected) > 1e-4
+
+
+@pytest.mark.newest_only
+def test_the_samplers_that_hold_are_the_hosts():
+    known = {name for name in vars(sampling) if name.startswith("sample_")} | {*vars(uni_pc)}
+    assert {f"sample_{name}" for name in forecast_run._SAMPLERS} <= known
+
+
+@pytest.mark.parametrize(("sampler", "is_changed"), [("uni_pc", False), ("dpmpp_2m", True)])
+def test_samplers_that_make_more_of_answers_get_them_as_they_are(flux, sampler, is_changed):
+    outside, given = seen_by_sampler(flux)
+    patched, answers = seen(attach(outside, configured()))
+    # UniPC's is the only one that does not switch gradients off itself.
+    with torch.no_grad():
+        sampled(patched, 8, cfg=1.0, sampler=sampler)
+    assert len(given) == 8 and len(answers) == 5
+    found = {level: denoised for level, _, denoised in given}
+    changed = [not torch.equal(found[level], denoised) for level, _, denoised in answers]
+    assert any(changed) == is_changed
+
+
+@pytest.mark.parametrize(
+    ("steps", "sampler", "why"),
+    [
+        (3, "euler", reasons.too_short(3)),
+        (1, "euler", reasons.too_short(1)),
+        (6, "dpmpp_2m", reasons.too_short(6, 8)),
+        (8, "deis", reasons.sampler("deis")),
+        (8, "dpmpp_2m_sde", reasons.sampler("dpmpp_2m_sde")),
+        (8, "heun", reasons.sampler("heun")),
+        (8, "euler_cfg_pp", reasons.sampler("euler_cfg_pp")),
+    ],
+)
+def test_a_run_that_cannot_be_forecast_is_the_plain_one(flux, log_messages, steps, sampler, why):
+    found = sampled(attach(flux, configured()), steps, sampler=sampler)
+    assert torch.equal(found, sampled(flux, steps, sampler=sampler))
+    assert log_messages() == [f"[ToMe] nothing was forecast: {why}"]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "why"),
+    [("heun", reasons.SEVERAL), ("seeds_2", reasons.SEVERAL), ("euler_cfg_pp", reasons.UNGUIDED)],
+)
+def test_a_run_shows_what_a_sampler_does_whatever_its_name(
+    flux, log_messages, monkeypatch, sampler, why
+):
+    known = {sampler: forecast_run._SAMPLERS["euler"]}
+    monkeypatch.setattr(forecast_run, "_SAMPLERS", known)
+    found = sampled(attach(flux, configured()), sampler=sampler)
+    assert torch.equal(found, sampled(flux, sampler=sampler))
+    assert log_messages() == [f"[ToMe] nothing was forecast: {why}"]
+
+
+def test_a_sampler_within_another_counts(flux, log_messages):
+    def sample_wrapping(model, x, sigmas, inner, **options):
+        return inner.sampler_function(model, x, sigmas, **options)
+
+    for name, expected in (("euler", "forecast 2/8 steps"), ("heun", "under the sampler heun")):
+        inner = comfy.samplers.sampler_object(name)
+        outer = comfy.samplers.KSAMPLER(sample_wrapping, {"inner": inner})
+        guided(attach(flux, configured()), sampler=outer)
+        assert expected in log_messages()[-1]
+
+
+def guided(model, steps=8, sampler=None, sigmas=None, callback=None, **options):
+    """What a guider samples, as ComfyUI's custom sampler has it."""
+    tiny = TINY["flux"]
+    guider = comfy.samplers.CFGGuider(model)
+    guider.set_conds(conditioning(tiny, 5), conditioning(tiny, 6))
+    guider.set_cfg(4.0)
+    latent = torch.zeros(1, tiny.channels, *SIZE)
+    noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(1))
+    sigmas = torch.linspace(1, 0, steps + 1) if sigmas is None else sigmas
+    sampler = sampler or comfy.samplers.sampler_object("euler")
+    return guider.sample(noise, latent, sampler, sigmas, callback=callback, **options)
+
+
+def test_the_callback_of_the_host_is_called_as_without(flux):
+    seen_steps = []
+    guided(attach(flux, configured()), callback=lambda step, *_: seen_steps.append(step))
+    assert seen_steps == [*range(8)]
+
+
+def moving_mask(model):
+    clone = model.clone()
+    clone.set_model_denoise_mask_function(lambda sigma, mask, extra_options: mask)
+    return clone
+
+
+def easy_cache(model):
+    return nodes_easycache.EasyCacheNode.execute(model, 0.2, 0.15, 0.95, False).args[0]
+
+
+def lazy_cache(model):
+    return nodes_easycache.LazyCacheNode.execute(model, 0.2, 0.15, 0.95, False).args[0]
+
+
+def apg(momentum):
+    return lambda model: nodes_apg.APG.execute(model, 1.0, 5.0, momentum).args[0]
+
+
+@pytest.mark.parametrize(
+    ("patch", "why"),
+    [
+        (moving_mask, reasons.MOVING_MASK),
+        (easy_cache, reasons.CACHE),
+        (lazy_cache, reasons.CACHE),
+        (apg(-0.5), reasons.MOMENTUM),
+        (apg(0.0), None),
+    ],
+    ids=["moving mask", "EasyCache", "LazyCache", "APG with momentum", "APG without"],
+)
+@pytest.mark.parametrize("is_last", [False, True])
+def test_beside_some_nodes_nothing_is_forecast(flux, log_messages, patch, why, is_last):
+    ours = attach(flux, configured())
+    found = sampled(patch(ours) if is_last else attach(patch(flux), configured()))
+    assert torch.equal(found, sampled(patch(flux))) == (why is not None)
+    expected = "forecast 3/8 steps, ratio 0.60" if why is None else f"nothing was forecast: {why}"
+    assert log_messages() == [f"[ToMe] {expected}"]
+
+
+def test_noise_that_a_sampler_adds_on_top_is_left_alone(flux, log_messages):
+    churning = comfy.samplers.ksampler("euler", {"s_churn": 2.0})
+    guided(attach(flux, configured()), sampler=churning)
+    expected = reasons.sampler("euler with s_churn")
+    assert log_messages() == [f"[ToMe] nothing was forecast: {expected}"]
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_other_nodes_see_forecasts_as_answers_whatever_the_order(flux, is_last):
+    """Ours is the innermost of the wrappers of a guided answer."""
+    guided_answers = []
+
+    def wrapper(executor, x, *args, **kwargs):
+        answer = executor(x, *args, **kwargs)
+        guided_answers.append(answer)
+        return answer
+
+    def add(model):
+        clone = model.clone()
+        clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "other", wrapper)
+        return clone
+
+    patched = add(attach(flux, configured())) if is_last else attach(add(flux), configured())
+    patched, answers = seen(patched)
+    sampled(patched)
+    assert len(guided_answers) == 8 and len(levels_of(answers)) == 5
+
+
+def test_nodes_that_change_the_guided_answer_need_no_thought(flux, log_messages):
+    guided_by_other = CFGZeroStar.execute(flux).args[0]
+    sampled(attach(guided_by_other, configured()))
+    assert log_messages() == ["[ToMe] forecast 3/8 steps, ratio 0.60"]
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_prompts_of_two_calls_are_forecast_together(flux, monkeypatch, short):
+    """They are where memory is short, or where their lengths differ."""
+    tiny = TINY["flux"]
+    expected = sampled(attach(flux, configured()))
+    prompts = conditioning(tiny, 5), conditioning(tiny, 6, tokens=12 if short else 20)
+    if not short:
+        get_free_memory = type(flux).get_free_memory
+        monkeypatch.setattr(type(flux), "get_free_memory", lambda *_: 0)
+    patched, answers = seen(attach(flux, configured()))
+    found = sampled(patched, prompts=prompts)
+    assert len(answers) == 2 * 5 and len(levels_of(answers)) == 5
+    if not short:
+        assert relative_error(found, expected) < 1e-5
+        assert get_free_memory is not None
+
+
+def test_a_model_without_a_record_is_forecast(log_messages):
+    model = build_class("AuraFlow", TINY["aura_flow"].settings)
+    found = sample(attach(model, configured()), TINY["aura_flow"], steps=8)
+    assert torch.isfinite(found).all()
+    assert log_messages() == ["[ToMe] forecast 3/8 steps, ratio 0.60"]
+
+
+def test_the_hosts_compiler_stays_on_where_steps_are_forecast(flux, monkeypatch):
+    def fail(options):
+        raise AssertionError("it was switched off")
+
+    monkeypatch.setattr(comfy_compiler, "switched_off", fail)
+    sampled(attach(flux, configured()))
+    with pytest.raises(AssertionError, match="switched off"):
+        sampled(attach(flux, configured(forecast=False, attn_tokens="k,v")))
+
+
+def test_nothing_is_kept_of_a_run(flux, monkeypatch):
+    kept = []
+    observe = forecasts.Forecasts.observe
+
+    def watched(self, step, denoised, call=0):
+        answer = observe(self, step, denoised, call)
+        kept.extend(weakref.ref(each.denoised) for each in self._lines[0].answers)
+        alive = {id(each()) for each in kept if each() is not None}
+        assert len(alive) <= 2
+        return answer
+
+    monkeypatch.setattr(forecasts.Forecasts, "observe", watched)
+    patched = attach(flux, configured())
+    options = patched.model_options["transformer_options"]
+    sampled(patched)
+    gc.collect()
+    assert kept and not any(each() is not None for each in kept)
+    assert "wrappers" not in options or WrappersMP.PREDICT_NOISE not in options["wrappers"]
+
+
+def test_without_forecasts_the_model_runs_in_each_step_and_merges(flux, log_messages):
+    patched, answers = seen(attach(flux, configured(forecast=False)))
+    sampled(patched)
+    assert len(levels_of(answers)) == 8
+    assert log_messages()[-1].startswith("[ToMe] merged ")
+
+
+@pytest.mark.parametrize("preset", ["balanced", "fast"])
+def test_these_presets_are_the_same(flux, log_messages, preset):
+    config = ToMeConfig(**settings_of(preset, {"ratio": 0.6}) | {"min_tokens": 1})
+    found = sampled(attach(flux, config))
+    assert torch.equal(found, sampled(attach(flux, configured())))
+    assert log_messages()[0] == "[ToMe] forecast 3/8 steps, ratio 0.60"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"), [("ddim", 5), ("gradient_estimation", 5), ("res_multistep", 5)]
+)
+def test_other_samplers_leave_out_as_many_steps(flux, sampler, expected):
+    patched, answers = seen(attach(flux, configured()))
+    found = sampled(patched, cfg=1.0, sampler=sampler)
+    assert len(answers) == expected
+    plain = sampled(flux, cfg=1.0, sampler=sampler)
+    assert 0 < relative_error(found, plain) < 1
+
+
+def test_only_active_steps_are_left_out(flux):
+    patched, answers = seen(attach(flux, configured(start_percent=0.6)))
+    sampled(patched, cfg=1.0)
+    plain, every = seen(flux)
+    sampled(plain, cfg=1.0)
+    assert 6 <= len(answers) < 8
+    left_out = levels_of(every) - levels_of(answers)
+    assert left_out and max(left_out) < every[3][0]
+
+
+def test_a_run_of_a_picture_is_forecast_and_a_second_run_begins_anew(flux):
+    patched, answers = seen(attach(flux, configured()))
+    options = {"cfg": 1.0, "picture": 0.5, "start_step": 2}
+    first = sampled(patched, **options)
+    assert len(answers) == 4
+    sampled(patched, cfg=1.0, seed=9)
+    again = sampled(patched, **options)
+    assert torch.equal(first, again)
+
+
+def test_an_unet_merges_in_all_steps(sd15, log_messages):
+    patched, answers = seen(attach(sd15, configured()))
+    host.sample(patched, size=(16, 16), steps=6)
+    assert len(levels_of(answers)) == 6
+    assert log_messages()[-1].startswith("[ToMe] merged ")
+
+
+def test_the_report_says_how_many_steps_were_forecast(flux):
+    patched = attach(flux, configured(), wants_details=lambda: True)
+    sampled(patched)
+    run = last_run(patched)
+    lines = in_words(run)
+    assert lines[0] == "Forecast: 3 of 8 steps"
+    assert not any(line.startswith(("Merged", "Nothing", "Steps: merged")) for line in lines)
+    assert "Settings: ratio 0.60" in lines
+    assert hint_for(run) is None
+    for view in ("merge map", "heat map", "chart"):
+        page = report_of(run, view)
+        assert page.text.splitlines() == lines
+        # A square of 40 pixels for each step.
+        squares = [tuple(page.picture[100, 50 + 40 * step].tolist()) for step in range(8)]
+        forecast_steps = [step for step in range(8) if squares[step] == drawing.FAINT]
+        assert forecast_steps == [2, 4, 6]
+
+
+def test_the_line_on_the_node_says_which_steps_were_forecast(flux):
+    lines = []
+    sampled(attach(flux, configured(), on_step=lines.append))
+    forecast_steps = [step for step in range(8) if lines[step].startswith("forecast, step")]
+    assert len(lines) == 8
+    assert forecast_steps == [2, 4, 6]
+
+
+@pytest.mark.parametrize("preset", ["balanced", "fast"])
+def test_a_ratio_of_0_is_the_plain_model(flux, preset):
+    config = ToMeConfig(**settings_of(preset, {"ratio": 0.0}) | {"min_tokens": 1})
+    patched, answers = seen(attach(flux, config))
+    assert torch.equal(sampled(patched), sampled(flux))
+    assert len(levels_of(answers)) == 8
