@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         "measure all methods against the unpatched model; more arguments: --transformers, "
         "--quick, --model, --size, --minutes, --name; with --fidelity, how much everything that a "
         "user could pick changes, and what it takes: --quick, --only, --steps, --names, --seeds; "
-        "with --forecasts, whether forecasts change more than fewer steps anywhere: --quick, --only; "
+        "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
         "with --picture, the picture of off and on: --model, --columns, --repeats; with "
         "--host-time, what merging adds before any kernel runs: --quick; with --tune, whether ToMe "
         "Tune keeps its word: --wish, --size; with --diffusers, Flux of diffusers: --quick; with "
