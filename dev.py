@@ -113,6 +113,7 @@ def bench(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="dev.py bench", add_help=False, allow_abbrev=False)
     others = {
         "fidelity": "benchmarks.fidelity",
+        "forecasts": "benchmarks.forecasts",
         "picture": "benchmarks.fidelity.off_and_on",
         "host-time": "benchmarks.speed.host_time",
         "tune": "benchmarks.speed.tuning",
@@ -223,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         "measure all methods against the unpatched model; more arguments: --transformers, "
         "--quick, --model, --size, --minutes, --name; with --fidelity, how much everything that a "
         "user could pick changes, and what it takes: --quick, --only, --steps, --names, --seeds; "
+        "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
         "with --picture, the picture of off and on: --model, --columns, --repeats; with "
         "--host-time, what merging adds before any kernel runs: --quick; with --tune, whether ToMe "
         "Tune keeps its word: --wish, --size; with --report, tables of what was measured on a GPU",

@@ -1,0 +1,1 @@
+"""Forecasts in every situation, against as many fewer steps."""

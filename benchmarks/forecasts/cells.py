@@ -1,0 +1,320 @@
+"""One cell of the table: a graph without our node, with it, and without it in fewer steps."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import comfy.model_management
+import comfy.sample
+import comfy.samplers
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from comfy_extras.nodes_model_advanced import ModelSamplingSD3
+from torch import Tensor
+
+from benchmarks.forecasts import subjects
+from benchmarks.forecasts.situations import SITUATIONS, Situation
+from benchmarks.forecasts.subjects import Subject
+from tome_nodes.comfyui.attachment import attach
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import PRESET, settings_of
+
+MOST, NOTHING = 1.15, 0.005
+"""Ours may change the result at most so many times as fewer steps do, or by so much."""
+
+SEEDS = (1, 2, 3, 4)
+"""Those of samplers that add noise; others have the first only."""
+
+_CHURN = {"s_churn": 1.0, "s_tmax": 0.9}
+"""What makes a sampler such as that of Euler add noise in each step."""
+
+_ADD_NOISE = ("ancestral", "sde", "ddpm", "lcm", "seeds", "sa_solver", "s_churn")
+"""Parts of the names of samplers that add noise."""
+
+SAMPLERS = (
+    *comfy.samplers.SAMPLER_NAMES,
+    *(f"{name}, s_churn" for name in ("euler", "heun", "dpm_2", "heunpp2")),
+)
+"""The host's samplers, and those that take it with churn."""
+
+_NOTHING_WAS = "[ToMe] nothing was forecast: "
+
+FORECAST, ASIDE, NONE, WRONG = "forecast", "aside", "not possible", "wrong"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph without our node.
+
+    Attributes:
+        sampler: one of :data:`SAMPLERS`.
+        steps: how many the schedule has.
+        guidance: the scale.
+        negative: whether the negative prompt says anything.
+        situation: the name of what else there is in it.
+        scheduler: its name.
+        shift: that of the noise levels; None for that of the model.
+        is_judged: whether the trained judge runs, not the exact denoiser.
+    """
+
+    sampler: str
+    steps: int
+    guidance: float
+    negative: bool
+    situation: str
+    scheduler: str
+    shift: float | None
+    is_judged: bool = False
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Those that a mean is taken over."""
+        return SEEDS if any(part in self.sampler for part in _ADD_NOISE) else SEEDS[:1]
+
+    @property
+    def subject(self) -> Subject:
+        """What it is run on."""
+        return _subject(self.is_judged, SITUATIONS[self.situation].is_video)
+
+    def in_words(self) -> str:
+        """Its values, in one line."""
+        negative = "a" if self.negative else "no"
+        shift = "" if self.shift is None else f" with shift {self.shift:g}"
+        judged = ", on the judge" if self.is_judged else ""
+        return (
+            f"{self.situation}, {self.sampler}, {self.steps} steps, {self.scheduler}{shift}, "
+            f"guidance {self.guidance:g}, {negative} negative prompt{judged}"
+        )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What came of a graph.
+
+    Attributes:
+        verdict: whether steps were forecast, or none were; ``wrong`` if none were and the result is
+            another one or no line of the log says why.
+        evaluated: in how many steps the network of the plain run was evaluated.
+        ours: the same with our node.
+        fewer: the same in fewer steps.
+        change, change_by_fewer: how much ours and fewer steps change the result.
+        why: why nothing was forecast, in the words of the log, or why the graph cannot run.
+    """
+
+    verdict: str
+    evaluated: int = 0
+    ours: int = 0
+    fewer: int = 0
+    change: float = 0.0
+    change_by_fewer: float = 0.0
+    why: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The change over the largest that is allowed; more than 1 is too much."""
+        if self.verdict == WRONG:
+            return float("inf")
+        return self.change / max(MOST * self.change_by_fewer, NOTHING)
+
+    def in_words(self) -> str:
+        """What came of it, in one line."""
+        if self.verdict != FORECAST:
+            return f"{self.verdict}: {self.why}"
+        return (
+            f"{self.ours} of {self.evaluated} steps evaluated, change {self.change:.4f}, "
+            f"by {self.fewer} steps {self.change_by_fewer:.4f}"
+        )
+
+    def in_short(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"ratio": self.ratio} | {name: each for name, each in asdict(self).items() if each}
+
+
+@dataclass(frozen=True)
+class Result:
+    """The latent of a run, and in how many steps the network was evaluated."""
+
+    latent: Tensor
+    evaluated: int
+
+
+def cell(graph: Graph) -> Cell:
+    """Run a graph without our node and with it, and in fewer steps if any were forecast."""
+    seed, *others = graph.seeds
+    try:
+        plain = [run(graph, seed)]
+    except Exception as error:
+        return Cell(NONE, why=f"alone, it fails: {type(error).__name__}: {str(error)[:100]}")
+    if not plain[0].latent.isfinite().all():
+        return Cell(NONE, why="alone, it gives no finite result")
+    with _log_lines() as lines:
+        ours = [run(graph, seed, with_ours=True)]
+    counts = plain[0].evaluated, ours[0].evaluated
+    reasons = [line for line in lines if line.startswith(_NOTHING_WAS)]
+    why = "; ".join(dict.fromkeys(line.removeprefix(_NOTHING_WAS) for line in reasons))
+    if len(reasons) == len(lines):
+        is_same = torch.equal(plain[0].latent, ours[0].latent)
+        return Cell(ASIDE if is_same and why else WRONG, *counts, why=why)
+    plain += [run(graph, each) for each in others]
+    ours += [run(graph, each, with_ours=True) for each in others]
+    steps, first = _in_fewer_steps(graph, *counts)
+    fewer = [first, *(run(graph, each, steps=steps) for each in others)]
+    change, by_fewer = _change(graph, ours, plain), _change(graph, fewer, plain)
+    return Cell(FORECAST, *counts, first.evaluated, change, by_fewer)
+
+
+def _in_fewer_steps(graph: Graph, evaluated: int, ours: int) -> tuple[int, Result]:
+    """The longest plain run that evaluates no more steps than ours, and the steps of its schedule.
+
+    Another node may leave out steps or add some, so that the two numbers differ.
+    """
+    steps = min(graph.steps, round(graph.steps * ours / evaluated))
+    result = run(graph, graph.seeds[0], steps=steps)
+    while result.evaluated > ours and steps > 2:
+        steps -= 1
+        result = run(graph, graph.seeds[0], steps=steps)
+    while result.evaluated < ours and steps < graph.steps:
+        longer = run(graph, graph.seeds[0], steps=steps + 1)
+        if longer.evaluated > ours:
+            break
+        steps, result = steps + 1, longer
+    return steps, result
+
+
+def _change(graph: Graph, results: list[Result], plain: list[Result]) -> float:
+    """The mean difference of results."""
+    pairs = zip(results, plain, strict=True)
+    changes = [graph.subject.difference(one.latent, other.latent) for one, other in pairs]
+    return sum(changes) / len(changes)
+
+
+def run(graph: Graph, seed: int, with_ours: bool = False, steps: int | None = None) -> Result:
+    """Run a graph.
+
+    Args:
+        graph: the graph.
+        seed: that of all noise.
+        with_ours: whether our node is in it.
+        steps: a number of steps instead of its own.
+    """
+    situation, subject = SITUATIONS[graph.situation], graph.subject
+    counter = _Counter(situation)
+    model = subject.model
+    if graph.shift is not None:
+        (model,) = ModelSamplingSD3().patch(model, graph.shift)
+    patches = [situation.patch, *([_ours] if with_ours else [])]
+    for patch in reversed(patches) if situation.is_last else patches:
+        model = patch(model)
+    model = counter.watching(subject.finish(model))
+    # EasyCache reads the noise levels of whatever the model sampled last.
+    comfy.model_management.load_models_gpu([model])
+    guider = comfy.samplers.CFGGuider(model)
+    positive, negative = situation.prompts(subject)
+    guider.set_conds(positive, negative if graph.negative else subjects.emptied(negative))
+    guider.set_cfg(graph.guidance)
+    name, _, churns = graph.sampler.partition(", ")
+    sampler = comfy.samplers.sampler_object(name)
+    if churns:
+        sampler.extra_options = sampler.extra_options | _CHURN
+    sampler = situation.wrap(sampler)
+    sigmas = subjects.sigmas_of(model, name, graph.scheduler, steps or graph.steps)
+    batch = (situation.batch, *[1] * (len(subject.shape) - 1))
+    latent = subject.picture.repeat(batch) * situation.begins
+    noise = comfy.sample.prepare_noise(latent, seed)
+    mask = torch.linspace(0, 1, latent.shape[-1]).expand(1, 1, *latent.shape[-2:])
+    # Some samplers draw from the global generator.
+    with torch.random.fork_rng(), torch.no_grad(), counter.memory():
+        torch.manual_seed(seed)
+        for levels in situation.passes(sigmas):
+            added = noise if levels[0] > levels[-1] else torch.zeros_like(noise)
+            latent = guider.sample(
+                added,
+                latent,
+                sampler,
+                levels,
+                mask if situation.masked else None,
+                disable_pbar=True,
+                seed=seed,
+            )
+            noise = torch.zeros_like(noise)
+    return Result(latent, counter.evaluated)
+
+
+@cache
+def _subject(is_judged: bool, is_video: bool) -> Subject:
+    if is_judged:
+        return subjects.judge()
+    return subjects.videos() if is_video else subjects.pictures()
+
+
+def _ours(model: ModelPatcher) -> ModelPatcher:
+    return attach(model, ToMeConfig(**settings_of(PRESET.default, {})))
+
+
+class _Counter:
+    """Counts steps in which the network is evaluated, and lets memory be short in some.
+
+    Attributes:
+        evaluated: how many there were.
+    """
+
+    def __init__(self, situation: Situation):
+        self.evaluated = 0
+        self._situation = situation
+        self._guided = 0
+        self._has_run = False
+
+    def watching(self, model: ModelPatcher) -> ModelPatcher:
+        """A clone of a model that counts; the network's innermost wrapper but for its answer."""
+        clone = model.clone()
+        wrappers = clone.wrappers.setdefault(WrappersMP.DIFFUSION_MODEL, {})
+        last = wrappers.pop("denoiser", None)
+        wrappers["counter"] = [self._run]
+        if last is not None:
+            wrappers["denoiser"] = last
+        clone.set_model_sampler_pre_cfg_function(self._guide)
+        return clone
+
+    def _run(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        self._has_run = True
+        return executor(*args, **kwargs)
+
+    def _guide(self, given: dict[str, Any]) -> Any:
+        """Called by the host before each guidance."""
+        self.evaluated += self._has_run
+        self._guided += 1
+        self._has_run = False
+        return given["conds_out"]
+
+    @contextmanager
+    def memory(self) -> Iterator[None]:
+        """Let memory be short in the steps in which it is in the situation."""
+        free = ModelPatcher.get_free_memory
+
+        def left(patcher: ModelPatcher, device: torch.device) -> Any:
+            return 0 if self._situation.is_short(self._guided) else free(patcher, device)
+
+        with mock.patch.object(ModelPatcher, "get_free_memory", left):
+            yield
+
+
+@contextmanager
+def _log_lines() -> Iterator[list[str]]:
+    """What our log says while the block runs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("tome_nodes")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)

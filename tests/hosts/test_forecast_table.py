@@ -1,0 +1,186 @@
+"""The table of forecasts against fewer steps says what happened, and covers what it claims to."""
+
+import logging
+import sys
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+import torch
+from comfyui_version import __version__
+
+from tools.environment import NEWEST, is_earlier
+
+if is_earlier(__version__, NEWEST):
+    pytest.skip(f"ComfyUI {__version__} lacks some of the nodes", allow_module_level=True)
+
+from benchmarks.forecasts import __main__ as command
+from benchmarks.forecasts import cells, denoiser, page, pairs
+from benchmarks.forecasts.cells import ASIDE, FORECAST, NONE, WRONG, Cell, Graph
+from benchmarks.forecasts.situations import SITUATIONS
+
+PLAIN = Graph("euler", 8, 3.0, True, "plain", "simple", 3.0)
+
+ALIKE = {"plain", "split sampling", "batch that splits and joins"}
+"""Situations in which the first picture is that of the plain graph, but for the order of sums."""
+
+
+def missing(axes, rows, apart=()):
+    """The pairs of values that do not occur."""
+    return {
+        (one, a, other, b)
+        for one, other in combinations(axes, 2)
+        if not {one, other} <= set(apart)
+        for a, b in product(axes[one], axes[other])
+        if not any(row[one] == a and row[other] == b for row in rows)
+    }
+
+
+def test_each_pair_occurs_in_few_combinations():
+    axes = {"a": range(7), "b": "wxyz", "c": (True, False), "d": (None, 1, 2, 3, 4)}
+    rows = pairs.cover(axes)
+    assert not missing(axes, rows)
+    # Fewer than 35 cannot have all pairs of the two longest axes.
+    assert 35 <= len(rows) <= 42
+    fewer = pairs.cover(axes, apart=("a", "d"))
+    assert not missing(axes, fewer, apart=("a", "d"))
+    assert len(fewer) <= 32
+
+
+def test_the_table_has_each_pair_and_each_of_the_hosts_samplers_and_schedulers():
+    named = {"sampler", "steps", "guidance", "negative", "situation", "schedule"}
+    assert set(command.AXES) == named
+    rows = [
+        {name: getattr(graph, name) for name in named - {"schedule"}}
+        | {"schedule": (graph.scheduler, graph.shift)}
+        for graph in command.graphs(is_quick=True)
+    ]
+    assert not missing(command.AXES, rows, apart=command.LONG_AXES)
+    samplers = {name for name in cells.SAMPLERS if ", " not in name}
+    assert samplers == set(command.comfy.samplers.SAMPLER_NAMES)
+
+
+@pytest.mark.parametrize("power", [2.0, 2.5])
+def test_the_denoiser_gives_the_mean_of_the_pictures_that_a_latent_may_hold(power):
+    """Against the posterior mean of a normal vector, by solving with its covariance."""
+    high, wide, noise, variance = 4, 6, 0.6, 0.8
+    random = torch.Generator().manual_seed(0)
+    latent, centre = torch.randn(2, 1, 1, high, wide, generator=random)
+    size = high * wide
+    waves = torch.fft.fft2(torch.eye(size, dtype=torch.complex128).reshape(size, high, wide))
+    waves = waves.reshape(size, size) / size**0.5
+    spectrum = variance * denoiser._spectrum(high, wide, power).double().flatten()
+    covariance = (waves.conj() * spectrum @ waves.T).real
+    share = 1 - noise
+    of_latent = share**2 * covariance + noise**2 * torch.eye(size)
+    off = (latent - share * centre).double().flatten()
+    expected = centre.flatten() + share * covariance @ torch.linalg.solve(of_latent, off)
+    actual = denoiser.denoised(latent, centre, noise, variance, power)
+    torch.testing.assert_close(actual.flatten().double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The result of the plain graph in each shape."""
+    return {
+        is_video: cells.run(replace(PLAIN, situation=name, steps=12), 1).latent
+        for is_video, name in ((False, "plain"), (True, "windows standard_static"))
+    }
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_each_situation_changes_the_result_without_ours(name, plain):
+    graph = replace(PLAIN, situation=name, steps=12)
+    result = cells.run(graph, 1)
+    assert result.latent.isfinite().all()
+    expected = plain[SITUATIONS[name].is_video]
+    difference = graph.subject.difference(result.latent[:1], expected)
+    if name in (*ALIKE, "windows standard_static"):
+        assert difference < 1e-4
+    else:
+        assert difference > 0.001
+    torch.testing.assert_close(cells.run(graph, 1).latent, result.latent, rtol=0, atol=0)
+
+
+def test_a_cell_that_forecasts_has_as_many_fewer_steps():
+    cell = cells.cell(replace(PLAIN, guidance=1.0))
+    assert (cell.verdict, cell.evaluated, cell.why) == (FORECAST, 8, "")
+    assert cell.ours == cell.fewer < 8
+    fewer = cells.run(replace(PLAIN, guidance=1.0), 1, steps=cell.fewer)
+    assert fewer.evaluated == cell.fewer
+    plain = cells.run(replace(PLAIN, guidance=1.0), 1).latent
+    assert cell.change_by_fewer == pytest.approx(
+        float((fewer.latent - plain).norm() / plain.norm())
+    )
+    assert cell.ratio == pytest.approx(cell.change / max(1.15 * cell.change_by_fewer, 0.005))
+
+
+def test_a_sampler_with_noise_has_the_mean_of_four_seeds(monkeypatch):
+    seeds = []
+
+    def run(graph, seed, with_ours=False, steps=None):
+        seeds.append(seed)
+        if with_ours:
+            logging.getLogger("tome_nodes").info("[ToMe] 2 of 8 steps forecast")
+        value = 1.0 if not with_ours and steps is None else 1.0 + (0.1 if steps else 0.01) * seed
+        return cells.Result(torch.full((1,), value), 6 if with_ours else steps or 8)
+
+    monkeypatch.setattr(cells, "run", run)
+    cell = cells.cell(replace(PLAIN, sampler="euler_ancestral"))
+    assert sorted(seeds) == sorted([1, 2, 3, 4] * 3)
+    assert cell.change == pytest.approx(0.025)
+    assert cell.change_by_fewer == pytest.approx(0.25)
+
+
+def test_a_cell_that_steps_aside_says_why_and_is_equal():
+    cell = cells.cell(replace(PLAIN, sampler="heun"))
+    assert (cell.verdict, cell.evaluated, cell.ours, cell.ratio) == (ASIDE, 15, 15, 0)
+    assert "heun" in cell.why
+
+
+@pytest.mark.parametrize(("difference", "line"), [(1e-6, True), (0.0, False)])
+def test_a_cell_that_steps_aside_but_differs_or_is_silent_is_wrong(monkeypatch, difference, line):
+    def run(graph, seed, with_ours=False, steps=None):
+        if with_ours and line:
+            logging.getLogger("tome_nodes").warning("[ToMe] nothing was forecast: it may not")
+        return cells.Result(torch.ones(1) + difference * with_ours, 8)
+
+    monkeypatch.setattr(cells, "run", run)
+    cell = cells.cell(PLAIN)
+    assert cell.verdict == WRONG
+    assert cell.ratio == float("inf")
+
+
+def test_a_graph_that_cannot_run_is_not_held_against_ours():
+    cell = cells.cell(replace(PLAIN, sampler="euler_ancestral", situation="restart schedule"))
+    assert cell.verdict == NONE
+    assert "finite" in cell.why
+    assert cell.ratio == 0
+
+
+def test_the_command_keeps_a_page_and_fails_for_a_cell_over_the_limit(
+    monkeypatch, tmp_path, capsys
+):
+    over = Cell(FORECAST, 8, 6, 6, change=0.3, change_by_fewer=0.2)
+    under = Cell(FORECAST, 8, 6, 6, change=0.1, change_by_fewer=0.2)
+    graphs = {PLAIN: under, replace(PLAIN, steps=10): Cell(ASIDE, 10, 10, why="it may not")}
+    judged = {replace(PLAIN, steps=20, is_judged=True): over}
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "graphs", lambda is_quick: [*graphs])
+    monkeypatch.setattr(command, "judged_graphs", lambda is_quick: [*judged])
+    monkeypatch.setattr(command, "cell", (graphs | judged).get)
+    monkeypatch.setattr(sys, "argv", ["forecasts"])
+    assert command.main() == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("summary: cells=3 forecast=2 aside=1 not_possible=0 over=1 worst=1.30 (")
+    assert "20 steps" in last
+    text = (tmp_path / "forecasts.md").read_text(encoding="utf-8")
+    assert last in text
+    assert "it may not" in text
+    monkeypatch.setattr(command, "judged_graphs", lambda is_quick: [])
+    assert command.main() == 0
+
+
+def test_the_worst_cell_is_the_one_that_is_wrong():
+    rows = [(PLAIN, Cell(FORECAST, change=9.0)), (replace(PLAIN, steps=30), Cell(WRONG))]
+    assert "worst=inf (plain, euler, 30 steps" in page.summary(rows)
