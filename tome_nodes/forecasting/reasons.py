@@ -29,9 +29,7 @@ TURNS = (
     "steps; lower the guidance, or take more steps"
 )
 
-NOISE_RISES = (
-    "the noise level does not fall from step to step, as in an inversion; leave ToMe out"
-)
+NOISE_RISES = "the noise level does not fall from step to step, as in an inversion; leave ToMe out"
 
 SEVERAL = "this sampler runs the model more than once a step; take euler, dpmpp_2m or res_multistep"
 
