@@ -52,13 +52,12 @@ def shown(server):
 
 def test_each_view_of_a_run_is_a_different_picture(server, shown):
     graph = with_report(seed=12, batch=2, image=["decode", 0])
-    graph["heat"] = report(view="heat map")
     graph["chart"] = report(view="chart")
     graph["first"] = report(step=1)
     graph["nowhere"] = report(level=4)
     graph["never"] = report(step=3)
-    graph["save_report"] = node("SaveImage", images=["heat", 0], filename_prefix="report")
-    graph["text"] = node("PreviewAny", source=["heat", 1])
+    graph["save_report"] = node("SaveImage", images=["chart", 0], filename_prefix="report")
+    graph["text"] = node("PreviewAny", source=["chart", 1])
     views = shown(graph)
     texts = {text for text, _ in views.values()}
     assert len(texts) == 1
@@ -72,6 +71,18 @@ def test_each_view_of_a_run_is_a_different_picture(server, shown):
     assert "report" in sampler_ran and "sampler" not in sampler_ran
     assert views["report"][1].tobytes() == pictures["chart"]
     assert "not writable" not in server.log
+
+
+def test_a_view_that_went_is_read_as_the_merge_map_and_another_is_refused(server, shown):
+    graph = with_report(seed=19, image=["decode", 0])
+    graph["saved"] = report(view="heat map", image=["decode", 0])
+    (_, new), (_, saved) = shown(graph).values()
+    assert saved.tobytes() == new.tobytes()
+    for view in "map", ["heat map"], {"a": 1}, None:
+        graph["saved"]["inputs"]["view"] = {"__value__": view}
+        errors = server.post("/prompt", {"prompt": graph})["node_errors"]["saved"]["errors"]
+        assert [error["extra_info"]["input_name"] for error in errors] == ["view"]
+        assert "is not allowed: it must be one of merge map | chart" in errors[0]["details"]
 
 
 def test_a_report_added_after_the_run_has_counts_and_says_how_to_get_the_rest(shown):
