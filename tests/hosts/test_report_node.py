@@ -78,7 +78,7 @@ def test_a_view_that_went_is_read_as_the_merge_map_and_another_is_refused(server
     graph["saved"] = report(view="heat map", image=["decode", 0])
     (_, new), (_, saved) = shown(graph).values()
     assert saved.tobytes() == new.tobytes()
-    for view in "map", ["heat map"], {"a": 1}, None:
+    for view in "map", ["heat map"], {"a": 1}:
         graph["saved"]["inputs"]["view"] = {"__value__": view}
         errors = server.post("/prompt", {"prompt": graph})["node_errors"]["saved"]["errors"]
         assert [error["extra_info"]["input_name"] for error in errors] == ["view"]
@@ -93,7 +93,7 @@ def test_a_report_added_after_the_run_has_counts_and_says_how_to_get_the_rest(sh
     assert card.width == 800
 
     # Only the sampler is executed again for these, not the patch node.
-    assert "Time: matching" in shown(with_report(seed=14))["report"][0]
+    assert "of which matching took" in shown(with_report(seed=14))["report"][0]
     assert shown(without_report(seed=15)) == {}
     assert "Details: " in shown(with_report(seed=15))["report"][0]
 
@@ -132,7 +132,7 @@ def test_each_report_is_about_the_run_and_the_patch_it_is_connected_to(shown):
         assert "256 -> 128 tokens" in texts[name]
     for name in "less_report", "less_keep":
         assert "256 -> 192 tokens" in texts[name]
-    assert all("Time: matching" in text for text in texts.values())
+    assert all("of which matching took" in text for text in texts.values())
     told_on = {line["data"]["node"] for line in lines}
     assert told_on == {"tome", "same", "least"}
 
