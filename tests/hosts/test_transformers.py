@@ -441,7 +441,7 @@ def test_a_report_shows_any_frame_of_a_video(models, frame):
     assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
     places = []
     grey = np.full((16, 20, 3), 0.5)
-    report_of(run, "heat map", picture_at=lambda place: places.append(place) or grey, frame=frame)
+    report_of(run, picture_at=lambda place: places.append(place) or grey, frame=frame)
     assert places == [shown / 4]
 
 

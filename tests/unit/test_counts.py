@@ -50,17 +50,6 @@ def test_each_deviation_from_the_settings_is_reported_once():
     )
 
 
-def test_plans_are_counted_for_blocks_that_had_one():
-    outcomes = [
-        merged("a", 64, 32, plans_made=1),
-        merged("b", 64, 32),
-        left_alone("c", 16),
-    ]
-    counts = counts_of((0, outcomes), (1, outcomes))
-    assert counts.plans_made == 2
-    assert counts.largest_grid == 64
-
-
 def test_the_most_common_reason_is_reported():
     counts = counts_of((0, [left_alone("a", 64, "few")]))
     assert log_line.obstacle(Counts(), 1, 2).startswith("max_downsample=1 leaves out every")

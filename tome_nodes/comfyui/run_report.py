@@ -61,9 +61,6 @@ class RunReport(Observer):
     def timed(self, block: str, forward: Forward) -> Forward:
         return self._details.timed(block, forward)
 
-    def begins(self, step: int) -> None:
-        self._details.begins(step)
-
     def evaluated(self, result: Evaluated) -> None:
         with self._lock:
             for follower in [*self._followers]:
@@ -103,8 +100,8 @@ class RunReport(Observer):
         """
         try:
             last = self._last_run(run, model, config, tuned)
-            if last.obstacle is not None and not is_quiet:
-                log.warning("[ToMe] nothing merged: %s", last.obstacle)
+            if last.nothing is not None and not is_quiet:
+                log.warning("[ToMe] %s", last.nothing)
             elif not is_quiet:
                 backend = [] if run.engine is None else run.engine.in_words()
                 log.info("[ToMe] %s", log_line.log_line(self._counts, config, backend, tuned))
