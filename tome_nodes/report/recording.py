@@ -126,14 +126,10 @@ class Recorder(Observer):
     def evaluated(self, result: Evaluated) -> None:
         for outcome in result.outcomes:
             self._tokens[outcome.block, result.step] = outcome.before, outcome.after
-            if outcome.plan is None or outcome.layout is None:
-                continue
-            for span in outcome.layout.spans:
-                place = result.step, span.grid
-                if place not in self._slots:
-                    slots = outcome.plan.slots()[0, span.start : span.stop]
-                    sides = span.grid.frames, span.grid.height, span.grid.width
-                    self._slots[place] = slots.view(sides)
+            plan, grid = outcome.plan, outcome.grid
+            if plan is not None and grid is not None and (result.step, grid) not in self._slots:
+                sides = grid.frames, grid.height, grid.width
+                self._slots[result.step, grid] = plan.slots()[0].view(sides)
 
     def finish(self) -> Recording:
         """End the recording, and return it as plain numbers."""
@@ -148,7 +144,7 @@ class Recorder(Observer):
             by_step[name, step] = by_step.get((name, step), 0.0) + taken
         return Recording(
             self._latent,
-            {place: _counted_from_0(slots.cpu().numpy()) for place, slots in self._slots.items()},
+            {place: slots.cpu().numpy() for place, slots in self._slots.items()},
             {
                 place: BlockStep(*tokens, by_step.get(place))
                 for place, tokens in self._tokens.items()
@@ -156,11 +152,6 @@ class Recorder(Observer):
             seconds,
             by_name if self._timings else None,
         )
-
-
-def _counted_from_0(slots: np.ndarray) -> np.ndarray:
-    """The slots of one picture, renumbered from 0: tokens before the picture have slots too."""
-    return slots - slots.min()
 
 
 class _WatchedPlan:

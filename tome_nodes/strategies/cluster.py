@@ -33,7 +33,6 @@ class ClusterStrategy(Strategy):
 
     # A plan takes twice as many kernels as one of the other strategies.
     least_tokens = 8192
-    least_tokens_at_calls = 8192
     least_tokens_with_kernels = 8192
 
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
