@@ -140,18 +140,16 @@ def test_without_memory_of_its_own_the_model_fails_as_ever(sd15, scope):
     assert torch.equal(sample(patched), expected)
 
 
-@pytest.mark.parametrize(("scope", "stage"), CASES)
+@pytest.mark.parametrize("stage", ["plan", "merge", "weights"])
 @pytest.mark.parametrize("kind", ["flux", "z_image"])
-def test_transformers_go_on_unmerged(models, without_memory, kind, scope, stage):
+def test_transformers_go_on_unmerged(models, without_memory, kind, stage):
     tiny, model = TINY[kind], models(kind)
-    patched = attach(model, merging(strategy="window", scope=scope))
+    patched = attach(model, merging(strategy="window"))
 
     def run(model=patched):
         return sample_transformer(model, tiny, tiny.size(8, 10))
 
-    # Blocks beside text unmerge each part of their sequence.
-    called = "unmerge" if stage == "unmerge of blocks" else stage
-    without_memory(called, run, plain=run(model))
+    without_memory(stage, run, plain=run(model))
     assert overridden(model) == []
 
 

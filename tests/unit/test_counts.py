@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tome_nodes.merging.plan import KeptPlan
+from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.patching.outcome import Evaluated, Outcome
 from tome_nodes.report import log_line
 from tome_nodes.report.counts import Counts
@@ -11,7 +11,7 @@ from tome_nodes.settings.config import ToMeConfig
 
 
 def merged(block, before, after, **more):
-    plan = KeptPlan(1, after, torch.device("cpu"))
+    plan = SlotPlan.from_slots(torch.arange(after)[None], after)
     return Outcome(block, before, plan, **more)
 
 

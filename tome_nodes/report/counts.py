@@ -39,9 +39,8 @@ class Counts(Observer):
             reasons[result.reason] += 1
         for outcome in result.outcomes:
             self.largest_grid = max(self.largest_grid, outcome.before)
-            if outcome.layout is not None:
-                frames = [span.grid.frames for span in outcome.layout.spans]
-                self.frames = max(self.frames, *frames)
+            if outcome.grid is not None:
+                self.frames = max(self.frames, outcome.grid.frames)
             if outcome.plan is not None:
                 size = outcome.before, outcome.after
                 self._blocks.setdefault(size, set()).add(outcome.block)

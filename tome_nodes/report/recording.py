@@ -117,14 +117,10 @@ class Recorder(Observer):
         for outcome in result.outcomes:
             _, after = self._tokens.get(outcome.block, (0, outcome.after))
             self._tokens[outcome.block] = outcome.before, min(after, outcome.after)
-            if outcome.plan is None or outcome.layout is None:
-                continue
-            for span in outcome.layout.spans:
-                place = result.step, span.grid
-                if place not in self._slots:
-                    slots = outcome.plan.slots()[0, span.start : span.stop]
-                    sides = span.grid.frames, span.grid.height, span.grid.width
-                    self._slots[place] = slots.view(sides)
+            plan, grid = outcome.plan, outcome.grid
+            if plan is not None and grid is not None and (result.step, grid) not in self._slots:
+                sides = grid.frames, grid.height, grid.width
+                self._slots[result.step, grid] = plan.slots()[0].view(sides)
 
     def finish(self) -> Recording:
         """End the recording, and return it as plain numbers."""
@@ -135,7 +131,7 @@ class Recorder(Observer):
         }
         return Recording(
             self._latent,
-            {place: _counted_from_0(slots.cpu().numpy()) for place, slots in self._slots.items()},
+            {place: slots.cpu().numpy() for place, slots in self._slots.items()},
             {name: Block(*tokens, means.get(name)) for name, tokens in self._tokens.items()},
             seconds,
             self._sum(self._matching) if means else None,
@@ -143,8 +139,3 @@ class Recorder(Observer):
 
     def _sum(self, spans: Iterable[Span]) -> float:
         return sum(self._clock.between(*span) for span in spans)
-
-
-def _counted_from_0(slots: np.ndarray) -> np.ndarray:
-    """The slots of one picture, renumbered from 0: tokens before the picture have slots too."""
-    return slots - slots.min()

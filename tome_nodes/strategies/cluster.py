@@ -33,7 +33,6 @@ class ClusterStrategy(Strategy):
 
     # A plan takes some two hundred small kernels, three times as many as bipartite matching.
     least_tokens = 8192
-    least_tokens_at_calls = 8192
     least_tokens_with_kernels = 8192
 
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
