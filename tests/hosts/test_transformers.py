@@ -19,7 +19,7 @@ from host import (
     shuffle_error,
     with_override,
 )
-from models.comfyui import TEXT, TINY, build, conditioning, sample
+from models.comfyui import AURA_FLOW, TEXT, TINY, build, conditioning, sample
 
 from tome_nodes.comfyui.attachment import attach, detach, last_run
 from tome_nodes.comfyui.models import transformers
@@ -28,7 +28,7 @@ from tome_nodes.merging.layout import Grid
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import report_of
 
-every_kind = pytest.mark.parametrize("kind", [kind for kind in TINY if kind != "aura_flow"])
+every_kind = pytest.mark.parametrize("kind", TINY)
 
 
 def noise(*shape):
@@ -318,13 +318,25 @@ class Unheard(comfy.ldm.flux.model.Flux):
     """Derived from a class with a record."""
 
 
-@pytest.mark.parametrize(("kind", "name"), [("aura_flow", "MMDiT"), ("flux", "Unheard")])
-def test_a_model_without_a_record_is_refused_by_name(kind, name):
-    model = build(TINY[kind])
-    if kind == "flux":
+@pytest.mark.parametrize(("tiny", "name"), [(AURA_FLOW, "MMDiT"), (TINY["flux"], "Unheard")])
+def test_a_model_without_a_record_is_refused_by_name(tiny, name):
+    model = build(tiny)
+    if name == "Unheard":
         model.model.diffusion_model.__class__ = Unheard
     with pytest.raises(ValueError, match=f"tokens do not merge in a {name}, but its steps can be"):
         attach(model, keys_only())
+
+
+@pytest.mark.parametrize("forecast", [False, True])
+def test_a_model_that_keeps_state_is_refused_under_every_preset(forecast):
+    model = build(TINY["wan21"])
+    network = model.model.diffusion_model
+    network.__class__ = type(
+        "CausalWanModel", (type(network),), {"__module__": "comfy.ldm.wan.ar_model"}
+    )
+    why = "no step of a CausalWanModel can be forecast: it keeps keys of earlier frames"
+    with pytest.raises(ValueError, match=why):
+        attach(model, keys_only(forecast=forecast))
 
 
 @pytest.mark.newest_only

@@ -195,9 +195,6 @@ TINY: dict[str, Tiny] = {
         axes_dims_rope=(8, 12, 12),
         llama_layers=[0, 1, 2, 3],
     ),
-    "aura_flow": Tiny("AuraFlow", blocks=3, before=8 + TEXT, channels=4).of(
-        dim=64, n_layers=3, n_double_layers=1, n_heads=2, global_conddim=64, cond_seq_dim=32
-    ),
     "wan21": Tiny("WAN21_T2V", frames=5).of(WAN),
     "wan21_vace": Tiny("WAN21_Vace", blocks=3, frames=3).of(WAN, vace_layers=1, vace_in_dim=96),
     "wan21_camera": Tiny("WAN21_Camera", frames=3).of(WAN, in_dim=32),
@@ -238,7 +235,12 @@ TINY: dict[str, Tiny] = {
         time_embed_dim=32,
     ),
 }
-"""Transformers, by a name for tests; aura_flow has no record, so its tokens do not merge."""
+"""Transformers whose tokens can merge, by a name for tests."""
+
+AURA_FLOW = Tiny("AuraFlow", blocks=3, before=8 + TEXT, channels=4).of(
+    dim=64, n_layers=3, n_double_layers=1, n_heads=2, global_conddim=64, cond_seq_dim=32
+)
+"""A transformer without a record, whose tokens do not merge."""
 
 
 def _unet(

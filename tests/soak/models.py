@@ -44,9 +44,6 @@ _NEIGHBOURS: Mapping[str, tuple[str, ...]] = {
 }
 """Nodes for some kinds of models."""
 
-# A step of these takes several times longer than one of the others.
-_SLOW = {"mochi": 80, "wan21_i2v": 200}
-
 
 class Merging:
     """Our part of a run, as users reach it; tests put a faulty one in its place."""
@@ -216,7 +213,7 @@ def unet_of_ldm() -> PlainUNet:
 
 def transformer(kind: str) -> ComfyModel:
     """A tiny transformer."""
-    return ComfyModel(kind, TINY[kind], patches=_SLOW.get(kind, 324))
+    return ComfyModel(kind, TINY[kind])
 
 
 def _from_file() -> ModelPatcher:

@@ -239,14 +239,15 @@ class Block:
         """The forward of the block, timed if the observer wants to."""
         return self.model.observer.timed(self.name, forward)
 
-    def weights(self, log_sizes: Tensor, like: Tensor) -> KeyWeights | None:
+    def weights(self, log_sizes: Callable[[], Tensor], like: Tensor) -> KeyWeights | None:
         """What keys in the dtype of ``like`` weigh once merged; None for one token each.
 
-        ``log_sizes`` is ``[batch, keys]``: the logarithm of how many tokens each key stands for.
+        ``log_sizes`` returns the logarithm of how many tokens each key stands for, ``[batch,
+        keys]``.
         """
         if not self.model.config.proportional_attn:
             return None
-        engine, sizes = self.evaluation.engine, log_sizes.to(like.dtype)
+        engine, sizes = self.evaluation.engine, log_sizes().to(like.dtype)
         return KeyWeights(sizes, engine.strategy.ops, engine.capable, self.note_unweighted)
 
     def is_worthy(self, grid: Grid, least: int) -> bool:

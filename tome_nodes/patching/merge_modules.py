@@ -324,7 +324,7 @@ class ModuleBlock(Block):
 
     def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments with which a self-attention weighs each key by its tokens."""
-        weights = self.weights(plan.log_sizes(), x)
+        weights = self.weights(plan.log_sizes, x)
         if weights is None:
             return kwargs
         if self.record.weigh_keys is None:

@@ -167,7 +167,6 @@ class Part:
         stop = x.shape[1] - self.behind
         return torch.cat([x[:, : self.before], merge(x[:, self.before : stop]), x[:, stop:]], 1)
 
-    @property
     def log_sizes(self) -> Tensor:
         """The logarithm of how many tokens each key stands for, ``[batch, keys]``."""
         return F.pad(self.plan.log_sizes(), (self.before, self.behind))
