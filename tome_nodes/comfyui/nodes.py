@@ -10,18 +10,9 @@ import torch
 from comfy_api.v0_0_2 import ComfyExtension, io, ui
 
 from ..report import pages
-from ..settings.options import (
-    FRAME,
-    LEVEL,
-    SAMPLING,
-    STEP,
-    VIEW,
-    VIEWS_THAT_WENT,
-    Option,
-    OptionError,
-)
+from ..settings import removed
+from ..settings.options import FRAME, LEVEL, SAMPLING, STEP, VIEW, Option, OptionError
 from ..settings.presets import CUSTOM, FREE
-from ..settings.removed import PRESETS as REMOVED
 from ..tuning.search import SPEED, UNPATCHED, Wish
 from . import attachment, prompt_checks, validation, workflow
 from .node_texts import PATCH, REMOVE, REPORT, TUNE, Caption
@@ -131,7 +122,11 @@ class ToMePatchModel(io.ComfyNode):
             {
                 # web/js/preset.js and web/js/earlier.js read it.
                 "preset": {
-                    "extra_dict": {"custom": CUSTOM, "free": [*FREE], "read_as": {**REMOVED}}
+                    "extra_dict": {
+                        "custom": CUSTOM,
+                        "free": [*FREE],
+                        "read_as": {**removed.PRESETS},
+                    }
                 },
                 # Otherwise the editor changes the seed after each run, and so the image.
                 "seed": {"control_after_generate": False},
@@ -286,7 +281,7 @@ class ToMeReport(io.ComfyNode):
 def _view_of(given: Any) -> Any:
     """A view as this version names it."""
     # Other values may have no hash.
-    return VIEWS_THAT_WENT.get(given, given) if isinstance(given, str) else given
+    return removed.VIEWS.get(given, given) if isinstance(given, str) else given
 
 
 def _wants_details(node: str | None) -> Callable[[], bool] | None:

@@ -157,14 +157,10 @@ def hint_for(run: LastRun) -> str | None:
     largest = max(counts.lengths, default=counts.largest_grid)
     if run.worth_from and 0 < largest < run.worth_from:
         longer = (run.worth_from / largest) ** 0.5
+        custom = "; or, under preset custom, set min_tokens to 0 to leave small maps alone"
         return (
-            f"{largest} tokens are too few to gain anything; merging is worth it from about "
-            f"{run.worth_from} here. Make the picture {longer:.1f} times as wide and high"
-            + (
-                ", or, under preset custom, set min_tokens to 0 to leave small maps alone."
-                if config.min_tokens
-                else "."
-            )
+            f"make the picture {longer:.1f} times as wide and high, as merging is worth it from "
+            f"about {run.worth_from} tokens on here{custom if config.min_tokens else ''}."
         )
     if not counts.merged_anything:
         return None

@@ -118,9 +118,6 @@ VIEW = Option(
     "the tokens and the time of each block.",
 )
 
-VIEWS_THAT_WENT = {"heat map": MERGE_MAP}
-"""Views of earlier versions, and what shows most of each."""
-
 LEVEL = Option(
     name="level",
     default=-1,
