@@ -274,12 +274,12 @@ def test_patched_and_plain_models_share_weights_but_not_the_patch(sd15):
 def test_the_state_of_a_run_is_dropped_with_it(sd15, monkeypatch):
     runs = []
 
-    class Watched(attachment._SamplingRun):
+    class Watched(attachment.MergingRun):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             runs.append(weakref.ref(self))
 
-    monkeypatch.setattr(attachment, "_SamplingRun", Watched)
+    monkeypatch.setattr(attachment, "MergingRun", Watched)
     patched = attach(sd15, merging())
     sample(patched)
     sample(patched)
