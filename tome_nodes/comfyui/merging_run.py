@@ -83,13 +83,13 @@ class MergingRun:
         """
         self._config = config
         self._make_strategy = make_strategy
-        self._starts_empty = starts_empty
         self._on_step = on_step
         self._with_details = with_details
         self._records: dict[nn.Module, ComfyRecord | str] = {}
         self._runs: dict[nn.Module, Run | None] = {}
         self._reports: dict[type, tuple[RunReport, Run, Any]] = {}
         self._schedule: list[float] = []
+        self._from_noise = starts_empty
         self._step = 0
         self._sigma: float | None = None
         self._calls: Counter[Hashable] = Counter()
@@ -133,6 +133,9 @@ class MergingRun:
         with self._lock:
             if not self._schedule:
                 self._schedule = options.get("sample_sigmas", t[:1]).tolist()
+                # Once in a run, as it may wait for the GPU, too.
+                most = float(model.model_sampling.sigma_max)
+                self._from_noise |= is_noise_alone(self._schedule[0], most)
             if diffusion_model not in self._runs:
                 latent = Grid(*shape[-2:])
                 self._runs[diffusion_model] = self._run_of(model, record, latent, t.device)
@@ -198,7 +201,6 @@ class MergingRun:
     def _moment(self, model: Any, sigma: float, options: dict[str, Any]) -> Moment:
         step = self._step = step_index(self._schedule, sigma, self._step)
         last_step = len(self._schedule) - 2
-        most = float(model.model_sampling.sigma_max)
         return Moment(
             step=step,
             progress=step / last_step if last_step > 0 else 0.0,
@@ -206,7 +208,7 @@ class MergingRun:
             part=self._part(uncompiled(model.diffusion_model), options, sigma),
             is_active=is_active(self._config, sigma, model.model_sampling.percent_to_sigma),
             steps_left=max(0, last_step - step),
-            from_noise=self._starts_empty or is_noise_alone(self._schedule[0], most),
+            from_noise=self._from_noise,
         )
 
     def _part(self, network: nn.Module, options: dict[str, Any], sigma: float) -> Hashable:

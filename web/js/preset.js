@@ -1,8 +1,8 @@
 import { app } from "../../../scripts/app.js";
 
 const NODE = "ToMePatchModel";
-// As tome_nodes/settings/presets.py has them: the preset that decides nothing, and the inputs that none
-// decides.
+// As tome_nodes/settings/presets.py has them: the preset that decides nothing, and the inputs that
+// none decides.
 let custom, free;
 
 const ROW = LiteGraph.NODE_WIDGET_HEIGHT + 4;
