@@ -3,7 +3,8 @@
 python3 dev.py bench --forecasts [--quick] [--only WORDS ...]
 
 Each pair of a sampler, a number of steps, a guidance scale, a negative prompt or none, a situation
-and a schedule occurs, on the exact denoiser, and all other samplers alone. Some graphs run on the trained judge of pictures, too.
+and a schedule occurs, on the exact denoiser, and all other samplers alone. Some graphs run on the
+trained judge of pictures, too.
 With ``--quick``, pairs among samplers, situations and schedules need not occur, the judge runs only
 in 8 steps, and nothing is kept. With ``--only``, only graphs run whose words contain one of these,
 and nothing is kept. The exit code is 1 if a cell is over the limit.
