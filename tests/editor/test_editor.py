@@ -816,6 +816,6 @@ def test_tune_shows_what_it_found(editor, picture, pytestconfig):
     assert re.search(r"Trials: as long as \d+\.\d sampling runs", text)
     editor.page.evaluate(TWO_FRAMES)
     # What came out is below the inputs.
-    editor.look_at(tune["pos"][0] - 20, tune["pos"][1] + 270)
-    picture(editor, "ToMeTune", (100, 110, 620, 870))
+    editor.look_at(tune["pos"][0] - 20, tune["pos"][1] + 215)
+    picture(editor, "ToMeTune", (100, 110, 620, 680))
     assert editor.warnings() == editor.errors == []
