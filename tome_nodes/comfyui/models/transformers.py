@@ -6,7 +6,6 @@ Keys and values merge where a block calls self-attention, so little else has to 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any, Literal
 
 from torch import nn
@@ -41,7 +40,7 @@ class Transformer:
     blocks: tuple[str, ...]
     attention: str = ""
     place: Literal["all", "start", "end"]
-    patch: Callable[[Any], Any] = attrgetter("patch_size")
+    patch: Callable[[Any], Any] = lambda model: model.patch_size
 
     def matches(self, model: nn.Module) -> bool:
         return class_name(model) in {f"comfy.ldm.{name}" for name in self.classes}
@@ -148,7 +147,7 @@ TRANSFORMERS = (
         classes=("krea2.model.SingleStreamDiT",),
         blocks=("blocks",),
         place="end",
-        patch=attrgetter("patch"),
+        patch=lambda model: model.patch,
     ),
     Transformer(
         classes=("hidream.model.HiDreamImageTransformer2DModel",),
@@ -188,7 +187,7 @@ TRANSFORMERS = (
         blocks=("blocks",),
         attention="self_attn",
         place="all",
-        patch=attrgetter("patch_temporal", "patch_spatial", "patch_spatial"),
+        patch=lambda model: (model.patch_temporal, model.patch_spatial, model.patch_spatial),
     ),
 )
 """All records of transformers."""
