@@ -200,7 +200,7 @@ class Forecasts:
             why = reasons.TURNS
         else:
             return True
-        self._reason = self._reason or why
+        self._reason = why
         return False
 
     def _running(self, step: Step) -> frozenset[int]:
