@@ -71,12 +71,6 @@ COSMOS = {
     "use_adaln_lora": True,
     "adaln_lora_dim": 16,
 }
-OMNIGEN = {
-    "hidden_size": 96,
-    "num_attention_heads": 4,
-    "num_kv_heads": 2,
-    "axes_dim_rope": (8, 8, 8),
-}
 LTX = {**HEADS, "cross_attention_dim": 64, "caption_channels": 32}
 HUNYUAN = {
     **PAIRS,
@@ -229,24 +223,7 @@ TINY: dict[str, Tiny] = {
     "aura_flow": Tiny("AuraFlow", blocks=3, before=8 + TEXT, channels=4).of(
         dim=64, n_layers=3, n_double_layers=1, n_heads=2, global_conddim=64, cond_seq_dim=32
     ),
-    "omnigen2": Tiny("Omnigen2", before=TEXT, prompt=every_token).of(
-        OMNIGEN, num_layers=2, text_feat_dim=32
-    ),
-    "boogu": Tiny("Boogu", blocks=4, before=TEXT, prompt=every_token).of(
-        OMNIGEN, num_layers=3, num_double_stream_layers=1, instruction_feat_dim=32
-    ),
-    "ideogram4": Tiny("Ideogram4", before=TEXT, channels=128, patch=1).of(
-        HEADS, intermediate_size=64, llm_features_dim=32
-    ),
-    "lens": Tiny("Lens", channels=128, patch=1).of(
-        HEADS, enc_hidden_dim=16, axes_dims_rope=(8, 12, 12), selected_layer_index=(0, 1)
-    ),
-    "mage_flow": Tiny("MageFlow", before=TEXT, channels=128, patch=1).of(
-        HEADS, joint_attention_dim=32, axes_dims_rope=(8, 12, 12)
-    ),
     "wan21": Tiny("WAN21_T2V", frames=5).of(WAN),
-    "wan21_one_frame": Tiny("WAN21_T2V", frames=1).of(WAN),
-    "wan21_i2v": Tiny("WAN21_I2V", frames=6).of(WAN, model_type="i2v", in_dim=36),
     "wan21_vace": Tiny("WAN21_Vace", blocks=3, frames=3).of(WAN, vace_layers=1, vace_in_dim=96),
     "wan21_camera": Tiny("WAN21_Camera", frames=3).of(WAN, in_dim=32),
     "wan21_fun": Tiny("WAN21_T2V", frames=3).of(WAN, in_dim_ref_conv=16),
@@ -269,13 +246,6 @@ TINY: dict[str, Tiny] = {
     "ltxv": Tiny("LTXV", channels=128, frames=5, patch=1, prompt=every_token).of(LTX),
     "cosmos_predict2": Tiny("CosmosT2IPredict2", frames=3).of(COSMOS),
     "anima": Tiny("Anima", frames=1).of(COSMOS),
-    "cosmos1": Tiny("CosmosT2V", frames=3).of(
-        COSMOS,
-        block_x_format="THWBD",
-        affline_emb_norm=True,
-        extra_per_block_abs_pos_emb=True,
-        extra_per_block_abs_pos_emb_type="learnable",
-    ),
     "ltxav": Tiny(
         "LTXAV", channels=128, text=64, frames=4, patch=1, prompt=every_token, sound=(8, 6, 16)
     ).of(
@@ -293,47 +263,6 @@ TINY: dict[str, Tiny] = {
         ffn_hidden_size=64,
         text_dim=32,
         time_embed_dim=32,
-    ),
-    "cogvideo": Tiny("CogVideoX_T2V", before=TEXT, frames=3).of(
-        num_attention_heads=3,
-        attention_head_dim=32,
-        time_embed_dim=32,
-        text_embed_dim=32,
-        num_layers=2,
-    ),
-    "joy_image": Tiny("JoyImage", frames=1).of(
-        hidden_size=64, num_attention_heads=2, num_layers=2, text_dim=32, rope_dim_list=[8, 12, 12]
-    ),
-    "pixel_dit": Tiny("PixelDiTT2I", before=TEXT, channels=3, patch=16).of(
-        num_groups=2,
-        hidden_size=64,
-        pixel_hidden_size=8,
-        pixel_attn_hidden_size=64,
-        patch_depth=2,
-        pixel_depth=1,
-        txt_embed_dim=32,
-    ),
-    "kandinsky5": Tiny("Kandinsky5", frames=4).of(
-        in_text_dim=32,
-        in_text_dim2=32,
-        time_dim=32,
-        model_dim=64,
-        ff_dim=64,
-        num_visual_blocks=2,
-        axes_dims=(8, 12, 12),
-    ),
-    "mochi": Tiny("GenmoMochi", channels=12, frames=3, prompt=every_token).of(
-        in_channels=12,
-        learn_sigma=False,
-        depth=2,
-        num_heads=2,
-        hidden_size_x=48,
-        hidden_size_y=24,
-        mlp_ratio_x=256.0,
-        use_t5=True,
-        t5_feat_dim=32,
-        qk_norm=True,
-        qkv_bias=False,
     ),
 }
 """Transformers, by a name for tests."""
