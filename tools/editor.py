@@ -64,7 +64,7 @@ TITLE_HEIGHT, TITLE_FONT, TITLE_COLOUR = 120, 48, "#233323"
 HELP = ROOT / "web" / "docs"
 RESULTS = {
     "tome_compare.json": ("ToMeReport.jpg", (42, 330, 558, 885)),
-    "tome_tune.json": ("ToMeTune.jpg", (30, 312, 570, 684)),
+    "tome_tune.json": ("ToMeTune.jpg", (30, 280, 570, 596)),
 }
 RESULT_SIZE = (360, 360)
 

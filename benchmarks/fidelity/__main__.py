@@ -128,7 +128,7 @@ def judged(
     for option in (Option(page.PLAIN, page.PLAIN), *picked):
         model = option.patch(judge.model)
         meter = Meter(judge.tokens, judge.attention)
-        with meter.watching(model, option.queries, option.keys):
+        with meter.watching(model, option.keys):
             painted = judge.pictures(model, option.steps, option.shrunk)
         plain = plain or meter.cost
         pictures[option.name] = painted

@@ -153,5 +153,5 @@ BENCHES = {
     "second": Bench(SecondPassJudge, options.of_transformer, (8,)),
     "video": Bench(VideoJudge, options.of_transformer, (8, 20)),
     "video_multistep": Bench(VideoMultistepJudge, options.of_transformer, (8, 20)),
-    "edit": Bench(EditJudge, options.of_transformer, (8, 4)),
+    "edit": Bench(EditJudge, options.of_edit, (8, 4)),
 }

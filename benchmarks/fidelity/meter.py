@@ -35,16 +35,14 @@ class Meter:
         self._tokens, self._attention = tokens, attention
 
     @contextmanager
-    def watching(
-        self, model: ModelPatcher, queries: float = 1.0, keys: float = 1.0
-    ) -> Iterator[None]:
-        """Count what a model does meanwhile, if these shares of queries and keys are left."""
+    def watching(self, model: ModelPatcher, keys: float = 1.0) -> Iterator[None]:
+        """Count what a model does meanwhile, if this share of its keys is left."""
 
         def count(_: nn.Module, arguments: tuple[Any, ...]) -> None:
             samples, tokens = arguments[0].shape[:2]
             if self._tokens is not None:
                 share = tokens / self._tokens
-                self.cost += samples * work(share, self._attention, queries, keys)
+                self.cost += samples * work(share, self._attention, keys)
             self.evaluations += 1
 
         operations = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
@@ -95,13 +93,12 @@ def attention_share(tokens: int, width: int, linear: float) -> float:
     return attention / (attention + linear * width**2)
 
 
-def work(tokens: float, attention: float, queries: float = 1.0, keys: float = 1.0) -> float:
+def work(tokens: float, attention: float, keys: float = 1.0) -> float:
     """The multiplications of a block, relative to those on all tokens.
 
     Args:
         tokens: the share of tokens that it runs on.
         attention: the share of attention in the multiplications on all tokens.
-        queries: the share of those that are queries.
         keys: the share of those that are keys.
     """
-    return tokens * (1 - attention) + tokens**2 * queries * keys * attention
+    return tokens * (1 - attention) + tokens**2 * keys * attention

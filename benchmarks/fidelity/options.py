@@ -53,8 +53,7 @@ class Option:
         patch: makes the patched clone of a model.
         steps: number of steps; None for that of the plain run.
         shrunk: what the sides of the picture are divided by before it is scaled up.
-        queries: the share of queries that attention keeps.
-        keys: the share of keys and values that it keeps.
+        keys: the share of keys and values that the attention of a transformer keeps.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Option:
     patch: Patch = field(default=lambda model: model)
     steps: int | None = None
     shrunk: int = 1
-    queries: float = 1.0
     keys: float = 1.0
 
 
@@ -80,6 +78,7 @@ def of_unet(steps: int) -> list[Option]:
         Option("k,v 0.5", MERGING, ours(attn_tokens="k,v")),
         Option("k,v 0.75", MERGING, ours(ratio=0.75, attn_tokens="k,v")),
         _keys(KEYS75, 0.75),
+        Option(PAPER, MERGING, ours(**ONCE)),
         *_merging(),
         *_presets({"balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)}),
         Option("fast 0.6, no full step", OURS, preset("fast", refresh_steps=0)),
@@ -107,6 +106,11 @@ def of_new_pictures(steps: int) -> list[Option]:
     ]
 
 
+def of_edit(steps: int) -> list[Option]:
+    """Options in place of an edit of that many steps; beside references, nothing merges."""
+    return [*_without_merging(steps), *_presets(ON_TRANSFORMERS)]
+
+
 def _without_merging(steps: int) -> list[Option]:
     found = [Option(f"{fewer} steps", STEPS, steps=fewer) for fewer in FEWER[steps]]
     found += _caches("EasyCache", rivals.easy_cache)
@@ -127,7 +131,6 @@ def _merging() -> list[Option]:
     todo = ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **ONCE)
     return [
         Option(TODO, MERGING, todo, keys=0.25),
-        Option(PAPER, MERGING, ours(**ONCE), queries=0.5, keys=0.5),
         Option("k,v 0.5, unweighted", MERGING, ours(attn_tokens="k,v", **ONCE), keys=0.5),
     ]
 

@@ -15,9 +15,10 @@ from torch.testing import assert_close
 
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.attention import OVERRIDE, weigh_attention
+from tome_nodes.comfyui.models.attention_block import Part
 from tome_nodes.merging.layout import Grid
+from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.ops import TORCH
-from tome_nodes.patching import attention_call
 from tome_nodes.patching.key_weights import Capabilities, KeyWeights, capabilities, way_of
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
@@ -276,7 +277,21 @@ def test_merging_equal_tokens_changes_nothing(of_equal_cells, settings):
     assert error_unweighed > 20 * error
 
 
-def test_keys_that_are_hidden_from_all_stay_hidden_from_merged_queries():
+def test_a_mask_of_merged_keys_is_its_mean_over_each_slot():
+    slots = torch.tensor([[0, 1, 0, 2, 1, 1], [2, 2, 2, 0, 1, 0]])
+    part = Part(2, 1, SlotPlan.from_slots(slots, 3))
+    bias = torch.randn(1, HEADS, 5, 9, generator=torch.Generator().manual_seed(0))
+    expected = [
+        [bias[0, ..., 0], bias[0, ..., 1]]
+        + [bias[0, ..., 2:8][..., own == slot].double().mean(-1).float() for slot in range(3)]
+        + [bias[0, ..., 8]]
+        for own in slots
+    ]
+    merged = part.merged_bias(bias, BATCH)
+    assert_close(merged, torch.stack([torch.stack(each, -1) for each in expected]))
+
+
+def test_keys_that_are_hidden_from_all_stay_hidden_once_merged():
     pytest.importorskip("triton", reason="Triton is not made for this system")
     from tome_nodes.ops import triton as kernels
 
@@ -284,12 +299,10 @@ def test_keys_that_are_hidden_from_all_stay_hidden_from_merged_queries():
     strategy.begin(torch.tensor(7, device=DEVICE))
     tokens = torch.randn(1, 64, 16, generator=torch.Generator().manual_seed(0)).half().to(DEVICE)
     plan = strategy.plan(tokens, Grid(8, 8), 0.5)
-    bias = torch.zeros(1, 1, 64, 20, dtype=torch.float16, device=DEVICE)
-    bias[..., 5] = -torch.inf
-    for merged in (
-        attention_call._merged_queries(bias, plan, 1)[..., 5],
-        attention_call._merged_keys(bias.mT, plan, 1)[:, :, 5],
-    ):
-        assert (merged == torch.finfo(torch.float16).min).all()
-    others = attention_call._merged_queries(bias, plan, 1)[..., :5]
-    assert torch.equal(others, torch.zeros_like(others))
+    bias = torch.zeros(1, 1, 20, 66, dtype=torch.float16, device=DEVICE)
+    bias[:, :, 5] = -torch.inf
+    merged = Part(2, 0, plan).merged_bias(bias, 1)
+    assert merged.shape == (1, 1, 20, 34)
+    assert (merged[:, :, 5] == torch.finfo(torch.float16).min).all()
+    merged[:, :, 5] = 0
+    assert not merged.any()

@@ -13,7 +13,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_extras import nodes_apg, nodes_context_windows, nodes_easycache
 from comfy_extras.nodes_cfg import CFGZeroStar
 from common import relative_error
-from models.comfyui import TINY, build_class, conditioning, sample
+from models.comfyui import AURA_FLOW, TINY, build_class, conditioning, sample
 
 from benchmarks.fidelity import rivals
 from tome_nodes.comfyui import comfy_compiler, forecast_run
@@ -297,8 +297,8 @@ def test_prompts_of_two_calls_are_forecast_together(flux, monkeypatch, short):
 
 
 def test_a_model_without_a_record_is_forecast(log_messages):
-    model = build_class("AuraFlow", TINY["aura_flow"].settings)
-    found = sample(attach(model, configured()), TINY["aura_flow"], steps=8)
+    model = build_class("AuraFlow", AURA_FLOW.settings)
+    found = sample(attach(model, configured()), AURA_FLOW, steps=8)
     assert torch.isfinite(found).all()
     assert log_messages() == ["[ToMe] forecast 3/8 steps, ratio 0.60"]
 

@@ -84,6 +84,12 @@ def test_a_module_of_a_block_that_is_named_otherwise(sd15, log_messages, monkeyp
     check_unpatched(sd15, log_messages, "BasicTransformerBlock.ff")
 
 
+def test_a_size_of_patches_that_is_named_otherwise(models, log_messages, monkeypatch):
+    model = models("flux")
+    monkeypatch.delattr(model.model.diffusion_model, "patch_size")
+    check_unpatched(model, log_messages, "Flux.patch_size")
+
+
 class Container:
     """Holds a tensor until somebody takes it, as of ComfyUI 0.38."""
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from common import BACKEND
 from host import merging, sample
-from models import comfyui
 
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import hint_for, in_words, report_of
+from tome_nodes.report.recording import Block
 from tome_nodes.settings.options import VIEW
 
 
@@ -26,7 +26,7 @@ def run(sd15_of):
     return run_of(sd15_of(2), steps=3, max_downsample=2, end_percent=0.6)
 
 
-def test_the_words_count_blocks_tokens_steps_and_plans(run):
+def test_the_words_count_blocks_tokens_and_steps(run):
     # Whether there is a hint depends on the time that matching took.
     varying = "Hint", "Time"
     assert [line for line in in_words(run) if not line.startswith(varying)] == [
@@ -34,41 +34,29 @@ def test_the_words_count_blocks_tokens_steps_and_plans(run):
         "Helped: not measured",
         "Model: SD15",
         "Steps: merged in 2 of 3",
-        "Matching: done 22 times",
         "Settings: ratio 0.50, bipartite, module scope",
         f"Backend: {BACKEND}",
     ]
 
 
 def test_the_times_are_those_of_the_recording(run):
-    def time(overhead):
-        recording = replace(run.recording, seconds=7.204, overhead=overhead)
+    def time(matching):
+        recording = replace(run.recording, seconds=7.204, matching=matching)
         lines = in_words(replace(run, recording=recording))
         return next(line for line in lines if line.startswith("Time: "))
 
-    assert time({"matching": 0.0204, "merging": 0.5, "unmerging": 0.2}) == (
-        "Time: matching 20.4 ms, merging 0.5 s, unmerging 0.2 s, together 10.0 % of the run's 7.2 s"
-    )
-    assert time(None) == "Time: 7.2 s; the part that merging took cannot be measured in this model"
+    assert time(0.0204) == "Time: 7.2 s, of which matching took 20.4 ms (0.3 %)"
+    assert time(None) == "Time: 7.2 s; the part that matching took cannot be measured in this model"
 
 
-def test_what_came_out_whether_it_helped_and_what_to_change_come_first(run):
+def test_what_came_out_whether_it_helped_and_what_to_change_come_first(run, sd15):
     hinted = replace(run, worth_from=1024)
     first = [line.split(":")[0] for line in in_words(hinted)]
     assert first[:4] == ["Merged", "Helped", "Hint", "Time"]
     (hint,) = (line for line in in_words(replace(run, worth_from=None)) if line.startswith("Hint"))
     assert "ToMe Tune" in hint or "matching takes much of the time" in hint
-    idle = replace(hinted, obstacle="256 tokens are fewer than 1024")
+    idle = run_of(sd15, size=(8, 8), min_tokens=100)
     assert [line.split(":")[0] for line in in_words(idle)][:2] == ["Nothing merged", "Hint"]
-
-
-def test_a_stack_has_one_plan(models):
-    patched = attach(models("sdxl"), merging(scope="stack", strategy="window"))
-    comfyui.sample(patched, comfyui.UNETS["sdxl"], (16, 16), steps=4)
-    words = in_words(last_run(patched))
-    # Seven stacks of one or two blocks, in four steps.
-    assert [line for line in words if line.startswith("Matching")] == ["Matching: done 28 times"]
-    assert "Settings: ratio 0.50, window, stack scope" in words
 
 
 def test_maps_are_of_the_level_and_step_asked_for(run):
@@ -78,17 +66,24 @@ def test_maps_are_of_the_level_and_step_asked_for(run):
         (slots,) = run.recording.slots[at, grids[of]]
         expected = drawing.merge_map(slots)
         height, width = expected.shape[:2]
-        drawn = report_of(run, "merge map", level, step).picture
+        drawn = report_of(run, level=level, step=step).picture
         assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
 
 
-def test_the_heat_map_counts_merged_steps_out_of_all(run):
-    grid = run.recording.levels[1]
-    merged = [drawing.merged_tokens(run.recording.slots[step, grid][0]) for step in (0, 1)]
-    drawn = report_of(run, "heat map").picture
-    expected = drawing.heat_map((merged[0].astype(float) + merged[1]) / 3)
-    top = drawn.shape[0] - 1024 - 54
-    assert np.array_equal(drawn[top : top + 1024, 20 : 20 + 1024], expected)
+def test_the_chart_has_the_tokens_and_the_time_of_each_block(run, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(drawing, "bars", lambda *args: drawn.append(args))
+    blocks = {"a.transformer_blocks.0": Block(256, 128, 0.0204), "b": Block(64, 64, 0.5)}
+    for times in True, False:
+        if not times:
+            blocks = {name: replace(block, seconds=None) for name, block in blocks.items()}
+        report_of(replace(run, recording=replace(run.recording, blocks=blocks)), "chart")
+    for names, columns, is_lit in (each[2:] for each in drawn):
+        assert names == ["a.0", "b"]
+        assert is_lit == [True, False]
+        assert columns[0] == drawing.Column("tokens", [128, 64], ["256 to 128", "64"])
+    (_, times), (_,) = drawn[0][3], drawn[1][3]
+    assert times == drawing.Column("mean, ms", [pytest.approx(20.4), 500], ["20.4", "500"])
 
 
 def test_a_card_says_what_was_not_merged(run, monkeypatch):
@@ -125,7 +120,7 @@ def test_a_run_that_gains_less_than_it_could_gets_a_hint(
 ):
     monkeypatch.setattr(run.counts, "total_steps", steps)
     config = replace(run.config, **settings)
-    recording = replace(run.recording, seconds=1.0, overhead={"matching": matching})
+    recording = replace(run.recording, seconds=1.0, matching=matching)
     hint = hint_for(replace(run, config=config, recording=recording, shallowest=shallowest))
     assert (hint is None) if expected is None else expected in hint
 
@@ -135,9 +130,8 @@ def test_too_few_tokens_get_a_hint_that_says_how_many_are_missing(sd15, min_toke
     run = run_of(sd15, size=(8, 8), min_tokens=min_tokens)
     hint = hint_for(run)
     assert hint.startswith(
-        "64 tokens are too few to gain anything; merging is worth it from about 256"
+        "make the picture 2.0 times as wide and high, as merging is worth it from about 256 tokens"
     )
-    assert "Make the picture 2.0 times as wide and high" in hint
     assert hint.endswith("min_tokens to 0 to leave small maps alone.") == (min_tokens > 0)
     assert (run.obstacle is None) == (min_tokens == 1)
 

@@ -52,13 +52,12 @@ def shown(server):
 
 def test_each_view_of_a_run_is_a_different_picture(server, shown):
     graph = with_report(seed=12, batch=2, image=["decode", 0])
-    graph["heat"] = report(view="heat map")
     graph["chart"] = report(view="chart")
     graph["first"] = report(step=1)
     graph["nowhere"] = report(level=4)
     graph["never"] = report(step=3)
-    graph["save_report"] = node("SaveImage", images=["heat", 0], filename_prefix="report")
-    graph["text"] = node("PreviewAny", source=["heat", 1])
+    graph["save_report"] = node("SaveImage", images=["chart", 0], filename_prefix="report")
+    graph["text"] = node("PreviewAny", source=["chart", 1])
     views = shown(graph)
     texts = {text for text, _ in views.values()}
     assert len(texts) == 1
@@ -74,6 +73,18 @@ def test_each_view_of_a_run_is_a_different_picture(server, shown):
     assert "not writable" not in server.log
 
 
+def test_a_view_that_went_is_read_as_the_merge_map_and_another_is_refused(server, shown):
+    graph = with_report(seed=19, image=["decode", 0])
+    graph["saved"] = report(view="heat map", image=["decode", 0])
+    (_, new), (_, saved) = shown(graph).values()
+    assert saved.tobytes() == new.tobytes()
+    for view in "map", ["heat map"], {"a": 1}:
+        graph["saved"]["inputs"]["view"] = {"__value__": view}
+        errors = server.post("/prompt", {"prompt": graph})["node_errors"]["saved"]["errors"]
+        assert [error["extra_info"]["input_name"] for error in errors] == ["view"]
+        assert "is not allowed: it must be one of merge map | chart" in errors[0]["details"]
+
+
 def test_a_report_added_after_the_run_has_counts_and_says_how_to_get_the_rest(shown):
     assert shown(without_report(seed=13)) == {}
     text, card = shown(with_report(seed=13))["report"]
@@ -82,7 +93,7 @@ def test_a_report_added_after_the_run_has_counts_and_says_how_to_get_the_rest(sh
     assert card.width == 800
 
     # Only the sampler is executed again for these, not the patch node.
-    assert "Time: matching" in shown(with_report(seed=14))["report"][0]
+    assert "of which matching took" in shown(with_report(seed=14))["report"][0]
     assert shown(without_report(seed=15)) == {}
     assert "Details: " in shown(with_report(seed=15))["report"][0]
 
@@ -121,7 +132,7 @@ def test_each_report_is_about_the_run_and_the_patch_it_is_connected_to(shown):
         assert "256 -> 128 tokens" in texts[name]
     for name in "less_report", "less_keep":
         assert "256 -> 192 tokens" in texts[name]
-    assert all("Time: matching" in text for text in texts.values())
+    assert all("of which matching took" in text for text in texts.values())
     told_on = {line["data"]["node"] for line in lines}
     assert told_on == {"tome", "same", "least"}
 

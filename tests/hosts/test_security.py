@@ -36,9 +36,9 @@ LIBRARIES = {
 """What may be imported. Of the standard library, nothing with files, processes or the network."""
 
 FILES = {
-    Path("tome_nodes/comfyui/tune/tune_cache.py"): {"folder_paths", "pathlib", "uuid"},
+    Path("tome_nodes/comfyui/tune/tune_cache.py"): {"folder_paths", "hashlib", "pathlib"},
 }
-"""The module that writes a file, and what it needs for that."""
+"""The module that writes files, and what it needs for that."""
 
 BUILTINS = {
     *("eval", "exec", "compile", "__import__", "open", "input", "breakpoint", "globals"),

@@ -79,7 +79,11 @@ TUNE_OPTIONS = [
     *("seed", "steps", "cfg", "sampler_name", "scheduler", "denoise", "measure_again"),
 ]
 REPORT_INPUTS = ["image", "view", "level", "step", "frame"]
-ADVANCED = {"ToMePatchModel": PATCH_OPTIONS[4:], "ToMeReport": REPORT_INPUTS[2:]}
+ADVANCED = {
+    "ToMePatchModel": PATCH_OPTIONS[4:],
+    "ToMeTune": ["goal", "change"],
+    "ToMeReport": REPORT_INPUTS[2:],
+}
 
 
 @pytest.mark.parametrize(

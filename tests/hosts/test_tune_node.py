@@ -30,7 +30,7 @@ def test_a_wish_for_nothing_gives_the_unpatched_picture_and_says_why(server, wis
     """256 x 256 pixels."""
     entry = server.run(with_tune(side=256, seed=31, **wish))
     text, settings = text_and_settings(entry)
-    assert text.startswith("Unpatched: ") and text.endswith("what the model has without merging.")
+    assert text.startswith("Unpatched: ") and text.endswith("what the model has without ToMe.")
     assert settings == {"preset": "balanced", "ratio": 0.0}
     plain = server.run(txt2img(seed=31, side=256))
     assert saved_pixels(server, entry) == saved_pixels(server, plain)
@@ -68,4 +68,4 @@ def test_a_bar_shows_how_far_it_is(server):
 
     server.run(with_tune(seed=35, speed_up=3.0, measure_again=True), on_event=look)
     assert len({node["value"] for node in values}) > 2
-    assert {node["max"] for node in values if node["value"] > 1} == {14}
+    assert {node["max"] for node in values if node["value"] > 1} == {18}

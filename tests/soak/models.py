@@ -23,7 +23,7 @@ from .traces import state_of_modules, state_of_patcher
 AtStep = Callable[[int], None]
 """Called after each step with its number, from 1."""
 
-_UNSUITABLE = {"GLIGENTextBoxApply", "ConditioningSetArea", "ModelMergeSimple", "ModelMergeBlocks"}
+_UNSUITABLE = {"ConditioningSetArea", "ModelMergeSimple", "ModelMergeBlocks"}
 """Nodes that need a picture of one size or a second model."""
 
 

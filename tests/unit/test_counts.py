@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tome_nodes.merging.plan import KeptPlan
+from tome_nodes.merging.plan import SlotPlan
 from tome_nodes.patching.outcome import Evaluated, Outcome
 from tome_nodes.report import log_line
 from tome_nodes.report.counts import Counts
@@ -11,7 +11,7 @@ from tome_nodes.settings.config import ToMeConfig
 
 
 def merged(block, before, after, **more):
-    plan = KeptPlan(1, after, torch.device("cpu"))
+    plan = SlotPlan.from_slots(torch.arange(after)[None], after)
     return Outcome(block, before, plan, **more)
 
 
@@ -48,17 +48,6 @@ def test_each_deviation_from_the_settings_is_reported_once():
     assert line(counts, ToMeConfig(ratio=0.5, scope="stack")).endswith(
         "stack scope, module scope in 2 that are patched, merged keys weigh as one token (so it is)"
     )
-
-
-def test_plans_are_counted_for_blocks_that_had_one():
-    outcomes = [
-        merged("a", 64, 32, plans_made=1),
-        merged("b", 64, 32),
-        left_alone("c", 16),
-    ]
-    counts = counts_of((0, outcomes), (1, outcomes))
-    assert counts.plans_made == 2
-    assert counts.largest_grid == 64
 
 
 def test_the_most_common_reason_is_reported():

@@ -70,18 +70,7 @@ def test_over_a_picture_a_group_has_its_mean_colour_and_lone_tokens_show_it():
 def test_pictures_of_any_size_channels_and_values_are_drawn(channels):
     picture = np.full((7, 5, channels), np.nan)
     picture[:3] = 4.0
-    for draw in drawing.merge_map, drawing.heat_map:
-        assert draw(SLOTS, picture).shape == (4 * SCALE, 4 * SCALE, 3)
-
-
-def test_heat_ranges_from_night_blue_to_pale_yellow():
-    image = drawing.heat_map(np.array([[0.0, 0.5], [1.0, 0.25]]))
-    assert [tuple(map(int, image[y, x])) for y, x in ((0, 0), (-1, 0))] == [
-        (18, 22, 54),
-        (252, 240, 170),
-    ]
-    light = drawing.colours_of(np.linspace(0, 1, 50)).sum(1)
-    assert (np.diff(light) > 0).all()
+    assert drawing.merge_map(SLOTS, picture).shape == (4 * SCALE, 4 * SCALE, 3)
 
 
 @given(height=st.integers(1, 300), width=st.integers(1, 300), data=st.data())
@@ -92,47 +81,21 @@ def test_maps_of_any_shape_have_a_readable_size(height, width, data):
     assert 60 < max(image.shape[:2]) < 1400
 
 
-def test_the_chart_shows_tokens_kept_and_time():
-    before = np.array([[4096.0, 4096.0], [1024.0, 1024.0]])
-    after = np.array([[2048.0, 4096.0], [1024.0, 1024.0]])
-    seconds = np.array([[0.1, 0.4], [0.05, np.nan]])
-    args = ["a", "b"], [1, 2], before, after
-    with_times, without = drawing.chart(*args, seconds), drawing.chart(*args, None)
-    assert without.shape[1] < with_times.shape[1]
-    half = tuple(drawing._kept_colours(np.array([0.5])).round()[0].astype(int))
-    slowest = tuple(drawing.colours_of(np.array([1.0]))[0].astype(int))
-
-    # A cell of 32 by 28 pixels without its gap, and a part of the key of 15 by 15.
-    assert area(without, half) == area(with_times, half) == 31 * 27 + 15 * 15
-    assert area(without, slowest) == 0
-    assert area(with_times, slowest) >= 31 * 27
+def test_bars_are_as_long_as_their_values_and_the_line_is_where_its_value_is():
+    column = drawing.Column("speed", [1.0, 2.0], ["1", "2"], line=1.5)
+    image = drawing.bars("ToMe Tune", [], ["a", "b"], [column], [False, True])
+    plain, lit = ((image == colour).all(2) for colour in (drawing.COOL, drawing.WARM))
+    # The end of a bar belongs to it, and the line hides two pixels of the longer one.
+    assert plain.sum(1).max() == drawing._BAR / 2 + 1
+    assert lit.sum(1).max() == drawing._BAR + 1 - 2
+    left = np.nonzero(plain.any(0))[0][0]
+    down = (image == drawing.INK).all(2).sum(0)
+    assert left + round(0.75 * drawing._BAR) in np.nonzero(down >= 2 * 28)[0]
 
 
-@given(
-    st.tuples(st.integers(80, 760), st.integers(100, 440)),
-    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(3, 24)), max_size=7),
-)
-def test_names_of_dots_cover_nothing_however_close_the_dots_are(place, dots):
-    places = [(min(place[0] + x, 760), min(place[1] + y, 440)) for x, y, _ in dots]
-    names = ["n" * length for *_, length in dots]
-    area = 80, 88, 760, 452
-    canvas = np.zeros((600, 900), int)
-    canvas[:88] = canvas[452:] = canvas[:, :80] = canvas[:, 760:] = 1
-    for x, y in places:
-        canvas[y - 5 : y + 6, x - 5 : x + 6] = 1
-    for left, top, right, bottom in drawing._name_boxes(names, places, [], area):
-        covered = canvas[round(top) + 1 : round(bottom), round(left) + 1 : round(right)]
-        assert covered.size and not covered.any()
-        covered[:] = 1
-
-
-def test_what_a_user_could_take_instead_is_a_diamond_with_a_key():
-    point = drawing.Point("fast 0.50", 1.5, 0.1)
-    rival = drawing.Point("EasyCache", 1.2, 0.05, drawing.OTHER, is_rival=True)
-    alone, beside = (drawing.front("ToMe Tune", [], points) for points in ([point], [point, rival]))
-    assert area(alone, drawing.OTHER) == 0
-    # A diamond and its key, of 8 pixels to each side.
-    assert area(beside, drawing.OTHER) == 2 * sum(17 - 2 * abs(row) for row in range(-8, 9))
+def test_bars_without_any_length_are_drawn():
+    column = drawing.Column("change", [0.0], ["0"])
+    assert drawing.bars("", [], ["a"], [column], [False]).shape[1] == 800
 
 
 def test_text_is_wrapped_and_visible():

@@ -12,12 +12,9 @@ from tome_nodes.strategies import make_strategy
     ("device", "settings", "merges_in", "expected"),
     [
         ("cpu", {}, "modules", (256, 256)),
-        ("cpu", {}, "calls", (256, 256)),
         # Any device without Triton counts as a GPU; this one needs no hardware.
         ("meta", {}, "modules", (4096, 4096)),
         ("meta", {}, "blocks", (768, 4096)),
-        ("meta", {}, "calls", (3072, 3072)),
-        ("meta", {"strategy": "bipartite"}, "calls", (4096, 4096)),
         ("meta", {"strategy": "cluster"}, "modules", (8192, 8192)),
         ("meta", {"min_tokens": 7}, "blocks", (7, 7)),
     ],

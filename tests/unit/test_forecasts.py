@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tome_nodes.forecasting import reasons
 from tome_nodes.forecasting.forecasts import Forecasts
-from tome_nodes.forecasting.steps import Step, latent_share, log_snr, steps_that_run
+from tome_nodes.forecasting.steps import Step, is_even, latent_share, log_snr, steps_that_run
 
 
 @pytest.mark.parametrize(
@@ -227,6 +227,7 @@ def test_what_was_answered_is_kept_even_if_the_host_changes_it():
         {"index": 4},
         {"log_snr": -3.0},
         {"is_active": False},
+        {"is_even": False},
     ],
     ids=str,
 )
@@ -381,6 +382,21 @@ def test_the_logarithm_of_signal_to_noise(noise, is_flow, expected):
 
 def test_pure_noise_of_a_flow_has_a_finite_logarithm():
     assert log_snr(1.0, True) == log_snr(0.99, True) < log_snr(0.98, True)
+
+
+@pytest.mark.parametrize(
+    ("levels", "index", "expected"),
+    [
+        ([-4, -2, 0, 2, 4], 2, True),
+        ([-4, -2, 0, 5, 6], 2, False),
+        ([-4, -3, -2, 4, 6], 3, False),
+        ([-4, -2, 0, 2, 9], 4, True),
+        ([-4, -2, 0, 5, 6, *range(7, 18)], 2, True),
+    ],
+    ids=["even", "faster next", "faster", "the last", "a long run"],
+)
+def test_noise_may_fall_unevenly_only_in_long_runs(levels, index, expected):
+    assert is_even(levels, index) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,15 @@
-"""Reach into ComfyUI's attention: pass it merged tokens, and weigh merged keys.
+"""Reach into ComfyUI's attention.
 
 ComfyUI calls an override function from the transformer options, if there is one, instead of its
-attention. Ours merges first, and then calls the override of another node, if any, on the result.
+attention.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..patching.attention_call import merged_attention
 from ..patching.key_weights import CALLED_DIFFERENTLY, Attention, KeyWeights, attend
-from ..patching.merge_attention import AttentionBlock
 
 OVERRIDE = "optimized_attention_override"
 """The transformer option that holds the override function."""
@@ -22,40 +19,6 @@ _SPARSE = "nodes_sparse_attention"
 
 _REPLACED = "another node replaces the attention function"
 """The reason for unweighted keys if another node's attention runs instead."""
-
-
-def merge_attention(
-    options: dict[str, Any], block_of: Callable[[], AttentionBlock | None], called: dict[str, Any]
-) -> dict[str, Any]:
-    """Transformer options under which attention runs on merged queries, keys and values.
-
-    Args:
-        options: the transformer options so far. Another node's override in them stays in effect,
-            and gets the merged tokens.
-        block_of: returns the block that is running, None between blocks. The block makes the plans,
-            and notes what could not merge.
-        called: the keyword arguments of the module that calls the attention.
-    """
-    theirs = options.get(OVERRIDE)
-
-    def override(
-        func: Attention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        heads: int,
-        mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        block = block_of()
-        if block is None:
-            plain = func if theirs is None else partial(theirs, func)
-            return plain(q, k, v, heads, mask=mask, **kwargs)
-        if theirs is None:
-            func = block.stored_attention or func
-        return merged_attention(block, called, func, theirs, q, k, v, heads, mask, kwargs)
-
-    return options | {OVERRIDE: override}
 
 
 def stored_attention(attention: nn.Module) -> Attention | None:

@@ -17,7 +17,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
 from ..forecasting import reasons
 from ..forecasting.forecasts import Forecasts
-from ..forecasting.steps import SHORTEST, Step, latent_share, log_snr
+from ..forecasting.steps import SHORTEST, Step, is_even, latent_share, log_snr
 from ..patching.schedule import is_active, is_noise_alone
 from ..report import log_line
 from ..report.counts import Counts
@@ -92,6 +92,8 @@ class ForecastRun:
         self._config = config
         self._guider = guider
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
+        self._is_flow = isinstance(self._sampling, CONST)
+        self._levels = [log_snr(each, self._is_flow) for each in self.schedule[:-1] if each > 0]
         most = float(self._sampling.sigma_max)
         self._from_noise = starts_empty or is_noise_alone(self.schedule[0], most)
         self._on_step = on_step
@@ -184,8 +186,9 @@ class ForecastRun:
         return Step(
             index=index,
             count=self.count,
-            log_snr=log_snr(sigma, isinstance(self._sampling, CONST)),
+            log_snr=log_snr(sigma, self._is_flow),
             course=(is_true, course_of(self._guider, options, sigma)),
+            is_even=is_even(self._levels, index),
             latent_share=latent_share(self.schedule, index) if self._corrects else None,
             is_active=is_active(self._config, sigma, self._sampling.percent_to_sigma),
             from_noise=self._from_noise,

@@ -6,7 +6,7 @@ them off again.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
-from ..merging.layout import Grid, Picture
+from ..merging.layout import Grid
 from ..patching.blocks import uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
@@ -26,7 +26,7 @@ from ..tuning.search import Measured
 from . import comfy_compiler, host_checks
 from .attention import sparse_attention
 from .models import record_of
-from .models.base import ComfyRecord, Inputs
+from .models.base import ComfyRecord
 from .run_report import RunReport
 
 KEY = "tome_nodes"
@@ -51,15 +51,14 @@ def apply_model(
     options = {} if transformer_options is None else transformer_options
     run: MergingRun | None = options.get(KEY)
 
-    def denoise(options: dict[str, Any]) -> Tensor:
+    def denoise() -> Tensor:
         return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
     if run is None:
-        return denoise(options)
+        return denoise()
     # With sound, the latent is the first of what is packed into ``x``.
     packed = kwargs.get("latent_shapes")
-    inputs = Inputs(tuple(packed[0] if packed else x.shape), kwargs)
-    return run.evaluate(model, inputs, x, t, options, denoise)
+    return run.evaluate(model, packed[0] if packed else x.shape, kwargs, t, options, denoise)
 
 
 class MergingRun:
@@ -111,23 +110,22 @@ class MergingRun:
     def evaluate(
         self,
         model: Any,
-        inputs: Inputs,
-        x: Tensor,
+        shape: Sequence[int],
+        conditions: Mapping[str, Any],
         t: Tensor,
         options: dict[str, Any],
-        denoise: Callable[[dict[str, Any]], Tensor],
+        denoise: Callable[[], Tensor],
     ) -> Tensor:
         """Evaluate a model, merging tokens.
 
         Args:
             model: a BaseModel of ComfyUI.
-            inputs: the shape of the latent, and the conditions.
-            x: the latent.
+            shape: the shape of the latent, or of the part of it that is evaluated.
+            conditions: the arguments of the model, by name, besides the latent.
             t: the noise level of each sample.
             options: the transformer options.
-            denoise: evaluates the model, given transformer options.
+            denoise: evaluates the model.
         """
-        latent = Grid(*inputs.shape[-2:])
         diffusion_model = uncompiled(model.diffusion_model)
         record = self._record_of(diffusion_model)
         # Reading the noise level waits for the GPU, which is then idle until the model runs.
@@ -139,21 +137,21 @@ class MergingRun:
                 most = float(model.model_sampling.sigma_max)
                 self._from_noise |= is_noise_alone(self._schedule[0], most)
             if diffusion_model not in self._runs:
+                latent = Grid(*shape[-2:])
                 self._runs[diffusion_model] = self._run_of(model, record, latent, t.device)
             run = self._runs[diffusion_model]
             moment = self._moment(model, sigma, options)
         if run is None or isinstance(record, str):
-            return denoise(options)
-        pictures, obstacle = _pictures(record, diffusion_model, inputs)
-        obstacle = obstacle or sparse_attention(options)
+            return denoise()
+        grid = record.grid(diffusion_model, shape)
+        obstacle = record.obstacle(diffusion_model, conditions) or sparse_attention(options)
         dtype = model.get_dtype_inference()
 
         def evaluate() -> Tensor:
-            with run.evaluation(moment, latent, t.device, dtype, obstacle, pictures) as evaluation:
+            with run.evaluation(moment, grid, t.device, dtype, obstacle) as evaluation:
                 if evaluation is None:
-                    return denoise(options)
-                own = record.options(options, evaluation)
-                return evaluation.or_without_detail(lambda: denoise(own))
+                    return denoise()
+                return evaluation.or_without_detail(denoise)
 
         return run.or_unmerged(evaluate)
 
@@ -195,7 +193,8 @@ class MergingRun:
                 self._on_step if is_first else None,
                 is_first and self._with_details,
             )
-        run = Run(self._config, record, network, self._make_strategy, report)
+        config = record.in_effect(self._config)
+        run = Run(config, record, network, self._make_strategy, report)
         self._reports.setdefault(kind, (report, run, model))
         return run
 
@@ -241,21 +240,7 @@ class MergingRun:
             is_quiet: whether to log nothing.
         """
         last_runs = [
-            report.finish(run, model, self._config, tuned, is_quiet)
+            report.finish(run, model, tuned, is_quiet)
             for report, run, model in self._reports.values()
         ]
         return last_runs[0] if last_runs else None
-
-
-def _pictures(
-    record: ComfyRecord, diffusion_model: nn.Module, inputs: Inputs
-) -> tuple[tuple[Picture, ...], str | None]:
-    """The pictures in the sequence, and why nothing can merge (None if something can)."""
-    obstacle = record.obstacle(diffusion_model)
-    if obstacle is not None:
-        return (), obstacle
-    try:
-        return record.pictures(diffusion_model, inputs), None
-    except Exception as error:
-        # A later ComfyUI or another node may pass inputs in another form.
-        return (), f"the inputs of the model are of an unknown form: {error}"

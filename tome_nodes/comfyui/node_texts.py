@@ -119,10 +119,10 @@ REMOVE = Caption(
 TUNE = Caption(
     id="ToMeTune",
     name="ToMe Tune",
-    text="Finds the settings of token merging that make your model as fast as you wish, or change "
-    "the picture as little, by trying a few on your model and device, and tells what fewer steps "
-    "and EasyCache would do instead. It takes about six sampling runs, and none the next time. "
-    "Give it what the sampler gets.",
+    text="Tells whether ToMe helps here, and with which settings: it tries a few on your model and "
+    "device, fewer steps and EasyCache, and takes the settings that make the model as fast as you "
+    "wish. It takes six to nine sampling runs, and none the next time. Give it what the sampler "
+    "gets.",
     inputs=(
         Slot(
             "model",
@@ -147,7 +147,7 @@ TUNE = Caption(
         ),
         Slot(
             "IMAGE",
-            "All that was tried, by speed and change, with the settings found.",
+            "The speed and the change of everything that was tried.",
             type="IMAGE",
         ),
         Slot("text", "What was found and tried, in words.", type="STRING"),
@@ -162,9 +162,8 @@ TUNE = Caption(
 REPORT = Caption(
     id="ToMeReport",
     name="ToMe Report",
-    text="Shows what token merging did in a sampling run: which parts of the picture were merged, "
-    "how many tokens each block ran on, how long it took, and what to change where it gained "
-    "nothing.",
+    text="Shows what ToMe did in a sampling run: which parts of the picture were merged or which "
+    "steps were forecast, how long it took, and what to change where it gained nothing.",
     inputs=(
         Slot(
             "model",
@@ -180,7 +179,7 @@ REPORT = Caption(
         ),
         Slot(
             "image",
-            "The decoded picture, to draw under the maps.",
+            "The decoded picture, to draw under the merge map.",
             "It may be left out. Of a batch, the first.",
             type="IMAGE",
             optional=True,
@@ -188,7 +187,7 @@ REPORT = Caption(
     ),
     options=(VIEW, LEVEL, STEP, FRAME),
     outputs=(
-        Slot("IMAGE", "The map or the chart.", type="IMAGE"),
+        Slot("IMAGE", "The merge map or the chart.", type="IMAGE"),
         Slot("STRING", "The report in words.", type="STRING"),
     ),
 )

@@ -10,9 +10,9 @@ import torch
 from comfy_api.v0_0_2 import ComfyExtension, io, ui
 
 from ..report import pages
-from ..settings.options import FRAME, LEVEL, SAMPLING, STEP, VIEW, Option
+from ..settings import removed
+from ..settings.options import FRAME, LEVEL, SAMPLING, STEP, VIEW, Option, OptionError
 from ..settings.presets import CUSTOM, FREE
-from ..settings.removed import PRESETS as REMOVED
 from ..tuning.search import SPEED, UNPATCHED, Wish
 from . import attachment, prompt_checks, validation, workflow
 from .node_texts import PATCH, REMOVE, REPORT, TUNE, Caption
@@ -122,7 +122,11 @@ class ToMePatchModel(io.ComfyNode):
             {
                 # web/js/preset.js and web/js/earlier.js read it.
                 "preset": {
-                    "extra_dict": {"custom": CUSTOM, "free": [*FREE], "read_as": {**REMOVED}}
+                    "extra_dict": {
+                        "custom": CUSTOM,
+                        "free": [*FREE],
+                        "read_as": {**removed.PRESETS},
+                    }
                 },
                 # Otherwise the editor changes the seed after each run, and so the image.
                 "seed": {"control_after_generate": False},
@@ -222,17 +226,30 @@ class ToMeRemovePatch(_LinksChecked):
         return io.NodeOutput(attachment.detach(model))
 
 
-class ToMeReport(_LinksChecked):
+class ToMeReport(io.ComfyNode):
     """Show what token merging did in a sampling run."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return _schema(
             REPORT,
-            search_aliases=[*_ALIASES, "statistics", "merge map", "heat map"],
+            search_aliases=[*_ALIASES, "statistics", "merge map"],
             is_output_node=True,
             not_idempotent=True,
         )
+
+    @classmethod
+    def validate_inputs(cls, links: Any = None, view: Any = None) -> bool | str:
+        """True if the links and the view are valid, else an error message.
+
+        ComfyUI does not check an input that is taken here, and would refuse a view that went.
+        """
+        try:
+            # It is None if it comes over a link.
+            VIEW.check(VIEW.default if view is None else _view_of(view))
+        except OptionError as error:
+            return str(error)
+        return prompt_checks.verdict() or True
 
     @classmethod
     def execute(
@@ -247,6 +264,7 @@ class ToMeReport(_LinksChecked):
         **others: Any,
     ) -> io.NodeOutput:
         validation.check(REPORT, {"model": model, "image": image, **others})
+        view = _view_of(view)
         for option, value in zip(REPORT.options, (view, level, step, frame), strict=True):
             option.check(value)
         if not attachment.is_attached(model):
@@ -258,6 +276,12 @@ class ToMeReport(_LinksChecked):
             shown = pages.report_of(run, view, level, step, picture_at, frame)
         drawn, on_node = _shown(cls, shown)
         return io.NodeOutput(drawn, shown.text, ui=on_node)
+
+
+def _view_of(given: Any) -> Any:
+    """A view as this version names it."""
+    # Other values may have no hash.
+    return removed.VIEWS.get(given, given) if isinstance(given, str) else given
 
 
 def _wants_details(node: str | None) -> Callable[[], bool] | None:

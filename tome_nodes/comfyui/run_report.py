@@ -19,7 +19,6 @@ from ..report import log_line
 from ..report.counts import Counts
 from ..report.last_run import LastRun
 from ..report.recording import Recorder
-from ..settings.config import ToMeConfig
 from ..strategies.strategy import PlanOf
 from ..tuning.search import Measured
 
@@ -61,9 +60,6 @@ class RunReport(Observer):
     def timed(self, block: str, forward: Forward) -> Forward:
         return self._details.timed(block, forward)
 
-    def begins(self, step: int) -> None:
-        self._details.begins(step)
-
     def evaluated(self, result: Evaluated) -> None:
         with self._lock:
             for follower in [*self._followers]:
@@ -82,19 +78,13 @@ class RunReport(Observer):
             self._on_step(log_line.live_line(result, self._counts.total_steps))
 
     def finish(
-        self,
-        run: Run,
-        model: Any,
-        config: ToMeConfig,
-        tuned: Measured | None,
-        is_quiet: bool,
+        self, run: Run, model: Any, tuned: Measured | None, is_quiet: bool
     ) -> LastRun | None:
         """Log what was merged in the run, or why nothing was, and return its record.
 
         Args:
             run: the evaluations of the model.
             model: the BaseModel of ComfyUI that was evaluated.
-            config: the settings.
             tuned: what ToMe Tune measured with these settings, None if it did not choose them.
             is_quiet: whether to log nothing.
 
@@ -102,25 +92,23 @@ class RunReport(Observer):
             The record of the run; None if an error, which is logged, prevented it.
         """
         try:
-            last = self._last_run(run, model, config, tuned)
-            if last.obstacle is not None and not is_quiet:
-                log.warning("[ToMe] nothing merged: %s", last.obstacle)
+            last = self._last_run(run, model, tuned)
+            if last.nothing is not None and not is_quiet:
+                log.warning("[ToMe] %s", last.nothing)
             elif not is_quiet:
                 backend = [] if run.engine is None else run.engine.in_words()
-                log.info("[ToMe] %s", log_line.log_line(self._counts, config, backend, tuned))
+                log.info("[ToMe] %s", log_line.log_line(self._counts, last.config, backend, tuned))
         except Exception as error:
             _warn("the report of this run is missing", error)
             return None
         return last
 
-    def _last_run(
-        self, run: Run, model: Any, config: ToMeConfig, tuned: Measured | None
-    ) -> LastRun:
+    def _last_run(self, run: Run, model: Any, tuned: Measured | None) -> LastRun:
         counts, engine, patched = self._counts, run.engine, run.model
         obstacle = log_line.obstacle(counts, patched.max_downsample, patched.shallowest)
         return LastRun(
             model=type(model.model_config).__name__,
-            config=config,
+            config=patched.config,
             counts=counts,
             obstacle=None if counts.saved_anything else obstacle,
             backend=None if engine is None else (*engine.in_words(), engine.backend)[0],

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import reasons
-from .steps import SHORTEST, Step, first_steps, steps_that_run
+from .steps import LONG, SHORTEST, Step, first_steps, steps_that_run
 
 _DAMPING = 0.7
 """The share of the extrapolated change that a forecast contains."""
@@ -30,9 +30,6 @@ _TOO_CLOSE = 0.02
 
 _RESPONSE = 0.7
 """The share of an error in the noisy latent that shows in the model's answer."""
-
-_LONG = 16
-"""From this many steps on, a run is long."""
 
 _SETTLED, _LEAST_SNR = 0.15, -7.0
 """A run that is not long is settled if its first two answers differ by less than
@@ -177,7 +174,7 @@ class Forecasts:
             self._lines = []
         turns = any(line.product is not None and line.product < 0 for line in self._lines)
         # A short run whose answers turned once stays hard to tell.
-        self._turns = turns or (self._turns and step.count < _LONG)
+        self._turns = turns or (self._turns and step.count < LONG)
         # A step has fewer calls where guidance ends.
         self._lines = [line for line in self._lines if line.latest == step.index - 1]
         self._form = form
@@ -197,6 +194,8 @@ class Forecasts:
             why = reasons.NOISE_RISES
         elif min((line.total for line in self._lines), default=0) < self._first(step):
             why = reasons.CHANGES
+        elif not step.is_even:
+            why = reasons.UNEVEN
         elif self._turns:
             why = reasons.TURNS
         else:
@@ -216,7 +215,7 @@ class Forecasts:
         return first_steps(step.count, self._is_settled(step))
 
     def _is_settled(self, step: Step) -> bool:
-        return step.count < _LONG and self._settled is True
+        return step.count < LONG and self._settled is True
 
 
 def _is_settled(line: _Line) -> bool:

@@ -29,6 +29,11 @@ TURNS = (
     "steps; lower the guidance, or take more steps"
 )
 
+UNEVEN = (
+    "the scheduler's noise levels fall too unevenly for so few steps; take another scheduler, such "
+    "as simple, or more steps"
+)
+
 NOISE_RISES = "the noise level does not fall from step to step, as in an inversion; leave ToMe out"
 
 SEVERAL = "this sampler runs the model more than once a step; take euler, dpmpp_2m or res_multistep"

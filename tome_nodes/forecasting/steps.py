@@ -11,6 +11,13 @@ least ``MANY`` steps and is not settled. The earliest forecasts have the largest
 SHORTEST = FIRST + 2
 """A run has forecasts only from this many steps on."""
 
+LONG = 16
+"""From this many steps on, a run is long."""
+
+_FAST, _FASTER = 1.4, 2.0
+"""Noise falls unevenly around a step if the logarithm of signal to noise grows in it by more than
+``_FAST`` times the mean of the run, or in the next step by more than ``_FASTER`` times as much."""
+
 _MOST_NOISE = 0.99
 """Noise levels of a flow above this one count as this one: pure noise would have no logarithm."""
 
@@ -27,6 +34,7 @@ class Step:
             knows it: the active prompts, the guidance scale, control, hooks.
         latent_share: the share of its noisy latent in the next one, see :func:`latent_share`; None
             if the answer after a forecast must stay as it is.
+        is_even: see :func:`is_even`.
         is_active: whether it is between ``start_percent`` and ``end_percent``.
         from_noise: whether the run began with noise alone, not with a picture under some noise.
     """
@@ -36,6 +44,7 @@ class Step:
     log_snr: float
     course: Hashable = None
     latent_share: float | None = None
+    is_even: bool = True
     is_active: bool = True
     from_noise: bool = True
 
@@ -68,6 +77,20 @@ def latent_share(schedule: Sequence[float], index: int) -> float | None:
         return None
     before, after = schedule[index : index + 2]
     return after / before if 0 <= after < before else None
+
+
+def is_even(levels: Sequence[float], index: int) -> bool:
+    """Whether noise falls evenly enough around a step to forecast it, which a long run always is.
+
+    Args:
+        levels: the logarithm of signal to noise of each step.
+        index: the number of the step, from 0.
+    """
+    if len(levels) >= LONG or not 0 < index < len(levels) - 1:
+        return True
+    before, now, after = levels[index - 1 : index + 2]
+    mean = (levels[-1] - levels[0]) / (len(levels) - 1)
+    return now - before <= _FAST * mean and after - now <= _FASTER * (now - before)
 
 
 def first_steps(count: int, is_settled: bool) -> int:

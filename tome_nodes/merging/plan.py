@@ -1,13 +1,11 @@
 """A plan: a partition of N tokens into M slots, with merge and unmerge."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..ops import TORCH, Operations
-from .layout import Grid, Layout
 
 
 class Plan:
@@ -142,112 +140,3 @@ class SlotPlan(Plan):
 
     def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
         return self.ops.add_change(x, before, after, self.slot_of_token)
-
-
-@dataclass(frozen=True, eq=False)
-class KeptPlan(Plan):
-    """A plan in which nothing merges: each token has a slot of its own."""
-
-    batch: int
-    slot_count: int
-    device: torch.device
-
-    def slots(self) -> Tensor:
-        return torch.arange(self.slot_count, device=self.device).expand(self.batch, -1)
-
-    def log_sizes(self) -> Tensor:
-        return torch.zeros(self.batch, self.slot_count, device=self.device)
-
-    def fits(self, x: Tensor) -> bool:
-        return x.ndim == 3 and x.shape[:2] == (self.batch, self.slot_count)
-
-    def merge(self, x: Tensor) -> Tensor:
-        return x
-
-    def unmerge(self, y: Tensor) -> Tensor:
-        return y
-
-
-@dataclass(frozen=True, eq=False)
-class SequencePlan(Plan):
-    """The plans of consecutive pieces of a sequence, whose slots follow each other.
-
-    Attributes:
-        batch: number of samples.
-        lengths: number of tokens of each piece.
-        plans: the plan of each piece.
-        slot_count: see :class:`Plan`.
-    """
-
-    batch: int
-    lengths: tuple[int, ...]
-    plans: tuple[Plan, ...]
-    slot_count: int
-
-    @classmethod
-    def of(cls, batch: int, pieces: Sequence[tuple[int, Plan]]) -> "SequencePlan":
-        """A plan for ``batch`` samples, from the number of tokens and the plan of each piece."""
-        lengths, plans = zip(*pieces, strict=True)
-        return cls(batch, lengths, plans, sum(plan.slot_count for plan in plans))
-
-    def slots(self) -> Tensor:
-        slots, first = [], 0
-        for plan in self.plans:
-            slots.append(plan.slots() + first)
-            first += plan.slot_count
-        return torch.cat(slots, 1)
-
-    def log_sizes(self) -> Tensor:
-        return torch.cat([plan.log_sizes() for plan in self.plans], 1)
-
-    def fits(self, x: Tensor) -> bool:
-        return x.ndim == 3 and x.shape[:2] == (self.batch, sum(self.lengths))
-
-    def merge(self, x: Tensor) -> Tensor:
-        return torch.cat([plan.merge(piece) for plan, piece in self._split(x)], 1)
-
-    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
-        return torch.cat([plan.merge_keys(piece, heads) for plan, piece in self._split(k)], 1)
-
-    def unmerge(self, y: Tensor) -> Tensor:
-        pieces = y.split([plan.slot_count for plan in self.plans], 1)
-        unmerged = [plan.unmerge(piece) for plan, piece in zip(self.plans, pieces, strict=True)]
-        return torch.cat(unmerged, 1)
-
-    def _split(self, x: Tensor) -> list[tuple[Plan, Tensor]]:
-        return list(zip(self.plans, x.split(list(self.lengths), 1), strict=True))
-
-
-def plan_of_sequence(
-    layout: Layout, features: Tensor, plan_of: Callable[[Tensor, Grid], Plan | None]
-) -> Plan | None:
-    """The plan of a sequence: each picture merges within itself, and everything else is kept.
-
-    Of a video, each of the :attr:`tome_nodes.merging.layout.Grid.parts` merges within itself.
-
-    Args:
-        layout: where the pictures are; it has at least one.
-        features: ``[batch, tokens, channels]`` of the whole sequence.
-        plan_of: makes the plan of a picture; None if nothing would merge.
-
-    Returns:
-        None if no picture merges.
-    """
-    batch, length, device = len(features), features.shape[1], features.device
-    pieces: list[tuple[int, Plan]] = []
-    done = 0
-    for span in layout.spans:
-        start = span.start
-        for grid in span.grid.parts:
-            plan = plan_of(features[:, start : start + grid.tokens], grid)
-            if plan is not None:
-                if start > done:
-                    pieces.append((start - done, KeptPlan(batch, start - done, device)))
-                pieces.append((grid.tokens, plan))
-                done = start + grid.tokens
-            start += grid.tokens
-    if not pieces:
-        return None
-    if length > done:
-        pieces.append((length - done, KeptPlan(batch, length - done, device)))
-    return pieces[0][1] if len(pieces) == 1 else SequencePlan.of(batch, pieces)

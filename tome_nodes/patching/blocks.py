@@ -1,9 +1,7 @@
 """A patched model, its blocks, and what these share in one evaluation.
 
-There are two kinds of blocks. :class:`tome_nodes.patching.merge_modules.ModuleBlock` merges what
-enters the modules of a block, or the block itself;
-:class:`tome_nodes.patching.merge_attention.AttentionBlock` merges queries, keys and values where
-attention is called.
+A block of a UNet is a :class:`tome_nodes.patching.merge_modules.ModuleBlock`, which merges what
+enters the block or its modules.
 """
 
 from collections import Counter
@@ -13,8 +11,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ..merging.layout import Grid, Layout, Picture
-from ..merging.plan import Plan, plan_of_sequence
+from ..merging.layout import Grid
+from ..merging.plan import Plan
 from ..settings.config import ToMeConfig
 from .detail_cache import MOVES, Detail
 from .engine import Engine
@@ -30,8 +28,7 @@ class Evaluation:
     Attributes:
         engine: makes the plans.
         ratio: the ratio of the current step.
-        latent: the grid of the latent, or of the part of it that is evaluated.
-        pictures: the pictures in the sequence of a transformer, in order.
+        latent: the grid at level 1: that of the latent, or of the part of it that is evaluated.
         detail: what is kept from step to step; None for nothing.
         merges_in_modules: why stacks merge only in their modules, as while gradients are computed,
             or once kept detail was of another place; else None.
@@ -41,20 +38,17 @@ class Evaluation:
         stack_tokens: the tokens that entered the running stack, ``[batch, tokens, channels]``, if
             it runs as one or its change is to be kept; else None.
         stack_merged: ``stack_tokens`` merged, if the stack runs as one; else None.
-        running: the running block, where attention cannot tell; None between blocks.
     """
 
     engine: Engine
     ratio: float
     latent: Grid
-    pictures: tuple[Picture, ...]
     detail: Detail | None = None
     merges_in_modules: str | None = None
     feature_map: Sequence[int] | None = None
     stack_plan: Plan | None = None
     stack_tokens: Tensor | None = None
     stack_merged: Tensor | None = None
-    running: "Block | None" = None
 
     @property
     def is_full_step(self) -> bool:
@@ -109,13 +103,6 @@ class Reasons:
 class ModelRecord(Protocol):
     """What is known about the models of one kind."""
 
-    @property
-    def reasons(self) -> Reasons: ...
-
-    @property
-    def merges_at_calls(self) -> bool:
-        """Whether merging happens only where attention is called."""
-
     def stacks(self, model: Any) -> Iterable[Stack]:
         """The stacks of a model, in the order in which they run."""
 
@@ -166,14 +153,8 @@ class PatchedModel:
             if block.stack.level <= self.max_downsample or self.observer.follows_blocks:
                 yield from block.overrides()
 
-    def most_tokens(self, latent: Grid, pictures: Sequence[Picture]) -> int:
-        """The most tokens of a picture in any block."""
-        if pictures:
-            return max(picture.grid.tokens for picture in pictures)
-        return latent.downsampled(self.shallowest).tokens
-
     def too_few(self, tokens: int, least: int) -> str:
-        """The reason to report if a picture has fewer tokens than ``least``."""
+        """The reason to report if a feature map has fewer tokens than ``least``."""
         if self.config.min_tokens:
             return f"{tokens} tokens are fewer than min_tokens={least}; lower it"
         return (
@@ -205,7 +186,7 @@ def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int
 
 
 class Block:
-    """What both kinds of blocks share.
+    """What all kinds of blocks share.
 
     The only side effects of overrides are attribute writes, so that torch.compile can trace them.
 
@@ -258,43 +239,40 @@ class Block:
         """The forward of the block, timed if the observer wants to."""
         return self.model.observer.timed(self.name, forward)
 
-    def weights(self, plan: Plan, like: Tensor) -> KeyWeights | None:
-        """What keys in the dtype of ``like`` weigh once merged; None for one token each."""
+    def weights(self, log_sizes: Callable[[], Tensor], like: Tensor) -> KeyWeights | None:
+        """What keys in the dtype of ``like`` weigh once merged; None for one token each.
+
+        ``log_sizes`` returns the logarithm of how many tokens each key stands for, ``[batch,
+        keys]``.
+        """
         if not self.model.config.proportional_attn:
             return None
-        engine, sizes = self.evaluation.engine, plan.log_sizes().to(like.dtype)
+        engine, sizes = self.evaluation.engine, log_sizes().to(like.dtype)
         return KeyWeights(sizes, engine.strategy.ops, engine.capable, self.note_unweighted)
 
-    def worthy(self, layout: Layout, least: int) -> Layout | None:
-        """The layout without pictures of fewer than ``least`` tokens.
+    def is_worthy(self, grid: Grid, least: int) -> bool:
+        """Whether a grid has at least ``least`` tokens; if not, the reason is noted."""
+        if grid.tokens >= least:
+            return True
+        self.outcome.reason = self.model.too_few(grid.tokens, least)
+        return False
 
-        None if no picture is left; the reason is noted.
-        """
-        worthy = tuple(span for span in layout.spans if span.grid.tokens >= least)
-        if not worthy:
-            largest = max(span.grid.tokens for span in layout.spans)
-            self.outcome.reason = self.model.too_few(largest, least)
-            return None
-        return layout if worthy == layout.spans else Layout(layout.length, worthy)
-
-    def plan_of(self, features: Tensor, layout: Layout) -> Plan | None:
+    def plan_of(self, features: Tensor, grid: Grid) -> Plan | None:
         """A plan at the ratio of the current step. If it is None, the reason is noted."""
         evaluation, outcome = self.evaluation, self.outcome
-        ratio, plan_of = evaluation.ratio, evaluation.engine.plan_of
-        outcome.layout = layout
-        plan = plan_of_sequence(layout, features, lambda own, grid: plan_of(own, grid, ratio))
+        outcome.grid = grid
+        plan = evaluation.engine.plan_of(features, grid, evaluation.ratio)
         if plan is None:
-            outcome.reason = self._why_no_plan(layout, ratio)
+            outcome.reason = self._why_no_plan(grid, evaluation.ratio)
         else:
             outcome.plans_made += 1
         return plan
 
-    def _why_no_plan(self, layout: Layout, ratio: float) -> str:
+    def _why_no_plan(self, grid: Grid, ratio: float) -> str:
         """The reason to report if the strategy made no plan."""
         config = self.model.config
         if ratio == 0:
             return "the ratio is 0 at every step that could merge; raise it"
-        grid = max((span.grid for span in layout.spans), key=lambda grid: grid.tokens)
         if grid.frames == 1 and grid.cells(config.sy, config.sx).tokens == 0:
             return (
                 f"a feature map of {grid.height}x{grid.width} tokens holds no cell of "

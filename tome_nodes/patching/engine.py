@@ -13,9 +13,8 @@ from ..settings.config import ToMeConfig
 from ..strategies.strategy import PlanOf, Strategy
 from .key_weights import Capabilities, capabilities
 
-MergesIn = Literal["modules", "blocks", "calls"]
-"""What runs on merged tokens: the modules of a UNet's blocks, the whole blocks of a UNet, or the
-calls of attention in a transformer."""
+MergesIn = Literal["modules", "blocks"]
+"""What runs on merged tokens: modules of blocks, or whole blocks."""
 
 MakeStrategy = Callable[[ToMeConfig, Operations], Strategy]
 """Makes the strategy for given settings and operations."""
@@ -93,7 +92,7 @@ def make_engine(
         lacks = missing_operation(grouping, make_strategy, backend, device, dtype)
     strategy = make_strategy(config, operations(backend))
     worth_from = _worth_from(strategy, device, merges_in)
-    in_attention = _worth_from(strategy, device, "modules" if merges_in == "blocks" else merges_in)
+    in_attention = _worth_from(strategy, device, "modules")
     return Engine(
         strategy,
         strategy.plan,
@@ -111,8 +110,7 @@ def _worth_from(strategy: Strategy, device: torch.device, merges_in: MergesIn) -
 
     On a CPU it was measured (benchmarks/README.md). On a GPU it is estimated. Merging costs a few
     kernel launches, or a few dozen if matching is not a single kernel, and reading and writing the
-    tokens. It saves a part of the time of the attention or block. The attention of a transformer
-    is several times as wide as a UNet's, so launches matter less there.
+    tokens. It saves a part of the time of the attention or block.
     """
     if device.type == "cpu":
         return 256
@@ -120,8 +118,6 @@ def _worth_from(strategy: Strategy, device: torch.device, merges_in: MergesIn) -
         return 768
     if strategy.ops.name == "triton":
         return strategy.least_tokens_with_kernels
-    if merges_in == "calls":
-        return strategy.least_tokens_at_calls
     return strategy.least_tokens
 
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..merging.layout import Grid, Picture
+from ..merging.layout import Grid
 from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
 from .blocks import Evaluation, ModelRecord, PatchedModel
@@ -101,7 +101,6 @@ class Run:
         device: torch.device,
         dtype: torch.dtype,
         obstacle: str | None = None,
-        pictures: tuple[Picture, ...] = (),
     ) -> Iterator[Evaluation | None]:
         """Merge tokens in the model while it is evaluated; yields None if nothing may merge.
 
@@ -109,20 +108,19 @@ class Run:
 
         Args:
             moment: where the evaluation is in its run.
-            latent: the grid of the latent, or of the part of it that is evaluated.
+            latent: the grid at level 1: that of the latent, or of the part of it that is evaluated.
             device: the device on which the blocks will run.
             dtype: the dtype of their tokens.
             obstacle: why nothing can merge in this evaluation, according to the host; else None.
-            pictures: the pictures in the sequence of a transformer, in order.
         """
         with _locks.setdefault(self.model.model, RLock()):
-            obstacle = self._obstacle(moment, latent, device, dtype, obstacle, pictures)
+            obstacle = self._obstacle(moment, latent, device, dtype, obstacle)
             self._may_merge = obstacle is None
             if obstacle is not None:
                 yield None
                 outcomes: Sequence[Outcome] = ()
             else:
-                evaluation = self._begin(moment, latent, device, pictures)
+                evaluation = self._begin(moment, latent, device)
                 with self._installed(evaluation):
                     yield evaluation
                     outcomes = self.model.outcomes()
@@ -160,7 +158,6 @@ class Run:
         device: torch.device,
         dtype: torch.dtype,
         obstacle: str | None,
-        pictures: tuple[Picture, ...],
     ) -> str | None:
         """Why nothing can merge in an evaluation; None if something perhaps can."""
         if not moment.is_active:
@@ -175,26 +172,20 @@ class Run:
         engine = self.engine = self._engine(device, dtype)
         if engine.lacks is not None:
             return f"the device {device} cannot do it: {engine.lacks}"
-        most = self.model.most_tokens(latent, pictures)
+        most = latent.downsampled(self.model.shallowest).tokens
         least = min(engine.least_tokens, engine.least_in_attention)
         if most < least and not self.model.observer.follows_blocks:
             return self.model.too_few(most, least)
         return None
 
-    def _begin(
-        self,
-        moment: Moment,
-        latent: Grid,
-        device: torch.device,
-        pictures: tuple[Picture, ...],
-    ) -> Evaluation:
+    def _begin(self, moment: Moment, latent: Grid, device: torch.device) -> Evaluation:
         config, engine = self._config, self.engine
         assert engine is not None
         key = step_key(config.seed, moment.picks)
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
         self.model.observer.begins(moment.step)
         ratio = ratio_at(config, moment.progress)
-        evaluation = Evaluation(engine, ratio, latent, pictures)
+        evaluation = Evaluation(engine, ratio, latent)
         if config.scope != "stack" or config.refresh_steps == 0:
             return evaluation
         if torch.is_grad_enabled():
@@ -215,17 +206,11 @@ class Run:
             for stack, change in detail.changes.items():
                 detail.changes[stack] = change.clone()
 
-    def _merges_in(self) -> MergesIn:
-        if self.model.record.merges_at_calls:
-            return "calls"
-        return "modules" if self._config.scope == "module" else "blocks"
-
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         place = device, dtype
         if place not in self._engines:
-            engine = make_engine(
-                self._config, self._make_strategy, device, dtype, self._merges_in()
-            )
+            merges_in: MergesIn = "modules" if self._config.scope == "module" else "blocks"
+            engine = make_engine(self._config, self._make_strategy, device, dtype, merges_in)
             watched = self.model.observer.watched(engine.plan_of)
             self._engines[place] = replace(engine, plan_of=watched)
         return self._engines[place]

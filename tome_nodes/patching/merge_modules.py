@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..merging.layout import Grid, Layout
+from ..merging.layout import Grid
 from ..merging.plan import Plan
 from .blocks import Block, PatchedModel, Reasons, Stack
 from .key_weights import KeyWeights
@@ -47,8 +47,6 @@ class UNetRecord:
     source: str = ""
     weigh_keys: Callable[[dict[str, Any], KeyWeights], dict[str, Any]] | None = None
     shapes: Callable[..., tuple[Shape | None, Shape | None]] | None = None
-
-    merges_at_calls = False
 
     def block(self, model: PatchedModel, stack: Stack, index: int) -> "ModuleBlock":
         """The block at an index of a stack."""
@@ -113,14 +111,14 @@ class ModuleBlock(Block):
                 return self._run_on_all_tokens(forward, x, *args, **kwargs)
             if evaluation.stack_plan is not None:
                 return self._run_in_stack(forward, x, *args, **kwargs)
-            layout = self._worthy_layout(evaluation.engine.least_tokens, x, *args, **kwargs)
-            if layout is None:
+            grid = self._worthy_grid(evaluation.engine.least_tokens, x, *args, **kwargs)
+            if grid is None:
                 return forward(x, *args, **kwargs)
             outcome.fell_back = self._why_in_modules(*args, **kwargs)
             if config.scope == "module" or outcome.fell_back is not None:
-                self._plan_for_modules(x, layout)
+                self._plan_for_modules(x, grid)
                 return forward(x, *args, **kwargs)
-            plan = self.plan_of(x, layout)
+            plan = self.plan_of(x, grid)
             if plan is None:
                 return forward(x, *args, **kwargs)
             merged = plan.merge(x)
@@ -144,15 +142,15 @@ class ModuleBlock(Block):
         engine = evaluation.engine
         if (
             self._begins_stack(*args, **kwargs)
-            and self._worthy_layout(engine.least_tokens, x, *args, **kwargs) is not None
+            and self._worthy_grid(engine.least_tokens, x, *args, **kwargs) is not None
         ):
             evaluation.stack_tokens = x
         # Merging keys and values hardly changes pictures (benchmarks/FIDELITY.md).
         if config.merge_attn and config.attn_tokens == "k,v" and self._attends_to_itself:
-            layout = self._worthy_layout(engine.least_in_attention, x, *args, **kwargs)
-            if layout is not None:
+            grid = self._worthy_grid(engine.least_in_attention, x, *args, **kwargs)
+            if grid is not None:
                 self.outcome.reason = self.record.reasons.attention_replaced
-                self._plan = self.plan_of(x, layout)
+                self._plan = self.plan_of(x, grid)
         y: Tensor = forward(x, *args, **kwargs)
         before, detail = evaluation.stack_tokens, evaluation.detail
         if before is not None and detail is not None and self._ends_stack:
@@ -200,8 +198,8 @@ class ModuleBlock(Block):
             return "that are patched"
         return self.evaluation.merges_in_modules
 
-    def _worthy_layout(self, least: int, x: Tensor, *args: Any, **kwargs: Any) -> Layout | None:
-        """The layout of the block's tokens; None if they may not merge.
+    def _worthy_grid(self, least: int, x: Tensor, *args: Any, **kwargs: Any) -> Grid | None:
+        """The grid of the block's tokens; None if they may not merge.
 
         The reason is noted, except at a level that the settings leave out.
 
@@ -222,9 +220,9 @@ class ModuleBlock(Block):
         whole = evaluation.latent if latent is None else Grid(*latent[-2:])
         if not grid.is_within(whole, self.model.max_downsample):
             return None
-        return self.worthy(Layout.filled_by(grid), least)
+        return grid if self.is_worthy(grid, least) else None
 
-    def _plan_for_modules(self, x: Tensor, layout: Layout) -> None:
+    def _plan_for_modules(self, x: Tensor, grid: Grid) -> None:
         """Make the plan for the modules of the block, each of which merges and unmerges."""
         config = self.model.config
         if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
@@ -233,7 +231,7 @@ class ModuleBlock(Block):
             )
             return
         self.outcome.reason = self.record.reasons.attention_replaced
-        self._plan = self.plan_of(x, layout)
+        self._plan = self.plan_of(x, grid)
 
     def _run_module(self, forward: Forward) -> Forward:
         def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -326,7 +324,7 @@ class ModuleBlock(Block):
 
     def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments with which a self-attention weighs each key by its tokens."""
-        weights = self.weights(plan, x)
+        weights = self.weights(plan.log_sizes, x)
         if weights is None:
             return kwargs
         if self.record.weigh_keys is None:

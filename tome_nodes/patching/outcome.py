@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..merging.layout import Layout
+from ..merging.layout import Grid
 from ..merging.plan import Plan
 from ..strategies.strategy import PlanOf
 from .overrides import Forward
@@ -21,7 +21,7 @@ class Outcome:
         before: number of tokens that entered the block, or its stack if that ran as one; 0 if none
             of its attentions was reached.
         plan: the plan of what merged last; None if nothing merged.
-        layout: where the pictures are for which plans were made; None if it did not come to that.
+        grid: the grid for which plans were made; None if it did not come to that.
         plans_made: number of plans that the block made.
         reason: why it ran on all tokens; None if it merged or the settings leave it out.
         unweighted: why a merged key weighed only as much as one token; None if it weighed more.
@@ -33,7 +33,7 @@ class Outcome:
     block: str
     before: int = 0
     plan: Plan | None = None
-    layout: Layout | None = None
+    grid: Grid | None = None
     plans_made: int = 0
     reason: str | None = None
     unweighted: str | None = None

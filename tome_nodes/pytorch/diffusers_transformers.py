@@ -106,7 +106,7 @@ class TransformerCalls(Calls):
     def _predict(self, run: PipelineRun, call: FlowCall) -> Any:
         """What the model is forecast to return; None if it has to run."""
         denoised = run.forecasts.predict(run.step, call.latent, run.call)
-        if run.is_last_step and run.call == 0:
+        if run.is_last_step:
             self._runs.report(run, self._config)
         return None if denoised is None else call.returned(denoised, run.noise, self._kind)
 

@@ -62,19 +62,23 @@ class FlowCall:
         latent: the noisy latent in float32: ``[batch, tokens, channels]``, or
             ``[batch, channels, height, width]``, with frames before the height if it is a video.
         noise: the share of noise in it, as the timestep says.
+        sign: 1, or -1 if timesteps grow as the noise falls.
+        network: the transformer.
+        value: the argument that holds the latent.
+        others: the arguments besides this one and the timestep, by name.
     """
 
     latent: Tensor
     noise: float
-    _sign: int
-    _value: Any
-    _network: nn.Module
-    _others: Mapping[str, Any]
+    sign: int
+    network: nn.Module
+    value: Any
+    others: Mapping[str, Any]
 
     @property
     def course(self) -> Hashable:
-        """Everything else that decides the answer, as far as the call shows."""
-        return id(self._network), *((name, _trait(name, it)) for name, it in self._others.items())
+        """Everything besides the noise that decides the answer, as far as the call shows."""
+        return id(self.network), *((name, _trait(name, each)) for name, each in self.others.items())
 
     def denoised(self, result: Any, noise: float) -> Tensor:
         """The denoised latent that follows from what the transformer returned.
@@ -85,20 +89,20 @@ class FlowCall:
         """
         sample = torch.stack(result[0]) if isinstance(result[0], list) else result[0]
         flow = sample[:, : self.latent.shape[1]].float()
-        return self.latent - self._sign * noise * flow
+        return self.latent - self.sign * noise * flow
 
     def returned(self, denoised: Tensor, noise: float, kind: Any) -> Any:
         """What the transformer would return for a denoised latent; undoes :meth:`denoised`.
 
         ``kind`` is the type of what it returns.
         """
-        flow = (self.latent - denoised) / (self._sign * noise)
-        if isinstance(self._value, list):
-            sample: Any = list(flow.to(self._value[0].dtype))
+        flow = (self.latent - denoised) / (self.sign * noise)
+        if isinstance(self.value, list):
+            sample: Any = list(flow.to(self.value[0].dtype))
         else:
             # Pipelines drop what is returned for references.
-            behind = self._value.shape[1] - flow.shape[1] if flow.ndim == 3 else 0
-            sample = F.pad(flow, (0, 0, 0, behind)).to(self._value.dtype)
+            behind = self.value.shape[1] - flow.shape[1] if flow.ndim == 3 else 0
+            sample = F.pad(flow, (0, 0, 0, behind)).to(self.value.dtype)
         return (sample,) if issubclass(kind, tuple) else kind(sample=sample)
 
 
@@ -119,7 +123,7 @@ def flow_call(network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         return reasons.OTHER_FORM
     noise = (float(torch.as_tensor(timestep).max()) - flow.clean) / (flow.noise - flow.clean)
     others = {name: each for name, each in given.items() if name not in (names[0], *_TIMESTEP)}
-    return FlowCall(latent, noise, 1 if flow.noise > flow.clean else -1, value, network, others)
+    return FlowCall(latent, noise, 1 if flow.noise > flow.clean else -1, network, value, others)
 
 
 def _latent(network: Any, value: Any, given: Mapping[str, Any]) -> Tensor | None:

@@ -68,7 +68,7 @@ class UNetHost(Host):
         raise NotImplementedError
 
 
-class Latest(Observer):
+class _Latest(Observer):
     """Keeps what the latest evaluation did, as ``result``."""
 
     result: Evaluated | None = None
@@ -102,7 +102,7 @@ class UNetCalls(Calls):
     def __init__(self, attachment: Attachment, host: UNetHost, unet: nn.Module):
         super().__init__(unet)
         self._config = attachment.config
-        self._latest = Latest()
+        self._latest = _Latest()
         self._run = Run(self._config, host.record, unet, attachment.make_strategy, self._latest)
         self._host = host
         self._reported = attachment.reported

@@ -15,7 +15,6 @@ class Counts(Observer):
         frames: number of frames in the latent; 1 for a picture.
         fell_back: by reason, the blocks that ran in module scope although a wider one was set.
         unweighted: reasons why merged keys weighed as one token each.
-        plans_made: number of plans made.
         forecast_steps: the steps in which the answer of the model was forecast.
     """
 
@@ -26,7 +25,6 @@ class Counts(Observer):
         self.frames = 1
         self.fell_back: dict[str, set[str]] = {}
         self.unweighted: set[str] = set()
-        self.plans_made = 0
         self.forecast_steps: set[int] = set()
         self._blocks: dict[tuple[int, int], set[str]] = {}
         self._steps: set[int] = set()
@@ -41,10 +39,8 @@ class Counts(Observer):
             reasons[result.reason] += 1
         for outcome in result.outcomes:
             self.largest_grid = max(self.largest_grid, outcome.before)
-            if outcome.layout is not None:
-                frames = [span.grid.frames for span in outcome.layout.spans]
-                self.frames = max(self.frames, *frames)
-            self.plans_made += outcome.plans_made
+            if outcome.grid is not None:
+                self.frames = max(self.frames, outcome.grid.frames)
             if outcome.plan is not None:
                 size = outcome.before, outcome.after
                 self._blocks.setdefault(size, set()).add(outcome.block)

@@ -38,3 +38,9 @@ class LastRun:
     recording: Recording | None
     tuned: Measured | None
     is_forecast: bool = False
+
+    @property
+    def nothing(self) -> str | None:
+        """What did not happen and why, such as ``nothing merged: too few``; None if it happened."""
+        what = "nothing was forecast" if self.is_forecast else "nothing merged"
+        return None if self.obstacle is None else f"{what}: {self.obstacle}"

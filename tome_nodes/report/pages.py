@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..settings.options import VIEW
+from ..settings.options import CHART, MERGE_MAP
 from ..strategies import strategy_class
 from ..tuning import summary as tuning_words
-from ..tuning.search import FAST, SPEED
+from ..tuning.search import SPEED, Measured
 from ..tuning.summary import Found
 from . import drawing, log_line
 from .last_run import LastRun
-from .recording import MATCHING, Recording
+from .recording import Recording
 
 _MUCH = 0.1
 """If matching takes more than this share of a run's time, a hint says so."""
@@ -61,7 +61,7 @@ def notice(title: str, *sentences: str) -> Page:
 
 def report_of(
     run: LastRun,
-    view: str = VIEW.default,
+    view: str = MERGE_MAP,
     level: int = -1,
     step: int = -1,
     picture_at: PictureAt | None = None,
@@ -80,58 +80,52 @@ def report_of(
         frame: which frame of a video's latent to draw, counted from 1; -1 for the middle one.
     """
     lines = in_words(run)
-    recording = run.recording
-    counts = run.counts
-    if run.obstacle is not None:
-        drawn = drawing.card(_nothing(run), lines)
-    elif recording is None or not counts.merged_anything:
+    recording, counts = run.recording, run.counts
+    if recording is None or not counts.merged_anything:
         forecast = [step in counts.forecast_steps for step in range(counts.total_steps)]
-        drawn = drawing.card("Token merging", lines, forecast if any(forecast) else ())
-    elif view == "chart":
+        drawn = drawing.card("ToMe Report", lines, forecast if any(forecast) else ())
+    elif view == CHART:
         drawn = _chart(recording)
     else:
-        drawn = _map(run, recording, view, level, step, picture_at, frame)
+        drawn = _map(run, recording, level, step, picture_at, frame)
     return Page(drawn, "\n".join(lines))
 
 
 def tuning_page(found: Found) -> Page:
-    """The page of ToMe Tune: what it found, and everything that it tried."""
+    """The page of ToMe Tune: what it found, and everything that it tried, the fastest last."""
     lines = tuning_words.in_words(found)
-    if not found.figures:
+    tried = {name: each for name, each in found.tried.items() if each.obstacle is None}
+    if not tried:
         return Page(drawing.card("ToMe Tune", lines), "\n".join(lines))
-    points = [
-        drawing.Point(
-            f"{candidate.preset} {candidate.ratio:.2f}",
-            measured.speed,
-            measured.change,
-            drawing.WARM if candidate.preset == FAST[0].preset else drawing.COOL,
-            candidate == found.candidate,
-        )
-        for candidate, measured in found.figures.items()
-        if measured.obstacle is None
-    ]
-    points += [
-        drawing.Point(name, measured.speed, measured.change, drawing.OTHER, is_rival=True)
-        for name, measured in found.instead.items()
-        if measured.obstacle is None
-    ]
+    taken = "unpatched" if found.candidate is None else str(found.candidate)
+    tried = {"unpatched": Measured(1.0, 1.0, 0.0), **tried}
+    names = sorted(tried, key=lambda name: tried[name].speed)
+    speeds, changes = zip(*((tried[name].speed, tried[name].change) for name in names), strict=True)
     amount, is_speed = found.wish.amount, found.wish.goal == SPEED
-    drawn = drawing.front(
-        "ToMe Tune",
-        [*tuning_words.result(found)],
-        points,
-        amount if is_speed else None,
-        None if is_speed else amount,
-    )
+    columns = [
+        drawing.Column(
+            "times as fast",
+            speeds,
+            [f"{speed:.2f}" for speed in speeds],
+            amount if is_speed else None,
+        ),
+        drawing.Column(
+            "change",
+            changes,
+            [f"{change:.3f}" for change in changes],
+            None if is_speed else amount,
+        ),
+    ]
+    is_taken = [name == taken for name in names]
+    drawn = drawing.bars("ToMe Tune", [*tuning_words.result(found)], names, columns, is_taken)
     return Page(drawn, "\n".join(lines))
 
 
 def in_words(run: LastRun) -> list[str]:
     """The report of a run, line by line: what happened, whether it helped, what to do, the rest."""
     counts, recording, hint = run.counts, run.recording, hint_for(run)
-    saves = run.obstacle is None
-    is_merged = saves and counts.merged_anything
-    lines = [] if saves else [f"{_nothing(run)}: {run.obstacle}"]
+    saves, is_merged = run.nothing is None, counts.merged_anything
+    lines = [] if run.nothing is None else [f"{run.nothing[0].upper()}{run.nothing[1:]}"]
     if counts.forecast_steps:
         lines += [f"Forecast: {len(counts.forecast_steps)} of {counts.total_steps} steps"]
     if is_merged:
@@ -148,10 +142,7 @@ def in_words(run: LastRun) -> list[str]:
         lines += [_times_in_words(recording)]
     lines += [f"Model: {run.model}"]
     if is_merged:
-        lines += [
-            f"Steps: merged in {counts.merged_steps} of {counts.total_steps}",
-            f"Matching: done {counts.plans_made} times",
-        ]
+        lines += [f"Steps: merged in {counts.merged_steps} of {counts.total_steps}"]
     ratio_alone = [f"ratio {run.config.ratio:.2f}"]
     settings = log_line.settings(run.config, counts.frames, defaults=True)
     lines += [f"Settings: {', '.join(ratio_alone if run.is_forecast else settings)}"]
@@ -160,24 +151,16 @@ def in_words(run: LastRun) -> list[str]:
     return [*lines, *(f"Note: {deviation}" for deviation in log_line.deviations(counts))]
 
 
-def _nothing(run: LastRun) -> str:
-    return "Nothing was forecast" if run.is_forecast else "Nothing merged"
-
-
 def hint_for(run: LastRun) -> str | None:
     """What to change, if the settings gain nothing or less than they could; else None."""
     config, counts, strategy = run.config, run.counts, strategy_class(run.config)
     largest = max(counts.lengths, default=counts.largest_grid)
     if run.worth_from and 0 < largest < run.worth_from:
         longer = (run.worth_from / largest) ** 0.5
+        custom = "; or, under preset custom, set min_tokens to 0 to leave small maps alone"
         return (
-            f"{largest} tokens are too few to gain anything; merging is worth it from about "
-            f"{run.worth_from} here. Make the picture {longer:.1f} times as wide and high"
-            + (
-                ", or, under preset custom, set min_tokens to 0 to leave small maps alone."
-                if config.min_tokens
-                else "."
-            )
+            f"make the picture {longer:.1f} times as wide and high, as merging is worth it from "
+            f"about {run.worth_from} tokens on here{custom if config.min_tokens else ''}."
         )
     if not counts.merged_anything:
         return None
@@ -191,8 +174,8 @@ def hint_for(run: LastRun) -> str | None:
     if (
         strategy.compares_afar
         and recording is not None
-        and recording.overhead is not None
-        and recording.overhead[MATCHING] > _MUCH * recording.seconds
+        and recording.matching is not None
+        and recording.matching > _MUCH * recording.seconds
     ):
         return "matching takes much of the time; all presets except paper match within windows."
     if config.scope == "stack" and counts.total_steps >= _MANY:
@@ -212,19 +195,16 @@ def _times_in_words(recording: Recording | None) -> str:
             "model sampled. Change the seed and run again to get them."
         )
     run = log_line.seconds(recording.seconds)
-    if recording.overhead is None:
-        return f"Time: {run}; the part that merging took cannot be measured in this model"
-    parts = ", ".join(
-        f"{name} {log_line.seconds(spent)}" for name, spent in recording.overhead.items()
-    )
-    share = 100 * sum(recording.overhead.values()) / recording.seconds
-    return f"Time: {parts}, together {share:.1f} % of the run's {run}"
+    if recording.matching is None:
+        return f"Time: {run}; the part that matching took cannot be measured in this model"
+    share = 100 * recording.matching / recording.seconds
+    matching = log_line.seconds(recording.matching)
+    return f"Time: {run}, of which matching took {matching} ({share:.1f} %)"
 
 
 def _map(
     run: LastRun,
     recording: Recording,
-    view: str,
     level: int,
     step: int,
     picture_at: PictureAt | None,
@@ -251,12 +231,6 @@ def _map(
         place += f", frame {frame + 1} of {grid.frames}"
     slots = {at: slots for (at, of), slots in recording.slots.items() if of == grid}
     total = run.counts.total_steps
-    if view == "heat map":
-        in_steps = [drawing.merged_tokens(groups)[frame] for groups in slots.values()]
-        share = np.sum(in_steps, axis=0) / total
-        image = drawing.heat_map(share, picture)
-        steps = f"merged in {len(slots)} of {total} steps"
-        return drawing.captioned(image, "Heat map", [place, steps], key=True)
     step = max(slots) if step == -1 else step - 1
     if step not in slots:
         merged = _listed([at + 1 for at in slots])
@@ -272,21 +246,19 @@ def _map(
 
 
 def _chart(recording: Recording) -> np.ndarray:
-    names = list(dict.fromkeys(name for name, _ in recording.blocks))
-    steps = sorted({step for _, step in recording.blocks})
-    before, after, seconds = np.full((3, len(names), len(steps)), np.nan)
-    for (name, step), block in recording.blocks.items():
-        place = names.index(name), steps.index(step)
-        before[place], after[place] = block.before, block.after
-        if block.seconds is not None:
-            seconds[place] = block.seconds
-    return drawing.chart(
-        [name.replace(".transformer_blocks", "") for name in names],
-        [step + 1 for step in steps],
-        before,
-        after,
-        None if np.isnan(seconds).all() else seconds,
-    )
+    names = [name.replace(".transformer_blocks", "") for name in recording.blocks]
+    blocks = [*recording.blocks.values()]
+    is_merged = [block.after < block.before for block in blocks]
+    sizes = [
+        f"{block.before} to {block.after}" if merged else f"{block.before}"
+        for block, merged in zip(blocks, is_merged, strict=True)
+    ]
+    columns = [drawing.Column("tokens", [block.after for block in blocks], sizes)]
+    times = [1000 * block.seconds for block in blocks if block.seconds is not None]
+    if len(times) == len(blocks):
+        columns += [drawing.Column("mean, ms", times, [f"{time:.3g}" for time in times])]
+    line = "The fewest tokens that each block ran on, and how long it took. Orange blocks merged."
+    return drawing.bars("Chart", [line], names, columns, is_merged)
 
 
 def _listed(numbers: Iterable[int]) -> str:

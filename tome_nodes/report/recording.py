@@ -1,43 +1,35 @@
-"""A sampling run in detail: which tokens merged in each step, and how long everything took.
+"""A sampling run in detail: which tokens merged in each step, and how long each block took.
 
 A run is recorded only if a ToMe Report is connected. So as not to slow the run down, the recorder
 waits for the device only afterwards, and then copies everything at once.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..merging.layout import Grid
-from ..merging.plan import Plan
 from ..ops.clock import Clock
 from ..patching.outcome import Evaluated, Observer
 from ..patching.overrides import Forward
 from ..strategies.strategy import PlanOf
 
-MATCHING, MERGING, UNMERGING = "matching", "merging", "unmerging"
-
-_TIMED: Mapping[str, str] = {
-    **dict.fromkeys(("merge", "merge_inputs", "merge_keys"), MERGING),
-    **dict.fromkeys(("unmerge", "add_change"), UNMERGING),
-}
-"""The methods of a plan to time, and the name under which their time is summed up."""
-
 
 @dataclass(frozen=True)
-class BlockStep:
-    """A transformer block in one step.
+class Block:
+    """A transformer block over the whole run.
 
     Attributes:
         before: number of tokens that entered it.
-        after: number of tokens that it, or modules in it, ran on.
-        seconds: its duration, None if it could not be measured.
+        after: the lowest number of tokens that it, or modules in it, ran on.
+        seconds: its mean duration, None if it could not be measured.
     """
 
     before: int
@@ -53,18 +45,17 @@ class Recording:
         latent: the grid of the latent.
         slots: by step and grid, the slot of each token, ``[frames, height, width]`` int64. It is
             taken from the first sample of the batch and the first block that merged the grid.
-        blocks: what each block did, by its name and the step.
+        blocks: what each block did, by its name.
         seconds: time from the first evaluation of the model to the end of the run.
-        overhead: how many of these seconds ``matching``, ``merging`` and ``unmerging`` took. None
-            if that could not be measured: in a compiled model, or on a device that is neither a
-            CPU nor CUDA.
+        matching: how many of these seconds matching took. None if that could not be measured: in a
+            compiled model, or on a device that is neither a CPU nor CUDA.
     """
 
     latent: Grid
     slots: Mapping[tuple[int, Grid], np.ndarray]
-    blocks: Mapping[tuple[str, int], BlockStep]
+    blocks: Mapping[str, Block]
     seconds: float
-    overhead: Mapping[str, float] | None
+    matching: float | None
 
     @property
     def levels(self) -> dict[int, Grid]:
@@ -79,6 +70,10 @@ class Recording:
         return max(1, round((self.latent.tokens * grid.frames / grid.tokens) ** 0.5))
 
 
+Span = tuple[Any, Any]
+"""Two moments of a clock."""
+
+
 class Recorder(Observer):
     """Records a run while it happens."""
 
@@ -86,91 +81,61 @@ class Recorder(Observer):
 
     def __init__(self, latent: Grid, device: torch.device):
         """Start recording, just before the first evaluation of a model on ``device``."""
-        self._step = 0
         self._latent = latent
         self._clock = Clock(device)
         self._started = time.perf_counter()
         self._slots: dict[tuple[int, Grid], Tensor] = {}
-        self._tokens: dict[tuple[str, int], tuple[int, int]] = {}
-        self._timings: list[tuple[str, int, Any, Any]] = []
+        self._tokens: dict[str, tuple[int, int]] = {}
+        self._matching: list[Span] = []
+        self._blocks: dict[str, list[Span]] = defaultdict(list)
 
     def watched(self, plan_of: PlanOf) -> PlanOf:
-        def watched_plan_of(features: Tensor, grid: Grid, ratio: float) -> Plan | None:
-            if torch.compiler.is_compiling():
-                return plan_of(features, grid, ratio)
-            plan = self.time(MATCHING, plan_of, features, grid, ratio)
-            return None if plan is None else cast("Plan", _WatchedPlan(plan, self))
-
-        return watched_plan_of
+        return partial(self._timed, self._matching, plan_of)
 
     def timed(self, block: str, forward: Forward) -> Forward:
+        spans = self._blocks[block]
+
         @wraps(forward)
         def timed_forward(*args: Any, **kwargs: Any) -> Any:
-            return self.time(block, forward, *args, **kwargs)
+            return self._timed(spans, forward, *args, **kwargs)
 
         return timed_forward
 
-    def time(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function and return its result; add its time to ``name`` if it can be measured."""
+    def _timed(
+        self, spans: list[Span], function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a function and return its result; add when it ran if that can be measured."""
         # While torch.compile traces the code, the model does not run.
         if torch.compiler.is_compiling() or not self._clock.can_measure:
             return function(*args, **kwargs)
         start = self._clock.now()
         result = function(*args, **kwargs)
-        self._timings.append((name, self._step, start, self._clock.now()))
+        spans.append((start, self._clock.now()))
         return result
-
-    def begins(self, step: int) -> None:
-        self._step = step
 
     def evaluated(self, result: Evaluated) -> None:
         for outcome in result.outcomes:
-            self._tokens[outcome.block, result.step] = outcome.before, outcome.after
-            if outcome.plan is None or outcome.layout is None:
-                continue
-            for span in outcome.layout.spans:
-                place = result.step, span.grid
-                if place not in self._slots:
-                    slots = outcome.plan.slots()[0, span.start : span.stop]
-                    sides = span.grid.frames, span.grid.height, span.grid.width
-                    self._slots[place] = slots.view(sides)
+            _, after = self._tokens.get(outcome.block, (0, outcome.after))
+            self._tokens[outcome.block] = outcome.before, min(after, outcome.after)
+            plan, grid = outcome.plan, outcome.grid
+            if plan is not None and grid is not None and (result.step, grid) not in self._slots:
+                sides = grid.frames, grid.height, grid.width
+                self._slots[result.step, grid] = plan.slots()[0].view(sides)
 
     def finish(self) -> Recording:
         """End the recording, and return it as plain numbers."""
         self._clock.wait()
         seconds = time.perf_counter() - self._started
-        by_name: dict[str, float] = dict.fromkeys((MATCHING, MERGING, UNMERGING), 0.0)
-        by_step: dict[tuple[str, int], float] = {}
-        for name, step, start, end in self._timings:
-            taken = self._clock.between(start, end)
-            if name in by_name:
-                by_name[name] += taken
-            by_step[name, step] = by_step.get((name, step), 0.0) + taken
+        means = {
+            name: self._sum(spans) / len(spans) for name, spans in self._blocks.items() if spans
+        }
         return Recording(
             self._latent,
-            {place: _counted_from_0(slots.cpu().numpy()) for place, slots in self._slots.items()},
-            {
-                place: BlockStep(*tokens, by_step.get(place))
-                for place, tokens in self._tokens.items()
-            },
+            {place: slots.cpu().numpy() for place, slots in self._slots.items()},
+            {name: Block(*tokens, means.get(name)) for name, tokens in self._tokens.items()},
             seconds,
-            by_name if self._timings else None,
+            self._sum(self._matching) if means else None,
         )
 
-
-def _counted_from_0(slots: np.ndarray) -> np.ndarray:
-    """The slots of one picture, renumbered from 0: tokens before the picture have slots too."""
-    return slots - slots.min()
-
-
-class _WatchedPlan:
-    """A plan whose merging and unmerging are timed; everything else is forwarded to the plan."""
-
-    def __init__(self, plan: Plan, recorder: Recorder):
-        self._plan = plan
-        self._recorder = recorder
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._plan, name)
-        kind = _TIMED.get(name)
-        return value if kind is None else partial(self._recorder.time, kind, value)
+    def _sum(self, spans: Iterable[Span]) -> float:
+        return sum(self._clock.between(*span) for span in spans)

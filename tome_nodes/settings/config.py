@@ -119,6 +119,7 @@ class ToMeConfig:
         advanced=True,
         text="Which tokens of self-attention to merge, in module scope: all, or only the keys and "
         "values, which saves less and changes the picture less.",
+        more="In a transformer, only keys and values merge, whatever is set.",
     )
     max_downsample: int | Literal["auto"] = _option(
         "auto",
@@ -162,7 +163,7 @@ class ToMeConfig:
         advanced=True,
         text="Width of a cell in tokens. One token of each cell always stays.",
         more="In video, a cell spans 2 to 5 frames, whichever divides them best, and `sx` or `sy` "
-        "tokens of a row, whichever is fewer. The first latent frame merges on its own.",
+        "tokens of a row, whichever is fewer.",
     )
     sy: int = _option(
         2,
@@ -184,9 +185,8 @@ class ToMeConfig:
         advanced=True,
         text="Merge only feature maps of at least this many tokens. 0 leaves out those that would "
         "not get faster.",
-        more="These are the ones below 256 tokens on a CPU; on a GPU below 4096, 3072 for `window` "
-        "in transformers, 2048 for `window` on Triton, 8192 for `cluster`, or 768 in scope stack "
-        "of a UNet (estimates).",
+        more="These are the ones below 256 tokens on a CPU; on a GPU below 4096, 2048 for `window` "
+        "on Triton, 8192 for `cluster`, or 768 in scope stack of a UNet (estimates).",
     )
     proportional_attn: bool = _option(
         True,

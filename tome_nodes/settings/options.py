@@ -101,23 +101,21 @@ class Option:
         return kind(self.name, f"{self.name}={shown(value)} is not allowed: it must be {allowed}")
 
 
+MERGE_MAP, CHART = "merge map", "chart"
+
 VIEW = Option(
     name="view",
-    default="merge map",
+    default=MERGE_MAP,
     choices={
-        "merge map": "Each group of merged tokens in one colour, with its outline, in one "
+        MERGE_MAP: "Each group of merged tokens in one colour, with its outline, in one "
         "step. With a picture, a group has the mean of its colours, and what was not merged is "
         "the picture as it is. Without, the colours only tell groups apart, and what was not "
         "merged is dark.",
-        "heat map": "How often each place was merged over the steps, from in no step to in "
-        "every step. With a picture, it shines through.",
-        "chart": "For each block and step that had merging on: the share of its tokens that "
-        "were kept, and the time it took. The bars are the mean over the steps; those of "
-        "blocks that merged are orange.",
+        CHART: "For each block, the fewest tokens that it ran on, and how long it took on "
+        "average. Blocks that merged are orange.",
     },
-    text="What to draw: merge map is each group of merged tokens in one colour in one step, heat "
-    "map how often each place was merged over all steps. chart is tokens and time of each block "
-    "in each step.",
+    text="What to draw: merge map is each group of merged tokens in one colour in one step, chart "
+    "the tokens and the time of each block.",
 )
 
 LEVEL = Option(
@@ -126,8 +124,8 @@ LEVEL = Option(
     least=-1,
     most=64,
     advanced=True,
-    text="Which feature maps to show in the maps: those that are this many times smaller than the "
-    "latent, such as 1, 2 or 4. -1 shows the largest that were merged.",
+    text="Which feature maps to show in the merge map: those that are this many times smaller than "
+    "the latent, such as 1, 2 or 4. -1 shows the largest that were merged.",
 )
 
 FRAME = Option(
@@ -136,8 +134,8 @@ FRAME = Option(
     least=-1,
     most=10000,
     advanced=True,
-    text="Which frame of the latent of a video to show in the maps; 1 is the first. -1 shows the "
-    "one in the middle.",
+    text="Which frame of the latent of a video to show in the merge map; 1 is the first. -1 shows "
+    "the one in the middle.",
 )
 
 GOAL = Option(
@@ -147,6 +145,7 @@ GOAL = Option(
         "speed": "At least `speed_up` times as fast as without merging, with the least change.",
         "likeness": "The highest speed with a change of at most `change`.",
     },
+    advanced=True,
     text="What the settings should reach. speed: at least speed_up, with the least change to the "
     "picture; likeness: the highest speed with at most the given change.",
 )
@@ -157,7 +156,7 @@ SPEED_UP = Option(
     least=1.0,
     most=4.0,
     step=0.05,
-    text="Under goal speed: how many times as fast the model should run. 1 leaves it unpatched.",
+    text="How many times as fast the model should run. 1 leaves it unpatched.",
 )
 
 CHANGE = Option(
@@ -166,8 +165,9 @@ CHANGE = Option(
     least=0.0,
     most=1.0,
     step=0.01,
-    text="Under goal likeness: how much the picture may change, in standard deviations of its "
-    "latent. 0 leaves the model unpatched.",
+    advanced=True,
+    text="Under goal likeness, in place of speed_up: how much the picture may change, in standard "
+    "deviations of its latent. 0 leaves the model unpatched.",
 )
 
 MEASURE_AGAIN = Option(

@@ -54,7 +54,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "paper": Preset(
             "As the paper's own code, tomesd, does it: queries, keys and values alike, at the "
-            "largest maps only, so nothing on SDXL.",
+            "largest maps only, so nothing on SDXL; in a transformer, keys and values only.",
             {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
         ),
     }

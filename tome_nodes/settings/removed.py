@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .options import OptionError, is_plain, shown
+from .options import MERGE_MAP, OptionError, is_plain, shown
 
 PRESETS: Mapping[str, str] = MappingProxyType({"quality": "balanced"})
 """Presets that are gone, and as which each is read: it takes as long, and hardly differs."""
+
+VIEWS: Mapping[str, str] = MappingProxyType({"heat map": MERGE_MAP})
+"""Views of ToMe Report that are gone, and as which each is read."""
 
 OPTIONS: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {

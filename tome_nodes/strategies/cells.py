@@ -50,10 +50,9 @@ class CellStrategy(Strategy):
 
     @classmethod
     def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float:
-        # The first frame merges separately.
-        if frames <= 2:
+        if frames == 1:
             return 1 - 1 / (config.sx * config.sy)
-        return 1 - 1 / (frames_of_cell(frames - 1) * min(config.sx, config.sy))
+        return 1 - 1 / (frames_of_cell(frames) * min(config.sx, config.sy))
 
     def begin(self, key: Tensor) -> None:
         self._key = key

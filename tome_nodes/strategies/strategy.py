@@ -27,10 +27,6 @@ class Strategy:
     least_tokens: ClassVar[int] = 4096
     """The smallest grid worth matching on a GPU, in tokens; an estimate, not a measurement."""
 
-    least_tokens_at_calls: ClassVar[int] = 4096
-    """The smallest grid worth matching where the attention of a transformer merges; that attention
-    is wider than a UNet's."""
-
     least_tokens_with_kernels: ClassVar[int] = 4096
     """The smallest grid worth matching if the strategy runs on Triton kernels."""
 

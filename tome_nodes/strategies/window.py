@@ -26,7 +26,6 @@ _CELLS_ALONG = 8
 class WindowStrategy(CellStrategy):
     """Each src token may merge into a dst token of its window."""
 
-    least_tokens_at_calls = 3072
     # Matching is one kernel.
     least_tokens_with_kernels = 2048
 

@@ -35,6 +35,7 @@ def record_of(model: nn.Module) -> ComfyRecord:
     name = type(model).__name__
     record = next((each for each in RECORDS if each.matches(model)), None)
     if record is None:
+        check_forecasts(model)
         raise ValueError(
             f"tokens do not merge in a {name}, but its steps can be forecast: take a preset other "
             "than paper, or switch forecast on under preset custom"

@@ -1,14 +1,14 @@
-"""What records of ComfyUI's models share: their interface, and the inputs of a model."""
+"""What records of ComfyUI's models share."""
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
 
-from ...merging.layout import Picture
-from ...patching.blocks import Evaluation, ModelRecord, Reasons
+from ...merging.layout import Grid
+from ...patching.blocks import ModelRecord, Reasons
+from ...settings.config import ToMeConfig
 
 REASONS = Reasons(
     tokens_changed="another node changes the tokens of the transformer blocks",
@@ -17,44 +17,29 @@ REASONS = Reasons(
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """The inputs of a model evaluation.
-
-    Attributes:
-        shape: the shape of the latent, or of the part of it that is evaluated: batch, channels,
-            frames if it is a video, height, width.
-        conditions: the other arguments of the model, by name.
-    """
-
-    shape: tuple[int, ...]
-    conditions: Mapping[str, Any]
-
-    def tensors(self, name: str) -> list[Any]:
-        """A condition that is a tensor or a list of tensors, as a list; empty if it is missing."""
-        found = self.conditions.get(name)
-        if found is None:
-            return []
-        return list(found) if isinstance(found, list | tuple) else [found]
-
-
 class ComfyRecord(ModelRecord, Protocol):
     """What is known about ComfyUI's models of one kind."""
 
     def matches(self, model: nn.Module) -> bool:
         """Whether a model is of this kind."""
 
-    def pictures(self, model: Any, inputs: Inputs) -> tuple[Picture, ...]:
-        """The pictures in the sequence of a transformer, in order; none for a UNet."""
+    def grid(self, model: Any, shape: Sequence[int]) -> Grid:
+        """The grid at level 1, given the shape of the latent, or of the part that is evaluated.
+
+        ``shape`` is batch, channels, frames if it is a video, height, width.
+        """
+
+    def in_effect(self, config: ToMeConfig) -> ToMeConfig:
+        """The settings as they take effect in models of this kind."""
 
     def changed_part(self, model: Any) -> str | None:
         """The name of the first part of a model that has changed in ComfyUI, None if none has."""
 
-    def obstacle(self, model: nn.Module) -> str | None:
-        """Why nothing in a model can merge in its current state, None if something may."""
+    def obstacle(self, model: nn.Module, conditions: Mapping[str, Any]) -> str | None:
+        """Why nothing in a model can merge in an evaluation, None if something may.
 
-    def options(self, options: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
-        """The transformer options for an evaluation that merges, made from those given."""
+        ``conditions`` are the arguments of the model, by name, besides the latent.
+        """
 
 
 def takes(module: nn.Module, *names: str) -> bool:

@@ -1,6 +1,6 @@
 """The transformer blocks of ComfyUI's UNets: Stable Diffusion 1.x, 2.x, XL and related models."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +8,12 @@ from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import nn
 
-from ...merging.layout import Picture
-from ...patching.blocks import Evaluation, Stack
+from ...merging.layout import Grid
+from ...patching.blocks import Stack
 from ...patching.merge_modules import UNetRecord, stacks_by_level
+from ...settings.config import ToMeConfig
 from ..attention import weigh_attention
-from .base import REASONS, Inputs, takes
+from .base import REASONS, takes
 
 _BLOCK_PATCHES = (
     "attn1_patch",
@@ -77,8 +78,11 @@ class ComfyUNet(UNetRecord):
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, UNetModel)
 
-    def pictures(self, model: Any, inputs: Inputs) -> tuple[Picture, ...]:
-        return ()
+    def grid(self, model: Any, shape: Sequence[int]) -> Grid:
+        return Grid(*shape[-2:])
+
+    def in_effect(self, config: ToMeConfig) -> ToMeConfig:
+        return config
 
     def changed_part(self, model: Any) -> str | None:
         for stack in self.stacks(model):
@@ -87,11 +91,8 @@ class ComfyUNet(UNetRecord):
                     return f"{type(block).__name__}{part}"
         return None
 
-    def obstacle(self, model: nn.Module) -> str | None:
+    def obstacle(self, model: nn.Module, conditions: Mapping[str, Any]) -> str | None:
         return None
-
-    def options(self, options: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
-        return options
 
 
 UNET = ComfyUNet(

@@ -1,4 +1,4 @@
-"""Try settings on a ComfyUI model: measure how long a run takes, and how its picture changes.
+"""Sample with a ComfyUI model: measure how long a run takes, and how its picture changes.
 
 Each trial is a whole run with the user's own sampler, and with everything that other nodes put
 around the model. A single step would say little about the final picture: an error in one step may
@@ -7,11 +7,10 @@ vanish by the end, or grow.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import floor, isfinite
-from statistics import mean
+from math import isfinite
 from typing import Any
 
 import comfy.sample
@@ -23,9 +22,8 @@ from comfy.utils import ProgressBar
 from torch import Tensor
 
 from ...ops.clock import Clock
-from ...tuning.search import Candidate, Measured
+from ...tuning.search import Measured
 from .. import attachment
-from ..validation import config_of
 
 log = logging.getLogger("tome_nodes")
 
@@ -35,15 +33,8 @@ HOST_NAMES: Mapping[str, list[str]] = {
 }
 """ComfyUI's own lists of the names of samplers and schedulers, to which other nodes add."""
 
-EASY_CACHE, BOTH = "EasyCache", "the found settings with EasyCache"
-
-EASY_CACHE_DEFAULTS = (0.2, 0.15, 0.95, False)
-
 _COMPILING = 2.0
 """A step that takes more than this many times as long as an unpatched one has compiled code."""
-
-_USUAL_RUNS = 7
-"""The number of runs for which the progress bar is made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,79 +71,45 @@ class _Sampled:
         That may be loading the model, encoding the picture of a ControlNet, or compiling.
         """
         first, *others = self.seconds
-        return sum(others) + (min(first, mean(others)) if others else first)
+        return sum(others) + min(first, max(others, default=first))
 
 
 class Trials:
-    """Trials of settings on one model, for one sampling run. The node shows their progress.
+    """Trials on one model, for one sampling run. The node shows their progress.
 
     Attributes:
+        plain: the model without ToMe.
         steps: the number of steps of the run, at least 1.
         shape: the shape of the latent, with all its samples.
         is_empty: whether the latent has no picture to start from.
         steps_taken: how many steps the trials have taken so far.
     """
 
-    def __init__(self, model: ModelPatcher, sampling: Sampling, clock: Clock | None = None):
-        self._model = attachment.detach(model)
+    def __init__(self, model: ModelPatcher, sampling: Sampling, runs: int, clock: Clock | None):
+        """Prepare at most ``runs`` runs; ``clock`` is None for that of the model's device."""
+        self.plain = attachment.detach(model)
         self._sampling = sampling
         self._clock = clock or Clock(model.load_device)
-        self._latent = _latent_for(self._model, sampling.latent_image)
+        self._latent = _latent_for(self.plain, sampling.latent_image)
         self.steps = sampling.steps
         self.shape = tuple(attachment.picture_of(self._latent).shape)
         self.is_empty = attachment.is_empty(self._latent)
         self.steps_taken = 0
-        self._progress = ProgressBar(_USUAL_RUNS * self.steps)
+        self._progress = ProgressBar(runs * self.steps)
 
-    def measure(self, candidate: Candidate) -> Measured:
-        """Try some settings.
+    def measure(self, name: str, model: ModelPatcher, steps: int | None = None) -> Measured:
+        """A run with a model, compared with the unpatched run.
+
+        Args:
+            name: what is tried, for the log.
+            model: a clone of :attr:`plain`.
+            steps: the number of steps; None for that of the unpatched run.
 
         Raises:
             InterruptProcessingException: the user stopped the trial.
         """
-        patched = _merging(self._model, candidate)
-        measured = self._measured(str(candidate), patched)
-        if measured.has_failed:
-            return measured
-        run = attachment.last_run(patched)
-        obstacle = "nothing was evaluated" if run is None else run.obstacle
-        return replace(measured, obstacle=obstacle)
-
-    def instead(
-        self, candidate: Candidate | None, speed: float, known: Mapping[str, Measured] = {}
-    ) -> dict[str, Measured]:
-        """Try the alternatives to some settings; what was measured, by name.
-
-        They are fewer steps that take no longer than the settings; ComfyUI's EasyCache at its
-        defaults; and, if that is faster than the unpatched model, the settings with EasyCache.
-
-        Args:
-            candidate: the settings; None for the unpatched model.
-            speed: how many times as fast as the unpatched model they are, or should be.
-            known: what was measured earlier, by name, and is not measured again.
-
-        Raises:
-            InterruptProcessingException: the user stopped the trials.
-        """
-        found: dict[str, Measured] = {}
-
-        def measure(name: str, model: ModelPatcher, steps: int | None = None) -> None:
-            found[name] = known.get(name) or self._measured(name, model, steps)
-
-        fewer = min(self.steps - 1, floor(self.steps / speed))
-        if fewer:
-            measure(f"{fewer} of {self.steps} steps", self._model, fewer)
-        cached = _with_easy_cache(self._model)
-        if cached is not None:
-            measure(EASY_CACHE, cached)
-            if candidate is not None and found[EASY_CACHE].is_faster:
-                measure(BOTH, _merging(cached, candidate))
-        return found
-
-    def _measured(self, name: str, model: ModelPatcher, steps: int | None = None) -> Measured:
-        """A run with a model, compared with the unpatched run."""
-        plain, steps = self._plain, steps or self.steps
-        unpatched = plain.whole / self.steps
+        unpatched_run, steps = self._unpatched, steps or self.steps
+        unpatched = unpatched_run.whole / self.steps
         try:
             sampled = self._sampled(model, steps)
             has_compiled = any(each > _COMPILING * unpatched for each in sampled.seconds[1:])
@@ -161,24 +118,24 @@ class Trials:
         except InterruptProcessingException:
             raise
         except Exception as error:
-            # Other settings may still work.
+            # Others may still work.
             log.warning("[ToMe] %s: %s: %s", name, type(error).__name__, error)
             return _failed(unpatched, f"{type(error).__name__}: {error}")
-        change = _distance(sampled.latent, plain.latent)
+        change = _distance(sampled.latent, unpatched_run.latent)
         if not isfinite(change):
             return _failed(unpatched, "the picture is not finite")
         seconds = sampled.whole
         if steps == 1 < self.steps:
             # Its only step includes work that is done once; the unpatched step does not.
             seconds = min(seconds, unpatched)
-        return Measured(seconds / self.steps, unpatched, change)
+        return Measured(seconds / self.steps, unpatched, change, _obstacle(model))
 
     @cached_property
-    def _plain(self) -> _Sampled:
+    def _unpatched(self) -> _Sampled:
         """The unpatched run."""
-        plain = self._sampled(self._model, self.steps)
+        unpatched = self._sampled(self.plain, self.steps)
         # A run of one step includes work that is done once, so it is run again.
-        return self._sampled(self._model, self.steps) if self.steps == 1 else plain
+        return self._sampled(self.plain, self.steps) if self.steps == 1 else unpatched
 
     def _sampled(self, model: ModelPatcher, steps: int) -> _Sampled:
         """Sample as ComfyUI's KSampler does, but leave the global random state as it is."""
@@ -227,31 +184,24 @@ class Trials:
         self._progress.update_absolute(self._progress.total)
 
 
-def _merging(model: ModelPatcher, candidate: Candidate) -> ModelPatcher:
-    """A clone of a model that merges tokens with some settings."""
-    return attachment.attach(model, config_of(**candidate.settings), is_quiet=True)
+def _obstacle(model: ModelPatcher) -> str | None:
+    """What did not happen in the last run of a model and why; None if all is well."""
+    if not attachment.is_attached(model):
+        return None
+    run = attachment.last_run(model)
+    if run is None:
+        return "nothing was done: another node answers in place of the model; remove one of the two"
+    return run.nothing
 
 
-def _failed(unpatched: float, obstacle: str) -> Measured:
-    return Measured(unpatched, unpatched, 0.0, obstacle, has_failed=True)
+def _failed(unpatched: float, error: str) -> Measured:
+    return Measured(unpatched, unpatched, 0.0, f"the trial failed: {error}", has_failed=True)
 
 
 def _distance(latent: Tensor, plain: Tensor) -> float:
     """The root mean square of the difference, in standard deviations of ``plain``."""
     deviation = float(plain.float().std()) or 1.0
     return float((latent.float() - plain.float()).square().mean().sqrt()) / deviation
-
-
-def _with_easy_cache(model: ModelPatcher) -> ModelPatcher | None:
-    """A clone with ComfyUI's EasyCache; None if there is none, or the model has it already."""
-    if "easycache" in model.model_options["transformer_options"]:
-        return None
-    try:
-        from comfy_extras.nodes_easycache import EasyCacheNode
-    except ImportError:
-        return None
-    cached: ModelPatcher = EasyCacheNode.execute(model, *EASY_CACHE_DEFAULTS).args[0]
-    return cached
 
 
 def _latent_for(model: ModelPatcher, given: Mapping[str, Any]) -> Any:

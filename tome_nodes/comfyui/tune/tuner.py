@@ -1,8 +1,12 @@
-"""Find the settings that fulfil a wish on a ComfyUI model, by trials or from earlier ones."""
+"""Find the settings that fulfil a wish on a ComfyUI model, by trials or from earlier ones.
+
+Tried are a few settings, a plain run of fewer steps that takes no longer, and ComfyUI's EasyCache.
+"""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
+from math import floor
 from typing import Any
 
 import torch
@@ -11,16 +15,17 @@ from comfy.model_management import InterruptProcessingException, get_torch_devic
 from comfy.model_patcher import ModelPatcher
 from comfyui_version import __version__ as comfyui_version
 
+from ...ops.clock import Clock
 from ...tuning.search import (
     BALANCED,
     FAST,
+    FASTER,
     SPEED,
-    UNPATCHED,
+    Candidate,
     Ladder,
     Measured,
     Wish,
     choose,
-    find,
 )
 from ...tuning.summary import Found
 from .. import attachment
@@ -34,7 +39,13 @@ log = logging.getLogger("tome_nodes")
 # ComfyUI computes steps / denoise noise levels: too many for a smaller denoise.
 _LEAST_DENOISE = 0.01
 
-_METHOD = 10
+_ALTERNATIVES = 2
+"""What is tried beside settings: fewer steps, and EasyCache."""
+
+EASY_CACHE = "EasyCache"
+_EASY_CACHE_DEFAULTS = (0.2, 0.15, 0.95, False)
+
+_METHOD = 11
 """Raise it when what merging does changes, or how it is measured: older figures are then void."""
 
 
@@ -43,7 +54,7 @@ def tune(
     sampling: Sampling,
     wish: Wish,
     measure_again: bool = False,
-    make_trials: Callable[..., Trials] = Trials,
+    clock: Clock | None = None,
 ) -> Found:
     """The settings that fulfil a wish best in a sampling run.
 
@@ -52,7 +63,7 @@ def tune(
         sampling: the run.
         wish: what the settings should do.
         measure_again: whether to ignore what was measured earlier.
-        make_trials: makes the trials of a model.
+        clock: measures time; None for the clock of the model's device.
 
     Raises:
         InterruptProcessingException: the user stopped the trials; what they measured is lost.
@@ -64,13 +75,17 @@ def tune(
         return Found(wish, obstacle=obstacle)
     try:
         gentlest = config_of(**BALANCED[0].settings)
-        attachment.attach(model, gentlest)
+        patched = attachment.attach(model, gentlest)
     except ValueError as error:
         return Found(wish, obstacle=str(error))
+    if not attachment.is_attached(patched):
+        return Found(wish, obstacle="this ComfyUI is not as ToMe knows it; the log has more")
     # Where steps are forecast, both presets do the same.
     ladders = [BALANCED, FAST] if attachment.merges(model, gentlest) else [BALANCED]
     try:
-        return _tried(make_trials(model, sampling), model, sampling, wish, ladders, measure_again)
+        runs = 1 + sum(map(len, ladders)) + _ALTERNATIVES
+        trials = Trials(model, sampling, runs, clock)
+        return _tried(trials, _key(model, sampling, trials), wish, ladders, measure_again)
     except InterruptProcessingException:
         raise
     except Exception as error:
@@ -82,50 +97,65 @@ def tune(
 
 def _tried(
     trials: Trials,
-    model: ModelPatcher,
-    sampling: Sampling,
+    key: Mapping[str, Any],
     wish: Wish,
     ladders: Sequence[Ladder],
     measure_again: bool,
 ) -> Found:
-    key = _key(model, sampling, trials)
     kept = tune_cache.Kept() if measure_again else tune_cache.read(key)
-    figures, instead = kept.figures, kept.instead
-    if wish not in kept.wishes:
-        figures = find(wish, figures, ladders, trials.measure)
-    candidate = choose(wish, figures)
-    compared = candidate or UNPATCHED
-    speed = wish.amount if candidate is None else figures[candidate].speed
-    rivals: Mapping[str, Measured] = {}
-    # If no settings are like enough, the result names the nearest ones, and no alternatives.
-    if candidate is not None or wish.goal == SPEED:
-        known = instead.get(compared, {})
-        rivals = trials.instead(candidate, speed, known)
-        instead = {**instead, compared: {**known, **rivals}}
+    known = dict(kept.tried)
+
+    def tried(name: str, model: ModelPatcher, steps: int | None = None) -> Measured:
+        if name not in known:
+            known[name] = trials.measure(name, model, steps)
+        return known[name]
+
+    figures: dict[Candidate, Measured] = {}
+    for ladder in ladders:
+        for each in reversed(ladder):
+            config = config_of(**each.settings)
+            patched = attachment.attach(trials.plain, config, is_quiet=True)
+            figures[each] = tried(str(each), patched)
+            if figures[each].obstacle is not None and not figures[each].has_failed:
+                # Where the highest ratio does nothing, no other does anything.
+                break
+    figures = {each: figures[each] for ladder in ladders for each in ladder if each in figures}
+    taken = choose(wish, figures)
+    if taken is not None:
+        speed = figures[taken].speed
+    else:
+        speed = wish.amount if wish.goal == SPEED else FASTER
+    instead: dict[str, Measured] = {}
+    fewer = min(trials.steps - 1, floor(trials.steps / speed))
+    if fewer:
+        name = f"{fewer} of {trials.steps} steps"
+        instead[name] = tried(name, trials.plain, fewer)
+    cached = _with_easy_cache(trials.plain)
+    if cached is not None:
+        instead[EASY_CACHE] = tried(EASY_CACHE, cached)
     trials.end()
-    if trials.steps_taken:
-        facts = {each: found for each, found in figures.items() if not found.has_failed}
-        is_settled = len(facts) == len(figures) > 0
-        is_new = wish not in kept.wishes
-        wishes = (*kept.wishes, wish) if is_settled and is_new else kept.wishes
-        others = {
-            each: found
-            for each, found in instead.items()
-            if not any(measured.has_failed for measured in found.values())
-        }
-        tune_cache.write(key, tune_cache.Kept(date.today().isoformat(), facts, wishes, others))
-    return Found(
-        wish,
-        figures,
-        rivals,
-        trials.steps_taken / trials.steps,
-        "" if trials.steps_taken else kept.date,
-    )
+    if not trials.steps_taken:
+        return Found(wish, figures, instead, date=kept.date)
+    facts = {name: measured for name, measured in known.items() if not measured.has_failed}
+    tune_cache.write(key, tune_cache.Kept(date.today().isoformat(), facts))
+    return Found(wish, figures, instead, trials.steps_taken / trials.steps)
+
+
+def _with_easy_cache(model: ModelPatcher) -> ModelPatcher | None:
+    """A clone with ComfyUI's EasyCache; None if there is none, or the model has it already."""
+    if "easycache" in model.model_options["transformer_options"]:
+        return None
+    try:
+        from comfy_extras.nodes_easycache import EasyCacheNode
+    except ImportError:
+        return None
+    cached: ModelPatcher = EasyCacheNode.execute(model, *_EASY_CACHE_DEFAULTS).args[0]
+    return cached
 
 
 def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, Any]:
     """Everything known that the figures depend on."""
-    plain = attachment.detach(model)
+    plain = trials.plain
     options = plain.model_options
     patches = {
         *plain.object_patches,
@@ -143,7 +173,7 @@ def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, A
         "empty": trials.is_empty,
         "masked": sampling.latent_image.get("noise_mask") is not None,
         "guided": sampling.cfg != 1.0,
-        "prompts": [_shape_of(sampling.positive), _shape_of(sampling.negative)],
+        "prompts": [_extras_of(sampling.positive), _extras_of(sampling.negative)],
         "attention": attention.optimized_attention.__name__,
         "patches": sorted(patches),
         "device": get_torch_device_name(model.load_device),
@@ -165,14 +195,13 @@ def _is_there(value: Any) -> bool:
     return bool(value) if isinstance(value, list | tuple | Mapping) else value is not None
 
 
-def _shape_of(prompts: Any) -> list[Any]:
-    """What decides how long prompts take: their lengths, and what comes with them."""
+def _extras_of(prompts: Any) -> list[Any]:
+    """What comes with prompts and takes time: reference pictures, ControlNets, areas."""
     return [
         [
-            list(getattr(text, "shape", ())),
-            sorted(map(str, others)),
-            [list(each.shape) for each in others.get("reference_latents") or ()],
-            type(others.get("control")).__name__,
+            sorted(map(str, extras)),
+            [list(each.shape) for each in extras.get("reference_latents") or ()],
+            type(extras.get("control")).__name__,
         ]
-        for text, others in prompts
+        for _, extras in prompts
     ]

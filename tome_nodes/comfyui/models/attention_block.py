@@ -1,0 +1,200 @@
+"""Blocks of transformers, which merge keys and values where self-attention is called.
+
+There they are already projected, normalised and rotated by position. So all that must be known
+about a block is where the picture is in its sequence. Other tokens, such as text, stay as they are.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...merging.plan import Plan
+from ...patching.blocks import Block, PatchedModel, Stack
+from ...patching.key_weights import Attention, attend, flat
+from ...patching.overrides import Forward, Override
+from ..attention import OVERRIDE, stored_attention
+from .base import REASONS
+
+_NOT_FOUND = (
+    "references, keyframes or another node add tokens, among which the picture is not found"
+)
+_SWITCHED_OFF = "merge_attn is off, and nothing else merges in models of this kind"
+
+StartOf = Callable[[int, dict[str, Any]], int | None]
+"""Where the picture begins in a sequence, given its number of tokens and the transformer options;
+None if the picture is not found."""
+
+
+class AttentionBlock(Block):
+    """A block that calls self-attention, or has a module that does."""
+
+    def __init__(
+        self, model: PatchedModel, stack: Stack, index: int, attention: str, start_of: StartOf
+    ):
+        """``attention`` is the attribute of the module that attends; empty for the block itself."""
+        self._attention = attention
+        self._start_of = start_of
+        super().__init__(model, stack, index)
+
+    def overrides(self) -> list[Override]:
+        block = self.module
+        if not self.model.config.merge_attn:
+            return [(block, "forward", self._run_block(block.forward))]
+        attention = getattr(block, self._attention) if self._attention else block
+        attends = self._run_attention(attention.forward, stored_attention(attention))
+        if attention is block:
+            return [(block, "forward", self.timed(self._run_block(attends)))]
+        return [
+            (block, "forward", self.timed(self._run_block(block.forward))),
+            (attention, "forward", attends),
+        ]
+
+    def _run_block(self, forward: Forward) -> Forward:
+        attends = self.model.config.merge_attn
+
+        def block_forward(*args: Any, **kwargs: Any) -> Any:
+            # The number of tokens is not known until attention is called.
+            self.outcome.entered(0)
+            self.outcome.reason = REASONS.attention_replaced if attends else _SWITCHED_OFF
+            return forward(*args, **kwargs)
+
+        return block_forward
+
+    def _run_attention(self, forward: Forward, stored: Attention | None) -> Forward:
+        def attention_forward(*args: Any, **kwargs: Any) -> Any:
+            options = kwargs.get("transformer_options") or {}
+            own = options | {OVERRIDE: self._override(options, stored)}
+            return forward(*args, **kwargs | {"transformer_options": own})
+
+        return attention_forward
+
+    def _override(self, options: dict[str, Any], stored: Attention | None) -> Callable[..., Tensor]:
+        """An override of attention that merges keys and values.
+
+        Args:
+            options: the transformer options. Another node's override in them stays in effect, and
+                gets the merged tokens.
+            stored: the attention that the host would call without an override; None for any.
+        """
+        theirs = options.get(OVERRIDE)
+
+        def override(
+            func: Attention,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            heads: int,
+            mask: Tensor | None = None,
+            **kwargs: Any,
+        ) -> Tensor:
+            if theirs is None:
+                func = stored or func
+            plain = func if theirs is None else partial(theirs, func)
+            by_head = bool(kwargs.get("skip_reshape"))
+            start = self._start(q, k, mask, options)
+            if start is None:
+                return plain(q, k, v, heads, mask=mask, **kwargs)
+            flat_k = flat(k, by_head)
+            part = self._part(flat_k, start)
+            if part is None:
+                return plain(q, k, v, heads, mask=mask, **kwargs)
+            merge = merge_keys = part.plan.merge
+            # Without proportional_attn, keys are plain means that count once, as in the paper.
+            if self.model.config.proportional_attn:
+                # Keys may have fewer heads than queries.
+                merge_keys = partial(part.plan.merge_keys, heads=k.shape[1] if by_head else heads)
+            k = _like(part.merged(flat_k, merge_keys), k, by_head)
+            # Keep only one flat copy in memory at a time.
+            del flat_k
+            v = _like(part.merged(flat(v, by_head), merge), v, by_head)
+            bias = None if mask is None else part.merged_bias(_bias(mask, k.dtype), len(k))
+            weights = self.weights(part.log_sizes, k)
+            return attend(weights, func, theirs, bias, q, k, v, heads, kwargs)
+
+        return override
+
+    def _start(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> int | None:
+        """Where the picture begins among the keys of a call; None if nothing is to merge.
+
+        The reason is then noted.
+        """
+        tokens, outcome, evaluation = k.shape[-2], self.outcome, self.evaluation
+        start = self._start_of(tokens, options) if q.shape[-2] == tokens else None
+        if start is None:
+            outcome.reason = _NOT_FOUND
+            return None
+        outcome.entered(evaluation.latent.tokens)
+        if mask is not None and not _is_over(mask, tokens):
+            outcome.reason = REASONS.attention_masked
+            return None
+        least = evaluation.engine.least_in_attention
+        return start if self.is_worthy(evaluation.latent, least) else None
+
+    def _part(self, flat_k: Tensor, start: int) -> "Part | None":
+        """How the picture's keys merge, given all keys; None, and the reason noted, if none do."""
+        grid = self.evaluation.latent
+        behind = flat_k.shape[1] - start - grid.tokens
+        plan = self.plan_of(flat_k.narrow(1, start, grid.tokens), grid)
+        if plan is None:
+            return None
+        self.outcome.merged(grid.tokens, plan)
+        return Part(start, behind, plan)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The part of a sequence that merges.
+
+    Attributes:
+        before: number of tokens before it.
+        behind: number of tokens behind it.
+        plan: how it merges.
+    """
+
+    before: int
+    behind: int
+    plan: Plan
+
+    def merged(self, x: Tensor, merge: Callable[[Tensor], Tensor]) -> Tensor:
+        """A sequence ``[batch, tokens, channels]`` whose part went through ``merge``."""
+        stop = x.shape[1] - self.behind
+        return torch.cat([x[:, : self.before], merge(x[:, self.before : stop]), x[:, stop:]], 1)
+
+    def log_sizes(self) -> Tensor:
+        """The logarithm of how many tokens each key stands for, ``[batch, keys]``."""
+        return F.pad(self.plan.log_sizes(), (self.before, self.behind))
+
+    def merged_bias(self, bias: Tensor, batch: int) -> Tensor:
+        """A bias of :func:`_bias` for merged keys: its mean over the keys of each slot."""
+        # Merging whole windows would spread infinity.
+        least = torch.finfo(bias.dtype).min
+        rows = bias.clamp_min(least).expand(batch, -1, -1, -1).flatten(1, 2)
+        merged = self.merged(rows.mT, self.plan.merge).mT.clamp_min(least)
+        return merged.unflatten(1, bias.shape[1:3])
+
+
+def _like(merged: Tensor, x: Tensor, by_head: bool) -> Tensor:
+    """``merged`` in the layout of ``x``: undoes :func:`tome_nodes.patching.key_weights.flat`."""
+    return merged.unflatten(2, (x.shape[1], -1)).transpose(1, 2) if by_head else merged
+
+
+def _is_over(mask: Tensor, tokens: int) -> bool:
+    """Whether a mask is one over as many keys and queries, or the same for all queries."""
+    return mask.ndim in (2, 3, 4) and mask.shape[-1] == tokens and mask.shape[-2] in (1, tokens)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as ``[batch or 1, heads or 1, queries or 1, keys]`` to add to the logits."""
+    if mask.ndim < 4:
+        mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
+    if mask.dtype != torch.bool:
+        return mask
+    bias = torch.zeros_like(mask, dtype=dtype)
+    return bias.masked_fill(~mask, torch.finfo(dtype).min)
