@@ -238,12 +238,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "soak",
         "do many random runs in one process, and see whether any fails or leaves anything behind; "
-        "more arguments: --runs, --quick, --seed, --only, --unpatched, --save",
+        "more arguments: --runs, --quick, --seed, --only",
     )
     add(
         "compatibility",
-        "merge beside each of some sixty other nodes, and write the table of what comes of it; "
-        "more arguments: --only, --name",
+        "run beside each of some fifty other nodes, and write the table of what comes of it; more "
+        "arguments: --only, --name",
     )
     add(
         "generate",

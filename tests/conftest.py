@@ -78,17 +78,16 @@ def fresh_compiler():
 def serving(base, *arguments):
     """A running server with this pack and the models that graphs need.
 
-    It has the checkpoints `sd15.ckpt` and `sdxl.ckpt`, the ControlNet `canny.ckpt`, and for the
-    editor the names of the sample workflows' models.
+    It has the checkpoints `sd15.ckpt` and `sdxl.ckpt`, and for the editor the names of the sample
+    workflows' models.
     """
-    from models.checkpoints import write_checkpoint, write_controlnet
+    from models.checkpoints import write_checkpoint
 
     from tools.editor import offer_files
     from tools.server import ComfyServer
 
     write_checkpoint(base / "models/checkpoints/sd15.ckpt", "sd15", levels=1)
     write_checkpoint(base / "models/checkpoints/sdxl.ckpt", "sdxl")
-    write_controlnet(base / "models/controlnet/canny.ckpt", levels=1)
     with ComfyServer(base, arguments=arguments) as running:
         offer_files(running)
         yield running

@@ -1,35 +1,33 @@
 """Other nodes that people put beside ours, each as it changes a model or the sampling of it.
 
 Most are ComfyUI's own. Those of other packs cannot run here, so a stand-in does to the model object
-what they do (:mod:`.stand_ins`), and says where that is to be read.
+what they do, and says where that is to be read.
 """
 
 import asyncio
 import importlib
 import inspect
-import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import Any
 
 import comfy.controlnet
-import comfy.gligen
 import comfy.hooks
 import comfy.sd
 
 # Without it, the nodes of latents cannot be imported: the two import each other.
 import comfy_extras.nodes_post_processing  # noqa: F401
 import torch
+from comfy.ldm.modules.attention import attention_basic
 from comfy.model_patcher import ModelPatcher
-from models.comfyui import KINDS, TINY, build, conditioning
+from models.comfyui import KINDS, UNETS, build, conditioning
 from torch import Tensor
 
-from . import stand_ins
+_UNETS = tuple(UNETS)
 
-SIDES = (8, 12)
-"""Height and width of the latents in tokens: two windows of no square shape."""
+SIDES = (8, 16)
+"""Height and width of the latents in tokens."""
 
 Patch = Callable[[ModelPatcher, str], Any]
 """Takes a model and the name of its kind; returns what the node makes of the model."""
@@ -124,25 +122,12 @@ def _core(
     return Neighbour(name, f"comfy_extras/{module}.py", patch, sampling, only=only)
 
 
+_on_unets = partial(_core, only=_UNETS)
+
+
 def _guider(name: str, module: str, *inputs: Any) -> Neighbour:
     """A node of ComfyUI that makes a guider of a model."""
     return Neighbour(name, f"comfy_extras/{module}.py", guider=_made(name, module, *inputs))
-
-
-def _windows(name: str, length: int, overlap: int, **others: Any) -> Neighbour:
-    """A node of ComfyUI by which a model samples a video in windows of some frames."""
-    return _core(
-        name,
-        "nodes_context_windows",
-        context_length=length,
-        context_overlap=overlap,
-        context_schedule="standard_static",
-        context_stride=1,
-        closed_loop=False,
-        fuse_method="pyramid",
-        freenoise=False,
-        **others,
-    )
 
 
 @lru_cache(maxsize=1)
@@ -189,63 +174,49 @@ def _other_prompt(kind: str, **extras: Any) -> Any:
 
 
 class Adds(comfy.controlnet.ControlBase):
-    """A control of the host that adds to the output of a block, as a ControlNet does.
+    """A control of the host without a network, which adds noise to the output of a block.
 
     Args:
-        place: ``input``, ``middle`` or ``output``, as the class of the model calls it.
-        shape: that of what is added.
+        place: ``input`` or ``middle``, as the class of the model calls it.
+        channels: those of the block.
+        patch: the side of the block's tokens in the latent.
+        is_sequence: whether the block has a sequence of tokens and no map.
     """
 
-    def __init__(self, place: str, *shape: int):
+    def __init__(self, place: str, channels: int, patch: int, is_sequence: bool):
         super().__init__()
-        random = torch.Generator().manual_seed(7)
-        empty: dict[str, list[Tensor]] = {"input": [], "middle": [], "output": []}
-        self.added = empty | {place: [torch.randn(1, *shape, generator=random)]}
+        self.adds = place, channels, patch, is_sequence
 
-    def get_control(self, *args: Any) -> dict[str, list[Tensor]]:
-        return {place: list(added) for place, added in self.added.items()}
+    def get_control(self, x: Tensor, t: Tensor, *_: Any) -> dict[str, list[Tensor]] | None:
+        first, last = self.timestep_range
+        if not last <= t[0] <= first:
+            return None
+        place, channels, patch, is_sequence = self.adds
+        sides = [-(-side // patch) for side in x.shape[-2:]]
+        shape = (sides[0] * sides[1], channels) if is_sequence else (channels, *sides)
+        added = torch.randn(1, *shape, generator=torch.Generator().manual_seed(7))
+        return {"input": [], "middle": [], "output": [], place: [added]}
 
     def copy(self) -> "Adds":
-        return self
+        made = Adds(*self.adds)
+        self.copy_to(made)
+        return made
 
     def get_models(self) -> list[Any]:
         return []
 
-    def cleanup(self) -> None:
-        pass
 
-
-_CONTROLLED: Mapping[str, tuple[Any, ...]] = {
-    "sd15": ("middle", 128, SIDES[0] // 4, SIDES[1] // 4),
-    "sdxl": ("middle", 128, SIDES[0] // 4, SIDES[1] // 4),
-    "flux": ("input", SIDES[0] * SIDES[1], 64),
-    "sd3": ("output", SIDES[0] * SIDES[1], 128),
-    "qwen_image": ("input", SIDES[0] * SIDES[1], 64),
+_CONTROLLED: Mapping[str, tuple[str, int, int, bool]] = {
+    "sd15": ("middle", 128, 4, False),
+    "sdxl": ("middle", 128, 4, False),
+    "flux": ("input", 64, 2, True),
 }
 
 
 def _controlled(model: ModelPatcher, kind: str) -> dict[str, Any]:
-    control = Adds(*_CONTROLLED[kind])
+    """A control in a range of the steps."""
+    control = Adds(*_CONTROLLED[kind]).set_cond_hint(None, 1.0, (0.2, 0.8))
     return {"prompts": [_positive(kind, control=control), _negative(kind)]}
-
-
-def _boxed(model: ModelPatcher, kind: str) -> dict[str, Any]:
-    """A prompt with GLIGEN's box, whose weights are random."""
-    channels = {"sd15": [32, 64, 128, 64, 64, 32, 32], "sdxl": [64, 128, 128, 128, 128, 64, 64]}
-    wide = 16
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        fusers = [
-            comfy.gligen.GatedSelfAttentionDense(each, wide, 2, each // 2)
-            for each in channels[kind]
-        ]
-        gligen = comfy.gligen.Gligen(fusers, comfy.gligen.PositionNet(wide, wide), wide)
-        for name, parameter in gligen.named_parameters():
-            parameter.data.normal_(0.5 if "alpha" in name else 0.0, 0.1)
-        box = (torch.randn(1, wide), 4, 6, 2, 2)
-    cpu = torch.device("cpu")
-    placed = ("position", ModelPatcher(gligen, cpu, cpu), [box])
-    return {"prompts": [_positive(kind, gligen=placed), _negative(kind)]}
 
 
 def _hooked(model: ModelPatcher, kind: str) -> dict[str, Any]:
@@ -261,6 +232,12 @@ def _in_areas(model: ModelPatcher, kind: str) -> dict[str, Any]:
     return {"prompts": [_positive(kind) + area, _negative(kind)]}
 
 
+def _in_a_range(model: ModelPatcher, kind: str) -> dict[str, Any]:
+    """A second prompt for a part of the steps."""
+    second = _other_prompt(kind, start_percent=0.2, end_percent=0.8)
+    return {"prompts": [_positive(kind) + second, _negative(kind)]}
+
+
 def _masked(model: ModelPatcher, kind: str) -> dict[str, Any]:
     """A picture, and a mask of how much of it is to change."""
     high, wide = KINDS[kind].size(*SIDES)
@@ -269,36 +246,12 @@ def _masked(model: ModelPatcher, kind: str) -> dict[str, Any]:
 
 
 def _several(model: ModelPatcher, kind: str) -> dict[str, Any]:
-    return {"batch": 4}
-
-
-def _several_frames(model: ModelPatcher, kind: str) -> dict[str, Any]:
-    """A UNet has a video in its batch, as with AnimateDiff."""
-    return {} if kind in _VIDEOS else {"batch": 5}
+    """Several frames; other models than those of videos have them in the batch."""
+    return {} if KINDS[kind].frames else {"batch": 5}
 
 
 def _sampler(name: str) -> Sampling:
     return lambda model, kind: {"sampler": name}
-
-
-def _with_hypernetwork(model: ModelPatcher, kind: str) -> ModelPatcher:
-    """What the loader does, with a file that is in no folder of the host."""
-    from comfy_extras.nodes_hypernetwork import load_hypernetwork_patch
-
-    random = torch.Generator().manual_seed(0)
-
-    def layer(wide: int) -> dict[str, Tensor]:
-        weight = torch.randn(wide, wide, generator=random) * 0.3 * wide**-0.5
-        return {"linear.weight": weight, "linear.bias": torch.zeros(wide)}
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "hypernetwork.pt"
-        torch.save({wide: (layer(wide), layer(wide)) for wide in (32, 64, 128)}, path)
-        patch = load_hypernetwork_patch(str(path), 1.0)
-    clone = model.clone()
-    clone.set_model_attn1_patch(patch)
-    clone.set_model_attn2_patch(patch)
-    return clone
 
 
 def _tone_mapping(kind: str) -> Any:
@@ -310,11 +263,92 @@ def _predicting_v(model: ModelPatcher, kind: str) -> Any:
     return execute(node, model, sampling="v_prediction", zsnr=True)
 
 
+# What nodes of other packs do to a model, written anew.
+
+_OVERRIDE = "optimized_attention_override"
+
+
+def _attend_in_low_precision(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """An attention override that ignores the function it is given, for one in low precision."""
+
+    def override(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        q, k, v, *rest = args
+        q, k, v = (x.bfloat16().to(x.dtype) for x in (q, k, v))
+        return attention_basic.__wrapped__(q, k, v, *rest, **kwargs)
+
+    clone = model.clone()
+    clone.model_options["transformer_options"][_OVERRIDE] = override
+    return clone
+
+
+def _attend_or_pass_on(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """An attention override that attends itself, or calls what it is given where it cannot.
+
+    It takes no mask, so it passes merged keys on that are weighed by one.
+    """
+    clone = model.clone()
+    options = clone.model_options["transformer_options"]
+    before = options.get(_OVERRIDE)
+
+    def override(func: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("mask") is not None or q.shape[-2] != k.shape[-2]:
+            passed = func if before is None else partial(before, func)
+            return passed(q, k, v, *args, **kwargs)
+        return attention_basic.__wrapped__(q, k, v, *args, **kwargs)
+
+    options[_OVERRIDE] = override
+    return clone
+
+
+def _forecast(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """The output of the third step is a straight line through the last two, without the model."""
+    outputs: list[Tensor] = []
+
+    def evaluate(apply: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+        if len(outputs) == 2:
+            outputs.append(2 * outputs[1] - outputs[0])
+        else:
+            x, t = arguments["input"], arguments["timestep"]
+            outputs.append(apply(x, t, **arguments["c"]))
+        return outputs[-1]
+
+    clone = model.clone()
+    clone.set_model_unet_function_wrapper(evaluate)
+    return clone
+
+
+def _tile(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """Each half of the picture is evaluated on its own."""
+
+    def evaluate(apply: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+        x, t, conditions = arguments["input"], arguments["timestep"], arguments["c"]
+        tiles = x.split(x.shape[-1] // 2, dim=-1)
+        return torch.cat([apply(each, t, **conditions) for each in tiles], -1)
+
+    clone = model.clone()
+    clone.set_model_unet_function_wrapper(evaluate)
+    return clone
+
+
+def _add_attention(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """Cross-attention of every block replaced by itself and another to a picture."""
+    random = torch.Generator().manual_seed(0)
+    picture = torch.randn(1, 4, 1024, generator=random)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        heads = options["n_heads"]
+        own = picture[..., : q.shape[2]].expand(len(q), -1, -1).to(q)
+        return attention_basic(q, k, v, heads) + 0.5 * attention_basic(q, own, own, heads)
+
+    clone = model.clone()
+    for place, number in (("input", 12), ("middle", 1), ("output", 12)):
+        for block in range(number):
+            clone.set_model_attn2_replace(attend, place, block)
+    return clone
+
+
 _SAMPLERS = "comfy_extras/nodes_custom_sampler.py"
 _NODES = "nodes.py"
-_UNETS = ("sd15", "sdxl")
-_VIDEOS = tuple(kind for kind, tiny in KINDS.items() if (tiny.frames or 1) > 1)
-_GUIDANCE: Mapping[str, Any] = {"scale": 3.0, "start_percent": 0.0, "end_percent": 1.0}
 _MULTIPLIERS: Mapping[str, Any] = {"q": 1.2, "k": 1.1, "v": 0.9, "out": 1.1}
 _CACHE: Mapping[str, Any] = {
     "reuse_threshold": 30.0,
@@ -325,10 +359,10 @@ _CACHE: Mapping[str, Any] = {
 
 ALL: tuple[Neighbour, ...] = (
     # They change the tokens, the attention or the blocks.
-    _core(
+    _on_unets(
         "HyperTile", "nodes_hypertile", tile_size=32, swap_size=2, max_depth=0, scale_depth=False
     ),
-    _core(
+    _on_unets(
         "PatchModelAddDownscale",
         "nodes_model_downscale",
         block_number=2,
@@ -339,25 +373,15 @@ ALL: tuple[Neighbour, ...] = (
         downscale_method="bicubic",
         upscale_method="bicubic",
     ),
-    _core("TomePatchModel", "nodes_tomesd", ratio=0.6),
-    _core("PerturbedAttentionGuidance", "nodes_pag", scale=3.0),
-    _core("SelfAttentionGuidance", "nodes_sag", scale=0.5, blur_sigma=2.0),
+    _on_unets("TomePatchModel", "nodes_tomesd", ratio=0.6),
+    _on_unets("PerturbedAttentionGuidance", "nodes_pag", scale=3.0),
+    _on_unets("SelfAttentionGuidance", "nodes_sag", scale=0.5, blur_sigma=2.0),
     _core("NAGuidance", "nodes_nag", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),
-    _core("SkipLayerGuidanceDiT", "nodes_slg", double_layers="0", single_layers="1", **_GUIDANCE),
-    _core(
-        "SkipLayerGuidanceDiTSimple",
-        "nodes_slg",
-        double_layers="0",
-        single_layers="1",
-        start_percent=0.0,
-        end_percent=1.0,
-    ),
-    _core("SkipLayerGuidanceSD3", "nodes_sd3", layers="0", **_GUIDANCE),
-    _core("FreeU", "nodes_freelunch", b1=1.1, b2=1.2, s1=0.9, s2=0.2),
-    _core("FreeU_V2", "nodes_freelunch", b1=1.3, b2=1.4, s1=0.9, s2=0.2),
-    _core("UNetSelfAttentionMultiply", "nodes_attention_multiply", **_MULTIPLIERS),
-    _core("UNetCrossAttentionMultiply", "nodes_attention_multiply", **_MULTIPLIERS),
-    _core(
+    _on_unets("FreeU", "nodes_freelunch", b1=1.1, b2=1.2, s1=0.9, s2=0.2),
+    _on_unets("FreeU_V2", "nodes_freelunch", b1=1.3, b2=1.4, s1=0.9, s2=0.2),
+    _on_unets("UNetSelfAttentionMultiply", "nodes_attention_multiply", **_MULTIPLIERS),
+    _on_unets("UNetCrossAttentionMultiply", "nodes_attention_multiply", **_MULTIPLIERS),
+    _on_unets(
         "UNetTemporalAttentionMultiply",
         "nodes_attention_multiply",
         self_structural=1.2,
@@ -365,33 +389,26 @@ ALL: tuple[Neighbour, ...] = (
         cross_structural=1.1,
         cross_temporal=0.9,
     ),
-    Neighbour("HypernetworkLoader", "comfy_extras/nodes_hypernetwork.py", patch=_with_hypernetwork),
-    Neighbour("GLIGENTextBoxApply", _NODES, sampling=_boxed, only=_UNETS),
     Neighbour("ControlNetApplyAdvanced", _NODES, sampling=_controlled, only=_CONTROLLED),
-    _core(
-        "ScaleROPE",
-        "nodes_rope",
-        scale_x=1.5,
-        shift_x=1.0,
-        scale_y=1.5,
-        shift_y=0.0,
-        scale_t=1.0,
-        shift_t=0.0,
-    ),
     # They skip or split evaluations.
     _core("EasyCache", "nodes_easycache", **_CACHE),
     _core("LazyCache", "nodes_easycache", **_CACHE),
-    _windows(
+    _core(
         "ContextWindowsManual",
-        3,
-        1,
-        dim=lambda kind: 2 if kind in _VIDEOS else 0,
-        sampling=_several_frames,
-        only=("sd15", *_VIDEOS),
+        "nodes_context_windows",
+        context_length=3,
+        context_overlap=1,
+        context_schedule="standard_static",
+        context_stride=1,
+        closed_loop=False,
+        fuse_method="pyramid",
+        dim=lambda kind: 2 if KINDS[kind].frames else 0,
+        freenoise=False,
+        sampling=_several,
+        only=("sd15", "wan21"),
     ),
-    _windows("WanContextWindowsManual", 9, 4, only=["wan21"]),
-    _windows("LTXVContextWindows", 17, 8, only=["ltxv"]),
     Neighbour("ConditioningSetArea", _NODES, sampling=_in_areas),
+    Neighbour("ConditioningSetTimestepRange", _NODES, sampling=_in_a_range),
     # They compute the same in another way.
     replace(
         _core("TorchCompileModel", "nodes_torch_compile", backend="eager"),
@@ -436,8 +453,7 @@ ALL: tuple[Neighbour, ...] = (
         patch=_predicting_v,
         only=_UNETS,
     ),
-    _core("ModelSamplingSD3", "nodes_model_advanced", shift=5.0, only=TINY),
-    _core("ModelSamplingAuraFlow", "nodes_model_advanced", shift=1.0, only=TINY),
+    _core("ModelSamplingSD3", "nodes_model_advanced", shift=5.0, only=("flux",)),
     _core("DifferentialDiffusion", "nodes_differential_diffusion", sampling=_masked),
     Neighbour("KSampler, heun", _NODES, sampling=_sampler("heun")),
     Neighbour("SamplerDPMPP_2S_Ancestral", _SAMPLERS, sampling=_sampler("dpmpp_2s_ancestral")),
@@ -446,49 +462,22 @@ ALL: tuple[Neighbour, ...] = (
     Neighbour(
         "Patch Sage Attention KJ",
         "kijai/ComfyUI-KJNodes nodes/model_optimization_nodes.py",
-        stand_ins.attend_in_low_precision,
+        _attend_in_low_precision,
         is_exact=True,
     ),
+    Neighbour("Sol-Attn", "Saganaki22/ComfyUI-sol-attn", _attend_or_pass_on, is_exact=True),
     Neighbour(
-        "Sol-Attn", "Saganaki22/ComfyUI-sol-attn", stand_ins.attend_or_pass_on, is_exact=True
+        "SpectrumSDXL",
+        "ruwwww/ComfyUI-Spectrum-sdxl src/spectrum_node.py",
+        _forecast,
+        only=_UNETS,
     ),
-    Neighbour(
-        "TorchCompileModelAdvanced",
-        "kijai/ComfyUI-KJNodes nodes/model_optimization_nodes.py",
-        stand_ins.compile_blocks,
-        only=("flux",),
-        is_exact=True,
-        is_slow=True,
-    ),
-    Neighbour(
-        "ApplyFBCacheOnModel",
-        "chengzeyi/Comfy-WaveSpeed first_block_cache.py",
-        stand_ins.cache_by_first_block,
-        only=KINDS.keys() - {"wan21"},
-    ),
-    Neighbour(
-        "TeaCache",
-        "welltop-cn/ComfyUI-TeaCache nodes.py",
-        stand_ins.cache_by_input,
-        only=("flux", "wan21"),
-    ),
-    Neighbour(
-        "SpectrumSDXL", "ruwwww/ComfyUI-Spectrum-sdxl src/spectrum_node.py", stand_ins.forecast
-    ),
-    Neighbour(
-        "TiledDiffusion", "shiimizu/ComfyUI-TiledDiffusion tiled_diffusion.py", stand_ins.tile
-    ),
+    Neighbour("TiledDiffusion", "shiimizu/ComfyUI-TiledDiffusion tiled_diffusion.py", _tile),
     Neighbour(
         "IPAdapter",
         "cubiq/ComfyUI_IPAdapter_plus IPAdapterPlus.py",
-        stand_ins.add_attention,
+        _add_attention,
         only=_UNETS,
-    ),
-    Neighbour(
-        "double_block patches",
-        "comfy_extras/nodes_model_patch.py (QwenImageDiffsynthControlnet, ZImageFunControlnet)",
-        stand_ins.patch_after_blocks,
-        only=("qwen_image", "lumina2"),
     ),
 )
 """All neighbours, in the order of the table."""

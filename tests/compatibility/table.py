@@ -1,19 +1,18 @@
-"""Beside which other nodes does merging work, on which models?
+"""What becomes of our node beside each other node?
 
-Each node of :mod:`.neighbours` meets merging in several settings, before it and after it,
-on tiny instances of ComfyUI's own model classes. With a lossless plan, which only shuffles tokens,
-the result must be that of the other node alone. A second run, with the plan of the settings, tells
-where merging stepped aside and why.
+Each node of :mod:`.neighbours` meets ours, before it and after it, on tiny models of ComfyUI's own
+classes. In UNets tokens merge: with a lossless plan, which only shuffles them, the result must be
+that of the other node alone, and a second run has the plan of the settings. In Flux steps are
+forecast: the result must not depend on the order, and be that of the other node alone if nothing is
+forecast. The log tells where ours stepped aside.
 """
 
 import argparse
-import itertools
 import json
 import logging
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,14 +21,13 @@ import comfy.samplers
 import comfyui_version
 import torch
 from comfy.model_patcher import ModelPatcher
-from models.comfyui import KINDS, build, sample
+from models.comfyui import KINDS, UNETS, build, sample
 from torch import Tensor
 
 from benchmarks.lossless import lossless
 from benchmarks.machine import origin
 from benchmarks.speed.figures import grid
 from tome_nodes.comfyui.attachment import attach, last_run
-from tome_nodes.patching.engine import MakeStrategy
 from tome_nodes.report import log_line
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -39,29 +37,18 @@ from tools.environment import ROOT
 from .neighbours import ALL, SIDES, Neighbour
 
 RESULTS = ROOT / "benchmarks" / "results"
-STEPS = 4
-RATIO = 0.5
 CLOSE = 1e-4
 """The largest relative difference of results that comes of the order of sums alone."""
 
 FAR = 5e-4
 """The smallest relative difference by which another node is said to change the result."""
 
-COLUMNS: Mapping[str, str] = {
-    "sd15": "SD 1.5",
-    "sdxl": "SDXL",
-    "flux": "Flux",
-    "lumina2": "Lumina 2, Z-Image",
-    "qwen_image": "Qwen-Image",
-    "sd3": "SD3",
-    "wan21": "Wan",
-    "ltxv": "LTX",
-}
+COLUMNS: Mapping[str, str] = {"sd15": "SD 1.5", "sdxl": "SDXL", "flux": "Flux"}
 """The kinds of models, and what people call them."""
 
 
 def _settings(preset: str, **options: Any) -> ToMeConfig:
-    return ToMeConfig(**settings_of(preset, {"ratio": RATIO, **options}) | {"min_tokens": 1})
+    return ToMeConfig(**settings_of(preset, {"ratio": 0.5, **options}) | {"min_tokens": 1})
 
 
 SETTINGS: Mapping[str, ToMeConfig] = {
@@ -71,75 +58,98 @@ SETTINGS: Mapping[str, ToMeConfig] = {
     ),
     "fast": _settings("fast"),
 }
-"""The settings by name, in both scopes."""
-
-ORDERS = ("ours first", "theirs first")
 
 
-def meetings(neighbour: Neighbour) -> list[tuple[str, str]]:
-    """The settings and orders in which a node meets merging."""
-    settings = ("balanced", "fast") if neighbour.is_slow else SETTINGS
-    return list(itertools.product(settings, ORDERS))
+def settings_on(kind: str, neighbour: Neighbour) -> list[str]:
+    """The settings in which a node meets ours; forecasts have but one."""
+    if kind not in UNETS:
+        return ["fast"]
+    return ["balanced", "fast"] if neighbour.is_slow else [*SETTINGS]
 
 
 RIGHT, PARTLY, ASIDE, NONE, WRONG = "right", "partly", "steps aside", "not for this model", "wrong"
 VERDICTS = (RIGHT, PARTLY, ASIDE, NONE, WRONG)
-"""What can become of a cell: the third means that nothing merged, the second that not all did."""
+"""What can become of a cell: the third means that nothing merged or was forecast, the second that
+less merged."""
 
 _INTRODUCTION = f"""\
-Each node met merging in {len(SETTINGS)} settings ({", ".join(SETTINGS)}), before it and after it,
-on tiny models of ComfyUI's own classes. *right*: with a lossless plan, which only shuffles tokens,
-and without forecasts, the result is that of the node alone, to {CLOSE:g} of its norm. *partly* and
-*steps aside* are right too, but some or all blocks merge less or nothing, or no step is forecast,
-and the log says so; a number leads to the settings and to the words of the log. A dash: alone, the
-node fails on this class, changes nothing, or is not made for it; the JSON file has the reasons.
-Nodes that compile ran with the backend *eager*, in two settings."""
+Each node met ours, before it and after it, on tiny models of ComfyUI's own classes. In UNets tokens
+merged, in {len(SETTINGS)} settings ({", ".join(SETTINGS)}). *right*: with a lossless plan, which
+only shuffles tokens, the result is that of the node alone, to {CLOSE:g} of its norm. In Flux steps
+were forecast. *right*: some were, and the order of the nodes does not matter. *partly* and *steps
+aside* are right too, but less merged, or nothing merged or was forecast, and the log says so; a
+number leads to the settings and to the words of the log. A dash: alone, the node fails on this
+class, changes nothing, or is not made for it; the JSON file has the reasons. Nodes that compile ran
+with the backend *eager*, in two settings."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One node beside merging in one setting, on one kind of model.
+    """One node beside ours in one setting, on one kind of model.
 
     Attributes:
         verdict: one of those above.
-        why: the reason, in the words of our log if merging stepped aside; empty if it is right.
+        why: the reason, in the words of our log if ours stepped aside; empty if it is right.
     """
 
     verdict: str
     why: str = ""
 
 
-_NOTHING = "nothing merged: "
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A run of both nodes.
+
+    Attributes:
+        result: what was sampled.
+        is_aside: whether nothing merged or was forecast.
+        told: what our log tells, apart from how much merged.
+    """
+
+    result: Tensor
+    is_aside: bool
+    told: Sequence[str]
+
 
 NOBODY = Neighbour("no other node", source="")
 
 
-def cell(kind: str, neighbour: Neighbour, setting: str, order: str) -> Cell:
+def cell(kind: str, neighbour: Neighbour, setting: str) -> Cell:
     """One cell of the table."""
     expected = alone(kind, neighbour)
     if isinstance(expected, str):
         return Cell(NONE, expected)
     try:
-        result, lines = shuffled(kind, neighbour, setting, order)
-        merged, lines_of_merged = merging(kind, neighbour, setting)
+        runs = _runs(kind, neighbour, setting)
     except Exception as error:
         return Cell(WRONG, _in_words(error))
-    if not _difference(result, expected) < CLOSE:
+    if kind not in UNETS and not runs[0].is_aside:
+        expected = runs[0].result
+    if not all(_difference(run.result, expected) < CLOSE for run in runs[:2]):
         return Cell(WRONG, "the result is another one")
-    if not merged.isfinite().all():
-        return Cell(WRONG, "the result of merging is not finite")
-    own = {
-        *shuffled(kind, NOBODY, setting, ORDERS[0])[1],
-        *merging(kind, NOBODY, setting)[1],
-    }
-    found = [each for each in dict.fromkeys((*lines, *lines_of_merged)) if each not in own]
-    new = [each for each in found if _NOTHING + each not in found]
+    if not all(run.result.isfinite().all() for run in runs):
+        return Cell(WRONG, "the result is not finite")
+    own = {line for run in _runs_of_nobody(kind, setting) for line in run.told}
+    new = dict.fromkeys(line for run in runs for line in run.told if line not in own)
     if not new:
         return Cell(RIGHT)
-    return Cell(ASIDE if new[0].startswith(_NOTHING) else PARTLY, "; ".join(new))
+    return Cell(ASIDE if all(run.is_aside for run in runs) else PARTLY, "; ".join(new))
+
+
+def _runs(kind: str, neighbour: Neighbour, setting: str) -> list[_Run]:
+    """Both nodes in both orders, merging with a lossless plan; then merging with its own."""
+    if kind not in UNETS:
+        return [_both(kind, neighbour, setting, is_last) for is_last in (False, True)]
+    shuffled = [_both(kind, neighbour, setting, is_last, True) for is_last in (False, True)]
+    return [*shuffled, _both(kind, neighbour, setting)]
 
 
 # What cells share runs once.
+
+
+@cache
+def _runs_of_nobody(kind: str, setting: str) -> list[_Run]:
+    return _runs(kind, NOBODY, setting)
 
 
 @cache
@@ -167,43 +177,73 @@ def alone(kind: str, neighbour: Neighbour) -> Tensor | str:
     return result
 
 
-@cache
-def shuffled(kind: str, neighbour: Neighbour, setting: str, order: str) -> tuple[Tensor, list[str]]:
-    """As :func:`_both` with a lossless plan, and without forecasts, which are not lossless."""
-    config = replace(SETTINGS[setting], forecast=False)
-    return _both(kind, neighbour, config, order, lossless(make_strategy))
-
-
-@cache
-def merging(kind: str, neighbour: Neighbour, setting: str) -> tuple[Tensor, list[str]]:
-    """As :func:`_both` with the plan of the settings, in one order for both."""
-    return _both(kind, neighbour, SETTINGS[setting], ORDERS[0], make_strategy)
-
-
 def _both(
-    kind: str, neighbour: Neighbour, config: ToMeConfig, order: str, make: MakeStrategy
-) -> tuple[Tensor, list[str]]:
-    """The result of another node and of merging, and what our log tells of it."""
-    model = model_of(kind)
-    if order == ORDERS[0]:
-        both = neighbour.patch(attach(model, config, make), kind)
+    kind: str,
+    neighbour: Neighbour,
+    setting: str,
+    is_last: bool = False,
+    is_lossless: bool = False,
+) -> _Run:
+    """A run of both nodes; ours is put on the model last or first."""
+    make = lossless(make_strategy) if is_lossless else make_strategy
+    both = model_of(kind)
+    if is_last:
+        both = attach(neighbour.patch(both, kind), SETTINGS[setting], make)
     else:
-        both = attach(neighbour.patch(model, kind), config, make)
+        both = neighbour.patch(attach(both, SETTINGS[setting], make), kind)
     result = run(neighbour, both, kind)
-    return result, _log_lines(both)
+    last = last_run(both)
+    if last is None:
+        raise RuntimeError("the other node has removed ours from the model")
+    if last.obstacle is not None:
+        return _Run(result, True, [last.obstacle])
+    reason = last.counts.most_common_reason
+    return _Run(result, False, [*log_line.deviations(last.counts), *([reason] if reason else [])])
+
+
+def run(neighbour: Neighbour, model: ModelPatcher, kind: str) -> Tensor:
+    """Sample with a model that another node has changed, as that node wants it."""
+    tiny, steps = KINDS[kind], 4 if kind in UNETS else 8
+    if neighbour.is_slow:
+        # Otherwise graphs of other models count towards the limit.
+        torch.compiler.reset()
+    with torch.random.fork_rng():
+        # Some nodes draw from the global generator.
+        torch.manual_seed(5)
+        if neighbour.guider is None:
+            further: dict[str, Any] = {"steps": steps} | neighbour.sampling(model, kind)
+            return sample(model, tiny, tiny.size(*SIDES), **further)
+        guider = neighbour.guider(model, kind)
+        sampling = model.get_model_object("model_sampling")
+        empty = torch.zeros(1, tiny.channels, *tiny.size(*SIDES))
+        return guider.sample(
+            comfy.sample.prepare_noise(empty, 1),
+            empty,
+            comfy.samplers.sampler_object("euler"),
+            comfy.samplers.calculate_sigmas(sampling, "simple", steps),
+            disable_pbar=True,
+            seed=1,
+        )
+
+
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def _in_words(error: Exception) -> str:
+    """An error on one line."""
+    line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {line[:100]}"
 
 
 Row = Mapping[str, Mapping[str, Cell]]
-"""The cells of a node, by kind of model and by setting and order."""
+"""The cells of a node, by kind of model and by setting."""
 
 
 def row_of(neighbour: Neighbour) -> Row:
     """All cells of a node."""
     return {
-        kind: {
-            f"{setting}, {order}": cell(kind, neighbour, setting, order)
-            for setting, order in meetings(neighbour)
-        }
+        kind: {setting: cell(kind, neighbour, setting) for setting in settings_on(kind, neighbour)}
         for kind in COLUMNS
     }
 
@@ -218,13 +258,13 @@ def main() -> int:
     rows = {}
     for neighbour in ALL:
         if arguments.only is None or neighbour.name in arguments.only:
-            began = time.monotonic()
             rows[neighbour.name] = row_of(neighbour)
-            print(f"{neighbour.name}: {time.monotonic() - began:.0f} s", flush=True)
+            print(neighbour.name, flush=True)
     result = {**origin("cpu", "compatibility"), "host": comfyui_version.__version__}
+    short = {name: {kind: in_short(row[kind]) for kind in row} for name, row in rows.items()}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{arguments.name}.json").write_text(
-        json.dumps(result | {"rows": in_short(rows)}, indent=1) + "\n", encoding="utf-8"
+        json.dumps(result | {"rows": short}, indent=1) + "\n", encoding="utf-8"
     )
     (RESULTS / f"{arguments.name}.md").write_text(markdown(result, rows), encoding="utf-8")
     cells = [each for row in rows.values() for by in row.values() for each in by.values()]
@@ -233,119 +273,37 @@ def main() -> int:
     return int(counts[WRONG] > 0)
 
 
-def in_short(rows: Mapping[str, Row]) -> dict[str, Any]:
-    """The table as plain data: what all settings of a cell have in common is said once."""
+def in_short(cells: Mapping[str, Cell]) -> dict[str, list[str]]:
+    """Verdicts and reasons by the settings that have them in common."""
     return {
-        name: {
-            kind: {
-                ", ".join(meetings) or "all": {"verdict": cell.verdict, "why": cell.why}
-                for cell, meetings in _grouped(cells).items()
-            }
-            for kind, cells in row.items()
-        }
-        for name, row in rows.items()
+        ", ".join(setting for setting in cells if cells[setting] == cell): [cell.verdict, cell.why]
+        for cell in dict.fromkeys(cells.values())
     }
-
-
-def _grouped(cells: Mapping[str, Cell]) -> dict[Cell, list[str]]:
-    """The settings and orders by their cells; none if all have the same."""
-    groups: dict[Cell, list[str]] = {}
-    for meeting, cell in cells.items():
-        groups.setdefault(cell, []).append(meeting)
-    return groups if len(groups) > 1 else {cell: [] for cell in groups}
 
 
 def markdown(result: Mapping[str, Any], rows: Mapping[str, Row]) -> str:
     """The table, with the reasons below it."""
     notes: dict[str, int] = {}
-    lines = [[name, *(_shown(row[kind], notes) for kind in COLUMNS)] for name, row in rows.items()]
-    stand_ins = {each.name: each.source for each in ALL if not each.is_of_the_host}
-    return "\n".join(
-        [
-            "# Beside other nodes",
-            "",
-            f"`{result['command']}`, ComfyUI {result['host']}, {result['machine']['description']}, "
-            f"{result['date']}.",
-            "",
-            _INTRODUCTION,
-            "",
-            grid(["node", *COLUMNS.values()], lines),
-            "",
-            *(f"{number}. {note}" for note, number in notes.items()),
-            "",
-            "Stand-ins, written after what these files do to a model:",
-            "",
-            *(f"- {name}: `{source}`" for name, source in stand_ins.items()),
-            "",
-        ]
-    )
+    lines = [[name, *(shown(row[kind], notes) for kind in COLUMNS)] for name, row in rows.items()]
+    stand_ins = [each for each in ALL if not each.is_of_the_host]
+    parts = [
+        "# Beside other nodes",
+        f"`{result['command']}`, ComfyUI {result['host']}, {result['machine']['description']}, "
+        f"{result['date']}.",
+        _INTRODUCTION,
+        grid(["node", *COLUMNS.values()], lines),
+        "\n".join(f"{number}. {note}" for note, number in notes.items()),
+        "Stand-ins, written after what these files do to a model:",
+        "\n".join(f"- {each.name}: `{each.source}`" for each in stand_ins),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def _shown(cells: Mapping[str, Cell], notes: dict[str, int]) -> str:
+def shown(cells: Mapping[str, Cell], notes: dict[str, int]) -> str:
     """The worst of some cells in a word, with the numbers of the notes that say why."""
-    groups = _grouped(cells)
-    worst = max((cell.verdict for cell in groups), key=VERDICTS.index)
+    worst = max((cell.verdict for cell in cells.values()), key=VERDICTS.index)
     if worst == NONE:
         return "-"
-    numbers = []
-    for cell, meetings in groups.items():
-        if cell.why:
-            note = f"{', '.join(_settings_of(meetings))}: {cell.why}" if meetings else cell.why
-            numbers.append(str(notes.setdefault(note, len(notes) + 1)))
+    told = [f"{settings}: {why}" for settings, (_, why) in in_short(cells).items() if why]
+    numbers = [str(notes.setdefault(note, len(notes) + 1)) for note in told]
     return f"{worst} [{', '.join(numbers)}]" if numbers else worst
-
-
-def _settings_of(meetings: Sequence[str]) -> list[str]:
-    """Settings and orders in words: the order is left out where it does not matter."""
-    both = {meeting.rpartition(", ")[0] for meeting in meetings}
-    settings = [each for each in SETTINGS if each in both]
-    if len(meetings) == len(ORDERS) * len(settings):
-        return settings
-    return list(meetings)
-
-
-def run(neighbour: Neighbour, model: ModelPatcher, kind: str) -> Tensor:
-    """Sample with a model that another node has changed, as that node wants it."""
-    tiny = KINDS[kind]
-    if neighbour.is_slow:
-        # Otherwise graphs of other models count towards the limit.
-        torch.compiler.reset()
-    with torch.random.fork_rng():
-        # Some nodes draw from the global generator.
-        torch.manual_seed(5)
-        if neighbour.guider is None:
-            further: dict[str, Any] = {"steps": STEPS} | neighbour.sampling(model, kind)
-            return sample(model, tiny, tiny.size(*SIDES), **further)
-        guider = neighbour.guider(model, kind)
-        sampling = model.get_model_object("model_sampling")
-        frames = () if tiny.frames is None else (tiny.frames,)
-        empty = torch.zeros(1, tiny.channels, *frames, *tiny.size(*SIDES))
-        return guider.sample(
-            comfy.sample.prepare_noise(empty, 1),
-            empty,
-            comfy.samplers.sampler_object("euler"),
-            comfy.samplers.calculate_sigmas(sampling, "simple", STEPS),
-            disable_pbar=True,
-            seed=1,
-        )
-
-
-def _log_lines(model: ModelPatcher) -> list[str]:
-    """What our log tells of the last run of a model, apart from what merged."""
-    last = last_run(model)
-    if last is None:
-        raise RuntimeError("the other node has removed merging from the model")
-    if last.obstacle is not None:
-        return [_NOTHING + last.obstacle]
-    reason = last.counts.most_common_reason
-    return [*log_line.deviations(last.counts), *([] if reason is None else [reason])]
-
-
-def _difference(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
-
-
-def _in_words(error: Exception) -> str:
-    """An error on one line."""
-    line = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {line[:100]}"

@@ -165,8 +165,10 @@ def compiled(model, **options):
 
 
 @pytest.mark.newest_only
-@pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
-@pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
+@pytest.mark.parametrize(
+    ("strategy", "scope"),
+    zip(OPTIONS["strategy"].choices, ["stack", "module", "stack"], strict=True),
+)
 def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(
     shallow, fresh_compiler, strategy, scope
 ):
@@ -180,8 +182,7 @@ def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(
 
 
 @pytest.mark.newest_only
-@pytest.mark.parametrize("scope", ["module", "stack"])
-@pytest.mark.parametrize("has_cudnn", [True, False])
+@pytest.mark.parametrize(("scope", "has_cudnn"), [("module", True), ("stack", False)])
 def test_a_compiled_model_asks_nothing_of_a_gpu(
     shallow, fresh_compiler, monkeypatch, scope, has_cudnn
 ):
@@ -244,20 +245,16 @@ def test_ratio_zero_is_the_unpatched_model(sd15, log_messages):
     assert log_messages() == []
 
 
-def test_patching_again_replaces_the_settings(sd15):
+def test_patching_again_replaces_the_settings_and_keeps_the_wrappers_of_others(sd15):
     once = attach(sd15, merging(ratio=0.3))
-    twice = attach(attach(sd15, merging(ratio=0.7)), merging(ratio=0.3))
-    assert len(twice.get_all_wrappers(WrappersMP.APPLY_MODEL)) == 1
-    assert torch.equal(sample(twice), sample(once))
-
-
-def test_detaching_keeps_the_wrappers_of_others(sd15):
     theirs = sd15.clone()
     theirs.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "other", lambda run, *args: run(*args))
-    restored = detach(attach(theirs, merging()))
-    assert restored.get_all_wrappers(WrappersMP.APPLY_MODEL) == theirs.get_all_wrappers(
-        WrappersMP.APPLY_MODEL
-    )
+    twice = attach(attach(theirs, merging(ratio=0.7)), merging(ratio=0.3))
+    wrappers = [
+        len(each.get_all_wrappers(WrappersMP.APPLY_MODEL)) for each in (twice, detach(twice))
+    ]
+    assert wrappers == [2, 1]
+    assert torch.equal(sample(twice), sample(once))
 
 
 def test_patched_and_plain_models_share_weights_but_not_the_patch(sd15):
@@ -284,7 +281,7 @@ def test_the_state_of_a_run_is_dropped_with_it(sd15, monkeypatch):
     sample(patched)
     sample(patched)
     gc.collect()
-    assert [run() for run in runs] == [None, None]
+    assert len(runs) == 2 and not any(run() for run in runs)
 
 
 def test_steps_on_all_tokens_merge_keys_and_values_if_these_are_to_merge(sd15, log_messages):
@@ -519,8 +516,11 @@ def test_weights_that_stay_offloaded_work_under_the_patch(sd15_from_file):
 
 
 @pytest.mark.newest_only
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [("bipartite", torch.float16), ("window", torch.bfloat16), ("cluster", torch.float16)],
+    ids=str,
+)
 def test_half_precision_merges_as_many_tokens_to_a_like_result(log_messages, dtype, strategy):
     tiny = UNETS["sd15"]
     model = comfyui.build_class(tiny.name, tiny.settings, dtype)

@@ -141,30 +141,24 @@ def test_without_memory_of_its_own_the_model_fails_as_ever(sd15, scope):
 
 
 @pytest.mark.parametrize("stage", ["plan", "merge", "weights"])
-@pytest.mark.parametrize("kind", ["flux", "z_image"])
-def test_transformers_go_on_unmerged(models, without_memory, kind, stage):
-    tiny, model = TINY[kind], models(kind)
+def test_a_transformer_goes_on_unmerged(models, without_memory, stage):
+    tiny, model = TINY["flux"], models("flux")
     patched = attach(model, merging(strategy="window"))
-
-    def run(model=patched):
-        return sample_transformer(model, tiny, tiny.size(8, 10))
-
-    without_memory(stage, run, plain=run(model))
+    without_memory(
+        stage, lambda: sample_transformer(patched, tiny), plain=sample_transformer(model, tiny)
+    )
     assert overridden(model) == []
 
 
-@pytest.mark.parametrize("stage", ["plan", "merge of blocks", "unmerge"])
-@by_scope
+@pytest.mark.parametrize(("scope", "stage"), CASES)
 def test_a_unet_of_diffusers_goes_on_unmerged(without_memory, scope, stage):
     unet = make_unet()
-    if stage == "unmerge" and scope != "module":
-        stage = "unmerge of blocks"
 
     def run():
         return torch.stack([call(unet, timestep) for timestep in (900, 600)])
 
     plain = run()
-    tome_nodes.apply_patch(unet, scope=scope, **EVERYTHING)
+    tome_nodes.apply_patch(unet, scope=scope, proportional_attn=True, **EVERYTHING)
     without_memory(stage, run, plain)
     tome_nodes.remove_patch(unet)
     assert not any("forward" in vars(module) for module in unet.modules())

@@ -7,15 +7,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import comfy.ops
 import pytest
-from torch.nn.attention import SDPBackend
 
 from benchmarks.speed import report, suite, transformers, unets
-from benchmarks.speed.methods import HostMethod
 from benchmarks.speed.record import Record
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.strategies.window import WindowStrategy
 from tools import carried
 from tools.environment import ROOT, comfyui_directory
 
@@ -154,14 +149,6 @@ def test_a_failure_is_kept_and_the_others_go_on(record, tmp_path):
     assert written(tmp_path)["summary"] == "summary: whole=1 failed=1 left_out=0"
 
 
-def test_rounds_stop_when_their_time_is_over(tmp_path):
-    record = Record("here", "", tmp_path, 1, "cpu")
-    enough = record.pace(3, 0.0)
-    assert [enough(done) for done in (1, 2, 3)] == [False, False, True]
-    assert not record.pace(3, 60.0)(3)
-    assert Record("late", "", tmp_path, 0, "cpu").pace(3, 60.0)(1)
-
-
 def test_tests_that_fail_are_named(tmp_path, monkeypatch):
     file = tmp_path / "test_it.py"
     file.write_text(
@@ -181,41 +168,6 @@ def test_tests_that_fail_are_named(tmp_path, monkeypatch):
     assert wrong[0].endswith("test_it.py::test_wrong") and "assert 1 == 2" in wrong[1]
     assert imports[0] == str(broken) and "nothing_of_this_name" in imports[1]
     assert "test_wrong" in (tmp_path / "gpu-1.log").read_text()
-
-
-def test_a_wrong_method_is_not_timed(record, monkeypatch):
-    class TooMany(WindowStrategy):
-        def plan(self, features, grid, ratio):
-            return super().plan(features, grid, 0.7)
-
-    config = ToMeConfig(strategy="window")
-    methods = [
-        HostMethod(name=name, family="ours", config=config, make_strategy=strategy)
-        for name, strategy in (("right", WindowStrategy), ("wrong", TooMany))
-    ]
-    monkeypatch.setattr(unets, "methods", lambda *_: methods)
-    record.result["checks"] = {}
-    prepared = unets._prepare(record, unets.DRY_CASES[0])
-    assert [method.name for method in prepared.methods] == ["right"]
-    assert "ratio=0.6 asks" in record.result["failed"]["sd15: wrong"]
-
-
-def test_pytorch_is_asked_for_cudnn_first_and_then_as_before():
-    before = getattr(comfy.ops, "SDPA_BACKEND_PRIORITY", None)
-    with unets.asked_first("cudnn"):
-        assert comfy.ops.SDPA_BACKEND_PRIORITY[0] == SDPBackend.CUDNN_ATTENTION
-    assert getattr(comfy.ops, "SDPA_BACKEND_PRIORITY", None) == before
-    with unets.asked_first("flash"):
-        assert getattr(comfy.ops, "SDPA_BACKEND_PRIORITY", None) == before
-
-
-def test_a_folder_without_results_says_where_to_read_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["report", str(tmp_path)])
-    assert report.main() == 1
-    assert "benchmarks/GPU.md" in capsys.readouterr().out
-    dry_record(2, tmp_path).finish({})
-    assert report.main() == 0
-    assert "cut off" not in (tmp_path / "gpu.md").read_text()
 
 
 def test_the_page_about_gpus_names_every_command_and_file():

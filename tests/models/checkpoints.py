@@ -28,7 +28,6 @@ if "comfy.cli_args" not in sys.modules:
 
 import comfy.clip_model
 import comfy.ops
-from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.taesd.taesd import TAESD
 
@@ -100,16 +99,6 @@ def write_checkpoint(
         layout |= _layout("first_stage_model.", TAESD)
         for prefix, name in chosen.text.items():
             layout |= _text_encoder(prefix, name)
-    return _write(path, layout)
-
-
-def write_controlnet(path: str | os.PathLike[str], *, levels: int) -> Path:
-    """Write a ControlNet with random weights for `sd15` of as many levels; for ControlNetLoader."""
-    unet = _unet(_FAMILIES["sd15"], levels, full_width=False)
-    return _write(path, _layout("", lambda: ControlNet(hint_channels=3, **unet)))
-
-
-def _write(path: str | os.PathLike[str], layout: Layout) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_suffix(".unfinished")

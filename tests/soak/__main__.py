@@ -1,45 +1,38 @@
 """Many random runs in one process: none fails, nothing is left behind, memory does not grow.
 
-A run draws a model, settings, a picture size, other nodes, a report, a fault in the middle or a
-second model at the same time. It is done without token merging, then with it. It fails if
+A run draws a model, settings, a picture size, other nodes, a report and a fault in the middle. It
+is done without our node, then with it. It fails if
 
 - our part raises, or warns of an error, where the unpatched model does not;
 - the result has another shape than the unpatched model's, or is not finite where that is;
 - a fault does not reach the caller as it was raised, or the next run is another one for it;
-- two models at the same time have other results than each by itself;
 - an override, a hook, a wrapper or anything else is left on the model;
-- every tenth run: the unpatched model's result is no longer bit for bit that of before all runs.
+- every seventh run: the unpatched model's result is no longer bit for bit that of before all runs.
 
-Leaked tensors are those that token merging leaves alive after garbage collection. What the run
-without it leaves alive just before is the host's and does not count.
+Leaked tensors are those that our node leaves alive after garbage collection. What the run without
+it leaves alive just before is the host's and does not count.
 
 Growth of memory is that of the process from the end of the warm-up to the end, each the median of
 twenty runs. The warm-up is the first hundred runs, of 200 or fewer the first half; in it the host
-fills its caches. With --quick, growth is thus judged from run 50 to run 100. What the host grows by
-itself shows with --unpatched.
+fills its caches. With --quick, growth is thus judged from run 50 to run 100.
 
 The exit code is 0 if nothing failed or leaked and memory grew by 20 MB at most.
 """
 
 import argparse
-import json
 import logging
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
 
 import comfyui_in_process  # noqa: F401
 import torch
 
 from benchmarks.host import use_cpu
-from benchmarks.machine import origin
-from tools.environment import ROOT
 
 from .draws import draw
-from .tally import Tally, failure_text, page
+from .tally import Tally, failure_text
 from .traces import resident_bytes, steady_memory
 
 use_cpu()
@@ -49,8 +42,6 @@ from .runs import Runs  # noqa: E402
 
 QUICK = 100
 """How many runs --quick takes."""
-
-_RESULTS = ROOT / "benchmarks" / "results"
 
 # Runs between two lines of progress.
 _LINE_EVERY = 50
@@ -85,12 +76,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} runs")
     parser.add_argument("--seed", type=int, default=0, help="what all runs are drawn from")
     parser.add_argument("--only", type=int, metavar="N", help="do run N alone")
-    parser.add_argument(
-        "--unpatched", action="store_true", help="merge nothing, to judge what the host does"
-    )
-    parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/soak.json and soak.md"
-    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     steady_memory()
@@ -101,23 +86,8 @@ def main() -> int:
     if arguments.only is not None:
         numbers = [arguments.only]
     load_nodes()
-    models = all_models()
-    began = time.monotonic()
-    with closing(Runs(models, None if arguments.unpatched else Merging())) as runs:
+    with closing(Runs(all_models(), Merging())) as runs:
         tally = soak(runs, numbers, arguments.seed)
-    if arguments.save:
-        result = {
-            **origin("cpu", "soak"),
-            "models": len(models),
-            "minutes": (time.monotonic() - began) / 60,
-            "summary": tally.summary(),
-            "counts": dict(tally.counts),
-            "megabytes": [round(each / 1e6) for each in tally.bytes[99::100]],
-            "failures": [[asdict(run), failures] for run, failures in tally.failures],
-        }
-        text = json.dumps(result, indent=1) + "\n"
-        (_RESULTS / "soak.json").write_text(text, encoding="utf-8")
-        (_RESULTS / "soak.md").write_text(page(result), encoding="utf-8")
     print(tally.summary())
     return 0 if tally.is_good else 1
 

@@ -9,16 +9,22 @@ from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.options import FRAME, LEVEL, STEP, VIEW, Option, OptionError
 from tome_nodes.settings.presets import CUSTOM, FREE, PRESETS, settings_of
 
-SAMPLERS = (
-    *("euler", "euler_ancestral", "heun", "dpmpp_2m", "dpmpp_sde"),
-    *("ddim", "uni_pc", "lcm", "res_multistep"),
-)
+SAMPLERS = ("euler", "euler_ancestral", "heun", "dpmpp_2m", "dpmpp_sde", "ddim", "uni_pc", "lcm")
 SCHEDULERS = ("normal", "simple", "sgm_uniform", "karras")
 
 _LEAST = 4
 """Side of the smallest pictures, in patches."""
 
 FAULTS = ("exception", "interrupt", "keyboard interrupt")
+
+FORECAST_EVERY = 5
+"""In one run of so many, steps are forecast beside one of these nodes, in turn."""
+
+SITUATIONS = (
+    *("ConditioningSetTimestepRange", "CFGOverride", "EasyCache", "LazyCache", "CreateHookLora"),
+    *("ControlNetApplyAdvanced", "ContextWindowsManual"),
+)
+"""Nodes that change in the middle of a run what is forecast, or skip or split it."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +36,14 @@ class Traits:
         patches: the most patches of a picture.
         worth: side of a picture in patches from which presets merge it.
         neighbours: the other nodes that may be beside ours.
-        has_nodes: whether nodes are put on it, as on all models of ComfyUI.
+        is_forecast: whether its steps may be forecast.
     """
 
     weight: float = 1.0
     patches: int = 324
     worth: int = 16
     neighbours: tuple[str, ...] = ()
-    has_nodes: bool = True
+    is_forecast: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,65 +82,42 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A second model that samples while the first does.
-
-    Attributes:
-        in_thread: whether it does so in a thread of its own, else between two steps.
-        merges: whether it merges tokens.
-        draw: its model, settings and sampling.
-    """
-
-    in_thread: bool
-    merges: bool
-    draw: "Draw"
-
-
-@dataclass(frozen=True)
 class Draw:
     """A run.
 
     Attributes:
         settings: inputs of the node.
-        neighbour: another node on the model, None if there is none.
-        lora: whether a LoRA is on the model.
-        others_first: whether these two come before our node.
+        neighbours: other nodes on the model.
+        others_first: whether these come before our node.
         replaced: whether our node was on the model before, with its default settings.
         cloned: whether a clone of the patched model is sampled.
-        removed: whether merging is taken off again before the model is sampled.
+        removed: whether our node is taken off again before the model is sampled.
         report: inputs of the report node, None if there is none.
         fault: what goes wrong, None if nothing does.
-        beside: a second model, None if there is none.
     """
 
     number: int
     model: str
     settings: Mapping[str, Any]
     sampling: Sampling
-    neighbour: str | None = None
-    lora: bool = False
+    neighbours: tuple[str, ...] = ()
     others_first: bool = False
     replaced: bool = False
     cloned: bool = False
     removed: bool = False
     report: Mapping[str, Any] | None = None
     fault: Fault | None = None
-    beside: Beside | None = None
 
 
 def draw(seed: int, number: int, models: Mapping[str, Traits]) -> Draw:
     """The run of a number: the same for the same seed, number and models."""
     random = Random(f"{seed}/{number}")
+    if number % FORECAST_EVERY == 0:
+        return _forecast(random, number, models)
     main = _plain(random, number, models)
-    traits = models[main.model]
-    if not traits.has_nodes:
-        return replace(main, cloned=random.random() < 0.2, fault=_fault(random, main.sampling))
-    if random.random() < 0.08:
-        return replace(main, beside=_beside(random, main, models))
     return replace(
         main,
-        neighbour=random.choice(traits.neighbours) if random.random() < 0.4 else None,
-        lora=random.random() < 0.15,
+        neighbours=_neighbours(random, models[main.model].neighbours),
         others_first=random.random() < 0.5,
         replaced=random.random() < 0.1,
         cloned=random.random() < 0.2,
@@ -142,6 +125,26 @@ def draw(seed: int, number: int, models: Mapping[str, Traits]) -> Draw:
         report=_report(random) if random.random() < 0.3 else None,
         fault=_fault(random, main.sampling),
     )
+
+
+def _forecast(random: Random, number: int, models: Mapping[str, Traits]) -> Draw:
+    name = SITUATIONS[number // FORECAST_EVERY % len(SITUATIONS)]
+    able = {model: each for model, each in models.items() if each.is_forecast}
+    fitting = {model: each for model, each in able.items() if name in each.neighbours}
+    main = _plain(random, number, fitting or able)
+    sampling = replace(main.sampling, steps=8, sampler="euler", denoise=1.0)
+    return replace(
+        main,
+        settings={"preset": random.choice(("balanced", "fast")), "ratio": random.uniform(0.3, 0.9)},
+        sampling=sampling,
+        neighbours=(name,) if fitting else (),
+        others_first=random.random() < 0.5,
+        fault=_fault(random, sampling),
+    )
+
+
+def _neighbours(random: Random, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(random.sample(names, min(len(names), random.choice((0, 0, 1, 1, 2)))))
 
 
 def _plain(random: Random, number: int, models: Mapping[str, Traits]) -> Draw:
@@ -153,18 +156,10 @@ def _plain(random: Random, number: int, models: Mapping[str, Traits]) -> Draw:
     return Draw(number, model, drawn, _sampling(random, least, traits.patches))
 
 
-def _beside(random: Random, main: Draw, models: Mapping[str, Traits]) -> Beside:
-    others = {name: traits for name, traits in models.items() if traits.has_nodes}
-    # ComfyUI cannot load a clone of a model while it samples with another.
-    del others[main.model]
-    other = _plain(random, main.number, others)
-    return Beside(random.random() < 0.5, random.random() < 0.7, other)
-
-
 def settings(random: Random) -> dict[str, Any]:
     """Inputs of the node that it accepts: a preset with the options it leaves free, or all."""
     while True:
-        preset = random.choice([*PRESETS, *[CUSTOM] * 8])
+        preset = random.choice([*PRESETS, *[CUSTOM] * 4])
         names = OPTIONS if preset == CUSTOM else FREE
         drawn = {name: _value(random, OPTIONS[name]) for name in names if random.random() < 0.3}
         # Otherwise most of the small pictures here would not merge.
@@ -200,7 +195,8 @@ def _sampling(random: Random, least: int, patches: int) -> Sampling:
     return Sampling(
         size=(high, wide),
         batch=random.choice((1, 1, 2)),
-        steps=random.choice((1, 2, 2, 3)),
+        # Short runs, and some that are long enough for forecasts.
+        steps=random.choice((1, 2, 3, 6, 8)),
         cfg=random.choice((1.0, 4.0)),
         sampler=random.choice(SAMPLERS),
         scheduler=random.choice(SCHEDULERS),

@@ -5,10 +5,8 @@ What the first leaves alive is the host's; so is an error that it raises, too.
 
 import logging
 import tempfile
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,12 +19,12 @@ from comfy_execution.progress import reset_progress_state
 from comfy_execution.utils import CurrentNodeContext
 from torch import Tensor, nn
 
-from .draws import Beside, Draw, Fault, Sampling
+from .draws import Draw, Fault, Sampling
 from .models import Merging, Model, release
 from .tally import Verdict
 from .traces import LiveTensors, differences
 
-CHECKED_EVERY = 10
+CHECKED_EVERY = 7
 """In one run of so many, a fixed input shows whether the unpatched model is the same as ever."""
 
 _FIXED = Sampling(size=(6, 7), seed=1)
@@ -64,20 +62,20 @@ class FailedError(Exception):
 
 @dataclass(frozen=True)
 class _Sampled:
-    """The latents of the model, and of the one beside it; and whether the fault came about."""
+    """The latent of the model, and whether the fault came about."""
 
-    latents: Sequence[Tensor]
+    latent: Tensor
     stopped: bool = False
 
 
 class Runs:
-    """Does runs on a set of models, and judges them; if ``merging`` is None, what the host does.
+    """Does runs on a set of models, and judges them.
 
     Attributes:
         traits: what may be drawn for the models.
     """
 
-    def __init__(self, models: Mapping[str, Model], merging: Merging | None):
+    def __init__(self, models: Mapping[str, Model], merging: Merging):
         self.traits = {name: model.traits for name, model in models.items()}
         self._models = models
         self._merging = merging
@@ -96,54 +94,49 @@ class Runs:
 
     def run(self, draw: Draw) -> Verdict:
         """Do a run and judge it."""
-        beside = [] if draw.beside is None else [draw.beside.draw.model]
-        names = [*dict.fromkeys([draw.model, *beside])]
+        name = draw.model
         verdict = Verdict()
         try:
             expected = self._sample(draw, None)
         except FailedError as error:
             verdict.refused = str(error)
-            self._left_alive(names)
+            self._left_alive(name)
             return verdict
-        self._left_alive(names)
-        before = {name: self._models[name].state() for name in names}
+        self._left_alive(name)
+        before = self._models[name].state()
         with _log() as log:
             try:
                 verdict.stopped = self._compare(draw, expected)
             except FailedError as error:
                 verdict.failures.append(str(error))
         verdict.merged = any("[ToMe] merged" in line for _, line in log)
+        verdict.forecast = any("[ToMe] forecast" in line for _, line in log)
         verdict.failures += _warnings(log)
         del expected
-        if left := self._left_alive(names):
+        if left := self._left_alive(name):
             # The host may keep something of its latest run; now that is another one.
             self._sample(draw, None)
-            self._left_alive(names)
+            self._left_alive(name)
             leaked = [tensor for each in left if (tensor := each()) is not None]
             verdict.leaked = len(leaked)
             if leaked:
                 named = [f"{[*each.shape]} of {each.dtype}" for each in leaked[:_NAMED]]
                 verdict.failures.append(f"{len(leaked)} tensors stay alive: {', '.join(named)}")
-        for name in names:
-            if changed := differences(before[name], self._models[name].state()):
-                verdict.failures.append(f"{name} is not clean: {', '.join(changed[:_NAMED])}")
+        if changed := differences(before, self._models[name].state()):
+            verdict.failures.append(f"{name} is not clean: {', '.join(changed[:_NAMED])}")
         if draw.number % CHECKED_EVERY == 0:
-            verdict.failures += [
-                f"{name}, unpatched, has another result than before all runs"
-                for name in names
-                if not _same(self._sample_fixed(name), self._fixed[name])
-            ]
-            self._left_alive(names)
+            if not _same(self._sample_fixed(name), self._fixed[name]):
+                verdict.failures.append(f"{name}, unpatched, has another result than before")
+            self._left_alive(name)
         return verdict
 
-    def _left_alive(self, names: Sequence[str]) -> list[weakref.ref[Tensor]]:
+    def _left_alive(self, name: str) -> list[weakref.ref[Tensor]]:
         """The tensors made since the last look that are still alive, except weights."""
         release()
-        return self._tensors.new(self._models[name].module for name in names)
+        return self._tensors.new(self._models[name].patcher.model)
 
     def _sample_fixed(self, name: str) -> Tensor:
-        (latent,) = self._sample(Draw(0, name, {}, _FIXED), None).latents
-        return latent
+        return self._sample(Draw(0, name, {}, _FIXED), None).latent
 
     def _compare(self, draw: Draw, expected: _Sampled) -> bool:
         """Do a run with token merging; returns whether its fault came about.
@@ -152,21 +145,19 @@ class Runs:
             FailedError: it is not as it should be.
         """
         found = self._sample(draw, self._merging)
-        for latent, plain in zip(found.latents, expected.latents, strict=True):
-            if latent.shape != plain.shape:
-                raise FailedError(f"the result is {[*latent.shape]} instead of {[*plain.shape]}")
-            if plain.isfinite().all() and not latent.isfinite().all():
-                raise FailedError("the result is not finite, but the unpatched model's is")
-        if draw.removed and not _same(found.latents[0], expected.latents[0]):
+        latent, plain = found.latent, expected.latent
+        if latent.shape != plain.shape:
+            raise FailedError(f"the result is {[*latent.shape]} instead of {[*plain.shape]}")
+        if plain.isfinite().all() and not latent.isfinite().all():
+            raise FailedError("the result is not finite, but the unpatched model's is")
+        if draw.removed and not _same(latent, plain):
             raise FailedError("merging was removed, and the result is not the unpatched model's")
-        for index, (alone, merges) in enumerate(_by_themselves(draw)):
-            undisturbed = self._sample(alone, self._merging if merges else None).latents[0]
-            if _same(found.latents[index], undisturbed):
-                continue
+        if draw.fault is not None:
+            whole = replace(draw, fault=None, report=None)
+            is_same = _same(latent, self._sample(whole, self._merging).latent)
             # Another node may keep something of an aborted run.
-            if _same(expected.latents[index], self._sample(alone, None).latents[0]):
-                what = "after an aborted run" if draw.fault else "beside another model"
-                raise FailedError(f"the result {what} is not that of a run by itself")
+            if not is_same and _same(plain, self._sample(whole, None).latent):
+                raise FailedError("the result after an aborted run is not that of a run by itself")
         return found.stopped
 
     def _sample(self, draw: Draw, merging: Merging | None) -> _Sampled:
@@ -176,24 +167,21 @@ class Runs:
             FailedError: it raised, other than by its fault.
         """
         try:
-            with _workflow(draw), ExitStack() as exits:
+            with _workflow(draw):
                 model = self._models[draw.model]
                 with _node("tome"):
-                    prepared = exits.enter_context(model.prepared(draw, merging))
+                    prepared = model.prepared(draw, merging)
                 with _node("sampler"):
                     stopped = draw.fault is not None and _is_stopped(
-                        model, prepared, draw.sampling, draw.fault
+                        model, prepared, draw, draw.fault
                     )
                     # Some of the other nodes take random numbers from it.
                     torch.manual_seed(draw.sampling.seed)
-                    if draw.beside is None:
-                        latents = [model.sample(prepared, draw.sampling, _nothing)]
-                    else:
-                        latents = self._sample_both(model, prepared, draw, draw.beside, merging)
+                    latent = model.sample(prepared, draw, _nothing)
                 if draw.report is not None and merging is not None:
                     with _node("report"):
-                        _report(merging, prepared, latents[0], draw.report)
-                return _Sampled(latents, stopped)
+                        _report(merging, prepared, latent, draw.report)
+                return _Sampled(latent, stopped)
         except FailedError:
             raise
         except Exception as error:
@@ -201,46 +189,8 @@ class Runs:
             message = f"{type(error).__name__}: {error}"
         raise FailedError(message)
 
-    def _sample_both(
-        self, model: Model, prepared: Any, draw: Draw, beside: Beside, merging: Merging | None
-    ) -> list[Tensor]:
-        """Sample with a model, and with the one beside it while the first does."""
-        second = self._models[beside.draw.model]
-        is_on = threading.Event()
-        results: list[Callable[[], Tensor]] = []
 
-        def sample_second() -> Tensor:
-            try:
-                with second.prepared(beside.draw, merging if beside.merges else None) as other:
-                    return second.sample(other, beside.draw.sampling, lambda step: is_on.set())
-            finally:
-                is_on.set()
-
-        with ThreadPoolExecutor(1) as pool:
-
-            def at_step(step: int) -> None:
-                if step > 1:
-                    return
-                if beside.in_thread:
-                    results.append(pool.submit(sample_second).result)
-                    # From here on, both evaluate their models.
-                    is_on.wait()
-                else:
-                    latent = sample_second()
-                    results.append(lambda: latent)
-
-            first = model.sample(prepared, draw.sampling, at_step)
-        return [first, *(result() for result in results)]
-
-
-def _by_themselves(draw: Draw) -> list[tuple[Draw, bool]]:
-    """Runs that must have the same results as the parts of a run, and whether they merge."""
-    if draw.beside is not None:
-        return [(replace(draw, beside=None), True), (draw.beside.draw, draw.beside.merges)]
-    return [] if draw.fault is None else [(replace(draw, fault=None, report=None), True)]
-
-
-def _is_stopped(model: Model, prepared: Any, sampling: Sampling, fault: Fault) -> bool:
+def _is_stopped(model: Model, prepared: Any, draw: Draw, fault: Fault) -> bool:
     """Sample until the fault comes about; returns whether it did.
 
     Raises:
@@ -259,12 +209,11 @@ def _is_stopped(model: Model, prepared: Any, sampling: Sampling, fault: Fault) -
         at_step = fail
         if fault.place is not None:
             at_step = _nothing
-            module = prepared if isinstance(prepared, nn.Module) else prepared.model
-            layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
+            layers = [each for each in prepared.model.modules() if isinstance(each, nn.Linear)]
             layer = layers[int(fault.place * len(layers))]
             hooks.enter_context(layer.register_forward_pre_hook(fail))
         try:
-            model.sample(prepared, sampling, at_step)
+            model.sample(prepared, draw, at_step)
         except BaseException as caught:
             if caught is error:
                 return True
@@ -322,9 +271,9 @@ def _log() -> Iterator[list[tuple[int, str]]]:
 
 
 def _warnings(log: Sequence[tuple[int, str]]) -> list[str]:
-    """The warnings that tell of an error; that nothing merged is none."""
+    """The warnings that tell of an error; that nothing was done is none."""
     lines = [line for level, line in log if level >= logging.WARNING]
-    return [f"warned: {line}" for line in lines if not line.startswith("[ToMe] nothing merged")]
+    return [f"warned: {line}" for line in lines if not line.startswith("[ToMe] nothing ")]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any
 
 from .draws import Draw
 
@@ -28,6 +27,7 @@ class Verdict:
         leaked: number of tensors that token merging left alive.
         refused: why the host cannot do this run even without token merging, else None.
         merged: whether any tokens merged.
+        forecast: whether any step was forecast.
         stopped: whether the fault that was drawn came about.
     """
 
@@ -35,6 +35,7 @@ class Verdict:
     leaked: int = 0
     refused: str | None = None
     merged: bool = False
+    forecast: bool = False
     stopped: bool = False
 
 
@@ -61,14 +62,12 @@ class Tally:
         if verdict.failures:
             self.failures.append((run, verdict.failures))
         self.counts.update(
-            runs=1,
             merged=verdict.merged,
+            forecast=verdict.forecast,
             refused=verdict.refused is not None,
             stopped=verdict.stopped,
-            beside_another=run.beside is not None,
-            other_nodes=run.neighbour is not None,
-            loras=run.lora,
-            reports=run.report is not None,
+            with_others=bool(run.neighbours),
+            reported=run.report is not None,
         )
 
     @property
@@ -83,9 +82,10 @@ class Tally:
 
     def summary(self) -> str:
         """The last line."""
+        counts = " ".join(f"{name}={count}" for name, count in self.counts.items())
         return (
             f"summary: runs={len(self.bytes)} failed={len(self.failures)} "
-            f"leaked_tensors={self.leaked} rss_growth_mb={self.growth:.1f}"
+            f"leaked_tensors={self.leaked} rss_growth_mb={self.growth:.1f} {counts}"
         )
 
 
@@ -107,22 +107,3 @@ def failure_text(run: Draw, failures: Sequence[str], seed: int) -> str:
             f"  repeat: python3 dev.py soak --seed {seed} --only {run.number}",
         ]
     )
-
-
-def page(result: dict[str, Any]) -> str:
-    """A result in Markdown."""
-    counts = result["counts"]
-    lines = [
-        f"# Soak: `{result['command']}`",
-        f"{result['machine']['description']}, {result['date']}; torch "
-        f"{result['machine']['torch']}. {counts['runs']} random runs on {result['models']} models "
-        f"in one process, in {result['minutes']:.0f} minutes.",
-        f"`{result['summary']}`",
-        f"Tokens merged in {counts['merged']} runs. {counts['other_nodes']} had another node on "
-        f"the model, {counts['loras']} a LoRA, {counts['reports']} a report, "
-        f"{counts['beside_another']} a second model at the same time; {counts['stopped']} were "
-        f"stopped by an error or an interrupt. {counts['refused']} the host cannot do even without "
-        "token merging. Memory after every hundredth run, in MB: "
-        f"{', '.join(str(each) for each in result['megabytes'])}.",
-    ]
-    return "\n\n".join(lines) + "\n"

@@ -7,31 +7,24 @@ from itertools import count
 
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.presets import PRESETS, settings_of
 
-from .draws import FAULTS, Beside, Draw, Fault, Sampling, Traits, draw
-from .models import Merging, transformer, unet_of_diffusers
+from .draws import FAULTS, SITUATIONS, Draw, Fault, Sampling, Traits, draw
+from .models import TRAITS, Merging, Model
 from .runs import Runs
 from .tally import Tally, Verdict, failure_text, growth
 
 RUN = Draw(1, "flux", {"preset": "custom", "min_tokens": 1, "ratio": 0.5}, Sampling((6, 8)))
 STOPPED = replace(RUN, fault=Fault("exception", 0.9, 1))
-ON_DIFFUSERS = replace(RUN, model="diffusers", sampling=Sampling((6, 8), steps=1))
-BESIDE = replace(RUN, beside=Beside(False, True, replace(RUN, model="sd3")))
-
-MAKERS = {
-    "flux": lambda: transformer("flux"),
-    "sd3": lambda: transformer("sd3"),
-    "diffusers": unet_of_diffusers,
-}
+FORECAST = replace(RUN, settings={"preset": "fast"}, sampling=Sampling((6, 8), steps=8))
 
 
 def judged(run, merging):
     """What becomes of a run with some stand-in for our part."""
-    names = [run.model, *([] if run.beside is None else [run.beside.draw.model])]
-    with closing(Runs({name: MAKERS[name]() for name in names}, merging)) as runs:
+    with closing(Runs({run.model: Model(run.model, Traits())}, merging)) as runs:
         return runs.run(run)
 
 
@@ -100,9 +93,6 @@ class DoesNotRemove(Merging):
     def remove(self, model):
         return model.clone()
 
-    def remove_patch(self, unet):
-        pass
-
 
 class HasNoPicture(Merging):
     def report(self, model, samples, image, inputs):
@@ -110,13 +100,13 @@ class HasNoPicture(Merging):
 
 
 class HasAnotherShape(Merging):
-    def apply_patch(self, unet, settings):
-        self.hook = unet.register_forward_hook(
-            lambda _, inputs, output: type(output)(torch.cat([output.sample] * 2))
-        )
+    def patch(self, model, settings):
+        def twice(executor, *args, **kwargs):
+            return torch.cat([executor(*args, **kwargs)] * 2)
 
-    def remove_patch(self, unet):
-        self.hook.remove()
+        patched = super().patch(model, settings)
+        patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "twice", twice)
+        return patched
 
 
 @pytest.mark.parametrize(
@@ -125,14 +115,12 @@ class HasAnotherShape(Merging):
         (Spoils(crash), RUN, "RuntimeError: on purpose"),
         (Spoils(override), RUN, "flux is not clean: diffusion_model.double_blocks.0"),
         (Spoils(hook), RUN, "flux is not clean: diffusion_model.double_blocks.0"),
-        (Spoils(change_a_weight), replace(RUN, number=10), "flux, unpatched, has another result"),
+        (Spoils(change_a_weight), replace(RUN, number=7), "flux, unpatched, has another result"),
         (Evaluates(not_finite), RUN, "the result is not finite, but the unpatched model's is"),
         (Evaluates(without_errors), STOPPED, "the exception in the middle of the run did not"),
         (Evaluates(by_what_was_before()), STOPPED, "the result after an aborted run is not"),
-        (Evaluates(by_what_was_before()), BESIDE, "the result beside another model is not"),
-        (HasAnotherShape(), ON_DIFFUSERS, "the result is [2, 4, 12, 16] instead of [1, 4, 12, 16]"),
+        (HasAnotherShape(), RUN, "the result is [2, 16, 12, 16] instead of [1, 16, 12, 16]"),
         (HasNoPicture(), replace(RUN, report={"view": "chart"}), "the report is no picture: [3,"),
-        (DoesNotRemove(), ON_DIFFUSERS, "diffusers is not clean: "),
         (DoesNotRemove(), replace(RUN, removed=True), "merging was removed, and the result is not"),
     ],
 )
@@ -164,54 +152,52 @@ def test_an_error_that_is_only_logged_is_a_failure(monkeypatch):
     assert failure.startswith("warned: [ToMe] the report of this run is missing: ZeroDivisionError")
 
 
-@pytest.mark.parametrize(
-    "fault", [*(Fault(kind, 0.9, 1) for kind in FAULTS), Fault(FAULTS[0], None, 1)], ids=str
-)
-@pytest.mark.parametrize("model", ["flux", "diffusers"])
-def test_our_part_stands_a_fault(fault, model):
-    verdict = judged(replace(RUN, model=model, fault=fault, number=10), Merging())
-    assert verdict == Verdict(merged=True, stopped=True)
-
-
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_our_part_stands_a_second_model(in_thread):
-    beside = Beside(in_thread, True, replace(RUN, model="sd3"))
-    assert judged(replace(RUN, beside=beside, number=10), Merging()) == Verdict(merged=True)
+@pytest.mark.parametrize("fault", [Fault("interrupt", 0.9, 1), Fault("exception", None, 1)])
+@pytest.mark.parametrize("run", [RUN, FORECAST], ids=["merging", "forecasting"])
+def test_our_part_stands_a_fault(run, fault):
+    verdict = judged(replace(run, fault=fault, number=7), Merging())
+    is_forecast = run is FORECAST
+    assert verdict == Verdict(merged=not is_forecast, forecast=is_forecast, stopped=True)
 
 
 def test_what_the_host_cannot_do_is_no_failure():
-    verdict = judged(replace(RUN, neighbour="NoSuchNode"), Merging())
+    verdict = judged(replace(RUN, neighbours=("NoSuchNode",)), Merging())
     assert verdict == Verdict(refused="KeyError: 'NoSuchNode'")
 
 
-MODELS = {
-    "one": Traits(neighbours=("EasyCache",)),
-    "other": Traits(patches=80, neighbours=("EasyCache",)),
-    "plain": Traits(has_nodes=False),
-}
-
-
 def test_a_draw_depends_on_its_seed_and_number_alone():
-    draws = [draw(3, number, MODELS) for number in range(50)]
-    assert [draw(3, number, MODELS) for number in reversed(range(50))] == draws[::-1]
-    assert draw(4, 0, MODELS) != draws[0]
+    draws = [draw(3, number, TRAITS) for number in range(50)]
+    assert [draw(3, number, TRAITS) for number in reversed(range(50))] == draws[::-1]
+    assert draw(4, 0, TRAITS) != draws[0]
 
 
 def test_draws_are_valid_and_cover_every_option_and_every_part():
-    draws = [draw(0, number, MODELS) for number in range(1000)]
+    draws = [draw(0, number, TRAITS) for number in range(1000)]
     for each in draws:
         preset, *_ = each.settings.values()
         given = {name: value for name, value in each.settings.items() if name != "preset"}
         ToMeConfig(**settings_of(preset, given))
-        assert each.sampling.size[0] * each.sampling.size[1] <= MODELS[each.model].patches
+        assert each.sampling.size[0] * each.sampling.size[1] <= TRAITS[each.model].patches
     drawn = {name: {each.settings.get(name) for each in draws} for name in OPTIONS}
     for name, option in OPTIONS.items():
         assert drawn[name] >= {*option.choices} and len(drawn[name]) > 2, name
     assert {each.settings["preset"] for each in draws} == {*PRESETS, "custom"}
-    assert {each.model for each in draws} == {*MODELS}
-    for name in ("neighbour", "lora", "replaced", "cloned", "removed", "report", "beside"):
+    assert {each.model for each in draws} == {*TRAITS}
+    for name in ("neighbours", "replaced", "cloned", "removed", "report"):
         assert 20 < sum(bool(getattr(each, name)) for each in draws) < 700, name
     assert {each.fault.kind for each in draws if each.fault} == {*FAULTS}
+
+
+def test_a_quick_soak_forecasts_in_every_situation():
+    draws = [draw(0, number, TRAITS) for number in range(1, 101)]
+    met = {
+        name
+        for each in draws
+        if TRAITS[each.model].is_forecast and each.sampling.steps == 8
+        for name in each.neighbours
+        if each.settings["preset"] in ("balanced", "fast")
+    }
+    assert met >= {*SITUATIONS}
 
 
 def tally(*megabytes, **verdict):
@@ -238,12 +224,12 @@ def test_growth_is_judged_after_the_warm_up():
     ],
 )
 def test_the_last_line_and_the_exit_code(made, is_good, line):
-    assert made.summary() == f"summary: {line} rss_growth_mb={made.growth:.1f}"
+    assert made.summary().startswith(f"summary: {line} rss_growth_mb={made.growth:.1f} merged=")
     assert made.is_good == is_good
 
 
 def test_a_failure_is_told_with_its_settings_and_how_to_repeat_it():
-    first, settings, repeat = failure_text(BESIDE, ["it failed"], 7).splitlines()
+    first, settings, repeat = failure_text(STOPPED, ["it failed"], 7).splitlines()
     assert first == "failed: run 1: it failed"
-    assert json.loads(settings.removeprefix("  settings: "))["beside"]["draw"]["model"] == "sd3"
+    assert json.loads(settings.removeprefix("  settings: "))["fault"]["place"] == 0.9
     assert repeat == "  repeat: python3 dev.py soak --seed 7 --only 1"

@@ -3,7 +3,7 @@
 import ctypes
 import gc
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -65,15 +65,15 @@ class LiveTensors:
         """Let the collector have everything again."""
         gc.unfreeze()
 
-    def new(self, models: Iterable[nn.Module]) -> list[weakref.ref[Tensor]]:
-        """The tensors since the last look, except the weights of models."""
+    def new(self, model: nn.Module) -> list[weakref.ref[Tensor]]:
+        """The tensors since the last look, except the weights of a model."""
         gc.collect()
         # The class of a proxy may be that of what it stands for, so ask for the type.
         alive = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
         new = [each for each in alive if self._known.get(id(each)) is not each]
         if not new:
             return []
-        weights = {id(each) for model in models for each in (*model.parameters(), *model.buffers())}
+        weights = {id(each) for each in (*model.parameters(), *model.buffers())}
         new = [each for each in new if id(each) not in weights]
         for each in new:
             self._known[id(each)] = each

@@ -92,7 +92,7 @@ def window_plan(features, grid, ratio=0.5, **options):
     return plan_of(config, features.to(DEVICE), grid, ops=kernels.TRITON)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     st.builds(Grid, st.integers(1, 24), st.integers(1, 20), st.just(1)),
     st.sampled_from([(2, 2), (2, 4), (1, 2), (3, 2), (2, 3), (8, 8), (1, 8)]),
@@ -124,9 +124,16 @@ def assert_is_whole(plan):
     assert_close(plan.log_size_of_slot, again.log_size_of_slot)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("height", "width", "channels"), [(16, 16, 64), (8, 24, 100), (13, 19, 7), (16, 8, 320)]
+    ("height", "width", "channels", "dtype"),
+    [
+        (16, 16, 64, torch.float16),
+        (8, 24, 100, torch.float32),
+        (8, 24, 100, torch.bfloat16),
+        (13, 19, 7, torch.float16),
+        (16, 8, 320, torch.bfloat16),
+    ],
+    ids=str,
 )
 def test_matching_takes_any_dtype_and_strides(height, width, channels, dtype):
     grid = Grid(height, width)
@@ -149,7 +156,7 @@ def test_matching_makes_a_plan_of_any_features(value):
     assert all(len(row.unique()) == plan.slot_count for row in plan.slots())
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(partitions(), st.integers(1, 70), st.sampled_from(DTYPES))
 def test_merge_and_added_change(owners, channels, dtype):
     plan = slot_plan(owners)
@@ -168,7 +175,7 @@ def test_merge_and_added_change(owners, channels, dtype):
     assert_close(result.double().cpu(), expected, **close)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(partitions(), st.sampled_from(HEADS), st.sampled_from([1, 7, 33]), st.sampled_from(DTYPES))
 def test_each_head_of_a_key_is_as_long_as_its_tokens_are_on_average(owners, heads, channels, dtype):
     plan = slot_plan(owners)
@@ -183,7 +190,7 @@ def test_each_head_of_a_key_is_as_long_as_its_tokens_are_on_average(owners, head
 
 @pytest.mark.parametrize("number", [0, 75])
 def test_windows_are_the_same_on_any_gpu(monkeypatch, number):
-    grid = Grid(17, 35)
+    grid = Grid(9, 34)
     x = features_of(grid, batch=1, channels=32).half().to(DEVICE)
     expected = window_plan(x, grid, 0.8, sy=2, sx=4)
     for module in (shared, window_merging):
@@ -206,7 +213,7 @@ WINDOWED = [
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [*itertools.product(WINDOWED, DTYPES[1:]), (WINDOWED[-1], torch.float32)],
+    zip(WINDOWED, [torch.float16, torch.bfloat16, torch.float16, torch.float32], strict=True),
 )
 def test_slots_in_windows_are_their_means(shape, dtype):
     grid, sy, sx, ratio, heads, channels = shape
@@ -294,9 +301,7 @@ def test_operators_pass_the_checks_of_torch():
     operators = torch.ops.tome_nodes
     for operator, arguments in (
         (operators.match_windows, (features, key, *window)),
-        (operators.match_windows, (features, None, *window)),
         (operators.merge, (features, slot_of_token, order, offsets)),
-        (operators.merge_keys, (features, slot_of_token, order, offsets)),
         (operators.merge_keys, (features, slot_of_token, order, offsets, 2)),
         (operators.merge, (features.half(), slot_of_token, order, offsets, [5, 4, 4])),
         (operators.merge_keys, (wide.half(), slot_of_token, order, offsets, 2, [5, 4, 4])),
@@ -385,10 +390,7 @@ def test_auto_takes_the_kernels_where_they_run():
     assert backend == "torch" and "gradients" in why
 
 
-@pytest.mark.parametrize(
-    ("broken", "why"), [("None", "triton"), ("Broken('triton')", "has gone")], ids=["no", "broken"]
-)
-def test_the_pack_imports_no_triton_and_takes_torch_where_there_is_no_working_one(broken, why):
+def test_the_pack_imports_no_triton_and_takes_torch_where_there_is_no_working_one():
     script = f"""
 import sys, types
 sys.path.insert(0, {str(ROOT)!r})
@@ -400,10 +402,12 @@ class Broken(types.ModuleType):
         raise OSError(f"{{name}} has gone\\nfar away")
 
 print([name for name in ("triton", "comfy") if name in sys.modules])
-sys.modules["triton"] = {broken}
-print(*tome_nodes.ops.resolve("auto", torch.device("cuda"), torch.float16))
+for triton in None, Broken("triton"):
+    sys.modules["triton"] = triton
+    print(*tome_nodes.ops.resolve("auto", torch.device("cuda"), torch.float16))
 """
     output = subprocess.check_output([sys.executable, "-c", script], env={}, text=True)
-    modules, choice = output.splitlines()
+    modules, missing, broken = output.splitlines()
     assert modules == "[]"
-    assert choice.startswith("torch ") and why in choice
+    assert missing.startswith("torch ") and "triton" in missing
+    assert broken.startswith("torch ") and "has gone" in broken
