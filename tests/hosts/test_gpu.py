@@ -120,22 +120,6 @@ def test_nothing_begins_after_the_limit(run, number, tmp_path):
     assert f"No time for: {result['left_out'][0]}" in page
 
 
-def test_a_run_that_is_cut_off_keeps_what_it_has(record, tmp_path):
-    def cut_off():
-        raise KeyboardInterrupt
-
-    def works():
-        record.result["found"] = 7
-        return 7
-
-    assert record.attempt("works", 1.0, works) == 7
-    with pytest.raises(KeyboardInterrupt):
-        record.attempt("is cut off", 1.0, cut_off)
-    assert written(tmp_path)["found"] == 7
-    assert "summary" not in written(tmp_path)
-    assert "cut off before its end" in report.source(written(tmp_path))
-
-
 def test_a_failure_is_kept_and_the_others_go_on(record, tmp_path):
     def fails():
         raise RuntimeError("CUDA error: an illegal memory access\nand more")
