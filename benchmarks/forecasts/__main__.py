@@ -38,8 +38,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHIFTS = (1.0, 3.0, 12.0)
 PAIRED = (
     *("euler", "euler_ancestral", "ddim", "ddpm", "er_sde", "sa_solver", "uni_pc"),
-    *("dpmpp_2m", "res_multistep", "gradient_estimation"),
-    *("heun", "deis", "dpmpp_2m_sde", "euler_cfg_pp"),
+    *("dpmpp_2m", "res_multistep", "heun", "deis", "dpmpp_2m_sde", "euler_cfg_pp"),
 )
 """The samplers under which steps are forecast, and one for each reason why none are."""
 

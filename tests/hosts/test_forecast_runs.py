@@ -349,7 +349,7 @@ def test_these_presets_are_the_same(flux, log_messages, preset):
 
 
 @pytest.mark.parametrize(
-    ("sampler", "expected"), [("ddim", 5), ("gradient_estimation", 5), ("res_multistep", 5)]
+    ("sampler", "expected"), [("ddim", 5), ("dpmpp_2m", 5), ("res_multistep", 5)]
 )
 def test_other_samplers_leave_out_as_many_steps(flux, sampler, expected):
     patched, answers = seen(attach(flux, configured()))

@@ -49,7 +49,7 @@ _SAMPLERS: Mapping[str, _Sampler] = {
     **dict.fromkeys(("euler", "euler_ancestral", "ddpm", "er_sde"), _Sampler(SHORTEST, True)),
     "sa_solver": _Sampler(SHORTEST, False),
     **dict.fromkeys(("unipc", "unipc_bh2"), _Sampler(5, False)),
-    **dict.fromkeys(("dpmpp_2m", "res_multistep", "gradient_estimation"), _Sampler(8, True)),
+    **dict.fromkeys(("dpmpp_2m", "res_multistep"), _Sampler(8, True)),
 }
 """The samplers under which forecasts hold (benchmarks/FIDELITY.md), by the names of their functions
 without ``sample_``. They evaluate a step once. Under the others, forecasts change the picture more
