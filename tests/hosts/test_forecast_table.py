@@ -178,6 +178,10 @@ def test_a_graph_that_cannot_run_is_not_held_against_ours():
 def test_the_command_keeps_a_page_and_fails_for_a_cell_over_the_limit(
     monkeypatch, tmp_path, capsys
 ):
+    # The command is a process of its own; here, what it tells loggers is taken back.
+    for name, attribute in (("tome_nodes", "propagate"), (None, "level")):
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
     over = Cell(FORECAST, 8, 6, 6, change=0.3, change_by_fewer=0.2)
     under = Cell(FORECAST, 8, 6, 6, change=0.1, change_by_fewer=0.2)
     graphs = {PLAIN: under, replace(PLAIN, steps=10): Cell(ASIDE, 10, 10, why="it may not")}
