@@ -12,8 +12,8 @@ import pytest
 import tomesd
 import torch
 from common import relative_error
+from every_option import EVERY_OPTION
 from models.pipelines import TRANSFORMERS, call, flux, make_unet, make_vae, sd15
-from options import EVERY_OPTION
 
 import tome_nodes
 from tools.environment import ROOT

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from common import relative_error
+from every_option import EVERY_OPTION
 from host import sample
 from models.pipelines import call, make_unet
-from options import EVERY_OPTION
 
 import tome_nodes
 from tome_nodes.comfyui.attachment import attach

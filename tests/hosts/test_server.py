@@ -5,7 +5,7 @@ import re
 from io import BytesIO
 
 import pytest
-from options import EVERY_OPTION
+from every_option import EVERY_OPTION
 from PIL import Image
 
 from tools.editor import workflow_files

@@ -5,7 +5,7 @@ import math
 import re
 
 import pytest
-from options import EVERY_OPTION
+from every_option import EVERY_OPTION
 
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.options import LEVEL, STEP, VIEW, OptionError
