@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from tome_nodes.merging.layout import Grid
-from tome_nodes.merging.plan import Plan, SlotPlan
+from tome_nodes.merging.plan import Grid, Plan
 from tome_nodes.ops import Operations
 from tome_nodes.patching.engine import MakeStrategy
 from tome_nodes.settings.config import ToMeConfig
@@ -27,7 +26,7 @@ class LosslessStrategy(Strategy):
         generator = torch.Generator().manual_seed(grid.tokens)
         order = [torch.randperm(grid.tokens, generator=generator) for _ in features]
         slots = torch.stack(order).to(features.device)
-        return SlotPlan.from_slots(slots, grid.tokens, self.ops)
+        return Plan.from_slots(slots, grid.tokens, self.ops)
 
 
 def lossless(make_strategy: MakeStrategy) -> MakeStrategy:

@@ -149,7 +149,7 @@ def cell(graph: Graph) -> Cell:
     try:
         plain = [run(graph, seed)]
     except Exception as error:
-        return Cell(NONE, why=f"alone, it fails: {type(error).__name__}: {str(error)[:100]}")
+        return Cell(NONE, why=f"alone, {_failure(error)}")
     if not plain[0].latent.isfinite().all():
         return Cell(NONE, why="alone, it gives no finite result")
     with _log_lines() as lines:
@@ -162,10 +162,17 @@ def cell(graph: Graph) -> Cell:
         return Cell(ASIDE if is_same and why else WRONG, *counts, why=why)
     plain += [run(graph, each) for each in others]
     ours += [run(graph, each, with_ours=True) for each in others]
-    steps, first = _in_fewer_steps(graph, *counts)
-    fewer = [first, *(run(graph, each, steps=steps) for each in others)]
+    try:
+        steps, first = _in_fewer_steps(graph, *counts)
+        fewer = [first, *(run(graph, each, steps=steps) for each in others)]
+    except Exception as error:
+        return Cell(NONE, *counts, why=f"in fewer steps, {_failure(error)}")
     change, by_fewer = _change(graph, ours, plain), _change(graph, fewer, plain)
     return Cell(FORECAST, *counts, first.evaluated, change, by_fewer)
+
+
+def _failure(error: Exception) -> str:
+    return f"it fails: {type(error).__name__}: {str(error)[:100]}"
 
 
 def _in_fewer_steps(graph: Graph, evaluated: int, ours: int) -> tuple[int, Result]:

@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from tome_nodes.merging.layout import Grid
+from tome_nodes.merging.plan import Grid
 from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.triton import (
     adding,

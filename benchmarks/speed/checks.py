@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks.speed.measure import Subject, merged_blocks
 from benchmarks.speed.methods import HostMethod, KeepingStrategy, Method
-from tome_nodes.merging.layout import Grid
+from tome_nodes.merging.plan import Grid
 from tome_nodes.patching.engine import make_engine
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from benchmarks.lossless import lossless
 from tome_nodes.comfyui.attachment import attach
-from tome_nodes.merging.layout import Grid
-from tome_nodes.merging.plan import Plan
-from tome_nodes.ops import Operations
+from tome_nodes.merging.plan import Grid, Plan
+from tome_nodes.ops import TORCH, Operations
 from tome_nodes.patching.engine import MakeStrategy
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -90,38 +89,36 @@ class CoreMethod(Method):
         return replace(self, ratio=0.0).patch(model)
 
 
-@dataclass(frozen=True, eq=False)
-class CallablePlan(Plan):
-    """A plan made of two functions, for settings under which merged keys count once."""
+def plan_of_functions(
+    features: Tensor,
+    slots: int,
+    merge: Callable[[Tensor], Tensor],
+    unmerge: Callable[[Tensor], Tensor],
+) -> Plan:
+    """A plan made of two functions, for settings under which merged keys count once.
 
-    slot_count: int
-    shape: tuple[int, ...]
-    device: torch.device
-    merging: Callable[[Tensor], Tensor]
-    unmerging: Callable[[Tensor], Tensor]
-
-    def slots(self) -> Tensor:
-        numbers = torch.arange(self.slot_count, device=self.device).float()
-        numbers = numbers.expand(self.shape[0], -1)[..., None].contiguous()
-        return self.unmerging(numbers)[..., 0].round().long()
-
-    def fits(self, x: Tensor) -> bool:
-        return x.shape[:2] == self.shape
-
-    def merge(self, x: Tensor) -> Tensor:
-        return self.merging(x)
-
-    def unmerge(self, y: Tensor) -> Tensor:
-        return self.unmerging(y)
+    It does not know the slot of each token.
+    """
+    batch, tokens, _ = features.shape
+    own = Operations(
+        "functions",
+        merge=lambda x, *_: merge(x),
+        merge_keys=lambda x, *_: (merge(x), merge(x)),
+        unmerge=lambda y, *_: unmerge(y),
+        add_change=lambda x, before, after, *_: x + unmerge(after - before),
+        widen=TORCH.widen,
+    )
+    unknown = features.new_empty((batch, tokens), dtype=torch.int64)
+    return Plan(unknown, unknown, unknown, features.new_zeros(batch, slots), slots, own)
 
 
 class CallableStrategy(Strategy):
-    """Makes a :class:`CallablePlan`."""
+    """Makes plans of two functions."""
 
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
         return self.callable_plan(features, grid, ratio) if ratio else None
 
-    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
+    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
         """The plan for one ratio above 0."""
         raise NotImplementedError
 
@@ -137,7 +134,7 @@ class TomesdStrategy(CallableStrategy):
         if self.generator is None:
             self.generator = torch.Generator(device=key.device).manual_seed(0)
 
-    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
+    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
         merges = int(grid.tokens * ratio)
         merge, unmerge = bipartite_soft_matching_random2d(
             features,
@@ -148,7 +145,7 @@ class TomesdStrategy(CallableStrategy):
             merges,
             generator=self.generator,
         )
-        return CallablePlan(grid.tokens - merges, *_place(features), merge, unmerge)
+        return plan_of_functions(features, grid.tokens - merges, merge, unmerge)
 
 
 class KeepingStrategy(CallableStrategy):
@@ -158,14 +155,14 @@ class KeepingStrategy(CallableStrategy):
 class IdealStrategy(KeepingStrategy):
     """Merging at no cost: a fixed stride of the tokens stays, and one expand restores the rest."""
 
-    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
+    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
         stride = round(1 / (1 - ratio))
 
         def unmerge(y: Tensor) -> Tensor:
             return y[:, :, None].expand(-1, -1, stride, -1).flatten(1, 2)[:, : grid.tokens]
 
         slots = -(-grid.tokens // stride)
-        return CallablePlan(slots, *_place(features), lambda x: x[:, ::stride], unmerge)
+        return plan_of_functions(features, slots, lambda x: x[:, ::stride], unmerge)
 
 
 class ToDoStrategy(KeepingStrategy):
@@ -174,7 +171,7 @@ class ToDoStrategy(KeepingStrategy):
     Its ratio is always 0.75. In a video, each frame is a picture of its own.
     """
 
-    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
+    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
         frames, height, width = grid.frames, grid.height, grid.width
         rows, columns = -(-height // 2), -(-width // 2)
 
@@ -186,11 +183,7 @@ class ToDoStrategy(KeepingStrategy):
             video = video.repeat_interleave(2, 2).repeat_interleave(2, 3)
             return video[:, :, :height, :width].flatten(1, 3)
 
-        return CallablePlan(frames * rows * columns, *_place(features), merge, unmerge)
-
-
-def _place(features: Tensor) -> tuple[tuple[int, int], torch.device]:
-    return (features.shape[0], features.shape[1]), features.device
+        return plan_of_functions(features, frames * rows * columns, merge, unmerge)
 
 
 def methods(ratio: float, max_downsample: int | str, device: torch.device) -> list[Method]:

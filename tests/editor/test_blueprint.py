@@ -11,9 +11,9 @@ from comfy.nested_tensor import NestedTensor
 from comfy_extras import nodes_custom_sampler, nodes_lt, nodes_lt_upsampler
 from models.comfyui import TINY, build, conditioning
 
+from tome_nodes import reasons
 from tome_nodes.comfyui import nodes
 from tome_nodes.comfyui.node_texts import PATCH
-from tome_nodes.forecasting import reasons
 from tome_nodes.settings.presets import CUSTOM, FREE
 from tools.editor import BLUEPRINTS
 
@@ -85,4 +85,4 @@ def test_both_passes_of_ltx_2_run_and_say_why_nothing_is_forecast(log_messages):
     assert video.isfinite().all()
     first, second = (line for line in log_messages() if line.startswith("[ToMe]"))
     assert first == f"[ToMe] nothing was forecast: {reasons.UNEVEN}"
-    assert reasons.too_short(3) in second
+    assert reasons.too_short(3, 4) in second

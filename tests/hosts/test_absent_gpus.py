@@ -14,7 +14,7 @@ pytestmark = pytest.mark.newest_only
 COMPILE = """
 import torch
 from benchmarks.speed.absent_gpus import Shape, compile_for, count_variants
-from tome_nodes.merging.layout import Grid
+from tome_nodes.merging.plan import Grid
 
 # A large window with heads of 40, a grid one cell high, and float32.
 shapes = [

@@ -14,10 +14,10 @@ from host import merging, needs, sample, with_override
 from torch.testing import assert_close
 
 from tome_nodes.comfyui.attachment import attach
-from tome_nodes.comfyui.attention import OVERRIDE, weigh_attention
 from tome_nodes.comfyui.models.attention_block import Part
-from tome_nodes.merging.layout import Grid
-from tome_nodes.merging.plan import SlotPlan
+from tome_nodes.comfyui.models.base import OVERRIDE
+from tome_nodes.comfyui.models.unet import weigh_keys
+from tome_nodes.merging.plan import Grid, Plan
 from tome_nodes.ops import TORCH
 from tome_nodes.patching.key_weights import Capabilities, KeyWeights, capabilities, way_of
 from tome_nodes.settings.config import ToMeConfig
@@ -56,7 +56,7 @@ def weighed(function, q, k, v, sizes, notes, options=None, capable=OLD, **kwargs
     """The result of an attention function; what it noted last of its keys is added to ``notes``."""
     told = []
     weights = KeyWeights(sizes.log().to(q.dtype), TORCH, capable, told.append)
-    called = weigh_attention({"transformer_options": options or {}}, weights)
+    called = weigh_keys({"transformer_options": options or {}}, weights)
     out = function(q, k, v, HEADS, **called, **kwargs)
     notes.append(told[-1])
     return out
@@ -279,7 +279,7 @@ def test_merging_equal_tokens_changes_nothing(of_equal_cells, settings):
 
 def test_a_mask_of_merged_keys_is_its_mean_over_each_slot():
     slots = torch.tensor([[0, 1, 0, 2, 1, 1], [2, 2, 2, 0, 1, 0]])
-    part = Part(2, 1, SlotPlan.from_slots(slots, 3))
+    part = Part(2, 1, Plan.from_slots(slots, 3))
     bias = torch.randn(1, HEADS, 5, 9, generator=torch.Generator().manual_seed(0))
     expected = [
         [bias[0, ..., 0], bias[0, ..., 1]]

@@ -12,7 +12,7 @@ from benchmarks.speed import __main__ as command
 from benchmarks.speed import checks, figures, unets
 from benchmarks.speed.measure import Subject
 from benchmarks.speed.methods import HostMethod, methods
-from tome_nodes.merging.plan import SlotPlan
+from tome_nodes.merging.plan import Plan
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.window import WindowStrategy
 
@@ -119,11 +119,9 @@ def test_a_wrong_plan_is_refused():
 
 @pytest.mark.parametrize("scope", ["module", "stack"])
 def test_wrong_wiring_is_refused_in_every_scope(scope, subject, expected, monkeypatch):
-    merge, merge_inputs = SlotPlan.merge, SlotPlan.merge_inputs
-    monkeypatch.setattr(SlotPlan, "merge", lambda self, x: merge(self, x) * 1.01)
-    monkeypatch.setattr(
-        SlotPlan, "merge_inputs", lambda self, x: [y * 1.01 for y in merge_inputs(self, x)]
-    )
+    merge, merge_keys = Plan.merge, Plan.merge_keys
+    monkeypatch.setattr(Plan, "merge", lambda self, x: merge(self, x) * 1.01)
+    monkeypatch.setattr(Plan, "merge_keys", lambda self, x: [y * 1.01 for y in merge_keys(self, x)])
     with pytest.raises(checks.WrongOutput, match="lossless plans"):
         checks.check_wiring(wrong(WindowStrategy, scope=scope), subject, expected)
 

@@ -14,9 +14,10 @@ from models import comfyui
 from models.comfyui import KINDS, UNETS
 from safetensors.torch import load_file
 
+from tome_nodes import reasons
 from tome_nodes.comfyui import attachment
 from tome_nodes.comfyui.attachment import attach, detach
-from tome_nodes.merging.plan import SlotPlan
+from tome_nodes.merging.plan import Plan
 from tome_nodes.patching import engine, key_weights
 from tome_nodes.patching.key_weights import Capabilities
 from tome_nodes.patching.merge_modules import ModuleBlock
@@ -150,7 +151,7 @@ def test_a_device_without_room_for_a_small_plan_says_so(sd15, monkeypatch, untri
     def full(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(SlotPlan, "merge", full)
+    monkeypatch.setattr(Plan, "merge", full)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         sample(attach(sd15, merging()), steps=1)
     assert overridden(sd15) == []
@@ -413,11 +414,11 @@ def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, log_messages, mon
     def missing(*_):
         raise NotImplementedError("no such operation here\nand a long explanation")
 
-    monkeypatch.setattr(SlotPlan, "merge", missing)
+    monkeypatch.setattr(Plan, "merge", missing)
     assert torch.equal(sample(attach(sd15, merging())), sample(sd15))
     assert log_messages() == [
         f"[ToMe] nothing merged: the device {sd15.load_device} cannot do it: "
-        "NotImplementedError: no such operation here"
+        "NotImplementedError: no such operation here; leave ToMe out"
     ]
 
 
@@ -437,9 +438,7 @@ def test_steps_aside_where_another_node_replaces_the_attention(sd15, log_message
         theirs.set_model_attn1_replace(lambda q, k, v, options: v, *block)
     both = attach(theirs, merging())
     assert torch.equal(sample(both), sample(theirs))
-    assert log_messages() == [
-        "[ToMe] nothing merged: other nodes replace the attention of the transformer blocks"
-    ]
+    assert log_messages() == [f"[ToMe] nothing merged: {reasons.ATTENTION_REPLACED}"]
 
 
 def test_other_patches_see_every_token_and_may_add_keys(sd15):
@@ -477,9 +476,7 @@ def test_steps_aside_where_another_node_changes_the_batch(sd15, log_messages):
     theirs.set_model_attn2_output_patch(lambda n, options: n[: len(n) // 2])
     alone = merging(merge_attn=False, merge_crossattn=True)
     assert torch.equal(sample(attach(theirs, alone)), sample(theirs))
-    assert log_messages() == [
-        "[ToMe] nothing merged: another node masks the attention or changes its tokens"
-    ]
+    assert log_messages() == [f"[ToMe] nothing merged: {reasons.ATTENTION_MASKED}"]
 
 
 def test_area_conditioning_merges_each_area_on_its_own_grid(sd15, log_messages):

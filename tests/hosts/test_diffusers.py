@@ -46,11 +46,11 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
+from tome_nodes import reasons
 from tome_nodes.ops import TORCH
 from tome_nodes.patching.key_weights import Capabilities, KeyWeights
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
 from tome_nodes.pytorch.patched_model import Attachment
-from tome_nodes.pytorch.patched_unet import REASONS, RECOMPUTED
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies.bipartite import BipartiteStrategy
@@ -218,7 +218,7 @@ def test_a_mask_over_the_picture_keeps_all_tokens(log_messages, scope):
     assert relative_error(expected, call(unet)) > 1e-3
     tome_nodes.apply_patch(unet, scope=scope)
     assert torch.equal(unet(**arguments).sample, expected)
-    assert log_messages() == [f"[ToMe] nothing merged: {REASONS.attention_masked}"]
+    assert log_messages() == [f"[ToMe] nothing merged: {reasons.ATTENTION_MASKED}"]
 
 
 TIMES = [376, 251, 126, 1]
@@ -282,7 +282,7 @@ def test_steps_aside_where_other_code_changes_the_tokens(unet, log_messages):
     tome_nodes.remove_patch(unet)
     assert torch.equal(call(unet), changed)
     assert relative_error(changed, expected) > 1e-6
-    assert log_messages() == [f"[ToMe] nothing merged: {REASONS.tokens_changed}"]
+    assert log_messages() == [f"[ToMe] nothing merged: {reasons.TOKENS_CHANGED}"]
 
 
 def test_timesteps_of_any_kind(unet):
@@ -593,7 +593,7 @@ def test_gradient_checkpointing_is_left_alone_after_merging_too(log_messages):
         assert relative_error(gradients(), expected) < 1e-4
     merged, reason = log_messages()
     assert merged.startswith("[ToMe] merged 3/")
-    assert reason == f"[ToMe] nothing merged: {RECOMPUTED}"
+    assert reason == f"[ToMe] nothing merged: {reasons.RECOMPUTED}"
 
 
 def test_a_feed_forward_in_chunks(unet, log_messages):

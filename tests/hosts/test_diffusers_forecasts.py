@@ -21,7 +21,8 @@ from models.pipelines import DEVICE, TRANSFORMERS, flux, make_flux, make_wan, no
 from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
-from tome_nodes.forecasting import forecasts, reasons
+from tome_nodes import reasons
+from tome_nodes.forecasting import forecasts
 from tome_nodes.forecasting.forecasts import Forecasts
 from tome_nodes.forecasting.steps import steps_that_run
 from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers

@@ -12,18 +12,19 @@ from models.comfyui import sample as sample_transformer
 from models.pipelines import call, make_unet
 
 import tome_nodes
+from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach
-from tome_nodes.merging.plan import SlotPlan
-from tome_nodes.patching.evaluation import NO_MEMORY
+from tome_nodes.merging.plan import Plan
+from tome_nodes.patching.blocks import Block
 from tome_nodes.strategies.cells import CellStrategy
 
 STAGES = {
     "plan": (CellStrategy, "cells_of"),
-    "merge": (SlotPlan, "_merge_keys"),
-    "merge of blocks": (SlotPlan, "merge"),
-    "weights": (SlotPlan, "log_sizes"),
-    "unmerge": (SlotPlan, "unmerge"),
-    "unmerge of blocks": (SlotPlan, "add_change"),
+    "merge": (Plan, "merge_keys"),
+    "merge of blocks": (Plan, "merge"),
+    "weights": (Block, "weights"),
+    "unmerge": (Plan, "unmerge"),
+    "unmerge of blocks": (Plan, "add_change"),
 }
 """What each stage calls."""
 
@@ -75,8 +76,8 @@ def without_memory(break_stage, log_messages):
         assert torch.equal(run(), plain)
         assert len(calls) == 1
         assert log_messages()[before:] == [
-            f"[ToMe] {NO_MEMORY}: the rest of this run goes on without it",
-            f"[ToMe] nothing merged: {NO_MEMORY}",
+            "[ToMe] the device ran out of memory; the rest of this run goes on without merging",
+            f"[ToMe] nothing merged: {reasons.NO_MEMORY}",
         ]
         assert torch.equal(run(), expected)
 

@@ -16,9 +16,10 @@ from common import relative_error
 from models.comfyui import AURA_FLOW, TINY, build_class, conditioning, sample
 
 from benchmarks.fidelity import rivals
+from tome_nodes import reasons
 from tome_nodes.comfyui import comfy_compiler, forecast_run
 from tome_nodes.comfyui.attachment import attach, last_run
-from tome_nodes.forecasting import forecasts, reasons
+from tome_nodes.forecasting import forecasts
 from tome_nodes.forecasting.steps import log_snr
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import hint_for, in_words, report_of

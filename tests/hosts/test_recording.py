@@ -11,7 +11,7 @@ from host import merging, sample
 
 from tome_nodes.comfyui import run_report
 from tome_nodes.comfyui.attachment import attach, is_attached, last_run
-from tome_nodes.merging.layout import Grid
+from tome_nodes.merging.plan import Grid
 from tome_nodes.report import log_line
 from tome_nodes.report.recording import Recorder
 from tome_nodes.settings.config import OPTIONS

@@ -21,10 +21,11 @@ from host import (
 )
 from models.comfyui import AURA_FLOW, TEXT, TINY, build, conditioning, sample
 
+from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach, detach, last_run
 from tome_nodes.comfyui.models import transformers
 from tome_nodes.comfyui.models.attention_block import AttentionBlock
-from tome_nodes.merging.layout import Grid
+from tome_nodes.merging.plan import Grid
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import report_of
 
@@ -134,19 +135,17 @@ def reference(*shape):
 
 
 FRAME = noise(1, 16, 1, 16, 20)
-BESIDE_REFERENCES = "beside reference pictures, tokens do not merge"
-NOT_FOUND = "references, keyframes or another node add tokens, among which the picture is not found"
 
 
 @pytest.mark.parametrize(
     ("kind", "extras", "reason"),
     [
-        ("flux", reference(16, 12, 16), BESIDE_REFERENCES),
-        ("qwen_image", reference(16, 1, 12, 16), BESIDE_REFERENCES),
-        ("hunyuan_video", {"ref_latent": FRAME}, BESIDE_REFERENCES),
-        ("wan21_fun", {"reference_latents": [FRAME]}, NOT_FOUND),
-        ("wan21", {"time_dim_concat": noise(1, 16, 2, 16, 20)}, NOT_FOUND),
-        ("wan21", {"context_latents": [noise(1, 16, 1, 12, 16)]}, NOT_FOUND),
+        ("flux", reference(16, 12, 16), reasons.REFERENCES),
+        ("qwen_image", reference(16, 1, 12, 16), reasons.REFERENCES),
+        ("hunyuan_video", {"ref_latent": FRAME}, reasons.REFERENCES),
+        ("wan21_fun", {"reference_latents": [FRAME]}, reasons.PICTURE_NOT_FOUND),
+        ("wan21", {"time_dim_concat": noise(1, 16, 2, 16, 20)}, reasons.PICTURE_NOT_FOUND),
+        ("wan21", {"context_latents": [noise(1, 16, 1, 12, 16)]}, reasons.PICTURE_NOT_FOUND),
     ],
 )
 def test_beside_tokens_of_other_pictures_nothing_merges(models, log_messages, kind, extras, reason):

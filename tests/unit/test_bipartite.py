@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tome_nodes.merging.layout import Grid
+from tome_nodes.merging.plan import Grid
 from tome_nodes.ops import TORCH
 from tome_nodes.ops.random_picks import pick_per_cell, step_key
 from tome_nodes.settings.config import ToMeConfig

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_bipartite import features_of, groups, plan_of
 
-from tome_nodes.merging.layout import Grid
+from tome_nodes.merging.plan import Grid
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.cluster import (
     UNIT,
@@ -102,7 +102,7 @@ def test_maps_without_differences_or_numbers_have_a_plan(value, dtype):
     plan = cluster(features, 11)
     for sample in plan.slots():
         assert sample.unique().tolist() == list(range(11))
-    assert torch.isfinite(plan.log_sizes()).all()
+    assert torch.isfinite(plan.log_sizes).all()
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from tome_nodes.merging.plan import SlotPlan
-from tome_nodes.patching.outcome import Evaluated, Outcome
+from tome_nodes.merging.plan import Plan
+from tome_nodes.patching.blocks import Evaluated, Outcome
 from tome_nodes.report import log_line
 from tome_nodes.report.counts import Counts
 from tome_nodes.settings.config import ToMeConfig
 
 
 def merged(block, before, after, **more):
-    plan = SlotPlan.from_slots(torch.arange(after)[None], after)
+    plan = Plan.from_slots(torch.arange(after)[None], after)
     return Outcome(block, before, plan, **more)
 
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tome_nodes.merging.layout import Grid
-from tome_nodes.patching.blocks import Reasons, Stack
+from tome_nodes.merging.plan import Grid
+from tome_nodes.patching.blocks import Observer, Stack
 from tome_nodes.patching.detail_cache import FADING, Details
 from tome_nodes.patching.evaluation import Run
 from tome_nodes.patching.merge_modules import UNetRecord
-from tome_nodes.patching.outcome import Observer
 from tome_nodes.patching.schedule import Moment
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
@@ -44,7 +43,6 @@ class Model(nn.Module):
 X = torch.randn(2, GRID.tokens, 3, generator=torch.Generator().manual_seed(0)).double()
 TOY = UNetRecord(
     stacks=lambda model: [Stack("blocks", model.blocks, tuple(model.blocks))],
-    reasons=Reasons("changed", "masked", "replaced"),
     attends_to_text=lambda block: True,
     needs_all_tokens=lambda *args: False,
     masks=(),
@@ -84,9 +82,9 @@ def test_the_outcome_of_each_block_is_reported(evaluate):
     evaluate(replace(NOW, is_active=False))
     evaluate(obstacle="it may not")
     first, inactive, hindered = evaluate.results
-    assert [(o.block, o.before, o.after, o.plans_made) for o in first.merged] == [
-        ("blocks.0", 16, 8, 1),
-        ("blocks.1", 16, 8, 1),
+    assert [(o.block, o.before, o.after) for o in first.merged] == [
+        ("blocks.0", 16, 8),
+        ("blocks.1", 16, 8),
     ]
     assert inactive.merged == hindered.merged == []
     assert "covers no step" in inactive.reason and not inactive.is_active

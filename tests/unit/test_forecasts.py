@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tome_nodes.forecasting import reasons
+from tome_nodes import reasons
 from tome_nodes.forecasting.forecasts import Forecasts
 from tome_nodes.forecasting.steps import Step, is_even, latent_share, log_snr, steps_that_run
 
@@ -279,9 +279,9 @@ def test_a_short_run_whose_answers_turned_is_left_alone(count, is_forecast):
 @pytest.mark.parametrize(
     ("others", "why"),
     [
-        ({"count": 3}, reasons.too_short(3)),
-        ({"count": 1}, reasons.too_short(1)),
-        ({"is_active": False}, reasons.PERCENTS),
+        ({"count": 3}, reasons.too_short(3, 4)),
+        ({"count": 1}, reasons.too_short(1, 4)),
+        ({"is_active": False}, reasons.FORECAST_PERCENTS),
         ({"course": None}, reasons.CHANGES),
     ],
     ids=["too short", "one step", "percents", "changes"],
@@ -313,7 +313,7 @@ def test_nothing_is_forecast_while_gradients_are_computed_and_answers_are_not_ke
     with torch.enable_grad():
         kept = after(*KNOWN)
         assert kept.predict(at(2, 1.0), ONE) is None
-    assert kept.reason == reasons.GRADIENTS
+    assert kept.reason == reasons.FORECAST_GRADIENTS
     assert kept.predict(at(2, 1.0), ONE) is None
 
 

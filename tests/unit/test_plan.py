@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tome_nodes.merging.layout import Grid
-from tome_nodes.merging.plan import SlotPlan
+from tome_nodes.merging.plan import Grid, Plan
 from tome_nodes.ops import TORCH, reference
 
 HEADS = (1, 2, 5)
@@ -35,7 +34,7 @@ def partitions(draw):
 
 def plan_of(owners, ops=TORCH, device="cpu"):
     """The plan of a partition."""
-    return SlotPlan.from_owners(torch.tensor(owners, device=device), len(set(owners[0])), ops)
+    return Plan.from_owners(torch.tensor(owners, device=device), len(set(owners[0])), ops)
 
 
 def surrounded(x):
@@ -106,7 +105,7 @@ def test_each_head_of_a_key_is_as_long_as_its_tokens_are_on_average(owners, head
     close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-5}
     assert_close(keys.double(), brute_force_keys(owners, x, heads), **close)
     if heads == 1:
-        own_means, own_keys = plan.merge_inputs(x)
+        own_means, own_keys = plan.merge_keys(x)
         assert torch.equal(own_means, means) and torch.equal(own_keys, keys)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_bipartite import brute_force_windows, features_of, grids, groups, plan_of
 from torch.testing import assert_close
 
-from tome_nodes.merging.layout import Grid
+from tome_nodes.merging.plan import Grid
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies import strategy_class
 from tome_nodes.strategies.cells import frames_of_cell

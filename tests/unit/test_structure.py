@@ -13,22 +13,19 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tome_nodes"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
+_MERGING = {"settings", "reasons", "ops", "merging", "strategies", "patching"}
 LAYERS = {
     "settings": set(),
+    "reasons": set(),
     "ops": set(),
-    "forecasting": set(),
+    "forecasting": {"reasons"},
     "merging": {"ops"},
     "strategies": {"settings", "ops", "merging"},
-    "patching": {"settings", "ops", "merging", "strategies"},
+    "patching": _MERGING - {"patching"},
     "tuning": {"settings", "merging", "patching"},
-    "report": {"settings", "ops", "merging", "strategies", "patching", "tuning"},
-    "comfyui": {
-        *("settings", "ops", "merging", "strategies", "patching", "forecasting", "report"),
-        "tuning",
-    },
-    "pytorch": {
-        *("settings", "ops", "merging", "strategies", "patching", "forecasting", "report"),
-    },
+    "report": {*_MERGING, "tuning"},
+    "comfyui": {*_MERGING, "forecasting", "report", "tuning"},
+    "pytorch": {*_MERGING, "forecasting", "report"},
     "__init__": {"pytorch"},
 }
 """The other parts of the package that each part may import."""

@@ -15,7 +15,7 @@ import torch
 from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
-from ..forecasting import reasons
+from .. import reasons
 from ..forecasting.forecasts import Forecasts
 from ..forecasting.steps import SHORTEST, Step, is_even, latent_share, log_snr
 from ..patching.schedule import is_active, is_noise_alone

@@ -15,8 +15,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy.samplers import CFGGuider
 from torch import Tensor
 
-from .attention import OVERRIDE
-from .models.base import ComfyRecord
+from .models.base import OVERRIDE, ComfyRecord
 
 _WRAPPERS = ("add_wrapper_with_key", "remove_wrappers_with_key", "get_wrappers")
 _APPLY_MODEL = ("x", "t", "c_concat", "c_crossattn", "control", "transformer_options")

@@ -15,7 +15,8 @@ import torch
 from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
-from ..merging.layout import Grid
+from .. import reasons
+from ..merging.plan import Grid
 from ..patching.blocks import uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
@@ -24,9 +25,8 @@ from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
 from . import comfy_compiler, host_checks
-from .attention import sparse_attention
 from .models import record_of
-from .models.base import ComfyRecord
+from .models.base import OVERRIDE, ComfyRecord
 from .run_report import RunReport
 
 KEY = "tome_nodes"
@@ -144,14 +144,21 @@ class MergingRun:
         if run is None or isinstance(record, str):
             return denoise()
         grid = record.grid(diffusion_model, shape)
-        obstacle = record.obstacle(diffusion_model, conditions) or sparse_attention(options)
+        obstacle = record.obstacle(diffusion_model, conditions)
+        if _is_sparse(options):
+            obstacle = reasons.SPARSE_ATTENTION
         dtype = model.get_dtype_inference()
 
         def evaluate() -> Tensor:
             with run.evaluation(moment, grid, t.device, dtype, obstacle) as evaluation:
-                if evaluation is None:
-                    return denoise()
-                return evaluation.or_without_detail(denoise)
+                denoised = denoise()
+                if evaluation is None or evaluation.detail is None:
+                    return denoised
+                if evaluation.detail.is_of(denoised):
+                    return denoised
+                evaluation.detail = None
+                evaluation.merges_in_modules = reasons.OTHER_PLACES
+                return denoise()
 
         return run.or_unmerged(evaluate)
 
@@ -244,3 +251,15 @@ class MergingRun:
             for report, run, model in self._reports.values()
         ]
         return last_runs[0] if last_runs else None
+
+
+def _is_sparse(options: Mapping[str, Any]) -> bool:
+    """Whether ComfyUI's node Model Sparse Attention is in use.
+
+    It needs as many keys as queries, and raises no error if merging leaves fewer.
+    """
+    replaced = options.get("patches_replace", {}).get("dit", {})
+    functions = (options.get(OVERRIDE), *replaced.values())
+    return any(
+        getattr(each, "__module__", "").endswith("nodes_sparse_attention") for each in functions
+    )

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from comfy.model_management import InterruptProcessingException
 
-from ..merging.layout import Grid
+from ..merging.plan import Grid
+from ..patching.blocks import Evaluated, Observer
 from ..patching.evaluation import Run
-from ..patching.outcome import Evaluated, Observer
 from ..patching.overrides import Forward
 from ..report import log_line
 from ..report.counts import Counts
@@ -47,18 +47,20 @@ class RunReport(Observer):
         """
         self._counts = Counts(total_steps)
         self._on_step = on_step
-        self._details = Recorder(latent, device) if with_details else Observer()
+        self._details = Recorder(latent, device) if with_details else None
         self._step: int | None = None
-        self._followers = [self._counts.evaluated, self._show, self._details.evaluated]
+        self._followers = [self._counts.evaluated, self._show]
+        if self._details is not None:
+            self._followers.append(self._details.evaluated)
         self.follows_blocks = with_details
         # ComfyUI may evaluate a model and its clones on several devices at once.
         self._lock = Lock()
 
     def watched(self, plan_of: PlanOf) -> PlanOf:
-        return self._details.watched(plan_of)
+        return plan_of if self._details is None else self._details.watched(plan_of)
 
     def timed(self, block: str, forward: Forward) -> Forward:
-        return self._details.timed(block, forward)
+        return forward if self._details is None else self._details.timed(block, forward)
 
     def evaluated(self, result: Evaluated) -> None:
         with self._lock:
@@ -114,7 +116,7 @@ class RunReport(Observer):
             backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
             worth_from=None if engine is None else engine.worth_from,
             shallowest=patched.shallowest,
-            recording=self._details.finish() if isinstance(self._details, Recorder) else None,
+            recording=None if self._details is None else self._details.finish(),
             tuned=tuned,
         )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import reasons
+from .. import reasons
 from .steps import LONG, SHORTEST, Step, first_steps, steps_that_run
 
 _DAMPING = 0.7
@@ -183,13 +183,13 @@ class Forecasts:
     def _may_forecast(self, step: Step) -> bool:
         running = self._running(step)
         if len(running) == step.count:
-            why = reasons.too_short(step.count) if step.count < SHORTEST else reasons.EDIT
+            why = reasons.too_short(step.count, SHORTEST) if step.count < SHORTEST else reasons.EDIT
         elif step.index in running:
             return False
         elif torch.is_grad_enabled():
-            why = reasons.GRADIENTS
+            why = reasons.FORECAST_GRADIENTS
         elif not step.is_active:
-            why = reasons.PERCENTS
+            why = reasons.FORECAST_PERCENTS
         elif self._noise_rises:
             why = reasons.NOISE_RISES
         elif min((line.total for line in self._lines), default=0) < self._first(step):

@@ -1,6 +1,7 @@
-"""A plan: a partition of N tokens into M slots, with merge and unmerge."""
+"""A plan: a partition of the N tokens of a grid into M slots, with merge and unmerge."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,61 +9,47 @@ from torch import Tensor
 from ..ops import TORCH, Operations
 
 
-class Plan:
-    """A partition of each sample's tokens into slots. Every slot holds at least one token.
+class Grid(NamedTuple):
+    """The size of a feature map in tokens. Tokens are in order of frame, row and column.
 
     Attributes:
-        slot_count: number of slots M in each sample.
+        height: tokens down.
+        width: tokens across.
+        frames: number of frames, 1 for a picture.
     """
 
-    slot_count: int
+    height: int
+    width: int
+    frames: int = 1
 
-    def slots(self) -> Tensor:
-        """The slot of each token, ``[batch, tokens]`` int64, from 0 to ``slot_count - 1``."""
-        raise NotImplementedError
+    @property
+    def tokens(self) -> int:
+        return self.frames * self.height * self.width
 
-    def log_sizes(self) -> Tensor:
-        """The logarithm of how many tokens each slot holds, ``[batch, slots]`` float32."""
-        raise NotImplementedError
+    def cells(self, sy: int, sx: int) -> "Grid":
+        """How many whole cells of ``sy`` by ``sx`` tokens fit, down and across."""
+        return Grid(self.height // sy, self.width // sx)
 
-    def fits(self, x: Tensor) -> bool:
-        """Whether ``x`` is ``[batch, tokens, channels]`` with the plan's batch and tokens."""
-        raise NotImplementedError
+    def is_within(self, latent: "Grid", max_downsample: int) -> bool:
+        """Whether this feature map is at most ``max_downsample`` times smaller than ``latent``."""
+        least = latent.downsampled(max_downsample)
+        return self.height >= least.height and self.width >= least.width
 
-    def merge(self, x: Tensor) -> Tensor:
-        """The mean of each slot: ``[batch, tokens, channels]`` to ``[batch, slots, channels]``."""
-        raise NotImplementedError
-
-    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Means, from which queries and values are projected, and what keys are projected from.
-
-        ``[batch, tokens, channels]`` to two ``[batch, slots, channels]``.
-        """
-        return self.merge(x), self.merge_keys(x, 1)
-
-    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
-        """The keys of the slots, from ``[batch, tokens, heads * channels]``."""
-        return self.merge(k)
-
-    def unmerge(self, y: Tensor) -> Tensor:
-        """Copy slots to tokens: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""
-        raise NotImplementedError
-
-    def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
-        """``x + unmerge(after - before)``: the change of each slot, added to its tokens."""
-        return x + self.unmerge(after - before)
+    def downsampled(self, times: int) -> "Grid":
+        """The grid of a UNet's feature map that is ``times`` smaller; each halving rounds up."""
+        return Grid(-(-self.height // times), -(-self.width // times), self.frames)
 
 
 @dataclass(frozen=True, eq=False)
-class SlotPlan(Plan):
-    """A plan that holds the slot of each token.
+class Plan:
+    """A partition of each sample's tokens into slots. Every slot holds at least one token.
 
     Attributes:
         slot_of_token: ``[batch, tokens]`` int64, slots numbered over the whole batch.
         order: ``[batch * tokens]`` int64, tokens numbered over the whole batch, slot by slot.
         offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
-        log_size_of_slot: ``[batch, slots]`` float32.
-        slot_count: see :class:`Plan`.
+        log_sizes: ``[batch, slots]`` float32, the logarithm of how many tokens a slot holds.
+        slot_count: number of slots M in each sample.
         ops: the operations that merge and unmerge.
         window: the width of the grid, and the height and width of a window, in tokens. None unless
             every slot lies within one window and all windows have equally many slots. Slots are
@@ -72,13 +59,13 @@ class SlotPlan(Plan):
     slot_of_token: Tensor
     order: Tensor
     offsets: Tensor
-    log_size_of_slot: Tensor
+    log_sizes: Tensor
     slot_count: int
     ops: Operations
     window: tuple[int, int, int] | None = None
 
     @classmethod
-    def from_slots(cls, slots: Tensor, slot_count: int, ops: Operations = TORCH) -> "SlotPlan":
+    def from_slots(cls, slots: Tensor, slot_count: int, ops: Operations = TORCH) -> "Plan":
         """Build a plan from the slot of each token, ``[batch, tokens]`` int64.
 
         Every slot must hold at least one token. This is not checked: reading the values would make
@@ -91,11 +78,11 @@ class SlotPlan(Plan):
             in_order, torch.arange(batch * slot_count, device=slots.device)
         )
         sizes = torch.diff(offsets, append=offsets.new_full((1,), len(order)))
-        log_size_of_slot = sizes.log().view(batch, slot_count)
-        return cls(slot_of_token, order, offsets, log_size_of_slot, slot_count, ops)
+        log_sizes = sizes.log().view(batch, slot_count)
+        return cls(slot_of_token, order, offsets, log_sizes, slot_count, ops)
 
     @classmethod
-    def from_owners(cls, owners: Tensor, slot_count: int, ops: Operations = TORCH) -> "SlotPlan":
+    def from_owners(cls, owners: Tensor, slot_count: int, ops: Operations = TORCH) -> "Plan":
         """Build a plan from the token that each token merges into, ``[batch, tokens]`` int64.
 
         A token that stays, whether or not others merge into it, is its own owner. ``slot_count`` is
@@ -105,38 +92,34 @@ class SlotPlan(Plan):
         return cls.from_slots((stays.cumsum(1) - 1).gather(1, owners), slot_count, ops)
 
     def slots(self) -> Tensor:
+        """The slot of each token, ``[batch, tokens]`` int64, from 0 to ``slot_count - 1``."""
         batch = torch.arange(len(self.slot_of_token), device=self.slot_of_token.device)
         return self.slot_of_token - batch[:, None] * self.slot_count
 
-    def log_sizes(self) -> Tensor:
-        return self.log_size_of_slot
-
     def fits(self, x: Tensor) -> bool:
+        """Whether ``x`` is ``[batch, tokens, channels]`` with the plan's batch and tokens."""
         return x.ndim == 3 and x.shape[:2] == self.slot_of_token.shape
 
     def merge(self, x: Tensor) -> Tensor:
+        """The mean of each slot: ``[batch, tokens, channels]`` to ``[batch, slots, channels]``."""
         return self.ops.merge(x, self.slot_of_token, self.order, self.offsets, self.window)
 
-    def merge_inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Means; for keys, means stretched to the mean length of their tokens.
+    def merge_keys(self, x: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
+        """Means; and means stretched, in each head, to the mean length of their tokens, for keys.
 
         A mean is shorter than its tokens, and attention to a shorter key is less sharp (Kim et al.,
         ToFu, WACV 2024). Stretching values as well would increase the error.
+
+        ``[batch, tokens, heads * channels]`` to two ``[batch, slots, heads * channels]``.
         """
-        return self._merge_keys(x, 1)
-
-    def merge_keys(self, k: Tensor, heads: int) -> Tensor:
-        """Means, stretched in each head to the mean length of the merged keys."""
-        _, keys = self._merge_keys(k, heads)
-        return keys
-
-    def _merge_keys(self, x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         return self.ops.merge_keys(
             x, self.slot_of_token, self.order, self.offsets, heads, self.window
         )
 
     def unmerge(self, y: Tensor) -> Tensor:
+        """Copy slots to tokens: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``."""
         return self.ops.unmerge(y, self.slot_of_token)
 
     def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """``x + unmerge(after - before)``: the change of each slot, added to its tokens."""
         return self.ops.add_change(x, before, after, self.slot_of_token)

@@ -5,20 +5,118 @@ enters the block or its modules.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ..merging.layout import Grid
-from ..merging.plan import Plan
+from .. import reasons
+from ..merging.plan import Grid, Plan
 from ..settings.config import ToMeConfig
-from .detail_cache import MOVES, Detail
+from ..strategies.strategy import PlanOf
+from .detail_cache import Detail
 from .engine import Engine
 from .key_weights import KeyWeights
-from .outcome import Observer, Outcome
 from .overrides import Forward, Override, Overrides
+
+
+@dataclass(eq=False)
+class Outcome:
+    """What one block did in one model evaluation.
+
+    The block writes it while it runs, one attribute at a time, which torch.compile can trace. The
+    observer gets it once the evaluation is over.
+
+    Attributes:
+        block: the path of the block within the model.
+        before: number of tokens that entered the block, or its stack if that ran as one; 0 if none
+            of its attentions was reached.
+        plan: the plan of what merged last; None if nothing merged.
+        grid: the grid for which plans were made; None if it did not come to that.
+        reason: why it ran on all tokens; None if it merged or the settings leave it out.
+        unweighted: why a merged key weighed only as much as one token; None if it weighed more.
+        fell_back: why only its modules merged although the scope is wider; None if the scope was
+            followed.
+        has_run: whether the model called it.
+    """
+
+    block: str
+    before: int = 0
+    plan: Plan | None = None
+    grid: Grid | None = None
+    reason: str | None = None
+    unweighted: str | None = None
+    fell_back: str | None = None
+    has_run: bool = False
+
+    def entered(self, tokens: int) -> None:
+        """Note that the block runs, and how many tokens entered it unless something has merged."""
+        self.has_run = True
+        if self.plan is None:
+            self.before = tokens
+
+    def merged(self, tokens: int, plan: Plan) -> None:
+        """Note that something ran on the slots of ``plan`` instead of on ``tokens`` tokens."""
+        self.before, self.plan = tokens, plan
+
+    def complete(self) -> None:
+        """Drop the notes that do not apply, now that the block has run."""
+        if self.plan is None:
+            self.unweighted = self.fell_back = None
+        else:
+            self.reason = None
+
+    @property
+    def after(self) -> int:
+        """The number of tokens on which the block, or the last of its merging modules, ran."""
+        return self.before if self.plan is None else self.plan.slot_count
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """What one model evaluation did.
+
+    Attributes:
+        step: the step of the run that it belongs to.
+        blocks: number of blocks of the model, whether they ran or not.
+        outcomes: the outcomes of the blocks that ran, in the order of the model.
+        reason: why nothing was to merge in the whole evaluation; None if something was.
+        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, and not
+            on all tokens as ``refresh_steps`` says.
+    """
+
+    step: int
+    blocks: int
+    outcomes: Sequence[Outcome] = ()
+    reason: str | None = None
+    is_active: bool = True
+
+    @property
+    def merged(self) -> list[Outcome]:
+        """The outcomes of the blocks that merged."""
+        return [outcome for outcome in self.outcomes if outcome.plan is not None]
+
+
+class Observer:
+    """Follows a run; by default, its methods do nothing.
+
+    Attributes:
+        follows_blocks: whether it also follows blocks that cannot merge.
+    """
+
+    follows_blocks = False
+
+    def watched(self, plan_of: PlanOf) -> PlanOf:
+        """A function that makes the same plans as ``plan_of``, perhaps watched by the observer."""
+        return plan_of
+
+    def timed(self, block: str, forward: Forward) -> Forward:
+        """The forward of a block, perhaps wrapped to time it."""
+        return forward
+
+    def evaluated(self, result: Evaluated) -> None:
+        """An evaluation is over; one that raised is not reported."""
 
 
 @dataclass(eq=False)
@@ -30,6 +128,7 @@ class Evaluation:
         ratio: the ratio of the current step.
         latent: the grid at level 1: that of the latent, or of the part of it that is evaluated.
         detail: what is kept from step to step; None for nothing.
+        is_full_step: whether the step is a full step, in which blocks run on all tokens.
         merges_in_modules: why stacks merge only in their modules, as while gradients are computed,
             or once kept detail was of another place; else None.
         feature_map: the shape ``[batch, channels, height, width]`` of the feature map of the
@@ -44,28 +143,12 @@ class Evaluation:
     ratio: float
     latent: Grid
     detail: Detail | None = None
+    is_full_step: bool = False
     merges_in_modules: str | None = None
     feature_map: Sequence[int] | None = None
     stack_plan: Plan | None = None
     stack_tokens: Tensor | None = None
     stack_merged: Tensor | None = None
-
-    @property
-    def is_full_step(self) -> bool:
-        """Whether the current step is a full step, in which blocks run on all tokens."""
-        return self.detail is not None and self.detail.is_full
-
-    def or_without_detail(self, denoise: Callable[[], Tensor]) -> Tensor:
-        """The answer of a model; evaluated again without detail if that is of another place.
-
-        Args:
-            denoise: evaluates the model; its stacks may add kept detail.
-        """
-        denoised = denoise()
-        if self.detail is None or self.detail.is_of(denoised):
-            return denoised
-        self.detail, self.merges_in_modules = None, MOVES
-        return denoise()
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,21 +166,6 @@ class Stack:
     module: nn.Module
     blocks: Sequence[nn.Module]
     level: int = 1
-
-
-@dataclass(frozen=True)
-class Reasons:
-    """Why a block cannot merge, in the words that users of a host read.
-
-    Attributes:
-        tokens_changed: the tokens of the block do not fit its layout.
-        attention_masked: the attention is masked, or called with other tokens.
-        attention_replaced: the modules of the block were not called.
-    """
-
-    tokens_changed: str
-    attention_masked: str
-    attention_replaced: str
 
 
 class ModelRecord(Protocol):
@@ -155,12 +223,7 @@ class PatchedModel:
 
     def too_few(self, tokens: int, least: int) -> str:
         """The reason to report if a feature map has fewer tokens than ``least``."""
-        if self.config.min_tokens:
-            return f"{tokens} tokens are fewer than min_tokens={least}; lower it"
-        return (
-            f"{tokens} tokens are fewer than {least}, which is where merging is worth it here "
-            "(min_tokens=0); take a larger picture"
-        )
+        return reasons.too_few(tokens, least, self.config.min_tokens)
 
     def outcomes(self) -> list[Outcome]:
         """The outcomes of the blocks that ran, completed."""
@@ -239,15 +302,14 @@ class Block:
         """The forward of the block, timed if the observer wants to."""
         return self.model.observer.timed(self.name, forward)
 
-    def weights(self, log_sizes: Callable[[], Tensor], like: Tensor) -> KeyWeights | None:
+    def weights(self, log_sizes: Tensor, like: Tensor) -> KeyWeights | None:
         """What keys in the dtype of ``like`` weigh once merged; None for one token each.
 
-        ``log_sizes`` returns the logarithm of how many tokens each key stands for, ``[batch,
-        keys]``.
+        ``log_sizes`` is the logarithm of how many tokens each key stands for, ``[batch, keys]``.
         """
         if not self.model.config.proportional_attn:
             return None
-        engine, sizes = self.evaluation.engine, log_sizes().to(like.dtype)
+        engine, sizes = self.evaluation.engine, log_sizes.to(like.dtype)
         return KeyWeights(sizes, engine.strategy.ops, engine.capable, self.note_unweighted)
 
     def is_worthy(self, grid: Grid, least: int) -> bool:
@@ -264,15 +326,16 @@ class Block:
         plan = evaluation.engine.plan_of(features, grid, evaluation.ratio)
         if plan is None:
             outcome.reason = self._why_no_plan(grid, evaluation.ratio)
-        else:
-            outcome.plans_made += 1
         return plan
 
     def _why_no_plan(self, grid: Grid, ratio: float) -> str:
         """The reason to report if the strategy made no plan."""
         config = self.model.config
         if ratio == 0:
-            return "the ratio is 0 at every step that could merge; raise it"
+            return reasons.NO_RATIO
+        if grid.frames == 1 and grid.cells(config.sy, config.sx).tokens == 0:
+            return reasons.no_cell(grid.height, grid.width, config.sy, config.sx)
+        return reasons.low_ratio(grid.tokens, ratio)
         if grid.frames == 1 and grid.cells(config.sy, config.sx).tokens == 0:
             return (
                 f"a feature map of {grid.height}x{grid.width} tokens holds no cell of "

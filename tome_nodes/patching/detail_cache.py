@@ -50,13 +50,6 @@ _ALIKE = 0.01
 _NEIGHBOURHOOD = 4
 """The side of the squares of a latent whose means are compared."""
 
-MOVES = "as other places of the picture are evaluated from step to step"
-"""The reason to report if the kept detail belongs to another place."""
-
-GRADIENTS = "as gradients are computed"
-"""The reason to report while gradients are computed. Nothing is kept then, since the next
-evaluation is of another training sample."""
-
 
 @dataclass(eq=False)
 class Detail:

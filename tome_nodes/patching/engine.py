@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ..merging.layout import Grid
+from ..merging.plan import Grid
 from ..ops import Operations, operations, resolve
 from ..settings.config import ToMeConfig
 from ..strategies.strategy import PlanOf, Strategy
@@ -143,8 +143,7 @@ def missing_operation(
         if plan is None:
             return None
         merged = plan.merge(features)
-        plan.merge_inputs(features)
-        plan.merge_keys(features, 1)
+        plan.merge_keys(features)
         plan.unmerge(merged)
         plan.add_change(features, merged, merged)
         strategy.ops.widen(features, merged, merged, merged[:, :, 0], 1, 1.0, 1.0)

@@ -15,20 +15,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..merging.layout import Grid
+from .. import reasons
+from ..merging.plan import Grid
 from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
-from .blocks import Evaluation, ModelRecord, PatchedModel
-from .detail_cache import GRADIENTS, Details
+from .blocks import Evaluated, Evaluation, ModelRecord, Observer, Outcome, PatchedModel
+from .detail_cache import Details
 from .engine import Engine, MakeStrategy, MergesIn, make_engine
-from .outcome import Evaluated, Observer, Outcome
 from .schedule import Moment, ratio_at
-
-_REFRESHED = "every step that could merge ran on all tokens, as refresh_steps says; take more steps"
-"""The reason to report if every step was a full step (:mod:`tome_nodes.patching.detail_cache`)."""
-
-NO_MEMORY = "the device has no memory left for merging"
-"""The reason to report once the device has run out of memory in a merged evaluation."""
 
 log = logging.getLogger("tome_nodes")
 
@@ -90,7 +84,9 @@ class Run:
         except BaseException:
             self.out_of_memory = False
             raise
-        log.warning("[ToMe] %s: the rest of this run goes on without it", NO_MEMORY)
+        log.warning(
+            "[ToMe] the device ran out of memory; the rest of this run goes on without merging"
+        )
         return result
 
     @contextmanager
@@ -128,13 +124,13 @@ class Run:
                 detail = evaluation.detail
                 merged = any(outcome.plan is not None for outcome in outcomes)
                 if detail is not None and detail.is_full and detail.changes and not merged:
-                    obstacle = _REFRESHED
+                    obstacle = reasons.ALL_FULL_STEPS
         result = Evaluated(
             moment.step,
             len(self.model.blocks),
             outcomes,
             obstacle,
-            moment.is_active and obstacle != _REFRESHED,
+            moment.is_active and obstacle != reasons.ALL_FULL_STEPS,
         )
         self.model.observer.evaluated(result)
 
@@ -161,17 +157,14 @@ class Run:
     ) -> str | None:
         """Why nothing can merge in an evaluation; None if something perhaps can."""
         if not moment.is_active:
-            return (
-                f"start_percent={self._config.start_percent} to "
-                f"end_percent={self._config.end_percent} covers no step of this run; widen them"
-            )
+            return reasons.percents(self._config.start_percent, self._config.end_percent)
         if self.out_of_memory:
-            return NO_MEMORY
+            return reasons.NO_MEMORY
         if obstacle is not None:
             return obstacle
         engine = self.engine = self._engine(device, dtype)
         if engine.lacks is not None:
-            return f"the device {device} cannot do it: {engine.lacks}"
+            return reasons.cannot_merge(device, engine.lacks)
         most = latent.downsampled(self.model.shallowest).tokens
         least = min(engine.least_tokens, engine.least_in_attention)
         if most < least and not self.model.observer.follows_blocks:
@@ -183,17 +176,17 @@ class Run:
         assert engine is not None
         key = step_key(config.seed, moment.picks)
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
-        self.model.observer.begins(moment.step)
         ratio = ratio_at(config, moment.progress)
         evaluation = Evaluation(engine, ratio, latent)
         if config.scope != "stack" or config.refresh_steps == 0:
             return evaluation
         if torch.is_grad_enabled():
-            evaluation.merges_in_modules = GRADIENTS
+            evaluation.merges_in_modules = reasons.WITH_GRADIENTS
         elif self._falls_back is not None:
             evaluation.merges_in_modules = self._falls_back
         elif any(block.runs_as_one_stack for block in self.model.blocks):
-            evaluation.detail = self._details.at(moment, device)
+            detail = evaluation.detail = self._details.at(moment, device)
+            evaluation.is_full_step = detail.is_full
         return evaluation
 
     def _keep(self, evaluation: Evaluation) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .. import reasons
 from ..ops import Operations
 from ..ops.reference import EXTRA_CHANNELS
 
@@ -51,9 +52,6 @@ _MOST_WITH_CUDNN = 128
 _FIRST_WITH_FLASH = 8
 """The major compute capability of Ampere, the first with flash attention. AMD's GPUs report 9 or
 more."""
-
-CALLED_DIFFERENTLY = "another node changes how the attention is called"
-"""The reason for unweighted keys if the sizes do not fit the keys."""
 
 
 @dataclass(frozen=True)
@@ -125,19 +123,15 @@ class KeyWeights:
     capable: Capabilities
     note: Callable[[str | None], None]
 
-    def fit(self, k: Any) -> bool:
-        """Whether there is a size for each key; keys are in a layout of :func:`attend`."""
-        # Later versions of ComfyUI may pass keys in a container.
-        return (
-            isinstance(k, Tensor)
-            and k.shape[0] == self.sizes.shape[0]
-            and k.shape[-2] == self.sizes.shape[1]
-        )
 
-    def mask(self, bias: Tensor | None) -> Tensor:
-        """A mask that adds the sizes to the logits, and the bias if there is one."""
-        mask = self.sizes.view(self.sizes.shape[0], 1, 1, -1)
-        return mask if bias is None else bias + mask.to(bias.dtype)
+def fits(weights: KeyWeights, k: Any) -> bool:
+    """Whether there is a size for each key; keys are in a layout of :func:`attend`."""
+    # Later versions of ComfyUI may pass keys in a container.
+    return (
+        isinstance(k, Tensor)
+        and k.shape[0] == weights.sizes.shape[0]
+        and k.shape[-2] == weights.sizes.shape[1]
+    )
 
 
 def attend(
@@ -170,7 +164,7 @@ def attend(
     """
     mask = bias
     if weights is not None:
-        mask = None if theirs is None else weights.mask(bias)
+        mask = None if theirs is None else _mask(weights.sizes, bias)
         func = partial(_weighed, weights, func, bias, mask)
         weights.note(None)
     if theirs is not None:
@@ -198,8 +192,8 @@ def _weighed(
     """
     if mask is not None and mask is not given:
         return func(q, k, v, heads, mask=mask, **kwargs)
-    if not weights.fit(k):
-        weights.note(CALLED_DIFFERENTLY)
+    if not fits(weights, k):
+        weights.note(reasons.CALLED_DIFFERENTLY)
         return func(q, k, v, heads, mask=bias, **kwargs)
     name = getattr(func, "__name__", "an unknown attention function")
     by_head = bool(kwargs.get("skip_reshape"))
@@ -213,7 +207,7 @@ def _weighed(
     if way is None:
         weights.note(f"{name} takes no weights")
         return func(q, k, v, heads, mask=bias, **kwargs)
-    return func(q, k, v, heads, mask=weights.mask(bias) if mask is None else mask, **kwargs)
+    return func(q, k, v, heads, mask=_mask(weights.sizes, bias) if mask is None else mask, **kwargs)
 
 
 def _in_channels(
@@ -244,6 +238,12 @@ def _in_channels(
     out = func(q, k, v, heads, **kwargs)
     out = out.reshape(*out.shape[:2], heads, wider).narrow(3, 0, channels)
     return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+
+
+def _mask(sizes: Tensor, bias: Tensor | None) -> Tensor:
+    """A mask that adds sizes to the logits, and the bias if there is one."""
+    mask = sizes.view(sizes.shape[0], 1, 1, -1)
+    return mask if bias is None else bias + mask.to(bias.dtype)
 
 
 def flat(x: Tensor, by_head: bool) -> Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..merging.layout import Grid
-from ..merging.plan import Plan
-from .blocks import Block, PatchedModel, Reasons, Stack
+from .. import reasons
+from ..merging.plan import Grid, Plan
+from .blocks import Block, PatchedModel, Stack
 from .key_weights import KeyWeights
 from .overrides import Forward, Override
 
@@ -24,7 +24,6 @@ class UNetRecord:
 
     Attributes:
         stacks: the stacks of a model, in the order in which they run.
-        reasons: why a block cannot merge.
         attends_to_text: whether ``attn1`` of a block is a cross-attention.
         needs_all_tokens: whether something in a block needs all tokens; called with the block, its
             index in the stack, and the block's arguments after the tokens.
@@ -40,7 +39,6 @@ class UNetRecord:
     """
 
     stacks: Callable[[Any], Iterable[Stack]]
-    reasons: Reasons
     attends_to_text: Callable[[Any], bool]
     needs_all_tokens: Callable[..., bool]
     masks: tuple[str, ...]
@@ -149,7 +147,7 @@ class ModuleBlock(Block):
         if config.merge_attn and config.attn_tokens == "k,v" and self._attends_to_itself:
             grid = self._worthy_grid(engine.least_in_attention, x, *args, **kwargs)
             if grid is not None:
-                self.outcome.reason = self.record.reasons.attention_replaced
+                self.outcome.reason = reasons.ATTENTION_REPLACED
                 self._plan = self.plan_of(x, grid)
         y: Tensor = forward(x, *args, **kwargs)
         before, detail = evaluation.stack_tokens, evaluation.detail
@@ -195,7 +193,7 @@ class ModuleBlock(Block):
         if self.model.config.scope != "module" and needs_all_tokens(
             self.module, self.index, *args, **kwargs
         ):
-            return "that are patched"
+            return reasons.PATCHED_BLOCKS
         return self.evaluation.merges_in_modules
 
     def _worthy_grid(self, least: int, x: Tensor, *args: Any, **kwargs: Any) -> Grid | None:
@@ -214,7 +212,7 @@ class ModuleBlock(Block):
             (evaluation.feature_map, None) if shapes is None else shapes(*args, **kwargs)
         )
         if shape is None or shape[0] != x.shape[0] or shape[-2] * shape[-1] != x.shape[1]:
-            self.outcome.reason = self.record.reasons.tokens_changed
+            self.outcome.reason = reasons.TOKENS_CHANGED
             return None
         grid = Grid(*shape[-2:])
         whole = evaluation.latent if latent is None else Grid(*latent[-2:])
@@ -226,11 +224,9 @@ class ModuleBlock(Block):
         """Make the plan for the modules of the block, each of which merges and unmerges."""
         config = self.model.config
         if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
-            self.outcome.reason = (
-                "merge_attn, merge_crossattn and merge_mlp are all off; switch one on"
-            )
+            self.outcome.reason = reasons.ALL_OFF
             return
-        self.outcome.reason = self.record.reasons.attention_replaced
+        self.outcome.reason = reasons.ATTENTION_REPLACED
         self._plan = self.plan_of(x, grid)
 
     def _run_module(self, forward: Forward) -> Forward:
@@ -288,7 +284,7 @@ class ModuleBlock(Block):
             context = tokens
         else:
             if config.proportional_attn:
-                means, context = plan.merge_inputs(tokens)
+                means, context = plan.merge_keys(tokens)
                 kwargs = self._weigh(plan, tokens, kwargs)
             else:
                 # As in the paper, keys are plain means that count once.
@@ -328,14 +324,14 @@ class ModuleBlock(Block):
         if weights is None:
             return kwargs
         if self.record.weigh_keys is None:
-            weights.note("this host has no way to weigh them")
+            weights.note(reasons.NO_WEIGHTS)
             return kwargs
         return self.record.weigh_keys(kwargs, weights)
 
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a module can run on ``x`` merged by the plan; noted in the outcome."""
         if is_masked(kwargs, self.record.masks) or not plan.fits(x):
-            self.outcome.reason = self.record.reasons.attention_masked
+            self.outcome.reason = reasons.ATTENTION_MASKED
             return False
         self.outcome.merged(x.shape[1], plan)
         return True

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import get_ident
 from types import CodeType
 from typing import Any
@@ -45,9 +46,9 @@ class Overrides:
             self._take_off()
 
     def _put_on(self) -> None:
-        if not (self._placed and all(placed.still_fits for placed in self._placed)):
+        if not (self._placed and all(map(_still_fits, self._placed))):
             self._placed = [
-                _Placed(module, name, self._in_this_thread(module, name, own))
+                _placed(module, name, self._in_this_thread(module, name, own))
                 for module, name, own in self._make()
             ]
         self._thread = get_ident()
@@ -81,6 +82,7 @@ class Overrides:
         return run
 
 
+@dataclass(frozen=True, eq=False)
 class _Placed:
     """An override, with what it replaces.
 
@@ -93,19 +95,24 @@ class _Placed:
         children: the submodules of the module.
     """
 
-    def __init__(self, module: nn.Module, name: str, method: Forward):
-        self.module = module
-        self.name = name
-        self.method = method
-        self.before = vars(module).get(name)
-        self.of_class = getattr(type(module), name)
-        self.children = tuple(module._modules.values())
+    module: nn.Module
+    name: str
+    method: Forward
+    before: Any
+    of_class: Any
+    children: tuple[nn.Module | None, ...]
 
-    @property
-    def still_fits(self) -> bool:
-        """Whether the module runs what it ran when the override was made."""
-        return (
-            vars(self.module).get(self.name) is self.before
-            and getattr(type(self.module), self.name) is self.of_class
-            and tuple(self.module._modules.values()) == self.children
-        )
+
+def _placed(module: nn.Module, name: str, method: Forward) -> _Placed:
+    before, of_class = vars(module).get(name), getattr(type(module), name)
+    return _Placed(module, name, method, before, of_class, tuple(module._modules.values()))
+
+
+def _still_fits(placed: _Placed) -> bool:
+    """Whether the module runs what it ran when the override was made."""
+    module, name = placed.module, placed.name
+    return (
+        vars(module).get(name) is placed.before
+        and getattr(type(module), name) is placed.of_class
+        and tuple(module._modules.values()) == placed.children
+    )

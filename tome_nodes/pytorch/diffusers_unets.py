@@ -7,11 +7,12 @@ import torch
 from diffusers import Transformer2DModel, UNet2DConditionModel
 from torch import nn
 
+from .. import reasons
 from ..patching.blocks import Stack, uncompiled
 from ..patching.key_weights import KeyWeights
 from ..patching.merge_modules import UNetRecord, is_masked
 from ..settings.config import ToMeConfig
-from .patched_unet import REASONS, RECOMPUTED, TIMESTEPS, UNetHost
+from .patched_unet import TIMESTEPS, UNetHost
 
 # IP-Adapter scales its masks to the number of queries, as if they were a whole picture.
 _MASKS = ("attention_mask", "ip_adapter_masks")
@@ -47,7 +48,6 @@ class DiffusersUNets(UNetHost):
 
     record = UNetRecord(
         stacks=_stacks,
-        reasons=REASONS,
         attends_to_text=lambda block: block.only_cross_attention,
         needs_all_tokens=_needs_all_tokens,
         masks=_MASKS,
@@ -65,8 +65,8 @@ class DiffusersUNets(UNetHost):
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:
-            return RECOMPUTED
+            return reasons.RECOMPUTED
         fused = any(getattr(module, "fused_projections", False) for module in unet.modules())
         if fused and config.attn_tokens != "q,k,v":
-            return "fused projections need attn_tokens=q,k,v"
+            return reasons.FUSED
         return None

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..forecasting import reasons
+from .. import reasons
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from .. import reasons
 from ..patching.blocks import Stack, uncompiled
 from ..patching.merge_modules import UNetRecord, stacks_by_level
 from ..settings.config import ToMeConfig
-from .patched_unet import REASONS, RECOMPUTED, TIMESTEPS, UNetHost
+from .patched_unet import TIMESTEPS, UNetHost
 
 
 def _stacks(model: nn.Module) -> Iterable[Stack]:
@@ -31,7 +32,6 @@ class LdmUNets(UNetHost):
 
     record = UNetRecord(
         stacks=_stacks,
-        reasons=REASONS,
         # Blocks of Stable Diffusion 1 lack the attribute.
         attends_to_text=lambda block: getattr(block, "disable_self_attn", False),
         needs_all_tokens=lambda *args, **kwargs: False,
@@ -52,5 +52,5 @@ class LdmUNets(UNetHost):
         if torch.is_grad_enabled() and any(
             getattr(module, "checkpoint", False) for module in unet.modules()
         ):
-            return RECOMPUTED
+            return reasons.RECOMPUTED
         return None

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.decorators import skip
 
-from ..merging.layout import Grid
-from ..patching.blocks import Reasons
+from .. import reasons
+from ..merging.plan import Grid
+from ..patching.blocks import Evaluated, Observer
 from ..patching.detail_cache import belongs
 from ..patching.evaluation import Run
 from ..patching.merge_modules import UNetRecord
-from ..patching.outcome import Evaluated, Observer
 from ..patching.schedule import Moment, is_active, is_noise_alone
 from ..report import log_line
 from ..report.counts import Counts
@@ -29,19 +29,6 @@ from .patched_model import Attachment, Calls, Host, log
 
 TIMESTEPS = 1000
 """The number of noise levels to assume for a UNet that does not say how many it was trained on."""
-
-REASONS = Reasons(
-    tokens_changed="other code changes the tokens of the transformer blocks",
-    attention_masked="other code masks the attention or changes its tokens",
-    attention_replaced="other code replaces the attention of the transformer blocks",
-)
-
-RECOMPUTED = "gradient checkpointing runs the transformer blocks again outside of the model's call"
-"""The obstacle if a model computes gradients by running blocks a second time."""
-
-_UNKNOWN_CALL = (
-    "the UNet was called without a sample and a timestep, as other code has replaced its forward"
-)
 
 
 class UNetHost(Host):
@@ -142,7 +129,7 @@ class UNetCalls(Calls):
         is_sample = isinstance(sample, Tensor) and sample.ndim >= 4
         is_timestep = isinstance(timestep, SupportsFloat)
         if not (is_sample and is_timestep):
-            self._warn_once(_UNKNOWN_CALL)
+            self._warn_once(reasons.UNKNOWN_CALL)
             return False
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
         self._follow(noise, sample, timestep)

@@ -6,7 +6,7 @@ from threading import local
 from typing import Any
 from weakref import ref
 
-from ..forecasting import reasons
+from .. import reasons
 from ..forecasting.forecasts import Forecasts
 from ..forecasting.steps import SHORTEST, Step, latent_share, log_snr
 from ..patching.schedule import is_active, is_noise_alone

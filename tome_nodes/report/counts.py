@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from ..patching.outcome import Evaluated, Observer
+from ..patching.blocks import Evaluated, Observer
 
 
 class Counts(Observer):

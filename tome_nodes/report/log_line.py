@@ -1,6 +1,7 @@
 """A run in words: the line in the log, the line on the node, and parts of a report."""
 
-from ..patching.outcome import Evaluated
+from .. import reasons
+from ..patching.blocks import Evaluated
 from ..settings.config import ToMeConfig
 from ..strategies import strategy_class
 from ..tuning.search import Measured
@@ -92,10 +93,7 @@ def obstacle(counts: Counts, max_downsample: int, shallowest: int) -> str:
         max_downsample: how many times smaller than the latent a level may be to merge.
         shallowest: how many times smaller than the latent the largest level of the model is.
     """
-    return counts.most_common_reason or (
-        f"max_downsample={max_downsample} leaves out every transformer block: this model's "
-        f"start at {shallowest}; use preset fast, or max_downsample auto under preset custom"
-    )
+    return counts.most_common_reason or reasons.levels_left_out(max_downsample, shallowest)
 
 
 def in_effect(counts: Counts, config: ToMeConfig, defaults: bool = False) -> list[str]:

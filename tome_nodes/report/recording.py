@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..merging.layout import Grid
+from ..merging.plan import Grid
 from ..ops.clock import Clock
-from ..patching.outcome import Evaluated, Observer
+from ..patching.blocks import Evaluated, Observer
 from ..patching.overrides import Forward
 from ..strategies.strategy import PlanOf
 

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.layout import Grid
-from ..merging.plan import SlotPlan
+from ..merging.plan import Grid, Plan
 from ..ops import TORCH, Operations
 from .cells import Cells, CellStrategy, split_cells
 
@@ -22,7 +21,7 @@ class BipartiteStrategy(CellStrategy):
         """See :func:`split_tokens`."""
         return split_tokens(cells.grid, cells.sy, cells.sx, picks)
 
-    def match(self, features: Tensor, grid: Grid, merges: int) -> SlotPlan:
+    def match(self, features: Tensor, grid: Grid, merges: int) -> Plan:
         """See :func:`match`."""
         src, dst = self.split_of(grid)
         return match(features, src, dst, merges, self.ops)
@@ -49,7 +48,7 @@ def match(
     dst: Tensor,
     merges: int,
     ops: Operations = TORCH,
-) -> SlotPlan:
+) -> Plan:
     """Merge the src tokens that are most similar to a dst, each into its nearest.
 
     Args:
@@ -68,7 +67,7 @@ def match(
     merged = similarity.topk(merges, dim=1, sorted=False).indices
     owners = torch.arange(tokens, device=features.device).repeat(batch, 1)
     owners.scatter_(1, src[merged], dst[nearest.gather(1, merged)])
-    return SlotPlan.from_owners(owners, tokens - merges, ops)
+    return Plan.from_owners(owners, tokens - merges, ops)
 
 
 def _nearest(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

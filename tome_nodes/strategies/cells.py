@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..merging.layout import Grid
-from ..merging.plan import Plan
+from ..merging.plan import Grid, Plan
 from ..ops import Operations
 from ..ops.random_picks import pick_per_cell
 from ..settings.config import ToMeConfig
@@ -24,16 +23,13 @@ class Cells:
         grid: the tokens as rows and columns; each frame of a video is one row.
         sy: height of a cell in rows.
         sx: width of a cell in columns.
+        count: how many whole cells there are, down and across.
     """
 
     grid: Grid
     sy: int
     sx: int
-
-    @property
-    def count(self) -> Grid:
-        """How many whole cells there are, down and across."""
-        return self.grid.cells(self.sy, self.sx)
+    count: Grid
 
 
 class CellStrategy(Strategy):
@@ -67,10 +63,11 @@ class CellStrategy(Strategy):
         """How a grid is cut; a cell of a video is several frames long and part of a row wide."""
         config = self.config
         if grid.frames == 1:
-            return Cells(grid, config.sy, config.sx)
+            return Cells(grid, config.sy, config.sx, grid.cells(config.sy, config.sx))
         row = Grid(grid.frames, grid.height * grid.width)
         # Cells of few tokens in many frames are best: benchmarks/FIDELITY.md.
-        return Cells(row, frames_of_cell(grid.frames), min(config.sx, config.sy))
+        sy, sx = frames_of_cell(grid.frames), min(config.sx, config.sy)
+        return Cells(row, sy, sx, row.cells(sy, sx))
 
     def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
         """The plan that merges ``merges`` src tokens; None if rounding leaves none to merge."""

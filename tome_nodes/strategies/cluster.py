@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.layout import Grid
-from ..merging.plan import Plan, SlotPlan
+from ..merging.plan import Grid, Plan
 from ..ops import TORCH, Operations
 from .strategy import Strategy
 
@@ -41,7 +40,7 @@ class ClusterStrategy(Strategy):
 
 
 @torch.no_grad()
-def cluster(features: Tensor, slots: int, ops: Operations = TORCH) -> SlotPlan:
+def cluster(features: Tensor, slots: int, ops: Operations = TORCH) -> Plan:
     """Merge the tokens of each of ``slots`` clusters.
 
     Args:
@@ -52,7 +51,7 @@ def cluster(features: Tensor, slots: int, ops: Operations = TORCH) -> SlotPlan:
     similarity, order = similarity_to_mean(features).sort(dim=1, stable=True)
     edges = k_means((similarity / UNIT).round().long(), slots)
     clusters = torch.searchsorted(edges, _positions(order), right=True) - 1
-    return SlotPlan.from_slots(torch.empty_like(order).scatter_(1, order, clusters), slots, ops)
+    return Plan.from_slots(torch.empty_like(order).scatter_(1, order, clusters), slots, ops)
 
 
 def similarity_to_mean(features: Tensor) -> Tensor:

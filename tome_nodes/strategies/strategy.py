@@ -5,8 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..merging.layout import Grid
-from ..merging.plan import Plan
+from ..merging.plan import Grid, Plan
 from ..ops import Operations
 from ..settings.config import ToMeConfig
 

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.layout import Grid
-from ..merging.plan import Plan, SlotPlan
+from ..merging.plan import Grid, Plan
 from ..ops import TORCH, KernelFailed, Operations
 from .cells import Cells, CellStrategy, split_cells
 
@@ -51,7 +50,7 @@ class WindowStrategy(CellStrategy):
 
     def _match_by_kernel(
         self, features: Tensor, cells: Cells, window: tuple[int, int], quota: int
-    ) -> SlotPlan | None:
+    ) -> Plan | None:
         """The plan of :func:`match_windows`, made by a kernel; None if there is none that runs.
 
         ``window`` is the height and width of a window in cells.
@@ -67,7 +66,7 @@ class WindowStrategy(CellStrategy):
             return None
         in_tokens = cells.grid.width, window[0] * cells.sy, window[1] * cells.sx
         slots = log_sizes.shape[1]
-        return SlotPlan(slot_of_token, order, offsets, log_sizes, slots, self.ops, in_tokens)
+        return Plan(slot_of_token, order, offsets, log_sizes, slots, self.ops, in_tokens)
 
 
 def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +109,7 @@ def _cells_along(cells: int, side: int) -> int:
 @torch.no_grad()
 def match_windows(
     features: Tensor, src: Tensor, dst: Tensor, quota: int, ops: Operations = TORCH
-) -> SlotPlan:
+) -> Plan:
     """In each window, merge the src tokens that are most similar to a dst, each into its nearest.
 
     Args:
@@ -144,4 +143,4 @@ def match_windows(
             own_src.expand(batch, -1, -1).gather(2, merged).flatten(1),
             own_dst.expand(batch, -1, -1).gather(2, nearest.gather(2, merged)).flatten(1),
         )
-    return SlotPlan.from_owners(owners, tokens - len(src) * quota, ops)
+    return Plan.from_owners(owners, tokens - len(src) * quota, ops)

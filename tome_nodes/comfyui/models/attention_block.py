@@ -11,19 +11,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from ... import reasons
 from ...merging.plan import Plan
 from ...patching.blocks import Block, PatchedModel, Stack
 from ...patching.key_weights import Attention, attend, flat
 from ...patching.overrides import Forward, Override
-from ..attention import OVERRIDE, stored_attention
-from .base import REASONS
-
-_NOT_FOUND = (
-    "references, keyframes or another node add tokens, among which the picture is not found"
-)
-_SWITCHED_OFF = "merge_attn is off, and nothing else merges in models of this kind"
+from .base import OVERRIDE
 
 StartOf = Callable[[int, dict[str, Any]], int | None]
 """Where the picture begins in a sequence, given its number of tokens and the transformer options;
@@ -46,7 +41,7 @@ class AttentionBlock(Block):
         if not self.model.config.merge_attn:
             return [(block, "forward", self._run_block(block.forward))]
         attention = getattr(block, self._attention) if self._attention else block
-        attends = self._run_attention(attention.forward, stored_attention(attention))
+        attends = self._run_attention(attention.forward, _stored_attention(attention))
         if attention is block:
             return [(block, "forward", self.timed(self._run_block(attends)))]
         return [
@@ -60,7 +55,7 @@ class AttentionBlock(Block):
         def block_forward(*args: Any, **kwargs: Any) -> Any:
             # The number of tokens is not known until attention is called.
             self.outcome.entered(0)
-            self.outcome.reason = REASONS.attention_replaced if attends else _SWITCHED_OFF
+            self.outcome.reason = reasons.ATTENTION_REPLACED if attends else reasons.ATTENTION_OFF
             return forward(*args, **kwargs)
 
         return block_forward
@@ -103,17 +98,21 @@ class AttentionBlock(Block):
             part = self._part(flat_k, start)
             if part is None:
                 return plain(q, k, v, heads, mask=mask, **kwargs)
-            merge = merge_keys = part.plan.merge
+            merge = part.plan.merge
+            # Keys may have fewer heads than queries.
+            own_heads = k.shape[1] if by_head else heads
             # Without proportional_attn, keys are plain means that count once, as in the paper.
-            if self.model.config.proportional_attn:
-                # Keys may have fewer heads than queries.
-                merge_keys = partial(part.plan.merge_keys, heads=k.shape[1] if by_head else heads)
+            is_plain = not self.model.config.proportional_attn
+
+            def merge_keys(x: Tensor) -> Tensor:
+                return merge(x) if is_plain else part.plan.merge_keys(x, own_heads)[1]
+
             k = _like(part.merged(flat_k, merge_keys), k, by_head)
             # Keep only one flat copy in memory at a time.
             del flat_k
             v = _like(part.merged(flat(v, by_head), merge), v, by_head)
             bias = None if mask is None else part.merged_bias(_bias(mask, k.dtype), len(k))
-            weights = self.weights(part.log_sizes, k)
+            weights = self.weights(part.log_sizes(), k)
             return attend(weights, func, theirs, bias, q, k, v, heads, kwargs)
 
         return override
@@ -128,11 +127,11 @@ class AttentionBlock(Block):
         tokens, outcome, evaluation = k.shape[-2], self.outcome, self.evaluation
         start = self._start_of(tokens, options) if q.shape[-2] == tokens else None
         if start is None:
-            outcome.reason = _NOT_FOUND
+            outcome.reason = reasons.PICTURE_NOT_FOUND
             return None
         outcome.entered(evaluation.latent.tokens)
         if mask is not None and not _is_over(mask, tokens):
-            outcome.reason = REASONS.attention_masked
+            outcome.reason = reasons.ATTENTION_MASKED
             return None
         least = evaluation.engine.least_in_attention
         return start if self.is_worthy(evaluation.latent, least) else None
@@ -169,7 +168,7 @@ class Part:
 
     def log_sizes(self) -> Tensor:
         """The logarithm of how many tokens each key stands for, ``[batch, keys]``."""
-        return F.pad(self.plan.log_sizes(), (self.before, self.behind))
+        return F.pad(self.plan.log_sizes, (self.before, self.behind))
 
     def merged_bias(self, bias: Tensor, batch: int) -> Tensor:
         """A bias of :func:`_bias` for merged keys: its mean over the keys of each slot."""
@@ -178,6 +177,18 @@ class Part:
         rows = bias.clamp_min(least).expand(batch, -1, -1, -1).flatten(1, 2)
         merged = self.merged(rows.mT, self.plan.merge).mT.clamp_min(least)
         return merged.unflatten(1, bias.shape[1:3])
+
+
+def _stored_attention(attention: nn.Module) -> Attention | None:
+    """The attention function that is stored with the weights of an attention module, if any.
+
+    From version 0.38 on, ComfyUI calls it instead of its own attention if there is no override.
+    """
+    for module in attention.modules():
+        stored = getattr(module, "comfy_attention", None)
+        if stored is not None:
+            return getattr(stored, "function", None)
+    return None
 
 
 def _like(merged: Tensor, x: Tensor, by_head: bool) -> Tensor:

@@ -6,15 +6,12 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ...merging.layout import Grid
-from ...patching.blocks import ModelRecord, Reasons
+from ...merging.plan import Grid
+from ...patching.blocks import ModelRecord
 from ...settings.config import ToMeConfig
 
-REASONS = Reasons(
-    tokens_changed="another node changes the tokens of the transformer blocks",
-    attention_masked="another node masks the attention or changes its tokens",
-    attention_replaced="other nodes replace the attention of the transformer blocks",
-)
+OVERRIDE = "optimized_attention_override"
+"""The transformer option with a function that ComfyUI calls instead of its attention."""
 
 
 class ComfyRecord(ModelRecord, Protocol):

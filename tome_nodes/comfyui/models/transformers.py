@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ...merging.layout import Grid
+from ... import reasons
+from ...merging.plan import Grid
 from ...patching.blocks import PatchedModel, Stack, uncompiled
 from ...settings.config import ToMeConfig
 from .attention_block import AttentionBlock
@@ -65,9 +66,9 @@ class Transformer:
     def obstacle(self, model: nn.Module, conditions: Mapping[str, Any]) -> str | None:
         blocks = [block for stack in self.stacks(model) for block in stack.blocks]
         if not all(map(_is_of_the_host, blocks)):
-            return "another node replaces the transformer blocks"
+            return reasons.BLOCKS_REPLACED
         if any(conditions.get(name) is not None for name in _REFERENCES):
-            return "beside reference pictures, tokens do not merge"
+            return reasons.REFERENCES
         return None
 
     def changed_part(self, model: Any) -> str | None:

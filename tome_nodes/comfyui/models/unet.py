@@ -6,14 +6,15 @@ from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
-from torch import nn
+from torch import Tensor, nn
 
-from ...merging.layout import Grid
+from ... import reasons
+from ...merging.plan import Grid
 from ...patching.blocks import Stack
+from ...patching.key_weights import Attention, KeyWeights, attend, fits
 from ...patching.merge_modules import UNetRecord, stacks_by_level
 from ...settings.config import ToMeConfig
-from ..attention import weigh_attention
-from .base import REASONS, takes
+from .base import OVERRIDE, takes
 
 _BLOCK_PATCHES = (
     "attn1_patch",
@@ -71,6 +72,35 @@ def _changed_part(block: Any) -> str | None:
     return None
 
 
+def weigh_keys(called: dict[str, Any], weights: KeyWeights) -> dict[str, Any]:
+    """Keyword arguments of a self-attention under which it weighs its keys.
+
+    Args:
+        called: the keyword arguments so far. Another node's override in them stays in effect.
+        weights: what the keys weigh.
+    """
+    options = called.get("transformer_options") or {}
+    theirs = options.get(OVERRIDE)
+    # The override takes it back, if it is called.
+    weights.note(reasons.OTHER_ATTENTION)
+
+    def override(
+        func: Attention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        are_ours = mask is None and fits(weights, k)
+        if not are_ours:
+            weights.note(reasons.CALLED_DIFFERENTLY)
+        return attend(weights if are_ours else None, func, theirs, mask, q, k, v, heads, kwargs)
+
+    return called | {"transformer_options": options | {OVERRIDE: override}}
+
+
 @dataclass(frozen=True)
 class ComfyUNet(UNetRecord):
     """``UNetModel``, whose blocks are ``BasicTransformerBlock`` and read the tokens' shape."""
@@ -97,10 +127,9 @@ class ComfyUNet(UNetRecord):
 
 UNET = ComfyUNet(
     stacks=_stacks,
-    reasons=REASONS,
     attends_to_text=lambda block: block.disable_self_attn,
     needs_all_tokens=_needs_all_tokens,
     masks=("mask",),
-    weigh_keys=weigh_attention,
+    weigh_keys=weigh_keys,
     shapes=_shapes,
 )

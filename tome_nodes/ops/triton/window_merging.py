@@ -183,7 +183,7 @@ def merge_windows(
         slot_of_token: ``[batch, tokens]`` int64; slots are numbered window by window, followed by
             the tokens that fill no window.
         slots: number of slots in each sample.
-        window: see :attr:`tome_nodes.merging.plan.SlotPlan.window`.
+        window: see :attr:`tome_nodes.merging.plan.Plan.window`.
         heads: number of heads, each stretched separately; None to stretch nothing.
 
     Returns:

@@ -1,0 +1,205 @@
+"""Why nothing merged or was forecast, in words for users: what is in the way, and what to do.
+
+The log and the reports put "nothing merged: " or "nothing was forecast: " before them.
+"""
+
+TOKENS_CHANGED = (
+    "another node or other code changes the tokens of the transformer blocks; leave one of the two "
+    "out"
+)
+
+ATTENTION_MASKED = (
+    "another node or other code masks the attention or changes its tokens; leave one of the two out"
+)
+
+ATTENTION_REPLACED = (
+    "another node or other code replaces the attention of the transformer blocks; leave one of the "
+    "two out"
+)
+
+BLOCKS_REPLACED = "another node replaces the transformer blocks; leave one of the two out"
+
+SPARSE_ATTENTION = (
+    "Model Sparse Attention needs all keys, and is used instead; without that node, tokens merge"
+)
+
+REFERENCES = "beside reference pictures, tokens do not merge; take a preset that forecasts"
+
+PICTURE_NOT_FOUND = (
+    "references, keyframes or another node add tokens, among which the picture is not found; take "
+    "a preset that forecasts"
+)
+
+ALL_OFF = "merge_attn, merge_crossattn and merge_mlp are all off; switch one on"
+
+ATTENTION_OFF = "merge_attn is off, and nothing else merges in models of this kind; switch it on"
+
+ALL_FULL_STEPS = (
+    "every step that could merge ran on all tokens, as refresh_steps says; take more steps"
+)
+
+NO_MEMORY = "the device has no memory left for merging; take a smaller picture or batch"
+
+RECOMPUTED = (
+    "gradient checkpointing runs the transformer blocks again outside of the model's call; switch "
+    "it off, or leave ToMe out"
+)
+
+UNKNOWN_CALL = (
+    "the UNet was called without a sample and a timestep, as other code has replaced its forward; "
+    "leave one of the two out"
+)
+
+FUSED = "fused projections need attn_tokens=q,k,v; unfuse them, or pass it"
+
+NO_RATIO = "the ratio is 0 at every step that could merge; raise it"
+
+FORECAST_GRADIENTS = (
+    "gradients are computed, which a forecast has none of; nothing needs to be done"
+)
+
+EDIT = (
+    "the model's answers hardly change over the steps, as in an edit, and the run is short; take "
+    "one step fewer, which changes the picture less than a forecast would"
+)
+
+LEFT_OUT = (
+    "only steps were sampled in which the model always runs, as something else left out the "
+    "others, such as a cache; use one of the two"
+)
+
+FORECAST_PERCENTS = (
+    "start_percent to end_percent covers only steps in which the model always runs: the first two "
+    "or three, and the last; widen them"
+)
+
+CHANGES = (
+    "prompts, guidance, control or the model change, or something else leaves out steps, so often "
+    "that no two steps in a row tell the next; leave ToMe out"
+)
+
+TURNS = (
+    "the model's answers turn back from step to step, as they do under strong guidance in few "
+    "steps; lower the guidance, or take more steps"
+)
+
+UNEVEN = (
+    "the scheduler's noise levels fall too unevenly for so few steps; take another scheduler, such "
+    "as simple, or more steps"
+)
+
+NOISE_RISES = "the noise level does not fall from step to step, as in an inversion; leave ToMe out"
+
+SEVERAL = "this sampler runs the model more than once a step; take euler, dpmpp_2m or res_multistep"
+
+UNGUIDED = (
+    "this sampler looks at the answer without guidance, which a forecast does not have; take "
+    "euler, dpmpp_2m or res_multistep"
+)
+
+CACHE = (
+    "EasyCache or LazyCache skips steps of this run by its own measure; remove one of the two nodes"
+)
+
+MOVING_WINDOWS = (
+    "context windows that move from step to step make its answers jump; take a schedule of windows "
+    "that stay, such as standard_static"
+)
+
+MOVING_MASK = (
+    "a mask that changes from step to step, as in Differential Diffusion, replaces other parts of "
+    "the picture each time; leave the node out"
+)
+
+MOMENTUM = (
+    "guidance with momentum, as in APG, builds on every step; set the momentum to 0, or leave the "
+    "node out"
+)
+
+OTHER_FORM = (
+    "the model is called for more or other than one latent, as with layers or kept references; "
+    "leave ToMe out"
+)
+
+OTHER_NOISE = (
+    "the model is called at other noise levels than its pipeline's scheduler says; patch the "
+    "pipeline that calls it"
+)
+
+# Why stacks merge only in the modules of their blocks.
+OTHER_PLACES = "as other places of the picture are evaluated from step to step"
+WITH_GRADIENTS = "as gradients are computed"
+PATCHED_BLOCKS = "that are patched"
+
+# Why a merged key weighs as one token.
+CALLED_DIFFERENTLY = "another node changes how the attention is called"
+OTHER_ATTENTION = "another node replaces the attention function"
+NO_WEIGHTS = "this host has no way to weigh them"
+
+
+def percents(start: float, end: float) -> str:
+    """For a run of which no step lies between ``start_percent`` and ``end_percent``."""
+    return f"start_percent={start} to end_percent={end} covers no step of this run; widen them"
+
+
+def too_few(tokens: int, least: int, min_tokens: int) -> str:
+    """For a feature map of fewer tokens than ``least``, which ``min_tokens`` decides unless 0."""
+    if min_tokens:
+        return f"{tokens} tokens are fewer than min_tokens={least}; lower it"
+    return (
+        f"{tokens} tokens are fewer than {least}, which is where merging is worth it here "
+        "(min_tokens=0); take a larger picture"
+    )
+
+
+def no_cell(height: int, width: int, sy: int, sx: int) -> str:
+    """For a feature map that is smaller than a cell."""
+    return (
+        f"a feature map of {height}x{width} tokens holds no cell of sy={sy} by sx={sx}; take a "
+        "larger picture"
+    )
+
+
+def low_ratio(tokens: int, ratio: float) -> str:
+    """For a feature map that is too small for a ratio."""
+    return f"{tokens} tokens are too few for ratio={ratio:g}; raise it"
+
+
+def levels_left_out(max_downsample: int, shallowest: int) -> str:
+    """For a model whose largest feature map with blocks is too small for ``max_downsample``."""
+    return (
+        f"max_downsample={max_downsample} leaves out every transformer block: this model's "
+        f"start at {shallowest}; use preset fast, or max_downsample auto under preset custom"
+    )
+
+
+def cannot_merge(device: object, error: str) -> str:
+    """For a device that fails to merge."""
+    return f"the device {device} cannot do it: {error}; leave ToMe out"
+
+
+def too_short(count: int, least: int) -> str:
+    """For a run of ``count`` steps where forecasts need ``least``."""
+    instead = "leave ToMe out" if count == 1 else "to save time, take fewer"
+    return f"a run of {count} is too short, forecasts need {least} steps here; {instead}"
+
+
+def sampler(name: str) -> str:
+    """For a sampler under which forecasts do harm, or are not known to do none."""
+    return (
+        f"under the sampler {name}, forecasts change the picture more than fewer steps do, or were "
+        "not tried; take euler, dpmpp_2m or res_multistep"
+    )
+
+
+def unknown_scheduler(name: str) -> str:
+    """For a scheduler of diffusers under which forecasts are not known to do no harm."""
+    return (
+        f"under this {name}, steps are evaluated more than once or not counted, or forecasts were "
+        "not tried; take FlowMatchEulerDiscreteScheduler or UniPCMultistepScheduler"
+    )
+
+
+def unknown_prediction(name: str) -> str:
+    """For a transformer of diffusers that is not known to predict a flow."""
+    return f"it is not known how a {name} predicts the picture; leave ToMe out"
