@@ -14,6 +14,7 @@ from host import merging, sample
 from models import comfyui
 
 from tome_nodes.comfyui.attachment import attach
+from tome_nodes.comfyui.models.unet import weigh_keys
 from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.triton.merging import merge_kernel
 from tome_nodes.patching.key_weights import Capabilities, KeyWeights
@@ -75,13 +76,11 @@ def test_a_model_computes_the_same_with_kernels(sd15, log_messages, strategy, sc
 def test_weighed_attention_launches_two_more_kernels():
     from comfy.ldm.modules.attention import attention_flash
 
-    from tome_nodes.comfyui.attention import weigh_attention
-
     q, k, v = (torch.randn(1, tokens, 80, device=DEVICE) for tokens in (16, 8, 8))
     sizes = torch.zeros(1, 8, device=DEVICE)
     weights = KeyWeights(sizes, kernels.TRITON, Capabilities(), lambda _: None)
     counts = []
-    for more in ({}, weigh_attention({}, weights)):
+    for more in ({}, weigh_keys({}, weights)):
         with Launches() as launches:
             attention_flash(q, k, v, 2, **more)
         counts.append(launches.names.total())

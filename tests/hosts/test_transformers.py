@@ -271,9 +271,7 @@ def test_without_self_attention_nothing_merges(models, log_messages):
     tiny, model = TINY["flux"], models("flux")
     config = merging(merge_attn=False, merge_mlp=True)
     assert torch.equal(sample(attach(model, config), tiny), sample(model, tiny))
-    assert log_messages()[-1] == (
-        "[ToMe] nothing merged: merge_attn is off, and nothing else merges in models of this kind"
-    )
+    assert log_messages()[-1] == (f"[ToMe] nothing merged: {reasons.ATTENTION_OFF}")
 
 
 @pytest.mark.parametrize(
