@@ -84,8 +84,8 @@ TURNS = (
 )
 
 UNEVEN = (
-    "the scheduler's noise levels fall too unevenly for so few steps; take another scheduler, such "
-    "as simple, or more steps"
+    "the scheduler's noise levels fall too unevenly here; take another scheduler, such as simple, "
+    "or more steps"
 )
 
 NOISE_RISES = "the noise level does not fall from step to step, as in an inversion; leave ToMe out"

@@ -91,7 +91,8 @@ class Denoiser:
         # Without a prompt, what prompts change is among the deviations.
         is_any = (prompts == 0).flatten(1).all(1).reshape(-1, *[1] * (latent.ndim - 1))
         variance = _VARIANCE * (1 + _CONTRAST**2 * is_any)
-        if options.get("patches_replace"):
+        # No transformer of the host reads the other kinds, such as that of PAG.
+        if options.get("patches_replace", {}).get("dit"):
             picture = denoised(latent, _WEAKENED * centres, noise, variance, power=2.5)
         else:
             picture = denoised(latent, centres, noise, variance)

@@ -130,8 +130,8 @@ def test_samplers_that_make_more_of_answers_get_them_as_they_are(flux, sampler, 
 @pytest.mark.parametrize(
     ("steps", "sampler", "why"),
     [
-        (3, "euler", reasons.too_short(3)),
-        (1, "euler", reasons.too_short(1)),
+        (3, "euler", reasons.too_short(3, 4)),
+        (1, "euler", reasons.too_short(1, 4)),
         (6, "dpmpp_2m", reasons.too_short(6, 8)),
         (8, "deis", reasons.sampler("deis")),
         (8, "dpmpp_2m_sde", reasons.sampler("dpmpp_2m_sde")),
@@ -181,6 +181,20 @@ def guided(model, steps=8, sampler=None, sigmas=None, callback=None, **options):
     sigmas = torch.linspace(1, 0, steps + 1) if sigmas is None else sigmas
     sampler = sampler or comfy.samplers.sampler_object("euler")
     return guider.sample(noise, latent, sampler, sigmas, callback=callback, **options)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "steps", "is_forecast"),
+    [("euler", 12, True), ("er_sde", 12, False), ("er_sde", 16, True), ("uni_pc", 16, False)],
+)
+def test_only_some_samplers_take_noise_levels_that_count_as_one(
+    flux, log_messages, sampler, steps, is_forecast
+):
+    levels = torch.cat([torch.tensor([1.0, 0.999]), torch.linspace(0.95, 0, steps - 1)])
+    guided(
+        attach(flux, configured()), sampler=comfy.samplers.sampler_object(sampler), sigmas=levels
+    )
+    assert (reasons.UNEVEN not in log_messages()[-1]) == is_forecast
 
 
 def test_the_callback_of_the_host_is_called_as_without(flux):

@@ -6,7 +6,8 @@ nothing has to be known about the model, and how many evaluations an answer take
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
 from .. import reasons
 from ..forecasting.forecasts import Forecasts
-from ..forecasting.steps import SHORTEST, Step, is_even, latent_share, log_snr
+from ..forecasting.steps import LONG, SHORTEST, Step, are_apart, is_even, latent_share, log_snr
 from ..patching.schedule import is_active, is_noise_alone
 from ..report import log_line
 from ..report.counts import Counts
@@ -39,17 +40,21 @@ class _Sampler:
             do. Samplers that look back need more.
         corrects: whether the answer after a forecast is to make up for its error. The correction is
             Euler's; some samplers make more of an answer, and are worse off with it.
+        apart: in runs of fewer steps than these, no two noise levels may be so close that they
+            count as one.
     """
 
     least: int
     corrects: bool
+    apart: int
 
 
 _SAMPLERS: Mapping[str, _Sampler] = {
-    **dict.fromkeys(("euler", "euler_ancestral", "ddpm", "er_sde"), _Sampler(SHORTEST, True)),
-    "sa_solver": _Sampler(SHORTEST, False),
-    **dict.fromkeys(("unipc", "unipc_bh2"), _Sampler(5, False)),
-    **dict.fromkeys(("dpmpp_2m", "res_multistep"), _Sampler(8, True)),
+    "euler": _Sampler(SHORTEST, True, 0),
+    "euler_ancestral": _Sampler(10, True, LONG),
+    **dict.fromkeys(("ddpm", "dpmpp_2m", "er_sde", "res_multistep"), _Sampler(8, True, LONG)),
+    "sa_solver": _Sampler(8, False, LONG),
+    **dict.fromkeys(("unipc", "unipc_bh2"), _Sampler(8, False, sys.maxsize)),
 }
 """The samplers under which forecasts hold (benchmarks/FIDELITY.md), by the names of their functions
 without ``sample_``. They evaluate a step once. Under the others, forecasts change the picture more
@@ -102,7 +107,7 @@ class ForecastRun:
         name = _function_of(sampler)
         known = _SAMPLERS.get(name)
         self._corrects = known is not None and known.corrects
-        self._reason = _obstacle(name, known, self.count, guider.model_options)
+        self._reason = _obstacle(name, known, self._levels, self.count, guider.model_options)
 
     @property
     def reason(self) -> str | None:
@@ -213,13 +218,18 @@ class ForecastRun:
 
 
 def _obstacle(
-    name: str, known: _Sampler | None, count: int, options: Mapping[str, Any]
+    name: str,
+    known: _Sampler | None,
+    levels: Sequence[float],
+    count: int,
+    options: Mapping[str, Any],
 ) -> str | None:
     """Why nothing can be forecast in a run, as far as can be told before it.
 
     Args:
         name: the name of the sampler.
         known: what is known of it.
+        levels: the logarithm of signal to noise of each step.
         count: the number of steps.
         options: the model options of the guider.
     """
@@ -227,6 +237,8 @@ def _obstacle(
         return reasons.sampler(name)
     if count < known.least:
         return reasons.too_short(count, known.least)
+    if count < known.apart and not are_apart(levels):
+        return reasons.UNEVEN
     if "easycache" in options["transformer_options"]:
         return reasons.CACHE
     if "denoise_mask_function" in options:

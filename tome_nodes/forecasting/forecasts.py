@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import reasons
-from .steps import LONG, SHORTEST, Step, first_steps, steps_that_run
+from .steps import LONG, SHORTEST, TOO_CLOSE, Step, first_steps, steps_that_run
 
 _DAMPING = 0.7
 """The share of the extrapolated change that a forecast contains."""
@@ -24,9 +24,6 @@ _DAMPING = 0.7
 _MOST_CHANGE = 3.0
 """A forecast adds at most this many times the last change. At the start of a run with a high shift,
 noise levels are so close that the line would lead far away."""
-
-_TOO_CLOSE = 0.02
-"""Two answers count as one if their logarithms of signal to noise differ by less."""
 
 _RESPONSE = 0.7
 """The share of an error in the noisy latent that shows in the model's answer."""
@@ -77,7 +74,7 @@ class _Line:
 
     def add(self, new: _Answer) -> None:
         """Add an answer."""
-        if self.answers and new.step.log_snr - self.answers[-1].step.log_snr < _TOO_CLOSE:
+        if self.answers and new.step.log_snr - self.answers[-1].step.log_snr < TOO_CLOSE:
             self.answers.pop()
             self.total -= 1
         if len(self.answers) == 2:
@@ -245,7 +242,7 @@ def _corrected(line: _Line, now: _Answer, latent_share: float) -> Tensor | None:
     after = before = 0.0
     longest = 1 - latent_share
     distance = now.step.log_snr - last.step.log_snr
-    if distance < _TOO_CLOSE:
+    if distance < TOO_CLOSE:
         return None
     for each in line.forecasts:
         kept = each.step.latent_share

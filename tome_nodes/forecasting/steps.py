@@ -3,6 +3,7 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 FIRST, FIRST_OF_MANY, MANY = 2, 3, 8
 """The model runs in the first ``FIRST`` steps, and in the first ``FIRST_OF_MANY`` if a run has at
@@ -17,6 +18,9 @@ LONG = 16
 _FAST, _FASTER = 1.4, 2.0
 """Noise falls unevenly around a step if the logarithm of signal to noise grows in it by more than
 ``_FAST`` times the mean of the run, or in the next step by more than ``_FASTER`` times as much."""
+
+TOO_CLOSE = 0.02
+"""Two noise levels count as one if their logarithms of signal to noise differ by less."""
 
 _MOST_NOISE = 0.99
 """Noise levels of a flow above this one count as this one: pure noise would have no logarithm."""
@@ -80,17 +84,22 @@ def latent_share(schedule: Sequence[float], index: int) -> float | None:
 
 
 def is_even(levels: Sequence[float], index: int) -> bool:
-    """Whether noise falls evenly enough around a step to forecast it, which a long run always is.
+    """Whether noise falls evenly enough around a step to forecast it.
 
     Args:
         levels: the logarithm of signal to noise of each step.
         index: the number of the step, from 0.
     """
-    if len(levels) >= LONG or not 0 < index < len(levels) - 1:
+    if not 0 < index < len(levels) - 1:
         return True
     before, now, after = levels[index - 1 : index + 2]
     mean = (levels[-1] - levels[0]) / (len(levels) - 1)
     return now - before <= _FAST * mean and after - now <= _FASTER * (now - before)
+
+
+def are_apart(levels: Sequence[float]) -> bool:
+    """Whether no two levels, as in :func:`is_even`, are so close that they count as one."""
+    return all(after - before >= TOO_CLOSE for before, after in pairwise(levels))
 
 
 def first_steps(count: int, is_settled: bool) -> int:
