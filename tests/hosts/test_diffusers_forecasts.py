@@ -311,8 +311,8 @@ def multistep(kind, **options):
     ("scheduler", "steps", "running", "is_corrected"),
     [
         (FlowMatchEulerDiscreteScheduler(), 4, {0, 1, 3}, True),
-        (multistep(UniPCMultistepScheduler), 4, {0, 1, 2, 3}, False),
-        (multistep(UniPCMultistepScheduler), 5, {0, 1, 2, 4}, False),
+        (multistep(UniPCMultistepScheduler), 7, {*range(7)}, False),
+        (multistep(UniPCMultistepScheduler), 8, {0, 1, 2, 4, 5, 7}, False),
         (multistep(DPMSolverMultistepScheduler), 8, {0, 1, 2, 4, 5, 7}, True),
         (multistep(DPMSolverMultistepScheduler), 7, {*range(7)}, False),
     ],

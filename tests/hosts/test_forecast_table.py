@@ -21,8 +21,9 @@ from benchmarks.forecasts.situations import SITUATIONS
 
 PLAIN = Graph("euler", 8, 3.0, True, "plain", "simple", 3.0)
 
-ALIKE = {"plain", "split sampling", "batch that splits and joins"}
-"""Situations in which the first picture is that of the plain graph, but for the order of sums."""
+ALIKE = {"plain", "split sampling", "batch that splits and joins", "PAG"}
+"""Situations in which the first picture is that of the plain graph, but for the order of sums. PAG
+replaces attention as only UNets have it."""
 
 
 def missing(axes, rows, apart=()):

@@ -8,7 +8,7 @@ from weakref import ref
 
 from .. import reasons
 from ..forecasting.forecasts import Forecasts
-from ..forecasting.steps import SHORTEST, Step, is_even, latent_share, log_snr
+from ..forecasting.steps import SHORTEST, Step, latent_share, log_snr
 from ..patching.schedule import is_active, is_noise_alone
 from ..report.counts import Counts
 from ..report.log_line import log_line
@@ -78,7 +78,6 @@ class PipelineRun:
         self._method = method
         self._config = config
         self._levels: list[float] = scheduler.sigmas.tolist()
-        self._log_snrs = [log_snr(level, is_flow=True) for level in self._levels if level > 0]
         self._first: int | None = None
         self._index: int | None = None
         self._calls_before = 0
@@ -105,7 +104,6 @@ class PipelineRun:
             count=count - first,
             log_snr=log_snr(noise, is_flow=True),
             course=call.course,
-            is_even=is_even(self._log_snrs, index),
             latent_share=latent_share(self._levels, index) if self._method.corrects else None,
             is_active=is_active(self._config, 1 - index / count, lambda percent: 1 - percent),
             from_noise=first == 0 and is_noise_alone(self._levels[0], most=1.0),
