@@ -84,9 +84,9 @@ def test_the_outcome_of_each_block_is_reported(evaluate):
     evaluate(replace(NOW, is_active=False))
     evaluate(obstacle="it may not")
     first, inactive, hindered = evaluate.results
-    assert [(o.block, o.before, o.after, o.plans_made) for o in first.merged] == [
-        ("blocks.0", 16, 8, 1),
-        ("blocks.1", 16, 8, 1),
+    assert [(o.block, o.before, o.after) for o in first.merged] == [
+        ("blocks.0", 16, 8),
+        ("blocks.1", 16, 8),
     ]
     assert inactive.merged == hindered.merged == []
     assert "covers no step" in inactive.reason and not inactive.is_active

@@ -183,7 +183,6 @@ class Run:
         assert engine is not None
         key = step_key(config.seed, moment.picks)
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
-        self.model.observer.begins(moment.step)
         ratio = ratio_at(config, moment.progress)
         evaluation = Evaluation(engine, ratio, latent)
         if config.scope != "stack" or config.refresh_steps == 0:

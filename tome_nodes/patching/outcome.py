@@ -22,7 +22,6 @@ class Outcome:
             of its attentions was reached.
         plan: the plan of what merged last; None if nothing merged.
         grid: the grid for which plans were made; None if it did not come to that.
-        plans_made: number of plans that the block made.
         reason: why it ran on all tokens; None if it merged or the settings leave it out.
         unweighted: why a merged key weighed only as much as one token; None if it weighed more.
         fell_back: why only its modules merged although the scope is wider; None if the scope was
@@ -34,7 +33,6 @@ class Outcome:
     before: int = 0
     plan: Plan | None = None
     grid: Grid | None = None
-    plans_made: int = 0
     reason: str | None = None
     unweighted: str | None = None
     fell_back: str | None = None
@@ -104,9 +102,6 @@ class Observer:
     def timed(self, block: str, forward: Forward) -> Forward:
         """The forward of a block, perhaps wrapped to time it."""
         return forward
-
-    def begins(self, step: int) -> None:
-        """An evaluation of this step begins, and may merge."""
 
     def evaluated(self, result: Evaluated) -> None:
         """An evaluation is over; one that raised is not reported."""
