@@ -93,11 +93,8 @@ class RunReport(Observer):
         """
         try:
             last = self._last_run(run, model, tuned)
-            if last.nothing is not None and not is_quiet:
-                log.warning("[ToMe] %s", last.nothing)
-            elif not is_quiet:
-                backend = [] if run.engine is None else run.engine.in_words()
-                log.info("[ToMe] %s", log_line.log_line(self._counts, last.config, backend, tuned))
+            if not is_quiet:
+                last.log()
         except Exception as error:
             _warn("the report of this run is missing", error)
             return None
@@ -110,7 +107,7 @@ class RunReport(Observer):
             model=type(model.model_config).__name__,
             config=patched.config,
             counts=counts,
-            obstacle=None if counts.saved_anything else obstacle,
+            obstacle=None if counts.merged else obstacle,
             backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
             worth_from=None if engine is None else engine.worth_from,
             shallowest=patched.shallowest,

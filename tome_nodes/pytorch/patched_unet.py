@@ -165,7 +165,7 @@ class UNetCalls(Calls):
             return
         counts = Counts()
         counts.evaluated(result)
-        if not counts.merged_anything:
+        if not counts.merged:
             model = self._run.model
             self._warn_once(log_line.obstacle(counts, model.max_downsample, model.shallowest))
         elif self._is_new(self._shape):

@@ -20,16 +20,16 @@ def log_line(
         backend: the backend, as :meth:`tome_nodes.patching.engine.Engine.in_words` returns it.
         tuned: what ToMe Tune measured with these settings, None if it did not choose them.
     """
-    done = []
     if counts.forecast_steps:
-        done.append(f"forecast {len(counts.forecast_steps)}/{counts.total_steps} steps")
-    if counts.merged_anything:
+        done = [f"forecast {len(counts.forecast_steps)}/{counts.total_steps} steps", ratio(config)]
+    else:
         blocks = f"{counts.merged_blocks}/{counts.blocks_present} blocks"
-        done.append(f"merged {blocks} ({sizes(counts)})")
+        done = [f"merged {blocks} ({sizes(counts)})"]
         if counts.total_steps:
             done.append(f"{counts.merged_steps}/{counts.total_steps} steps")
-    others = [*in_effect(counts, config), *backend, *deviations(counts)]
-    return ", ".join([*done, *others, *([] if tuned is None else [times(tuned)])])
+        done += settings(config, counts.frames)
+    measured = [] if tuned is None else [times(tuned)]
+    return ", ".join([*done, *backend, *deviations(counts), *measured])
 
 
 def times(tuned: Measured) -> str:
@@ -64,16 +64,12 @@ def live_line(result: Evaluated, total_steps: int) -> str:
 
 def sizes(counts: Counts) -> str:
     """For example ``4096 -> 2048 tokens x5, 1024 -> 512 tokens x6``."""
-    several = len(counts.lengths) > 1
-    return ", ".join(
-        f"{before} -> {_span(counts.lengths_after(before))} tokens"
-        + (f" x{counts.blocks_of(before)}" if several else "")
-        for before in counts.lengths
-    )
-
-
-def _span(lengths: list[int]) -> str:
-    return str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]}-{lengths[-1]}"
+    found = []
+    for before, merged in sorted(counts.merged.items(), reverse=True):
+        after = "-".join(map(str, sorted({min(merged.after), max(merged.after)})))
+        count = f" x{len(merged.blocks)}" if len(counts.merged) > 1 else ""
+        found.append(f"{before} -> {after} tokens{count}")
+    return ", ".join(found)
 
 
 def deviations(counts: Counts) -> list[str]:
@@ -98,11 +94,9 @@ def obstacle(counts: Counts, max_downsample: int, shallowest: int) -> str:
     )
 
 
-def in_effect(counts: Counts, config: ToMeConfig, defaults: bool = False) -> list[str]:
-    """The :func:`settings` that had an effect in a run: the ratio alone if it only forecast."""
-    if counts.forecast_steps and not counts.merged_anything:
-        return [f"ratio {config.ratio:.2f}"]
-    return settings(config, counts.frames, defaults)
+def ratio(config: ToMeConfig) -> str:
+    """The setting by which forecasts go, in words."""
+    return f"ratio {config.ratio:.2f}"
 
 
 def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> list[str]:
@@ -114,13 +108,15 @@ def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> lis
         defaults: whether to include strategy and scope even if they have their default values.
     """
     cap = strategy_class(config).ratio_cap(config, frames)
-    scope = [] if config.scope == "module" and not defaults else [f"{config.scope} scope"]
-    ratio = f"ratio {config.ratio:.2f}"
+    words = [ratio(config)]
     if config.ratio_end >= 0:
-        ratio += f" to {config.ratio_end:.2f}"
+        words[0] += f" to {config.ratio_end:.2f}"
     if config.largest_ratio > cap:
-        ratio += f" capped at {cap:.2f}"
+        words[0] += f" capped at {cap:.2f}"
     if config.scope == "module" and config.attn_tokens == "k,v":
-        ratio += " of keys and values in self-attention"
-    is_default = config.strategy == ToMeConfig.strategy and not defaults
-    return [ratio, *([] if is_default else [config.strategy]), *scope]
+        words[0] += " of keys and values in self-attention"
+    if defaults or config.strategy != ToMeConfig.strategy:
+        words.append(config.strategy)
+    if defaults or config.scope != ToMeConfig.scope:
+        words.append(f"{config.scope} scope")
+    return words
