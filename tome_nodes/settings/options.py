@@ -185,13 +185,7 @@ SAMPLING = (
         most=2**64 - 1,
         text="Seed of the noise in the trials, as in the sampler.",
     ),
-    Option(
-        name="steps",
-        default=20,
-        least=1,
-        most=10000,
-        text="Steps of the sampler.",
-    ),
+    Option(name="steps", default=20, least=1, most=10000, text="Steps of the sampler."),
     Option(
         name="cfg",
         default=8.0,
@@ -200,18 +194,8 @@ SAMPLING = (
         step=0.1,
         text="As in the sampler; other than 1, the model runs on two prompts at once.",
     ),
-    Option(
-        name="sampler_name",
-        default="euler",
-        is_of_host=True,
-        text="As in the sampler.",
-    ),
-    Option(
-        name="scheduler",
-        default="simple",
-        is_of_host=True,
-        text="As in the sampler.",
-    ),
+    Option(name="sampler_name", default="euler", is_of_host=True, text="As in the sampler."),
+    Option(name="scheduler", default="simple", is_of_host=True, text="As in the sampler."),
     Option(
         name="denoise",
         default=1.0,

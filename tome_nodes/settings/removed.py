@@ -27,11 +27,7 @@ OPTIONS: Mapping[str, tuple[Any, str]] = MappingProxyType(
 """Options that are gone: the default, at which each is ignored, and what to do otherwise."""
 
 _INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "scope": {"block": "stack"},
-        "strategy": {"pool": "window"},
-        "attn_tokens": {"q": "k,v"},
-    }
+    {"scope": {"block": "stack"}, "strategy": {"pool": "window"}, "attn_tokens": {"q": "k,v"}}
 )
 """By option, the values that are gone, and what to take instead."""
 
