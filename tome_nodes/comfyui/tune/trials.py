@@ -80,21 +80,18 @@ class Trials:
     Attributes:
         plain: the model without ToMe.
         steps: the number of steps of the run, at least 1.
-        shape: the shape of the latent, with all its samples.
-        is_empty: whether the latent has no picture to start from.
+        latent: the latent that the run starts from.
         steps_taken: how many steps the trials have taken so far.
     """
 
     def __init__(self, model: ModelPatcher, sampling: Sampling, runs: int, clock: Clock | None):
         """Prepare at most ``runs`` runs; ``clock`` is None for that of the model's device."""
         self.plain = attachment.detach(model)
+        self.steps = sampling.steps
+        self.latent = _latent_for(self.plain, sampling.latent_image)
+        self.steps_taken = 0
         self._sampling = sampling
         self._clock = clock or Clock(model.load_device)
-        self._latent = _latent_for(self.plain, sampling.latent_image)
-        self.steps = sampling.steps
-        self.shape = tuple(attachment.picture_of(self._latent).shape)
-        self.is_empty = attachment.is_empty(self._latent)
-        self.steps_taken = 0
         self._progress = ProgressBar(runs * self.steps)
 
     def measure(self, name: str, model: ModelPatcher, steps: int | None = None) -> Measured:
@@ -108,12 +105,12 @@ class Trials:
         Raises:
             InterruptProcessingException: the user stopped the trial.
         """
-        unpatched_run, steps = self._unpatched, steps or self.steps
-        unpatched = unpatched_run.whole / self.steps
+        steps = steps or self.steps
+        unpatched = self._unpatched.whole / self.steps
         try:
             sampled = self._sampled(model, steps)
-            has_compiled = any(each > _COMPILING * unpatched for each in sampled.seconds[1:])
-            if self.steps == 1 or has_compiled:
+            # A step that compiles takes far longer than an unpatched one.
+            if any(each > _COMPILING * unpatched for each in sampled.seconds[1:]):
                 sampled = self._sampled(model, steps)
         except InterruptProcessingException:
             raise
@@ -121,7 +118,7 @@ class Trials:
             # Others may still work.
             log.warning("[ToMe] %s: %s: %s", name, type(error).__name__, error)
             return _failed(unpatched, f"{type(error).__name__}: {error}")
-        change = _distance(sampled.latent, unpatched_run.latent)
+        change = _distance(sampled.latent, self._unpatched.latent)
         if not isfinite(change):
             return _failed(unpatched, "the picture is not finite")
         seconds = sampled.whole
@@ -133,11 +130,15 @@ class Trials:
     @cached_property
     def _unpatched(self) -> _Sampled:
         """The unpatched run."""
-        unpatched = self._sampled(self.plain, self.steps)
-        # A run of one step includes work that is done once, so it is run again.
-        return self._sampled(self.plain, self.steps) if self.steps == 1 else unpatched
+        return self._sampled(self.plain, self.steps)
 
     def _sampled(self, model: ModelPatcher, steps: int) -> _Sampled:
+        """Sample; twice in a run of one step, as the first includes work that is done once."""
+        if self.steps == 1:
+            self._sampled_once(model, steps)
+        return self._sampled_once(model, steps)
+
+    def _sampled_once(self, model: ModelPatcher, steps: int) -> _Sampled:
         """Sample as ComfyUI's KSampler does, but leave the global random state as it is."""
         sampling, marks = self._sampling, []
 
@@ -152,21 +153,13 @@ class Trials:
         device = model.load_device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             noise = comfy.sample.prepare_noise(
-                self._latent, sampling.seed, sampling.latent_image.get("batch_index")
+                self.latent, sampling.seed, sampling.latent_image.get("batch_index")
             )
             self._clock.wait()
             start = self._clock.now()
             latent = comfy.sample.sample(
-                model,
-                noise,
-                steps,
-                sampling.cfg,
-                sampling.sampler_name,
-                sampling.scheduler,
-                sampling.positive,
-                sampling.negative,
-                self._latent,
-                sampling.denoise,
+                *(model, noise, steps, sampling.cfg, sampling.sampler_name, sampling.scheduler),
+                *(sampling.positive, sampling.negative, self.latent, sampling.denoise),
                 noise_mask=sampling.latent_image.get("noise_mask"),
                 callback=mark,
                 disable_pbar=True,

@@ -96,13 +96,10 @@ def tune(
 
 
 def _tried(
-    trials: Trials,
-    key: Mapping[str, Any],
-    wish: Wish,
-    ladders: Sequence[Ladder],
-    measure_again: bool,
+    trials: Trials, key: Mapping[str, Any], wish: Wish, ladders: Sequence[Ladder], anew: bool
 ) -> Found:
-    kept = tune_cache.Kept() if measure_again else tune_cache.read(key)
+    """What comes of trials; ``anew`` is whether to ignore what was measured earlier."""
+    kept = tune_cache.Kept() if anew else tune_cache.read(key)
     known = dict(kept.tried)
 
     def tried(name: str, model: ModelPatcher, steps: int | None = None) -> Measured:
@@ -121,10 +118,9 @@ def _tried(
                 break
     figures = {each: figures[each] for ladder in ladders for each in ladder if each in figures}
     taken = choose(wish, figures)
+    speed = wish.amount if wish.goal == SPEED else FASTER
     if taken is not None:
         speed = figures[taken].speed
-    else:
-        speed = wish.amount if wish.goal == SPEED else FASTER
     instead: dict[str, Measured] = {}
     fewer = min(trials.steps - 1, floor(trials.steps / speed))
     if fewer:
@@ -167,10 +163,10 @@ def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, A
         "model": class_name(model.model),
         "bytes": model.model_size(),
         "dtype": str(model.model.get_dtype_inference()),
-        "latent": list(trials.shape),
+        "latent": list(attachment.picture_of(trials.latent).shape),
         "steps": trials.steps,
         "sampler": [sampling.sampler_name, sampling.scheduler, sampling.denoise],
-        "empty": trials.is_empty,
+        "empty": attachment.is_empty(trials.latent),
         "masked": sampling.latent_image.get("noise_mask") is not None,
         "guided": sampling.cfg != 1.0,
         "prompts": [_extras_of(sampling.positive), _extras_of(sampling.negative)],
