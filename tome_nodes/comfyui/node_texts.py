@@ -3,18 +3,7 @@
 from dataclasses import dataclass, field
 
 from ..settings.config import OPTIONS
-from ..settings.options import (
-    CHANGE,
-    FRAME,
-    GOAL,
-    LEVEL,
-    MEASURE_AGAIN,
-    SAMPLING,
-    SPEED_UP,
-    STEP,
-    VIEW,
-    Option,
-)
+from ..settings.options import REPORT_OPTIONS, TUNE_OPTIONS, Option
 from ..settings.presets import PRESET
 from ..settings.removed import OPTIONS as REMOVED
 
@@ -138,18 +127,14 @@ TUNE = Caption(
             type="LATENT",
         ),
     ),
-    options=(GOAL, SPEED_UP, CHANGE, *SAMPLING, MEASURE_AGAIN),
+    options=TUNE_OPTIONS,
     outputs=(
         Slot(
             "MODEL",
             "The model with the settings found, or unpatched if none make it faster.",
             type="MODEL",
         ),
-        Slot(
-            "IMAGE",
-            "The speed and the change of everything that was tried.",
-            type="IMAGE",
-        ),
+        Slot("IMAGE", "The speed and the change of everything that was tried.", type="IMAGE"),
         Slot("text", "What was found and tried, in words.", type="STRING"),
         Slot(
             "settings",
@@ -185,7 +170,7 @@ REPORT = Caption(
             optional=True,
         ),
     ),
-    options=(VIEW, LEVEL, STEP, FRAME),
+    options=REPORT_OPTIONS,
     outputs=(
         Slot("IMAGE", "The merge map or the chart.", type="IMAGE"),
         Slot("STRING", "The report in words.", type="STRING"),

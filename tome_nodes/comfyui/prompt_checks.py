@@ -7,7 +7,6 @@ prompt.
 
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from types import MappingProxyType
 from typing import Any
 
 from comfy_execution.utils import get_executing_context
@@ -18,7 +17,7 @@ from .validation import fault
 from .workflow import running_server
 
 # ComfyUI validates a prompt in the context in which it received it.
-_messages: ContextVar[Mapping[str, str]] = ContextVar("messages", default=MappingProxyType({}))
+_messages: ContextVar[Mapping[str, str]] = ContextVar("messages")
 
 _CAPTIONS = {caption.id: caption for caption in CAPTIONS}
 
@@ -67,4 +66,4 @@ def _nodes(request: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 def verdict() -> str | bool:
     """The error message on the node that ComfyUI is validating; True if there is none."""
     context = get_executing_context()
-    return True if context is None else _messages.get().get(context.node_id, True)
+    return True if context is None else _messages.get({}).get(context.node_id, True)

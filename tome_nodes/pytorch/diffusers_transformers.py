@@ -98,7 +98,7 @@ class TransformerCalls(Calls):
         call = flow_call(self.network, args, kwargs)
         run = call if isinstance(call, str) else self._runs.begin(call, self._config)
         if isinstance(call, str) or isinstance(run, str):
-            self._runs.warn_once(str(run))
+            self._runs.warn(str(run))
             return None
         return run, call
 

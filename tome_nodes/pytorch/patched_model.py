@@ -26,6 +26,24 @@ _STATE = "_tome_nodes"
 """The attribute of a patched model for its :class:`Attachment`."""
 
 
+class Once:
+    """Logs each line once."""
+
+    def __init__(self) -> None:
+        self._said: set[Hashable] = set()
+
+    def is_new(self, what: Hashable) -> bool:
+        """Whether this is asked for the first time."""
+        is_new = what not in self._said
+        self._said.add(what)
+        return is_new
+
+    def warn(self, line: str) -> None:
+        """Log a warning."""
+        if self.is_new(line):
+            log.warning("[ToMe] %s", line)
+
+
 class Host:
     """A library whose models are called as modules."""
 
@@ -65,7 +83,7 @@ class Attachment:
         config: the settings.
         context: the context of the model, see :meth:`Host.find`.
         make_strategy: makes the strategy.
-        reported: what has been logged, and is not logged again.
+        once: logs what is said of the model.
     """
 
     def __init__(
@@ -78,7 +96,7 @@ class Attachment:
         self.config = config
         self.context = context
         self.make_strategy = make_strategy
-        self.reported: set[Hashable] = set()
+        self.once = Once()
         self._host = host
         self._of_thread = local()
 

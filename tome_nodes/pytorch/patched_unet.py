@@ -6,7 +6,7 @@ A call puts the overrides on the transformer blocks, runs the model and takes th
 import inspect
 import math
 import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
 from typing import Any, ClassVar, SupportsFloat
@@ -40,7 +40,8 @@ RECOMPUTED = "gradient checkpointing runs the transformer blocks again outside o
 """The obstacle if a model computes gradients by running blocks a second time."""
 
 _UNKNOWN_CALL = (
-    "the UNet was called without a sample and a timestep, as other code has replaced its forward"
+    "nothing merged: the UNet was called without a sample and a timestep, as other code has "
+    "replaced its forward"
 )
 
 
@@ -105,7 +106,7 @@ class UNetCalls(Calls):
         self._latest = _Latest()
         self._run = Run(self._config, host.record, unet, attachment.make_strategy, self._latest)
         self._host = host
-        self._reported = attachment.reported
+        self._once = attachment.once
         self._shape: torch.Size | None = None
         self._arguments: tuple[Any, ...] = ()
         self._completed = True
@@ -142,7 +143,7 @@ class UNetCalls(Calls):
         is_sample = isinstance(sample, Tensor) and sample.ndim >= 4
         is_timestep = isinstance(timestep, SupportsFloat)
         if not (is_sample and is_timestep):
-            self._warn_once(_UNKNOWN_CALL)
+            self._once.warn(_UNKNOWN_CALL)
             return False
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
         self._follow(noise, sample, timestep)
@@ -167,20 +168,12 @@ class UNetCalls(Calls):
         counts.evaluated(result)
         if not counts.merged:
             model = self._run.model
-            self._warn_once(log_line.obstacle(counts, model.max_downsample, model.shallowest))
-        elif self._is_new(self._shape):
+            why = log_line.obstacle(counts, model.max_downsample, model.shallowest)
+            self._once.warn(f"nothing merged: {why}")
+        elif self._once.is_new(self._shape):
             engine = self._run.engine
             backend = [] if engine is None else engine.in_words()
             log.info("[ToMe] %s", log_line.log_line(counts, self._config, backend))
-
-    def _warn_once(self, reason: str) -> None:
-        if self._is_new(reason):
-            log.warning("[ToMe] nothing merged: %s", reason)
-
-    def _is_new(self, what: Hashable) -> bool:
-        is_new = what not in self._reported
-        self._reported.add(what)
-        return is_new
 
     def _follow(self, noise: float, sample: Tensor, timestep: Tensor | float) -> None:
         """Count the steps of a run, and the calls of a step."""

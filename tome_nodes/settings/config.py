@@ -7,7 +7,6 @@ generate`` makes the English locale and the tables of the help pages from them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, Literal
 
 from .options import Option, OptionError
@@ -231,10 +230,8 @@ class ToMeConfig:
         return self.largest_ratio == 0
 
 
-OPTIONS: Mapping[str, Option] = MappingProxyType(
-    {
-        each.name: Option(name=each.name, default=each.default, **each.metadata)
-        for each in fields(ToMeConfig)
-    }
-)
+OPTIONS: Mapping[str, Option] = {
+    each.name: Option(name=each.name, default=each.default, **each.metadata)
+    for each in fields(ToMeConfig)
+}
 """The options of token merging by name."""

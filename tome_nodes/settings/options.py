@@ -37,6 +37,11 @@ def shown(value: Any) -> str:
     return f"<{type(value).__name__}>"
 
 
+_ACCEPTED: Mapping[type, Any] = {bool: bool, int: int, float: int | float, str: str}
+_IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
+"""The types that a value may have, by that of the default."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """One option.
@@ -75,23 +80,17 @@ class Option:
             OptionTypeError: it has the wrong type.
             OptionError: it is out of range, NaN, or none of the choices.
         """
-        is_whole = isinstance(self.default, int)
+        kind = type(self.default)
+        is_bool = isinstance(value, bool)
         if self.choices:
             # True and 1.0 are equal to 1, but they are not choices.
-            is_number = isinstance(value, bool | float)
-            if not is_plain(value) or is_number or value not in self.choices:
+            if is_bool or not isinstance(value, str | int) or value not in self.choices:
                 allowed = " | ".join(map(str, self.choices))
                 raise self._error(OptionError, value, f"one of {allowed}")
-        elif self.is_of_host:
-            if not isinstance(value, str):
-                raise self._error(OptionTypeError, value, "a name")
-        elif isinstance(self.default, bool):
-            if not isinstance(value, bool):
-                raise self._error(OptionTypeError, value, "true or false")
-        elif isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
-            raise self._error(OptionTypeError, value, "a whole number" if is_whole else "a number")
+        elif is_bool != (kind is bool) or not isinstance(value, _ACCEPTED[kind]):
+            raise self._error(OptionTypeError, value, _IN_WORDS[kind])
         # NaN is not in any range.
-        elif not self.least <= value <= self.most and value != self.unset:
+        elif kind in (int, float) and not self.least <= value <= self.most and value != self.unset:
             allowed = f"from {self.least} to {self.most}"
             if self.unset is not None:
                 allowed = f"{self.unset:g}, to keep ratio, or {allowed}"
@@ -215,3 +214,7 @@ STEP = Option(
     advanced=True,
     text="Which step to show in the merge map; 1 is the first. -1 shows the last that merged.",
 )
+
+TUNE_OPTIONS = (GOAL, SPEED_UP, CHANGE, *SAMPLING, MEASURE_AGAIN)
+
+REPORT_OPTIONS = (VIEW, LEVEL, STEP, FRAME)
