@@ -55,12 +55,7 @@ class Host:
         raise NotImplementedError
 
     def check(self, model: nn.Module, config: ToMeConfig, context: Any) -> None:
-        """Check that a model can be patched.
-
-        Args:
-            model: one that :meth:`find` returned.
-            config: the settings.
-            context: what it returned with the model.
+        """Check that a model, which :meth:`find` returned with its context, can be patched.
 
         Raises:
             TypeError: the model has no transformer blocks.
@@ -80,9 +75,7 @@ class Attachment:
     model has its own calls and its own sampling run.
 
     Attributes:
-        config: the settings.
         context: the context of the model, see :meth:`Host.find`.
-        make_strategy: makes the strategy.
         once: logs what is said of the model.
     """
 
@@ -190,11 +183,5 @@ class Calls:
     def call(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What a call of the model returns.
-
-        Args:
-            forward: calls the model itself.
-            args: the positional arguments of the call.
-            kwargs: its keyword arguments.
-        """
+        """What a call of the model returns; ``forward`` calls the model itself."""
         raise NotImplementedError

@@ -170,10 +170,9 @@ class UNetCalls(Calls):
             model = self._run.model
             why = log_line.obstacle(counts, model.max_downsample, model.shallowest)
             self._once.warn(f"nothing merged: {why}")
-        elif self._once.is_new(self._shape):
-            engine = self._run.engine
-            backend = [] if engine is None else engine.in_words()
-            log.info("[ToMe] %s", log_line.log_line(counts, self._config, backend))
+        elif self._run.engine is not None and self._once.is_new(self._shape):
+            line = log_line.log_line(counts, self._config, self._run.engine.in_words())
+            log.info("[ToMe] %s", line)
 
     def _follow(self, noise: float, sample: Tensor, timestep: Tensor | float) -> None:
         """Count the steps of a run, and the calls of a step."""
@@ -194,18 +193,12 @@ class UNetCalls(Calls):
         if self._first is None or not (self._completed and noise <= self._timestep):
             return True
         first, its_timestep = self._first
+        if first.shape != sample.shape or _are_of_one_tensor(timestep, its_timestep):
+            return False
+        sample = sample.detach().to(first.device)
         if noise < self._timestep:
-            return not (
-                _is_of_one_schedule(timestep, its_timestep)
-                or first.shape != sample.shape
-                or _goes_on(first, sample.detach().to(first.device))
-            )
-        return (
-            self._step == 0
-            and not _may_be_of_one_schedule(timestep, its_timestep)
-            and first.shape == sample.shape
-            and not torch.equal(first, sample.to(first.device))
-        )
+            return not _goes_on(first, sample)
+        return self._step == 0 and not torch.equal(first, sample)
 
     def _moment(self, timestep: float, shape: torch.Size) -> Moment:
         (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
@@ -240,21 +233,11 @@ def _execution_device(model: nn.Module, sample: Tensor) -> torch.device:
     return sample.device if device is None else torch.device(device)
 
 
-def _may_be_of_one_schedule(timestep: Tensor | float, other: Tensor | float) -> bool:
-    """Whether two timesteps may be elements of one tensor."""
+def _are_of_one_tensor(timestep: Tensor | float, other: Tensor | float) -> bool:
+    """Whether two timesteps are elements of one tensor, as those of a schedule are."""
     if not (isinstance(timestep, Tensor) and isinstance(other, Tensor)):
-        return True
+        return False
     return timestep.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _is_of_one_schedule(timestep: Tensor | float, other: Tensor | float) -> bool:
-    """Whether two timesteps are elements of one tensor of several timesteps."""
-    return (
-        isinstance(timestep, Tensor)
-        and isinstance(other, Tensor)
-        and _may_be_of_one_schedule(timestep, other)
-        and timestep.untyped_storage().nbytes() > timestep.numel() * timestep.element_size()
-    )
 
 
 def _goes_on(before: Tensor, sample: Tensor) -> bool:

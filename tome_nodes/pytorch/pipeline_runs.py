@@ -168,7 +168,7 @@ class PipelineRuns:
             return
         counts = Counts(run.step.count)
         counts.forecast_steps = run.forecasts.steps
-        line = log_line(counts, config, [])
+        line = log_line(counts, config)
         if self._once.is_new(line):
             log.info("[ToMe] %s", line)
 

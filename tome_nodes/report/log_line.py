@@ -1,5 +1,7 @@
 """A run in words: the line in the log, the line on the node, and parts of a report."""
 
+from collections.abc import Sequence
+
 from ..patching.outcome import Evaluated
 from ..settings.config import ToMeConfig
 from ..strategies import strategy_class
@@ -8,17 +10,12 @@ from .counts import Counts
 
 
 def log_line(
-    counts: Counts, config: ToMeConfig, backend: list[str], tuned: Measured | None = None
+    counts: Counts, config: ToMeConfig, backend: Sequence[str] = (), tuned: Measured | None = None
 ) -> str:
     """The log line of a run, or of the first call of a kind: what merged, and whether it helped.
 
-    For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``.
-
-    Args:
-        counts: the counts of the run.
-        config: the settings.
-        backend: the backend, as :meth:`tome_nodes.patching.engine.Engine.in_words` returns it.
-        tuned: what ToMe Tune measured with these settings, None if it did not choose them.
+    For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``. The backend
+    is given as :meth:`tome_nodes.patching.engine.Engine.in_words` returns it.
     """
     if counts.forecast_steps:
         done = [f"forecast {len(counts.forecast_steps)}/{counts.total_steps} steps", ratio(config)]
@@ -83,10 +80,8 @@ def deviations(counts: Counts) -> list[str]:
 def obstacle(counts: Counts, max_downsample: int, shallowest: int) -> str:
     """Why nothing was merged: the most common reason, or that ``max_downsample`` rules out all.
 
-    Args:
-        counts: the counts of a run that merged nothing.
-        max_downsample: how many times smaller than the latent a level may be to merge.
-        shallowest: how many times smaller than the latent the largest level of the model is.
+    ``max_downsample`` is how many times smaller than the latent a level may be to merge, and
+    ``shallowest`` how many times smaller the largest level of the model is.
     """
     return counts.most_common_reason or (
         f"max_downsample={max_downsample} leaves out every transformer block: this model's "
@@ -108,13 +103,14 @@ def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> lis
         defaults: whether to include strategy and scope even if they have their default values.
     """
     cap = strategy_class(config).ratio_cap(config, frames)
-    words = [ratio(config)]
+    share = ratio(config)
     if config.ratio_end >= 0:
-        words[0] += f" to {config.ratio_end:.2f}"
+        share += f" to {config.ratio_end:.2f}"
     if config.largest_ratio > cap:
-        words[0] += f" capped at {cap:.2f}"
+        share += f" capped at {cap:.2f}"
     if config.scope == "module" and config.attn_tokens == "k,v":
-        words[0] += " of keys and values in self-attention"
+        share += " of keys and values in self-attention"
+    words = [share]
     if defaults or config.strategy != ToMeConfig.strategy:
         words.append(config.strategy)
     if defaults or config.scope != ToMeConfig.scope:
