@@ -363,10 +363,10 @@ def test_a_report_shows_any_frame_of_a_video(models, frame):
     height, width = expected.shape[:2]
     drawn = report_of(run, frame=frame).picture
     assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
-    places = []
-    grey = np.full((16, 20, 3), 0.5)
-    report_of(run, picture_at=lambda place: places.append(place) or grey, frame=frame)
-    assert places == [shown / 4]
+    pictures = np.random.default_rng(0).random((9, 16, 20, 3))
+    expected = drawing.merge_map(slots, pictures[2 * shown], shown)
+    drawn = report_of(run, frame=frame, pictures=pictures).picture
+    assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
 
 
 def test_a_missing_frame_is_reported(models):

@@ -29,13 +29,7 @@ _NOISE_LEVELS = ("percent_to_sigma", "sigma_max")
 def changed_part(patcher: ModelPatcher, record: ComfyRecord, diffusion_model: Any) -> str | None:
     """The first part of ComfyUI that merging relies on and that is not as the pack knows it.
 
-    Args:
-        patcher: the model to patch.
-        record: its record.
-        diffusion_model: its diffusion model.
-
-    Returns:
-        The name of the part, None if all are as known.
+    None if all parts are as known to the pack, and to the record of the model.
     """
     model: Any = patcher.model
     changed = _first_changed(

@@ -208,8 +208,8 @@ class ToMeReport(io.ComfyNode):
         elif (run := attachment.last_run(model, workflow.origins("samples"))) is None:
             shown = pages.notice(*pages.NO_RUN)
         else:
-            picture_at = None if image is None else partial(_frame_at, image)
-            shown = pages.report_of(run, picture_at=picture_at, **options)
+            pictures = None if image is None else image.float().cpu().numpy()
+            shown = pages.report_of(run, pictures=pictures, **options)
         drawn, on_node = _shown(cls, shown)
         return io.NodeOutput(drawn, shown.text, ui=on_node)
 
@@ -227,11 +227,6 @@ def _shown(cls: Any, page: pages.Page) -> tuple[torch.Tensor, dict[str, Any]]:
     # A copy, because the picture may be read-only memory.
     drawn = torch.tensor(page.picture, dtype=torch.float32)[None] / 255
     return drawn, ui.PreviewImage(drawn, cls=cls).as_dict() | ui.PreviewText(page.text).as_dict()
-
-
-def _frame_at(image: Any, place: float) -> Any:
-    """See :data:`pages.PictureAt`."""
-    return image[round(place * (len(image) - 1))].float().cpu().numpy()
 
 
 class ToMeExtension(ComfyExtension):

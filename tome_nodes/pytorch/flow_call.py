@@ -81,12 +81,7 @@ class FlowCall:
         return id(self.network), *((name, _trait(name, each)) for name, each in self.others.items())
 
     def denoised(self, result: Any, noise: float) -> Tensor:
-        """The denoised latent that follows from what the transformer returned.
-
-        Args:
-            result: that.
-            noise: the share of noise in the latent.
-        """
+        """The denoised latent that follows from what the transformer returned."""
         sample = torch.stack(result[0]) if isinstance(result[0], list) else result[0]
         flow = sample[:, : self.latent.shape[1]].float()
         return self.latent - self.sign * noise * flow
@@ -130,11 +125,7 @@ def _latent(network: Any, value: Any, given: Mapping[str, Any]) -> Tensor | None
     """The noisy latent; None if it is of an unknown form.
 
     References behind its tokens are left out, and channels that say, for example, where to paint.
-
-    Args:
-        network: the transformer.
-        value: the argument that holds the latent.
-        given: all arguments by name.
+    ``value`` is the argument that holds the latent, and ``given`` all arguments by name.
     """
     if isinstance(value, list):
         shapes = {each.shape if isinstance(each, Tensor) else None for each in value}

@@ -1,6 +1,6 @@
 """The report of a sampling run: its text, and the picture of a view."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,13 +20,6 @@ _MUCH = 0.1
 _MANY, _ENOUGH = 16, 12
 """From ``_MANY`` steps on, merging whole stacks is no better than taking fewer steps; a hint then
 recommends ``_ENOUGH`` steps (benchmarks/FIDELITY.md)."""
-
-
-PictureAt = Callable[[float], np.ndarray]
-"""Returns a frame of a decoded video, given its position from 0 (first frame) to 1 (last frame).
-
-``[height, width, channels]`` float from 0 to 1.
-"""
 
 
 @dataclass(frozen=True)
@@ -64,8 +57,8 @@ def report_of(
     view: str = MERGE_MAP,
     level: int = -1,
     step: int = -1,
-    picture_at: PictureAt | None = None,
     frame: int = -1,
+    pictures: np.ndarray | None = None,
 ) -> Page:
     """The report of a run.
 
@@ -76,8 +69,9 @@ def report_of(
         level: which feature maps to draw, by how many times smaller than the latent they are; -1
             for the largest.
         step: which step to draw, counted from 1; -1 for the last that merged.
-        picture_at: returns the decoded picture to draw under a map.
         frame: which frame of a video's latent to draw, counted from 1; -1 for the middle one.
+        pictures: ``[count, height, width, channels]`` float from 0 to 1, the decoded picture or
+            video to draw under a map.
     """
     lines = in_words(run)
     recording, counts = run.recording, run.counts
@@ -89,7 +83,7 @@ def report_of(
     elif view == CHART:
         drawn = _chart(recording)
     else:
-        drawn = _map(recording, counts.total_steps, level, step, picture_at, frame)
+        drawn = _map(recording, counts.total_steps, level, step, frame, pictures)
     return Page(drawn, "\n".join(lines))
 
 
@@ -199,8 +193,8 @@ def _map(
     total: int,
     level: int,
     step: int,
-    picture_at: PictureAt | None,
     frame: int,
+    pictures: np.ndarray | None,
 ) -> np.ndarray:
     """See :func:`report_of`; ``total`` is the number of steps of the run."""
     levels = recording.levels
@@ -217,7 +211,9 @@ def _map(
     if step not in by_step:
         return _absent("step", step, by_step)
     slots = by_step[step]
-    picture = None if picture_at is None else picture_at((frame - 1) / max(1, grid.frames - 1))
+    picture = None
+    if pictures is not None:
+        picture = pictures[round((frame - 1) / max(1, grid.frames - 1) * (len(pictures) - 1))]
     place = f"level {level}, {grid.width} x {grid.height} tokens"
     if grid.frames > 1:
         place += f", frame {frame} of {grid.frames}"

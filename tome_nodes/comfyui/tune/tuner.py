@@ -58,12 +58,8 @@ def tune(
 ) -> Found:
     """The settings that fulfil a wish best in a sampling run.
 
-    Args:
-        model: the model. It is not changed; if it is patched, that is ignored.
-        sampling: the run.
-        wish: what the settings should do.
-        measure_again: whether to ignore what was measured earlier.
-        clock: measures time; None for the clock of the model's device.
+    The model is not changed; if it is patched, that is ignored. ``measure_again`` is whether to
+    ignore what was measured earlier; ``clock`` is None for the clock of the model's device.
 
     Raises:
         InterruptProcessingException: the user stopped the trials; what they measured is lost.
