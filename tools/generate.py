@@ -155,7 +155,7 @@ def _row(option: Option) -> tuple[str, ...]:
         allowed = ", ".join(f"`{choice}`" for choice in option.choices)
     elif isinstance(option.default, bool):
         allowed = "on, off"
-    elif option.is_of_host:
+    elif isinstance(option.default, str):
         allowed = "as in KSampler"
     else:
         allowed = f"{option.least:g} to {_figure(option.most)}"

@@ -75,10 +75,9 @@ def _input(option: Option) -> io.Input:
     if option.name == "seed":
         # Otherwise the editor changes the seed after each run, and so the image.
         extras["control_after_generate"] = False
-    if option.choices:
-        return io.Combo.Input(option.name, options=[*map(str, option.choices)], **extras)
-    if option.is_of_host:
-        return io.Combo.Input(option.name, options=HOST_NAMES[option.name], **extras)
+    if option.choices or isinstance(option.default, str):
+        names = [*map(str, option.choices)] or HOST_NAMES[option.name]
+        return io.Combo.Input(option.name, options=names, **extras)
     if isinstance(option.default, bool):
         return io.Boolean.Input(option.name, **extras)
     kind: Any = io.Int if isinstance(option.default, int) else io.Float

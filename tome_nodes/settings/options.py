@@ -48,7 +48,8 @@ class Option:
 
     Attributes:
         name: its name everywhere.
-        default: its value where none is given; its type is that of the option.
+        default: its value where none is given; its type is that of the option. A text without
+            choices is a name that the host defines, such as that of a sampler.
         text: what it does, in two sentences at most: the tooltip.
         more: what the help page adds.
         least: smallest value of a number.
@@ -57,7 +58,6 @@ class Option:
         unset: a number below ``least`` that stands for the value of ``ratio``.
         choices: its allowed values if they are few. Each has a text that says what it does, for the
             table of the help page, or an empty text if there is no such table.
-        is_of_host: whether its values are names that the host defines, such as those of samplers.
         advanced: whether the editor folds it away.
     """
 
@@ -70,7 +70,6 @@ class Option:
     step: float = 1
     unset: float | None = None
     choices: Mapping[str | int, str] = field(default_factory=dict)
-    is_of_host: bool = False
     advanced: bool = False
 
     def check(self, value: Any) -> None:
@@ -193,8 +192,8 @@ SAMPLING = (
         step=0.1,
         text="As in the sampler; other than 1, the model runs on two prompts at once.",
     ),
-    Option(name="sampler_name", default="euler", is_of_host=True, text="As in the sampler."),
-    Option(name="scheduler", default="simple", is_of_host=True, text="As in the sampler."),
+    Option(name="sampler_name", default="euler", text="As in the sampler."),
+    Option(name="scheduler", default="simple", text="As in the sampler."),
     Option(
         name="denoise",
         default=1.0,
