@@ -25,9 +25,7 @@ input; and if it took a required one, ComfyUI would report that together with an
 def config_of(settings: str | None = None, **given: Any) -> ToMeConfig:
     """The settings that the inputs of the patch node stand for.
 
-    Args:
-        settings: a JSON object of options, which override ``given``.
-        given: options by name.
+    ``settings`` is a JSON object of options, which override ``given``.
 
     Raises:
         OptionError: an option is not allowed, or would have no effect.
@@ -111,15 +109,10 @@ def options_of(caption: Caption, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fault(caption: Caption, inputs: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What is wrong with a node in a prompt.
+    """What is wrong with a node in a prompt, where an input that is a list is a link.
 
-    Args:
-        caption: the texts of the node.
-        inputs: its inputs. A list is a link, whose value is not known before the run.
-
-    Returns:
-        The input at fault, which may be :data:`LINKS`, and an error message; None if ComfyUI itself
-        finds all faults, or there are none.
+    Returns the input at fault, which may be :data:`LINKS`, and an error message; None if ComfyUI
+    itself finds all faults, or there are none.
     """
     message = _fault_of_links(caption, inputs)
     if message is not None:

@@ -90,13 +90,7 @@ class Column:
 
 
 def bars(names: Sequence[str], columns: Sequence[Column], is_lit: Sequence[bool]) -> np.ndarray:
-    """Draw rows of bars.
-
-    Args:
-        names: the name of each row.
-        columns: the columns, each with one bar in each row.
-        is_lit: which rows stand out.
-    """
+    """Draw rows of bars, one in each column; ``is_lit`` says which rows stand out."""
     row = int(np.clip(840 // len(names), 14, 28))
     size = min(16, row - 1)
     starts, width = [], max(_width(name, size) for name in names)

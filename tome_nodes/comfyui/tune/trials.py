@@ -95,12 +95,9 @@ class Trials:
         self._progress = ProgressBar(runs * self.steps)
 
     def measure(self, name: str, model: ModelPatcher, steps: int | None = None) -> Measured:
-        """A run with a model, compared with the unpatched run.
+        """A run with a clone of :attr:`plain`, compared with the unpatched run.
 
-        Args:
-            name: what is tried, for the log.
-            model: a clone of :attr:`plain`.
-            steps: the number of steps; None for that of the unpatched run.
+        ``name`` is for the log. Without ``steps``, it has as many as the unpatched run.
 
         Raises:
             InterruptProcessingException: the user stopped the trial.
@@ -109,7 +106,6 @@ class Trials:
         unpatched = self._unpatched.whole / self.steps
         try:
             sampled = self._sampled(model, steps)
-            # A step that compiles takes far longer than an unpatched one.
             if any(each > _COMPILING * unpatched for each in sampled.seconds[1:]):
                 sampled = self._sampled(model, steps)
         except InterruptProcessingException:
