@@ -179,12 +179,7 @@ def _names(patches: Mapping[str, Any]) -> Iterator[str]:
     """The kinds and names of the patches that other nodes have put in a mapping."""
     for kind, found in patches.items():
         inner = found if isinstance(found, Mapping) else {"": found}
-        yield from (f"{kind} {name}".strip() for name, value in inner.items() if _is_there(value))
-
-
-def _is_there(value: Any) -> bool:
-    # Not ``bool(value)`` for all: tensors have no truth value.
-    return bool(value) if isinstance(value, list | tuple | Mapping) else value is not None
+        yield from (f"{kind} {name}".strip() for name in inner)
 
 
 def _extras_of(prompts: Any) -> list[Any]:
