@@ -39,11 +39,6 @@ REASONS = Reasons(
 RECOMPUTED = "gradient checkpointing runs the transformer blocks again outside of the model's call"
 """The obstacle if a model computes gradients by running blocks a second time."""
 
-_UNKNOWN_CALL = (
-    "nothing merged: the UNet was called without a sample and a timestep, as other code has "
-    "replaced its forward"
-)
-
 
 class UNetHost(Host):
     """A library whose UNets are called as modules.
@@ -143,7 +138,10 @@ class UNetCalls(Calls):
         is_sample = isinstance(sample, Tensor) and sample.ndim >= 4
         is_timestep = isinstance(timestep, SupportsFloat)
         if not (is_sample and is_timestep):
-            self._once.warn(_UNKNOWN_CALL)
+            self._once.warn(
+                "nothing merged: the UNet was called without a sample and a timestep, as other "
+                "code has replaced its forward"
+            )
             return False
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
         self._follow(noise, sample, timestep)

@@ -1,22 +1,8 @@
 """What one sampling run merged, counted."""
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
 
 from ..patching.outcome import Evaluated, Observer
-
-
-@dataclass
-class Merged:
-    """What merged of the feature maps of one size.
-
-    Attributes:
-        after: the numbers of tokens to which they were merged.
-        blocks: the blocks that merged them.
-    """
-
-    after: set[int] = field(default_factory=set)
-    blocks: set[str] = field(default_factory=set)
 
 
 class Counts(Observer):
@@ -27,7 +13,8 @@ class Counts(Observer):
         blocks_present: number of transformer blocks of the model.
         largest_grid: number of tokens of the largest feature map that entered a block.
         frames: number of frames in the latent; 1 for a picture.
-        merged: what merged, by the size in tokens of the feature map.
+        merged: by the size in tokens of a feature map and the block that merged it, to how many
+            tokens.
         fell_back: by reason, the blocks that ran in module scope although a wider one was set.
         unweighted: reasons why merged keys weighed as one token each.
         forecast_steps: the steps in which the answer of the model was forecast.
@@ -38,7 +25,7 @@ class Counts(Observer):
         self.blocks_present = 0
         self.largest_grid = 0
         self.frames = 1
-        self.merged: dict[int, Merged] = defaultdict(Merged)
+        self.merged: dict[int, dict[str, set[int]]] = {}
         self.fell_back: dict[str, set[str]] = defaultdict(set)
         self.unweighted: set[str] = set()
         self.forecast_steps: set[int] = set()
@@ -57,9 +44,8 @@ class Counts(Observer):
             if outcome.grid is not None:
                 self.frames = max(self.frames, outcome.grid.frames)
             if outcome.plan is not None:
-                merged = self.merged[outcome.before]
-                merged.after.add(outcome.after)
-                merged.blocks.add(outcome.block)
+                by_block = self.merged.setdefault(outcome.before, {})
+                by_block.setdefault(outcome.block, set()).add(outcome.after)
                 self._steps.add(result.step)
             elif outcome.reason is not None:
                 self._reasons[outcome.reason] += 1
@@ -76,7 +62,7 @@ class Counts(Observer):
     @property
     def merged_blocks(self) -> int:
         """The number of blocks that merged in any step."""
-        return len(set().union(*(each.blocks for each in self.merged.values())))
+        return len(set().union(*self.merged.values()))
 
     @property
     def most_common_reason(self) -> str | None:

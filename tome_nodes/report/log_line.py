@@ -62,9 +62,10 @@ def live_line(result: Evaluated, total_steps: int) -> str:
 def sizes(counts: Counts) -> str:
     """For example ``4096 -> 2048 tokens x5, 1024 -> 512 tokens x6``."""
     found = []
-    for before, merged in sorted(counts.merged.items(), reverse=True):
-        after = "-".join(map(str, sorted({min(merged.after), max(merged.after)})))
-        count = f" x{len(merged.blocks)}" if len(counts.merged) > 1 else ""
+    for before, by_block in sorted(counts.merged.items(), reverse=True):
+        lengths = set().union(*by_block.values())
+        after = "-".join(map(str, sorted({min(lengths), max(lengths)})))
+        count = f" x{len(by_block)}" if len(counts.merged) > 1 else ""
         found.append(f"{before} -> {after} tokens{count}")
     return ", ".join(found)
 

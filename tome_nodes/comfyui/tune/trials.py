@@ -52,28 +52,6 @@ class Sampling:
     denoise: float
 
 
-@dataclass(frozen=True, eq=False)
-class _Sampled:
-    """The result of a sampling run.
-
-    Attributes:
-        latent: the final latent; of a video with sound, the video.
-        seconds: the time of each step.
-    """
-
-    latent: Tensor
-    seconds: list[float]
-
-    @property
-    def whole(self) -> float:
-        """The seconds of the run, without work that is done once, in its first step.
-
-        That may be loading the model, encoding the picture of a ControlNet, or compiling.
-        """
-        first, *others = self.seconds
-        return sum(others) + min(first, max(others, default=first))
-
-
 class Trials:
     """Trials on one model, for one sampling run. The node shows their progress.
 
@@ -103,38 +81,42 @@ class Trials:
             InterruptProcessingException: the user stopped the trial.
         """
         steps = steps or self.steps
-        unpatched = self._unpatched.whole / self.steps
+        plain, times = self._unpatched
+        unpatched = _whole(times) / self.steps
         try:
-            sampled = self._sampled(model, steps)
-            if any(each > _COMPILING * unpatched for each in sampled.seconds[1:]):
-                sampled = self._sampled(model, steps)
+            latent, times = self._sampled(model, steps)
+            if any(each > _COMPILING * unpatched for each in times[1:]):
+                latent, times = self._sampled(model, steps)
         except InterruptProcessingException:
             raise
         except Exception as error:
             # Others may still work.
             log.warning("[ToMe] %s: %s: %s", name, type(error).__name__, error)
             return _failed(unpatched, f"{type(error).__name__}: {error}")
-        change = _distance(sampled.latent, self._unpatched.latent)
+        change = _distance(latent, plain)
         if not isfinite(change):
             return _failed(unpatched, "the picture is not finite")
-        seconds = sampled.whole
+        seconds = _whole(times)
         if steps == 1 < self.steps:
             # Its only step includes work that is done once; the unpatched step does not.
             seconds = min(seconds, unpatched)
         return Measured(seconds / self.steps, unpatched, change, _obstacle(model))
 
     @cached_property
-    def _unpatched(self) -> _Sampled:
+    def _unpatched(self) -> tuple[Tensor, list[float]]:
         """The unpatched run."""
         return self._sampled(self.plain, self.steps)
 
-    def _sampled(self, model: ModelPatcher, steps: int) -> _Sampled:
-        """Sample; twice in a run of one step, as the first includes work that is done once."""
+    def _sampled(self, model: ModelPatcher, steps: int) -> tuple[Tensor, list[float]]:
+        """The final latent, of a video with sound the video, and the seconds of each step.
+
+        A run of one step is carried out twice, as the first includes work that is done once.
+        """
         if self.steps == 1:
             self._sampled_once(model, steps)
         return self._sampled_once(model, steps)
 
-    def _sampled_once(self, model: ModelPatcher, steps: int) -> _Sampled:
+    def _sampled_once(self, model: ModelPatcher, steps: int) -> tuple[Tensor, list[float]]:
         """Sample as ComfyUI's KSampler does, but leave the global random state as it is."""
         sampling, marks = self._sampling, []
 
@@ -165,12 +147,21 @@ class Trials:
             self._clock.wait()
         # Some samplers never call the callback.
         moments = [start, *(marks or [end])]
-        seconds = [self._clock.between(*pair) for pair in pairwise(moments)]
-        return _Sampled(attachment.picture_of(latent), seconds)
+        times = [self._clock.between(*pair) for pair in pairwise(moments)]
+        return attachment.picture_of(latent), times
 
     def end(self) -> None:
         """Show that there are no more trials."""
         self._progress.update_absolute(self._progress.total)
+
+
+def _whole(times: list[float]) -> float:
+    """The seconds of a run, without work that is done once, in its first step.
+
+    That may be loading the model, encoding the picture of a ControlNet, or compiling.
+    """
+    first, *others = times
+    return sum(others) + min(first, max(others, default=first))
 
 
 def _obstacle(model: ModelPatcher) -> str | None:
