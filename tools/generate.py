@@ -137,8 +137,8 @@ def _tables(node: Caption) -> dict[str, str]:
     plain = [option for option in node.options if not option.advanced]
     advanced = [option for option in node.options if option.advanced]
     head = ("Input", "Default", "Allowed", "Meaning")
-    slots = [(f"`{slot.name}`", "", "", _text(slot.text, slot.more)) for slot in node.inputs]
-    outputs = [(f"`{slot.name}`", _text(slot.text, slot.more)) for slot in node.outputs]
+    slots = [(f"`{slot.name}`", "", "", slot.text) for slot in node.inputs]
+    outputs = [(f"`{slot.name}`", slot.text) for slot in node.outputs]
     return {
         "inputs": table(head, [*slots, *map(_row, plain)]),
         "advanced inputs": table(head, [*map(_row, advanced)]),
@@ -155,7 +155,7 @@ def _row(option: Option) -> tuple[str, ...]:
         allowed = ", ".join(f"`{choice}`" for choice in option.choices)
     elif isinstance(option.default, bool):
         allowed = "on, off"
-    elif option.is_of_host:
+    elif isinstance(option.default, str):
         allowed = "as in KSampler"
     else:
         allowed = f"{option.least:g} to {_figure(option.most)}"

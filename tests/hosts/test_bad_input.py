@@ -17,6 +17,7 @@ from test_server import PLAIN, PROMPTS, node, patch, report, txt2img
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.node_texts import CAPTIONS, PATCH, REMOVE, REPORT, TUNE
 from tome_nodes.comfyui.nodes import ToMePatchModel, ToMeRemovePatch, ToMeReport, ToMeTune
+from tome_nodes.comfyui.tune.trials import HOST_NAMES
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.options import OptionError
 from tools.server import ExecutionFailed, PromptRejected
@@ -233,7 +234,7 @@ def sound(option):
 @st.composite
 def nodes_of_pack(draw, caption, **links):
     """A node of the pack with some inputs that may contradict each other, and at times junk."""
-    own = {each.name: each for each in caption.options if not each.is_of_host}
+    own = {each.name: each for each in caption.options if each.name not in HOST_NAMES}
     chosen = st.lists(st.sampled_from(sorted(own)), max_size=3) if own else st.just([])
     inputs = {name: draw(sound(own[name])) for name in draw(chosen)} | links
     for name in draw(st.lists(st.sampled_from([*caption.names, *NAMES]), max_size=2)):

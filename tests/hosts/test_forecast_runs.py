@@ -413,8 +413,8 @@ def test_the_report_says_how_many_steps_were_forecast(flux):
     for view in ("merge map", "heat map", "chart"):
         page = report_of(run, view)
         assert page.text.splitlines() == lines
-        # A square of 40 pixels for each step.
-        squares = [tuple(page.picture[100, 50 + 40 * step].tolist()) for step in range(8)]
+        # A square of 40 pixels for each step, above a line of words.
+        squares = [tuple(page.picture[-70, 40 + 40 * step].tolist()) for step in range(8)]
         forecast_steps = [step for step in range(8) if squares[step] == drawing.FAINT]
         assert forecast_steps == [2, 4, 6]
 

@@ -86,14 +86,20 @@ def test_presets_are_ordered_by_how_much_they_change(sd15):
     assert 0 < errors["balanced"] < errors["paper"] < errors["fast"]
 
 
-def test_without_a_server_the_node_checks_by_itself():
-    check = ToMePatchModel.validate_inputs
-    assert check() is check(preset="balanced", ratio=None) is True
-    assert "ratio=2.0 is" in check(preset="balanced", ratio=2.0, sx=None)
-    assert "preset='best'" in check(preset="best")
-    assert "sx=4 does not count" in check(sx=4)
-    assert "st=<list> is not allowed" in check(st=None)
-    assert check(preset="custom", sx=4) is check(preset=None, sx=4) is True
+@pytest.mark.parametrize(
+    ("inputs", "sentence"),
+    [
+        ({"preset": "balanced", "ratio": 2.0}, "ratio=2.0 is not allowed"),
+        ({"preset": "best"}, "preset='best' is not allowed"),
+        ({"sx": 4}, "sx=4 does not count"),
+        ({"st": None}, "st=None is not allowed"),
+    ],
+    ids=str,
+)
+def test_without_a_server_the_node_refuses_when_it_runs(sd15, inputs, sentence):
+    assert ToMePatchModel.validate_inputs(**inputs) is True
+    with pytest.raises(OptionError, match=sentence):
+        patched(sd15, **inputs)
 
 
 def test_apply_patch_takes_a_preset(log_messages):

@@ -32,8 +32,8 @@ def test_the_words_count_blocks_tokens_and_steps(run):
     assert [line for line in in_words(run) if not line.startswith(varying)] == [
         "Merged: 11 of 11 blocks, 256 -> 128 tokens x5, 64 -> 32 tokens x6",
         "Helped: not measured",
-        "Model: SD15",
         "Steps: merged in 2 of 3",
+        "Model: SD15",
         "Settings: ratio 0.50, bipartite, module scope",
         f"Backend: {BACKEND}",
     ]
@@ -63,8 +63,7 @@ def test_maps_are_of_the_level_and_step_asked_for(run):
     grids = run.recording.levels
     assert [(level, grid.height) for level, grid in grids.items()] == [(1, 16), (2, 8)]
     for level, step, at, of in ((-1, -1, 1, 1), (1, 1, 0, 1), (2, 2, 1, 2)):
-        (slots,) = run.recording.slots[at, grids[of]]
-        expected = drawing.merge_map(slots)
+        expected = drawing.merge_map(run.recording.slots[at, grids[of]])
         height, width = expected.shape[:2]
         drawn = report_of(run, level=level, step=step).picture
         assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
@@ -78,24 +77,24 @@ def test_the_chart_has_the_tokens_and_the_time_of_each_block(run, monkeypatch):
         if not times:
             blocks = {name: replace(block, seconds=None) for name, block in blocks.items()}
         report_of(replace(run, recording=replace(run.recording, blocks=blocks)), "chart")
-    for names, columns, is_lit in (each[2:] for each in drawn):
+    for names, columns, is_lit in drawn:
         assert names == ["a.0", "b"]
         assert is_lit == [True, False]
         assert columns[0] == drawing.Column("tokens", [128, 64], ["256 to 128", "64"])
-    (_, times), (_,) = drawn[0][3], drawn[1][3]
+    (_, times), (_,) = drawn[0][1], drawn[1][1]
     assert times == drawing.Column("mean, ms", [pytest.approx(20.4), 500], ["20.4", "500"])
 
 
-def test_a_card_says_what_was_not_merged(run, monkeypatch):
-    cards = []
-    monkeypatch.setattr(drawing, "card", lambda *texts: cards.append(texts))
+def test_a_page_says_which_maps_there_are(run, monkeypatch):
+    pages = []
+    monkeypatch.setattr(drawing, "page", lambda *texts: pages.append(texts))
     report_of(run, level=4)
     report_of(run, step=3)
     report_of(run, step=0)
-    assert cards == [
-        ("Nothing merged at level 4", ["Hint: set level to 1 or 2, or to -1."]),
-        ("Nothing merged in step 3", ["Hint: set step to 1 or 2, or to -1."]),
-        ("Nothing merged in step 0", ["Hint: set step to 1 or 2, or to -1."]),
+    assert pages == [
+        ("There is no merge map of level 4", ["Hint: set level to 1 or 2, or to -1."]),
+        ("There is no merge map of step 3", ["Hint: set step to 1 or 2, or to -1."]),
+        ("There is no merge map of step 0", ["Hint: set step to 1 or 2, or to -1."]),
     ]
 
 

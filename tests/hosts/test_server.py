@@ -240,7 +240,7 @@ def test_settings_count_in_place_of_the_other_inputs(pixels):
         ({"settings": '{"scope": "block"}'}, "scope='block' is gone: take scope='stack' instead"),
         ({"settings": '{"st": 3}'}, "st=3 is not allowed: the number of frames decides how many"),
         ({"settings": '{"preset": "fast", "sx": 3}'}, "sx=3 does not count under preset='fast'"),
-        ({"settings": 7}, "settings=7 is not allowed: it must be a JSON text"),
+        ({"settings": 7}, "settings=7 is not allowed: it must be a JSON object of inputs by name"),
     ],
     ids=str,
 )

@@ -356,19 +356,20 @@ def test_a_report_shows_any_frame_of_a_video(models, frame):
     # Cells span several frames.
     assert np.isin(slots[0], slots[1:]).any()
     shown = 2 if frame == -1 else frame - 1
-    expected = drawing.merge_map(slots[shown], None, drawing.merged_tokens(slots)[shown])
+    expected = drawing.merge_map(slots, frame=shown)
     height, width = expected.shape[:2]
     drawn = report_of(run, frame=frame).picture
     assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
-    places = []
-    grey = np.full((16, 20, 3), 0.5)
-    report_of(run, picture_at=lambda place: places.append(place) or grey, frame=frame)
-    assert places == [shown / 4]
+    pictures = np.random.default_rng(0).random((9, 16, 20, 3))
+    expected = drawing.merge_map(slots, pictures[2 * shown], shown)
+    drawn = report_of(run, frame=frame, pictures=pictures).picture
+    assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
 
 
 def test_a_missing_frame_is_reported(models):
     tiny, model = TINY["wan21"], models("wan21")
     patched = attach(model, keys_only(), wants_details=lambda: True)
     sample(patched, tiny, steps=1)
-    card = drawing.card("There is no frame 6", ["Hint: set frame to 1 to 5, or to -1."])
-    assert np.array_equal(report_of(last_run(patched), frame=6).picture, card)
+    hint = "Hint: set frame to 1 to 5, or to -1."
+    page = drawing.page("There is no merge map of frame 6", [hint])
+    assert np.array_equal(report_of(last_run(patched), frame=6).picture, page)

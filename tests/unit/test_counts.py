@@ -56,7 +56,7 @@ def test_the_most_common_reason_is_reported():
     for _ in range(2):
         counts.evaluated(Evaluated(1, 1, reason="many"))
     assert log_line.obstacle(counts, 1, 2) == "many"
-    assert not counts.merged_anything
+    assert not counts.merged
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ ComfyUI's sampler asks a guider for the guided answer of a step. That answer is 
 nothing has to be known about the model, and how many evaluations an answer takes does not matter.
 """
 
-import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from .. import reasons
 from ..forecasting.forecasts import Forecasts
 from ..forecasting.steps import LONG, SHORTEST, Step, are_apart, is_even, latent_share, log_snr
 from ..patching.schedule import is_active, is_noise_alone
-from ..report import log_line
 from ..report.counts import Counts
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
@@ -59,8 +57,6 @@ _SAMPLERS: Mapping[str, _Sampler] = {
 """The samplers under which forecasts hold (benchmarks/FIDELITY.md), by the names of their functions
 without ``sample_``. They evaluate a step once. Under the others, forecasts change the picture more
 than fewer steps do, mostly as these samplers add noise or look back far."""
-
-log = logging.getLogger("tome_nodes")
 
 
 class ForecastRun:
@@ -146,24 +142,17 @@ class ForecastRun:
             return None
         counts = Counts(self.count)
         counts.forecast_steps = self.forecasts.steps
-        obstacle = self.reason
-        if not is_quiet:
-            if obstacle is None:
-                log.info("[ToMe] %s", log_line.log_line(counts, self._config, [], tuned))
-            else:
-                log.warning("[ToMe] nothing was forecast: %s", obstacle)
-        return LastRun(
+        last = LastRun(
             model=type(self._guider.model_patcher.model.model_config).__name__,
             config=self._config,
             counts=counts,
-            obstacle=obstacle,
-            backend=None,
-            worth_from=None,
-            shallowest=1,
-            recording=None,
+            obstacle=self.reason,
             tuned=tuned,
             is_forecast=True,
         )
+        if not is_quiet:
+            last.log()
+        return last
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap the guided answer of a step."""

@@ -5,7 +5,7 @@ unpatched.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from comfy.ldm.modules import attention
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.samplers import CFGGuider
+from comfyui_version import __version__
 from torch import Tensor
 
 from .models.base import OVERRIDE, ComfyRecord
@@ -27,17 +28,11 @@ _NOISE_LEVELS = ("percent_to_sigma", "sigma_max")
 def changed_part(patcher: ModelPatcher, record: ComfyRecord, diffusion_model: Any) -> str | None:
     """The first part of ComfyUI that merging relies on and that is not as the pack knows it.
 
-    Args:
-        patcher: the model to patch.
-        record: its record.
-        diffusion_model: its diffusion model.
-
-    Returns:
-        The name of the part, None if all are as known.
+    None if all parts are as known to the pack, and to the record of the model.
     """
     model: Any = patcher.model
     changed = _first_changed(
-        *_of_runs(patcher),
+        patcher,
         ("BaseModel.apply_model", begins_with(type(model), "apply_model", *_APPLY_MODEL)),
         ("BaseModel.get_dtype_inference", hasattr(model, "get_dtype_inference")),
         ("optimized_attention", _attention_calls_overrides()),
@@ -48,39 +43,34 @@ def changed_part(patcher: ModelPatcher, record: ComfyRecord, diffusion_model: An
 def changed_for_forecasts(patcher: ModelPatcher) -> str | None:
     """The same as :func:`changed_part`, of what forecasts rely on."""
     return _first_changed(
-        *_of_runs(patcher),
+        patcher,
         ("CFGGuider.predict_noise", begins_with(CFGGuider, "predict_noise", *_PREDICT_NOISE)),
         ("the wrapper of guided answers", hasattr(WrappersMP, "PREDICT_NOISE")),
     )
 
 
-def _of_runs(patcher: ModelPatcher) -> Iterator[tuple[str, bool]]:
-    """What the pack relies on in every run: parts by name, and whether they are as known."""
+def _first_changed(patcher: ModelPatcher, *others: tuple[str, bool]) -> str | None:
+    """The first part that is not as known, of those that every run relies on and of others."""
     sampling = getattr(patcher.model, "model_sampling", None)
-    yield "ModelPatcher", all(hasattr(patcher, name) for name in _WRAPPERS)
-    yield "BaseModel.model_sampling", all(hasattr(sampling, name) for name in _NOISE_LEVELS)
-    yield "CFGGuider.outer_sample", begins_with(CFGGuider, "outer_sample", *_OUTER_SAMPLE)
-
-
-def _first_changed(*parts: tuple[str, bool]) -> str | None:
+    parts = [
+        ("ModelPatcher", all(hasattr(patcher, name) for name in _WRAPPERS)),
+        ("BaseModel.model_sampling", all(hasattr(sampling, name) for name in _NOISE_LEVELS)),
+        ("CFGGuider.outer_sample", begins_with(CFGGuider, "outer_sample", *_OUTER_SAMPLE)),
+        *others,
+    ]
     return next((part for part, is_known in parts if not is_known), None)
 
 
 def version() -> str:
-    """ComfyUI's name and version, as far as known."""
-    try:
-        from comfyui_version import __version__
-    except ImportError:
-        return "this ComfyUI"
+    """ComfyUI's name and version."""
     return f"ComfyUI {__version__}"
 
 
 def begins_with(kind: type, method: str, *names: str) -> bool:
     """Whether a class has a method with these first parameters, not counting ``self``."""
     function = getattr(kind, method, None)
-    if function is None:
-        return False
-    return tuple(inspect.signature(function).parameters)[1 : len(names) + 1] == names
+    known = () if function is None else tuple(inspect.signature(function).parameters)
+    return known[1 : len(names) + 1] == names
 
 
 def _attention_calls_overrides() -> bool:

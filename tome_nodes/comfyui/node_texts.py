@@ -1,20 +1,9 @@
 """The texts of the nodes: names, descriptions, inputs and outputs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..settings.config import OPTIONS
-from ..settings.options import (
-    CHANGE,
-    FRAME,
-    GOAL,
-    LEVEL,
-    MEASURE_AGAIN,
-    SAMPLING,
-    SPEED_UP,
-    STEP,
-    VIEW,
-    Option,
-)
+from ..settings.options import REPORT_OPTIONS, TUNE_OPTIONS, Option
 from ..settings.presets import PRESET
 from ..settings.removed import OPTIONS as REMOVED
 
@@ -26,16 +15,14 @@ class Slot:
     Attributes:
         name: its name; an output may be named by its type.
         text: the tooltip: what goes through it.
-        more: what the help page adds to the tooltip.
-        optional: whether an input may be left out.
         type: ComfyUI's name for the type of what goes through it.
+        optional: whether an input may be left out.
     """
 
     name: str
     text: str
-    more: str = ""
+    type: str
     optional: bool = False
-    type: str = field(kw_only=True)
 
     @property
     def is_text(self) -> bool:
@@ -86,18 +73,17 @@ PATCH = Caption(
         Slot(
             "model",
             "A picture or video model, such as Z-Image, Flux, Qwen-Image, Wan, SDXL or SD 1.x.",
-            type="MODEL",
+            "MODEL",
         ),
         Slot(
             "settings",
             "Settings that ToMe Tune found. They override the inputs below.",
-            'A JSON object of inputs by name, such as `{"preset": "fast", "ratio": 0.5}`.',
-            type="STRING",
+            "STRING",
             optional=True,
         ),
     ),
     options=(PRESET, *OPTIONS.values()),
-    outputs=(Slot("MODEL", "The model with token merging.", type="MODEL"),),
+    outputs=(Slot("MODEL", "The model with token merging.", "MODEL"),),
     former=tuple(REMOVED),
 )
 
@@ -105,15 +91,8 @@ REMOVE = Caption(
     id="ToMeRemovePatch",
     name="ToMe Remove Patch",
     text="Removes token merging from a model; all other patches stay.",
-    inputs=(Slot("model", "A model, with token merging or without.", type="MODEL"),),
-    outputs=(
-        Slot(
-            "MODEL",
-            "The model without token merging.",
-            "The model at the input is not changed.",
-            type="MODEL",
-        ),
-    ),
+    inputs=(Slot("model", "A model, with token merging or without.", "MODEL"),),
+    outputs=(Slot("MODEL", "The model without token merging.", "MODEL"),),
 )
 
 TUNE = Caption(
@@ -124,37 +103,24 @@ TUNE = Caption(
     "wish. It takes six to nine sampling runs, and none the next time. Give it what the sampler "
     "gets.",
     inputs=(
-        Slot(
-            "model",
-            "The model, after any LoRA.",
-            "With EasyCache before this node, merging is tried together with it.",
-            type="MODEL",
-        ),
-        Slot("positive", "The prompt of the sampler.", type="CONDITIONING"),
-        Slot("negative", "The negative prompt of the sampler.", type="CONDITIONING"),
-        Slot(
-            "latent_image",
-            "The latent of the sampler: what is found is for its size.",
-            type="LATENT",
-        ),
+        Slot("model", "The model, after any LoRA.", "MODEL"),
+        Slot("positive", "The prompt of the sampler.", "CONDITIONING"),
+        Slot("negative", "The negative prompt of the sampler.", "CONDITIONING"),
+        Slot("latent_image", "The latent of the sampler: what is found is for its size.", "LATENT"),
     ),
-    options=(GOAL, SPEED_UP, CHANGE, *SAMPLING, MEASURE_AGAIN),
+    options=TUNE_OPTIONS,
     outputs=(
         Slot(
             "MODEL",
             "The model with the settings found, or unpatched if none make it faster.",
-            type="MODEL",
+            "MODEL",
         ),
-        Slot(
-            "IMAGE",
-            "The speed and the change of everything that was tried.",
-            type="IMAGE",
-        ),
-        Slot("text", "What was found and tried, in words.", type="STRING"),
+        Slot("IMAGE", "The speed and the change of everything that was tried.", "IMAGE"),
+        Slot("text", "What was found and tried, in words.", "STRING"),
         Slot(
             "settings",
             "The settings as JSON, for the input settings of ToMe Patch Model.",
-            type="STRING",
+            "STRING",
         ),
     ),
 )
@@ -165,30 +131,14 @@ REPORT = Caption(
     text="Shows what ToMe did in a sampling run: which parts of the picture were merged or which "
     "steps were forecast, how long it took, and what to change where it gained nothing.",
     inputs=(
-        Slot(
-            "model",
-            "The model that the sampler got, from ToMe Patch Model.",
-            "Other patches may lie between.",
-            type="MODEL",
-        ),
-        Slot(
-            "samples",
-            "What the sampler made; the report is made after it.",
-            "It covers the run that made these samples.",
-            type="LATENT",
-        ),
-        Slot(
-            "image",
-            "The decoded picture, to draw under the merge map.",
-            "It may be left out. Of a batch, the first.",
-            type="IMAGE",
-            optional=True,
-        ),
+        Slot("model", "The model that the sampler got, from ToMe Patch Model.", "MODEL"),
+        Slot("samples", "What the sampler made; the report is made after it.", "LATENT"),
+        Slot("image", "The decoded picture, to draw under the merge map.", "IMAGE", optional=True),
     ),
-    options=(VIEW, LEVEL, STEP, FRAME),
+    options=REPORT_OPTIONS,
     outputs=(
-        Slot("IMAGE", "The merge map or the chart.", type="IMAGE"),
-        Slot("STRING", "The report in words.", type="STRING"),
+        Slot("IMAGE", "The merge map or the chart.", "IMAGE"),
+        Slot("STRING", "The report in words.", "STRING"),
     ),
 )
 

@@ -11,8 +11,8 @@ from comfy_api.v0_0_2 import ComfyExtension, io, ui
 
 from ..report import pages
 from ..settings import removed
-from ..settings.options import FRAME, LEVEL, SAMPLING, STEP, VIEW, Option, OptionError
-from ..settings.presets import CUSTOM, FREE
+from ..settings.options import SAMPLING, Option
+from ..settings.presets import CUSTOM, FREE, PRESET
 from ..tuning.search import SPEED, UNPATCHED, Wish
 from . import attachment, prompt_checks, validation, workflow
 from .node_texts import PATCH, REMOVE, REPORT, TUNE, Caption
@@ -34,16 +34,8 @@ _KINDS: Mapping[str, Any] = {
 """ComfyUI's classes of inputs and outputs, by :attr:`Slot.type`."""
 
 
-def _schema(
-    caption: Caption, extras: Mapping[str, Mapping[str, Any]] = {}, **others: Any
-) -> io.Schema:
-    """The schema of a node.
-
-    Args:
-        caption: the texts of the node.
-        extras: further settings of options, by name of the option.
-        others: further settings of the schema.
-    """
+def _schema(caption: Caption, **others: Any) -> io.Schema:
+    """The schema of a node from its texts; ``others`` are further settings of it."""
     return io.Schema(
         node_id=caption.id,
         display_name=caption.name,
@@ -59,7 +51,7 @@ def _schema(
                 )
                 for slot in caption.inputs
             ),
-            *(_input(option, **extras.get(option.name, {})) for option in caption.options),
+            *map(_input, caption.options),
         ],
         outputs=[
             _KINDS[slot.type].Output(display_name=slot.name, tooltip=slot.text)
@@ -69,17 +61,23 @@ def _schema(
     )
 
 
-def _input(option: Option, **extras: Any) -> io.Input:
-    extras |= {
+def _input(option: Option) -> io.Input:
+    extras: dict[str, Any] = {
         "default": option.default,
         "tooltip": option.text,
         "optional": True,
         "advanced": option.advanced,
     }
-    if option.choices:
-        return io.Combo.Input(option.name, options=[*map(str, option.choices)], **extras)
-    if option.is_of_host:
-        return io.Combo.Input(option.name, options=HOST_NAMES[option.name], **extras)
+    if option is PRESET:
+        # web/js/preset.js and web/js/earlier.js read it.
+        read_as = {**removed.PRESETS}
+        extras["extra_dict"] = {"custom": CUSTOM, "free": [*FREE], "read_as": read_as}
+    if option.name == "seed":
+        # Otherwise the editor changes the seed after each run, and so the image.
+        extras["control_after_generate"] = False
+    if option.choices or isinstance(option.default, str):
+        names = [*map(str, option.choices)] or HOST_NAMES[option.name]
+        return io.Combo.Input(option.name, options=names, **extras)
     if isinstance(option.default, bool):
         return io.Boolean.Input(option.name, **extras)
     kind: Any = io.Int if isinstance(option.default, int) else io.Float
@@ -87,75 +85,39 @@ def _input(option: Option, **extras: Any) -> io.Input:
     return kind.Input(option.name, min=least, max=option.most, step=option.step, **extras)
 
 
-def _given(*names: str) -> Callable[[Any], Any]:
-    """Give a ``validate_inputs`` a signature with these inputs.
+def _validation(*names: str) -> Any:
+    """The ``validate_inputs`` of a node: True if it is valid, else an error message.
 
-    ComfyUI passes only the inputs that are in the signature, and reports an error at each of them.
-    With ``**inputs`` alone, it would report one at links that are not at fault.
+    ComfyUI reports the message at every one of these inputs that it passes, and leaves their values
+    to us. So :mod:`tome_nodes.comfyui.prompt_checks` leaves only the input at fault in the prompt.
+    With ``**inputs`` alone, ComfyUI would report one at links that are not at fault.
     """
+
+    def validate_inputs(*_: Any, **inputs: Any) -> bool | str:
+        return prompt_checks.verdict()
+
+    function: Any = validate_inputs
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-
-    def with_signature(function: Any) -> Any:
-        parameters = [inspect.Parameter(name, kind) for name in ("cls", *names)]
-        function.__signature__ = inspect.Signature(parameters)
-        return function
-
-    return with_signature
-
-
-class _LinksChecked(io.ComfyNode):
-    """A node that checks only its links; ComfyUI checks its values well enough."""
-
-    @classmethod
-    def validate_inputs(cls, links: Any = None) -> bool | str:
-        """True if the links are valid, else an error message; see :data:`validation.LINKS`."""
-        return prompt_checks.verdict() or True
+    parameters = [inspect.Parameter(name, kind) for name in ("cls", validation.LINKS, *names)]
+    function.__signature__ = inspect.Signature(parameters)
+    return classmethod(function)
 
 
 class ToMePatchModel(io.ComfyNode):
     """Patch a model so that it merges tokens while it samples."""
 
+    validate_inputs = _validation(
+        "settings", *(option.name for option in PATCH.options), *PATCH.former
+    )
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return _schema(
             PATCH,
-            {
-                # web/js/preset.js and web/js/earlier.js read it.
-                "preset": {
-                    "extra_dict": {
-                        "custom": CUSTOM,
-                        "free": [*FREE],
-                        "read_as": {**removed.PRESETS},
-                    }
-                },
-                # Otherwise the editor changes the seed after each run, and so the image.
-                "seed": {"control_after_generate": False},
-            },
             search_aliases=[*_ALIASES, *_WISHES],
             # Of two nodes with the same inputs, each is run: it reports its own runs.
             not_idempotent=True,
         )
-
-    @classmethod
-    @_given(
-        *(validation.LINKS, "settings"),
-        *(option.name for option in PATCH.options),
-        *PATCH.former,
-    )
-    def validate_inputs(cls, **inputs: Any) -> bool | str:
-        """True if the inputs are valid, else an error message.
-
-        ComfyUI reports the message at every input that it passes. So
-        :mod:`tome_nodes.comfyui.prompt_checks` leaves only the input at fault in the prompt.
-        """
-        found = prompt_checks.verdict()
-        if found is not None:
-            return found
-        # ComfyUI passes None for a linked input.
-        fault = validation.fault_of_options(
-            {name: [] if value is None else value for name, value in inputs.items()}
-        )
-        return True if fault is None else fault[1]
 
     @classmethod
     def execute(cls, model: Any, **inputs: Any) -> io.NodeOutput:
@@ -168,14 +130,15 @@ class ToMePatchModel(io.ComfyNode):
         )
 
 
-class ToMeTune(_LinksChecked):
+class ToMeTune(io.ComfyNode):
     """Find the settings that fulfil a wish, and patch a model with them."""
+
+    validate_inputs = _validation()
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return _schema(
             TUNE,
-            {"seed": {"control_after_generate": False}},
             search_aliases=[*_ALIASES, "benchmark", "auto tune", "best settings"],
             is_output_node=True,
             not_idempotent=True,
@@ -186,10 +149,7 @@ class ToMeTune(_LinksChecked):
         cls, model: Any, positive: Any, negative: Any, latent_image: Any, **inputs: Any
     ) -> io.NodeOutput:
         slots = {"positive": positive, "negative": negative, "latent_image": latent_image}
-        validation.check(TUNE, {"model": model, **slots, **inputs})
-        options = {option.name: option.default for option in TUNE.options} | inputs
-        for option in TUNE.options:
-            option.check(options[option.name])
+        options = validation.options_of(TUNE, {"model": model, **slots, **inputs})
         goal = options["goal"]
         wish = Wish(goal, options["speed_up" if goal == SPEED else "change"])
         run = {option.name: options[option.name] for option in SAMPLING}
@@ -200,10 +160,7 @@ class ToMeTune(_LinksChecked):
         node = workflow.running_node()
         try:
             tuned = attachment.attach(
-                model,
-                config,
-                wants_details=_wants_details(node),
-                tuned=found.measured,
+                model, config, wants_details=_wants_details(node), tuned=found.measured
             )
         except ValueError:
             # The model cannot merge; the text says why.
@@ -213,8 +170,10 @@ class ToMeTune(_LinksChecked):
         return io.NodeOutput(tuned, drawn, page.text, json.dumps(settings), ui=on_node)
 
 
-class ToMeRemovePatch(_LinksChecked):
+class ToMeRemovePatch(io.ComfyNode):
     """Take token merging off a model."""
+
+    validate_inputs = _validation()
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -229,6 +188,8 @@ class ToMeRemovePatch(_LinksChecked):
 class ToMeReport(io.ComfyNode):
     """Show what token merging did in a sampling run."""
 
+    validate_inputs = _validation()
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return _schema(
@@ -239,49 +200,17 @@ class ToMeReport(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, links: Any = None, view: Any = None) -> bool | str:
-        """True if the links and the view are valid, else an error message.
-
-        ComfyUI does not check an input that is taken here, and would refuse a view that went.
-        """
-        try:
-            # It is None if it comes over a link.
-            VIEW.check(VIEW.default if view is None else _view_of(view))
-        except OptionError as error:
-            return str(error)
-        return prompt_checks.verdict() or True
-
-    @classmethod
-    def execute(
-        cls,
-        model: Any,
-        samples: Any,
-        image: Any = None,
-        view: str = VIEW.default,
-        level: int = LEVEL.default,
-        step: int = STEP.default,
-        frame: int = FRAME.default,
-        **others: Any,
-    ) -> io.NodeOutput:
-        validation.check(REPORT, {"model": model, "image": image, **others})
-        view = _view_of(view)
-        for option, value in zip(REPORT.options, (view, level, step, frame), strict=True):
-            option.check(value)
+    def execute(cls, model: Any, samples: Any, image: Any = None, **inputs: Any) -> io.NodeOutput:
+        options = validation.options_of(REPORT, {"model": model, "image": image, **inputs})
         if not attachment.is_attached(model):
             shown = pages.notice(*pages.NOT_MERGING)
         elif (run := attachment.last_run(model, workflow.origins("samples"))) is None:
             shown = pages.notice(*pages.NO_RUN)
         else:
-            picture_at = None if image is None else partial(_frame_at, image)
-            shown = pages.report_of(run, view, level, step, picture_at, frame)
+            pictures = None if image is None else image.float().cpu().numpy()
+            shown = pages.report_of(run, pictures=pictures, **options)
         drawn, on_node = _shown(cls, shown)
         return io.NodeOutput(drawn, shown.text, ui=on_node)
-
-
-def _view_of(given: Any) -> Any:
-    """A view as this version names it."""
-    # Other values may have no hash.
-    return removed.VIEWS.get(given, given) if isinstance(given, str) else given
 
 
 def _wants_details(node: str | None) -> Callable[[], bool] | None:
@@ -297,11 +226,6 @@ def _shown(cls: Any, page: pages.Page) -> tuple[torch.Tensor, dict[str, Any]]:
     # A copy, because the picture may be read-only memory.
     drawn = torch.tensor(page.picture, dtype=torch.float32)[None] / 255
     return drawn, ui.PreviewImage(drawn, cls=cls).as_dict() | ui.PreviewText(page.text).as_dict()
-
-
-def _frame_at(image: Any, place: float) -> Any:
-    """See :data:`pages.PictureAt`."""
-    return image[round(place * (len(image) - 1))].float().cpu().numpy()
 
 
 class ToMeExtension(ComfyExtension):

@@ -7,20 +7,17 @@ prompt.
 
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from types import MappingProxyType
 from typing import Any
 
 from comfy_execution.utils import get_executing_context
 
+from ..settings.removed import VIEWS
 from .node_texts import CAPTIONS
 from .validation import fault
 from .workflow import running_server
 
-Verdict = str | bool
-"""The error message of a node, or True if it has none."""
-
 # ComfyUI validates a prompt in the context in which it received it.
-_verdicts: ContextVar[Mapping[str, Verdict]] = ContextVar("verdicts", default=MappingProxyType({}))
+_messages: ContextVar[Mapping[str, str]] = ContextVar("messages")
 
 _CAPTIONS = {caption.id: caption for caption in CAPTIONS}
 
@@ -33,7 +30,7 @@ def look_at_prompts() -> None:
 
 
 def _look(request: Any) -> Any:
-    verdicts: dict[str, Verdict] = {}
+    messages: dict[str, str] = {}
     for number, node in _nodes(request):
         caption = _CAPTIONS.get(node["class_type"])
         if caption is None:
@@ -42,16 +39,19 @@ def _look(request: Any) -> Any:
         if not isinstance(node.get("inputs"), dict):
             node["inputs"] = {}
         inputs = node["inputs"]
+        for gone, view in VIEWS.items():
+            if inputs.get("view") == gone:
+                inputs["view"] = view
         found = fault(caption, inputs)
-        verdicts[number] = True if found is None else found[1]
         if found is not None:
+            faulty, messages[number] = found
             # ComfyUI would report missing links too. It does not pass links on to be validated.
-            left = {found[0], *(slot.name for slot in caption.inputs if not slot.is_text)}
+            left = {faulty, *(slot.name for slot in caption.inputs if not slot.is_text)}
             node["inputs"] = {name: inputs[name] for name in inputs if name in left}
-            if found[0] not in caption.names:
+            if faulty not in caption.names:
                 # ComfyUI reports an error at an input that the node does not have if it is a link.
-                node["inputs"][found[0]] = [number, 0]
-    _verdicts.set(verdicts)
+                node["inputs"][faulty] = [number, 0]
+    _messages.set(messages)
     return request
 
 
@@ -63,7 +63,7 @@ def _nodes(request: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield number, node
 
 
-def verdict() -> Verdict | None:
-    """The verdict on the node that ComfyUI is validating, None if its prompt was not checked."""
+def verdict() -> str | bool:
+    """The error message on the node that ComfyUI is validating; True if there is none."""
     context = get_executing_context()
-    return None if context is None else _verdicts.get().get(context.node_id)
+    return True if context is None else _messages.get({}).get(context.node_id, True)

@@ -36,14 +36,10 @@ class RunReport(Observer):
         on_step: Callable[[str], None] | None,
         with_details: bool,
     ):
-        """Start following, just before the first evaluation of a model.
+        """Start following, just before the first evaluation of a model on ``device``.
 
-        Args:
-            total_steps: number of steps of the run, at least 1.
-            latent: the grid of the latent.
-            device: where the model runs.
-            on_step: called once in each step with a short text on what was merged.
-            with_details: whether to record each block in each step.
+        ``on_step`` is called once in each step with a short text on what was merged;
+        ``with_details`` is whether to record each block in each step.
         """
         self._counts = Counts(total_steps)
         self._on_step = on_step
@@ -82,28 +78,19 @@ class RunReport(Observer):
     def finish(
         self, run: Run, model: Any, tuned: Measured | None, is_quiet: bool
     ) -> LastRun | None:
-        """Log what was merged in the run, or why nothing was, and return its record.
+        """Return the record of the run, which it logs unless it ``is_quiet``.
 
-        Args:
-            run: the evaluations of the model.
-            model: the BaseModel of ComfyUI that was evaluated.
-            tuned: what ToMe Tune measured with these settings, None if it did not choose them.
-            is_quiet: whether to log nothing.
-
-        Returns:
-            The record of the run; None if an error, which is logged, prevented it.
+        ``model`` is the BaseModel of ComfyUI that was evaluated, and ``tuned`` as in the record.
+        None if an error, which is logged, prevented it.
         """
         try:
             last = self._last_run(run, model, tuned)
-            if last.nothing is not None and not is_quiet:
-                log.warning("[ToMe] %s", last.nothing)
-            elif not is_quiet:
-                backend = [] if run.engine is None else run.engine.in_words()
-                log.info("[ToMe] %s", log_line.log_line(self._counts, last.config, backend, tuned))
+            if not is_quiet:
+                last.log()
+            return last
         except Exception as error:
             _warn("the report of this run is missing", error)
             return None
-        return last
 
     def _last_run(self, run: Run, model: Any, tuned: Measured | None) -> LastRun:
         counts, engine, patched = self._counts, run.engine, run.model
@@ -112,7 +99,7 @@ class RunReport(Observer):
             model=type(model.model_config).__name__,
             config=patched.config,
             counts=counts,
-            obstacle=None if counts.saved_anything else obstacle,
+            obstacle=None if counts.merged else obstacle,
             backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
             worth_from=None if engine is None else engine.worth_from,
             shallowest=patched.shallowest,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,9 +25,7 @@ input; and if it took a required one, ComfyUI would report that together with an
 def config_of(settings: str | None = None, **given: Any) -> ToMeConfig:
     """The settings that the inputs of the patch node stand for.
 
-    Args:
-        settings: a JSON object of options, which override ``given``.
-        given: options by name.
+    ``settings`` is a JSON object of options, which override ``given``.
 
     Raises:
         OptionError: an option is not allowed, or would have no effect.
@@ -49,10 +48,8 @@ def _options_in(settings: str) -> dict[str, Any]:
     Raises:
         OptionError: it is not a JSON object, or has an option that the node does not have.
     """
-    if not isinstance(settings, str):
-        raise _fault_of_settings(settings, "it must be a JSON text")
     try:
-        found = json.loads(settings)
+        found = json.loads(settings) if isinstance(settings, str) else None
     except (ValueError, RecursionError) as error:
         raise _fault_of_settings(settings, f"it is not JSON: {error}") from error
     if not isinstance(found, dict):
@@ -98,50 +95,52 @@ def check(caption: Caption, inputs: Mapping[str, Any]) -> None:
             raise OptionError(name, _unknown(caption, name, shown(value)))
 
 
-def fault(caption: Caption, inputs: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What is wrong with a node in a prompt.
+def options_of(caption: Caption, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a running node by name, from all of its inputs, which it checks.
 
-    Args:
-        caption: the texts of the node.
-        inputs: its inputs. A list is a link, whose value is not known before the run.
-
-    Returns:
-        The input at fault, which may be :data:`LINKS`, and an error message; None if ComfyUI itself
-        finds all faults, or there are none.
+    Raises:
+        OptionError: as :func:`check`, or an option is not allowed.
     """
-    if (message := _fault_of_links(caption, inputs)) is not None:
+    check(caption, inputs)
+    options = {each.name: inputs.get(each.name, each.default) for each in caption.options}
+    for each in caption.options:
+        each.check(options[each.name])
+    return options
+
+
+def fault(caption: Caption, inputs: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What is wrong with a node in a prompt, where an input that is a list is a link.
+
+    Returns the input at fault, which may be :data:`LINKS`, and an error message; None if ComfyUI
+    itself finds all faults, or there are none.
+    """
+    message = _fault_of_links(caption, inputs)
+    if message is not None:
         return LINKS, message
     # ComfyUI checks the options of the other nodes well enough.
-    return fault_of_options(inputs) if caption is PATCH else None
-
-
-def fault_of_options(inputs: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The option of the patch node at fault and an error message, None if all are valid."""
-    known: dict[str, Any] = {}
-    settings = inputs.get("settings")
-    if settings is not None and not isinstance(settings, list):
-        known["settings"] = settings
-    known |= {name: _unwrapped(inputs[name]) for name in PATCH.former if name in inputs}
-    for option in PATCH.options:
-        if option.name not in inputs:
-            continue
-        value = inputs[option.name]
-        if isinstance(value, list):
-            if option is PRESET:
-                # Any preset may arrive, so refuse only what no preset allows.
-                known[option.name] = CUSTOM
-            continue
-        value = _unwrapped(value)
-        # ComfyUI converts values too, and reports those that it cannot convert.
+    if caption is PATCH:
         try:
-            known[option.name] = value if option.choices else type(option.default)(value)
-        except (TypeError, ValueError, OverflowError):
-            return None
-    try:
-        config_of(**known)
-    except OptionError as error:
-        return error.option, str(error)
+            config_of(**_known(inputs))
+        except OptionError as error:
+            return error.option, str(error)
     return None
+
+
+def _known(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of the patch node whose values are known before the run."""
+    known = {name: _unwrapped(inputs[name]) for name in PATCH.former if name in inputs}
+    if not isinstance(inputs.get("settings", []), list):
+        known["settings"] = inputs["settings"]
+    for option in PATCH.options:
+        value = _unwrapped(inputs.get(option.name, option.default))
+        if not isinstance(value, list):
+            # ComfyUI converts values too, and reports those that it cannot convert.
+            with suppress(TypeError, ValueError, OverflowError):
+                known[option.name] = value if option.choices else type(option.default)(value)
+        elif option is PRESET:
+            # Any preset may arrive, so refuse only what no preset allows.
+            known[option.name] = CUSTOM
+    return known
 
 
 def _unwrapped(value: Any) -> Any:

@@ -321,11 +321,11 @@ class Block:
 
     def plan_of(self, features: Tensor, grid: Grid) -> Plan | None:
         """A plan at the ratio of the current step. If it is None, the reason is noted."""
-        evaluation, outcome = self.evaluation, self.outcome
-        outcome.grid = grid
+        evaluation = self.evaluation
+        self.outcome.grid = grid
         plan = evaluation.engine.plan_of(features, grid, evaluation.ratio)
         if plan is None:
-            outcome.reason = self._why_no_plan(grid, evaluation.ratio)
+            self.outcome.reason = self._why_no_plan(grid, evaluation.ratio)
         return plan
 
     def _why_no_plan(self, grid: Grid, ratio: float) -> str:

@@ -19,12 +19,6 @@ from .flow_call import FlowCall, flow_call
 from .patched_model import Attachment, Calls, Host
 from .pipeline_runs import PipelineRun, PipelineRuns
 
-_MODULE = "diffusers.models.transformers."
-"""The modules of the library that define transformers."""
-
-_COMPONENT = "transformer"
-"""The beginning of the names of transformers among the components of a pipeline."""
-
 
 class DiffusersTransformers(Host):
     """Transformers of pictures and videos.
@@ -38,14 +32,16 @@ class DiffusersTransformers(Host):
         if not isinstance(components, Mapping):
             own = uncompiled(model)
             kinds = type(own).__mro__ if isinstance(own, nn.Module) else ()
-            is_one = any(kind.__module__.startswith(_MODULE) for kind in kinds)
+            is_one = any(
+                kind.__module__.startswith("diffusers.models.transformers.") for kind in kinds
+            )
             return [(own, None)] if is_one else []
         named = ((name, uncompiled(each)) for name, each in components.items())
         runs = PipelineRuns(model)
         return [
             (each, runs)
             for name, each in named
-            if name.startswith(_COMPONENT) and isinstance(each, nn.Module)
+            if name.startswith("transformer") and isinstance(each, nn.Module)
         ]
 
     def check(self, model: nn.Module, config: ToMeConfig, context: PipelineRuns | None) -> None:
@@ -98,7 +94,7 @@ class TransformerCalls(Calls):
         call = flow_call(self.network, args, kwargs)
         run = call if isinstance(call, str) else self._runs.begin(call, self._config)
         if isinstance(call, str) or isinstance(run, str):
-            self._runs.warn_once(str(run))
+            self._runs.warn(str(run))
             return None
         return run, call
 

@@ -16,32 +16,19 @@ from torch import Tensor, nn
 
 from .. import reasons
 
-
-@dataclass(frozen=True)
-class Flow:
-    """How the transformers of one class predict a flow: the latent's change as timesteps grow.
-
-    Attributes:
-        clean: the timestep of a latent without noise.
-        noise: the timestep of pure noise.
-    """
-
-    clean: float
-    noise: float
-
-
-_FLOWS: Mapping[str, Flow] = {
-    "FluxTransformer2DModel": Flow(0.0, 1.0),
-    "Flux2Transformer2DModel": Flow(0.0, 1.0),
-    "SD3Transformer2DModel": Flow(0.0, 1000.0),
-    "QwenImageTransformer2DModel": Flow(0.0, 1.0),
-    "ZImageTransformer2DModel": Flow(1.0, 0.0),
-    "Lumina2Transformer2DModel": Flow(1.0, 0.0),
-    "WanTransformer3DModel": Flow(0.0, 1000.0),
-    "LTXVideoTransformer3DModel": Flow(0.0, 1000.0),
-    "HunyuanVideoTransformer3DModel": Flow(0.0, 1000.0),
+_FLOWS: Mapping[str, tuple[float, float]] = {
+    "FluxTransformer2DModel": (0.0, 1.0),
+    "Flux2Transformer2DModel": (0.0, 1.0),
+    "SD3Transformer2DModel": (0.0, 1000.0),
+    "QwenImageTransformer2DModel": (0.0, 1.0),
+    "ZImageTransformer2DModel": (1.0, 0.0),
+    "Lumina2Transformer2DModel": (1.0, 0.0),
+    "WanTransformer3DModel": (0.0, 1000.0),
+    "LTXVideoTransformer3DModel": (0.0, 1000.0),
+    "HunyuanVideoTransformer3DModel": (0.0, 1000.0),
 }
-"""The flows by the names of diffusers' classes."""
+"""The classes of diffusers that predict a flow, which is how the latent changes as timesteps grow:
+the timestep of a latent without noise, and that of pure noise."""
 
 _OF_OTHER_FORM = ("additional_t_cond", "kv_cache_mode")
 """Arguments that change the form of the answer: it then holds more than the latent, as in
@@ -81,12 +68,7 @@ class FlowCall:
         return id(self.network), *((name, _trait(name, each)) for name, each in self.others.items())
 
     def denoised(self, result: Any, noise: float) -> Tensor:
-        """The denoised latent that follows from what the transformer returned.
-
-        Args:
-            result: that.
-            noise: the share of noise in the latent.
-        """
+        """The denoised latent that follows from what the transformer returned."""
         sample = torch.stack(result[0]) if isinstance(result[0], list) else result[0]
         flow = sample[:, : self.latent.shape[1]].float()
         return self.latent - self.sign * noise * flow
@@ -110,9 +92,9 @@ def flow_call(network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     """A call of a transformer of diffusers with some arguments, or why it cannot be forecast."""
     kinds: Any = type(network).__mro__
     own = next(kind for kind in kinds if kind.__module__.startswith("diffusers."))
-    flow = _FLOWS.get(own.__name__)
-    if flow is None:
+    if own.__name__ not in _FLOWS:
         return reasons.unknown_prediction(own.__name__)
+    clean, noisy = _FLOWS[own.__name__]
     _, *names = inspect.signature(own.forward).parameters
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     value = given.get(names[0])
@@ -121,20 +103,16 @@ def flow_call(network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     is_other = any(given.get(name) is not None for name in _OF_OTHER_FORM)
     if latent is None or timestep is None or is_other:
         return reasons.OTHER_FORM
-    noise = (float(torch.as_tensor(timestep).max()) - flow.clean) / (flow.noise - flow.clean)
+    noise = (float(torch.as_tensor(timestep).max()) - clean) / (noisy - clean)
     others = {name: each for name, each in given.items() if name not in (names[0], *_TIMESTEP)}
-    return FlowCall(latent, noise, 1 if flow.noise > flow.clean else -1, network, value, others)
+    return FlowCall(latent, noise, 1 if noisy > clean else -1, network, value, others)
 
 
 def _latent(network: Any, value: Any, given: Mapping[str, Any]) -> Tensor | None:
     """The noisy latent; None if it is of an unknown form.
 
     References behind its tokens are left out, and channels that say, for example, where to paint.
-
-    Args:
-        network: the transformer.
-        value: the argument that holds the latent.
-        given: all arguments by name.
+    ``value`` is the argument that holds the latent, and ``given`` all arguments by name.
     """
     if isinstance(value, list):
         shapes = {each.shape if isinstance(each, Tensor) else None for each in value}

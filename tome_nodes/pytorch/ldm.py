@@ -4,20 +4,16 @@ Each code base has its own copy of the classes, so modules are recognised by the
 spatial transformer has ``transformer_blocks``, each with ``attn1``, ``attn2`` and ``ff``.
 """
 
-from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn
 
 from .. import reasons
-from ..patching.blocks import Stack, uncompiled
+from ..patching.blocks import uncompiled
 from ..patching.merge_modules import UNetRecord, stacks_by_level
 from ..settings.config import ToMeConfig
 from .patched_unet import TIMESTEPS, UNetHost
-
-
-def _stacks(model: nn.Module) -> Iterable[Stack]:
-    return stacks_by_level(model, _is_stack)
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -31,7 +27,7 @@ class LdmUNets(UNetHost):
     """``UNetModel``."""
 
     record = UNetRecord(
-        stacks=_stacks,
+        stacks=partial(stacks_by_level, is_stack=_is_stack),
         # Blocks of Stable Diffusion 1 lack the attribute.
         attends_to_text=lambda block: getattr(block, "disable_self_attn", False),
         needs_all_tokens=lambda *args, **kwargs: False,

@@ -26,6 +26,24 @@ _STATE = "_tome_nodes"
 """The attribute of a patched model for its :class:`Attachment`."""
 
 
+class Once:
+    """Logs each line once."""
+
+    def __init__(self) -> None:
+        self._said: set[Hashable] = set()
+
+    def is_new(self, what: Hashable) -> bool:
+        """Whether this is asked for the first time."""
+        is_new = what not in self._said
+        self._said.add(what)
+        return is_new
+
+    def warn(self, line: str) -> None:
+        """Log a warning."""
+        if self.is_new(line):
+            log.warning("[ToMe] %s", line)
+
+
 class Host:
     """A library whose models are called as modules."""
 
@@ -37,12 +55,7 @@ class Host:
         raise NotImplementedError
 
     def check(self, model: nn.Module, config: ToMeConfig, context: Any) -> None:
-        """Check that a model can be patched.
-
-        Args:
-            model: one that :meth:`find` returned.
-            config: the settings.
-            context: what it returned with the model.
+        """Check that a model, which :meth:`find` returned with its context, can be patched.
 
         Raises:
             TypeError: the model has no transformer blocks.
@@ -62,10 +75,8 @@ class Attachment:
     model has its own calls and its own sampling run.
 
     Attributes:
-        config: the settings.
         context: the context of the model, see :meth:`Host.find`.
-        make_strategy: makes the strategy.
-        reported: what has been logged, and is not logged again.
+        once: logs what is said of the model.
     """
 
     def __init__(
@@ -78,7 +89,7 @@ class Attachment:
         self.config = config
         self.context = context
         self.make_strategy = make_strategy
-        self.reported: set[Hashable] = set()
+        self.once = Once()
         self._host = host
         self._of_thread = local()
 
@@ -172,11 +183,5 @@ class Calls:
     def call(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What a call of the model returns.
-
-        Args:
-            forward: calls the model itself.
-            args: the positional arguments of the call.
-            kwargs: its keyword arguments.
-        """
+        """What a call of the model returns; ``forward`` calls the model itself."""
         raise NotImplementedError

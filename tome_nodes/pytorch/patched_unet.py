@@ -6,7 +6,7 @@ A call puts the overrides on the transformer blocks, runs the model and takes th
 import inspect
 import math
 import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
 from typing import Any, ClassVar, SupportsFloat
@@ -92,7 +92,7 @@ class UNetCalls(Calls):
         self._latest = _Latest()
         self._run = Run(self._config, host.record, unet, attachment.make_strategy, self._latest)
         self._host = host
-        self._reported = attachment.reported
+        self._once = attachment.once
         self._shape: torch.Size | None = None
         self._arguments: tuple[Any, ...] = ()
         self._completed = True
@@ -129,7 +129,7 @@ class UNetCalls(Calls):
         is_sample = isinstance(sample, Tensor) and sample.ndim >= 4
         is_timestep = isinstance(timestep, SupportsFloat)
         if not (is_sample and is_timestep):
-            self._warn_once(reasons.UNKNOWN_CALL)
+            self._once.warn(f"nothing merged: {reasons.UNKNOWN_CALL}")
             return False
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
         self._follow(noise, sample, timestep)
@@ -152,22 +152,13 @@ class UNetCalls(Calls):
             return
         counts = Counts()
         counts.evaluated(result)
-        if not counts.merged_anything:
+        if not counts.merged:
             model = self._run.model
-            self._warn_once(log_line.obstacle(counts, model.max_downsample, model.shallowest))
-        elif self._is_new(self._shape):
-            engine = self._run.engine
-            backend = [] if engine is None else engine.in_words()
-            log.info("[ToMe] %s", log_line.log_line(counts, self._config, backend))
-
-    def _warn_once(self, reason: str) -> None:
-        if self._is_new(reason):
-            log.warning("[ToMe] nothing merged: %s", reason)
-
-    def _is_new(self, what: Hashable) -> bool:
-        is_new = what not in self._reported
-        self._reported.add(what)
-        return is_new
+            why = log_line.obstacle(counts, model.max_downsample, model.shallowest)
+            self._once.warn(f"nothing merged: {why}")
+        elif self._run.engine is not None and self._once.is_new(self._shape):
+            line = log_line.log_line(counts, self._config, self._run.engine.in_words())
+            log.info("[ToMe] %s", line)
 
     def _follow(self, noise: float, sample: Tensor, timestep: Tensor | float) -> None:
         """Count the steps of a run, and the calls of a step."""
@@ -188,18 +179,12 @@ class UNetCalls(Calls):
         if self._first is None or not (self._completed and noise <= self._timestep):
             return True
         first, its_timestep = self._first
+        if first.shape != sample.shape or _are_of_one_tensor(timestep, its_timestep):
+            return False
+        sample = sample.detach().to(first.device)
         if noise < self._timestep:
-            return not (
-                _is_of_one_schedule(timestep, its_timestep)
-                or first.shape != sample.shape
-                or _goes_on(first, sample.detach().to(first.device))
-            )
-        return (
-            self._step == 0
-            and not _may_be_of_one_schedule(timestep, its_timestep)
-            and first.shape == sample.shape
-            and not torch.equal(first, sample.to(first.device))
-        )
+            return not _goes_on(first, sample)
+        return self._step == 0 and not torch.equal(first, sample)
 
     def _moment(self, timestep: float, shape: torch.Size) -> Moment:
         (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
@@ -234,21 +219,11 @@ def _execution_device(model: nn.Module, sample: Tensor) -> torch.device:
     return sample.device if device is None else torch.device(device)
 
 
-def _may_be_of_one_schedule(timestep: Tensor | float, other: Tensor | float) -> bool:
-    """Whether two timesteps may be elements of one tensor."""
+def _are_of_one_tensor(timestep: Tensor | float, other: Tensor | float) -> bool:
+    """Whether two timesteps are elements of one tensor, as those of a schedule are."""
     if not (isinstance(timestep, Tensor) and isinstance(other, Tensor)):
-        return True
+        return False
     return timestep.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _is_of_one_schedule(timestep: Tensor | float, other: Tensor | float) -> bool:
-    """Whether two timesteps are elements of one tensor of several timesteps."""
-    return (
-        isinstance(timestep, Tensor)
-        and isinstance(other, Tensor)
-        and _may_be_of_one_schedule(timestep, other)
-        and timestep.untyped_storage().nbytes() > timestep.numel() * timestep.element_size()
-    )
 
 
 def _goes_on(before: Tensor, sample: Tensor) -> bool:

@@ -14,7 +14,7 @@ from ..report.counts import Counts
 from ..report.log_line import log_line
 from ..settings.config import ToMeConfig
 from .flow_call import FlowCall
-from .patched_model import log
+from .patched_model import Once, log
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class PipelineRuns:
         self._pipeline = None if pipeline is None else ref(pipeline)
         self._scheduler = getattr(pipeline, "scheduler", scheduler)
         self._of_thread = local()
-        self._said: set[str] = set()
+        self._once = Once()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PipelineRuns, (None, self._current_scheduler())
@@ -163,25 +163,18 @@ class PipelineRuns:
 
     def report(self, run: PipelineRun, config: ToMeConfig) -> None:
         """Log what was forecast in a run, or why nothing was; each line once."""
-        reason = run.forecasts.reason
-        if reason is not None:
-            self.warn_once(reason)
+        if run.forecasts.reason is not None:
+            self.warn(run.forecasts.reason)
             return
         counts = Counts(run.step.count)
         counts.forecast_steps = run.forecasts.steps
-        line = log_line(counts, config, [])
-        if self._is_new(line):
+        line = log_line(counts, config)
+        if self._once.is_new(line):
             log.info("[ToMe] %s", line)
 
-    def warn_once(self, reason: str) -> None:
-        """Log why nothing was forecast."""
-        if self._is_new(reason):
-            log.warning("[ToMe] nothing was forecast: %s", reason)
-
-    def _is_new(self, line: str) -> bool:
-        is_new = line not in self._said
-        self._said.add(line)
-        return is_new
+    def warn(self, reason: str) -> None:
+        """Log why nothing was forecast, once."""
+        self._once.warn(f"nothing was forecast: {reason}")
 
     def _current_scheduler(self) -> Any:
         pipeline = None if self._pipeline is None else self._pipeline()

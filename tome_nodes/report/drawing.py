@@ -18,33 +18,27 @@ WARM = (246, 142, 60)
 COOL = (72, 214, 190)
 
 _LONG_SIDE = 1024
+_WIDTH = 760
+"""The least width of a page between its margins."""
 _MARGIN = 20
 _TITLE, _TEXT, _SMALL = 26, 17, 14
 _BAR = 210
 """The length of the longest bar of a column."""
 
 
-def merged_tokens(slots: np.ndarray) -> np.ndarray:
-    """Which tokens share their slot with another: ``[...]`` int becomes ``[...]`` bool."""
-    return (np.bincount(slots.ravel()) > 1)[slots]
-
-
-def merge_map(
-    slots: np.ndarray, picture: np.ndarray | None = None, merged: np.ndarray | None = None
-) -> np.ndarray:
+def merge_map(slots: np.ndarray, picture: np.ndarray | None = None, frame: int = 0) -> np.ndarray:
     """Draw each group of merged tokens in one colour, with its outline.
 
     Args:
-        slots: ``[height, width]`` int, the slot of each token.
+        slots: ``[frames, height, width]`` int, the slot of each token.
         picture: ``[height, width, channels]`` float from 0 to 1, of any size. Each group gets its
             mean colour, and unmerged tokens show the picture itself. Without a picture, groups
             have arbitrary colours, and unmerged tokens are dark.
-        merged: ``[height, width]`` bool, which tokens share their slot with another. Needed only
-            for a frame of a video, whose tokens may have merged with those of other frames.
+        frame: which frame to draw, from 0. Its tokens may have merged with those of others.
     """
-    scale = _scale(*slots.shape)
-    if merged is None:
-        merged = merged_tokens(slots)
+    merged = (np.bincount(slots.ravel()) > 1)[slots[frame]]
+    slots = slots[frame]
+    scale = int(np.clip(round(_LONG_SIDE / max(slots.shape)), 4, 64))
     if picture is None:
         colours = np.where(merged[..., None], _palette(slots.max() + 1)[slots], FAINT)
         image = _enlarged(colours, scale)
@@ -64,45 +58,17 @@ def merge_map(
     return np.where(outline[..., None], 0.3 * image, image).round().astype(np.uint8)
 
 
-def captioned(image: np.ndarray, title: str, lines: Sequence[str]) -> np.ndarray:
-    """Put a title and lines of text above an image."""
-    height, width = image.shape[:2]
-    texts = [_width(title, _TITLE), *(_width(line, _TEXT) for line in lines)]
-    total = max(width, *texts) + 2 * _MARGIN
-    canvas, _, top = _headed(total, height + _MARGIN, title, lines)
-    canvas.paste(Image.fromarray(image), (_MARGIN, top))
-    return np.asarray(canvas)
-
-
-def card(title: str, lines: Sequence[str], forecast: Sequence[bool] = ()) -> np.ndarray:
-    """A card of text to show instead of a picture; lines that begin with "Hint" are highlighted.
-
-    Args:
-        title: the text at the top.
-        lines: the text below it.
-        forecast: for each step of a run, whether it was forecast; drawn as a row of squares.
-    """
-    wrapped = [_wrapped(line, _TEXT, 720) for line in lines]
-    y = 88 + (90 if forecast else 0)
-    height = y + 8 + sum(26 * len(parts) + 10 for parts in wrapped)
-    canvas, draw = _canvas(800, height + 20)
-    draw.rectangle((0, 0, 8, height + 20), WARM)
-    draw.text((40, 32), title, INK, _font(_TITLE))
-    if forecast:
-        pitch = min(40.0, 720 / len(forecast))
-        gap = 4 if pitch > 12 else 1
-        for index, is_forecast in enumerate(forecast):
-            left = 40 + pitch * index
-            place = (left, 88, left + pitch - gap, 128)
-            draw.rectangle(place, FAINT if is_forecast else COOL)
-        for left, colour, text in ((40, COOL, "the model ran"), (210, FAINT, "forecast")):
-            draw.rectangle((left, 142, left + 14, 156), colour)
-            draw.text((left + 22, 149), text, MUTED, _font(_SMALL), "lm")
-    for parts in wrapped:
-        for part in parts:
-            draw.text((40, y), part, INK if parts[0].startswith("Hint") else MUTED, _font(_TEXT))
-            y += 26
-        y += 10
+def steps(is_forecast: Sequence[bool]) -> np.ndarray:
+    """Draw the steps of a run as a row of squares, those that were forecast in another colour."""
+    canvas, draw = _canvas(_WIDTH, 69)
+    pitch = min(40.0, _WIDTH / len(is_forecast))
+    gap = 4 if pitch > 12 else 1
+    for index, forecast in enumerate(is_forecast):
+        place = (pitch * index, 0, pitch * (index + 1) - gap, 40)
+        draw.rectangle(place, FAINT if forecast else COOL)
+    for left, colour, text in ((0, COOL, "the model ran"), (170, FAINT, "forecast")):
+        draw.rectangle((left, 54, left + 14, 68), colour)
+        draw.text((left + 22, 61), text, MUTED, _font(_SMALL), "lm")
     return np.asarray(canvas)
 
 
@@ -123,37 +89,20 @@ class Column:
     line: float | None = None
 
 
-def bars(
-    title: str,
-    lines: Sequence[str],
-    names: Sequence[str],
-    columns: Sequence[Column],
-    is_lit: Sequence[bool],
-) -> np.ndarray:
-    """Draw rows of bars.
-
-    Args:
-        title: the title.
-        lines: the text below it.
-        names: the name of each row.
-        columns: the columns, each with one bar in each row.
-        is_lit: which rows stand out.
-    """
+def bars(names: Sequence[str], columns: Sequence[Column], is_lit: Sequence[bool]) -> np.ndarray:
+    """Draw rows of bars, one in each column; ``is_lit`` says which rows stand out."""
     row = int(np.clip(840 // len(names), 14, 28))
     size = min(16, row - 1)
-    starts, width = [], _MARGIN + max(_width(name, size) for name in names)
+    starts, width = [], max(_width(name, size) for name in names)
     for column in columns:
         starts.append(width + 2 * _MARGIN + max(_width(text, size) for text in column.texts) + 10)
         width = starts[-1] + _BAR
-    width = max(width + _MARGIN, 800)
-    wrapped = [part for line in lines for part in _wrapped(line, _TEXT, width - 2 * _MARGIN)]
-    rows = row * len(names)
-    canvas, draw, top = _headed(width, 30 + rows + _MARGIN, title, wrapped)
-    tops = [top + 30 + row * index for index in range(len(names))]
+    tops = [30 + row * index for index in range(len(names))]
+    canvas, draw = _canvas(width + 1, tops[-1] + row)
     for name, y, lit in zip(names, tops, is_lit, strict=True):
-        draw.text((_MARGIN, y + row / 2), name, INK if lit else MUTED, _font(size), "lm")
+        draw.text((0, y + row / 2), name, INK if lit else MUTED, _font(size), "lm")
     for column, x in zip(columns, starts, strict=True):
-        draw.text((x, top), column.title, INK, _font(_TEXT))
+        draw.text((x, 0), column.title, INK, _font(_TEXT))
         most = max(*column.values, column.line or 0) or 1
         for value, text, y, lit in zip(column.values, column.texts, tops, is_lit, strict=True):
             end = x + round(_BAR * value / most)
@@ -161,7 +110,30 @@ def bars(
             draw.text((x - 10, y + row / 2), text, INK if lit else MUTED, _font(size), "rm")
         if column.line is not None:
             place = x + round(_BAR * column.line / most)
-            draw.line((place, tops[0], place, tops[0] + rows), INK, 2)
+            draw.line((place, tops[0], place, tops[-1] + row), INK, 2)
+    return np.asarray(canvas)
+
+
+def page(title: str, lines: Sequence[str], picture: np.ndarray | None = None) -> np.ndarray:
+    """A page: a title, lines of text, and perhaps a picture below them.
+
+    Lines that begin with "Hint" are highlighted.
+    """
+    height, width = (0, _WIDTH) if picture is None else picture.shape[:2]
+    width = max(width, _WIDTH)
+    wrapped = [_wrapped(line, width) for line in lines]
+    top = _MARGIN + 48 + sum(26 * len(parts) + 8 for parts in wrapped)
+    canvas, draw = _canvas(width + 2 * _MARGIN, top + height + _MARGIN)
+    draw.text((_MARGIN, _MARGIN - 4), title, INK, _font(_TITLE))
+    y = _MARGIN + 38
+    for parts in wrapped:
+        for part in parts:
+            colour = INK if parts[0].startswith("Hint") else MUTED
+            draw.text((_MARGIN, y), part, colour, _font(_TEXT))
+            y += 26
+        y += 8
+    if picture is not None:
+        canvas.paste(Image.fromarray(picture), (_MARGIN, top))
     return np.asarray(canvas)
 
 
@@ -171,11 +143,6 @@ def _palette(count: int) -> np.ndarray:
     light = (0.62 + 0.3 * (np.arange(count) * 0.754878 % 1))[:, None]
     wheel = np.clip(np.abs((hue * 6 + np.array([[0, 4, 2]])) % 6 - 3) - 1, 0, 1)
     return 255 * light * (1 - 0.55 * (1 - wheel))
-
-
-def _scale(height: int, width: int) -> int:
-    """The side of a token in pixels."""
-    return int(np.clip(round(_LONG_SIDE / max(height, width)), 4, 64))
 
 
 def _enlarged(tokens: np.ndarray, scale: int) -> np.ndarray:
@@ -195,18 +162,6 @@ def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
     return canvas, ImageDraw.Draw(canvas)
 
 
-def _headed(
-    width: int, height: int, title: str, lines: Sequence[str]
-) -> tuple[Image.Image, ImageDraw.ImageDraw, int]:
-    """A canvas with a title and lines of text, and the y below them, where ``height`` is free."""
-    top = _MARGIN + 48 + 26 * len(lines)
-    canvas, draw = _canvas(width, top + height)
-    draw.text((_MARGIN, _MARGIN - 4), title, INK, _font(_TITLE))
-    for index, line in enumerate(lines):
-        draw.text((_MARGIN, _MARGIN + 38 + 26 * index), line, MUTED, _font(_TEXT))
-    return canvas, draw, top
-
-
 @cache
 def _font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
     return ImageFont.load_default(size)
@@ -216,11 +171,11 @@ def _width(text: str, size: int) -> int:
     return int(_font(size).getlength(text)) + 1
 
 
-def _wrapped(text: str, size: int, width: int) -> list[str]:
+def _wrapped(text: str, width: int) -> list[str]:
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
-        if lines[-1] and _width(longer, size) > width:
+        if lines[-1] and _width(longer, _TEXT) > width:
             lines.append(word)
         else:
             lines[-1] = longer

@@ -1,11 +1,15 @@
 """The record of a patched model's last sampling run."""
 
+import logging
 from dataclasses import dataclass
 
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
+from . import log_line
 from .counts import Counts
 from .recording import Recording
+
+log = logging.getLogger("tome_nodes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +21,8 @@ class LastRun:
         config: the settings.
         counts: what was merged.
         obstacle: why nothing was merged or forecast, None if something was.
+        tuned: what ToMe Tune measured with these settings, None if it did not choose them.
+        is_forecast: whether steps were to be forecast, in place of merging.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
             chose one.
         worth_from: the estimated number of tokens from which merging a feature map is worth it;
@@ -24,23 +30,29 @@ class LastRun:
         shallowest: how many times smaller than the latent the largest feature map with attention
             is.
         recording: the details, None if no ToMe Report was connected when the run began.
-        tuned: what ToMe Tune measured with these settings, None if it did not choose them.
-        is_forecast: whether steps were to be forecast, in place of merging.
     """
 
     model: str
     config: ToMeConfig
     counts: Counts
     obstacle: str | None
-    backend: str | None
-    worth_from: int | None
-    shallowest: int
-    recording: Recording | None
     tuned: Measured | None
     is_forecast: bool = False
+    backend: str | None = None
+    worth_from: int | None = None
+    shallowest: int = 1
+    recording: Recording | None = None
 
     @property
     def nothing(self) -> str | None:
         """What did not happen and why, such as ``nothing merged: too few``; None if it happened."""
         what = "nothing was forecast" if self.is_forecast else "nothing merged"
         return None if self.obstacle is None else f"{what}: {self.obstacle}"
+
+    def log(self) -> None:
+        """Log what was merged or forecast, or why nothing was."""
+        if self.nothing is not None:
+            log.warning("[ToMe] %s", self.nothing)
+            return
+        backend = [] if self.backend in (None, "torch") else [self.backend]
+        log.info("[ToMe] %s", log_line.log_line(self.counts, self.config, backend, self.tuned))

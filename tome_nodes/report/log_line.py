@@ -1,5 +1,7 @@
 """A run in words: the line in the log, the line on the node, and parts of a report."""
 
+from collections.abc import Sequence
+
 from .. import reasons
 from ..patching.blocks import Evaluated
 from ..settings.config import ToMeConfig
@@ -9,28 +11,23 @@ from .counts import Counts
 
 
 def log_line(
-    counts: Counts, config: ToMeConfig, backend: list[str], tuned: Measured | None = None
+    counts: Counts, config: ToMeConfig, backend: Sequence[str] = (), tuned: Measured | None = None
 ) -> str:
     """The log line of a run, or of the first call of a kind: what merged, and whether it helped.
 
-    For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``.
-
-    Args:
-        counts: the counts of the run.
-        config: the settings.
-        backend: the backend, as :meth:`tome_nodes.patching.engine.Engine.in_words` returns it.
-        tuned: what ToMe Tune measured with these settings, None if it did not choose them.
+    For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``. The backend
+    is given as :meth:`tome_nodes.patching.engine.Engine.in_words` returns it.
     """
-    done = []
     if counts.forecast_steps:
-        done.append(f"forecast {len(counts.forecast_steps)}/{counts.total_steps} steps")
-    if counts.merged_anything:
+        done = [f"forecast {len(counts.forecast_steps)}/{counts.total_steps} steps", ratio(config)]
+    else:
         blocks = f"{counts.merged_blocks}/{counts.blocks_present} blocks"
-        done.append(f"merged {blocks} ({sizes(counts)})")
+        done = [f"merged {blocks} ({sizes(counts)})"]
         if counts.total_steps:
             done.append(f"{counts.merged_steps}/{counts.total_steps} steps")
-    others = [*in_effect(counts, config), *backend, *deviations(counts)]
-    return ", ".join([*done, *others, *([] if tuned is None else [times(tuned)])])
+        done += settings(config, counts.frames)
+    measured = [] if tuned is None else [times(tuned)]
+    return ", ".join([*done, *backend, *deviations(counts), *measured])
 
 
 def times(tuned: Measured) -> str:
@@ -65,16 +62,13 @@ def live_line(result: Evaluated, total_steps: int) -> str:
 
 def sizes(counts: Counts) -> str:
     """For example ``4096 -> 2048 tokens x5, 1024 -> 512 tokens x6``."""
-    several = len(counts.lengths) > 1
-    return ", ".join(
-        f"{before} -> {_span(counts.lengths_after(before))} tokens"
-        + (f" x{counts.blocks_of(before)}" if several else "")
-        for before in counts.lengths
-    )
-
-
-def _span(lengths: list[int]) -> str:
-    return str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]}-{lengths[-1]}"
+    found = []
+    for before, by_block in sorted(counts.merged.items(), reverse=True):
+        lengths = set().union(*by_block.values())
+        after = "-".join(map(str, sorted({min(lengths), max(lengths)})))
+        count = f" x{len(by_block)}" if len(counts.merged) > 1 else ""
+        found.append(f"{before} -> {after} tokens{count}")
+    return ", ".join(found)
 
 
 def deviations(counts: Counts) -> list[str]:
@@ -88,19 +82,15 @@ def deviations(counts: Counts) -> list[str]:
 def obstacle(counts: Counts, max_downsample: int, shallowest: int) -> str:
     """Why nothing was merged: the most common reason, or that ``max_downsample`` rules out all.
 
-    Args:
-        counts: the counts of a run that merged nothing.
-        max_downsample: how many times smaller than the latent a level may be to merge.
-        shallowest: how many times smaller than the latent the largest level of the model is.
+    ``max_downsample`` is how many times smaller than the latent a level may be to merge, and
+    ``shallowest`` how many times smaller the largest level of the model is.
     """
     return counts.most_common_reason or reasons.levels_left_out(max_downsample, shallowest)
 
 
-def in_effect(counts: Counts, config: ToMeConfig, defaults: bool = False) -> list[str]:
-    """The :func:`settings` that had an effect in a run: the ratio alone if it only forecast."""
-    if counts.forecast_steps and not counts.merged_anything:
-        return [f"ratio {config.ratio:.2f}"]
-    return settings(config, counts.frames, defaults)
+def ratio(config: ToMeConfig) -> str:
+    """The setting by which forecasts go, in words."""
+    return f"ratio {config.ratio:.2f}"
 
 
 def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> list[str]:
@@ -112,13 +102,16 @@ def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> lis
         defaults: whether to include strategy and scope even if they have their default values.
     """
     cap = strategy_class(config).ratio_cap(config, frames)
-    scope = [] if config.scope == "module" and not defaults else [f"{config.scope} scope"]
-    ratio = f"ratio {config.ratio:.2f}"
+    share = ratio(config)
     if config.ratio_end >= 0:
-        ratio += f" to {config.ratio_end:.2f}"
+        share += f" to {config.ratio_end:.2f}"
     if config.largest_ratio > cap:
-        ratio += f" capped at {cap:.2f}"
+        share += f" capped at {cap:.2f}"
     if config.scope == "module" and config.attn_tokens == "k,v":
-        ratio += " of keys and values in self-attention"
-    is_default = config.strategy == ToMeConfig.strategy and not defaults
-    return [ratio, *([] if is_default else [config.strategy]), *scope]
+        share += " of keys and values in self-attention"
+    words = [share]
+    if defaults or config.strategy != ToMeConfig.strategy:
+        words.append(config.strategy)
+    if defaults or config.scope != ToMeConfig.scope:
+        words.append(f"{config.scope} scope")
+    return words

@@ -1,6 +1,6 @@
 """The report of a sampling run: its text, and the picture of a view."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from ..settings.options import CHART, MERGE_MAP
 from ..strategies import strategy_class
 from ..tuning import summary as tuning_words
-from ..tuning.search import SPEED, Measured
+from ..tuning.search import LIKENESS, SPEED, Measured
 from ..tuning.summary import Found
 from . import drawing, log_line
 from .last_run import LastRun
@@ -20,13 +20,6 @@ _MUCH = 0.1
 _MANY, _ENOUGH = 16, 12
 """From ``_MANY`` steps on, merging whole stacks is no better than taking fewer steps; a hint then
 recommends ``_ENOUGH`` steps (benchmarks/FIDELITY.md)."""
-
-
-PictureAt = Callable[[float], np.ndarray]
-"""Returns a frame of a decoded video, given its position from 0 (first frame) to 1 (last frame).
-
-``[height, width, channels]`` float from 0 to 1.
-"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ NO_RUN = (
 
 def notice(title: str, *sentences: str) -> Page:
     """A page that says why there is nothing to report."""
-    return Page(drawing.card(title, sentences), "\n".join(sentences))
+    return Page(drawing.page(title, sentences), "\n".join(sentences))
 
 
 def report_of(
@@ -64,8 +57,8 @@ def report_of(
     view: str = MERGE_MAP,
     level: int = -1,
     step: int = -1,
-    picture_at: PictureAt | None = None,
     frame: int = -1,
+    pictures: np.ndarray | None = None,
 ) -> Page:
     """The report of a run.
 
@@ -76,18 +69,21 @@ def report_of(
         level: which feature maps to draw, by how many times smaller than the latent they are; -1
             for the largest.
         step: which step to draw, counted from 1; -1 for the last that merged.
-        picture_at: returns the decoded picture to draw under a map.
         frame: which frame of a video's latent to draw, counted from 1; -1 for the middle one.
+        pictures: ``[count, height, width, channels]`` float from 0 to 1, the decoded picture or
+            video to draw under a map.
     """
     lines = in_words(run)
     recording, counts = run.recording, run.counts
-    if recording is None or not counts.merged_anything:
+    if recording is None or not counts.merged:
         forecast = [step in counts.forecast_steps for step in range(counts.total_steps)]
-        drawn = drawing.card("ToMe Report", lines, forecast if any(forecast) else ())
+        drawn = drawing.page(
+            "ToMe Report", lines, drawing.steps(forecast) if any(forecast) else None
+        )
     elif view == CHART:
         drawn = _chart(recording)
     else:
-        drawn = _map(run, recording, level, step, picture_at, frame)
+        drawn = _map(recording, counts.total_steps, level, step, frame, pictures)
     return Page(drawn, "\n".join(lines))
 
 
@@ -96,56 +92,46 @@ def tuning_page(found: Found) -> Page:
     lines = tuning_words.in_words(found)
     tried = {name: each for name, each in found.tried.items() if each.obstacle is None}
     if not tried:
-        return Page(drawing.card("ToMe Tune", lines), "\n".join(lines))
+        return notice("ToMe Tune", *lines)
     taken = "unpatched" if found.candidate is None else str(found.candidate)
     tried = {"unpatched": Measured(1.0, 1.0, 0.0), **tried}
     names = sorted(tried, key=lambda name: tried[name].speed)
     speeds, changes = zip(*((tried[name].speed, tried[name].change) for name in names), strict=True)
-    amount, is_speed = found.wish.amount, found.wish.goal == SPEED
+    wished = {found.wish.goal: found.wish.amount}
     columns = [
-        drawing.Column(
-            "times as fast",
-            speeds,
-            [f"{speed:.2f}" for speed in speeds],
-            amount if is_speed else None,
-        ),
-        drawing.Column(
-            "change",
-            changes,
-            [f"{change:.3f}" for change in changes],
-            None if is_speed else amount,
-        ),
+        drawing.Column("times as fast", speeds, [f"{x:.2f}" for x in speeds], wished.get(SPEED)),
+        drawing.Column("change", changes, [f"{x:.3f}" for x in changes], wished.get(LIKENESS)),
     ]
-    is_taken = [name == taken for name in names]
-    drawn = drawing.bars("ToMe Tune", [*tuning_words.result(found)], names, columns, is_taken)
+    bars = drawing.bars(names, columns, [name == taken for name in names])
+    drawn = drawing.page("ToMe Tune", [*tuning_words.result(found)], bars)
     return Page(drawn, "\n".join(lines))
 
 
 def in_words(run: LastRun) -> list[str]:
     """The report of a run, line by line: what happened, whether it helped, what to do, the rest."""
-    counts, recording, hint = run.counts, run.recording, hint_for(run)
-    saves, is_merged = run.nothing is None, counts.merged_anything
-    lines = [] if run.nothing is None else [f"{run.nothing[0].upper()}{run.nothing[1:]}"]
-    if counts.forecast_steps:
-        lines += [f"Forecast: {len(counts.forecast_steps)} of {counts.total_steps} steps"]
-    if is_merged:
+    counts, hint, total = run.counts, hint_for(run), run.counts.total_steps
+    if run.nothing is not None:
+        lines = [run.nothing[0].upper() + run.nothing[1:]]
+    else:
         blocks = f"{counts.merged_blocks} of {counts.blocks_present} blocks"
-        lines += [f"Merged: {blocks}, {log_line.sizes(counts)}"]
-    if saves:
-        helped = "not measured" if run.tuned is None else f"{log_line.times(run.tuned)} (ToMe Tune)"
-        lines += [f"Helped: {helped}"]
-    if saves and run.tuned is None and hint is None:
-        hint = UNMEASURED
+        lines = [
+            f"Forecast: {len(counts.forecast_steps)} of {total} steps"
+            if run.is_forecast
+            else f"Merged: {blocks}, {log_line.sizes(counts)}",
+            "Helped: not measured"
+            if run.tuned is None
+            else f"Helped: {log_line.times(run.tuned)} (ToMe Tune)",
+        ]
+        if run.tuned is None:
+            hint = hint or UNMEASURED
     if hint is not None:
         lines += [f"Hint: {hint}"]
-    if is_merged:
-        lines += [_times_in_words(recording)]
+    if counts.merged:
+        steps = f"Steps: merged in {counts.merged_steps} of {total}"
+        lines += [_times_in_words(run.recording), steps]
     lines += [f"Model: {run.model}"]
-    if is_merged:
-        lines += [f"Steps: merged in {counts.merged_steps} of {counts.total_steps}"]
-    ratio_alone = [f"ratio {run.config.ratio:.2f}"]
     settings = log_line.settings(run.config, counts.frames, defaults=True)
-    lines += [f"Settings: {', '.join(ratio_alone if run.is_forecast else settings)}"]
+    lines += [f"Settings: {log_line.ratio(run.config) if run.is_forecast else ', '.join(settings)}"]
     if run.backend is not None:
         lines += [f"Backend: {run.backend}"]
     return [*lines, *(f"Note: {deviation}" for deviation in log_line.deviations(counts))]
@@ -154,7 +140,7 @@ def in_words(run: LastRun) -> list[str]:
 def hint_for(run: LastRun) -> str | None:
     """What to change, if the settings gain nothing or less than they could; else None."""
     config, counts, strategy = run.config, run.counts, strategy_class(run.config)
-    largest = max(counts.lengths, default=counts.largest_grid)
+    largest = max(counts.merged, default=counts.largest_grid)
     if run.worth_from and 0 < largest < run.worth_from:
         longer = (run.worth_from / largest) ** 0.5
         custom = "; or, under preset custom, set min_tokens to 0 to leave small maps alone"
@@ -162,7 +148,7 @@ def hint_for(run: LastRun) -> str | None:
             f"make the picture {longer:.1f} times as wide and high, as merging is worth it from "
             f"about {run.worth_from} tokens on here{custom if config.min_tokens else ''}."
         )
-    if not counts.merged_anything:
+    if not counts.merged:
         return None
     cap = strategy.ratio_cap(config, counts.frames)
     if config.largest_ratio > cap:
@@ -203,46 +189,47 @@ def _times_in_words(recording: Recording | None) -> str:
 
 
 def _map(
-    run: LastRun,
     recording: Recording,
+    total: int,
     level: int,
     step: int,
-    picture_at: PictureAt | None,
     frame: int,
+    pictures: np.ndarray | None,
 ) -> np.ndarray:
+    """See :func:`report_of`; ``total`` is the number of steps of the run."""
     levels = recording.levels
-    if level == -1:
-        level = next(iter(levels))
+    level = next(iter(levels)) if level == -1 else level
     if level not in levels:
-        merged = _listed(levels)
-        return drawing.card(
-            f"Nothing merged at level {level}", [f"Hint: set level to {merged}, or to -1."]
-        )
+        return _absent("level", level, levels)
     grid = levels[level]
+    frame = grid.frames // 2 + 1 if frame == -1 else frame
+    frames = range(1, grid.frames + 1)
+    if frame not in frames:
+        return _absent("frame", frame, frames)
+    by_step = {at + 1: slots for (at, of), slots in recording.slots.items() if of == grid}
+    step = max(by_step) if step == -1 else step
+    if step not in by_step:
+        return _absent("step", step, by_step)
+    slots = by_step[step]
+    picture = None
+    if pictures is not None:
+        picture = pictures[round((frame - 1) / max(1, grid.frames - 1) * (len(pictures) - 1))]
     place = f"level {level}, {grid.width} x {grid.height} tokens"
-    frame = grid.frames // 2 if frame == -1 else frame - 1
-    if frame not in range(grid.frames):
-        frames = _listed(range(1, grid.frames + 1))
-        return drawing.card(
-            f"There is no frame {frame + 1}", [f"Hint: set frame to {frames}, or to -1."]
-        )
-    picture = None if picture_at is None else picture_at(frame / max(1, grid.frames - 1))
     if grid.frames > 1:
-        place += f", frame {frame + 1} of {grid.frames}"
-    slots = {at: slots for (at, of), slots in recording.slots.items() if of == grid}
-    total = run.counts.total_steps
-    step = max(slots) if step == -1 else step - 1
-    if step not in slots:
-        merged = _listed([at + 1 for at in slots])
-        return drawing.card(
-            f"Nothing merged in step {step + 1}", [f"Hint: set step to {merged}, or to -1."]
-        )
-    groups = int(slots[step].max()) + 1
-    return drawing.captioned(
-        drawing.merge_map(slots[step][frame], picture, drawing.merged_tokens(slots[step])[frame]),
-        "Merge map",
-        [place, f"step {step + 1} of {total}, {grid.tokens} tokens in {groups} groups"],
-    )
+        place += f", frame {frame} of {grid.frames}"
+    groups = f"{grid.tokens} tokens in {int(slots.max()) + 1} groups"
+    lines = [place, f"step {step} of {total}, {groups}"]
+    return drawing.page("Merge map", lines, drawing.merge_map(slots, picture, frame - 1))
+
+
+def _absent(name: str, value: int, there: Iterable[int]) -> np.ndarray:
+    """A page that says that there is no such map, and which there are."""
+    numbers = sorted(there)
+    listed = " or ".join(map(str, numbers))
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        listed = f"{numbers[0]} to {numbers[-1]}"
+    hint = f"Hint: set {name} to {listed}, or to -1."
+    return drawing.page(f"There is no merge map of {name} {value}", [hint])
 
 
 def _chart(recording: Recording) -> np.ndarray:
@@ -258,12 +245,4 @@ def _chart(recording: Recording) -> np.ndarray:
     if len(times) == len(blocks):
         columns += [drawing.Column("mean, ms", times, [f"{time:.3g}" for time in times])]
     line = "The fewest tokens that each block ran on, and how long it took. Orange blocks merged."
-    return drawing.bars("Chart", [line], names, columns, is_merged)
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    """For example ``1 or 2``, or ``1 to 20`` if no number between them is missing."""
-    numbers = sorted(numbers)
-    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"{numbers[0]} to {numbers[-1]}"
-    return " or ".join(map(str, numbers))
+    return drawing.page("Chart", [line], drawing.bars(names, columns, is_merged))

@@ -60,14 +60,12 @@ class Recording:
     @property
     def levels(self) -> dict[int, Grid]:
         """The grids that merged, by how many times smaller than the latent they are."""
-        grids = {grid for _, grid in self.slots}
-        # Two grids can round to the same level; the larger then represents it.
-        by_size = sorted(grids, key=lambda grid: grid.tokens)
-        levels = {self._level(grid): grid for grid in by_size}
-        return dict(sorted(levels.items()))
-
-    def _level(self, grid: Grid) -> int:
-        return max(1, round((self.latent.tokens * grid.frames / grid.tokens) ** 0.5))
+        levels: dict[int, Grid] = {}
+        for grid in sorted({grid for _, grid in self.slots}, key=lambda grid: -grid.tokens):
+            level = max(1, round((self.latent.tokens * grid.frames / grid.tokens) ** 0.5))
+            # Two grids can round to the same level; the larger then represents it.
+            levels.setdefault(level, grid)
+        return levels
 
 
 Span = tuple[Any, Any]

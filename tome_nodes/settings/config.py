@@ -7,7 +7,6 @@ generate`` makes the English locale and the tables of the help pages from them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, Literal
 
 from .options import Option, OptionError
@@ -16,6 +15,11 @@ from .options import Option, OptionError
 def _option(default: Any, **others: Any) -> Any:
     """A field that holds all attributes of its :class:`Option` except the name."""
     return field(default=default, metadata=others)
+
+
+def _advanced(default: Any, **others: Any) -> Any:
+    """An option that the editor folds away."""
+    return _option(default, advanced=True, **others)
 
 
 def _choices(*names: str | int) -> dict[str | int, str]:
@@ -64,23 +68,21 @@ class ToMeConfig:
         text="Point of the sampling at which merging ends; 1 is the last step. Ending early, at "
         "0.8 say, keeps fine detail.",
     )
-    seed: int = _option(
+    seed: int = _advanced(
         0,
         least=0,
         most=2**64 - 1,
-        advanced=True,
         text="Seed of the random picks. It is separate from the sampler's seed and does not change "
         "its noise.",
     )
-    backend: str = _option(
+    backend: str = _advanced(
         "auto",
         choices=_choices("auto", "torch", "triton"),
-        advanced=True,
         text="What merging runs on. auto: Triton kernels on NVIDIA and AMD GPUs where Triton is "
         "installed, plain torch elsewhere.",
         more="Where Triton cannot be used, the log line says why.",
     )
-    strategy: str = _option(
+    strategy: str = _advanced(
         "bipartite",
         choices={
             "bipartite": "The paper's matching: each token may merge into the most alike of all "
@@ -94,12 +96,11 @@ class ToMeConfig:
             "the last 40 % of the training's timesteps, set `start_percent` to 0.6. Cells and "
             "random picks have no effect.",
         },
-        advanced=True,
         text="How tokens are grouped: bipartite matches over the whole map as in the paper, window "
         "within windows of 16x16 tokens, which is faster at large sizes. cluster groups those that "
         "are equally like the mean of all, as a summary of the paper has it.",
     )
-    scope: str = _option(
+    scope: str = _advanced(
         "module",
         choices={
             "module": "Self-attention, cross-attention and feed-forward network, each where "
@@ -107,108 +108,92 @@ class ToMeConfig:
             "stack": "All transformer blocks of a level in one go; what they change is added to "
             "all tokens. Saves most, above all on SDXL, where most blocks come in stacks of ten.",
         },
-        advanced=True,
         text="What runs on merged tokens: module is the modules that are switched on below, stack "
         "all blocks of a level at once, which saves most and is what makes SDXL faster.",
         more="stack works in UNets only. Transformers fall back to module, and so does a block "
         "that another node patches inside.",
     )
-    attn_tokens: str = _option(
+    attn_tokens: str = _advanced(
         "q,k,v",
         choices=_choices("q,k,v", "k,v"),
-        advanced=True,
         text="Which tokens of self-attention to merge, in module scope: all, or only the keys and "
         "values, which saves less and changes the picture less.",
         more="In a transformer, only keys and values merge, whatever is set.",
     )
-    max_downsample: int | Literal["auto"] = _option(
+    max_downsample: int | Literal["auto"] = _advanced(
         "auto",
         choices=_choices("auto", 1, 2, 4, 8),
-        advanced=True,
         text="Merge where the feature map is at most this many times smaller than the latent; more "
         "is a little faster and changes the picture more. auto takes the largest maps that have "
         "attention and, in scope stack, all down to those with most blocks.",
         more="That is 1 for SD 1.x and 2.x; for SDXL it is 2, and 4 in scope stack.",
     )
-    merge_attn: bool = _option(
-        True,
-        advanced=True,
-        text="Merge in self-attention, where most of the time is saved.",
+    merge_attn: bool = _advanced(
+        True, text="Merge in self-attention, where most of the time is saved."
     )
-    merge_crossattn: bool = _option(
+    merge_crossattn: bool = _advanced(
         False,
-        advanced=True,
         text="Merge in cross-attention too. Saves little and follows the prompt less well.",
     )
-    merge_mlp: bool = _option(
-        False,
-        advanced=True,
-        text="Merge in the feed-forward network too. A little faster, with less detail.",
+    merge_mlp: bool = _advanced(
+        False, text="Merge in the feed-forward network too. A little faster, with less detail."
     )
-    ratio_end: float = _option(
+    ratio_end: float = _advanced(
         -1.0,
         least=0.0,
         most=0.95,
         step=0.05,
         unset=-1.0,
-        advanced=True,
         text="Ratio at the last step, to which it moves from ratio in equal steps; -1 keeps ratio "
         "throughout. The paper found 0.6 falling to 0.4 better than a steady 0.5.",
         more="It is for merging; forecasts go by `ratio`.",
     )
-    sx: int = _option(
+    sx: int = _advanced(
         2,
         least=1,
         most=8,
-        advanced=True,
         text="Width of a cell in tokens. One token of each cell always stays.",
         more="In video, a cell spans 2 to 5 frames, whichever divides them best, and `sx` or `sy` "
         "tokens of a row, whichever is fewer.",
     )
-    sy: int = _option(
+    sy: int = _advanced(
         2,
         least=1,
         most=8,
-        advanced=True,
         text="Height of a cell in tokens. One token of each cell always stays.",
     )
-    use_rand: bool = _option(
+    use_rand: bool = _advanced(
         True,
-        advanced=True,
         text="Pick the token that stays in each cell at random, anew in each step; better "
         "pictures. Off: always the top left one.",
     )
-    min_tokens: int = _option(
+    min_tokens: int = _advanced(
         0,
         least=0,
         most=2**20,
-        advanced=True,
         text="Merge only feature maps of at least this many tokens. 0 leaves out those that would "
         "not get faster.",
         more="These are the ones below 256 tokens on a CPU; on a GPU below 4096, 2048 for `window` "
         "on Triton, 8192 for `cluster`, or 768 in scope stack of a UNet (estimates).",
     )
-    proportional_attn: bool = _option(
+    proportional_attn: bool = _advanced(
         True,
-        advanced=True,
         text="Let a merged token weigh in self-attention as much as the tokens it stands for, "
         "which keeps the picture much closer and takes hardly any time; with SageAttention, which "
         "takes no weights, it counts once. Off: the attention of the paper.",
     )
-    refresh_steps: int = _option(
+    refresh_steps: int = _advanced(
         0,
         least=0,
         most=100,
-        advanced=True,
         text="In scope stack, one step in so many runs on all tokens, counted back from the second "
         "to last; 0 is none. The steps after it keep the detail that it gave to merged tokens.",
         more="The first step also runs on all tokens if it begins with a picture, as in image to "
         "image. With `attn_tokens` k,v, self-attention merges keys and values even in these steps. "
         "Each stack keeps a tensor of the size of its tokens.",
     )
-    forecast: bool = _option(
+    forecast: bool = _advanced(
         False,
-        advanced=True,
         text="In a transformer, skip the model in some steps, as many as ratio says, and forecast "
         "its output there from its last two. Nothing merges then.",
         more="A run needs at least four steps, an edit six. The first two steps and the last "
@@ -245,10 +230,8 @@ class ToMeConfig:
         return self.largest_ratio == 0
 
 
-OPTIONS: Mapping[str, Option] = MappingProxyType(
-    {
-        each.name: Option(name=each.name, default=each.default, **each.metadata)
-        for each in fields(ToMeConfig)
-    }
-)
+OPTIONS: Mapping[str, Option] = {
+    each.name: Option(name=each.name, default=each.default, **each.metadata)
+    for each in fields(ToMeConfig)
+}
 """The options of token merging by name."""

@@ -37,13 +37,19 @@ def shown(value: Any) -> str:
     return f"<{type(value).__name__}>"
 
 
+_ACCEPTED: Mapping[type, Any] = {bool: bool, int: int, float: int | float, str: str}
+_IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
+"""The types that a value may have, by that of the default."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """One option.
 
     Attributes:
         name: its name everywhere.
-        default: its value where none is given; its type is that of the option.
+        default: its value where none is given; its type is that of the option. A text without
+            choices is a name that the host defines, such as that of a sampler.
         text: what it does, in two sentences at most: the tooltip.
         more: what the help page adds.
         least: smallest value of a number.
@@ -52,7 +58,6 @@ class Option:
         unset: a number below ``least`` that stands for the value of ``ratio``.
         choices: its allowed values if they are few. Each has a text that says what it does, for the
             table of the help page, or an empty text if there is no such table.
-        is_of_host: whether its values are names that the host defines, such as those of samplers.
         advanced: whether the editor folds it away.
     """
 
@@ -65,7 +70,6 @@ class Option:
     step: float = 1
     unset: float | None = None
     choices: Mapping[str | int, str] = field(default_factory=dict)
-    is_of_host: bool = False
     advanced: bool = False
 
     def check(self, value: Any) -> None:
@@ -75,23 +79,17 @@ class Option:
             OptionTypeError: it has the wrong type.
             OptionError: it is out of range, NaN, or none of the choices.
         """
-        is_whole = isinstance(self.default, int)
+        kind = type(self.default)
+        is_bool = isinstance(value, bool)
         if self.choices:
             # True and 1.0 are equal to 1, but they are not choices.
-            is_number = isinstance(value, bool | float)
-            if not is_plain(value) or is_number or value not in self.choices:
+            if is_bool or not isinstance(value, str | int) or value not in self.choices:
                 allowed = " | ".join(map(str, self.choices))
                 raise self._error(OptionError, value, f"one of {allowed}")
-        elif self.is_of_host:
-            if not isinstance(value, str):
-                raise self._error(OptionTypeError, value, "a name")
-        elif isinstance(self.default, bool):
-            if not isinstance(value, bool):
-                raise self._error(OptionTypeError, value, "true or false")
-        elif isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
-            raise self._error(OptionTypeError, value, "a whole number" if is_whole else "a number")
+        elif is_bool != (kind is bool) or not isinstance(value, _ACCEPTED[kind]):
+            raise self._error(OptionTypeError, value, _IN_WORDS[kind])
         # NaN is not in any range.
-        elif not self.least <= value <= self.most and value != self.unset:
+        elif kind in (int, float) and not self.least <= value <= self.most and value != self.unset:
             allowed = f"from {self.least} to {self.most}"
             if self.unset is not None:
                 allowed = f"{self.unset:g}, to keep ratio, or {allowed}"
@@ -185,13 +183,7 @@ SAMPLING = (
         most=2**64 - 1,
         text="Seed of the noise in the trials, as in the sampler.",
     ),
-    Option(
-        name="steps",
-        default=20,
-        least=1,
-        most=10000,
-        text="Steps of the sampler.",
-    ),
+    Option(name="steps", default=20, least=1, most=10000, text="Steps of the sampler."),
     Option(
         name="cfg",
         default=8.0,
@@ -200,18 +192,8 @@ SAMPLING = (
         step=0.1,
         text="As in the sampler; other than 1, the model runs on two prompts at once.",
     ),
-    Option(
-        name="sampler_name",
-        default="euler",
-        is_of_host=True,
-        text="As in the sampler.",
-    ),
-    Option(
-        name="scheduler",
-        default="simple",
-        is_of_host=True,
-        text="As in the sampler.",
-    ),
+    Option(name="sampler_name", default="euler", text="As in the sampler."),
+    Option(name="scheduler", default="simple", text="As in the sampler."),
     Option(
         name="denoise",
         default=1.0,
@@ -231,3 +213,7 @@ STEP = Option(
     advanced=True,
     text="Which step to show in the merge map; 1 is the first. -1 shows the last that merged.",
 )
+
+TUNE_OPTIONS = (GOAL, SPEED_UP, CHANGE, *SAMPLING, MEASURE_AGAIN)
+
+REPORT_OPTIONS = (VIEW, LEVEL, STEP, FRAME)

@@ -5,7 +5,6 @@ A preset decides how to merge. How much, when and with which seed stay free.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from .config import OPTIONS
@@ -33,32 +32,30 @@ class Preset:
     options: Mapping[str, Any]
 
 
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        "balanced": Preset(
-            "In a UNet, merges keys and values of self-attention, matched within windows: closest "
-            "to the plain model.",
-            {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True},
-        ),
-        "fast": Preset(
-            "In a UNet, runs all blocks of a level on merged tokens in three of four steps, and on "
-            "all tokens in the fourth: saves most, changes most, and is what to take for SDXL, "
-            "where self-attention is a small part of the work.",
-            {
-                "strategy": "window",
-                "scope": "stack",
-                "attn_tokens": "k,v",
-                "refresh_steps": 4,
-                "forecast": True,
-            },
-        ),
-        "paper": Preset(
-            "As the paper's own code, tomesd, does it: queries, keys and values alike, at the "
-            "largest maps only, so nothing on SDXL; in a transformer, keys and values only.",
-            {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
-        ),
-    }
-)
+PRESETS: Mapping[str, Preset] = {
+    "balanced": Preset(
+        "In a UNet, merges keys and values of self-attention, matched within windows: closest "
+        "to the plain model.",
+        {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True},
+    ),
+    "fast": Preset(
+        "In a UNet, runs all blocks of a level on merged tokens in three of four steps, and on "
+        "all tokens in the fourth: saves most, changes most, and is what to take for SDXL, "
+        "where self-attention is a small part of the work.",
+        {
+            "strategy": "window",
+            "scope": "stack",
+            "attn_tokens": "k,v",
+            "refresh_steps": 4,
+            "forecast": True,
+        },
+    ),
+    "paper": Preset(
+        "As the paper's own code, tomesd, does it: queries, keys and values alike, at the "
+        "largest maps only, so nothing on SDXL; in a transformer, keys and values only.",
+        {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
+    ),
+}
 """The presets by name."""
 
 PRESET = Option(
@@ -78,9 +75,7 @@ PRESET = Option(
 )
 """The choice of a preset."""
 
-_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {name: option.default for name, option in OPTIONS.items()}
-)
+_DEFAULTS: Mapping[str, Any] = {name: option.default for name, option in OPTIONS.items()}
 
 
 def settings_of(

@@ -4,35 +4,29 @@ All hosts read what a user gave through :func:`current`.
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from .options import MERGE_MAP, OptionError, is_plain, shown
 
-PRESETS: Mapping[str, str] = MappingProxyType({"quality": "balanced"})
+PRESETS: Mapping[str, str] = {"quality": "balanced"}
 """Presets that are gone, and as which each is read: it takes as long, and hardly differs."""
 
-VIEWS: Mapping[str, str] = MappingProxyType({"heat map": MERGE_MAP})
+VIEWS: Mapping[str, str] = {"heat map": MERGE_MAP}
 """Views of ToMe Report that are gone, and as which each is read."""
 
-OPTIONS: Mapping[str, tuple[Any, str]] = MappingProxyType(
-    {
-        "st": (
-            0,
-            "the number of frames decides how many frames a cell spans, as it did with 0; leave st "
-            "out",
-        )
-    }
-)
+OPTIONS: Mapping[str, tuple[Any, str]] = {
+    "st": (
+        0,
+        "the number of frames decides how many frames a cell spans, as it did with 0; leave st out",
+    )
+}
 """Options that are gone: the default, at which each is ignored, and what to do otherwise."""
 
-_INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "scope": {"block": "stack"},
-        "strategy": {"pool": "window"},
-        "attn_tokens": {"q": "k,v"},
-    }
-)
+_INSTEAD: Mapping[str, Mapping[str, str]] = {
+    "scope": {"block": "stack"},
+    "strategy": {"pool": "window"},
+    "attn_tokens": {"q": "k,v"},
+}
 """By option, the values that are gone, and what to take instead."""
 
 

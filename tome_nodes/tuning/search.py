@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, TypeVar
 
 SPEED, LIKENESS = "speed", "likeness"
@@ -56,6 +57,9 @@ class Measured:
         obstacle: what did not happen and why, such as ``nothing merged: too few tokens``, or the
             error of the trial; None if there is neither.
         has_failed: whether the obstacle is an error, which another trial may not have.
+
+    Raises:
+        ValueError: a number is not finite, or a time is not positive.
     """
 
     seconds: float
@@ -63,6 +67,11 @@ class Measured:
     change: float
     obstacle: str | None = None
     has_failed: bool = False
+
+    def __post_init__(self) -> None:
+        numbers = self.seconds, self.unpatched, self.change
+        if not all(map(isfinite, numbers)) or min(self.seconds, self.unpatched) <= 0:
+            raise ValueError(f"{numbers} are no times and change")
 
     @property
     def speed(self) -> float:

@@ -52,92 +52,71 @@ class Sampling:
     denoise: float
 
 
-@dataclass(frozen=True, eq=False)
-class _Sampled:
-    """The result of a sampling run.
-
-    Attributes:
-        latent: the final latent; of a video with sound, the video.
-        seconds: the time of each step.
-    """
-
-    latent: Tensor
-    seconds: list[float]
-
-    @property
-    def whole(self) -> float:
-        """The seconds of the run, without work that is done once, in its first step.
-
-        That may be loading the model, encoding the picture of a ControlNet, or compiling.
-        """
-        first, *others = self.seconds
-        return sum(others) + min(first, max(others, default=first))
-
-
 class Trials:
     """Trials on one model, for one sampling run. The node shows their progress.
 
     Attributes:
         plain: the model without ToMe.
         steps: the number of steps of the run, at least 1.
-        shape: the shape of the latent, with all its samples.
-        is_empty: whether the latent has no picture to start from.
+        latent: the latent that the run starts from.
         steps_taken: how many steps the trials have taken so far.
     """
 
     def __init__(self, model: ModelPatcher, sampling: Sampling, runs: int, clock: Clock | None):
         """Prepare at most ``runs`` runs; ``clock`` is None for that of the model's device."""
         self.plain = attachment.detach(model)
+        self.steps = sampling.steps
+        self.latent = _latent_for(self.plain, sampling.latent_image)
+        self.steps_taken = 0
         self._sampling = sampling
         self._clock = clock or Clock(model.load_device)
-        self._latent = _latent_for(self.plain, sampling.latent_image)
-        self.steps = sampling.steps
-        self.shape = tuple(attachment.picture_of(self._latent).shape)
-        self.is_empty = attachment.is_empty(self._latent)
-        self.steps_taken = 0
         self._progress = ProgressBar(runs * self.steps)
 
     def measure(self, name: str, model: ModelPatcher, steps: int | None = None) -> Measured:
-        """A run with a model, compared with the unpatched run.
+        """A run with a clone of :attr:`plain`, compared with the unpatched run.
 
-        Args:
-            name: what is tried, for the log.
-            model: a clone of :attr:`plain`.
-            steps: the number of steps; None for that of the unpatched run.
+        ``name`` is for the log. Without ``steps``, it has as many as the unpatched run.
 
         Raises:
             InterruptProcessingException: the user stopped the trial.
         """
-        unpatched_run, steps = self._unpatched, steps or self.steps
-        unpatched = unpatched_run.whole / self.steps
+        steps = steps or self.steps
+        plain, times = self._unpatched
+        unpatched = _whole(times) / self.steps
         try:
-            sampled = self._sampled(model, steps)
-            has_compiled = any(each > _COMPILING * unpatched for each in sampled.seconds[1:])
-            if self.steps == 1 or has_compiled:
-                sampled = self._sampled(model, steps)
+            latent, times = self._sampled(model, steps)
+            if any(each > _COMPILING * unpatched for each in times[1:]):
+                latent, times = self._sampled(model, steps)
         except InterruptProcessingException:
             raise
         except Exception as error:
             # Others may still work.
             log.warning("[ToMe] %s: %s: %s", name, type(error).__name__, error)
             return _failed(unpatched, f"{type(error).__name__}: {error}")
-        change = _distance(sampled.latent, unpatched_run.latent)
+        change = _distance(latent, plain)
         if not isfinite(change):
             return _failed(unpatched, "the picture is not finite")
-        seconds = sampled.whole
+        seconds = _whole(times)
         if steps == 1 < self.steps:
             # Its only step includes work that is done once; the unpatched step does not.
             seconds = min(seconds, unpatched)
         return Measured(seconds / self.steps, unpatched, change, _obstacle(model))
 
     @cached_property
-    def _unpatched(self) -> _Sampled:
+    def _unpatched(self) -> tuple[Tensor, list[float]]:
         """The unpatched run."""
-        unpatched = self._sampled(self.plain, self.steps)
-        # A run of one step includes work that is done once, so it is run again.
-        return self._sampled(self.plain, self.steps) if self.steps == 1 else unpatched
+        return self._sampled(self.plain, self.steps)
 
-    def _sampled(self, model: ModelPatcher, steps: int) -> _Sampled:
+    def _sampled(self, model: ModelPatcher, steps: int) -> tuple[Tensor, list[float]]:
+        """The final latent, of a video with sound the video, and the seconds of each step.
+
+        A run of one step is carried out twice, as the first includes work that is done once.
+        """
+        if self.steps == 1:
+            self._sampled_once(model, steps)
+        return self._sampled_once(model, steps)
+
+    def _sampled_once(self, model: ModelPatcher, steps: int) -> tuple[Tensor, list[float]]:
         """Sample as ComfyUI's KSampler does, but leave the global random state as it is."""
         sampling, marks = self._sampling, []
 
@@ -152,21 +131,13 @@ class Trials:
         device = model.load_device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             noise = comfy.sample.prepare_noise(
-                self._latent, sampling.seed, sampling.latent_image.get("batch_index")
+                self.latent, sampling.seed, sampling.latent_image.get("batch_index")
             )
             self._clock.wait()
             start = self._clock.now()
             latent = comfy.sample.sample(
-                model,
-                noise,
-                steps,
-                sampling.cfg,
-                sampling.sampler_name,
-                sampling.scheduler,
-                sampling.positive,
-                sampling.negative,
-                self._latent,
-                sampling.denoise,
+                *(model, noise, steps, sampling.cfg, sampling.sampler_name, sampling.scheduler),
+                *(sampling.positive, sampling.negative, self.latent, sampling.denoise),
                 noise_mask=sampling.latent_image.get("noise_mask"),
                 callback=mark,
                 disable_pbar=True,
@@ -176,12 +147,21 @@ class Trials:
             self._clock.wait()
         # Some samplers never call the callback.
         moments = [start, *(marks or [end])]
-        seconds = [self._clock.between(*pair) for pair in pairwise(moments)]
-        return _Sampled(attachment.picture_of(latent), seconds)
+        times = [self._clock.between(*pair) for pair in pairwise(moments)]
+        return attachment.picture_of(latent), times
 
     def end(self) -> None:
         """Show that there are no more trials."""
         self._progress.update_absolute(self._progress.total)
+
+
+def _whole(times: list[float]) -> float:
+    """The seconds of a run, without work that is done once, in its first step.
+
+    That may be loading the model, encoding the picture of a ControlNet, or compiling.
+    """
+    first, *others = times
+    return sum(others) + min(first, max(others, default=first))
 
 
 def _obstacle(model: ModelPatcher) -> str | None:

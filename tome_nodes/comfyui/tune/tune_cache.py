@@ -8,7 +8,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def read(key: Mapping[str, Any]) -> Kept:
     path = file(key)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        tried = {name: _measured(**each) for name, each in found["tried"].items()}
+        tried = {name: Measured(**each) for name, each in found["tried"].items()}
         return Kept(str(found["date"]), tried)
     except FileNotFoundError:
         return Kept()
@@ -66,12 +65,3 @@ def write(key: Mapping[str, Any], kept: Kept) -> None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         log.warning("[ToMe] what was measured is not kept: %s", error)
-
-
-def _measured(
-    seconds: float, unpatched: float, change: float, obstacle: str | None, has_failed: bool
-) -> Measured:
-    """What a file holds of a trial; raises a ValueError or TypeError if that cannot be."""
-    if not all(map(isfinite, (seconds, unpatched, change))) or min(seconds, unpatched) <= 0:
-        raise ValueError(f"{seconds}, {unpatched} and {change} are no times and change")
-    return Measured(seconds, unpatched, change, None if obstacle is None else str(obstacle))

@@ -58,12 +58,8 @@ def tune(
 ) -> Found:
     """The settings that fulfil a wish best in a sampling run.
 
-    Args:
-        model: the model. It is not changed; if it is patched, that is ignored.
-        sampling: the run.
-        wish: what the settings should do.
-        measure_again: whether to ignore what was measured earlier.
-        clock: measures time; None for the clock of the model's device.
+    The model is not changed; if it is patched, that is ignored. ``measure_again`` is whether to
+    ignore what was measured earlier; ``clock`` is None for the clock of the model's device.
 
     Raises:
         InterruptProcessingException: the user stopped the trials; what they measured is lost.
@@ -96,13 +92,10 @@ def tune(
 
 
 def _tried(
-    trials: Trials,
-    key: Mapping[str, Any],
-    wish: Wish,
-    ladders: Sequence[Ladder],
-    measure_again: bool,
+    trials: Trials, key: Mapping[str, Any], wish: Wish, ladders: Sequence[Ladder], anew: bool
 ) -> Found:
-    kept = tune_cache.Kept() if measure_again else tune_cache.read(key)
+    """What comes of trials; ``anew`` is whether to ignore what was measured earlier."""
+    kept = tune_cache.Kept() if anew else tune_cache.read(key)
     known = dict(kept.tried)
 
     def tried(name: str, model: ModelPatcher, steps: int | None = None) -> Measured:
@@ -121,10 +114,9 @@ def _tried(
                 break
     figures = {each: figures[each] for ladder in ladders for each in ladder if each in figures}
     taken = choose(wish, figures)
+    speed = wish.amount if wish.goal == SPEED else FASTER
     if taken is not None:
         speed = figures[taken].speed
-    else:
-        speed = wish.amount if wish.goal == SPEED else FASTER
     instead: dict[str, Measured] = {}
     fewer = min(trials.steps - 1, floor(trials.steps / speed))
     if fewer:
@@ -167,10 +159,10 @@ def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, A
         "model": class_name(model.model),
         "bytes": model.model_size(),
         "dtype": str(model.model.get_dtype_inference()),
-        "latent": list(trials.shape),
+        "latent": list(attachment.picture_of(trials.latent).shape),
         "steps": trials.steps,
         "sampler": [sampling.sampler_name, sampling.scheduler, sampling.denoise],
-        "empty": trials.is_empty,
+        "empty": attachment.is_empty(trials.latent),
         "masked": sampling.latent_image.get("noise_mask") is not None,
         "guided": sampling.cfg != 1.0,
         "prompts": [_extras_of(sampling.positive), _extras_of(sampling.negative)],
@@ -187,12 +179,7 @@ def _names(patches: Mapping[str, Any]) -> Iterator[str]:
     """The kinds and names of the patches that other nodes have put in a mapping."""
     for kind, found in patches.items():
         inner = found if isinstance(found, Mapping) else {"": found}
-        yield from (f"{kind} {name}".strip() for name, value in inner.items() if _is_there(value))
-
-
-def _is_there(value: Any) -> bool:
-    # Not ``bool(value)`` for all: tensors have no truth value.
-    return bool(value) if isinstance(value, list | tuple | Mapping) else value is not None
+        yield from (f"{kind} {name}".strip() for name in inner)
 
 
 def _extras_of(prompts: Any) -> list[Any]:
