@@ -20,6 +20,7 @@ from tome_nodes import reasons
 from tome_nodes.comfyui import comfy_compiler, forecast_run
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.forecasting import forecasts
+from tome_nodes.forecasting.samplers import SAMPLERS
 from tome_nodes.forecasting.steps import log_snr
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import hint_for, in_words, report_of
@@ -111,7 +112,7 @@ def test_the_step_after_a_forecast_makes_up_for_its_error(models, monkeypatch, k
 @pytest.mark.newest_only
 def test_the_samplers_that_hold_are_the_hosts():
     known = {name for name in vars(sampling) if name.startswith("sample_")} | {*vars(uni_pc)}
-    assert {f"sample_{name}" for name in forecast_run._SAMPLERS} <= known
+    assert {f"sample_{name}" for name in SAMPLERS} <= known
 
 
 @pytest.mark.parametrize(("sampler", "is_changed"), [("uni_pc", False), ("dpmpp_2m", True)])
@@ -152,8 +153,8 @@ def test_a_run_that_cannot_be_forecast_is_the_plain_one(flux, log_messages, step
 def test_a_run_shows_what_a_sampler_does_whatever_its_name(
     flux, log_messages, monkeypatch, sampler, why
 ):
-    known = {sampler: forecast_run._SAMPLERS["euler"]}
-    monkeypatch.setattr(forecast_run, "_SAMPLERS", known)
+    known = {sampler: SAMPLERS["euler"]}
+    monkeypatch.setattr(forecast_run, "SAMPLERS", known)
     found = sampled(attach(flux, configured()), sampler=sampler)
     assert torch.equal(found, sampled(flux, sampler=sampler))
     assert log_messages() == [f"[ToMe] nothing was forecast: {why}"]

@@ -5,10 +5,8 @@ nothing has to be known about the model, and how many evaluations an answer take
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +15,8 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
 from .. import reasons
 from ..forecasting.forecasts import Forecasts
-from ..forecasting.steps import LONG, SHORTEST, Step, are_apart, is_even, latent_share, log_snr
+from ..forecasting.samplers import SAMPLERS, Sampler
+from ..forecasting.steps import Step, are_apart, is_even, latent_share, log_snr
 from ..patching.schedule import is_active, is_noise_alone
 from ..report.counts import Counts
 from ..report.last_run import LastRun
@@ -27,36 +26,6 @@ from .course import GUIDANCE, course_of, has_momentum
 
 KEY = "tome_nodes"
 """Our key among the wrappers of a model."""
-
-
-@dataclass(frozen=True)
-class _Sampler:
-    """What is known of a sampler.
-
-    Attributes:
-        least: the fewest steps of a run in which forecasts change the picture less than fewer steps
-            do. Samplers that look back need more.
-        corrects: whether the answer after a forecast is to make up for its error. The correction is
-            Euler's; some samplers make more of an answer, and are worse off with it.
-        apart: in runs of fewer steps than these, no two noise levels may be so close that they
-            count as one.
-    """
-
-    least: int
-    corrects: bool
-    apart: int
-
-
-_SAMPLERS: Mapping[str, _Sampler] = {
-    "euler": _Sampler(SHORTEST, True, 0),
-    "euler_ancestral": _Sampler(10, True, LONG),
-    **dict.fromkeys(("ddpm", "dpmpp_2m", "er_sde", "res_multistep"), _Sampler(8, True, LONG)),
-    "sa_solver": _Sampler(8, False, LONG),
-    **dict.fromkeys(("unipc", "unipc_bh2"), _Sampler(8, False, sys.maxsize)),
-}
-"""The samplers under which forecasts hold (benchmarks/FIDELITY.md), by the names of their functions
-without ``sample_``. They evaluate a step once. Under the others, forecasts change the picture more
-than fewer steps do, mostly as these samplers add noise or look back far."""
 
 
 class ForecastRun:
@@ -101,7 +70,7 @@ class ForecastRun:
         self._done = 0
         self._evaluated: int | None = None
         name = _function_of(sampler)
-        known = _SAMPLERS.get(name)
+        known = SAMPLERS.get(name)
         self._corrects = known is not None and known.corrects
         self._reason = _obstacle(name, known, self._levels, self.count, guider.model_options)
 
@@ -208,7 +177,7 @@ class ForecastRun:
 
 def _obstacle(
     name: str,
-    known: _Sampler | None,
+    known: Sampler | None,
     levels: Sequence[float],
     count: int,
     options: Mapping[str, Any],

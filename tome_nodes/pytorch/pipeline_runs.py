@@ -1,14 +1,14 @@
 """The sampling runs of a diffusers pipeline, whose scheduler counts their steps."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from threading import local
 from typing import Any
 from weakref import ref
 
 from .. import reasons
 from ..forecasting.forecasts import Forecasts
-from ..forecasting.steps import SHORTEST, Step, latent_share, log_snr
+from ..forecasting.samplers import SAMPLERS, Sampler
+from ..forecasting.steps import Step, latent_share, log_snr
 from ..patching.schedule import is_active, is_noise_alone
 from ..report.counts import Counts
 from ..report.log_line import log_line
@@ -16,34 +16,18 @@ from ..settings.config import ToMeConfig
 from .flow_call import FlowCall
 from .patched_model import Once, log
 
-
-@dataclass(frozen=True)
-class _Method:
-    """What is known of a scheduler.
-
-    Attributes:
-        least: the fewest steps of a run in which forecasts change the picture less than fewer steps
-            do.
-        corrects: whether the answer after a forecast is to make up for its error.
-    """
-
-    least: int
-    corrects: bool
-
-
-_METHODS: Mapping[str, _Method] = {
-    "FlowMatchEulerDiscreteScheduler": _Method(SHORTEST, True),
-    "UniPCMultistepScheduler": _Method(8, False),
-    "DPMSolverMultistepScheduler": _Method(8, True),
+_METHODS: Mapping[str, Sampler] = {
+    "FlowMatchEulerDiscreteScheduler": SAMPLERS["euler"],
+    "UniPCMultistepScheduler": SAMPLERS["unipc"],
+    "DPMSolverMultistepScheduler": SAMPLERS["dpmpp_2m"],
 }
-"""The schedulers under which forecasts hold, as under ComfyUI's euler, uni_pc and dpmpp_2m
-(benchmarks/FIDELITY.md). They evaluate a step once."""
+"""The samplers that schedulers are, by the names of diffusers' classes."""
 
 _ROUNDING = 0.01
 """The most that a timestep may be off, as a whole number or in bfloat16."""
 
 
-def _method_of(scheduler: Any) -> _Method | None:
+def _method_of(scheduler: Any) -> Sampler | None:
     """What is known of a scheduler as it is configured, None if nothing."""
     method = _METHODS.get(type(scheduler).__name__)
     if method is None:
@@ -69,7 +53,7 @@ class PipelineRun:
     step: Step
     noise: float
 
-    def __init__(self, scheduler: Any, method: _Method, config: ToMeConfig):
+    def __init__(self, scheduler: Any, method: Sampler, config: ToMeConfig):
         """Prepare a run under a scheduler of which a method is known."""
         self.scheduler = scheduler
         self.timesteps = scheduler.timesteps
