@@ -36,7 +36,7 @@ def origin(device: str, command: str) -> dict[str, Any]:
 
     Args:
         device: that of the measurement.
-        command: what chose it, such as ``bench --tune``; further arguments are added.
+        command: what chose it, such as ``bench --picture``; further arguments are added.
     """
     return {
         "command": " ".join(["python3 dev.py", command, *sys.argv[1:]]),
