@@ -3,20 +3,18 @@
 A kernel that writes outside its memory breaks everything after it in the same process.
 """
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
-from benchmarks.speed.outcomes import FILE
 from benchmarks.speed.record import Record, say
 from tools.environment import ROOT
 
@@ -45,81 +43,69 @@ DRY_SUITES: Sequence[Sequence[str]] = (
 """Runs one test and imports all files."""
 
 _LEAST_SECONDS = 20.0
+_OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+"""What pytest's report calls outcomes other than passing, and what they are called here."""
 
 
 def run(record: Record) -> int:
-    """Run the files side by side until the limit. Those that are cut off keep what they have."""
-    record.result |= {"files": [], "outcomes": {}}
+    """Run the files side by side until the limit."""
+    result = record.result
+    result |= {"files": [], "outcomes": dict.fromkeys(("passed", "failed", "skipped"), 0)}
     suites = DRY_SUITES if record.is_dry else SUITES
     at_once = 1 if record.is_dry else max(1, min(8, (os.cpu_count() or 2) // 2))
     threads = ThreadPoolExecutor(at_once)
     try:
         for each in as_completed([threads.submit(_run, suite, record) for suite in suites]):
-            if (ran := each.result()) is not None:
-                _keep(record, *ran)
+            name, ran = each.result()
+            if ran is None:
+                result["left_out"].append(name)
+            else:
+                _keep(record, name, *ran)
     finally:
         threads.shutdown(cancel_futures=True)
-    outcomes = record.result["outcomes"]
-    silent = [row["file"] for row in record.result["files"] if not row["gpu_bytes"]]
-    return record.finish(
-        {
-            "passed": outcomes.get("passed", 0),
-            "skipped": outcomes.get("skipped", 0),
-            "files": len(record.result["files"]),
-            "on_cpu": len(silent),
-        }
-    )
+    return record.finish({**result["outcomes"], "files": len(result["files"])})
 
 
-def _run(
-    suite: Sequence[str], record: Record
-) -> tuple[dict[str, Any], list[dict[str, Any]], str] | None:
-    """Run a file and return its row, its tests and its output; None if there is no time."""
+def _run(suite: Sequence[str], record: Record) -> tuple[str, tuple[Any, ...] | None]:
+    """Run a file; its name and, if there was time, its row, its failures and its output."""
     name = " ".join(suite)
     if record.left < _LEAST_SECONDS:
-        record.result["left_out"].append(name)
-        return None
-    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.speed.outcomes"]
-    command += ["-p", "no:cacheprovider", "-q", "--tb=short", "--show-capture=no", *suite]
+        return name, None
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--tb=short"]
     began, code = time.monotonic(), None
     with tempfile.TemporaryDirectory() as folder:
-        written, log = Path(folder, "lines"), Path(folder, "log")
-        written.touch()
-        environment = {**os.environ, FILE: str(written)}
+        report, log = Path(folder, "report"), Path(folder, "log")
         with log.open("wb") as output, suppress(subprocess.TimeoutExpired):
             code = subprocess.run(
-                command,
+                [*command, "--show-capture=no", f"--junitxml={report}", *suite],
                 cwd=ROOT,
-                env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 timeout=record.left,
             ).returncode
-        lines = [json.loads(line) for line in written.read_text().splitlines()]
+        tests = [*ElementTree.parse(report).iter("testcase")] if report.exists() else []
         text = log.read_text(encoding="utf-8", errors="replace")
-    tests = [line for line in lines if "test" in line]
-    row = {
-        "file": name,
-        "seconds": time.monotonic() - began,
-        "exit_code": code,
-        "gpu_bytes": max((line["gpu_bytes"] for line in lines if "gpu_bytes" in line), default=0),
-        **Counter(line["outcome"] for line in tests),
-    }
-    return row, tests, text
-
-
-def _keep(record: Record, row: dict[str, Any], tests: list[dict[str, Any]], log: str) -> None:
-    """Add the outcomes of a file to the result."""
-    result, name, code = record.result, row["file"], row["exit_code"]
-    result["files"].append(row)
+    row = {"file": name, "seconds": time.monotonic() - began, "exit_code": code}
+    row |= dict.fromkeys(record.result["outcomes"], 0)
+    failures = {}
     for test in tests:
-        outcome = test["outcome"]
-        result["outcomes"][outcome] = result["outcomes"].get(outcome, 0) + 1
-        if outcome == "failed":
-            result["failed"][test["test"]] = test["why"]
-    if code != 0 and "failed" not in row:
-        why = "cut off" if code is None else f"exit code {code}"
-        result["failed"][name] = f"{why}\n{log[-2000:]}"
+        said = {_OUTCOMES[part.tag]: part.text for part in test if part.tag in _OUTCOMES}
+        row[next(iter(said), "passed")] += 1
+        if "failed" in said:
+            failures[f"{test.get('classname')}::{test.get('name')}"] = said["failed"]
+    if code != 0 and not failures:
+        failures[name] = f"{'cut off' if code is None else f'exit code {code}'}\n{text[-2000:]}"
+    return name, (row, failures, text)
+
+
+def _keep(
+    record: Record, name: str, row: dict[str, Any], failures: Mapping[str, str], log: str
+) -> None:
+    """Add a file to the result."""
+    record.result["files"].append(row)
+    record.result["failed"] |= failures
+    for outcome in record.result["outcomes"]:
+        record.result["outcomes"][outcome] += row[outcome]
     record.log(f"== {name}\n{log}\n")
     record.write()
     say(f"{row}; {record.left:.0f} s left")

@@ -1,17 +1,14 @@
 """The UNets of SD 1.5 and SDXL: all methods, at all sizes for which there is time."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
-import comfy.ops
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.torch_helpers import set_torch_compile_wrapper
-from torch.nn.attention import SDPBackend
 
 from benchmarks.rounds import interleaved
 from benchmarks.speed import checks, figures
@@ -27,14 +24,6 @@ EVALUATIONS = 4
 ROUNDS = (3, 10)
 """The least and the most rounds of each comparison."""
 
-CUDNN_FIRST = (
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-)
-"""An order in which PyTorch's attentions are tried; the host's own begins with flash."""
-
 
 @dataclass(frozen=True)
 class Case:
@@ -44,7 +33,6 @@ class Case:
         model: one of :data:`benchmarks.speed.models.SHAPES`.
         size: side of the picture in pixels.
         seconds: how long rounds beyond the least number may take.
-        attention: ``flash`` or ``cudnn``, whichever is tried first.
         is_compiled: whether the model is compiled, which takes about a minute for each method.
         is_counted: whether launches are counted.
         is_small: whether the model is a small version of the published one.
@@ -54,7 +42,6 @@ class Case:
     model: str
     size: int
     seconds: float
-    attention: str = "flash"
     is_compiled: bool = False
     is_counted: bool = False
     is_small: bool = False
@@ -76,13 +63,10 @@ CASES = (
     Case("sd15", 1024, 30, is_counted=True),
     Case("sdxl", 1024, 50, is_counted=True),
     Case("sd15", 2048, 50),
-    Case("sdxl", 1024, 30, "cudnn"),
     Case("sd15", 1024, 15, is_compiled=True, methods=COMPILED),
     Case("sdxl", 2048, 40),
     Case("sd15", 512, 10),
     Case("sdxl", 512, 15),
-    Case("sd15", 1024, 20, "cudnn"),
-    Case("sd15", 2048, 40, "cudnn"),
     Case("sdxl", 1024, 20, is_compiled=True, methods=COMPILED),
     Case("sd15", 768, 15),
     Case("sdxl", 768, 20),
@@ -93,7 +77,7 @@ CASES = (
 
 DRY_CASES = (
     Case("sd15", 128, 0, is_counted=True, is_small=True),
-    Case("sd15", 64, 0, "cudnn", is_compiled=True, is_small=True, methods=COMPILED[:1]),
+    Case("sd15", 64, 0, is_compiled=True, is_small=True, methods=COMPILED[:1]),
 )
 
 CPU_CASES = (
@@ -143,7 +127,7 @@ def goals(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The worst case over all runs, and times faster by model, size and preset."""
     found: dict[str, Any] = {"runs": len(runs), **figures.worst_case(runs)}
     for each in runs:
-        if each["attention"] == "flash" and not each["compiled"]:
+        if not each["compiled"]:
             for name in ("balanced", "fast"):
                 if f"preset {name}" in each["methods"]:
                     key = f"{each['model']}_{each['size']}_{name}"
@@ -190,33 +174,32 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
     if case.is_compiled:
         patched = {name: _compiled(model, record) for name, model in patched.items()}
     refused: dict[str, str] = {}
-    with asked_first(case.attention):
-        expected = None
-        for name, model in list(patched.items()):
-            try:
-                if case.is_compiled and record.left < _COMPILE_SECONDS:
-                    raise TimeoutError("no time to compile it")
-                output, rows[name]["peak_bytes"], merged = first_look(subject, model)
-                if name != "unpatched":
-                    rows[name]["merged"] = merged
-                expected = output if expected is None else expected
-                rows[name]["error"] = checks.difference(output, expected)
-                if case.is_counted:
-                    rows[name] |= _launches(subject, model)
-            except Exception as error:
-                if name == "unpatched":
-                    raise
-                refused[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-                del patched[name]
-        for row in rows.values():
-            merged = row.get("merged", "none").partition("/")[0]
-            if merged != "none" and "launches" in row:
-                added = row["launches"] - rows["unpatched"]["launches"]
-                row["launches_per_block"] = added / int(merged)
-        least, most = ROUNDS
-        evaluations = EVALUATIONS if record.device.type == "cuda" else 1
-        runs = {name: partial(subject.time, model, evaluations) for name, model in patched.items()}
-        seconds = interleaved(runs, most, record.pace(least, case.seconds))
+    expected = None
+    for name, model in list(patched.items()):
+        try:
+            if case.is_compiled and record.left < _COMPILE_SECONDS:
+                raise TimeoutError("no time to compile it")
+            output, rows[name]["peak_bytes"], merged = first_look(subject, model)
+            if name != "unpatched":
+                rows[name]["merged"] = merged
+            expected = output if expected is None else expected
+            rows[name]["error"] = checks.difference(output, expected)
+            if case.is_counted:
+                rows[name] |= _launches(subject, model)
+        except Exception as error:
+            if name == "unpatched":
+                raise
+            refused[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            del patched[name]
+    for row in rows.values():
+        merged = row.get("merged", "none").partition("/")[0]
+        if merged != "none" and "launches" in row:
+            added = row["launches"] - rows["unpatched"]["launches"]
+            row["launches_per_block"] = added / int(merged)
+    least, most = ROUNDS
+    evaluations = EVALUATIONS if record.device.type == "cuda" else 1
+    runs = {name: partial(subject.time, model, evaluations) for name, model in patched.items()}
+    seconds = interleaved(runs, most, record.pace(least, case.seconds))
     if case.is_compiled:
         torch._dynamo.reset()
     return {
@@ -235,7 +218,6 @@ def _about(case: Case, prepared: Prepared) -> dict[str, Any]:
         "note": prepared.shape.note,
         "size": case.size,
         "batch": 2,
-        "attention": case.attention,
         "compiled": case.is_compiled,
         "dtype": str(prepared.model.model.get_dtype_inference()).removeprefix("torch."),
     }
@@ -252,14 +234,3 @@ def _launches(subject: Subject, model: ModelPatcher) -> dict[str, Any]:
     counter = Kernels() if subject.device.type == "cuda" else Operators()
     subject.run(model, nullcontext(), counter)
     return {"launches": counter.count, "gpu_seconds": counter.gpu_seconds}
-
-
-@contextmanager
-def asked_first(attention: str) -> Iterator[None]:
-    """Make the host try ``cudnn`` first or, with ``flash``, keep its own order."""
-    if attention == "flash":
-        yield
-        return
-    # Without a GPU the host has no order.
-    with patch.object(comfy.ops, "SDPA_BACKEND_PRIORITY", [*CUDNN_FIRST], create=True):
-        yield

@@ -52,7 +52,7 @@ def dry_run(number, folder, *arguments):
 
 def test_the_tests_run_and_all_can_be_collected(tmp_path):
     result = dry_run(1, tmp_path)
-    assert result["outcomes"] == {"passed": 1}
+    assert result["outcomes"] == {"passed": 1, "failed": 0, "skipped": 0}
     (row,) = result["files"]
     assert row["exit_code"] == 0
     assert all(each[0] in row["file"] for each in suite.SUITES)
@@ -63,7 +63,7 @@ def test_unets_are_measured_in_each_way(tmp_path):
     result = dry_run(2, tmp_path)
     assert set(result["checks"]["sd15"].values()) == {"right"}
     first, second = result["runs"]
-    assert (second["attention"], second["compiled"]) == ("cudnn", True)
+    assert second["compiled"]
     assert second["methods"].keys() == {"unpatched", "preset balanced"}
     names = {"unpatched", *unets.ONE_EVALUATION, "preset fast"}
     assert first["methods"].keys() == names
@@ -72,7 +72,7 @@ def test_unets_are_measured_in_each_way(tmp_path):
     assert all(row["launches"] > 0 for row in first["methods"].values())
     assert first["methods"]["preset balanced"]["merged"] == "6/6"
     page = report.page({2: result})
-    assert "| sd15, 128x128 " in page and "cudnn first, compiled" in page
+    assert "| sd15, 128x128 " in page and ", compiled" in page
 
 
 def test_transformers_are_measured_from_a_carried_folder(tmp_path):
@@ -147,10 +147,10 @@ def test_tests_that_fail_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "DRY_SUITES", suites)
     record = dry_record(1, tmp_path)
     assert suite.run(record) == 1
-    assert record.result["outcomes"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert record.result["outcomes"] == {"passed": 1, "failed": 2, "skipped": 1}
     wrong, imports = record.result["failed"].items()
-    assert wrong[0].endswith("test_it.py::test_wrong") and "assert 1 == 2" in wrong[1]
-    assert imports[0] == str(broken) and "nothing_of_this_name" in imports[1]
+    assert wrong[0].endswith("test_it::test_wrong") and "assert 1 == 2" in wrong[1]
+    assert imports[0].endswith("test_broken") and "nothing_of_this_name" in imports[1]
     assert "test_wrong" in (tmp_path / "gpu-1.log").read_text()
 
 
