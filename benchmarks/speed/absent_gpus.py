@@ -2,8 +2,7 @@
 
 Each launcher runs on tensors of real shapes, with Triton's own specialisation of arguments; only
 the launch itself is left out. The result says what is in the machine code: instructions that spill
-registers to memory, and instructions on tensor cores. A count of variants says how often each
-kernel compiles again over pictures of many sizes.
+registers to memory, and instructions on tensor cores.
 """
 
 import os
@@ -12,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -220,22 +219,3 @@ def _in_machine_code(binary: Any) -> tuple[int, int]:
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     spilling = re.findall(r"\b(?:STL|LDL)\b", code)
     return len(spilling), len(re.findall(r"\s[A-Z]+MMA\.", code))
-
-
-def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
-    """How often each kernel compiles for one GPU over pictures of these heights in pixels."""
-    made: dict[str, set[int]] = {}
-    pixels = 1024 // shape.grid.width
-    with absent_gpus(_Launched) as (driver, launched):
-        driver.target = "sm_80"
-        for size in sizes:
-            grid = Grid(-(-size // pixels), shape.grid.width)
-            launch(replace(shape, grid=grid))
-            for each in launched:
-                made.setdefault(each.name, set()).update(each.made)
-    counts = {name: len(binaries) for name, binaries in made.items()}
-    # One kernel has variants for means, for keys of one head and for keys of all heads.
-    counts["merge"] -= len({1, shape.heads})
-    x = torch.empty(1, 1, shape.channels, dtype=shape.dtype)
-    counts["merge_windows"] -= sum(window_merging.suits(x, heads) for heads in {1, shape.heads})
-    return counts
