@@ -37,8 +37,3 @@ class Crop:
     top: int
     left: int
     side: int
-
-    def of(self, pixels: Tensor) -> Tensor:
-        """The part of ``[channels, height, width]`` pixels."""
-        rows = slice(self.top, self.top + self.side)
-        return pixels[:, rows, self.left : self.left + self.side]
