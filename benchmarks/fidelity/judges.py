@@ -25,7 +25,7 @@ class SceneJudge(Judge):
     """The judge whose model is the Flux of :mod:`benchmarks.fidelity.scene_transformer`.
 
     Args:
-        pictures: how many it paints for each seed.
+        pictures: how many it paints for each seed, at most four.
         weights: the file with those of the model.
     """
 
@@ -42,7 +42,7 @@ class SceneJudge(Judge):
         pictures: int = 4,
         weights: Path = scene_transformer.WEIGHTS,
     ):
-        self.prompts = scene_transformer.held_out_prompts(pictures)
+        self.prompts = scene_transformer.held_out("prompts")[:pictures]
         side = scene_transformer.LATENT_SIDE // scene_transformer.PATCH
         self.tokens = side**2 + self.prompts.shape[1]
         super().__init__(scene_transformer.load(weights), steps, guidance, seeds)
@@ -92,7 +92,7 @@ class EditJudge(Judge):
     decode = staticmethod(latents.decode)
 
     def __init__(self, steps: int, seeds: int = 1):
-        self.references, self.prompts = edit_transformer.held_out_edits(4)
+        self.references, self.prompts = edit_transformer.held_out_edits()
         side = scene_transformer.LATENT_SIDE // scene_transformer.PATCH
         self.tokens = (1 + len(self.references)) * side**2 + self.prompts.shape[1]
         super().__init__(edit_transformer.load(), steps, 1.0, seeds)
@@ -112,7 +112,7 @@ class VideoJudge(Judge):
     decode = staticmethod(video_transformer.decode)
 
     def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1):
-        self.prompts = scene_transformer.held_out_prompts(2)
+        self.prompts = scene_transformer.held_out("prompts")[:2]
         side = video_transformer.SIDE // latents.CELL // video_transformer.PATCH
         self.tokens = video_transformer.FRAMES * side**2
         super().__init__(video_transformer.load(), steps, guidance, seeds)

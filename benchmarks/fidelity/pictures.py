@@ -136,7 +136,7 @@ class PictureJudge(Judge):
         count = len(denoiser.NAMES)
         crops = self.crops[seed * count : (seed + 1) * count]
         prompts = torch.stack([denoiser.prompt(crop.photo) for crop in crops])
-        return torch.zeros(count, 3, crops[0].side, crops[0].side), prompts, {"crops": crops}
+        return torch.zeros(count, 3, denoiser.SIDE, denoiser.SIDE), prompts, {"crops": crops}
 
 
 def _frames(pictures: Tensor) -> Tensor:

@@ -10,12 +10,13 @@ from typing import Any
 
 import comfy.latent_formats
 import comfy.ldm.flux.model
+import numpy as np
 import torch
 from comfy.model_base import BaseModel, ModelType
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from benchmarks.fidelity import denoiser, latents, scenes
+from benchmarks.fidelity import denoiser, latents
 
 WEIGHTS = Path(__file__).with_name("scene_transformer.npz")
 FEW_STEPS = Path(__file__).with_name("student.npz")
@@ -28,15 +29,17 @@ LATENT_SIDE = SIDE // latents.CELL
 SHIFT = 1.15
 """How far the steps shift towards noise, as in Flux at its usual size; 0 for not at all."""
 
-HELD_OUT = 10**6
-"""Captions are judged from this seed on; no model was trained on those scenes."""
+HELD_OUT = Path(__file__).with_name("held_out.npz")
+"""What is judged: prompts and references of scenes that no model was trained on."""
+PROMPT_SHAPE = (4, 64)
+"""Tokens and channels of a prompt: one token for each of what a caption tells."""
 
 FLUX: dict[str, Any] = {
     "in_channels": latents.CHANNELS,
     "out_channels": latents.CHANNELS,
     "patch_size": PATCH,
     "vec_in_dim": None,
-    "context_in_dim": scenes.PROMPT_SHAPE[1],
+    "context_in_dim": PROMPT_SHAPE[1],
     "hidden_size": 192,
     "mlp_ratio": 3.0,
     "num_heads": 3,
@@ -50,10 +53,10 @@ FLUX: dict[str, Any] = {
 }
 
 
-def held_out_prompts(count: int) -> Tensor:
-    """Prompts of captions that are judged, ``[count, 4, 64]``."""
-    seeds = range(HELD_OUT, HELD_OUT + count)
-    return torch.stack([scenes.prompt(scenes.caption_of(seed)) for seed in seeds])
+def held_out(name: str) -> Tensor:
+    """An array of :data:`HELD_OUT`, such as ``prompts`` ``[4, 4, 64]``."""
+    with np.load(HELD_OUT) as arrays:
+        return torch.from_numpy(arrays[name])
 
 
 class Latents(comfy.latent_formats.LatentFormat):

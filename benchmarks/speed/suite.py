@@ -85,7 +85,7 @@ def _run(suite: Sequence[str], record: Record) -> tuple[str, tuple[Any, ...] | N
             ).returncode
         tests = [*ElementTree.parse(report).iter("testcase")] if report.exists() else []
         text = log.read_text(encoding="utf-8", errors="replace")
-    row = {"file": name, "seconds": time.monotonic() - began, "exit_code": code}
+    row: dict[str, Any] = {"file": name, "seconds": time.monotonic() - began, "exit_code": code}
     row |= dict.fromkeys(record.result["outcomes"], 0)
     failures = {}
     for test in tests:
