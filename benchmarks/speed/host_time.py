@@ -224,10 +224,9 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
     settings = {name: ToMeConfig(**each) for name, each in METHODS.items()}
     patched = {"unpatched": subject.model}
     patched |= {name: attach(subject.model, each) for name, each in settings.items()}
-    with unlaunched(model.tokens) as stand_ins, merged_blocks() as blocks:
+    with unlaunched(model.tokens) as stand_ins:
         launches, merged = {}, {}
         for name, each in patched.items():
-            blocks.clear()
             subject.run(each, *[nullcontext()] * STEPS)
             calls = [Operators() for _ in range(STEPS)]
             for stand_in in stand_ins:
@@ -235,7 +234,7 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
             subject.run(each, *calls)
             own = sum(stand_in.count for stand_in in stand_ins)
             launches[name] = (own + sum(call.count for call in calls)) / STEPS
-            merged[name] = blocks[0][0] if blocks else 0
+            merged[name], _ = merged_blocks(each)
         plain: list[float] = []
 
         def added(name: str) -> float:

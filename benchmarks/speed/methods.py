@@ -115,18 +115,7 @@ class CallablePlan(Plan):
         return self.unmerging(y)
 
 
-class CallableStrategy(Strategy):
-    """Makes a :class:`CallablePlan`."""
-
-    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
-        return self.callable_plan(features, grid, ratio) if ratio else None
-
-    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
-        """The plan for one ratio above 0."""
-        raise NotImplementedError
-
-
-class TomesdStrategy(CallableStrategy):
+class TomesdStrategy(Strategy):
     """The functions of the reference implementation (tomesd), on our host."""
 
     def __init__(self, config: ToMeConfig, ops: Operations):
@@ -137,7 +126,7 @@ class TomesdStrategy(CallableStrategy):
         if self.generator is None:
             self.generator = torch.Generator(device=key.device).manual_seed(0)
 
-    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
+    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
         merges = int(grid.tokens * ratio)
         merge, unmerge = bipartite_soft_matching_random2d(
             features,
@@ -151,14 +140,14 @@ class TomesdStrategy(CallableStrategy):
         return CallablePlan(grid.tokens - merges, *_place(features), merge, unmerge)
 
 
-class KeepingStrategy(CallableStrategy):
+class KeepingStrategy(Strategy):
     """Keeps some tokens as they are, in place of means."""
 
 
 class IdealStrategy(KeepingStrategy):
     """Merging at no cost: a fixed stride of the tokens stays, and one expand restores the rest."""
 
-    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
+    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
         stride = round(1 / (1 - ratio))
 
         def unmerge(y: Tensor) -> Tensor:
@@ -174,7 +163,7 @@ class ToDoStrategy(KeepingStrategy):
     Its ratio is always 0.75. In a video, each frame is a picture of its own.
     """
 
-    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> CallablePlan:
+    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
         frames, height, width = grid.frames, grid.height, grid.width
         rows, columns = -(-height // 2), -(-width // 2)
 
@@ -202,11 +191,9 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
         device: where it runs; on a GPU, self-attention is also measured without Triton.
     """
     levels: dict[str, Any] = {"ratio": ratio, "max_downsample": max_downsample}
+    peers = levels | ALWAYS | ONCE
     keys: dict[str, Any] = {"attn_tokens": "k,v"}
-    scopes: dict[str, dict[str, Any]] = {
-        "attn": {},
-        "stack": {"scope": "stack"},
-    }
+    scopes: dict[str, dict[str, Any]] = {"attn": {}, "stack": {"scope": "stack"}}
     is_on_gpu = device.type == "cuda"
     fastest = {"backend": "triton"} if is_on_gpu else {}
 
@@ -215,39 +202,26 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
 
     def ideal(scope: str, config: dict[str, Any]) -> HostMethod:
         name = f"ideal {scope}"
-        config = ALWAYS | ONCE | config
         return on_host(name, "ideal", config, make_strategy=IdealStrategy, ideal=name)
 
     def window(scope: str, suffix: str, backend: Mapping[str, Any]) -> HostMethod:
         config = {"strategy": "window", **levels, **scopes[scope], **backend}
         return on_host(f"ours window {scope}{suffix}", "ours", config, ideal=f"ideal {scope}")
 
+    def preset(name: str, scope: str) -> HostMethod:
+        config = settings_of(name, {"ratio": ratio})
+        return on_host(f"preset {name}", "ours", config, ideal=f"ideal {scope}")
+
+    todo = peers | keys | {"ratio": 0.75}
+    own = {"make_strategy": TomesdStrategy, "ideal": "ideal attn"}
     return [
-        ideal("k,v", keys | {"ratio": ratio}),
-        *(ideal(scope, levels | settings) for scope, settings in scopes.items()),
+        ideal("k,v", ALWAYS | ONCE | keys | {"ratio": ratio}),
+        *(ideal(scope, peers | settings) for scope, settings in scopes.items()),
         CoreMethod(name="core TomePatchModel", family="peer", ratio=ratio),
-        on_host(
-            "tomesd attn",
-            "peer",
-            levels | ALWAYS | ONCE,
-            make_strategy=TomesdStrategy,
-            ideal="ideal attn",
-        ),
-        on_host(
-            "ToDo",
-            "peer",
-            levels | keys | ALWAYS | ONCE | {"ratio": 0.75},
-            make_strategy=ToDoStrategy,
-        ),
+        on_host("tomesd attn", "peer", peers, **own),
+        on_host("ToDo", "peer", todo, make_strategy=ToDoStrategy),
         *(window(scope, "", fastest) for scope in scopes),
         *([window("attn", " on torch", {"backend": "torch"})] if is_on_gpu else []),
-        *(
-            on_host(
-                f"preset {name}",
-                "ours",
-                settings_of(name, {"ratio": ratio}),
-                ideal="ideal stack" if name == "fast" else "ideal k,v",
-            )
-            for name in ("balanced", "fast")
-        ),
+        preset("balanced", "k,v"),
+        preset("fast", "stack"),
     ]
