@@ -95,15 +95,9 @@ class CallablePlan(Plan):
     """A plan made of two functions, for settings under which merged keys count once."""
 
     slot_count: int
-    shape: tuple[int, ...]
-    device: torch.device
+    shape: torch.Size
     merging: Callable[[Tensor], Tensor]
     unmerging: Callable[[Tensor], Tensor]
-
-    def slots(self) -> Tensor:
-        numbers = torch.arange(self.slot_count, device=self.device).float()
-        numbers = numbers.expand(self.shape[0], -1)[..., None].contiguous()
-        return self.unmerging(numbers)[..., 0].round().long()
 
     def fits(self, x: Tensor) -> bool:
         return x.shape[:2] == self.shape
@@ -137,7 +131,7 @@ class TomesdStrategy(Strategy):
             merges,
             generator=self.generator,
         )
-        return CallablePlan(grid.tokens - merges, *_place(features), merge, unmerge)
+        return CallablePlan(grid.tokens - merges, features.shape[:2], merge, unmerge)
 
 
 class KeepingStrategy(Strategy):
@@ -154,7 +148,7 @@ class IdealStrategy(KeepingStrategy):
             return y[:, :, None].expand(-1, -1, stride, -1).flatten(1, 2)[:, : grid.tokens]
 
         slots = -(-grid.tokens // stride)
-        return CallablePlan(slots, *_place(features), lambda x: x[:, ::stride], unmerge)
+        return CallablePlan(slots, features.shape[:2], lambda x: x[:, ::stride], unmerge)
 
 
 class ToDoStrategy(KeepingStrategy):
@@ -175,11 +169,7 @@ class ToDoStrategy(KeepingStrategy):
             video = video.repeat_interleave(2, 2).repeat_interleave(2, 3)
             return video[:, :, :height, :width].flatten(1, 3)
 
-        return CallablePlan(frames * rows * columns, *_place(features), merge, unmerge)
-
-
-def _place(features: Tensor) -> tuple[tuple[int, int], torch.device]:
-    return (features.shape[0], features.shape[1]), features.device
+        return CallablePlan(frames * rows * columns, features.shape[:2], merge, unmerge)
 
 
 def methods(ratio: float, max_downsample: int | str, device: torch.device) -> list[Method]:

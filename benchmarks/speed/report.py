@@ -68,48 +68,50 @@ def source(result: Result) -> str:
 
 def readme(results: Mapping[int, Result]) -> str:
     """Times faster with presets, in two tables, for docs/measured.md; empty if none was timed."""
-    parts = []
+    presets = ("preset balanced", "preset fast")
     rows = []
     for run in results.get(2, {}).get("runs", []):
+        methods = run["methods"].items()
+        in_kernels = {
+            name: {"seconds": [row["gpu_seconds"]]}
+            for name, row in methods
+            if row.get("gpu_seconds")
+        }
         if not run["compiled"]:
-            methods = run["methods"]
-            on_gpu = {
-                name: row["gpu_seconds"] for name, row in methods.items() if row.get("gpu_seconds")
-            }
-            rows.append(
-                [
-                    f"{run['model']}, {run['size']}x{run['size']}",
-                    f"{1000 * statistics.median(methods['unpatched']['seconds']):.1f}",
-                    *(
-                        f"{figures.speed_up(run, name):.2f}" if name in methods else ""
-                        for name in ("preset balanced", "preset fast", "tomesd attn")
-                    ),
-                    f"{1000 * on_gpu['unpatched']:.1f}" if on_gpu else "",
-                    *(
-                        f"{on_gpu['unpatched'] / on_gpu[name]:.2f}" if name in on_gpu else ""
-                        for name in ("preset balanced", "preset fast")
-                    ),
-                ]
-            )
+            whole = _faster(run, (*presets, "tomesd attn"), 1000)
+            kernels = _faster({"methods": in_kernels}, presets, 1000)
+            rows.append([f"{run['model']}, {run['size']}x{run['size']}", *whole, *kernels])
+    parts = []
     if rows:
         head = ["one evaluation", "ms", "balanced", "fast", "tomesd"]
         head += ["kernels alone, ms", "balanced", "fast"]
         parts += ["Times faster than unpatched:", figures.grid(head, rows)]
+    ways = ("the defaults", "keys 0.6", "keys 0.75", "6 steps")
     rows = [
         [
-            f"{row['name']}, {row['size']}, {row['layers']} blocks, {row['steps']} steps",
-            f"{statistics.median(row['methods']['unpatched']['seconds']):.2f}",
-            *(
-                f"{figures.speed_up(row, name):.2f}" if name in row["methods"] else ""
-                for name in ("the defaults", "keys 0.6", "keys 0.75", "6 steps")
-            ),
+            f"{run['name']}, {run['size']}, {run['layers']} blocks, {run['steps']} steps",
+            *_faster(run, ways),
         ]
-        for row in results.get(3, {}).get("whole_runs", [])
+        for run in results.get(3, {}).get("whole_runs", [])
     ]
     if rows:
-        head = ["a run", "s", "the defaults", "keys 0.6", "keys 0.75", "6 steps"]
-        parts += ["Times faster than unpatched:", figures.grid(head, rows)]
+        parts += ["Times faster than unpatched:", figures.grid(["a run", "s", *ways], rows)]
     return "\n\n".join(parts)
+
+
+def _faster(run: figures.Run, names: Sequence[str], unit: int = 1) -> list[str]:
+    """Time of the unpatched model in a unit of so many in a second, and times faster with others.
+
+    What was not timed is empty.
+    """
+    methods = run["methods"]
+    if "unpatched" not in methods:
+        return [""] * (1 + len(names))
+    seconds = statistics.median(methods["unpatched"]["seconds"])
+    return [
+        f"{unit * seconds:.{1 if unit > 1 else 2}f}",
+        *(f"{figures.speed_up(run, name):.2f}" if name in methods else "" for name in names),
+    ]
 
 
 def tests(result: Result) -> Sequence[str]:
@@ -135,22 +137,27 @@ def transformers(result: Result) -> Sequence[str]:
     """A table for each whole run."""
     parts = []
     for row in result.get("whole_runs", []):
-        rows = [
-            [
-                name,
-                f"{statistics.median(each['seconds']):.2f}",
-                f"{min(each['seconds']):.2f} to {max(each['seconds']):.2f}",
-                f"{figures.speed_up(row, name):.2f}",
-            ]
-            for name, each in row["methods"].items()
-        ]
         about = f"{row['name']}, {row['size']}, {row['steps']} steps of euler, {row['dtype']}"
         parts += [
             f"### A run of {about}",
             f"In the host's sampler, with {row['layers']} blocks that share their weights.",
-            figures.grid(["run", "seconds", "from, to", "times faster"], rows),
+            table_of_run(row),
         ]
     return parts
+
+
+def table_of_run(row: Mapping[str, Any]) -> str:
+    """Seconds of a whole run, and times faster, in each way."""
+    rows = [
+        [
+            name,
+            f"{statistics.median(each['seconds']):.2f}",
+            f"{min(each['seconds']):.2f} to {max(each['seconds']):.2f}",
+            f"{figures.speed_up(row, name):.2f}",
+        ]
+        for name, each in row["methods"].items()
+    ]
+    return figures.grid(["run", "seconds", "from, to", "times faster"], rows)
 
 
 if __name__ == "__main__":

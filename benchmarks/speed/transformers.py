@@ -1,6 +1,5 @@
 """Whole sampling runs of transformers of published width, in the host's sampler."""
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from benchmarks.rounds import interleaved
 from benchmarks.speed.figures import speed_up
 from benchmarks.speed.models import repeated
 from benchmarks.speed.record import Record, say
+from benchmarks.speed.report import table_of_run
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -153,7 +153,7 @@ def run(record: Record, runs: Sequence[Run]) -> int:
         name = f"run, {each.model} {each.size}"
         found = record.attempt(name, _RUN_SECONDS, partial(_measure, record, each), measured)
         if found is not None:
-            say(_in_words(found))
+            say(table_of_run(found))
     goals = {
         f"run_of_{row['name']}_{row['size'].split(',')[0]}".lower().replace(" ", "_"): speed_up(
             row, "the defaults"
@@ -215,14 +215,6 @@ def _inputs(model: Model, latent: tuple[int, ...]) -> tuple[Tensor, Any]:
     pooled = torch.randn(1, 64, generator=generator)
     prompt = [[text, {"pooled_output": pooled}]]
     return comfy.sample.prepare_noise(torch.zeros(1, *latent), 0), prompt
-
-
-def _in_words(row: Mapping[str, Any]) -> str:
-    """A run in words: seconds of the unpatched one, and times faster."""
-    methods = row["methods"]
-    parts = [f"{name} {speed_up(row, name):.2f}" for name in methods if name != "unpatched"]
-    seconds = statistics.median(methods["unpatched"]["seconds"])
-    return f"  {row['steps']} steps, {seconds:.2f} s; times faster: {'; '.join(parts)}"
 
 
 def _sampled(model: ModelPatcher, steps: int, noise: Tensor, prompt: Any) -> Tensor:
