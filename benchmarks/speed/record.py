@@ -116,12 +116,6 @@ class Record:
         """Write paragraphs as a page beside the file."""
         self._write(".md", joined(parts))
 
-    def log(self, text: str) -> None:
-        """Add to the log beside the file."""
-        if self.folder is not None:
-            with (self.folder / f"{self.name}.log").open("a", encoding="utf-8") as file:
-                file.write(text)
-
     def _write(self, suffix: str, text: str) -> None:
         if self.folder is None:
             return

@@ -18,16 +18,16 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py bench --report", description=__doc__)
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=RESULTS, help="of gpu-1.json to gpu-3.json"
+        "folder", nargs="?", type=Path, default=RESULTS, help="of gpu-2.json and gpu-3.json"
     )
     folder = parser.parse_args().folder
     results = {
         number: json.loads(path.read_text(encoding="utf-8"))
-        for number in (1, 2, 3)
+        for number in (2, 3)
         if (path := folder / f"gpu-{number}.json").is_file()
     }
     if not results:
-        print(f"{folder} has no gpu-1.json, gpu-2.json or gpu-3.json; see benchmarks/GPU.md")
+        print(f"{folder} has neither gpu-2.json nor gpu-3.json; see benchmarks/GPU.md")
         return 1
     text = page(results)
     (folder / "gpu.md").write_text(text, encoding="utf-8")
@@ -46,7 +46,7 @@ def page(results: Mapping[int, Result]) -> str:
 def section(result: Result) -> list[str]:
     """Everything in a result, whichever command made it."""
     parts = [f"## `{result['command']}`", source(result)]
-    for tables in (tests, unets, transformers):
+    for tables in (unets, transformers):
         parts += tables(result)
     parts += [f"Failed: {name}: {why}" for name, why in result["failed"].items()]
     if result["left_out"]:
@@ -112,16 +112,6 @@ def _faster(run: figures.Run, names: Sequence[str], unit: int = 1) -> list[str]:
         f"{unit * seconds:.{1 if unit > 1 else 2}f}",
         *(f"{figures.speed_up(run, name):.2f}" if name in methods else "" for name in names),
     ]
-
-
-def tests(result: Result) -> Sequence[str]:
-    """What happened in the tests, file by file."""
-    head = ["tests", "passed", "failed", "skipped", "seconds"]
-    rows = [
-        [row["file"], *(str(row[name]) for name in head[1:4]), f"{row['seconds']:.0f}"]
-        for row in result.get("files", [])
-    ]
-    return [figures.grid(head, rows)] if rows else []
 
 
 def unets(result: Result) -> Sequence[str]:
