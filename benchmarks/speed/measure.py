@@ -210,12 +210,8 @@ def merged_blocks(model: ModelPatcher) -> tuple[int, int]:
     return (0, 0) if run is None else (run.counts.merged_blocks, run.counts.blocks_present)
 
 
-def first_look(subject: Subject, model: ModelPatcher) -> tuple[Tensor, int, str]:
-    """The output of a first evaluation, the bytes that a second holds, and the blocks that merge.
-
-    The blocks are given as in ``5/6``, or as ``none``.
-    """
+def first_look(subject: Subject, model: ModelPatcher) -> tuple[Tensor, int, tuple[int, int]]:
+    """The output of a first evaluation, the bytes that a second holds, and the merged blocks."""
     memory = PeakMemory(subject.device)
     output, _ = subject.run(model, nullcontext(), memory)
-    merged, present = merged_blocks(model)
-    return output, memory.bytes, f"{merged}/{present}" if merged else "none"
+    return output, memory.bytes, merged_blocks(model)

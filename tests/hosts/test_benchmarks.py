@@ -40,7 +40,6 @@ def run(**rows):
         "batch": 2,
         "dtype": "float32",
         "repeats": 2,
-        "compiled": False,
         "refused": {},
         "methods": {name.replace("_", " "): each for name, each in rows.items()},
     }
