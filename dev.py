@@ -224,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         "--quick, --model, --size, --minutes, --name; with --fidelity, how much everything that a "
         "user could pick changes, and what it takes: --quick, --only, --steps, --names, --seeds; "
         "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
-        "with --picture, the picture of off and on: --model, --columns, --repeats; with "
+        "with --picture, the picture of off and on: --model, --repeats; with "
         "--host-time, what merging adds before any kernel runs: --quick; with --report, tables of "
         "what was measured on a GPU",
     )

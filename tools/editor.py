@@ -10,7 +10,6 @@ of its note. Run it after changing a workflow, in any ComfyUI, or the nodes' inp
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -320,7 +319,7 @@ def offer_files(server: ComfyServer) -> None:
             file = server.base / "models" / model["directory"] / model["name"]
             file.parent.mkdir(exist_ok=True)
             file.touch()
-    shutil.copyfile(Path(__file__).with_name("example.png"), server.base / INPUT)
+    Image.open(Path(__file__).with_name("example.webp")).save(server.base / INPUT)
 
 
 def main() -> None:

@@ -23,7 +23,8 @@ FLUX = {**scene_transformer.FLUX, "default_ref_method": "index"}
 def held_out_edits() -> tuple[list[Tensor], Tensor]:
     """References of four edits that are judged, each ``[4, 8, 64, 64]``, and their prompts."""
     held_out = scene_transformer.held_out
-    return [held_out("leaves"), held_out("colours")], held_out("edit_prompts")
+    references = [held_out(name) / 256 for name in ("leaves", "colours")]
+    return references, held_out("edit_prompts")
 
 
 def load() -> ModelPatcher:
