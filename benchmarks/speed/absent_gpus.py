@@ -23,14 +23,7 @@ from triton.backends.driver import DriverBase
 
 from tome_nodes.merging.layout import Grid
 from tome_nodes.ops import triton as kernels
-from tome_nodes.ops.triton import (
-    adding,
-    matching,
-    merging,
-    shared,
-    widening,
-    window_merging,
-)
+from tome_nodes.ops.triton import adding, matching, merging, shared, widening, window_merging
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
@@ -145,9 +138,7 @@ class _Launched:
 
 
 @contextmanager
-def absent_gpus(
-    stand_in: Callable[[Any], StandIn],
-) -> Iterator[tuple[AbsentDriver, list[StandIn]]]:
+def absent_gpus(stand_in: Callable[[Any], StandIn]) -> Iterator[tuple[AbsentDriver, list[StandIn]]]:
     """Make the launchers launch stand-ins for kernels; yields the driver and all stand-ins."""
     launched = [stand_in(getattr(module, name)) for module, name in KERNELS]
     driver = AbsentDriver()
