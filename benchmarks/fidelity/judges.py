@@ -9,13 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.fidelity import (
-    edit_transformer,
-    latents,
-    options,
-    scene_transformer,
-    video_transformer,
-)
+from benchmarks.fidelity import latents, options, scene_transformer, video_transformer
 from benchmarks.fidelity.meter import attention_share
 from benchmarks.fidelity.options import Option
 from benchmarks.fidelity.pictures import Judge, PictureJudge
@@ -88,17 +82,19 @@ class SecondPassJudge(SceneJudge):
 
 
 class EditJudge(FlowJudge):
-    """The judge whose model is that of :mod:`benchmarks.fidelity.edit_transformer`."""
+    """The judge of edits of four scenes."""
 
     # That of Qwen-Image-Edit with a picture and two references of 1328x1328.
     attention = attention_share(3 * 83**2, width=3072, linear=12)
 
     def __init__(self, steps: int, seeds: int = 1):
-        self.references, self.prompts = edit_transformer.held_out_edits()
+        held_out = scene_transformer.held_out
+        self.references = [held_out(name) / 256 for name in ("leaves", "colours")]
+        self.prompts = held_out("edit_prompts")
         self.empty = torch.zeros_like(self.references[0])
         side = scene_transformer.LATENT_SIDE // scene_transformer.PATCH
         self.tokens = (1 + len(self.references)) * side**2 + self.prompts.shape[1]
-        super().__init__(edit_transformer.load(), steps, 1.0, seeds)
+        super().__init__(scene_transformer.load_editor(), steps, 1.0, seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         return self.empty, self.prompts, {"reference_latents": self.references}

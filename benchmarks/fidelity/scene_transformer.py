@@ -12,7 +12,7 @@ import comfy.latent_formats
 import comfy.ldm.flux.model
 import numpy as np
 import torch
-from comfy.model_base import BaseModel, ModelType
+from comfy.model_base import BaseModel, Flux, ModelType
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
@@ -21,11 +21,11 @@ from benchmarks.fidelity import denoiser, latents
 WEIGHTS = Path(__file__).with_name("scene_transformer.npz")
 FEW_STEPS = Path(__file__).with_name("student.npz")
 """The weights of the same transformer, distilled to four steps without guidance."""
+EDIT = Path(__file__).with_name("edit_transformer.npz")
 
 PATCH = 2
-SIDE = 256
-"""The side of a judged picture, in pixels."""
-LATENT_SIDE = SIDE // latents.CELL
+LATENT_SIDE = 256 // latents.CELL
+"""The side of the latent of a judged picture."""
 SHIFT = 1.15
 """How far the steps shift towards noise, as in Flux at its usual size; 0 for not at all."""
 
@@ -73,7 +73,23 @@ class Settings(denoiser.Settings):
 
 def load(weights: Path = WEIGHTS) -> ModelPatcher:
     """The trained transformer as a ComfyUI model; ``latents.decode`` decodes its output."""
-    settings = Settings({**FLUX, "dtype": torch.float32})
-    settings.sampling_settings = {"shift": SHIFT}
+    settings = _settings()
     model = BaseModel(settings, ModelType.FLUX, unet_model=comfy.ldm.flux.model.Flux)
     return denoiser.with_weights(model, weights)
+
+
+def load_editor() -> ModelPatcher:
+    """The transformer trained further to edit, with two references.
+
+    It paints the leaves of the first reference in the colours and the filling of the second, which
+    is another scene. Each reference adds 1024 tokens to the 1024 of the picture, as in Flux.1
+    Kontext, Flux.2 and Qwen-Image-Edit. The prompt tells the sizes and whether there are letters.
+    """
+    # The first coordinate of positions is the index of the reference.
+    return denoiser.with_weights(Flux(_settings(default_ref_method="index")), EDIT)
+
+
+def _settings(**others: Any) -> Settings:
+    settings = Settings({**FLUX, **others, "dtype": torch.float32})
+    settings.sampling_settings = {"shift": SHIFT}
+    return settings
