@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -36,58 +37,38 @@ def node(kind: Any, **inputs: Any) -> Patch:
     return lambda model: kind.EXECUTE_NORMALIZED(model=model, **inputs)[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(NamedTuple):
     """A method to measure.
 
     Attributes:
         name: its name in the tables.
         family: ``ideal``, ``peer`` or ``ours``.
+        patch: makes a clone that runs it.
+        lossless: the same with lossless plans, or with settings that change nothing.
         ideal: name of the ideal that runs the same modules on merged tokens, if any.
+        plans: its settings on maps of any size, and its strategy; None if it is not on our host.
     """
 
     name: str
     family: str
+    patch: Patch
+    lossless: Patch
     ideal: str | None = None
-
-    def patch(self, model: ModelPatcher) -> ModelPatcher:
-        """A clone that runs this method."""
-        raise NotImplementedError
-
-    def lossless(self, model: ModelPatcher) -> ModelPatcher:
-        """A clone that runs this method's code with lossless plans."""
-        raise NotImplementedError
+    plans: tuple[ToMeConfig, MakeStrategy] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostMethod(Method):
+def on_host(
+    name: str,
+    family: str,
+    config: ToMeConfig,
+    make_strategy: MakeStrategy = make_strategy,
+    ideal: str | None = None,
+) -> Method:
     """A strategy on our host."""
-
-    config: ToMeConfig
-    make_strategy: MakeStrategy = make_strategy
-
-    def patch(self, model: ModelPatcher) -> ModelPatcher:
-        return attach(model, self.config, self.make_strategy)
-
-    def lossless(self, model: ModelPatcher) -> ModelPatcher:
-        return attach(model, self.always().config, lossless(self.make_strategy))
-
-    def always(self) -> "HostMethod":
-        """The same method on maps of any size."""
-        return replace(self, config=replace(self.config, **ALWAYS))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoreMethod(Method):
-    """ComfyUI's own node."""
-
-    ratio: float
-
-    def patch(self, model: ModelPatcher) -> ModelPatcher:
-        return node(TomePatchModel, ratio=self.ratio)(model)
-
-    def lossless(self, model: ModelPatcher) -> ModelPatcher:
-        return replace(self, ratio=0.0).patch(model)
+    always = replace(config, **ALWAYS)
+    patch = partial(attach, config=config, make_strategy=make_strategy)
+    same = partial(attach, config=always, make_strategy=lossless(make_strategy))
+    return Method(name, family, patch, same, ideal, (always, make_strategy))
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,29 +168,26 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
     is_on_gpu = device.type == "cuda"
     fastest = {"backend": "triton"} if is_on_gpu else {}
 
-    def on_host(name: str, family: str, config: Mapping[str, Any], **details: Any) -> HostMethod:
-        return HostMethod(name=name, family=family, config=ToMeConfig(**config), **details)
-
-    def ideal(scope: str, config: dict[str, Any]) -> HostMethod:
+    def ideal(scope: str, config: dict[str, Any]) -> Method:
         name = f"ideal {scope}"
-        return on_host(name, "ideal", config, make_strategy=IdealStrategy, ideal=name)
+        return on_host(name, "ideal", ToMeConfig(**config), IdealStrategy, name)
 
-    def window(scope: str, suffix: str, backend: Mapping[str, Any]) -> HostMethod:
-        config = {"strategy": "window", **levels, **scopes[scope], **backend}
+    def window(scope: str, suffix: str, backend: Mapping[str, Any]) -> Method:
+        config = ToMeConfig(**{"strategy": "window", **levels, **scopes[scope], **backend})
         return on_host(f"ours window {scope}{suffix}", "ours", config, ideal=f"ideal {scope}")
 
-    def preset(name: str, scope: str) -> HostMethod:
-        config = settings_of(name, {"ratio": ratio})
+    def preset(name: str, scope: str) -> Method:
+        config = ToMeConfig(**settings_of(name, {"ratio": ratio}))
         return on_host(f"preset {name}", "ours", config, ideal=f"ideal {scope}")
 
-    todo = peers | keys | {"ratio": 0.75}
-    own = {"make_strategy": TomesdStrategy, "ideal": "ideal attn"}
+    core, idle = (node(TomePatchModel, ratio=each) for each in (ratio, 0.0))
+    todo = ToMeConfig(**peers | keys | {"ratio": 0.75})
     return [
         ideal("k,v", ALWAYS | ONCE | keys | {"ratio": ratio}),
         *(ideal(scope, peers | settings) for scope, settings in scopes.items()),
-        CoreMethod(name="core TomePatchModel", family="peer", ratio=ratio),
-        on_host("tomesd attn", "peer", peers, **own),
-        on_host("ToDo", "peer", todo, make_strategy=ToDoStrategy),
+        Method("core TomePatchModel", "peer", core, idle),
+        on_host("tomesd attn", "peer", ToMeConfig(**peers), TomesdStrategy, "ideal attn"),
+        on_host("ToDo", "peer", todo, ToDoStrategy),
         *(window(scope, "", fastest) for scope in scopes),
         *([window("attn", " on torch", {"backend": "torch"})] if is_on_gpu else []),
         preset("balanced", "k,v"),

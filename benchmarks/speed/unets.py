@@ -11,7 +11,7 @@ from comfy.model_patcher import ModelPatcher
 from benchmarks.rounds import interleaved
 from benchmarks.speed import checks, figures
 from benchmarks.speed.measure import Kernels, Operators, Subject, first_look
-from benchmarks.speed.methods import HostMethod, Method, methods
+from benchmarks.speed.methods import Method, methods
 from benchmarks.speed.models import REDUCED, SHAPES, Shape, load
 from benchmarks.speed.record import Record, say
 
@@ -134,8 +134,7 @@ def _prepare(record: Record, case: Case) -> Prepared:
     for method in methods(RATIO, shape.max_downsample, record.device):
         try:
             checks.check_wiring(method, subject, expected)
-            if isinstance(method, HostMethod):
-                checks.check_plan(method, record.device, dtype)
+            checks.check_plan(method, record.device, dtype)
         except Exception as error:
             said[method.name] = f"{type(error).__name__}: {error}"
             record.result["failed"][f"{name}: {method.name}"] = said[method.name]
