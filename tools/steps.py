@@ -14,16 +14,9 @@ from pathlib import Path
 from tools.errors import ToolError
 
 NETWORK_SYMPTOMS = (
-    "NewConnectionError",
-    "ConnectTimeout",
-    "ReadTimeout",
-    "NameResolutionError",
-    "Temporary failure in name resolution",
-    "Network is unreachable",
-    "Connection refused",
-    "Connection reset",
-    "ProxyError",
-    "getaddrinfo",
+    *("NewConnectionError", "ConnectTimeout", "ReadTimeout", "NameResolutionError", "ProxyError"),
+    *("Temporary failure in name resolution", "Network is unreachable", "Connection refused"),
+    *("Connection reset", "getaddrinfo"),
 )
 
 NO_PACKAGE = "No matching distribution found"

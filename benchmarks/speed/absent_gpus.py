@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -67,21 +67,18 @@ class Shape:
     dtype: torch.dtype = torch.float16
 
 
-@dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """A kernel that was compiled for a target.
 
     Attributes:
         kernel: its name.
-        error: why it does not compile; None if it does.
         spilling: instructions that move registers to local memory and back.
         tensor_cores: instructions on tensor cores.
     """
 
     kernel: str
-    error: str | None
-    spilling: int = 0
-    tensor_cores: int = 0
+    spilling: int
+    tensor_cores: int
 
 
 class AbsentDriver(DriverBase):
@@ -121,18 +118,11 @@ class _Launched:
         self.kernel = kernel
         self.name = kernel.fn.__name__.removesuffix("_kernel")
         self.made: dict[int, Any] = {}
-        self.errors: list[str] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def compile_only(**arguments: Any) -> None:
-            try:
-                binary = self.kernel.warmup(grid=grid, **arguments)
-            except Exception as error:
-                # Compilers raise exceptions of their own.
-                lines = [line for line in str(error).splitlines() if line.strip()]
-                self.errors.append(f"{type(error).__name__}: {(lines or [''])[-1].strip()}")
-            else:
-                self.made[id(binary)] = binary
+            binary = self.kernel.warmup(grid=grid, **arguments)
+            self.made[id(binary)] = binary
 
         return compile_only
 
@@ -182,17 +172,16 @@ def launch(shape: Shape) -> None:
 
 
 def compile_for(target: str, shapes: Sequence[Shape]) -> list[Compiled]:
-    """Compile what these shapes launch for one of :data:`TARGETS`."""
+    """Compile what these shapes launch for one of :data:`TARGETS`; raises if a compiler does."""
     with absent_gpus(_Launched) as (driver, launched):
         driver.target = target
         for shape in shapes:
             launch(shape)
-        found = []
-        for each in launched:
-            found += [Compiled(each.name, error) for error in each.errors]
-            for binary in each.made.values():
-                found.append(Compiled(each.name, None, *_in_machine_code(binary)))
-        return found
+        return [
+            Compiled(each.name, *_in_machine_code(binary))
+            for each in launched
+            for binary in each.made.values()
+        ]
 
 
 def _in_machine_code(binary: Any) -> tuple[int, int]:
