@@ -116,7 +116,6 @@ def bench(arguments: list[str]) -> int:
         "forecasts": "benchmarks.forecasts",
         "picture": "benchmarks.fidelity.off_and_on",
         "host-time": "benchmarks.speed.host_time",
-        "tune": "benchmarks.speed.tuning",
         "report": "benchmarks.speed.report",
     }
     for name in others:
@@ -225,9 +224,9 @@ def _parser() -> argparse.ArgumentParser:
         "--quick, --model, --size, --minutes, --name; with --fidelity, how much everything that a "
         "user could pick changes, and what it takes: --quick, --only, --steps, --names, --seeds; "
         "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
-        "with --picture, the picture of off and on: --model, --columns, --repeats; with "
-        "--host-time, what merging adds before any kernel runs: --quick; with --tune, whether ToMe "
-        "Tune keeps its word: --wish, --size; with --report, tables of what was measured on a GPU",
+        "with --picture, the picture of off and on: --model, --repeats; with "
+        "--host-time, what merging adds before any kernel runs: --quick; with --report, tables of "
+        "what was measured on a GPU",
     )
     add(
         "gpu",

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 
 
-def machine(device: str) -> dict[str, Any]:
-    """A description of this machine."""
+def origin(device: str, command: str) -> dict[str, Any]:
+    """What each file of results begins with.
+
+    Args:
+        device: that of the measurement.
+        command: what chose it, such as ``bench --picture``; further arguments are added.
+    """
     processor = platform.processor() or platform.machine()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -20,7 +25,7 @@ def machine(device: str) -> dict[str, Any]:
                 break
     accelerator = torch.cuda.get_device_name() if device == "cuda" else None
     threads = torch.get_num_threads()
-    return {
+    machine = {
         "description": accelerator
         or f"{threads} thread{'s' * (threads > 1)} of an {processor}, no GPU",
         "processor": processor,
@@ -29,17 +34,8 @@ def machine(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "system": platform.system(),
     }
-
-
-def origin(device: str, command: str) -> dict[str, Any]:
-    """What each file of results begins with.
-
-    Args:
-        device: that of the measurement.
-        command: what chose it, such as ``bench --tune``; further arguments are added.
-    """
     return {
         "command": " ".join(["python3 dev.py", command, *sys.argv[1:]]),
         "date": date.today().isoformat(),
-        "machine": machine(device),
+        "machine": machine,
     }

@@ -14,11 +14,7 @@ from tools.steps import SetupError, run, succeeds
 PLAYWRIGHT_BROWSERS = VENV / "browsers"
 
 COMMANDS = (
-    "chromium",
-    "chromium-browser",
-    "google-chrome",
-    "google-chrome-stable",
-    "chrome",
+    *("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"),
     "msedge",
 )
 LOCATIONS = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import tarfile
 from collections.abc import Iterable
@@ -26,9 +25,6 @@ from tools.environment import (
 )
 from tools.errors import ToolError
 from tools.steps import run, timed
-
-MOST_BYTES = 64 * 2**20
-"""What such machines take, the working tree included."""
 
 ARCHIVE = "comfyui.tar.gz"
 
@@ -52,8 +48,7 @@ NEEDED = (
 )
 """What ComfyUI, the tests and the measurements import beside PyTorch and its own dependencies.
 
-The large ones, of which most machines with PyTorch have some, do not fit into the limit together.
-PyAV alone would take half of it, so :mod:`tools.without_video` takes its place.
+PyAV is as large as half of them, so ``tools/without_video`` takes its place.
 """
 
 PURE = ("comfy-kitchen",)
@@ -71,9 +66,6 @@ def pack(folder: Path, has: Iterable[str]) -> None:
     Args:
         folder: is made; wheels that are in it stay.
         has: packages that the other machine has.
-
-    Raises:
-        ToolError: with the working tree, it is larger than :data:`MOST_BYTES`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with timed("Packing ComfyUI"):
@@ -89,16 +81,8 @@ def pack(folder: Path, has: Iterable[str]) -> None:
                 *(f"--platform={each}" for each in platforms),
             ]
             run(f"Fetching {len(wanted)} wheels", [*command, *wanted])
-    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    own, tree = sum(sizes.values()), _tree_bytes()
-    print(f"{folder}: {len(sizes)} files, {own / 2**20:.1f} MiB beside {tree / 2**20:.1f} MiB here")
-    if own + tree > MOST_BYTES:
-        largest = sorted(sizes, key=lambda name: -sizes[name])[:5]
-        raise ToolError(
-            f"{folder} and the working tree are larger than the {MOST_BYTES // 2**20} MiB that can "
-            "be carried. Delete what the other machine has, and name it after --has. The largest: "
-            + ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in largest)
-        )
+    sizes = [file.stat().st_size for file in folder.iterdir()]
+    print(f"{folder}: {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB")
 
 
 def pack_comfyui(comfyui: Path, archive: Path) -> None:
@@ -148,14 +132,6 @@ def unpack(folder: Path, scratch: Path) -> dict[str, str]:
     if find_spec("av") is None:
         path.append(str(ROOT / "tools" / "without_video"))
     return {"COMFYUI_PATH": str(comfyui), "PYTHONPATH": os.pathsep.join(path)}
-
-
-def _tree_bytes() -> int:
-    """The size of all files here that git tracks or does not ignore."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = (ROOT / name for name in set(listed.split("\0")) - {""})
-    return sum(file.lstat().st_size for file in files if file.is_file())
 
 
 def _pinned() -> dict[str, str]:

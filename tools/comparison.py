@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,44 +74,27 @@ class Comparison:
         return f"{off:.2f} s", f"{on:.2f} s", f"{off / on:.2f}"
 
 
-class _Watch:
-    """Shows the progress of a run, and keeps the server's log for each node."""
-
-    def __init__(self, server: ComfyServer, graph: Graph, label: str) -> None:
-        self.logs: dict[str, str] = {}
-        self._server = server
-        self._titles = titles(graph)
-        self._label = label
-        self._node: str | None = None
-        self._logged = 0
-
-    def __call__(self, event: dict[str, Any]) -> None:
-        data = event["data"]
-        if event["type"] == "executing":
-            self._change_node(data["node"])
-        elif event["type"] == "progress" and data["node"] in self._titles:
-            self._show(data["node"], f"step {data['value']}/{data['max']}")
-
-    def _change_node(self, node: str | None) -> None:
-        log = self._server.log
-        if self._node is not None:
-            self.logs[self._node] = log[self._logged :]
-        if self._node in self._titles:
-            self._show(self._node, "done".ljust(len("step 100/100")), end="\n")
-        self._node, self._logged = node, len(log)
-
-    def _show(self, node: str, state: str, end: str = "") -> None:
-        if sys.stdout.isatty():
-            print(f"\r{self._label} {self._titles[node]}: {state}", end=end, flush=True)
-        elif end:
-            print(f"{self._label} {self._titles[node]}: {state.rstrip()}", end=end, flush=True)
-
-
 def _run(server: ComfyServer, graph: Graph, label: str) -> Run:
-    watch = _Watch(server, graph, label)
+    """Run a graph, say when each sampler is done, and keep the server's log for each node."""
+    logs: dict[str, str] = {}
+    samplers = titles(graph)
+    node: str | None = None
+    logged = 0
+
+    def watch(event: dict[str, Any]) -> None:
+        nonlocal node, logged
+        if event["type"] != "executing":
+            return
+        log = server.log
+        if node is not None:
+            logs[node] = log[logged:]
+        if node in samplers:
+            print(f"{label} {samplers[node]}: done", flush=True)
+        node, logged = event["data"]["node"], len(log)
+
     history = server.run(graph, watch)
     images = server.images(history)
-    return Run(history["seconds"], watch.logs, images[-1] if images else None)
+    return Run(history["seconds"], logs, images[-1] if images else None)
 
 
 def _tokens(report: str) -> str:

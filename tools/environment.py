@@ -70,10 +70,6 @@ LDM = "stable-diffusion-sdkit==2.1.5"
 STAMP = VENV / "tome-nodes.json"
 UNFINISHED = VENV / "tome-nodes.unfinished"
 
-# Required disk space: the packages, and room for pip's downloads.
-LIGHT_BYTES = 8 * 10**9
-REMAINING_BYTES = 3 * 10**9
-
 # Threads that spin while waiting make two processes that compute at the same time, such as the
 # tests and their server, fifty times slower.
 CALM_THREADS = {"OMP_WAIT_POLICY": "passive"}
@@ -100,7 +96,6 @@ def prepare_light() -> None:
     wanted = _digest(*(source.read_bytes() for source in LIGHT_SOURCES))
     if _stamp().get("light") == wanted:
         return
-    _check_space("light", LIGHT_BYTES)
     _write_stamp(light=None)
     _install(
         "Installing PyTorch and the test tools (5 GB, some minutes)",
@@ -255,21 +250,10 @@ def _install_packages(comfyui: Path) -> None:
     wanted = _digest(LDM.encode(), *(argument.encode() for argument in arguments), *contents)
     if _stamp().get("packages") == wanted:
         return
-    _check_space("packages", REMAINING_BYTES)
     _write_stamp(packages=None)
     _install("Installing the other packages (1 GB, some minutes)", *arguments)
     _install("Installing latent-diffusion", "--no-deps", LDM)
     _write_stamp(packages=wanted)
-
-
-def _check_space(part: str, needed: int) -> None:
-    """Raise if the disk is too full to begin with this part of `.venv`."""
-    free = shutil.disk_usage(VENV).free
-    if part not in _stamp() and free < needed:
-        raise SetupError(
-            f"{free / 1e9:.1f} GB are free for {VENV}; its packages need "
-            f"{needed / 1e9:.0f} GB. Free some space and run this again."
-        )
 
 
 def _digest(*contents: bytes) -> str:

@@ -78,11 +78,7 @@ class ComfyServer:
     """
 
     def __init__(
-        self,
-        base: str | os.PathLike[str],
-        *,
-        device: str = "cpu",
-        arguments: Sequence[str] = (),
+        self, base: str | os.PathLike[str], *, device: str = "cpu", arguments: Sequence[str] = ()
     ) -> None:
         self.base = Path(base).resolve()
         self.log_file = self.base / "server.log"

@@ -7,23 +7,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from tools.errors import ToolError
 
 NETWORK_SYMPTOMS = (
-    "NewConnectionError",
-    "ConnectTimeout",
-    "ReadTimeout",
-    "NameResolutionError",
-    "Temporary failure in name resolution",
-    "Network is unreachable",
-    "Connection refused",
-    "Connection reset",
-    "ProxyError",
-    "getaddrinfo",
+    *("NewConnectionError", "ConnectTimeout", "ReadTimeout", "NameResolutionError", "ProxyError"),
+    *("Temporary failure in name resolution", "Network is unreachable", "Connection refused"),
+    *("Connection reset", "getaddrinfo"),
 )
 
 NO_PACKAGE = "No matching distribution found"
@@ -43,8 +36,14 @@ def run(
 ) -> None:
     """Run `command` as a step of the set-up; its output is shown only if it fails."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        with timed(step) as show_progress:
-            status = _run_logged(command, log.fileno(), environment, show_progress)
+        with timed(step):
+            status = subprocess.run(
+                [str(part) for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+            ).returncode
         if status == 0:
             return
         log.seek(0)
@@ -55,20 +54,14 @@ def run(
 
 
 @contextmanager
-def timed(step: str) -> Iterator[Callable[[], None]]:
-    """Print a step and its duration; yields a function that shows the time so far."""
+def timed(step: str) -> Iterator[None]:
+    """Print a step and, at its end, its duration."""
     start = time.monotonic()
-    rewrite = f"\r{step} ..." if sys.stdout.isatty() else ""
-
-    def show_progress() -> None:
-        if rewrite:
-            print(f"{rewrite} {time.monotonic() - start:.0f} s", end="", flush=True)
-
     print(f"{step} ...", end="", flush=True)
     try:
-        yield show_progress
+        yield
     finally:
-        print(f"{rewrite} {time.monotonic() - start:.1f} s", flush=True)
+        print(f" {time.monotonic() - start:.1f} s", flush=True)
 
 
 def succeeds(command: Sequence[str | Path]) -> bool:
@@ -84,31 +77,6 @@ def succeeds(command: Sequence[str | Path]) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return result.returncode == 0
-
-
-def _run_logged(
-    command: Sequence[str | Path],
-    log: int,
-    environment: Mapping[str, str] | None,
-    show_progress: Callable[[], None],
-) -> int:
-    process = subprocess.Popen(
-        [str(part) for part in command],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, **(environment or {})},
-    )
-    try:
-        while True:
-            try:
-                return process.wait(timeout=1)
-            except subprocess.TimeoutExpired:
-                show_progress()
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
 
 
 def _advice(output: str) -> str:

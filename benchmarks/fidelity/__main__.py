@@ -75,9 +75,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def asked(
-    arguments: argparse.Namespace,
-) -> Iterator[tuple[str, int, Judge, Sequence[Option]]]:
+def asked(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Judge, Sequence[Option]]]:
     """The judges that are asked: name, number of steps, judge, and options to try.
 
     Raises:

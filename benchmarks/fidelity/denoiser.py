@@ -8,7 +8,7 @@ channels, as in an inpainting model, say where in the photo the crop is.
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.latent_formats
 import torch
@@ -18,12 +18,13 @@ from comfy.supported_models_base import BASE
 from torch import Tensor
 
 from benchmarks.fidelity import weights
-from benchmarks.fidelity.photos import Crop, photo
 
 WEIGHTS = Path(__file__).with_name("denoiser.npz")
 
-NAMES = ("astronaut", "chelsea", "coffee", "china", "flower")
-SHORT_SIDE = 80
+HEIGHT = 80
+WIDTHS = {"astronaut": 80, "chelsea": 120, "coffee": 120, "china": 120, "flower": 120}
+"""The photos, all scaled to one height. They are from scikit-image and scikit-learn."""
+NAMES = [*WIDTHS]
 SIDE = 64
 CONTEXT_SHAPE = (8, 64)
 """Tokens and channels of a prompt."""
@@ -50,6 +51,14 @@ UNET: dict[str, Any] = {
     "context_dim": CONTEXT_SHAPE[1],
     "legacy": False,
 }
+
+
+class Crop(NamedTuple):
+    """A square part of a photo at ``top``, ``left``."""
+
+    photo: str
+    top: int
+    left: int
 
 
 class Pixels(comfy.latent_formats.LatentFormat):
@@ -99,42 +108,34 @@ def prompt(name: str) -> Tensor:
 
 
 def place(crop: Crop) -> Tensor:
-    """The place of a crop as waves of several lengths; the longest is twice a photo's short side.
+    """The place of a crop as waves of several lengths; the longest is twice a photo's height.
 
     Returns:
         ``[16, side, side]``.
     """
-    shape = (crop.side, crop.side)
-    rows, columns = (
-        torch.arange(start, start + crop.side) + 0.5 for start in (crop.top, crop.left)
-    )
+    shape = (SIDE, SIDE)
+    rows, columns = (torch.arange(start, start + SIDE) + 0.5 for start in (crop.top, crop.left))
     times = 2.0 ** torch.arange(PLACE_CHANNELS // 4)[:, None, None]
     places = (rows[:, None].expand(shape), columns.expand(shape))
-    phases = [each * math.pi / SHORT_SIDE * times for each in places]
+    phases = [each * math.pi / HEIGHT * times for each in places]
     return torch.cat([f(each) for each in phases for f in (torch.sin, torch.cos)])
-
-
-def is_held_out(top: int, left: int) -> bool:
-    """Whether full-size crops at this place were held out from training."""
-    return top % HELD_OUT == 0 or left % HELD_OUT == 0
 
 
 def held_out_crops(count: int) -> list[Crop]:
     """Full-size crops that were not trained on, spread over the photos."""
-    photos = {name: photo(name, SHORT_SIDE) for name in NAMES}
     places = {
         name: [
             (top, left)
-            for top in range(pixels.shape[1] - SIDE + 1)
-            for left in range(pixels.shape[2] - SIDE + 1)
-            if is_held_out(top, left)
+            for top in range(HEIGHT - SIDE + 1)
+            for left in range(width - SIDE + 1)
+            if top % HELD_OUT == 0 or left % HELD_OUT == 0
         ]
-        for name, pixels in photos.items()
+        for name, width in WIDTHS.items()
     }
     generator = torch.Generator().manual_seed(0)
     crops = []
     for index in range(count):
         name = NAMES[index % len(NAMES)]
         chosen = torch.randint(len(places[name]), (), generator=generator)
-        crops.append(Crop(name, *places[name][chosen], SIDE))
+        crops.append(Crop(name, *places[name][chosen]))
     return crops

@@ -9,30 +9,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.fidelity import (
-    edit_transformer,
-    latents,
-    options,
-    scene_transformer,
-    video_transformer,
-)
+from benchmarks.fidelity import latents, options, scene_transformer, video_transformer
 from benchmarks.fidelity.meter import attention_share
 from benchmarks.fidelity.options import Option
 from benchmarks.fidelity.pictures import Judge, PictureJudge
 
 
-class SceneJudge(Judge):
+class FlowJudge(Judge):
+    """A judge of held-out prompts, whose model is a flow; the noise decides everything else."""
+
+    sampler, scheduler = "euler", "simple"
+    decode = staticmethod(latents.decode)
+    prompts: Tensor
+    empty: Tensor
+
+    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        return self.empty, self.prompts, {}
+
+
+class SceneJudge(FlowJudge):
     """The judge whose model is the Flux of :mod:`benchmarks.fidelity.scene_transformer`.
 
     Args:
-        pictures: how many it paints for each seed.
+        pictures: how many it paints for each seed, at most four.
         weights: the file with those of the model.
     """
 
-    sampler, scheduler = "euler", "simple"
     # That of Flux with a picture of 1024x1024.
     attention = attention_share(4096, width=3072, linear=12)
-    decode = staticmethod(latents.decode)
 
     def __init__(
         self,
@@ -42,16 +46,11 @@ class SceneJudge(Judge):
         pictures: int = 4,
         weights: Path = scene_transformer.WEIGHTS,
     ):
-        self.prompts = scene_transformer.held_out_prompts(pictures)
-        side = scene_transformer.LATENT_SIDE // scene_transformer.PATCH
-        self.tokens = side**2 + self.prompts.shape[1]
-        super().__init__(scene_transformer.load(weights), steps, guidance, seeds)
-
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Pictures of held-out captions; the noise decides everything else."""
         side = scene_transformer.LATENT_SIDE
-        empty = torch.zeros(len(self.prompts), latents.CHANNELS, side, side)
-        return empty, self.prompts, {}
+        self.prompts = scene_transformer.held_out("prompts")[:pictures]
+        self.empty = torch.zeros(len(self.prompts), latents.CHANNELS, side, side)
+        self.tokens = (side // scene_transformer.PATCH) ** 2 + self.prompts.shape[1]
+        super().__init__(scene_transformer.load(weights), steps, guidance, seeds)
 
 
 class FewJudge(SceneJudge):
@@ -79,49 +78,41 @@ class SecondPassJudge(SceneJudge):
         super().__init__(steps, seeds=seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Scaled-up pictures of held-out captions."""
         return self._begin[seed], self.prompts, {}
 
 
-class EditJudge(Judge):
-    """The judge whose model is that of :mod:`benchmarks.fidelity.edit_transformer`."""
+class EditJudge(FlowJudge):
+    """The judge of edits of four scenes."""
 
-    sampler, scheduler = "euler", "simple"
     # That of Qwen-Image-Edit with a picture and two references of 1328x1328.
     attention = attention_share(3 * 83**2, width=3072, linear=12)
-    decode = staticmethod(latents.decode)
 
     def __init__(self, steps: int, seeds: int = 1):
-        self.references, self.prompts = edit_transformer.held_out_edits(4)
+        held_out = scene_transformer.held_out
+        self.references = [held_out(name) / 256 for name in ("leaves", "colours")]
+        self.prompts = held_out("edit_prompts")
+        self.empty = torch.zeros_like(self.references[0])
         side = scene_transformer.LATENT_SIDE // scene_transformer.PATCH
         self.tokens = (1 + len(self.references)) * side**2 + self.prompts.shape[1]
-        super().__init__(edit_transformer.load(), steps, 1.0, seeds)
+        super().__init__(scene_transformer.load_editor(), steps, 1.0, seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Edits of held-out scenes; the noise decides which letters there are, and where."""
-        empty = torch.zeros_like(self.references[0])
-        return empty, self.prompts, {"reference_latents": self.references}
+        return self.empty, self.prompts, {"reference_latents": self.references}
 
 
-class VideoJudge(Judge):
+class VideoJudge(FlowJudge):
     """The judge whose model is the Wan of :mod:`benchmarks.fidelity.video_transformer`."""
 
-    sampler, scheduler = "euler", "simple"
     # That of Wan 14B with a video of 480p and 81 frames.
     attention = attention_share(32760, width=5120, linear=4 + 2 + 2 * 2.7)
     decode = staticmethod(video_transformer.decode)
 
     def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1):
-        self.prompts = scene_transformer.held_out_prompts(2)
-        side = video_transformer.SIDE // latents.CELL // video_transformer.PATCH
-        self.tokens = video_transformer.FRAMES * side**2
+        side, frames = video_transformer.SIDE // latents.CELL, video_transformer.FRAMES
+        self.prompts = scene_transformer.held_out("prompts")[:2]
+        self.empty = torch.zeros(len(self.prompts), latents.CHANNELS, frames, side, side)
+        self.tokens = frames * (side // video_transformer.PATCH) ** 2
         super().__init__(video_transformer.load(), steps, guidance, seeds)
-
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Clips of held-out captions; the noise decides everything else."""
-        side = video_transformer.SIDE // latents.CELL
-        shape = len(self.prompts), latents.CHANNELS, video_transformer.FRAMES, side, side
-        return torch.zeros(shape), self.prompts, {}
 
 
 class VideoMultistepJudge(VideoJudge):

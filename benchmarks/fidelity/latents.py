@@ -1,9 +1,8 @@
 """A latent that replaces a trained autoencoder's: the lowest cosine frequencies of 4x4 pixels.
 
-Eight channels: six of brightness and one of each of two colours. The basis is orthonormal, so
-decoding is the transpose of encoding. Frequencies are scaled by the root of their own deviation in
-scenes: as in the latents of trained autoencoders, power falls with frequency, but less than it does
-in pixels.
+Eight channels: six of brightness and one of each of two colours. Frequencies are scaled by the root
+of their own deviation in scenes: as in the latents of trained autoencoders, power falls with
+frequency, but less than it does in pixels.
 """
 
 import math
@@ -21,14 +20,14 @@ FREQUENCIES = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))
 MEAN = 0.5
 
 
-def encode(pixels: Tensor) -> Tensor:
-    """The latent ``[batch, 8, height / 4, width / 4]`` of ``[batch, 3, height, width]`` pixels."""
-    return F.conv2d(pixels - MEAN, _basis(), stride=CELL) / _scales()
-
-
 def decode(latent: Tensor) -> Tensor:
-    """The pixels of a latent, from 0 to 1."""
-    pixels = F.conv_transpose2d(latent * _scales(), _basis(), stride=CELL)
+    """The pixels ``[batch, 3, height, width]`` of a latent, from 0 to 1.
+
+    Args:
+        latent: ``[batch, 8, height / 4, width / 4]``.
+    """
+    scales = torch.tensor(_SCALES).view(1, CHANNELS, 1, 1)
+    pixels = F.conv_transpose2d(latent * scales, _basis(), stride=CELL)
     return (pixels + MEAN).clamp(0, 1)
 
 
@@ -47,7 +46,3 @@ def _basis() -> Tensor:
 
 _SCALES = (0.896, 0.368, 0.368, 0.251, 0.233, 0.233, 0.534, 0.575)
 """Roots of the deviations in 160 scenes, scaled so that latents have a mean power of 1."""
-
-
-def _scales() -> Tensor:
-    return torch.tensor(_SCALES).view(1, CHANNELS, 1, 1)

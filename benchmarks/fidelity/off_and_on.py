@@ -1,6 +1,6 @@
 """Pictures with ToMe off and on, side by side, and the seconds that they took.
 
-python3 dev.py bench --picture [--model unet] [--columns "balanced 0.6" "fast 0.6"] [--repeats 3]
+python3 dev.py bench --picture [--model unet] [--repeats 3]
 
 This writes web/docs/off-and-on.jpg for docs/measured.md and prints a caption. With --model
 transformer or video, it writes off-and-on-transformer.jpg or off-and-on-video.jpg for the help
@@ -31,22 +31,12 @@ from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import settings_of  # noqa: E402
 
 DOCS = ROOT / "web" / "docs"
-PICTURES = {
-    "unet": "off-and-on.jpg",
-    "transformer": "off-and-on-transformer.jpg",
-    "video": "off-and-on-video.jpg",
+KINDS: Mapping[str, tuple[Callable[[], Judge], Sequence[str]]] = {
+    "unet": (partial(PictureJudge, 12), ("balanced 0.6", "fast 0.6")),
+    "transformer": (partial(SceneJudge, 8), ("balanced 0.75", "5 steps")),
+    "video": (partial(VideoJudge, 8), ("balanced 0.6", "6 steps")),
 }
-COLUMNS = {
-    "unet": ["balanced 0.6", "fast 0.6"],
-    "transformer": ["balanced 0.75", "5 steps"],
-    "video": ["balanced 0.6", "6 steps"],
-}
-"""Columns beside the plain pictures: a preset and its ratio, or a number of steps."""
-JUDGES: Mapping[str, Callable[[], Judge]] = {
-    "unet": partial(PictureJudge, 12),
-    "transformer": partial(SceneJudge, 8),
-    "video": partial(VideoJudge, 8),
-}
+"""Judges, and the columns beside the plain pictures: a preset and its ratio, or so many steps."""
 
 OFF = "off"
 SHOWN = (0, -1)
@@ -60,9 +50,11 @@ PAPER, INK, MUTED = "#16181d", "#eef0f4", "#969ca8"
 def main() -> None:
     """Paint, time, draw."""
     arguments = _arguments()
-    judge = JUDGES[arguments.model]()
+    model = arguments.model
+    make, compared = KINDS[model]
+    judge = make()
     runs: dict[str, tuple[Any, int | None]] = {OFF: (judge.model, None)}
-    for column in arguments.columns or COLUMNS[arguments.model]:
+    for column in compared:
         first, second = column.split()
         if second == "steps":
             runs[column] = judge.model, int(first)
@@ -80,8 +72,9 @@ def main() -> None:
     # The fastest run counts, as in the demo: other processes can only add to a time.
     fastest = {name: min(seconds) for name, seconds in taken.items()}
     columns = {name: [_pixels(each) for each in _shown(painted[name])] for name in runs}
-    _sheet(columns, fastest).save(DOCS / PICTURES[arguments.model], quality=90)
-    kind = "videos" if arguments.model == "video" else "pictures"
+    file = "off-and-on.jpg" if model == "unet" else f"off-and-on-{model}.jpg"
+    _sheet(columns, fastest).save(DOCS / file, quality=90)
+    kind = "videos" if model == "video" else "pictures"
     came = origin("cpu", "bench --picture")
     print(
         f"Seconds of {len(painted[OFF])} {kind} in {judge.steps} steps, the fastest of "
@@ -93,8 +86,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --picture", description=__doc__)
-    parser.add_argument("--columns", nargs="+", metavar="COLUMN", help="as 'fast 0.6', '5 steps'")
-    parser.add_argument("--model", choices=PICTURES, default="unet")
+    parser.add_argument("--model", choices=KINDS, default="unet")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
     return parser.parse_args()
 

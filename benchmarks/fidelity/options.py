@@ -8,20 +8,7 @@ from typing import Any
 from comfy_extras.nodes_hypertile import HyperTile
 from comfy_extras.nodes_tomesd import TomePatchModel
 
-from benchmarks.fidelity import rivals
-from benchmarks.fidelity.page import (
-    BOTH,
-    CACHE,
-    FORECAST,
-    KEYS75,
-    MERGING,
-    OURS,
-    PAPER,
-    SIZE,
-    STEPS,
-    TODO,
-    TOMESD,
-)
+from benchmarks.fidelity import page, rivals
 from benchmarks.speed.methods import ONCE, Patch, ToDoStrategy, TomesdStrategy, node
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
@@ -69,19 +56,19 @@ def of_unet(steps: int) -> list[Option]:
     tile = {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}
     return [
         *_without_merging(steps),
-        Option(TOMESD, MERGING, ours(TomesdStrategy, **ONCE)),
-        Option("core q 0.5", MERGING, node(TomePatchModel, ratio=0.5)),
-        Option("HyperTile", MERGING, node(HyperTile, **tile)),
-        Option("q,k,v 0.5", MERGING, ours()),
-        Option("clusters 0.5", MERGING, ours(strategy="cluster")),
-        Option("clusters 0.5 from 0.6", MERGING, ours(strategy="cluster", start_percent=0.6)),
-        Option("k,v 0.5", MERGING, ours(attn_tokens="k,v")),
-        Option("k,v 0.75", MERGING, ours(ratio=0.75, attn_tokens="k,v")),
-        _keys(KEYS75, 0.75),
-        Option(PAPER, MERGING, ours(**ONCE)),
+        Option(page.TOMESD, page.MERGING, ours(TomesdStrategy, **ONCE)),
+        Option("core q 0.5", page.MERGING, node(TomePatchModel, ratio=0.5)),
+        Option("HyperTile", page.MERGING, node(HyperTile, **tile)),
+        Option("q,k,v 0.5", page.MERGING, ours()),
+        Option("clusters 0.5", page.MERGING, ours(strategy="cluster")),
+        Option("clusters 0.5 from 0.6", page.MERGING, ours(strategy="cluster", start_percent=0.6)),
+        Option("k,v 0.5", page.MERGING, ours(attn_tokens="k,v")),
+        Option("k,v 0.75", page.MERGING, ours(ratio=0.75, attn_tokens="k,v")),
+        _keys(page.KEYS75, 0.75),
+        Option(page.PAPER, page.MERGING, ours(**ONCE)),
         *_merging(),
         *_presets({"balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)}),
-        Option("fast 0.6, no full step", OURS, preset("fast", refresh_steps=0)),
+        Option("fast 0.6, no full step", page.OURS, preset("fast", refresh_steps=0)),
         *_together(),
     ]
 
@@ -92,7 +79,7 @@ def of_transformer(steps: int) -> list[Option]:
         *_without_merging(steps),
         *_merging(),
         _keys("k,v 0.6, window 4x2", 0.6),
-        _keys(KEYS75, 0.75),
+        _keys(page.KEYS75, 0.75),
         *_presets(ON_TRANSFORMERS),
     ]
 
@@ -101,8 +88,10 @@ def of_new_pictures(steps: int) -> list[Option]:
     """The same, and those that need a run that makes one picture from noise alone."""
     return [
         *of_transformer(steps),
-        Option("half the size", SIZE, shrunk=2),
-        Option("fast 0.5, EasyCache 0.2", BOTH, _then(preset("fast", 0.5), rivals.easy_cache(0.2))),
+        Option("half the size", page.SIZE, shrunk=2),
+        Option(
+            "fast 0.5, EasyCache 0.2", page.BOTH, _then(preset("fast", 0.5), rivals.easy_cache(0.2))
+        ),
     ]
 
 
@@ -112,33 +101,33 @@ def of_edit(steps: int) -> list[Option]:
 
 
 def _without_merging(steps: int) -> list[Option]:
-    found = [Option(f"{fewer} steps", STEPS, steps=fewer) for fewer in FEWER[steps]]
+    found = [Option(f"{fewer} steps", page.STEPS, steps=fewer) for fewer in FEWER[steps]]
     found += _caches("EasyCache", rivals.easy_cache)
     found += _caches("LazyCache", rivals.lazy_cache)
-    found.append(Option("forecast", FORECAST, rivals.forecast()))
+    found.append(Option("forecast", page.FORECAST, rivals.forecast()))
     if steps >= 8:
-        found.append(Option("forecast, more skipped", FORECAST, rivals.forecast(4)))
+        found.append(Option("forecast, more skipped", page.FORECAST, rivals.forecast(4)))
     return found
 
 
 def _caches(name: str, cache: Callable[[float], Patch]) -> list[Option]:
     """A cache at each threshold."""
-    return [Option(f"{name} {each:g}", CACHE, cache(each)) for each in _THRESHOLDS]
+    return [Option(f"{name} {each:g}", page.CACHE, cache(each)) for each in _THRESHOLDS]
 
 
 def _merging() -> list[Option]:
     """What others have published for any model, and parts of it."""
     todo = ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **ONCE)
     return [
-        Option(TODO, MERGING, todo, keys=0.25),
-        Option("k,v 0.5, unweighted", MERGING, ours(attn_tokens="k,v", **ONCE), keys=0.5),
+        Option(page.TODO, page.MERGING, todo, keys=0.25),
+        Option("k,v 0.5, unweighted", page.MERGING, ours(attn_tokens="k,v", **ONCE), keys=0.5),
     ]
 
 
 def _presets(ratios: Mapping[str, Sequence[float]]) -> list[Option]:
     """Presets at some ratios."""
     return [
-        Option(f"{name} {ratio:g}", OURS, preset(name, ratio))
+        Option(f"{name} {ratio:g}", page.OURS, preset(name, ratio))
         for name, each in ratios.items()
         for ratio in each
     ]
@@ -147,14 +136,14 @@ def _presets(ratios: Mapping[str, Sequence[float]]) -> list[Option]:
 def _keys(name: str, ratio: float) -> Option:
     """Merging keys and values, as *balanced* does in a UNet."""
     merged = ours(ratio=ratio, attn_tokens="k,v", strategy="window", sx=4)
-    return Option(name, MERGING, merged, keys=1 - ratio)
+    return Option(name, page.MERGING, merged, keys=1 - ratio)
 
 
 def _together() -> list[Option]:
     """Presets on a UNet, together with each thing that can be added."""
     others = {"EasyCache 0.2": rivals.easy_cache(0.2), "forecast": rivals.forecast()}
     return [
-        Option(f"{name} {ratio:g}, {other}", BOTH, _then(preset(name, ratio), patch))
+        Option(f"{name} {ratio:g}, {other}", page.BOTH, _then(preset(name, ratio), patch))
         for other, patch in others.items()
         for name, ratio in (("balanced", 0.6), ("fast", 0.5))
     ]

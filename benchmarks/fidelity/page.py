@@ -104,7 +104,7 @@ def sheet_name(judge: str) -> str:
 def table(rows: Rows, title: str) -> str:
     """The figures of every option, by time."""
     unbeaten = front(points(rows))
-    judged = ("error", "error against many", "psnr", "ssim", "spectrum", "flicker", "distance")
+    judged = ("error", "error against many", "psnr", "ssim", "flicker")
     columns = [column for column in judged if any(column in row for row in rows.values())]
     ordered = sorted(rows, key=lambda name: (-rows[name]["time"], rows[name]["error"]))
     lines = [

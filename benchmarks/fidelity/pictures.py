@@ -14,7 +14,6 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
 from benchmarks.fidelity import denoiser
-from benchmarks.fidelity.photos import photo
 
 MOST_PSNR = 99.0
 """Used for equal pictures, whose ratio is infinite."""
@@ -115,7 +114,6 @@ class Judge:
                 float(structural_similarity(other, one, channel_axis=2, data_range=1))
                 for one, other in pairs
             ),
-            "spectrum": (_spectrum(ours) - _spectrum(plain)).abs().mean().item(),
         }
         if pictures.ndim == 5 and figures["error"] > 0:
             changes = rms((pictures - self.expected).diff(dim=2))
@@ -131,9 +129,6 @@ class PictureJudge(Judge):
 
     def __init__(self, steps: int, guidance: float = 2.0, seeds: int = 1):
         self.crops = denoiser.held_out_crops(len(denoiser.NAMES) * seeds)
-        photos = {name: photo(name, denoiser.SHORT_SIDE) for name in denoiser.NAMES}
-        held_out = denoiser.held_out_crops(100)
-        self.real = torch.stack([crop.of(photos[crop.photo]) for crop in held_out])
         super().__init__(denoiser.load(), steps, guidance, seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -141,12 +136,7 @@ class PictureJudge(Judge):
         count = len(denoiser.NAMES)
         crops = self.crops[seed * count : (seed + 1) * count]
         prompts = torch.stack([denoiser.prompt(crop.photo) for crop in crops])
-        return torch.zeros(count, 3, crops[0].side, crops[0].side), prompts, {"crops": crops}
-
-    def figures(self, pictures: Tensor) -> dict[str, float]:
-        """See :meth:`Judge.figures`; ``distance`` is between features of pictures and of photos."""
-        distance = frechet_distance(_features(pictures), _features(self.real))
-        return {**super().figures(pictures), "distance": distance}
+        return torch.zeros(count, 3, denoiser.SIDE, denoiser.SIDE), prompts, {"crops": crops}
 
 
 def _frames(pictures: Tensor) -> Tensor:
@@ -157,35 +147,3 @@ def _frames(pictures: Tensor) -> Tensor:
 def rms(difference: Tensor) -> float:
     """The root of the mean square."""
     return difference.square().mean().sqrt().item()
-
-
-def _spectrum(pictures: Tensor) -> Tensor:
-    """Power by frequency in decades, averaged over directions, channels and pictures."""
-    power = torch.fft.fft2(pictures).abs().square().mean((0, 1))
-    side = power.shape[0]
-    frequencies = torch.fft.fftfreq(side) * side
-    radius = (frequencies[:, None] ** 2 + frequencies[None] ** 2).sqrt().round().long()
-    rings = torch.zeros(side).index_add_(0, radius.flatten(), power.flatten())
-    counts = torch.zeros(side).index_add_(0, radius.flatten(), torch.ones(side * side))
-    return (rings / counts.clamp_min(1))[1 : side // 2].clamp_min(1e-8).log10()
-
-
-def _features(pictures: Tensor) -> np.ndarray:
-    """Features of a fixed random network at each place of the pictures, ``[positions, 16]``."""
-    generator = torch.Generator().manual_seed(1)
-    x = pictures * 4 - 2
-    for channels, inputs in ((32, 3), (32, 32), (16, 32)):
-        filters = torch.randn(channels, inputs, 3, 3, generator=generator) / (9 * inputs) ** 0.5
-        x = F.leaky_relu(F.conv2d(x, filters, stride=2, padding=1), 0.2) * 1.4
-    return x.permute(0, 2, 3, 1).flatten(0, 2).numpy().astype(np.float64)
-
-
-def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
-    """The Fréchet distance of Gaussians with the mean and covariance of ``[samples, features]``."""
-    means = first.mean(0), second.mean(0)
-    one, two = np.cov(first, rowvar=False), np.cov(second, rowvar=False)
-    # The root of the product has the same trace as the root of this symmetric matrix.
-    values, vectors = np.linalg.eigh(one)
-    root = vectors * np.sqrt(values.clip(0)) @ vectors.T
-    overlap = np.sqrt(np.linalg.eigvalsh(root @ two @ root).clip(0)).sum()
-    return float(((means[0] - means[1]) ** 2).sum() + np.trace(one + two) - 2 * overlap)

@@ -10,33 +10,36 @@ from typing import Any
 
 import comfy.latent_formats
 import comfy.ldm.flux.model
+import numpy as np
 import torch
-from comfy.model_base import BaseModel, ModelType
+from comfy.model_base import BaseModel, Flux, ModelType
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from benchmarks.fidelity import denoiser, latents, scenes
+from benchmarks.fidelity import denoiser, latents
 
 WEIGHTS = Path(__file__).with_name("scene_transformer.npz")
 FEW_STEPS = Path(__file__).with_name("student.npz")
 """The weights of the same transformer, distilled to four steps without guidance."""
+EDIT = Path(__file__).with_name("edit_transformer.npz")
 
 PATCH = 2
-SIDE = 256
-"""The side of a judged picture, in pixels."""
-LATENT_SIDE = SIDE // latents.CELL
+LATENT_SIDE = 256 // latents.CELL
+"""The side of the latent of a judged picture."""
 SHIFT = 1.15
 """How far the steps shift towards noise, as in Flux at its usual size; 0 for not at all."""
 
-HELD_OUT = 10**6
-"""Captions are judged from this seed on; no model was trained on those scenes."""
+HELD_OUT = Path(__file__).with_name("held_out.npz")
+"""What is judged: prompts and references of scenes that no model was trained on."""
+PROMPT_SHAPE = (4, 64)
+"""Tokens and channels of a prompt: one token for each of what a caption tells."""
 
 FLUX: dict[str, Any] = {
     "in_channels": latents.CHANNELS,
     "out_channels": latents.CHANNELS,
     "patch_size": PATCH,
     "vec_in_dim": None,
-    "context_in_dim": scenes.PROMPT_SHAPE[1],
+    "context_in_dim": PROMPT_SHAPE[1],
     "hidden_size": 192,
     "mlp_ratio": 3.0,
     "num_heads": 3,
@@ -50,10 +53,10 @@ FLUX: dict[str, Any] = {
 }
 
 
-def held_out_prompts(count: int) -> Tensor:
-    """Prompts of captions that are judged, ``[count, 4, 64]``."""
-    seeds = range(HELD_OUT, HELD_OUT + count)
-    return torch.stack([scenes.prompt(scenes.caption_of(seed)) for seed in seeds])
+def held_out(name: str) -> Tensor:
+    """An array of :data:`HELD_OUT`, such as ``prompts`` ``[4, 4, 64]``."""
+    with np.load(HELD_OUT) as arrays:
+        return torch.from_numpy(arrays[name])
 
 
 class Latents(comfy.latent_formats.LatentFormat):
@@ -70,7 +73,23 @@ class Settings(denoiser.Settings):
 
 def load(weights: Path = WEIGHTS) -> ModelPatcher:
     """The trained transformer as a ComfyUI model; ``latents.decode`` decodes its output."""
-    settings = Settings({**FLUX, "dtype": torch.float32})
-    settings.sampling_settings = {"shift": SHIFT}
+    settings = _settings()
     model = BaseModel(settings, ModelType.FLUX, unet_model=comfy.ldm.flux.model.Flux)
     return denoiser.with_weights(model, weights)
+
+
+def load_editor() -> ModelPatcher:
+    """The transformer trained further to edit, with two references.
+
+    It paints the leaves of the first reference in the colours and the filling of the second, which
+    is another scene. Each reference adds 1024 tokens to the 1024 of the picture, as in Flux.1
+    Kontext, Flux.2 and Qwen-Image-Edit. The prompt tells the sizes and whether there are letters.
+    """
+    # The first coordinate of positions is the index of the reference.
+    return denoiser.with_weights(Flux(_settings(default_ref_method="index")), EDIT)
+
+
+def _settings(**others: Any) -> Settings:
+    settings = Settings({**FLUX, **others, "dtype": torch.float32})
+    settings.sampling_settings = {"shift": SHIFT}
+    return settings

@@ -16,8 +16,8 @@ from comfy.model_base import BaseModel, ModelType
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from benchmarks.fidelity import denoiser, latents, scenes
-from benchmarks.fidelity.scene_transformer import Settings
+from benchmarks.fidelity import denoiser, latents
+from benchmarks.fidelity.scene_transformer import PROMPT_SHAPE, Settings
 
 WEIGHTS = Path(__file__).with_name("video_transformer.npz")
 
@@ -30,12 +30,12 @@ SHIFT = 5.0
 WAN: dict[str, Any] = {
     "model_type": "t2v",
     "patch_size": (1, PATCH, PATCH),
-    "text_len": scenes.PROMPT_SHAPE[0],
+    "text_len": PROMPT_SHAPE[0],
     "in_dim": latents.CHANNELS,
     "out_dim": latents.CHANNELS,
     "dim": 192,
     "ffn_dim": 576,
-    "text_dim": scenes.PROMPT_SHAPE[1],
+    "text_dim": PROMPT_SHAPE[1],
     "num_heads": 3,
     "num_layers": 8,
 }

@@ -2,8 +2,7 @@
 
 Each launcher runs on tensors of real shapes, with Triton's own specialisation of arguments; only
 the launch itself is left out. The result says what is in the machine code: instructions that spill
-registers to memory, and instructions on tensor cores. A count of variants says how often each
-kernel compiles again over pictures of many sizes.
+registers to memory, and instructions on tensor cores.
 """
 
 import os
@@ -12,9 +11,9 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -24,14 +23,7 @@ from triton.backends.driver import DriverBase
 
 from tome_nodes.merging.plan import Grid
 from tome_nodes.ops import triton as kernels
-from tome_nodes.ops.triton import (
-    adding,
-    matching,
-    merging,
-    shared,
-    widening,
-    window_merging,
-)
+from tome_nodes.ops.triton import adding, matching, merging, shared, widening, window_merging
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
@@ -75,21 +67,18 @@ class Shape:
     dtype: torch.dtype = torch.float16
 
 
-@dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """A kernel that was compiled for a target.
 
     Attributes:
         kernel: its name.
-        error: why it does not compile; None if it does.
         spilling: instructions that move registers to local memory and back.
         tensor_cores: instructions on tensor cores.
     """
 
     kernel: str
-    error: str | None
-    spilling: int = 0
-    tensor_cores: int = 0
+    spilling: int
+    tensor_cores: int
 
 
 class AbsentDriver(DriverBase):
@@ -129,26 +118,17 @@ class _Launched:
         self.kernel = kernel
         self.name = kernel.fn.__name__.removesuffix("_kernel")
         self.made: dict[int, Any] = {}
-        self.errors: list[str] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def compile_only(**arguments: Any) -> None:
-            try:
-                binary = self.kernel.warmup(grid=grid, **arguments)
-            except Exception as error:
-                # Compilers raise exceptions of their own.
-                lines = [line for line in str(error).splitlines() if line.strip()]
-                self.errors.append(f"{type(error).__name__}: {(lines or [''])[-1].strip()}")
-            else:
-                self.made[id(binary)] = binary
+            binary = self.kernel.warmup(grid=grid, **arguments)
+            self.made[id(binary)] = binary
 
         return compile_only
 
 
 @contextmanager
-def absent_gpus(
-    stand_in: Callable[[Any], StandIn],
-) -> Iterator[tuple[AbsentDriver, list[StandIn]]]:
+def absent_gpus(stand_in: Callable[[Any], StandIn]) -> Iterator[tuple[AbsentDriver, list[StandIn]]]:
     """Make the launchers launch stand-ins for kernels; yields the driver and all stand-ins."""
     launched = [stand_in(getattr(module, name)) for module, name in KERNELS]
     driver = AbsentDriver()
@@ -192,17 +172,16 @@ def launch(shape: Shape) -> None:
 
 
 def compile_for(target: str, shapes: Sequence[Shape]) -> list[Compiled]:
-    """Compile what these shapes launch for one of :data:`TARGETS`."""
+    """Compile what these shapes launch for one of :data:`TARGETS`; raises if a compiler does."""
     with absent_gpus(_Launched) as (driver, launched):
         driver.target = target
         for shape in shapes:
             launch(shape)
-        found = []
-        for each in launched:
-            found += [Compiled(each.name, error) for error in each.errors]
-            for binary in each.made.values():
-                found.append(Compiled(each.name, None, *_in_machine_code(binary)))
-        return found
+        return [
+            Compiled(each.name, *_in_machine_code(binary))
+            for each in launched
+            for binary in each.made.values()
+        ]
 
 
 def _in_machine_code(binary: Any) -> tuple[int, int]:
@@ -220,22 +199,3 @@ def _in_machine_code(binary: Any) -> tuple[int, int]:
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     spilling = re.findall(r"\b(?:STL|LDL)\b", code)
     return len(spilling), len(re.findall(r"\s[A-Z]+MMA\.", code))
-
-
-def count_variants(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
-    """How often each kernel compiles for one GPU over pictures of these heights in pixels."""
-    made: dict[str, set[int]] = {}
-    pixels = 1024 // shape.grid.width
-    with absent_gpus(_Launched) as (driver, launched):
-        driver.target = "sm_80"
-        for size in sizes:
-            grid = Grid(-(-size // pixels), shape.grid.width)
-            launch(replace(shape, grid=grid))
-            for each in launched:
-                made.setdefault(each.name, set()).update(each.made)
-    counts = {name: len(binaries) for name, binaries in made.items()}
-    # One kernel has variants for means, for keys of one head and for keys of all heads.
-    counts["merge"] -= len({1, shape.heads})
-    x = torch.empty(1, 1, shape.channels, dtype=shape.dtype)
-    counts["merge_windows"] -= sum(window_merging.suits(x, heads) for heads in {1, shape.heads})
-    return counts

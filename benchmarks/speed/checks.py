@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.speed.measure import Subject, merged_blocks
-from benchmarks.speed.methods import HostMethod, KeepingStrategy, Method
+from benchmarks.speed.methods import KeepingStrategy, Method
 from tome_nodes.merging.plan import Grid
 from tome_nodes.patching.engine import make_engine
 
@@ -36,9 +36,9 @@ def check_wiring(method: Method, subject: Subject, expected: Tensor) -> None:
     On our host, lossless plans shuffle the tokens. ComfyUI's nodes get settings that change
     nothing.
     """
-    with merged_blocks() as blocks:
-        (actual,) = subject.run(method.lossless(subject.model), nullcontext())
-    if isinstance(method, HostMethod) and not blocks:
+    patched = method.lossless(subject.model)
+    (actual,) = subject.run(patched, nullcontext())
+    if method.plans is not None and not merged_blocks(patched)[0]:
         raise WrongOutput("it merged no block")
     error = difference(actual, expected)
     allowed = TOLERANCES[subject.model.model.get_dtype_inference()]
@@ -50,12 +50,14 @@ def check_wiring(method: Method, subject: Subject, expected: Tensor) -> None:
 
 
 @torch.no_grad()
-def check_plan(method: HostMethod, device: torch.device, dtype: torch.dtype) -> None:
+def check_plan(method: Method, device: torch.device, dtype: torch.dtype) -> None:
     """Check that a plan divides the tokens, merges them to means and copies these back."""
-    config, grid = method.always().config, PLAN_GRID
+    if method.plans is None:
+        return
+    (config, make_strategy), grid = method.plans, PLAN_GRID
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(2, grid.tokens, 64, generator=generator).to(device, dtype)
-    engine = make_engine(config, method.make_strategy, device, dtype)
+    engine = make_engine(config, make_strategy, device, dtype)
     if engine.lacks is not None:
         raise WrongOutput(f"the device cannot run it: {engine.lacks}")
     if config.backend not in ("auto", engine.backend):

@@ -81,11 +81,9 @@ def joined(parts: Sequence[str]) -> str:
 
 
 def title(run: Run) -> str:
-    """For example ``sd15, 512x512, batch 2, cudnn first, compiled``."""
+    """For example ``sd15, 512x512, batch 2``."""
     note = f" ({run['note']})" if run["note"] else ""
-    words = [f"{run['model']}{note}", f"{run['size']}x{run['size']}", f"batch {run['batch']}"]
-    words += ["cudnn first"] * (run["attention"] == "cudnn") + ["compiled"] * run["compiled"]
-    return ", ".join(words)
+    return f"{run['model']}{note}, {run['size']}x{run['size']}, batch {run['batch']}"
 
 
 def table(run: Run) -> str:

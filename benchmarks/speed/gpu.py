@@ -30,10 +30,10 @@ def main() -> int:
 
     number, dry = arguments.number, arguments.dry
     folder = arguments.out or (None if dry else Path(os.environ.get("OUT", RESULTS)))
+    if number == 1:
+        return suite.run(folder, arguments.minutes, dry)
     with torch.no_grad():
         record = Record(f"gpu-{number}", "gpu", folder, arguments.minutes, device, dry)
-        if number == 1:
-            return suite.run(record)
         if number == 2:
             return unets.run(record, unets.DRY_CASES if dry else unets.CASES)
         return transformers.run(record, transformers.DRY_RUNS if dry else transformers.RUNS)
@@ -51,7 +51,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help="start nothing after this time"
     )
-    parser.add_argument("--out", type=Path, help="folder of the JSON; default: $OUT, else results")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results; default: $OUT, else results"
+    )
     return parser.parse_args()
 
 

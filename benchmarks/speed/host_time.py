@@ -16,9 +16,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from benchmarks.host import use_cpu
@@ -26,10 +26,11 @@ from tools.environment import ROOT
 
 use_cpu()
 
-import comfy.supported_models as supported_models  # noqa: E402
 import torch  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 from comfy.patcher_extension import WrapperExecutor  # noqa: E402
+from models.checkpoints import unet_settings  # noqa: E402
+from models.comfyui import build_class  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks.rounds import interleaved  # noqa: E402
@@ -54,81 +55,40 @@ ROUNDS = 9
 """Timed runs of each method."""
 
 _CONTEXT = 32
-_SHARED: Mapping[str, Any] = {
-    "image_size": 32,
-    "in_channels": 4,
-    "out_channels": 4,
-    "model_channels": 32,
-    "context_dim": _CONTEXT,
-    "use_spatial_transformer": True,
-    "legacy": False,
-    "use_temporal_attention": False,
-    "use_temporal_resblock": False,
-}
 
 
-@dataclass(frozen=True)
-class Thin:
-    """A model with all modules of a published one and few channels.
+class Thin(NamedTuple):
+    """A UNet with all modules of a published one, and few channels.
 
     Attributes:
-        name: that of the published one.
-        config: its class in the host.
-        unet: its UNet.
+        kind: the name of its class in ``comfy.supported_models``.
+        unet: its settings.
         tokens: those of the level whose attention merges by default at 1024x1024. Whole blocks
             merge at all levels that presets allow.
     """
 
-    name: str
-    config: Any
+    kind: str
     unet: Mapping[str, Any]
     tokens: int
 
-    def load(self) -> ModelPatcher:
-        """The model with random weights."""
-        config = self.config({**_SHARED, **self.unet})
-        config.set_inference_dtype(torch.float32, None)
-        model = config.get_model({}, "", device=torch.device("cpu"))
-        generator = torch.Generator().manual_seed(0)
-        for parameter in model.diffusion_model.parameters():
-            parameter.data.normal_(0, 0.02, generator=generator)
-        return ModelPatcher(model, load_device=torch.device("cpu"), offload_device="cpu")
+
+def _thin(depths: tuple[int, ...], multipliers: tuple[int, ...], **others: Any) -> dict[str, Any]:
+    channels = {"model_channels": 32, "context_dim": _CONTEXT, "channel_mult": multipliers}
+    return unet_settings(depths, 2, **channels, **others)
 
 
-MODELS = (
-    Thin(
-        "sd15",
-        supported_models.SD15,
-        {
-            "adm_in_channels": None,
-            "num_res_blocks": [2, 2, 2, 2],
-            "channel_mult": [1, 2, 4, 4],
-            "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
-            "transformer_depth_middle": 1,
-            "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
-            "num_heads": 8,
-            "use_linear_in_transformer": False,
-        },
-        64,
-    ),
-    Thin(
-        "sdxl",
-        supported_models.SDXL,
-        {
-            "adm_in_channels": 2816,
-            "num_classes": "sequential",
-            "num_res_blocks": [2, 2, 2],
-            "channel_mult": [1, 2, 4],
-            "transformer_depth": [0, 0, 2, 2, 10, 10],
-            "transformer_depth_middle": 10,
-            "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
-            "num_head_channels": 64,
-            "num_heads": -1,
-            "use_linear_in_transformer": True,
-        },
-        16,
-    ),
-)
+_SD15 = {"transformer_depth_middle": 1, "num_heads": 8}
+_SDXL = {
+    "transformer_depth_middle": 10,
+    "num_head_channels": 64,
+    "use_linear_in_transformer": True,
+    "num_classes": "sequential",
+    "adm_in_channels": 2816,
+}
+MODELS = {
+    "sd15": Thin("SD15", _thin((1, 1, 1, 0), (1, 2, 4, 4), **_SD15), 64),
+    "sdxl": Thin("SDXL", _thin((0, 2, 10), (1, 2, 4), **_SDXL), 16),
+}
 
 PIXELS = 64
 """Height and width of a picture."""
@@ -258,16 +218,15 @@ to an evaluation, on average over a run; ``blocks``: the blocks that merge.
 
 def measure(model: Thin, rounds: int) -> dict[str, Figures]:
     """The figures of each method."""
-    loaded = model.load()
+    loaded = build_class(model.kind, model.unet)
     subject = Subject(loaded, _CONTEXT, PIXELS)
     compared = _Compared(loaded, _CONTEXT, PIXELS)
     settings = {name: ToMeConfig(**each) for name, each in METHODS.items()}
     patched = {"unpatched": subject.model}
     patched |= {name: attach(subject.model, each) for name, each in settings.items()}
-    with unlaunched(model.tokens) as stand_ins, merged_blocks() as blocks:
+    with unlaunched(model.tokens) as stand_ins:
         launches, merged = {}, {}
         for name, each in patched.items():
-            blocks.clear()
             subject.run(each, *[nullcontext()] * STEPS)
             calls = [Operators() for _ in range(STEPS)]
             for stand_in in stand_ins:
@@ -275,7 +234,7 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
             subject.run(each, *calls)
             own = sum(stand_in.count for stand_in in stand_ins)
             launches[name] = (own + sum(call.count for call in calls)) / STEPS
-            merged[name] = blocks[0][0] if blocks else 0
+            merged[name], _ = merged_blocks(each)
         plain: list[float] = []
 
         def added(name: str) -> float:
@@ -350,8 +309,8 @@ def main() -> int:
     record = Record("host-time", "bench --host-time", None if arguments.quick else RESULTS)
     found = record.result["models"] = {}
     with torch.no_grad():
-        for model in MODELS[:1] if arguments.quick else MODELS:
-            found[model.name] = measure(model, 1 if arguments.quick else ROUNDS)
+        for name in ["sd15"] if arguments.quick else MODELS:
+            found[name] = measure(MODELS[name], 1 if arguments.quick else ROUNDS)
     page = tables(found)
     say(page)
     code = record.finish(goals(found))

@@ -1,10 +1,8 @@
 """Evaluations of UNets, and instruments around them: a clock, counters, a memory meter."""
 
-import logging
-import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import comfy.sample
@@ -13,6 +11,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tome_nodes.comfyui.attachment import last_run
 
 Instrument = AbstractContextManager[Any]
 
@@ -204,36 +204,14 @@ class Kernels:
         self.gpu_seconds = sum(each.time_range.elapsed_us() for each in events) / 1e6
 
 
-@contextmanager
-def merged_blocks() -> Iterator[list[tuple[int, int]]]:
-    """Collect from log lines how many blocks each sampling run merged, out of how many.
-
-    The log does not show these lines meanwhile.
-    """
-    counts: list[tuple[int, int]] = []
-    log = logging.getLogger("tome_nodes")
-
-    def note(record: logging.LogRecord) -> bool:
-        if found := re.search(r"merged (\d+)/(\d+)", record.getMessage()):
-            counts.append((int(found[1]), int(found[2])))
-        return not found
-
-    level = log.level
-    log.addFilter(note)
-    log.setLevel(logging.INFO)
-    try:
-        yield counts
-    finally:
-        log.setLevel(level)
-        log.removeFilter(note)
+def merged_blocks(model: ModelPatcher) -> tuple[int, int]:
+    """How many blocks the last run of a model merged, out of how many."""
+    run = last_run(model)
+    return (0, 0) if run is None else (run.counts.merged_blocks, run.counts.blocks_present)
 
 
-def first_look(subject: Subject, model: ModelPatcher) -> tuple[Tensor, int, str]:
-    """The output of a first evaluation, the bytes that a second holds, and the blocks that merge.
-
-    The blocks are given as in ``5/6``, or as ``none``.
-    """
+def first_look(subject: Subject, model: ModelPatcher) -> tuple[Tensor, int, tuple[int, int]]:
+    """The output of a first evaluation, the bytes that a second holds, and the merged blocks."""
     memory = PeakMemory(subject.device)
-    with merged_blocks() as blocks:
-        output, _ = subject.run(model, nullcontext(), memory)
-    return output, memory.bytes, "{}/{}".format(*blocks[0]) if blocks else "none"
+    output, _ = subject.run(model, nullcontext(), memory)
+    return output, memory.bytes, merged_blocks(model)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -35,58 +36,38 @@ def node(kind: Any, **inputs: Any) -> Patch:
     return lambda model: kind.EXECUTE_NORMALIZED(model=model, **inputs)[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(NamedTuple):
     """A method to measure.
 
     Attributes:
         name: its name in the tables.
         family: ``ideal``, ``peer`` or ``ours``.
+        patch: makes a clone that runs it.
+        lossless: the same with lossless plans, or with settings that change nothing.
         ideal: name of the ideal that runs the same modules on merged tokens, if any.
+        plans: its settings on maps of any size, and its strategy; None if it is not on our host.
     """
 
     name: str
     family: str
+    patch: Patch
+    lossless: Patch
     ideal: str | None = None
-
-    def patch(self, model: ModelPatcher) -> ModelPatcher:
-        """A clone that runs this method."""
-        raise NotImplementedError
-
-    def lossless(self, model: ModelPatcher) -> ModelPatcher:
-        """A clone that runs this method's code with lossless plans."""
-        raise NotImplementedError
+    plans: tuple[ToMeConfig, MakeStrategy] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostMethod(Method):
+def on_host(
+    name: str,
+    family: str,
+    config: ToMeConfig,
+    make_strategy: MakeStrategy = make_strategy,
+    ideal: str | None = None,
+) -> Method:
     """A strategy on our host."""
-
-    config: ToMeConfig
-    make_strategy: MakeStrategy = make_strategy
-
-    def patch(self, model: ModelPatcher) -> ModelPatcher:
-        return attach(model, self.config, self.make_strategy)
-
-    def lossless(self, model: ModelPatcher) -> ModelPatcher:
-        return attach(model, self.always().config, lossless(self.make_strategy))
-
-    def always(self) -> "HostMethod":
-        """The same method on maps of any size."""
-        return replace(self, config=replace(self.config, **ALWAYS))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoreMethod(Method):
-    """ComfyUI's own node."""
-
-    ratio: float
-
-    def patch(self, model: ModelPatcher) -> ModelPatcher:
-        return node(TomePatchModel, ratio=self.ratio)(model)
-
-    def lossless(self, model: ModelPatcher) -> ModelPatcher:
-        return replace(self, ratio=0.0).patch(model)
+    always = replace(config, **ALWAYS)
+    patch = partial(attach, config=config, make_strategy=make_strategy)
+    same = partial(attach, config=always, make_strategy=lossless(make_strategy))
+    return Method(name, family, patch, same, ideal, (always, make_strategy))
 
 
 def plan_of_functions(
@@ -112,18 +93,7 @@ def plan_of_functions(
     return Plan(unknown, unknown, unknown, features.new_zeros(batch, slots), slots, own)
 
 
-class CallableStrategy(Strategy):
-    """Makes plans of two functions."""
-
-    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
-        return self.callable_plan(features, grid, ratio) if ratio else None
-
-    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
-        """The plan for one ratio above 0."""
-        raise NotImplementedError
-
-
-class TomesdStrategy(CallableStrategy):
+class TomesdStrategy(Strategy):
     """The functions of the reference implementation (tomesd), on our host."""
 
     def __init__(self, config: ToMeConfig, ops: Operations):
@@ -134,7 +104,7 @@ class TomesdStrategy(CallableStrategy):
         if self.generator is None:
             self.generator = torch.Generator(device=key.device).manual_seed(0)
 
-    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
+    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
         merges = int(grid.tokens * ratio)
         merge, unmerge = bipartite_soft_matching_random2d(
             features,
@@ -148,14 +118,14 @@ class TomesdStrategy(CallableStrategy):
         return plan_of_functions(features, grid.tokens - merges, merge, unmerge)
 
 
-class KeepingStrategy(CallableStrategy):
+class KeepingStrategy(Strategy):
     """Keeps some tokens as they are, in place of means."""
 
 
 class IdealStrategy(KeepingStrategy):
     """Merging at no cost: a fixed stride of the tokens stays, and one expand restores the rest."""
 
-    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
+    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
         stride = round(1 / (1 - ratio))
 
         def unmerge(y: Tensor) -> Tensor:
@@ -171,7 +141,7 @@ class ToDoStrategy(KeepingStrategy):
     Its ratio is always 0.75. In a video, each frame is a picture of its own.
     """
 
-    def callable_plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
+    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
         frames, height, width = grid.frames, grid.height, grid.width
         rows, columns = -(-height // 2), -(-width // 2)
 
@@ -195,52 +165,34 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
         device: where it runs; on a GPU, self-attention is also measured without Triton.
     """
     levels: dict[str, Any] = {"ratio": ratio, "max_downsample": max_downsample}
+    peers = levels | ALWAYS | ONCE
     keys: dict[str, Any] = {"attn_tokens": "k,v"}
-    scopes: dict[str, dict[str, Any]] = {
-        "attn": {},
-        "stack": {"scope": "stack"},
-    }
+    scopes: dict[str, dict[str, Any]] = {"attn": {}, "stack": {"scope": "stack"}}
     is_on_gpu = device.type == "cuda"
     fastest = {"backend": "triton"} if is_on_gpu else {}
 
-    def on_host(name: str, family: str, config: Mapping[str, Any], **details: Any) -> HostMethod:
-        return HostMethod(name=name, family=family, config=ToMeConfig(**config), **details)
-
-    def ideal(scope: str, config: dict[str, Any]) -> HostMethod:
+    def ideal(scope: str, config: dict[str, Any]) -> Method:
         name = f"ideal {scope}"
-        config = ALWAYS | ONCE | config
-        return on_host(name, "ideal", config, make_strategy=IdealStrategy, ideal=name)
+        return on_host(name, "ideal", ToMeConfig(**config), IdealStrategy, name)
 
-    def window(scope: str, suffix: str, backend: Mapping[str, Any]) -> HostMethod:
-        config = {"strategy": "window", **levels, **scopes[scope], **backend}
+    def window(scope: str, suffix: str, backend: Mapping[str, Any]) -> Method:
+        config = ToMeConfig(**{"strategy": "window", **levels, **scopes[scope], **backend})
         return on_host(f"ours window {scope}{suffix}", "ours", config, ideal=f"ideal {scope}")
 
+    def preset(name: str, scope: str) -> Method:
+        config = ToMeConfig(**settings_of(name, {"ratio": ratio}))
+        return on_host(f"preset {name}", "ours", config, ideal=f"ideal {scope}")
+
+    core, idle = (node(TomePatchModel, ratio=each) for each in (ratio, 0.0))
+    todo = ToMeConfig(**peers | keys | {"ratio": 0.75})
     return [
-        ideal("k,v", keys | {"ratio": ratio}),
-        *(ideal(scope, levels | settings) for scope, settings in scopes.items()),
-        CoreMethod(name="core TomePatchModel", family="peer", ratio=ratio),
-        on_host(
-            "tomesd attn",
-            "peer",
-            levels | ALWAYS | ONCE,
-            make_strategy=TomesdStrategy,
-            ideal="ideal attn",
-        ),
-        on_host(
-            "ToDo",
-            "peer",
-            levels | keys | ALWAYS | ONCE | {"ratio": 0.75},
-            make_strategy=ToDoStrategy,
-        ),
+        ideal("k,v", ALWAYS | ONCE | keys | {"ratio": ratio}),
+        *(ideal(scope, peers | settings) for scope, settings in scopes.items()),
+        Method("core TomePatchModel", "peer", core, idle),
+        on_host("tomesd attn", "peer", ToMeConfig(**peers), TomesdStrategy, "ideal attn"),
+        on_host("ToDo", "peer", todo, ToDoStrategy),
         *(window(scope, "", fastest) for scope in scopes),
         *([window("attn", " on torch", {"backend": "torch"})] if is_on_gpu else []),
-        *(
-            on_host(
-                f"preset {name}",
-                "ours",
-                settings_of(name, {"ratio": ratio}),
-                ideal="ideal stack" if name == "fast" else "ideal k,v",
-            )
-            for name in ("balanced", "fast")
-        ),
+        preset("balanced", "k,v"),
+        preset("fast", "stack"),
     ]

@@ -17,15 +17,7 @@ Result = TypeVar("Result")
 
 
 class Record:
-    """Measurements of one command, kept as they are made.
-
-    Attributes:
-        device: where it measures.
-        result: the content of the file.
-        is_dry: whether it only goes through the motions.
-        folder: where the file goes; None keeps nothing.
-        name: name of the file.
-    """
+    """Measurements of one command, kept as they are made in ``result``, the content of a file."""
 
     def __init__(
         self,
@@ -46,10 +38,8 @@ class Record:
             device: ``cpu`` or ``cuda``.
             is_dry: whether it only goes through the motions.
         """
+        self.name, self.folder, self.is_dry = name, folder, is_dry
         self.device = torch.device(device)
-        self.is_dry = is_dry
-        self.folder = folder
-        self.name = name
         self._end = time.monotonic() + 60 * minutes
         self.result: dict[str, Any] = {
             **origin(device, command),
@@ -125,12 +115,6 @@ class Record:
     def write_page(self, parts: Sequence[str]) -> None:
         """Write paragraphs as a page beside the file."""
         self._write(".md", joined(parts))
-
-    def log(self, text: str) -> None:
-        """Add to the log beside the file."""
-        if self.folder is not None:
-            with (self.folder / f"{self.name}.log").open("a", encoding="utf-8") as file:
-                file.write(text)
 
     def _write(self, suffix: str, text: str) -> None:
         if self.folder is None:

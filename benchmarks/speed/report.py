@@ -18,16 +18,16 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py bench --report", description=__doc__)
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=RESULTS, help="of gpu-1.json to gpu-3.json"
+        "folder", nargs="?", type=Path, default=RESULTS, help="of gpu-2.json and gpu-3.json"
     )
     folder = parser.parse_args().folder
     results = {
         number: json.loads(path.read_text(encoding="utf-8"))
-        for number in (1, 2, 3)
+        for number in (2, 3)
         if (path := folder / f"gpu-{number}.json").is_file()
     }
     if not results:
-        print(f"{folder} has no gpu-1.json, gpu-2.json or gpu-3.json; see benchmarks/GPU.md")
+        print(f"{folder} has neither gpu-2.json nor gpu-3.json; see benchmarks/GPU.md")
         return 1
     text = page(results)
     (folder / "gpu.md").write_text(text, encoding="utf-8")
@@ -46,7 +46,7 @@ def page(results: Mapping[int, Result]) -> str:
 def section(result: Result) -> list[str]:
     """Everything in a result, whichever command made it."""
     parts = [f"## `{result['command']}`", source(result)]
-    for tables in (tests, unets, transformers):
+    for tables in (unets, transformers):
         parts += tables(result)
     parts += [f"Failed: {name}: {why}" for name, why in result["failed"].items()]
     if result["left_out"]:
@@ -68,63 +68,49 @@ def source(result: Result) -> str:
 
 def readme(results: Mapping[int, Result]) -> str:
     """Times faster with presets, in two tables, for docs/measured.md; empty if none was timed."""
-    parts = []
+    presets = ("preset balanced", "preset fast")
     rows = []
     for run in results.get(2, {}).get("runs", []):
-        if run["attention"] == "flash" and not run["compiled"]:
-            methods = run["methods"]
-            on_gpu = {
-                name: row["gpu_seconds"] for name, row in methods.items() if row.get("gpu_seconds")
-            }
-            rows.append(
-                [
-                    f"{run['model']}, {run['size']}x{run['size']}",
-                    f"{1000 * statistics.median(methods['unpatched']['seconds']):.1f}",
-                    *(
-                        f"{figures.speed_up(run, name):.2f}" if name in methods else ""
-                        for name in ("preset balanced", "preset fast", "tomesd attn")
-                    ),
-                    f"{1000 * on_gpu['unpatched']:.1f}" if on_gpu else "",
-                    *(
-                        f"{on_gpu['unpatched'] / on_gpu[name]:.2f}" if name in on_gpu else ""
-                        for name in ("preset balanced", "preset fast")
-                    ),
-                ]
-            )
+        methods = run["methods"].items()
+        in_kernels = {
+            name: {"seconds": [row["gpu_seconds"]]}
+            for name, row in methods
+            if row.get("gpu_seconds")
+        }
+        whole = _faster(run, (*presets, "tomesd attn"), 1000)
+        kernels = _faster({"methods": in_kernels}, presets, 1000)
+        rows.append([f"{run['model']}, {run['size']}x{run['size']}", *whole, *kernels])
+    parts = []
     if rows:
         head = ["one evaluation", "ms", "balanced", "fast", "tomesd"]
         head += ["kernels alone, ms", "balanced", "fast"]
         parts += ["Times faster than unpatched:", figures.grid(head, rows)]
+    ways = ("the defaults", "keys 0.6", "keys 0.75", "6 steps")
     rows = [
         [
-            f"{row['name']}, {row['size']}, {row['layers']} blocks, {row['steps']} steps",
-            f"{statistics.median(row['methods']['unpatched']['seconds']):.2f}",
-            *(
-                f"{figures.speed_up(row, name):.2f}" if name in row["methods"] else ""
-                for name in ("the defaults", "keys 0.6", "keys 0.75", "6 steps")
-            ),
+            f"{run['name']}, {run['size']}, {run['layers']} blocks, {run['steps']} steps",
+            *_faster(run, ways),
         ]
-        for row in results.get(3, {}).get("whole_runs", [])
+        for run in results.get(3, {}).get("whole_runs", [])
     ]
     if rows:
-        head = ["a run", "s", "the defaults", "keys 0.6", "keys 0.75", "6 steps"]
-        parts += ["Times faster than unpatched:", figures.grid(head, rows)]
+        parts += ["Times faster than unpatched:", figures.grid(["a run", "s", *ways], rows)]
     return "\n\n".join(parts)
 
 
-def tests(result: Result) -> Sequence[str]:
-    """What happened in the tests, file by file."""
-    head = ["tests", "passed", "failed", "skipped", "seconds", "GPU, MB"]
-    rows = [
-        [
-            row["file"],
-            *(str(row.get(name, 0)) for name in ("passed", "failed", "skipped")),
-            f"{row['seconds']:.0f}",
-            f"{row['gpu_bytes'] / 1e6:.0f}",
-        ]
-        for row in result.get("files", [])
+def _faster(run: figures.Run, names: Sequence[str], unit: int = 1) -> list[str]:
+    """Time of the unpatched model in a unit of so many in a second, and times faster with others.
+
+    What was not timed is empty.
+    """
+    methods = run["methods"]
+    if "unpatched" not in methods:
+        return [""] * (1 + len(names))
+    seconds = statistics.median(methods["unpatched"]["seconds"])
+    return [
+        f"{unit * seconds:.{1 if unit > 1 else 2}f}",
+        *(f"{figures.speed_up(run, name):.2f}" if name in methods else "" for name in names),
     ]
-    return [figures.grid(head, rows)] if rows else []
 
 
 def unets(result: Result) -> Sequence[str]:
@@ -140,22 +126,27 @@ def transformers(result: Result) -> Sequence[str]:
     """A table for each whole run."""
     parts = []
     for row in result.get("whole_runs", []):
-        rows = [
-            [
-                name,
-                f"{statistics.median(each['seconds']):.2f}",
-                f"{min(each['seconds']):.2f} to {max(each['seconds']):.2f}",
-                f"{figures.speed_up(row, name):.2f}",
-            ]
-            for name, each in row["methods"].items()
-        ]
         about = f"{row['name']}, {row['size']}, {row['steps']} steps of euler, {row['dtype']}"
         parts += [
             f"### A run of {about}",
             f"In the host's sampler, with {row['layers']} blocks that share their weights.",
-            figures.grid(["run", "seconds", "from, to", "times faster"], rows),
+            table_of_run(row),
         ]
     return parts
+
+
+def table_of_run(row: Mapping[str, Any]) -> str:
+    """Seconds of a whole run, and times faster, in each way."""
+    rows = [
+        [
+            name,
+            f"{statistics.median(each['seconds']):.2f}",
+            f"{min(each['seconds']):.2f} to {max(each['seconds']):.2f}",
+            f"{figures.speed_up(row, name):.2f}",
+        ]
+        for name, each in row["methods"].items()
+    ]
+    return figures.grid(["run", "seconds", "from, to", "times faster"], rows)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Whole sampling runs of transformers of published width, in the host's sampler."""
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.sample
 import torch
@@ -17,6 +16,7 @@ from benchmarks.rounds import interleaved
 from benchmarks.speed.figures import speed_up
 from benchmarks.speed.models import repeated
 from benchmarks.speed.record import Record, say
+from benchmarks.speed.report import table_of_run
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -31,86 +31,56 @@ _ROUNDS_SECONDS = 10.0
 _RUN_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """A transformer of one block.
 
     Attributes:
-        kind: the name of its class in ``comfy.supported_models``.
-        settings: the settings of the class.
+        tiny: its name among the tiny models.
         stack: the name of its list of blocks.
         text: channels of the prompt.
+        settings: those of the published model that the tiny one has not.
     """
 
-    kind: str
-    settings: Mapping[str, Any]
+    tiny: str
     stack: str
-    text: int = 64
+    text: int
+    settings: Mapping[str, Any]
 
 
-def _wan(width: int, hidden: int, heads: int) -> Mapping[str, Any]:
-    """The settings of one block of Wan; ``hidden`` is the width of its feed-forward network."""
-    return {
-        "image_model": "wan2.1",
-        "model_type": "t2v",
-        "dim": width,
-        "ffn_dim": hidden,
-        "text_dim": 64,
-        "num_heads": heads,
-        "num_layers": 1,
-        "in_dim": 16,
-    }
+def _wan(width: int, hidden: int, heads: int) -> Model:
+    """A block of Wan; ``hidden`` is the width of its feed-forward network."""
+    settings = {"dim": width, "ffn_dim": hidden, "num_heads": heads, "num_layers": 1}
+    return Model("wan21", "blocks", 64, {**settings, "text_dim": 64})
 
 
+_Z_IMAGE = {
+    "dim": 3840,
+    "n_layers": 1,
+    "n_refiner_layers": 0,
+    "n_heads": 30,
+    "n_kv_heads": 30,
+    "multiple_of": 256,
+    "cap_feat_dim": 64,
+    "axes_dims": [32, 48, 48],
+    "axes_lens": [1536, 512, 512],
+    "time_scale": 1000.0,
+}
+_FLUX = {
+    "vec_in_dim": 64,
+    "context_in_dim": 64,
+    "hidden_size": 3072,
+    "mlp_ratio": 4.0,
+    "num_heads": 24,
+    "depth": 0,
+    "depth_single_blocks": 1,
+    "axes_dim": [16, 56, 56],
+}
 MODELS = {
-    "Z-Image": Model(
-        "ZImage",
-        {
-            "image_model": "lumina2",
-            "patch_size": 2,
-            "in_channels": 16,
-            "dim": 3840,
-            "n_layers": 1,
-            "n_refiner_layers": 0,
-            "n_heads": 30,
-            "n_kv_heads": 30,
-            "qk_norm": True,
-            "cap_feat_dim": 64,
-            "axes_dims": [32, 48, 48],
-            "axes_lens": [1536, 512, 512],
-            "rope_theta": 256.0,
-            "ffn_dim_multiplier": 8 / 3,
-            "z_image_modulation": True,
-            "time_scale": 1000.0,
-            "pad_tokens_multiple": 32,
-        },
-        "layers",
-    ),
-    "Flux": Model(
-        "Flux",
-        {
-            "image_model": "flux",
-            "in_channels": 16,
-            "out_channels": 16,
-            "patch_size": 2,
-            "vec_in_dim": 64,
-            "context_in_dim": 64,
-            "hidden_size": 3072,
-            "mlp_ratio": 4.0,
-            "num_heads": 24,
-            "depth": 0,
-            "depth_single_blocks": 1,
-            "axes_dim": [16, 56, 56],
-            "theta": 10000,
-            "qkv_bias": True,
-            "guidance_embed": True,
-            "txt_ids_dims": [],
-        },
-        "single_blocks",
-    ),
-    "Wan 14B": Model("WAN21_T2V", _wan(5120, 13824, 40), "blocks"),
-    "Wan 1.3B": Model("WAN21_T2V", _wan(1536, 8960, 12), "blocks"),
-    "tiny Z-Image": Model("ZImage", TINY["z_image"].settings, "layers", TINY["z_image"].text),
+    "Z-Image": Model("z_image", "layers", 64, _Z_IMAGE),
+    "Flux": Model("flux", "single_blocks", 64, _FLUX),
+    "Wan 14B": _wan(5120, 13824, 40),
+    "Wan 1.3B": _wan(1536, 8960, 12),
+    "tiny Z-Image": Model("z_image", "layers", TINY["z_image"].text, {}),
 }
 """The models, in their published widths except for the last."""
 
@@ -153,7 +123,7 @@ def run(record: Record, runs: Sequence[Run]) -> int:
         name = f"run, {each.model} {each.size}"
         found = record.attempt(name, _RUN_SECONDS, partial(_measure, record, each), measured)
         if found is not None:
-            say(_in_words(found))
+            say(table_of_run(found))
     goals = {
         f"run_of_{row['name']}_{row['size'].split(',')[0]}".lower().replace(" ", "_"): speed_up(
             row, "the defaults"
@@ -200,7 +170,8 @@ def _measure(record: Record, case: Run) -> dict[str, Any]:
 
 def _load(model: Model, layers: int, dtype: torch.dtype) -> ModelPatcher:
     """The model with random weights and this many blocks."""
-    loaded = build_class(model.kind, model.settings, dtype)
+    tiny = TINY[model.tiny]
+    loaded = build_class(tiny.name, {**tiny.settings, **model.settings}, dtype)
     network = loaded.model.diffusion_model
     setattr(network, model.stack, repeated(getattr(network, model.stack)[-1], layers))
     # The host would count shared weights once per block.
@@ -215,14 +186,6 @@ def _inputs(model: Model, latent: tuple[int, ...]) -> tuple[Tensor, Any]:
     pooled = torch.randn(1, 64, generator=generator)
     prompt = [[text, {"pooled_output": pooled}]]
     return comfy.sample.prepare_noise(torch.zeros(1, *latent), 0), prompt
-
-
-def _in_words(row: Mapping[str, Any]) -> str:
-    """A run in words: seconds of the unpatched one, and times faster."""
-    methods = row["methods"]
-    parts = [f"{name} {speed_up(row, name):.2f}" for name in methods if name != "unpatched"]
-    seconds = statistics.median(methods["unpatched"]["seconds"])
-    return f"  {row['steps']} steps, {seconds:.2f} s; times faster: {'; '.join(parts)}"
 
 
 def _sampled(model: ModelPatcher, steps: int, noise: Tensor, prompt: Any) -> Tensor:

@@ -1,22 +1,17 @@
 """The UNets of SD 1.5 and SDXL: all methods, at all sizes for which there is time."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from unittest.mock import patch
+from typing import Any, NamedTuple
 
-import comfy.ops
-import torch
 from comfy.model_patcher import ModelPatcher
-from comfy_api.torch_helpers import set_torch_compile_wrapper
-from torch.nn.attention import SDPBackend
 
 from benchmarks.rounds import interleaved
 from benchmarks.speed import checks, figures
 from benchmarks.speed.measure import Kernels, Operators, Subject, first_look
-from benchmarks.speed.methods import HostMethod, Method, methods
+from benchmarks.speed.methods import Method, methods
 from benchmarks.speed.models import REDUCED, SHAPES, Shape, load
 from benchmarks.speed.record import Record, say
 
@@ -27,14 +22,6 @@ EVALUATIONS = 4
 ROUNDS = (3, 10)
 """The least and the most rounds of each comparison."""
 
-CUDNN_FIRST = (
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-)
-"""An order in which PyTorch's attentions are tried; the host's own begins with flash."""
-
 
 @dataclass(frozen=True)
 class Case:
@@ -44,8 +31,6 @@ class Case:
         model: one of :data:`benchmarks.speed.models.SHAPES`.
         size: side of the picture in pixels.
         seconds: how long rounds beyond the least number may take.
-        attention: ``flash`` or ``cudnn``, whichever is tried first.
-        is_compiled: whether the model is compiled, which takes about a minute for each method.
         is_counted: whether launches are counted.
         is_small: whether the model is a small version of the published one.
         methods: the names of those to measure; empty for all.
@@ -54,15 +39,10 @@ class Case:
     model: str
     size: int
     seconds: float
-    attention: str = "flash"
-    is_compiled: bool = False
     is_counted: bool = False
     is_small: bool = False
     methods: Sequence[str] = ()
 
-
-COMPILED = ("preset balanced", "preset fast", "ideal k,v", "ideal stack")
-"""Methods that are compiled, the most important first."""
 
 ONE_EVALUATION = (
     *(f"ideal {scope}" for scope in ("k,v", "attn", "stack")),
@@ -76,14 +56,9 @@ CASES = (
     Case("sd15", 1024, 30, is_counted=True),
     Case("sdxl", 1024, 50, is_counted=True),
     Case("sd15", 2048, 50),
-    Case("sdxl", 1024, 30, "cudnn"),
-    Case("sd15", 1024, 15, is_compiled=True, methods=COMPILED),
     Case("sdxl", 2048, 40),
     Case("sd15", 512, 10),
     Case("sdxl", 512, 15),
-    Case("sd15", 1024, 20, "cudnn"),
-    Case("sd15", 2048, 40, "cudnn"),
-    Case("sdxl", 1024, 20, is_compiled=True, methods=COMPILED),
     Case("sd15", 768, 15),
     Case("sdxl", 768, 20),
     Case("sd15", 1536, 30),
@@ -91,10 +66,7 @@ CASES = (
 )
 """Cases for a GPU, the most important first."""
 
-DRY_CASES = (
-    Case("sd15", 128, 0, is_counted=True, is_small=True),
-    Case("sd15", 64, 0, "cudnn", is_compiled=True, is_small=True, methods=COMPILED[:1]),
-)
+DRY_CASES = (Case("sd15", 128, 0, is_counted=True, is_small=True),)
 
 CPU_CASES = (
     Case("sd15", 512, 60, is_counted=True, methods=ONE_EVALUATION),
@@ -106,11 +78,9 @@ QUICK_CASES = (
 )
 
 _CHECK_SECONDS = 60.0
-_COMPILE_SECONDS = 75.0
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """A model, and the methods that passed the checks on it."""
 
     model: ModelPatcher
@@ -130,10 +100,9 @@ def run(record: Record, cases: Sequence[Case]) -> int:
             prepared[case.model] = record.attempt(name, _CHECK_SECONDS, make)
         with_model = prepared[case.model]
         if with_model is not None:
-            needed = _COMPILE_SECONDS if case.is_compiled else case.seconds / 2
             compared = partial(_compare, record, case, with_model)
             title = figures.title(_about(case, with_model))
-            found = record.attempt(title, needed, compared, result["runs"])
+            found = record.attempt(title, case.seconds / 2, compared, result["runs"])
             if found is not None:
                 say("\n" + figures.table(found) + "\n")
     return record.finish(goals(result["runs"]))
@@ -143,11 +112,10 @@ def goals(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The worst case over all runs, and times faster by model, size and preset."""
     found: dict[str, Any] = {"runs": len(runs), **figures.worst_case(runs)}
     for each in runs:
-        if each["attention"] == "flash" and not each["compiled"]:
-            for name in ("balanced", "fast"):
-                if f"preset {name}" in each["methods"]:
-                    key = f"{each['model']}_{each['size']}_{name}"
-                    found[key] = figures.speed_up(each, f"preset {name}")
+        for name in ("balanced", "fast"):
+            if f"preset {name}" in each["methods"]:
+                key = f"{each['model']}_{each['size']}_{name}"
+                found[key] = figures.speed_up(each, f"preset {name}")
     return found
 
 
@@ -166,8 +134,7 @@ def _prepare(record: Record, case: Case) -> Prepared:
     for method in methods(RATIO, shape.max_downsample, record.device):
         try:
             checks.check_wiring(method, subject, expected)
-            if isinstance(method, HostMethod):
-                checks.check_plan(method, record.device, dtype)
+            checks.check_plan(method, record.device, dtype)
         except Exception as error:
             said[method.name] = f"{type(error).__name__}: {error}"
             record.result["failed"][f"{name}: {method.name}"] = said[method.name]
@@ -187,38 +154,29 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
         if not case.methods or method.name in case.methods:
             patched[method.name] = method.patch(subject.model)
             rows[method.name] = {"family": method.family, "ideal": method.ideal}
-    if case.is_compiled:
-        patched = {name: _compiled(model, record) for name, model in patched.items()}
     refused: dict[str, str] = {}
-    with asked_first(case.attention):
-        expected = None
-        for name, model in list(patched.items()):
-            try:
-                if case.is_compiled and record.left < _COMPILE_SECONDS:
-                    raise TimeoutError("no time to compile it")
-                output, rows[name]["peak_bytes"], merged = first_look(subject, model)
-                if name != "unpatched":
-                    rows[name]["merged"] = merged
-                expected = output if expected is None else expected
-                rows[name]["error"] = checks.difference(output, expected)
-                if case.is_counted:
-                    rows[name] |= _launches(subject, model)
-            except Exception as error:
-                if name == "unpatched":
-                    raise
-                refused[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-                del patched[name]
-        for row in rows.values():
-            merged = row.get("merged", "none").partition("/")[0]
-            if merged != "none" and "launches" in row:
+    plain: Any = None
+    for name, row in rows.items():
+        try:
+            output, row["peak_bytes"], (merged, blocks) = first_look(subject, patched[name])
+            plain = output if plain is None else plain
+            row["error"] = checks.difference(output, plain)
+            if name != "unpatched":
+                row["merged"] = f"{merged}/{blocks}" if merged else "none"
+            if case.is_counted:
+                row |= _launches(subject, patched[name])
+            if case.is_counted and merged:
                 added = row["launches"] - rows["unpatched"]["launches"]
-                row["launches_per_block"] = added / int(merged)
-        least, most = ROUNDS
-        evaluations = EVALUATIONS if record.device.type == "cuda" else 1
-        runs = {name: partial(subject.time, model, evaluations) for name, model in patched.items()}
-        seconds = interleaved(runs, most, record.pace(least, case.seconds))
-    if case.is_compiled:
-        torch._dynamo.reset()
+                row["launches_per_block"] = added / merged
+        except Exception as error:
+            if name == "unpatched":
+                raise
+            refused[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            del patched[name]
+    least, most = ROUNDS
+    evaluations = EVALUATIONS if record.device.type == "cuda" else 1
+    runs = {name: partial(subject.time, model, evaluations) for name, model in patched.items()}
+    seconds = interleaved(runs, most, record.pace(least, case.seconds))
     return {
         **_about(case, prepared),
         "repeats": len(seconds["unpatched"]),
@@ -235,16 +193,8 @@ def _about(case: Case, prepared: Prepared) -> dict[str, Any]:
         "note": prepared.shape.note,
         "size": case.size,
         "batch": 2,
-        "attention": case.attention,
-        "compiled": case.is_compiled,
         "dtype": str(prepared.model.model.get_dtype_inference()).removeprefix("torch."),
     }
-
-
-def _compiled(model: ModelPatcher, record: Record) -> ModelPatcher:
-    compiled = model.clone()
-    set_torch_compile_wrapper(compiled, backend="eager" if record.is_dry else "inductor")
-    return compiled
 
 
 def _launches(subject: Subject, model: ModelPatcher) -> dict[str, Any]:
@@ -252,14 +202,3 @@ def _launches(subject: Subject, model: ModelPatcher) -> dict[str, Any]:
     counter = Kernels() if subject.device.type == "cuda" else Operators()
     subject.run(model, nullcontext(), counter)
     return {"launches": counter.count, "gpu_seconds": counter.gpu_seconds}
-
-
-@contextmanager
-def asked_first(attention: str) -> Iterator[None]:
-    """Make the host try ``cudnn`` first or, with ``flash``, keep its own order."""
-    if attention == "flash":
-        yield
-        return
-    # Without a GPU the host has no order.
-    with patch.object(comfy.ops, "SDPA_BACKEND_PRIORITY", [*CUDNN_FIRST], create=True):
-        yield

@@ -11,7 +11,7 @@ from benchmarks.rounds import interleaved
 from benchmarks.speed import __main__ as command
 from benchmarks.speed import checks, figures, unets
 from benchmarks.speed.measure import Subject
-from benchmarks.speed.methods import HostMethod, methods
+from benchmarks.speed.methods import methods, on_host
 from tome_nodes.merging.plan import Plan
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.window import WindowStrategy
@@ -40,8 +40,6 @@ def run(**rows):
         "batch": 2,
         "dtype": "float32",
         "repeats": 2,
-        "attention": "flash",
-        "compiled": False,
         "refused": {},
         "methods": {name.replace("_", " "): each for name, each in rows.items()},
     }
@@ -93,15 +91,14 @@ def expected(subject):
 @pytest.mark.parametrize("method", methods(0.5, "auto", CPU), ids=lambda method: method.name)
 def test_every_method_passes_its_checks(method, subject, expected):
     checks.check_wiring(method, subject, expected)
-    if isinstance(method, HostMethod):
-        checks.check_plan(method, CPU, torch.float32)
+    checks.check_plan(method, CPU, torch.float32)
     (output,) = subject.run(method.patch(subject.model), torch.no_grad())
     assert 0 <= relative_error(output, expected) < 1
 
 
 def wrong(strategy, **settings):
     config = ToMeConfig(strategy="window", **settings)
-    return HostMethod(name="wrong", family="ours", config=config, make_strategy=strategy)
+    return on_host("wrong", "ours", config, strategy)
 
 
 class OffByOne(WindowStrategy):

@@ -13,15 +13,14 @@ def test_a_folder_without_comfyui_is_refused(tmp_path):
         carried.unpack(tmp_path, tmp_path / "there")
 
 
-def test_too_much_is_refused_with_the_largest(tmp_path, monkeypatch):
+def test_what_the_other_machine_has_is_not_packed(tmp_path, monkeypatch, capsys):
     comfyui = tmp_path / "here"
     comfyui.mkdir()
     (comfyui / "main.py").write_text("x = 1\n")
     monkeypatch.setattr(carried, "comfyui_directory", lambda: comfyui)
-    carried.pack(tmp_path / "carried", NAMES)
-    monkeypatch.setattr(carried, "MOST_BYTES", 10)
-    with pytest.raises(ToolError, match=r"--has. The largest: comfyui\.tar\.gz"):
-        carried.pack(tmp_path / "carried", [name.replace("-", "_").upper() for name in NAMES])
+    carried.pack(tmp_path / "carried", [name.replace("-", "_").upper() for name in NAMES])
+    assert "1 files" in capsys.readouterr().out
+    assert [each.name for each in (tmp_path / "carried").iterdir()] == [carried.ARCHIVE]
 
 
 def test_every_package_has_one_version():
