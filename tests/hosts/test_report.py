@@ -39,24 +39,20 @@ def test_the_words_count_blocks_tokens_and_steps(run):
     ]
 
 
-def test_the_times_are_those_of_the_recording(run):
-    def time(matching):
-        recording = replace(run.recording, seconds=7.204, matching=matching)
-        lines = in_words(replace(run, recording=recording))
-        return next(line for line in lines if line.startswith("Time: "))
-
-    assert time(0.0204) == "Time: 7.2 s, of which matching took 20.4 ms (0.3 %)"
-    assert time(None) == "Time: 7.2 s; the part that matching took cannot be measured in this model"
-
-
 def test_what_came_out_whether_it_helped_and_what_to_change_come_first(run, sd15):
-    hinted = replace(run, worth_from=1024)
-    first = [line.split(":")[0] for line in in_words(hinted)]
-    assert first[:4] == ["Merged", "Helped", "Hint", "Time"]
-    (hint,) = (line for line in in_words(replace(run, worth_from=None)) if line.startswith("Hint"))
+    def told(matching=0.0204, run=run, **others):
+        recording = run.recording and replace(run.recording, seconds=7.204, matching=matching)
+        lines = in_words(replace(run, recording=recording, **others))
+        return {line.split(":")[0]: line for line in lines}
+
+    assert [*told(worth_from=1024)][:4] == ["Merged", "Helped", "Hint", "Time"]
+    assert told()["Time"] == "Time: 7.2 s, of which matching took 20.4 ms (0.3 %)"
+    unknown = "; the part that matching took cannot be measured in this model"
+    assert told(None)["Time"].endswith(unknown)
+    hint = told(matching=7.0, worth_from=None)["Hint"]
     assert "ToMe Tune" in hint or "matching takes much of the time" in hint
     idle = run_of(sd15, size=(8, 8), min_tokens=100)
-    assert [line.split(":")[0] for line in in_words(idle)][:2] == ["Nothing merged", "Hint"]
+    assert [*told(run=idle)][:2] == ["Nothing merged", "Hint"]
 
 
 def test_maps_are_of_the_level_and_step_asked_for(run):
@@ -92,10 +88,10 @@ def test_a_card_says_what_was_not_merged(run, monkeypatch):
     report_of(run, level=4)
     report_of(run, step=3)
     report_of(run, step=0)
+    of_step = ["Hint: set step to 1 or 2, or to -1."]
     assert cards == [
         ("Nothing merged at level 4", ["Hint: set level to 1 or 2, or to -1."]),
-        ("Nothing merged in step 3", ["Hint: set step to 1 or 2, or to -1."]),
-        ("Nothing merged in step 0", ["Hint: set step to 1 or 2, or to -1."]),
+        *(("Nothing merged in step 3", of_step), ("Nothing merged in step 0", of_step)),
     ]
 
 
