@@ -20,18 +20,11 @@ from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""Where models run."""
 
 BACKEND = "triton" if DEVICE.type == "cuda" else "torch"
-"""What merging runs on there by default."""
 
-EVERYTHING = {
-    "max_downsample": 8,
-    "min_tokens": 1,
-    "merge_attn": True,
-    "merge_crossattn": True,
-    "merge_mlp": True,
-}
+ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
+EVERYTHING = {"max_downsample": 8, "min_tokens": 1, **ALL_MODULES}
 """Options under which every module of every block merges."""
 
 TOMESD_OPTIONS = st.fixed_dictionaries(
@@ -45,15 +38,11 @@ TOMESD_OPTIONS = st.fixed_dictionaries(
         "merge_mlp": st.booleans(),
     }
 )
-"""Options of tomesd, except random picks."""
 
 
 scopes_and_tokens = pytest.mark.parametrize(
     ("scope", "attn_tokens"),
-    [
-        *(("module", choice) for choice in OPTIONS["attn_tokens"].choices),
-        ("stack", "q,k,v"),
-    ],
+    [*(("module", choice) for choice in OPTIONS["attn_tokens"].choices), ("stack", "q,k,v")],
 )
 
 
@@ -62,7 +51,6 @@ Shuffle = lossless(BipartiteStrategy)
 
 
 def shuffle(model, **options):
-    """Attach the lossless plan to a model that :func:`tome_nodes.apply_patch` takes."""
     config = ToMeConfig(**{"ratio": 0.5, **EVERYTHING, **options})
     for network, context, host in _found(model):
         Attachment(config, host, context, Shuffle).attach(network)
@@ -88,6 +76,21 @@ def theirs_and_ours(model, call, options):
     return outputs
 
 
+def check_run(model, network, run, **options):
+    """A run with a lossless plan and one that merges; without our patch all is as it was."""
+    expected, before, random = run(), attributes(network), torch.get_rng_state()
+    shuffle(model, **options)
+    assert relative_error(run(), expected) < 5e-5
+    assert tome_nodes.apply_patch(model, **{"max_downsample": "auto", **options}) is model
+    merged = run()
+    assert merged.isfinite().all() and relative_error(merged, expected) > 1e-3
+    assert torch.equal(run(), merged)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert tome_nodes.remove_patch(model) is model
+    assert attributes(network) == before
+    assert torch.equal(run(), expected)
+
+
 def attributes(model):
     """The state of a model's modules, including hooks but not their order."""
     return [
@@ -110,8 +113,18 @@ def input_lengths(*layers):
 
 
 def merged_everywhere(line):
-    """Whether all blocks merged in a run, by its line in the log."""
     return bool(re.match(r"\[ToMe\] merged (\d+)/\1 blocks ", line))
+
+
+@contextmanager
+def stopped(module, error=RuntimeError):
+    """A call of the module raises an error, which reaches the caller."""
+
+    def fail(*_):
+        raise error("on purpose")
+
+    with module.register_forward_hook(fail), pytest.raises(error, match="on purpose"):
+        yield
 
 
 def run_tool(command, folder, home, **settings):
@@ -130,7 +143,6 @@ def run_tool(command, folder, home, **settings):
 
 
 def relative_error(actual, expected):
-    """Norm of the difference over the norm of ``expected``."""
     return ((actual - expected).norm() / expected.norm()).item()
 
 

@@ -76,11 +76,7 @@ def fresh_compiler():
 
 @contextmanager
 def serving(base, *arguments):
-    """A running server with this pack and the models that graphs need.
-
-    It has the checkpoints `sd15.ckpt` and `sdxl.ckpt`, and for the editor the names of the sample
-    workflows' models.
-    """
+    """A running server with this pack, small checkpoints, and the names of workflows' models."""
     from models.checkpoints import write_checkpoint
 
     from tools.editor import offer_files
@@ -95,14 +91,12 @@ def serving(base, *arguments):
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """A running server, with the front end that its ComfyUI requires."""
     with serving(tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def newest_server(tmp_path_factory):
-    """A running server, with the newest front end."""
     option = f"--front-end-root={newest_front_end()}"
     with serving(tmp_path_factory.mktemp("newest_server"), option) as running:
         yield running
@@ -110,7 +104,6 @@ def newest_server(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def info(server):
-    """The nodes of the server, by class name."""
     return server.get("/object_info")
 
 

@@ -7,9 +7,7 @@ class Case(NamedTuple):
     """What tests know of an option.
 
     Attributes:
-        default: its default in the node and in the editor.
-        other: another value, which changes the output of a UNet unless ``is_seen`` is off.
-        limits: the least and the most of a number.
+        other: a value besides the default of the node and of the editor.
         is_free: whether no preset decides it.
         is_seen: whether one call of a small UNet on a CPU depends on it.
     """

@@ -11,7 +11,6 @@ and nothing is kept. The exit code is 1 if a cell is over the limit.
 """
 
 import argparse
-import json
 import logging
 import sys
 import warnings
@@ -117,9 +116,6 @@ def main() -> int:
     summary = page.summary(rows)
     if not arguments.quick and arguments.only == [""]:
         taken = {**origin("cpu", "bench --forecasts"), "host": comfyui_version.__version__}
-        kept = {**taken, "summary": summary, "cells": page.in_short(rows)}
-        text = json.dumps(kept, indent=1) + "\n"
-        (RESULTS / "forecasts.json").write_text(text, encoding="utf-8")
         text = page.markdown(taken, summary, rows)
         (RESULTS / "forecasts.md").write_text(text, encoding="utf-8")
     print(summary)

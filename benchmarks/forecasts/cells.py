@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -129,10 +129,6 @@ class Cell:
             f"{self.ours} of {self.evaluated} steps evaluated, change {self.change:.4f}, "
             f"by {self.fewer} steps {self.change_by_fewer:.4f}"
         )
-
-    def in_short(self) -> dict[str, Any]:
-        """As plain data."""
-        return {"ratio": self.ratio} | {name: each for name, each in asdict(self).items() if each}
 
 
 @dataclass(frozen=True)

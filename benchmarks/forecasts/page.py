@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from benchmarks.forecasts.cells import ASIDE, FORECAST, MOST, NONE, NOTHING, SEEDS, Cell, Graph
@@ -29,11 +28,6 @@ def summary(rows: Rows) -> str:
     words = " ".join(f"{name.replace(' ', '_')}={count}" for name, count in counts.items())
     graph, worst = max(rows, key=lambda row: row[1].ratio)
     return f"summary: {words} over={over} worst={worst.ratio:.2f} ({graph.in_words()})"
-
-
-def in_short(rows: Rows) -> list[dict[str, Any]]:
-    """All cells as plain data."""
-    return [{**asdict(graph), **cell.in_short()} for graph, cell in rows]
 
 
 def markdown(taken: Mapping[str, Any], summary: str, rows: Rows) -> str:

@@ -1,7 +1,7 @@
 """The methods to compare. Each makes a patched clone of a ComfyUI model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 

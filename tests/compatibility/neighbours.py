@@ -8,7 +8,7 @@ import asyncio
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,8 +24,6 @@ from comfy.model_patcher import ModelPatcher
 from models.comfyui import KINDS, UNETS, build, conditioning
 from torch import Tensor
 
-_UNETS = tuple(UNETS)
-
 SIDES = (8, 16)
 """Height and width of the latents in tokens."""
 
@@ -36,33 +34,19 @@ Sampling = Callable[[ModelPatcher, str], dict[str, Any]]
 """Takes the same; returns further arguments of :func:`models.comfyui.sample`."""
 
 
-def _unchanged(model: ModelPatcher, kind: str) -> ModelPatcher:
-    return model
-
-
-def _as_ever(model: ModelPatcher, kind: str) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, eq=False)
 class Neighbour:
-    """Another node.
+    """Another node, by its id and the file that defines it, of ComfyUI or of another repository.
 
-    Attributes:
-        name: its id, or that of what it stands for.
-        source: the file that defines it, below ComfyUI's folder or in another repository.
-        patch: what it makes of a model.
-        sampling: what it changes in the sampling of any model.
-        guider: makes a guider of a model; None if the node makes none.
-        only: the kinds of models it is made for; empty for any.
-        is_exact: whether it hardly changes the result, but how it is computed.
-        is_slow: whether it compiles, so that it meets fewer settings.
+    It patches a model, changes its sampling or makes a guider of it. It may be made for some kinds
+    of models only, hardly change the result but how it is computed (``is_exact``), or compile and
+    so meet fewer settings (``is_slow``).
     """
 
     name: str
     source: str
-    patch: Patch = _unchanged
-    sampling: Sampling = _as_ever
+    patch: Patch = lambda model, kind: model
+    sampling: Sampling = lambda model, kind: {}
     guider: Patch | None = None
     only: Collection[str] = ()
     is_exact: bool = False
@@ -70,7 +54,6 @@ class Neighbour:
 
     @property
     def is_of_the_host(self) -> bool:
-        """Whether it is ComfyUI's own and not a stand-in."""
         return self.source.startswith(("comfy_extras/", "nodes.py")) and " " not in self.source
 
 
@@ -110,23 +93,18 @@ def _made(name: str, module: str, *inputs: Any, **named: Any) -> Patch:
 
 
 def _core(
-    name: str,
-    module: str,
-    *inputs: Any,
-    sampling: Sampling = _as_ever,
-    only: Collection[str] = (),
-    **named: Any,
+    name: str, module: str, *inputs: Any, traits: Mapping[str, Any] | None = None, **named: Any
 ) -> Neighbour:
-    """A node of ComfyUI that takes a model and returns one."""
+    """A node of ComfyUI that takes a model and returns one; with these traits of a neighbour."""
     patch = _made(name, module, *inputs, **named)
-    return Neighbour(name, f"comfy_extras/{module}.py", patch, sampling, only=only)
+    return Neighbour(name, f"comfy_extras/{module}.py", patch, **traits or {})
 
 
-_on_unets = partial(_core, only=_UNETS)
+_on_unets = partial(_core, traits={"only": UNETS})
 
 
-def _guider(name: str, module: str, *inputs: Any) -> Neighbour:
-    """A node of ComfyUI that makes a guider of a model."""
+def _guider(name: str, *inputs: Any) -> Neighbour:
+    module = "nodes_perpneg" if name == "PerpNegGuider" else "nodes_custom_sampler"
     return Neighbour(name, f"comfy_extras/{module}.py", guider=_made(name, module, *inputs))
 
 
@@ -152,16 +130,16 @@ def lora_of(model: ModelPatcher, rank: int = 4) -> dict[str, Tensor]:
     return lora
 
 
-def _with_lora(model: ModelPatcher, kind: str) -> ModelPatcher:
-    return comfy.sd.load_lora_for_models(model, None, lora_of(model), 1.0, 0.0)[0]
+def _with_lora(
+    model: ModelPatcher, kind: str, load: Callable[..., Any] = comfy.sd.load_lora_for_models
+) -> ModelPatcher:
+    return load(model, None, lora_of(model), 1.0, 0.0)[0]
 
 
-def _with_bypassed_lora(model: ModelPatcher, kind: str) -> ModelPatcher:
-    return comfy.sd.load_bypass_lora_for_models(model, None, lora_of(model), 1.0, 0.0)[0]
+_with_bypassed_lora = partial(_with_lora, load=comfy.sd.load_bypass_lora_for_models)
 
 
 def _positive(kind: str, **extras: Any) -> Any:
-    """A prompt with further conditions."""
     return conditioning(KINDS[kind], 5, **extras)
 
 
@@ -176,11 +154,8 @@ def _other_prompt(kind: str, **extras: Any) -> Any:
 class Adds(comfy.controlnet.ControlBase):
     """A control of the host without a network, which adds noise to the output of a block.
 
-    Args:
-        place: ``input`` or ``middle``, as the class of the model calls it.
-        channels: those of the block.
-        patch: the side of the block's tokens in the latent.
-        is_sequence: whether the block has a sequence of tokens and no map.
+    The block has so many channels, and tokens of a side of ``patch`` in the latent; they are a map
+    or a sequence.
     """
 
     def __init__(self, place: str, channels: int, patch: int, is_sequence: bool):
@@ -206,15 +181,11 @@ class Adds(comfy.controlnet.ControlBase):
         return []
 
 
-_CONTROLLED: Mapping[str, tuple[str, int, int, bool]] = {
-    "sd15": ("middle", 128, 4, False),
-    "sdxl": ("middle", 128, 4, False),
-    "flux": ("input", 64, 2, True),
-}
+_CONTROLLED = dict.fromkeys(("sd15", "sdxl"), ("middle", 128, 4, False))
+_CONTROLLED["flux"] = "input", 64, 2, True
 
 
 def _controlled(model: ModelPatcher, kind: str) -> dict[str, Any]:
-    """A control in a range of the steps."""
     control = Adds(*_CONTROLLED[kind]).set_cond_hint(None, 1.0, (0.2, 0.8))
     return {"prompts": [_positive(kind, control=control), _negative(kind)]}
 
@@ -252,15 +223,6 @@ def _several(model: ModelPatcher, kind: str) -> dict[str, Any]:
 
 def _sampler(name: str) -> Sampling:
     return lambda model, kind: {"sampler": name}
-
-
-def _tone_mapping(kind: str) -> Any:
-    return execute(core_node("nodes_latent", "LatentOperationTonemapReinhard"), multiplier=1.2)
-
-
-def _predicting_v(model: ModelPatcher, kind: str) -> Any:
-    node = core_node("nodes_model_advanced", "ModelSamplingDiscrete")
-    return execute(node, model, sampling="v_prediction", zsnr=True)
 
 
 # What nodes of other packs do to a model, written anew.
@@ -318,8 +280,6 @@ def _forecast(model: ModelPatcher, kind: str) -> ModelPatcher:
 
 
 def _tile(model: ModelPatcher, kind: str) -> ModelPatcher:
-    """Each half of the picture is evaluated on its own."""
-
     def evaluate(apply: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
         x, t, conditions = arguments["input"], arguments["timestep"], arguments["c"]
         tiles = x.split(x.shape[-1] // 2, dim=-1)
@@ -351,10 +311,21 @@ _SAMPLERS = "comfy_extras/nodes_custom_sampler.py"
 _NODES = "nodes.py"
 _MULTIPLIERS: Mapping[str, Any] = {"q": 1.2, "k": 1.1, "v": 0.9, "out": 1.1}
 _CACHE: Mapping[str, Any] = {
-    "reuse_threshold": 30.0,
-    "start_percent": 0.0,
-    "end_percent": 1.0,
-    "verbose": False,
+    **{"reuse_threshold": 30.0, "start_percent": 0.0, "end_percent": 1.0, "verbose": False}
+}
+_WINDOWS: Mapping[str, Any] = {
+    **{"context_length": 3, "context_overlap": 1, "context_stride": 1, "closed_loop": False},
+    **{"context_schedule": "standard_static", "fuse_method": "pyramid", "freenoise": False},
+    "dim": lambda kind: 2 if KINDS[kind].frames else 0,
+}
+_DOWNSCALE: Mapping[str, Any] = {
+    **{"block_number": 2, "downscale_factor": 2.0, "downscale_after_skip": True},
+    **{"start_percent": 0.0, "end_percent": 0.6},
+    **{"downscale_method": "bicubic", "upscale_method": "bicubic"},
+}
+_TEMPORAL: Mapping[str, Any] = {
+    **{"self_structural": 1.2, "self_temporal": 0.9},
+    **{"cross_structural": 1.1, "cross_temporal": 0.9},
 }
 
 ALL: tuple[Neighbour, ...] = (
@@ -362,17 +333,7 @@ ALL: tuple[Neighbour, ...] = (
     _on_unets(
         "HyperTile", "nodes_hypertile", tile_size=32, swap_size=2, max_depth=0, scale_depth=False
     ),
-    _on_unets(
-        "PatchModelAddDownscale",
-        "nodes_model_downscale",
-        block_number=2,
-        downscale_factor=2.0,
-        start_percent=0.0,
-        end_percent=0.6,
-        downscale_after_skip=True,
-        downscale_method="bicubic",
-        upscale_method="bicubic",
-    ),
+    _on_unets("PatchModelAddDownscale", "nodes_model_downscale", **_DOWNSCALE),
     _on_unets("TomePatchModel", "nodes_tomesd", ratio=0.6),
     _on_unets("PerturbedAttentionGuidance", "nodes_pag", scale=3.0),
     _on_unets("SelfAttentionGuidance", "nodes_sag", scale=0.5, blur_sigma=2.0),
@@ -381,14 +342,7 @@ ALL: tuple[Neighbour, ...] = (
     _on_unets("FreeU_V2", "nodes_freelunch", b1=1.3, b2=1.4, s1=0.9, s2=0.2),
     _on_unets("UNetSelfAttentionMultiply", "nodes_attention_multiply", **_MULTIPLIERS),
     _on_unets("UNetCrossAttentionMultiply", "nodes_attention_multiply", **_MULTIPLIERS),
-    _on_unets(
-        "UNetTemporalAttentionMultiply",
-        "nodes_attention_multiply",
-        self_structural=1.2,
-        self_temporal=0.9,
-        cross_structural=1.1,
-        cross_temporal=0.9,
-    ),
+    _on_unets("UNetTemporalAttentionMultiply", "nodes_attention_multiply", **_TEMPORAL),
     Neighbour("ControlNetApplyAdvanced", _NODES, sampling=_controlled, only=_CONTROLLED),
     # They skip or split evaluations.
     _core("EasyCache", "nodes_easycache", **_CACHE),
@@ -396,25 +350,17 @@ ALL: tuple[Neighbour, ...] = (
     _core(
         "ContextWindowsManual",
         "nodes_context_windows",
-        context_length=3,
-        context_overlap=1,
-        context_schedule="standard_static",
-        context_stride=1,
-        closed_loop=False,
-        fuse_method="pyramid",
-        dim=lambda kind: 2 if KINDS[kind].frames else 0,
-        freenoise=False,
-        sampling=_several,
-        only=("sd15", "wan21"),
+        traits={"sampling": _several, "only": ("sd15", "wan21")},
+        **_WINDOWS,
     ),
     Neighbour("ConditioningSetArea", _NODES, sampling=_in_areas),
     Neighbour("ConditioningSetTimestepRange", _NODES, sampling=_in_a_range),
     # They compute the same in another way.
-    replace(
-        _core("TorchCompileModel", "nodes_torch_compile", backend="eager"),
-        only=("sd15", "flux"),
-        is_exact=True,
-        is_slow=True,
+    _core(
+        "TorchCompileModel",
+        "nodes_torch_compile",
+        traits={"only": ("sd15", "flux"), "is_exact": True, "is_slow": True},
+        backend="eager",
     ),
     # They change the weights.
     Neighbour("LoraLoader", _NODES, patch=_with_lora),
@@ -434,27 +380,21 @@ ALL: tuple[Neighbour, ...] = (
     _core("Epsilon Scaling", "nodes_eps", scaling_factor=1.01),
     _core("TemporalScoreRescaling", "nodes_eps", tsr_k=0.95, tsr_sigma=1.0),
     _core("CFGOverride", "nodes_custom_sampler", cfg=1.0, start_percent=0.4, end_percent=1.0),
-    _core("VideoLinearCFGGuidance", "nodes_video_model", 1.0, sampling=_several),
-    _core("VideoTriangleCFGGuidance", "nodes_video_model", 1.0, sampling=_several),
-    _core("LatentApplyOperationCFG", "nodes_latent", _tone_mapping),
+    _core("VideoLinearCFGGuidance", "nodes_video_model", 1.0, traits={"sampling": _several}),
+    _core("VideoTriangleCFGGuidance", "nodes_video_model", 1.0, traits={"sampling": _several}),
+    _core(
+        *("LatentApplyOperationCFG", "nodes_latent"),
+        lambda kind: execute(core_node("nodes_latent", "LatentOperationTonemapReinhard"), 1.2),
+    ),
     _core("PerpNeg", "nodes_perpneg", _other_prompt, neg_scale=1.0),
-    _guider("PerpNegGuider", "nodes_perpneg", _positive, _negative, _other_prompt, 4.0, 1.0),
-    _guider(
-        "DualCFGGuider",
-        "nodes_custom_sampler",
-        *(_positive, _other_prompt, _negative, 4.0, 2.0, "regular"),
-    ),
-    _guider("DualModelGuider", "nodes_custom_sampler", _positive, 4.0, _other_model, _negative),
-    _guider("BasicGuider", "nodes_custom_sampler", _positive),
+    _guider("PerpNegGuider", _positive, _negative, _other_prompt, 4.0, 1.0),
+    _guider("DualCFGGuider", _positive, _other_prompt, _negative, 4.0, 2.0, "regular"),
+    _guider("DualModelGuider", _positive, 4.0, _other_model, _negative),
+    _guider("BasicGuider", _positive),
     # They change noise levels, steps or masks.
-    Neighbour(
-        "ModelSamplingDiscrete",
-        "comfy_extras/nodes_model_advanced.py",
-        patch=_predicting_v,
-        only=_UNETS,
-    ),
-    _core("ModelSamplingSD3", "nodes_model_advanced", shift=5.0, only=("flux",)),
-    _core("DifferentialDiffusion", "nodes_differential_diffusion", sampling=_masked),
+    _on_unets("ModelSamplingDiscrete", "nodes_model_advanced", sampling="v_prediction", zsnr=True),
+    _core("ModelSamplingSD3", "nodes_model_advanced", traits={"only": ("flux",)}, shift=5.0),
+    _core("DifferentialDiffusion", "nodes_differential_diffusion", traits={"sampling": _masked}),
     Neighbour("KSampler, heun", _NODES, sampling=_sampler("heun")),
     Neighbour("SamplerDPMPP_2S_Ancestral", _SAMPLERS, sampling=_sampler("dpmpp_2s_ancestral")),
     Neighbour("SamplerEulerAncestralCFGPP", _SAMPLERS, sampling=_sampler("euler_ancestral_cfg_pp")),
@@ -467,19 +407,13 @@ ALL: tuple[Neighbour, ...] = (
     ),
     Neighbour("Sol-Attn", "Saganaki22/ComfyUI-sol-attn", _attend_or_pass_on, is_exact=True),
     Neighbour(
-        "SpectrumSDXL",
-        "ruwwww/ComfyUI-Spectrum-sdxl src/spectrum_node.py",
-        _forecast,
-        only=_UNETS,
+        *("SpectrumSDXL", "ruwwww/ComfyUI-Spectrum-sdxl src/spectrum_node.py", _forecast),
+        only=UNETS,
     ),
     Neighbour("TiledDiffusion", "shiimizu/ComfyUI-TiledDiffusion tiled_diffusion.py", _tile),
     Neighbour(
-        "IPAdapter",
-        "cubiq/ComfyUI_IPAdapter_plus IPAdapterPlus.py",
-        _add_attention,
-        only=_UNETS,
+        *("IPAdapter", "cubiq/ComfyUI_IPAdapter_plus IPAdapterPlus.py", _add_attention), only=UNETS
     ),
 )
-"""All neighbours, in the order of the table."""
 
 BY_NAME: Mapping[str, Neighbour] = {each.name: each for each in ALL}

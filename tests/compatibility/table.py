@@ -1,10 +1,7 @@
 """What becomes of our node beside each other node?
 
 Each node of :mod:`.neighbours` meets ours, before it and after it, on tiny models of ComfyUI's own
-classes. In UNets tokens merge: with a lossless plan, which only shuffles them, the result must be
-that of the other node alone, and a second run has the plan of the settings. In Flux steps are
-forecast: the result must not depend on the order, and be that of the other node alone if nothing is
-forecast. The log tells where ours stepped aside.
+classes; the page that is written says how.
 """
 
 import argparse
@@ -12,9 +9,8 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.sample
 import comfy.samplers
@@ -83,28 +79,15 @@ class, changes nothing, or is not made for it; the JSON file has the reasons. No
 with the backend *eager*, in two settings."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One node beside ours in one setting, on one kind of model.
-
-    Attributes:
-        verdict: one of those above.
-        why: the reason, in the words of our log if ours stepped aside; empty if it is right.
-    """
+class Cell(NamedTuple):
+    """One node beside ours in one setting, on one kind of model, and why if it is not right."""
 
     verdict: str
     why: str = ""
 
 
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """A run of both nodes.
-
-    Attributes:
-        result: what was sampled.
-        is_aside: whether nothing merged or was forecast.
-        told: what our log tells, apart from how much merged.
-    """
+class _Run(NamedTuple):
+    """A run of both nodes: is ours aside, and what does our log tell apart from how much merged?"""
 
     result: Tensor
     is_aside: bool
@@ -115,7 +98,6 @@ NOBODY = Neighbour("no other node", source="")
 
 
 def cell(kind: str, neighbour: Neighbour, setting: str) -> Cell:
-    """One cell of the table."""
     expected = alone(kind, neighbour)
     if isinstance(expected, str):
         return Cell(NONE, expected)
@@ -138,10 +120,9 @@ def cell(kind: str, neighbour: Neighbour, setting: str) -> Cell:
 
 def _runs(kind: str, neighbour: Neighbour, setting: str) -> list[_Run]:
     """Both nodes in both orders, merging with a lossless plan; then merging with its own."""
-    if kind not in UNETS:
-        return [_both(kind, neighbour, setting, is_last) for is_last in (False, True)]
-    shuffled = [_both(kind, neighbour, setting, is_last, True) for is_last in (False, True)]
-    return [*shuffled, _both(kind, neighbour, setting)]
+    make = lossless(make_strategy) if kind in UNETS else make_strategy
+    runs = [_both(kind, neighbour, setting, is_last, make) for is_last in (False, True)]
+    return [*runs, _both(kind, neighbour, setting, False)] if kind in UNETS else runs
 
 
 # What cells share runs once.
@@ -154,7 +135,6 @@ def _runs_of_nobody(kind: str, setting: str) -> list[_Run]:
 
 @cache
 def model_of(kind: str) -> ModelPatcher:
-    """The model of a kind."""
     return build(KINDS[kind])
 
 
@@ -178,19 +158,13 @@ def alone(kind: str, neighbour: Neighbour) -> Tensor | str:
 
 
 def _both(
-    kind: str,
-    neighbour: Neighbour,
-    setting: str,
-    is_last: bool = False,
-    is_lossless: bool = False,
+    kind: str, neighbour: Neighbour, setting: str, is_last: bool, make: Any = make_strategy
 ) -> _Run:
     """A run of both nodes; ours is put on the model last or first."""
-    make = lossless(make_strategy) if is_lossless else make_strategy
-    both = model_of(kind)
     if is_last:
-        both = attach(neighbour.patch(both, kind), SETTINGS[setting], make)
+        both = attach(neighbour.patch(model_of(kind), kind), SETTINGS[setting], make)
     else:
-        both = neighbour.patch(attach(both, SETTINGS[setting], make), kind)
+        both = neighbour.patch(attach(model_of(kind), SETTINGS[setting], make), kind)
     result = run(neighbour, both, kind)
     last = last_run(both)
     if last is None:
@@ -216,14 +190,9 @@ def run(neighbour: Neighbour, model: ModelPatcher, kind: str) -> Tensor:
         guider = neighbour.guider(model, kind)
         sampling = model.get_model_object("model_sampling")
         empty = torch.zeros(1, tiny.channels, *tiny.size(*SIDES))
-        return guider.sample(
-            comfy.sample.prepare_noise(empty, 1),
-            empty,
-            comfy.samplers.sampler_object("euler"),
-            comfy.samplers.calculate_sigmas(sampling, "simple", steps),
-            disable_pbar=True,
-            seed=1,
-        )
+        noise, euler = comfy.sample.prepare_noise(empty, 1), comfy.samplers.sampler_object("euler")
+        sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", steps)
+        return guider.sample(noise, empty, euler, sigmas, disable_pbar=True, seed=1)
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:
@@ -231,42 +200,30 @@ def _difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def _in_words(error: Exception) -> str:
-    """An error on one line."""
     line = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {line[:100]}"
 
 
 Row = Mapping[str, Mapping[str, Cell]]
-"""The cells of a node, by kind of model and by setting."""
-
-
-def row_of(neighbour: Neighbour) -> Row:
-    """All cells of a node."""
-    return {
-        kind: {setting: cell(kind, neighbour, setting) for setting in settings_on(kind, neighbour)}
-        for kind in COLUMNS
-    }
 
 
 def main() -> int:
     """Run all cells and write the table; 1 if one of them is wrong."""
     parser = argparse.ArgumentParser(prog="dev.py compatibility", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=[each.name for each in ALL])
-    parser.add_argument("--name", default="compatibility", help="name of the result files")
-    arguments = parser.parse_args()
+    parser.parse_args()
     logging.getLogger("tome_nodes").setLevel(logging.ERROR)
-    rows = {}
-    for neighbour in ALL:
-        if arguments.only is None or neighbour.name in arguments.only:
-            rows[neighbour.name] = row_of(neighbour)
-            print(neighbour.name, flush=True)
+    rows: dict[str, Row] = {}
+    for each in ALL:
+        rows[each.name] = {
+            kind: {setting: cell(kind, each, setting) for setting in settings_on(kind, each)}
+            for kind in COLUMNS
+        }
+        print(each.name, flush=True)
     result = {**origin("cpu", "compatibility"), "host": comfyui_version.__version__}
     short = {name: {kind: in_short(row[kind]) for kind in row} for name, row in rows.items()}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{arguments.name}.json").write_text(
-        json.dumps(result | {"rows": short}, indent=1) + "\n", encoding="utf-8"
-    )
-    (RESULTS / f"{arguments.name}.md").write_text(markdown(result, rows), encoding="utf-8")
+    text = json.dumps(result | {"rows": short}, indent=1) + "\n"
+    (RESULTS / "compatibility.json").write_text(text, encoding="utf-8")
+    (RESULTS / "compatibility.md").write_text(markdown(result, rows), encoding="utf-8")
     cells = [each for row in rows.values() for by in row.values() for each in by.values()]
     counts = Counter(each.verdict for each in cells)
     print("summary: " + " ".join(f"{each.replace(' ', '_')}={counts[each]}" for each in VERDICTS))

@@ -104,7 +104,6 @@ WIDEN = """([key, width]) => {
 
 ALL = [option.name for option in CAPTION.options]
 FEW = ["preset", *FREE]
-ALWAYS_SENT = {"model", *FEW}
 ROW = 24
 
 every_workflow = pytest.mark.parametrize("file", workflow_files(), ids=lambda file: file.stem)
@@ -130,7 +129,6 @@ in_nodes_2 = pytest.mark.parametrize("editor", [NODES_2], ids=["nodes_2"], indir
 
 @pytest.fixture(scope="module", params=["server"], ids=["required"])
 def front_end(request):
-    """The server of a front end."""
     return request.getfixturevalue(request.param)
 
 
@@ -150,7 +148,6 @@ def editor(request, browser, front_end):
 
 @pytest.fixture(scope="module")
 def shared_editor(browser, front_end):
-    """An editor for tests that only open files in it."""
     with open_editor(browser, front_end) as editor:
         yield editor
 
@@ -178,7 +175,6 @@ def graph_of(file):
 
 
 def node_of(graph, kind):
-    """The one node of this type."""
     (node,) = (node for node in graph["nodes"] if node["type"] == kind)
     return node
 
@@ -213,11 +209,6 @@ def exported(editor):
     return graph
 
 
-def saved_patches(editor):
-    """Our nodes in the file of the open workflow."""
-    return [node for node in json.loads(editor.save())["nodes"] if node["type"] == PATCH_TYPE]
-
-
 def inputs_of_patches(editor):
     """What would be queued for each of our nodes."""
     nodes = exported(editor).values()
@@ -227,6 +218,16 @@ def inputs_of_patches(editor):
 def patch_inputs(editor):
     (inputs,) = inputs_of_patches(editor)
     return inputs
+
+
+def run_to_image(editor, side):
+    """Run the graph without a warning, until it shows a saved image of so many pixels."""
+    editor.run()
+    try:
+        assert editor.page.wait_for_function(IMAGE_IS_SHOWN).json_value() == side
+    except TimeoutError as error:
+        raise AssertionError([*editor.warnings(), *editor.errors]) from error
+    assert editor.warnings() == editor.errors == []
 
 
 def behind_the_sampler(editor):
@@ -241,18 +242,9 @@ def behind_the_sampler(editor):
 
 
 def reopen(editor):
-    """Save the graph, and open what was saved."""
     saved = json.loads(editor.save())
     editor.clear()
     editor.open(saved)
-
-
-def width_of_image(editor):
-    """Of the saved image in pixels, once it is shown."""
-    try:
-        return editor.page.wait_for_function(IMAGE_IS_SHOWN).json_value()
-    except TimeoutError as error:
-        raise AssertionError([*editor.warnings(), *editor.errors]) from error
 
 
 def visible(editor, key=PATCH_TYPE):
@@ -366,18 +358,6 @@ def test_node_of_nodes_2_has_no_empty_half(editor):
         assert left_free() == pytest.approx(free, abs=0.01)
 
 
-@in_both_designs
-def test_file_of_a_version_that_showed_all_inputs_keeps_its_values_in_a_smaller_node(editor):
-    graph = sample_graph(preset="balanced", sx=3)
-    node_of(graph, PATCH_TYPE)["size"] = [300, 586]
-    editor.open(graph)
-    width, height = box(editor)["size"]
-    assert width == 300
-    assert height < 300
-    editor.page.evaluate(CHOOSE, "custom")
-    assert patch_inputs(editor)["sx"] == 3
-
-
 def graph_with_st(st=0, **settings):
     """A workflow of the version that had the input st, before use_rand."""
     graph = sample_graph()
@@ -393,7 +373,7 @@ def graph_with_st(st=0, **settings):
 
 @in_both_front_ends
 @in_both_designs
-def test_file_with_st_opens_with_its_values(editor):
+def test_file_with_st_or_quality_opens_with_its_values(editor):
     settings = {
         **{"preset": "custom", "ratio": 0.35, "sx": 4, "sy": 3, "use_rand": False},
         **{"min_tokens": 7, "proportional_attn": False, "refresh_steps": 5, "forecast": True},
@@ -401,21 +381,17 @@ def test_file_with_st_opens_with_its_values(editor):
     editor.open(graph_with_st(**settings))
     assert patch_inputs(editor).items() >= settings.items()
     assert patch_inputs(editor).keys() == {"model", *ALL}
-    (slots,) = (node["inputs"] for node in saved_patches(editor))
+    slots = node_of(json.loads(editor.save()), PATCH_TYPE)["inputs"]
     assert "st" not in [slot["name"] for slot in slots]
     before = patch_inputs(editor)
     reopen(editor)
     assert patch_inputs(editor) == before
-    assert editor.warnings() == editor.errors == []
-
-
-@in_both_front_ends
-def test_file_with_quality_opens_with_balanced(editor):
     editor.open(graph_with_st(preset="quality", sx=3, forecast=True))
+    assert patch_inputs(editor).keys() == {"model", *FEW}
     assert patch_inputs(editor)["preset"] == "balanced"
-    assert visible(editor) == FEW
     editor.page.evaluate(CHOOSE, "custom")
     assert patch_inputs(editor).items() >= {"sx": 3, "forecast": True, "use_rand": True}.items()
+    assert editor.warnings() == editor.errors == []
 
 
 @in_both_front_ends
@@ -463,33 +439,35 @@ def test_undo_and_copies_show_what_counts(editor):
 
 
 @in_both_designs
-def test_hidden_inputs_are_saved_but_not_queued(editor):
-    editor.open(sample_graph(preset="custom", sx=4))
-    assert patch_inputs(editor)["sx"] == 4
-    editor.page.evaluate(CHOOSE, "balanced")
-    assert patch_inputs(editor).keys() == ALWAYS_SENT
-    reopen(editor)
-    assert patch_inputs(editor).keys() == ALWAYS_SENT
+def test_hidden_inputs_are_saved_but_not_queued_also_of_a_version_that_showed_them(editor):
+    graph = sample_graph(preset="balanced", sx=3)
+    node_of(graph, PATCH_TYPE)["size"] = [300, 586]
+    editor.open(graph)
+    width, height = box(editor)["size"]
+    assert width == 300 and height < 300
     editor.page.evaluate(CHOOSE, "custom")
-    assert patch_inputs(editor)["sx"] == 4
+    assert patch_inputs(editor)["sx"] == 3
+    editor.page.evaluate(CHOOSE, "balanced")
+    assert patch_inputs(editor).keys() == {"model", *FEW}
+    reopen(editor)
+    assert patch_inputs(editor).keys() == {"model", *FEW}
+    editor.page.evaluate(CHOOSE, "custom")
+    assert patch_inputs(editor)["sx"] == 3
 
 
 def test_node_is_the_first_that_is_found_by_what_people_type(editor, picture):
     editor.clear()
+    # The editor puts its own Seed before "speed", which is spelt alike.
+    expect(editor.search("speed").filter(has_text="ToMe").first).to_contain_text(PATCH)
     for text in (
         *("faster", "speed up", "speedup", "tomesd", "merge tokens", "accelerate", "acceleration"),
         *("optimize", "performance", "too slow", "token merging"),
     ):
+        editor.page.keyboard.press("Escape")
         results = editor.search(text)
         expect(results.first).to_contain_text(PATCH)
-        if text != "token merging":
-            editor.page.keyboard.press("Escape")
     expect(results.filter(has_text=REMOVE)).to_be_visible()
     picture(editor, "search", (345, 115, 900, 300))
-    editor.page.keyboard.press("Escape")
-    # The editor puts its own Seed before it, which is spelt alike.
-    ours = editor.search("speed").filter(has_text="ToMe")
-    expect(ours.first).to_contain_text(PATCH)
 
 
 @in_both_front_ends
@@ -505,11 +483,9 @@ def test_node_is_dropped_wired_with_the_mouse_and_run(editor, front_end):
     assert behind_the_sampler(editor) == [PATCH_TYPE, "CheckpointLoaderSimple"]
 
     read = len(front_end.log)
-    editor.run()
-    assert width_of_image(editor) == 64
+    run_to_image(editor, 64)
     assert re.search(r"\[ToMe\] .*2/2 steps|\[ToMe\] nothing merged", front_end.log[read:])
     assert "step 2/2" in editor.page.evaluate(REPORT, PATCH_TYPE)
-    assert editor.warnings() == editor.errors == []
 
 
 def test_widgets_change_with_the_mouse(editor):
@@ -518,24 +494,17 @@ def test_widgets_change_with_the_mouse(editor):
     before = patch_inputs(editor)
     for name in "ratio", "max_downsample", "merge_mlp", "sx", "strategy", "proportional_attn":
         editor.step_up(PATCH_TYPE, name)
-    assert patch_inputs(editor) == before | {
-        "ratio": 0.65,
-        "max_downsample": "1",
-        "merge_mlp": True,
-        "sx": 3,
-        "strategy": "window",
-        "proportional_attn": False,
-    }
+    changed = {"ratio": 0.65, "max_downsample": "1", "merge_mlp": True, "sx": 3}
+    changed |= {"strategy": "window", "proportional_attn": False}
+    assert patch_inputs(editor) == before | changed
 
 
 @in_nodes_2
 def test_widgets_change_with_the_mouse_in_nodes_2(editor):
     editor.open(sample_graph(preset="custom"))
     before = patch_inputs(editor)
-    node = editor.node(PATCH_TYPE)
-    ratio = node.get_by_test_id("node-widget").filter(
-        has=editor.page.get_by_label("ratio", exact=True)
-    )
+    node, label = editor.node(PATCH_TYPE), editor.page.get_by_label("ratio", exact=True)
+    ratio = node.get_by_test_id("node-widget").filter(has=label)
     ratio.get_by_test_id("increment").click()
     node.get_by_text("Show advanced inputs").click()
     node.get_by_label("merge_mlp").click()
@@ -629,13 +598,10 @@ def graph_with_report(side):
     graph = small_graph("tome_img2img")
     node_of(graph, "ImageScale")["widgets_values"][1:3] = [side, side]
     node_of(graph, "KSampler")["widgets_values"][6] = 0.2
-    slots = (
-        ("model", PATCH_TYPE, "MODEL"),
-        ("samples", "KSampler", "LATENT"),
-        ("image", "ImageScale", "IMAGE"),
-    )
+    sources = {"model": PATCH_TYPE, "samples": "KSampler", "image": "ImageScale"}
     inputs = []
-    for slot, (name, source, kind) in enumerate(slots):
+    for slot, (name, source) in enumerate(sources.items()):
+        kind = {"model": "MODEL", "samples": "LATENT", "image": "IMAGE"}[name]
         link, node = 100 + slot, node_of(graph, source)
         inputs.append({"name": name, "type": kind, "link": link})
         node["outputs"][0]["links"].append(link)
@@ -649,8 +615,7 @@ def graph_with_report(side):
 @in_both_designs
 def test_live_line_and_report_are_shown(editor, picture):
     editor.open(graph_with_report(384), "report")
-    editor.run()
-    assert width_of_image(editor) == 384
+    run_to_image(editor, 384)
     editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=REPORT_TYPE)
     line = "6/6 blocks, 2304→918 tokens, step 2/2"
     assert editor.page.evaluate(REPORT, PATCH_TYPE) == line
@@ -738,11 +703,8 @@ def place_and_wire(editor, blueprint, models, latent):
         ({}, "ToMe hires fix", ["model"], ("KSampler", "samples"), 128),
         # Any model samples in two parts; Wan's are too large to be written here.
         (
-            NODES_2,
-            "ToMe Wan 2.2 video",
-            ["high_noise_model", "low_noise_model"],
-            ("EmptyLatentImage", "latent"),
-            64,
+            *(NODES_2, "ToMe Wan 2.2 video", ["high_noise_model", "low_noise_model"]),
+            *(("EmptyLatentImage", "latent"), 64),
         ),
     ],
     ids=["hires_fix", "wan"],
@@ -751,9 +713,7 @@ def place_and_wire(editor, blueprint, models, latent):
 def test_blueprint_is_placed_wired_and_run(editor, blueprint, models, latent, side):
     place_and_wire(editor, blueprint, models, latent)
     assert [inputs["ratio"] for inputs in inputs_of_patches(editor)] == [0.6] * (1 + len(models))
-    editor.run()
-    assert width_of_image(editor) == side
-    assert editor.warnings() == editor.errors == []
+    run_to_image(editor, side)
 
 
 def test_blueprint_of_ltx_2_is_placed_and_wired(editor, front_end):

@@ -78,7 +78,6 @@ def shallow():
 
 @pytest.fixture
 def user_folder(tmp_path):
-    """A user folder of its own for each test."""
     import folder_paths
 
     before = folder_paths.get_user_directory()

@@ -42,7 +42,6 @@ def merging(min_tokens=1, ratio=0.5, **options):
 
 
 def keys_only(**options):
-    """Settings that merge keys and values in windows."""
     return merging(**{"strategy": "window", "attn_tokens": "k,v"} | options)
 
 
@@ -55,12 +54,10 @@ def sample(model, size=(12, 16), channels=32, scheduler="normal", positive=None,
 
 
 def overridden(model):
-    """Names of the modules of a model whose forward is overridden."""
     return [name for name, module in model.model.named_modules() if "forward" in vars(module)]
 
 
 def with_override(model, override):
-    """The model with attention of another node."""
     other = model.clone()
     other.model_options["transformer_options"][OVERRIDE] = override
     return other

@@ -33,19 +33,12 @@ print(*(len(compile_for("sm_80", each)) for each in ([balanced], [balanced, lowe
 
 
 ABSENT = {("merge_windows", "sm_75")}
-"""Kernels that GPUs do not take."""
 
 
 def test_kernels_compile_for_gpus_that_are_not_present_and_once_for_many_sizes(tmp_path):
+    command = [sys.executable, "-c", COMPILE]
     environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    output = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout
+    output = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
     *compiled, kernels = output.splitlines()
     names = "match_windows", "merge", "merge_windows", "add_change", "widen"
     rows = [line.split("|") for line in compiled]

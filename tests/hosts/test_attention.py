@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfy.ldm.modules import attention
-from comfy.ldm.modules.attention import BasicTransformerBlock
 from common import DEVICE, relative_error
 from host import merging, needs, sample, with_override
 from torch.testing import assert_close
@@ -63,18 +62,10 @@ def weighed(function, q, k, v, sizes, notes, options=None, capable=OLD, **kwargs
 
 
 @pytest.mark.parametrize("channels", [40, 64, 80])
-@pytest.mark.parametrize(
-    "function",
-    [
-        attention.attention_basic,
-        attention.attention_split,
-        attention.attention_sub_quad,
-        attention.attention_pytorch,
-        # It is not installed here, so the host's fallback runs, with the same channels.
-        attention.attention_flash,
-    ],
-)
-def test_weighed_keys_are_repeated_keys(function, channels):
+# Flash is not installed here, so the host's fallback runs, with the same channels.
+@pytest.mark.parametrize("name", ["basic", "split", "sub_quad", "pytorch", "flash"])
+def test_weighed_keys_are_repeated_keys(name, channels):
+    function = getattr(attention, f"attention_{name}")
     q, k, v, sizes = tensors(channels)
     expected = attention_to_repeated(q, k, v, sizes)
     notes = []
@@ -97,22 +88,6 @@ def test_the_scale_of_the_caller_is_kept():
         assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
         unscaled = weighed(function, q, k, v, sizes, [], scale=None)
         assert torch.equal(unscaled, weighed(function, q, k, v, sizes, []))
-
-
-@pytest.mark.parametrize("function", [attention.attention_pytorch, attention.attention_flash])
-def test_a_mask_that_an_override_changes_counts(function):
-    q, k, v, sizes = tensors(40)
-    region = torch.zeros(1, 1, 1, 29, device=DEVICE)
-    region[..., :5] = -torch.inf
-
-    def theirs(func, *args, mask=None, **kwargs):
-        return func(*args, mask=mask + region, **kwargs)
-
-    merged = weighed(function, q, k, v, sizes, [], {OVERRIDE: theirs})
-    without = sizes.clone()
-    without[:, :5] = 0
-    expected = attention_to_repeated(q, k, v, without)
-    assert_close(merged.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +125,8 @@ def test_ways_by_the_channels_of_a_head(channels, with_cudnn, without_cudnn):
 )
 def test_what_a_device_runs(monkeypatch, device, dtype, major, hip, expected):
     """As the parts of PyTorch would tell it of such a device."""
-    cuda = torch.backends.cuda
-    properties = SimpleNamespace(major=major)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    cuda, device_of = torch.backends.cuda, SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device_of)
     monkeypatch.setattr(cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(cuda, "cudnn_sdp_enabled", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
@@ -212,15 +186,19 @@ def test_an_unknown_attention_runs_as_it_is():
     assert notes == ["attention_of_the_future takes no weights"]
 
 
-@pytest.mark.parametrize("capable", [NEW, FLASH])
-def test_the_override_of_another_node_runs_first(capable):
-    q, k, v, sizes = tensors(64)
+@pytest.mark.parametrize("function", [attention.attention_pytorch, attention.attention_flash])
+@pytest.mark.parametrize("capable", [OLD, NEW, FLASH])
+def test_the_override_of_another_node_runs_first_and_its_mask_counts(function, capable):
+    q, k, v, sizes = tensors(40)
+    region = torch.zeros(1, 1, 1, 29, device=DEVICE)
+    region[..., :5] = -torch.inf
 
-    def theirs(func, q, k, v, heads, **kwargs):
-        return 3 * func(2 * q, k, v, heads, **kwargs)
+    def theirs(func, q, k, v, heads, mask=None, **kwargs):
+        return 3 * func(2 * q, k, v, heads, mask=mask + region, **kwargs)
 
     options = {OVERRIDE: theirs}
-    actual = weighed(attention.attention_pytorch, q, k, v, sizes, [], options, capable)
+    actual = weighed(function, q, k, v, sizes, [], options, capable)
+    sizes[:, :5] = 0
     expected = 3 * attention_to_repeated(2 * q, k, v, sizes)
     assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
     assert options == {OVERRIDE: theirs}
@@ -250,7 +228,7 @@ def of_equal_cells(sd15):
 
     with ExitStack() as hooks:
         for module in sd15.model.diffusion_model.modules():
-            if isinstance(module, BasicTransformerBlock):
+            if isinstance(module, attention.BasicTransformerBlock):
                 hooks.enter_context(module.register_forward_pre_hook(level, with_kwargs=True))
         yield sd15
 
@@ -258,12 +236,9 @@ def of_equal_cells(sd15):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"strategy": "window"},
-        {"attn_tokens": "k,v"},
+        *({}, {"strategy": "window"}, {"attn_tokens": "k,v"}),
         {"merge_mlp": True, "merge_crossattn": True, "ratio": 0.4},
-        {"scope": "stack"},
-        {"scope": "stack", "merge_attn": False},
+        *({"scope": "stack"}, {"scope": "stack", "merge_attn": False}),
     ],
     ids=str,
 )

@@ -1,8 +1,7 @@
 """ComfyUI's compiler stays out of runs that merge tokens.
 
-It needs CUDA and a ComfyUI of 0.34 or later. A double stands for it, written from what is known of
-`comfy.model_prefetch` (2026-11). It only notes whether it is on where models begin to have their
-memory recorded; the real one would end a run in which that memory differs from step to step.
+It needs CUDA and a ComfyUI of 0.34 or later. A double, written from what is known of
+`comfy.model_prefetch` (2026-11), only notes whether it is on where memory begins to be recorded.
 """
 
 import threading
@@ -24,24 +23,18 @@ FLUX = TINY["flux"]
 model_prefetch = pytest.importorskip("comfy.model_prefetch")
 
 
-class Compiler:
-    """Notes whether it was on, each time that a model began."""
-
-    def __init__(self):
-        self.was_on = []
-
-    def begin(self, device):
-        self.was_on.append(not args.disable_comfy_compiler)
-
-
 @pytest.fixture
 def compiler(monkeypatch):
-    """The double, in place of what the host has on CUDA."""
-    double = Compiler()
+    """The double, in place of what the host has on CUDA: whether it was on where a model began."""
+    was_on = []
     monkeypatch.setattr(args, "disable_comfy_compiler", False, raising=False)
+
+    def begin(device):
+        was_on.append(not args.disable_comfy_compiler)
+
     monkeypatch.setattr(model_prefetch, "malloc_graph_enabled", lambda device: True, raising=False)
-    monkeypatch.setattr(model_prefetch, "malloc_graph_begin", double.begin, raising=False)
-    return double
+    monkeypatch.setattr(model_prefetch, "malloc_graph_begin", begin, raising=False)
+    return was_on
 
 
 @pytest.fixture
@@ -55,14 +48,14 @@ def recorded(models):
 
 def test_it_is_off_while_a_run_merges_and_on_for_others(compiler, recorded):
     plain = sample(recorded, FLUX, steps=3)
-    compiler.was_on.clear()
+    compiler.clear()
     merged = sample(attach(recorded, keys_only(ratio_end=0.25)), FLUX, steps=3)
     assert 1e-6 < relative_error(merged, plain) < 0.5
-    assert compiler.was_on == [False] * 3
+    assert compiler == [False] * 3
     assert args.disable_comfy_compiler is False
-    compiler.was_on.clear()
+    compiler.clear()
     assert torch.equal(sample(recorded, FLUX, steps=3), plain)
-    assert compiler.was_on == [True] * 3
+    assert compiler == [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -100,15 +93,12 @@ def test_nested_runs_and_runs_side_by_side_count(compiler):
     assert inside == outside == {"disable_comfy_compiler": True}
 
 
-def test_what_the_user_has_switched_off_stays_off(compiler):
-    args.disable_comfy_compiler = True
+def test_what_the_user_has_switched_off_stays_off_and_a_host_without_it_alone(monkeypatch):
+    monkeypatch.setattr(args, "disable_comfy_compiler", True, raising=False)
     with comfy_compiler.switched_off({}):
         pass
     assert args.disable_comfy_compiler is True
-
-
-def test_a_host_without_the_compiler_is_left_alone(monkeypatch):
-    monkeypatch.delattr(args, "disable_comfy_compiler", raising=False)
+    monkeypatch.delattr(args, "disable_comfy_compiler")
     with comfy_compiler.switched_off({}):
         assert not hasattr(args, "disable_comfy_compiler")
 

@@ -1,42 +1,33 @@
 """The attach to real ComfyUI models: what merges, what is left alone, what is left behind."""
 
-import gc
 import re
-import weakref
 
 import comfy.model_management
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from common import Shuffle, input_lengths, relative_error
-from host import conditioning, merging, needs, no_free_memory, overridden, sample
+from common import ALL_MODULES, Shuffle, input_lengths, relative_error
+from host import merging, needs, no_free_memory, overridden, sample
 from models import comfyui
 from models.comfyui import KINDS, UNETS
 from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounter
 
 from tome_nodes import reasons
-from tome_nodes.comfyui import attachment
 from tome_nodes.comfyui.attachment import attach, detach
 from tome_nodes.merging.plan import Plan
 from tome_nodes.patching import engine, key_weights
 from tome_nodes.patching.key_weights import Capabilities
-from tome_nodes.patching.merge_modules import ModuleBlock
 from tome_nodes.patching.schedule import is_active
 from tome_nodes.settings.config import OPTIONS
 
-ALL_MODULES = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
+IN_EVERY_SCOPE = [*({"attn_tokens": each} for each in ("q,k,v", "k,v")), {"scope": "stack"}]
 
 
 def sample_tiny(model, kind, steps=2):
     """Sample with a tiny UNet; that of videos has its frames in the batch."""
     batch = 3 if kind == "svd" else 1
     return comfyui.sample(model, UNETS[kind], (12, 16), steps=steps, batch=batch)
-
-
-IN_EVERY_SCOPE = [
-    *({"attn_tokens": choice} for choice in OPTIONS["attn_tokens"].choices),
-    {"scope": "stack"},
-]
 
 
 @pytest.mark.parametrize(
@@ -76,10 +67,6 @@ def test_auto_takes_the_shallowest_level_and_in_scope_stack_that_of_most_blocks(
     assert log_messages()[-1].startswith(f"[ToMe] merged {words}")
 
 
-def first_block(model):
-    return model.model.diffusion_model.input_blocks[1][1].transformer_blocks[0]
-
-
 @pytest.mark.parametrize(
     ("settings", "lengths"),
     [
@@ -91,28 +78,18 @@ def first_block(model):
         ({"scope": "stack", "merge_attn": False}, [96, 96, 96, 96]),
         ({"strategy": "window", "ratio": 0.75}, [48, 48, 192, 192]),
         ({"strategy": "cluster"}, [96, 96, 192, 192]),
-        (
-            {"strategy": "cluster", "merge_crossattn": True, "merge_mlp": True, "ratio": 0.25},
-            [144, 144, 144, 144],
-        ),
+        ({"strategy": "cluster", "ratio": 0.25, **ALL_MODULES}, [144, 144, 144, 144]),
         ({"ratio": 0.25, "attn_tokens": "k,v", "merge_mlp": True}, [192, 144, 192, 144]),
     ],
     ids=str,
 )
 def test_what_runs_on_merged_tokens(sd15, settings, lengths):
     """The queries, keys, text queries and feed-forward of a block."""
-    block = first_block(sd15)
+    block = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0]
     layers = block.attn1.to_q, block.attn1.to_k, block.attn2.to_q, block.ff.net
     with input_lengths(*layers) as found:
         sample(attach(sd15, merging(**settings)), steps=1)
     assert found == lengths
-
-
-def test_blocks_of_a_stack_that_cannot_run_as_one_merge_one_by_one(sd15, monkeypatch):
-    """With one block in each stack, that is the same."""
-    stacks = sample(attach(sd15, merging(scope="stack")), steps=1)
-    monkeypatch.setattr(ModuleBlock, "runs_as_one_stack", False)
-    assert torch.equal(sample(attach(sd15, merging(scope="stack")), steps=1), stacks)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +105,8 @@ def test_blocks_of_a_stack_that_cannot_run_as_one_merge_one_by_one(sd15, monkeyp
         ({"strategy": "window", "ratio_end": 0.0}, 3, "2/3 steps"),
         ({"ratio": 0.9}, 1, "(192 -> 48 tokens), 1/1 steps, ratio 0.90 capped at 0.75"),
         ({"start_percent": 0.3, "end_percent": 0.7}, 4, ", 2/4 steps,"),
+        # Where the summary that it follows merges.
+        ({"strategy": "cluster", "start_percent": 0.6}, 20, ", 8/20 steps, ratio 0.50, cluster"),
     ],
     ids=str,
 )
@@ -147,18 +126,7 @@ def test_start_percent_06_is_the_last_two_fifths_of_the_training(sd15, log_messa
     assert "(192 -> 96 tokens), 8/20 steps, ratio 0.50, cluster" in line
 
 
-def test_a_device_without_room_for_a_small_plan_says_so(sd15, monkeypatch, untried):
-    def full(*_):
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(Plan, "merge", full)
-    with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        sample(attach(sd15, merging()), steps=1)
-    assert overridden(sd15) == []
-
-
 def compiled(model, **options):
-    """The model, to be compiled in its next run."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     set_torch_compile_wrapper(model, **options)
@@ -167,19 +135,21 @@ def compiled(model, **options):
 
 @pytest.mark.newest_only
 @pytest.mark.parametrize(
-    ("strategy", "scope"),
-    zip(OPTIONS["strategy"].choices, ["stack", "module", "stack"], strict=True),
+    ("strategy", "settings"),
+    [
+        (strategy, ALL_MODULES if strategy == "window" else {"scope": "stack"})
+        for strategy in OPTIONS["strategy"].choices
+    ],
 )
-def test_torch_compile_traces_every_strategy_and_scope_in_one_graph(
-    shallow, fresh_compiler, strategy, scope
+def test_torch_compile_keeps_one_whole_graph_over_steps_and_runs(
+    shallow, fresh_compiler, strategy, settings
 ):
-    from torch._dynamo.testing import CompileCounter
-
-    config, graphs = merging(strategy=strategy, scope=scope), CompileCounter()
-    expected = sample_tiny(attach(shallow, config), "sd15")
-    model = compiled(attach(shallow, config), backend=graphs, fullgraph=True)
-    assert relative_error(sample_tiny(model, "sd15"), expected) < 1e-5
-    assert graphs.frame_count == 1
+    config, graphs = merging(strategy=strategy, **settings), CompileCounter()
+    expected, plain = (sample_tiny(each, "sd15", 3) for each in (attach(shallow, config), shallow))
+    model = compiled(shallow.clone(), backend=graphs, fullgraph=True)
+    for each, wanted in (model, plain), *[(attach(model, config), expected)] * 2, (model, plain):
+        assert relative_error(sample_tiny(each, "sd15", 3), wanted) < 1e-5
+    assert graphs.frame_count == 2
 
 
 @pytest.mark.newest_only
@@ -212,38 +182,27 @@ def test_a_compiled_model_asks_nothing_of_a_gpu(
     assert relative_error(sample_tiny(model, "sd15"), expected) < 1e-5
 
 
-class InOnePool:
-    """A compiler whose graphs overwrite what they have returned before, as CUDA's graphs do."""
+@pytest.mark.newest_only
+def test_what_is_kept_over_steps_is_not_in_the_memory_of_a_graph(shallow, fresh_compiler):
+    """Graphs overwrite what they have returned before, as CUDA's graphs do."""
+    returned = []
 
-    def __init__(self):
-        self.returned = []
-
-    def __call__(self, graph, _):
+    def in_one_pool(graph, _):
         def run(*inputs):
             own = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
-            for result in self.returned:
+            for result in returned:
                 result.zero_()
             results = [x.clone() if isinstance(x, torch.Tensor) else x for x in graph(*own)]
-            self.returned += [x for x in results if isinstance(x, torch.Tensor)]
+            returned.extend(x for x in results if isinstance(x, torch.Tensor))
             return results
 
         return run
 
-
-@pytest.mark.newest_only
-def test_what_is_kept_over_steps_is_not_in_the_memory_of_a_graph(shallow, fresh_compiler):
     config = merging(strategy="window", scope="stack", attn_tokens="k,v", refresh_steps=4)
     expected = sample_tiny(attach(shallow, config), "sd15", steps=8)
     assert relative_error(expected, sample_tiny(shallow, "sd15", steps=8)) > 1e-3
-    model = compiled(attach(shallow, config), backend=InOnePool())
+    model = compiled(attach(shallow, config), backend=in_one_pool)
     assert relative_error(sample_tiny(model, "sd15", steps=8), expected) < 1e-5
-
-
-def test_ratio_zero_is_the_unpatched_model(sd15, log_messages):
-    patched = attach(sd15, merging(ratio=0.0))
-    assert patched.get_all_wrappers(WrappersMP.APPLY_MODEL) == []
-    assert torch.equal(sample(patched), sample(sd15))
-    assert log_messages() == []
 
 
 def test_patching_again_replaces_the_settings_and_keeps_the_wrappers_of_others(sd15):
@@ -256,33 +215,9 @@ def test_patching_again_replaces_the_settings_and_keeps_the_wrappers_of_others(s
     ]
     assert wrappers == [2, 1]
     assert torch.equal(sample(twice), sample(once))
-
-
-def test_patched_and_plain_models_share_weights_but_not_the_patch(sd15):
-    before = sample(sd15)
-    patched = attach(sd15, merging(seed=5))
-    first = sample(patched)
-    for plain in sd15, detach(patched):
-        assert torch.equal(sample(plain), before)
-    assert torch.equal(sample(patched), first)
-    for other in sd15, attach(sd15, merging(seed=6)):
-        assert not torch.equal(sample(other), first)
-
-
-def test_the_state_of_a_run_is_dropped_with_it(sd15, monkeypatch):
-    runs = []
-
-    class Watched(attachment.MergingRun):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            runs.append(weakref.ref(self))
-
-    monkeypatch.setattr(attachment, "MergingRun", Watched)
-    patched = attach(sd15, merging())
-    sample(patched)
-    sample(patched)
-    gc.collect()
-    assert len(runs) == 2 and not any(run() for run in runs)
+    off = attach(once, merging(ratio=0.0))
+    assert off.get_all_wrappers(WrappersMP.APPLY_MODEL) == []
+    assert torch.equal(sample(off), sample(sd15))
 
 
 def test_steps_on_all_tokens_merge_keys_and_values_if_these_are_to_merge(sd15, log_messages):
@@ -355,43 +290,35 @@ def test_a_second_sampler_at_another_size_starts_afresh(sd15, log_messages):
     small = sample(patched, size=(8, 8))
     sample(patched, size=(12, 20))
     assert torch.equal(sample(patched, size=(8, 8)), small)
-    assert [line.split(" tokens")[0].split("(")[1] for line in log_messages()] == [
-        "64 -> 32",
-        "240 -> 120",
-        "64 -> 32",
-    ]
+    found = [line.split(" tokens")[0].split("(")[1] for line in log_messages()]
+    assert found == ["64 -> 32", "240 -> 120", "64 -> 32"]
 
 
 @pytest.mark.parametrize(
     ("settings", "kind", "reason"),
     [
         (
-            {"start_percent": 0.5, "end_percent": 0.5},
-            "sd15",
+            *({"start_percent": 0.5, "end_percent": 0.5}, "sd15"),
             "start_percent=0.5 to end_percent=0.5 covers no step of this run; widen them",
         ),
         (
-            {"max_downsample": 1},
-            "sdxl",
+            *({"max_downsample": 1}, "sdxl"),
             "max_downsample=1 leaves out every transformer block: this model's start at 2; "
             "use preset fast, or max_downsample auto under preset custom",
         ),
         ({"ratio": 0.004}, "sd15", "192 tokens are too few for ratio=0.004; raise it"),
         (
-            {"ratio": 0.0, "ratio_end": 0.004},
-            "sd15",
+            *({"ratio": 0.0, "ratio_end": 0.004}, "sd15"),
             "the ratio is 0 at every step that could merge; raise it",
         ),
         ({"min_tokens": 193}, "sd15", "192 tokens are fewer than min_tokens=193; lower it"),
         (
-            {"min_tokens": 0},
-            "sd15",
+            *({"min_tokens": 0}, "sd15"),
             "192 tokens are fewer than 256, which is where merging is worth it here "
             "(min_tokens=0); take a larger picture",
         ),
         (
-            {"merge_attn": False},
-            "sd15",
+            *({"merge_attn": False}, "sd15"),
             "merge_attn, merge_crossattn and merge_mlp are all off; switch one on",
         ),
     ],
@@ -411,10 +338,16 @@ def test_a_run_without_merging_says_why_in_one_warning(models, caplog, settings,
 
 
 def test_steps_aside_on_a_device_that_lacks_an_operation(sd15, log_messages, monkeypatch, untried):
+    error = torch.OutOfMemoryError("no room for a small plan")
+
     def missing(*_):
-        raise NotImplementedError("no such operation here\nand a long explanation")
+        raise error
 
     monkeypatch.setattr(Plan, "merge", missing)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        sample(attach(sd15, merging()), steps=1)
+    assert overridden(sd15) == []
+    error = NotImplementedError("no such operation here\nand a long explanation")
     assert torch.equal(sample(attach(sd15, merging())), sample(sd15))
     assert log_messages() == [
         f"[ToMe] nothing merged: the device {sd15.load_device} cannot do it: "
@@ -432,13 +365,33 @@ def test_text_as_context_of_self_attention_is_never_merged(models):
     assert lengths == [10, comfyui.TEXT]
 
 
-def test_steps_aside_where_another_node_replaces_the_attention(sd15, log_messages):
-    theirs = sd15.clone()
+def replace_attention(model):
     for block in ("input", 1), ("input", 2), ("middle", 0), *(("output", i) for i in range(3)):
-        theirs.set_model_attn1_replace(lambda q, k, v, options: v, *block)
-    both = attach(theirs, merging())
-    assert torch.equal(sample(both), sample(theirs))
-    assert log_messages() == [f"[ToMe] nothing merged: {reasons.ATTENTION_REPLACED}"]
+        model.set_model_attn1_replace(lambda q, k, v, options: v, *block)
+
+
+def change_the_batch(model):
+    model.set_model_attn2_patch(lambda q, k, v, _: [x.repeat(2, 1, 1) for x in (q, k, v)])
+    model.set_model_attn2_output_patch(lambda n, options: n[: len(n) // 2])
+
+
+@pytest.mark.parametrize(
+    ("patch", "settings", "reason"),
+    [
+        (replace_attention, {}, reasons.ATTENTION_REPLACED),
+        (
+            *(change_the_batch, {"merge_attn": False, "merge_crossattn": True}),
+            reasons.ATTENTION_MASKED,
+        ),
+    ],
+)
+def test_steps_aside_where_another_node_changes_attention(
+    sd15, log_messages, patch, settings, reason
+):
+    theirs = sd15.clone()
+    patch(theirs)
+    assert torch.equal(sample(attach(theirs, merging(**settings))), sample(theirs))
+    assert log_messages() == [f"[ToMe] nothing merged: {reason}"]
 
 
 def test_other_patches_see_every_token_and_may_add_keys(sd15):
@@ -455,34 +408,15 @@ def test_other_patches_see_every_token_and_may_add_keys(sd15):
     assert relative_error(lossless, plain) < 1e-5
     assert 1e-3 < relative_error(sample(attach(theirs, merging()), steps=1), plain) < 1
     assert set(lengths) == {192}
-
-
-def test_patches_that_keep_the_tokens_have_their_keys_merged_too(sd15):
+    # Keys of as many tokens merge, too.
     theirs = sd15.clone()
     theirs.set_model_attn1_patch(lambda q, k, v, options: (q, k * 1.5, v * 0.5))
     lossless = sample(attach(theirs, merging(), Shuffle), steps=1)
     assert relative_error(lossless, sample(theirs, steps=1)) < 1e-5
-    with input_lengths(first_block(sd15).attn1.to_k) as lengths:
+    layer = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0].attn1.to_k
+    with input_lengths(layer) as lengths:
         sample(attach(theirs, merging()), steps=1)
     assert lengths == [96]
-
-
-def test_steps_aside_where_another_node_changes_the_batch(sd15, log_messages):
-    def couple(q, k, v, options):
-        return q.repeat(2, 1, 1), k.repeat(2, 1, 1), v.repeat(2, 1, 1)
-
-    theirs = sd15.clone()
-    theirs.set_model_attn2_patch(couple)
-    theirs.set_model_attn2_output_patch(lambda n, options: n[: len(n) // 2])
-    alone = merging(merge_attn=False, merge_crossattn=True)
-    assert torch.equal(sample(attach(theirs, alone)), sample(theirs))
-    assert log_messages() == [f"[ToMe] nothing merged: {reasons.ATTENTION_MASKED}"]
-
-
-def test_area_conditioning_merges_each_area_on_its_own_grid(sd15, log_messages):
-    positive = conditioning(0.5) + conditioning(0.75, area=(6, 16, 0, 0), strength=1.0)
-    sample(attach(sd15, merging()), positive=positive, steps=1)
-    assert "(192 -> 96 tokens x6, 96 -> 48 tokens x6)" in log_messages()[-1]
 
 
 def test_saved_weights_are_those_of_the_source(sd15, tmp_path):
@@ -538,15 +472,3 @@ def test_a_deep_clone_merges_in_its_own_weights(sd15_from_file, log_messages):
     assert torch.equal(sample(deep, **options), expected)
     assert log_messages()[0] == log_messages()[1]
     assert overridden(deep) == overridden(model) == []
-
-
-def test_torch_compile_keeps_one_graph_over_steps_and_runs(shallow, fresh_compiler):
-    from torch._dynamo.testing import CompileCounter
-
-    config, graphs = merging(**ALL_MODULES), CompileCounter()
-    expected = sample_tiny(attach(shallow, config), "sd15", steps=3)
-    plain = sample_tiny(shallow, "sd15", steps=3)
-    model = compiled(shallow.clone(), backend=graphs)
-    for each, wanted in (model, plain), *[(attach(model, config), expected)] * 2, (model, plain):
-        assert relative_error(sample_tiny(each, "sd15", steps=3), wanted) < 1e-5
-    assert graphs.frame_count == 2

@@ -7,7 +7,6 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
-import accelerate
 import diffusers
 import pytest
 import torch
@@ -16,11 +15,13 @@ from common import (
     TOMESD_OPTIONS,
     Counted,
     attributes,
+    check_run,
     input_lengths,
     merged_everywhere,
     relative_error,
     scopes_and_tokens,
     shuffle,
+    stopped,
     theirs_and_ours,
 )
 from diffusers import UNet2DConditionModel
@@ -31,8 +32,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.pipelines import (
     CASES,
+    COMPILED,
     DEVICE,
     GRID,
+    OFFLOADS,
     TEXT,
     TEXT_CHANNELS,
     call,
@@ -42,7 +45,6 @@ from models.pipelines import (
     noise,
     sd15,
 )
-from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
@@ -72,22 +74,8 @@ def unet():
 @pytest.mark.parametrize("name", CASES)
 def test_every_pipeline_merges_and_is_as_before_without(name, attn_tokens, log_messages):
     case = CASES[name]()
-    expected, before = case(), attributes(case.network)
-    random = torch.get_rng_state()
-    shuffle(case.pipeline, attn_tokens=attn_tokens)
-    assert relative_error(case(), expected) < ROUNDING
-    (line,) = log_messages()
-    assert merged_everywhere(line)
-    options = {"max_downsample": "auto", "attn_tokens": attn_tokens}
-    assert tome_nodes.apply_patch(case.pipeline, **options) is case.pipeline
-    merged = case()
-    assert merged.isfinite().all()
-    assert relative_error(merged, expected) > 1e-3
-    assert torch.equal(case(), merged)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert tome_nodes.remove_patch(case.pipeline) is case.pipeline
-    assert attributes(case.network) == before
-    assert torch.equal(case(), expected)
+    check_run(case.pipeline, case.network, case, attn_tokens=attn_tokens)
+    assert merged_everywhere(log_messages()[0])
 
 
 @scopes_and_tokens
@@ -102,14 +90,12 @@ def test_a_lossless_plan_reproduces_the_unet_in_every_scope(
     assert merged_everywhere(log_messages()[-1])
 
 
-def first_block(unet):
-    return unet.down_blocks[0].attentions[0].transformer_blocks[0]
+def blocks_of(unet):
+    return [each for each in unet.modules() if isinstance(each, BasicTransformerBlock)]
 
 
-@cache
-def exact_unet(family):
-    """A UNet in which no two similarities are almost equal."""
-    return make_unet(family).double()
+# In which no two similarities are almost equal.
+exact_unet = cache(lambda family: make_unet(family).double())
 
 
 @settings(max_examples=40)
@@ -127,7 +113,6 @@ def test_equal_to_tomesd_for_each_of_its_options(options, family, batch, grid):
 
 
 def ip_adapter(unet):
-    """Give a UNet the layers of an IP-Adapter with random weights."""
     processors = unet.attn_processors
     for name in processors:
         if name.endswith("attn2.processor"):
@@ -144,7 +129,7 @@ PROCESSORS = {
     "default": lambda unet: None,
     "eager": lambda unet: unet.set_attn_processor(attention_processor.AttnProcessor()),
     "sliced": lambda unet: unet.set_attn_processor(attention_processor.SlicedAttnProcessor(2)),
-    "fused": lambda unet: unet.fuse_qkv_projections(),
+    "fused": UNet2DConditionModel.fuse_qkv_projections,
 }
 
 
@@ -166,19 +151,15 @@ def test_ip_adapter(unet, log_messages):
     without = unet(**arguments).sample
     ip_adapter(unet)
     arguments["added_cond_kwargs"] = {"image_embeds": [noise(2, 1, 16)]}
-    expected = unet(**arguments).sample
-    assert relative_error(expected, without) > 1e-3
-    for scope in "module", "stack":
-        shuffle(unet, scope=scope)
-        assert relative_error(unet(**arguments).sample, expected) < ROUNDING
     # Its masks have the picture's size, so the attention that they cover keeps all tokens.
-    arguments["cross_attention_kwargs"] = {
-        "ip_adapter_masks": [torch.ones(1, 1, 96, 128, device=DEVICE)]
-    }
-    expected = unet(**arguments).sample
-    for scope in "module", "stack":
-        shuffle(unet, scope=scope)
-        assert relative_error(unet(**arguments).sample, expected) < ROUNDING
+    masks = {"ip_adapter_masks": [torch.ones(1, 1, 96, 128, device=DEVICE)]}
+    for arguments["cross_attention_kwargs"] in None, masks:
+        tome_nodes.remove_patch(unet)
+        expected = unet(**arguments).sample
+        assert relative_error(expected, without) > 1e-3
+        for scope in "module", "stack":
+            shuffle(unet, scope=scope)
+            assert relative_error(unet(**arguments).sample, expected) < ROUNDING
     assert log_messages()[-1].endswith("stack scope, module scope in 7 that are patched")
 
 
@@ -187,16 +168,14 @@ def test_queries_and_keys_cannot_differ_before_fused_projections(unet, log_messa
     unet.fuse_qkv_projections()
     tome_nodes.apply_patch(unet, attn_tokens="k,v")
     assert relative_error(call(unet), expected) < ROUNDING
-    assert log_messages() == [
-        f"[ToMe] nothing merged: {reasons.FUSED}",
-    ]
+    assert log_messages() == [f"[ToMe] nothing merged: {reasons.FUSED}"]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["default", "eager", "sliced"])
 def test_a_weighed_key_counts_as_often_as_the_tokens_it_stands_for(unet, name):
     PROCESSORS[name](unet)
-    attention = first_block(unet).attn1
+    attention = blocks_of(unet)[0].attn1
     queries, keys = noise(2, 9, 32), noise(2, 5, 32, seed=2)
     sizes = torch.tensor([3, 1, 4, 1, 2], device=DEVICE)
     weights = KeyWeights(sizes.log().expand(2, -1), TORCH, Capabilities(), lambda _: None)
@@ -222,7 +201,6 @@ def test_a_mask_over_the_picture_keeps_all_tokens(log_messages, scope):
 
 
 TIMES = [376, 251, 126, 1]
-"""The timesteps of four steps, of 500."""
 
 
 @pytest.mark.parametrize(
@@ -230,10 +208,6 @@ TIMES = [376, 251, 126, 1]
     [
         ({"end_percent": 0.6}, [TOKENS // 2, TOKENS // 2, TOKENS, TOKENS]),
         ({"start_percent": 0.3, "end_percent": 0.7}, [TOKENS, TOKENS // 2, TOKENS, TOKENS]),
-        (
-            {"strategy": "cluster", "start_percent": 0.6},
-            [TOKENS, TOKENS, TOKENS // 2, TOKENS // 2],
-        ),
         (
             {"ratio": 0.6, "ratio_end": 0.2},
             [TOKENS - int(TOKENS * (0.2 + 0.4 * time / 499)) for time in TIMES],
@@ -243,9 +217,9 @@ TIMES = [376, 251, 126, 1]
 )
 def test_percents_and_ratios_follow_the_noise_levels(options, tokens):
     case = sd15()
-    case.pipeline.scheduler = diffusers.DDIMScheduler(500, clip_sample=False, steps_offset=1)
+    case.pipeline.scheduler = diffusers.DDIMScheduler(500, steps_offset=1)
     tome_nodes.apply_patch(case.pipeline, **options)
-    with input_lengths(first_block(case.network).attn1.to_q) as lengths:
+    with input_lengths(blocks_of(case.network)[0].attn1.to_q) as lengths:
         case(steps=4)
     assert case.pipeline.scheduler.timesteps.tolist() == TIMES
     assert lengths == tokens
@@ -253,12 +227,10 @@ def test_percents_and_ratios_follow_the_noise_levels(options, tokens):
 
 def test_the_sample_of_a_summarys_method_merges_clusters_in_the_last_two_fifths(log_messages):
     page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
-    script, settings = re.findall(
-        r"^```(?:python|json)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
-    )
+    script, settings = re.findall(r"(?ms)^```(?:python|json)\n(.*?)^```$", page)
     case = sd15()
     exec(script, {"tome_nodes": tome_nodes, "pipe": case.pipeline})
-    with input_lengths(first_block(case.network).attn1.to_q) as lengths:
+    with input_lengths(blocks_of(case.network)[0].attn1.to_q) as lengths:
         case(steps=10)
     assert lengths == [TOKENS] * 6 + [TOKENS // 2] * 4
     (line,) = log_messages()
@@ -271,13 +243,10 @@ def test_the_sample_of_a_summarys_method_merges_clusters_in_the_last_two_fifths(
 def test_steps_aside_where_other_code_changes_the_tokens(unet, log_messages):
     expected = call(unet)
     tome_nodes.apply_patch(unet, max_downsample=8)
-    for block in unet.modules():
-        if isinstance(block, BasicTransformerBlock):
-            # As if the other code added a token of its own.
-            block.register_forward_pre_hook(
-                lambda _, arguments: (torch.cat([arguments[0], arguments[0][:, :1]], 1),)
-            )
-            block.register_forward_hook(lambda _, __, output: output[:, :-1])
+    for block in blocks_of(unet):
+        # As if the other code added a token of its own.
+        block.register_forward_pre_hook(lambda _, x: (torch.cat([x[0], x[0][:, :1]], 1),))
+        block.register_forward_hook(lambda _, __, output: output[:, :-1])
     changed = call(unet)
     tome_nodes.remove_patch(unet)
     assert torch.equal(call(unet), changed)
@@ -287,14 +256,12 @@ def test_steps_aside_where_other_code_changes_the_tokens(unet, log_messages):
 
 def test_timesteps_of_any_kind(unet):
     tome_nodes.apply_patch(unet)
-    results = [
-        unet(timestep=timestep, **inputs(unet)).sample
-        for timestep in (500, 500.0, torch.tensor(500), torch.tensor([500, 500], device=DEVICE))
-    ]
-    assert all(torch.allclose(result, results[0], atol=1e-5) for result in results)
     arguments = inputs(unet)
-    sample, text = arguments["sample"], arguments["encoder_hidden_states"]
-    assert torch.equal(unet(sample, 500, text).sample, results[0])
+    expected = unet(timestep=500, **arguments).sample
+    for timestep in 500.0, torch.tensor(500), torch.tensor([500, 500], device=DEVICE):
+        assert torch.allclose(unet(timestep=timestep, **arguments).sample, expected, atol=1e-5)
+    sample, text = arguments.values()
+    assert torch.equal(unet(sample, 500, text).sample, expected)
 
 
 def test_picks_depend_on_the_timestep_and_not_on_the_batch(unet):
@@ -315,10 +282,15 @@ def test_picks_depend_on_the_timestep_and_not_on_the_batch(unet):
     assert not torch.equal(first, of_another_time)
 
 
-def test_applying_again_replaces_the_settings(unet):
+def test_applying_again_replaces_the_settings_unless_an_option_is_bad(unet):
     before = attributes(unet)
     tome_nodes.apply_patch(unet, ratio=0.3)
     once = call(unet)
+    with pytest.raises(TypeError, match=r"has no option rate; it has ratio, start_percent, "):
+        tome_nodes.apply_patch(unet, rate=0.5)
+    with pytest.raises(ValueError, match=r"ratio=1\.5 is not allowed"):
+        tome_nodes.apply_patch(unet, ratio=1.5)
+    assert torch.equal(call(unet), once)
     tome_nodes.apply_patch(unet, ratio=0.7, merge_mlp=True)
     tome_nodes.apply_patch(unet, ratio=0.3)
     assert len(type(unet).__mro__) == len(UNet2DConditionModel.__mro__) + 1
@@ -334,11 +306,9 @@ def replica(unet):
     return other
 
 
-def pickled(unet):
-    return pickle.loads(pickle.dumps(unet))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, replica])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda unet: pickle.loads(pickle.dumps(unet)), replica]
+)
 def test_a_copy_merges_in_its_own_weights(unet, copied):
     tome_nodes.apply_patch(unet, merge_mlp=True)
     expected = call(unet)
@@ -355,21 +325,15 @@ def test_a_copy_merges_in_its_own_weights(unet, copied):
 
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize(
-    "place",
-    ["mid_block.attentions.0.transformer_blocks.0.ff", "up_blocks.2.resnets.0.conv1", ""],
+    "place", ["mid_block.attentions.0.transformer_blocks.0.ff", "up_blocks.2.resnets.0.conv1", ""]
 )
 def test_a_call_that_fails_leaves_nothing_behind_and_blocks_no_other(place, failure):
     """PyTorch runs no hooks after an interrupt, and nothing of ours runs outside of the modules."""
-
-    def fail(*_):
-        raise failure("on purpose")
-
     case = sd15()
     expected, before = case(), attributes(case.network)
     tome_nodes.apply_patch(case.pipeline, **EVERYTHING)
     merged, patched = case(), attributes(case.network)
-    hook = case.network.get_submodule(place).register_forward_hook(fail)
-    with hook, pytest.raises(failure, match="on purpose"):
+    with stopped(case.network.get_submodule(place), failure):
         case()
     assert attributes(case.network) == patched
     with ThreadPoolExecutor(1) as pool:
@@ -381,41 +345,30 @@ def test_a_call_that_fails_leaves_nothing_behind_and_blocks_no_other(place, fail
     assert torch.equal(case(), expected)
 
 
-def test_a_forward_with_other_names_merges_as_before(unet):
+def test_a_forward_with_other_names_merges_as_before(unet, log_messages):
     tome_nodes.apply_patch(unet)
     expected = call(unet)
     own = unet.forward
-    for theirs in (
+    for unet.forward in (
         lambda *args, **kwargs: own(*args, **kwargs),
         lambda x, t, **others: own(x, t, **others),
         lambda x, timesteps=None, **others: own(x, others.pop("timestep", timesteps), **others),
     ):
-        unet.forward = theirs
         assert torch.equal(call(unet), expected)
     unet.forward = lambda **kwargs: own(**kwargs)
     with torch.no_grad():
         assert torch.equal(unet(timestep=torch.tensor(500), **inputs(unet)).sample, expected)
-
-
-def test_a_call_that_is_not_as_of_a_unet_runs_unmerged_and_says_so_once(unet, log_messages):
-    own, arguments = unet.forward, inputs(unet)
-    expected = call(unet)
+    # A call that is not as of a UNet runs unmerged, and says so once.
+    tome_nodes.remove_patch(unet)
+    del unet.forward
+    plain, (latent, text) = call(unet), inputs(unet).values()
     tome_nodes.apply_patch(unet)
-    text = arguments["encoder_hidden_states"]
+    given = {"sample": latent, "timestep": torch.tensor(500)}
     unet.forward = lambda text, x: own(x["sample"], x["timestep"], text)
     with torch.no_grad():
         for _ in range(2):
-            given = {"sample": arguments["sample"], "timestep": torch.tensor(500)}
-            assert torch.equal(unet(text, given).sample, expected)
-    assert log_messages() == [f"[ToMe] nothing merged: {reasons.UNKNOWN_CALL}"]
-
-
-OFFLOADS = {
-    "model": lambda network: accelerate.cpu_offload_with_hook(network, DEVICE),
-    "sequential": lambda network: accelerate.cpu_offload(network, DEVICE, offload_buffers=True),
-    "group": lambda network: network.enable_group_offload(DEVICE, offload_type="leaf_level"),
-}
-"""By accelerate and diffusers; without a GPU, the execution device is the CPU, too."""
+            assert torch.equal(unet(text, given).sample, plain)
+    assert log_messages()[1:] == [f"[ToMe] nothing merged: {reasons.UNKNOWN_CALL}"]
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["offload first", "patch first"])
@@ -425,9 +378,8 @@ def test_offloading(way, is_first, log_messages):
     expected = case()
 
     def offload(pipeline):
-        for each in pipeline.components.values():
-            if isinstance(each, nn.Module):
-                OFFLOADS[way](each)
+        for each in pipeline.unet, pipeline.vae:
+            OFFLOADS[way](each)
 
     for begin in (offload, shuffle) if is_first else (shuffle, offload):
         begin(case.pipeline)
@@ -449,17 +401,21 @@ def results(unet, *timesteps, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("before", "timesteps"),
+    ("before", "timesteps", "fails"),
     # Timesteps that are numbers say nothing about their schedule.
-    [((900,), (900, 600, 300)), ((900, 600), (500, 300))],
-    ids=["at the first timestep", "at a lower timestep"],
+    [((900,), (900, 600, 300), False), ((900, 600), (500, 300), False), ((900,), (500, 300), True)],
+    ids=["at the first timestep", "at a lower timestep", "after a call that failed"],
 )
-def test_another_picture_begins_a_run(unet, before, timesteps):
+def test_another_picture_begins_a_run(unet, before, timesteps, fails):
+    seed = 0 if fails else 1
     tome_nodes.apply_patch(unet, **KEPT_DETAIL)
-    expected = results(unet, *timesteps, seed=1)
+    expected = results(unet, *timesteps, seed=seed)
     tome_nodes.apply_patch(unet, **KEPT_DETAIL)
     results(unet, *before)
-    assert all(map(torch.equal, results(unet, *timesteps, seed=1), expected))
+    if fails:
+        with stopped(unet.conv_out):
+            call(unet, 600)
+    assert all(map(torch.equal, results(unet, *timesteps, seed=seed), expected))
 
 
 def test_a_picture_after_one_that_ended_early_begins_a_run():
@@ -492,19 +448,6 @@ def test_a_run_goes_on_whatever_noise_its_sampler_adds(untried, scheduler, merge
     assert Counted.made == merged * 3 + 1
 
 
-def test_a_call_that_failed_ends_its_run(unet):
-    def fail(*_):
-        raise RuntimeError("on purpose")
-
-    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
-    expected = results(unet, 500, 300)
-    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
-    call(unet, 900)
-    with unet.conv_out.register_forward_hook(fail), pytest.raises(RuntimeError, match="on purpose"):
-        call(unet, 600)
-    assert all(map(torch.equal, results(unet, 500, 300), expected))
-
-
 def test_threads_on_one_unet_take_turns_and_each_follows_its_own_run(unet):
     tome_nodes.apply_patch(unet, **KEPT_DETAIL)
 
@@ -520,7 +463,7 @@ def test_threads_on_one_unet_take_turns_and_each_follows_its_own_run(unet):
     assert not any("forward" in vars(module) for module in unet.modules())
 
 
-@pytest.mark.parametrize("way", ["before", "after", "compile", "compile_repeated_blocks"])
+@pytest.mark.parametrize("way", COMPILED)
 @pytest.mark.parametrize(
     "options",
     [{"merge_crossattn": True, "merge_mlp": True}, {"scope": "stack", "strategy": "window"}],
@@ -532,13 +475,9 @@ def test_torch_compile_makes_whole_graphs_once(fresh_compiler, options, way):
     tome_nodes.apply_patch(case.pipeline, **options)
     expected = case()
     torch._dynamo.reset()
-    compiler = {"backend": graphs, "fullgraph": True}
     if way == "before":
         tome_nodes.remove_patch(case.pipeline)
-    if way in ("before", "after"):
-        setattr(case.pipeline, case.part, torch.compile(case.network, **compiler))
-    else:
-        getattr(case.network, way)(**compiler)
+    case.compile(way, graphs)
     if way == "before":
         case()
     counts = []
@@ -595,9 +534,8 @@ def test_gradient_checkpointing_is_left_alone_after_merging_too(log_messages):
 
 def test_a_feed_forward_in_chunks(unet, log_messages):
     expected = call(unet)
-    for block in unet.modules():
-        if isinstance(block, BasicTransformerBlock):
-            block.set_chunk_feed_forward(1, dim=1)
+    for block in blocks_of(unet):
+        block.set_chunk_feed_forward(1, dim=1)
     assert relative_error(call(unet), expected) < ROUNDING
     shuffle(unet, scope="stack")
     assert relative_error(call(unet), expected) < ROUNDING
@@ -631,22 +569,10 @@ def test_what_was_merged_is_logged_once_for_each_size(log_messages):
     assert len(log_messages()) == 2
 
 
-def test_a_call_without_merging_says_why_in_one_warning(unet, caplog):
-    expected = call(unet)
-    tome_nodes.apply_patch(unet, ratio=0.004)
-    assert torch.equal(call(unet), expected)
-    call(unet, timestep=400)
-    ours = [record for record in caplog.records if record.name == "tome_nodes"]
-    reason = "192 tokens are too few for ratio=0.004; raise it"
-    assert [(record.levelname, record.getMessage()) for record in ours] == [
-        ("WARNING", f"[ToMe] nothing merged: {reason}")
-    ]
-
-
 def test_blocks_that_attend_to_text_only_have_their_queries_merged(log_messages):
     unet = make_unet(only_cross_attention=True)
     tome_nodes.apply_patch(unet)
-    block = first_block(unet)
+    block = blocks_of(unet)[0]
     with input_lengths(block.attn1.to_q, block.attn1.to_k, block.attn2.to_q) as lengths:
         call(unet)
     assert lengths == [TOKENS // 2, TEXT, TOKENS]
@@ -659,23 +585,6 @@ def test_other_models_are_refused_by_name():
         for patch in tome_nodes.apply_patch, tome_nodes.remove_patch:
             with pytest.raises(TypeError, match=f"this is a {type(model).__name__}$"):
                 patch(model)
-
-
-def test_a_unet_without_transformer_blocks_is_refused():
-    unet = make_unet(
-        down_block_types=("DownBlock2D",) * 3,
-        up_block_types=("UpBlock2D",) * 3,
-        mid_block_type=None,
-    )
+    blocks = {"down_block_types": ("DownBlock2D",) * 3, "up_block_types": ("UpBlock2D",) * 3}
     with pytest.raises(TypeError, match="needs a model with transformer blocks"):
-        tome_nodes.apply_patch(unet)
-
-
-def test_a_bad_option_changes_nothing(unet):
-    tome_nodes.apply_patch(unet, ratio=0.3)
-    before = call(unet)
-    with pytest.raises(TypeError, match=r"has no option rate; it has ratio, start_percent, "):
-        tome_nodes.apply_patch(unet, rate=0.5)
-    with pytest.raises(ValueError, match=r"ratio=1\.5 is not allowed"):
-        tome_nodes.apply_patch(unet, ratio=1.5)
-    assert torch.equal(call(unet), before)
+        tome_nodes.apply_patch(make_unet(**blocks, mid_block_type=None))

@@ -5,7 +5,7 @@ from itertools import cycle
 import comfy.model_management
 import pytest
 import torch
-from common import EVERYTHING
+from common import EVERYTHING, stopped
 from host import merging, overridden, sample
 from models.comfyui import TINY
 from models.comfyui import sample as sample_transformer
@@ -26,23 +26,16 @@ STAGES = {
     "unmerge": (Plan, "unmerge"),
     "unmerge of blocks": (Plan, "add_change"),
 }
-"""What each stage calls."""
 
 NEEDED = {
     "module": ("plan", "merge", "weights", "unmerge"),
     "stack": ("plan", "merge of blocks", "weights", "unmerge of blocks"),
 }
-"""The stages of a scope."""
 
 CASES = [(scope, stage) for scope, stages in NEEDED.items() for stage in stages]
 
 by_scope = pytest.mark.parametrize("scope", NEEDED)
-
-ERRORS = [
-    RuntimeError,
-    comfy.model_management.InterruptProcessingException,
-    KeyboardInterrupt,
-]
+ERRORS = [RuntimeError, comfy.model_management.InterruptProcessingException, KeyboardInterrupt]
 
 
 @pytest.fixture
@@ -129,13 +122,9 @@ def test_what_merged_before_memory_ran_out_is_kept(sd15, log_messages, break_sta
 
 @by_scope
 def test_without_memory_of_its_own_the_model_fails_as_ever(sd15, scope):
-    def no_room(*_):
-        raise torch.OutOfMemoryError("no room in the model")
-
     patched = attach(sd15, settings(scope))
     expected = sample(patched)
-    hook = sd15.model.diffusion_model.middle_block[1].register_forward_hook(no_room)
-    with hook, pytest.raises(torch.OutOfMemoryError, match="no room in the model"):
+    with stopped(sd15.model.diffusion_model.middle_block[1], torch.OutOfMemoryError):
         sample(patched)
     assert overridden(sd15) == []
     assert torch.equal(sample(patched), expected)

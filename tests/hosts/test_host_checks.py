@@ -1,9 +1,9 @@
-"""On a ComfyUI that is not as the pack knows it, the model stays unpatched and the workflow runs.
+"""A ComfyUI that is not as the pack knows it leaves the model unpatched; doubles of later ones.
 
-Each part is broken in turn. The attention of ComfyUI 0.38 is written down here as far as it is
-known, since no such version can be installed.
+The attention of ComfyUI 0.38 is written down as far as it is known; see `CONTRIBUTING.md`.
 """
 
+import copy
 import functools
 import inspect
 
@@ -12,18 +12,20 @@ import comfy.ldm.modules.attention as host_attention
 import pytest
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock
-from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention
+from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, optimized_attention
 from comfy.ldm.wan.model import WanSelfAttention
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from comfy.model_sampling import ModelSamplingDiscrete
 from comfy.samplers import CFGGuider
 from common import relative_error
-from host import OVERRIDE, keys_only, merging, overridden
+from host import OVERRIDE, keys_only, merging, overridden, shuffle_error, with_override
 from models.comfyui import TINY, sample
+from torch import nn
 
 from tome_nodes.comfyui import host_checks
 from tome_nodes.comfyui.attachment import attach, is_attached
+from tome_nodes.comfyui.models import record_of
 
 
 def renamed(function, *names):
@@ -66,28 +68,25 @@ def test_other_parameters(models, log_messages, monkeypatch, kind, owner, name, 
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "part"),
+    ("kind", "owner", "part"),
     [
-        (BaseModel, "apply_model", "BaseModel.apply_model"),
-        (BaseModel, "get_dtype_inference", "BaseModel.get_dtype_inference"),
-        (ModelSamplingDiscrete, "percent_to_sigma", "BaseModel.model_sampling"),
-        (ModelPatcher, "add_wrapper_with_key", "ModelPatcher"),
+        ("sd15", BaseModel, "BaseModel.apply_model"),
+        ("sd15", BaseModel, "BaseModel.get_dtype_inference"),
+        ("sd15", ModelSamplingDiscrete, "BaseModel.model_sampling"),
+        ("sd15", ModelPatcher, "ModelPatcher"),
+        ("sd15", None, "BasicTransformerBlock.ff"),
+        ("flux", None, "Flux.patch_size"),
     ],
 )
-def test_a_method_that_is_gone(sd15, log_messages, monkeypatch, owner, name, part):
-    monkeypatch.delattr(owner, name)
-    check_unpatched(sd15, log_messages, part)
-
-
-def test_a_module_of_a_block_that_is_named_otherwise(sd15, log_messages, monkeypatch):
-    monkeypatch.delattr(sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0], "ff")
-    check_unpatched(sd15, log_messages, "BasicTransformerBlock.ff")
-
-
-def test_a_size_of_patches_that_is_named_otherwise(models, log_messages, monkeypatch):
-    model = models("flux")
-    monkeypatch.delattr(model.model.diffusion_model, "patch_size")
-    check_unpatched(model, log_messages, "Flux.patch_size")
+def test_a_part_that_is_gone(models, log_messages, monkeypatch, kind, owner, part):
+    model = models(kind)
+    if owner is None:
+        owner = model.model.diffusion_model
+        owner = owner if kind == "flux" else owner.input_blocks[1][1].transformer_blocks[0]
+    methods = {"model_sampling": "percent_to_sigma", "": "add_wrapper_with_key"}
+    name = part.partition(".")[2]
+    monkeypatch.delattr(owner, methods.get(name, name))
+    check_unpatched(model, log_messages, part)
 
 
 class Container:
@@ -106,11 +105,7 @@ def tensor_of(x):
 
 
 def attention_of_038(takes_for_overrides):
-    """The attention of the host as of 0.38, which is called with containers.
-
-    An override gets no ``preferred_attention``, and tensors unless it says that it takes
-    containers. Whether it is the host that takes them is not settled.
-    """
+    """The attention of the host as of 0.38, called with containers, as overrides may be."""
     function = host_attention.attention_pytorch.__wrapped__
 
     def attention(q, k, v, heads, mask=None, preferred_attention=None, **kwargs):
@@ -127,8 +122,6 @@ def attention_of_038(takes_for_overrides):
 
 @pytest.fixture
 def host_038(monkeypatch):
-    """Have the host's Flux call attention as 0.38 does."""
-
     def install(takes_for_overrides):
         attention = attention_of_038(takes_for_overrides)
 
@@ -161,3 +154,80 @@ def test_the_attention_of_038_is_left_alone_where_overrides_get_containers(
     expected = sample(model, tiny)
     patched = check_unpatched(model, log_messages, "optimized_attention")
     assert torch.equal(sample(patched, tiny), expected)
+
+
+class StoredAttention(nn.Module):
+    """An attention that is stored with weights, as of ComfyUI 0.38, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys = []
+
+    def function(self, q, k, v, heads, mask=None, **kwargs):
+        self.keys.append(k.shape[-2])
+        return optimized_attention(q, k, v, heads, mask=mask, **kwargs)
+
+    # How the pack knows it.
+    function.__name__ = "attention_comfy_kitchen_int8"
+
+
+@pytest.mark.parametrize("kind", ["minimax_h3", "krea2", "wan21"])
+def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(
+    models, kind, log_messages, monkeypatch
+):
+    tiny, model = TINY[kind], models(kind)
+    expected = sample(attach(model, keys_only()), tiny)
+    record = record_of(model.model.diffusion_model)
+    stored = StoredAttention()
+    for block in model.model.diffusion_model.blocks:
+        module = getattr(block, record.attention or "attn")
+        monkeypatch.setattr(module, "comfy_attention", stored, raising=False)
+    result = sample(attach(model, keys_only()), tiny)
+    assert relative_error(result, expected) < 1e-5
+    picture = 80 * (tiny.frames or 1)
+    assert stored.keys
+    assert all(keys < tiny.before + picture for keys in stored.keys)
+    assert "weigh as one token" not in log_messages()[-1]
+
+
+def test_a_control_of_minimax_h3_sees_all_tokens(models, log_messages):
+    """As MiniMaxH3FunControl, it runs a block of its own on the rows of the model's first one."""
+    tiny, model = TINY["minimax_h3"], models("minimax_h3")
+    control = copy.deepcopy(model.model.diffusion_model.blocks[0])
+    rows = []
+
+    def controlled(args, extra):
+        options = {
+            name: each for name, each in args["transformer_options"].items() if name != OVERRIDE
+        }
+        given = args["t_emb"], args["mod_segments"], args["rope_freqs"]
+        hint = control(args["img"].clone(), *given, transformer_options=options)
+        rows.append(len(hint))
+        return {"img": extra["original_block"](args)["img"] + 0.5 * hint}
+
+    other = model.clone()
+    other.set_model_patch_replace(controlled, "dit", "double_block", 0)
+    plain, changed = (sample(each, tiny, steps=4) for each in (model, other))
+    assert relative_error(changed, plain) > 1e-3
+    assert shuffle_error(other, tiny, steps=4) < 1e-5
+    assert set(rows) == {tiny.before + 80 * tiny.frames}
+    assert "merged 2/2 blocks" in log_messages()[-1]
+
+
+@pytest.mark.parametrize("hook", ["override", "patch"])
+def test_beside_a_sparse_attention_nothing_merges_and_the_log_says_why(models, log_messages, hook):
+    tiny, model = TINY["minimax_h3"], models("minimax_h3")
+
+    def override(func, *args, **kwargs):
+        return func(*args, **kwargs)
+
+    def patch(args, extra):
+        return extra["original_block"](args)
+
+    override.__module__ = patch.__module__ = "comfy_extras.nodes_sparse_attention"
+    sparse = with_override(model, override) if hook == "override" else model.clone()
+    if hook == "patch":
+        sparse.set_model_patch_replace(patch, "dit", "double_block", 0)
+    plain = sample(sparse, tiny)
+    assert torch.equal(sample(attach(sparse, keys_only()), tiny), plain)
+    assert "nothing merged: Model Sparse Attention needs all keys" in log_messages()[-1]

@@ -3,34 +3,22 @@
 import copy
 
 import comfy.model_management
-import comfy.sd
 import pytest
 import torch
 from common import relative_error
 from host import merging, sample
-from models.checkpoints import write_checkpoint
 
 from tome_nodes.comfyui.attachment import KEY, attach
 
 NOT_USED = "as other places of the picture are evaluated from step to step"
-"""What the log says if what was kept is of another place."""
 
 KEPT = merging(scope="stack", attn_tokens="k,v", refresh_steps=4)
-"""As *fast*."""
-
-
-@pytest.fixture(scope="module")
-def unet(tmp_path_factory):
-    """A UNet of the published width: the answers of a narrow one change too much between steps."""
-    path = tmp_path_factory.mktemp("unet") / "sd15.ckpt"
-    write_checkpoint(path, "sd15", levels=1, unet_only=True)
-    return comfy.sd.load_diffusion_model(str(path))
 
 
 @pytest.fixture
-def merged(unet):
-    """The UNet with our node."""
-    return attach(unet, KEPT)
+def merged(sd15_from_file):
+    """A UNet of the published width: the answers of a narrow one change too much between steps."""
+    return attach(sd15_from_file, KEPT)
 
 
 def evaluated(apply_model, args, **others):
@@ -63,9 +51,9 @@ def tiles(offset):
     return evaluate
 
 
-def test_detail_of_another_place_is_not_added(unet, merged, log_messages):
+def test_detail_of_another_place_is_not_added(sd15_from_file, merged, log_messages):
     still, moving = (
-        relative_error(sampled(merged, tiles(offset)), sampled(unet, tiles(offset)))
+        relative_error(sampled(merged, tiles(offset)), sampled(sd15_from_file, tiles(offset)))
         for offset in (0, 6)
     )
     assert moving < 2 * still
@@ -79,21 +67,17 @@ def test_detail_of_one_place_is_added(merged, log_messages, sampler):
     assert line.startswith("[ToMe] merged") and NOT_USED not in line
 
 
-def test_a_node_may_change_the_answer_in_place(merged):
-    expected = sampled(merged, lambda *given: evaluated(*given) * 1.5)
-    assert torch.equal(sampled(merged, lambda *given: evaluated(*given).mul_(1.5)), expected)
-
-
-def test_a_copy_of_the_options_keeps_what_was_kept(merged):
+def test_a_node_may_change_the_answer_in_place_and_copy_the_options(merged):
     def copying(apply_model, args):
         options = copy.deepcopy(args["c"]["transformer_options"])
         return evaluated(apply_model, args, transformer_options=options)
 
     assert torch.equal(sampled(merged, copying), sampled(merged))
+    expected = sampled(merged, lambda *given: evaluated(*given) * 1.5)
+    assert torch.equal(sampled(merged, lambda *given: evaluated(*given).mul_(1.5)), expected)
 
 
 def test_nothing_is_kept_while_gradients_are_computed(merged, log_messages, monkeypatch):
-    """As in nodes that guide a model by the gradient of its answer."""
     # Otherwise the host runs kernels that have no gradients.
     monkeypatch.setattr(comfy.model_management, "in_training", True, raising=False)
     sizes = []

@@ -1,11 +1,10 @@
 """Models that merge with the Triton kernels: on a GPU if there is one, else interpreted."""
 
-from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not made for this system")
 
@@ -13,6 +12,7 @@ from common import DEVICE, relative_error
 from host import merging, sample
 from models import comfyui
 
+from benchmarks.speed.measure import Operators
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.unet import weigh_keys
 from tome_nodes.ops import triton as kernels
@@ -22,40 +22,24 @@ from tome_nodes.patching.key_weights import Capabilities, KeyWeights
 pytestmark = pytest.mark.newest_only
 
 
-class Launches(TorchDispatchMode):
-    """Counts Triton's launches, and the operators that launch: all but views and allocations."""
+@contextmanager
+def launches():
+    """Count Triton's launches, and the operators that launch."""
+    kind, counter = type(merge_kernel), Operators()
+    own = kind.__getitem__
 
-    def __init__(self):
-        super().__init__()
-        self.names = Counter()
-        self.patch = pytest.MonkeyPatch()
+    def launcher(kernel, grid):
+        def launch(**arguments):
+            before = counter.count
+            own(kernel, grid)(**arguments)
+            # What an interpreted kernel does on the host is not counted.
+            counter.count = before + 1
 
-    def __enter__(self):
-        kind = type(merge_kernel)
-        own = kind.__getitem__
+        return launch
 
-        def launcher(kernel, grid):
-            def launch(**arguments):
-                names = self.names.copy()
-                own(kernel, grid)(**arguments)
-                # What an interpreted kernel does on the host is not counted.
-                self.names = names + Counter(["kernel"])
-
-            return launch
-
-        self.patch.setattr(kind, "__getitem__", launcher)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.patch.undo()
-        return super().__exit__(*error)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        aliases = any(result.alias_info is not None for result in function._schema.returns)
-        views = ("aten::empty", "aten::_unsafe_view")
-        if not (aliases or function._schema.name.startswith(views)):
-            self.names[function._schema.name] += 1
-        return function(*args, **(kwargs or {}))
+    with pytest.MonkeyPatch.context() as patch, counter:
+        patch.setattr(kind, "__getitem__", launcher)
+        yield counter
 
 
 def sample_small(model, steps):
@@ -81,34 +65,31 @@ def test_weighed_attention_launches_two_more_kernels():
     weights = KeyWeights(sizes, kernels.TRITON, Capabilities(), lambda _: None)
     counts = []
     for more in ({}, weigh_keys({}, weights)):
-        with Launches() as launches:
+        with launches() as counter:
             attention_flash(q, k, v, 2, **more)
-        counts.append(launches.names.total())
+        counts.append(counter.count)
     assert counts[1] - counts[0] == len(["widen", "copy of the channels that count"])
 
 
 @pytest.mark.parametrize(("scope", "merges"), [("module", 3), ("stack", 2)])
 def test_launches_per_merged_block(shallow, scope, merges):
-    """Stands in for a GPU's profiler: the launches of one more step in steady state.
-
-    In stack scope, blocks of one stack merge once.
-    """
+    """Of one more step in steady state; in stack scope, blocks of one stack merge once."""
 
     def launches_of_a_step(model):
         # What merging runs on is tried once, before the first run.
         sample_small(model, 1)
         counts = []
         for steps in (1, 2):
-            with Launches() as launches:
+            with launches() as counter:
                 sample_small(model, steps)
-            counts.append(launches.names)
+            counts.append(counter.count)
         return counts[1] - counts[0]
 
     config = merging(strategy="window", scope=scope, backend="triton")
     more = launches_of_a_step(attach(shallow, config)) - launches_of_a_step(shallow)
     # The key of the random picks; and from a GPU, the noise level is copied to the host.
     per_step = 1 + (DEVICE.type == "cuda")
-    assert more.total() == merges * len(["match", "merge", "unmerge"]) + per_step, more
+    assert more == merges * len(["match", "merge", "unmerge"]) + per_step
 
 
 def test_torch_compile_keeps_one_graph_with_kernels(shallow, fresh_compiler):

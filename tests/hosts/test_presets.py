@@ -28,7 +28,6 @@ OPTIONS = {
     },
     "paper": {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
 }
-"""What each preset decides, except for options at their defaults."""
 
 every_preset = pytest.mark.parametrize("preset", OPTIONS)
 
@@ -42,6 +41,9 @@ def test_a_preset_decides_all_but_what_is_free(preset):
     free = {"ratio": 0.3, "seed": 7, "start_percent": 0.1, "end_percent": 0.9, "backend": "torch"}
     assert ToMeConfig(**settings_of(preset, free)) == ToMeConfig(**free, **OPTIONS[preset])
     assert ToMeConfig(**settings_of(preset, {})) == ToMeConfig(ratio=0.6, **OPTIONS[preset])
+    assert [*FREE] == [name for name, case in EVERY_OPTION.items() if case.is_free]
+    given = {"ratio": 0.3, "scope": "stack"}
+    assert settings_of(CUSTOM, given) == given
 
 
 @every_preset
@@ -56,15 +58,6 @@ def test_an_option_that_does_not_count_is_refused_unless_it_is_at_its_default(pr
     with pytest.raises(OptionError, match=message) as refused:
         settings_of(preset, {"ratio": 0.3, name: case.other})
     assert refused.value.option == name
-
-
-def test_no_preset_decides_what_is_free():
-    assert [*FREE] == [name for name, case in EVERY_OPTION.items() if case.is_free]
-
-
-def test_custom_decides_nothing():
-    given = {"ratio": 0.3, "scope": "stack"}
-    assert settings_of(CUSTOM, given) == given
 
 
 @every_preset
@@ -106,27 +99,21 @@ def test_apply_patch_takes_a_preset(log_messages):
     unet = make_unet("one_level")
     with pytest.raises(ValueError, match="preset='best'"):
         tome_nodes.apply_patch(unet, preset="best")
-    tome_nodes.apply_patch(unet, 0.25, preset="fast", scope="module")
+    with pytest.raises(ValueError, match="sx=4 does not count under preset='balanced'"):
+        tome_nodes.apply_patch(unet, preset="balanced", sx=4)
+    tome_nodes.apply_patch(unet, 0.25, preset="fast", scope="module", proportional_attn=False)
     call(unet, 999, grid=(16, 16))
     assert log_messages() == [
         "[ToMe] merged 3/3 blocks (256 -> 192 tokens), ratio 0.25, window, stack scope"
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "default"),
-    [("sx", 4, 2), ("max_downsample", "auto", 1), ("proportional_attn", True, False)],
-)
-def test_apply_patch_refuses_what_does_not_count(name, value, default):
-    unet = make_unet("one_level")
-    with pytest.raises(
-        ValueError, match=f"{name}={value!r} does not count under preset='balanced'"
-    ):
-        tome_nodes.apply_patch(unet, preset="balanced", **{name: value})
-    tome_nodes.apply_patch(unet, preset="balanced", **{name: default})
-
-
-def test_apply_patch_takes_what_earlier_versions_had():
+def test_the_node_and_apply_patch_take_what_earlier_versions_had(sd15):
+    expected = sample(patched(sd15), **SIZE)
+    for given in {"preset": "quality", "st": 0}, {"settings": '{"preset": "quality", "st": 0}'}:
+        assert torch.equal(sample(patched(sd15, **given), **SIZE), expected)
+    with pytest.raises(OptionError, match=r"st=1 is not allowed: .* leave st out"):
+        patched(sd15, st=1)
     unet = make_unet("one_level")
     merged = call(tome_nodes.apply_patch(unet, preset="balanced"), 999, grid=(16, 16))
     tome_nodes.apply_patch(unet, preset="quality", st=0)
@@ -136,11 +123,3 @@ def test_apply_patch_takes_what_earlier_versions_had():
         with pytest.raises(ValueError, match=f"{name}={value!r} is "):
             tome_nodes.apply_patch(unet, **gone)
     assert torch.equal(call(unet, 999, grid=(16, 16)), merged)
-
-
-def test_the_node_takes_what_earlier_versions_had(sd15):
-    expected = sample(patched(sd15), **SIZE)
-    for given in {"preset": "quality", "st": 0}, {"settings": '{"preset": "quality", "st": 0}'}:
-        assert torch.equal(sample(patched(sd15, **given), **SIZE), expected)
-    with pytest.raises(OptionError, match=r"st=1 is not allowed: .* leave st out"):
-        patched(sd15, st=1)

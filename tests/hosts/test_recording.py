@@ -20,7 +20,6 @@ from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 
 def recorded(model, steps=2, make_strategy=make_strategy, **settings):
-    """The record of a sampling run, and its samples."""
     patched = attach(model, merging(**settings), make_strategy, wants_details=lambda: True)
     samples = sample(patched, steps=steps)
     return last_run(patched), samples
@@ -77,23 +76,19 @@ def test_the_record_holds_no_tensor(sd15):
     assert id(run.recording) in seen
 
 
+@pytest.mark.parametrize("ratios", [(0.5, 0.25), (0.25, 0.5)])
+def test_the_least_tokens_of_a_block_over_all_steps_are_recorded(sd15, ratios):
+    run, _ = recorded(sd15, steps=3, ratio=ratios[0], ratio_end=ratios[1])
+    assert {(b.before, b.after) for b in run.recording.blocks.values()} == {(192, 96)}
+
+
 def test_times_add_up(sd15_of):
-    """Of two evaluations."""
     recording = recorded(sd15_of(2))[0].recording
     assert len(recording.blocks) == 11
     merged = [block for block in recording.blocks.values() if block.after < block.before]
     assert len(merged) == 5
     in_blocks = 2 * sum(block.seconds for block in recording.blocks.values())
     assert 0 < in_blocks < recording.seconds
-    # Matching happens within the blocks that merge.
-    assert 0 < recording.matching < 2 * sum(block.seconds for block in merged)
-
-
-def test_the_least_tokens_of_a_block_over_all_steps_are_recorded(sd15):
-    run, _ = recorded(sd15, steps=3, ratio_end=0.25)
-    assert {(b.before, b.after) for b in run.recording.blocks.values()} == {(192, 96)}
-    run, _ = recorded(sd15, steps=3, ratio=0.25, ratio_end=0.5)
-    assert {(b.before, b.after) for b in run.recording.blocks.values()} == {(192, 96)}
 
 
 def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15, fresh_compiler):
@@ -107,7 +102,6 @@ def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15, fresh_com
     assert relative_error(sample(compiled), expected) < 1e-5
     assert graphs.frame_count == 1
     recording = last_run(compiled).recording
-    assert recording.matching is None
     assert {block.seconds for block in recording.blocks.values()} == {None}
     assert {(b.before, b.after) for b in recording.blocks.values()} == {(192, 96)}
 
@@ -115,11 +109,8 @@ def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15, fresh_com
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (None, "on_step"),
-        (Recorder, "evaluated"),
-        (Recorder, "finish"),
-        (log_line, "log_line"),
-        (run_report, "LastRun"),
+        *((None, "on_step"), (Recorder, "evaluated"), (Recorder, "finish")),
+        *((log_line, "log_line"), (run_report, "LastRun")),
     ],
 )
 def test_an_error_in_what_is_told_of_a_run_loses_no_picture(sd15, monkeypatch, caplog, owner, name):
@@ -168,3 +159,16 @@ def test_steps_are_in_the_order_of_the_run_wherever_noise_rises(sd15, sigmas):
     assert [each.rpartition("step ")[2] for each in steps] == [
         f"{step + 1}/{total}" for step in range(total)
     ]
+
+
+@pytest.mark.parametrize(
+    ("levels", "settings", "line"),
+    [
+        (1, {"min_tokens": 193}, "all tokens, step 1/1: 192 tokens are fewer than min_tokens=193"),
+        (2, {"max_downsample": 2}, "11/11 blocks, 192→96, 48→24 tokens, step 1/1"),
+    ],
+)
+def test_the_line_of_a_step_says_what_merged_or_why_nothing_did(sd15_of, levels, settings, line):
+    lines = []
+    sample(attach(sd15_of(levels), merging(**settings), on_step=lines.append), steps=1)
+    assert [each.partition(";")[0] for each in lines] == [line]

@@ -1,11 +1,13 @@
-"""ToMe Report through the real server: what it shows, when, and of which run."""
+"""ToMe Report and ToMe Tune through the real server."""
 
+import json
+import re
 from copy import deepcopy
 from io import BytesIO
 
 import pytest
 from PIL import Image
-from test_server import PLAIN, node, report, txt2img
+from test_server import PLAIN, node, report, saved_pixels, tune, txt2img
 from test_server import patch as any_patch
 
 TEXT = "progress_text"
@@ -16,18 +18,12 @@ def patch(model=PLAIN, **inputs):
     return any_patch(model, **{"preset": "custom", "ratio": 0.5, **inputs})
 
 
-def with_report(seed, steps=2, batch=1, **inputs):
-    """A graph that samples with a patched model and reports on it."""
-    nodes = {"tome": patch(), "report": report(**inputs)}
-    graph = txt2img(["tome", 0], nodes, seed=seed, steps=steps)
-    graph["latent"]["inputs"]["batch_size"] = batch
-    return graph
+def without_report(seed, steps=2):
+    return txt2img(["tome", 0], {"tome": patch()}, seed=seed, steps=steps)
 
 
-def without_report(seed):
-    graph = with_report(seed)
-    del graph["report"]
-    return graph
+def with_report(seed, steps=2, **inputs):
+    return without_report(seed, steps) | {"report": report(**inputs)}
 
 
 def second_sampler(graph, name, **inputs):
@@ -37,8 +33,6 @@ def second_sampler(graph, name, **inputs):
 
 @pytest.fixture
 def shown(server):
-    """The text and the picture of each report node of a graph."""
-
     def run(graph, **options):
         outputs = server.run(graph, **options)["outputs"]
         return {
@@ -51,7 +45,8 @@ def shown(server):
 
 
 def test_each_view_of_a_run_is_a_different_picture(server, shown):
-    graph = with_report(seed=12, batch=2, image=["decode", 0])
+    graph = with_report(seed=12, image=["decode", 0])
+    graph["latent"]["inputs"]["batch_size"] = 2
     graph["chart"] = report(view="chart")
     graph["first"] = report(step=1)
     graph["nowhere"] = report(level=4)
@@ -93,7 +88,7 @@ def test_a_report_added_after_the_run_has_counts_and_says_how_to_get_the_rest(sh
     assert card.width == 800
 
     # Only the sampler is executed again for these, not the patch node.
-    assert "of which matching took" in shown(with_report(seed=14))["report"][0]
+    assert "Time: " in shown(with_report(seed=14))["report"][0]
     assert shown(without_report(seed=15)) == {}
     assert "Details: " in shown(with_report(seed=15))["report"][0]
 
@@ -132,7 +127,7 @@ def test_each_report_is_about_the_run_and_the_patch_it_is_connected_to(shown):
         assert "256 -> 128 tokens" in texts[name]
     for name in "less_report", "less_keep":
         assert "256 -> 192 tokens" in texts[name]
-    assert all("of which matching took" in text for text in texts.values())
+    assert all("Time: " in text for text in texts.values())
     told_on = {line["data"]["node"] for line in lines}
     assert told_on == {"tome", "same", "least"}
 
@@ -149,3 +144,65 @@ def test_a_line_on_the_patch_node_shows_each_step_once(server):
     assert lines == [
         {"node": "4:7", "text": f"6/6 blocks, 256→128 tokens, step {step}/3"} for step in (1, 2, 3)
     ]
+
+
+TUNED = ["tune", 0]
+SETTINGS = ["tune", 3]
+
+
+def with_tune(nodes=None, model=TUNED, side=128, seed=1, **inputs):
+    added = {
+        "tune": tune(PLAIN, seed=seed, **{"steps": 2, "cfg": 5.0, "scheduler": "normal"}, **inputs),
+        "settings": node("PreviewAny", source=SETTINGS),
+    }
+    return txt2img(model, added | (nodes or {}), seed=seed, side=side)
+
+
+def text_and_settings(entry):
+    outputs = entry["outputs"]
+    return outputs["tune"]["text"][0], json.loads(outputs["settings"]["text"][0])
+
+
+@pytest.mark.parametrize("wish", [{"speed_up": 1.0}, {"goal": "likeness", "change": 0.0}], ids=str)
+def test_a_wish_for_nothing_gives_the_unpatched_picture_and_says_why(server, wish):
+    entry = server.run(with_tune(side=256, seed=31, **wish))
+    text, settings = text_and_settings(entry)
+    assert text.startswith("Unpatched: ") and text.endswith("what the model has without ToMe.")
+    assert settings == {"preset": "balanced", "ratio": 0.0}
+    plain = server.run(txt2img(seed=31, side=256))
+    assert saved_pixels(server, entry) == saved_pixels(server, plain)
+
+
+def test_what_is_found_can_be_reported_on_and_does_the_same_on_the_patch_node(server):
+    """Whatever is found: times on a machine at work say nothing of which it is."""
+    wish = {"goal": "likeness", "change": 1.0, "measure_again": True}
+    entry = server.run(with_tune({"report": report(TUNED)}, seed=32, **wish))
+    text, settings = text_and_settings(entry)
+    assert re.search(r"^Trials: as long as \d\.\d sampling runs$", text, re.M)
+    assert text.count("Tried ") >= 1
+    (reported,) = entry["outputs"]["report"]["text"]
+    if settings["ratio"] == 0:
+        assert reported.startswith("This model has no token merging.")
+    else:
+        times = r"\d\.\d\d times as fast: \S+ m?s a step, \S+ m?s unpatched"
+        assert re.search(rf"^Helped: {times} \(ToMe Tune\)$", reported, re.M)
+    tome = {"tome": any_patch(settings=SETTINGS)}
+    linked = server.run(with_tune(tome, ["tome", 0], seed=32, **wish))
+    assert json.loads(linked["outputs"]["settings"]["text"][0]) == settings
+    tome = {"tome": any_patch(settings=json.dumps(settings))}
+    given = server.run(txt2img(["tome", 0], tome, seed=32))
+    expected = saved_pixels(server, entry)
+    assert saved_pixels(server, given) == saved_pixels(server, linked) == expected
+
+
+def test_a_bar_shows_how_far_it_is(server):
+    values = []
+
+    def look(event):
+        if event["type"] == "progress_state":
+            node = event["data"]["nodes"].get("tune")
+            values.extend([node] if node else [])
+
+    server.run(with_tune(seed=35, speed_up=3.0, measure_again=True), on_event=look)
+    assert len({node["value"] for node in values}) > 2
+    assert {node["max"] for node in values if node["value"] > 1} == {18}

@@ -16,28 +16,19 @@ PROMPTS = {"positive": ["positive", 0], "negative": ["negative", 0], "latent_ima
 
 
 def node(class_type, **inputs):
-    """A node in API format."""
     return {"class_type": class_type, "inputs": inputs}
 
 
 def txt2img(model=PLAIN, nodes=None, steps=2, seed=1, side=128):
     """A small text-to-image graph in API format that samples with ``model``."""
+    run = {"seed": seed, "steps": steps, "cfg": 5.0, "denoise": 1.0}
+    run |= {"sampler_name": "euler", "scheduler": "normal"}
     return {
         "loader": node("CheckpointLoaderSimple", ckpt_name="sd15.ckpt"),
         "positive": node("CLIPTextEncode", clip=["loader", 1], text="a lighthouse"),
         "negative": node("CLIPTextEncode", clip=["loader", 1], text="blurry"),
         "latent": node("EmptyLatentImage", width=side, height=side, batch_size=1),
-        "sampler": node(
-            "KSampler",
-            model=model,
-            **PROMPTS,
-            seed=seed,
-            steps=steps,
-            cfg=5.0,
-            sampler_name="euler",
-            scheduler="normal",
-            denoise=1.0,
-        ),
+        "sampler": node("KSampler", model=model, **PROMPTS, **run),
         "decode": node("VAEDecode", samples=["sampler", 0], vae=["loader", 2]),
         "save": node("SaveImage", images=["decode", 0], filename_prefix="test"),
         **(nodes or {}),
@@ -61,14 +52,12 @@ def with_patch(**inputs):
 
 
 def saved_pixels(server, entry):
-    """The decoded pixels of the images that a run saved."""
     images = server.images(entry)
     return [Image.open(BytesIO(data)).convert("RGB").tobytes() for data in images]
 
 
 @pytest.fixture
 def pixels(server):
-    """The decoded pixels of the images that a graph saves."""
     return lambda graph: saved_pixels(server, server.run(graph))
 
 
@@ -124,13 +113,10 @@ def test_the_templates_are_listed_and_served(server):
         assert served == json.loads(file.read_text(encoding="utf-8"))
 
 
-def test_samplers_and_schedulers_are_those_of_the_host(info):
+def test_inputs_have_the_defaults_of_the_config_and_the_choices_of_the_host(info):
     ours, theirs = info["ToMeTune"]["input"]["optional"], info["KSampler"]["input"]["required"]
     for name in "sampler_name", "scheduler":
         assert ours[name][1]["options"] == theirs[name][0]
-
-
-def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
     inputs = dict(info["ToMePatchModel"]["input"]["optional"])
     # A place for a link, not a value.
     kind, socket = inputs.pop("settings")
@@ -143,11 +129,8 @@ def test_inputs_have_the_defaults_of_the_config_and_a_tooltip_each(info):
 
 
 def test_a_model_alone_gives_the_same_as_a_new_node_of_the_editor(server, pixels, info):
-    new = {
-        name: options["default"]
-        for name, (_, options) in info["ToMePatchModel"]["input"]["optional"].items()
-        if "default" in options
-    }
+    inputs = info["ToMePatchModel"]["input"]["optional"].items()
+    new = {name: given["default"] for name, (_, given) in inputs if "default" in given}
     assert new["preset"] == "balanced" and new["ratio"] == 0.6
     read = len(server.log)
     alone = pixels(with_patch())
@@ -161,20 +144,15 @@ def test_a_model_alone_gives_the_same_as_a_new_node_of_the_editor(server, pixels
     assert pixels(with_patch(preset="quality", st=0)) == alone
 
 
-def test_same_seed_same_image_after_the_server_forgot_the_first(server, pixels):
+def test_same_settings_same_image_after_the_server_forgot_the_first(server, pixels):
     first = pixels(with_patch(seed=3))
     server.post("/free", {"unload_models": True, "free_memory": True})
     assert pixels(with_patch(seed=3)) == first
     assert pixels(with_patch(seed=4)) != first
-
-
-def test_ratio_zero_and_a_removed_patch_are_the_plain_image(pixels):
     plain = pixels(txt2img())
-    assert pixels(with_patch(ratio=0.0)) == plain
-    removed = node("ToMeRemovePatch", model=["tome", 0])
-    graph = txt2img(["removed", 0], {"tome": patch(), "removed": removed})
-    assert pixels(graph) == plain
-    assert pixels(with_patch()) != plain
+    assert pixels(with_patch(ratio=0.0)) == plain != first
+    removed = {"tome": patch(), "removed": node("ToMeRemovePatch", model=["tome", 0])}
+    assert pixels(txt2img(["removed", 0], removed)) == plain
 
 
 def test_settings_count_in_place_of_the_other_inputs(pixels):
@@ -202,17 +180,10 @@ def test_settings_count_in_place_of_the_other_inputs(pixels):
         ({"seed": -1}, "seed=-1 is not allowed: it must be from 0 to"),
         ({"seed": float("inf")}, "seed, inf, cannot convert float infinity to integer"),
         ({"preset": "best"}, "preset='best' is not allowed: it must be one of balanced | fast"),
-        ({"preset": None}, "preset=None is not allowed"),
-        (
-            {"st": 3},
-            "st=3 is not allowed: the number of frames decides how many frames a cell spans",
-        ),
+        ({"st": 3}, "st=3 is not allowed: the number of frames decides how many frames a cell"),
         ({"st": ["loader", 0]}, "st=<list> is not allowed: the number of frames decides"),
         ({"scope": "block"}, "scope='block' is gone: take scope='stack' instead"),
-        (
-            {"strategy": "pool", "preset": "custom"},
-            "strategy='pool' is gone: take strategy='window'",
-        ),
+        ({"strategy": "pool", "preset": "custom"}, "is gone: take strategy='window' instead"),
         ({"attn_tokens": "q", "preset": "custom"}, "take attn_tokens='k,v' instead"),
         (
             {"start_percent": 0.8, "end_percent": 0.4},
@@ -235,9 +206,7 @@ def test_settings_count_in_place_of_the_other_inputs(pixels):
         ({"settings": "[1]"}, "is not allowed: it must be a JSON object of inputs by name"),
         ({"settings": '{"foo": 1}'}, "is not allowed: there is no foo; there are preset, ratio"),
         ({"settings": '{"ratio": 2}'}, "ratio=2 is not allowed: it must be from 0.0 to 0.95"),
-        ({"settings": '{"ratio": NaN}'}, "ratio=nan is not allowed: it must be from 0.0 to 0.95"),
         ({"settings": '{"preset": "slow"}'}, "preset='slow' is not allowed: it must be one of"),
-        ({"settings": '{"scope": "block"}'}, "scope='block' is gone: take scope='stack' instead"),
         ({"settings": '{"st": 3}'}, "st=3 is not allowed: the number of frames decides how many"),
         ({"settings": '{"preset": "fast", "sx": 3}'}, "sx=3 does not count under preset='fast'"),
         ({"settings": 7}, "settings=7 is not allowed: it must be a JSON object of inputs by name"),
@@ -254,32 +223,22 @@ def test_one_bad_value_marks_one_input(server, inputs, sentence, others):
     assert "on_prompt_handler" not in server.log
 
 
-def test_each_node_of_a_graph_reports_its_own_fault(server):
-    graph = with_patch(ratio=2.0, seed=5)
-    graph["other"] = patch(["tome", 0], sx=4, ratio=0.5)
-    graph["sampler"]["inputs"]["model"] = ["other", 0]
-    with pytest.raises(PromptRejected) as rejected:
-        server.queue(graph)
-    marked = {
-        node: [error["extra_info"]["input_name"] for error in each["errors"]]
-        for node, each in rejected.value.node_errors.items()
-    }
-    assert marked == {"tome": ["ratio"], "other": ["sx"]}
-
-
-def test_of_two_branches_the_good_one_runs_and_the_other_is_refused(server, pixels):
+def test_each_node_reports_its_own_fault_and_a_good_branch_of_the_graph_runs(server, pixels):
     """A graph is refused as a whole only if nothing in it can run."""
     graph = with_patch(ratio=2.0, end_percent=0.9)
+    graph["other"] = patch(["tome", 0], sx=4, ratio=0.5)
+    graph["sampler"]["inputs"]["model"] = ["other", 0]
     plain = txt2img(seed=11)
     for name in "sampler", "decode", "save":
         graph[f"plain_{name}"] = plain[name]
     graph["plain_decode"]["inputs"]["samples"] = ["plain_sampler", 0]
     graph["plain_save"]["inputs"]["images"] = ["plain_decode", 0]
-    answer = server.post("/prompt", {"prompt": graph})
-    (error,) = answer["node_errors"]["tome"]["errors"]
-    assert error["extra_info"]["input_name"] == "ratio"
-    assert "ratio=2.0 is not allowed" in error["details"]
-    assert answer["node_errors"]["tome"]["dependent_outputs"] == ["save"]
+    marked = {
+        node: [error["extra_info"]["input_name"] for error in each["errors"]]
+        for node, each in server.post("/prompt", {"prompt": graph})["node_errors"].items()
+        if each["dependent_outputs"] == ["save"]
+    }
+    assert marked == {"tome": ["ratio"], "other": ["sx"]}
     graph["plain_sampler"]["inputs"]["seed"] = 12
     assert pixels(graph) == pixels(txt2img(seed=12))
 

@@ -1,14 +1,16 @@
-"""Merging in transformers: tiny models of ComfyUI's own classes, in its own sampler."""
+"""Merging in transformers: tiny models of ComfyUI's own classes, also two in one run."""
 
 import importlib
 
 import comfy.ldm.flux.model
 import comfy.ldm.lightricks.model
+import comfy.samplers
 import numpy as np
 import pytest
 import torch
 from comfy.ldm.modules.attention import attention_pytorch
-from common import relative_error
+from comfy_extras import nodes_custom_sampler as nodes
+from common import Shuffle, relative_error
 from host import (
     calls_of,
     keys_only,
@@ -37,10 +39,19 @@ def noise(*shape):
 
 
 @every_kind
-def test_a_lossless_plan_reproduces_the_unpatched_model(models, log_messages, kind):
+def test_a_lossless_plan_reproduces_the_unpatched_model_and_nothing_is_left(
+    models, log_messages, kind
+):
     tiny, model = TINY[kind], models(kind)
-    assert shuffle_error(model, tiny, size=tiny.size(7, 9)) < 1e-5
+    options = {"size": tiny.size(7, 9)}
+    plain, merged = (sample(each, tiny, **options) for each in (model, attach(model, keys_only())))
+    assert not torch.equal(merged, plain)
+    assert shuffle_error(model, tiny, **options) < 1e-5
     assert log_messages()[-1].startswith(f"[ToMe] merged {tiny.blocks}/{tiny.blocks} blocks (")
+    patched, off = attach(model, keys_only()), attach(model, keys_only(ratio=0.0))
+    assert torch.equal(sample(patched, tiny, **options), merged)
+    for each in detach(patched), off, model:
+        assert torch.equal(sample(each, tiny, **options), plain)
     assert overridden(model) == []
 
 
@@ -73,26 +84,19 @@ def test_keys_of_the_picture_merge_and_everything_else_stays(models, log_message
     assert 1e-6 < relative_error(merged, plain) < 0.5
 
 
-@every_kind
-def test_a_run_can_be_repeated_and_leaves_nothing(models, kind):
-    tiny, model = TINY[kind], models(kind)
-    plain = sample(model, tiny)
-    patched = attach(model, keys_only())
-    merged = sample(patched, tiny)
-    assert not torch.equal(merged, plain)
-    assert torch.equal(sample(patched, tiny), merged)
-    assert torch.equal(sample(attach(model, keys_only(ratio=0.0)), tiny), plain)
-    assert torch.equal(sample(detach(patched), tiny), plain)
-    assert torch.equal(sample(model, tiny), plain)
-    assert overridden(model) == []
-
-
-@pytest.mark.parametrize("settings", [{"attn_tokens": "q,k,v"}, {"scope": "stack"}], ids=str)
-def test_settings_that_are_for_unets_act_as_keys_and_values_alone(models, log_messages, settings):
+def test_settings_that_are_for_unets_act_as_keys_and_values_alone(models, log_messages):
     tiny, model = TINY["flux"], models("flux")
-    expected, found = (sample(attach(model, keys_only(**each)), tiny) for each in ({}, settings))
-    assert torch.equal(found, expected)
-    assert log_messages()[0] == log_messages()[1]
+    expected, *found = (
+        sample(attach(model, keys_only(**settings)), tiny)
+        for settings in ({}, {"attn_tokens": "q,k,v"}, {"scope": "stack"})
+    )
+    assert all(torch.equal(each, expected) for each in found)
+    assert len({*log_messages()}) == 1
+    config = merging(merge_attn=False, merge_mlp=True)
+    assert torch.equal(sample(attach(model, config), tiny), sample(model, tiny))
+    assert log_messages()[-1] == (
+        "[ToMe] nothing merged: merge_attn is off, and nothing else merges in models of this kind"
+    )
 
 
 @pytest.mark.parametrize("kind", ["flux", "krea2", "wan21"])
@@ -114,19 +118,13 @@ def test_an_override_that_ignores_its_function_gives_the_same_picture(models, lo
     assert "weigh as one token" not in log_messages()[0]
 
 
-@pytest.mark.parametrize("kind", ["flux", "z_image", "sd3", "hidream", "wan21"])
-@pytest.mark.parametrize("cfg", [1.0, 4.0])
-def test_batches_of_one_prompt_and_of_two(models, kind, cfg):
-    tiny = TINY[kind]
-    assert shuffle_error(models(kind), tiny, size=tiny.size(7, 9), batch=3, cfg=cfg) < 1e-5
-
-
 @pytest.mark.parametrize(
-    "kind", ["flux", "sd3", "qwen_image", "z_image", "krea2", "wan21", "cosmos_predict2"]
+    "kind", ["flux", "sd3", "qwen_image", "z_image", "krea2", "wan21", "cosmos_predict2", "hidream"]
 )
-def test_sides_that_are_not_a_whole_number_of_patches(models, log_messages, kind):
+def test_sides_that_are_not_a_whole_number_of_patches_in_batches(models, log_messages, kind):
     tiny, model = TINY[kind], models(kind)
-    assert shuffle_error(model, tiny, size=(15, 17)) < 1e-5
+    for cfg in 1.0, 4.0:
+        assert shuffle_error(model, tiny, size=(15, 17), batch=3, cfg=cfg) < 1e-5
     assert f"{tiny.blocks}/{tiny.blocks} blocks ({72 * (tiny.frames or 1)} ->" in log_messages()[-1]
 
 
@@ -199,9 +197,7 @@ def test_masked_text_stays_masked(models, kind):
 
 @pytest.mark.parametrize("strategy", ["bipartite", "window", "cluster"])
 def test_keys_and_values_that_count_once_are_means(models, monkeypatch, strategy):
-    """As in the paper."""
-    tiny, model = TINY["wan21"], models("wan21")
-    calls, plans, plan_of = [], [], AttentionBlock.plan_of
+    tiny, calls, plans, plan_of = TINY["wan21"], [], [], AttentionBlock.plan_of
 
     def theirs(_, q, k, v, *args, **kwargs):
         calls.append((k, v))
@@ -211,10 +207,9 @@ def test_keys_and_values_that_count_once_are_means(models, monkeypatch, strategy
         plans.append(plan_of(*args))
         return plans[-1]
 
-    other = with_override(model, theirs)
+    other = with_override(models("wan21"), theirs)
     sample(other, tiny, steps=1, cfg=1.0)
-    before = calls[0]
-    calls.clear()
+    before, calls[:] = calls[0], []
     monkeypatch.setattr(AttentionBlock, "plan_of", noted)
     patched = attach(other, keys_only(strategy=strategy, proportional_attn=False))
     sample(patched, tiny, steps=1, cfg=1.0)
@@ -254,7 +249,6 @@ def test_torch_compile_makes_whole_graphs(models, fresh_compiler, kind):
     tiny, model = TINY[kind], models(kind)
 
     def results(model):
-        """Of the model, with two settings, and without again."""
         patched = [attach(model, keys_only(ratio=ratio)) for ratio in (0.5, 0.25)]
         return [sample(each, tiny) for each in (model, *patched, model)]
 
@@ -288,27 +282,23 @@ def test_a_block_that_another_node_replaces_is_left_to_it(
     assert log_messages()[-1].startswith(f"[ToMe] merged {blocks}/4 blocks")
 
 
-def test_text_that_another_node_adds_stays(models, log_messages):
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [
+        (("txt", "txt_ids"), "merged 4/4 blocks (80 -> "),
+        # Flux says in its last two blocks where the picture is, and that is not all.
+        (("img", "img_ids"), "merged 2/4 blocks"),
+    ],
+)
+def test_tokens_that_another_node_adds_stay(models, log_messages, names, line):
     tiny, other = TINY["flux"], models("flux").clone()
 
-    def more_text(args):
-        return args | {name: torch.cat([args[name]] * 2, 1) for name in ("txt", "txt_ids")}
+    def more_tokens(args):
+        return args | {name: torch.cat([args[name]] * 2, 1) for name in names}
 
-    other.set_model_patch(more_text, "post_input")
+    other.set_model_patch(more_tokens, "post_input")
     assert shuffle_error(other, tiny) < 1e-5
-    assert "merged 4/4 blocks (80 -> " in log_messages()[-1]
-
-
-def test_a_picture_that_is_not_where_the_model_says_does_not_merge(models, log_messages):
-    """Flux says it in its last two blocks."""
-    tiny, other = TINY["flux"], models("flux").clone()
-
-    def more_picture(args):
-        return args | {name: torch.cat([args[name]] * 2, 1) for name in ("img", "img_ids")}
-
-    other.set_model_patch(more_picture, "post_input")
-    assert shuffle_error(other, tiny) < 1e-5
-    assert "merged 2/4 blocks" in log_messages()[-1]
+    assert line in log_messages()[-1]
 
 
 class Unheard(comfy.ldm.flux.model.Flux):
@@ -373,3 +363,48 @@ def test_a_missing_frame_is_reported(models):
     hint = "Hint: set frame to 1 to 5, or to -1."
     page = drawing.page("There is no merge map of frame 6", [hint])
     assert np.array_equal(report_of(last_run(patched), frame=6).picture, page)
+
+
+def sampled(positive, negative, kinds=("flux", "z_image"), steps=2):
+    needs("Dual Model CFG Guider", hasattr(nodes, "Guider_DualModel"))
+    tinies = [TINY[kind] for kind in kinds]
+    guider = nodes.Guider_DualModel(positive, negative)
+    guider.set_conds(*(conditioning(tiny, seed) for tiny, seed in zip(tinies, (5, 6), strict=True)))
+    guider.set_cfg(4.0)
+    latent = torch.zeros(1, tinies[0].channels, *tinies[0].size(8, 10))
+    noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(1))
+    sigmas = torch.linspace(1, 0, steps + 1)
+    return guider.sample(noise, latent, comfy.samplers.sampler_object("euler"), sigmas)
+
+
+@pytest.mark.parametrize("kinds", [("flux", "z_image"), ("z_image", "flux"), ("flux", "sd3")])
+def test_each_merges_as_a_model_of_its_own_kind(models, log_messages, kinds):
+    positive, negative = map(models, kinds)
+    expected = sampled(positive, negative, kinds)
+    shuffled = sampled(attach(positive, keys_only(), Shuffle), negative, kinds)
+    assert relative_error(shuffled, expected) < 1e-5
+    lines = [f"[ToMe] merged {TINY[kind].blocks}/{TINY[kind].blocks} blocks (" for kind in kinds]
+    assert [line[: len(start)] for line, start in zip(log_messages(), lines, strict=True)] == lines
+
+
+def test_one_that_cannot_merge_runs_unmerged_and_says_so(models, log_messages):
+    positive, negative = models("flux"), build(TINY["z_image"])
+    network = negative.model.diffusion_model
+    network.__class__ = type("Unheard", (type(network),), {})
+    expected = sampled(positive, negative)
+    shuffled = sampled(attach(positive, keys_only(), Shuffle), negative)
+    assert relative_error(shuffled, expected) < 1e-5
+    warning, line = log_messages()
+    assert warning.startswith(
+        "[ToMe] a second model of this run stays unmerged: tokens do not merge in a Unheard, "
+    )
+    assert line.startswith("[ToMe] merged ")
+
+
+def test_a_patch_on_the_negative_model_alone_is_not_silent(models, log_messages):
+    positive, negative = models("flux"), models("z_image")
+    expected = sampled(positive, negative)
+    assert torch.equal(sampled(positive, attach(negative, merging())), expected)
+    (warning,) = log_messages()
+    assert warning.startswith("[ToMe] the settings of ToMe Patch Model on Lumina2 are not used")
+    assert "negative" in warning

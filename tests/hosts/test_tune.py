@@ -24,11 +24,7 @@ from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 from tome_nodes.tuning.search import BALANCED, FAST, Candidate, Measured, Wish
 
-SPEEDS = {
-    "balanced": dict(zip((0.3, 0.6, 0.85), (1.05, 1.25, 1.5), strict=True)),
-    "fast": dict(zip((0.3, 0.5, 0.7), (1.25, 2.0, 3.0), strict=True)),
-}
-"""Times as fast as the unpatched model, on merged tokens."""
+SPEEDS = {"balanced": {0.3: 1.05, 0.6: 1.25, 0.85: 1.5}, "fast": {0.3: 1.25, 0.5: 2.0, 0.7: 3.0}}
 
 WISH = Wish("speed", 1.2)
 
@@ -47,9 +43,9 @@ def timed_unet(sd15):
 
 def sampling(kind="flux", size=(32, 32), **others):
     tiny = TINY[kind]
+    prompts = (tiny_models.conditioning(tiny, seed) for seed in (5, 6))
     run = {
-        "positive": tiny_models.conditioning(tiny, 5),
-        "negative": tiny_models.conditioning(tiny, 6),
+        **dict(zip(("positive", "negative"), prompts, strict=True)),
         "latent_image": {"samples": torch.zeros(1, tiny.channels, *size)},
         **{"seed": 1, "steps": 8, "cfg": 1.0, "denoise": 1.0},
         **{"sampler_name": "euler", "scheduler": "simple"},
@@ -57,15 +53,7 @@ def sampling(kind="flux", size=(32, 32), **others):
     return Sampling(**run | others)
 
 
-def sampling_of_unet(**others):
-    latent = {"samples": torch.zeros(1, 4, 16, 16)}
-    prompts = {"positive": conditioning(0.5), "negative": conditioning(0.25)}
-    return sampling(latent_image=latent, **prompts | others)
-
-
 def before_evaluations(model, do):
-    """Call a function before each evaluation: with the settings if it merges, and its noise."""
-
     def wrapper(executor, *args, **kwargs):
         run = args[5].get(KEY)
         do(None if run is None else run._config, args[1], args[5]["sample_sigmas"])
@@ -84,12 +72,13 @@ def answer_on_a_line(model):
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "line", wrapper)
 
 
-class Timed:
-    """A model whose evaluations take the time that a test wants: a second if nothing merges.
+def sampling_of_unet(**others):
+    prompts = {"positive": conditioning(0.5), "negative": conditioning(0.25)}
+    return sampling(latent_image={"samples": torch.zeros(1, 4, 16, 16)}, **prompts | others)
 
-    Attributes:
-        seen: the settings of each evaluation, None where nothing merges.
-    """
+
+class Timed:
+    """A model whose evaluations take the time that a test wants, and the settings of each."""
 
     def __init__(self, model, sampling, answers_on_a_line=False):
         self.model, self.sampling = model, sampling
@@ -138,11 +127,17 @@ def test_a_known_front_is_found(timed_unet):
     assert not is_attached(timed_unet.model) and overridden(timed_unet.model) == []
 
 
-def test_in_a_transformer_one_preset_is_tried(timed):
+def test_in_a_transformer_one_preset_is_tried_and_another_wish_goes_on_from_it(timed):
     found = timed.tune(steps=16)
     assert [*found.figures] == BALANCED
     speeds = [measured.speed for measured in found.figures.values()]
     assert speeds == sorted({*speeds})
+    faster = timed.tune(Wish("speed", 2.0), steps=16)
+    assert faster.figures == found.figures
+    # It is compared with other fewer steps.
+    assert 0 < faster.runs < 2
+    again = timed.tune(steps=16)
+    assert (again.candidate, again.runs) == (found.candidate, 0)
 
 
 @pytest.mark.parametrize("candidate", BALANCED, ids=str)
@@ -154,9 +149,7 @@ def test_steps_that_are_forecast_take_no_time(timed, candidate):
 
 
 def test_steps_on_all_tokens_count_at_their_share(timed_unet):
-    """*fast* runs five of twenty steps on all tokens."""
-    measured = timed_unet.measure(FAST[1], steps=20)
-    assert measured.seconds == pytest.approx(5 / 20 * 1.0 + 15 / 20 * 0.5)
+    assert timed_unet.measure(FAST[1], steps=20).seconds == pytest.approx(5 / 20 + 15 / 20 * 0.5)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 20])
@@ -241,19 +234,25 @@ def test_a_model_with_a_cache_is_tried_with_it_alone(timed):
     assert EASY_CACHE not in timed.tune(model=cached, steps=4).instead
 
 
-def test_a_picture_to_start_from(timed):
+def test_a_picture_to_start_from_and_tensors_among_the_options_of_other_nodes(timed):
+    timed.model.model_options["transformer_options"]["audio"] = torch.zeros(2, 3)
     latent = {"samples": torch.ones(1, 16, 32, 32), "noise_mask": torch.ones(1, 32, 32)}
-    found = timed.tune(latent_image=latent, denoise=0.5)
-    assert found.candidate is not None
+    assert timed.tune(latent_image=latent, denoise=0.5).candidate is not None
 
 
-def test_the_model_that_comes_in_may_be_patched_already(timed):
-    """It is the same kind of model."""
+def test_a_model_that_is_patched_already_is_of_the_same_kind_and_what_is_kept_is_readable(
+    timed, user_folder
+):
     patched = attach(timed.model, configured(FAST[2]))
     found = timed.tune(model=patched)
     assert found.measured.unpatched == 1.0
     assert last_run(patched) is None
     assert timed.tune().runs == 0
+    (path,) = user_folder.rglob("*.*")
+    assert path.parent == user_folder / "__tome_nodes" / "tune"
+    kept = json.loads(path.read_text())
+    assert kept["of"]["latent"] == [1, 16, 32, 32]
+    assert {"balanced, ratio 0.60", EASY_CACHE} < kept["tried"].keys()
 
 
 def test_the_log_and_the_report_of_a_run_end_with_what_was_measured(sd15, log_messages):
@@ -269,13 +268,6 @@ def test_the_log_and_the_report_of_a_run_end_with_what_was_measured(sd15, log_me
     )
     sample(attach(sd15, config), (16, 16))
     assert log_messages()[-1].endswith(", window")
-
-
-@pytest.mark.parametrize("wish", [Wish("speed", 1.0), Wish("likeness", 0.0)])
-def test_a_wish_that_the_unpatched_model_fulfils_costs_nothing(timed, wish):
-    found = timed.tune(wish)
-    assert found.candidate is None
-    assert timed.seen == []
 
 
 def test_a_run_too_short_to_forecast_is_compared_with_fewer_steps(timed):
@@ -321,15 +313,17 @@ def test_a_node_that_answers_in_place_of_the_model_is_said(models):
     assert found.candidate is None
 
 
-@pytest.mark.parametrize("denoise", [0.0, 1e-9])
-def test_nothing_to_sample_is_said(timed, denoise):
-    found = timed.tune(denoise=denoise)
-    assert found.obstacle == f"with denoise {denoise:g} there is nothing to sample"
+def test_where_there_is_nothing_to_do_no_trial_runs(timed):
+    for denoise in 0.0, 1e-9:
+        found = timed.tune(denoise=denoise)
+        assert found.obstacle == f"with denoise {denoise:g} there is nothing to sample"
+    # What the unpatched model fulfils.
+    for wish in Wish("speed", 1.0), Wish("likeness", 0.0):
+        assert timed.tune(wish).candidate is None
     assert timed.seen == []
 
 
 def test_a_trial_that_fails_leaves_the_others(timed_unet, log_messages):
-
     def fail(config, *_):
         if config is not None and config.ratio in (0.5, 0.7):
             raise ValueError("no room")
@@ -346,7 +340,6 @@ def test_a_trial_that_fails_leaves_the_others(timed_unet, log_messages):
 
 
 def test_an_answer_that_is_not_finite_is_a_failure(timed_unet):
-
     def spoil(executor, *args, **kwargs):
         run = args[5].get(KEY)
         return executor(*args, **kwargs) * (1 if run is None else float("nan"))
@@ -360,7 +353,6 @@ def test_an_answer_that_is_not_finite_is_a_failure(timed_unet):
 
 
 def test_what_is_done_once_in_a_run_counts_for_neither(timed_unet):
-    """As a ControlNet encodes its picture."""
     clock = timed_unet.clock
 
     def prepare(executor, *args, **kwargs):
@@ -380,85 +372,39 @@ def test_what_is_done_once_in_a_run_counts_for_neither(timed_unet):
         assert trials.measure("", trials.plain, fewer).speed == pytest.approx(8 / fewer)
 
 
-def test_tensors_among_the_options_of_other_nodes(timed):
-    timed.model.model_options["transformer_options"]["audio"] = torch.zeros(2, 3)
-    assert timed.tune().candidate is not None
-
-
 def test_an_interrupt_ends_the_trials_and_leaves_nothing(timed_unet, user_folder):
-    interrupted = comfy.model_management.InterruptProcessingException
-
     def interrupt(*_):
         if len(timed_unet.seen) == 9:
             comfy.model_management.interrupt_current_processing()
 
     before_evaluations(timed_unet.model, interrupt)
-    with pytest.raises(interrupted):
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
         timed_unet.tune()
     assert overridden(timed_unet.model) == []
     assert [*user_folder.rglob("*.json")] == []
     assert len(timed_unet.seen) == 9
 
 
-def test_another_wish_goes_on_from_what_is_kept(timed):
-    first = timed.tune(steps=16)
-    second = timed.tune(Wish("speed", 2.0), steps=16)
-    assert second.figures == first.figures
-    # It is compared with other fewer steps.
-    assert 0 < second.runs < 2
-    again = timed.tune(steps=16)
-    assert (again.candidate, again.runs) == (first.candidate, 0)
-
-
 REFERENCE = {"pooled_output": torch.zeros(1, 32), "reference_latents": [torch.zeros(1, 16, 8, 8)]}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_what_is_kept_counts_for_the_same_kind_of_run_and_model_only(timed):
+    timed.tune()
+    for other in (
         *({"size": (32, 24)}, {"steps": 6}, {"cfg": 3.0}, {"measure_again": True}),
         *({"denoise": 0.6}, {"sampler_name": "heun"}, {"scheduler": "karras"}),
         {"positive": [[torch.zeros(1, 5, 32), REFERENCE]]},
         {"latent_image": {"samples": torch.zeros(2, 16, 32, 32)}},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_what_is_kept_counts_for_the_same_kind_of_run_only(timed, other):
-    timed.tune()
-    assert timed.tune(**other).runs > 0
-
-
-def calls(function, *args, **kwargs):
-    return function(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    "patch",
-    [
-        lambda model: model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "other", calls),
-        lambda model: model.set_model_unet_function_wrapper(
-            lambda function, given: function(given["input"], given["timestep"], **given["c"])
-        ),
-        lambda model: model.add_object_patch(
-            "model_sampling", model.get_model_object("model_sampling")
-        ),
-    ],
-    ids=["wrapper", "function", "object"],
-)
-def test_other_patches_are_another_kind_of_model(timed, patch):
-    timed.tune()
-    patched = timed.model.clone()
-    patch(patched)
-    assert timed.tune(model=patched).runs > 0
-
-
-def test_what_is_kept_is_in_the_users_folder_and_readable(timed, user_folder):
-    timed.tune()
-    (path,) = user_folder.rglob("*.*")
-    assert path.parent == user_folder / "__tome_nodes" / "tune"
-    kept = json.loads(path.read_text())
-    assert kept["of"]["latent"] == [1, 16, 32, 32]
-    assert {"balanced, ratio 0.60", EASY_CACHE} < kept["tried"].keys()
+    ):
+        assert timed.tune(**other).runs > 0, other
+    wrapped, evaluated, patched = (timed.model.clone() for _ in range(3))
+    wrapped.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "other", lambda run, *args: run(*args))
+    evaluated.set_model_unet_function_wrapper(
+        lambda apply, given: apply(given["input"], given["timestep"], **given["c"])
+    )
+    patched.add_object_patch("model_sampling", patched.get_model_object("model_sampling"))
+    for each in wrapped, evaluated, patched:
+        assert timed.tune(model=each).runs > 0
 
 
 OF = {"b": 1, "a": [1, 2]}
@@ -468,7 +414,8 @@ KEPT = tune_cache.Kept(
 )
 
 
-def test_what_is_kept_comes_back_as_it_was():
+def test_what_is_kept_comes_back_as_it_was_from_a_folder_with_any_name(user_folder):
+    folder_paths.set_user_directory(str(user_folder / "Bücher und 絵 & co"))
     tune_cache.write(OF, KEPT)
     tune_cache.write({"a": 3}, tune_cache.Kept("2026-11-24"))
     assert tune_cache.read({"a": [1, 2], "b": 1}) == KEPT
@@ -508,9 +455,3 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(log_messages, user_folde
     tune_cache.write(OF, KEPT)
     assert "what was measured is not kept" in log_messages()[-1]
     assert tune_cache.read(OF) == tune_cache.Kept()
-
-
-def test_a_folder_with_any_name_will_do(user_folder):
-    folder_paths.set_user_directory(str(user_folder / "Bücher und 絵 & co"))
-    tune_cache.write(OF, KEPT)
-    assert tune_cache.read(OF) == KEPT

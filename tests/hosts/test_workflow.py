@@ -2,13 +2,11 @@
 
 import sys
 from types import ModuleType
-from unittest.mock import call, create_autospec
 
 import pytest
 from comfy_execution.graph import DynamicPrompt
 from comfy_execution.progress import reset_progress_state
 from comfy_execution.utils import CurrentNodeContext
-from server import PromptServer
 from test_server import node
 
 from tome_nodes.comfyui import workflow
@@ -26,7 +24,6 @@ GRAPH = {
 
 @pytest.fixture
 def prompt():
-    """The graph in the form that ComfyUI uses while it runs."""
     prompt = DynamicPrompt(dict(GRAPH))
     reset_progress_state("a prompt", prompt)
     yield prompt
@@ -37,13 +34,11 @@ def running(node):
     return CurrentNodeContext("a prompt", node)
 
 
-def test_no_node_is_running_outside_of_a_workflow():
+def test_a_report_is_fed_by_every_node_upstream_of_its_model(request):
     assert workflow.running_node() is None
     assert workflow.origins("samples") is None
     assert not workflow.feeds("tome", "ToMeReport", "model")
-
-
-def test_a_report_is_fed_by_every_node_upstream_of_its_model(prompt):
+    request.getfixturevalue("prompt")
     assert workflow.feeds("tome", "ToMeReport", "model")
     assert not workflow.feeds("idle", "ToMeReport", "model")
     assert not workflow.feeds("tome", "ToMeReport", "image")
@@ -77,23 +72,9 @@ def test_dangling_and_circular_links_are_handled(prompt):
         assert workflow.origins("view") == workflow.origins("image") == set()
 
 
-def test_text_is_sent_only_where_an_editor_queued_the_workflow(monkeypatch):
-    monkeypatch.delattr(PromptServer, "instance", raising=False)
-    workflow.show_text("tome", "no server")
-    server = create_autospec(PromptServer, instance=True, client_id=None)
-    monkeypatch.setattr(PromptServer, "instance", server, raising=False)
-    workflow.show_text("tome", "no editor")
-    assert server.mock_calls == []
-    server.client_id = "editor"
-    workflow.show_text("tome", "5/16 blocks\nstep 1/2")
-    assert server.mock_calls == [
-        call.send_progress_text("5/16 blocks  \nstep 1/2", "tome", "editor")
-    ]
-
-
 def test_the_server_is_not_imported_only_to_ask_for_it(monkeypatch):
     """In ComfyUI 0.18.2, what it imports may be of another folder by then."""
-    monkeypatch.delitem(sys.modules, "server")
+    monkeypatch.delitem(sys.modules, "server", raising=False)
     assert workflow.running_server() is None
     assert "server" not in sys.modules
     monkeypatch.setitem(sys.modules, "server", ModuleType("server"))

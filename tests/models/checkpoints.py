@@ -1,9 +1,8 @@
 """Checkpoint files with random weights that the stock ComfyUI loaders accept.
 
-A file takes a few megabytes and about a second to write, whatever the model's size: all its
-weights are strided views of a few shared storages, which the `.ckpt` format keeps shared. The
-loader copies them into a model of the full size. The names and shapes are those of ComfyUI's own
-modules, and so of the published checkpoints; the loader detects each family by itself.
+A file takes a few megabytes, whatever the model's size: all its weights are strided views of a few
+shared storages, which the `.ckpt` format keeps shared. The names and shapes are those of ComfyUI's
+own modules, so the loader detects each family by itself.
 """
 
 from __future__ import annotations
@@ -32,24 +31,18 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.taesd.taesd import TAESD
 
 Layout = dict[str, tuple[int, ...]]
-"""The names and shapes of a state dict."""
 
 STORAGE_ELEMENTS = 2**19
 """Elements of each shared storage: one megabyte in half precision."""
 
 CHANNELS = 320
-"""Those of a UNet's first level."""
 
 
 @dataclass(frozen=True)
 class Family:
     """A UNet, with one entry for each level in its tuples, and the text encoders beside it.
 
-    Attributes:
-        multipliers: of the channels.
-        depths: numbers of transformer blocks in a stack.
-        settings: further arguments of the UNet.
-        text: the prefixes of the CLIP models, each with the name of its configuration.
+    These are the prefixes of CLIP models, each with the name of its configuration.
     """
 
     multipliers: tuple[int, ...]
@@ -66,30 +59,17 @@ def write_checkpoint(
     full_width: bool = False,
     unet_only: bool = False,
 ) -> Path:
-    """Write a checkpoint of `family` with random weights to `path`, a `.ckpt` file.
-
-    `family` is one of these:
-
-    ============== ============================== ================
-    family         detected as                    UNet parameters
-    ============== ============================== ================
-    sd15           SD15                            66 M, 2 levels
-    sdxl           Segmind_Vega, a kind of SDXL   115 M
-    sdxl_base      SDXL                           441 M
-    ============== ============================== ================
-
-    `levels` is how many of the first levels of the real UNet there are, all by default. With
-    fewer, only sd15 is recognised.
-
-    `full_width` gives each level its published channels; by default all have the first level's,
-    which is enough to be recognised and several times smaller. sd15 with 4 levels at full width
-    is the real architecture (860 M parameters), and so is sdxl_base (2.6 G parameters).
-
-    `unet_only` leaves out the text encoder and the VAE: for UNETLoader, or to save the
-    time and memory of a large encoder (CLIP-G has 695 M parameters). The VAE is a TAESD.
+    """Write a checkpoint with random weights to `path`, a `.ckpt` file.
 
     Weights are scaled by fan-in, so activations stay finite and of order one; norms are the
     identity and biases zero. The same arguments always give the same file content.
+
+    Args:
+        family: `sd15`, `sdxl` (Segmind_Vega) or `sdxl_base`.
+        levels: how many of the first levels of the UNet there are; fewer only of sd15.
+        full_width: whether each level has its published channels, or those of the first, which
+            is enough to be recognised. At full width sd15 and sdxl_base are the real UNets.
+        unet_only: whether the text encoder and the VAE, a TAESD, are left out.
     """
     chosen = _FAMILIES[family]
     unet = _unet(chosen, levels, full_width)
@@ -153,16 +133,11 @@ def _view(storage: torch.Tensor, shape: tuple[int, ...], index: int) -> torch.Te
 def unet_settings(depths: tuple[int, ...], residuals: int, **settings: Any) -> dict[str, Any]:
     """The arguments of a UNet.
 
-    Args:
-        depths: numbers of transformer blocks in a stack, by level.
-        residuals: number of residual blocks in each level on the way down; there is one more on
-            the way up. Behind each is a stack.
-        settings: further arguments.
+    On the way down, each level has so many residual blocks, on the way up one more; behind each is
+    a stack of transformer blocks, of the depth of its level.
     """
     return {
-        "image_size": 32,
-        "in_channels": 4,
-        "out_channels": 4,
+        **{"image_size": 32, "in_channels": 4, "out_channels": 4},
         "num_res_blocks": [residuals] * len(depths),
         "transformer_depth": [depth for depth in depths for _ in range(residuals)],
         "transformer_depth_output": [depth for depth in depths for _ in range(residuals + 1)],
@@ -183,7 +158,6 @@ def _unet(family: Family, levels: int | None, full_width: bool) -> dict[str, Any
 
 
 def _layout(prefix: str, make: Callable[[], nn.Module]) -> Layout:
-    """The names and shapes of a module's weights."""
     with torch.device("meta"):
         weights = make().state_dict()
     return {prefix + name: tuple(weight.shape) for name, weight in weights.items()}
@@ -203,12 +177,9 @@ _SDXL = Family(
     multipliers=(1, 2, 4),
     depths=(0, 1, 2),
     settings={
-        "transformer_depth_middle": 2,
-        "use_linear_in_transformer": True,
-        "num_head_channels": 64,
-        "context_dim": 2048,
-        "num_classes": "sequential",
-        "adm_in_channels": 2816,
+        **{"transformer_depth_middle": 2, "use_linear_in_transformer": True},
+        **{"num_head_channels": 64, "context_dim": 2048},
+        **{"num_classes": "sequential", "adm_in_channels": 2816},
     },
     text={
         "conditioner.embedders.0.": _CLIP_L,

@@ -20,100 +20,51 @@ from comfy.nested_tensor import NestedTensor
 from .checkpoints import unet_settings
 
 TEXT = 20
-"""Number of tokens in a prompt."""
 
 HEADS = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32}
 """What many transformers call their size."""
 
 PAIRS = {
-    "in_channels": 16,
-    "out_channels": 16,
-    "patch_size": 2,
-    "vec_in_dim": 32,
-    "context_in_dim": 32,
-    "hidden_size": 64,
-    "mlp_ratio": 2.0,
-    "num_heads": 2,
-    "depth": 2,
-    "depth_single_blocks": 2,
-    "axes_dim": [8, 12, 12],
-    "theta": 10000,
-    "qkv_bias": True,
+    **{"in_channels": 16, "out_channels": 16, "patch_size": 2, "qkv_bias": True},
+    **{"vec_in_dim": 32, "context_in_dim": 32, "hidden_size": 64, "mlp_ratio": 2.0},
+    **{"num_heads": 2, "depth": 2, "depth_single_blocks": 2},
+    **{"axes_dim": [8, 12, 12], "theta": 10000},
 }
 """Blocks with two streams, and behind them blocks with one."""
 
 FLUX = {**PAIRS, "txt_ids_dims": []}
 LUMINA = {
-    "in_channels": 16,
-    "dim": 96,
-    "n_layers": 3,
-    "n_refiner_layers": 1,
-    "n_heads": 4,
-    "multiple_of": 16,
-    "qk_norm": True,
-    "cap_feat_dim": 32,
-    "axes_dims": [8, 8, 8],
+    **{"in_channels": 16, "dim": 96, "n_heads": 4, "cap_feat_dim": 32, "axes_dims": [8, 8, 8]},
+    **{"n_layers": 3, "n_refiner_layers": 1, "multiple_of": 16, "qk_norm": True},
 }
 WAN = {"dim": 96, "ffn_dim": 64, "text_dim": 32, "num_heads": 4, "num_layers": 2}
 COSMOS = {
-    "max_img_h": 64,
-    "max_img_w": 64,
-    "max_frames": 32,
-    "in_channels": 16,
-    "out_channels": 16,
-    "patch_spatial": 2,
-    "patch_temporal": 1,
-    "model_channels": 96,
-    "num_blocks": 2,
-    "num_heads": 4,
-    "crossattn_emb_channels": 32,
-    "pos_emb_cls": "rope3d",
-    "use_adaln_lora": True,
-    "adaln_lora_dim": 16,
+    **{"max_img_h": 64, "max_img_w": 64, "max_frames": 32, "patch_spatial": 2, "patch_temporal": 1},
+    **{"in_channels": 16, "out_channels": 16, "model_channels": 96, "num_blocks": 2},
+    **{"num_heads": 4, "crossattn_emb_channels": 32, "pos_emb_cls": "rope3d"},
+    **{"use_adaln_lora": True, "adaln_lora_dim": 16},
 }
 LTX = {**HEADS, "cross_attention_dim": 64, "caption_channels": 32}
 HUNYUAN = {
     **PAIRS,
-    "patch_size": [1, 2, 2],
-    "theta": 256,
-    "guidance_embed": True,
-    "byt5": False,
-    "meanflow": False,
-    "use_cond_type_embedding": False,
-    "vision_in_dim": None,
-    "meanflow_sum": False,
+    **{"patch_size": [1, 2, 2], "theta": 256, "guidance_embed": True, "vision_in_dim": None},
+    **dict.fromkeys(("byt5", "meanflow", "meanflow_sum", "use_cond_type_embedding"), False),
 }
-
-
-def no_more(random: torch.Generator) -> dict[str, Any]:
-    """No further conditions."""
-    return {}
-
-
-def every_token(random: torch.Generator) -> dict[str, Any]:
-    """The attention mask of a prompt without padding."""
-    return {"attention_mask": torch.ones(1, TEXT, dtype=torch.int64)}
-
-
-def states_of_llama(random: torch.Generator) -> dict[str, Any]:
-    """What HiDream takes of the layers of a language model."""
-    return {"conditioning_llama3": torch.randn(1, 4, TEXT, 32, generator=random)}
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """A tiny model of one class.
+    """A tiny model of a class of ``comfy.supported_models``.
 
     Attributes:
-        name: the name of its class in ``comfy.supported_models``.
         blocks: number of blocks that merge.
         before: number of tokens before the picture.
         channels: those of the latent.
         text: channels of the prompt.
-        frames: those of the latent, for a model of videos; None if it has no such dimension.
+        frames: those of the latent; None if it has no such dimension.
         patch: side of a patch.
-        prompt: makes further conditions from a random generator.
-        sound: channels and sides of the latent of its sound, None without sound.
+        prompt: makes further conditions.
+        sound: channels and sides of the latent of its sound.
         settings: those of the class, as its loader would read them from a file.
     """
 
@@ -124,7 +75,7 @@ class Tiny:
     text: int = 32
     frames: int | None = None
     patch: int = 2
-    prompt: Callable[[torch.Generator], dict[str, Any]] = no_more
+    prompt: Callable[[torch.Generator], dict[str, Any]] = lambda random: {}
     sound: tuple[int, ...] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -133,25 +84,27 @@ class Tiny:
         return replace(self, settings={**(shared or {}), **own})
 
     def size(self, high: int, wide: int) -> tuple[int, ...]:
-        """The sides of a latent that is ``high`` by ``wide`` patches."""
         return (high * self.patch, wide * self.patch)
+
+
+def _every_token(random: torch.Generator) -> dict[str, Any]:
+    """The attention mask of a prompt without padding."""
+    return {"attention_mask": torch.ones(1, TEXT, dtype=torch.int64)}
+
+
+def _states_of_llama(random: torch.Generator) -> dict[str, Any]:
+    """What HiDream takes of the layers of a language model."""
+    return {"conditioning_llama3": torch.randn(1, 4, TEXT, 32, generator=random)}
 
 
 TINY: dict[str, Tiny] = {
     "flux": Tiny("Flux", blocks=4, before=TEXT).of(FLUX, guidance_embed=True),
     "flux2": Tiny("Flux2", blocks=4, before=512, patch=1).of(
         FLUX,
-        axes_dim=[8, 8, 8, 8],
-        txt_ids_dims=[3],
-        vec_in_dim=None,
-        guidance_embed=True,
-        global_modulation=True,
-        mlp_silu_act=True,
-        qkv_bias=False,
-        ops_bias=False,
-        default_ref_method="index",
-        ref_index_scale=10.0,
-        patch_size=1,
+        **{"axes_dim": [8, 8, 8, 8], "txt_ids_dims": [3], "vec_in_dim": None, "patch_size": 1},
+        **{"guidance_embed": True, "global_modulation": True, "mlp_silu_act": True},
+        **{"qkv_bias": False, "ops_bias": False},
+        **{"default_ref_method": "index", "ref_index_scale": 10.0},
     ),
     "chroma": Tiny("Chroma", blocks=4, before=TEXT).of(
         FLUX, in_channels=64, out_channels=64, in_dim=64, out_dim=64, hidden_dim=64, n_layers=1
@@ -175,25 +128,17 @@ TINY: dict[str, Tiny] = {
     "lumina2": Tiny("Lumina2", blocks=3, before=TEXT).of(LUMINA),
     "z_image": Tiny("ZImage", blocks=3, before=32).of(
         LUMINA,
-        dim=288,
-        n_heads=12,
-        rope_theta=256.0,
-        ffn_dim_multiplier=8 / 3,
-        z_image_modulation=True,
-        pad_tokens_multiple=32,
+        **{"dim": 288, "n_heads": 12, "rope_theta": 256.0, "ffn_dim_multiplier": 8 / 3},
+        **{"z_image_modulation": True, "pad_tokens_multiple": 32},
     ),
     "krea2": Tiny("Krea2", before=TEXT, text=64, frames=1).of(
         features=64, txtdim=32, heads=2, kvheads=1, layers=2, txtlayers=2, txtheads=2, txtkvheads=2
     ),
-    "hidream": Tiny("HiDream", blocks=4, prompt=states_of_llama).of(
+    "hidream": Tiny("HiDream", blocks=4, prompt=_states_of_llama).of(
         HEADS,
-        patch_size=2,
-        in_channels=16,
-        num_single_layers=2,
-        caption_channels=[32, 32],
-        text_emb_dim=32,
+        **{"patch_size": 2, "in_channels": 16, "num_single_layers": 2},
+        **{"caption_channels": [32, 32], "text_emb_dim": 32, "llama_layers": [0, 1, 2, 3]},
         axes_dims_rope=(8, 12, 12),
-        llama_layers=[0, 1, 2, 3],
     ),
     "wan21": Tiny("WAN21_T2V", frames=5).of(WAN),
     "wan21_vace": Tiny("WAN21_Vace", blocks=3, frames=3).of(WAN, vace_layers=1, vace_in_dim=96),
@@ -205,19 +150,15 @@ TINY: dict[str, Tiny] = {
     "wan22_dancer": Tiny("WAN22_WanDancer", frames=3).of(WAN, in_dim=36),
     "hunyuan_image": Tiny("HunyuanImage21", blocks=4, before=TEXT, channels=64, patch=1).of(
         HUNYUAN,
-        vec_in_dim=None,
-        guidance_embed=False,
-        in_channels=64,
-        out_channels=64,
-        patch_size=[1, 1],
-        axes_dim=[16, 16],
+        **{"in_channels": 64, "out_channels": 64, "patch_size": [1, 1], "axes_dim": [16, 16]},
+        **{"vec_in_dim": None, "guidance_embed": False},
     ),
     "hunyuan_video": Tiny("HunyuanVideo", blocks=4, before=TEXT, frames=4).of(HUNYUAN),
-    "ltxv": Tiny("LTXV", channels=128, frames=5, patch=1, prompt=every_token).of(LTX),
+    "ltxv": Tiny("LTXV", channels=128, frames=5, patch=1, prompt=_every_token).of(LTX),
     "cosmos_predict2": Tiny("CosmosT2IPredict2", frames=3).of(COSMOS),
     "anima": Tiny("Anima", frames=1).of(COSMOS),
     "ltxav": Tiny(
-        "LTXAV", channels=128, text=64, frames=4, patch=1, prompt=every_token, sound=(8, 6, 16)
+        "LTXAV", channels=128, text=64, frames=4, patch=1, prompt=_every_token, sound=(8, 6, 16)
     ).of(
         LTX,
         audio_attention_head_dim=16,
@@ -227,12 +168,8 @@ TINY: dict[str, Tiny] = {
         connector_num_attention_heads=2,
     ),
     "minimax_h3": Tiny("MiniMaxH3", before=TEXT + 12, channels=24, frames=3, sound=(32, 2, 6)).of(
-        hidden_size=96,
-        num_layers=2,
-        num_attention_heads=1,
-        ffn_hidden_size=64,
-        text_dim=32,
-        time_embed_dim=32,
+        **{"num_layers": 2, "num_attention_heads": 1, "hidden_size": 96, "ffn_hidden_size": 64},
+        **{"text_dim": 32, "time_embed_dim": 32},
     ),
 }
 """Transformers whose tokens can merge, by a name for tests."""
@@ -252,12 +189,8 @@ def _unet(
     **settings: Any,
 ) -> Tiny:
     """A UNet with as many residual blocks in each level, and stacks of these depths behind them."""
-    shape = {
-        "model_channels": 32,
-        "channel_mult": (1, 2, 4),
-        "context_dim": 32,
-        "transformer_depth_middle": middle,
-    }
+    shape = {"model_channels": 32, "channel_mult": (1, 2, 4), "context_dim": 32}
+    shape["transformer_depth_middle"] = middle
     blocks = (2 * residuals + 1) * sum(depths) + middle
     settings = unet_settings(depths, residuals, **shape | settings)
     return Tiny(name, blocks, channels=4, patch=1).of(settings)
@@ -274,6 +207,16 @@ _SDXL: dict[str, Any] = {
     "num_head_channels": 16,
 }
 
+_VIDEO: dict[str, Any] = {
+    **{"in_channels": 8, "adm_in_channels": 3 * 256, "video_kernel_size": [3, 1, 1]},
+    **{"use_temporal_attention": True, "use_temporal_resblock": True, "extra_ff_mix_layer": True},
+    **{"use_spatial_context": True, "merge_strategy": "learned_with_images", **_SDXL},
+}
+_UPSCALER: dict[str, Any] = {
+    **{"in_channels": 7, "use_linear_in_transformer": True, "num_heads": 4},
+    "disable_self_attentions": [True, True, False],
+}
+
 UNETS: dict[str, Tiny] = {
     "sd15": _unet("SD15"),
     "sdxl": _unet("SDXL", (0, 1, 2), middle=2, adm_in_channels=32 + 6 * 256, **_SDXL),
@@ -282,47 +225,25 @@ UNETS: dict[str, Tiny] = {
         "SDXLRefiner", (0, 4, 0), middle=4, adm_in_channels=32 + 5 * 256, **_SDXL
     ),
     "sd2": _unet("SD20", use_linear_in_transformer=True, num_head_channels=16),
-    "x4_upscaler": _unet(
-        "SD_X4Upscaler",
-        (0, 1, 1),
-        in_channels=7,
-        use_linear_in_transformer=True,
-        num_heads=4,
-        disable_self_attentions=[True, True, False],
-    ),
-    "svd": _unet(
-        "SVD_img2vid",
-        in_channels=8,
-        adm_in_channels=3 * 256,
-        use_temporal_attention=True,
-        use_temporal_resblock=True,
-        extra_ff_mix_layer=True,
-        use_spatial_context=True,
-        merge_strategy="learned_with_images",
-        video_kernel_size=[3, 1, 1],
-        **_SDXL,
-    ),
+    "x4_upscaler": _unet("SD_X4Upscaler", (0, 1, 1), **_UPSCALER),
+    "svd": _unet("SVD_img2vid", **_VIDEO),
 }
 """UNets with all kinds of levels that the published ones have, by a name for tests."""
 
 KINDS = UNETS | TINY
-"""All of them."""
 
 
 def build(tiny: Tiny) -> ModelPatcher:
-    """A model in float32."""
     return build_class(tiny.name, tiny.settings)
 
 
 def build_class(
     name: str, settings: Mapping[str, Any], dtype: torch.dtype = torch.float32
 ) -> ModelPatcher:
-    """A model that the host runs on its device.
+    """A model with random weights that the host runs on its device, inferring in ``dtype``.
 
-    Args:
-        name: the name of a class in ``comfy.supported_models``.
-        settings: those of the class, as its loader would read them from a file.
-        dtype: that of inference.
+    Its name is that of a class in ``comfy.supported_models``, its settings those of the class, as
+    its loader would read them from a file.
     """
     config = getattr(comfy.supported_models, name)(dict(settings))
     # The class has put sizes of the published model in their place.
@@ -335,11 +256,6 @@ def build_class(
         base = config.get_model({}, device=torch.device("cpu"))
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
-    return with_random_weights(base)
-
-
-def with_random_weights(base: Any) -> ModelPatcher:
-    """A model of the host's, on the CPU, that gets random weights and runs on the host's device."""
     generator = torch.Generator().manual_seed(0)
     for buffer in base.buffers():
         if buffer.isnan().all():
@@ -383,21 +299,9 @@ def sample(
     if tiny.sound is not None:
         empty = NestedTensor([empty, torch.zeros(batch, *tiny.sound)])
     noise = comfy.sample.prepare_noise(empty, seed)
-    positive, negative = prompts or (conditioning(tiny, each, **extras or {}) for each in (5, 6))
-    sampled = comfy.sample.sample(
-        model,
-        noise,
-        steps,
-        cfg,
-        sampler,
-        scheduler,
-        positive,
-        negative,
-        empty,
-        disable_pbar=True,
-        seed=seed,
-        **options,
-    )
+    prompts = prompts or [conditioning(tiny, each, **extras or {}) for each in (5, 6)]
+    run = (noise, steps, cfg, sampler, scheduler, *prompts, empty)
+    sampled = comfy.sample.sample(model, *run, disable_pbar=True, seed=seed, **options)
     return sampled if tiny.sound is None else sampled.unbind()[0]
 
 

@@ -1,8 +1,10 @@
 """Tiny UNets, transformers and pipelines of diffusers with random weights."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import diffusers
 import torch
 from torch import Tensor
@@ -110,14 +112,7 @@ def noise(*shape: int, seed: int = 1) -> Tensor:
 
 
 class Case:
-    """A pipeline and how to run it.
-
-    Attributes:
-        pipeline: without text encoders, whose output stands in for them.
-        arguments: those of its call.
-        part: the name of its UNet or transformer.
-        network: that.
-    """
+    """A pipeline without text encoders, and the arguments of its call, with the output of these."""
 
     def __init__(self, pipeline: Any, **arguments: Any):
         self.pipeline = pipeline.to(DEVICE)
@@ -140,8 +135,15 @@ class Case:
         result = self.pipeline(**{**self.arguments, **arguments, **options})[0]
         return torch.stack(result) if isinstance(result, list) else result
 
+    def compile(self, way: str, backend: Any) -> None:
+        """Compile the network into whole graphs, in one of :data:`COMPILED`."""
+        options = {"backend": backend, "fullgraph": True}
+        if way in ("before", "after"):
+            setattr(self.pipeline, self.part, torch.compile(self.network, **options))
+        else:
+            getattr(self.network, way)(**options)
+
     def called(self) -> dict[str, Any]:
-        """The arguments with which the pipeline calls its network."""
         given: dict[str, Any] = {}
 
         def keep(network: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,6 +154,16 @@ class Case:
             self(steps=1)
         return given
 
+
+COMPILED = ("before", "after", "compile", "compile_repeated_blocks")
+"""Before it is patched or after it, or by these methods of it."""
+
+OFFLOADS: dict[str, Callable[[Any], Any]] = {
+    "model": lambda network: accelerate.cpu_offload_with_hook(network, DEVICE),
+    "sequential": lambda network: accelerate.cpu_offload(network, DEVICE, offload_buffers=True),
+    "group": lambda network: network.enable_group_offload(DEVICE, offload_type="leaf_level"),
+}
+"""By accelerate and diffusers; without a GPU, the execution device is the CPU, too."""
 
 _PROMPTS: dict[str, Any] = {
     "prompt_embeds": noise(1, TEXT, TEXT_CHANNELS),
@@ -240,9 +252,12 @@ def lively(model: Any) -> Any:
     return model.eval().to(DEVICE)
 
 
-def _case(pipeline: Any, **arguments: Any) -> Case:
+def _case(
+    kind: Any, transformer: Any, scheduler: Any, parts: dict[str, Any] | None = None, **given: Any
+) -> Case:
     """Of a pipeline with a transformer, whose picture has 80 patches of 16 pixels."""
-    return Case(pipeline, **{"height": 128, "width": 160, **arguments})
+    parts = {"transformer": lively(transformer), **_NO_ENCODER, "vae": None, **(parts or {})}
+    return Case(kind(scheduler=scheduler, **parts), **{"height": 128, "width": 160, **given})
 
 
 _HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 16}
@@ -250,8 +265,6 @@ _JOINT: dict[str, Any] = {**_HEADS, "joint_attention_dim": TEXT_CHANNELS}
 _DOUBLE_AND_SINGLE: dict[str, Any] = {"num_layers": 1, "num_single_layers": 2}
 _POOLED: dict[str, Any] = {"pooled_projection_dim": TEXT_CHANNELS}
 _OF_LATENT: dict[str, Any] = {"in_channels": 4, "out_channels": 4}
-_BARE = {**_NO_ENCODER, "vae": None}
-_Flow = diffusers.FlowMatchEulerDiscreteScheduler
 _MASK = torch.ones(1, TEXT, dtype=torch.long, device=DEVICE)
 _PROMPT_MASKS: dict[str, Any] = {
     "prompt_attention_mask": _MASK,
@@ -259,98 +272,74 @@ _PROMPT_MASKS: dict[str, Any] = {
 }
 
 
+def _flow(shift: float | None = None) -> diffusers.FlowMatchEulerDiscreteScheduler:
+    options = {"use_dynamic_shifting": True} if shift is None else {"shift": shift}
+    return diffusers.FlowMatchEulerDiscreteScheduler(**options)
+
+
 def make_flux(in_channels: int = 16) -> diffusers.FluxTransformer2DModel:
     channels = {"in_channels": in_channels, "out_channels": 16}
-    transformer = diffusers.FluxTransformer2DModel(
-        **channels, **_DOUBLE_AND_SINGLE, **_JOINT, **_POOLED, axes_dims_rope=(4, 4, 8)
+    return lively(
+        diffusers.FluxTransformer2DModel(
+            **channels, **_DOUBLE_AND_SINGLE, **_JOINT, **_POOLED, axes_dims_rope=(4, 4, 8)
+        )
     )
-    return lively(transformer)
 
 
 def flux() -> Case:
-    pipeline = diffusers.FluxPipeline(
-        _Flow(use_dynamic_shifting=True), **_BARE, **_NO_SECOND, transformer=make_flux()
-    )
-    return _case(pipeline, **_FLUX_TEXT)
+    return _case(diffusers.FluxPipeline, make_flux(), _flow(), _NO_SECOND, **_FLUX_TEXT)
 
 
 def flux_kontext() -> Case:
     """With a reference picture behind the latent, in the same sequence."""
-    pipeline = diffusers.FluxKontextPipeline(
-        _Flow(use_dynamic_shifting=True), **_BARE, **_NO_SECOND, transformer=make_flux()
-    )
-    pipeline.latent_channels = 4
-    reference = noise(1, 4, 12, 16, seed=7)
-    return _case(pipeline, **_FLUX_TEXT, image=reference, max_area=128 * 160)
+    given = {**_FLUX_TEXT, "image": noise(1, 4, 12, 16, seed=7), "max_area": 128 * 160}
+    case = _case(diffusers.FluxKontextPipeline, make_flux(), _flow(), _NO_SECOND, **given)
+    case.pipeline.latent_channels = 4
+    return case
 
 
 def flux2() -> Case:
     transformer = diffusers.Flux2Transformer2DModel(
         in_channels=16, **_DOUBLE_AND_SINGLE, **_JOINT, axes_dims_rope=(4, 4, 4, 4)
     )
-    pipeline = diffusers.Flux2Pipeline(
-        _Flow(use_dynamic_shifting=True), **_BARE, transformer=lively(transformer)
-    )
-    return _case(pipeline, prompt_embeds=_PROMPTS["prompt_embeds"])
+    prompt = _PROMPTS["prompt_embeds"]
+    return _case(diffusers.Flux2Pipeline, transformer, _flow(), prompt_embeds=prompt)
 
 
 def sd3() -> Case:
     transformer = diffusers.SD3Transformer2DModel(
-        **_OF_LATENT,
-        **_JOINT,
-        **_POOLED,
-        num_layers=3,
-        caption_projection_dim=32,
-        sample_size=32,
-        pos_embed_max_size=32,
-        dual_attention_layers=(0,),
-        qk_norm="rms_norm",
+        **{**_OF_LATENT, **_JOINT, **_POOLED},
+        **{"num_layers": 3, "dual_attention_layers": (0,), "qk_norm": "rms_norm"},
+        **{"caption_projection_dim": 32, "sample_size": 32, "pos_embed_max_size": 32},
     )
-    none = {**_BARE, **_NO_SECOND, "text_encoder_3": None, "tokenizer_3": None}
-    pipeline = diffusers.StableDiffusion3Pipeline(lively(transformer), _Flow(shift=3.0), **none)
-    return _case(pipeline, **_POOLED_PROMPTS)
+    none = {**_NO_SECOND, "text_encoder_3": None, "tokenizer_3": None}
+    kind = diffusers.StableDiffusion3Pipeline
+    return _case(kind, transformer, _flow(3.0), none, **_POOLED_PROMPTS)
 
 
 def qwen_image() -> Case:
     transformer = diffusers.QwenImageTransformer2DModel(
         in_channels=16, out_channels=4, num_layers=3, **_JOINT, axes_dims_rope=(4, 4, 8)
     )
-    pipeline = diffusers.QwenImagePipeline(
-        _Flow(use_dynamic_shifting=True), **_BARE, transformer=lively(transformer)
-    )
-    return _case(pipeline, **_PROMPTS, prompt_embeds_mask=_MASK, negative_prompt_embeds_mask=_MASK)
+    masks: dict[str, Any] = {"prompt_embeds_mask": _MASK, "negative_prompt_embeds_mask": _MASK}
+    return _case(diffusers.QwenImagePipeline, transformer, _flow(), **_PROMPTS, **masks)
 
 
 def z_image() -> Case:
     """It pads its text and its picture to multiples of 32 tokens."""
     transformer = diffusers.ZImageTransformer2DModel(
-        in_channels=4,
-        dim=32,
-        n_layers=3,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=TEXT_CHANNELS,
-        axes_dims=[4, 4, 8],
-        axes_lens=[256, 64, 64],
+        **{"in_channels": 4, "dim": 32, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 2},
+        **{"n_kv_heads": 2, "cap_feat_dim": TEXT_CHANNELS},
+        **{"axes_dims": [4, 4, 8], "axes_lens": [256, 64, 64]},
     )
-    pipeline = diffusers.ZImagePipeline(_Flow(shift=3.0), **_BARE, transformer=lively(transformer))
     prompts: dict[str, Any] = {name: [each[0]] for name, each in _PROMPTS.items()}
-    return _case(pipeline, **prompts)
+    return _case(diffusers.ZImagePipeline, transformer, _flow(3.0), **prompts)
 
 
 def make_wan(in_channels: int = 4) -> diffusers.WanTransformer3DModel:
-    transformer = diffusers.WanTransformer3DModel(
-        in_channels=in_channels,
-        out_channels=4,
-        **_HEADS,
-        text_dim=TEXT_CHANNELS,
-        freq_dim=32,
-        ffn_dim=64,
-        num_layers=2,
-        rope_max_seq_len=64,
-    )
-    return lively(transformer)
+    channels = {"in_channels": in_channels, "out_channels": 4, "text_dim": TEXT_CHANNELS}
+    sizes = {"freq_dim": 32, "ffn_dim": 64, "num_layers": 2, "rope_max_seq_len": 64}
+    return lively(diffusers.WanTransformer3DModel(**channels, **sizes, **_HEADS))
 
 
 def wan() -> Case:
@@ -358,9 +347,8 @@ def wan() -> Case:
     scheduler = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
-    experts = {"transformer": make_wan(), "transformer_2": make_wan()}
-    pipeline = diffusers.WanPipeline(**_BARE, **experts, scheduler=scheduler, boundary_ratio=0.8)
-    return _case(pipeline, **_PROMPTS, num_frames=9)
+    parts = {"transformer_2": make_wan(), "boundary_ratio": 0.8}
+    return _case(diffusers.WanPipeline, make_wan(), scheduler, parts, **_PROMPTS, num_frames=9)
 
 
 def ltx() -> Case:
@@ -372,11 +360,8 @@ def ltx() -> Case:
         cross_attention_dim=32,
         caption_channels=TEXT_CHANNELS,
     )
-    pipeline = diffusers.LTXPipeline(
-        _Flow(use_dynamic_shifting=True), **_BARE, transformer=lively(transformer)
-    )
-    size = {"num_frames": 17, "height": 256, "width": 320}
-    return _case(pipeline, **_PROMPTS, **_PROMPT_MASKS, **size)
+    size: dict[str, Any] = {"num_frames": 17, "height": 256, "width": 320}
+    return _case(diffusers.LTXPipeline, transformer, _flow(), **_PROMPTS, **_PROMPT_MASKS, **size)
 
 
 def hunyuan_video() -> Case:
@@ -389,11 +374,8 @@ def hunyuan_video() -> Case:
         text_embed_dim=TEXT_CHANNELS,
         rope_axes_dim=(4, 4, 8),
     )
-    pipeline = diffusers.HunyuanVideoPipeline(
-        **_BARE, **_NO_SECOND, transformer=lively(transformer), scheduler=_Flow(shift=7.0)
-    )
-    text = {**_FLUX_TEXT, "prompt_attention_mask": _MASK.bool()}
-    return _case(pipeline, **text, num_frames=9)
+    given = {**_FLUX_TEXT, "prompt_attention_mask": _MASK.bool(), "num_frames": 9}
+    return _case(diffusers.HunyuanVideoPipeline, transformer, _flow(7.0), _NO_SECOND, **given)
 
 
 def cogvideox() -> Case:
@@ -401,37 +383,24 @@ def cogvideox() -> Case:
     transformer = diffusers.CogVideoXTransformer3DModel(
         **_OF_LATENT,
         **_HEADS,
-        time_embed_dim=8,
-        text_embed_dim=TEXT_CHANNELS,
-        num_layers=2,
-        sample_width=20,
-        sample_height=16,
-        sample_frames=9,
+        **{"time_embed_dim": 8, "text_embed_dim": TEXT_CHANNELS, "num_layers": 2},
+        **{"sample_width": 20, "sample_height": 16, "sample_frames": 9},
         max_text_seq_length=TEXT,
     )
     scheduler = diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction")
-    pipeline = diffusers.CogVideoXPipeline(
-        **_BARE, transformer=lively(transformer), scheduler=scheduler
-    )
-    return _case(pipeline, **_PROMPTS, num_frames=9)
+    return _case(diffusers.CogVideoXPipeline, transformer, scheduler, **_PROMPTS, num_frames=9)
 
 
 def lumina2() -> Case:
     """With fewer heads of keys than of queries."""
     transformer = diffusers.Lumina2Transformer2DModel(
-        in_channels=4,
-        hidden_size=32,
-        num_layers=2,
-        num_refiner_layers=1,
-        num_attention_heads=2,
-        num_kv_heads=1,
-        multiple_of=16,
-        axes_dim_rope=(4, 4, 8),
-        axes_lens=(64, 64, 64),
+        **{"in_channels": 4, "hidden_size": 32, "num_layers": 2, "num_refiner_layers": 1},
+        **{"num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 16},
+        **{"axes_dim_rope": (4, 4, 8), "axes_lens": (64, 64, 64)},
         cap_feat_dim=TEXT_CHANNELS,
     )
-    pipeline = diffusers.Lumina2Pipeline(lively(transformer), _Flow(shift=6.0), **_BARE)
-    return _case(pipeline, **_PROMPTS, **_PROMPT_MASKS)
+    prompts = {**_PROMPTS, **_PROMPT_MASKS}
+    return _case(diffusers.Lumina2Pipeline, transformer, _flow(6.0), **prompts)
 
 
 TRANSFORMERS = {

@@ -6,74 +6,48 @@ What the first leaves alive is the host's; so is an error that it raises, too.
 import logging
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import comfy.model_management
 import folder_paths
 import torch
-from comfy.model_management import InterruptProcessingException
 from comfy_execution.graph import DynamicPrompt
 from comfy_execution.progress import reset_progress_state
 from comfy_execution.utils import CurrentNodeContext
 from torch import Tensor, nn
 
-from .draws import Draw, Fault, Sampling
-from .models import Merging, Model, release
+from .draws import Draw, Fault
+from .models import Merging, Model
 from .tally import Verdict
-from .traces import LiveTensors, differences
+from .traces import LiveTensors, differences, state_of
 
 CHECKED_EVERY = 7
 """In one run of so many, a fixed input shows whether the unpatched model is the same as ever."""
-
-_FIXED = Sampling(size=(6, 7), seed=1)
-_PICTURE_SIDE = 64
-
-# How many tensors or modules a failure names.
-_NAMED = 3
 
 _PROMPT = "soak"
 _GRAPH: Mapping[str, Any] = {
     "loader": {"class_type": "UNETLoader", "inputs": {}},
     "tome": {"class_type": "ToMePatchModel", "inputs": {"model": ["loader", 0]}},
     "sampler": {"class_type": "KSampler", "inputs": {"model": ["tome", 0]}},
-    "report": {
-        "class_type": "ToMeReport",
-        "inputs": {"model": ["tome", 0], "samples": ["sampler", 0]},
-    },
 }
-
-
-class OnPurposeError(Exception):
-    """The exception in the middle of a run."""
-
+_REPORT = {"model": ["tome", 0], "samples": ["sampler", 0]}
 
 _ERRORS: Mapping[str, type[BaseException]] = {
-    "exception": OnPurposeError,
-    "interrupt": InterruptProcessingException,
+    "exception": RuntimeError,
+    "interrupt": comfy.model_management.InterruptProcessingException,
     "keyboard interrupt": KeyboardInterrupt,
 }
 
 
 class FailedError(Exception):
-    """A run failed; the message says how."""
-
-
-@dataclass(frozen=True)
-class _Sampled:
-    """The latent of the model, and whether the fault came about."""
-
-    latent: Tensor
-    stopped: bool = False
+    """A run raised other than by its fault, or is not as it should be; the message says how."""
 
 
 class Runs:
-    """Does runs on a set of models, and judges them.
-
-    Attributes:
-        traits: what may be drawn for the models.
-    """
+    """Does runs on a set of models, for which ``traits`` say what may be drawn, and judges them."""
 
     def __init__(self, models: Mapping[str, Model], merging: Merging):
         self.traits = {name: model.traits for name, model in models.items()}
@@ -84,7 +58,7 @@ class Runs:
         self._exits.callback(folder_paths.set_temp_directory, folder_paths.get_temp_directory())
         folder_paths.set_temp_directory(previews)
         self._fixed = {name: self._sample_fixed(name) for name in models}
-        release()
+        _unload()
         self._tensors = LiveTensors()
         self._exits.callback(self._tensors.close)
 
@@ -93,37 +67,41 @@ class Runs:
         self._exits.close()
 
     def run(self, draw: Draw) -> Verdict:
-        """Do a run and judge it."""
-        name = draw.model
-        verdict = Verdict()
+        name, verdict = draw.model, Verdict()
+        model = self._models[name].patcher
         try:
-            expected = self._sample(draw, None)
-        except FailedError as error:
-            verdict.refused = str(error)
+            expected, _ = self._sample(draw, None)
+        except FailedError:
             self._left_alive(name)
-            return verdict
+            return Verdict(facts={"refused"})
         self._left_alive(name)
-        before = self._models[name].state()
+        before = state_of(model)
         with _log() as log:
             try:
-                verdict.stopped = self._compare(draw, expected)
+                if self._compare(draw, expected):
+                    verdict.facts.add("stopped")
             except FailedError as error:
                 verdict.failures.append(str(error))
-        verdict.merged = any("[ToMe] merged" in line for _, line in log)
-        verdict.forecast = any("[ToMe] forecast" in line for _, line in log)
-        verdict.failures += _warnings(log)
+        for fact in "merged", "forecast":
+            if any(f"[ToMe] {fact}" in line for _, line in log):
+                verdict.facts.add(fact)
+        # That nothing was done is a warning, but no error.
+        verdict.failures += [
+            f"warned: {line}"
+            for level, line in log
+            if level >= logging.WARNING and not line.startswith("[ToMe] nothing ")
+        ]
         del expected
         if left := self._left_alive(name):
             # The host may keep something of its latest run; now that is another one.
             self._sample(draw, None)
             self._left_alive(name)
             leaked = [tensor for each in left if (tensor := each()) is not None]
-            verdict.leaked = len(leaked)
             if leaked:
-                named = [f"{[*each.shape]} of {each.dtype}" for each in leaked[:_NAMED]]
+                named = [f"{[*each.shape]} of {each.dtype}" for each in leaked[:3]]
                 verdict.failures.append(f"{len(leaked)} tensors stay alive: {', '.join(named)}")
-        if changed := differences(before, self._models[name].state()):
-            verdict.failures.append(f"{name} is not clean: {', '.join(changed[:_NAMED])}")
+        if changed := differences(before, state_of(model)):
+            verdict.failures.append(f"{name} is not clean: {', '.join(changed[:3])}")
         if draw.number % CHECKED_EVERY == 0:
             if not _same(self._sample_fixed(name), self._fixed[name]):
                 verdict.failures.append(f"{name}, unpatched, has another result than before")
@@ -132,20 +110,15 @@ class Runs:
 
     def _left_alive(self, name: str) -> list[weakref.ref[Tensor]]:
         """The tensors made since the last look that are still alive, except weights."""
-        release()
+        _unload()
         return self._tensors.new(self._models[name].patcher.model)
 
     def _sample_fixed(self, name: str) -> Tensor:
-        return self._sample(Draw(0, name, {}, _FIXED), None).latent
+        return self._sample(Draw(0, name, {}, {"size": (6, 7)}), None)[0]
 
-    def _compare(self, draw: Draw, expected: _Sampled) -> bool:
-        """Do a run with token merging; returns whether its fault came about.
-
-        Raises:
-            FailedError: it is not as it should be.
-        """
-        found = self._sample(draw, self._merging)
-        latent, plain = found.latent, expected.latent
+    def _compare(self, draw: Draw, plain: Tensor) -> bool:
+        """Do a run with token merging as it should be; returns whether its fault came about."""
+        latent, is_stopped = self._sample(draw, self._merging)
         if latent.shape != plain.shape:
             raise FailedError(f"the result is {[*latent.shape]} instead of {[*plain.shape]}")
         if plain.isfinite().all() and not latent.isfinite().all():
@@ -154,34 +127,32 @@ class Runs:
             raise FailedError("merging was removed, and the result is not the unpatched model's")
         if draw.fault is not None:
             whole = replace(draw, fault=None, report=None)
-            is_same = _same(latent, self._sample(whole, self._merging).latent)
+            is_same = _same(latent, self._sample(whole, self._merging)[0])
             # Another node may keep something of an aborted run.
-            if not is_same and _same(plain, self._sample(whole, None).latent):
+            if not is_same and _same(plain, self._sample(whole, None)[0]):
                 raise FailedError("the result after an aborted run is not that of a run by itself")
-        return found.stopped
+        return is_stopped
 
-    def _sample(self, draw: Draw, merging: Merging | None) -> _Sampled:
-        """Do a run; if it has a fault, do it again without.
-
-        Raises:
-            FailedError: it raised, other than by its fault.
-        """
+    def _sample(self, draw: Draw, merging: Merging | None) -> tuple[Tensor, bool]:
+        """Do a run; if it has a fault, do it again without, and tell whether that came about."""
+        model = self._models[draw.model]
         try:
             with _workflow(draw):
-                model = self._models[draw.model]
-                with _node("tome"):
+                with CurrentNodeContext(_PROMPT, "tome"):
                     prepared = model.prepared(draw, merging)
-                with _node("sampler"):
-                    stopped = draw.fault is not None and _is_stopped(
-                        model, prepared, draw, draw.fault
-                    )
+                with CurrentNodeContext(_PROMPT, "sampler"):
+                    is_stopped = _is_stopped(model, prepared, draw, draw.fault)
                     # Some of the other nodes take random numbers from it.
-                    torch.manual_seed(draw.sampling.seed)
-                    latent = model.sample(prepared, draw, _nothing)
+                    torch.manual_seed(draw.sampling.get("seed", 1))
+                    latent = model.sample(prepared, draw)
                 if draw.report is not None and merging is not None:
-                    with _node("report"):
-                        _report(merging, prepared, latent, draw.report)
-                return _Sampled(latent, stopped)
+                    with CurrentNodeContext(_PROMPT, "report"):
+                        image = torch.full((len(latent), 64, 64, 3), 0.5)
+                        picture = merging.report(prepared, latent, image, draw.report)
+                    is_right = picture.ndim == 4 and picture.shape[-1] == 3
+                    if not is_right or not picture.isfinite().all():
+                        raise FailedError(f"the report is no picture: {[*picture.shape]}")
+                return latent, is_stopped
         except FailedError:
             raise
         except Exception as error:
@@ -190,14 +161,11 @@ class Runs:
         raise FailedError(message)
 
 
-def _is_stopped(model: Model, prepared: Any, draw: Draw, fault: Fault) -> bool:
-    """Sample until the fault comes about; returns whether it did.
-
-    Raises:
-        FailedError: it did, and something else came of it.
-    """
-    error = _ERRORS[fault.kind]("on purpose")
-    calls = 0
+def _is_stopped(model: Model, prepared: Any, draw: Draw, fault: Fault | None) -> bool:
+    """Sample until the fault comes about and is what ends the run; returns whether it did."""
+    if fault is None:
+        return False
+    error, calls = _ERRORS[fault.kind]("on purpose"), 0
 
     def fail(*_: Any) -> None:
         nonlocal calls
@@ -206,14 +174,12 @@ def _is_stopped(model: Model, prepared: Any, draw: Draw, fault: Fault) -> bool:
             raise error
 
     with ExitStack() as hooks:
-        at_step = fail
         if fault.place is not None:
-            at_step = _nothing
             layers = [each for each in prepared.model.modules() if isinstance(each, nn.Linear)]
             layer = layers[int(fault.place * len(layers))]
             hooks.enter_context(layer.register_forward_pre_hook(fail))
         try:
-            model.sample(prepared, draw, at_step)
+            model.sample(prepared, draw, fail if fault.place is None else None)
         except BaseException as caught:
             if caught is error:
                 return True
@@ -223,19 +189,11 @@ def _is_stopped(model: Model, prepared: Any, draw: Draw, fault: Fault) -> bool:
     return False
 
 
-def _report(merging: Merging, model: Any, latent: Tensor, inputs: Mapping[str, Any]) -> None:
-    image = torch.full((len(latent), _PICTURE_SIDE, _PICTURE_SIDE, 3), 0.5)
-    picture = merging.report(model, latent, image, inputs)
-    if picture.ndim != 4 or picture.shape[-1] != 3 or not picture.isfinite().all():
-        raise FailedError(f"the report is no picture: {[*picture.shape]}")
-
-
 @contextmanager
 def _workflow(draw: Draw) -> Iterator[None]:
-    """The workflow that runs, as the host knows it."""
     graph = dict(_GRAPH)
-    if draw.report is None:
-        del graph["report"]
+    if draw.report is not None:
+        graph["report"] = {"class_type": "ToMeReport", "inputs": _REPORT}
     reset_progress_state(_PROMPT, DynamicPrompt(graph))
     try:
         yield
@@ -243,13 +201,8 @@ def _workflow(draw: Draw) -> Iterator[None]:
         reset_progress_state("", DynamicPrompt({}))
 
 
-def _node(name: str) -> CurrentNodeContext:
-    return CurrentNodeContext(_PROMPT, name)
-
-
 @contextmanager
 def _log() -> Iterator[list[tuple[int, str]]]:
-    """What the pack logs: levels and lines."""
     lines: list[tuple[int, str]] = []
 
     class Keep(logging.Handler):
@@ -257,8 +210,8 @@ def _log() -> Iterator[list[tuple[int, str]]]:
             # The record itself may hold an error, whose traceback holds tensors.
             lines.append((record.levelno, record.getMessage()))
 
-    logger = logging.getLogger("tome_nodes")
-    level, propagates, handler = logger.level, logger.propagate, Keep()
+    logger, handler = logging.getLogger("tome_nodes"), Keep()
+    level, propagates = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(handler)
@@ -270,16 +223,11 @@ def _log() -> Iterator[list[tuple[int, str]]]:
         logger.setLevel(level)
 
 
-def _warnings(log: Sequence[tuple[int, str]]) -> list[str]:
-    """The warnings that tell of an error; that nothing was done is none."""
-    lines = [line for level, line in log if level >= logging.WARNING]
-    return [f"warned: {line}" for line in lines if not line.startswith("[ToMe] nothing ")]
+def _unload() -> None:
+    comfy.model_management.unload_all_models()
+    comfy.model_management.cleanup_models()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     """Whether two latents are the same bit for bit, NaN included."""
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def _nothing(step: int) -> None:
-    pass

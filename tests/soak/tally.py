@@ -9,84 +9,21 @@ from statistics import median
 from .draws import Draw
 
 WARM_UP = 100
-"""Runs after which memory is to stay the same."""
 
 MOST_GROWTH = 20.0
 """By how much it may grow all the same, in MB of a million bytes."""
 
-# Runs of which the median is a level of memory.
-_LEVEL_OF = 20
+FACTS = ("merged", "forecast", "refused", "stopped")
+"""Whether any tokens merged, any step was forecast, the host cannot do the run even without token
+merging, and the fault that was drawn came about."""
 
 
 @dataclass
 class Verdict:
-    """What became of a run.
-
-    Attributes:
-        failures: what failed, each in a sentence.
-        leaked: number of tensors that token merging left alive.
-        refused: why the host cannot do this run even without token merging, else None.
-        merged: whether any tokens merged.
-        forecast: whether any step was forecast.
-        stopped: whether the fault that was drawn came about.
-    """
+    """What failed in a run, each in a sentence, and which of :data:`FACTS` hold."""
 
     failures: list[str] = field(default_factory=list)
-    leaked: int = 0
-    refused: str | None = None
-    merged: bool = False
-    forecast: bool = False
-    stopped: bool = False
-
-
-class Tally:
-    """What became of the runs so far.
-
-    Attributes:
-        counts: how many runs failed, were refused by the host, merged and so on.
-        failures: those runs that failed, with what failed in them.
-        leaked: number of leaked tensors.
-        bytes: memory of the process after each run.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.failures: list[tuple[Draw, list[str]]] = []
-        self.leaked = 0
-        self.bytes: list[int] = []
-
-    def add(self, run: Draw, verdict: Verdict, memory: int) -> None:
-        """Add a run."""
-        self.bytes.append(memory)
-        self.leaked += verdict.leaked
-        if verdict.failures:
-            self.failures.append((run, verdict.failures))
-        self.counts.update(
-            merged=verdict.merged,
-            forecast=verdict.forecast,
-            refused=verdict.refused is not None,
-            stopped=verdict.stopped,
-            with_others=bool(run.neighbours),
-            reported=run.report is not None,
-        )
-
-    @property
-    def growth(self) -> float:
-        """Growth of memory after the warm-up, in MB."""
-        return growth(self.bytes)
-
-    @property
-    def is_good(self) -> bool:
-        """Whether nothing failed, leaked or grew."""
-        return not self.failures and self.leaked == 0 and self.growth <= MOST_GROWTH
-
-    def summary(self) -> str:
-        """The last line."""
-        counts = " ".join(f"{name}={count}" for name, count in self.counts.items())
-        return (
-            f"summary: runs={len(self.bytes)} failed={len(self.failures)} "
-            f"leaked_tensors={self.leaked} rss_growth_mb={self.growth:.1f} {counts}"
-        )
+    facts: set[str] = field(default_factory=set)
 
 
 def growth(memory: Sequence[int]) -> float:
@@ -94,8 +31,22 @@ def growth(memory: Sequence[int]) -> float:
     warm_up = min(WARM_UP, len(memory) // 2)
     if warm_up < 2:
         return 0.0
-    window = min(_LEVEL_OF, warm_up)
+    # Runs of which the median is a level of memory.
+    window = min(20, warm_up)
     return (median(memory[-window:]) - median(memory[warm_up - window : warm_up])) / 1e6
+
+
+def summary(verdicts: Sequence[Verdict], memory: Sequence[int]) -> tuple[str, bool]:
+    """The last line, and whether nothing failed, leaked or grew.
+
+    ``memory`` is that of the process after each run.
+    """
+    failed = sum(bool(verdict.failures) for verdict in verdicts)
+    counts = Counter(fact for verdict in verdicts for fact in verdict.facts)
+    facts = " ".join(f"{fact}={counts[fact]}" for fact in FACTS)
+    grown = growth(memory)
+    line = f"summary: runs={len(verdicts)} failed={failed} rss_growth_mb={grown:.1f} {facts}"
+    return line, not failed and grown <= MOST_GROWTH
 
 
 def failure_text(run: Draw, failures: Sequence[str], seed: int) -> str:

@@ -17,26 +17,25 @@ _M_ARENA_MAX = -8
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def state_of_modules(model: nn.Module) -> dict[str, Any]:
-    """What code can put on the modules of a model: attributes, overrides of forward, and hooks."""
+def state_of(patcher: Any) -> dict[str, Any]:
+    """What can be put on a model and could be left there, by name.
+
+    That is all that its patcher holds, and on its modules attributes, overrides of forward, and
+    hooks.
+    """
     state: dict[str, Any] = {}
-    for name, module in model.named_modules():
+    for name, module in patcher.model.named_modules():
         attributes = vars(module)
         state[name] = (
             sorted(attributes),
             id(attributes.get("forward")),
             {key: [*hooks] for key, hooks in attributes.items() if "_hooks" in key and hooks},
         )
-    return state
-
-
-def state_of_patcher(patcher: Any) -> Any:
-    """What a model patcher holds: options, wrappers, patches and whatever else."""
-    return {name: _shape(value) for name, value in vars(patcher).items() if name != "model"}
+    held = {name: value for name, value in vars(patcher).items() if name != "model"}
+    return state | {f"patcher.{name}": _shape(value) for name, value in held.items()}
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The names whose values are not the same."""
     names = dict.fromkeys([*before, *after])
     return [name for name in names if before.get(name) != after.get(name)]
 
@@ -50,10 +49,9 @@ def _shape(value: Any) -> Any:
 
 
 class LiveTensors:
-    """The tensors that Python code can reach.
+    """The tensors that Python code can reach, except those of before, which are frozen.
 
-    Those of before the object was made do not count: they are frozen, which also makes each look
-    a matter of milliseconds.
+    This also makes each look a matter of milliseconds.
     """
 
     def __init__(self) -> None:
@@ -62,7 +60,6 @@ class LiveTensors:
         gc.freeze()
 
     def close(self) -> None:
-        """Let the collector have everything again."""
         gc.unfreeze()
 
     def new(self, model: nn.Module) -> list[weakref.ref[Tensor]]:
@@ -83,10 +80,8 @@ class LiveTensors:
 def steady_memory() -> None:
     """Have the libraries below keep little for later; call it before anything is computed.
 
-    oneDNN compiles a kernel for each size of a convolution and does not give all of its memory
-    back: 25 MB in a thousand runs of random sizes, with token merging or without. And glibc gives
-    each thread an arena of its own, which stays as large as it was when the thread has ended: 23 MB
-    at once in a run in which a model samples in a second thread.
+    oneDNN keeps memory for each size of a convolution, with token merging or without, and glibc an
+    arena for each thread that has ended.
     """
     torch.backends.mkldnn.set_flags(False)
     with suppress(AttributeError, OSError, TypeError):
@@ -94,11 +89,7 @@ def steady_memory() -> None:
 
 
 def resident_bytes() -> int:
-    """The memory of this process, without what its C library only keeps for later.
-
-    Without the trim, glibc keeps freed pages in its arenas as long as anything above them is in
-    use, so the same objects take more or less memory by the order in which they were made.
-    """
+    """The memory of this process, without the freed pages that glibc only keeps for later."""
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss

@@ -6,19 +6,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bipartite import features_of, groups, plan_of
+from test_strategies import features_of, groups, plan_of
 
 from tome_nodes.merging.plan import Grid
 from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.strategies.cluster import (
-    UNIT,
-    cluster,
-    first_edges,
-    k_means,
-    lloyd_step,
-    means_of,
-    similarity_to_mean,
-)
+from tome_nodes.strategies import cluster as clusters_of
+from tome_nodes.strategies.cluster import UNIT, cluster, k_means, lloyd_step, similarity_to_mean
 
 few_values = st.sampled_from([-(2**30), -1, 0, 1, 2, 2**30])
 any_values = st.integers(-(2**30), 2**30)
@@ -35,12 +28,7 @@ def sorted_values(features):
     return (similarity_to_mean(features) / UNIT).round().long().sort(dim=1).values
 
 
-def sums_of(values):
-    return F.pad(values.cumsum(1), (1, 0))
-
-
 def squares(values, edges):
-    """The sum of squared distances to the means of the clusters of a sample, in float64."""
     parts = np.split(values, edges[1:-1])
     return sum(((part - part.mean()) ** 2).sum() for part in parts)
 
@@ -68,23 +56,13 @@ def least_squares(values, clusters):
     return least[-1]
 
 
-@given(
-    st.integers(1, 40).flatmap(
-        lambda tokens: st.tuples(
-            st.lists(
-                st.one_of(
-                    st.lists(few_values, min_size=tokens, max_size=tokens),
-                    st.lists(any_values, min_size=tokens, max_size=tokens),
-                ),
-                min_size=1,
-                max_size=3,
-            ),
-            st.integers(1, tokens),
-        )
+@given(st.data(), st.integers(1, 3), st.integers(1, 40))
+def test_no_cluster_is_ever_empty(data, samples, tokens):
+    row = st.one_of(
+        *(st.lists(each, min_size=tokens, max_size=tokens) for each in (few_values, any_values))
     )
-)
-def test_no_cluster_is_ever_empty(case):
-    rows, clusters = case
+    rows = data.draw(st.lists(row, min_size=samples, max_size=samples))
+    clusters = data.draw(st.integers(1, tokens))
     values = torch.tensor(rows).sort(dim=1).values
     edges = k_means(values, clusters)
     assert edges.shape == (len(rows), clusters + 1)
@@ -105,43 +83,29 @@ def test_maps_without_differences_or_numbers_have_a_plan(value, dtype):
     assert torch.isfinite(plan.log_sizes).all()
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_step_is_that_of_lloyd_in_float64(seed):
-    values = sorted_values(map_of(8, seed))
-    sums, clusters = sums_of(values), 5
-    edges = torch.linspace(0, 64, clusters + 1).long().repeat(2, 1)
-    expected = edges.numpy()
-    for _ in range(5):
-        edges = lloyd_step(values, means_of(sums, edges))
-        rows = zip(values.double().numpy(), expected, strict=True)
-        expected = np.stack([brute_force_step(*row) for row in rows])
-        assert np.diff(expected).min() > 0
-        assert edges.tolist() == expected.tolist()
-
-
 def test_a_step_on_a_large_map_is_that_of_lloyd_in_float64():
     """A float32 sum over 65,536 tokens is coarser than the distances between them."""
     generator = torch.Generator().manual_seed(0)
     similarity = torch.rand(1, 65536, generator=generator).sort(dim=1).values
     values = (similarity / UNIT).round().long()
     edges = torch.arange(0, 65537, 4)[None]
-    step = lloyd_step(values, means_of(sums_of(values), edges))
+    sums = F.pad(values.cumsum(1), (1, 0))
+    step = lloyd_step(values, clusters_of.means_of(sums, edges))
     means = values.double().view(-1, 4).mean(1).numpy()
     expected = np.searchsorted(values[0].numpy(), (means[1:] + means[:-1]) / 2, side="right")
     assert step[0, 1:-1].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(
-    ("side", "ratio", "most"),
-    [(8, 0.5, 1.05), (12, 0.5, 1.05), (16, 0.5, 1.05), (12, 0.25, 1.05), (12, 0.75, 1.05)],
+    ("side", "ratio"), [(8, 0.5), (12, 0.5), (16, 0.5), (12, 0.25), (12, 0.75)]
 )
-def test_the_sum_of_squares_is_near_the_least_and_below_that_of_lloyd_alone(side, ratio, most):
+def test_the_sum_of_squares_is_near_the_least_and_below_that_of_lloyd_alone(side, ratio):
     """Of small maps, on average; Lloyd's algorithm goes on in float64 until no value moves."""
     clusters = side**2 - int(side**2 * ratio)
     to_best, to_lloyd = [], []
     for seed in range(8):
         values = sorted_values(map_of(side, seed))
-        found, starts = k_means(values, clusters), first_edges(values, clusters)
+        found, starts = k_means(values, clusters), clusters_of.first_edges(values, clusters)
         for row, own, edges in zip(
             values.double().numpy() * UNIT, found.numpy(), starts.numpy(), strict=True
         ):
@@ -152,7 +116,7 @@ def test_the_sum_of_squares_is_near_the_least_and_below_that_of_lloyd_alone(side
             to_best.append(squares(row, own) / least_squares(row, clusters))
             to_lloyd.append(squares(row, own) / squares(row, edges))
     assert min(to_best) > 1 - 1e-6
-    assert np.mean(to_best) <= most
+    assert np.mean(to_best) <= 1.05
     assert max(to_lloyd) < 1
 
 
@@ -160,6 +124,7 @@ def test_clusters_are_intervals_of_the_cosine_to_the_mean():
     features = map_of(9, 0)
     plan = plan_of(ToMeConfig(strategy="cluster", ratio=0.5), features, Grid(9, 9))
     assert plan.slot_count == 81 - 40
+    assert plan_of(ToMeConfig(strategy="cluster", ratio=0.01), features, Grid(9, 9)) is None
     exact = features.double()
     mean = exact.mean(1, keepdim=True)
     cosines = (exact * mean).sum(2) / exact.norm(dim=2) / mean.norm(dim=2)
@@ -189,9 +154,3 @@ def test_half_precision_is_compared_in_full(dtype):
     expected = F.cosine_similarity(exact, exact.mean(1, keepdim=True), dim=2)
     torch.testing.assert_close(similarity_to_mean(features).double(), expected, rtol=0, atol=1e-6)
     assert groups(cluster(features, 128), 0) == groups(cluster(features.float(), 128), 0)
-
-
-def test_a_ratio_of_nothing_has_no_plan():
-    features = features_of(Grid(3, 3))
-    config = ToMeConfig(strategy="cluster", ratio=0.1)
-    assert plan_of(config, features, Grid(3, 3)) is None

@@ -1,4 +1,4 @@
-"""The pinned ComfyUIs and front end: which one is used, and how it is brought."""
+"""What is set up: which ComfyUI and front end, how they are brought, and what tests need of it."""
 
 import hashlib
 import io
@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 import dev
-from tools import environment
+from tools import carried, environment
 from tools.environment import NEWEST, RELEASES, ROOT, Release, is_earlier, pinned_comfyui
 from tools.errors import ToolError
+from tools.lanes import lane_of, needs_browser, needs_comfyui
 
 OLDEST = list(RELEASES)[-1]
 
 
 @pytest.fixture
 def venv(monkeypatch, tmp_path):
-    """An empty folder in place of ``.venv``."""
     monkeypatch.setattr(environment, "VENV", tmp_path)
     monkeypatch.setattr(environment, "STAMP", tmp_path / "stamp.json")
     return tmp_path
@@ -59,13 +59,9 @@ def index(monkeypatch):
 def test_the_newest_is_first_and_every_pin_is_of_its_own():
     assert pinned_comfyui(NEWEST).name == "ComfyUI"
     assert all(is_earlier(later, version) for version, later in pairwise(RELEASES))
+    assert is_earlier("0.9.10", "0.30.0") and not is_earlier("0.30.0", "0.30.0")
     for pins in ([each.sha256 for each in RELEASES.values()], [*map(pinned_comfyui, RELEASES)]):
         assert len(set(pins)) == len(RELEASES)
-
-
-def test_versions_are_compared_by_their_numbers():
-    assert is_earlier("0.9.10", "0.30.0") and is_earlier("0.30.0", "0.30.1")
-    assert not is_earlier("0.30.0", "0.30.0") and not is_earlier("1.0.0", "0.30.0")
 
 
 def test_the_newest_is_used_unless_another_is_chosen(monkeypatch, tmp_path):
@@ -143,3 +139,57 @@ def test_options_of_pytest_are_left_to_it():
 def test_what_is_claimed_is_what_is_run(file, named):
     text = (ROOT / file).read_text(encoding="utf-8")
     assert all(each in text for each in named)
+
+
+NAMES = carried.NEEDED + carried.PURE
+
+
+def test_a_folder_without_comfyui_is_refused(tmp_path):
+    with pytest.raises(ToolError, match=r"dev\.py gpu pack"):
+        carried.unpack(tmp_path, tmp_path / "there")
+
+
+def test_what_the_other_machine_has_is_not_packed(tmp_path, monkeypatch, capsys):
+    comfyui = tmp_path / "here"
+    comfyui.mkdir()
+    (comfyui / "main.py").write_text("x = 1\n")
+    monkeypatch.setattr(carried, "comfyui_directory", lambda: comfyui)
+    carried.pack(tmp_path / "carried", [name.replace("-", "_").upper() for name in NAMES])
+    assert "1 files" in capsys.readouterr().out
+    assert [each.name for each in (tmp_path / "carried").iterdir()] == [carried.ARCHIVE]
+
+
+@pytest.mark.parametrize(
+    ("command", "comfyui", "browser"),
+    [
+        ("tests/unit", False, False),
+        (f"{ROOT}/tests/unit/test_plan.py", False, False),
+        ("-x -k window tests/unit/test_plan.py tests/unit/test_config.py tests.ini", False, False),
+        ("tests/unit --deselect tests/hosts/test_presets.py", False, False),
+        ("tests/unit --ignore=tests/hosts -k tests/editor", False, False),
+        ("tests/hosts tests/soak", True, False),
+        ("tests/hosts/test_presets.py", True, False),
+        ("tests/editor", True, True),
+        ("tests/hosts/../editor", True, True),
+        ("tests/unit tests/editor/test_editor.py::test_search", True, True),
+        ("tests", True, True),
+        ("", True, True),
+        ("-x -k plan", True, True),
+        # None of these selects tests, so all run.
+        ("-k tests/unit", True, True),
+        ("--ignore tests/unit/test_kernels.py", True, True),
+        ("--deselect tests/unit/test_plan.py::test_merge", True, True),
+    ],
+)
+def test_what_the_tests_of_a_command_need(command, comfyui, browser):
+    assert needs_comfyui(command.split()) == comfyui
+    assert needs_browser(command.split()) == browser
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_an_earlier_comfyui_runs_the_tests_of_the_hosts_and_one_of_choice_all(version, tmp_path):
+    assert lane_of(tmp_path) == ["tests"]
+    lane = lane_of(pinned_comfyui(version))
+    assert needs_comfyui(lane)
+    assert needs_browser(lane) == (version == NEWEST)
+    assert lane[0] == ("tests" if version == NEWEST else "tests/hosts")

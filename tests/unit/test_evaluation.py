@@ -1,4 +1,4 @@
-"""Which plans and what detail a run keeps from step to step, on a model of linear layers."""
+"""What merges in a run and what detail it keeps over steps, on a model of linear layers."""
 
 from dataclasses import replace
 
@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from tome_nodes.merging.plan import Grid
-from tome_nodes.patching.blocks import Observer, Stack
+from tome_nodes.patching.blocks import Observer, Stack, deepest_level
 from tome_nodes.patching.detail_cache import FADING, Details
+from tome_nodes.patching.engine import make_engine
 from tome_nodes.patching.evaluation import Run
 from tome_nodes.patching.merge_modules import UNetRecord
-from tome_nodes.patching.schedule import Moment
+from tome_nodes.patching.schedule import Moment, step_index
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
@@ -29,33 +30,21 @@ class Block(nn.Module):
         return x + self.ff(x)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 X = torch.randn(2, GRID.tokens, 3, generator=torch.Generator().manual_seed(0)).double()
 TOY = UNetRecord(
-    stacks=lambda model: [Stack("blocks", model.blocks, tuple(model.blocks))],
+    stacks=lambda model: [Stack("blocks", model, tuple(model))],
     attends_to_text=lambda block: True,
     needs_all_tokens=lambda *args: False,
     masks=(),
     shapes=lambda: ((len(X), 3, GRID.height, GRID.width), None),
 )
-"""The record of a model whose blocks have no attention."""
 
 
 class Merging(Observer):
     """A model that merges half of its tokens, with what is reported of its evaluations."""
 
     def __init__(self, **settings):
-        self.results, self.model = [], Model().double()
+        self.results, self.model = [], nn.Sequential(Block(), Block()).double()
         config = ToMeConfig(ratio=0.5, min_tokens=1, **settings)
         self.run = Run(config, TOY, self.model, make_strategy, self)
 
@@ -73,7 +62,6 @@ class Merging(Observer):
 
 @pytest.fixture
 def evaluate():
-    """A model whose linear layers merge."""
     return Merging(merge_attn=False, merge_mlp=True)
 
 
@@ -82,25 +70,11 @@ def test_the_outcome_of_each_block_is_reported(evaluate):
     evaluate(replace(NOW, is_active=False))
     evaluate(obstacle="it may not")
     first, inactive, hindered = evaluate.results
-    assert [(o.block, o.before, o.after) for o in first.merged] == [
-        ("blocks.0", 16, 8),
-        ("blocks.1", 16, 8),
-    ]
+    merged = [(each.block, each.before, each.after) for each in first.merged]
+    assert merged == [("blocks.0", 16, 8), ("blocks.1", 16, 8)]
     assert inactive.merged == hindered.merged == []
     assert "covers no step" in inactive.reason and not inactive.is_active
     assert hindered.reason == "it may not" and hindered.is_active
-    assert not evaluate.has_overrides()
-
-
-def test_an_evaluation_that_raises_is_not_reported_and_leaves_nothing(evaluate):
-
-    def raises(*_):
-        raise RuntimeError("on purpose")
-
-    evaluate.model.register_forward_hook(raises)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        evaluate()
-    assert evaluate.results == []
     assert not evaluate.has_overrides()
 
 
@@ -203,14 +177,52 @@ def test_overrides_follow_what_other_code_changes_between_evaluations(evaluate):
             lengths.append(x.shape[1])
             return super().forward(x)
 
-    model.blocks[0].ff = Replaced(3, 3).double()
+    model[0].ff = Replaced(3, 3).double()
     evaluate()
     assert lengths == [8]
-    own = model.blocks[1].forward
-    model.blocks[1].forward = lambda x: own(x) + 1
+    own = model[1].forward
+    model[1].forward = lambda x: own(x) + 1
     assert torch.equal(evaluate(), evaluate())
     merged = evaluate()
-    del model.blocks[1].forward
+    del model[1].forward
     torch.testing.assert_close(evaluate() + 1, merged)
     assert not evaluate.has_overrides()
     assert all(len(result.merged) == 2 for result in evaluate.results)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "merges_in", "expected"),
+    [
+        ("cpu", {}, "modules", (256, 256)),
+        # Any device without Triton counts as a GPU; this one needs no hardware.
+        ("meta", {}, "modules", (4096, 4096)),
+        ("meta", {}, "blocks", (768, 4096)),
+        ("meta", {"strategy": "cluster"}, "modules", (8192, 8192)),
+        ("meta", {"min_tokens": 7}, "blocks", (7, 7)),
+    ],
+)
+def test_the_smallest_map_that_merges(device, settings, merges_in, expected):
+    config = ToMeConfig(**{"strategy": "window", **settings})
+    engine = make_engine(config, make_strategy, torch.device(device), torch.float32, merges_in)
+    assert (engine.least_tokens, engine.least_in_attention) == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "evaluated", "steps"),
+    [
+        # A sampler that goes back up on its own repeats the steps.
+        ([10.0, 5.0, 2.0, 0.0], [10.0, 5.0, 2.0, 7.0, 5.0, 2.0], [0, 1, 2, 0, 1, 2]),
+        ([5.0], [5.0, 3.0], [0, 0]),
+        ([5.0, 5.0, 0.0], [5.0, 5.0, 2.0], [0, 0, 1]),
+    ],
+)
+def test_steps_of_schedules_that_rise(schedule, evaluated, steps):
+    found = [0]
+    for sigma in evaluated:
+        found.append(step_index(schedule, sigma, found[-1]))
+    assert found[1:] == steps
+
+
+def test_of_levels_with_as_many_blocks_the_shallowest_is_enough():
+    stable_diffusion_1 = {1: 2, 2: 2, 4: 2, 8: 1}
+    assert deepest_level(ToMeConfig(scope="stack"), stable_diffusion_1) == 1

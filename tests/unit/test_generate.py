@@ -41,56 +41,44 @@ def test_translations_are_of_the_present_english_texts(language):
 
 
 def test_what_is_wrong_with_a_translation_is_named(tmp_path, monkeypatch):
-    texts = generate.english()
     monkeypatch.setattr(generate, "LOCALES", tmp_path)
     monkeypatch.setattr(generate, "TRANSLATED", tmp_path / "translated.json")
     generate.note_translated("ko")
-    changed, there = json.loads(json.dumps(texts)), json.loads(json.dumps(texts))
+    changed, there = json.loads(json.dumps([generate.english()] * 2))
     changed["ToMePatchModel"]["inputs"]["ratio"]["tooltip"] = "Another text."
     monkeypatch.setattr(generate, "english", lambda: changed)
     del there["ToMeReport"]["inputs"]["view"]["tooltip"]
     there["ToMeReport"]["inputs"]["depth"] = {"tooltip": "It is gone."}
-    (tmp_path / "ko").mkdir()
-    (tmp_path / "ko" / "nodeDefs.json").write_text(json.dumps(there), encoding="utf-8")
+    file = tmp_path / "ko" / "nodeDefs.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(there), encoding="utf-8")
     assert generate.outdated("ko") == [
         "ko: ToMeReport.view is missing",
         "ko: ToMeReport.depth is not in the English locale",
         "ko: ToMePatchModel.ratio is out of date",
     ]
-    there["ToMeReport"] = changed["ToMeReport"]
-    (tmp_path / "ko" / "nodeDefs.json").write_text(json.dumps(there), encoding="utf-8")
+    file.write_text(json.dumps(changed), encoding="utf-8")
     generate.note_translated("ko")
     assert generate.outdated("ko") == []
 
 
 def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "FIDELITY", tmp_path / "fidelity.json")
-    page = generate.PAGES / "ToMePatchModel.md"
-    measured = {
-        "tomesd q,k,v 0.5": {"time": 0.74, "error": 0.02},
-        "fast 0.6": {"time": 0.5, "error": 0.03},
-        "balanced 0.75": {"time": 0.7, "error": 0.001},
-    }
-    of_unet = {"pictures": {"12": measured}}
-    generate.FIDELITY.write_text(json.dumps(of_unet), encoding="utf-8")
-    lines = generate.files()[page].splitlines()
-    (fast,) = (line for line in lines if line.startswith("| fast |"))
-    assert fast.endswith(" | 0.50 | 1.50 |")
-    (balanced,) = (line for line in lines if line.startswith("| balanced |"))
-    assert balanced.endswith(" | | |")
-    of_transformer = {
-        "q,k,v 0.5, as the paper": {"time": 0.8, "error": 0.04},
-        "fast 0.6": {"time": 0.7, "error": 0.02},
-    }
-    result = of_unet | {"image": {"8": of_transformer}}
-    generate.FIDELITY.write_text(json.dumps(result), encoding="utf-8")
-    lines = generate.files()[page].splitlines()
+
+    def rows(**judges):
+        generate.FIDELITY.write_text(json.dumps(judges), encoding="utf-8")
+        lines = generate.files()[generate.PAGES / "ToMePatchModel.md"].splitlines()
+        return {line.split(" | ")[0]: line for line in lines}
+
+    paper = {"time": 0.8, "error": 0.02}
+    unet = {"tomesd q,k,v 0.5": paper, "fast 0.6": {"time": 0.5, "error": 0.03}}
+    one = rows(pictures={"12": unet | {"balanced 0.75": {"time": 0.7, "error": 0.001}}})
+    assert one["| fast"].endswith(" | 0.50 | 1.50 |")
+    assert one["| balanced"].endswith(" | | |")
+    transformer = {"q,k,v 0.5, as the paper": paper, "fast 0.6": {"time": 0.7, "error": 0.01}}
+    both = rows(pictures={"12": unet}, image={"8": transformer})
     head = "| Preset | Meaning | UNet: time | UNet: change | transformer: time | "
-    assert any(line.startswith(head) for line in lines)
-    assert any(
-        line.startswith("| balanced |") and line.endswith(" | | | 0.70 | 0.50 |") for line in lines
-    )
-    assert any(line.startswith("| paper |") and line.endswith(" | | | | |") for line in lines)
-    del measured["fast 0.6"]
-    generate.FIDELITY.write_text(json.dumps(of_unet), encoding="utf-8")
-    assert "| Preset | Meaning |" in generate.files()[page]
+    assert both["| Preset"].startswith(head)
+    assert both["| balanced"].endswith(" | | | 0.70 | 0.50 |")
+    assert both["| paper"].endswith(" | | | | |")
+    assert rows(pictures={"12": {"tomesd q,k,v 0.5": paper}})["| Preset"] == "| Preset | Meaning |"

@@ -1,6 +1,5 @@
 """The Triton kernels against float64 brute force: on a GPU if there is one, else interpreted."""
 
-import inspect
 import itertools
 import subprocess
 import sys
@@ -12,23 +11,24 @@ import torch
 from common import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_bipartite import brute_force_windows, features_of, groups, plan_of
 from test_plan import (
     DTYPES,
     HEADS,
     brute_force_keys,
     brute_force_merge,
+    check_merge,
     partitions,
     seeded,
     surrounded,
 )
 from test_plan import plan_of as plan_of_owners
+from test_strategies import brute_force_windows, features_of, groups, plan_of
 from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="Triton is not made for this system")
 
 from tome_nodes.merging.plan import Grid, Plan
-from tome_nodes.ops import TORCH, operations, reference, resolve
+from tome_nodes.ops import TORCH, reference, resolve
 from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.random_picks import pick_per_cell, step_key
 from tome_nodes.ops.triton import matching, merging, shared, window_merging
@@ -50,10 +50,7 @@ def poisoned_memory():
 
 @pytest.fixture(autouse=True, scope="module")
 def mended_interpreter():
-    """Triton's interpreter, which takes bfloat16 for integers in products of matrices.
-
-    Since NumPy 2.4, it cannot take arguments as bounds of loops either.
-    """
+    """Triton's interpreter with products of bfloat16, and with arguments as bounds of loops."""
     if DEVICE.type == "cuda":
         yield
         return
@@ -82,7 +79,6 @@ def mended_interpreter():
 
 
 def slot_plan(owners):
-    """The plan of a partition on the kernels."""
     return plan_of_owners(owners, kernels.TRITON, DEVICE)
 
 
@@ -123,16 +119,9 @@ def assert_is_whole(plan):
     assert_close(plan.log_sizes, again.log_sizes)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("height", "width", "channels", "dtype"),
-    [
-        (16, 16, 64, torch.float16),
-        (8, 24, 100, torch.float32),
-        (8, 24, 100, torch.bfloat16),
-        (13, 19, 7, torch.float16),
-        (16, 8, 320, torch.bfloat16),
-    ],
-    ids=str,
+    ("height", "width", "channels"), [(16, 16, 64), (8, 24, 100), (13, 19, 7), (16, 8, 320)]
 )
 def test_matching_takes_any_dtype_and_strides(height, width, channels, dtype):
     grid = Grid(height, width)
@@ -158,20 +147,7 @@ def test_matching_makes_a_plan_of_any_features(value):
 @settings(max_examples=10)
 @given(partitions(), st.integers(1, 70), st.sampled_from(DTYPES))
 def test_merge_and_added_change(owners, channels, dtype):
-    plan = slot_plan(owners)
-    x = torch.randn(*plan.slot_of_token.shape, channels, generator=seeded(1)).to(dtype)
-    merged = plan.merge(surrounded(x.to(DEVICE)))
-    assert merged.dtype == dtype
-    close = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
-    assert_close(merged.double().cpu(), brute_force_merge(owners, x), **close)
-
-    after = torch.randn(merged.shape, generator=seeded(2)).to(dtype)
-    result = plan.add_change(surrounded(x.to(DEVICE)), surrounded(merged), after.to(DEVICE))
-    assert result.dtype == dtype
-    change = after.double() - merged.double().cpu()
-    slots = plan.slots().cpu()
-    expected = x.double() + torch.stack([c[s] for c, s in zip(change, slots, strict=True)])
-    assert_close(result.double().cpu(), expected, **close)
+    check_merge(slot_plan(owners), owners, channels, dtype)
 
 
 @settings(max_examples=10)
@@ -270,22 +246,6 @@ def test_tokens_that_do_not_fit_are_named():
         plan.merge_keys(x, 3)
 
 
-def test_triton_has_every_operation_with_the_parameters_of_plain_torch():
-    triton = operations("triton")
-    assert triton is kernels.TRITON and triton.name == "triton"
-    assert triton.unmerge is TORCH.unmerge
-    for name in ("merge", "merge_keys", "add_change", "widen"):
-        schema = getattr(torch.ops.tome_nodes, name).default._schema
-        parameters = {
-            argument.name: argument.default_value
-            if argument.has_default_value()
-            else inspect.Parameter.empty
-            for argument in schema.arguments
-        }
-        plain = inspect.signature(getattr(TORCH, name)).parameters
-        assert parameters == {key: each.default for key, each in plain.items()}
-
-
 def test_operators_pass_the_checks_of_torch():
     # A window of four cells in each sample, and a column next to it.
     grid = Grid(4, 5)
@@ -319,9 +279,8 @@ class Broken:
 
 
 def test_an_operator_gives_way_as_its_launcher_does(monkeypatch, caplog):
-    grid = Grid(8, 8)
-    x = features_of(grid, batch=1, channels=24).to(DEVICE)
-    plan = window_plan(x, grid)
+    x = features_of(Grid(8, 8), batch=1, channels=24).to(DEVICE)
+    plan = window_plan(x, Grid(8, 8))
     arguments = x, plan.slot_of_token, plan.order, plan.offsets, list(plan.window)
     monkeypatch.setattr(merging, "merge_kernel", Broken())
     for _ in range(2):
@@ -357,23 +316,6 @@ def test_matching_by_kernel_gives_way_to_torch(monkeypatch, caplog):
     for sample in range(len(features)):
         assert groups(broken, sample) == groups(expected, sample)
     assert caplog.text.count("takes the place") == 1
-
-
-def test_only_compiled_code_calls_kernels_as_operators():
-    x = torch.randn(2, 4, 8, generator=seeded(0)).to(DEVICE)
-    plan = slot_plan([[0, 0, 2, 2]] * 2)
-
-    def called(merge):
-        with torch.profiler.profile() as profile:
-            result = merge(x)
-        names = {event.name for event in profile.events()}
-        return result, "tome_nodes::merge" in names
-
-    plain, by_operator = called(plan.merge)
-    assert not by_operator
-    compiled, by_operator = called(torch.compile(plan.merge, backend="eager", fullgraph=True))
-    assert by_operator
-    assert torch.equal(plain, compiled)
 
 
 def test_auto_takes_the_kernels_where_they_run():

@@ -1,13 +1,17 @@
-"""What the registry reads, and when a version is published."""
+"""What the registry and users read, where its links lead, and when a version is published."""
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+import dev
 from tools.environment import RELEASES, ROOT, pinned_comfyui
 from tools.pack import published_files
 
@@ -28,14 +32,14 @@ def settings():
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_the_registry_has_all_that_it_shows(settings):
+def test_the_registry_has_all_that_it_shows_and_little_to_load(settings):
+    assert sum((ROOT / file).stat().st_size for file in published_files()) < MOST_BYTES
     project, comfy = settings["project"], settings["tool"]["comfy"]
     assert project["urls"].keys() == {"Homepage", "Documentation", "Repository", "Issues"}
     gpus = [each for each in project["classifiers"] if each.startswith("Environment :: ")]
     assert {each.removeprefix("Environment :: GPU :: ") for each in gpus} == ACCELERATORS
-    assert comfy.keys() == {
-        *("PublisherId", "DisplayName", "Icon", "Banner", "requires-comfyui"),
-    }
+    shown = {"PublisherId", "DisplayName", "Icon", "Banner", "requires-comfyui"}
+    assert comfy.keys() == shown
 
 
 @pytest.mark.parametrize(("name", "most", "shape"), [("Icon", 400, 1), ("Banner", 1680, 21 / 9)])
@@ -62,10 +66,8 @@ def test_the_earliest_front_end_is_that_of_the_earliest_comfyui(settings):
 def test_the_changelog_begins_with_the_version_that_is_published(settings):
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## (.+)$", changelog, re.MULTILINE)
-    assert (
-        re.fullmatch(r"\[(.+)\] - \d{4}-\d\d-\d\d", versions[0])[1]
-        == (settings["project"]["version"])
-    )
+    version = re.escape(settings["project"]["version"])
+    assert re.fullmatch(rf"\[{version}\] - \d{{4}}-\d\d-\d\d", versions[0])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="runs the commands of a workflow for Linux")
@@ -78,5 +80,72 @@ def test_only_a_tag_of_the_version_is_published(settings, added, is_published):
     assert codes == [0 if is_published else 1] * 2
 
 
-def test_what_comfyui_loads_is_small():
-    assert sum((ROOT / file).stat().st_size for file in published_files()) < MOST_BYTES
+REPOSITORY = "https://github.com/tome-nodes/tome-nodes/blob/main/"
+PAGES = sorted(
+    page.relative_to(ROOT).as_posix()
+    for folder in (".", "docs", "web/docs", "benchmarks")
+    for page in (ROOT / folder).glob("*.md")
+)
+UNPUBLISHED = tuple(
+    line.strip("/")
+    for line in (ROOT / ".comfyignore").read_text(encoding="utf-8").splitlines()
+    if line.startswith("/")
+)
+
+
+def anchors(page):
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_leads_somewhere(name):
+    page = ROOT / name
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.removeprefix(REPOSITORY).partition("#")
+        if path.startswith("https://"):
+            continue
+        folder = ROOT if link.startswith(REPOSITORY) else page.parent
+        target = Path(folder, path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+        if not (name.startswith(UNPUBLISHED) or link.startswith(REPOSITORY)):
+            file = target.relative_to(ROOT).as_posix()
+            assert not file.startswith(UNPUBLISHED), f"{link} is not in the published pack"
+
+
+def test_the_readme_and_the_glossary_are_short():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    assert len(text.split()) <= 1000
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"^\| \*\*", text, re.MULTILINE)) == 12
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_command_of_ours_is_one_that_there_is(name):
+    """What they do has tests of its own; docs/http.md and docs/python.md are run as they stand."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for command in re.findall(r"(?<![\w/.])dev\.py ([^`#\n]+)", text):
+        words = shlex.split(command.split("\\")[0])
+        arguments, rest = dev._parser().parse_known_args([each for each in words if each != "..."])
+        assert arguments.command, command
+        if arguments.command in ("demo", "lint"):
+            assert not rest, command
+
+
+@pytest.mark.skipif(
+    shutil.which("git") is None or not (ROOT / ".git").exists(), reason="this is no clone"
+)
+def test_the_command_that_installs_the_pack_does(tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^git clone .*$", text, re.MULTILINE)
+    origin = "https://github.com/tome-nodes/tome-nodes "
+    assert origin in command
+    local = shlex.split(command.replace(origin, f"{shlex.quote(ROOT.as_uri())} "))
+    subprocess.run(local, cwd=tmp_path, check=True, capture_output=True)
+    pack = tmp_path / "ComfyUI" / "custom_nodes" / "tome-nodes"
+    assert {"__init__.py", "dev.py", "pyproject.toml"} <= {file.name for file in pack.iterdir()}
+    # What git keeps of the one version.
+    packed = sum(file.stat().st_size for file in (pack / ".git").rglob("*") if file.is_file())
+    assert packed < 20_000_000

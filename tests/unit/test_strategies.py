@@ -1,27 +1,137 @@
-"""The other strategies, each compared with a straightforward version of its definition."""
+"""The strategies against brute force; the tests of hosts compare the paper's with tomesd."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_bipartite import brute_force_windows, features_of, grids, groups, plan_of
 from torch.testing import assert_close
 
 from tome_nodes.merging.plan import Grid
+from tome_nodes.ops import TORCH
+from tome_nodes.ops.random_picks import pick_per_cell, step_key
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
-from tome_nodes.strategies import strategy_class
+from tome_nodes.strategies import bipartite, make_strategy, strategy_class
+from tome_nodes.strategies.bipartite import split_tokens
 from tome_nodes.strategies.cells import frames_of_cell
 from tome_nodes.strategies.window import match_windows, split_windows
 
-cell_sides = st.sampled_from([1, 2, 3, 8])
+grids = st.builds(Grid, st.integers(1, 9), st.integers(1, 9), st.just(1))
+cell_sides = st.integers(1, 3)
+sides = st.sampled_from([1, 2, 3, 8])
 videos = st.builds(Grid, st.integers(2, 9), st.integers(2, 9), st.integers(2, 9))
+
+
+def features_of(grid, batch=2, channels=6, seed=0):
+    return torch.randn(batch, grid.tokens, channels, generator=torch.Generator().manual_seed(seed))
+
+
+def plan_of(config, features, grid, step=0, ops=TORCH):
+    strategy = make_strategy(config, ops)
+    strategy.begin(torch.tensor(step_key(config.seed, step), device=features.device))
+    return strategy.plan(features, grid, config.ratio)
+
+
+def groups(plan, sample):
+    found = {}
+    for token, slot in enumerate(plan.slots()[sample].tolist()):
+        found.setdefault(slot, set()).add(token)
+    return {frozenset(group) for group in found.values()}
+
+
+def brute_force_groups(features, src, dst, merges):
+    """The paper's grouping of one sample, in float64, pair by pair."""
+    features = features.double()
+    unit = features / features.norm(dim=1, keepdim=True)
+    best = []
+    for token, row in zip(src, (unit[src] @ unit[dst].mT).tolist(), strict=True):
+        similarity, owner = max(zip(row, dst, strict=True))
+        best.append((similarity, token, owner))
+    best.sort(reverse=True)
+    found = {token: {token} for token in (*src, *dst)}
+    for _, token, owner in best[:merges]:
+        found[owner] |= found.pop(token)
+    return {frozenset(group) for group in found.values()}
+
+
+def brute_force_windows(features, src, dst, merges):
+    """The grouping of one sample in which each window, a row of tokens, merges so many."""
+    inside = {*src.flatten().tolist(), *dst.flatten().tolist()}
+    found = {frozenset([token]) for token in set(range(len(features))) - inside}
+    for own_src, own_dst in zip(src.tolist(), dst.tolist(), strict=True):
+        found |= brute_force_groups(features, own_src, own_dst, merges)
+    return found
+
+
+@given(grids, cell_sides, cell_sides, st.floats(0, 0.95), st.booleans(), st.integers(0, 99))
+def test_plan_is_the_brute_force_grouping(grid, sx, sy, ratio, use_rand, seed):
+    if sx * sy == 1:
+        sx = 2
+    config = ToMeConfig(ratio=ratio, sx=sx, sy=sy, use_rand=use_rand, seed=seed)
+    features = features_of(grid, seed=seed)
+    plan = plan_of(config, features, grid)
+    cells = grid.cells(sy, sx)
+    merges = min(int(grid.tokens * ratio), grid.tokens - cells.tokens)
+    if not merges or not cells.tokens:
+        assert plan is None
+        return
+    assert plan.slot_count == grid.tokens - merges
+    picks = pick_per_cell(torch.tensor(step_key(seed, 0)), cells.height, cells.width, sy * sx)
+    src, dst = split_tokens(grid, sy, sx, picks if use_rand else torch.zeros_like(picks))
+    for sample in range(len(features)):
+        expected = brute_force_groups(features[sample], src.tolist(), dst.tolist(), merges)
+        assert groups(plan, sample) == expected
+
+
+@given(grids, cell_sides, cell_sides, st.integers(0, 2**32))
+def test_split_has_the_pick_of_each_whole_cell_as_dst_and_all_others_as_src(grid, sy, sx, key):
+    cells = grid.cells(sy, sx)
+    picks = pick_per_cell(torch.tensor(key & 0xFFFFFFFF), cells.height, cells.width, sy * sx)
+    src, dst = split_tokens(grid, sy, sx, picks)
+    assert sorted([*src.tolist(), *dst.tolist()]) == list(range(grid.tokens))
+    corners = [
+        row * sy * grid.width + column * sx
+        for row in range(grid.height // sy)
+        for column in range(grid.width // sx)
+    ]
+    assert dst.tolist() == [
+        corner + pick // sx * grid.width + pick % sx
+        for corner, pick in zip(corners, picks.tolist(), strict=True)
+    ]
+
+
+def test_large_maps_matched_in_pieces_have_the_same_plan(monkeypatch):
+    grid = Grid(16, 16)
+    features = features_of(grid)
+    whole = plan_of(ToMeConfig(), features, grid)
+    monkeypatch.setattr(bipartite, "_SCORES_AT_ONCE", 1000)
+    assert torch.equal(plan_of(ToMeConfig(), features, grid).slots(), whole.slots())
+
+
+def test_picks_are_spread_evenly_over_cells_and_steps():
+    cells, choices = Grid(64, 64), 4
+    counts = torch.zeros(choices)
+    together = torch.zeros(choices, choices)
+    for step in range(50):
+        picks = pick_per_cell(torch.tensor(step_key(7, step)), cells.height, cells.width, choices)
+        counts += torch.bincount(picks, minlength=choices)
+        pairs = picks[:-1] * choices + picks[1:]
+        together += torch.bincount(pairs, minlength=choices**2).view(choices, choices)
+    # Chi-square of 3 and 15 degrees of freedom exceeds these limits once in 10**6 draws.
+    assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 31
+    assert ((together - together.mean()) ** 2 / together.mean()).sum() < 56
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_equal_features_still_give_a_partition(value):
+    plan = plan_of(ToMeConfig(ratio=0.5), torch.full((1, 36, 4), value), Grid(6, 6))
+    assert plan.slots().unique().tolist() == list(range(18))
 
 
 @given(
     st.sampled_from([*OPTIONS["strategy"].choices]),
     st.one_of(grids, videos),
-    st.tuples(cell_sides, cell_sides),
+    st.tuples(sides, sides),
     st.sampled_from([0.05, 0.5, 0.75, 0.95]),
     st.integers(1, 3),
 )
@@ -45,7 +155,7 @@ def test_every_strategy_makes_a_partition_and_merges_means(strategy, grid, cell,
     assert_close(plan.merge(features).double(), means, rtol=1e-5, atol=1e-5)
 
 
-@given(grids, cell_sides, cell_sides, st.integers(0, 99), st.floats(0, 1))
+@given(grids, sides, sides, st.integers(0, 99), st.floats(0, 1))
 def test_a_window_matches_as_the_paper_does_within_it(grid, sx, sy, seed, share):
     if sx * sy == 1:
         sx = 2
@@ -61,7 +171,7 @@ def test_a_window_matches_as_the_paper_does_within_it(grid, sx, sy, seed, share)
         assert groups(plan, sample) == brute_force_windows(values, src, dst, quota)
 
 
-@given(st.integers(2, 160), cell_sides, cell_sides)
+@given(st.integers(2, 160), sides, sides)
 @example(24, 8, 1)
 def test_windows_cover_most_of_a_map(height, sy, sx):
     grid = Grid(height, 64)
@@ -76,34 +186,6 @@ def test_windows_cover_most_of_a_map(height, sy, sx):
     assert covered >= (7 / 8) ** 2
     if height % 16 == 0 and 8 % sy == 8 % sx == 0:
         assert covered == 1
-
-
-@pytest.mark.parametrize(("sy", "sx"), [(2, 2), (2, 4), (8, 8)])
-def test_windows_of_a_usual_map_are_16_by_16_tokens(sy, sx):
-    grid = Grid(64, 64)
-    cells = 256 // (sy * sx)
-    src, dst = split_windows(grid, sy, sx, torch.zeros(16 * cells, dtype=torch.int64))
-    assert src.shape == (16, 256 - cells) and dst.shape == (16, cells)
-    first = sorted([*src[0].tolist(), *dst[0].tolist()])
-    assert first == [row * 64 + column for row in range(16) for column in range(16)]
-
-
-def test_window_and_global_matching_merge_the_same_number():
-    grid = Grid(64, 64)
-    features = features_of(grid, channels=8)
-    for ratio in (0.25, 0.5, 0.75):
-        window = plan_of(ToMeConfig(strategy="window", ratio=ratio), features, grid)
-        paper = plan_of(ToMeConfig(strategy="bipartite", ratio=ratio), features, grid)
-        assert window.slot_count == paper.slot_count
-
-
-@pytest.mark.parametrize("strategy", ["bipartite", "window"])
-@pytest.mark.parametrize(("sx", "cap"), [(2, 0.75), (4, 0.875)])
-def test_one_token_of_each_cell_always_stays(strategy, sx, cap):
-    config = ToMeConfig(strategy=strategy, ratio=0.95, sx=sx)
-    assert strategy_class(config).ratio_cap(config) == cap
-    plan = plan_of(config, features_of(Grid(8, 8)), Grid(8, 8))
-    assert 1 - plan.slot_count / 64 == cap
 
 
 @pytest.mark.parametrize("strategy", ["bipartite", "window"])

@@ -19,7 +19,6 @@ from ..report import log_line
 from ..report.counts import Counts
 from ..report.last_run import LastRun
 from ..report.recording import Recorder
-from ..strategies.strategy import PlanOf
 from ..tuning.search import Measured
 
 log = logging.getLogger("tome_nodes")
@@ -51,9 +50,6 @@ class RunReport(Observer):
         self.follows_blocks = with_details
         # ComfyUI may evaluate a model and its clones on several devices at once.
         self._lock = Lock()
-
-    def watched(self, plan_of: PlanOf) -> PlanOf:
-        return plan_of if self._details is None else self._details.watched(plan_of)
 
     def timed(self, block: str, forward: Forward) -> Forward:
         return forward if self._details is None else self._details.timed(block, forward)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from .. import reasons
 from ..merging.plan import Grid, Plan
 from ..settings.config import ToMeConfig
-from ..strategies.strategy import PlanOf
 from .detail_cache import Detail
 from .engine import Engine
 from .key_weights import KeyWeights
@@ -106,10 +105,6 @@ class Observer:
     """
 
     follows_blocks = False
-
-    def watched(self, plan_of: PlanOf) -> PlanOf:
-        """A function that makes the same plans as ``plan_of``, perhaps watched by the observer."""
-        return plan_of
 
     def timed(self, block: str, forward: Forward) -> Forward:
         """The forward of a block, perhaps wrapped to time it."""
@@ -323,7 +318,7 @@ class Block:
         """A plan at the ratio of the current step. If it is None, the reason is noted."""
         evaluation = self.evaluation
         self.outcome.grid = grid
-        plan = evaluation.engine.plan_of(features, grid, evaluation.ratio)
+        plan = evaluation.engine.strategy.plan(features, grid, evaluation.ratio)
         if plan is None:
             self.outcome.reason = self._why_no_plan(grid, evaluation.ratio)
         return plan

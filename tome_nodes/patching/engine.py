@@ -10,7 +10,7 @@ import torch
 from ..merging.plan import Grid
 from ..ops import Operations, operations, resolve
 from ..settings.config import ToMeConfig
-from ..strategies.strategy import PlanOf, Strategy
+from ..strategies.strategy import Strategy
 from .key_weights import Capabilities, capabilities
 
 MergesIn = Literal["modules", "blocks"]
@@ -26,7 +26,6 @@ class Engine:
 
     Attributes:
         strategy: groups the tokens.
-        plan_of: makes the strategy's plans; an observer may have wrapped it.
         least_tokens: the smallest grid that merges, in tokens.
         least_in_attention: the smallest grid that merges where only attention merges, in tokens.
         worth_from: the smallest grid that is worth merging, in tokens, whatever the settings say.
@@ -37,7 +36,6 @@ class Engine:
     """
 
     strategy: Strategy
-    plan_of: PlanOf
     least_tokens: int
     least_in_attention: int
     worth_from: int
@@ -95,7 +93,6 @@ def make_engine(
     in_attention = _worth_from(strategy, device, "modules")
     return Engine(
         strategy,
-        strategy.plan,
         config.min_tokens or worth_from,
         config.min_tokens or in_attention,
         worth_from,

@@ -7,7 +7,6 @@ Then the overrides go on, the model runs, the overrides come off, and the observ
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from threading import RLock
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -203,7 +202,7 @@ class Run:
         place = device, dtype
         if place not in self._engines:
             merges_in: MergesIn = "modules" if self._config.scope == "module" else "blocks"
-            engine = make_engine(self._config, self._make_strategy, device, dtype, merges_in)
-            watched = self.model.observer.watched(engine.plan_of)
-            self._engines[place] = replace(engine, plan_of=watched)
+            self._engines[place] = make_engine(
+                self._config, self._make_strategy, device, dtype, merges_in
+            )
         return self._engines[place]

@@ -14,9 +14,6 @@ from . import drawing, log_line
 from .last_run import LastRun
 from .recording import Recording
 
-_MUCH = 0.1
-"""If matching takes more than this share of a run's time, a hint says so."""
-
 _MANY, _ENOUGH = 16, 12
 """From ``_MANY`` steps on, merging whole stacks is no better than taking fewer steps; a hint then
 recommends ``_ENOUGH`` steps (benchmarks/FIDELITY.md)."""
@@ -156,14 +153,6 @@ def hint_for(run: LastRun) -> str | None:
             f"the cells merge no more than {cap:.2f}; under preset custom, a larger sx or sy "
             "merges more."
         )
-    recording = run.recording
-    if (
-        strategy.compares_afar
-        and recording is not None
-        and recording.matching is not None
-        and recording.matching > _MUCH * recording.seconds
-    ):
-        return "matching takes much of the time; all presets except paper match within windows."
     if config.scope == "stack" and counts.total_steps >= _MANY:
         return (
             f"in {counts.total_steps} steps, whole stacks change the picture as much as fewer "
@@ -180,12 +169,7 @@ def _times_in_words(recording: Recording | None) -> str:
             "Details: maps and times were not recorded, because no report was connected when the "
             "model sampled. Change the seed and run again to get them."
         )
-    run = log_line.seconds(recording.seconds)
-    if recording.matching is None:
-        return f"Time: {run}; the part that matching took cannot be measured in this model"
-    share = 100 * recording.matching / recording.seconds
-    matching = log_line.seconds(recording.matching)
-    return f"Time: {run}, of which matching took {matching} ({share:.1f} %)"
+    return f"Time: {log_line.seconds(recording.seconds)}"
 
 
 def _map(

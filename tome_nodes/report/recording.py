@@ -6,9 +6,9 @@ waits for the device only afterwards, and then copies everything at once.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from ..merging.plan import Grid
 from ..ops.clock import Clock
 from ..patching.blocks import Evaluated, Observer
 from ..patching.overrides import Forward
-from ..strategies.strategy import PlanOf
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,12 @@ class Recording:
             taken from the first sample of the batch and the first block that merged the grid.
         blocks: what each block did, by its name.
         seconds: time from the first evaluation of the model to the end of the run.
-        matching: how many of these seconds matching took. None if that could not be measured: in a
-            compiled model, or on a device that is neither a CPU nor CUDA.
     """
 
     latent: Grid
     slots: Mapping[tuple[int, Grid], np.ndarray]
     blocks: Mapping[str, Block]
     seconds: float
-    matching: float | None
 
     @property
     def levels(self) -> dict[int, Grid]:
@@ -84,32 +80,22 @@ class Recorder(Observer):
         self._started = time.perf_counter()
         self._slots: dict[tuple[int, Grid], Tensor] = {}
         self._tokens: dict[str, tuple[int, int]] = {}
-        self._matching: list[Span] = []
         self._blocks: dict[str, list[Span]] = defaultdict(list)
-
-    def watched(self, plan_of: PlanOf) -> PlanOf:
-        return partial(self._timed, self._matching, plan_of)
 
     def timed(self, block: str, forward: Forward) -> Forward:
         spans = self._blocks[block]
 
         @wraps(forward)
         def timed_forward(*args: Any, **kwargs: Any) -> Any:
-            return self._timed(spans, forward, *args, **kwargs)
+            # While torch.compile traces the code, the model does not run.
+            if torch.compiler.is_compiling() or not self._clock.can_measure:
+                return forward(*args, **kwargs)
+            start = self._clock.now()
+            result = forward(*args, **kwargs)
+            spans.append((start, self._clock.now()))
+            return result
 
         return timed_forward
-
-    def _timed(
-        self, spans: list[Span], function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call a function and return its result; add when it ran if that can be measured."""
-        # While torch.compile traces the code, the model does not run.
-        if torch.compiler.is_compiling() or not self._clock.can_measure:
-            return function(*args, **kwargs)
-        start = self._clock.now()
-        result = function(*args, **kwargs)
-        spans.append((start, self._clock.now()))
-        return result
 
     def evaluated(self, result: Evaluated) -> None:
         for outcome in result.outcomes:
@@ -124,16 +110,15 @@ class Recorder(Observer):
         """End the recording, and return it as plain numbers."""
         self._clock.wait()
         seconds = time.perf_counter() - self._started
+        between = self._clock.between
         means = {
-            name: self._sum(spans) / len(spans) for name, spans in self._blocks.items() if spans
+            name: sum(between(*span) for span in spans) / len(spans)
+            for name, spans in self._blocks.items()
+            if spans
         }
         return Recording(
             self._latent,
             {place: slots.cpu().numpy() for place, slots in self._slots.items()},
             {name: Block(*tokens, means.get(name)) for name, tokens in self._tokens.items()},
             seconds,
-            self._sum(self._matching) if means else None,
         )
-
-    def _sum(self, spans: Iterable[Span]) -> float:
-        return sum(self._clock.between(*span) for span in spans)

@@ -15,8 +15,6 @@ _SCORES_AT_ONCE = 2**24
 class BipartiteStrategy(CellStrategy):
     """Each src token may merge into any dst token of the map."""
 
-    compares_afar = True
-
     def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
         """See :func:`split_tokens`."""
         return split_tokens(cells.grid, cells.sy, cells.sx, picks)

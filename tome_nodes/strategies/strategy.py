@@ -1,6 +1,5 @@
 """The interface of a strategy, which decides how tokens are grouped."""
 
-from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor
@@ -9,9 +8,6 @@ from ..merging.plan import Grid, Plan
 from ..ops import Operations
 from ..settings.config import ToMeConfig
 
-PlanOf = Callable[[Tensor, Grid, float], Plan | None]
-"""The type of :meth:`Strategy.plan`."""
-
 
 class Strategy:
     """Groups the tokens of a grid; made for one model on one device.
@@ -19,9 +15,6 @@ class Strategy:
     Properties of a strategy that do not depend on the settings are attributes of its class. Here
     they have the values that most strategies share.
     """
-
-    compares_afar: ClassVar[bool] = False
-    """Whether tokens are compared across the whole grid, which is slow."""
 
     least_tokens: ClassVar[int] = 4096
     """The smallest grid worth matching on a GPU, in tokens; an estimate, not a measurement."""
