@@ -1,5 +1,7 @@
 """Presets: what each decides, and what it leaves to other inputs."""
 
+import re
+
 import pytest
 import torch
 from common import relative_error
@@ -10,21 +12,30 @@ from models.pipelines import call, make_unet
 import tome_nodes
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.nodes import ToMePatchModel
+from tome_nodes.patching import merge_modules
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.options import OptionError
 from tome_nodes.settings.presets import CUSTOM, FREE, settings_of
+from tome_nodes.strategies import cells
 
 SIZE = {"size": (16, 16), "steps": 2}
 """A map of 256 tokens, which is large enough for merging to be worth it on a CPU."""
 
 OPTIONS = {
-    "balanced": {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True},
+    "balanced": {
+        "strategy": "window",
+        "attn_tokens": "k,v",
+        "sx": 4,
+        "forecast": True,
+        "growth": 0.76,
+    },
     "fast": {
         "strategy": "window",
         "scope": "stack",
         "attn_tokens": "k,v",
         "refresh_steps": 4,
         "forecast": True,
+        "growth": 0.4,
     },
     "paper": {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
 }
@@ -68,6 +79,24 @@ def test_the_node_runs_the_preset(sd15, preset):
     assert relative_error(actual, expected) == 0
     plain = sample(patched(sd15, ratio=0.4, preset="custom", sx=8, merge_mlp=True), **SIZE)
     assert relative_error(actual, plain) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("preset", "shares"),
+    [("balanced", (0.801, 0.6)), ("fast", (0.723, 0.6)), ("paper", (0.6,))],
+)
+def test_larger_maps_merge_more_and_so_does_each_large_level(
+    sd15_of, log_messages, monkeypatch, preset, shares
+):
+    # Maps that are large in fact would take a minute.
+    for module in (cells, merge_modules):
+        monkeypatch.setattr(module, "LARGE", 16 * 16)
+    sample(patched(sd15_of(2), preset=preset), (32, 32), steps=1)
+    (line,) = log_messages()
+    sizes = [[*map(int, pair)] for pair in re.findall(r"(\d+) -> (\d+) tokens", line)]
+    assert [before for before, _ in sizes] == [32 * 32, 16 * 16][: len(shares)]
+    merged = [1 - after / before for before, after in sizes]
+    assert merged == pytest.approx(shares, abs=0.01)
 
 
 def test_presets_are_ordered_by_how_much_they_change(sd15):

@@ -13,7 +13,7 @@ from tome_nodes.ops.random_picks import pick_per_cell, step_key
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies import bipartite, make_strategy, strategy_class
 from tome_nodes.strategies.bipartite import split_tokens
-from tome_nodes.strategies.cells import frames_of_cell
+from tome_nodes.strategies.cells import LARGE, frames_of_cell, share_of
 from tome_nodes.strategies.window import match_windows, split_windows
 
 grids = st.builds(Grid, st.integers(1, 9), st.integers(1, 9), st.just(1))
@@ -211,3 +211,39 @@ def test_as_few_frames_as_possible_are_outside_cells(frames, length):
     wide = ToMeConfig(strategy="window", sx=4)
     assert strategy_class(wide).ratio_cap(wide, frames) == 1 - 1 / (2 * length)
     assert strategy_class(wide).ratio_cap(wide) == 0.875
+
+
+ratios = st.integers(0, 95).map(lambda percent: percent / 100)
+tokens = st.integers(1, 512 * 512)
+growths = st.floats(0.1, 1.0)
+
+
+@given(ratios, tokens, growths)
+def test_a_larger_map_merges_more_and_a_small_one_the_ratio(ratio, tokens, growth):
+    share = share_of(ratio, tokens, growth)
+    assert ratio <= share <= share_of(ratio, 2 * tokens, growth) <= 1
+    assert share <= share_of(min(0.95, ratio + 0.01), tokens, growth)
+    # Without jumps, so that a picture a few pixels wider is not another one.
+    assert share_of(ratio, tokens + 1, growth) - share < 0.02
+    assert share_of(0.0, tokens, growth) == 0
+    if tokens <= LARGE:
+        assert share == ratio
+    assert share_of(ratio, tokens, 0) == ratio
+
+
+@pytest.mark.parametrize(
+    ("ratio", "side", "cell"),
+    [(0.6, 64, (2, 4)), (0.9, 64, (4, 4)), (0.6, 128, (2, 4)), (0.75, 128, (4, 4))],
+)
+def test_cells_are_as_large_as_the_share_of_a_map_needs(ratio, side, cell):
+    config = ToMeConfig(strategy="window", ratio=ratio, sx=4, growth=0.76)
+    grid = Grid(side, side)
+    share = share_of(ratio, grid.tokens, 0.76)
+    cells = make_strategy(config, TORCH).cells_of(grid, share)
+    assert (cells.sy, cells.sx) == cell
+    plan = plan_of(config, features_of(grid, batch=1, channels=4), grid)
+    assert plan.slot_count == pytest.approx(grid.tokens * (1 - share), rel=0.02)
+    fixed = ToMeConfig(strategy="window", ratio=ratio, sx=4)
+    assert plan_of(fixed, features_of(grid, 1, 4), grid).slot_count == pytest.approx(
+        grid.tokens * (1 - min(ratio, 0.875)), rel=0.02
+    )

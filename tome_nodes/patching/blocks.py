@@ -184,7 +184,7 @@ class PatchedModel:
         blocks: all its blocks.
         shallowest: how many times smaller than the latent the largest grid with blocks is.
         max_downsample: how many times smaller than the latent the smallest grid that merges is;
-            ``auto`` is resolved.
+            ``auto`` is resolved. Where the share grows with the map, so do all large maps.
         overrides: what modules run instead of their own methods.
         evaluation: the current evaluation; None between evaluations.
     """
@@ -213,7 +213,8 @@ class PatchedModel:
 
     def _make_overrides(self) -> Iterator[Override]:
         for block in self.blocks:
-            if block.stack.level <= self.max_downsample or self.observer.follows_blocks:
+            may_merge = block.stack.level <= self.max_downsample or self.config.growth > 0
+            if may_merge or self.observer.follows_blocks:
                 yield from block.overrides()
 
     def too_few(self, tokens: int, least: int) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .. import reasons
 from ..merging.plan import Grid, Plan
+from ..strategies.cells import LARGE
 from .blocks import Block, PatchedModel, Stack
 from .key_weights import KeyWeights
 from .overrides import Forward, Override
@@ -216,7 +217,8 @@ class ModuleBlock(Block):
             return None
         grid = Grid(*shape[-2:])
         whole = evaluation.latent if latent is None else Grid(*latent[-2:])
-        if not grid.is_within(whole, self.model.max_downsample):
+        is_large = self.model.config.growth > 0 and grid.tokens >= LARGE
+        if not (is_large or grid.is_within(whole, self.model.max_downsample)):
             return None
         return grid if self.is_worthy(grid, least) else None
 

@@ -19,9 +19,9 @@ class BipartiteStrategy(CellStrategy):
         """See :func:`split_tokens`."""
         return split_tokens(cells.grid, cells.sy, cells.sx, picks)
 
-    def match(self, features: Tensor, grid: Grid, merges: int) -> Plan:
+    def match(self, features: Tensor, cells: Cells, merges: int) -> Plan:
         """See :func:`match`."""
-        src, dst = self.split_of(grid)
+        src, dst = self.split_of(cells)
         return match(features, src, dst, merges, self.ops)
 
 

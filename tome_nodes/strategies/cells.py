@@ -1,5 +1,6 @@
 """Base of the strategies that keep one dst token in each cell (paper, section 4.2)."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,13 @@ from ..ops import Operations
 from ..ops.random_picks import pick_per_cell
 from ..settings.config import ToMeConfig
 from .strategy import Strategy
+
+LARGE = 64 * 64
+"""From this many tokens on, a feature map is large."""
+
+# The sizes of cells to choose from, height and width, for shares that the configured ones do not
+# allow.
+_LARGER_CELLS = ((4, 4), (4, 8), (8, 8))
 
 # The lengths of a video's cells to choose from, in frames; those that merge better come first.
 _FRAMES_OF_CELL = (4, 5, 3, 2)
@@ -42,12 +50,13 @@ class CellStrategy(Strategy):
     def __init__(self, config: ToMeConfig, ops: Operations):
         super().__init__(config, ops)
         self._key: Tensor | None = None
-        self._splits: dict[Grid, tuple[Tensor, Tensor]] = {}
+        self._splits: dict[Cells, tuple[Tensor, Tensor]] = {}
 
     @classmethod
     def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float:
         if frames == 1:
-            return 1 - 1 / (config.sx * config.sy)
+            sy, sx = _LARGER_CELLS[-1] if config.growth else (config.sy, config.sx)
+            return 1 - 1 / (sy * sx)
         return 1 - 1 / (frames_of_cell(frames) * min(config.sx, config.sy))
 
     def begin(self, key: Tensor) -> None:
@@ -55,21 +64,29 @@ class CellStrategy(Strategy):
         self._splits = {}
 
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
-        cells = self.cells_of(grid).count
-        merges = min(int(grid.tokens * ratio), grid.tokens - cells.tokens)
-        return self.match(features, grid, merges) if merges and cells.tokens else None
+        share = share_of(ratio, grid.tokens, self.config.growth)
+        cells = self.cells_of(grid, share)
+        kept = cells.count.tokens
+        merges = min(int(grid.tokens * share), grid.tokens - kept)
+        return self.match(features, cells, merges) if merges and kept else None
 
-    def cells_of(self, grid: Grid) -> Cells:
-        """How a grid is cut; a cell of a video is several frames long and part of a row wide."""
+    def cells_of(self, grid: Grid, share: float) -> Cells:
+        """How a grid is cut; a cell of a video is several frames long and part of a row wide.
+
+        ``share`` of the tokens are to merge. Where it grows with the map, cells grow with it.
+        """
         config = self.config
         if grid.frames == 1:
-            return Cells(grid, config.sy, config.sx, grid.cells(config.sy, config.sx))
+            sizes = [(config.sy, config.sx), *(_LARGER_CELLS if config.growth else ())]
+            allowed = (size for size in sizes if 1 - 1 / math.prod(size) >= share)
+            sy, sx = next(allowed, sizes[-1])
+            return Cells(grid, sy, sx, grid.cells(sy, sx))
         row = Grid(grid.frames, grid.height * grid.width)
         # Cells of few tokens in many frames are best: benchmarks/FIDELITY.md.
         sy, sx = frames_of_cell(grid.frames), min(config.sx, config.sy)
         return Cells(row, sy, sx, row.cells(sy, sx))
 
-    def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
+    def match(self, features: Tensor, cells: Cells, merges: int) -> Plan | None:
         """The plan that merges ``merges`` src tokens; None if rounding leaves none to merge."""
         raise NotImplementedError
 
@@ -84,17 +101,33 @@ class CellStrategy(Strategy):
             raise RuntimeError("begin must come before plan")
         return self._key
 
-    def split_of(self, grid: Grid) -> tuple[Tensor, Tensor]:
+    def split_of(self, cells: Cells) -> tuple[Tensor, Tensor]:
         """The src and dst tokens of a grid in this step."""
-        if grid not in self._splits:
-            cells = self.cells_of(grid)
+        if cells not in self._splits:
             if self.config.use_rand:
                 count = cells.count
                 picks = pick_per_cell(self.key, count.height, count.width, cells.sy * cells.sx)
             else:
                 picks = self.key.new_zeros(cells.count.tokens)
-            self._splits[grid] = self.split(cells, picks)
-        return self._splits[grid]
+            self._splits[cells] = self.split(cells, picks)
+        return self._splits[cells]
+
+
+def share_of(ratio: float, tokens: int, growth: float) -> float:
+    """The share of a feature map's tokens that merges: more, the larger the map is.
+
+    A larger map of the same picture says less in each token. The share that stays is a power of
+    what stays at 64x64 tokens, which grows with the logarithm of the map's side. Up to that size,
+    the share is ``ratio`` (benchmarks/FIDELITY.md).
+
+    Args:
+        ratio: the share at 64x64 tokens.
+        tokens: the number of tokens of the map.
+        growth: how fast the power grows; 0 for a share that is always ``ratio``.
+    """
+    if growth == 0 or tokens <= LARGE:
+        return ratio
+    return 1 - (1 - ratio) ** (1 + growth * math.log2(tokens / LARGE) / 2)
 
 
 def frames_of_cell(frames: int) -> int:

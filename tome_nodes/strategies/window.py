@@ -32,9 +32,8 @@ class WindowStrategy(CellStrategy):
         """See :func:`split_windows`."""
         return split_windows(cells.grid, cells.sy, cells.sx, picks)
 
-    def match(self, features: Tensor, grid: Grid, merges: int) -> Plan | None:
+    def match(self, features: Tensor, cells: Cells, merges: int) -> Plan | None:
         """See :func:`match_windows`; windows share ``merges`` equally, rounded to the nearest."""
-        cells = self.cells_of(grid)
         sy, sx, count = cells.sy, cells.sx, cells.count
         high, wide = window_cells(cells.grid, sy, sx)
         windows = (count.height // high) * (count.width // wide)
@@ -45,7 +44,7 @@ class WindowStrategy(CellStrategy):
         plan = self._match_by_kernel(features, cells, (high, wide), quota)
         if plan is not None:
             return plan
-        src, dst = self.split_of(grid)
+        src, dst = self.split_of(cells)
         return match_windows(features, src, dst, quota, self.ops)
 
     def _match_by_kernel(
