@@ -157,7 +157,7 @@ class MergingRun:
                 if evaluation.detail.is_of(denoised):
                     return denoised
                 evaluation.detail = None
-                evaluation.merges_in_modules = reasons.OTHER_PLACES
+                evaluation.module_scope_reason = reasons.OTHER_PLACES
                 return denoise()
 
         return run.or_unmerged(evaluate)

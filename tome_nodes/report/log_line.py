@@ -74,8 +74,14 @@ def sizes(counts: Counts) -> str:
 def deviations(counts: Counts) -> list[str]:
     """Where the run did something else than the settings say, in a few words each."""
     return [
-        *(f"module scope in {len(names)} {why}" for why, names in counts.fell_back.items()),
-        *(f"merged keys weigh as one token ({reason})" for reason in sorted(counts.unweighted)),
+        *(
+            f"module scope in {len(blocks)} {reason}"
+            for reason, blocks in counts.module_scope_reasons.items()
+        ),
+        *(
+            f"merged keys weigh as one token ({reason})"
+            for reason in sorted(counts.unweighted_reasons)
+        ),
     ]
 
 

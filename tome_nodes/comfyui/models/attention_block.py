@@ -134,7 +134,7 @@ class AttentionBlock(Block):
             outcome.reason = reasons.ATTENTION_MASKED
             return None
         least = evaluation.engine.least_in_attention
-        return start if self.is_worthy(evaluation.latent, least) else None
+        return start if self.is_large_enough(evaluation.latent, least) else None
 
     def _part(self, flat_k: Tensor, start: int) -> "Part | None":
         """How the picture's keys merge, given all keys; None, and the reason noted, if none do."""
