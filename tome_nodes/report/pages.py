@@ -87,7 +87,7 @@ def report_of(
 def tuning_page(found: Found) -> Page:
     """The page of ToMe Tune: what it found, and everything that it tried, the fastest last."""
     lines = tuning_words.in_words(found)
-    tried = {name: each for name, each in found.tried.items() if each.obstacle is None}
+    tried = {name: measured for name, measured in found.tried.items() if measured.obstacle is None}
     if not tried:
         return notice("ToMe Tune", *lines)
     taken = "unpatched" if found.candidate is None else str(found.candidate)
