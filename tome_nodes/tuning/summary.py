@@ -19,7 +19,7 @@ class Found:
     Attributes:
         wish: what the settings should do.
         figures: what was measured, by settings.
-        instead: what was measured of what the user could take instead, by name.
+        instead: what was measured of other ways to save time, by name.
         runs: how many sampling runs the trials took; 0 if there were none.
         date: the day of the measurements, if there were no trials now; else empty.
         obstacle: why nothing was tried, None if something could be.
@@ -45,7 +45,8 @@ class Found:
     @property
     def tried(self) -> dict[str, Measured]:
         """All that was measured, by name."""
-        return {**{str(each): found for each, found in self.figures.items()}, **self.instead}
+        by_name = {str(candidate): measured for candidate, measured in self.figures.items()}
+        return {**by_name, **self.instead}
 
 
 def in_words(found: Found) -> list[str]:
@@ -88,9 +89,11 @@ def result(found: Found) -> Iterator[str]:
 
 def _unpatched(found: Found) -> tuple[str, str | None]:
     """Why the model stays as it is, and a hint."""
-    faster = {each: measured for each, measured in found.figures.items() if measured.is_faster}
+    faster = {
+        candidate: measured for candidate, measured in found.figures.items() if measured.is_faster
+    }
     if faster:
-        nearest = min(faster, key=lambda each: faster[each].change)
+        nearest = min(faster, key=lambda candidate: faster[candidate].change)
         # Rounded up to the step of the input.
         allowed = ceil(100 * faster[nearest].change) / 100
         hint = f"Hint: set change to {allowed:.2f} to take {_line(str(nearest), faster[nearest])}."
