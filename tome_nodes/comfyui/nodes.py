@@ -73,7 +73,7 @@ def _input(option: Option) -> io.Input:
         read_as = {**removed.PRESETS}
         extras["extra_dict"] = {"custom": CUSTOM, "free": [*FREE], "read_as": read_as}
     if option.name == "seed":
-        # Otherwise the editor changes the seed after each run, and so the image.
+        # Otherwise the editor changes the seed after every run, and so the image.
         extras["control_after_generate"] = False
     if option.choices or isinstance(option.default, str):
         names = [*map(str, option.choices)] or HOST_NAMES[option.name]
@@ -115,7 +115,7 @@ class ToMePatchModel(io.ComfyNode):
         return _schema(
             PATCH,
             search_aliases=[*_ALIASES, *_WISHES],
-            # Of two nodes with the same inputs, each is run: it reports its own runs.
+            # Two nodes with the same inputs are both run, as they report their own runs.
             not_idempotent=True,
         )
 

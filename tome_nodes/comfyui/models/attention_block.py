@@ -167,11 +167,11 @@ class Part:
         return torch.cat([x[:, : self.before], merge(x[:, self.before : stop]), x[:, stop:]], 1)
 
     def log_sizes(self) -> Tensor:
-        """The logarithm of how many tokens each key stands for, ``[batch, keys]``."""
+        """The logarithm of how many tokens a key stands for, ``[batch, keys]``."""
         return F.pad(self.plan.log_sizes, (self.before, self.behind))
 
     def merged_bias(self, bias: Tensor, batch: int) -> Tensor:
-        """A bias of :func:`_bias` for merged keys: its mean over the keys of each slot."""
+        """A bias of :func:`_bias` for merged keys: its mean over the keys of a slot."""
         # Merging whole windows would spread infinity.
         least = torch.finfo(bias.dtype).min
         rows = bias.clamp_min(least).expand(batch, -1, -1, -1).flatten(1, 2)
