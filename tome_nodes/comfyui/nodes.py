@@ -154,18 +154,18 @@ class ToMeTune(io.ComfyNode):
         wish = Wish(goal, options["speed_up" if goal == SPEED else "change"])
         run = {option.name: options[option.name] for option in SAMPLING}
         sampling = Sampling(positive, negative, latent_image, **run)
-        found = tune(model, sampling, wish, options["measure_again"])
-        settings = (found.candidate or UNPATCHED).settings
+        findings = tune(model, sampling, wish, options["measure_again"])
+        settings = (findings.candidate or UNPATCHED).settings
         config = validation.config_of(**settings)
         node = workflow.running_node()
         try:
             tuned = attachment.attach(
-                model, config, wants_details=_wants_details(node), tuned=found.measured
+                model, config, wants_details=_wants_details(node), tuned=findings.measured
             )
         except ValueError:
             # The model cannot merge; the text says why.
             tuned = model
-        page = pages.tuning_page(found)
+        page = pages.tuning_page(findings)
         drawn, on_node = _shown(cls, page)
         return io.NodeOutput(tuned, drawn, page.text, json.dumps(settings), ui=on_node)
 

@@ -234,7 +234,7 @@ def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int
 
     Args:
         config: the settings.
-        blocks_by_level: the number of blocks at each :attr:`Stack.level`; not empty.
+        blocks_by_level: by :attr:`Stack.level`, the number of blocks; not empty.
     """
     if config.max_downsample != "auto":
         return config.max_downsample

@@ -113,7 +113,7 @@ def means_of(denoised: Tensor) -> Tensor:
 
 
 def belongs(kept: Tensor, new: Tensor) -> bool:
-    """Whether two answers are for the same place of the picture, in each sample.
+    """Whether two answers are for the same place of the picture, in every sample.
 
     Nodes that tile may evaluate different places from step to step, and only the answers tell them
     apart: the means of neighbourhoods change little over the steps, and much between places.
@@ -134,7 +134,7 @@ def _fitting(kept: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 class Details:
-    """The :class:`Detail` of each part of a step, from step to step."""
+    """The :class:`Detail` of every part of a step, from step to step."""
 
     def __init__(self, config: ToMeConfig):
         self._refresh_steps = config.refresh_steps

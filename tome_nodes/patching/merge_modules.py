@@ -319,7 +319,7 @@ class ModuleBlock(Block):
         return attention
 
     def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments with which a self-attention weighs each key by its tokens."""
+        """The keyword arguments with which a self-attention weighs keys by their tokens."""
         weights = self.weights(plan.log_sizes, x)
         if weights is None:
             return kwargs
