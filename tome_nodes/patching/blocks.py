@@ -332,12 +332,6 @@ class Block:
         if grid.frames == 1 and grid.cells(config.sy, config.sx).tokens == 0:
             return reasons.no_cell(grid.height, grid.width, config.sy, config.sx)
         return reasons.low_ratio(grid.tokens, ratio)
-        if grid.frames == 1 and grid.cells(config.sy, config.sx).tokens == 0:
-            return (
-                f"a feature map of {grid.height}x{grid.width} tokens holds no cell of "
-                f"sy={config.sy} by sx={config.sx}; take a larger picture"
-            )
-        return f"{grid.tokens} tokens are too few for ratio={ratio:g}; raise it"
 
 
 def uncompiled(module: Any) -> Any:
