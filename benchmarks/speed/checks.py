@@ -58,10 +58,10 @@ def check_plan(method: Method, device: torch.device, dtype: torch.dtype) -> None
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(2, grid.tokens, 64, generator=generator).to(device, dtype)
     engine = make_engine(config, make_strategy, device, dtype)
-    if engine.lacks is not None:
-        raise WrongOutput(f"the device cannot run it: {engine.lacks}")
+    if engine.error is not None:
+        raise WrongOutput(f"the device cannot run it: {engine.error}")
     if config.backend not in ("auto", engine.backend):
-        raise WrongOutput(f"it cannot run on {config.backend}: {engine.no_triton}")
+        raise WrongOutput(f"it cannot run on {config.backend}: {engine.why_torch}")
     strategy = engine.strategy
     strategy.begin(torch.zeros((), dtype=torch.int64, device=device))
     plan = strategy.plan(features, grid, config.ratio)

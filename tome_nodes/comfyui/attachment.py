@@ -46,9 +46,9 @@ def attach(
     Args:
         model: the model to clone; it is not changed.
         config: the settings.
-        make_strategy: makes the strategy of each run.
-        on_step: called once in each step with a short text on what was done.
-        wants_details: called at the start of each run; returns whether to record it in detail.
+        make_strategy: makes the strategy of a run.
+        on_step: called once in every step with a short text on what was done.
+        wants_details: called at the start of every run; returns whether to record it in detail.
         tuned: what ToMe Tune measured with these settings, for the log and the report.
         is_quiet: whether runs log nothing.
 
@@ -160,7 +160,7 @@ class _Attachment:
     """The wrappers of one patched model. The attributes not listed are arguments of :func:`attach`.
 
     Attributes:
-        runs: the last run of each node that samples, by its id, in the order in which they ended.
+        runs: the last run of every node that samples, by its id, in the order in which they ended.
             Nothing else of a run is kept.
         running: the number of runs that have not ended.
     """

@@ -27,10 +27,10 @@ def course_of(guider: Any, options: Mapping[str, Any], sigma: float) -> Hashable
     ]
     conditions: Mapping[str, Any] = getattr(guider, "conds", None) or {}
     active = [
-        (name, *_of_condition(each, sigma))
-        for name, several in sorted(conditions.items())
-        for each in several or ()
-        if _is_active(each, sigma)
+        (name, *_of_condition(condition, sigma))
+        for name, of_name in sorted(conditions.items())
+        for condition in of_name or ()
+        if _is_active(condition, sigma)
     ]
     return tuple(scales), tuple(active), tuple(_ranges(options, sigma))
 
@@ -42,7 +42,7 @@ def has_momentum(options: Mapping[str, Any]) -> bool:
 
 
 def _ranges(options: Mapping[str, Any], sigma: float) -> Iterator[Hashable]:
-    """On which side of its bounds each function of guidance is.
+    """On which side of their bounds the functions of guidance are.
 
     ComfyUI keeps the bounds nowhere but in variables of such functions, such as ``sigma_start``.
     """
@@ -54,8 +54,8 @@ def _ranges(options: Mapping[str, Any], sigma: float) -> Iterator[Hashable]:
 
 def _guidance(options: Mapping[str, Any]) -> Iterator[Any]:
     for name in GUIDANCE:
-        found = options.get(name) or ()
-        yield from found if isinstance(found, list) else [found]
+        functions = options.get(name) or ()
+        yield from functions if isinstance(functions, list) else [functions]
 
 
 def _enclosed(function: Any) -> Iterator[tuple[str, Any]]:
@@ -79,7 +79,7 @@ def _is_active(condition: Mapping[str, Any], sigma: float) -> bool:
 
 
 def _control(control: Any, sigma: float) -> Iterator[Hashable]:
-    """Whether each ControlNet of a chain is in its range, and its strength."""
+    """Whether the ControlNets of a chain are in their ranges, and their strengths."""
     while control is not None:
         span = getattr(control, "timestep_range", None)
         yield span is None or span[1] <= sigma <= span[0]
@@ -88,8 +88,8 @@ def _control(control: Any, sigma: float) -> Iterator[Hashable]:
 
 
 def _hooks(group: Any, sigma: float) -> Iterator[Hashable]:
-    """The strength of each hook of a group, such as a LoRA that comes in by percent."""
+    """The strengths of the hooks of a group, such as a LoRA that comes in by percent."""
     for hook in getattr(group, "hooks", ()):
         keyframes = getattr(getattr(hook, "hook_keyframe", None), "keyframes", ())
-        begun = [each.strength for each in keyframes if each.start_t >= sigma]
+        begun = [keyframe.strength for keyframe in keyframes if keyframe.start_t >= sigma]
         yield begun[-1] if begun else None

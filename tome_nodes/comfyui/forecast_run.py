@@ -53,7 +53,7 @@ class ForecastRun:
             sampler: ComfyUI's sampler.
             schedule: noise levels, one more than there are steps.
             starts_empty: whether the latent holds no picture.
-            on_step: called once in each step with a short text on what was done.
+            on_step: called once in every step with a short text on what was done.
         """
         self.schedule: list[float] = schedule.tolist()
         self.count = len(self.schedule) - 1
@@ -63,7 +63,8 @@ class ForecastRun:
         self._guider = guider
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
         self._is_flow = isinstance(self._sampling, CONST)
-        self._levels = [log_snr(each, self._is_flow) for each in self.schedule[:-1] if each > 0]
+        noises = [noise for noise in self.schedule[:-1] if noise > 0]
+        self._levels = [log_snr(noise, self._is_flow) for noise in noises]
         most = float(self._sampling.sigma_max)
         self._from_noise = starts_empty or is_noise_alone(self.schedule[0], most)
         self._on_step = on_step
@@ -187,7 +188,7 @@ def _obstacle(
     Args:
         name: the name of the sampler.
         known: what is known of it.
-        levels: the logarithm of signal to noise of each step.
+        levels: the logarithm of signal to noise of every step.
         count: the number of steps.
         options: the model options of the guider.
     """
@@ -206,7 +207,7 @@ def _obstacle(
 
 
 def _function_of(sampler: Any) -> str:
-    """The name of a sampler, without ``sample_``; of a sampler that wraps another, the other's."""
+    """The name of a sampler, or of the sampler that it wraps, without ``sample_``."""
     options = getattr(sampler, "extra_options", {})
     for inner in options.values():
         if hasattr(inner, "sampler_function"):

@@ -1,4 +1,4 @@
-"""Check the parts of ComfyUI that the pack relies on, each time a model is patched.
+"""Check the parts of ComfyUI that the pack relies on, whenever a model is patched.
 
 None of them is a public interface, so a later version may change them. If one did, the model stays
 unpatched.
@@ -50,7 +50,7 @@ def changed_for_forecasts(patcher: ModelPatcher) -> str | None:
 
 
 def _first_changed(patcher: ModelPatcher, *others: tuple[str, bool]) -> str | None:
-    """The first part that is not as known, of those that every run relies on and of others."""
+    """The first part that is not as known, among what every run relies on and ``others``."""
     sampling = getattr(patcher.model, "model_sampling", None)
     parts = [
         ("ModelPatcher", all(hasattr(patcher, name) for name in _WRAPPERS)),
@@ -82,7 +82,7 @@ def _attention_calls_overrides() -> bool:
         func: Callable[..., Tensor], q: Any, k: Any, v: Any, heads: Any, **kwargs: Any
     ) -> Tensor:
         were_tensors.append(
-            callable(func) and heads == 1 and all(isinstance(each, Tensor) for each in (q, k, v))
+            callable(func) and heads == 1 and all(isinstance(value, Tensor) for value in (q, k, v))
         )
         return x
 

@@ -78,7 +78,7 @@ class MergingRun:
             config: the settings.
             make_strategy: makes the strategy.
             starts_empty: whether the latent holds no picture.
-            on_step: called once in each step with a short text on what was merged.
+            on_step: called once in every step with a short text on what was merged.
             with_details: whether to record the run in detail.
         """
         self._config = config
@@ -96,7 +96,7 @@ class MergingRun:
         self._lock = Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MergingRun":
-        # Another node may copy the transformer options, which hold this, for each evaluation.
+        # Another node may copy the transformer options, which hold this, for every evaluation.
         return self
 
     @contextmanager
@@ -122,7 +122,7 @@ class MergingRun:
             model: a BaseModel of ComfyUI.
             shape: the shape of the latent, or of the part of it that is evaluated.
             conditions: the arguments of the model, by name, besides the latent.
-            t: the noise level of each sample.
+            t: the noise levels of the samples.
             options: the transformer options.
             denoise: evaluates the model.
         """
@@ -157,7 +157,7 @@ class MergingRun:
                 if evaluation.detail.is_of(denoised):
                     return denoised
                 evaluation.detail = None
-                evaluation.merges_in_modules = reasons.OTHER_PLACES
+                evaluation.module_scope_reason = reasons.OTHER_PLACES
                 return denoise()
 
         return run.or_unmerged(evaluate)
@@ -221,7 +221,7 @@ class MergingRun:
     def _part(self, network: nn.Module, options: dict[str, Any], sigma: float) -> Hashable:
         """What an evaluation of a network evaluates, as far as the transformer options tell.
 
-        They do not tell tiles apart. But a network gets its tiles in the same order in each step,
+        They do not tell tiles apart. But a network gets its tiles in the same order in every step,
         so calls of a network are counted. Calls of different networks, which may run on several
         devices at once, come in no fixed order.
         """
@@ -261,5 +261,6 @@ def _is_sparse(options: Mapping[str, Any]) -> bool:
     replaced = options.get("patches_replace", {}).get("dit", {})
     functions = (options.get(OVERRIDE), *replaced.values())
     return any(
-        getattr(each, "__module__", "").endswith("nodes_sparse_attention") for each in functions
+        getattr(function, "__module__", "").endswith("nodes_sparse_attention")
+        for function in functions
     )

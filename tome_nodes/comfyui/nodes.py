@@ -73,7 +73,7 @@ def _input(option: Option) -> io.Input:
         read_as = {**removed.PRESETS}
         extras["extra_dict"] = {"custom": CUSTOM, "free": [*FREE], "read_as": read_as}
     if option.name == "seed":
-        # Otherwise the editor changes the seed after each run, and so the image.
+        # Otherwise the editor changes the seed after every run, and so the image.
         extras["control_after_generate"] = False
     if option.choices or isinstance(option.default, str):
         names = [*map(str, option.choices)] or HOST_NAMES[option.name]
@@ -115,7 +115,7 @@ class ToMePatchModel(io.ComfyNode):
         return _schema(
             PATCH,
             search_aliases=[*_ALIASES, *_WISHES],
-            # Of two nodes with the same inputs, each is run: it reports its own runs.
+            # Two nodes with the same inputs are both run, as they report their own runs.
             not_idempotent=True,
         )
 
@@ -154,18 +154,18 @@ class ToMeTune(io.ComfyNode):
         wish = Wish(goal, options["speed_up" if goal == SPEED else "change"])
         run = {option.name: options[option.name] for option in SAMPLING}
         sampling = Sampling(positive, negative, latent_image, **run)
-        found = tune(model, sampling, wish, options["measure_again"])
-        settings = (found.candidate or UNPATCHED).settings
+        findings = tune(model, sampling, wish, options["measure_again"])
+        settings = (findings.candidate or UNPATCHED).settings
         config = validation.config_of(**settings)
         node = workflow.running_node()
         try:
             tuned = attachment.attach(
-                model, config, wants_details=_wants_details(node), tuned=found.measured
+                model, config, wants_details=_wants_details(node), tuned=findings.measured
             )
         except ValueError:
             # The model cannot merge; the text says why.
             tuned = model
-        page = pages.tuning_page(found)
+        page = pages.tuning_page(findings)
         drawn, on_node = _shown(cls, page)
         return io.NodeOutput(tuned, drawn, page.text, json.dumps(settings), ui=on_node)
 

@@ -1,6 +1,6 @@
 """Refuse a faulty prompt with an error at the one input that is at fault.
 
-ComfyUI validates all inputs of a node together, and reports an error at each of them. So prompts
+ComfyUI validates all inputs of a node together, and reports an error at every one. So prompts
 are checked as they reach the server: of a node with a fault, only the input at fault is left in the
 prompt.
 """
@@ -23,7 +23,7 @@ _CAPTIONS = {caption.id: caption for caption in CAPTIONS}
 
 
 def look_at_prompts() -> None:
-    """Make the server look for faults in our nodes in each prompt."""
+    """Make the server look for faults in our nodes in every prompt."""
     server = running_server()
     if server is not None:
         server.add_on_prompt_handler(_look)
@@ -42,9 +42,9 @@ def _look(request: Any) -> Any:
         for gone, view in VIEWS.items():
             if inputs.get("view") == gone:
                 inputs["view"] = view
-        found = fault(caption, inputs)
-        if found is not None:
-            faulty, messages[number] = found
+        error = fault(caption, inputs)
+        if error is not None:
+            faulty, messages[number] = error
             # ComfyUI would report missing links too. It does not pass links on to be validated.
             left = {faulty, *(slot.name for slot in caption.inputs if not slot.is_text)}
             node["inputs"] = {name: inputs[name] for name in inputs if name in left}
@@ -56,7 +56,7 @@ def _look(request: Any) -> Any:
 
 
 def _nodes(request: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The nodes of a prompt that have a class, each with its number."""
+    """The nodes of a prompt that have a class, with their numbers."""
     prompt = request.get("prompt") if isinstance(request, dict) else None
     for number, node in prompt.items() if isinstance(prompt, dict) else ():
         if isinstance(node, dict) and isinstance(node.get("class_type"), str):

@@ -37,8 +37,8 @@ class RunReport(Observer):
     ):
         """Start following, just before the first evaluation of a model on ``device``.
 
-        ``on_step`` is called once in each step with a short text on what was merged;
-        ``with_details`` is whether to record each block in each step.
+        ``on_step`` is called once in every step with a short text on what was merged;
+        ``with_details`` is whether to record every block in every step.
         """
         self._counts = Counts(total_steps)
         self._on_step = on_step
@@ -66,7 +66,7 @@ class RunReport(Observer):
                     _warn("the report of this run is not complete", error)
 
     def _show(self, result: Evaluated) -> None:
-        """Show what the first evaluation of each step did."""
+        """Show what the first evaluation of a step did."""
         if self._on_step is not None and result.step != self._step:
             self._step = result.step
             self._on_step(log_line.live_line(result, self._counts.total_steps))

@@ -32,12 +32,12 @@ def config_of(settings: str | None = None, **given: Any) -> ToMeConfig:
     """
     if settings is None:
         return _config_of(**given)
-    found = _options_in(settings)
-    if "preset" in found:
+    options = _options_in(settings)
+    if "preset" in options:
         # It decides all options that are not free.
         given = {name: value for name, value in given.items() if name in FREE}
     try:
-        return _config_of(**{**given, **found})
+        return _config_of(**{**given, **options})
     except OptionError as error:
         raise OptionError("settings", f"settings={shown(settings)}: {error}") from error
 
@@ -49,16 +49,16 @@ def _options_in(settings: str) -> dict[str, Any]:
         OptionError: it is not a JSON object, or has an option that the node does not have.
     """
     try:
-        found = json.loads(settings) if isinstance(settings, str) else None
+        options = json.loads(settings) if isinstance(settings, str) else None
     except (ValueError, RecursionError) as error:
         raise _fault_of_settings(settings, f"it is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(options, dict):
         raise _fault_of_settings(settings, "it must be a JSON object of inputs by name")
     names = [option.name for option in PATCH.options]
-    for name in found:
+    for name in options:
         if name not in (*names, *PATCH.former):
             raise _fault_of_settings(settings, f"there is no {name}; there are {', '.join(names)}")
-    return found
+    return options
 
 
 def _fault_of_settings(settings: str, why: str) -> OptionError:
@@ -75,7 +75,7 @@ def _config_of(preset: str = PRESET.default, **given: Any) -> ToMeConfig:
 
 
 def check(caption: Caption, inputs: Mapping[str, Any]) -> None:
-    """Check that a running node got only inputs that it has, each of the right type.
+    """Check that a running node got only inputs that it has, all of the right type.
 
     ComfyUI checks only that the types of a link's two ends fit, and some outputs fit any input.
 
@@ -102,9 +102,9 @@ def options_of(caption: Caption, inputs: Mapping[str, Any]) -> dict[str, Any]:
         OptionError: as :func:`check`, or an option is not allowed.
     """
     check(caption, inputs)
-    options = {each.name: inputs.get(each.name, each.default) for each in caption.options}
-    for each in caption.options:
-        each.check(options[each.name])
+    options = {option.name: inputs.get(option.name, option.default) for option in caption.options}
+    for option in caption.options:
+        option.check(options[option.name])
     return options
 
 

@@ -78,7 +78,7 @@ class _Line:
             self.answers.pop()
             self.total -= 1
         if len(self.answers) == 2:
-            first, last = (each.denoised for each in self.answers)
+            first, last = (answer.denoised for answer in self.answers)
             self.product = ((last - first).float() * (new.denoised - last).float()).sum()
         self.answers = [*self.answers[-1:], new]
         self.forecasts = []
@@ -93,15 +93,15 @@ class _Line:
 class Forecasts:
     """The forecasts of one sampling run, and the answers they are made from.
 
-    A step may consist of several calls of the model, where the host guides outside of them. It is
-    decided once a step, at its first call, whether the step is forecast.
+    A step may consist of several calls of the model, where the host guides outside of them. Whether
+    the step is forecast is decided at its first call.
 
     Attributes:
         steps: the steps that were forecast.
     """
 
     def __init__(self, ratio: float):
-        """``ratio`` is that of :func:`tome_nodes.forecasting.steps.steps_that_run`."""
+        """For ``ratio``, see :func:`tome_nodes.forecasting.steps.steps_that_run`."""
         self.steps: set[int] = set()
         self._ratio = ratio
         self._lines: list[_Line] = []
@@ -219,7 +219,7 @@ def _is_settled(line: _Line) -> bool:
     """Whether the first two answers of a run hardly differ, in all samples."""
     if len(line.answers) < 2 or line.answers[1].step.log_snr < _LEAST_SNR:
         return False
-    before, after = (each.denoised.float().flatten(1) for each in line.answers)
+    before, after = (answer.denoised.float().flatten(1) for answer in line.answers)
     return bool(((after - before).norm(dim=1) < _SETTLED * after.norm(dim=1)).all())
 
 
@@ -244,13 +244,13 @@ def _corrected(line: _Line, now: _Answer, latent_share: float) -> Tensor | None:
     distance = now.step.log_snr - last.step.log_snr
     if distance < TOO_CLOSE:
         return None
-    for each in line.forecasts:
-        kept = each.step.latent_share
+    for forecast in line.forecasts:
+        kept = forecast.step.latent_share
         if kept is None:
             return None
-        place = (each.step.log_snr - last.step.log_snr) / distance
+        place = (forecast.step.log_snr - last.step.log_snr) / distance
         after = kept * after + (1 - kept) * place
-        before = kept * before + (1 - kept) * each.share
+        before = kept * before + (1 - kept) * forecast.share
         longest = max(longest, 1 - kept)
     # The longest of the steps counts: a step much shorter than one before it would need a change
     # much larger than the error.

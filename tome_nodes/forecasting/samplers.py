@@ -16,7 +16,7 @@ class Sampler:
             need more.
         corrects: whether the answer after a forecast is to make up for its error. The correction is
             Euler's; some samplers make more of an answer, and are worse off with it.
-        apart: in runs of fewer steps than these, no two noise levels may be so close that they
+        apart: in runs of fewer steps than this, no two noise levels may be so close that they
             count as one.
     """
 
@@ -32,6 +32,6 @@ SAMPLERS: Mapping[str, Sampler] = {
     "sa_solver": Sampler(8, False, LONG),
     **dict.fromkeys(("unipc", "unipc_bh2"), Sampler(8, False, sys.maxsize)),
 }
-"""Those that hold (benchmarks/FIDELITY.md), by the names of ComfyUI's functions without
-``sample_``. They evaluate a step once. Under the others, forecasts change the picture more than
-fewer steps do, mostly as these samplers add noise or look back far."""
+"""The samplers under which forecasts hold (benchmarks/FIDELITY.md), by the names of ComfyUI's
+functions without ``sample_``. They evaluate a step once. Under the others, forecasts change the
+picture more than fewer steps do, mostly because these samplers add noise or look back far."""

@@ -16,8 +16,9 @@ LONG = 16
 """From this many steps on, a run is long."""
 
 _FAST, _FASTER = 1.4, 2.0
-"""Noise falls unevenly around a step if the logarithm of signal to noise grows in it by more than
-``_FAST`` times the mean of the run, or in the next step by more than ``_FASTER`` times as much."""
+"""Noise falls unevenly around a step if the logarithm of signal to noise grows too fast: in the
+step by more than ``_FAST`` times the mean of the run, or in the next one by more than ``_FASTER``
+times as much as in the step."""
 
 TOO_CLOSE = 0.02
 """Two noise levels count as one if their logarithms of signal to noise differ by less."""
@@ -87,7 +88,7 @@ def is_even(levels: Sequence[float], index: int) -> bool:
     """Whether noise falls evenly enough around a step to forecast it.
 
     Args:
-        levels: the logarithm of signal to noise of each step.
+        levels: the logarithm of signal to noise of every step.
         index: the number of the step, from 0.
     """
     if not 0 < index < len(levels) - 1:
@@ -120,9 +121,9 @@ def steps_that_run(ratio: float, count: int, is_settled: bool) -> frozenset[int]
     first = first_steps(count, is_settled)
     between = max(0, count - 1 - first)
     running = min(round(between * (1 - ratio)), max(0, between - 1))
-    found, latest = {*range(min(first, count)), count - 1}, first - 1
+    steps, latest = {*range(min(first, count)), count - 1}, first - 1
     for number in range(1, running + 1):
         place = (between + 1) * number / (running + 1)
         latest = max(latest + 1, first - 1 + math.ceil(place - 0.5))
-        found.add(latest)
-    return frozenset(found)
+        steps.add(latest)
+    return frozenset(steps)

@@ -42,14 +42,14 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A partition of each sample's tokens into slots. Every slot holds at least one token.
+    """A partition of a sample's tokens into slots, for every sample. No slot is empty.
 
     Attributes:
         slot_of_token: ``[batch, tokens]`` int64, slots numbered over the whole batch.
         order: ``[batch * tokens]`` int64, tokens numbered over the whole batch, slot by slot.
-        offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
+        offsets: ``[batch * slots]`` int64, where the slots begin in ``order``.
         log_sizes: ``[batch, slots]`` float32, the logarithm of how many tokens a slot holds.
-        slot_count: number of slots M in each sample.
+        slot_count: number of slots M in a sample.
         ops: the operations that merge and unmerge.
         window: the width of the grid, and the height and width of a window, in tokens. None unless
             every slot lies within one window and all windows have equally many slots. Slots are
@@ -101,11 +101,11 @@ class Plan:
         return x.ndim == 3 and x.shape[:2] == self.slot_of_token.shape
 
     def merge(self, x: Tensor) -> Tensor:
-        """The mean of each slot: ``[batch, tokens, channels]`` to ``[batch, slots, channels]``."""
+        """The means of slots: ``[batch, tokens, channels]`` to ``[batch, slots, channels]``."""
         return self.ops.merge(x, self.slot_of_token, self.order, self.offsets, self.window)
 
     def merge_keys(self, x: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
-        """Means; and means stretched, in each head, to the mean length of their tokens, for keys.
+        """Means, and for keys the means stretched, per head, to the mean length of their tokens.
 
         A mean is shorter than its tokens, and attention to a shorter key is less sharp (Kim et al.,
         ToFu, WACV 2024). Stretching values as well would increase the error.
@@ -121,5 +121,5 @@ class Plan:
         return self.ops.unmerge(y, self.slot_of_token)
 
     def add_change(self, x: Tensor, before: Tensor, after: Tensor) -> Tensor:
-        """``x + unmerge(after - before)``: the change of each slot, added to its tokens."""
+        """``x + unmerge(after - before)``: tokens plus the change of their slots."""
         return self.ops.add_change(x, before, after, self.slot_of_token)

@@ -27,7 +27,7 @@ def step_key(seed: int, step: int) -> int:
 
 
 def pick_per_cell(key: Tensor, rows: int, columns: int, choices: int) -> Tensor:
-    """A pick in ``range(choices)`` for each cell.
+    """A pick in ``range(choices)`` for every cell.
 
     Args:
         key: scalar int64 tensor that holds a :func:`step_key`; a tensor, so that one compiled graph

@@ -14,7 +14,7 @@ EXTRA_CHANNELS = 8
 """The number of channels that :func:`widen` adds to a head. Attention's fast path needs heads whose
 channels are a multiple of this."""
 
-# Devices on which embedding_bag sums each slot in a fixed order, without atomics.
+# Devices on which embedding_bag sums a slot in a fixed order, without atomics.
 _BAG_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 
 
@@ -25,13 +25,13 @@ def merge(
     offsets: Tensor,
     window: Sequence[int] | None = None,
 ) -> Tensor:
-    """The mean of each slot.
+    """The means of slots.
 
     Args:
         x: ``[batch, tokens, channels]``, any strides.
         slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
         order: ``[batch * tokens]`` int64, tokens slot by slot.
-        offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
+        offsets: ``[batch * slots]`` int64, where the slots begin in ``order``.
         window: see :attr:`tome_nodes.merging.plan.Plan.window`; not used here.
 
     Returns:
@@ -57,14 +57,14 @@ def merge_keys(
     heads: int = 1,
     window: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The mean of each slot, and that mean stretched to the mean length of its tokens, per head.
+    """The means of slots, and the means stretched, per head, to the mean length of their tokens.
 
     Args:
         x: ``[batch, tokens, heads * head_channels]``, any strides.
         slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
         order: ``[batch * tokens]`` int64, tokens slot by slot.
-        offsets: ``[batch * slots]`` int64, where each slot begins in ``order``.
-        heads: number of heads; each is stretched separately.
+        offsets: ``[batch * slots]`` int64, where the slots begin in ``order``.
+        heads: number of heads, which are stretched separately.
         window: see :attr:`tome_nodes.merging.plan.Plan.window`; not used here.
 
     Returns:
@@ -79,7 +79,7 @@ def merge_keys(
 
 
 def unmerge(y: Tensor, slot_of_token: Tensor) -> Tensor:
-    """Copy each slot to its tokens: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``.
+    """Copy slots to their tokens: ``[batch, slots, channels]`` to ``[batch, tokens, channels]``.
 
     ``slot_of_token`` is ``[batch, tokens]`` int64, the slot of each token.
     """
@@ -105,7 +105,7 @@ def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) 
 def widen(
     q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, heads: int, scale: float, constant: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add channels to each head so that each logit gains ``constant`` times a log size.
+    """Add channels to every head so that a logit gains ``constant`` times a log size.
 
     Args:
         q: ``[batch, queries, heads * channels]``, multiplied by ``scale``. The added channels hold
@@ -119,7 +119,7 @@ def widen(
         constant: see ``q``.
 
     Returns:
-        ``q``, ``k`` and ``v`` with :data:`EXTRA_CHANNELS` more channels in each head.
+        ``q``, ``k`` and ``v`` with :data:`EXTRA_CHANNELS` more channels in every head.
     """
     q, k, v = (x.unflatten(2, (heads, -1)) for x in (q, k, v))
     logs = log_sizes[:, :, None, None].expand(-1, -1, heads, 1)

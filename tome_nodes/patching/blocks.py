@@ -29,14 +29,15 @@ class Outcome:
 
     Attributes:
         block: the path of the block within the model.
-        before: number of tokens that entered the block, or its stack if that ran as one; 0 if none
-            of its attentions was reached.
+        before: number of tokens that entered the block, or its stack if the stack ran as one; 0
+            if none of its attentions was reached.
         plan: the plan of what merged last; None if nothing merged.
-        grid: the grid for which plans were made; None if it did not come to that.
+        grid: the grid for which a plan was to be made; None if none was.
         reason: why it ran on all tokens; None if it merged or the settings leave it out.
-        unweighted: why a merged key weighed only as much as one token; None if it weighed more.
-        fell_back: why only its modules merged although the scope is wider; None if the scope was
-            followed.
+        unweighted_reason: why a merged key weighed only as much as one token; None if it weighed
+            more.
+        module_scope_reason: why only its modules merged although the scope is wider; None if the
+            scope was followed.
         has_run: whether the model called it.
     """
 
@@ -45,8 +46,8 @@ class Outcome:
     plan: Plan | None = None
     grid: Grid | None = None
     reason: str | None = None
-    unweighted: str | None = None
-    fell_back: str | None = None
+    unweighted_reason: str | None = None
+    module_scope_reason: str | None = None
     has_run: bool = False
 
     def entered(self, tokens: int) -> None:
@@ -62,7 +63,7 @@ class Outcome:
     def complete(self) -> None:
         """Drop the notes that do not apply, now that the block has run."""
         if self.plan is None:
-            self.unweighted = self.fell_back = None
+            self.unweighted_reason = self.module_scope_reason = None
         else:
             self.reason = None
 
@@ -121,11 +122,11 @@ class Evaluation:
     Attributes:
         engine: makes the plans.
         ratio: the ratio of the current step.
-        latent: the grid at level 1: that of the latent, or of the part of it that is evaluated.
+        latent: the grid at level 1, of the latent or of the part of it that is evaluated.
         detail: what is kept from step to step; None for nothing.
         is_full_step: whether the step is a full step, in which blocks run on all tokens.
-        merges_in_modules: why stacks merge only in their modules, as while gradients are computed,
-            or once kept detail was of another place; else None.
+        module_scope_reason: why stacks merge only in their modules, as while gradients are
+            computed, or once kept detail was of another place; else None.
         feature_map: the shape ``[batch, channels, height, width]`` of the feature map of the
             running stack, where the host does not pass it on to blocks.
         stack_plan: the plan of the running stack if it runs as one on merged tokens; else None.
@@ -139,7 +140,7 @@ class Evaluation:
     latent: Grid
     detail: Detail | None = None
     is_full_step: bool = False
-    merges_in_modules: str | None = None
+    module_scope_reason: str | None = None
     feature_map: Sequence[int] | None = None
     stack_plan: Plan | None = None
     stack_tokens: Tensor | None = None
@@ -234,7 +235,7 @@ def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int
 
     Args:
         config: the settings.
-        blocks_by_level: the number of blocks at each :attr:`Stack.level`; not empty.
+        blocks_by_level: by :attr:`Stack.level`, the number of blocks; not empty.
     """
     if config.max_downsample != "auto":
         return config.max_downsample
@@ -292,23 +293,23 @@ class Block:
 
     def note_unweighted(self, reason: str | None) -> None:
         """Note why a merged key weighs only as much as one token; None if it weighs more."""
-        self.outcome.unweighted = reason
+        self.outcome.unweighted_reason = reason
 
     def timed(self, forward: Forward) -> Forward:
-        """The forward of the block, timed if the observer wants to."""
+        """The forward of the block, timed if the observer wants it."""
         return self.model.observer.timed(self.name, forward)
 
     def weights(self, log_sizes: Tensor, like: Tensor) -> KeyWeights | None:
-        """What keys in the dtype of ``like`` weigh once merged; None for one token each.
+        """What merged keys weigh, in the dtype of ``like``; None if they weigh as one token each.
 
-        ``log_sizes`` is the logarithm of how many tokens each key stands for, ``[batch, keys]``.
+        ``log_sizes`` is the logarithm of how many tokens a key stands for, ``[batch, keys]``.
         """
         if not self.model.config.proportional_attn:
             return None
         engine, sizes = self.evaluation.engine, log_sizes.to(like.dtype)
         return KeyWeights(sizes, engine.strategy.ops, engine.capable, self.note_unweighted)
 
-    def is_worthy(self, grid: Grid, least: int) -> bool:
+    def is_large_enough(self, grid: Grid, least: int) -> bool:
         """Whether a grid has at least ``least`` tokens; if not, the reason is noted."""
         if grid.tokens >= least:
             return True
@@ -332,12 +333,6 @@ class Block:
         if grid.frames == 1 and grid.cells(config.sy, config.sx).tokens == 0:
             return reasons.no_cell(grid.height, grid.width, config.sy, config.sx)
         return reasons.low_ratio(grid.tokens, ratio)
-        if grid.frames == 1 and grid.cells(config.sy, config.sx).tokens == 0:
-            return (
-                f"a feature map of {grid.height}x{grid.width} tokens holds no cell of "
-                f"sy={config.sy} by sx={config.sx}; take a larger picture"
-            )
-        return f"{grid.tokens} tokens are too few for ratio={ratio:g}; raise it"
 
 
 def uncompiled(module: Any) -> Any:

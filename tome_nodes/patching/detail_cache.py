@@ -17,8 +17,8 @@ from ..merging.plan import Plan
 from ..settings.config import ToMeConfig
 from .schedule import Moment
 
-# The most parts of a step for which anything is kept, and the most for which the changes of stacks
-# are kept: for a tiled picture, these are as large as all of its tiles.
+# At most this many parts of a step keep anything. Fewer keep the changes of stacks, which for a
+# tiled picture are as large as all of its tiles.
 _PARTS_KEPT = 64
 _PARTS_WITH_CHANGES = 16
 
@@ -58,8 +58,8 @@ class Detail:
     Attributes:
         is_full: whether the current step is a full step.
         keeps_changes: whether there is room for the changes of stacks.
-        changes: the change of each stack in the last full step, ``[batch, tokens, channels]``, by
-            the name of the stack.
+        changes: by the name of a stack, its change in the last full step,
+            ``[batch, tokens, channels]``.
         share: the share of this detail that is still right, a scalar; None before it is used.
         means: :func:`means_of` the denoised latent of the last full step.
     """
@@ -113,7 +113,7 @@ def means_of(denoised: Tensor) -> Tensor:
 
 
 def belongs(kept: Tensor, new: Tensor) -> bool:
-    """Whether two answers are for the same place of the picture, in each sample.
+    """Whether two answers are for the same place of the picture, in every sample.
 
     Nodes that tile may evaluate different places from step to step, and only the answers tell them
     apart: the means of neighbourhoods change little over the steps, and much between places.
@@ -122,7 +122,7 @@ def belongs(kept: Tensor, new: Tensor) -> bool:
         kept: the means of the kept answer, ``[batch, means, channels]``.
         new: the means of the new answer, of the same shape.
     """
-    kept, new = (each.float() - each.float().mean(1, keepdim=True) for each in (kept, new))
+    kept, new = (means.float() - means.float().mean(1, keepdim=True) for means in (kept, new))
     apart, spread = (new - kept).square().mean((1, 2)), (new.square() + kept.square()).mean((1, 2))
     return bool((apart <= _MOST_APART * spread + _ALIKE).all())
 
@@ -134,7 +134,7 @@ def _fitting(kept: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 class Details:
-    """The :class:`Detail` of each part of a step, from step to step."""
+    """The :class:`Detail` of every part of a step, from step to step."""
 
     def __init__(self, config: ToMeConfig):
         self._refresh_steps = config.refresh_steps
@@ -151,7 +151,7 @@ class Details:
     def at(self, moment: Moment, device: torch.device) -> Detail:
         """The detail of the part of a step that is evaluated."""
         if moment.step != self._step:
-            # Parts that the last step did not evaluate do not return, such as moving windows.
+            # Parts that the last step did not evaluate, such as moving windows, do not return.
             self._kept = {part: kept for part, kept in self._kept.items() if part in self._used}
             self._used.clear()
             self._step = moment.step

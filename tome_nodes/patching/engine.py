@@ -29,8 +29,8 @@ class Engine:
         least_tokens: the smallest grid that merges, in tokens.
         least_in_attention: the smallest grid that merges where only attention merges, in tokens.
         worth_from: the smallest grid that is worth merging, in tokens, whatever the settings say.
-        no_triton: why Triton is not used, if it could be expected; else None.
-        lacks: the error of the device if it cannot merge at all; else None.
+        why_torch: why the backend is torch where Triton could be expected; else None.
+        error: the error of the device if it cannot merge at all; else None.
         capable: which of PyTorch's attentions run on the device. Blocks read it here, since asking
             the device would break the graph of a compiled model.
     """
@@ -39,8 +39,8 @@ class Engine:
     least_tokens: int
     least_in_attention: int
     worth_from: int
-    no_triton: str | None
-    lacks: str | None
+    why_torch: str | None
+    error: str | None
     capable: Capabilities
 
     @property
@@ -52,8 +52,8 @@ class Engine:
         """What a report says about the backend; nothing if it is plain torch as expected."""
         if self.backend == "triton":
             return ["triton"]
-        if self.no_triton is not None:
-            return [f"torch as Triton cannot be used ({self.no_triton})"]
+        if self.why_torch is not None:
+            return [f"torch as Triton cannot be used ({self.why_torch})"]
         return []
 
 
@@ -76,7 +76,7 @@ def make_engine(
     Raises:
         torch.OutOfMemoryError: the device has no room for a small plan.
     """
-    backend, no_triton = resolve(config.backend, device, dtype)
+    backend, why_torch = resolve(config.backend, device, dtype)
     # Only the settings that grouping depends on, so that a new seed or ratio needs no new trial.
     grouping = ToMeConfig(
         strategy=config.strategy,
@@ -84,10 +84,10 @@ def make_engine(
         sy=config.sy,
         use_rand=config.use_rand,
     )
-    lacks = missing_operation(grouping, make_strategy, backend, device, dtype)
-    if lacks is not None and backend == "triton":
-        backend, no_triton = "torch", lacks
-        lacks = missing_operation(grouping, make_strategy, backend, device, dtype)
+    error = missing_operation(grouping, make_strategy, backend, device, dtype)
+    if error is not None and backend == "triton":
+        backend, why_torch = "torch", error
+        error = missing_operation(grouping, make_strategy, backend, device, dtype)
     strategy = make_strategy(config, operations(backend))
     worth_from = _worth_from(strategy, device, merges_in)
     in_attention = _worth_from(strategy, device, "modules")
@@ -96,8 +96,8 @@ def make_engine(
         config.min_tokens or worth_from,
         config.min_tokens or in_attention,
         worth_from,
-        no_triton,
-        lacks,
+        why_torch,
+        error,
         capabilities(device, dtype),
     )
 
@@ -107,7 +107,7 @@ def _worth_from(strategy: Strategy, device: torch.device, merges_in: MergesIn) -
 
     On a CPU it was measured (benchmarks/README.md). On a GPU it is estimated. Merging costs a few
     kernel launches, or a few dozen if matching is not a single kernel, and reading and writing the
-    tokens. It saves a part of the time of the attention or block.
+    tokens. It saves a part of the time that the attention or block takes.
     """
     if device.type == "cpu":
         return 256

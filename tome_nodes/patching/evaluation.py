@@ -57,16 +57,16 @@ class Run:
         self._make_strategy = make_strategy
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
         self._details = Details(config)
-        self._falls_back: str | None = None
+        self._module_scope_reason: str | None = None
 
     def restart(self) -> None:
         """Drop everything that is kept from step to step: another sampling run begins."""
         self._details.clear()
         self.out_of_memory = False
-        self._falls_back = None
+        self._module_scope_reason = None
 
     def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
-        """The result of ``evaluate``; if merging runs out of memory, that of a run without merging.
+        """The result of ``evaluate``; if merging runs out of memory, the result without it.
 
         Args:
             evaluate: evaluates the model within :meth:`evaluation`.
@@ -103,7 +103,7 @@ class Run:
 
         Args:
             moment: where the evaluation is in its run.
-            latent: the grid at level 1: that of the latent, or of the part of it that is evaluated.
+            latent: the grid at level 1, of the latent or of the part of it that is evaluated.
             device: the device on which the blocks will run.
             dtype: the dtype of their tokens.
             obstacle: why nothing can merge in this evaluation, according to the host; else None.
@@ -162,8 +162,8 @@ class Run:
         if obstacle is not None:
             return obstacle
         engine = self.engine = self._engine(device, dtype)
-        if engine.lacks is not None:
-            return reasons.cannot_merge(device, engine.lacks)
+        if engine.error is not None:
+            return reasons.cannot_merge(device, engine.error)
         most = latent.downsampled(self.model.shallowest).tokens
         least = min(engine.least_tokens, engine.least_in_attention)
         if most < least and not self.model.observer.follows_blocks:
@@ -180,9 +180,9 @@ class Run:
         if config.scope != "stack" or config.refresh_steps == 0:
             return evaluation
         if torch.is_grad_enabled():
-            evaluation.merges_in_modules = reasons.WITH_GRADIENTS
-        elif self._falls_back is not None:
-            evaluation.merges_in_modules = self._falls_back
+            evaluation.module_scope_reason = reasons.WITH_GRADIENTS
+        elif self._module_scope_reason is not None:
+            evaluation.module_scope_reason = self._module_scope_reason
         elif any(block.runs_as_one_stack for block in self.model.blocks):
             detail = evaluation.detail = self._details.at(moment, device)
             evaluation.is_full_step = detail.is_full
@@ -191,7 +191,7 @@ class Run:
     def _keep(self, evaluation: Evaluation) -> None:
         """Keep what later evaluations need from this one."""
         if not torch.is_grad_enabled():
-            self._falls_back = evaluation.merges_in_modules
+            self._module_scope_reason = evaluation.module_scope_reason
         detail = evaluation.detail
         if detail is not None and detail.is_full:
             # Copies, since a compiled graph may reuse the memory of its results.

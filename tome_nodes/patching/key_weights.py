@@ -1,9 +1,9 @@
-"""Make an attention function of a host weigh each merged key as much as its tokens together.
+"""Make a host's attention function weigh a merged key as much as its tokens together.
 
 If a merged key stands for n equal keys, adding log n to its logits gives the same softmax as the n
 keys would. These logarithms, called *sizes* here, are added by a mask, or by extra channels in
-queries and keys. Which of the two it is follows from the function, the channels of a head and the
-device, all known before the model runs.
+queries and keys. Which of the two is used depends on the function, the channels of a head and
+the device, all known before the model runs.
 """
 
 from collections.abc import Callable
@@ -125,7 +125,7 @@ class KeyWeights:
 
 
 def fits(weights: KeyWeights, k: Any) -> bool:
-    """Whether there is a size for each key; keys are in a layout of :func:`attend`."""
+    """Whether there is a size for every key; keys are in a layout of :func:`attend`."""
     # Later versions of ComfyUI may pass keys in a container.
     return (
         isinstance(k, Tensor)
@@ -187,8 +187,8 @@ def _weighed(
     """Call ``func`` with the sizes added to its logits, in the way that is fastest for it.
 
     ``bias`` is the mask without the sizes. If an override by other code makes the call, ``given``
-    is the mask with the sizes that it got, and ``mask`` the one that it passes on. If that is
-    another one, it is used as it is.
+    is the mask with the sizes that it got, and ``mask`` is the mask that it passes on. A mask other
+    than ``given`` is used as it is.
     """
     if mask is not None and mask is not given:
         return func(q, k, v, heads, mask=mask, **kwargs)

@@ -53,11 +53,12 @@ class UNetRecord:
 
 
 class ModuleBlock(Block):
-    """A block whose first argument is its tokens, like that of its modules."""
+    """A block that takes its tokens as the first argument, as its modules do."""
 
     def __init__(self, model: PatchedModel, stack: Stack, index: int, record: UNetRecord):
         self.record = record
         super().__init__(model, stack, index)
+        self._attends_to_itself = not record.attends_to_text(self.module)
 
     def forget(self) -> None:
         super().forget()
@@ -66,7 +67,7 @@ class ModuleBlock(Block):
 
     @property
     def runs_as_one_stack(self) -> bool:
-        # A video model runs a temporal block, which needs all tokens, after each spatial one.
+        # A video model runs a temporal block, which needs all tokens, after every spatial one.
         return not hasattr(self.stack.module, "time_stack")
 
     def overrides(self) -> list[Override]:
@@ -76,7 +77,6 @@ class ModuleBlock(Block):
             stack = self.stack.module
             overrides.append((stack, "forward", self._run_stack(stack.forward)))
         overrides.append((block, "forward", self.timed(self._run_block(block.forward))))
-        self._attends_to_itself = not self.record.attends_to_text(block)
         if not self._attends_to_itself:
             # Its keys are text, as in the x4 upscaler, so only its queries merge.
             if config.merge_attn:
@@ -110,11 +110,11 @@ class ModuleBlock(Block):
                 return self._run_on_all_tokens(forward, x, *args, **kwargs)
             if evaluation.stack_plan is not None:
                 return self._run_in_stack(forward, x, *args, **kwargs)
-            grid = self._worthy_grid(evaluation.engine.least_tokens, x, *args, **kwargs)
+            grid = self._grid_to_merge(evaluation.engine.least_tokens, x, *args, **kwargs)
             if grid is None:
                 return forward(x, *args, **kwargs)
-            outcome.fell_back = self._why_in_modules(*args, **kwargs)
-            if config.scope == "module" or outcome.fell_back is not None:
+            outcome.module_scope_reason = self._why_module_scope(*args, **kwargs)
+            if config.scope == "module" or outcome.module_scope_reason is not None:
                 self._plan_for_modules(x, grid)
                 return forward(x, *args, **kwargs)
             plan = self.plan_of(x, grid)
@@ -127,7 +127,7 @@ class ModuleBlock(Block):
                 return self._run_in_stack(forward, merged, *args, **kwargs)
             outcome.merged(x.shape[1], plan)
             self._outer_plan = plan
-            # Only the change is unmerged, so that each token keeps its difference from the mean.
+            # Only the change is unmerged, so that every token keeps its difference from the mean.
             return plan.add_change(x, merged, forward(merged, *args, **kwargs))
 
         return block_forward
@@ -141,12 +141,12 @@ class ModuleBlock(Block):
         engine = evaluation.engine
         if (
             self._begins_stack(*args, **kwargs)
-            and self._worthy_grid(engine.least_tokens, x, *args, **kwargs) is not None
+            and self._grid_to_merge(engine.least_tokens, x, *args, **kwargs) is not None
         ):
             evaluation.stack_tokens = x
         # Merging keys and values hardly changes pictures (benchmarks/FIDELITY.md).
         if config.merge_attn and config.attn_tokens == "k,v" and self._attends_to_itself:
-            grid = self._worthy_grid(engine.least_in_attention, x, *args, **kwargs)
+            grid = self._grid_to_merge(engine.least_in_attention, x, *args, **kwargs)
             if grid is not None:
                 self.outcome.reason = reasons.ATTENTION_REPLACED
                 self._plan = self.plan_of(x, grid)
@@ -188,16 +188,16 @@ class ModuleBlock(Block):
     def _ends_stack(self) -> bool:
         return self.index == len(self.stack.blocks) - 1
 
-    def _why_in_modules(self, *args: Any, **kwargs: Any) -> str | None:
-        """Why the block merges only in its modules although the scope is wider; None if not."""
+    def _why_module_scope(self, *args: Any, **kwargs: Any) -> str | None:
+        """Why the block merges only in its modules although the scope is wider, else None."""
         needs_all_tokens = self.record.needs_all_tokens
         if self.model.config.scope != "module" and needs_all_tokens(
             self.module, self.index, *args, **kwargs
         ):
             return reasons.PATCHED_BLOCKS
-        return self.evaluation.merges_in_modules
+        return self.evaluation.module_scope_reason
 
-    def _worthy_grid(self, least: int, x: Tensor, *args: Any, **kwargs: Any) -> Grid | None:
+    def _grid_to_merge(self, least: int, x: Tensor, *args: Any, **kwargs: Any) -> Grid | None:
         """The grid of the block's tokens; None if they may not merge.
 
         The reason is noted, except at a level that the settings leave out.
@@ -220,10 +220,10 @@ class ModuleBlock(Block):
         is_large = self.model.config.growth > 0 and grid.tokens >= LARGE
         if not (is_large or grid.is_within(whole, self.model.max_downsample)):
             return None
-        return grid if self.is_worthy(grid, least) else None
+        return grid if self.is_large_enough(grid, least) else None
 
     def _plan_for_modules(self, x: Tensor, grid: Grid) -> None:
-        """Make the plan for the modules of the block, each of which merges and unmerges."""
+        """Make the plan with which the modules of the block merge and unmerge."""
         config = self.model.config
         if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
             self.outcome.reason = reasons.ALL_OFF
@@ -269,7 +269,7 @@ class ModuleBlock(Block):
             plan: the plan of ``x``. Keys and values merge if it fits their sources.
             x: ``[batch, tokens, channels]``, the source of the queries.
             context: the source of the keys; ``x`` if None.
-            value: the source of the values; that of the keys if None.
+            value: the source of the values; the source of the keys if None.
             kwargs: passed on, with what weighs the keys.
 
         Returns:
@@ -321,7 +321,7 @@ class ModuleBlock(Block):
         return attention
 
     def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments with which a self-attention weighs each key by its tokens."""
+        """The keyword arguments with which a self-attention weighs keys by their tokens."""
         weights = self.weights(plan.log_sizes, x)
         if weights is None:
             return kwargs

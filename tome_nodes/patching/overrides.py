@@ -17,7 +17,7 @@ Override = tuple[nn.Module, str, Forward]
 """A module, the name of its method, such as ``forward``, and what the module runs instead."""
 
 _codes: WeakKeyDictionary[nn.Module, dict[str, CodeType]] = WeakKeyDictionary()
-"""A code object for each override. Blocks may be compiled one by one, and torch.compile keeps only
+"""A code object for every override. Blocks may be compiled one by one, and torch.compile keeps only
 a few graphs of a code object."""
 
 
@@ -75,7 +75,7 @@ class Overrides:
             is_here = torch.compiler.is_compiling() or get_ident() == self._thread
             return own(*args, **kwargs) if is_here else plain(*args, **kwargs)
 
-        # The same code object each time, so that torch.compile finds its graph again.
+        # Always the same code object, so that torch.compile finds its graph again.
         codes = _codes.setdefault(module, {})
         run.__code__ = codes.setdefault(name, run.__code__.replace())
 

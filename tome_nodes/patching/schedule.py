@@ -50,8 +50,7 @@ def step_index(schedule: Sequence[float], sigma: float, since: int) -> int:
         schedule: noise levels, one more than there are steps. They fall, or rise where a picture is
             turned into noise.
         sigma: noise level of the evaluation. Higher-order samplers evaluate a step more than once,
-            at levels between those of the schedule. Some go above its first level, and some go
-            back up.
+            at levels in between. Some go above the first level, and some go back up.
         since: the step of the previous evaluation.
     """
     steps = range(len(schedule) - 1)

@@ -2,7 +2,7 @@
 
 It has to be known how a transformer predicts a flow (:mod:`tome_nodes.pytorch.flow_call`) and where
 a call is in the run of its pipeline (:mod:`tome_nodes.pytorch.pipeline_runs`). A pipeline guides by
-itself, in one call of the transformer or in several; it is decided at the first call of a step
+itself, in one call of the transformer or in several. At the first call of a step it is decided
 whether all of them are forecast.
 """
 
@@ -36,12 +36,12 @@ class DiffusersTransformers(Host):
                 kind.__module__.startswith("diffusers.models.transformers.") for kind in kinds
             )
             return [(own, None)] if is_one else []
-        named = ((name, uncompiled(each)) for name, each in components.items())
+        named = ((name, uncompiled(component)) for name, component in components.items())
         runs = PipelineRuns(model)
         return [
-            (each, runs)
-            for name, each in named
-            if name.startswith("transformer") and isinstance(each, nn.Module)
+            (component, runs)
+            for name, component in named
+            if name.startswith("transformer") and isinstance(component, nn.Module)
         ]
 
     def check(self, model: nn.Module, config: ToMeConfig, context: PipelineRuns | None) -> None:

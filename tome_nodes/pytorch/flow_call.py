@@ -1,7 +1,7 @@
 """View a transformer's call as a map from a noisy latent to the denoised one, to forecast that.
 
 The latent stays as the transformer gets it: as tokens, as a picture or as a video. A flow is
-predicted for each of its numbers, so nothing has to be known about its layout.
+predicted for every one of its numbers, so nothing has to be known about its layout.
 """
 
 import inspect
@@ -28,7 +28,7 @@ _FLOWS: Mapping[str, tuple[float, float]] = {
     "HunyuanVideoTransformer3DModel": (0.0, 1000.0),
 }
 """The classes of diffusers that predict a flow, which is how the latent changes as timesteps grow:
-the timestep of a latent without noise, and that of pure noise."""
+the timesteps of a latent without noise, and of pure noise."""
 
 _OF_OTHER_FORM = ("additional_t_cond", "kv_cache_mode")
 """Arguments that change the form of the answer: it then holds more than the latent, as in
@@ -37,8 +37,8 @@ Qwen-Image-Layered, or leaves something out, as when Flux.2 keeps the keys of re
 _TIMESTEP = ("timestep", "t")
 
 _BY_VALUE = ("encoder_hidden_states", "cap_feats", "guidance")
-"""Arguments whose values stay the same in a run: prompts and guidance. Those of others, such as
-control, may change from step to step."""
+"""Arguments whose values stay the same in a run: prompts and guidance. The values of others, such
+as control, may change from step to step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,8 @@ class FlowCall:
     @property
     def course(self) -> Hashable:
         """Everything besides the noise that decides the answer, as far as the call shows."""
-        return id(self.network), *((name, _trait(name, each)) for name, each in self.others.items())
+        traits = ((name, _trait(name, argument)) for name, argument in self.others.items())
+        return id(self.network), *traits
 
     def denoised(self, result: Any, noise: float) -> Tensor:
         """The denoised latent that follows from what the transformer returned."""
@@ -104,7 +105,9 @@ def flow_call(network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     if latent is None or timestep is None or is_other:
         return reasons.OTHER_FORM
     noise = (float(torch.as_tensor(timestep).max()) - clean) / (noisy - clean)
-    others = {name: each for name, each in given.items() if name not in (names[0], *_TIMESTEP)}
+    others = {
+        name: argument for name, argument in given.items() if name not in (names[0], *_TIMESTEP)
+    }
     return FlowCall(latent, noise, 1 if noisy > clean else -1, network, value, others)
 
 
@@ -115,7 +118,7 @@ def _latent(network: Any, value: Any, given: Mapping[str, Any]) -> Tensor | None
     ``value`` is the argument that holds the latent, and ``given`` all arguments by name.
     """
     if isinstance(value, list):
-        shapes = {each.shape if isinstance(each, Tensor) else None for each in value}
+        shapes = {sample.shape if isinstance(sample, Tensor) else None for sample in value}
         return torch.stack(value).float() if len(shapes) == 1 and None not in shapes else None
     if not isinstance(value, Tensor):
         return None
@@ -145,8 +148,8 @@ def _trait(name: str, value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return tuple(value.shape), float(value.float().sum()) if name in _BY_VALUE else None
     if isinstance(value, Mapping):
-        return tuple((key, _trait(name, each)) for key, each in value.items())
+        return tuple((key, _trait(name, part)) for key, part in value.items())
     if isinstance(value, list | tuple):
-        return tuple(_trait(name, each) for each in value)
+        return tuple(_trait(name, part) for part in value)
     trait: Any = value if isinstance(value, int | float | str | None) else type(value)
     return trait

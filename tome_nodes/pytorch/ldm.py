@@ -1,7 +1,7 @@
 """The UNets of latent-diffusion and of code bases derived from it.
 
 Each code base has its own copy of the classes, so modules are recognised by their attributes: a
-spatial transformer has ``transformer_blocks``, each with ``attn1``, ``attn2`` and ``ff``.
+spatial transformer has ``transformer_blocks``, which have ``attn1``, ``attn2`` and ``ff``.
 """
 
 from functools import partial

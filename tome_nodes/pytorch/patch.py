@@ -89,10 +89,10 @@ def apply_patch(
     config = ToMeConfig(**settings_of(preset, given, _DEFAULTS))
     from .patched_model import Attachment
 
-    found = _found(model)
-    for network, context, host in found:
+    networks = _networks_of(model)
+    for network, context, host in networks:
         host.check(network, config, context)
-    for network, context, host in found:
+    for network, context, host in networks:
         Attachment(config, host, context).attach(network)
     return model
 
@@ -100,7 +100,7 @@ def apply_patch(
 _DEFAULTS = {
     **{name: option.default for name, option in OPTIONS.items()},
     **_AS_TOMESD,
-    **{name: each.default for name, each in signature(apply_patch).parameters.items()},
+    **{name: argument.default for name, argument in signature(apply_patch).parameters.items()},
 }
 
 
@@ -118,13 +118,13 @@ def remove_patch(model: Model) -> Model:
     """
     from .patched_model import detach
 
-    for network, _, _ in _found(model):
+    for network, _, _ in _networks_of(model):
         detach(network)
     return model
 
 
-def _found(model: object) -> list[tuple[Any, Any, Any]]:
-    """The networks of a model to patch, each with its context (see :meth:`Host.find`) and host."""
+def _networks_of(model: object) -> list[tuple[Any, Any, Any]]:
+    """The networks of a model to patch, with their contexts (see :meth:`Host.find`) and host."""
     from .ldm import LdmUNets
     from .patched_model import Host
 
@@ -136,8 +136,8 @@ def _found(model: object) -> list[tuple[Any, Any, Any]]:
 
         hosts = [DiffusersUNets(), DiffusersTransformers(), *hosts]
     for host in hosts:
-        if found := host.find(model):
-            return [(network, context, host) for network, context in found]
+        if networks := host.find(model):
+            return [(network, context, host) for network, context in networks]
     raise TypeError(
         "ToMe needs a diffusers pipeline with a transformer or a UNet2DConditionModel, such a "
         "UNet, or a latent-diffusion model with a UNet at model.model.diffusion_model; this is a "

@@ -3,7 +3,7 @@
 Patching gives the model a subclass of its class, whose calls go to the :class:`Calls` of its host.
 Between calls, the model holds only its settings, so copying, offloading, LoRA and saving work as
 before. torch.compile leaves the code around the model's forward out of its graph, so it finds the
-same code in each call.
+same code in every call.
 """
 
 import logging
@@ -27,7 +27,7 @@ _STATE = "_tome_nodes"
 
 
 class Once:
-    """Logs each line once."""
+    """Logs every line once."""
 
     def __init__(self) -> None:
         self._said: set[Hashable] = set()
@@ -48,7 +48,7 @@ class Host:
     """A library whose models are called as modules."""
 
     def find(self, model: object) -> Sequence[tuple[nn.Module, Any]]:
-        """The networks to patch in what a user has passed, each with its context.
+        """The networks to patch in what a user has passed, with their contexts.
 
         The context is what else :meth:`calls` has to know, such as the scheduler of a pipeline.
         """
@@ -97,7 +97,7 @@ class Attachment:
         return type(self), (self.config, self._host, self.context, self.make_strategy)
 
     def attach(self, model: nn.Module) -> None:
-        """Make each call of a model go through its host. Earlier settings are replaced."""
+        """Make every call of a model go through its host. Earlier settings are replaced."""
         detach(model)
         if not self.config.merges_nothing:
             vars(model)[_STATE] = self
@@ -156,7 +156,7 @@ def _patched(kind: Any) -> Any:
 
     # The name of the class stays: a pipeline, for example, saves it.
     attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    # A model that was compiled before it was patched is called by the second.
+    # The second calls a model that was compiled before it was patched.
     attributes |= {name: calling(name) for name in ("__call__", "_call_impl")}
     return type(kind.__name__, (kind,), attributes | {"__reduce_ex__": reduce})
 

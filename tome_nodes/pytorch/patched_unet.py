@@ -145,7 +145,7 @@ class UNetCalls(Calls):
 
     @torch.compiler.disable
     def _complete(self) -> None:
-        """End a call: log what merged, once for each shape, or why nothing merged, once."""
+        """End a call: log what merged, once for every shape, or why nothing merged, once."""
         self._completed = True
         result = self._latest.result
         if result is None or not result.is_active:
@@ -220,7 +220,7 @@ def _execution_device(model: nn.Module, sample: Tensor) -> torch.device:
 
 
 def _are_of_one_tensor(timestep: Tensor | float, other: Tensor | float) -> bool:
-    """Whether two timesteps are elements of one tensor, as those of a schedule are."""
+    """Whether two timesteps are elements of one tensor, as the timesteps of a schedule are."""
     if not (isinstance(timestep, Tensor) and isinstance(other, Tensor)):
         return False
     return timestep.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
@@ -229,10 +229,10 @@ def _are_of_one_tensor(timestep: Tensor | float, other: Tensor | float) -> bool:
 def _goes_on(before: Tensor, sample: Tensor) -> bool:
     """Whether a sample may follow another in a run: a sampler changes it little in one step.
 
-    Both are ``[batch, channels, height, width]``. Each channel is compared by itself, because
+    Both are ``[batch, channels, height, width]``. Channels are compared one by one, because
     channels that say where to paint may be the same in every run.
     """
-    before, sample = (each.flatten(2).flatten(0, 1).unsqueeze(2) for each in (before, sample))
+    before, sample = (x.flatten(2).flatten(0, 1).unsqueeze(2) for x in (before, sample))
     return belongs(before, sample)
 
 

@@ -33,7 +33,7 @@ def _method_of(scheduler: Any) -> Sampler | None:
     if method is None:
         return None
     config = scheduler.config
-    # Noise that is drawn anew in each step takes the place of what forecasts carry on.
+    # Noise that is drawn anew in every step takes the place of what forecasts carry on.
     draws = config.get("stochastic_sampling") or "sde" in config.get("algorithm_type", "")
     return None if draws else method
 
@@ -101,11 +101,11 @@ class PipelineRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the latest call is the last, if the last step has as many as the one before."""
+        """Whether the latest call is the last, if the last step has as many as the step before."""
         return self.is_last_step and self.call + 1 >= self._calls_before
 
     def _index_of(self, call: FlowCall) -> int:
-        """The step of a call, as the scheduler counts; its own count begins after the first."""
+        """The step of a call, as the scheduler counts; at the first call it does not count yet."""
         for index in (self.scheduler.step_index, self.scheduler.begin_index):
             if index is not None:
                 return int(index)
@@ -114,7 +114,7 @@ class PipelineRun:
 
 
 class PipelineRuns:
-    """The sampling runs of a pipeline, one at a time in each thread.
+    """The sampling runs of a pipeline, one at a time in every thread.
 
     The transformers of a pipeline share them, as experts take turns in a run.
     """
@@ -146,7 +146,7 @@ class PipelineRuns:
         self._of_thread.run = None
 
     def report(self, run: PipelineRun, config: ToMeConfig) -> None:
-        """Log what was forecast in a run, or why nothing was; each line once."""
+        """Log what was forecast in a run, or why nothing was; every line once."""
         if run.forecasts.reason is not None:
             self.warn(run.forecasts.reason)
             return

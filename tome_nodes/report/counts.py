@@ -15,8 +15,9 @@ class Counts(Observer):
         frames: number of frames in the latent; 1 for a picture.
         merged: by the size in tokens of a feature map and the block that merged it, to how many
             tokens.
-        fell_back: by reason, the blocks that ran in module scope although a wider one was set.
-        unweighted: reasons why merged keys weighed as one token each.
+        module_scope_reasons: by reason, the blocks that ran in module scope although a wider one
+            was set.
+        unweighted_reasons: why merged keys weighed as one token each.
         forecast_steps: the steps in which the answer of the model was forecast.
     """
 
@@ -26,8 +27,8 @@ class Counts(Observer):
         self.largest_grid = 0
         self.frames = 1
         self.merged: dict[int, dict[str, set[int]]] = {}
-        self.fell_back: dict[str, set[str]] = defaultdict(set)
-        self.unweighted: set[str] = set()
+        self.module_scope_reasons: dict[str, set[str]] = defaultdict(set)
+        self.unweighted_reasons: set[str] = set()
         self.forecast_steps: set[int] = set()
         self._steps: set[int] = set()
         self._reasons: Counter[str] = Counter()
@@ -49,10 +50,10 @@ class Counts(Observer):
                 self._steps.add(result.step)
             elif outcome.reason is not None:
                 self._reasons[outcome.reason] += 1
-            if outcome.unweighted is not None:
-                self.unweighted.add(outcome.unweighted)
-            if outcome.fell_back is not None:
-                self.fell_back[outcome.fell_back].add(outcome.block)
+            if outcome.unweighted_reason is not None:
+                self.unweighted_reasons.add(outcome.unweighted_reason)
+            if outcome.module_scope_reason is not None:
+                self.module_scope_reasons[outcome.module_scope_reason].add(outcome.block)
 
     @property
     def merged_steps(self) -> int:

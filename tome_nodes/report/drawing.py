@@ -27,14 +27,14 @@ _BAR = 210
 
 
 def merge_map(slots: np.ndarray, picture: np.ndarray | None = None, frame: int = 0) -> np.ndarray:
-    """Draw each group of merged tokens in one colour, with its outline.
+    """Draw every group of merged tokens in one colour, with its outline.
 
     Args:
         slots: ``[frames, height, width]`` int, the slot of each token.
-        picture: ``[height, width, channels]`` float from 0 to 1, of any size. Each group gets its
+        picture: ``[height, width, channels]`` float from 0 to 1, of any size. A group gets its
             mean colour, and unmerged tokens show the picture itself. Without a picture, groups
             have arbitrary colours, and unmerged tokens are dark.
-        frame: which frame to draw, from 0. Its tokens may have merged with those of others.
+        frame: which frame to draw, from 0. Its tokens may have merged with tokens of others.
     """
     merged = (np.bincount(slots.ravel()) > 1)[slots[frame]]
     slots = slots[frame]
@@ -78,8 +78,8 @@ class Column:
 
     Attributes:
         title: the text above it.
-        values: the length of each bar, none negative.
-        texts: the text before each bar.
+        values: the lengths of the bars, none negative.
+        texts: the texts before the bars.
         line: the value at which to draw a line down the column, None for none.
     """
 
@@ -90,7 +90,7 @@ class Column:
 
 
 def bars(names: Sequence[str], columns: Sequence[Column], is_lit: Sequence[bool]) -> np.ndarray:
-    """Draw rows of bars, one in each column; ``is_lit`` says which rows stand out."""
+    """Draw rows with a bar in every column; ``is_lit`` says which rows stand out."""
     row = int(np.clip(840 // len(names), 14, 28))
     size = min(16, row - 1)
     starts, width = [], max(_width(name, size) for name in names)

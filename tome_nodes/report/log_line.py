@@ -52,7 +52,7 @@ def live_line(result: Evaluated, total_steps: int) -> str:
     merged = {(outcome.before, outcome.after) for outcome in result.merged}
     if not merged:
         reasons = [result.reason, *(outcome.reason for outcome in result.outcomes)]
-        reason = next((each for each in reasons if each is not None and result.is_active), None)
+        reason = next((why for why in reasons if why is not None and result.is_active), None)
         return f"all tokens, {step}" + ("" if reason is None else f": {reason}")
     lengths = ", ".join(
         f"{before}\N{RIGHTWARDS ARROW}{after}" for before, after in sorted(merged, reverse=True)
@@ -62,20 +62,26 @@ def live_line(result: Evaluated, total_steps: int) -> str:
 
 def sizes(counts: Counts) -> str:
     """For example ``4096 -> 2048 tokens x5, 1024 -> 512 tokens x6``."""
-    found = []
+    parts = []
     for before, by_block in sorted(counts.merged.items(), reverse=True):
         lengths = set().union(*by_block.values())
         after = "-".join(map(str, sorted({min(lengths), max(lengths)})))
         count = f" x{len(by_block)}" if len(counts.merged) > 1 else ""
-        found.append(f"{before} -> {after} tokens{count}")
-    return ", ".join(found)
+        parts.append(f"{before} -> {after} tokens{count}")
+    return ", ".join(parts)
 
 
 def deviations(counts: Counts) -> list[str]:
     """Where the run did something else than the settings say, in a few words each."""
     return [
-        *(f"module scope in {len(names)} {why}" for why, names in counts.fell_back.items()),
-        *(f"merged keys weigh as one token ({reason})" for reason in sorted(counts.unweighted)),
+        *(
+            f"module scope in {len(blocks)} {reason}"
+            for reason, blocks in counts.module_scope_reasons.items()
+        ),
+        *(
+            f"merged keys weigh as one token ({reason})"
+            for reason in sorted(counts.unweighted_reasons)
+        ),
     ]
 
 

@@ -84,23 +84,25 @@ def report_of(
     return Page(drawn, "\n".join(lines))
 
 
-def tuning_page(found: Found) -> Page:
+def tuning_page(findings: Found) -> Page:
     """The page of ToMe Tune: what it found, and everything that it tried, the fastest last."""
-    lines = tuning_words.in_words(found)
-    tried = {name: each for name, each in found.tried.items() if each.obstacle is None}
+    lines = tuning_words.in_words(findings)
+    tried = {
+        name: measured for name, measured in findings.tried.items() if measured.obstacle is None
+    }
     if not tried:
         return notice("ToMe Tune", *lines)
-    taken = "unpatched" if found.candidate is None else str(found.candidate)
+    taken = "unpatched" if findings.candidate is None else str(findings.candidate)
     tried = {"unpatched": Measured(1.0, 1.0, 0.0), **tried}
     names = sorted(tried, key=lambda name: tried[name].speed)
     speeds, changes = zip(*((tried[name].speed, tried[name].change) for name in names), strict=True)
-    wished = {found.wish.goal: found.wish.amount}
+    wished = {findings.wish.goal: findings.wish.amount}
     columns = [
         drawing.Column("times as fast", speeds, [f"{x:.2f}" for x in speeds], wished.get(SPEED)),
         drawing.Column("change", changes, [f"{x:.3f}" for x in changes], wished.get(LIKENESS)),
     ]
     bars = drawing.bars(names, columns, [name == taken for name in names])
-    drawn = drawing.page("ToMe Tune", [*tuning_words.result(found)], bars)
+    drawn = drawing.page("ToMe Tune", [*tuning_words.result(findings)], bars)
     return Page(drawn, "\n".join(lines))
 
 

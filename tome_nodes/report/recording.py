@@ -1,4 +1,4 @@
-"""A sampling run in detail: which tokens merged in each step, and how long each block took.
+"""A sampling run in detail: which tokens merged in which step, and how long blocks took.
 
 A run is recorded only if a ToMe Report is connected. So as not to slow the run down, the recorder
 waits for the device only afterwards, and then copies everything at once.
@@ -44,7 +44,7 @@ class Recording:
         latent: the grid of the latent.
         slots: by step and grid, the slot of each token, ``[frames, height, width]`` int64. It is
             taken from the first sample of the batch and the first block that merged the grid.
-        blocks: what each block did, by its name.
+        blocks: by the name of a block, what it did.
         seconds: time from the first evaluation of the model to the end of the run.
     """
 

@@ -32,8 +32,8 @@ class ToMeConfig:
 
     ``ratio``, ``sx``, ``sy``, ``use_rand``, ``max_downsample`` and the ``merge_*`` switches have
     their meaning in section 4 of arXiv 2303.17604 and its code, except that ``max_downsample`` may
-    be ``"auto"``. The weight of merged tokens (``proportional_attn``) is that of Bolya et al., ICLR
-    2023: the logarithm of their number is added to the logits.
+    be ``"auto"``. Merged tokens weigh (``proportional_attn``) as in Bolya et al., ICLR 2023: the
+    logarithm of their number is added to the logits.
 
     Raises:
         OptionTypeError: an option has the wrong type. The error is a ``TypeError``.
@@ -237,8 +237,8 @@ class ToMeConfig:
 
 
 OPTIONS: Mapping[str, Option] = {
-    each.name: Option(name=each.name, default=each.default, **each.metadata)
-    for each in fields(ToMeConfig)
-    if each.metadata
+    option.name: Option(name=option.name, default=option.default, **option.metadata)
+    for option in fields(ToMeConfig)
+    if option.metadata
 }
 """The options of token merging by name."""

@@ -39,7 +39,7 @@ def shown(value: Any) -> str:
 
 _ACCEPTED: Mapping[type, Any] = {bool: bool, int: int, float: int | float, str: str}
 _IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
-"""The types that a value may have, by that of the default."""
+"""The types that a value may have, by the type of the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Option:
 
     Attributes:
         name: its name everywhere.
-        default: its value where none is given; its type is that of the option. A text without
-            choices is a name that the host defines, such as that of a sampler.
+        default: its value where none is given; its type is the option's type. A text without
+            choices is a name that the host defines, such as the name of a sampler.
         text: what it does, in two sentences at most: the tooltip.
         more: what the help page adds.
         least: smallest value of a number.
@@ -203,7 +203,7 @@ SAMPLING = (
         text="As in the sampler; below 1, sampling starts from the latent under some noise.",
     ),
 )
-"""The inputs of a sampler, like those of the host's KSampler."""
+"""The inputs of a sampler, as the host's KSampler has them."""
 
 STEP = Option(
     name="step",

@@ -86,8 +86,8 @@ def settings_of(
 
     Args:
         preset: one of :data:`PRESETS`, or :data:`CUSTOM`.
-        given: options. Those that the preset decides must have their defaults.
-        defaults: the value of each option that the user did not set.
+        given: options. All that the preset decides must have their defaults.
+        defaults: the values of options that the user did not set.
 
     Raises:
         OptionError: there is no such preset, an option would not count, or one is gone.

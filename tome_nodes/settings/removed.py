@@ -9,10 +9,10 @@ from typing import Any
 from .options import MERGE_MAP, OptionError, is_plain, shown
 
 PRESETS: Mapping[str, str] = {"quality": "balanced"}
-"""Presets that are gone, and as which each is read: it takes as long, and hardly differs."""
+"""Presets that are gone, and what they are read as: it takes as long, and hardly differs."""
 
 VIEWS: Mapping[str, str] = {"heat map": MERGE_MAP}
-"""Views of ToMe Report that are gone, and as which each is read."""
+"""Views of ToMe Report that are gone, and what they are read as."""
 
 OPTIONS: Mapping[str, tuple[Any, str]] = {
     "st": (
@@ -20,7 +20,7 @@ OPTIONS: Mapping[str, tuple[Any, str]] = {
         "the number of frames decides how many frames a cell spans, as it did with 0; leave st out",
     )
 }
-"""Options that are gone: the default, at which each is ignored, and what to do otherwise."""
+"""Options that are gone: the default, at which they are ignored, and what to do otherwise."""
 
 _INSTEAD: Mapping[str, Mapping[str, str]] = {
     "scope": {"block": "stack"},
@@ -36,7 +36,7 @@ def current(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: an option or a value is gone. The message says what to take instead.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, value in given.items():
         # Values of other types, such as lists, may have no hash.
         instead = _INSTEAD.get(name, {}).get(value) if isinstance(value, str) else None
@@ -49,7 +49,7 @@ def current(given: Mapping[str, Any]) -> dict[str, Any]:
             if not (is_plain(value) and value == default):
                 raise OptionError(name, f"{name}={shown(value)} is not allowed: {why}")
         elif name == "preset" and isinstance(value, str):
-            found[name] = PRESETS.get(value, value)
+            options[name] = PRESETS.get(value, value)
         else:
-            found[name] = value
-    return found
+            options[name] = value
+    return options

@@ -29,7 +29,7 @@ def split_tokens(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, T
     """Split the tokens of a grid into src and dst; arguments as for ``split_cells``.
 
     Returns:
-        ``src`` and ``dst`` token indices, int64. dst has one token of each whole cell. src has all
+        ``src`` and ``dst`` token indices, int64. dst has one token of every whole cell. src has all
         others, including those in rows and columns that fill no cell.
     """
     src, dst = split_cells(grid, sy, sx, picks)
@@ -47,13 +47,13 @@ def match(
     merges: int,
     ops: Operations = TORCH,
 ) -> Plan:
-    """Merge the src tokens that are most similar to a dst, each into its nearest.
+    """Merge the src tokens that are most similar to a dst into their nearest dst.
 
     Args:
         features: ``[batch, tokens, channels]``, compared by cosine similarity.
         src: token indices, int64, none of them in ``dst``.
         dst: token indices, int64, at least one.
-        merges: how many src tokens of each sample merge, at most ``len(src)``.
+        merges: how many src tokens of a sample merge, at most ``len(src)``.
         ops: the operations that the plan uses.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Base of the strategies that keep one dst token in each cell (paper, section 4.2)."""
+"""Base of the strategies that keep one dst token in every cell (paper, section 4.2)."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ LARGE = 64 * 64
 # allow.
 _LARGER_CELLS = ((4, 4), (4, 8), (8, 8))
 
-# The lengths of a video's cells to choose from, in frames; those that merge better come first.
+# The lengths of a video's cells to choose from, in frames; the better ones come first.
 _FRAMES_OF_CELL = (4, 5, 3, 2)
 
 
@@ -28,7 +28,7 @@ class Cells:
     """How the tokens of a grid are cut into cells.
 
     Attributes:
-        grid: the tokens as rows and columns; each frame of a video is one row.
+        grid: the tokens as rows and columns; a frame of a video is one row.
         sy: height of a cell in rows.
         sx: width of a cell in columns.
         count: how many whole cells there are, down and across.
@@ -41,7 +41,7 @@ class Cells:
 
 
 class CellStrategy(Strategy):
-    """Merges src tokens into dst tokens, one dst in each cell.
+    """Merges src tokens into dst tokens, of which every cell has one.
 
     The split into src and dst depends only on the step and the grid, so all blocks of a level share
     it. Subclasses define :meth:`split` and :meth:`match`.
@@ -91,7 +91,7 @@ class CellStrategy(Strategy):
         raise NotImplementedError
 
     def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
-        """The src and dst tokens of a grid; ``picks`` says which token of each cell is its dst."""
+        """The src and dst tokens of a grid; ``picks`` says which token of a cell is its dst."""
         raise NotImplementedError
 
     @property
@@ -137,13 +137,13 @@ def frames_of_cell(frames: int) -> int:
 
 
 def split_cells(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:
-    """Split the tokens of each whole cell into src and dst.
+    """Split the tokens of whole cells into src and dst.
 
     Args:
         grid: the feature map.
         sy: height of a cell.
         sx: width of a cell.
-        picks: ``[cells]`` int64, which token of each cell, counted row by row, is the dst.
+        picks: ``[cells]`` int64, which token of a cell, counted row by row, is the dst.
 
     Returns:
         Token indices, int64: src ``[rows, columns, sy * sx - 1]`` and dst ``[rows, columns]``.

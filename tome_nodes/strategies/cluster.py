@@ -16,19 +16,19 @@ UNIT = 2.0**-30
 """Similarities are rounded to multiples of this, as sums of integers are exact. The rounding of a
 float32 sum is coarser than the distances between the tokens of a large map."""
 
-# After as many, half as many clusters as tokens have some 2 % more than the least sum of squares,
-# and a quarter as many some 5 %.
+# After as many, the sum of squares is some 2 % above the least with half as many clusters as
+# tokens, and some 5 % with a quarter as many.
 _ROUNDS = 3
 
 # The share of the first edges that are quantiles. All others are at the widest gaps.
 _QUANTILES = 0.25
 
-# The share of the edges from which those that move in a round are taken.
+# The share of the edges that may move in a round: those that separate least.
 _MOVABLE = 0.3
 
 
 class ClusterStrategy(Strategy):
-    """Merges the tokens of each cluster, wherever they are in the map."""
+    """Merges the tokens of a cluster, wherever they are in the map."""
 
     # A plan takes some two hundred small kernels, three times as many as bipartite matching.
     least_tokens = 8192
@@ -41,7 +41,7 @@ class ClusterStrategy(Strategy):
 
 @torch.no_grad()
 def cluster(features: Tensor, slots: int, ops: Operations = TORCH) -> Plan:
-    """Merge the tokens of each of ``slots`` clusters.
+    """Merge the tokens of a sample into ``slots`` clusters.
 
     Args:
         features: ``[batch, tokens, channels]``, compared in float32.
@@ -65,17 +65,17 @@ def similarity_to_mean(features: Tensor) -> Tensor:
 def k_means(values: Tensor, clusters: int) -> Tensor:
     """Cut sorted values into clusters with a small sum of squared distances to their means.
 
-    Each round is a step of Lloyd's algorithm, which assigns every value to the nearest mean, and
-    moves some edges from where they separate little to where they separate much. Steps of Lloyd's
-    algorithm alone move edges too little: where many values are alike, too many edges would remain.
+    A round is a step of Lloyd's algorithm, which assigns every value to the nearest mean. The round
+    also moves some edges from where they separate little to where they separate much. Lloyd's
+    algorithm alone moves edges too little: where many values are alike, too many would remain.
 
     Args:
         values: ``[batch, tokens]`` int64 in ascending order, from -2**30 to 2**30.
         clusters: number of clusters, at most ``tokens``.
 
     Returns:
-        The edges, ``[batch, clusters + 1]`` int64: where each cluster begins, and ``tokens``. Every
-        cluster has at least one value.
+        The edges, ``[batch, clusters + 1]`` int64: where the clusters begin, and ``tokens``. No
+        cluster is empty.
     """
     sums = F.pad(values.cumsum(1), (1, 0))
     edges = first_edges(values, clusters)
@@ -107,7 +107,7 @@ def means_of(sums: Tensor, edges: Tensor) -> Tensor:
 
 
 def lloyd_step(values: Tensor, means: Tensor) -> Tensor:
-    """The edges that assign each value to the nearest mean; some clusters may be empty."""
+    """The edges that assign every value to the nearest mean; some clusters may be empty."""
     middles = (means[:, 1:] + means[:, :-1]) // 2
     return _with_ends(torch.searchsorted(values, middles, right=True), values.shape[1])
 
@@ -152,5 +152,5 @@ def _with_ends(inner: Tensor, tokens: int) -> Tensor:
 
 
 def _positions(tokens: Tensor) -> Tensor:
-    """The position of each token in its row."""
+    """The positions of tokens in their rows."""
     return torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)

@@ -1,7 +1,7 @@
 """Matching within windows: a src token may only merge into a dst token of its own window.
 
-The cost grows with the number of tokens N instead of N squared. Each window merges the same number
-of tokens, so windows do not depend on each other and every shape is static.
+The cost grows with the number of tokens N instead of N squared. All windows merge the same number
+of tokens, so they do not depend on each other and every shape is static.
 """
 
 import torch
@@ -69,12 +69,12 @@ class WindowStrategy(CellStrategy):
 
 
 def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Tensor]:
-    """Split the tokens of each window into src and dst; arguments as for ``split_cells``.
+    """Split the tokens of windows into src and dst; arguments as for ``split_cells``.
 
     Returns:
         Token indices, int64: src ``[windows, cells * (sy * sx - 1)]`` and dst
-        ``[windows, cells]``, with the number of cells in one window. Tokens that fill no window are
-        in neither.
+        ``[windows, cells]``, where ``cells`` is the number of cells in a window. Tokens that fill
+        no window are in neither.
     """
     src, dst = split_cells(grid, sy, sx, picks)
     rows, columns = dst.shape
@@ -109,13 +109,13 @@ def _cells_along(cells: int, side: int) -> int:
 def match_windows(
     features: Tensor, src: Tensor, dst: Tensor, quota: int, ops: Operations = TORCH
 ) -> Plan:
-    """In each window, merge the src tokens that are most similar to a dst, each into its nearest.
+    """In every window, merge the src tokens that are most similar to a dst into their nearest dst.
 
     Args:
         features: ``[batch, tokens, channels]``, compared by cosine similarity.
         src: ``[windows, candidates]`` token indices, int64.
         dst: ``[windows, kept]`` token indices, int64.
-        quota: the number of merges in each window, from 1 to ``candidates``.
+        quota: the number of merges in a window, from 1 to ``candidates``.
         ops: the operations that the plan uses.
 
     Returns:

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 SPEED, LIKENESS = "speed", "likeness"
 
 FASTER = 1.03
-"""What is at least this many times as fast as the unpatched model is faster; less is noise.
+"""How many times as fast as the unpatched model settings have to be to count as faster.
 
-Two speeds that differ by less than this factor count as equal.
+Less is noise: two speeds that differ by less than this factor count as equal.
 """
 
 
@@ -47,7 +47,7 @@ UNPATCHED = Candidate("balanced", 0.0)
 
 @dataclass(frozen=True)
 class Measured:
-    """What a trial found.
+    """What a trial measured.
 
     Attributes:
         seconds: the time of the trial's run, divided by the steps of the unpatched run.
@@ -103,7 +103,7 @@ class Wish:
         return self.amount <= (1.0 if self.goal == SPEED else 0.0)
 
     def holds(self, measured: Measured) -> bool:
-        """Whether what has these figures fulfils the wish."""
+        """Whether settings with these figures fulfil the wish."""
         is_enough = (
             measured.speed >= self.amount if self.goal == SPEED else measured.change <= self.amount
         )
@@ -117,13 +117,15 @@ def choose(wish: Wish, figures: Mapping[_Name, Measured]) -> _Name | None:
     """What to take of all that was tried; None for the unpatched model. Of equals, the first.
 
     If nothing fulfils a wish for speed, take the fastest of what is faster than the unpatched
-    model. If nothing fulfils a wish for likeness, take that model: a slower run is better than a
-    larger change.
+    model. If nothing fulfils a wish for likeness, take the unpatched model: a slower run is better
+    than a larger change.
     """
     faster = {name: measured for name, measured in figures.items() if measured.is_faster}
     best = {name: measured for name, measured in faster.items() if wish.holds(measured)}
     if wish.goal == LIKENESS or not best:
         others = best if wish.goal == LIKENESS else faster
         most = max((measured.speed for measured in others.values()), default=0.0)
-        best = {name: each for name, each in others.items() if FASTER * each.speed >= most}
+        best = {
+            name: measured for name, measured in others.items() if FASTER * measured.speed >= most
+        }
     return min(best, key=lambda name: best[name].change, default=None)

@@ -19,7 +19,7 @@ class Found:
     Attributes:
         wish: what the settings should do.
         figures: what was measured, by settings.
-        instead: what was measured of what the user could take instead, by name.
+        instead: what was measured of other ways to save time, by name.
         runs: how many sampling runs the trials took; 0 if there were none.
         date: the day of the measurements, if there were no trials now; else empty.
         obstacle: why nothing was tried, None if something could be.
@@ -45,57 +45,62 @@ class Found:
     @property
     def tried(self) -> dict[str, Measured]:
         """All that was measured, by name."""
-        return {**{str(each): found for each, found in self.figures.items()}, **self.instead}
+        by_name = {str(candidate): measured for candidate, measured in self.figures.items()}
+        return {**by_name, **self.instead}
 
 
-def in_words(found: Found) -> list[str]:
+def in_words(findings: Found) -> list[str]:
     """What was found, line by line: first the result, then what was tried."""
-    lines = [*result(found)]
-    lines += [f"Tried {_line(name, measured)}" for name, measured in found.tried.items()]
-    if found.runs:
-        lines.append(f"Trials: as long as {found.runs:.1f} sampling runs")
-    elif found.date:
-        lines.append(f"No trials: measured on {found.date}; set measure_again to measure anew")
+    lines = [*result(findings)]
+    lines += [f"Tried {_line(name, measured)}" for name, measured in findings.tried.items()]
+    if findings.runs:
+        lines.append(f"Trials: as long as {findings.runs:.1f} sampling runs")
+    elif findings.date:
+        lines.append(f"No trials: measured on {findings.date}; set measure_again to measure anew")
     return lines
 
 
-def result(found: Found) -> Iterator[str]:
+def result(findings: Found) -> Iterator[str]:
     """What came out, whether it helps, and what to do next."""
-    wish, taken, measured = found.wish, found.candidate, found.measured
-    if found.obstacle is not None:
-        yield f"Unpatched: {found.obstacle}."
+    wish, taken, measured = findings.wish, findings.candidate, findings.measured
+    if findings.obstacle is not None:
+        yield f"Unpatched: {findings.obstacle}."
         return
     if wish.needs_nothing:
         yield f"Unpatched: {_wished(wish)} is what the model has without ToMe."
         return
     hint = None
     if taken is None or measured is None:
-        what, hint = _unpatched(found)
+        what, hint = _unpatched(findings)
         yield f"Unpatched: {what}."
     elif wish.holds(measured):
         yield f"Found: {_line(str(taken), measured)}."
     else:
         yield f"Not reached: nothing tried is {_wished(wish)}."
         yield f"Taken: {_line(str(taken), measured)}."
-    best = choose(wish, found.tried)
-    if best is not None and best in found.instead:
-        yield f"Hint: instead, take {_line(best, found.instead[best])}."
+    best = choose(wish, findings.tried)
+    if best is not None and best in findings.instead:
+        yield f"Hint: instead, take {_line(best, findings.instead[best])}."
     elif hint is not None:
         yield hint
-    elif taken is not None and found.instead:
+    elif taken is not None and findings.instead:
         yield "Nothing else that was tried does better."
 
 
-def _unpatched(found: Found) -> tuple[str, str | None]:
+def _unpatched(findings: Found) -> tuple[str, str | None]:
     """Why the model stays as it is, and a hint."""
-    faster = {each: measured for each, measured in found.figures.items() if measured.is_faster}
+    faster = {
+        candidate: measured
+        for candidate, measured in findings.figures.items()
+        if measured.is_faster
+    }
     if faster:
-        nearest = min(faster, key=lambda each: faster[each].change)
+        nearest = min(faster, key=lambda candidate: faster[candidate].change)
         # Rounded up to the step of the input.
         allowed = ceil(100 * faster[nearest].change) / 100
         hint = f"Hint: set change to {allowed:.2f} to take {_line(str(nearest), faster[nearest])}."
-        return f"nothing that is faster has {_wished(found.wish)}", hint
-    for measured in found.figures.values():
+        return f"nothing that is faster has {_wished(findings.wish)}", hint
+    for measured in findings.figures.values():
         if measured.obstacle is not None:
             return measured.obstacle, None
     return "nothing is faster here", HINT

@@ -33,7 +33,7 @@ def record_of(model: nn.Module) -> ComfyRecord:
         ValueError: there is none, or the model has no blocks. The message names its class.
     """
     name = type(model).__name__
-    record = next((each for each in RECORDS if each.matches(model)), None)
+    record = next((record for record in RECORDS if record.matches(model)), None)
     if record is None:
         check_forecasts(model)
         raise ValueError(

@@ -134,7 +134,7 @@ class AttentionBlock(Block):
             outcome.reason = reasons.ATTENTION_MASKED
             return None
         least = evaluation.engine.least_in_attention
-        return start if self.is_worthy(evaluation.latent, least) else None
+        return start if self.is_large_enough(evaluation.latent, least) else None
 
     def _part(self, flat_k: Tensor, start: int) -> "Part | None":
         """How the picture's keys merge, given all keys; None, and the reason noted, if none do."""
@@ -167,11 +167,11 @@ class Part:
         return torch.cat([x[:, : self.before], merge(x[:, self.before : stop]), x[:, stop:]], 1)
 
     def log_sizes(self) -> Tensor:
-        """The logarithm of how many tokens each key stands for, ``[batch, keys]``."""
+        """The logarithm of how many tokens a key stands for, ``[batch, keys]``."""
         return F.pad(self.plan.log_sizes, (self.before, self.behind))
 
     def merged_bias(self, bias: Tensor, batch: int) -> Tensor:
-        """A bias of :func:`_bias` for merged keys: its mean over the keys of each slot."""
+        """A bias of :func:`_bias` for merged keys: its mean over the keys of a slot."""
         # Merging whole windows would spread infinity.
         least = torch.finfo(bias.dtype).min
         rows = bias.clamp_min(least).expand(batch, -1, -1, -1).flatten(1, 2)

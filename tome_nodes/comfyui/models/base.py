@@ -48,7 +48,7 @@ def takes(module: nn.Module, *names: str) -> bool:
     if not kind.__module__.startswith("comfy."):
         return True
     parameters = inspect.signature(kind.forward).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return takes_any or set(names) <= parameters.keys()
 
 

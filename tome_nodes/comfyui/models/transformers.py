@@ -1,4 +1,4 @@
-"""The records of ComfyUI's transformers: the blocks of each kind, and where its picture is.
+"""The records of ComfyUI's transformers: what their blocks are, and where the picture is.
 
 Keys and values merge where a block calls self-attention, so little else has to be known.
 """
@@ -47,7 +47,7 @@ class Transformer:
         return class_name(model) in {f"comfy.ldm.{name}" for name in self.classes}
 
     def stacks(self, model: Any) -> Iterator[Stack]:
-        """The blocks of a model, a stack for each attribute in ``blocks`` that the model has."""
+        """The blocks of a model, a stack for every attribute in ``blocks`` that the model has."""
         for name in self.blocks:
             module = getattr(model, name, None)
             if module is not None:
@@ -104,7 +104,7 @@ class Transformer:
 
 def _is_of_the_host(block: nn.Module) -> bool:
     """Whether the class of a block is ComfyUI's, or derived from one of ComfyUI's."""
-    return any(each.__module__.startswith("comfy.") for each in type(block).__mro__)
+    return any(kind.__module__.startswith("comfy.") for kind in type(block).__mro__)
 
 
 def grid_of(shape: Sequence[int], patch: Any) -> Grid:

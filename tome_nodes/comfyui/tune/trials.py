@@ -1,6 +1,6 @@
 """Sample with a ComfyUI model: measure how long a run takes, and how its picture changes.
 
-Each trial is a whole run with the user's own sampler, and with everything that other nodes put
+A trial is a whole run with the user's own sampler, and with everything that other nodes put
 around the model. A single step would say little about the final picture: an error in one step may
 vanish by the end, or grow.
 """
@@ -63,7 +63,7 @@ class Trials:
     """
 
     def __init__(self, model: ModelPatcher, sampling: Sampling, runs: int, clock: Clock | None):
-        """Prepare at most ``runs`` runs; ``clock`` is None for that of the model's device."""
+        """Prepare at most ``runs`` runs; ``clock`` is None for the clock of the model's device."""
         self.plain = attachment.detach(model)
         self.steps = sampling.steps
         self.latent = _latent_for(self.plain, sampling.latent_image)
@@ -85,7 +85,7 @@ class Trials:
         unpatched = _whole(times) / self.steps
         try:
             latent, times = self._sampled(model, steps)
-            if any(each > _COMPILING * unpatched for each in times[1:]):
+            if any(time > _COMPILING * unpatched for time in times[1:]):
                 latent, times = self._sampled(model, steps)
         except InterruptProcessingException:
             raise
@@ -108,7 +108,7 @@ class Trials:
         return self._sampled(self.plain, self.steps)
 
     def _sampled(self, model: ModelPatcher, steps: int) -> tuple[Tensor, list[float]]:
-        """The final latent, of a video with sound the video, and the seconds of each step.
+        """The final latent, of a video with sound the video, and the seconds of every step.
 
         A run of one step is carried out twice, as the first includes work that is done once.
         """

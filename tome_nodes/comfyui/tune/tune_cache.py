@@ -1,4 +1,4 @@
-"""Keep what ToMe Tune measured: a JSON file in ComfyUI's user folder for each kind of sampling run.
+"""Keep what ToMe Tune measured: a JSON file per kind of sampling run, in ComfyUI's user folder.
 
 A file that cannot be used is measured anew, and replaced.
 """
@@ -43,9 +43,9 @@ def read(key: Mapping[str, Any]) -> Kept:
     """What is kept for a kind of sampling run; nothing, and a warning, if it cannot be used."""
     path = file(key)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        tried = {name: Measured(**each) for name, each in found["tried"].items()}
-        return Kept(str(found["date"]), tried)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        tried = {name: Measured(**figures) for name, figures in content["tried"].items()}
+        return Kept(str(content["date"]), tried)
     except FileNotFoundError:
         return Kept()
     except Exception as error:

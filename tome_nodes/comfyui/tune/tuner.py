@@ -1,6 +1,7 @@
 """Find the settings that fulfil a wish on a ComfyUI model, by trials or from earlier ones.
 
-Tried are a few settings, a plain run of fewer steps that takes no longer, and ComfyUI's EasyCache.
+Three things are tried: a few settings, a plain run of fewer steps that takes no longer, and
+ComfyUI's EasyCache.
 """
 
 import logging
@@ -105,14 +106,15 @@ def _tried(
 
     figures: dict[Candidate, Measured] = {}
     for ladder in ladders:
-        for each in reversed(ladder):
-            config = config_of(**each.settings)
+        for candidate in reversed(ladder):
+            config = config_of(**candidate.settings)
             patched = attachment.attach(trials.plain, config, is_quiet=True)
-            figures[each] = tried(str(each), patched)
-            if figures[each].obstacle is not None and not figures[each].has_failed:
+            measured = figures[candidate] = tried(str(candidate), patched)
+            if measured.obstacle is not None and not measured.has_failed:
                 # Where the highest ratio does nothing, no other does anything.
                 break
-    figures = {each: figures[each] for ladder in ladders for each in ladder if each in figures}
+    in_order = [candidate for ladder in ladders for candidate in ladder if candidate in figures]
+    figures = {candidate: figures[candidate] for candidate in in_order}
     taken = choose(wish, figures)
     speed = wish.amount if wish.goal == SPEED else FASTER
     if taken is not None:
@@ -177,8 +179,8 @@ def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, A
 
 def _names(patches: Mapping[str, Any]) -> Iterator[str]:
     """The kinds and names of the patches that other nodes have put in a mapping."""
-    for kind, found in patches.items():
-        inner = found if isinstance(found, Mapping) else {"": found}
+    for kind, patch in patches.items():
+        inner = patch if isinstance(patch, Mapping) else {"": patch}
         yield from (f"{kind} {name}".strip() for name in inner)
 
 
@@ -187,7 +189,7 @@ def _extras_of(prompts: Any) -> list[Any]:
     return [
         [
             sorted(map(str, extras)),
-            [list(each.shape) for each in extras.get("reference_latents") or ()],
+            [list(latent.shape) for latent in extras.get("reference_latents") or ()],
             type(extras.get("control")).__name__,
         ]
         for _, extras in prompts

@@ -1,7 +1,7 @@
 """The operations of a plan as Triton kernels, one launch each.
 
-Each kernel replaces the several launches of a function of :mod:`tome_nodes.ops.reference`. It uses
-no atomics, so its sums have a fixed order. Its file also holds its launcher, which is registered as
+A kernel replaces the several launches of a function of :mod:`tome_nodes.ops.reference`. It uses no
+atomics, so its sums have a fixed order. Its file also holds its launcher, which is registered as
 a torch operator, and the shapes for tracing, so that torch.compile keeps one graph.
 
 Triton compiles a kernel anew if an integer argument is 1 or a multiple of 16. Arguments that vary

@@ -129,7 +129,7 @@ def match_windows_kernel(
     The grid is windows, followed by pieces of the tokens that fill no window, by samples. A window
     is ``high`` by ``wide`` cells of ``SY`` by ``SX`` tokens, padded to ``TOKENS`` tokens and
     ``CELLS`` cells. ``CHANNELS`` of ``ALL_CHANNELS`` channels are loaded at once, and with
-    ``WIDENS`` multiplied in float32. Every window merges ``quota`` tokens, so each program knows
+    ``WIDENS`` multiplied in float32. Every window merges ``quota`` tokens, so a program knows
     where the slots of its window and its part of ``order`` begin.
     """
     across = wide * SX
@@ -190,7 +190,7 @@ def match_windows_kernel(
     x = _load_channels(tokens_of_window, inside, 0, stride_channel, CHANNELS, ALL_CHANNELS)
     y = _load_channels(dst_of_window, is_cell, 0, stride_channel, CHANNELS, ALL_CHANNELS)
     # Load the next channels while these are multiplied. Triton would pipeline loads by itself, but
-    # loads that not only a product uses would go to shared memory with bank conflicts.
+    # loads for more than a product would go to shared memory with bank conflicts.
     for first in range(CHANNELS, ALL_CHANNELS + CHANNELS, CHANNELS):
         next_x = _load_channels(
             tokens_of_window, inside, first, stride_channel, CHANNELS, ALL_CHANNELS
@@ -219,7 +219,8 @@ def match_windows_kernel(
     ahead = quota - tl.sum((rank > least).to(tl.int32))
     merged = is_src & ((rank > least) | (level & (tl.cumsum(level.to(tl.int32), 0) <= ahead)))
 
-    # Slots are in the order of the tokens that stay; tokens of a slot are in that of the window.
+    # Slots are in the order of the tokens that stay. Tokens of a slot are in the order of the
+    # window.
     row, column = nearest // wide, nearest % wide
     pick = _pick(stream, first_cell + row * cells_across + column, SY * SX, RANDOM)
     owner = tl.where(merged, _dst_place(pick, row, column, across, SY, SX), place)
@@ -264,7 +265,7 @@ def match_windows(
     wide: int,
     quota: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """In each window, merge the ``quota`` src tokens most similar to a dst, each into its nearest.
+    """In windows, merge the ``quota`` src tokens most similar to a dst into their nearest dst.
 
     Groups as :func:`tome_nodes.strategies.window.match_windows` does with the picks of
     :func:`tome_nodes.ops.random_picks.pick_per_cell`. Slots are numbered window by window.
@@ -272,21 +273,21 @@ def match_windows(
     Args:
         features: ``[batch, height * width, channels]`` of float32, float16 or bfloat16, any
             strides, compared by cosine similarity.
-        key: scalar int64 key of the random picks, None for the top left token of each cell.
+        key: scalar int64 key of the random picks, None for the top left token of every cell.
         height: height of the grid in tokens.
         width: width of the grid in tokens.
         sy: height of a cell in tokens.
         sx: width of a cell in tokens.
         high: height of a window in cells.
         wide: width of a window in cells.
-        quota: merges in each window, at most its tokens minus its cells.
+        quota: merges in a window, at most its tokens minus its cells.
 
     Returns:
         The arrays of a :class:`tome_nodes.merging.plan.Plan`:
         ``slot_of_token``: ``[batch, tokens]`` int64, the slot of each token.
         ``order``: ``[batch * tokens]`` int64, tokens slot by slot.
-        ``offsets``: ``[batch * slots]`` int64, where each slot begins in ``order``.
-        ``log_sizes``: ``[batch, slots]`` float32, the logarithm of how many tokens each slot holds.
+        ``offsets``: ``[batch * slots]`` int64, where the slots begin in ``order``.
+        ``log_sizes``: ``[batch, slots]`` float32, the logarithm of how many tokens a slot holds.
     """
     require_tokens(features, "features")
     batch, tokens, channels = features.shape

@@ -1,4 +1,4 @@
-"""The mean of each slot, and that mean stretched to the mean length of its tokens."""
+"""The means of slots, and the means stretched to the mean length of their tokens."""
 
 from collections.abc import Sequence
 
@@ -50,7 +50,7 @@ def merge_kernel(
 
     The grid is blocks of slots by heads of ``HEAD_CHANNELS``, padded to ``CHANNELS``, by samples.
     Lengths need all channels of a head; without ``KEYS``, a head is any group of channels.
-    ``means`` and ``keys`` are contiguous. Each sample has ``tokens`` tokens and ``slots`` slots.
+    ``means`` and ``keys`` are contiguous. A sample has ``tokens`` tokens and ``slots`` slots.
     """
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     is_slot = slot < slots
@@ -69,11 +69,11 @@ def merge_kernel(
     x += sample * stride_sample
     total = tl.zeros((SLOTS, CHANNELS), tl.float32)
     lengths = tl.zeros((SLOTS,), tl.float32)
-    # Not a range: the interpreter of Triton 3.6 cannot take the bound of one from a tensor.
+    # Not a range: the interpreter of Triton 3.6 cannot take its bound from a tensor.
     most = tl.max(size)
     index = most * 0
     while index < most:
-        # Several tokens of each slot at once, so that a large slot takes hardly longer.
+        # Several tokens of every slot at once, so that a large slot takes hardly longer.
         member = index + tl.arange(0, MEMBERS)[None, :]
         is_held = member < size[:, None]
         token = tl.load(order + start[:, None] + member, mask=is_held, other=first_token)
@@ -110,7 +110,7 @@ def merge(
     offsets: Tensor,
     window: Sequence[int] | None = None,
 ) -> Tensor:
-    """The mean of each slot, summed in float32, as :func:`tome_nodes.ops.reference.merge`.
+    """The means of slots, summed in float32, as :func:`tome_nodes.ops.reference.merge`.
 
     ``x`` is of float32, float16 or bfloat16. In half precision with a ``window``,
     :func:`merge_windows` merges.
@@ -152,7 +152,7 @@ def merge_keys(
 def _merge_slots(
     x: Tensor, order: Tensor, offsets: Tensor, slots: int, heads: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Means, and means stretched in each of ``heads``; without ``heads``, the means twice."""
+    """Means, and means stretched per head; without ``heads``, the means twice."""
     batch, tokens, channels = x.shape
     means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
     if heads is None:

@@ -65,7 +65,7 @@ def operator(
             # torch.compile relies on results as contiguous as the kernel's.
             result = reference(*args, **kwargs)
             if isinstance(result, tuple):
-                return tuple(each.contiguous() for each in result)
+                return tuple(tensor.contiguous() for tensor in result)
             return result.contiguous()
 
         own = torch.library.custom_op(f"tome_nodes::{name}", launch, mutates_args=())

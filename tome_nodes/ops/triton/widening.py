@@ -1,4 +1,4 @@
-"""Extra channels in each head, through which attention weighs its keys."""
+"""Extra channels in every head, through which attention weighs its keys."""
 
 import torch
 import triton
@@ -83,7 +83,7 @@ def _shapes(q, k, v, log_sizes, heads, scale, constant):
 def widen(
     q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor, heads: int, scale: float, constant: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add channels to each head, as :func:`tome_nodes.ops.reference.widen`.
+    """Add channels to every head, as :func:`tome_nodes.ops.reference.widen`.
 
     Tensors are of float32, float16 or bfloat16, of any strides.
     """

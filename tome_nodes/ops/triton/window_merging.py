@@ -1,4 +1,4 @@
-"""The means of slots that lie in windows, as one matrix product for each window.
+"""The means of slots that lie in windows, as one matrix product per window.
 
 A window takes the same time however many tokens its slots hold. Tokens are summed in the order of
 the picture, so sums do not depend on the order in which a plan lists them.
@@ -158,7 +158,7 @@ def _shape_of_program(device: torch.device, has_keys: bool, channels: int) -> tu
     """Slots of a program, tokens times channels that it loads at once, and its warps.
 
     These are the fastest on an H200. No other GPU was measured. Other GPUs have too few registers
-    for four warps, and AMD's also for as many slots.
+    for four warps, and AMD's have too few for as many slots.
     """
     number = capability(device)
     if number == 0:
@@ -182,9 +182,9 @@ def merge_windows(
         x: ``[batch, tokens, channels]`` of float16 or bfloat16, any strides.
         slot_of_token: ``[batch, tokens]`` int64; slots are numbered window by window, followed by
             the tokens that fill no window.
-        slots: number of slots in each sample.
+        slots: number of slots in a sample.
         window: see :attr:`tome_nodes.merging.plan.Plan.window`.
-        heads: number of heads, each stretched separately; None to stretch nothing.
+        heads: number of heads, which are stretched separately; None to stretch nothing.
 
     Returns:
         Two ``[batch, slots, channels]`` of the dtype of ``x``; without ``heads``, the means twice.
