@@ -22,13 +22,14 @@ def dry_record(number, folder, minutes=8.5):
     return Record(f"gpu-{number}", "gpu", folder, minutes, "cpu", is_dry=True)
 
 
-@pytest.fixture
-def record(tmp_path):
-    return dry_record(2, tmp_path)
-
-
-def written(folder, number=2):
+def written(folder, number):
     return json.loads((folder / f"gpu-{number}.json").read_text())
+
+
+def run_command(*command, **environment):
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
 
 
 def dry_run(number, folder, *arguments):
@@ -37,13 +38,7 @@ def dry_run(number, folder, *arguments):
     # dev.py would first bring the environment up to date, unless what it needs is carried.
     command = ["dev.py", "gpu"] if "--carried" in arguments else ["-m", "benchmarks.speed.gpu"]
     command += [str(number), "--dry", "--out", str(folder), *arguments]
-    ended = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=clean,
-        capture_output=True,
-        text=True,
-    )
+    ended = run_command(*command, **clean)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     if number == 1:
         return None
@@ -70,14 +65,11 @@ def test_unets_are_measured(tmp_path):
     result = dry_run(2, tmp_path)
     assert set(result["checks"]["sd15"].values()) == {"right"}
     (first,) = result["runs"]
-    names = {"unpatched", *unets.ONE_EVALUATION, "preset fast"}
-    assert first["methods"].keys() == names
+    assert first["methods"].keys() == {"unpatched", *unets.ONE_EVALUATION, "preset fast"}
     for row in first["methods"].values():
-        assert row["seconds"][0] > 0 and row["peak_bytes"] > 0
-    assert all(row["launches"] > 0 for row in first["methods"].values())
+        assert row["seconds"][0] > 0 and row["peak_bytes"] > 0 and row["launches"] > 0
     assert first["methods"]["preset balanced"]["merged"] == "6/6"
-    page = report.page({2: result})
-    assert "| sd15, 128x128 " in page
+    assert "| sd15, 128x128 " in report.page({2: result})
 
 
 def test_transformers_are_measured_from_a_carried_folder(tmp_path):
@@ -87,21 +79,13 @@ def test_transformers_are_measured_from_a_carried_folder(tmp_path):
     assert (folder / carried.ARCHIVE).stat().st_size < 16 * 2**20
     result = dry_run(3, tmp_path / "out", "--carried", str(folder))
     (row,) = result["whole_runs"]
-    assert row["methods"].keys() == {
-        *("unpatched", "the defaults", "keys 0.6", "keys 0.75", "6 steps")
-    }
-    page = report.page({3: result})
-    assert "A run of tiny Z-Image, 320x256, 8 steps of euler" in page
+    assert {*row["methods"]} == {"unpatched", "the defaults", "keys 0.6", "keys 0.75", "6 steps"}
+    assert "A run of tiny Z-Image, 320x256, 8 steps of euler" in report.page({3: result})
 
 
 def test_without_a_gpu_there_is_a_message(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.speed.gpu", "2", "--out", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    command = ("-m", "benchmarks.speed.gpu", "2", "--out", str(tmp_path))
+    ended = run_command(*command, **os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert (ended.returncode, ended.stderr) == (2, "")
     assert "--dry" in ended.stdout and not list(tmp_path.iterdir())
 
@@ -120,21 +104,21 @@ def test_nothing_begins_after_the_limit(run, number, tmp_path):
     result = written(tmp_path, number)
     assert result["left_out"] and not result["failed"]
     assert f"left_out={len(result['left_out'])}" in result["summary"]
-    page = report.page({number: result})
-    assert f"No time for: {result['left_out'][0]}" in page
+    assert f"No time for: {result['left_out'][0]}" in report.page({number: result})
 
 
-def test_a_failure_is_kept_and_the_others_go_on(record, tmp_path):
+def test_a_failure_is_kept_and_the_others_go_on(tmp_path):
+    record = dry_record(2, tmp_path)
+
     def fails():
         raise RuntimeError("CUDA error: an illegal memory access\nand more")
 
     assert record.attempt("broken", 1.0, fails) is None
     assert record.attempt("whole", 1.0, lambda: 1) == 1
     assert record.finish({"whole": 1}) == 1
-    assert written(tmp_path)["failed"] == {
-        "broken": "RuntimeError: CUDA error: an illegal memory access"
-    }
-    assert written(tmp_path)["summary"] == "summary: whole=1 failed=1 left_out=0"
+    result = written(tmp_path, 2)
+    assert result["failed"] == {"broken": "RuntimeError: CUDA error: an illegal memory access"}
+    assert result["summary"] == "summary: whole=1 failed=1 left_out=0"
 
 
 def test_the_page_about_gpus_names_every_command_and_file():
