@@ -51,7 +51,7 @@ class ToMeConfig:
         "picture, that merge; in a transformer, such as Flux, how many of the steps are skipped. "
         "Under balanced and fast, feature maps larger than 64x64 tokens merge more.",
         more="Of 128x128 tokens, balanced merges 0.80 at a `ratio` of 0.6, and of 256x256 0.90; "
-        "fast 0.72 and 0.81. Cells grow with that. Otherwise one token of each cell always stays, "
+        "fast 0.67 and 0.72. Cells grow with that. Otherwise one token of each cell always stays, "
         "so of a picture at most `1 - 1/(sx*sy)` merge: 0.75 under paper. Under balanced, only "
         "keys and values of self-attention merge. For steps, see `forecast`.",
     )

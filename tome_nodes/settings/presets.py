@@ -48,7 +48,7 @@ PRESETS: Mapping[str, Preset] = {
             "attn_tokens": "k,v",
             "refresh_steps": 4,
             "forecast": True,
-            "growth": 0.4,
+            "growth": 0.2,
         },
     ),
     "paper": Preset(
