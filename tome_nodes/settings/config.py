@@ -48,13 +48,13 @@ class ToMeConfig:
         step=0.05,
         text="How much to save: more is faster and changes the picture more; 0 is exactly the "
         "unpatched model. In a UNet, such as SDXL, it is the share of tokens, small squares of the "
-        "picture, that merge, more of large ones; in a transformer, such as Flux, how many of the "
-        "steps are skipped.",
-        more="It is the share at 64x64 tokens. Under balanced and fast, larger maps merge more, and "
-        "their cells grow: at a `ratio` of 0.6, balanced merges 0.80 of 128x128 tokens and 0.90 of "
-        "256x256, fast 0.67 and 0.72. Otherwise one token of each cell always stays, "
-        "so of a picture at most `1 - 1/(sx*sy)` merge: 0.75 under paper. Under balanced, only "
-        "keys and values of self-attention merge. For steps, see `forecast`.",
+        "picture, that merge, and more do in large pictures; in a transformer, such as Flux, how "
+        "many of the steps are skipped.",
+        more="It is the share at 64x64 tokens. Under balanced and fast, larger maps merge more, "
+        "and their cells grow: at a `ratio` of 0.6, balanced merges 0.80 of 128x128 tokens and "
+        "0.90 of 256x256, fast 0.67 and 0.72. Otherwise one token of each cell always stays, so "
+        "of a picture at most `1 - 1/(sx*sy)` merge: 0.75 under paper. Under balanced, only keys "
+        "and values of self-attention merge. For steps, see `forecast`.",
     )
     start_percent: float = _option(
         0.0,
