@@ -12,7 +12,7 @@ from models.pipelines import call, make_unet
 import tome_nodes
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.nodes import ToMePatchModel
-from tome_nodes.patching import merge_modules
+from tome_nodes.patching import blocks
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.options import OptionError
 from tome_nodes.settings.presets import CUSTOM, FREE, settings_of
@@ -89,7 +89,7 @@ def test_larger_maps_merge_more_and_so_does_each_large_level(
     sd15_of, log_messages, monkeypatch, preset, shares
 ):
     # Maps that are large in fact would take a minute.
-    for module in (cells, merge_modules):
+    for module in (cells, blocks):
         monkeypatch.setattr(module, "LARGE", 16 * 16)
     sample(patched(sd15_of(2), preset=preset), (32, 32), steps=1)
     (line,) = log_messages()

@@ -7,6 +7,7 @@ enters the block or its modules.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from .. import reasons
 from ..merging.plan import Grid, Plan
 from ..settings.config import ToMeConfig
+from ..strategies.cells import LARGE
 from .detail_cache import Detail
 from .engine import Engine
 from .key_weights import KeyWeights
@@ -123,6 +125,7 @@ class Evaluation:
         engine: makes the plans.
         ratio: the ratio of the current step.
         latent: the grid at level 1, of the latent or of the part of it that is evaluated.
+        deepest: how many times smaller than the latent the smallest grid that merges is.
         detail: what is kept from step to step; None for nothing.
         is_full_step: whether the step is a full step, in which blocks run on all tokens.
         module_scope_reason: why stacks merge only in their modules, as while gradients are
@@ -138,6 +141,7 @@ class Evaluation:
     engine: Engine
     ratio: float
     latent: Grid
+    deepest: int
     detail: Detail | None = None
     is_full_step: bool = False
     module_scope_reason: str | None = None
@@ -185,8 +189,7 @@ class PatchedModel:
         blocks: all its blocks.
         shallowest: how many times smaller than the latent the largest grid with blocks is.
         max_downsample: how many times smaller than the latent the smallest grid that merges is;
-            ``auto`` is resolved. Where the share grows with the map, so do all large maps.
-        overrides: what modules run instead of their own methods.
+            ``auto`` is resolved. Where the share grows with the map, see :meth:`deepest`.
         evaluation: the current evaluation; None between evaluations.
     """
 
@@ -209,13 +212,26 @@ class PatchedModel:
         levels = Counter(block.stack.level for block in self.blocks)
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
-        self.overrides = Overrides(self._make_overrides)
+        self._levels = sorted(levels)
+        self._overrides: dict[int, Overrides] = {}
         self.evaluation: Evaluation | None = None
 
-    def _make_overrides(self) -> Iterator[Override]:
+    def deepest(self, latent: Grid) -> int:
+        """How many times smaller than a latent the smallest grid that merges is."""
+        if self.config.growth == 0:
+            return self.max_downsample
+        large = [level for level in self._levels if latent.downsampled(level).tokens >= LARGE]
+        return max([self.max_downsample, *large])
+
+    def overrides(self, deepest: int) -> Overrides:
+        """What modules run instead of their own methods, down to a level."""
+        if deepest not in self._overrides:
+            self._overrides[deepest] = Overrides(partial(self._make_overrides, deepest))
+        return self._overrides[deepest]
+
+    def _make_overrides(self, deepest: int) -> Iterator[Override]:
         for block in self.blocks:
-            may_merge = block.stack.level <= self.max_downsample or self.config.growth > 0
-            if may_merge or self.observer.follows_blocks:
+            if block.stack.level <= deepest or self.observer.follows_blocks:
                 yield from block.overrides()
 
     def too_few(self, tokens: int, least: int) -> str:

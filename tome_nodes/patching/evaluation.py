@@ -6,7 +6,7 @@ Then the overrides go on, the model runs, the overrides come off, and the observ
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import RLock
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -139,7 +139,8 @@ class Run:
         model = self.model
         outer, model.evaluation = model.evaluation, evaluation
         try:
-            with model.overrides.installed():
+            # A nested evaluation has the overrides of the one around it.
+            with nullcontext() if outer else model.overrides(evaluation.deepest).installed():
                 yield
         finally:
             for block in model.blocks:
@@ -176,7 +177,7 @@ class Run:
         key = step_key(config.seed, moment.picks)
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
         ratio = ratio_at(config, moment.progress)
-        evaluation = Evaluation(engine, ratio, latent)
+        evaluation = Evaluation(engine, ratio, latent, self.model.deepest(latent))
         if config.scope != "stack" or config.refresh_steps == 0:
             return evaluation
         if torch.is_grad_enabled():

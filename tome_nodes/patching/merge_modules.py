@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from .. import reasons
 from ..merging.plan import Grid, Plan
-from ..strategies.cells import LARGE
 from .blocks import Block, PatchedModel, Stack
 from .key_weights import KeyWeights
 from .overrides import Forward, Override
@@ -217,8 +216,7 @@ class ModuleBlock(Block):
             return None
         grid = Grid(*shape[-2:])
         whole = evaluation.latent if latent is None else Grid(*latent[-2:])
-        is_large = self.model.config.growth > 0 and grid.tokens >= LARGE
-        if not (is_large or grid.is_within(whole, self.model.max_downsample)):
+        if not grid.is_within(whole, evaluation.deepest):
             return None
         return grid if self.is_large_enough(grid, least) else None
 
