@@ -145,16 +145,16 @@ class MergingRun:
             return denoise()
         grid = record.grid(diffusion_model, shape)
         obstacle = record.obstacle(diffusion_model, conditions)
-        if _is_sparse(options):
+        if obstacle is None and _is_sparse(options):
             obstacle = reasons.SPARSE_ATTENTION
         dtype = model.get_dtype_inference()
 
         def evaluate() -> Tensor:
             with run.evaluation(moment, grid, t.device, dtype, obstacle) as evaluation:
                 denoised = denoise()
-                if evaluation is None or evaluation.detail is None:
+                if evaluation is None:
                     return denoised
-                if evaluation.detail.is_of(denoised):
+                if evaluation.detail is None or evaluation.detail.is_of(denoised):
                     return denoised
                 evaluation.detail = None
                 evaluation.module_scope_reason = reasons.OTHER_PLACES

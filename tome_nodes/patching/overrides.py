@@ -35,10 +35,7 @@ class Overrides:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Put the overrides on; nested uses change nothing."""
-        if self._thread is not None:
-            yield
-            return
+        """Put the overrides on; uses must not be nested."""
         try:
             self._put_on()
             yield

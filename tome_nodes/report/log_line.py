@@ -51,8 +51,8 @@ def live_line(result: Evaluated, total_steps: int) -> str:
     step = f"step {result.step + 1}/{total_steps}"
     merged = {(outcome.before, outcome.after) for outcome in result.merged}
     if not merged:
-        reasons = [result.reason, *(outcome.reason for outcome in result.outcomes)]
-        reason = next((why for why in reasons if why is not None and result.is_active), None)
+        all_reasons = [result.reason, *(outcome.reason for outcome in result.outcomes)]
+        reason = next((why for why in all_reasons if why is not None and result.is_active), None)
         return f"all tokens, {step}" + ("" if reason is None else f": {reason}")
     lengths = ", ".join(
         f"{before}\N{RIGHTWARDS ARROW}{after}" for before, after in sorted(merged, reverse=True)

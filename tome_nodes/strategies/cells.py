@@ -15,8 +15,7 @@ from .strategy import Strategy
 LARGE = 64 * 64
 """From this many tokens on, a feature map is large."""
 
-# The sizes of cells to choose from, height and width, for shares that the configured ones do not
-# allow.
+# Further sizes of cells, height and width, for shares that the configured ones do not allow.
 _LARGER_CELLS = ((4, 4), (4, 8), (8, 8))
 
 # The lengths of a video's cells to choose from, in frames; the better ones come first.
@@ -54,10 +53,7 @@ class CellStrategy(Strategy):
 
     @classmethod
     def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float:
-        if frames == 1:
-            sy, sx = _LARGER_CELLS[-1] if config.growth else (config.sy, config.sx)
-            return 1 - 1 / (sy * sx)
-        return 1 - 1 / (frames_of_cell(frames) * min(config.sx, config.sy))
+        return _share_allowed(_cell_sizes(config, frames)[-1])
 
     def begin(self, key: Tensor) -> None:
         self._key = key
@@ -75,16 +71,11 @@ class CellStrategy(Strategy):
 
         ``share`` of the tokens are to merge. Where it grows with the map, cells grow with it.
         """
-        config = self.config
-        if grid.frames == 1:
-            sizes = [(config.sy, config.sx), *(_LARGER_CELLS if config.growth else ())]
-            allowed = (size for size in sizes if 1 - 1 / math.prod(size) >= share)
-            sy, sx = next(allowed, sizes[-1])
-            return Cells(grid, sy, sx, grid.cells(sy, sx))
-        row = Grid(grid.frames, grid.height * grid.width)
-        # Cells of few tokens in many frames are best: benchmarks/FIDELITY.md.
-        sy, sx = frames_of_cell(grid.frames), min(config.sx, config.sy)
-        return Cells(row, sy, sx, row.cells(sy, sx))
+        sizes = _cell_sizes(self.config, grid.frames)
+        large_enough = (size for size in sizes if _share_allowed(size) >= share)
+        sy, sx = next(large_enough, sizes[-1])
+        flat = grid if grid.frames == 1 else Grid(grid.frames, grid.height * grid.width)
+        return Cells(flat, sy, sx, flat.cells(sy, sx))
 
     def match(self, features: Tensor, cells: Cells, merges: int) -> Plan | None:
         """The plan that merges ``merges`` src tokens; None if rounding leaves none to merge."""
@@ -128,6 +119,19 @@ def share_of(ratio: float, tokens: int, growth: float) -> float:
     if growth == 0 or tokens <= LARGE:
         return ratio
     return 1 - (1 - ratio) ** (1 + growth * math.log2(tokens / LARGE) / 2)
+
+
+def _cell_sizes(config: ToMeConfig, frames: int) -> list[tuple[int, int]]:
+    """The sizes of cells to choose from, height and width, the smallest first."""
+    if frames > 1:
+        # Cells of few tokens in many frames are best: benchmarks/FIDELITY.md.
+        return [(frames_of_cell(frames), min(config.sx, config.sy))]
+    return [(config.sy, config.sx), *(_LARGER_CELLS if config.growth else ())]
+
+
+def _share_allowed(size: tuple[int, int]) -> float:
+    """The largest share of the tokens that can merge in cells of a size."""
+    return 1 - 1 / math.prod(size)
 
 
 def frames_of_cell(frames: int) -> int:
