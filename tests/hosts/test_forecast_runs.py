@@ -7,7 +7,6 @@ import comfy.samplers
 import host
 import pytest
 import torch
-from comfy.extra_samplers import uni_pc
 from comfy.k_diffusion import sampling
 from comfy.patcher_extension import WrappersMP
 from comfy_extras import nodes_apg, nodes_context_windows, nodes_easycache
@@ -111,18 +110,15 @@ def test_the_step_after_a_forecast_makes_up_for_its_error(models, monkeypatch, k
 
 @pytest.mark.newest_only
 def test_the_samplers_that_hold_are_the_hosts():
-    known = {name for name in vars(sampling) if name.startswith("sample_")} | {*vars(uni_pc)}
-    assert {f"sample_{name}" for name in SAMPLERS} <= known
+    assert {f"sample_{name}" for name in SAMPLERS} <= {*vars(sampling)}
 
 
-@pytest.mark.parametrize(("sampler", "is_changed"), [("uni_pc", False), ("dpmpp_2m", True)])
+@pytest.mark.parametrize(("sampler", "is_changed"), [("sa_solver", False), ("dpmpp_2m", True)])
 def test_samplers_that_make_more_of_answers_get_them_as_they_are(flux, sampler, is_changed):
     outside, given = seen_by_sampler(flux)
     patched, answers = seen(attach(outside, configured()))
-    # UniPC's is the only one that does not switch gradients off itself.
-    with torch.no_grad():
-        sampled(patched, 8, cfg=1.0, sampler=sampler)
-    assert len(given) == 8 and len(answers) == 5
+    sampled(patched, 8, cfg=1.0, sampler=sampler)
+    assert len(given) == 8 and len(answers) < 8
     found = {level: denoised for level, _, denoised in given}
     changed = [not torch.equal(found[level], denoised) for level, _, denoised in answers]
     assert any(changed) == is_changed
@@ -135,6 +131,7 @@ def test_samplers_that_make_more_of_answers_get_them_as_they_are(flux, sampler, 
         (1, "euler", reasons.too_short(1, 4)),
         (6, "dpmpp_2m", reasons.too_short(6, 8)),
         (8, "deis", reasons.sampler("deis")),
+        (8, "uni_pc", reasons.sampler("unipc")),
         (8, "dpmpp_2m_sde", reasons.sampler("dpmpp_2m_sde")),
         (8, "heun", reasons.sampler("heun")),
         (8, "euler_cfg_pp", reasons.sampler("euler_cfg_pp")),
@@ -171,13 +168,13 @@ def test_a_sampler_within_another_counts(flux, log_messages):
         assert expected in log_messages()[-1]
 
 
-def guided(model, steps=8, sampler=None, sigmas=None, callback=None, **options):
+def guided(model, steps=8, sampler=None, sigmas=None, callback=None, latent=None, **options):
     """What a guider samples, as ComfyUI's custom sampler has it."""
     tiny = TINY["flux"]
     guider = comfy.samplers.CFGGuider(model)
     guider.set_conds(conditioning(tiny, 5), conditioning(tiny, 6))
     guider.set_cfg(4.0)
-    latent = torch.zeros(1, tiny.channels, *SIZE)
+    latent = torch.zeros(1, tiny.channels, *SIZE) if latent is None else latent
     noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(1))
     sigmas = torch.linspace(1, 0, steps + 1) if sigmas is None else sigmas
     sampler = sampler or comfy.samplers.sampler_object("euler")
@@ -186,7 +183,7 @@ def guided(model, steps=8, sampler=None, sigmas=None, callback=None, **options):
 
 @pytest.mark.parametrize(
     ("sampler", "steps", "is_forecast"),
-    [("euler", 12, True), ("er_sde", 12, False), ("er_sde", 16, True), ("uni_pc", 16, False)],
+    [("euler", 12, True), ("er_sde", 12, False), ("er_sde", 16, True)],
 )
 def test_only_some_samplers_take_noise_levels_that_count_as_one(
     flux, log_messages, sampler, steps, is_forecast
@@ -195,6 +192,16 @@ def test_only_some_samplers_take_noise_levels_that_count_as_one(
     guided(
         attach(flux, configured()), sampler=comfy.samplers.sampler_object(sampler), sigmas=levels
     )
+    assert (reasons.UNEVEN not in log_messages()[-1]) == is_forecast
+
+
+@pytest.mark.parametrize(("first", "is_forecast"), [(1.0, True), (0.975, False), (0.93, True)])
+def test_no_run_is_forecast_that_takes_over_just_below_the_highest_noise(
+    flux, log_messages, first, is_forecast
+):
+    """As the second half of linear_quadratic, whose first half is noise alone."""
+    latent = torch.ones(1, TINY["flux"].channels, *SIZE)
+    guided(attach(flux, configured()), sigmas=torch.linspace(first, 0, 9), latent=latent)
     assert (reasons.UNEVEN not in log_messages()[-1]) == is_forecast
 
 

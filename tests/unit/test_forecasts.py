@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tome_nodes import reasons
 from tome_nodes.forecasting.forecasts import Forecasts
+from tome_nodes.forecasting.samplers import SAMPLERS
 from tome_nodes.forecasting.steps import Step, is_even, latent_share, log_snr, steps_that_run
 
 
@@ -397,6 +398,11 @@ def test_pure_noise_of_a_flow_has_a_finite_logarithm():
 )
 def test_no_step_is_forecast_where_noise_falls_unevenly(levels, index, expected):
     assert is_even(levels, index) == expected
+
+
+def test_samplers_that_look_back_need_noise_that_falls_more_evenly():
+    levels = [-4, -2, 0, 3, 5]
+    assert is_even(levels, 2) and not is_even(levels, 2, SAMPLERS["dpmpp_2m"].faster)
 
 
 @pytest.mark.parametrize(

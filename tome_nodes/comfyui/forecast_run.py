@@ -16,7 +16,15 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from .. import reasons
 from ..forecasting.forecasts import Forecasts
 from ..forecasting.samplers import SAMPLERS, Sampler
-from ..forecasting.steps import Step, are_apart, is_even, latent_share, log_snr
+from ..forecasting.steps import (
+    FASTER,
+    LEAST_SNR,
+    Step,
+    are_apart,
+    is_even,
+    latent_share,
+    log_snr,
+)
 from ..patching.schedule import is_active, is_noise_alone
 from ..report.counts import Counts
 from ..report.last_run import LastRun
@@ -73,7 +81,12 @@ class ForecastRun:
         name = _function_of(sampler)
         known = SAMPLERS.get(name)
         self._corrects = known is not None and known.corrects
+        self._faster = FASTER if known is None else known.faster
         self._reason = _obstacle(name, known, self._levels, self.count, guider.model_options)
+        takes_over = not starts_empty and self.schedule[0] < most
+        if self._reason is None and takes_over and self._levels[0] < LEAST_SNR:
+            # So many steps went before in nearly pure noise that fewer of them change little.
+            self._reason = reasons.UNEVEN
 
     @property
     def reason(self) -> str | None:
@@ -152,7 +165,7 @@ class ForecastRun:
             count=self.count,
             log_snr=log_snr(sigma, self._is_flow),
             course=(is_true, course_of(self._guider, options, sigma)),
-            is_even=is_even(self._levels, index),
+            is_even=is_even(self._levels, index, self._faster),
             latent_share=latent_share(self.schedule, index) if self._corrects else None,
             is_active=is_active(self._config, sigma, self._sampling.percent_to_sigma),
             from_noise=self._from_noise,

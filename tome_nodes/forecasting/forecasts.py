@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import reasons
-from .steps import LONG, SHORTEST, TOO_CLOSE, Step, first_steps, steps_that_run
+from .steps import LEAST_SNR, LONG, SHORTEST, TOO_CLOSE, Step, first_steps, steps_that_run
 
 _DAMPING = 0.7
 """The share of the extrapolated change that a forecast contains."""
@@ -28,11 +28,10 @@ noise levels are so close that the line would lead far away."""
 _RESPONSE = 0.7
 """The share of an error in the noisy latent that shows in the model's answer."""
 
-_SETTLED, _LEAST_SNR = 0.15, -7.0
-"""A run that is not long is settled if its first two answers differ by less than
-``_SETTLED`` of the second. Its picture is there from the start, as in a second pass, or in an edit
-with reference pictures. It is not settled if the logarithm of signal to noise in the second step is
-below ``_LEAST_SNR``: answers to such strong noise always differ little."""
+_SETTLED = 0.15
+"""A run that is not long is settled if its first two answers differ by less than this share of the
+second. Its picture is there from the start, as in a second pass, or in an edit with reference
+pictures. It is not settled if the second step is below ``LEAST_SNR``."""
 
 _SHORTEST_EDIT = 6
 """A settled run that began with noise, like an edit, has forecasts only from this many steps on. In
@@ -217,7 +216,7 @@ class Forecasts:
 
 def _is_settled(line: _Line) -> bool:
     """Whether the first two answers of a run hardly differ, in all samples."""
-    if len(line.answers) < 2 or line.answers[1].step.log_snr < _LEAST_SNR:
+    if len(line.answers) < 2 or line.answers[1].step.log_snr < LEAST_SNR:
         return False
     before, after = (answer.denoised.float().flatten(1) for answer in line.answers)
     return bool(((after - before).norm(dim=1) < _SETTLED * after.norm(dim=1)).all())

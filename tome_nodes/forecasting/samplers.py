@@ -1,10 +1,9 @@
 """The samplers under which forecasts change the picture less than fewer steps do."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .steps import LONG, SHORTEST
+from .steps import FASTER, LONG, SHORTEST
 
 
 @dataclass(frozen=True)
@@ -18,19 +17,25 @@ class Sampler:
             Euler's; some samplers make more of an answer, and are worse off with it.
         apart: in runs of fewer steps than this, no two noise levels may be so close that they
             count as one.
+        faster: see :func:`tome_nodes.forecasting.steps.is_even`.
     """
 
     least: int
-    corrects: bool
-    apart: int
+    corrects: bool = True
+    apart: int = LONG
+    faster: float = FASTER
 
+
+_LOOKS_BACK = Sampler(8, faster=1.45)
 
 SAMPLERS: Mapping[str, Sampler] = {
-    "euler": Sampler(SHORTEST, True, 0),
-    "euler_ancestral": Sampler(10, True, LONG),
-    **dict.fromkeys(("ddpm", "dpmpp_2m", "er_sde", "res_multistep"), Sampler(8, True, LONG)),
-    "sa_solver": Sampler(8, False, LONG),
-    **dict.fromkeys(("unipc", "unipc_bh2"), Sampler(8, False, sys.maxsize)),
+    "euler": Sampler(SHORTEST, apart=0),
+    "euler_ancestral": Sampler(10),
+    "ddpm": Sampler(8),
+    "er_sde": Sampler(8),
+    "dpmpp_2m": _LOOKS_BACK,
+    "res_multistep": _LOOKS_BACK,
+    "sa_solver": Sampler(8, corrects=False),
 }
 """The samplers under which forecasts hold (benchmarks/FIDELITY.md), by the names of ComfyUI's
 functions without ``sample_``. They evaluate a step once. Under the others, forecasts change the

@@ -15,10 +15,14 @@ SHORTEST = FIRST + 2
 LONG = 16
 """From this many steps on, a run is long."""
 
-_FAST, _FASTER = 1.4, 2.0
+_FAST, FASTER = 1.4, 2.0
 """Noise falls unevenly around a step if the logarithm of signal to noise grows too fast: in the
-step by more than ``_FAST`` times the mean of the run, or in the next one by more than ``_FASTER``
+step by more than ``_FAST`` times the mean of the run, or in the next one by more than ``FASTER``
 times as much as in the step."""
+
+LEAST_SNR = -7.0
+"""Below this logarithm of signal to noise, there is next to nothing of a picture: answers always
+differ little."""
 
 TOO_CLOSE = 0.02
 """Two noise levels count as one if their logarithms of signal to noise differ by less."""
@@ -84,18 +88,19 @@ def latent_share(schedule: Sequence[float], index: int) -> float | None:
     return after / before if 0 <= after < before else None
 
 
-def is_even(levels: Sequence[float], index: int) -> bool:
+def is_even(levels: Sequence[float], index: int, faster: float = FASTER) -> bool:
     """Whether noise falls evenly enough around a step to forecast it.
 
     Args:
         levels: the logarithm of signal to noise of every step.
         index: the number of the step, from 0.
+        faster: how many times as much the logarithm may grow in the next step as in this one.
     """
     if not 0 < index < len(levels) - 1:
         return True
     before, now, after = levels[index - 1 : index + 2]
     mean = (levels[-1] - levels[0]) / (len(levels) - 1)
-    return now - before <= _FAST * mean and after - now <= _FASTER * (now - before)
+    return now - before <= _FAST * mean and after - now <= faster * (now - before)
 
 
 def are_apart(levels: Sequence[float]) -> bool:

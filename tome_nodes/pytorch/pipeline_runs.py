@@ -18,7 +18,7 @@ from .patched_model import Once, log
 
 _METHODS: Mapping[str, Sampler] = {
     "FlowMatchEulerDiscreteScheduler": SAMPLERS["euler"],
-    "UniPCMultistepScheduler": SAMPLERS["unipc"],
+    "UniPCMultistepScheduler": Sampler(8, corrects=False),
     "DPMSolverMultistepScheduler": SAMPLERS["dpmpp_2m"],
 }
 """The samplers that schedulers are, by the names of diffusers' classes."""
