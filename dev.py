@@ -117,6 +117,7 @@ def bench(arguments: list[str]) -> int:
         "picture": "benchmarks.fidelity.off_and_on",
         "host-time": "benchmarks.speed.host_time",
         "report": "benchmarks.speed.report",
+        "work": "benchmarks.work",
     }
     for name in others:
         parser.add_argument(f"--{name}", action="store_true")

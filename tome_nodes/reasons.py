@@ -142,12 +142,20 @@ def percents(start: float, end: float) -> str:
     return f"start_percent={start} to end_percent={end} covers no step of this run; widen them"
 
 
+def saves_little(saved: float, least: float) -> str:
+    """For a preset under which merging saves a share of the work that is smaller than ``least``."""
+    return (
+        f"merging keys and values would save {saved:.0%} of the work here, less than {least:.0%}; "
+        "take preset fast or a larger picture, or leave ToMe out"
+    )
+
+
 def too_few(tokens: int, least: int, min_tokens: int) -> str:
     """For a feature map of fewer tokens than ``least``, which ``min_tokens`` decides unless 0."""
     if min_tokens:
         return f"{tokens} tokens are fewer than min_tokens={least}; lower it"
     return (
-        f"{tokens} tokens are fewer than {least}, which is where merging is worth it here "
+        f"{tokens} tokens are fewer than {least}, from which on merging is worth it "
         "(min_tokens=0); take a larger picture"
     )
 

@@ -1,7 +1,7 @@
 """Error against time of everything that a user could pick, as trained models judge it.
 
-python3 dev.py bench --fidelity [--quick] [--only pictures image few few_multistep second video
-    video_multistep edit] [--steps 20 12 8 4] [--names NAME ...] [--seeds 1]
+python3 dev.py bench --fidelity [--quick] [--only pictures hires image few second video edit ...]
+    [--steps 20 16 12 8 4] [--names NAME ...] [--seeds 1]
 
 With ``--quick``, only what the last line needs is measured, once, with one number of steps and one
 sampler, and nothing is kept. With the other arguments, the rows that they leave out stay as they
@@ -69,7 +69,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --fidelity", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="print the last line only, no files")
     parser.add_argument("--only", nargs="+", choices=page.JUDGES, default=[*page.JUDGES])
-    parser.add_argument("--steps", nargs="+", type=int, default=[20, 12, 8, 4])
+    parser.add_argument("--steps", nargs="+", type=int, default=[20, 16, 12, 8, 4])
     parser.add_argument("--names", nargs="+", metavar="NAME", help="measure only these rows again")
     parser.add_argument("--seeds", type=int, default=1, help="pictures of each prompt")
     return parser.parse_args()
@@ -119,7 +119,8 @@ def judged(
         picked: the options to paint with, besides the plain model.
         against_many: whether to compare with a run of :data:`MANY` steps as well.
     """
-    many = judge.pictures(judge.model, MANY) if against_many else None
+    is_compared = against_many and judge.is_compared_with_many
+    many = judge.pictures(judge.model, MANY) if is_compared else None
     pictures: dict[str, Any] = {}
     rows: dict[str, Any] = {}
     plain = 0.0

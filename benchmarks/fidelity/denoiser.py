@@ -80,7 +80,8 @@ class OfCrops(BaseModel):
 
     def concat_cond(self, **kwargs: Any) -> Tensor:
         """The places of the crops; the host appends them to the noisy pixels."""
-        return torch.stack([place(crop) for crop in kwargs["crops"]]).to(kwargs["device"])
+        side = kwargs["noise"].shape[-1]
+        return torch.stack([place(crop, side) for crop in kwargs["crops"]]).to(kwargs["device"])
 
 
 def load() -> ModelPatcher:
@@ -107,14 +108,15 @@ def prompt(name: str) -> Tensor:
     return torch.randn(CONTEXT_SHAPE, generator=generator)
 
 
-def place(crop: Crop) -> Tensor:
+def place(crop: Crop, side: int = SIDE) -> Tensor:
     """The place of a crop as waves of several lengths; the longest is twice a photo's height.
 
     Returns:
-        ``[16, side, side]``.
+        ``[16, side, side]``, of the same crop whatever its side in tokens.
     """
-    shape = (SIDE, SIDE)
-    rows, columns = (torch.arange(start, start + SIDE) + 0.5 for start in (crop.top, crop.left))
+    shape = (side, side)
+    steps = (torch.arange(side) + 0.5) * SIDE / side
+    rows, columns = crop.top + steps, crop.left + steps
     times = 2.0 ** torch.arange(PLACE_CHANNELS // 4)[:, None, None]
     places = (rows[:, None].expand(shape), columns.expand(shape))
     phases = [each * math.pi / HEIGHT * times for each in places]

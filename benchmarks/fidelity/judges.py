@@ -12,7 +12,14 @@ from torch import Tensor
 from benchmarks.fidelity import latents, options, scene_transformer, video_transformer
 from benchmarks.fidelity.meter import attention_share
 from benchmarks.fidelity.options import Option
-from benchmarks.fidelity.pictures import Judge, PictureJudge
+from benchmarks.fidelity.pictures import (
+    HighResolutionJudge,
+    HighResolutionLightJudge,
+    HighResolutionNoisyJudge,
+    HighResolutionStrongJudge,
+    Judge,
+    PictureJudge,
+)
 
 
 class FlowJudge(Judge):
@@ -138,6 +145,10 @@ class Bench:
 
 BENCHES = {
     "pictures": Bench(PictureJudge, options.of_unet, (12, 20, 8)),
+    "hires": Bench(HighResolutionJudge, options.of_high_resolution, (8, 16)),
+    "hires_light": Bench(HighResolutionLightJudge, options.of_high_resolution, (8,)),
+    "hires_noisy": Bench(HighResolutionNoisyJudge, options.of_high_resolution, (8,)),
+    "hires_strong": Bench(HighResolutionStrongJudge, options.of_high_resolution, (16,)),
     "image": Bench(SceneJudge, options.of_new_pictures, (8, 20)),
     "few": Bench(FewJudge, options.of_new_pictures, (4, 8)),
     "few_multistep": Bench(FewMultistepJudge, options.of_transformer, (8,)),

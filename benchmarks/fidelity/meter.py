@@ -45,7 +45,7 @@ class Meter:
                 self.cost += samples * work(share, self._attention, keys)
             self.evaluations += 1
 
-        operations = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
+        operations = FlopCounterMode(display=False, custom_mapping=ON_CPU)
         handle = _layer(model.model.diffusion_model).register_forward_pre_hook(count)
         try:
             if self._tokens is None:
@@ -75,7 +75,7 @@ def _attention_operations(
     return 2 * prod(query[:3]) * key[2] * (query[3] + value[3])
 
 
-_ON_CPU: dict[Any, Any] = {
+ON_CPU: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_operations
 }
 """Attention functions whose cost PyTorch does not count by itself."""

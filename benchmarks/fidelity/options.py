@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from comfy_extras.nodes_hypertile import HyperTile
+from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
 from comfy_extras.nodes_tomesd import TomePatchModel
 
 from benchmarks.fidelity import page, rivals
@@ -16,6 +17,7 @@ from tome_nodes.settings.presets import settings_of
 
 FEWER: dict[int, Sequence[int]] = {
     20: (16, 13, 10, 8, 6),
+    16: (14, 12, 10, 8, 6),
     12: (10, 9, 8, 7, 6),
     8: (7, 6, 5, 4, 3),
     4: (3, 2),
@@ -70,6 +72,27 @@ def of_unet(steps: int) -> list[Option]:
         *_presets({"balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)}),
         Option("fast 0.6, no full step", page.OURS, preset("fast", refresh_steps=0)),
         *_together(),
+    ]
+
+
+def of_high_resolution(steps: int) -> list[Option]:
+    """Options on a UNet in place of a second pass of that many steps at high resolution."""
+    tile = {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}
+    # Its default end, 0.35, is before a second pass begins.
+    shrink = {"downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 0.75}
+    methods = {"downscale_method": "bicubic", "upscale_method": "bicubic"}
+    deep_shrink = node(
+        PatchModelAddDownscale, block_number=2, downscale_after_skip=True, **shrink, **methods
+    )
+    return [
+        *(Option(f"{fewer} steps", page.STEPS, steps=fewer) for fewer in FEWER[steps][1:4]),
+        Option(page.TOMESD, page.MERGING, ours(TomesdStrategy, **ONCE)),
+        Option("core q 0.5", page.MERGING, node(TomePatchModel, ratio=0.5)),
+        Option(page.TODO, page.MERGING, ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **ONCE)),
+        _keys(page.KEYS75, 0.75),
+        Option("HyperTile", page.MERGING, node(HyperTile, **tile)),
+        Option("Deep Shrink to 0.75", page.SIZE, deep_shrink),
+        *_presets({"balanced": (0.6, 0.75), "fast": (0.6,)}),
     ]
 
 

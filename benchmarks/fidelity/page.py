@@ -18,6 +18,10 @@ from matplotlib import pyplot as plt
 
 JUDGES = {
     "pictures": "Pictures of a UNet",
+    "hires": "Second passes of the UNet at 128x128 tokens, denoise 0.5",
+    "hires_light": "The same, denoise 0.3",
+    "hires_noisy": "The same, denoise 0.5, sampled by dpmpp_2m_sde",
+    "hires_strong": "The same, denoise 0.7, sampled by dpmpp_2m_sde",
     "image": "Pictures of a transformer, with guidance",
     "few": "The same distilled to four steps, without guidance",
     "few_multistep": "The distilled transformer, sampled by res_multistep",
@@ -27,8 +31,11 @@ JUDGES = {
     "edit": "Edits with two references, of a transformer without guidance",
 }
 """The judges by name, with the titles of their tables."""
-SAMPLED_OTHERWISE = ("few_multistep", "video_multistep")
-"""Judges that share the model of another and differ in the sampler. Their pictures look alike."""
+SAMPLED_OTHERWISE = (
+    *("hires_light", "hires_noisy", "hires_strong"),
+    *("few_multistep", "video_multistep"),
+)
+"""Judges that share the model of another and sample otherwise. Their pictures look alike."""
 
 STEPS, CACHE, FORECAST, SIZE = "fewer steps", "cache", "forecast", "lower resolution"
 MERGING, OURS, BOTH = "merging", "ours", "ours and another"
@@ -51,7 +58,7 @@ KEYS75 = "k,v 0.75, window 4x2"
 DEFAULT = "balanced 0.6"
 FAST, FAST_DEFAULT = "fast 0.5", "fast 0.6"
 
-IN_SUMMARY = (TOMESD, TODO, PAPER, KEYS75, DEFAULT, FAST)
+IN_SUMMARY = (TOMESD, TODO, PAPER, KEYS75, DEFAULT, FAST, FAST_DEFAULT)
 """The rows that the last line needs, besides fewer steps and caches."""
 ON_SHEET = (
     *(PLAIN, "6 steps", "3 steps", "EasyCache 0.2", "forecast"),
@@ -104,7 +111,7 @@ def sheet_name(judge: str) -> str:
 def table(rows: Rows, title: str) -> str:
     """The figures of every option, by time."""
     unbeaten = front(points(rows))
-    judged = ("error", "error against many", "psnr", "ssim", "flicker")
+    judged = ("error", "error against many", "psnr", "ssim", "lpips", "flicker")
     columns = [column for column in judged if any(column in row for row in rows.values())]
     ordered = sorted(rows, key=lambda name: (-rows[name]["time"], rows[name]["error"]))
     lines = [
@@ -251,11 +258,18 @@ def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
         ]
         return max(shares, default=None)
 
+    def worst_of_hires(figure: str, name: str, other: str) -> float | None:
+        """The same over all judges of second passes at high resolution."""
+        found = [worst(judge, figure, name, other) for judge in JUDGES if "hires" in judge]
+        return max((share for share in found if share is not None), default=None)
+
     shares: dict[str, float | None] = {
         "image_error_vs_tomesd": worst("pictures", "error", DEFAULT, TOMESD),
         "kv75_error_vs_todo": worst("pictures", "error", KEYS75, TODO),
         "fast_error_vs_tomesd": worst("pictures", "error", FAST, TOMESD),
         "fast_time": worst("pictures", "time", FAST, PLAIN),
+        "hires_error_vs_tomesd": worst_of_hires("error", DEFAULT, TOMESD),
+        "hires_fast_error_vs_tomesd": worst_of_hires("error", FAST_DEFAULT, TOMESD),
         "dit_fast_error_vs_paper": worst("image", "error", FAST, PAPER),
         "dit_fast_time": worst("image", "time", FAST, PLAIN),
         "video_kv_error_vs_todo": worst("video", "error", KEYS75, TODO),

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import comfy.sample
@@ -29,6 +29,7 @@ class Judge:
         attention: the share of attention in the work of a block, in a model that people use.
         denoise: the share of a schedule that is sampled; less than 1 starts from a picture.
         decode: turns what the model paints into pixels from 0 to 1.
+        is_compared_with_many: whether there is time for a run of many steps.
     """
 
     sampler: ClassVar[str]
@@ -37,6 +38,7 @@ class Judge:
     tokens: int | None = None
     attention = 0.0
     denoise = 1.0
+    is_compared_with_many = True
 
     def __init__(self, model: ModelPatcher, steps: int, guidance: float, seeds: int):
         self.steps, self.guidance, self.seeds = steps, guidance, seeds
@@ -137,6 +139,66 @@ class PictureJudge(Judge):
         crops = self.crops[seed * count : (seed + 1) * count]
         prompts = torch.stack([denoiser.prompt(crop.photo) for crop in crops])
         return torch.zeros(count, 3, denoiser.SIDE, denoiser.SIDE), prompts, {"crops": crops}
+
+
+class HighResolutionJudge(PictureJudge):
+    """The same model in a second pass, over its own picture scaled up to 128x128 tokens.
+
+    It also judges by LPIPS (the shift-tolerant one, arXiv 2207.13686, on AlexNet).
+    """
+
+    denoise = 0.5
+    is_compared_with_many = False
+
+    def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1):
+        super().__init__(steps, guidance, seeds)
+        first = PictureJudge(12, guidance)
+        pictures = first.latent(first.model, 0)[:seeds]
+        self._begin = F.interpolate(pictures, scale_factor=2.0, mode="bicubic")
+
+    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """One picture; a photo of its own for each seed."""
+        crop = self.crops[seed]
+        begin = self._begin[seed : seed + 1]
+        return begin, denoiser.prompt(crop.photo)[None], {"crops": [crop]}
+
+    def figures(self, pictures: Tensor) -> dict[str, float]:
+        pairs = (_to_lpips(pictures), _to_lpips(self.expected))
+        with torch.no_grad():
+            return {**super().figures(pictures), "lpips": float(_lpips()(*pairs).mean())}
+
+
+class HighResolutionNoisyJudge(HighResolutionJudge):
+    """The same with a sampler that adds noise."""
+
+    sampler = "dpmpp_2m_sde"
+
+
+class HighResolutionLightJudge(HighResolutionJudge):
+    """The same, which changes the picture less."""
+
+    denoise = 0.3
+
+
+class HighResolutionStrongJudge(HighResolutionNoisyJudge):
+    """The same, which changes the picture more."""
+
+    denoise = 0.7
+
+
+@cache
+def _lpips() -> Callable[[Tensor, Tensor], Tensor]:
+    from stlpips_pytorch.stlpips import LPIPS
+
+    made: Callable[[Tensor, Tensor], Tensor] = LPIPS(
+        net="alex", variant="shift_tolerant", verbose=False
+    )
+    return made
+
+
+def _to_lpips(pictures: Tensor) -> Tensor:
+    """Pixels from -1 to 1."""
+    return pictures * 2 - 1
 
 
 def _frames(pictures: Tensor) -> Tensor:

@@ -41,7 +41,13 @@ from benchmarks.speed.record import Record, say  # noqa: E402
 from tome_nodes.comfyui.attachment import attach  # noqa: E402
 from tome_nodes.comfyui.merging_run import KEY  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
-from tome_nodes.patching import detail_cache, engine  # noqa: E402
+from tome_nodes.patching import (  # noqa: E402
+    blocks,
+    detail_cache,
+    engine,
+    evaluation,
+    merge_modules,
+)
 from tome_nodes.patching.key_weights import Capabilities  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import settings_of  # noqa: E402
@@ -167,17 +173,16 @@ _WRITTEN = frozenset({"means", "keys", "wide_q", "wide_k", "wide_v"})
 def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
     """Make the launchers run on a CPU without their kernels; yields the stand-ins.
 
-    Attention merges in maps of at least this many ``tokens``, whole blocks in all maps.
+    Maps of all sizes merge; in full steps, those of at least this many ``tokens``.
     """
-
-    def worth_from(strategy: Any, device: Any, merges_in: engine.MergesIn) -> int:
-        return 1 if merges_in == "blocks" else tokens
 
     def resolve(backend: str, device: Any, dtype: Any) -> tuple[str, None]:
         return ("torch" if backend == "torch" else "triton"), None
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(engine, "_worth_from", worth_from))
+        stack.enter_context(patch.object(blocks, "LEAST", 1))
+        stack.enter_context(patch.object(merge_modules, "LARGE", tokens))
+        stack.enter_context(patch.object(evaluation, "LEAST_SAVED", 0.0))
         stack.enter_context(patch.object(engine, "resolve", resolve))
         _, stand_ins = stack.enter_context(absent_gpus(_Unlaunched))
         capable = Capabilities(flash=True, cudnn=True)

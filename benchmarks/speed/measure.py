@@ -18,13 +18,13 @@ Instrument = AbstractContextManager[Any]
 
 
 class Subject:
-    """A UNet and an input of one size, for cond and uncond in one batch.
+    """A UNet and an input of one size, for cond and uncond of some pictures in one batch.
 
     Attributes:
         model: the unpatched model; patched models must be clones of it.
     """
 
-    def __init__(self, model: ModelPatcher, context_channels: int, size: int):
+    def __init__(self, model: ModelPatcher, context_channels: int, size: int, pictures: int = 1):
         self.device = model.load_device
         self.model = model.clone()
         # This wrapper comes first, so those of the methods are inside it.
@@ -32,7 +32,7 @@ class Subject:
         self._instruments: list[Instrument] = []
         self._outputs: list[Tensor] = []
         generator = torch.Generator().manual_seed(0)
-        self._noise = torch.randn(1, 4, size // 8, size // 8, generator=generator)
+        self._noise = torch.randn(pictures, 4, size // 8, size // 8, generator=generator)
         self._prompts = [
             [
                 [

@@ -1,15 +1,20 @@
 """The methods to compare. Each makes a patched clone of a ComfyUI model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
+import comfy.ops
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from comfy_extras.nodes_hypertile import HyperTile
 from comfy_extras.nodes_tomesd import TomePatchModel
 from tomesd.merge import bipartite_soft_matching_random2d
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from benchmarks.lossless import lossless
 from tome_nodes.comfyui.attachment import attach
@@ -26,6 +31,9 @@ Patch = Callable[[ModelPatcher], ModelPatcher]
 
 ALWAYS: dict[str, Any] = {"min_tokens": 1}
 """Settings that merge maps of any size."""
+
+AS_GIVEN: dict[str, Any] = {**ALWAYS, "growth": 0.0}
+"""Settings that also merge the same share of all maps, however little that saves."""
 
 ONCE: dict[str, Any] = {"proportional_attn": False}
 """Settings under which a merged key counts once, as others published it."""
@@ -64,10 +72,31 @@ def on_host(
     ideal: str | None = None,
 ) -> Method:
     """A strategy on our host."""
-    always = replace(config, **ALWAYS)
+    always = replace(config, **AS_GIVEN)
     patch = partial(attach, config=config, make_strategy=make_strategy)
     same = partial(attach, config=always, make_strategy=lossless(make_strategy))
     return Method(name, family, patch, same, ideal, (always, make_strategy))
+
+
+def cudnn_first(method: Method) -> Method:
+    """A method with an order of PyTorch's attentions in which cuDNN's comes first, on a GPU.
+
+    The host asks for flash attention first, which takes twice as long on some cards.
+    """
+
+    def patch(model: ModelPatcher) -> ModelPatcher:
+        clone = method.patch(model)
+        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "cudnn", _with_cudnn_first)
+        return clone
+
+    return method._replace(name=f"{method.name}, cuDNN first", patch=patch, ideal=None)
+
+
+def _with_cudnn_first(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+    first = SDPBackend.CUDNN_ATTENTION
+    others = [each for each in comfy.ops.SDPA_BACKEND_PRIORITY if each != first]
+    with mock.patch.object(comfy.ops, "SDPA_BACKEND_PRIORITY", [first, *others]):
+        return executor(*args, **kwargs)
 
 
 def plan_of_functions(
@@ -160,9 +189,9 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
     """All methods, the ideals before those whose efficiency refers to them.
 
     Args:
-        ratio: the share of the tokens to merge, in every method that has this setting.
+        ratio: the share of the tokens to merge, in every method but presets, which merge theirs.
         max_downsample: the levels at which all methods except presets and ComfyUI's node merge.
-        device: where it runs; on a GPU, self-attention is also measured without Triton.
+        device: where it runs; on a GPU, presets are also measured with cuDNN's attention first.
     """
     levels: dict[str, Any] = {"ratio": ratio, "max_downsample": max_downsample}
     peers = levels | ALWAYS | ONCE
@@ -175,15 +204,21 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
         name = f"ideal {scope}"
         return on_host(name, "ideal", ToMeConfig(**config), IdealStrategy, name)
 
-    def window(scope: str, suffix: str, backend: Mapping[str, Any]) -> Method:
-        config = ToMeConfig(**{"strategy": "window", **levels, **scopes[scope], **backend})
-        return on_host(f"ours window {scope}{suffix}", "ours", config, ideal=f"ideal {scope}")
+    def window(scope: str) -> Method:
+        config = ToMeConfig(
+            **{"strategy": "window", **levels, **ALWAYS, **scopes[scope], **fastest}
+        )
+        return on_host(f"ours window {scope}", "ours", config, ideal=f"ideal {scope}")
 
-    def preset(name: str, scope: str) -> Method:
-        config = ToMeConfig(**settings_of(name, {"ratio": ratio}))
-        return on_host(f"preset {name}", "ours", config, ideal=f"ideal {scope}")
+    def preset(name: str) -> Method:
+        return on_host(f"preset {name}", "ours", ToMeConfig(**settings_of(name, {})))
 
     core, idle = (node(TomePatchModel, ratio=each) for each in (ratio, 0.0))
+    tiles = {"swap_size": 2, "max_depth": 0, "scale_depth": False}
+    # One tile as large as the picture changes nothing.
+    tiled, untiled = (node(HyperTile, tile_size=each, **tiles) for each in (256, 2048))
+    presets = [preset("balanced"), preset("fast")]
+    plain = Method("unpatched", "peer", lambda model: model, lambda model: model)
     todo = ToMeConfig(**peers | keys | {"ratio": 0.75})
     return [
         ideal("k,v", ALWAYS | ONCE | keys | {"ratio": ratio}),
@@ -191,8 +226,8 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
         Method("core TomePatchModel", "peer", core, idle),
         on_host("tomesd attn", "peer", ToMeConfig(**peers), TomesdStrategy, "ideal attn"),
         on_host("ToDo", "peer", todo, ToDoStrategy),
-        *(window(scope, "", fastest) for scope in scopes),
-        *([window("attn", " on torch", {"backend": "torch"})] if is_on_gpu else []),
-        preset("balanced", "k,v"),
-        preset("fast", "stack"),
+        Method("HyperTile", "peer", tiled, untiled),
+        *map(window, scopes),
+        *presets,
+        *(map(cudnn_first, (plain, *presets)) if is_on_gpu else ()),
     ]

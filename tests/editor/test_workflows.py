@@ -45,7 +45,8 @@ LATER_FILES = {
 }
 """Models of newer templates than those of the pinned ComfyUI: of 0.1.123, where they were seen."""
 SD15 = {"ckpt_name": "sd15.ckpt", "width": 128, "height": 128}
-SDXL = {"ckpt_name": "sdxl.ckpt", "width": 192, "height": 192}
+SD15_LARGER = {**SD15, "width": 256, "height": 256}
+SDXL = {"ckpt_name": "sdxl.ckpt", "width": 320, "height": 320}
 NOTES = {"Note", "MarkdownNote"}
 TITLE_BAR = 30
 
@@ -145,18 +146,18 @@ def test_models_are_those_of_comfyuis_own_templates_and_can_be_downloaded():
 
 
 @pytest.mark.parametrize(
-    ("name", "small", "size", "tokens", "ratio"),
+    ("name", "small", "size", "tokens", "ratio", "steps"),
     [
-        ("tome_img2img", SD15, 128, (256, 103), "0.60"),
-        ("tome_txt2img", SD15, 128, (256, 103), "0.60"),
+        ("tome_img2img", SD15_LARGER, 256, (1024, 408), "0.60", 2),
+        ("tome_txt2img", SD15_LARGER, 256, (1024, 408), "0.60", 2),
         # 4 windows of 256 tokens, of which 154 merge.
-        ("tome_hires_fix", SD15, 256, (1024, 1024 - 4 * 154), "0.60"),
-        # Under preset fast, the first step on a picture merges keys and values only.
-        ("tome_sdxl", SDXL, 288, (324, 162), "0.50"),
+        ("tome_hires_fix", SD15, 256, (1024, 1024 - 4 * 154), "0.60", 2),
+        # Under preset fast, the first step on a picture merges nothing in maps as small as this.
+        ("tome_sdxl", SDXL, 480, (900, 448), "0.50", 1),
     ],
 )
 def test_workflow_runs_to_an_image_and_merges_in_the_pass_that_has_the_node(
-    server, name, small, size, tokens, ratio
+    server, name, small, size, tokens, ratio, steps
 ):
     graph = with_steps(api_file(name), 2)
     for node in graph.values():
@@ -171,7 +172,7 @@ def test_workflow_runs_to_an_image_and_merges_in_the_pass_that_has_the_node(
 
     (line,) = re.findall(r"\[ToMe\] .*", server.log[read:])
     assert line.startswith("[ToMe] merged ")
-    assert "({} -> {} tokens), 2/2 steps, ratio {}".format(*tokens, ratio) in line
+    assert f"({tokens[0]} -> {tokens[1]} tokens), {steps}/2 steps, ratio {ratio}" in line
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)

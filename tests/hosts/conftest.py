@@ -4,18 +4,20 @@ from functools import cache
 
 import comfyui_in_process  # noqa: F401
 import pytest
-import torch
 import torch.nn.functional as F
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_maps_are_worth_merging():
-    """On a GPU, too, maps merge from as many tokens on as on a CPU."""
-    from tome_nodes.patching import engine
+    """Tiny models are fed maps of few tokens, and merge them whatever that saves."""
+    from tome_nodes.patching import blocks, evaluation, merge_modules
+    from tome_nodes.report import pages
 
-    own, cpu = engine._worth_from, torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_worth_from", lambda strategy, _, *where: own(strategy, cpu, *where))
+        for module in (blocks, pages):
+            patch.setattr(module, "LEAST", 256)
+        patch.setattr(merge_modules, "LARGE", 256)
+        patch.setattr(evaluation, "LEAST_SAVED", 0.0)
         yield
 
 

@@ -314,7 +314,7 @@ def test_a_second_sampler_at_another_size_starts_afresh(sd15, log_messages):
         ({"min_tokens": 193}, "sd15", "192 tokens are fewer than min_tokens=193; lower it"),
         (
             *({"min_tokens": 0}, "sd15"),
-            "192 tokens are fewer than 256, which is where merging is worth it here "
+            "192 tokens are fewer than 256, from which on merging is worth it "
             "(min_tokens=0); take a larger picture",
         ),
         (

@@ -37,7 +37,7 @@ def snippets(server):
 def clone(tmp_path):
     """A folder with the sample graph at its place in the repository, made small."""
     graph = load_graph(ROOT / GRAPH)
-    small = {"ckpt_name": "sd15.ckpt", "width": 128, "height": 128, "steps": 2}
+    small = {"ckpt_name": "sd15.ckpt", "width": 256, "height": 256, "steps": 2}
     for node in graph.values():
         node["inputs"] |= {name: small[name] for name in small.keys() & node["inputs"].keys()}
         if node["class_type"] == "KSampler":
@@ -62,7 +62,7 @@ def merged(server):
 
 def is_the_picture(file):
     with Image.open(file) as image:
-        return image.format == "PNG" and image.size == (128, 128)
+        return image.format == "PNG" and image.size == (256, 256)
 
 
 @needs_curl

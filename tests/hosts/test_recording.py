@@ -35,7 +35,6 @@ def test_without_a_report_only_counts_are_kept(sd15):
     assert (run.model, run.backend, run.obstacle) == ("SD15", BACKEND, None)
     assert run.counts.merged_blocks == run.counts.blocks_present == 6
     assert run.counts.merged_steps == run.counts.total_steps == 3
-    assert run.worth_from == 256
 
 
 def test_the_groups_are_those_of_the_plans(sd15):

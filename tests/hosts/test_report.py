@@ -43,9 +43,9 @@ def test_what_came_out_whether_it_helped_and_what_to_change_come_first(run, sd15
         lines = in_words(replace(run, recording=recording, **others))
         return {line.split(":")[0]: line for line in lines}
 
-    assert [*told(worth_from=1024)][:4] == ["Merged", "Helped", "Hint", "Time"]
+    assert [*told()][:4] == ["Merged", "Helped", "Hint", "Time"]
     assert told()["Time"] == "Time: 7.2 s"
-    assert "ToMe Tune" in told(worth_from=None)["Hint"]
+    assert "ToMe Tune" in told()["Hint"]
     idle = run_of(sd15, size=(8, 8), min_tokens=100)
     assert [*told(run=idle)][:2] == ["Nothing merged", "Hint"]
 

@@ -19,7 +19,7 @@ def node(class_type, **inputs):
     return {"class_type": class_type, "inputs": inputs}
 
 
-def txt2img(model=PLAIN, nodes=None, steps=2, seed=1, side=128):
+def txt2img(model=PLAIN, nodes=None, steps=2, seed=1, side=256):
     """A small text-to-image graph in API format that samples with ``model``."""
     run = {"seed": seed, "steps": steps, "cfg": 5.0, "denoise": 1.0}
     run |= {"sampler_name": "euler", "scheduler": "normal"}
@@ -135,7 +135,7 @@ def test_a_model_alone_gives_the_same_as_a_new_node_of_the_editor(server, pixels
     read = len(server.log)
     alone = pixels(with_patch())
     assert (
-        "merged 6/6 blocks (256 -> 103 tokens), 2/2 steps, ratio 0.60 of keys and values"
+        "merged 6/6 blocks (1024 -> 408 tokens), 2/2 steps, ratio 0.60 of keys and values"
         in server.log[read:]
     )
     assert pixels(with_patch(**new)) == alone

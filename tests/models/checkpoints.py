@@ -72,7 +72,7 @@ def write_checkpoint(
         unet_only: whether the text encoder and the VAE, a TAESD, are left out.
     """
     chosen = _FAMILIES[family]
-    unet = _unet(chosen, levels, full_width)
+    unet = unet_of(family, levels, full_width)
     layout = _layout("model.diffusion_model.", lambda: UNetModel(**unet))
     if not unet_only:
         # Half a megabyte of convolutions instead of the full VAE's 84 M parameters.
@@ -146,7 +146,9 @@ def unet_settings(depths: tuple[int, ...], residuals: int, **settings: Any) -> d
     }
 
 
-def _unet(family: Family, levels: int | None, full_width: bool) -> dict[str, Any]:
+def unet_of(name: str, levels: int | None = None, full_width: bool = True) -> dict[str, Any]:
+    """The arguments of the UNet of a family, by its name."""
+    family = _FAMILIES[name]
     multipliers = family.multipliers[:levels]
     return unet_settings(
         family.depths[:levels],

@@ -9,7 +9,6 @@ from torch import nn
 from tome_nodes.merging.plan import Grid
 from tome_nodes.patching.blocks import Observer, Stack, deepest_level
 from tome_nodes.patching.detail_cache import FADING, Details
-from tome_nodes.patching.engine import make_engine
 from tome_nodes.patching.evaluation import Run
 from tome_nodes.patching.merge_modules import UNetRecord
 from tome_nodes.patching.schedule import Moment, step_index
@@ -31,8 +30,16 @@ class Block(nn.Module):
 
 
 X = torch.randn(2, GRID.tokens, 3, generator=torch.Generator().manual_seed(0)).double()
-TOY = UNetRecord(
-    stacks=lambda model: [Stack("blocks", model, tuple(model))],
+
+
+class ToyRecord(UNetRecord):
+    def stacks(self, model):
+        return [Stack("blocks", model, tuple(model))]
+
+
+TOY = ToyRecord(
+    layers=lambda model: (),
+    is_stack=lambda module: False,
     attends_to_text=lambda block: True,
     needs_all_tokens=lambda *args: False,
     masks=(),
@@ -188,23 +195,6 @@ def test_overrides_follow_what_other_code_changes_between_evaluations(evaluate):
     torch.testing.assert_close(evaluate() + 1, merged)
     assert not evaluate.has_overrides()
     assert all(len(result.merged) == 2 for result in evaluate.results)
-
-
-@pytest.mark.parametrize(
-    ("device", "settings", "merges_in", "expected"),
-    [
-        ("cpu", {}, "modules", (256, 256)),
-        # Any device without Triton counts as a GPU; this one needs no hardware.
-        ("meta", {}, "modules", (4096, 4096)),
-        ("meta", {}, "blocks", (768, 4096)),
-        ("meta", {"strategy": "cluster"}, "modules", (8192, 8192)),
-        ("meta", {"min_tokens": 7}, "blocks", (7, 7)),
-    ],
-)
-def test_the_smallest_map_that_merges(device, settings, merges_in, expected):
-    config = ToMeConfig(**{"strategy": "window", **settings})
-    engine = make_engine(config, make_strategy, torch.device(device), torch.float32, merges_in)
-    assert (engine.least_tokens, engine.least_in_attention) == expected
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,6 @@ class RunReport(Observer):
             counts=counts,
             obstacle=None if counts.merged else obstacle,
             backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
-            worth_from=None if engine is None else engine.worth_from,
             shallowest=patched.shallowest,
             recording=None if self._details is None else self._details.finish(),
             tuned=tuned,

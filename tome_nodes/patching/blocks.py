@@ -7,7 +7,7 @@ enters the block or its modules.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from .. import reasons
 from ..merging.plan import Grid, Plan
 from ..settings.config import ToMeConfig
-from ..strategies.cells import LARGE
+from ..strategies.cells import LARGE, LEAST
 from .detail_cache import Detail
 from .engine import Engine
 from .key_weights import KeyWeights
 from .overrides import Forward, Override, Overrides
+from .work import Work
 
 
 @dataclass(eq=False)
@@ -177,6 +178,9 @@ class ModelRecord(Protocol):
     def block(self, model: "PatchedModel", stack: Stack, index: int) -> "Block":
         """The block at an index of a stack."""
 
+    def work(self, model: "PatchedModel") -> Work | None:
+        """What an evaluation of a model costs; None if that is not known."""
+
 
 class PatchedModel:
     """The blocks of one model, and its current evaluation.
@@ -190,6 +194,7 @@ class PatchedModel:
         shallowest: how many times smaller than the latent the largest grid with blocks is.
         max_downsample: how many times smaller than the latent the smallest grid that merges is;
             ``auto`` is resolved. Where the share grows with the map, see :meth:`deepest`.
+        least_tokens: the smallest grid that merges, in tokens.
         evaluation: the current evaluation; None between evaluations.
     """
 
@@ -212,8 +217,10 @@ class PatchedModel:
         levels = Counter(block.stack.level for block in self.blocks)
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
+        self.least_tokens = config.min_tokens or LEAST
         self._levels = sorted(levels)
         self._overrides: dict[int, Overrides] = {}
+        self._saved: dict[Grid, float] = {}
         self.evaluation: Evaluation | None = None
 
     def deepest(self, latent: Grid) -> int:
@@ -222,6 +229,20 @@ class PatchedModel:
             return self.max_downsample
         large = [level for level in self._levels if latent.downsampled(level).tokens >= LARGE]
         return max([self.max_downsample, *large])
+
+    def saved(self, latent: Grid) -> float:
+        """The share of an evaluation's work that merging saves; 1 if that is not known."""
+        if latent not in self._saved:
+            work = self._work
+            deepest = self.deepest(latent)
+            self._saved[latent] = (
+                1.0 if work is None else work.saved(self.config, latent, self.least_tokens, deepest)
+            )
+        return self._saved[latent]
+
+    @cached_property
+    def _work(self) -> Work | None:
+        return self.record.work(self)
 
     def overrides(self, deepest: int) -> Overrides:
         """What modules run instead of their own methods, down to a level."""
@@ -234,9 +255,9 @@ class PatchedModel:
             if block.stack.level <= deepest or self.observer.follows_blocks:
                 yield from block.overrides()
 
-    def too_few(self, tokens: int, least: int) -> str:
-        """The reason to report if a feature map has fewer tokens than ``least``."""
-        return reasons.too_few(tokens, least, self.config.min_tokens)
+    def too_few(self, tokens: int) -> str:
+        """The reason to report if a feature map has too few tokens."""
+        return reasons.too_few(tokens, self.least_tokens, self.config.min_tokens)
 
     def outcomes(self) -> list[Outcome]:
         """The outcomes of the blocks that ran, completed."""
@@ -325,11 +346,11 @@ class Block:
         engine, sizes = self.evaluation.engine, log_sizes.to(like.dtype)
         return KeyWeights(sizes, engine.strategy.ops, engine.capable, self.note_unweighted)
 
-    def is_large_enough(self, grid: Grid, least: int) -> bool:
-        """Whether a grid has at least ``least`` tokens; if not, the reason is noted."""
-        if grid.tokens >= least:
+    def is_large_enough(self, grid: Grid) -> bool:
+        """Whether a grid has enough tokens to merge; if not, the reason is noted."""
+        if grid.tokens >= self.model.least_tokens:
             return True
-        self.outcome.reason = self.model.too_few(grid.tokens, least)
+        self.outcome.reason = self.model.too_few(grid.tokens)
         return False
 
     def plan_of(self, features: Tensor, grid: Grid) -> Plan | None:

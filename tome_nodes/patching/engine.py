@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 
@@ -12,9 +11,6 @@ from ..ops import Operations, operations, resolve
 from ..settings.config import ToMeConfig
 from ..strategies.strategy import Strategy
 from .key_weights import Capabilities, capabilities
-
-MergesIn = Literal["modules", "blocks"]
-"""What runs on merged tokens: modules of blocks, or whole blocks."""
 
 MakeStrategy = Callable[[ToMeConfig, Operations], Strategy]
 """Makes the strategy for given settings and operations."""
@@ -26,9 +22,6 @@ class Engine:
 
     Attributes:
         strategy: groups the tokens.
-        least_tokens: the smallest grid that merges, in tokens.
-        least_in_attention: the smallest grid that merges where only attention merges, in tokens.
-        worth_from: the smallest grid that is worth merging, in tokens, whatever the settings say.
         why_torch: why the backend is torch where Triton could be expected; else None.
         error: the error of the device if it cannot merge at all; else None.
         capable: which of PyTorch's attentions run on the device. Blocks read it here, since asking
@@ -36,9 +29,6 @@ class Engine:
     """
 
     strategy: Strategy
-    least_tokens: int
-    least_in_attention: int
-    worth_from: int
     why_torch: str | None
     error: str | None
     capable: Capabilities
@@ -62,7 +52,6 @@ def make_engine(
     make_strategy: MakeStrategy,
     device: torch.device,
     dtype: torch.dtype,
-    merges_in: MergesIn = "modules",
 ) -> Engine:
     """The engine for some settings and tokens of one device and dtype.
 
@@ -71,7 +60,6 @@ def make_engine(
         make_strategy: makes the strategy.
         device: the device of the tokens.
         dtype: the dtype of the tokens.
-        merges_in: what runs on merged tokens.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for a small plan.
@@ -89,33 +77,7 @@ def make_engine(
         backend, why_torch = "torch", error
         error = missing_operation(grouping, make_strategy, backend, device, dtype)
     strategy = make_strategy(config, operations(backend))
-    worth_from = _worth_from(strategy, device, merges_in)
-    in_attention = _worth_from(strategy, device, "modules")
-    return Engine(
-        strategy,
-        config.min_tokens or worth_from,
-        config.min_tokens or in_attention,
-        worth_from,
-        why_torch,
-        error,
-        capabilities(device, dtype),
-    )
-
-
-def _worth_from(strategy: Strategy, device: torch.device, merges_in: MergesIn) -> int:
-    """The smallest grid, in tokens, that merging does not slow down.
-
-    On a CPU it was measured (benchmarks/README.md). On a GPU it is estimated. Merging costs a few
-    kernel launches, or a few dozen if matching is not a single kernel, and reading and writing the
-    tokens. It saves a part of the time that the attention or block takes.
-    """
-    if device.type == "cpu":
-        return 256
-    if merges_in == "blocks":
-        return 768
-    if strategy.ops.name == "triton":
-        return strategy.least_tokens_with_kernels
-    return strategy.least_tokens
+    return Engine(strategy, why_torch, error, capabilities(device, dtype))
 
 
 @lru_cache(maxsize=64)

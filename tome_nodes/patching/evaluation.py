@@ -20,12 +20,16 @@ from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
 from .blocks import Evaluated, Evaluation, ModelRecord, Observer, Outcome, PatchedModel
 from .detail_cache import Details
-from .engine import Engine, MakeStrategy, MergesIn, make_engine
+from .engine import Engine, MakeStrategy, make_engine
 from .schedule import Moment, ratio_at
 
 log = logging.getLogger("tome_nodes")
 
 Result = TypeVar("Result")
+
+LEAST_SAVED = 0.05
+"""Where a preset saves a smaller share of an evaluation's work, nothing merges: it would cost about
+as much time as it saves."""
 
 _locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 """What a thread holds while it evaluates a model; evaluations may be nested."""
@@ -165,10 +169,15 @@ class Run:
         engine = self.engine = self._engine(device, dtype)
         if engine.error is not None:
             return reasons.cannot_merge(device, engine.error)
-        most = latent.downsampled(self.model.shallowest).tokens
-        least = min(engine.least_tokens, engine.least_in_attention)
-        if most < least and not self.model.observer.follows_blocks:
-            return self.model.too_few(most, least)
+        model = self.model
+        most = latent.downsampled(model.shallowest).tokens
+        if most < model.least_tokens and not model.observer.follows_blocks:
+            return model.too_few(most)
+        # Stacks always save enough, and what is set by hand is followed.
+        if model.config.growth and model.config.scope == "module":
+            saved = model.saved(latent)
+            if saved < LEAST_SAVED:
+                return reasons.saves_little(saved, LEAST_SAVED)
         return None
 
     def _begin(self, moment: Moment, latent: Grid, device: torch.device) -> Evaluation:
@@ -202,8 +211,5 @@ class Run:
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         place = device, dtype
         if place not in self._engines:
-            merges_in: MergesIn = "modules" if self._config.scope == "module" else "blocks"
-            self._engines[place] = make_engine(
-                self._config, self._make_strategy, device, dtype, merges_in
-            )
+            self._engines[place] = make_engine(self._config, self._make_strategy, device, dtype)
         return self._engines[place]

@@ -1,6 +1,6 @@
 """Blocks that merge tokens on entry to the block or its modules, as in the paper (section 4)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from .. import reasons
 from ..merging.plan import Grid, Plan
+from ..strategies.cells import LARGE
 from .blocks import Block, PatchedModel, Stack
 from .key_weights import KeyWeights
 from .overrides import Forward, Override
+from .work import Layer, Work, block_work
 
 Shape = Sequence[int]
 
@@ -23,7 +25,8 @@ class UNetRecord:
     tokens.
 
     Attributes:
-        stacks: the stacks of a model, in the order in which they run.
+        layers: the modules of a model, in the order in which they run.
+        is_stack: whether a module is a stack, which holds its blocks as ``transformer_blocks``.
         attends_to_text: whether ``attn1`` of a block is a cross-attention.
         needs_all_tokens: whether something in a block needs all tokens; called with the block, its
             index in the stack, and the block's arguments after the tokens.
@@ -38,7 +41,8 @@ class UNetRecord:
             its feature map instead.
     """
 
-    stacks: Callable[[Any], Iterable[Stack]]
+    layers: Callable[[Any], Iterable[Layer]]
+    is_stack: Callable[[nn.Module], bool]
     attends_to_text: Callable[[Any], bool]
     needs_all_tokens: Callable[..., bool]
     masks: tuple[str, ...]
@@ -46,9 +50,24 @@ class UNetRecord:
     weigh_keys: Callable[[dict[str, Any], KeyWeights], dict[str, Any]] | None = None
     shapes: Callable[..., tuple[Shape | None, Shape | None]] | None = None
 
+    def stacks(self, model: Any) -> Iterator[Stack]:
+        """The stacks of a model, in the order in which they run."""
+        for name, module, level in self.layers(model):
+            if self.is_stack(module):
+                blocks: Any = module.transformer_blocks
+                yield Stack(name, module, tuple(blocks), level)
+
     def block(self, model: PatchedModel, stack: Stack, index: int) -> "ModuleBlock":
         """The block at an index of a stack."""
         return ModuleBlock(model, stack, index, self)
+
+    def work(self, model: PatchedModel) -> Work:
+        """What an evaluation of a model costs."""
+        blocks = (
+            block_work(block.module, block.stack.level, not self.attends_to_text(block.module))
+            for block in model.blocks
+        )
+        return Work(self.layers(model.model), tuple(blocks))
 
 
 class ModuleBlock(Block):
@@ -109,7 +128,7 @@ class ModuleBlock(Block):
                 return self._run_on_all_tokens(forward, x, *args, **kwargs)
             if evaluation.stack_plan is not None:
                 return self._run_in_stack(forward, x, *args, **kwargs)
-            grid = self._grid_to_merge(evaluation.engine.least_tokens, x, *args, **kwargs)
+            grid = self._grid_to_merge(x, *args, **kwargs)
             if grid is None:
                 return forward(x, *args, **kwargs)
             outcome.module_scope_reason = self._why_module_scope(*args, **kwargs)
@@ -137,18 +156,15 @@ class ModuleBlock(Block):
         Its attention may merge keys and values.
         """
         evaluation, config = self.evaluation, self.model.config
-        engine = evaluation.engine
-        if (
-            self._begins_stack(*args, **kwargs)
-            and self._grid_to_merge(engine.least_tokens, x, *args, **kwargs) is not None
-        ):
+        grid = self._grid_to_merge(x, *args, **kwargs)
+        if grid is not None and self._begins_stack(*args, **kwargs):
             evaluation.stack_tokens = x
-        # Merging keys and values hardly changes pictures (benchmarks/FIDELITY.md).
-        if config.merge_attn and config.attn_tokens == "k,v" and self._attends_to_itself:
-            grid = self._grid_to_merge(engine.least_in_attention, x, *args, **kwargs)
-            if grid is not None:
-                self.outcome.reason = reasons.ATTENTION_REPLACED
-                self._plan = self.plan_of(x, grid)
+        # Merging keys and values hardly changes pictures (benchmarks/FIDELITY.md), and saves
+        # next to nothing on small maps.
+        merges_keys = config.merge_attn and config.attn_tokens == "k,v" and self._attends_to_itself
+        if merges_keys and grid is not None and grid.tokens >= (config.min_tokens or LARGE):
+            self.outcome.reason = reasons.ATTENTION_REPLACED
+            self._plan = self.plan_of(x, grid)
         y: Tensor = forward(x, *args, **kwargs)
         before, detail = evaluation.stack_tokens, evaluation.detail
         if before is not None and detail is not None and self._ends_stack:
@@ -196,13 +212,12 @@ class ModuleBlock(Block):
             return reasons.PATCHED_BLOCKS
         return self.evaluation.module_scope_reason
 
-    def _grid_to_merge(self, least: int, x: Tensor, *args: Any, **kwargs: Any) -> Grid | None:
+    def _grid_to_merge(self, x: Tensor, *args: Any, **kwargs: Any) -> Grid | None:
         """The grid of the block's tokens; None if they may not merge.
 
         The reason is noted, except at a level that the settings leave out.
 
         Args:
-            least: the fewest tokens of a feature map that may merge.
             x: the tokens, ``[batch, tokens, channels]``.
             args: the block's other positional arguments.
             kwargs: the block's keyword arguments.
@@ -218,7 +233,7 @@ class ModuleBlock(Block):
         whole = evaluation.latent if latent is None else Grid(*latent[-2:])
         if not grid.is_within(whole, evaluation.deepest):
             return None
-        return grid if self.is_large_enough(grid, least) else None
+        return grid if self.is_large_enough(grid) else None
 
     def _plan_for_modules(self, x: Tensor, grid: Grid) -> None:
         """Make the plan with which the modules of the block merge and unmerge."""
@@ -342,24 +357,18 @@ def is_masked(kwargs: Mapping[str, Any], masks: Iterable[str]) -> bool:
     return any(kwargs.get(name) is not None for name in masks)
 
 
-def stacks_by_level(model: nn.Module, is_stack: Callable[[nn.Module], bool]) -> Iterable[Stack]:
-    """The stacks of a UNet whose code descends from latent-diffusion's.
+def layers_by_level(model: nn.Module) -> Iterator[Layer]:
+    """The modules of a UNet whose code descends from latent-diffusion's.
 
-    Args:
-        model: the UNet. Its modules are in the order in which they run, and the classes of layers
-            between its levels are named ``Downsample`` and ``Upsample``.
-        is_stack: whether a module is a stack, which holds its blocks as ``transformer_blocks``.
+    Its modules are in the order in which they run, and the classes of layers between its levels are
+    named ``Downsample`` and ``Upsample``.
     """
     level = 1
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if is_stack(module):
-            blocks: nn.ModuleList = module.transformer_blocks
-            yield Stack(name, module, tuple(blocks), level)
-        elif name.endswith(".x_upd"):
-            # A residual block resizes its skip connection, too; this counts only once.
-            continue
-        elif kind == "Downsample":
+        # A residual block resizes its skip connection, too; this counts only once.
+        if kind == "Downsample" and not name.endswith(".x_upd"):
             level *= 2
-        elif kind == "Upsample":
+        elif kind == "Upsample" and not name.endswith(".x_upd"):
             level //= 2
+        yield name, module, level

@@ -8,9 +8,10 @@ from diffusers import Transformer2DModel, UNet2DConditionModel
 from torch import nn
 
 from .. import reasons
-from ..patching.blocks import Stack, uncompiled
+from ..patching.blocks import uncompiled
 from ..patching.key_weights import KeyWeights
 from ..patching.merge_modules import UNetRecord, is_masked
+from ..patching.work import Layer
 from ..settings.config import ToMeConfig
 from .patched_unet import TIMESTEPS, UNetHost
 
@@ -18,18 +19,19 @@ from .patched_unet import TIMESTEPS, UNetHost
 _MASKS = ("attention_mask", "ip_adapter_masks")
 
 
-def _stacks(model: Any) -> Iterator[Stack]:
+def _layers(model: Any) -> Iterator[Layer]:
     deepest = len(model.down_blocks) - 1
     for name, module in model.named_modules():
-        if not isinstance(module, Transformer2DModel):
-            continue
         side, _, rest = name.partition(".")
-        depth = deepest
-        if side == "down_blocks":
-            depth = int(rest.partition(".")[0])
-        elif side == "up_blocks":
-            depth = deepest - int(rest.partition(".")[0])
-        yield Stack(name, module, tuple(module.transformer_blocks), 2**depth)
+        index, _, part = rest.partition(".")
+        depth = 0
+        if side == "down_blocks" and index:
+            depth = int(index) + part.startswith("downsamplers")
+        elif side == "up_blocks" and index:
+            depth = deepest - int(index) - part.startswith("upsamplers")
+        elif side == "mid_block":
+            depth = deepest
+        yield name, module, 2**depth
 
 
 def _needs_all_tokens(block: Any, index: int, *args: Any, **kwargs: Any) -> bool:
@@ -47,7 +49,8 @@ class DiffusersUNets(UNetHost):
     """``UNet2DConditionModel``, whose blocks are ``BasicTransformerBlock``."""
 
     record = UNetRecord(
-        stacks=_stacks,
+        layers=_layers,
+        is_stack=lambda module: isinstance(module, Transformer2DModel),
         attends_to_text=lambda block: block.only_cross_attention,
         needs_all_tokens=_needs_all_tokens,
         masks=_MASKS,

@@ -4,14 +4,12 @@ Each code base has its own copy of the classes, so modules are recognised by the
 spatial transformer has ``transformer_blocks``, which have ``attn1``, ``attn2`` and ``ff``.
 """
 
-from functools import partial
-
 import torch
 from torch import nn
 
 from .. import reasons
 from ..patching.blocks import uncompiled
-from ..patching.merge_modules import UNetRecord, stacks_by_level
+from ..patching.merge_modules import UNetRecord, layers_by_level
 from ..settings.config import ToMeConfig
 from .patched_unet import TIMESTEPS, UNetHost
 
@@ -27,7 +25,8 @@ class LdmUNets(UNetHost):
     """``UNetModel``."""
 
     record = UNetRecord(
-        stacks=partial(stacks_by_level, is_stack=_is_stack),
+        layers=layers_by_level,
+        is_stack=_is_stack,
         # Blocks of Stable Diffusion 1 lack the attribute.
         attends_to_text=lambda block: getattr(block, "disable_self_attn", False),
         needs_all_tokens=lambda *args, **kwargs: False,

@@ -25,8 +25,6 @@ class LastRun:
         is_forecast: whether steps were to be forecast, in place of merging.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
             chose one.
-        worth_from: the estimated number of tokens from which merging a feature map is worth it;
-            None if the run never chose a backend.
         shallowest: how many times smaller than the latent the largest feature map with attention
             is.
         recording: the details, None if no ToMe Report was connected when the run began.
@@ -39,7 +37,6 @@ class LastRun:
     tuned: Measured | None
     is_forecast: bool = False
     backend: str | None = None
-    worth_from: int | None = None
     shallowest: int = 1
     recording: Recording | None = None
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from ..settings.options import CHART, MERGE_MAP
 from ..strategies import strategy_class
+from ..strategies.cells import LEAST
 from ..tuning import summary as tuning_words
 from ..tuning.search import LIKENESS, SPEED, Measured
 from ..tuning.summary import Found
@@ -140,12 +141,12 @@ def hint_for(run: LastRun) -> str | None:
     """What to change, if the settings gain nothing or less than they could; else None."""
     config, counts, strategy = run.config, run.counts, strategy_class(run.config)
     largest = max(counts.merged, default=counts.largest_grid)
-    if run.worth_from and 0 < largest < run.worth_from:
-        longer = (run.worth_from / largest) ** 0.5
+    if 0 < largest < LEAST:
+        longer = (LEAST / largest) ** 0.5
         custom = "; or, under preset custom, set min_tokens to 0 to leave small maps alone"
         return (
             f"make the picture {longer:.1f} times as wide and high, as merging is worth it from "
-            f"about {run.worth_from} tokens on here{custom if config.min_tokens else ''}."
+            f"about {LEAST} tokens on{custom if config.min_tokens else ''}."
         )
     if not counts.merged:
         return None

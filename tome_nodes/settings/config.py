@@ -176,8 +176,7 @@ class ToMeConfig:
         most=2**20,
         text="Merge only feature maps of at least this many tokens. 0 leaves out those that would "
         "not get faster.",
-        more="These are the ones below 256 tokens on a CPU; on a GPU below 4096, 2048 for `window` "
-        "on Triton, 8192 for `cluster`, or 768 in scope stack of a UNet (estimates).",
+        more="These are the ones below 768 tokens, on every device.",
     )
     proportional_attn: bool = _advanced(
         True,

@@ -15,6 +15,10 @@ from .strategy import Strategy
 LARGE = 64 * 64
 """From this many tokens on, a feature map is large."""
 
+LEAST = 768
+"""From this many tokens on, merging a feature map can pay off: SDXL's smallest maps with attention
+have about 1,000 at the sizes that it was trained on."""
+
 # Further sizes of cells, height and width, for shares that the configured ones do not allow.
 _LARGER_CELLS = ((4, 4), (4, 8), (8, 8))
 

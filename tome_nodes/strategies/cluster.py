@@ -30,10 +30,6 @@ _MOVABLE = 0.3
 class ClusterStrategy(Strategy):
     """Merges the tokens of a cluster, wherever they are in the map."""
 
-    # A plan takes some two hundred small kernels, three times as many as bipartite matching.
-    least_tokens = 8192
-    least_tokens_with_kernels = 8192
-
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
         merges = int(grid.tokens * ratio)
         return cluster(features, grid.tokens - merges, self.ops) if merges else None

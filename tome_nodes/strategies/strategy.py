@@ -1,7 +1,5 @@
 """The interface of a strategy, which decides how tokens are grouped."""
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from ..merging.plan import Grid, Plan
@@ -10,17 +8,7 @@ from ..settings.config import ToMeConfig
 
 
 class Strategy:
-    """Groups the tokens of a grid; made for one model on one device.
-
-    Properties of a strategy that do not depend on the settings are attributes of its class. Here
-    they have the values that most strategies share.
-    """
-
-    least_tokens: ClassVar[int] = 4096
-    """The smallest grid worth matching on a GPU, in tokens; an estimate, not a measurement."""
-
-    least_tokens_with_kernels: ClassVar[int] = 4096
-    """The smallest grid worth matching if the strategy runs on Triton kernels."""
+    """Groups the tokens of a grid; made for one model on one device."""
 
     def __init__(self, config: ToMeConfig, ops: Operations):
         self.config = config

@@ -25,9 +25,6 @@ _CELLS_ALONG = 8
 class WindowStrategy(CellStrategy):
     """Each src token may merge into a dst token of its window."""
 
-    # Matching is one kernel.
-    least_tokens_with_kernels = 2048
-
     def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
         """See :func:`split_windows`."""
         return split_windows(cells.grid, cells.sy, cells.sx, picks)

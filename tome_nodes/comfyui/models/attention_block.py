@@ -133,8 +133,7 @@ class AttentionBlock(Block):
         if mask is not None and not _is_over(mask, tokens):
             outcome.reason = reasons.ATTENTION_MASKED
             return None
-        least = evaluation.engine.least_in_attention
-        return start if self.is_large_enough(evaluation.latent, least) else None
+        return start if self.is_large_enough(evaluation.latent) else None
 
     def _part(self, flat_k: Tensor, start: int) -> "Part | None":
         """How the picture's keys merge, given all keys; None, and the reason noted, if none do."""

@@ -57,6 +57,9 @@ class Transformer:
         """The block at an index of a stack."""
         return AttentionBlock(model, stack, index, self.attention, partial(self._start, model))
 
+    def work(self, model: PatchedModel) -> None:
+        """Not known: presets forecast these models, and everything else is as it is set."""
+
     def grid(self, model: Any, shape: Sequence[int]) -> Grid:
         return grid_of(shape, self.patch(model))
 

@@ -1,6 +1,6 @@
 """The transformer blocks of ComfyUI's UNets: Stable Diffusion 1.x, 2.x, XL and related models."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from ... import reasons
 from ...merging.plan import Grid
-from ...patching.blocks import Stack
 from ...patching.key_weights import Attention, KeyWeights, attend, fits
-from ...patching.merge_modules import UNetRecord, stacks_by_level
+from ...patching.merge_modules import UNetRecord, layers_by_level
 from ...settings.config import ToMeConfig
 from .base import OVERRIDE, takes
 
@@ -27,10 +26,6 @@ _BLOCK_PATCHES = (
 
 Options = dict[str, Any] | None
 Shape = Sequence[int] | None
-
-
-def _stacks(model: nn.Module) -> Iterable[Stack]:
-    return stacks_by_level(model, lambda module: isinstance(module, SpatialTransformer))
 
 
 def _shapes(context: Any = None, transformer_options: Options = None) -> tuple[Shape, Shape]:
@@ -126,7 +121,8 @@ class ComfyUNet(UNetRecord):
 
 
 UNET = ComfyUNet(
-    stacks=_stacks,
+    layers=layers_by_level,
+    is_stack=lambda module: isinstance(module, SpatialTransformer),
     attends_to_text=lambda block: block.disable_self_attn,
     needs_all_tokens=_needs_all_tokens,
     masks=("mask",),

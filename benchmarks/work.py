@@ -1,0 +1,119 @@
+"""How much work the presets save by size, counted from the published shapes, not timed.
+
+python3 dev.py bench --work
+
+Writes a table and a plot of the tokens that stay to benchmarks/results/. It takes seconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.host import use_cpu
+from tools.environment import ROOT
+
+use_cpu()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel  # noqa: E402
+from matplotlib import pyplot as plt  # noqa: E402
+from models.checkpoints import unet_of  # noqa: E402
+from torch import nn  # noqa: E402
+
+from benchmarks import webp  # noqa: E402
+from benchmarks.speed.figures import grid, joined  # noqa: E402
+from tome_nodes.comfyui.models.unet import UNET  # noqa: E402
+from tome_nodes.merging.plan import Grid  # noqa: E402
+from tome_nodes.patching.blocks import Observer, PatchedModel  # noqa: E402
+from tome_nodes.patching.evaluation import LEAST_SAVED  # noqa: E402
+from tome_nodes.settings.config import ToMeConfig  # noqa: E402
+from tome_nodes.settings.presets import settings_of  # noqa: E402
+from tome_nodes.strategies.cells import LARGE, share_of  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+MODELS = {
+    "SD 1.5": ("sd15", (512, 768, 1024, 1536, 2048)),
+    "SDXL": ("sdxl_base", (768, 1024, 1536, 2048)),
+}
+"""The published UNets, by the names of checkpoints, and the sides of pictures in pixels."""
+LATENT = 8
+"""Pixels along the side of a token of the latent."""
+
+
+def main() -> None:
+    """Write the table and the plot."""
+    table = grid(
+        ["model, size", "tokens of the levels", "balanced", "fast, a merged step", "fast, a run"],
+        [row for name in MODELS for row in rows(name)],
+    )
+    parts = [
+        "# Counted work by size: `python3 dev.py bench --work`",
+        "Multiplications of one evaluation at `ratio` 0.6, unpatched: 1. Attention to the text and "
+        "the cost of merging are left out. Where *balanced* would save less than "
+        f"{LEAST_SAVED:.0%}, nothing merges. A run of *fast* has one step in four on all tokens.",
+        table,
+        "![Tokens that stay, by the side of the map](kept-tokens.webp)",
+    ]
+    (RESULTS / "work.md").write_text(joined(parts), encoding="utf-8")
+    plot()
+    print(table)
+
+
+def rows(name: str) -> list[list[str]]:
+    """The rows of a model."""
+    family, sides = MODELS[name]
+    with torch.device("meta"):
+        network = UNetModel(**unet_of(family))
+    return [_row(f"{name}, {side}x{side}", network, side // LATENT) for side in sides]
+
+
+def _row(name: str, network: nn.Module, side: int) -> list[str]:
+    latent = Grid(side, side)
+    balanced, fast = (_patched(network, preset) for preset in ("balanced", "fast"))
+    levels = sorted({block.stack.level for block in fast.blocks})
+    saved = balanced.saved(latent)
+    merged = fast.saved(latent)
+    # In a full step, keys and values of large maps merge.
+    keys = replace(fast.config, scope="module")
+    work = UNET.work(fast)
+    full = work.saved(keys, latent, LARGE, fast.deepest(latent))
+    every = fast.config.refresh_steps
+    run = ((every - 1) * merged + full) / every
+    return [
+        name,
+        ", ".join(str(latent.downsampled(level).tokens) for level in levels),
+        f"{1 - saved:.2f}" if saved >= LEAST_SAVED else f"1 (would be {1 - saved:.2f})",
+        f"{1 - merged:.2f}",
+        f"{1 - run:.2f}",
+    ]
+
+
+def _patched(network: nn.Module, preset: str) -> PatchedModel:
+    return PatchedModel(ToMeConfig(**settings_of(preset, {})), UNET, network, Observer())
+
+
+def plot(ratios: Sequence[float] = (0.4, 0.6, 0.75)) -> None:
+    """Plot the share of tokens that stays by the side of a map."""
+    sides = np.geomspace(32, 256, 97)
+    figure, axis = plt.subplots(figsize=(8, 5))
+    for (preset, colour), ratio in (
+        (each, ratio)
+        for each in (("balanced", "tab:blue"), ("fast", "tab:orange"))
+        for ratio in ratios
+    ):
+        growth = settings_of(preset, {})["growth"]
+        kept = [1 - share_of(ratio, round(side) ** 2, growth) for side in sides]
+        width = 2.0 if ratio == ToMeConfig.ratio else 0.9
+        axis.plot(sides, kept, color=colour, lw=width, label=f"{preset}, ratio {ratio:g}")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks([32, 64, 128, 256], ["32x32", "64x64", "128x128", "256x256"])
+    axis.set(xlabel="tokens of the map", ylabel="share that stays", ylim=(0, 0.7))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    webp.save_figure(figure, RESULTS / "kept-tokens.webp", 110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What is counted as the work of an evaluation, against PyTorch's own counter."""
+
+import pytest
+import torch
+from host import sample as sample_sd15
+from models.comfyui import KINDS, conditioning, sample
+from models.pipelines import inputs, make_unet
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.fidelity.meter import ON_CPU
+from benchmarks.speed.methods import IdealStrategy
+from tome_nodes import reasons
+from tome_nodes.comfyui.attachment import attach
+from tome_nodes.comfyui.models.unet import UNET
+from tome_nodes.merging.plan import Grid
+from tome_nodes.patching import evaluation
+from tome_nodes.patching.blocks import Observer, PatchedModel
+from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
+
+SIZE, LARGER = (16, 24), (32, 32)
+
+
+def operations(call):
+    counter = FlopCounterMode(display=False, custom_mapping=ON_CPU)
+    with counter, torch.no_grad():
+        call()
+    return counter.get_total_flops()
+
+
+def multiplications(model, kind, size):
+    """Of an evaluation of a model of ComfyUI, without what grows with the text."""
+
+    def run(tokens):
+        tiny = KINDS[kind]
+        prompts = conditioning(tiny, 5, tokens), conditioning(tiny, 6, tokens)
+        return operations(lambda: sample(model, tiny, size, steps=1, cfg=1.0, prompts=prompts))
+
+    return (2 * run(1) - run(2)) / 2
+
+
+def work_of(record, network, **settings):
+    patched = PatchedModel(ToMeConfig(**settings), record, network, Observer())
+    return record.work(patched)
+
+
+@pytest.mark.parametrize("kind", ["sd15", "sdxl", "sd2"])
+def test_the_work_of_an_evaluation(models, kind):
+    """The difference between two sizes, which is without what does not depend on the picture."""
+    model = models(kind)
+    work = work_of(UNET, model.model.diffusion_model)
+    counted = [multiplications(model, kind, size) for size in (SIZE, LARGER)]
+    expected = [work.of(Grid(*size)) for size in (SIZE, LARGER)]
+    assert expected[1] - expected[0] == pytest.approx(counted[1] - counted[0], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attn_tokens": "k,v"},
+        {"attn_tokens": "q,k,v", "max_downsample": 2},
+        {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 8},
+        {"scope": "stack"},
+    ],
+)
+@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+def test_the_work_that_merging_saves(models, kind, settings):
+    model, latent = models(kind), Grid(*LARGER)
+    config = ToMeConfig(ratio=0.5, min_tokens=1, proportional_attn=False, **settings)
+    patched = PatchedModel(config, UNET, model.model.diffusion_model, Observer())
+    plain = multiplications(model, kind, LARGER)
+    ideal = multiplications(attach(model, config, IdealStrategy), kind, LARGER)
+    saved = patched.saved(latent) * UNET.work(patched).of(latent)
+    assert saved == pytest.approx(plain - ideal, rel=1e-9)
+    assert saved > 0
+
+
+def test_the_work_of_a_unet_of_diffusers():
+    unet = make_unet()
+    work = work_of(DiffusersUNets.record, unet)
+
+    def counted(size):
+        def run(tokens):
+            given = inputs(unet, batch=1, grid=size)
+            given["encoder_hidden_states"] = given["encoder_hidden_states"][:, :tokens]
+            return operations(lambda: unet(timestep=500, **given))
+
+        return (2 * run(1) - run(2)) / 2
+
+    difference = counted(LARGER) - counted(SIZE)
+    assert work.of(Grid(*LARGER)) - work.of(Grid(*SIZE)) == pytest.approx(difference, rel=1e-9)
+
+
+@pytest.mark.parametrize(("least", "merges"), [(0.0, True), (0.9, False)])
+def test_a_preset_that_saves_next_to_nothing_merges_nothing(
+    sd15, log_messages, monkeypatch, least, merges
+):
+    monkeypatch.setattr(evaluation, "LEAST_SAVED", least)
+    config = ToMeConfig(**settings_of("balanced", {}))
+    patched = attach(sd15, config)
+    same = torch.equal(sample_sd15(patched, (16, 16)), sample_sd15(sd15, (16, 16)))
+    assert same != merges
+    counted = PatchedModel(config, UNET, sd15.model.diffusion_model, Observer())
+    why = reasons.saves_little(counted.saved(Grid(16, 16)), 0.9)
+    assert (log_messages() == [f"[ToMe] nothing merged: {why}"]) != merges

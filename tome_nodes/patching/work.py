@@ -1,0 +1,121 @@
+"""How much of a UNet's evaluation merging saves, counted in multiplications.
+
+Only shapes count, so the answer is the same on every machine. What depends on the number of text
+tokens is left out: it is small, and merging does not change it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..merging.plan import Grid
+from ..settings.config import ToMeConfig
+from ..strategies import strategy_class
+from ..strategies.cells import share_of
+
+Layer = tuple[str, nn.Module, int]
+"""A module of a UNet: its path, itself, and how many times smaller than the latent its output
+is."""
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """The multiplications of one transformer block.
+
+    Attributes:
+        level: how many times smaller than the latent its feature map is.
+        channels: the channels of all heads of self-attention; 0 if it attends to text instead.
+        queries, keys, cross, mlp: for a token, in the linear layers that make the queries and the
+            output of self-attention, in those that make keys and values, in cross-attention but for
+            the text's, and in the feed-forward network.
+    """
+
+    level: int
+    channels: int
+    queries: int
+    keys: int
+    cross: int
+    mlp: int
+
+    def on(self, queries: float, keys: float, cross: float, mlp: float) -> float:
+        """The multiplications on so many tokens in each part."""
+        attention = 2 * queries * keys * self.channels
+        linear = self.queries * queries + self.keys * keys + self.cross * cross + self.mlp * mlp
+        return attention + linear
+
+    def merged(self, config: ToMeConfig, tokens: int, share: float) -> float:
+        """The multiplications if a share of the tokens merges where the settings say."""
+        few = tokens * (1 - share)
+        if config.scope != "module":
+            return self.on(few, few, few, few)
+        return self.on(
+            few if config.merge_attn and config.attn_tokens == "q,k,v" else tokens,
+            few if config.merge_attn else tokens,
+            few if config.merge_crossattn else tokens,
+            few if config.merge_mlp else tokens,
+        )
+
+
+class Work:
+    """The multiplications of an evaluation of a UNet."""
+
+    def __init__(self, layers: Iterable[Layer], blocks: Sequence[BlockWork]):
+        """Count, given the ``layers`` of the UNet and its transformer ``blocks``."""
+        self._blocks = blocks
+        self._elsewhere: Counter[int] = Counter()
+        for name, module, level in layers:
+            if isinstance(module, nn.Conv2d):
+                taps = module.kernel_size[0] * module.kernel_size[1]
+                pairs = module.in_channels * module.out_channels // module.groups
+                self._elsewhere[level] += taps * pairs
+            elif name.endswith(("proj_in", "proj_out")):
+                self._elsewhere[level] += _linear(module)
+
+    def of(self, latent: Grid) -> float:
+        """Those of an evaluation on all tokens."""
+        elsewhere = (
+            count * latent.downsampled(level).tokens for level, count in self._elsewhere.items()
+        )
+        blocks = (block.on(*[latent.downsampled(block.level).tokens] * 4) for block in self._blocks)
+        return sum(elsewhere) + sum(blocks)
+
+    def saved(self, config: ToMeConfig, latent: Grid, least: int, deepest: int) -> float:
+        """The share of an evaluation's multiplications that merging saves.
+
+        Full steps do not count, nor what merging costs.
+
+        Args:
+            config: the settings.
+            latent: the grid of the latent.
+            least: the fewest tokens of a map that merges.
+            deepest: how many times smaller than the latent the smallest map that merges is.
+        """
+        saved = 0.0
+        cap = strategy_class(config).ratio_cap(config)
+        for block in self._blocks:
+            tokens = latent.downsampled(block.level).tokens
+            if tokens < least or block.level > deepest:
+                continue
+            share = min(share_of(config.largest_ratio, tokens, config.growth), cap)
+            saved += block.on(*[tokens] * 4) - block.merged(config, tokens, share)
+        return saved / self.of(latent)
+
+
+def block_work(block: Any, level: int, attends_to_itself: bool) -> BlockWork:
+    """The work of a block with the modules ``attn1``, ``attn2`` (or None) and ``ff``."""
+    own = block.attn1
+    keys = _linear(own.to_k) + _linear(own.to_v)
+    others = _linear(own) - keys
+    cross = 0 if block.attn2 is None else _linear(block.attn2.to_q) + _linear(block.attn2.to_out)
+    if not attends_to_itself:
+        return BlockWork(level, 0, 0, 0, cross + others, _linear(block.ff))
+    return BlockWork(level, own.to_q.out_features, others, keys, cross, _linear(block.ff))
+
+
+def _linear(module: nn.Module) -> int:
+    """The multiplications of the linear layers of a module, for a token."""
+    layers = (layer for layer in module.modules() if isinstance(layer, nn.Linear))
+    return sum(layer.in_features * layer.out_features for layer in layers)
