@@ -147,6 +147,8 @@ class MergingRun:
         obstacle = record.obstacle(diffusion_model, conditions)
         if obstacle is None and _is_sparse(options):
             obstacle = reasons.SPARSE_ATTENTION
+        if torch.is_grad_enabled() and _recomputes(diffusion_model):
+            obstacle = reasons.RECOMPUTED
         dtype = model.get_dtype_inference()
 
         def evaluate() -> Tensor:
@@ -251,6 +253,11 @@ class MergingRun:
             for report, run, model in self._reports.values()
         ]
         return last_runs[0] if last_runs else None
+
+
+def _recomputes(network: nn.Module) -> bool:
+    """Whether ComfyUI's node Train LoRA runs modules of a network again for their gradients."""
+    return any("org_forward" in vars(module) for module in network.modules())
 
 
 def _is_sparse(options: Mapping[str, Any]) -> bool:
