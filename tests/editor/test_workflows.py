@@ -170,7 +170,7 @@ def test_workflow_runs_to_an_image_and_merges_in_the_pass_that_has_the_node(
     assert saved["filename"].startswith(name)
 
     (line,) = re.findall(r"\[ToMe\] .*", server.log[read:])
-    assert line.startswith("[ToMe] merged ")
+    assert re.match(r"\[ToMe\] .* \(node \d+\): merged ", line)
     assert "({} -> {} tokens), 2/2 steps, ratio {}".format(*tokens, ratio) in line
 
 

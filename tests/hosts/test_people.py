@@ -38,4 +38,4 @@ def test_a_patched_model_is_trained_and_unmerged_where_gradients_need_it_to_run_
     found, log = losses(checkpointing=True, preset=preset)
     assert found == plain and f"nothing merged: {reasons.RECOMPUTED}" in log
     found, log = losses(checkpointing=False, preset=preset)
-    assert found != plain and "[ToMe] merged 6/6 blocks" in log
+    assert found != plain and "TrainLoraNode (node train): merged 6/6 blocks" in log

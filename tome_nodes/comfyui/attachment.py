@@ -23,7 +23,7 @@ from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from ..tuning.search import Measured
-from . import host_checks, workflow
+from . import host_checks, run_log, workflow
 from .forecast_run import ForecastRun
 from .merging_run import KEY, MergingRun, apply_model
 from .models import check_forecasts, is_unet, record_of
@@ -226,9 +226,11 @@ class _Attachment:
         self.runs.pop(node, None)
 
         def keep(run: MergingRun | ForecastRun) -> None:
-            last = run.finish(self.tuned, self.is_quiet)
-            if last is not None:
-                self.runs[node] = last
+            last_runs = run.finish(self.tuned)
+            if last_runs:
+                self.runs[node] = last_runs[0]
+            if not self.is_quiet:
+                run_log.note(last_runs)
 
         self.running += 1
         try:

@@ -86,6 +86,7 @@ class Evaluated:
         reason: why nothing was to merge in the whole evaluation; None if something was.
         is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, and not
             on all tokens as ``refresh_steps`` says.
+        is_full: whether whole blocks ran on all tokens, as ``refresh_steps`` says.
     """
 
     step: int
@@ -93,6 +94,7 @@ class Evaluated:
     outcomes: Sequence[Outcome] = ()
     reason: str | None = None
     is_active: bool = True
+    is_full: bool = False
 
     @property
     def merged(self) -> list[Outcome]:

@@ -110,7 +110,7 @@ class Run:
         """
         with _locks.setdefault(self.model.model, RLock()):
             obstacle = self._obstacle(moment, latent, device, dtype, obstacle)
-            self._may_merge = obstacle is None
+            self._may_merge, is_full = obstacle is None, False
             if obstacle is not None:
                 yield None
                 outcomes: Sequence[Outcome] = ()
@@ -120,6 +120,7 @@ class Run:
                     yield evaluation
                     outcomes = self.model.outcomes()
                 self._keep(evaluation)
+                is_full = evaluation.is_full_step
                 detail = evaluation.detail
                 merged = any(outcome.plan is not None for outcome in outcomes)
                 if detail is not None and detail.is_full and detail.changes and not merged:
@@ -130,6 +131,7 @@ class Run:
             outcomes,
             obstacle,
             moment.is_active and obstacle != reasons.ALL_FULL_STEPS,
+            is_full,
         )
         self.model.observer.evaluated(result)
 
