@@ -71,8 +71,8 @@ def _row(name: str, network: nn.Module, side: int) -> list[str]:
     latent = Grid(side, side)
     balanced, fast = (_patched(network, preset) for preset in ("balanced", "fast"))
     levels = sorted({block.stack.level for block in fast.blocks})
-    saved = balanced.saved(latent)
-    merged = fast.saved(latent)
+    saved = balanced.saved(latent) or 0.0
+    merged = fast.saved(latent) or 0.0
     # In a full step, keys and values of large maps merge.
     keys = replace(fast.config, scope="module")
     work = UNET.work(fast)

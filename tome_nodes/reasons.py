@@ -3,6 +3,10 @@
 The log and the reports put "nothing merged: " or "nothing was forecast: " before them.
 """
 
+from collections.abc import Collection
+
+_OTHER = "another node or other code"
+
 TOKENS_CHANGED = (
     "another node or other code changes the tokens of the transformer blocks; leave one of the two "
     "out"
@@ -18,6 +22,8 @@ ATTENTION_REPLACED = (
 )
 
 BLOCKS_REPLACED = "another node replaces the transformer blocks; leave one of the two out"
+
+CORE_TOME = "core's node TomePatchModel merges the same tokens; remove that node"
 
 SPARSE_ATTENTION = (
     "Model Sparse Attention needs all keys, and is used instead; without that node, tokens merge"
@@ -35,7 +41,8 @@ ALL_OFF = "merge_attn, merge_crossattn and merge_mlp are all off; switch one on"
 ATTENTION_OFF = "merge_attn is off, and nothing else merges in models of this kind; switch it on"
 
 ALL_FULL_STEPS = (
-    "every step that could merge ran on all tokens, as refresh_steps says; take more steps"
+    "every step that could merge ran on all tokens, as refresh_steps says; take more steps, or "
+    "widen start_percent to end_percent"
 )
 
 NO_MEMORY = "the device has no memory left for merging; take a smaller picture or batch"
@@ -51,6 +58,10 @@ UNKNOWN_CALL = (
 )
 
 FUSED = "fused projections need attn_tokens=q,k,v; unfuse them, or pass it"
+
+OFF = "the ratio is 0, so the model stays as it is; raise it to save time"
+
+LITTLE_ATTENTION = "little of this model's time is in self-attention; preset fast saves most"
 
 NO_RATIO = "the ratio is 0 at every step that could merge; raise it"
 
@@ -135,6 +146,12 @@ PATCHED_BLOCKS = "that are patched"
 CALLED_DIFFERENTLY = "another node changes how the attention is called"
 OTHER_ATTENTION = "another node replaces the attention function"
 NO_WEIGHTS = "this host has no way to weigh them"
+
+
+def named(reason: str, others: Collection[str]) -> str:
+    """A reason that names who is in the way, as far as it is known: the files of other nodes."""
+    known = f"another node ({', '.join(sorted(others))})" if others else _OTHER
+    return reason.replace(_OTHER, known)
 
 
 def percents(start: float, end: float) -> str:

@@ -10,8 +10,8 @@ from benchmarks.speed.figures import grid
 from tools.server import ComfyServer
 from tools.workflow import Graph, as_new_run, titles, without_merging
 
-MERGED = re.compile(r"\[ToMe\] merged (?P<blocks>\d+/\d+) blocks \((?P<tokens>[^)]*)\)")
-NOTHING_MERGED = re.compile(r"\[ToMe\] (?P<reason>nothing merged: .*)")
+MERGED = re.compile(r"\[ToMe\] (?:.*: )?merged (?P<blocks>\d+/\d+) blocks \((?P<tokens>[^)]*)\)")
+NOTHING_MERGED = re.compile(r"\[ToMe\] (?:.*: )?(?P<reason>nothing merged: .*)")
 NOTHING = "-"
 
 

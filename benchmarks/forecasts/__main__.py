@@ -51,6 +51,22 @@ AXES: dict[str, Sequence[Any]] = {
         (scheduler, shift) for scheduler in comfy.samplers.SCHEDULER_NAMES for shift in SHIFTS
     ),
 }
+UNET_AXES: dict[str, Sequence[Any]] = {
+    **AXES,
+    "sampler": (
+        *("euler", "euler_ancestral", "ddim", "ddpm", "dpmpp_2m", "res_multistep"),
+        *("er_sde", "dpmpp_2m_sde"),
+    ),
+    "steps": (12, 16, 20, 30),
+    "situation": tuple(
+        name
+        for name, each in SITUATIONS.items()
+        if not (each.is_video or name.startswith(("SkipLayer", "NAG", "hooked")))
+    ),
+    "schedule": tuple((scheduler, None) for scheduler in comfy.samplers.SCHEDULER_NAMES),
+}
+"""The same for UNets, without nodes that are for transformers."""
+
 LONG_AXES = ("sampler", "situation", "schedule")
 
 
@@ -58,13 +74,15 @@ def graphs(is_quick: bool) -> list[Graph]:
     """Those of the table on the exact denoiser."""
     rows: list[dict[str, Any]] = cover(AXES, LONG_AXES if is_quick else ())
     others = [each for each in SAMPLERS if each not in PAIRED]
+    of_unets: list[dict[str, Any]] = cover(UNET_AXES, LONG_AXES if is_quick else ())
     return [
         *(_graph(**row) for row in rows),
+        *(_graph(**row, is_unet=True) for row in of_unets),
         *(Graph(each, 8, 3.0, True, "plain", "simple", 3.0) for each in others),
     ]
 
 
-def _graph(schedule: tuple[str, float], **others: Any) -> Graph:
+def _graph(schedule: tuple[str, float | None], **others: Any) -> Graph:
     scheduler, shift = schedule
     return Graph(scheduler=scheduler, shift=shift, **others)
 

@@ -1,6 +1,7 @@
 """One cell of the table: a graph without our node, with it, and without it in fewer steps."""
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ SAMPLERS = (
 )
 """The host's samplers, and those that take it with churn."""
 
-_NOTHING_WAS = "[ToMe] nothing was forecast: "
+_NOTHING = re.compile(r"\[ToMe\] nothing (was forecast|merged): ")
 
 FORECAST, ASIDE, NONE, WRONG = "forecast", "aside", "not possible", "wrong"
 
@@ -60,6 +61,7 @@ class Graph:
         scheduler: its name.
         shift: that of the noise levels; None for that of the model.
         is_judged: whether the trained judge runs, not the exact denoiser.
+        is_unet: whether the exact denoiser stands for a UNet, not for a flow.
     """
 
     sampler: str
@@ -70,6 +72,7 @@ class Graph:
     scheduler: str
     shift: float | None
     is_judged: bool = False
+    is_unet: bool = False
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -79,13 +82,13 @@ class Graph:
     @property
     def subject(self) -> Subject:
         """What it is run on."""
-        return _subject(self.is_judged, SITUATIONS[self.situation].is_video)
+        return _subject(self.is_judged, self.is_unet, SITUATIONS[self.situation].is_video)
 
     def in_words(self) -> str:
         """Its values, in one line."""
         negative = "a" if self.negative else "no"
         shift = "" if self.shift is None else f" with shift {self.shift:g}"
-        judged = ", on the judge" if self.is_judged else ""
+        judged = ", on the judge" if self.is_judged else ", on a UNet" if self.is_unet else ""
         return (
             f"{self.situation}, {self.sampler}, {self.steps} steps, {self.scheduler}{shift}, "
             f"guidance {self.guidance:g}, {negative} negative prompt{judged}"
@@ -151,8 +154,8 @@ def cell(graph: Graph) -> Cell:
     with _log_lines() as lines:
         ours = [run(graph, seed, with_ours=True)]
     counts = plain[0].evaluated, ours[0].evaluated
-    reasons = [line for line in lines if line.startswith(_NOTHING_WAS)]
-    why = "; ".join(dict.fromkeys(line.removeprefix(_NOTHING_WAS) for line in reasons))
+    reasons = [line for line in lines if _NOTHING.match(line)]
+    why = "; ".join(dict.fromkeys(_NOTHING.sub("", line) for line in reasons))
     if len(reasons) == len(lines):
         is_same = torch.equal(plain[0].latent, ours[0].latent)
         return Cell(ASIDE if is_same and why else WRONG, *counts, why=why)
@@ -249,9 +252,11 @@ def run(graph: Graph, seed: int, with_ours: bool = False, steps: int | None = No
 
 
 @cache
-def _subject(is_judged: bool, is_video: bool) -> Subject:
+def _subject(is_judged: bool, is_unet: bool, is_video: bool) -> Subject:
     if is_judged:
         return subjects.judge()
+    if is_unet:
+        return subjects.unet_pictures()
     return subjects.videos() if is_video else subjects.pictures()
 
 

@@ -5,12 +5,14 @@ The best guess of such a picture under noise is Wiener's filter.
 """
 
 import inspect
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
 
@@ -66,7 +68,7 @@ def _filtered(picture: Tensor, gain: Tensor) -> Tensor:
 
 
 class Denoiser:
-    """Answers in place of the network of a flow.
+    """Answers in place of the network of a flow, or of a UNet that predicts noise.
 
     It answers another way for whatever changes a network: other prompts, a ControlNet, weights
     that a hook changes, blocks that a node of guidance replaces, and attention that it patches.
@@ -75,6 +77,7 @@ class Denoiser:
     def __init__(self, model: ModelPatcher, weight: str):
         """Answer for ``model``, whose parameter ``weight`` hooks may change."""
         self._network = model.model.diffusion_model
+        self._is_flow = isinstance(model.get_model_object("model_sampling"), CONST)
         self._weight = weight
         self._before = self._fingerprint()
 
@@ -82,10 +85,21 @@ class Denoiser:
         """Wrap the network, which never runs."""
         given = inspect.signature(executor.original).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
-        latent: Tensor = given["x"]
-        prompts: Tensor = given["context"]
+        x: Tensor = given["x"]
         options: Mapping[str, Any] = given["transformer_options"]
         noise = float(options["sigmas"].max())
+        if self._is_flow:
+            return (x - self._picture(x, noise, given, options)) / noise
+        # The host has scaled the noisy picture so that its variance is 1.
+        noisy = x * math.sqrt(noise**2 + 1)
+        picture = self._picture(noisy / (1 + noise), noise / (1 + noise), given, options)
+        return (noisy - picture) / noise
+
+    def _picture(
+        self, latent: Tensor, noise: float, given: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Tensor:
+        """The best guess of the picture in a latent of a flow at a noise level."""
+        prompts: Tensor = given["context"]
         centres = self._centres(prompts, given.get("control"), (1, *latent.shape[1:]))
         centres = _patched(centres, options)
         # Without a prompt, what prompts change is among the deviations.
@@ -93,10 +107,8 @@ class Denoiser:
         variance = _VARIANCE * (1 + _CONTRAST**2 * is_any)
         # No transformer of the host reads the other kinds, such as that of PAG.
         if options.get("patches_replace", {}).get("dit"):
-            picture = denoised(latent, _WEAKENED * centres, noise, variance, power=2.5)
-        else:
-            picture = denoised(latent, centres, noise, variance)
-        return (latent - picture) / noise
+            return denoised(latent, _WEAKENED * centres, noise, variance, power=2.5)
+        return denoised(latent, centres, noise, variance)
 
     def _centres(self, prompts: Tensor, control: Any, shape: tuple[int, ...]) -> Tensor:
         """The mean picture of each sample."""

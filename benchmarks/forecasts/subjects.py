@@ -7,7 +7,7 @@ from typing import Any
 import comfy.samplers
 import torch
 from comfy.model_patcher import ModelPatcher
-from models.comfyui import TINY, Tiny, build, conditioning
+from models.comfyui import TINY, UNETS, Tiny, build, conditioning
 from torch import Tensor
 
 from benchmarks.fidelity.judges import SceneJudge
@@ -56,6 +56,11 @@ def pictures() -> Subject:
 def videos() -> Subject:
     """Videos of a tiny Wan, long enough for context windows."""
     return _exact(replace(TINY["wan21"], frames=24), 4, "blocks.0.self_attn.q.weight")
+
+
+def unet_pictures() -> Subject:
+    """Pictures of a tiny SDXL, too small to merge."""
+    return _exact(UNETS["sdxl"], 16, "time_embed.0.weight")
 
 
 def _exact(tiny: Tiny, side: int, weight: str) -> Subject:

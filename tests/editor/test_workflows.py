@@ -171,7 +171,7 @@ def test_workflow_runs_to_an_image_and_merges_in_the_pass_that_has_the_node(
     assert saved["filename"].startswith(name)
 
     (line,) = re.findall(r"\[ToMe\] .*", server.log[read:])
-    assert line.startswith("[ToMe] merged ")
+    assert re.match(r"\[ToMe\] .* \(node \d+\): merged ", line)
     assert f"({tokens[0]} -> {tokens[1]} tokens), {steps}/2 steps, ratio {ratio}" in line
 
 

@@ -75,7 +75,7 @@ def flux_with_vae():
     ("number", "make", "line"),
     [
         (0, sd15, "[ToMe] merged 3/7 blocks (192 -> 96 tokens), ratio 0.50"),
-        (1, flux_with_vae, "[ToMe] forecast 1/4 steps, ratio 0.60"),
+        (1, flux_with_vae, "[ToMe] forecast 1/4 steps (3)"),
     ],
 )
 def test_the_examples_of_the_documentation(monkeypatch, log_messages, number, make, line):

@@ -78,7 +78,7 @@ def test_the_model_is_left_out_where_a_straight_line_takes_its_place(
     expected = sampled(rivals.forecast()(model), 6, kind)
     assert relative_error(found, expected) < 1e-4
     assert len(levels_of(answers)) == 4
-    assert log_messages()[-1] == "[ToMe] forecast 2/6 steps, ratio 0.60"
+    assert log_messages()[-1] == "[ToMe] forecast 2/6 steps (3, 5)"
     assert relative_error(found, sampled(model, 6, kind)) > 1e-4
 
 
@@ -264,7 +264,7 @@ def test_beside_some_nodes_nothing_is_forecast(flux, log_messages, patch, why, i
     ours = attach(flux, configured())
     found = sampled(patch(ours) if is_last else attach(patch(flux), configured()))
     assert torch.equal(found, sampled(patch(flux))) == (why is not None)
-    expected = "forecast 3/8 steps, ratio 0.60" if why is None else f"nothing was forecast: {why}"
+    expected = "forecast 3/8 steps (3, 5, 7)" if why is None else f"nothing was forecast: {why}"
     assert log_messages() == [f"[ToMe] {expected}"]
 
 
@@ -299,7 +299,7 @@ def test_other_nodes_see_forecasts_as_answers_whatever_the_order(flux, is_last):
 def test_nodes_that_change_the_guided_answer_need_no_thought(flux, log_messages):
     guided_by_other = CFGZeroStar.execute(flux).args[0]
     sampled(attach(guided_by_other, configured()))
-    assert log_messages() == ["[ToMe] forecast 3/8 steps, ratio 0.60"]
+    assert log_messages() == ["[ToMe] forecast 3/8 steps (3, 5, 7)"]
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -323,7 +323,7 @@ def test_a_model_without_a_record_is_forecast(log_messages):
     model = build_class("AuraFlow", AURA_FLOW.settings)
     found = sample(attach(model, configured()), AURA_FLOW, steps=8)
     assert torch.isfinite(found).all()
-    assert log_messages() == ["[ToMe] forecast 3/8 steps, ratio 0.60"]
+    assert log_messages() == ["[ToMe] forecast 3/8 steps (3, 5, 7)"]
 
 
 def test_the_hosts_compiler_stays_on_where_steps_are_forecast(flux, monkeypatch):
@@ -368,7 +368,7 @@ def test_these_presets_are_the_same(flux, log_messages, preset):
     config = ToMeConfig(**settings_of(preset, {"ratio": 0.6}) | {"min_tokens": 1})
     found = sampled(attach(flux, config))
     assert torch.equal(found, sampled(attach(flux, configured())))
-    assert log_messages()[0] == "[ToMe] forecast 3/8 steps, ratio 0.60"
+    assert log_messages()[0] == "[ToMe] forecast 3/8 steps (3, 5, 7)"
 
 
 @pytest.mark.parametrize(

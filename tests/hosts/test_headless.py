@@ -57,7 +57,7 @@ def run(clone):
 def merged(server):
     """The ratios that the pack has logged since the test began."""
     read = len(server.log)
-    return lambda: re.findall(r"\[ToMe\] merged .* ratio ([\d.]+)", server.log[read:])
+    return lambda: re.findall(r"\[ToMe\] .*: merged .* ratio ([\d.]+)", server.log[read:])
 
 
 def is_the_picture(file):

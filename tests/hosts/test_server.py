@@ -164,7 +164,8 @@ def test_settings_count_in_place_of_the_other_inputs(pixels):
     assert of(settings=given) == of(settings=given, preset="balanced", ratio=0.1) == expected
     assert of(settings=given, preset="custom", sx=4, min_tokens=1) == expected
     assert of(settings='{"ratio": 0.5}', preset="fast", ratio=0.1) == expected
-    assert of(settings="{}", preset="fast", ratio=0.5) == expected
+    for nothing in ("{}", "", " ", "None", None):
+        assert of(settings=nothing, preset="fast", ratio=0.5) == expected
     assert of(settings='{"ratio": 0.5, "max_downsample": "auto"}', preset="fast") == expected
 
 
@@ -202,7 +203,6 @@ def test_settings_count_in_place_of_the_other_inputs(pixels):
         # It has no hash.
         ({"max_downsample": {"a": 1}}, "max_downsample=<dict> does not count"),
         ({"settings": "{"}, "is not allowed: it is not JSON"),
-        ({"settings": ""}, "is not allowed: it is not JSON"),
         ({"settings": "[1]"}, "is not allowed: it must be a JSON object of inputs by name"),
         ({"settings": '{"foo": 1}'}, "is not allowed: there is no foo; there are preset, ratio"),
         ({"settings": '{"ratio": 2}'}, "ratio=2 is not allowed: it must be from 0.0 to 0.95"),

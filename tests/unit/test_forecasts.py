@@ -13,6 +13,7 @@ from tome_nodes import reasons
 from tome_nodes.forecasting.forecasts import Forecasts
 from tome_nodes.forecasting.samplers import SAMPLERS
 from tome_nodes.forecasting.steps import Step, is_even, latent_share, log_snr, steps_that_run
+from tome_nodes.settings.config import OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,20 @@ def test_steps_between_the_first_and_the_last_are_forecast(ratio, is_settled, ex
     running = steps_that_run(ratio, len(expected), is_settled)
     letters = ["R" if step in running else "F" for step in range(len(expected))]
     assert "".join(letters) == expected
+
+
+@pytest.mark.parametrize(("count", "changes"), [(4, []), (8, [0.4, 0.65, 0.9]), (20, [0.1, 0.2])])
+def test_a_run_changes_from_the_ratios_on_that_the_tooltip_names(count, changes):
+    """The first of them; those of a run that is not settled."""
+    ratios = [number / 20 for number in range(1, 20)]
+    runs = [steps_that_run(ratio, count, False) for ratio in ratios]
+    found = [
+        ratio for ratio, *run in zip(ratios[1:], runs, runs[1:], strict=False) if run[0] != run[1]
+    ]
+    assert found[: len(changes)] == changes and (changes or not found)
+    assert count - len(runs[0]) == 1
+    if changes:
+        assert f"of {count} from {changes[0]} on" in OPTIONS["ratio"].text
 
 
 @given(st.floats(0, 1), st.integers(1, 100), st.booleans())

@@ -2,7 +2,8 @@
 
 A patched model is a clone with wrappers under our key. In a UNet, tokens merge
 (:mod:`tome_nodes.comfyui.merging_run`); in any other model, steps are forecast
-(:mod:`tome_nodes.comfyui.forecast_run`), unless the settings say to merge. Weights, patch lists and
+(:mod:`tome_nodes.comfyui.forecast_run`), unless the settings say to merge. So are those of a UNet
+in a long run in which merging would save next to nothing. Weights, patch lists and
 the source model are not touched, so LoRA, saving, model merging and other nodes' patches work as
 before.
 """
@@ -23,9 +24,9 @@ from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from ..tuning.search import Measured
-from . import host_checks, workflow
-from .forecast_run import ForecastRun
-from .merging_run import KEY, MergingRun, apply_model
+from . import host_checks, run_log, workflow
+from .forecast_run import ForecastRun, suits_unet
+from .merging_run import KEY, MergingRun, apply_model, saves_little
 from .models import check_forecasts, is_unet, record_of
 
 # Not ``__name__``: ComfyUI names the package after its folder.
@@ -188,7 +189,9 @@ class _Attachment:
             )
 
     def merge(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-        """Wrap one sampling run, which merges tokens."""
+        """Wrap one sampling run, which merges tokens, or is forecast where that saves little."""
+        if self.config.forecast and self._is_better_forecast(executor.class_obj, args, kwargs):
+            return self.forecast(executor, *args, **kwargs)
         run = MergingRun(
             self.config,
             self.make_strategy,
@@ -200,6 +203,21 @@ class _Attachment:
             result = executor(*args, **kwargs)
             keep(run)
         return result
+
+    def _is_better_forecast(
+        self, guider: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether the steps of a run of a UNet are forecast."""
+        noise, sampler, sigmas = (
+            _argument(name, args, kwargs) for name in ("noise", "sampler", "sigmas")
+        )
+        model = guider.model_patcher
+        return (
+            is_unet(_network(model))
+            and suits_unet(sampler, sigmas)
+            and host_checks.changed_for_forecasts(model) is None
+            and saves_little(self.config, _network(model), picture_of(noise).shape)
+        )
 
     def forecast(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap one sampling run, of which some steps are forecast."""
@@ -226,9 +244,11 @@ class _Attachment:
         self.runs.pop(node, None)
 
         def keep(run: MergingRun | ForecastRun) -> None:
-            last = run.finish(self.tuned, self.is_quiet)
-            if last is not None:
-                self.runs[node] = last
+            last_runs = run.finish(self.tuned)
+            if last_runs:
+                self.runs[node] = last_runs[0]
+            if not self.is_quiet:
+                run_log.note(last_runs)
 
         self.running += 1
         try:

@@ -19,14 +19,17 @@ from ..forecasting.samplers import SAMPLERS, Sampler
 from ..forecasting.steps import (
     FASTER,
     LEAST_SNR,
+    LONG,
     Step,
     are_apart,
+    are_geometric,
     is_even,
     latent_share,
     log_snr,
 )
 from ..patching.schedule import is_active, is_noise_alone
 from ..report.counts import Counts
+from ..report.gain import StepTimes, gain_of
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
@@ -67,6 +70,7 @@ class ForecastRun:
         self.count = len(self.schedule) - 1
         self.forecasts = Forecasts(config.ratio)
         self._steps_seen = 0
+        self._times = StepTimes()
         self._config = config
         self._guider = guider
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
@@ -114,15 +118,13 @@ class ForecastRun:
 
         return counted
 
-    def finish(self, tuned: Measured | None, is_quiet: bool) -> LastRun | None:
-        """Report the run, and return its record; None if no step was sampled.
+    def finish(self, tuned: Measured | None) -> list[LastRun]:
+        """The record of the run; none if no step was sampled.
 
-        Args:
-            tuned: what ToMe Tune measured with these settings, None if it did not choose them.
-            is_quiet: whether to log nothing.
+        ``tuned`` is what ToMe Tune measured with these settings, None if it did not choose them.
         """
         if not self._steps_seen:
-            return None
+            return []
         counts = Counts(self.count)
         counts.forecast_steps = self.forecasts.steps
         last = LastRun(
@@ -131,15 +133,16 @@ class ForecastRun:
             counts=counts,
             obstacle=self.reason,
             tuned=tuned,
+            gain=gain_of(counts, self._config, self._times) if counts.forecast_steps else None,
             is_forecast=True,
         )
-        if not is_quiet:
-            last.log()
-        return last
+        return [last]
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap the guided answer of a step."""
+        # Reading the noise level waits for the GPU.
         x, sigma = args[0], float(args[1].max())
+        self._times.begin(self._done)
         options = args[2] if len(args) > 2 else kwargs.get("model_options", {})
         step = self._step(sigma, options)
         if step is None:
@@ -187,6 +190,19 @@ class ForecastRun:
             self._steps_seen = self._done + 1
             if self._on_step is not None:
                 self._on_step(f"{what}, step {self._done + 1}/{self.count}")
+
+
+def suits_unet(sampler: Any, schedule: torch.Tensor) -> bool:
+    """Whether the steps of a UNet may be forecast under a sampler and its noise levels.
+
+    Short runs would be better off with fewer steps, and so would those that look back over levels
+    such as the scheduler *exponential* makes.
+    """
+    known = SAMPLERS.get(_function_of(sampler))
+    if known is None or not known.holds_on_unets or len(schedule) <= LONG:
+        return False
+    levels = [log_snr(noise, is_flow=False) for noise in schedule.tolist() if noise > 0]
+    return known.faster == FASTER or not are_geometric(levels)
 
 
 def _obstacle(

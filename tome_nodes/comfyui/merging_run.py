@@ -5,6 +5,7 @@ them off again.
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 
 from .. import reasons
 from ..merging.plan import Grid
-from ..patching.blocks import uncompiled
+from ..patching.blocks import Observer, PatchedModel, uncompiled
 from ..patching.engine import MakeStrategy
-from ..patching.evaluation import Run
+from ..patching.evaluation import LEAST_SAVED, Run
 from ..patching.schedule import Moment, is_active, is_noise_alone, step_index
+from ..report.gain import StepTimes
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
@@ -91,8 +93,10 @@ class MergingRun:
         self._schedule: list[float] = []
         self._from_noise = starts_empty
         self._step = 0
+        self._times = StepTimes()
         self._sigma: float | None = None
         self._calls: Counter[Hashable] = Counter()
+        self._others: set[str] = set()
         self._lock = Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MergingRun":
@@ -141,12 +145,18 @@ class MergingRun:
                 self._runs[diffusion_model] = self._run_of(model, record, latent, t.device)
             run = self._runs[diffusion_model]
             moment = self._moment(model, sigma, options)
+            self._times.begin(moment.step)
         if run is None or isinstance(record, str):
             return denoise()
         grid = record.grid(diffusion_model, shape)
         obstacle = record.obstacle(diffusion_model, conditions)
-        if obstacle is None and _is_sparse(options):
-            obstacle = reasons.SPARSE_ATTENTION
+        others = _others(options)
+        self._others |= {_short(other) for other in others}
+        for module, reason in _IN_THE_WAY.items():
+            if obstacle is None and any(other.endswith(module) for other in others):
+                obstacle = reason
+        if torch.is_grad_enabled() and _recomputes(diffusion_model):
+            obstacle = reasons.RECOMPUTED
         dtype = model.get_dtype_inference()
 
         def evaluate() -> Tensor:
@@ -237,30 +247,57 @@ class MergingRun:
         self._calls[network, composition] += 1
         return composition, self._calls[network, composition]
 
-    def finish(self, tuned: Measured | None, is_quiet: bool) -> LastRun | None:
-        """Report the run, and return the record of its first model; None if nothing was evaluated.
+    def finish(self, tuned: Measured | None) -> list[LastRun]:
+        """The records of the run, one for each class of model; none if nothing was evaluated.
 
-        A second model of another class is reported only in the log.
-
-        Args:
-            tuned: what ToMe Tune measured with these settings, None if it did not choose them.
-            is_quiet: whether to log nothing.
+        ``tuned`` is what ToMe Tune measured with these settings, None if it did not choose them.
         """
         last_runs = [
-            report.finish(run, model, tuned, is_quiet)
+            report.finish(run, model, tuned, self._times, self._others)
             for report, run, model in self._reports.values()
         ]
-        return last_runs[0] if last_runs else None
+        return [last for last in last_runs if last is not None]
 
 
-def _is_sparse(options: Mapping[str, Any]) -> bool:
-    """Whether ComfyUI's node Model Sparse Attention is in use.
+def saves_little(config: ToMeConfig, network: nn.Module, shape: Sequence[int]) -> bool:
+    """Whether merging would save so little in a UNet of pictures that nothing merges.
 
-    It needs as many keys as queries, and raises no error if merging leaves fewer.
+    ``shape`` is the shape of the latent.
     """
-    replaced = options.get("patches_replace", {}).get("dit", {})
-    functions = (options.get(OVERRIDE), *replaced.values())
-    return any(
-        getattr(function, "__module__", "").endswith("nodes_sparse_attention")
-        for function in functions
-    )
+    record = record_of(network)
+    patched = PatchedModel(record.in_effect(config), record, network, Observer())
+    saved = patched.saved_by_preset(record.grid(network, shape))
+    is_of_pictures = all(block.runs_as_one_stack for block in patched.blocks)
+    return is_of_pictures and saved is not None and saved < LEAST_SAVED
+
+
+def _recomputes(network: nn.Module) -> bool:
+    """Whether ComfyUI's node Train LoRA runs modules of a network again for their gradients."""
+    return any("org_forward" in vars(module) for module in network.modules())
+
+
+_IN_THE_WAY = {
+    "nodes_tomesd": reasons.CORE_TOME,
+    # It needs as many keys as queries, and raises no error if merging leaves fewer.
+    "nodes_sparse_attention": reasons.SPARSE_ATTENTION,
+}
+"""Why nothing merges beside some of ComfyUI's own nodes, by their modules."""
+
+
+def _others(options: Mapping[str, Any]) -> set[str]:
+    """The modules of the functions that other nodes put into attention or blocks."""
+    functions = [options.get(OVERRIDE)]
+    for name, patches in options.get("patches", {}).items():
+        functions += patches if name.startswith("attn") else ()
+    for replaced in options.get("patches_replace", {}).values():
+        functions += replaced.values()
+    modules = {
+        getattr(each, "__module__", None) or type(each).__module__ for each in functions if each
+    }
+    return {module for module in modules if KEY not in module}
+
+
+def _short(module: str) -> str:
+    """The name of the pack that a module is from, or of a module of ComfyUI itself."""
+    pack = re.search(r"custom_nodes[/\\.]([^/\\.]+)", module)
+    return pack[1] if pack else module.rpartition(".")[2]

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from comfy_api.v0_0_2 import ComfyExtension, io, ui
 
+from .. import reasons
 from ..report import pages
 from ..settings import removed
 from ..settings.options import SAMPLING, Option
 from ..settings.presets import CUSTOM, FREE, PRESET
 from ..tuning.search import SPEED, UNPATCHED, Wish
-from . import attachment, prompt_checks, validation, workflow
+from . import attachment, prompt_checks, run_log, validation, workflow
 from .node_texts import PATCH, REMOVE, REPORT, TUNE, Caption
 from .tune.trials import HOST_NAMES, Sampling
 from .tune.tuner import tune
@@ -125,6 +126,8 @@ class ToMePatchModel(io.ComfyNode):
         node = workflow.running_node()
         on_step = None if node is None else partial(workflow.show_text, node)
         config = validation.config_of(**inputs)
+        if config.merges_nothing:
+            run_log.say(reasons.OFF)
         return io.NodeOutput(
             attachment.attach(model, config, on_step=on_step, wants_details=_wants_details(node))
         )

@@ -4,19 +4,21 @@ An error in reporting never stops the sampling.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from threading import Lock
 from typing import Any
 
 import torch
 from comfy.model_management import InterruptProcessingException
 
+from .. import reasons
 from ..merging.plan import Grid
 from ..patching.blocks import Evaluated, Observer
 from ..patching.evaluation import Run
 from ..patching.overrides import Forward
 from ..report import log_line
 from ..report.counts import Counts
+from ..report.gain import StepTimes, gain_of
 from ..report.last_run import LastRun
 from ..report.recording import Recorder
 from ..tuning.search import Measured
@@ -41,6 +43,7 @@ class RunReport(Observer):
         ``with_details`` is whether to record every block in every step.
         """
         self._counts = Counts(total_steps)
+        self._latent = latent
         self._on_step = on_step
         self._details = Recorder(latent, device) if with_details else None
         self._step: int | None = None
@@ -72,33 +75,43 @@ class RunReport(Observer):
             self._on_step(log_line.live_line(result, self._counts.total_steps))
 
     def finish(
-        self, run: Run, model: Any, tuned: Measured | None, is_quiet: bool
+        self, run: Run, model: Any, tuned: Measured | None, times: StepTimes, others: Set[str]
     ) -> LastRun | None:
-        """Return the record of the run, which it logs unless it ``is_quiet``.
+        """The record of the run; None if an error, which is logged, prevented it.
 
-        ``model`` is the BaseModel of ComfyUI that was evaluated, and ``tuned`` as in the record.
-        None if an error, which is logged, prevented it.
+        ``model`` is the BaseModel of ComfyUI that was evaluated, ``tuned`` as in the record,
+        ``times`` are of the steps of the run, and ``others`` the nodes that may be in the way.
         """
         try:
-            last = self._last_run(run, model, tuned)
-            if not is_quiet:
-                last.log()
-            return last
+            return self._last_run(run, model, tuned, times, others)
         except Exception as error:
             _warn("the report of this run is missing", error)
             return None
 
-    def _last_run(self, run: Run, model: Any, tuned: Measured | None) -> LastRun:
+    def _last_run(
+        self,
+        run: Run,
+        model: Any,
+        tuned: Measured | None,
+        times: StepTimes,
+        others: Set[str],
+    ) -> LastRun:
         counts, engine, patched = self._counts, run.engine, run.model
         obstacle = log_line.obstacle(counts, patched.max_downsample, patched.shallowest)
+        gain = None
+        if counts.merged:
+            gain = gain_of(
+                counts, patched.config, times, patched.saved(self._latent), patched.shallowest
+            )
         return LastRun(
             model=type(model.model_config).__name__,
             config=patched.config,
             counts=counts,
-            obstacle=None if counts.merged else obstacle,
+            obstacle=None if counts.merged else reasons.named(obstacle, others),
             backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
             shallowest=patched.shallowest,
             recording=None if self._details is None else self._details.finish(),
+            gain=gain,
             tuned=tuned,
         )
 

@@ -25,12 +25,13 @@ input; and if it took a required one, ComfyUI would report that together with an
 def config_of(settings: str | None = None, **given: Any) -> ToMeConfig:
     """The settings that the inputs of the patch node stand for.
 
-    ``settings`` is a JSON object of options, which override ``given``.
+    ``settings`` is a JSON object of options, which override ``given``. An empty text counts as not
+    given, and so does "None", which ComfyUI makes of null.
 
     Raises:
         OptionError: an option is not allowed, or would have no effect.
     """
-    if settings is None:
+    if settings is None or (isinstance(settings, str) and settings.strip() in ("", "None")):
         return _config_of(**given)
     options = _options_in(settings)
     if "preset" in options:

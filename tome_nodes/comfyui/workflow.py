@@ -19,6 +19,14 @@ def running_node() -> str | None:
     return None if context is None else _workflow().get_real_node_id(context.node_id)
 
 
+def in_words(node: str) -> str:
+    """A node as a user knows it, for example ``KSampler (node 3)``."""
+    workflow = _workflow()
+    node = workflow.get_real_node_id(node)
+    data = workflow.get_node(node)
+    return f"{data.get('_meta', {}).get('title') or data['class_type']} (node {node})"
+
+
 def origins(input_name: str) -> Set[str] | None:
     """The ids of all nodes upstream of an input of the running node, None outside a workflow."""
     context = get_executing_context()

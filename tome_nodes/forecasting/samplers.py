@@ -18,12 +18,14 @@ class Sampler:
         apart: in runs of fewer steps than this, no two noise levels may be so close that they
             count as one.
         faster: see :func:`tome_nodes.forecasting.steps.is_even`.
+        holds_on_unets: whether forecasts hold on UNets, too, in runs that are long.
     """
 
     least: int
     corrects: bool = True
     apart: int = LONG
     faster: float = FASTER
+    holds_on_unets: bool = True
 
 
 _LOOKS_BACK = Sampler(8, faster=1.45)
@@ -32,10 +34,10 @@ SAMPLERS: Mapping[str, Sampler] = {
     "euler": Sampler(SHORTEST, apart=0),
     "euler_ancestral": Sampler(10),
     "ddpm": Sampler(8),
-    "er_sde": Sampler(8),
+    "er_sde": Sampler(8, holds_on_unets=False),
     "dpmpp_2m": _LOOKS_BACK,
     "res_multistep": _LOOKS_BACK,
-    "sa_solver": Sampler(8, corrects=False),
+    "sa_solver": Sampler(8, corrects=False, holds_on_unets=False),
 }
 """The samplers under which forecasts hold (benchmarks/FIDELITY.md), by the names of ComfyUI's
 functions without ``sample_``. They evaluate a step once. Under the others, forecasts change the

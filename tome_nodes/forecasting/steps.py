@@ -108,6 +108,12 @@ def are_apart(levels: Sequence[float]) -> bool:
     return all(after - before >= TOO_CLOSE for before, after in pairwise(levels))
 
 
+def are_geometric(levels: Sequence[float]) -> bool:
+    """Whether the levels, as in :func:`is_even`, are all as far apart."""
+    gaps = [after - before for before, after in pairwise(levels)]
+    return max(gaps) - min(gaps) < 0.01 * max(gaps)
+
+
 def first_steps(count: int, is_settled: bool) -> int:
     """The number of steps in which the model runs before the first forecast, in a run of
     ``count``."""

@@ -87,6 +87,7 @@ class Evaluated:
         reason: why nothing was to merge in the whole evaluation; None if something was.
         is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, and not
             on all tokens as ``refresh_steps`` says.
+        is_full: whether whole blocks ran on all tokens, as ``refresh_steps`` says.
     """
 
     step: int
@@ -94,6 +95,7 @@ class Evaluated:
     outcomes: Sequence[Outcome] = ()
     reason: str | None = None
     is_active: bool = True
+    is_full: bool = False
 
     @property
     def merged(self) -> list[Outcome]:
@@ -230,15 +232,23 @@ class PatchedModel:
         large = [level for level in self._levels if latent.downsampled(level).tokens >= LARGE]
         return max([self.max_downsample, *large])
 
-    def saved(self, latent: Grid) -> float:
-        """The share of an evaluation's work that merging saves; 1 if that is not known."""
+    def saved(self, latent: Grid) -> float | None:
+        """The share of an evaluation's work that merging saves; None if that is not known."""
+        if self._work is None:
+            return None
         if latent not in self._saved:
-            work = self._work
-            deepest = self.deepest(latent)
-            self._saved[latent] = (
-                1.0 if work is None else work.saved(self.config, latent, self.least_tokens, deepest)
+            self._saved[latent] = self._work.saved(
+                self.config, latent, self.least_tokens, self.deepest(latent)
             )
         return self._saved[latent]
+
+    def saved_by_preset(self, latent: Grid) -> float | None:
+        """The same for a preset that merges only in modules; None for other settings.
+
+        Stacks always save enough, and what is set by hand is followed.
+        """
+        is_preset = self.config.growth > 0 and self.config.scope == "module"
+        return self.saved(latent) if is_preset else None
 
     @cached_property
     def _work(self) -> Work | None:

@@ -114,7 +114,7 @@ class Run:
         """
         with _locks.setdefault(self.model.model, RLock()):
             obstacle = self._obstacle(moment, latent, device, dtype, obstacle)
-            self._may_merge = obstacle is None
+            self._may_merge, is_full = obstacle is None, False
             if obstacle is not None:
                 yield None
                 outcomes: Sequence[Outcome] = ()
@@ -124,6 +124,7 @@ class Run:
                     yield evaluation
                     outcomes = self.model.outcomes()
                 self._keep(evaluation)
+                is_full = evaluation.is_full_step
                 detail = evaluation.detail
                 merged = any(outcome.plan is not None for outcome in outcomes)
                 if detail is not None and detail.is_full and detail.changes and not merged:
@@ -134,6 +135,7 @@ class Run:
             outcomes,
             obstacle,
             moment.is_active and obstacle != reasons.ALL_FULL_STEPS,
+            is_full,
         )
         self.model.observer.evaluated(result)
 
@@ -173,11 +175,9 @@ class Run:
         most = latent.downsampled(model.shallowest).tokens
         if most < model.least_tokens and not model.observer.follows_blocks:
             return model.too_few(most)
-        # Stacks always save enough, and what is set by hand is followed.
-        if model.config.growth and model.config.scope == "module":
-            saved = model.saved(latent)
-            if saved < LEAST_SAVED:
-                return reasons.saves_little(saved, LEAST_SAVED)
+        saved = model.saved_by_preset(latent)
+        if saved is not None and saved < LEAST_SAVED:
+            return reasons.saves_little(saved, LEAST_SAVED)
         return None
 
     def _begin(self, moment: Moment, latent: Grid, device: torch.device) -> Evaluation:

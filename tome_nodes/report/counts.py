@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 
+from .. import reasons
 from ..patching.blocks import Evaluated, Observer
 
 
@@ -31,15 +32,18 @@ class Counts(Observer):
         self.unweighted_reasons: set[str] = set()
         self.forecast_steps: set[int] = set()
         self._steps: set[int] = set()
+        self._full_steps: set[int] = set()
         self._reasons: Counter[str] = Counter()
         self._reasons_of_idle: Counter[str] = Counter()
 
     def evaluated(self, result: Evaluated) -> None:
         """Add an evaluation to the counts."""
         self.blocks_present = result.blocks
+        if result.is_full:
+            self._full_steps.add(result.step)
         if result.reason is not None:
-            reasons = self._reasons if result.is_active else self._reasons_of_idle
-            reasons[result.reason] += 1
+            found = self._reasons if result.is_active else self._reasons_of_idle
+            found[result.reason] += 1
         for outcome in result.outcomes:
             self.largest_grid = max(self.largest_grid, outcome.before)
             if outcome.grid is not None:
@@ -61,6 +65,11 @@ class Counts(Observer):
         return len(self._steps)
 
     @property
+    def shorter_steps(self) -> set[int]:
+        """The steps that merged, other than full steps, in which ``refresh_steps`` leaves less."""
+        return self._steps - self._full_steps
+
+    @property
     def merged_blocks(self) -> int:
         """The number of blocks that merged in any step."""
         return len(set().union(*self.merged.values()))
@@ -71,5 +80,7 @@ class Counts(Observer):
 
         Reasons of evaluations that were not meant to merge count only if there are no others.
         """
-        reasons = self._reasons or self._reasons_of_idle
-        return reasons.most_common(1)[0][0] if reasons else None
+        found = self._reasons or self._reasons_of_idle
+        if not self._reasons and reasons.ALL_FULL_STEPS in found:
+            return reasons.ALL_FULL_STEPS
+        return found.most_common(1)[0][0] if found else None

@@ -7,6 +7,7 @@ from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
 from . import log_line
 from .counts import Counts
+from .gain import Gain
 from .recording import Recording
 
 log = logging.getLogger("tome_nodes")
@@ -22,6 +23,7 @@ class LastRun:
         counts: what was merged.
         obstacle: why nothing was merged or forecast, None if something was.
         tuned: what ToMe Tune measured with these settings, None if it did not choose them.
+        gain: what the run gained; None if nothing was merged or forecast.
         is_forecast: whether steps were to be forecast, in place of merging.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
             chose one.
@@ -35,6 +37,7 @@ class LastRun:
     counts: Counts
     obstacle: str | None
     tuned: Measured | None
+    gain: Gain | None = None
     is_forecast: bool = False
     backend: str | None = None
     shallowest: int = 1
@@ -46,10 +49,23 @@ class LastRun:
         what = "nothing was forecast" if self.is_forecast else "nothing merged"
         return None if self.obstacle is None else f"{what}: {self.obstacle}"
 
-    def log(self) -> None:
-        """Log what was merged or forecast, or why nothing was."""
+    @property
+    def line(self) -> str:
+        """What was merged or forecast, or why nothing was: the same for runs that are alike."""
         if self.nothing is not None:
-            log.warning("[ToMe] %s", self.nothing)
-            return
+            return self.nothing
         backend = [] if self.backend in (None, "torch") else [self.backend]
-        log.info("[ToMe] %s", log_line.log_line(self.counts, self.config, backend, self.tuned))
+        return log_line.log_line(self.counts, self.config, backend, self.tuned)
+
+    def log(self, node: str | None = None, alike: int = 1) -> None:
+        """Log the line, and what the run gained.
+
+        Args:
+            node: the node that sampled, in words; None if it is not known.
+            alike: how many runs of the node had this line, this one the last of them.
+        """
+        where = "" if node is None else f"{node}: "
+        count = "" if alike == 1 else f"{alike} runs: "
+        level = logging.INFO if self.nothing is None else logging.WARNING
+        gain = "" if self.gain is None or self.tuned is not None else f"; {self.gain.words}"
+        log.log(level, "[ToMe] %s%s%s%s", where, count, self.line, gain)

@@ -15,11 +15,13 @@ def log_line(
 ) -> str:
     """The log line of a run, or of the first call of a kind: what merged, and whether it helped.
 
-    For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``. The backend
-    is given as :meth:`tome_nodes.patching.engine.Engine.in_words` returns it.
+    For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``, or
+    ``forecast 2/8 steps (4, 7)``, counted from 1. The backend is given as
+    :meth:`tome_nodes.patching.engine.Engine.in_words` returns it.
     """
     if counts.forecast_steps:
-        done = [f"forecast {len(counts.forecast_steps)}/{counts.total_steps} steps", ratio(config)]
+        steps = ", ".join(str(step + 1) for step in sorted(counts.forecast_steps))
+        done = [f"forecast {len(counts.forecast_steps)}/{counts.total_steps} steps ({steps})"]
     else:
         blocks = f"{counts.merged_blocks}/{counts.blocks_present} blocks"
         done = [f"merged {blocks} ({sizes(counts)})"]

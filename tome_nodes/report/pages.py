@@ -118,11 +118,9 @@ def in_words(run: LastRun) -> list[str]:
             f"Forecast: {len(counts.forecast_steps)} of {total} steps"
             if run.is_forecast
             else f"Merged: {blocks}, {log_line.sizes(counts)}",
-            "Helped: not measured"
-            if run.tuned is None
-            else f"Helped: {log_line.times(run.tuned)} (ToMe Tune)",
+            f"Helped: {_helped(run)}",
         ]
-        if run.tuned is None:
+        if run.tuned is None and run.gain is not None and not run.gain.is_measured:
             hint = hint or UNMEASURED
     if hint is not None:
         lines += [f"Hint: {hint}"]
@@ -130,11 +128,22 @@ def in_words(run: LastRun) -> list[str]:
         steps = f"Steps: merged in {counts.merged_steps} of {total}"
         lines += [_times_in_words(run.recording), steps]
     lines += [f"Model: {run.model}"]
-    settings = log_line.settings(run.config, counts.frames, defaults=True)
-    lines += [f"Settings: {log_line.ratio(run.config) if run.is_forecast else ', '.join(settings)}"]
+    config = run.config
+    settings = [log_line.ratio(config)]
+    if not run.is_forecast:
+        settings = log_line.settings(config, counts.frames, defaults=True)
+    if (config.start_percent, config.end_percent) != (0, 1):
+        settings += [f"start_percent {config.start_percent:g}, end_percent {config.end_percent:g}"]
+    lines += [f"Settings: {', '.join(settings)}"]
     if run.backend is not None:
         lines += [f"Backend: {run.backend}"]
     return [*lines, *(f"Note: {deviation}" for deviation in log_line.deviations(counts))]
+
+
+def _helped(run: LastRun) -> str:
+    if run.tuned is not None:
+        return f"{log_line.times(run.tuned)} (ToMe Tune)"
+    return "not known" if run.gain is None else run.gain.words
 
 
 def hint_for(run: LastRun) -> str | None:

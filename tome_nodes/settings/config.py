@@ -49,7 +49,8 @@ class ToMeConfig:
         text="How much to save: more is faster and changes the picture more; 0 is exactly the "
         "unpatched model. In a UNet, such as SDXL, it is the share of tokens, small squares of the "
         "picture, that merge, and more do in large pictures; in a transformer, such as Flux, how "
-        "many of the steps are skipped.",
+        "many of the steps are skipped: one of 4 steps at any ratio, a second of 8 from 0.4 on, "
+        "of 20 from 0.1 on.",
         more="It is the share at 64x64 tokens. Under balanced and fast, larger maps merge more, "
         "and their cells grow: at a `ratio` of 0.6, balanced merges 0.80 of 128x128 tokens and "
         "0.90 of 256x256, fast 0.67 and 0.72. Otherwise one token of each cell always stays, so "

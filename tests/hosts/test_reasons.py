@@ -1,0 +1,123 @@
+"""Each line on a run that gained nothing says who is in the way, and what to do, as it happens."""
+
+import pytest
+from comfy_extras import nodes_hypertile, nodes_tomesd
+from host import merging
+from models.comfyui import TINY, UNETS, sample
+
+from tome_nodes.comfyui.attachment import attach, last_run
+from tome_nodes.report import gain
+from tome_nodes.report.pages import in_words
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
+
+STACK = merging(scope="stack", refresh_steps=2, start_percent=0.4, end_percent=0.6)
+
+
+def preset(name, **free):
+    return ToMeConfig(**settings_of(name, {"ratio": 0.6, **free}))
+
+
+def core_tome(model):
+    return nodes_tomesd.TomePatchModel.execute(model, 0.3).args[0]
+
+
+def hyper_tile(model):
+    return nodes_hypertile.HyperTile.execute(model, 64, 2, 0, False)[0]
+
+
+def run(models, kind, config, patch=None, **options):
+    model = models(kind) if patch is None else patch(models(kind))
+    patched = attach(model, config)
+    size = options.pop("size", (16, 16))
+    sample(patched, UNETS[kind] if kind in UNETS else TINY[kind], size, **options)
+    return last_run(patched)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "options", "who", "what_to_do"),
+    [
+        ("flux", preset("balanced"), {"steps": 1}, "a run of 1 is too short", "leave ToMe out"),
+        ("flux", preset("balanced"), {"steps": 3}, "a run of 3 is too short", "take fewer"),
+        (
+            *("flux", preset("balanced"), {"steps": 8, "sampler": "heun"}),
+            *("under the sampler heun", "take euler, dpmpp_2m or res_multistep"),
+        ),
+        (
+            *("flux", preset("balanced", end_percent=0.1), {"steps": 8}),
+            *("covers only steps in which the model always runs", "widen them"),
+        ),
+        (
+            *("sd15", preset("balanced", start_percent=0.95), {"steps": 4}),
+            *("start_percent=0.95 to end_percent=1.0 covers no step of this run", "widen them"),
+        ),
+        (
+            *("sd15", STACK, {"steps": 4}),
+            *("every step that could merge ran on all tokens", "widen start_percent"),
+        ),
+        (
+            *("sd15", preset("balanced"), {"steps": 1, "patch": core_tome}),
+            *("core's node TomePatchModel merges the same tokens", "remove that node"),
+        ),
+        (
+            *("sd15", preset("balanced"), {"steps": 1, "patch": hyper_tile}),
+            *("another node (nodes_hypertile) masks", "leave one of the two out"),
+        ),
+        ("sd15", preset("fast"), {"steps": 1, "size": (8, 8)}, "64 tokens", "a larger picture"),
+        ("sdxl", preset("paper"), {"steps": 1}, "max_downsample=1", "use preset fast"),
+        (
+            *("sdxl", preset("balanced"), {"steps": 1, "size": (32, 32)}),
+            *("little of this model's time is in self-attention", "preset fast saves most"),
+        ),
+        (
+            *("sd15", merging(), {"steps": 1, "size": (8, 8)}),
+            *("merged", "expected"),
+        ),
+    ],
+)
+def test_a_line_says_who_is_in_the_way_and_what_to_do(
+    models, caplog, kind, config, options, who, what_to_do
+):
+    caplog.set_level("INFO", logger="tome_nodes")
+    run(models, kind, config, **options)
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "tome_nodes")
+    assert who in line and what_to_do in line.partition(who)[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "seconds", "words"),
+    [
+        (
+            *("flux", preset("balanced"), [9, 2, 0.5, 2, 0.5, 2, 0.5]),
+            "saved 4.5 s (28%): a step took 2 s with the model, 0.5 s forecast",
+        ),
+        (
+            *("sd15", merging(start_percent=0.5), [9, 2, 2, 2, 1, 1, 1]),
+            "saved 4 s (25%): a step took 2 s on all tokens, 1 s merged",
+        ),
+        (
+            *("sd15", merging(scope="stack", refresh_steps=4), [9, 1, 2, 1, 1, 1, 2]),
+            "saved 6 s (38%): a step took 2 s on all tokens, 1 s merged",
+        ),
+        (
+            *("sd15", merging(start_percent=0.5), [9, 1, 1, 1, 1, 1, 1]),
+            "no gain: a step took 1 s on all tokens, 1 s merged",
+        ),
+        (
+            *("sd15", merging(attn_tokens="k,v"), [9, 1, 1, 1, 1, 1, 1]),
+            "expected, not measured: 5% fewer multiplications in a merged step",
+        ),
+    ],
+)
+def test_a_run_of_eight_steps_says_whether_it_helped(
+    models, caplog, monkeypatch, kind, config, seconds, words
+):
+    """The times are of its steps but the last; the first, in which devices warm up, is long."""
+    caplog.set_level("INFO", logger="tome_nodes")
+    times = iter([sum(seconds[:step]) for step in range(8)])
+    monkeypatch.setattr(gain.time, "perf_counter", lambda: next(times))
+    found = run(models, kind, config, steps=8)
+    assert caplog.messages[-1].endswith(f"; {words}")
+    lines = in_words(found)
+    assert lines[1] == f"Helped: {words}"
+    assert any("let ToMe Tune measure" in line for line in lines) == ("expected" in words)

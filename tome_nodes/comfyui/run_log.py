@@ -1,0 +1,56 @@
+"""Log the runs of a workflow: those of one node that are alike in one line, once it is done."""
+
+import logging
+from collections.abc import Sequence
+
+from comfy_execution.progress import NodeProgressState, ProgressHandler, get_progress_state
+from comfy_execution.utils import get_executing_context
+
+from ..report.last_run import LastRun
+from . import workflow
+
+log = logging.getLogger("tome_nodes")
+
+_NAME = "tome_nodes"
+
+
+def note(last_runs: Sequence[LastRun]) -> None:
+    """Log some runs that have ended: at the end of the running node, or now if there is none."""
+    context = get_executing_context()
+    try:
+        if context is None:
+            for last in last_runs:
+                last.log()
+            return
+        handlers = get_progress_state().handlers
+        handler = handlers.setdefault(_NAME, _Runs(_NAME))
+        for last in last_runs:
+            handler.add(context.node_id, last)
+    except Exception as error:
+        # A picture is worth more than its log line.
+        log.warning("[ToMe] the log line of a run is missing: %s: %s", type(error).__name__, error)
+
+
+def say(text: str) -> None:
+    """Log a line of the running node."""
+    node = workflow.running_node()
+    log.info("[ToMe] %s%s", "" if node is None else f"{workflow.in_words(node)}: ", text)
+
+
+class _Runs(ProgressHandler):
+    """The runs of one prompt that are not logged yet. ComfyUI tells it when a node is done."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._runs: dict[str, dict[str, tuple[int, LastRun]]] = {}
+
+    def add(self, node: str, last: LastRun) -> None:
+        """Add a run of a node."""
+        runs = self._runs.setdefault(node, {})
+        alike, _ = runs.get(last.line, (0, None))
+        runs[last.line] = alike + 1, last
+
+    def finish_handler(self, node_id: str, state: NodeProgressState, prompt_id: str) -> None:
+        """Log the runs of a node."""
+        for alike, last in self._runs.pop(node_id, {}).values():
+            last.log(workflow.in_words(node_id), alike)
