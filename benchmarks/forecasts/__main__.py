@@ -51,6 +51,9 @@ AXES: dict[str, Sequence[Any]] = {
         (scheduler, shift) for scheduler in comfy.samplers.SCHEDULER_NAMES for shift in SHIFTS
     ),
 }
+_OF_FLOWS = ("SkipLayer", "NAG", "hooked", "CFGZeroStar", "inversion")
+"""The first words of situations with nodes or noise levels for transformers."""
+
 UNET_AXES: dict[str, Sequence[Any]] = {
     **AXES,
     "sampler": (
@@ -61,11 +64,11 @@ UNET_AXES: dict[str, Sequence[Any]] = {
     "situation": tuple(
         name
         for name, each in SITUATIONS.items()
-        if not (each.is_video or name.startswith(("SkipLayer", "NAG", "hooked")))
+        if not (each.is_video or name.startswith(_OF_FLOWS))
     ),
     "schedule": tuple((scheduler, None) for scheduler in comfy.samplers.SCHEDULER_NAMES),
 }
-"""The same for UNets, without nodes that are for transformers."""
+"""The same for UNets."""
 
 LONG_AXES = ("sampler", "situation", "schedule")
 

@@ -59,7 +59,9 @@ def markdown(taken: Mapping[str, Any], summary: str, rows: Rows) -> str:
             _by("guidance", exact, lambda graph: f"{graph.guidance:g}"),
             _by("negative prompt", exact, lambda graph: "a prompt" if graph.negative else "none"),
             _by("scheduler", exact, lambda graph: graph.scheduler),
-            _by("shift", exact, lambda graph: f"{graph.shift:g}"),
+            _by(
+                "shift", exact, lambda graph: "UNet" if graph.shift is None else f"{graph.shift:g}"
+            ),
             "## The worst cells",
             _cells(worst),
             "## On the trained judge of pictures",

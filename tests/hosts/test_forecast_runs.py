@@ -12,11 +12,11 @@ from comfy.patcher_extension import WrappersMP
 from comfy_extras import nodes_apg, nodes_context_windows, nodes_easycache
 from comfy_extras.nodes_cfg import CFGZeroStar
 from common import relative_error
-from models.comfyui import AURA_FLOW, TINY, build_class, conditioning, sample
+from models.comfyui import AURA_FLOW, KINDS, TINY, build_class, conditioning, sample
 
 from benchmarks.fidelity import rivals
 from tome_nodes import reasons
-from tome_nodes.comfyui import comfy_compiler, forecast_run
+from tome_nodes.comfyui import comfy_compiler, forecast_run, merging_run
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.forecasting import forecasts
 from tome_nodes.forecasting.samplers import SAMPLERS
@@ -400,6 +400,35 @@ def test_a_run_of_a_picture_is_forecast_and_a_second_run_begins_anew(flux):
     sampled(patched, cfg=1.0, seed=9)
     again = sampled(patched, **options)
     assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "forecast 6/16 steps"),
+        ({"sampler": "dpmpp_2m"}, "forecast 6/16 steps"),
+        ({"steps": 15}, "nothing merged: "),
+        ({"sampler": "er_sde"}, "nothing merged: "),
+        ({"sampler": "heun"}, "nothing merged: "),
+        ({"sampler": "dpmpp_2m", "scheduler": "exponential"}, "nothing merged: "),
+        ({"preset": "fast"}, "nothing merged: "),
+    ],
+    ids=["euler", "dpmpp_2m", "short", "er_sde", "heun", "exponential", "fast"],
+)
+def test_a_unet_in_which_merging_saves_next_to_nothing_is_forecast_in_long_runs(
+    models, log_messages, monkeypatch, options, expected
+):
+    monkeypatch.setattr(merging_run, "LEAST_SAVED", 0.05)
+    sdxl, tiny = models("sdxl"), KINDS["sdxl"]
+    options = {"steps": 16, "scheduler": "normal", **options}
+    config = ToMeConfig(**settings_of(options.pop("preset", "balanced"), {}))
+    given, answers = seen(sdxl)
+    found = sample(attach(given, config), tiny, (8, 8), cfg=1.0, **options)
+    plain = sample(sdxl, tiny, (8, 8), cfg=1.0, **options)
+    is_forecast = expected.startswith("forecast")
+    assert torch.equal(found, plain) != is_forecast
+    assert (len(answers) < 16) == (is_forecast or options["steps"] < 16)
+    assert log_messages()[-1].startswith(f"[ToMe] {expected}")
 
 
 def test_an_unet_merges_in_all_steps(sd15, log_messages):
