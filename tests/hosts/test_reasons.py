@@ -1,6 +1,5 @@
 """Each line on a run that gained nothing says who is in the way, and what to do, as it happens."""
 
-import host
 import pytest
 from comfy_extras import nodes_hypertile, nodes_tomesd
 from host import merging
