@@ -66,7 +66,7 @@ def hires_by_model():
         "upscaler": node("UpscaleModelLoader", model_name="twice.pth"),
         "larger": node("ImageUpscaleWithModel", upscale_model=["upscaler", 0], image=["first", 0]),
         "encoded": encoded("larger"),
-        "second": sampler(["encoded", 0], denoise=0.5),
+        "second": sampler(["encoded", 0], denoise=0.5, steps=2),
         "decode": decoded("second"),
     }
 
@@ -124,7 +124,7 @@ def tiles():
         "picture": picture(count=3),
         "encoded": encoded(),
         "tiles": node("RebatchLatents", latents=["encoded", 0], batch_size=1),
-        "sampler": sampler(["tiles", 0], denoise=0.5),
+        "sampler": sampler(["tiles", 0], denoise=0.5, steps=2),
         "whole": node("RebatchLatents", latents=["sampler", 0], batch_size=3),
         "decode": decoded("whole"),
     }
