@@ -1,9 +1,12 @@
 """Each line on a run that gained nothing says who is in the way, and what to do, as it happens."""
 
 import pytest
+import torch
 from comfy_extras import nodes_hypertile, nodes_tomesd
 from host import merging
 from models.comfyui import TINY, UNETS, sample
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.report import gain
@@ -28,7 +31,7 @@ def hyper_tile(model):
 
 def run(models, kind, config, patch=None, **options):
     model = models(kind) if patch is None else patch(models(kind))
-    patched = attach(model, config)
+    patched = model if config is None else attach(model, config)
     size = options.pop("size", (16, 16))
     sample(patched, UNETS[kind] if kind in UNETS else TINY[kind], size, **options)
     return last_run(patched)
@@ -121,3 +124,40 @@ def test_a_run_of_eight_steps_says_whether_it_helped(
     lines = in_words(found)
     assert lines[1] == f"Helped: {words}"
     assert any("let ToMe Tune measure" in line for line in lines) == ("expected" in words)
+
+
+class Doubles(TorchDispatchMode):
+    """The operations that give float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+        if any(each.dtype == torch.float64 for each in tensors):
+            self.seen.add(str(function))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        *(("sd15", merging(strategy=each, merge_mlp=True)) for each in ("bipartite", "cluster")),
+        ("sd15", merging(ratio_end=0.2, **settings_of("balanced", {}))),
+        ("sd15", merging(scope="stack", refresh_steps=2, merge_crossattn=True)),
+        ("flux", merging(strategy="window")),
+        ("flux", preset("balanced")),
+    ],
+)
+def test_nothing_is_computed_in_float64_that_the_model_alone_does_not(models, kind, config):
+    """Apple's GPUs have none."""
+    models(kind)
+    seen = []
+    for each in None, config:
+        with Doubles() as doubles:
+            run(models, kind, each, steps=8 if config.forecast else 3)
+        seen.append(doubles.seen)
+    assert seen[1] <= seen[0]
+    assert not seen[0] or kind == "flux"

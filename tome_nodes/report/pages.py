@@ -170,8 +170,6 @@ def hint_for(run: LastRun) -> str | None:
             f"in {counts.total_steps} steps, whole stacks change the picture as much as fewer "
             f"steps would; {_ENOUGH} steps with the same settings save more."
         )
-    if run.shallowest > 1 and config.scope == "module" and not config.merge_mlp:
-        return "little of this model's time is in self-attention; preset fast saves most."
     return None
 
 
