@@ -62,6 +62,19 @@ class Outcome:
         """Note that something ran on the slots of ``plan`` instead of on ``tokens`` tokens."""
         self.before, self.plan = tokens, plan
 
+    def of(self, block: str) -> "Outcome":
+        """The same outcome of another block."""
+        return Outcome(
+            block,
+            self.before,
+            self.plan,
+            self.grid,
+            self.reason,
+            self.unweighted_reason,
+            self.module_scope_reason,
+            self.has_run,
+        )
+
     def complete(self) -> None:
         """Drop the notes that do not apply, now that the block has run."""
         if self.plan is None:
@@ -117,6 +130,16 @@ class Observer:
         """An evaluation is over; one that raised is not reported."""
 
 
+class StackWeights(Protocol):
+    """Weighs the keys of all self-attentions of a stack."""
+
+    def put_on(self, called: dict[str, Any], weights: KeyWeights) -> None:
+        """Weigh keys from now on; ``called`` are the keyword arguments of the first block."""
+
+    def take_off(self, called: dict[str, Any]) -> None:
+        """Weigh no keys any more; ``called`` are the keyword arguments of the last block."""
+
+
 @dataclass(eq=False)
 class Evaluation:
     """The state of one model evaluation.
@@ -130,12 +153,16 @@ class Evaluation:
         is_full_step: whether the step is a full step, in which blocks run on all tokens.
         module_scope_reason: why stacks merge only in their modules, as while gradients are
             computed, or once kept detail was of another place; else None.
+        is_unpatched: whether no other code patches the inside of blocks, as the host knows before.
         feature_map: the shape ``[batch, channels, height, width]`` of the feature map of the
             running stack, where the host does not pass it on to blocks.
         stack_plan: the plan of the running stack if it runs as one on merged tokens; else None.
         stack_tokens: the tokens that entered the running stack, ``[batch, tokens, channels]``, if
             it runs as one or its change is to be kept; else None.
         stack_merged: ``stack_tokens`` merged, if the stack runs as one; else None.
+        stack_weights: what weighs the keys of the running stack, if its blocks run untouched.
+        has_whole_stacks: whether the blocks of a stack between its first and its last run
+            untouched.
     """
 
     engine: Engine
@@ -145,10 +172,13 @@ class Evaluation:
     detail: Detail | None = None
     is_full_step: bool = False
     module_scope_reason: str | None = None
+    is_unpatched: bool = False
     feature_map: Sequence[int] | None = None
     stack_plan: Plan | None = None
     stack_tokens: Tensor | None = None
     stack_merged: Tensor | None = None
+    stack_weights: StackWeights | None = None
+    has_whole_stacks: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +217,7 @@ class PatchedModel:
         model: the model itself.
         observer: follows its evaluations.
         blocks: all its blocks.
+        has_stacks: whether any stack may run on merged tokens in one go.
         shallowest: how many times smaller than the latent the largest grid with blocks is.
         max_downsample: how many times smaller than the latent the smallest grid that merges is;
             ``auto`` is resolved. Where the share grows with the map, see :meth:`deepest`.
@@ -209,11 +240,12 @@ class PatchedModel:
             for stack in record.stacks(model)
             for index in range(len(stack.blocks))
         ]
+        self.has_stacks = any(block.runs_as_one_stack for block in self.blocks)
         levels = Counter(block.stack.level for block in self.blocks)
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
         self._levels = sorted(levels)
-        self._overrides: dict[int, Overrides] = {}
+        self._overrides: dict[tuple[int, bool], Overrides] = {}
         self.evaluation: Evaluation | None = None
 
     def deepest(self, latent: Grid) -> int:
@@ -223,27 +255,43 @@ class PatchedModel:
         large = [level for level in self._levels if latent.downsampled(level).tokens >= LARGE]
         return max([self.max_downsample, *large])
 
-    def overrides(self, deepest: int) -> Overrides:
-        """What modules run instead of their own methods, down to a level."""
-        if deepest not in self._overrides:
-            self._overrides[deepest] = Overrides(partial(self._make_overrides, deepest))
-        return self._overrides[deepest]
+    def overrides(self, evaluation: Evaluation) -> Overrides:
+        """What modules run instead of their own methods in an evaluation."""
+        kind = evaluation.deepest, evaluation.has_whole_stacks
+        if kind not in self._overrides:
+            self._overrides[kind] = Overrides(partial(self._make_overrides, *kind))
+        return self._overrides[kind]
 
-    def _make_overrides(self, deepest: int) -> Iterator[Override]:
+    def _make_overrides(self, deepest: int, has_whole_stacks: bool) -> Iterator[Override]:
         for block in self.blocks:
             if block.stack.level <= deepest or self.observer.follows_blocks:
-                yield from block.overrides()
+                yield from block.overrides_of_stack() if has_whole_stacks else block.overrides()
 
     def too_few(self, tokens: int, least: int) -> str:
         """The reason to report if a feature map has fewer tokens than ``least``."""
         return reasons.too_few(tokens, least, self.config.min_tokens)
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self, evaluation: Evaluation) -> list[Outcome]:
         """The outcomes of the blocks that ran, completed."""
-        outcomes = [block.outcome for block in self.blocks if block.outcome.has_run]
-        for outcome in outcomes:
-            outcome.complete()
+        outcomes: list[Outcome] = []
+        of_first = None
+        for block in self.blocks:
+            outcome = block.outcome
+            if block.index == 0:
+                of_first = outcome
+            if evaluation.has_whole_stacks and block.runs_as_one_stack and of_first is not None:
+                # The blocks of its stack did the same.
+                outcome = of_first.of(block.name)
+            if outcome.has_run:
+                outcome.complete()
+                outcomes.append(outcome)
         return outcomes
+
+    def forget(self) -> None:
+        """Drop what an evaluation has left in blocks."""
+        for block in self.blocks:
+            if block.outcome.has_run:
+                block.forget()
 
 
 def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int:
@@ -273,7 +321,10 @@ class Block:
         module: the module of the block.
         name: its path within the model.
         outcome: what it has done so far in the current evaluation.
+        runs_as_one_stack: whether its stack may run on merged tokens in one go.
     """
+
+    runs_as_one_stack = False
 
     def __init__(self, model: PatchedModel, stack: Stack, index: int):
         self.model = model
@@ -295,10 +346,9 @@ class Block:
         """
         raise NotImplementedError
 
-    @property
-    def runs_as_one_stack(self) -> bool:
-        """Whether its stack may run on merged tokens in one go."""
-        return False
+    def overrides_of_stack(self) -> list[Override]:
+        """The same while stacks run as one: by default, nothing else."""
+        return self.overrides()
 
     @property
     def evaluation(self) -> Evaluation:

@@ -43,8 +43,7 @@ def _needs_all_tokens(
 ) -> bool:
     """Whether another node patches the inside of this block, or of all blocks."""
     options = transformer_options or {}
-    patches = options.get("patches") or {}
-    if any(patches.get(name) for name in _BLOCK_PATCHES):
+    if _has_block_patches(options):
         return True
     replaced = options.get("patches_replace")
     if not replaced:
@@ -55,6 +54,17 @@ def _needs_all_tokens(
         for attention in ("attn1", "attn2")
         for name in (spatial_transformer, (*spatial_transformer, index))
     )
+
+
+def is_unpatched(options: Mapping[str, Any]) -> bool:
+    """Whether no other node patches the inside of any block; ``options`` are the transformer's."""
+    replaced = options.get("patches_replace") or {}
+    return not (_has_block_patches(options) or replaced.get("attn1") or replaced.get("attn2"))
+
+
+def _has_block_patches(options: Mapping[str, Any]) -> bool:
+    patches = options.get("patches") or {}
+    return any(patches.get(name) for name in _BLOCK_PATCHES)
 
 
 def _changed_part(block: Any) -> str | None:
@@ -101,6 +111,50 @@ def weigh_keys(called: dict[str, Any], weights: KeyWeights) -> dict[str, Any]:
     return called | {"transformer_options": options | {OVERRIDE: override}}
 
 
+class StackOverride:
+    """An override of attention that weighs the keys of all self-attentions of a stack.
+
+    No other node patches the inside of its blocks, so the keys of every cross-attention are the
+    tokens of the prompt.
+    """
+
+    def put_on(self, called: dict[str, Any], weights: KeyWeights) -> None:
+        """See :class:`tome_nodes.patching.blocks.StackWeights`."""
+        options, context = called["transformer_options"], called.get("context")
+        self._weights = weights
+        # If a prompt has as many tokens as the stack, its attention is every second one.
+        self._takes_turns = context is not None and context.shape[1] == weights.sizes.shape[1]
+        self._is_cross = False
+        self._theirs = options.get(OVERRIDE)
+        weights.note(reasons.OTHER_ATTENTION)
+        options[OVERRIDE] = self.override
+
+    def take_off(self, called: dict[str, Any]) -> None:
+        """See :class:`tome_nodes.patching.blocks.StackWeights`."""
+        options = called["transformer_options"]
+        if self._theirs is None:
+            del options[OVERRIDE]
+        else:
+            options[OVERRIDE] = self._theirs
+
+    def override(
+        self,
+        func: Attention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        weights: KeyWeights | None = self._weights
+        is_cross = self._is_cross
+        self._is_cross = self._takes_turns and not is_cross
+        if is_cross or mask is not None or not fits(self._weights, k):
+            weights = None
+        return attend(weights, func, self._theirs, mask, q, k, v, heads, kwargs)
+
+
 @dataclass(frozen=True)
 class ComfyUNet(UNetRecord):
     """``UNetModel``, whose blocks are ``BasicTransformerBlock`` and read the tokens' shape."""
@@ -132,4 +186,5 @@ UNET = ComfyUNet(
     masks=("mask",),
     weigh_keys=weigh_keys,
     shapes=_shapes,
+    weigh_stack=StackOverride,
 )
