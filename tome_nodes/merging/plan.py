@@ -74,11 +74,10 @@ class Plan:
         Every slot must hold at least one token. This is not checked: reading the values would make
         the program wait for the GPU.
         """
-        batch, device = slots.shape[0], slots.device
-        first = torch.arange(0, batch * slot_count, slot_count, device=device)
-        slot_of_token = slots + first[:, None]
+        batch = slots.shape[0]
+        every = torch.arange(batch * slot_count + 1, device=slots.device)
+        slot_of_token = slots + every[:-1:slot_count, None]
         in_order, order = slot_of_token.flatten().sort(stable=True)
-        every = torch.arange(batch * slot_count + 1, device=device)
         bounds = torch.searchsorted(in_order, every)
         offsets = bounds[:-1]
         log_sizes = bounds.diff().log().view(batch, slot_count)

@@ -116,12 +116,16 @@ class KeyWeights:
         capable: what the device runs.
         note: called with the reason why the keys weigh as one token each, or with None if they do
             not.
+        mask: ``[batch, 1, 1, keys]``, the sizes as a mask.
     """
 
     sizes: Tensor
     ops: Operations
     capable: Capabilities
     note: Callable[[str | None], None]
+
+    def __post_init__(self) -> None:
+        self.mask = self.sizes[:, None, None]
 
 
 def fits(weights: KeyWeights, k: Any) -> bool:
@@ -168,7 +172,7 @@ def attend(
     weights.note(None)
     if theirs is None:
         return _weighed(weights, func, bias, None, q, k, v, heads, kwargs)
-    given = _mask(weights.sizes, bias)
+    given = _mask(weights, bias)
 
     def ours(
         q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, **kwargs: Any
@@ -211,7 +215,9 @@ def _weighed(
     if way is None:
         weights.note(f"{name} takes no weights")
         return func(q, k, v, heads, mask=bias, **kwargs)
-    return func(q, k, v, heads, mask=_mask(weights.sizes, bias) if mask is None else mask, **kwargs)
+    if mask is None:
+        mask = weights.mask if bias is None else _mask(weights, bias)
+    return func(q, k, v, heads, mask=mask, **kwargs)
 
 
 def _in_channels(
@@ -244,10 +250,9 @@ def _in_channels(
     return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
 
-def _mask(sizes: Tensor, bias: Tensor | None) -> Tensor:
+def _mask(weights: KeyWeights, bias: Tensor | None) -> Tensor:
     """A mask that adds sizes to the logits, and the bias if there is one."""
-    mask = sizes.view(sizes.shape[0], 1, 1, -1)
-    return mask if bias is None else bias + mask.to(bias.dtype)
+    return weights.mask if bias is None else bias + weights.mask.to(bias.dtype)
 
 
 def flat(x: Tensor, by_head: bool) -> Tensor:

@@ -353,10 +353,15 @@ class ModuleBlock(Block):
 
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a module can run on ``x`` merged by the plan; noted in the outcome."""
-        if is_masked(kwargs, self.record.masks) or not plan.fits(x):
-            self.outcome.reason = reasons.ATTENTION_MASKED
+        outcome = self.outcome
+        for name in self.record.masks:
+            if kwargs.get(name) is not None:
+                outcome.reason = reasons.ATTENTION_MASKED
+                return False
+        if not plan.fits(x):
+            outcome.reason = reasons.ATTENTION_MASKED
             return False
-        self.outcome.before, self.outcome.plan = x.shape[1], plan
+        outcome.before, outcome.plan = x.shape[1], plan
         return True
 
 

@@ -53,7 +53,7 @@ class WindowStrategy(CellStrategy):
 
     def begin(self, key: Tensor) -> None:
         super().begin(key)
-        self._pieces: dict[tuple[Any, ...], list[_Piece]] = {}
+        self._pieces: dict[tuple[Any, ...], _Pieces] = {}
 
     def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
         """See :func:`split_windows`."""
@@ -72,8 +72,8 @@ class WindowStrategy(CellStrategy):
             plan = self._match_by_kernel(features, windows, self.ops.match_windows)
             if plan is not None:
                 return plan
-        cells = windows.cells
-        key = cells.grid, cells.sy, cells.sx, features.shape
+        cells, shape = windows.cells, features.shape
+        key = cells.grid, cells.sy, cells.sx, shape
         pieces = self._pieces.get(key)
         if pieces is None:
             pieces = self._pieces[key] = _pieces(features, *self.split_of(cells))
@@ -176,30 +176,41 @@ class _Piece(NamedTuple):
     dst_rows: Tensor
 
 
-def _pieces(features: Tensor, src: Tensor, dst: Tensor) -> list[_Piece]:
-    """All windows in pieces; arguments as of :func:`match_windows`."""
+class _Pieces(NamedTuple):
+    """All windows of a map.
+
+    Attributes:
+        windows: how many there are.
+        tokens: ``[batch, tokens]``, the number of each token.
+        pieces: the windows in pieces.
+    """
+
+    windows: int
+    tokens: Tensor
+    pieces: list[_Piece]
+
+
+def _pieces(features: Tensor, src: Tensor, dst: Tensor) -> _Pieces:
+    """All windows; arguments as of :func:`match_windows`."""
     batch, tokens, channels = features.shape
-    at_once = src.shape[0]
+    windows = at_once = src.shape[0]
     if features.device.type == "cpu":
         at_once = max(1, _CPU_FEATURES_AT_ONCE // (batch * channels * src.shape[1]))
-    first = torch.arange(batch, device=features.device)[:, None, None] * tokens
-    return [
-        _Piece(
-            own_src.expand(batch, -1, -1),
-            own_dst.expand(batch, -1, -1),
-            (first + own_src).flatten(),
-            (first + own_dst).flatten(),
-        )
-        for own_src, own_dst in zip(src.split(at_once), dst.split(at_once), strict=True)
-    ]
+    every = torch.arange(batch * tokens, device=features.device).view(batch, tokens)
+    first = every[:, :1, None]
+    pieces = []
+    for begin in range(0, windows, at_once):
+        own_src, own_dst = src[begin : begin + at_once], dst[begin : begin + at_once]
+        rows = (first + own_src).flatten(), (first + own_dst).flatten()
+        pieces.append(_Piece(own_src.expand(batch, -1, -1), own_dst.expand(batch, -1, -1), *rows))
+    return _Pieces(windows, every[:1].expand(batch, -1), pieces)
 
 
-def _match_pieces(features: Tensor, pieces: list[_Piece], quota: int, ops: Operations) -> Plan:
-    batch, tokens, channels = features.shape
-    owners = torch.arange(tokens, device=features.device).repeat(batch, 1)
+def _match_pieces(features: Tensor, cut: _Pieces, quota: int, ops: Operations) -> Plan:
+    channels = features.shape[2]
+    owners = cut.tokens.clone(memory_format=torch.contiguous_format)
     rows = features.detach().reshape(-1, channels)
-    merges = 0
-    for src, dst, src_rows, dst_rows in pieces:
+    for src, dst, src_rows, dst_rows in cut.pieces:
         queries = rows.index_select(0, src_rows).view(*src.shape, channels)
         keys = rows.index_select(0, dst_rows).view(*dst.shape, channels)
         keys = keys / vector_norm(keys, 2, 3, True).clamp_min(1e-12)
@@ -209,5 +220,4 @@ def _match_pieces(features: Tensor, pieces: list[_Piece], quota: int, ops: Opera
         merged = similarity.topk(quota, 2, sorted=False).indices
         own_dst = dst.gather(2, nearest.gather(2, merged))
         owners.scatter_(1, src.gather(2, merged).flatten(1), own_dst.flatten(1))
-        merges += src.shape[1] * quota
-    return Plan.from_owners(owners, tokens - merges, ops)
+    return Plan.from_owners(owners, features.shape[1] - cut.windows * quota, ops)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer
@@ -147,12 +148,14 @@ class StackOverride:
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        weights: KeyWeights | None = self._weights
+        weights = self._weights
         is_cross = self._is_cross
         self._is_cross = self._takes_turns and not is_cross
-        if is_cross or mask is not None or not fits(self._weights, k):
-            weights = None
-        return attend(weights, func, self._theirs, mask, q, k, v, heads, kwargs)
+        if is_cross or mask is not None or not fits(weights, k):
+            if self._theirs is not None:
+                func = partial(self._theirs, func)
+            return func(q, k, v, heads, mask=mask, **kwargs)
+        return attend(weights, func, self._theirs, None, q, k, v, heads, kwargs)
 
 
 @dataclass(frozen=True)
