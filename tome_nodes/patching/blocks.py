@@ -75,13 +75,6 @@ class Outcome:
             self.has_run,
         )
 
-    def complete(self) -> None:
-        """Drop the notes that do not apply, now that the block has run."""
-        if self.plan is None:
-            self.unweighted_reason = self.module_scope_reason = None
-        else:
-            self.reason = None
-
     @property
     def after(self) -> int:
         """The number of tokens on which the block, or the last of its merging modules, ran."""
@@ -163,6 +156,7 @@ class Evaluation:
         stack_weights: what weighs the keys of the running stack, if its blocks run untouched.
         has_whole_stacks: whether the blocks of a stack between its first and its last run
             untouched.
+        deepest_in_blocks: as ``deepest``, of the grids whose blocks do not run untouched.
     """
 
     engine: Engine
@@ -179,6 +173,10 @@ class Evaluation:
     stack_merged: Tensor | None = None
     stack_weights: StackWeights | None = None
     has_whole_stacks: bool = False
+    deepest_in_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.deepest_in_blocks = self.deepest
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +243,7 @@ class PatchedModel:
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
         self._levels = sorted(levels)
-        self._overrides: dict[tuple[int, bool], Overrides] = {}
+        self._overrides: dict[tuple[int, int], Overrides] = {}
         self.evaluation: Evaluation | None = None
 
     def deepest(self, latent: Grid) -> int:
@@ -255,17 +253,24 @@ class PatchedModel:
         large = [level for level in self._levels if latent.downsampled(level).tokens >= LARGE]
         return max([self.max_downsample, *large])
 
+    def attends_to(self, latent: Grid, least: int) -> int:
+        """How many times smaller than a latent the smallest grid of ``least`` tokens is, or 0."""
+        levels = (level for level in self._levels if latent.downsampled(level).tokens >= least)
+        return max(levels, default=0)
+
     def overrides(self, evaluation: Evaluation) -> Overrides:
         """What modules run instead of their own methods in an evaluation."""
-        kind = evaluation.deepest, evaluation.has_whole_stacks
-        if kind not in self._overrides:
-            self._overrides[kind] = Overrides(partial(self._make_overrides, *kind))
-        return self._overrides[kind]
+        levels = evaluation.deepest, evaluation.deepest_in_blocks
+        if levels not in self._overrides:
+            self._overrides[levels] = Overrides(partial(self._make_overrides, *levels))
+        return self._overrides[levels]
 
-    def _make_overrides(self, deepest: int, has_whole_stacks: bool) -> Iterator[Override]:
+    def _make_overrides(self, deepest: int, deepest_in_blocks: int) -> Iterator[Override]:
         for block in self.blocks:
-            if block.stack.level <= deepest or self.observer.follows_blocks:
-                yield from block.overrides_of_stack() if has_whole_stacks else block.overrides()
+            if self.observer.follows_blocks or block.stack.level <= deepest_in_blocks:
+                yield from block.overrides()
+            elif block.stack.level <= deepest:
+                yield from block.overrides_of_stack()
 
     def too_few(self, tokens: int, least: int) -> str:
         """The reason to report if a feature map has fewer tokens than ``least``."""
@@ -279,12 +284,16 @@ class PatchedModel:
             outcome = block.outcome
             if block.index == 0:
                 of_first = outcome
-            if evaluation.has_whole_stacks and block.runs_as_one_stack and of_first is not None:
+            elif evaluation.has_whole_stacks and block.runs_as_one_stack and of_first is not None:
                 # The blocks of its stack did the same.
                 outcome = of_first.of(block.name)
             if outcome.has_run:
-                outcome.complete()
                 outcomes.append(outcome)
+        for outcome in outcomes:
+            if outcome.plan is None:
+                outcome.unweighted_reason = outcome.module_scope_reason = None
+            else:
+                outcome.reason = None
         return outcomes
 
     def forget(self) -> None:
@@ -372,7 +381,9 @@ class Block:
         """
         if not self.model.config.proportional_attn:
             return None
-        engine, sizes = self.evaluation.engine, log_sizes.to(like.dtype)
+        evaluation = self.model.evaluation
+        assert evaluation is not None
+        engine, sizes = evaluation.engine, log_sizes.to(like.dtype)
         return KeyWeights(sizes, engine.strategy.ops, engine.capable, self.note_unweighted)
 
     def is_large_enough(self, grid: Grid, least: int) -> bool:
@@ -384,7 +395,8 @@ class Block:
 
     def plan_of(self, features: Tensor, grid: Grid) -> Plan | None:
         """A plan at the ratio of the current step. If it is None, the reason is noted."""
-        evaluation = self.evaluation
+        evaluation = self.model.evaluation
+        assert evaluation is not None
         self.outcome.grid = grid
         plan = evaluation.engine.strategy.plan(features, grid, evaluation.ratio)
         if plan is None:

@@ -152,7 +152,7 @@ class Run:
         """Go on without stacks, as kept detail was of another place; ``reason`` says so."""
         others = self.model.overrides(evaluation)
         evaluation.detail, evaluation.module_scope_reason = None, reason
-        evaluation.has_whole_stacks = False
+        evaluation.has_whole_stacks, evaluation.deepest_in_blocks = False, evaluation.deepest
         return self.model.overrides(evaluation).installed(others)
 
     def _obstacle(
@@ -202,13 +202,18 @@ class Run:
         elif model.has_stacks:
             detail = evaluation.detail = self._details.at(moment, device)
             evaluation.is_full_step = detail.is_full
-        evaluation.has_whole_stacks = (
+        if evaluation.is_full_step:
+            # Only attention merges, and blocks of other levels run untouched.
+            of_keys = config.merge_attn and config.attn_tokens == "k,v"
+            attends_to = model.attends_to(latent, engine.least_in_attention) if of_keys else 0
+            evaluation.deepest_in_blocks = min(evaluation.deepest, attends_to)
+        elif (
             is_unpatched
-            and not evaluation.is_full_step
             and evaluation.module_scope_reason is None
             and not has_gradients
             and not model.observer.follows_blocks
-        )
+        ):
+            evaluation.has_whole_stacks, evaluation.deepest_in_blocks = True, 0
         return evaluation
 
     def _keep(self, evaluation: Evaluation) -> None:

@@ -116,16 +116,14 @@ class KeyWeights:
         capable: what the device runs.
         note: called with the reason why the keys weigh as one token each, or with None if they do
             not.
-        mask: ``[batch, 1, 1, keys]``, the sizes as a mask.
+        mask: the sizes as a mask, once it was needed.
     """
 
     sizes: Tensor
     ops: Operations
     capable: Capabilities
     note: Callable[[str | None], None]
-
-    def __post_init__(self) -> None:
-        self.mask = self.sizes[:, None, None]
+    mask: Tensor | None = None
 
 
 def fits(weights: KeyWeights, k: Any) -> bool:
@@ -171,7 +169,7 @@ def attend(
         return call(q, k, v, heads, mask=bias, **kwargs)
     weights.note(None)
     if theirs is None:
-        return _weighed(weights, func, bias, None, q, k, v, heads, kwargs)
+        return weighed(weights, func, bias, None, q, k, v, heads, kwargs)
     given = _mask(weights, bias)
 
     def ours(
@@ -183,12 +181,12 @@ def attend(
         if not fits(weights, k):
             weights.note(reasons.CALLED_DIFFERENTLY)
             return func(q, k, v, heads, mask=bias, **kwargs)
-        return _weighed(weights, func, bias, mask, q, k, v, heads, kwargs)
+        return weighed(weights, func, bias, mask, q, k, v, heads, kwargs)
 
     return theirs(ours, q, k, v, heads, mask=given, **kwargs)
 
 
-def _weighed(
+def weighed(
     weights: KeyWeights,
     func: Attention,
     bias: Tensor | None,
@@ -216,7 +214,7 @@ def _weighed(
         weights.note(f"{name} takes no weights")
         return func(q, k, v, heads, mask=bias, **kwargs)
     if mask is None:
-        mask = weights.mask if bias is None else _mask(weights, bias)
+        mask = _mask(weights, bias)
     return func(q, k, v, heads, mask=mask, **kwargs)
 
 
@@ -252,6 +250,8 @@ def _in_channels(
 
 def _mask(weights: KeyWeights, bias: Tensor | None) -> Tensor:
     """A mask that adds sizes to the logits, and the bias if there is one."""
+    if weights.mask is None:
+        weights.mask = weights.sizes[:, None, None]
     return weights.mask if bias is None else bias + weights.mask.to(bias.dtype)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .. import reasons
 from ..merging.plan import Grid, Plan
-from .blocks import Block, Outcome, PatchedModel, Stack, StackWeights
+from .blocks import Block, Evaluation, Outcome, PatchedModel, Stack, StackWeights
 from .key_weights import KeyWeights
 from .overrides import Forward, Override
 
@@ -109,7 +109,8 @@ class ModuleBlock(Block):
         config = self.model.config
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            evaluation, outcome = self.evaluation, self.outcome
+            evaluation, outcome = self.model.evaluation, self.outcome
+            assert evaluation is not None
             self._plan = self._outer_plan = None
             if self.index == 0:
                 evaluation.stack_plan = evaluation.stack_tokens = evaluation.stack_merged = None
@@ -120,7 +121,7 @@ class ModuleBlock(Block):
                 return self._run_on_all_tokens(forward, x, *args, **kwargs)
             if evaluation.stack_plan is not None:
                 return self._run_in_stack(forward, x, *args, **kwargs)
-            grid = self._grid_to_merge(evaluation.engine.least_tokens, x, *args, **kwargs)
+            grid = self._grid_to_merge(evaluation, False, x, args, kwargs)
             if grid is None:
                 return forward(x, *args, **kwargs)
             if config.scope != "module":
@@ -155,15 +156,14 @@ class ModuleBlock(Block):
         Its attention may merge keys and values.
         """
         evaluation, config = self.evaluation, self.model.config
-        engine = evaluation.engine
         if (
             self._begins_stack(*args, **kwargs)
-            and self._grid_to_merge(engine.least_tokens, x, *args, **kwargs) is not None
+            and self._grid_to_merge(evaluation, False, x, args, kwargs) is not None
         ):
             evaluation.stack_tokens = x
         # Merging keys and values hardly changes pictures (benchmarks/FIDELITY.md).
         if config.merge_attn and config.attn_tokens == "k,v" and self._attends_to_itself:
-            grid = self._grid_to_merge(engine.least_in_attention, x, *args, **kwargs)
+            grid = self._grid_to_merge(evaluation, True, x, args, kwargs)
             if grid is not None:
                 self.outcome.reason = reasons.ATTENTION_REPLACED
                 self._plan = self.plan_of(x, grid)
@@ -216,18 +216,26 @@ class ModuleBlock(Block):
             return reasons.PATCHED_BLOCKS
         return evaluation.module_scope_reason
 
-    def _grid_to_merge(self, least: int, x: Tensor, *args: Any, **kwargs: Any) -> Grid | None:
+    def _grid_to_merge(
+        self,
+        evaluation: Evaluation,
+        in_attention: bool,
+        x: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Grid | None:
         """The grid of the block's tokens; None if they may not merge.
 
         The reason is noted, except at a level that the settings leave out.
 
         Args:
-            least: the fewest tokens of a feature map that may merge.
+            evaluation: the current evaluation.
+            in_attention: whether only attention is to merge.
             x: the tokens, ``[batch, tokens, channels]``.
             args: the block's other positional arguments.
             kwargs: the block's keyword arguments.
         """
-        evaluation, shapes, count = self.evaluation, self.record.shapes, x.shape[1]
+        engine, shapes, count = evaluation.engine, self.record.shapes, x.shape[1]
         shape, latent = (
             (evaluation.feature_map, None) if shapes is None else shapes(*args, **kwargs)
         )
@@ -240,6 +248,7 @@ class ModuleBlock(Block):
         times = evaluation.deepest
         if height < -(-tall // times) or width < -(-wide // times):
             return None
+        least = engine.least_in_attention if in_attention else engine.least_tokens
         if count < least:
             self.outcome.reason = self.model.too_few(count, least)
             return None

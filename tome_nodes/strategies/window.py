@@ -209,7 +209,9 @@ def _pieces(features: Tensor, src: Tensor, dst: Tensor) -> _Pieces:
 def _match_pieces(features: Tensor, cut: _Pieces, quota: int, ops: Operations) -> Plan:
     channels = features.shape[2]
     owners = cut.tokens.clone(memory_format=torch.contiguous_format)
-    rows = features.detach().reshape(-1, channels)
+    rows = features.reshape(-1, channels)
+    if rows.requires_grad:
+        rows = rows.detach()
     for src, dst, src_rows, dst_rows in cut.pieces:
         queries = rows.index_select(0, src_rows).view(*src.shape, channels)
         keys = rows.index_select(0, dst_rows).view(*dst.shape, channels)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ... import reasons
 from ...merging.plan import Grid
 from ...patching.blocks import Stack
-from ...patching.key_weights import Attention, KeyWeights, attend, fits
+from ...patching.key_weights import Attention, KeyWeights, attend, fits, weighed
 from ...patching.merge_modules import UNetRecord, stacks_by_level
 from ...settings.config import ToMeConfig
 from .base import OVERRIDE, takes
@@ -104,10 +104,10 @@ def weigh_keys(called: dict[str, Any], weights: KeyWeights) -> dict[str, Any]:
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        are_ours = mask is None and fits(weights, k)
-        if not are_ours:
-            weights.note(reasons.CALLED_DIFFERENTLY)
-        return attend(weights if are_ours else None, func, theirs, mask, q, k, v, heads, kwargs)
+        if mask is None and fits(weights, k):
+            return attend(weights, func, theirs, None, q, k, v, heads, kwargs)
+        weights.note(reasons.CALLED_DIFFERENTLY)
+        return attend(None, func, theirs, mask, q, k, v, heads, kwargs)
 
     return called | {"transformer_options": options | {OVERRIDE: override}}
 
@@ -125,7 +125,7 @@ class StackOverride:
         self._weights = weights
         # If a prompt has as many tokens as the stack, its attention is every second one.
         self._takes_turns = context is not None and context.shape[1] == weights.sizes.shape[1]
-        self._is_cross = False
+        self._is_cross = self._is_called = False
         self._theirs = options.get(OVERRIDE)
         weights.note(reasons.OTHER_ATTENTION)
         options[OVERRIDE] = self.override
@@ -148,14 +148,19 @@ class StackOverride:
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        weights = self._weights
+        weights, theirs = self._weights, self._theirs
         is_cross = self._is_cross
         self._is_cross = self._takes_turns and not is_cross
         if is_cross or mask is not None or not fits(weights, k):
-            if self._theirs is not None:
-                func = partial(self._theirs, func)
+            if theirs is not None:
+                func = partial(theirs, func)
             return func(q, k, v, heads, mask=mask, **kwargs)
-        return attend(weights, func, self._theirs, None, q, k, v, heads, kwargs)
+        if theirs is not None:
+            return attend(weights, func, theirs, None, q, k, v, heads, kwargs)
+        if not self._is_called:
+            self._is_called = True
+            weights.note(None)
+        return weighed(weights, func, None, None, q, k, v, heads, kwargs)
 
 
 @dataclass(frozen=True)
