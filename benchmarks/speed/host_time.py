@@ -46,7 +46,6 @@ from tome_nodes.patching import (  # noqa: E402
     detail_cache,
     engine,
     evaluation,
-    merge_modules,
 )
 from tome_nodes.patching.key_weights import Capabilities  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
@@ -181,7 +180,7 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(blocks, "LEAST", 1))
-        stack.enter_context(patch.object(merge_modules, "LARGE", tokens))
+        stack.enter_context(patch.object(blocks, "LEAST_IN_FULL_STEPS", tokens))
         stack.enter_context(patch.object(evaluation, "LEAST_SAVED", 0.0))
         stack.enter_context(patch.object(engine, "resolve", resolve))
         _, stand_ins = stack.enter_context(absent_gpus(_Unlaunched))

@@ -29,6 +29,7 @@ from ..tuning.search import Measured
 from . import comfy_compiler, host_checks
 from .models import record_of
 from .models.base import OVERRIDE, ComfyRecord
+from .models.unet import is_unpatched
 from .run_report import RunReport
 
 KEY = "tome_nodes"
@@ -54,7 +55,8 @@ def apply_model(
     run: MergingRun | None = options.get(KEY)
 
     def denoise() -> Tensor:
-        return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+        # A copy, since a stack that raises leaves its override of attention in it.
+        return executor(x, t, c_concat, c_crossattn, control, {**options}, **kwargs)
 
     if run is None:
         return denoise()
@@ -160,15 +162,16 @@ class MergingRun:
         dtype = model.get_dtype_inference()
 
         def evaluate() -> Tensor:
-            with run.evaluation(moment, grid, t.device, dtype, obstacle) as evaluation:
+            with run.evaluation(
+                moment, grid, t.device, dtype, obstacle, is_unpatched(options)
+            ) as evaluation:
                 denoised = denoise()
                 if evaluation is None:
                     return denoised
                 if evaluation.detail is None or evaluation.detail.is_of(denoised):
                     return denoised
-                evaluation.detail = None
-                evaluation.module_scope_reason = reasons.OTHER_PLACES
-                return denoise()
+                with run.in_modules(evaluation, reasons.OTHER_PLACES):
+                    return denoise()
 
         return run.or_unmerged(evaluate)
 
@@ -244,8 +247,8 @@ class MergingRun:
         if sigma != self._sigma:
             self._sigma = sigma
             self._calls.clear()
-        self._calls[network, composition] += 1
-        return composition, self._calls[network, composition]
+        calls = self._calls[network, composition] = self._calls[network, composition] + 1
+        return composition, calls
 
     def finish(self, tuned: Measured | None) -> list[LastRun]:
         """The records of the run, one for each class of model; none if nothing was evaluated.

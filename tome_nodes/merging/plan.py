@@ -40,9 +40,12 @@ class Grid(NamedTuple):
         return Grid(-(-self.height // times), -(-self.width // times), self.frames)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Plan:
     """A partition of a sample's tokens into slots, for every sample. No slot is empty.
+
+    Nothing changes a plan. It is not frozen, since one is made in every block, and frozen ones are
+    slow to make.
 
     Attributes:
         slot_of_token: ``[batch, tokens]`` int64, slots numbered over the whole batch.
@@ -72,13 +75,12 @@ class Plan:
         the program wait for the GPU.
         """
         batch = slots.shape[0]
-        slot_of_token = slots + torch.arange(batch, device=slots.device)[:, None] * slot_count
+        every = torch.arange(batch * slot_count + 1, device=slots.device)
+        slot_of_token = slots + every[:-1:slot_count, None]
         in_order, order = slot_of_token.flatten().sort(stable=True)
-        offsets = torch.searchsorted(
-            in_order, torch.arange(batch * slot_count, device=slots.device)
-        )
-        sizes = torch.diff(offsets, append=offsets.new_full((1,), len(order)))
-        log_sizes = sizes.log().view(batch, slot_count)
+        bounds = torch.searchsorted(in_order, every)
+        offsets = bounds[:-1]
+        log_sizes = bounds.diff().log().view(batch, slot_count)
         return cls(slot_of_token, order, offsets, log_sizes, slot_count, ops)
 
     @classmethod

@@ -9,10 +9,14 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.linalg import vector_norm
 
 EXTRA_CHANNELS = 8
 """The number of channels that :func:`widen` adds to a head. Attention's fast path needs heads whose
 channels are a multiple of this."""
+
+# The mode of embedding_bag.
+_MEAN = 1
 
 # Devices on which embedding_bag sums a slot in a fixed order, without atomics.
 _BAG_DEVICES = frozenset({"cpu", "cuda", "xpu"})
@@ -40,7 +44,8 @@ def merge(
     batch, _, channels = x.shape
     tokens = x.reshape(-1, channels)
     if x.device.type in _BAG_DEVICES:
-        means = F.embedding_bag(order, tokens, offsets, mode="mean")
+        # F.embedding_bag takes much longer to call.
+        means = torch.embedding_bag(tokens, order, offsets, False, _MEAN)[0]
     else:
         sums = tokens.new_zeros(len(offsets), channels, dtype=torch.float32)
         sizes = torch.diff(offsets, append=offsets.new_tensor([len(order)]))
@@ -71,10 +76,12 @@ def merge_keys(
         Two ``[batch, slots, heads * head_channels]`` of the dtype of ``x``, as in :func:`merge`.
     """
     means = merge(x, slot_of_token, order, offsets)
-    lengths = x.unflatten(2, (heads, -1)).norm(dim=3)
-    lengths = merge(lengths, slot_of_token, order, offsets)
+    if heads == 1:
+        lengths = merge(vector_norm(x, 2, 2, True), slot_of_token, order, offsets)
+        return means, means * (lengths / vector_norm(means, 2, 2, True).clamp_min(1e-6))
+    lengths = merge(vector_norm(x.unflatten(2, (heads, -1)), 2, 3), slot_of_token, order, offsets)
     by_head = means.unflatten(2, (heads, -1))
-    stretch = lengths / by_head.norm(dim=3).clamp_min(1e-6)
+    stretch = lengths / vector_norm(by_head, 2, 3).clamp_min(1e-6)
     return means, (by_head * stretch[..., None]).flatten(2)
 
 

@@ -22,6 +22,9 @@ from .key_weights import KeyWeights
 from .overrides import Forward, Override, Overrides
 from .work import Work
 
+LEAST_IN_FULL_STEPS = LARGE
+"""From this many tokens on, keys and values merge in full steps; they save next to nothing else."""
+
 
 @dataclass(eq=False)
 class Outcome:
@@ -63,12 +66,18 @@ class Outcome:
         """Note that something ran on the slots of ``plan`` instead of on ``tokens`` tokens."""
         self.before, self.plan = tokens, plan
 
-    def complete(self) -> None:
-        """Drop the notes that do not apply, now that the block has run."""
-        if self.plan is None:
-            self.unweighted_reason = self.module_scope_reason = None
-        else:
-            self.reason = None
+    def of(self, block: str) -> "Outcome":
+        """The same outcome of another block."""
+        return Outcome(
+            block,
+            self.before,
+            self.plan,
+            self.grid,
+            self.reason,
+            self.unweighted_reason,
+            self.module_scope_reason,
+            self.has_run,
+        )
 
     @property
     def after(self) -> int:
@@ -120,6 +129,16 @@ class Observer:
         """An evaluation is over; one that raised is not reported."""
 
 
+class StackWeights(Protocol):
+    """Weighs the keys of all self-attentions of a stack."""
+
+    def put_on(self, called: dict[str, Any], weights: KeyWeights) -> None:
+        """Weigh keys from now on; ``called`` are the keyword arguments of the first block."""
+
+    def take_off(self, called: dict[str, Any]) -> None:
+        """Weigh no keys any more; ``called`` are the keyword arguments of the last block."""
+
+
 @dataclass(eq=False)
 class Evaluation:
     """The state of one model evaluation.
@@ -133,12 +152,17 @@ class Evaluation:
         is_full_step: whether the step is a full step, in which blocks run on all tokens.
         module_scope_reason: why stacks merge only in their modules, as while gradients are
             computed, or once kept detail was of another place; else None.
+        is_unpatched: whether no other code patches the inside of blocks, as the host knows before.
         feature_map: the shape ``[batch, channels, height, width]`` of the feature map of the
             running stack, where the host does not pass it on to blocks.
         stack_plan: the plan of the running stack if it runs as one on merged tokens; else None.
         stack_tokens: the tokens that entered the running stack, ``[batch, tokens, channels]``, if
             it runs as one or its change is to be kept; else None.
         stack_merged: ``stack_tokens`` merged, if the stack runs as one; else None.
+        stack_weights: what weighs the keys of the running stack, if its blocks run untouched.
+        has_whole_stacks: whether the blocks of a stack between its first and its last run
+            untouched.
+        deepest_in_blocks: as ``deepest``, of the grids whose blocks do not run untouched.
     """
 
     engine: Engine
@@ -148,10 +172,17 @@ class Evaluation:
     detail: Detail | None = None
     is_full_step: bool = False
     module_scope_reason: str | None = None
+    is_unpatched: bool = False
     feature_map: Sequence[int] | None = None
     stack_plan: Plan | None = None
     stack_tokens: Tensor | None = None
     stack_merged: Tensor | None = None
+    stack_weights: StackWeights | None = None
+    has_whole_stacks: bool = False
+    deepest_in_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.deepest_in_blocks = self.deepest
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,10 +224,12 @@ class PatchedModel:
         model: the model itself.
         observer: follows its evaluations.
         blocks: all its blocks.
+        has_stacks: whether any stack may run on merged tokens in one go.
         shallowest: how many times smaller than the latent the largest grid with blocks is.
         max_downsample: how many times smaller than the latent the smallest grid that merges is;
             ``auto`` is resolved. Where the share grows with the map, see :meth:`deepest`.
         least_tokens: the smallest grid that merges, in tokens.
+        least_in_full_steps: the smallest grid whose keys and values merge in full steps.
         evaluation: the current evaluation; None between evaluations.
     """
 
@@ -216,12 +249,14 @@ class PatchedModel:
             for stack in record.stacks(model)
             for index in range(len(stack.blocks))
         ]
+        self.has_stacks = any(block.runs_as_one_stack for block in self.blocks)
         levels = Counter(block.stack.level for block in self.blocks)
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
         self.least_tokens = config.min_tokens or LEAST
         self._levels = sorted(levels)
-        self._overrides: dict[int, Overrides] = {}
+        self.least_in_full_steps = config.min_tokens or LEAST_IN_FULL_STEPS
+        self._overrides: dict[tuple[int, int], Overrides] = {}
         self._saved: dict[Grid, float] = {}
         self.evaluation: Evaluation | None = None
 
@@ -254,27 +289,56 @@ class PatchedModel:
     def _work(self) -> Work | None:
         return self.record.work(self)
 
-    def overrides(self, deepest: int) -> Overrides:
-        """What modules run instead of their own methods, down to a level."""
-        if deepest not in self._overrides:
-            self._overrides[deepest] = Overrides(partial(self._make_overrides, deepest))
-        return self._overrides[deepest]
+    def attends_to(self, latent: Grid) -> int:
+        """How many times smaller than a latent the smallest grid that merges in full steps is, or
+        0."""
+        least = self.least_in_full_steps
+        levels = (level for level in self._levels if latent.downsampled(level).tokens >= least)
+        return max(levels, default=0)
 
-    def _make_overrides(self, deepest: int) -> Iterator[Override]:
+    def overrides(self, evaluation: Evaluation) -> Overrides:
+        """What modules run instead of their own methods in an evaluation."""
+        levels = evaluation.deepest, evaluation.deepest_in_blocks
+        if levels not in self._overrides:
+            self._overrides[levels] = Overrides(partial(self._make_overrides, *levels))
+        return self._overrides[levels]
+
+    def _make_overrides(self, deepest: int, deepest_in_blocks: int) -> Iterator[Override]:
         for block in self.blocks:
-            if block.stack.level <= deepest or self.observer.follows_blocks:
+            if self.observer.follows_blocks or block.stack.level <= deepest_in_blocks:
                 yield from block.overrides()
+            elif block.stack.level <= deepest:
+                yield from block.overrides_of_stack()
 
     def too_few(self, tokens: int) -> str:
         """The reason to report if a feature map has too few tokens."""
         return reasons.too_few(tokens, self.least_tokens, self.config.min_tokens)
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self, evaluation: Evaluation) -> list[Outcome]:
         """The outcomes of the blocks that ran, completed."""
-        outcomes = [block.outcome for block in self.blocks if block.outcome.has_run]
+        outcomes: list[Outcome] = []
+        of_first = None
+        for block in self.blocks:
+            outcome = block.outcome
+            if block.index == 0:
+                of_first = outcome
+            elif evaluation.has_whole_stacks and block.runs_as_one_stack and of_first is not None:
+                # The blocks of its stack did the same.
+                outcome = of_first.of(block.name)
+            if outcome.has_run:
+                outcomes.append(outcome)
         for outcome in outcomes:
-            outcome.complete()
+            if outcome.plan is None:
+                outcome.unweighted_reason = outcome.module_scope_reason = None
+            else:
+                outcome.reason = None
         return outcomes
+
+    def forget(self) -> None:
+        """Drop what an evaluation has left in blocks."""
+        for block in self.blocks:
+            if block.outcome.has_run:
+                block.forget()
 
 
 def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int:
@@ -304,7 +368,10 @@ class Block:
         module: the module of the block.
         name: its path within the model.
         outcome: what it has done so far in the current evaluation.
+        runs_as_one_stack: whether its stack may run on merged tokens in one go.
     """
+
+    runs_as_one_stack = False
 
     def __init__(self, model: PatchedModel, stack: Stack, index: int):
         self.model = model
@@ -326,10 +393,9 @@ class Block:
         """
         raise NotImplementedError
 
-    @property
-    def runs_as_one_stack(self) -> bool:
-        """Whether its stack may run on merged tokens in one go."""
-        return False
+    def overrides_of_stack(self) -> list[Override]:
+        """The same while stacks run as one: by default, nothing else."""
+        return self.overrides()
 
     @property
     def evaluation(self) -> Evaluation:
@@ -353,7 +419,9 @@ class Block:
         """
         if not self.model.config.proportional_attn:
             return None
-        engine, sizes = self.evaluation.engine, log_sizes.to(like.dtype)
+        evaluation = self.model.evaluation
+        assert evaluation is not None
+        engine, sizes = evaluation.engine, log_sizes.to(like.dtype)
         return KeyWeights(sizes, engine.strategy.ops, engine.capable, self.note_unweighted)
 
     def is_large_enough(self, grid: Grid) -> bool:
@@ -365,7 +433,8 @@ class Block:
 
     def plan_of(self, features: Tensor, grid: Grid) -> Plan | None:
         """A plan at the ratio of the current step. If it is None, the reason is noted."""
-        evaluation = self.evaluation
+        evaluation = self.model.evaluation
+        assert evaluation is not None
         self.outcome.grid = grid
         plan = evaluation.engine.strategy.plan(features, grid, evaluation.ratio)
         if plan is None:

@@ -6,7 +6,7 @@ Then the overrides go on, the model runs, the overrides come off, and the observ
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -100,6 +100,7 @@ class Run:
         device: torch.device,
         dtype: torch.dtype,
         obstacle: str | None = None,
+        is_unpatched: bool = False,
     ) -> Iterator[Evaluation | None]:
         """Merge tokens in the model while it is evaluated; yields None if nothing may merge.
 
@@ -111,6 +112,7 @@ class Run:
             device: the device on which the blocks will run.
             dtype: the dtype of their tokens.
             obstacle: why nothing can merge in this evaluation, according to the host; else None.
+            is_unpatched: whether the host knows that no other code patches the inside of blocks.
         """
         with _locks.setdefault(self.model.model, RLock()):
             obstacle = self._obstacle(moment, latent, device, dtype, obstacle)
@@ -119,10 +121,10 @@ class Run:
                 yield None
                 outcomes: Sequence[Outcome] = ()
             else:
-                evaluation = self._begin(moment, latent, device)
+                evaluation = self._begin(moment, latent, device, is_unpatched)
                 with self._installed(evaluation):
                     yield evaluation
-                    outcomes = self.model.outcomes()
+                    outcomes = self.model.outcomes(evaluation)
                 self._keep(evaluation)
                 is_full = evaluation.is_full_step
                 detail = evaluation.detail
@@ -144,14 +146,20 @@ class Run:
         """Put the overrides on for an evaluation, which may be nested in another."""
         model = self.model
         outer, model.evaluation = model.evaluation, evaluation
+        others = None if outer is None else model.overrides(outer)
         try:
-            # A nested evaluation has the overrides of the one around it.
-            with nullcontext() if outer else model.overrides(evaluation.deepest).installed():
+            with model.overrides(evaluation).installed(others):
                 yield
         finally:
-            for block in model.blocks:
-                block.forget()
+            model.forget()
             model.evaluation = outer
+
+    def in_modules(self, evaluation: Evaluation, reason: str) -> AbstractContextManager[None]:
+        """Go on without stacks, as kept detail was of another place; ``reason`` says so."""
+        others = self.model.overrides(evaluation)
+        evaluation.detail, evaluation.module_scope_reason = None, reason
+        evaluation.has_whole_stacks, evaluation.deepest_in_blocks = False, evaluation.deepest
+        return self.model.overrides(evaluation).installed(others)
 
     def _obstacle(
         self,
@@ -180,22 +188,41 @@ class Run:
             return reasons.saves_little(saved, LEAST_SAVED)
         return None
 
-    def _begin(self, moment: Moment, latent: Grid, device: torch.device) -> Evaluation:
+    def _begin(
+        self, moment: Moment, latent: Grid, device: torch.device, is_unpatched: bool
+    ) -> Evaluation:
         config, engine = self._config, self.engine
         assert engine is not None
         key = step_key(config.seed, moment.picks)
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
         ratio = ratio_at(config, moment.progress)
-        evaluation = Evaluation(engine, ratio, latent, self.model.deepest(latent))
-        if config.scope != "stack" or config.refresh_steps == 0:
+        model = self.model
+        evaluation = Evaluation(engine, ratio, latent, model.deepest(latent))
+        evaluation.is_unpatched = is_unpatched
+        if config.scope != "stack":
             return evaluation
-        if torch.is_grad_enabled():
+        has_gradients = torch.is_grad_enabled()
+        if config.refresh_steps == 0:
+            pass
+        elif has_gradients:
             evaluation.module_scope_reason = reasons.WITH_GRADIENTS
         elif self._module_scope_reason is not None:
             evaluation.module_scope_reason = self._module_scope_reason
-        elif any(block.runs_as_one_stack for block in self.model.blocks):
+        elif model.has_stacks:
             detail = evaluation.detail = self._details.at(moment, device)
             evaluation.is_full_step = detail.is_full
+        if evaluation.is_full_step:
+            # Only attention merges, and blocks of other levels run untouched.
+            of_keys = config.merge_attn and config.attn_tokens == "k,v"
+            attends_to = model.attends_to(latent) if of_keys else 0
+            evaluation.deepest_in_blocks = min(evaluation.deepest, attends_to)
+        elif (
+            is_unpatched
+            and evaluation.module_scope_reason is None
+            and not has_gradients
+            and not model.observer.follows_blocks
+        ):
+            evaluation.has_whole_stacks, evaluation.deepest_in_blocks = True, 0
         return evaluation
 
     def _keep(self, evaluation: Evaluation) -> None:

@@ -106,9 +106,9 @@ def way_of(
     return "channels" if is_slow and may_widen and head_channels in _HEADS_WITH_ROOM else "mask"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KeyWeights:
-    """What the merged keys of one attention weigh.
+    """What the merged keys of one attention weigh, or of all self-attentions of a stack.
 
     Attributes:
         sizes: ``[batch, keys]`` in the dtype of the keys, to add to their logits.
@@ -116,12 +116,14 @@ class KeyWeights:
         capable: what the device runs.
         note: called with the reason why the keys weigh as one token each, or with None if they do
             not.
+        mask: the sizes as a mask, once it was needed.
     """
 
     sizes: Tensor
     ops: Operations
     capable: Capabilities
     note: Callable[[str | None], None]
+    mask: Tensor | None = None
 
 
 def fits(weights: KeyWeights, k: Any) -> bool:
@@ -162,39 +164,43 @@ def attend(
         heads: the number of heads of the queries.
         kwargs: the other arguments of the function.
     """
-    mask = bias
-    if weights is not None:
-        mask = None if theirs is None else _mask(weights.sizes, bias)
-        func = partial(_weighed, weights, func, bias, mask)
-        weights.note(None)
-    if theirs is not None:
-        func = partial(theirs, func)
-    return func(q, k, v, heads, mask=mask, **kwargs)
+    if weights is None:
+        call = func if theirs is None else partial(theirs, func)
+        return call(q, k, v, heads, mask=bias, **kwargs)
+    weights.note(None)
+    if theirs is None:
+        return weighed(weights, func, bias, None, q, k, v, heads, kwargs)
+    given = _mask(weights, bias)
+
+    def ours(
+        q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        # A mask of their own is used as it is.
+        if mask is not None and mask is not given:
+            return func(q, k, v, heads, mask=mask, **kwargs)
+        if not fits(weights, k):
+            weights.note(reasons.CALLED_DIFFERENTLY)
+            return func(q, k, v, heads, mask=bias, **kwargs)
+        return weighed(weights, func, bias, mask, q, k, v, heads, kwargs)
+
+    return theirs(ours, q, k, v, heads, mask=given, **kwargs)
 
 
-def _weighed(
+def weighed(
     weights: KeyWeights,
     func: Attention,
     bias: Tensor | None,
-    given: Tensor | None,
+    mask: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     heads: int,
-    mask: Tensor | None = None,
-    **kwargs: Any,
+    kwargs: dict[str, Any],
 ) -> Tensor:
     """Call ``func`` with the sizes added to its logits, in the way that is fastest for it.
 
-    ``bias`` is the mask without the sizes. If an override by other code makes the call, ``given``
-    is the mask with the sizes that it got, and ``mask`` is the mask that it passes on. A mask other
-    than ``given`` is used as it is.
+    ``bias`` is the mask without the sizes, and ``mask`` the one with them if it is there already.
     """
-    if mask is not None and mask is not given:
-        return func(q, k, v, heads, mask=mask, **kwargs)
-    if not fits(weights, k):
-        weights.note(reasons.CALLED_DIFFERENTLY)
-        return func(q, k, v, heads, mask=bias, **kwargs)
     name = getattr(func, "__name__", "an unknown attention function")
     by_head = bool(kwargs.get("skip_reshape"))
     head_channels = q.shape[-1] if by_head else q.shape[-1] // heads
@@ -207,7 +213,9 @@ def _weighed(
     if way is None:
         weights.note(f"{name} takes no weights")
         return func(q, k, v, heads, mask=bias, **kwargs)
-    return func(q, k, v, heads, mask=_mask(weights.sizes, bias) if mask is None else mask, **kwargs)
+    if mask is None:
+        mask = _mask(weights, bias)
+    return func(q, k, v, heads, mask=mask, **kwargs)
 
 
 def _in_channels(
@@ -240,10 +248,11 @@ def _in_channels(
     return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
 
-def _mask(sizes: Tensor, bias: Tensor | None) -> Tensor:
+def _mask(weights: KeyWeights, bias: Tensor | None) -> Tensor:
     """A mask that adds sizes to the logits, and the bias if there is one."""
-    mask = sizes.view(sizes.shape[0], 1, 1, -1)
-    return mask if bias is None else bias + mask.to(bias.dtype)
+    if weights.mask is None:
+        weights.mask = weights.sizes[:, None, None]
+    return weights.mask if bias is None else bias + weights.mask.to(bias.dtype)
 
 
 def flat(x: Tensor, by_head: bool) -> Tensor:

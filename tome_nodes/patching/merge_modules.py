@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from .. import reasons
 from ..merging.plan import Grid, Plan
-from ..strategies.cells import LARGE
-from .blocks import Block, PatchedModel, Stack
+from .blocks import Block, Evaluation, Outcome, PatchedModel, Stack, StackWeights
 from .key_weights import KeyWeights
 from .overrides import Forward, Override
 from .work import Layer, Work, block_work
@@ -36,6 +35,8 @@ class UNetRecord:
         weigh_keys: returns the keyword arguments with which a self-attention weighs its keys;
             called with its keyword arguments and the weights. None if the host has no way to do
             that.
+        weigh_stack: makes what weighs the keys of all self-attentions of a stack, whose blocks
+            then run untouched. None if the host has no way to do that.
         shapes: returns the shapes of the feature map and of the latent, where the host passes them
             on; called with the block's arguments after the tokens. None if a stack is called with
             its feature map instead.
@@ -49,6 +50,7 @@ class UNetRecord:
     source: str = ""
     weigh_keys: Callable[[dict[str, Any], KeyWeights], dict[str, Any]] | None = None
     shapes: Callable[..., tuple[Shape | None, Shape | None]] | None = None
+    weigh_stack: Callable[[], StackWeights] | None = None
 
     def stacks(self, model: Any) -> Iterator[Stack]:
         """The stacks of a model, in the order in which they run."""
@@ -77,16 +79,15 @@ class ModuleBlock(Block):
         self.record = record
         super().__init__(model, stack, index)
         self._attends_to_itself = not record.attends_to_text(self.module)
+        self._is_last = index == len(stack.blocks) - 1
+        # A video model runs a temporal block, which needs all tokens, after every spatial one.
+        self.runs_as_one_stack = not hasattr(stack.module, "time_stack")
+        self._weighs = None if record.weigh_stack is None else record.weigh_stack()
 
     def forget(self) -> None:
-        super().forget()
+        self.outcome = Outcome(self.name)
         self._plan: Plan | None = None
         self._outer_plan: Plan | None = None
-
-    @property
-    def runs_as_one_stack(self) -> bool:
-        # A video model runs a temporal block, which needs all tokens, after every spatial one.
-        return not hasattr(self.stack.module, "time_stack")
 
     def overrides(self) -> list[Override]:
         config, block = self.model.config, self.module
@@ -108,6 +109,13 @@ class ModuleBlock(Block):
             overrides.append((block.ff, "forward", self._run_module(block.ff.forward)))
         return overrides
 
+    def overrides_of_stack(self) -> list[Override]:
+        if not (self.runs_as_one_stack and self._weighs is not None):
+            return self.overrides()
+        if self.index > 0 and not self._is_last:
+            return []
+        return [(self.module, "forward", self._run_block(self.module.forward))]
+
     def _run_stack(self, forward: Forward) -> Forward:
         def stack_forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             self.evaluation.feature_map = x.shape
@@ -119,21 +127,29 @@ class ModuleBlock(Block):
         config = self.model.config
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            evaluation, outcome = self.evaluation, self.outcome
+            evaluation, outcome = self.model.evaluation, self.outcome
+            assert evaluation is not None
             self._plan = self._outer_plan = None
             if self.index == 0:
                 evaluation.stack_plan = evaluation.stack_tokens = evaluation.stack_merged = None
-            outcome.entered(x.shape[1])
+            outcome.has_run = True
+            if outcome.plan is None:
+                outcome.before = x.shape[1]
             if evaluation.is_full_step:
                 return self._run_on_all_tokens(forward, x, *args, **kwargs)
             if evaluation.stack_plan is not None:
                 return self._run_in_stack(forward, x, *args, **kwargs)
-            grid = self._grid_to_merge(x, *args, **kwargs)
+            grid = self._grid_to_merge(evaluation, x, args, kwargs)
             if grid is None:
                 return forward(x, *args, **kwargs)
-            outcome.module_scope_reason = self._why_module_scope(*args, **kwargs)
+            if config.scope != "module":
+                outcome.module_scope_reason = self._why_module_scope(*args, **kwargs)
             if config.scope == "module" or outcome.module_scope_reason is not None:
-                self._plan_for_modules(x, grid)
+                if config.merge_attn or config.merge_crossattn or config.merge_mlp:
+                    outcome.reason = reasons.ATTENTION_REPLACED
+                    self._plan = self.plan_of(x, grid)
+                else:
+                    outcome.reason = reasons.ALL_OFF
                 return forward(x, *args, **kwargs)
             plan = self.plan_of(x, grid)
             if plan is None:
@@ -142,6 +158,8 @@ class ModuleBlock(Block):
             if self._begins_stack(*args, **kwargs):
                 evaluation.stack_plan, evaluation.stack_tokens = plan, x
                 evaluation.stack_merged = merged
+                if evaluation.has_whole_stacks:
+                    self._weigh_stack(plan, x, kwargs)
                 return self._run_in_stack(forward, merged, *args, **kwargs)
             outcome.merged(x.shape[1], plan)
             self._outer_plan = plan
@@ -156,18 +174,18 @@ class ModuleBlock(Block):
         Its attention may merge keys and values.
         """
         evaluation, config = self.evaluation, self.model.config
-        grid = self._grid_to_merge(x, *args, **kwargs)
+        grid = self._grid_to_merge(evaluation, x, args, kwargs)
         if grid is not None and self._begins_stack(*args, **kwargs):
             evaluation.stack_tokens = x
         # Merging keys and values hardly changes pictures (benchmarks/FIDELITY.md), and saves
         # next to nothing on small maps.
         merges_keys = config.merge_attn and config.attn_tokens == "k,v" and self._attends_to_itself
-        if merges_keys and grid is not None and grid.tokens >= (config.min_tokens or LARGE):
+        if merges_keys and grid is not None and grid.tokens >= self.model.least_in_full_steps:
             self.outcome.reason = reasons.ATTENTION_REPLACED
             self._plan = self.plan_of(x, grid)
         y: Tensor = forward(x, *args, **kwargs)
         before, detail = evaluation.stack_tokens, evaluation.detail
-        if before is not None and detail is not None and self._ends_stack:
+        if before is not None and detail is not None and self._is_last:
             evaluation.stack_tokens = None
             if detail.keeps_changes:
                 detail.changes[self.stack.name] = y - before
@@ -181,8 +199,11 @@ class ModuleBlock(Block):
         self.outcome.merged(x.shape[1], plan)
         self._outer_plan = plan
         y: Tensor = forward(merged, *args, **kwargs)
-        if not self._ends_stack:
+        if not self._is_last:
             return y
+        if evaluation.stack_weights is not None:
+            evaluation.stack_weights.take_off(kwargs)
+            evaluation.stack_weights = None
         evaluation.stack_plan = evaluation.stack_tokens = evaluation.stack_merged = None
         if evaluation.detail is None:
             return plan.add_change(x, before, y)
@@ -193,56 +214,54 @@ class ModuleBlock(Block):
         return (
             self.index == 0
             and self.runs_as_one_stack
-            and not any(
-                self.record.needs_all_tokens(block, index, *args, **kwargs)
-                for index, block in enumerate(self.stack.blocks)
+            and (
+                self.evaluation.is_unpatched
+                or not any(
+                    self.record.needs_all_tokens(block, index, *args, **kwargs)
+                    for index, block in enumerate(self.stack.blocks)
+                )
             )
         )
 
-    @property
-    def _ends_stack(self) -> bool:
-        return self.index == len(self.stack.blocks) - 1
-
     def _why_module_scope(self, *args: Any, **kwargs: Any) -> str | None:
         """Why the block merges only in its modules although the scope is wider, else None."""
-        needs_all_tokens = self.record.needs_all_tokens
-        if self.model.config.scope != "module" and needs_all_tokens(
+        evaluation = self.evaluation
+        if not evaluation.is_unpatched and self.record.needs_all_tokens(
             self.module, self.index, *args, **kwargs
         ):
             return reasons.PATCHED_BLOCKS
-        return self.evaluation.module_scope_reason
+        return evaluation.module_scope_reason
 
-    def _grid_to_merge(self, x: Tensor, *args: Any, **kwargs: Any) -> Grid | None:
+    def _grid_to_merge(
+        self, evaluation: Evaluation, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Grid | None:
         """The grid of the block's tokens; None if they may not merge.
 
         The reason is noted, except at a level that the settings leave out.
 
         Args:
+            evaluation: the current evaluation.
             x: the tokens, ``[batch, tokens, channels]``.
             args: the block's other positional arguments.
             kwargs: the block's keyword arguments.
         """
-        evaluation, shapes = self.evaluation, self.record.shapes
+        shapes, count = self.record.shapes, x.shape[1]
         shape, latent = (
             (evaluation.feature_map, None) if shapes is None else shapes(*args, **kwargs)
         )
-        if shape is None or shape[0] != x.shape[0] or shape[-2] * shape[-1] != x.shape[1]:
+        if shape is None or shape[0] != x.shape[0] or shape[-2] * shape[-1] != count:
             self.outcome.reason = reasons.TOKENS_CHANGED
             return None
-        grid = Grid(*shape[-2:])
-        whole = evaluation.latent if latent is None else Grid(*latent[-2:])
-        if not grid.is_within(whole, evaluation.deepest):
+        height, width = shape[-2:]
+        tall, wide = evaluation.latent[:2] if latent is None else latent[-2:]
+        # Each halving rounds up.
+        times = evaluation.deepest
+        if height < -(-tall // times) or width < -(-wide // times):
             return None
-        return grid if self.is_large_enough(grid) else None
-
-    def _plan_for_modules(self, x: Tensor, grid: Grid) -> None:
-        """Make the plan with which the modules of the block merge and unmerge."""
-        config = self.model.config
-        if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
-            self.outcome.reason = reasons.ALL_OFF
-            return
-        self.outcome.reason = reasons.ATTENTION_REPLACED
-        self._plan = self.plan_of(x, grid)
+        if count < self.model.least_tokens:
+            self.outcome.reason = self.model.too_few(count)
+            return None
+        return Grid(height, width)
 
     def _run_module(self, forward: Forward) -> Forward:
         def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -290,7 +309,7 @@ class ModuleBlock(Block):
         """
         config = self.model.config
         queries = plan if config.attn_tokens == "q,k,v" else None
-        fits = all(source is None or plan.fits(source) for source in (context, value))
+        fits = (context is None or plan.fits(context)) and (value is None or plan.fits(value))
         own_keys = context is None or context is x
         own_value = None if value is context else value
         tokens = x if context is None else context
@@ -333,6 +352,13 @@ class ModuleBlock(Block):
 
         return attention
 
+    def _weigh_stack(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> None:
+        """Weigh keys in all self-attentions of the stack, which begins."""
+        weights = self.weights(plan.log_sizes, x) if self._attends_to_itself else None
+        if weights is not None and self._weighs is not None:
+            self.evaluation.stack_weights = self._weighs
+            self._weighs.put_on(kwargs, weights)
+
     def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments with which a self-attention weighs keys by their tokens."""
         weights = self.weights(plan.log_sizes, x)
@@ -345,10 +371,15 @@ class ModuleBlock(Block):
 
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a module can run on ``x`` merged by the plan; noted in the outcome."""
-        if is_masked(kwargs, self.record.masks) or not plan.fits(x):
-            self.outcome.reason = reasons.ATTENTION_MASKED
+        outcome = self.outcome
+        for name in self.record.masks:
+            if kwargs.get(name) is not None:
+                outcome.reason = reasons.ATTENTION_MASKED
+                return False
+        if not plan.fits(x):
+            outcome.reason = reasons.ATTENTION_MASKED
             return False
-        self.outcome.merged(x.shape[1], plan)
+        outcome.before, outcome.plan = x.shape[1], plan
         return True
 
 

@@ -1,11 +1,10 @@
 """Put other methods on modules for one evaluation, and take them off again."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import get_ident
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,38 +30,66 @@ class Overrides:
         """``make`` returns the overrides, in the order in which they go on."""
         self._make = make
         self._placed: list[_Placed] = []
+        self._classes: dict[tuple[type, str], Any] = {}
         self._thread: int | None = None
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Put the overrides on; uses must not be nested."""
+    def installed(self, others: "Overrides | None" = None) -> Iterator[None]:
+        """Put the overrides on, in place of ``others`` if these are on."""
+        if others is self:
+            yield
+            return
         try:
+            if others is not None:
+                others._take_off()
             self._put_on()
             yield
         finally:
             self._take_off()
+            if others is not None:
+                others._put_on()
 
     def _put_on(self) -> None:
-        if not (self._placed and all(map(_still_fits, self._placed))):
-            self._placed = [
-                _placed(module, name, self._in_this_thread(module, name, own))
-                for module, name, own in self._make()
-            ]
+        if not self._still_fit():
+            self._place()
         self._thread = get_ident()
         for placed in self._placed:
             # nn.Module.__setattr__ is slow, and SDXL has hundreds of these.
-            vars(placed.module)[placed.name] = placed.method
+            placed.attributes[placed.name] = placed.method
 
     def _take_off(self) -> None:
         self._thread = None
         for placed in self._placed:
-            attributes = vars(placed.module)
-            if attributes.get(placed.name) is not placed.method:
+            attributes, name = placed.attributes, placed.name
+            if name not in attributes or attributes[name] is not placed.method:
                 continue
             if placed.before is None:
-                del attributes[placed.name]
+                del attributes[name]
             else:
-                attributes[placed.name] = placed.before
+                attributes[name] = placed.before
+
+    def _place(self) -> None:
+        """Make the overrides for what the modules run now."""
+        all_placed, classes = [], {}
+        for module, name, own in self._make():
+            attributes, kind, children = vars(module), type(module), module._modules
+            classes[kind, name] = getattr(kind, name)
+            method = self._in_this_thread(module, name, own)
+            before, now = attributes.get(name), [*children.values()]
+            all_placed.append(_Placed(attributes, name, method, before, children, now))
+        self._placed, self._classes = all_placed, classes
+
+    def _still_fit(self) -> bool:
+        """Whether all modules run what they ran when the overrides were made."""
+        for placed in self._placed:
+            attributes, name = placed.attributes, placed.name
+            # A call of dict.get takes longer, and SDXL has hundreds of these, too.
+            if (attributes[name] if name in attributes else None) is not placed.before:  # noqa: SIM401
+                return False
+            if [*placed.children.values()] != placed.children_before:
+                return False
+        classes = self._classes.items()
+        return bool(classes) and all(getattr(*place) is method for place, method in classes)
 
     def _in_this_thread(self, module: nn.Module, name: str, own: Forward) -> Forward:
         """An override that applies in one thread; others may run an unpatched clone."""
@@ -79,37 +106,21 @@ class Overrides:
         return run
 
 
-@dataclass(frozen=True, eq=False)
-class _Placed:
+class _Placed(NamedTuple):
     """An override, with what it replaces.
 
     Attributes:
-        module: the module that gets it.
+        attributes: those of the module that gets it.
         name: the method that it replaces.
         method: what the module is to run.
         before: what the module itself had under this name; None if only its class had it.
-        of_class: the method of the module's class.
-        children: the submodules of the module.
+        children: the submodules of the module by name.
+        children_before: what these were.
     """
 
-    module: nn.Module
+    attributes: dict[str, Any]
     name: str
     method: Forward
     before: Any
-    of_class: Any
-    children: tuple[nn.Module | None, ...]
-
-
-def _placed(module: nn.Module, name: str, method: Forward) -> _Placed:
-    before, of_class = vars(module).get(name), getattr(type(module), name)
-    return _Placed(module, name, method, before, of_class, tuple(module._modules.values()))
-
-
-def _still_fits(placed: _Placed) -> bool:
-    """Whether the module runs what it ran when the override was made."""
-    module, name = placed.module, placed.name
-    return (
-        vars(module).get(name) is placed.before
-        and getattr(type(module), name) is placed.of_class
-        and tuple(module._modules.values()) == placed.children
-    )
+    children: Mapping[str, nn.Module | None]
+    children_before: list[nn.Module | None]

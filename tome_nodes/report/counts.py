@@ -31,6 +31,7 @@ class Counts(Observer):
         self.module_scope_reasons: dict[str, set[str]] = defaultdict(set)
         self.unweighted_reasons: set[str] = set()
         self.forecast_steps: set[int] = set()
+        self._seen: set[tuple[int, str, int]] = set()
         self._steps: set[int] = set()
         self._full_steps: set[int] = set()
         self._reasons: Counter[str] = Counter()
@@ -44,20 +45,27 @@ class Counts(Observer):
         if result.reason is not None:
             found = self._reasons if result.is_active else self._reasons_of_idle
             found[result.reason] += 1
+        has_merged = False
         for outcome in result.outcomes:
-            self.largest_grid = max(self.largest_grid, outcome.before)
-            if outcome.grid is not None:
-                self.frames = max(self.frames, outcome.grid.frames)
+            if outcome.before > self.largest_grid:
+                self.largest_grid = outcome.before
+            if outcome.grid is not None and outcome.grid.frames > self.frames:
+                self.frames = outcome.grid.frames
             if outcome.plan is not None:
-                by_block = self.merged.setdefault(outcome.before, {})
-                by_block.setdefault(outcome.block, set()).add(outcome.after)
-                self._steps.add(result.step)
+                merged = outcome.before, outcome.block, outcome.plan.slot_count
+                has_merged = True
+                if merged not in self._seen:
+                    self._seen.add(merged)
+                    by_block = self.merged.setdefault(outcome.before, {})
+                    by_block.setdefault(outcome.block, set()).add(outcome.after)
             elif outcome.reason is not None:
                 self._reasons[outcome.reason] += 1
             if outcome.unweighted_reason is not None:
                 self.unweighted_reasons.add(outcome.unweighted_reason)
             if outcome.module_scope_reason is not None:
                 self.module_scope_reasons[outcome.module_scope_reason].add(outcome.block)
+        if has_merged:
+            self._steps.add(result.step)
 
     @property
     def merged_steps(self) -> int:

@@ -64,11 +64,15 @@ class CellStrategy(Strategy):
         self._splits = {}
 
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
+        cells, merges = self.cut(grid, ratio)
+        return self.match(features, cells, merges) if merges else None
+
+    def cut(self, grid: Grid, ratio: float) -> tuple[Cells, int]:
+        """How a grid is cut, and how many of its tokens merge."""
         share = share_of(ratio, grid.tokens, self.config.growth)
         cells = self.cells_of(grid, share)
         kept = cells.count.tokens
-        merges = min(int(grid.tokens * share), grid.tokens - kept)
-        return self.match(features, cells, merges) if merges and kept else None
+        return cells, min(int(grid.tokens * share), grid.tokens - kept) if kept else 0
 
     def cells_of(self, grid: Grid, share: float) -> Cells:
         """How a grid is cut; a cell of a video is several frames long and part of a row wide.

@@ -4,12 +4,15 @@ The cost grows with the number of tokens N instead of N squared. All windows mer
 of tokens, so they do not depend on each other and every shape is static.
 """
 
+from typing import Any, NamedTuple
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from ..merging.plan import Grid, Plan
-from ..ops import TORCH, KernelFailed, Operations
+from ..ops import TORCH, KernelFailed, Operation, Operations
+from ..settings.config import ToMeConfig
 from .cells import Cells, CellStrategy, split_cells
 
 # The most features that a CPU gathers at once, to fit its cache; a GPU takes a whole map.
@@ -22,45 +25,79 @@ WINDOW_SIDE = 16
 _CELLS_ALONG = 8
 
 
+class Windows(NamedTuple):
+    """How a grid is cut into windows.
+
+    Attributes:
+        cells: the cells of the grid.
+        high: height of a window in cells.
+        wide: width of a window in cells.
+        quota: the number of merges in a window.
+    """
+
+    cells: Cells
+    high: int
+    wide: int
+    quota: int
+
+
 class WindowStrategy(CellStrategy):
     """Each src token may merge into a dst token of its window."""
+
+    def __init__(self, config: ToMeConfig, ops: Operations):
+        super().__init__(config, ops)
+        self._windows: dict[tuple[Grid, float], Windows] = {}
+
+    def begin(self, key: Tensor) -> None:
+        super().begin(key)
+        self._pieces: dict[tuple[Any, ...], _Pieces] = {}
 
     def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
         """See :func:`split_windows`."""
         return split_windows(cells.grid, cells.sy, cells.sx, picks)
 
-    def match(self, features: Tensor, cells: Cells, merges: int) -> Plan | None:
-        """See :func:`match_windows`; windows share ``merges`` equally, rounded to the nearest."""
+    def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
+        windows = self._windows.get((grid, ratio))
+        if windows is None:
+            windows = self.windows(grid, ratio)
+            # A compiled graph would depend on what is kept.
+            if not torch.compiler.is_compiling():
+                self._windows[grid, ratio] = windows
+        if windows.quota == 0:
+            return None
+        if self.ops.match_windows is not None:
+            plan = self._match_by_kernel(features, windows, self.ops.match_windows)
+            if plan is not None:
+                return plan
+        cells, shape = windows.cells, features.shape
+        key = cells.grid, cells.sy, cells.sx, shape
+        pieces = self._pieces.get(key)
+        if pieces is None:
+            pieces = self._pieces[key] = _pieces(features, *self.split_of(cells))
+        return _match_pieces(features, pieces, windows.quota, self.ops)
+
+    def windows(self, grid: Grid, ratio: float) -> Windows:
+        """How a grid is cut; windows share the merges equally, rounded to the nearest."""
+        cells, merges = self.cut(grid, ratio)
         sy, sx, count = cells.sy, cells.sx, cells.count
+        if merges == 0:
+            return Windows(cells, 0, 0, 0)
         high, wide = window_cells(cells.grid, sy, sx)
         windows = (count.height // high) * (count.width // wide)
         most = high * wide * (sy * sx - 1)
-        quota = min(most, (merges + windows // 2) // windows)
-        if quota == 0:
-            return None
-        plan = self._match_by_kernel(features, cells, (high, wide), quota)
-        if plan is not None:
-            return plan
-        src, dst = self.split_of(cells)
-        return match_windows(features, src, dst, quota, self.ops)
+        return Windows(cells, high, wide, min(most, (merges + windows // 2) // windows))
 
-    def _match_by_kernel(
-        self, features: Tensor, cells: Cells, window: tuple[int, int], quota: int
-    ) -> Plan | None:
-        """The plan of :func:`match_windows`, made by a kernel; None if there is none that runs.
-
-        ``window`` is the height and width of a window in cells.
-        """
-        match = self.ops.match_windows
-        if match is None:
-            return None
+    def _match_by_kernel(self, features: Tensor, windows: Windows, match: Operation) -> Plan | None:
+        """The plan of :func:`match_windows`, made by a kernel; None if that does not run."""
         key = self.key if self.config.use_rand else None
-        shape = (cells.grid.height, cells.grid.width, cells.sy, cells.sx, *window)
+        cells, high, wide, quota = windows
+        grid, sy, sx = cells.grid, cells.sy, cells.sx
         try:
-            slot_of_token, order, offsets, log_sizes = match(features, key, *shape, quota)
+            arrays = match(features, key, grid.height, grid.width, sy, sx, high, wide, quota)
         except KernelFailed:
             return None
-        in_tokens = cells.grid.width, window[0] * cells.sy, window[1] * cells.sx
+        slot_of_token, order, offsets, log_sizes = arrays
+        in_tokens = grid.width, high * sy, wide * sx
         slots = log_sizes.shape[1]
         return Plan(slot_of_token, order, offsets, log_sizes, slots, self.ops, in_tokens)
 
@@ -102,7 +139,6 @@ def _cells_along(cells: int, side: int) -> int:
     return choice
 
 
-@torch.no_grad()
 def match_windows(
     features: Tensor, src: Tensor, dst: Tensor, quota: int, ops: Operations = TORCH
 ) -> Plan:
@@ -118,25 +154,69 @@ def match_windows(
     Returns:
         A plan of ``tokens - windows * quota`` slots.
     """
+    return _match_pieces(features, _pieces(features, src, dst), quota, ops)
+
+
+class _Piece(NamedTuple):
+    """Windows that are matched at once.
+
+    Attributes:
+        src: ``[batch, windows, candidates]`` token indices.
+        dst: ``[batch, windows, kept]`` token indices.
+        src_rows: ``[batch * windows * candidates]``, the same numbered over the whole batch.
+        dst_rows: ``[batch * windows * kept]``, the same numbered over the whole batch.
+    """
+
+    src: Tensor
+    dst: Tensor
+    src_rows: Tensor
+    dst_rows: Tensor
+
+
+class _Pieces(NamedTuple):
+    """All windows of a map.
+
+    Attributes:
+        windows: how many there are.
+        tokens: ``[batch, tokens]``, the number of each token.
+        pieces: the windows in pieces.
+    """
+
+    windows: int
+    tokens: Tensor
+    pieces: list[_Piece]
+
+
+def _pieces(features: Tensor, src: Tensor, dst: Tensor) -> _Pieces:
+    """All windows; arguments as of :func:`match_windows`."""
     batch, tokens, channels = features.shape
-    owners = torch.arange(tokens, device=features.device).repeat(batch, 1)
-    at_once = len(src)
+    windows = at_once = src.shape[0]
     if features.device.type == "cpu":
         at_once = max(1, _CPU_FEATURES_AT_ONCE // (batch * channels * src.shape[1]))
+    every = torch.arange(batch * tokens, device=features.device).view(batch, tokens)
+    first = every[:, :1, None]
+    pieces = []
+    for begin in range(0, windows, at_once):
+        own_src, own_dst = src[begin : begin + at_once], dst[begin : begin + at_once]
+        rows = (first + own_src).flatten(), (first + own_dst).flatten()
+        pieces.append(_Piece(own_src.expand(batch, -1, -1), own_dst.expand(batch, -1, -1), *rows))
+    return _Pieces(windows, every[:1].expand(batch, -1), pieces)
+
+
+def _match_pieces(features: Tensor, cut: _Pieces, quota: int, ops: Operations) -> Plan:
+    channels = features.shape[2]
+    owners = cut.tokens.clone(memory_format=torch.contiguous_format)
     rows = features.reshape(-1, channels)
-    first = torch.arange(batch, device=features.device)[:, None, None] * tokens
-    for own_src, own_dst in zip(src.split(at_once), dst.split(at_once), strict=True):
-        queries, keys = (
-            rows.index_select(0, (first + own).flatten()).view(batch, *own.shape, channels)
-            for own in (own_src, own_dst)
-        )
+    if rows.requires_grad:
+        rows = rows.detach()
+    for src, dst, src_rows, dst_rows in cut.pieces:
+        queries = rows.index_select(0, src_rows).view(*src.shape, channels)
+        keys = rows.index_select(0, dst_rows).view(*dst.shape, channels)
+        keys = keys / vector_norm(keys, 2, 3, True).clamp_min(1e-12)
         # The norm of a src does not affect which dst is nearest to it.
-        products, nearest = (queries @ F.normalize(keys, dim=3).mT).max(dim=3)
-        similarity = products / queries.norm(dim=3).clamp_min(1e-12)
-        merged = similarity.topk(quota, dim=2, sorted=False).indices
-        owners.scatter_(
-            1,
-            own_src.expand(batch, -1, -1).gather(2, merged).flatten(1),
-            own_dst.expand(batch, -1, -1).gather(2, nearest.gather(2, merged)).flatten(1),
-        )
-    return Plan.from_owners(owners, tokens - len(src) * quota, ops)
+        products, nearest = (queries @ keys.mT).max(3)
+        similarity = products / vector_norm(queries, 2, 3).clamp_min(1e-12)
+        merged = similarity.topk(quota, 2, sorted=False).indices
+        own_dst = dst.gather(2, nearest.gather(2, merged))
+        owners.scatter_(1, src.gather(2, merged).flatten(1), own_dst.flatten(1))
+    return Plan.from_owners(owners, features.shape[1] - cut.windows * quota, ops)

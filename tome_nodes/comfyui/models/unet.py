@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ... import reasons
 from ...merging.plan import Grid
-from ...patching.key_weights import Attention, KeyWeights, attend, fits
+from ...patching.key_weights import Attention, KeyWeights, attend, fits, weighed
 from ...patching.merge_modules import UNetRecord, layers_by_level
 from ...settings.config import ToMeConfig
 from .base import OVERRIDE, takes
@@ -38,8 +39,7 @@ def _needs_all_tokens(
 ) -> bool:
     """Whether another node patches the inside of this block, or of all blocks."""
     options = transformer_options or {}
-    patches = options.get("patches") or {}
-    if any(patches.get(name) for name in _BLOCK_PATCHES):
+    if _has_block_patches(options):
         return True
     replaced = options.get("patches_replace")
     if not replaced:
@@ -50,6 +50,17 @@ def _needs_all_tokens(
         for attention in ("attn1", "attn2")
         for name in (spatial_transformer, (*spatial_transformer, index))
     )
+
+
+def is_unpatched(options: Mapping[str, Any]) -> bool:
+    """Whether no other node patches the inside of any block; ``options`` are the transformer's."""
+    replaced = options.get("patches_replace") or {}
+    return not (_has_block_patches(options) or replaced.get("attn1") or replaced.get("attn2"))
+
+
+def _has_block_patches(options: Mapping[str, Any]) -> bool:
+    patches = options.get("patches") or {}
+    return any(patches.get(name) for name in _BLOCK_PATCHES)
 
 
 def _changed_part(block: Any) -> str | None:
@@ -88,12 +99,63 @@ def weigh_keys(called: dict[str, Any], weights: KeyWeights) -> dict[str, Any]:
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        are_ours = mask is None and fits(weights, k)
-        if not are_ours:
-            weights.note(reasons.CALLED_DIFFERENTLY)
-        return attend(weights if are_ours else None, func, theirs, mask, q, k, v, heads, kwargs)
+        if mask is None and fits(weights, k):
+            return attend(weights, func, theirs, None, q, k, v, heads, kwargs)
+        weights.note(reasons.CALLED_DIFFERENTLY)
+        return attend(None, func, theirs, mask, q, k, v, heads, kwargs)
 
     return called | {"transformer_options": options | {OVERRIDE: override}}
+
+
+class StackOverride:
+    """An override of attention that weighs the keys of all self-attentions of a stack.
+
+    No other node patches the inside of its blocks, so the keys of every cross-attention are the
+    tokens of the prompt.
+    """
+
+    def put_on(self, called: dict[str, Any], weights: KeyWeights) -> None:
+        """See :class:`tome_nodes.patching.blocks.StackWeights`."""
+        options, context = called["transformer_options"], called.get("context")
+        self._weights = weights
+        # If a prompt has as many tokens as the stack, its attention is every second one.
+        self._takes_turns = context is not None and context.shape[1] == weights.sizes.shape[1]
+        self._is_cross = self._is_called = False
+        self._theirs = options.get(OVERRIDE)
+        weights.note(reasons.OTHER_ATTENTION)
+        options[OVERRIDE] = self.override
+
+    def take_off(self, called: dict[str, Any]) -> None:
+        """See :class:`tome_nodes.patching.blocks.StackWeights`."""
+        options = called["transformer_options"]
+        if self._theirs is None:
+            del options[OVERRIDE]
+        else:
+            options[OVERRIDE] = self._theirs
+
+    def override(
+        self,
+        func: Attention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        weights, theirs = self._weights, self._theirs
+        is_cross = self._is_cross
+        self._is_cross = self._takes_turns and not is_cross
+        if is_cross or mask is not None or not fits(weights, k):
+            if theirs is not None:
+                func = partial(theirs, func)
+            return func(q, k, v, heads, mask=mask, **kwargs)
+        if theirs is not None:
+            return attend(weights, func, theirs, None, q, k, v, heads, kwargs)
+        if not self._is_called:
+            self._is_called = True
+            weights.note(None)
+        return weighed(weights, func, None, None, q, k, v, heads, kwargs)
 
 
 @dataclass(frozen=True)
@@ -128,4 +190,5 @@ UNET = ComfyUNet(
     masks=("mask",),
     weigh_keys=weigh_keys,
     shapes=_shapes,
+    weigh_stack=StackOverride,
 )
