@@ -28,8 +28,8 @@ from ..forecasting.steps import (
     log_snr,
 )
 from ..patching.schedule import is_active, is_noise_alone
-from ..report.counts import Counts
-from ..report.gain import StepTimes, gain_of
+from ..report.counts import Counts, StepTimes, begin
+from ..report.gain import gain_of
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
@@ -70,7 +70,7 @@ class ForecastRun:
         self.count = len(self.schedule) - 1
         self.forecasts = Forecasts(config.ratio)
         self._steps_seen = 0
-        self._times = StepTimes()
+        self._times: StepTimes = {}
         self._config = config
         self._guider = guider
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
@@ -142,7 +142,7 @@ class ForecastRun:
         """Wrap the guided answer of a step."""
         # Reading the noise level waits for the GPU.
         x, sigma = args[0], float(args[1].max())
-        self._times.begin(self._done)
+        begin(self._times, self._done)
         options = args[2] if len(args) > 2 else kwargs.get("model_options", {})
         step = self._step(sigma, options)
         if step is None:

@@ -22,7 +22,7 @@ from ..patching.blocks import Observer, PatchedModel, uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import LEAST_SAVED, Run
 from ..patching.schedule import Moment, is_active, is_noise_alone, step_index
-from ..report.gain import StepTimes
+from ..report.counts import StepTimes, begin
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
@@ -95,7 +95,7 @@ class MergingRun:
         self._schedule: list[float] = []
         self._from_noise = starts_empty
         self._step = 0
-        self._times = StepTimes()
+        self._times: StepTimes = {}
         self._sigma: float | None = None
         self._calls: Counter[Hashable] = Counter()
         self._others: set[str] = set()
@@ -147,7 +147,7 @@ class MergingRun:
                 self._runs[diffusion_model] = self._run_of(model, record, latent, t.device)
             run = self._runs[diffusion_model]
             moment = self._moment(model, sigma, options)
-            self._times.begin(moment.step)
+            begin(self._times, moment.step)
         if run is None or isinstance(record, str):
             return denoise()
         grid = record.grid(diffusion_model, shape)

@@ -17,8 +17,8 @@ from ..patching.blocks import Evaluated, Observer
 from ..patching.evaluation import Run
 from ..patching.overrides import Forward
 from ..report import log_line
-from ..report.counts import Counts
-from ..report.gain import StepTimes, gain_of
+from ..report.counts import Counts, StepTimes
+from ..report.gain import gain_of
 from ..report.last_run import LastRun
 from ..report.recording import Recorder
 from ..tuning.search import Measured

@@ -1,16 +1,12 @@
 """Whether a run was faster than the unpatched model: from the times of its steps, or its counts."""
 
-import time
-from collections.abc import Set
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
 
 from .. import reasons
 from ..patching.evaluation import LEAST_SAVED
 from ..settings.config import ToMeConfig
 from ..tuning.search import FASTER
-from .counts import Counts
+from .counts import Counts, StepTimes, of_two_kinds
 from .log_line import seconds
 
 
@@ -27,32 +23,6 @@ class Gain:
     is_measured: bool
 
 
-class StepTimes:
-    """How long the steps of a run took.
-
-    A host begins a step when the device has done the one before. So the last has no end, and no
-    time.
-    """
-
-    def __init__(self) -> None:
-        self._begun: dict[int, float] = {}
-
-    def begin(self, step: int) -> None:
-        """Begin a step, from 0, unless it has begun."""
-        if step not in self._begun:
-            self._begun[step] = time.perf_counter()
-
-    def of_two_kinds(self, steps: Set[int]) -> tuple[float, float] | None:
-        """The median seconds of some steps, and of the others; None if it is not known of both.
-
-        The first step of a run does not count, in which a device warms up.
-        """
-        kinds: tuple[list[float], list[float]] = [], []
-        for (step, begun), (_, ended) in [*pairwise(self._begun.items())][1:]:
-            kinds[step not in steps].append(ended - begun)
-        return (median(kinds[0]), median(kinds[1])) if all(kinds) else None
-
-
 def gain_of(
     counts: Counts,
     config: ToMeConfig,
@@ -66,7 +36,7 @@ def gain_of(
     known. For ``shallowest``, see :class:`tome_nodes.report.last_run.LastRun`.
     """
     steps = counts.forecast_steps or counts.shorter_steps
-    kinds = times.of_two_kinds(steps)
+    kinds = of_two_kinds(times, steps)
     what = ("with the model", "forecast") if counts.forecast_steps else ("on all tokens", "merged")
     if kinds is None:
         words = _expected(counts, config, saved)
