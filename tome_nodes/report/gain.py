@@ -1,7 +1,6 @@
 """Whether a run was faster than the unpatched model: from the times of its steps, or its counts."""
 
-import time
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -26,55 +25,43 @@ class Gain:
     is_measured: bool
 
 
-class StepTimes:
-    """How long the steps of a run took.
+def _medians(begun: Mapping[int, float], steps: Set[int]) -> tuple[float, float] | None:
+    """The median seconds of some steps, and of the others; None if it is not known of both.
 
-    A host begins a step when the device has done the one before. So the last has no end, and no
-    time.
+    The last step has no end, and the first does not count, in which a device warms up.
     """
-
-    def __init__(self) -> None:
-        self._begun: dict[int, float] = {}
-
-    def begin(self, step: int) -> None:
-        """Begin a step, from 0, unless it has begun."""
-        if step not in self._begun:
-            self._begun[step] = time.perf_counter()
-
-    def of_two_kinds(self, steps: Set[int]) -> tuple[float, float] | None:
-        """The median seconds of some steps, and of the others; None if it is not known of both.
-
-        The first step of a run does not count, in which a device warms up.
-        """
-        kinds: tuple[list[float], list[float]] = [], []
-        for (step, begun), (_, ended) in [*pairwise(self._begun.items())][1:]:
-            kinds[step not in steps].append(ended - begun)
-        return (median(kinds[0]), median(kinds[1])) if all(kinds) else None
+    kinds: tuple[list[float], list[float]] = [], []
+    for (step, start), (_, end) in [*pairwise(begun.items())][1:]:
+        kinds[step not in steps].append(end - start)
+    return (median(kinds[0]), median(kinds[1])) if all(kinds) else None
 
 
 def gain_of(
     counts: Counts,
     config: ToMeConfig,
-    times: StepTimes,
+    begun: Mapping[int, float],
     worth_from: int | None = None,
     shallowest: int = 1,
 ) -> Gain:
     """What a run gained in which tokens merged or steps were forecast.
 
-    For ``worth_from`` and ``shallowest``, see :class:`tome_nodes.report.last_run.LastRun`.
+    ``begun`` is when each of its steps began, in seconds, with the device at rest. For the others,
+    see :class:`tome_nodes.report.last_run.LastRun`.
     """
     steps = counts.forecast_steps or counts.shorter_steps
-    kinds = times.of_two_kinds(steps)
-    what = ("with the model", "forecast") if counts.forecast_steps else ("on all tokens", "merged")
+    kinds = _medians(begun, steps)
     if kinds is None:
         words = _expected(counts, config, worth_from)
     else:
         short, long = kinds
-        each = f"a step took {seconds(long)} {what[0]}, {seconds(short)} {what[1]}"
-        saved = len(steps) * (long - short)
-        share = saved / (long * counts.total_steps) if long else 0
-        is_faster = short * FASTER < long
-        words = f"saved {seconds(saved)} ({share:.0%}): {each}" if is_faster else f"no gain: {each}"
+        what = (
+            "with the model, {} forecast" if counts.forecast_steps else "on all tokens, {} merged"
+        )
+        words = f"a step took {seconds(long)} {what.format(seconds(short))}"
+        if short * FASTER < long:
+            saved, total = len(steps) * (long - short), long * counts.total_steps
+            return Gain(f"saved {seconds(saved)} ({saved / total:.0%}): {words}", True)
+        words = f"no gain: {words}"
     if shallowest > 1 and config.scope == "module" and not config.merge_mlp:
         words += f"; {reasons.LITTLE_ATTENTION}"
     return Gain(words, kinds is not None)
@@ -82,8 +69,9 @@ def gain_of(
 
 def _expected(counts: Counts, config: ToMeConfig, worth_from: int | None) -> str:
     """What a run is expected to have gained, as far as its counts tell."""
-    largest = max(counts.merged, default=0)
-    if worth_from and largest < worth_from:
+    if not counts.merged:
+        return "not known"
+    if worth_from and max(counts.merged) < worth_from:
         return f"no gain expected: merging is worth it from about {worth_from} tokens on here"
     before = after = 0
     for tokens, by_block in counts.merged.items():
